@@ -1,0 +1,64 @@
+# make demo    train a small GPT on 8 local processes (first run: installs everything into .venv)
+# make test    the test suite, without what is marked slow
+# make lint    style and types
+#
+# VENV=some/folder   use another environment      PYTHON=python3.12   make it with this Python
+# TESTS="packages/mesh -k layout"   run only these tests
+
+.DEFAULT_GOAL := help
+.PHONY: help install demo test test-all lint format clean
+
+VENV ?= .venv
+TESTS ?= packages integration_tests
+packages := mesh kernels tensor_parallel engine
+
+# The first of these that is Python 3.11 or later; a recipe says so where there is none.
+recent = import sys; sys.exit(sys.version_info < (3, 11))
+candidates := python3 python3.14 python3.13 python3.12 python3.11 python
+PYTHON ?= $(shell for python in $(candidates); do \
+	$$python -c '$(recent)' >/dev/null 2>&1 && { echo $$python; break; }; done)
+
+venv_python := $(VENV)/bin/python
+installed := $(VENV)/.installed
+pip := $(venv_python) -m pip --disable-pip-version-check --quiet
+editable := $(foreach package,$(filter-out engine,$(packages)),--editable 'packages/$(package)[test]')
+
+help:
+	@sed -n 's/^# //p;/^$$/q' Makefile
+
+# The stamp is the last thing written: a broken install is tried again, a finished one costs nothing.
+$(installed): constraints.txt $(packages:%=packages/%/pyproject.toml)
+	@$(or $(PYTHON),false) -c '$(recent)' >/dev/null 2>&1 || { \
+		echo "Meshfold needs Python 3.11 or later. Tried: $(or $(PYTHON),$(candidates))."; \
+		echo "Install one, or name one: make PYTHON=/path/to/python3.11 $(MAKECMDGOALS)"; exit 1; } >&2
+	@$(venv_python) -m pip --version >/dev/null 2>&1 || { \
+		echo "Making $(VENV) with $$($(PYTHON) --version)"; $(PYTHON) -m venv $(VENV); }
+	@echo "Installing Meshfold and its pinned dependencies (a few minutes the first time)"
+	@$(pip) install --prefer-binary --constraint constraints.txt hatchling
+	@$(pip) install --prefer-binary --constraint constraints.txt --no-build-isolation \
+		$(editable) --editable 'packages/engine[all,lint,test]'
+	@touch $@
+
+install: $(installed)
+
+demo: $(installed)
+	@$(VENV)/bin/meshfold demo
+
+test: $(installed)
+	@$(venv_python) -m pytest -m "not slow" $(TESTS)
+
+test-all: $(installed)
+	@$(venv_python) -m pytest $(TESTS)
+
+lint: $(installed)
+	@$(venv_python) -m ruff check .
+	@$(venv_python) -m ruff format --check .
+	@$(venv_python) -m mypy
+
+format: $(installed)
+	@$(venv_python) -m ruff check --fix-only .
+	@$(venv_python) -m ruff format .
+
+clean:
+	rm -rf .venv demo .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	find . -name __pycache__ -type d -not -path './.git/*' -prune -exec rm -rf {} +

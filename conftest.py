@@ -1,0 +1,52 @@
+"""What every test of the workspace stands on: one thread a process, no network, one Hypothesis profile."""
+
+from __future__ import annotations
+
+import os
+
+# Before torch is imported anywhere: ranks share the machine, and threads of theirs would fight over its cores.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+# Hugging Face libraries then fail at once where a test forgot to give a local path.
+os.environ["HF_HUB_OFFLINE"] = "1"
+os.environ["TRANSFORMERS_OFFLINE"] = "1"
+
+import ipaddress
+import socket
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from hypothesis import settings
+
+# Examples may be slow on a busy machine; a failure prints how to get the same example again.
+settings.register_profile("meshfold", deadline=None, print_blob=True)
+settings.load_profile("meshfold")
+
+
+def _stays_here(address: object) -> bool:
+    """Whether a socket address is this machine's own: a path, a loopback address or its own name."""
+    if not isinstance(address, tuple):
+        return True
+    host = str(address[0])
+    if host in {"", "localhost", socket.gethostname()}:
+        return True
+    try:
+        found = ipaddress.ip_address(host)
+    except ValueError:
+        return False
+    return found.is_loopback or found.is_unspecified
+
+
+@pytest.fixture(autouse=True, scope="session")
+def no_network() -> Iterator[None]:
+    """A test that opens a connection to another machine fails, and says where it wanted to go."""
+    connect = socket.socket.connect
+
+    def guarded(self: socket.socket, address: Any) -> None:
+        if not _stays_here(address):
+            raise RuntimeError(f"a test wanted to connect to {address!r}: tests use no network")
+        connect(self, address)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(socket.socket, "connect", guarded)
+        yield

@@ -1,0 +1,76 @@
+"""What the house tests know about the workspace: its packages, what they may import, and their metadata."""
+
+from __future__ import annotations
+
+import re
+import tomllib
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+
+# The import rule: which siblings a package may import. Nobody may import engine.
+SIBLINGS: dict[str, set[str]] = {
+    "mesh": set(),
+    "kernels": set(),
+    "tensor_parallel": {"mesh", "kernels"},
+    "engine": {"mesh", "kernels", "tensor_parallel"},
+}
+
+
+@dataclass(frozen=True)
+class Package:
+    """A folder under packages/: one distribution."""
+
+    name: str
+
+    @property
+    def folder(self) -> Path:
+        """The folder that holds pyproject.toml."""
+        return ROOT / "packages" / self.name
+
+    @property
+    def source(self) -> Path:
+        """The folder that holds the modules."""
+        return self.folder / "src" / "meshfold" / self.name
+
+    @property
+    def modules(self) -> list[Path]:
+        """Every Python file of the package, tests left out."""
+        return sorted(self.source.rglob("*.py"))
+
+    @cached_property
+    def project(self) -> dict[str, Any]:
+        """The table [project] of pyproject.toml."""
+        table: dict[str, Any] = tomllib.loads((self.folder / "pyproject.toml").read_text())["project"]
+        return table
+
+    @property
+    def distribution(self) -> str:
+        """What `pip install` calls it."""
+        return str(self.project["name"])
+
+    @property
+    def required(self) -> set[str]:
+        """The distributions that it always needs."""
+        return {bare(requirement) for requirement in self.project["dependencies"]}
+
+    @property
+    def optional(self) -> set[str]:
+        """The distributions that its extras add."""
+        extras = self.project.get("optional-dependencies", {})
+        return {bare(requirement) for extra in extras.values() for requirement in extra}
+
+
+def bare(requirement: str) -> str:
+    """The normalised name in a requirement: ``"Foo_Bar[x]>=1"`` is ``"foo-bar"``."""
+    name = re.match(r"[A-Za-z0-9._-]+", requirement)
+    if name is None:
+        raise ValueError(f"{requirement!r} is not a requirement")
+    return re.sub(r"[-_.]+", "-", name[0]).lower()
+
+
+PACKAGES = [Package(name) for name in SIBLINGS]
+DISTRIBUTIONS = {package.distribution: package for package in PACKAGES}

@@ -1,0 +1,190 @@
+"""Gradients over the data axes: summed in buckets while backward still runs.
+
+A parameter's gradient is moved into its place in a flat bucket as soon as autograd has accumulated it. At the last
+micro-step of an accumulation a bucket whose parameters have all arrived is all-reduced at once, over the axes that
+its parameters' metadata names; the rest of backward goes on meanwhile (as in Li et al., "PyTorch Distributed:
+Experiences on Accelerating Data Parallel Training", arXiv 2006.15704, section 3.2).
+
+Buckets are filled in reverse order of the parameters and launched in that order on every rank, whatever order
+gradients come in. A parameter without a gradient adds zeros, so that ranks which used different parameters meet in
+the same collectives; one that no rank used keeps the gradient None, as in a single process. For this each bucket ends
+in one number a parameter: how many ranks used it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor, nn
+
+from meshfold.engine.errors import TrainingError
+from meshfold.engine.precision import Masters
+from meshfold.mesh import Group, Mesh, Pending, all_reduce, metadata
+
+BUCKET_BYTES = 25 * 2**20
+_ALIGN = 16  # elements: gradients begin where vector instructions like it
+
+
+class Bucket:
+    """Some parameters whose gradients travel together."""
+
+    def __init__(self, parameters: Sequence[nn.Parameter], targets: Sequence[Tensor], group: Group) -> None:
+        """Args:
+            parameters: in bucket order; of one dtype and device.
+            targets: what their reduced gradients are for (the masters), likewise.
+            group: over which they are summed.
+        """
+        self.parameters, self.targets, self.group = list(parameters), list(targets), group
+        self._starts: list[int] = []
+        self._total = 0
+        for target in targets:
+            self._starts.append(self._total)
+            self._total += -(-target.numel() // _ALIGN) * _ALIGN
+        self._flat: Tensor | None = None  # the gradients, then a number of uses each; None while empty or on its way
+        self._used: set[int] = set()  # places of the parameters that have a gradient
+        self._arrived: set[int] = set()  # places whose gradient of the last micro-step is there
+        self._pending: Pending | None = None
+
+    @property
+    def is_full(self) -> bool:
+        """Whether all gradients of the last micro-step are there."""
+        return len(self._arrived) == len(self.targets)
+
+    def add(self, place: int, gradient: Tensor, *, last: bool) -> None:
+        """Take up a gradient, summing over micro-steps.
+
+        Raises:
+            TrainingError: if the bucket is on its way already.
+        """
+        if self._pending is not None:
+            raise TrainingError(
+                f"a parameter of shape {tuple(gradient.shape)} got a second gradient in one backward, after the first "
+                "was sent: use torch.utils.checkpoint.checkpoint with use_reentrant=False"
+            )
+        if self._flat is None:
+            self._flat = self._empty()
+        home = self._part(self._flat, place).view_as(gradient)
+        if place in self._used:
+            home.add_(gradient)
+        else:
+            home.copy_(gradient)
+            self._used.add(place)
+        if last:
+            self._arrived.add(place)
+
+    def launch(self) -> None:
+        """Start the sum over the group."""
+        flat = self._empty() if self._flat is None else self._flat
+        missing = [place for place in range(len(self.targets)) if place not in self._used]
+        for place in missing:
+            self._part(flat, place).zero_()
+        uses = flat[self._total :].fill_(1)
+        if missing:
+            uses[missing] = 0
+        self._flat, self._pending = None, all_reduce(flat, self.group, async_op=True)
+
+    def deliver(self, factor: float) -> None:
+        """Give every target its summed gradient times the factor, and forget it here."""
+        if self._pending is None:
+            raise TrainingError("a gradient bucket was to be delivered before it was launched")
+        flat = self._pending.wait()
+        if factor != 1.0:
+            flat[: self._total].mul_(factor)
+        anyone = self._used
+        if len(anyone) < len(self.targets):  # only who missed a gradient has to wait and see whether others had it
+            anyone = set(flat[self._total :].nonzero().flatten().tolist())
+        for place, target in enumerate(self.targets):
+            target.grad = self._part(flat, place).view(target.shape) if place in anyone else None
+        self.reset()
+
+    def reset(self) -> None:
+        """Back to empty."""
+        self._flat, self._pending = None, None
+        self._used, self._arrived = set(), set()
+
+    def _empty(self) -> Tensor:
+        like = self.targets[0]
+        return torch.empty(self._total + len(self.targets), dtype=like.dtype, device=like.device)
+
+    def _part(self, flat: Tensor, place: int) -> Tensor:
+        start = self._starts[place]
+        return flat[start : start + self.targets[place].numel()]
+
+
+class GradientReducer:
+    """Collects the gradients of a model's parameters, over micro-steps and over the data axes."""
+
+    def __init__(
+        self, parameters: Sequence[nn.Parameter], masters: Masters, mesh: Mesh, bucket_bytes: int = BUCKET_BYTES
+    ) -> None:
+        """Args:
+            parameters: those that are trained, each once, in the same order on every rank.
+            masters: where the summed gradients go.
+            mesh: gives the group of each parameter's ``sum_axes``.
+            bucket_bytes: a bucket is closed once it holds so many.
+        """
+        self.buckets = _fill(parameters, masters, mesh, bucket_bytes)
+        self._last = False
+        self._next = 0
+        self._handles = [
+            parameter.register_post_accumulate_grad_hook(self._hook(bucket, place))
+            for bucket in self.buckets
+            for place, parameter in enumerate(bucket.parameters)
+        ]
+
+    def begin(self, *, first: bool, last: bool) -> None:
+        """Before each micro-step: whether it is the first or the last of an accumulation."""
+        if first:
+            for bucket in self.buckets:
+                bucket.reset()
+        self._last, self._next = last, 0
+
+    def finish(self, factor: float = 1.0) -> None:
+        """After the last backward: targets have their gradients, summed and times the factor."""
+        for bucket in self.buckets[self._next :]:
+            bucket.launch()
+        self._last, self._next = False, 0
+        for bucket in self.buckets:
+            bucket.deliver(factor)
+
+    def close(self) -> None:
+        """Leave the parameters alone from now on."""
+        for handle in self._handles:
+            handle.remove()
+
+    def _hook(self, bucket: Bucket, place: int) -> Callable[[Tensor], None]:
+        def arrive(parameter: Tensor) -> None:
+            if parameter.grad is not None:
+                bucket.add(place, parameter.grad, last=self._last)
+                parameter.grad = None
+                if self._last:
+                    self._launch_ready()
+
+        return arrive
+
+    def _launch_ready(self) -> None:
+        """Launch, in order, the buckets that are full."""
+        while self._next < len(self.buckets) and self.buckets[self._next].is_full:
+            self.buckets[self._next].launch()
+            self._next += 1
+
+
+def _fill(parameters: Sequence[nn.Parameter], masters: Masters, mesh: Mesh, bucket_bytes: int) -> list[Bucket]:
+    """Buckets in the order in which backward tends to fill them, each of one group, dtype and device."""
+    filled: list[tuple[tuple[str, ...], list[nn.Parameter]]] = []
+    open_buckets: dict[object, tuple[list[nn.Parameter], int]] = {}
+    for parameter in reversed(parameters):
+        target = masters.of(parameter)
+        meta = metadata(parameter)
+        axes = meta.sum_axes if meta is not None else ()
+        kind = (axes, target.dtype, target.device)
+        if kind not in open_buckets:
+            open_buckets[kind] = ([], 0)
+            filled.append((axes, open_buckets[kind][0]))
+        members, held = open_buckets.pop(kind)
+        members.append(parameter)
+        held += target.numel() * target.element_size()
+        if held < bucket_bytes:
+            open_buckets[kind] = (members, held)
+    return [Bucket(members, [masters.of(p) for p in members], mesh.group(*axes)) for axes, members in filled]

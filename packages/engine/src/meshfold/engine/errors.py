@@ -1,0 +1,13 @@
+"""What the engine raises beside the SpecError of a wrong setting."""
+
+from __future__ import annotations
+
+from meshfold.mesh import MeshfoldError
+
+
+class CheckpointError(MeshfoldError, RuntimeError):
+    """A checkpoint that cannot be written or read, or that belongs to another model or optimizer."""
+
+
+class TrainingError(MeshfoldError, RuntimeError):
+    """A training step that cannot be carried out, although its settings were right."""

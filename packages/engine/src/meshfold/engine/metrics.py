@@ -1,0 +1,34 @@
+"""What one call of ``train_step`` did."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StepMetrics:
+    """Numbers that are the same on every rank.
+
+    Attributes:
+        step: optimizer steps so far, skipped ones left out.
+        micro_step: calls of ``train_step`` so far.
+        loss: mean over the tokens of the global batch.
+        tokens: targets in the global batch that counted.
+        stepped: whether this call ended an accumulation, so that the rest says something new.
+        grad_norm: norm of the whole model's gradient before clipping; None until the first accumulation ended.
+        lr: learning rate of the first parameter group at the last optimizer step.
+        loss_scale: what the loss is multiplied with (1 save in fp16).
+        skipped: whether the last accumulation was thrown away because of an overflow.
+        skipped_steps: how many were, so far.
+    """
+
+    step: int
+    micro_step: int
+    loss: float
+    tokens: int
+    stepped: bool
+    grad_norm: float | None
+    lr: float
+    loss_scale: float
+    skipped: bool
+    skipped_steps: int

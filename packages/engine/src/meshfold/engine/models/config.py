@@ -1,0 +1,147 @@
+"""The shapes of the models: checked settings, and what can be counted from them alone."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from meshfold.mesh import SpecError
+
+
+@dataclass(frozen=True, kw_only=True)
+class DecoderConfig:
+    """What GPT and Llama have in common.
+
+    Attributes:
+        vocab_size: words.
+        hidden: size of the residual stream, in elements.
+        layers: blocks.
+        heads: attention heads.
+        kv_heads: key/value heads, each shared by ``heads / kv_heads`` heads; None for one each.
+        head_dim: elements of a head; None for ``hidden / heads``.
+        ffn: inner size of the MLP; None for the family's usual one.
+        max_positions: longest sequence, in tokens.
+        tie: whether the head is the token embedding, transposed.
+        dropout: probability with which the embedding and what each block adds are dropped.
+        label_smoothing: of the loss.
+        z_loss: of the loss.
+
+    Raises:
+        SpecError: for sizes that do not fit together.
+    """
+
+    vocab_size: int
+    hidden: int
+    layers: int
+    heads: int
+    kv_heads: int | None = None
+    head_dim: int | None = None
+    ffn: int | None = None
+    max_positions: int = 1024
+    tie: bool = True
+    dropout: float = 0.0
+    label_smoothing: float = 0.0
+    z_loss: float = 0.0
+
+    def __post_init__(self) -> None:
+        for name in ("vocab_size", "hidden", "layers", "heads", "kv_heads", "head_dim", "ffn", "max_positions"):
+            value = getattr(self, name)
+            optional = name in ("kv_heads", "head_dim", "ffn")
+            if value is None and optional:
+                continue
+            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+                raise SpecError(f"{type(self).__name__}({name}={value!r}): a whole number from 1 up")
+        if self.head_dim is None and self.hidden % self.heads:
+            raise SpecError(
+                f"{type(self).__name__}(hidden={self.hidden}, heads={self.heads}): {self.heads} heads do not divide "
+                f"{self.hidden}; use a multiple of {self.heads}, or give head_dim"
+            )
+        if self.heads % self.n_kv_heads:
+            raise SpecError(
+                f"{type(self).__name__}(heads={self.heads}, kv_heads={self.kv_heads}): {self.kv_heads} does not divide "
+                f"{self.heads}, so the heads cannot be shared out evenly"
+            )
+        if not 0.0 <= self.dropout < 1.0:
+            raise SpecError(f"{type(self).__name__}(dropout={self.dropout!r}): a probability, from 0 up and below 1")
+
+    @property
+    def n_kv_heads(self) -> int:
+        """Key/value heads."""
+        return self.heads if self.kv_heads is None else self.kv_heads
+
+    @property
+    def d(self) -> int:
+        """Elements of a head."""
+        return self.hidden // self.heads if self.head_dim is None else self.head_dim
+
+    @property
+    def inner(self) -> int:
+        """Inner size of the MLP, in elements."""
+        return 4 * self.hidden if self.ffn is None else self.ffn
+
+    @property
+    def qkv_parts(self) -> tuple[int, int, int]:
+        """Sizes of Q, K and V in the fused projection, in elements."""
+        return self.heads * self.d, self.n_kv_heads * self.d, self.n_kv_heads * self.d
+
+    def matmul_parameters(self) -> int:
+        """Parameters that take part in a matmul for every token: all but look-ups, norms and biases; the head once."""
+        raise NotImplementedError
+
+    def num_parameters(self) -> int:
+        """Parameters of the model, tied ones once."""
+        raise NotImplementedError
+
+    def flops_per_token(self, sequence_length: int) -> int:
+        """Floating point operations of forward and backward for one token of a sequence that long, in tokens.
+
+        6 for each parameter of a matmul and 12 · layers · heads · head_dim · length for attention, causality not
+        taken off: the count behind "model FLOPs utilisation" (Chowdhery et al., arXiv 2204.02311, appendix B).
+        """
+        return 6 * self.matmul_parameters() + 12 * self.layers * self.heads * self.d * sequence_length
+
+
+@dataclass(frozen=True, kw_only=True)
+class GPTConfig(DecoderConfig):
+    """GPT-2's architecture: learned positions, LayerNorm before each part, GELU, biases."""
+
+    def matmul_parameters(self) -> int:
+        block = self.hidden * sum(self.qkv_parts) + self.heads * self.d * self.hidden + 2 * self.hidden * self.inner
+        return self.layers * block + self.vocab_size * self.hidden
+
+    def num_parameters(self) -> int:
+        biases = sum(self.qkv_parts) + self.hidden + self.inner + self.hidden
+        norms = 2 * 2 * self.hidden
+        tables = (self.vocab_size if not self.tie else 0) * self.hidden + self.max_positions * self.hidden
+        return self.matmul_parameters() + self.layers * (biases + norms) + 2 * self.hidden + tables
+
+
+@dataclass(frozen=True, kw_only=True)
+class LlamaConfig(DecoderConfig):
+    """Llama's architecture: rotary positions, RMSNorm before each part, SwiGLU, no biases.
+
+    Attributes:
+        rope_theta: base of the rotary frequencies.
+        norm_eps: added to the mean square under the root.
+    """
+
+    tie: bool = False
+    rope_theta: float = 10000.0
+    norm_eps: float = 1e-5
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.d % 2:
+            raise SpecError(f"LlamaConfig with heads of {self.d} elements: rotary positions turn pairs, so use an even size")
+
+    @property
+    def inner(self) -> int:
+        """Inner size of the MLP: 8/3 of the hidden size, rounded up to a multiple of 32."""
+        return -(-8 * self.hidden // 3 // 32) * 32 if self.ffn is None else self.ffn
+
+    def matmul_parameters(self) -> int:
+        block = self.hidden * sum(self.qkv_parts) + self.heads * self.d * self.hidden + 3 * self.hidden * self.inner
+        return self.layers * block + self.vocab_size * self.hidden
+
+    def num_parameters(self) -> int:
+        table = (self.vocab_size if not self.tie else 0) * self.hidden
+        return self.matmul_parameters() + self.layers * 2 * self.hidden + self.hidden + table

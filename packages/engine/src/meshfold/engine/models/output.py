@@ -1,0 +1,21 @@
+"""What a causal language model returns."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CausalLMOutput:
+    """The result of one forward.
+
+    Attributes:
+        loss: mean over the labels that count, a scalar; None when no labels were given.
+        logits: ``b s v`` when no labels were given. With labels the head's output as it stands, which a sharded
+            model splits.
+    """
+
+    loss: Tensor | None
+    logits: Tensor

@@ -1,0 +1,130 @@
+"""Optimizers by name or class. All are elementwise, so that a rank may step on its own blocks alone.
+
+``dict(name="adamw", lr=3e-4, weight_decay=0.1, no_decay="norms_and_biases")``, or a class or function that takes a
+list of parameters and returns a ``torch.optim.Optimizer``. Weight decay goes to all parameters, as in torch, unless
+``no_decay`` says otherwise.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeAlias
+
+import torch
+from torch import nn
+
+from meshfold.engine import settings
+from meshfold.mesh import SpecError
+from meshfold.mesh.errors import nearest
+
+Scheduler: TypeAlias = torch.optim.lr_scheduler.LRScheduler
+Factory: TypeAlias = Callable[[Sequence[nn.Parameter]], torch.optim.Optimizer]
+
+OPTIMIZERS: dict[str, type[torch.optim.Optimizer]] = {
+    "adamw": torch.optim.AdamW,
+    "adam": torch.optim.Adam,
+    "sgd": torch.optim.SGD,
+}
+NO_DECAY = "norms_and_biases"
+
+# These look at a whole tensor or need more than gradients: on a shard they would do something else.
+_NOT_ELEMENTWISE = {"LBFGS", "Adafactor", "Muon", "SparseAdam"}
+_OURS = {"params", "self", "foreach", "fused", "capturable", "differentiable"}
+
+
+def optimizer_factory(value: object) -> Factory | None:
+    """What makes the optimizer from the list of parameters; None for None (evaluation only).
+
+    Settings are tried on a parameter of one element, so that mistakes show before anything starts.
+
+    Raises:
+        SpecError: for an unknown name or key, settings that the optimizer refuses, an optimizer that is made already
+            or is not elementwise.
+    """
+    if value is None:
+        return None
+    if isinstance(value, torch.optim.Optimizer):
+        raise SpecError(
+            f"optimizer={type(value).__name__}(...) is made already, of parameters that the engine replaces by shards: "
+            f"pass its class and settings, dict(name=torch.optim.{type(value).__name__}, lr=...)"
+        )
+    if isinstance(value, str):
+        value = {"name": value}
+    if isinstance(value, Mapping):
+        factory = _from_dict(value)
+    elif callable(value):
+        factory = value
+    else:
+        raise SpecError(f"optimizer={value!r}: write dict(name='adamw', lr=3e-4), or a class or function of parameters")
+    _check(factory, value)
+    return factory
+
+
+def scheduler_of(factory: object, optimizer: torch.optim.Optimizer | None) -> Scheduler | None:
+    """The learning-rate scheduler that a function makes of the optimizer.
+
+    Raises:
+        SpecError: if it is no function, or makes something else.
+    """
+    if factory is None or optimizer is None:
+        return None
+    if not callable(factory):
+        raise SpecError(
+            f"lr_scheduler={factory!r}: a function of the optimizer, such as "
+            "lambda optimizer: torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 1000)"
+        )
+    made = factory(optimizer)
+    if not isinstance(made, Scheduler):
+        raise SpecError(f"lr_scheduler made {made!r} of the optimizer, which is no torch.optim.lr_scheduler.LRScheduler")
+    return made
+
+
+def _from_dict(value: Mapping[str, Any]) -> Factory:
+    rest = dict(value)
+    if isinstance(rest.get("name"), type) and issubclass(rest["name"], torch.optim.Optimizer):
+        cls = rest.pop("name")
+    else:
+        name, rest = settings.named("optimizer", rest, OPTIMIZERS)
+        cls = OPTIMIZERS[name]
+    _refuse(cls, value)
+    no_decay = rest.pop("no_decay", None)
+    if no_decay not in (None, NO_DECAY):
+        raise SpecError(f"optimizer={value!r}: no_decay is {NO_DECAY!r} or left out.{nearest(str(no_decay), [NO_DECAY])}")
+    known = {name: None for name in inspect.signature(cls).parameters if name not in _OURS}
+    settings.known_keys("optimizer", value, rest, {**known, "no_decay": None})
+
+    def make(parameters: Sequence[nn.Parameter]) -> torch.optim.Optimizer:
+        groups: list[dict[str, Any]] = [{"params": list(parameters)}]
+        if no_decay:
+            groups = [
+                {"params": [p for p in parameters if p.dim() > 1]},
+                {"params": [p for p in parameters if p.dim() <= 1], "weight_decay": 0.0},
+            ]
+        return cls([group for group in groups if group["params"]], **rest, **_fast(cls))
+
+    return make
+
+
+def _fast(cls: type[torch.optim.Optimizer]) -> dict[str, bool]:
+    """One kernel for many parameters, where the class has it."""
+    return {"fused": True} if cls in OPTIMIZERS.values() else {}
+
+
+def _refuse(cls: object, value: object) -> None:
+    if getattr(cls, "__name__", "") in _NOT_ELEMENTWISE:
+        raise SpecError(
+            f"optimizer={value!r}: {getattr(cls, '__name__', cls)} does not treat each element on its own, so it cannot "
+            f"step on shards. Known: {', '.join(OPTIMIZERS)}, or another elementwise class of torch.optim"
+        )
+
+
+def _check(factory: Factory, value: object) -> None:
+    _refuse(factory, value)
+    try:
+        made = factory([nn.Parameter(torch.zeros(1, 1)), nn.Parameter(torch.zeros(1))])
+    except (TypeError, ValueError) as error:
+        raise SpecError(f"optimizer={value!r}: {error}") from error
+    if not isinstance(made, torch.optim.Optimizer):
+        raise SpecError(f"optimizer={value!r} made {made!r} of the parameters, which is no torch.optim.Optimizer")
+    _refuse(type(made), value)

@@ -1,0 +1,48 @@
+"""Checks that the engine's arguments share: each gives back a value of the promised type or a SpecError."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from meshfold.mesh import SpecError
+from meshfold.mesh.errors import nearest
+
+
+def count(name: str, value: object, least: int = 1) -> int:
+    """A whole number from ``least`` up."""
+    if isinstance(value, bool) or not isinstance(value, int) or value < least:
+        raise SpecError(f"{name}={value!r}: {name} is a whole number from {least} up")
+    return value
+
+
+def positive(name: str, value: object, advice: str = "") -> float:
+    """A finite number above 0."""
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
+        raise SpecError(f"{name}={value!r}: {name} is a number above 0{advice}")
+    return float(value)
+
+
+def named(entry: str, value: object, known: Mapping[str, object]) -> tuple[str, dict[str, Any]]:
+    """``"name"`` or ``dict(name="name", ...)`` as the known name and the other keys."""
+    rest: dict[str, Any] = {}
+    name = value
+    if isinstance(value, Mapping):
+        rest = dict(value)
+        if "name" not in rest:
+            raise SpecError(f"{entry}={value!r}: the dict needs a name, one of {', '.join(known)}")
+        name = rest.pop("name")
+    if not isinstance(name, str):
+        raise SpecError(f"{entry}={value!r}: a name or a dict with one. Known: {', '.join(known)}")
+    if name not in known:
+        raise SpecError(f"{entry}={value!r}: there is no {entry} {name!r}.{nearest(name, known)} Known: {', '.join(known)}")
+    return name, rest
+
+
+def known_keys(entry: str, value: object, keys: Mapping[str, Any], known: Mapping[str, object]) -> None:
+    """Raise for the first key that is not known."""
+    for key in keys:
+        if key not in known:
+            hint = nearest(str(key), known)
+            raise SpecError(f"{entry}={value!r}: there is no key {key!r}.{hint} Known: {', '.join(known) or 'none'}")

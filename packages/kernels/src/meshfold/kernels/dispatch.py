@@ -1,0 +1,222 @@
+"""Where a kernel comes from: the one place that decides between the torch reference, Triton and numba.
+
+Every family of kernels is a folder with up to three twins, modules that define the same functions:
+
+- ``reference.py``: plain torch operations; runs everywhere, in every dtype, and is what the others are tested against.
+- ``triton_kernels.py``: Triton, for CUDA tensors in float32, bfloat16 and float16.
+- ``numba_kernels.py``: numba, for CPU tensors, where torch operations are slow.
+
+``"auto"`` takes Triton on a GPU, numba on a CPU where the family has it, and the reference otherwise. Inside
+torch.compile it is always the reference: Inductor turns it into Triton itself and fuses it with its neighbours.
+:func:`use` or the environment variable ``MESHFOLD_KERNELS`` chooses by hand.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import importlib.util
+import os
+from collections.abc import Mapping
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from types import TracebackType
+from typing import TypeVar, cast
+
+import torch
+from torch import Tensor
+
+ENVIRONMENT = "MESHFOLD_KERNELS"
+CHOICES = ("auto", "reference", "triton", "numba")
+
+# Each family: the public functions it serves and the twins it has beside the reference.
+FAMILIES: Mapping[str, tuple[str, tuple[str, ...]]] = {
+    "norms": ("rms_norm, layer_norm, add_rms_norm, add_layer_norm and their pieces", ("triton",)),
+    "activations": ("swiglu, swiglu2, bias_gelu", ("triton",)),
+    "rotary": ("apply_rotary", ("triton",)),
+    "losses": ("cross_entropy and its pieces", ("triton",)),
+    "masks": ("dropout", ("triton", "numba")),
+}
+
+_TRITON_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+T = TypeVar("T")
+
+
+class KernelError(RuntimeError):
+    """A kernel was asked for an implementation that cannot do this: the message says why and what to change."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Availability:
+    """One row of :func:`available`.
+
+    Attributes:
+        family: the folder of kernels.
+        kernels: the public functions it serves.
+        implementations: implementation to ``"ok"``, or to the reason why it cannot be used here.
+        cpu: what a float32 tensor on the CPU gets under the present choice; "" if it would be refused.
+        cuda: the same for a CUDA tensor; "" if it would be refused or there is no CUDA device.
+    """
+
+    family: str
+    kernels: str
+    implementations: Mapping[str, str]
+    cpu: str
+    cuda: str
+
+
+class _Restore(AbstractContextManager[None]):
+    """Puts an earlier choice back when its block ends."""
+
+    def __init__(self, before: str) -> None:
+        self._before = before
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        global _choice
+        _choice = self._before
+
+
+# A plain global and not a context variable: autograd runs backward in threads of its own, which must see it too.
+_choice: str | None = None
+
+
+def _check(choice: str, source: str) -> str:
+    if choice not in CHOICES:
+        raise ValueError(f"{source} is {choice!r}; it must be one of {', '.join(map(repr, CHOICES))}")
+    return choice
+
+
+def choice() -> str:
+    """The implementation asked for: the last :func:`use`, else the environment's, else ``"auto"``."""
+    global _choice
+    if _choice is None:
+        _choice = _check(os.environ.get(ENVIRONMENT, "auto"), f"the environment variable {ENVIRONMENT}")
+    return _choice
+
+
+def use(implementation: str) -> AbstractContextManager[None]:
+    """Choose where kernels come from, from now on; as a context manager, until its block ends.
+
+    ``with use("reference"): ...`` or simply ``use("reference")``. A family without the chosen implementation uses
+    its reference; one that has it but cannot run it on the tensor at hand raises :class:`KernelError`. A backward
+    runs where its forward ran.
+
+    Args:
+        implementation: ``"auto"``, ``"reference"``, ``"triton"`` or ``"numba"``.
+
+    Raises:
+        ValueError: for any other word.
+    """
+    global _choice
+    before = choice()
+    _choice = _check(implementation, "the implementation given to use()")
+    return _Restore(before)
+
+
+@functools.cache
+def _installed(package: str) -> bool:
+    return importlib.util.find_spec(package) is not None
+
+
+def _triton_interprets() -> bool:
+    """Whether Triton runs kernels in its interpreter, on the CPU: slow, for tests."""
+    return bool(importlib.import_module("triton").knobs.runtime.interpret)
+
+
+def _obstacle(implementation: str, device: str, dtype: torch.dtype) -> str:
+    """Why an implementation cannot take such a tensor; "" if it can."""
+    if implementation == "triton":
+        if not _installed("triton"):
+            return "triton is not installed"
+        if dtype not in _TRITON_DTYPES:
+            return f"the Triton kernels compute in float32 and take no {dtype}"
+        if device == "cuda" or (device == "cpu" and _triton_interprets()):
+            return ""
+        return f"Triton runs on CUDA devices, not on {device} (on the CPU only with TRITON_INTERPRET=1)"
+    if implementation == "numba":
+        if not _installed("numba"):
+            return "numba is not installed"
+        return "" if device == "cpu" else f"numba kernels run on the CPU, not on {device}"
+    return ""
+
+
+def implementation(family: str, device: str, dtype: torch.dtype) -> str:
+    """The implementation that a tensor gets under the present choice: "reference", "triton" or "numba".
+
+    Raises:
+        KernelError: if the chosen one exists for this family but cannot take such a tensor.
+    """
+    twins = FAMILIES[family][1]
+    chosen = choice()
+    if chosen == "auto":
+        best = {"cuda": "triton", "cpu": "numba"}.get(device, "reference")
+        return best if best in twins and not _obstacle(best, device, dtype) else "reference"
+    if chosen not in twins:
+        return "reference"
+    if reason := _obstacle(chosen, device, dtype):
+        raise KernelError(
+            f"kernels {family!r}: {chosen!r} was chosen, but {reason}. Choose another with "
+            f"meshfold.kernels.use(...) or {ENVIRONMENT}: 'auto' takes what fits each tensor"
+        )
+    return chosen
+
+
+def twin(family: str, reference: T, x: Tensor) -> T:
+    """The module that runs ``family`` on ``x``: ``reference`` itself or the twin that stands in for it."""
+    # A subclass (a fake tensor, a DTensor, a functional one) has no memory of its own that a kernel could be given.
+    if torch.compiler.is_compiling() or type(x) not in (Tensor, torch.nn.Parameter):
+        return reference
+    name = implementation(family, x.device.type, x.dtype)
+    return reference if name == "reference" else cast(T, _load(family, name))
+
+
+@functools.cache
+def _load(family: str, name: str) -> object:
+    return importlib.import_module(f"meshfold.kernels.{family}.{name}_kernels")
+
+
+def piece(family: str, reference: T, x: Tensor, *others: Tensor | None) -> T:
+    """:func:`twin` for the pieces of a kernel, which have no backward of their own.
+
+    Raises:
+        KernelError: if autograd would have to go through the piece, where it would silently lose gradients.
+    """
+    if not torch.compiler.is_compiling() and torch.is_grad_enabled():
+        if any(t is not None and t.requires_grad for t in (x, *others)):
+            raise KernelError(
+                f"a piece of {family!r} was called on a tensor that requires a gradient, and pieces have no backward: "
+                "call it inside a torch.autograd.Function or under torch.no_grad(), or use the whole kernel"
+            )
+    return twin(family, reference, x)
+
+
+def available() -> tuple[Availability, ...]:
+    """What is there, family by family, for ``meshfold doctor``. Imports neither numba nor Triton unless asked for."""
+    cuda_seen = torch.cuda.is_available()
+
+    def state(name: str, twins: tuple[str, ...]) -> str:
+        if name not in ("reference", *twins):
+            return "none: the reference is used"
+        if name == "triton" and not cuda_seen and _installed("triton"):
+            return "no CUDA device"
+        return _obstacle(name, "cuda" if name == "triton" else "cpu", torch.float32) or "ok"
+
+    def picked(family: str, device: str) -> str:
+        try:
+            return implementation(family, device, torch.float32)
+        except KernelError:
+            return ""
+
+    return tuple(
+        Availability(
+            family=family,
+            kernels=kernels,
+            implementations={name: state(name, twins) for name in ("reference", "triton", "numba")},
+            cpu=picked(family, "cpu"),
+            cuda=picked(family, "cuda") if cuda_seen else "",
+        )
+        for family, (kernels, twins) in FAMILIES.items()
+    )

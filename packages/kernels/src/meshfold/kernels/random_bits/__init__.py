@@ -1,0 +1,96 @@
+"""Random bits that are a function of (seed, key, global element index) and of nothing else.
+
+However a tensor is split, the rank that holds element ``i`` finds the same 64 bits for it, on any device and with
+any implementation. The function is counter-based, two rounds of SplitMix64 (Steele, Lea and Flood, "Fast splittable
+pseudorandom number generators", OOPSLA 2014)::
+
+    state = splitmix64(splitmix64(seed) ^ splitmix64(key))
+    bits  = splitmix64(state + index * 0x9E3779B97F4A7C15)        all modulo 2**64
+
+The state is symmetric in seed and key: (1, 2) and (2, 1) are one stream, and so are all (s, s). So make keys by hashing
+a name, never from small numbers that may be another run's seed.
+
+torch has no unsigned 64-bit arithmetic, so the reference computes in int64, which wraps alike; a logical shift is an
+arithmetic one with the copies of the sign masked off. The numba and Triton twins of the hash lie beside this file.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+GOLDEN = 0x9E3779B97F4A7C15
+MIX_1 = 0xBF58476D1CE4E5B9
+MIX_2 = 0x94D049BB133111EB
+_MASK = (1 << 64) - 1
+
+
+def signed(value: int) -> int:
+    """The int64 with the same 64 bits as ``value`` modulo 2**64."""
+    value &= _MASK
+    return value - (1 << 64) if value >> 63 else value
+
+
+_GOLDEN, _MIX_1, _MIX_2 = signed(GOLDEN), signed(MIX_1), signed(MIX_2)
+
+
+def splitmix64(z: int) -> int:
+    """One step of SplitMix64 on Python integers: 64 bits in, 64 well-mixed bits out, as an unsigned number."""
+    z = (z + GOLDEN) & _MASK
+    z = ((z ^ (z >> 30)) * MIX_1) & _MASK
+    z = ((z ^ (z >> 27)) * MIX_2) & _MASK
+    return z ^ (z >> 31)
+
+
+def splitmix64_tensor(z: Tensor) -> Tensor:
+    """:func:`splitmix64` on every element of an int64 tensor; returns a new one."""
+    z = z + _GOLDEN
+    z = (z ^ ((z >> 30) & ((1 << 34) - 1))) * _MIX_1
+    z = (z ^ ((z >> 27) & ((1 << 37) - 1))) * _MIX_2
+    return z ^ ((z >> 31) & ((1 << 33) - 1))
+
+
+def stream(seed: int | Tensor, key: int | Tensor, device: torch.device | None = None) -> int | Tensor:
+    """The state of the stream that belongs to ``(seed, key)``: a signed int64, or a 0-d int64 tensor.
+
+    A tensor when either argument is one, and always inside torch.compile (then on ``device``), where Python integers
+    may be symbols of 64 bits that cannot hold the products.
+    """
+    if isinstance(seed, int) and isinstance(key, int) and not torch.compiler.is_compiling():
+        return signed(splitmix64(splitmix64(seed) ^ splitmix64(key)))
+    return splitmix64_tensor(splitmix64_tensor(_scalar(seed, device)) ^ splitmix64_tensor(_scalar(key, device)))
+
+
+def _scalar(value: int | Tensor, device: torch.device | None) -> Tensor:
+    if isinstance(value, Tensor):
+        return value.to(torch.int64)
+    if not torch.compiler.is_compiling():
+        value = signed(value)
+    return torch.full((), value, dtype=torch.int64, device=device)
+
+
+def bits_of(state: int | Tensor, index: Tensor) -> Tensor:
+    """The 64 bits of every element index under a stream's state, as int64."""
+    return splitmix64_tensor(index * _GOLDEN + state)
+
+
+def random_bits(seed: int | Tensor, key: int | Tensor, index: Tensor) -> Tensor:
+    """64 random bits for every global element index.
+
+    Args:
+        seed: the run's seed (any Python integer counts modulo 2**64; inside torch.compile it must fit int64), or a
+            0-d int64 tensor, so that a compiled step or a CUDA graph need not be rebuilt for each seed.
+        key: what the numbers are for, hashed: a parameter's name, a dropout layer at a step.
+        index: global element indices, int64, any shape.
+
+    Returns:
+        int64 of the shape of ``index``, holding the bits of the unsigned number.
+    """
+    if index.dtype is not torch.int64:
+        raise TypeError(f"element indices must be int64, got {index.dtype}")
+    return bits_of(stream(seed, key, index.device), index)
+
+
+def top24(bits: Tensor) -> Tensor:
+    """The top 24 of 64 bits as int64 in [0, 2**24): divided by 2**24 a uniform number, exact in float32."""
+    return (bits >> 40) & ((1 << 24) - 1)

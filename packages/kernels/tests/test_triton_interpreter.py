@@ -1,0 +1,27 @@
+"""Runs ``test_triton_twins.py`` on the CPU, in Triton's interpreter, in a process that chose it from the start."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+
+@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
+def test_triton_kernels_agree_with_the_reference_in_the_interpreter(tmp_path: Path) -> None:
+    twins = Path(__file__).with_name("test_triton_twins.py")
+    environment = {**os.environ, "TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-m", "pytest", "--import-mode=importlib", "-q", "-x", "-p", "no:cacheprovider"]
+    done = subprocess.run(
+        [*command, f"--basetemp={tmp_path}/inner", str(twins)],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=600,
+    )
+    assert done.returncode == 0, f"{done.stdout[-6000:]}\n{done.stderr[-2000:]}"
+    assert " passed" in done.stdout and "skipped" not in done.stdout

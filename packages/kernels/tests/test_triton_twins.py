@@ -1,0 +1,327 @@
+"""Every Triton kernel against the float64 reference: on a GPU, or in Triton's interpreter.
+
+The interpreter must be chosen before Triton is imported, so on a machine without a GPU ``test_triton_interpreter.py``
+runs this file in a process of its own with TRITON_INTERPRET=1.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from meshfold import kernels as K
+from torch import Tensor
+
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+if not torch.cuda.is_available() and not INTERPRETED:
+    pytest.skip("no GPU; test_triton_interpreter.py runs this file in Triton's interpreter", allow_module_level=True)
+pytest.importorskip("triton", reason="Triton is not installed")
+
+pytestmark = pytest.mark.gpu
+DEVICE = torch.device("cpu" if INTERPRETED else "cuda")
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+EXAMPLES = 8 if INTERPRETED else 30
+Check = Callable[..., None]
+Op = Callable[..., Tensor | tuple[Tensor, ...]]
+
+
+@pytest.fixture(autouse=True)
+def triton(automatic: None) -> Iterator[None]:
+    """Everything here runs in Triton unless a test says otherwise; no silent reference."""
+    with K.use("triton"):
+        yield
+
+
+def seeded(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0, scale: float = 1.0) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return (scale * torch.randn(*shape, generator=generator, dtype=torch.float64)).to(DEVICE, dtype)
+
+
+def near(got: Tensor, exact: Tensor, what: str, scale: float = 1.0) -> None:
+    """Computed in float32 and rounded once; the interpreter cuts bfloat16 off where a GPU rounds to nearest."""
+    assert got.shape == exact.shape, what
+    rounding = {torch.float32: 2.0**-22, torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}[got.dtype]
+    if INTERPRETED and got.dtype is torch.bfloat16:
+        rounding *= 2
+    scale = max(scale, float(exact.detach().abs().max()) if exact.numel() else 0.0)
+    excess = (got.detach().double() - exact.detach()).abs() - 1.01 * rounding * exact.detach().abs() - 5e-6 * scale
+    assert not got.isnan().any() and (excess.numel() == 0 or float(excess.max()) <= 0), (
+        f"{what}: off by {float(excess.max()):.3g} more than allowed, largest element {scale:.3g}"
+    )
+
+
+def agree(op: Op, *inputs: Tensor, reference: Op | None = None, scale: float = 1.0) -> None:
+    """Outputs and gradients of ``op`` in Triton near those of the reference on the same numbers in float64."""
+    leaves = tuple(t.detach().as_strided(t.shape, t.stride()).requires_grad_() for t in inputs)
+    exact_leaves = tuple(t.detach().double().requires_grad_() for t in inputs)
+    got = op(*leaves)
+    with K.use("reference"):
+        wanted = (reference or op)(*exact_leaves)
+    got, wanted = ((y,) if isinstance(y, Tensor) else y for y in (got, wanted))
+    for i, (y, exact) in enumerate(zip(got, wanted, strict=True)):
+        near(y, exact, f"output {i}", scale)
+    towards = [seeded(*y.shape, dtype=y.dtype, seed=50 + i) for i, y in enumerate(got)]
+    back = torch.autograd.grad(got, leaves, towards)
+    exact_back = torch.autograd.grad(wanted, exact_leaves, [t.double() for t in towards])
+    for i, (g, exact) in enumerate(zip(back, exact_back, strict=True)):
+        assert g.dtype is leaves[i].dtype
+        near(g, exact, f"gradient {i}", scale)
+
+
+SHAPES = [(5, 32), (1, 1), (3, 4, 100), (70, 5), (2, 1030)]
+shapes = pytest.mark.parametrize("shape", SHAPES, ids=str)
+dtypes = pytest.mark.parametrize("dtype", DTYPES, ids=str)
+
+
+@shapes
+@dtypes
+def test_norms(shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    x, r = seeded(*shape, dtype=dtype), seeded(*shape, dtype=dtype, seed=1)
+    w, b = seeded(shape[-1], dtype=dtype, seed=2), seeded(shape[-1], dtype=dtype, seed=3)
+    rows = float(x.numel() // shape[-1])
+    agree(lambda x, w: K.rms_norm(x, w, 1e-2), x, w, scale=rows)
+    agree(lambda x: K.rms_norm(x, None, 1e-2), x)
+    agree(lambda x, w, b: K.layer_norm(x, w, b, 1e-2), x, w, b, scale=rows)
+
+
+@pytest.mark.parametrize("stream", [torch.float32, torch.bfloat16], ids=str)
+@dtypes
+def test_fused_residual_add_is_the_two_steps(dtype: torch.dtype, stream: torch.dtype) -> None:
+    x, r = seeded(6, 40, dtype=dtype), seeded(6, 40, dtype=stream, seed=1)
+    w, b = seeded(40, dtype=dtype, seed=2), seeded(40, dtype=dtype, seed=3)
+    y, summed = K.add_rms_norm(x, r, w)
+    assert (y.dtype, summed.dtype) == (dtype, stream)
+    near(summed, x.double() + r.double(), "sum")
+    with K.use("reference"):
+        near(y, K.rms_norm(summed.double(), w.double()), "rms")
+    y, summed = K.add_layer_norm(x, r, w, b)
+    with K.use("reference"):
+        near(y, K.layer_norm(summed.double(), w.double(), b.double()), "layer")
+    # Gradients as functions of the sum that was stored.
+    zero = torch.zeros_like(r)
+    leaves = (summed.detach().requires_grad_(), w.detach().requires_grad_(), b.detach().requires_grad_())
+    exact = tuple(t.detach().double().requires_grad_() for t in leaves)
+    outputs = K.add_layer_norm(zero.to(dtype), *leaves)
+    with K.use("reference"):
+        wanted = K.add_layer_norm(zero.double(), *exact)
+    towards = [seeded(6, 40, dtype=t.dtype, seed=7 + i) for i, t in enumerate(outputs)]
+    got = torch.autograd.grad(outputs, leaves, towards)
+    for g, e in zip(got, torch.autograd.grad(wanted, exact, [t.double() for t in towards]), strict=True):
+        near(g, e, "gradient", 6.0)
+
+
+@dtypes
+@settings(max_examples=EXAMPLES, deadline=None)
+@given(rows=st.integers(1, 70), cuts=st.lists(st.integers(1, 70), min_size=1, max_size=3), seed=st.integers(0, 99))
+def test_norm_pieces(dtype: torch.dtype, rows: int, cuts: list[int], seed: int) -> None:
+    """The pieces over slices of a row (strided, so never contiguous), against the whole row in float64."""
+    with K.use("triton"):
+        hidden = sum(cuts)
+        x, dy = seeded(rows, hidden, dtype=dtype, seed=seed), seeded(rows, hidden, dtype=dtype, seed=seed + 1)
+        w, b = seeded(hidden, dtype=dtype, seed=seed + 2), seeded(hidden, dtype=dtype, seed=seed + 3)
+        parts = list(zip(dy.split(cuts, -1), x.split(cuts, -1), w.split(cuts), strict=True))
+        square = torch.stack([K.rms_norm_stats(p) for _, p, _ in parts]).sum(0)
+        rstd = torch.rsqrt(square / hidden + 1e-2)
+        sums = torch.stack([K.rms_norm_backward_stats(*p, rstd) for p in parts]).sum(0)
+        back = [K.rms_norm_backward_apply(*p, rstd, sums, hidden) for p in parts]
+        got = [
+            torch.cat([K.rms_norm_apply(p, g, rstd) for _, p, g in parts], -1),
+            *(torch.cat(list(kind), -1) for kind in zip(*back, strict=True)),
+        ]
+        mean = torch.stack([K.layer_norm_sum(p) for _, p, _ in parts]).sum(0) / hidden
+        square = torch.stack([K.layer_norm_centred_sum(p, mean) for _, p, _ in parts]).sum(0)
+        rstd = torch.rsqrt(square / hidden + 1e-2)
+        sums = torch.stack([K.layer_norm_backward_stats(*p, mean, rstd) for p in parts]).sum(0)
+        back = [K.layer_norm_backward_apply(*p, mean, rstd, sums, hidden) for p in parts]
+        biases = b.split(cuts)
+        got += [
+            torch.cat([K.layer_norm_apply(p[1], p[2], c, mean, rstd) for p, c in zip(parts, biases, strict=True)], -1),
+            *(torch.cat(list(kind), -1) for kind in zip(*back, strict=True)),
+        ]
+    x, w, b = (t.double().requires_grad_() for t in (x, w, b))
+    with K.use("reference"):
+        y = K.rms_norm(x, w, 1e-2)
+        wanted = [y, *torch.autograd.grad(y, (x, w), dy.double())]
+        y = K.layer_norm(x, w, b, 1e-2)
+        wanted += [y, *torch.autograd.grad(y, (x, w, b), dy.double())]
+    names = ("rms y", "rms dx", "rms dw", "layer y", "layer dx", "layer dw", "layer db")
+    for name, g, e in zip(names, got, wanted, strict=True):
+        near(g, e, name, float(rows))
+
+
+@dtypes
+def test_norm_pieces_with_residual(dtype: torch.dtype) -> None:
+    x, r = seeded(9, 20, dtype=dtype), seeded(9, 20, dtype=torch.float32, seed=1)
+    for fused, exact in (
+        (K.add_rms_norm_stats, lambda s: s.square().sum(-1)),
+        (K.add_layer_norm_sum, lambda s: s.sum(-1)),
+    ):
+        summed, sums = fused(x, r)
+        near(summed, x.double() + r.double(), "sum")
+        near(sums, exact(summed.double()), "statistic", 20.0)
+
+
+@shapes
+@dtypes
+def test_activations(shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    gate, up = seeded(*shape, dtype=dtype, scale=3), seeded(*shape, dtype=dtype, seed=1, scale=3)
+    bias = seeded(shape[-1], dtype=dtype, seed=2)
+    rows = float(gate.numel() // shape[-1])
+    agree(K.swiglu, torch.cat((gate, up), -1))
+    agree(K.swiglu2, gate, up)
+    for approximate in ("none", "tanh"):
+        agree(lambda x, b, how=approximate: K.bias_gelu(x, b, how), gate, bias, scale=rows)
+        agree(lambda x, how=approximate: K.bias_gelu(x, None, how), gate)
+
+
+@dtypes
+def test_activations_of_slices(dtype: torch.dtype) -> None:
+    wide = seeded(12, 70, dtype=dtype, scale=3)
+    agree(K.swiglu2, wide[::2, :30], wide[::2, 40:])
+    agree(K.swiglu, wide[:, 2:52])
+    agree(K.bias_gelu, wide.t()[:7, :5], seeded(5, dtype=dtype), scale=7.0)
+
+
+@pytest.mark.parametrize("dims", [(2, 3, 4, 2, 16, 0), (1, 1, 1, 1, 2, 0), (2, 5, 3, 1, 6, 3), (1, 4, 40, 8, 128, 0)], ids=str)
+@dtypes
+def test_rotary(dims: tuple[int, ...], dtype: torch.dtype) -> None:
+    b, s, heads, kv_heads, r, rest = dims
+    cos, sin = seeded(s, r, seed=8), seeded(b, s, r, seed=9)
+    fused = seeded(b, s, heads + 2 * kv_heads, r + rest, dtype=dtype)
+    q, k = fused[:, :, :heads], fused[:, :, heads : heads + kv_heads]
+    cos = cos.expand(b, s, r)
+
+    def rotary(q: Tensor, k: Tensor) -> tuple[Tensor, ...]:
+        return K.apply_rotary(q, k, cos.to(q.dtype) if q.dtype is torch.float64 else cos, sin.to(torch.float64) if q.dtype is torch.float64 else sin)
+
+    agree(rotary, q, k)
+    wanted = K.apply_rotary(q, k, cos, sin)
+    before = fused.clone()
+    K.apply_rotary_(q, k, cos, sin)
+    assert torch.equal(q, wanted[0]) and torch.equal(k, wanted[1])
+    assert torch.equal(fused[:, :, heads + kv_heads :], before[:, :, heads + kv_heads :])
+
+
+@pytest.mark.parametrize(("smoothing", "z_loss"), [(0.0, 0.0), (0.1, 1e-2)])
+@shapes
+@dtypes
+def test_cross_entropy(shape: tuple[int, ...], dtype: torch.dtype, smoothing: float, z_loss: float) -> None:
+    logits = seeded(*shape, dtype=dtype, scale=3)
+    labels = torch.randint(0, shape[-1], shape[:-1], generator=torch.Generator().manual_seed(1)).to(DEVICE)
+    labels[..., 0] = -100
+    for inplace in (False, True):
+        agree(
+            lambda z, inplace=inplace: K.cross_entropy(z * 1, labels, -100, smoothing, z_loss, inplace), logits
+        )
+
+
+@dtypes
+@settings(max_examples=EXAMPLES, deadline=None)
+@given(
+    rows=st.integers(1, 6),
+    cuts=st.lists(st.integers(0, 300), min_size=1, max_size=3).filter(lambda cuts: sum(cuts) > 1),
+    extra=st.integers(0, 3),
+    once=st.booleans(),
+    inplace=st.booleans(),
+)
+def test_cross_entropy_pieces(
+    dtype: torch.dtype, rows: int, cuts: list[int], extra: int, once: bool, inplace: bool
+) -> None:
+    """Shards with padding columns full of rubbish, empty shards among them."""
+    smoothing, z_loss, vocabulary = 0.1, 1e-2, sum(cuts)
+    logits = seeded(rows, vocabulary, dtype=dtype, scale=3)
+    labels = torch.randint(0, vocabulary, (rows,), generator=torch.Generator().manual_seed(1)).to(DEVICE)
+    grad = seeded(rows, seed=2)
+    leaf = logits.double().requires_grad_()
+    with K.use("reference"):
+        wanted = K.cross_entropy(leaf, labels, -100, smoothing, z_loss)
+        (back,) = torch.autograd.grad(wanted, leaf, grad.double())
+    starts = [sum(cuts[:i]) for i in range(len(cuts))]
+    parts = [
+        (start, valid, torch.cat((logits[:, start : start + valid], logits.new_full((rows, extra), 1e4)), -1))
+        for start, valid in zip(starts, cuts, strict=True)
+    ]
+    with K.use("triton"):
+        if once:
+            local = [K.max_and_sums(z, labels, start, valid, True) for start, valid, z in parts]
+            row_max = torch.stack([m for m, _ in local]).amax(0)
+            sums = torch.stack([K.rescale_sums(s, m, row_max) for m, s in local]).sum(0)
+        else:
+            row_max = torch.stack([K.local_max(z, valid) for _, valid, z in parts]).amax(0)
+            sums = torch.stack(
+                [K.sum_exp_and_target(z, row_max, labels, start, valid, True) for start, valid, z in parts]
+            ).sum(0)
+        assert torch.equal(row_max, logits.float().amax(-1))
+        near(K.loss_per_row(row_max, sums, smoothing, z_loss, vocabulary), wanted, "loss")
+        got = [
+            K.cross_entropy_backward(
+                z, row_max, sums[0], labels, start, grad, smoothing, z_loss, vocabulary, valid, inplace
+            )
+            for start, valid, z in parts
+        ]
+    for d, (_, valid, z) in zip(got, parts, strict=True):
+        assert (d is z) is inplace and (d[:, valid:] == 0).all()
+    near(torch.cat([d[:, :valid] for d, (_, valid, _) in zip(got, parts, strict=True)], -1), back, "dlogits")
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+@settings(max_examples=EXAMPLES, deadline=None)
+@given(
+    rows=st.integers(1, 40),
+    columns=st.integers(1, 70),
+    p=st.floats(0.05, 1.0),
+    seed=st.integers(-(1 << 63), (1 << 64) - 1),
+    key=st.integers(-(1 << 63), (1 << 63) - 1),
+    row=st.one_of(st.integers(0, 50), st.integers(0, 1 << 40)),
+    col=st.integers(0, 100),
+    listed=st.booleans(),
+    strided=st.booleans(),
+)
+def test_dropout_drops_what_the_reference_drops(
+    dtype: torch.dtype, rows: int, columns: int, p: float, seed: int, key: int, row: int, col: int,
+    listed: bool, strided: bool,
+) -> None:  # fmt: skip
+    """Bit for bit, values and gradients."""
+    x = seeded(rows, 2 * columns, dtype=dtype)[:, :columns] if strided else seeded(rows, columns, dtype=dtype)
+    place: int | Tensor = torch.arange(row, row + 3 * rows, 3, device=DEVICE) if listed else row
+    dy = seeded(rows, columns, dtype=dtype, seed=1)
+    results = []
+    for implementation in ("triton", "reference"):
+        with K.use(implementation):
+            leaf = x.detach().requires_grad_()
+            y = K.dropout(leaf, p, seed, key, place, col, col + columns + 1)
+            results.append((y, *torch.autograd.grad(y, leaf, dy)))
+    for got, wanted in zip(*results, strict=True):
+        assert torch.equal(got, wanted)
+    with K.use("triton"):
+        held = torch.tensor(key, device=DEVICE)
+        assert torch.equal(K.dropout(x, p, seed, held, place, col, col + columns + 1), results[0][0])
+
+
+def test_dropout_in_bfloat16_keeps_the_same_elements() -> None:
+    x = seeded(30, 50, dtype=torch.bfloat16)
+    y = K.dropout(x, 0.5, 1, 2)
+    with K.use("reference"):
+        wanted = K.dropout(x, 0.5, 1, 2)
+    assert torch.equal(y == 0, wanted == 0)
+    near(y, x.double() * 2 * (wanted != 0), "dropout")
+
+
+def test_rows_without_work() -> None:
+    empty = torch.empty(0, 8, device=DEVICE, requires_grad=True)
+    w = torch.ones(8, device=DEVICE, requires_grad=True)
+    for y in (K.rms_norm(empty, w), K.layer_norm(empty, w, w), K.bias_gelu(empty, w), K.dropout(empty, 0.5, 1, 2)):
+        assert y.shape == (0, 8)
+    assert torch.equal(torch.autograd.grad(K.rms_norm(empty, w).sum(), w)[0], torch.zeros_like(w))
+    assert torch.equal(torch.autograd.grad(K.bias_gelu(empty, w).sum(), w)[0], torch.zeros_like(w))
+
+
+def test_float64_and_very_wide_rows_take_the_reference() -> None:
+    with pytest.raises(K.KernelError, match="take no torch.float64"):
+        K.rms_norm(seeded(2, 4, dtype=torch.float64), None)
+    wide = seeded(1, 65537)
+    agree(lambda x: K.rms_norm(x, None), wide)

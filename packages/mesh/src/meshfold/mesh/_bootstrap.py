@@ -1,0 +1,106 @@
+"""What every rank that the launcher starts runs first, as a file: no torch, nothing of Meshfold.
+
+It ties the rank's life to the launcher's, runs the user's program, and leaves a record of how that failed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import faulthandler
+import importlib.util
+import json
+import os
+import runpy
+import signal
+import sys
+import time
+import traceback
+from typing import Any
+
+_PR_SET_PDEATHSIG = 1
+
+
+def die_with_parent(parent: int, signal_number: int = signal.SIGKILL) -> None:
+    """Have the kernel end this process when its parent ends, however that happens (Linux; elsewhere nothing).
+
+    Args:
+        parent: the process id that the parent has; if it is gone already, this process ends here.
+        signal_number: what the kernel sends.
+    """
+    if not sys.platform.startswith("linux"):
+        return
+    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal_number, 0, 0, 0)
+    if os.getppid() != parent:  # it died before the call above
+        os._exit(128 + signal_number)
+
+
+def run(argv: list[str]) -> None:
+    """Run a program as Python itself would: ``script.py ...``, ``-m module ...``, or ``file.py::function ...``."""
+    target, *rest = argv
+    if target == "-m":
+        sys.argv = rest
+        sys.path.insert(0, os.getcwd())
+        runpy.run_module(rest[0], run_name="__main__", alter_sys=True)
+        return
+    file, _, function = target.partition("::")
+    sys.argv = [file, *rest]
+    sys.path.insert(0, os.path.dirname(os.path.abspath(file)))
+    if not function:
+        runpy.run_path(file, run_name="__main__")
+        return
+    name = os.path.splitext(os.path.basename(file))[0]
+    spec = importlib.util.spec_from_file_location(name, file)
+    if spec is None or spec.loader is None:
+        raise ImportError(f"{file} is not a Python file")
+    module = sys.modules[name] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    called: Any = module
+    for part in function.split("."):
+        called = getattr(called, part)
+    called()
+
+
+def main() -> None:
+    """``python _bootstrap.py LAUNCHER_PID RECORD_FILE PROGRAM ...``: see :func:`run` for the program."""
+    parent, record, *argv = sys.argv[1:]
+    die_with_parent(int(parent))
+    faulthandler.enable()
+    try:
+        run(argv)
+    except SystemExit as stop:
+        code = stop.code if isinstance(stop.code, int) else int(stop.code is not None)
+        if code:
+            _leave(record, code & 255, "")
+        raise
+    except BaseException as error:
+        code = 128 + signal.SIGINT if isinstance(error, KeyboardInterrupt) else 1
+        # The launcher shows the first failing rank's traceback, once; printed here it would drown among the others'.
+        _leave(record, code, _render(error))
+        sys.exit(code)
+
+
+def _leave(record: str, code: int, text: str) -> None:
+    """Write the record in one step, so that the launcher never reads half of it."""
+    moment = time.monotonic()  # one clock for all processes of a machine: tells which rank failed first
+    with contextlib.suppress(OSError):  # without its folder the launcher is gone, and nobody reads
+        with open(record + ".part", "w", encoding="utf-8") as file:
+            json.dump({"time": moment, "code": code, "traceback": text}, file)
+        os.replace(record + ".part", record)
+
+
+def _render(error: BaseException) -> str:
+    """The traceback from the user's first line on."""
+    first = error.__traceback__
+    while first is not None and _ours(first.tb_frame.f_code.co_filename):
+        first = first.tb_next
+    error.__traceback__ = first
+    return "".join(traceback.format_exception(error))
+
+
+def _ours(file: str) -> bool:
+    return file == __file__ or file.startswith("<frozen ") or os.path.basename(file) == "runpy.py"
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,185 @@
+"""The collectives: the one place that talks to torch.distributed.
+
+They are PyTorch's functional collectives, so each returns a new tensor, leaves its input alone, and can be traced
+by torch.compile. None of them is differentiable: see :mod:`meshfold.mesh.primitives` for the pairs with adjoints.
+A group of one rank never communicates and returns its input.
+
+With ``async_op=True`` a call returns a :class:`Pending` at once; other work may be queued before ``.wait()``.
+On a GPU waiting blocks the stream, never the host.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Literal, overload
+
+import torch
+import torch.distributed._functional_collectives  # noqa: F401  (registers the meta kernels that tracing needs)
+from torch import Tensor
+
+from meshfold.mesh import recorder
+from meshfold.mesh.errors import CollectiveError
+from meshfold.mesh.mesh import Group
+from meshfold.mesh.traffic import Kind
+
+_ops = torch.ops._c10d_functional
+
+
+class Pending:
+    """A collective on its way: ``wait()`` gives the tensor, as often as it is asked."""
+
+    __slots__ = ("_finish", "_tensor")
+
+    def __init__(self, tensor: Tensor, finish: Callable[[Tensor], Tensor] | None) -> None:
+        self._tensor = tensor
+        self._finish = finish
+
+    def wait(self) -> Tensor:
+        """The result, ordered after the collective on the current stream."""
+        if self._finish is not None:
+            self._tensor = self._finish(_ops.wait_tensor(self._tensor))
+            self._finish = None
+        return self._tensor
+
+
+@overload
+def all_reduce(x: Tensor, group: Group, op: str = ..., *, async_op: Literal[False] = ...) -> Tensor: ...
+@overload
+def all_reduce(x: Tensor, group: Group, op: str = ..., *, async_op: Literal[True]) -> Pending: ...
+def all_reduce(x: Tensor, group: Group, op: str = "sum", *, async_op: bool = False) -> Tensor | Pending:
+    """The sum (or ``"max"``, ``"min"``) over the group, the same bits on every rank. Shape unchanged."""
+    if group.size == 1:
+        return _ready(x, async_op)
+    _note("all_reduce", group, x)
+    return _issue(_ops.all_reduce(x.contiguous(), op, group.name), _same, async_op)
+
+
+@overload
+def all_gather(x: Tensor, group: Group, dim: int = ..., *, async_op: Literal[False] = ...) -> Tensor: ...
+@overload
+def all_gather(x: Tensor, group: Group, dim: int = ..., *, async_op: Literal[True]) -> Pending: ...
+def all_gather(x: Tensor, group: Group, dim: int = 0, *, async_op: bool = False) -> Tensor | Pending:
+    """Every rank's block, concatenated along ``dim`` in group order: ``[.., n, ..] -> [.., g·n, ..]``."""
+    if group.size == 1:
+        return _ready(x, async_op)
+    dim = dim % x.dim()
+    shape, size = x.shape, group.size
+    _note("all_gather", group, x, times=size)
+    gathered = _ops.all_gather_into_tensor(x.contiguous(), size, group.name)
+    whole = (*shape[:dim], size * shape[dim], *shape[dim + 1 :])
+
+    def finish(out: Tensor) -> Tensor:
+        if math.prod(shape[:dim]) == 1:  # the blocks already lie one behind the other: no copy
+            return out.view(whole)
+        return out.view(size, *shape).movedim(0, dim).reshape(whole)
+
+    return _issue(gathered, finish, async_op)
+
+
+@overload
+def reduce_scatter(x: Tensor, group: Group, dim: int = ..., *, async_op: Literal[False] = ...) -> Tensor: ...
+@overload
+def reduce_scatter(x: Tensor, group: Group, dim: int = ..., *, async_op: Literal[True]) -> Pending: ...
+def reduce_scatter(x: Tensor, group: Group, dim: int = 0, *, async_op: bool = False) -> Tensor | Pending:
+    """This rank's block along ``dim`` of the sum over the group: ``[.., g·n, ..] -> [.., n, ..]``.
+
+    Raises:
+        CollectiveError: if the group's size does not divide the dim.
+    """
+    if group.size == 1:
+        return _ready(x, async_op)
+    dim = dim % x.dim()
+    shape, size = x.shape, group.size
+    if shape[dim] % size:
+        raise CollectiveError(f"reduce_scatter of {tuple(shape)} along dim {dim}: {size} ranks do not divide {shape[dim]}")
+    _note("reduce_scatter", group, x)
+    block = (*shape[:dim], shape[dim] // size, *shape[dim + 1 :])
+    if math.prod(shape[:dim]) == 1:
+        stacked = x.contiguous().view(size, *block)
+    else:
+        stacked = x.reshape(*shape[:dim], size, *block[dim:]).movedim(dim, 0).contiguous()
+    scattered = _ops.reduce_scatter_tensor(stacked, "sum", size, group.name)
+    return _issue(scattered, lambda out: out.view(block), async_op)
+
+
+@overload
+def all_to_all(x: Tensor, group: Group, split_dim: int, concat_dim: int, *, async_op: Literal[False] = ...) -> Tensor: ...
+@overload
+def all_to_all(x: Tensor, group: Group, split_dim: int, concat_dim: int, *, async_op: Literal[True]) -> Pending: ...
+def all_to_all(x: Tensor, group: Group, split_dim: int, concat_dim: int, *, async_op: bool = False) -> Tensor | Pending:
+    """Move the split from one dim to another: block ``j`` along ``split_dim`` goes to rank ``j``, what arrives is
+    concatenated along ``concat_dim`` in group order.
+
+    Raises:
+        CollectiveError: if the group's size does not divide ``split_dim``.
+    """
+    if group.size == 1:
+        return _ready(x, async_op)
+    split, concat = split_dim % x.dim(), concat_dim % x.dim()
+    shape, size = x.shape, group.size
+    if shape[split] % size:
+        raise CollectiveError(f"all_to_all of {tuple(shape)} along dim {split}: {size} ranks do not divide {shape[split]}")
+    _note("all_to_all", group, x)
+    block = (*shape[:split], shape[split] // size, *shape[split + 1 :])
+    stacked = x.reshape(*shape[:split], size, *block[split:]).movedim(split, 0).contiguous()
+    ones = [1] * size
+    exchanged = _ops.all_to_all_single(stacked, ones, ones, group.name)
+    whole = (*block[:concat], size * block[concat], *block[concat + 1 :])
+    return _issue(exchanged, lambda out: out.movedim(0, concat).reshape(whole), async_op)
+
+
+@overload
+def broadcast(x: Tensor, group: Group, source: int, *, async_op: Literal[False] = ...) -> Tensor: ...
+@overload
+def broadcast(x: Tensor, group: Group, source: int, *, async_op: Literal[True]) -> Pending: ...
+def broadcast(x: Tensor, group: Group, source: int, *, async_op: bool = False) -> Tensor | Pending:
+    """The tensor of the rank with index ``source`` in the group; the others pass one of the same shape and dtype."""
+    if group.size == 1:
+        return _ready(x, async_op)
+    _note("broadcast", group, x)
+    return _issue(_ops.broadcast(x.contiguous(), source, group.name), _same, async_op)
+
+
+@overload
+def shift(x: Tensor, group: Group, steps: int = ..., *, async_op: Literal[False] = ...) -> Tensor: ...
+@overload
+def shift(x: Tensor, group: Group, steps: int = ..., *, async_op: Literal[True]) -> Pending: ...
+def shift(x: Tensor, group: Group, steps: int = 1, *, async_op: bool = False) -> Tensor | Pending:
+    """Send to the rank ``steps`` further round the ring of the group, receive from the one ``steps`` before."""
+    size = group.size
+    if size == 1 or steps % size == 0:
+        return _ready(x, async_op)
+    _note("shift", group, x)
+    # A point-to-point exchange written as an all-to-all in which all blocks but one are empty: that is what it
+    # becomes on the wire, and unlike isend/irecv it can be traced.
+    sends, receives = [0] * size, [0] * size
+    sends[(group.index + steps) % size] = receives[(group.index - steps) % size] = x.numel()
+    moved = _ops.all_to_all_single(x.contiguous().view(-1), receives, sends, group.name)
+    shape = x.shape
+    return _issue(moved, lambda out: out.view(shape), async_op)
+
+
+def barrier(group: Group, device: torch.device | str = "cpu") -> None:
+    """Return once every rank of the group has called."""
+    token = all_reduce(torch.zeros(1, device=device), group)
+    if token.is_cuda:
+        torch.cuda.synchronize(token.device)
+
+
+def _issue(tensor: Tensor, finish: Callable[[Tensor], Tensor], async_op: bool) -> Tensor | Pending:
+    pending = Pending(tensor, finish)
+    return pending if async_op else pending.wait()
+
+
+def _ready(x: Tensor, async_op: bool) -> Tensor | Pending:
+    return Pending(x, None) if async_op else x
+
+
+def _same(x: Tensor) -> Tensor:
+    return x
+
+
+def _note(kind: Kind, group: Group, x: Tensor, times: int = 1) -> None:
+    if recorder._active:
+        recorder.note(kind, group.axes, group.size, times * x.numel() * x.element_size())

@@ -1,0 +1,102 @@
+"""Which key each dropout call takes: the same one under every layout, and again when its forward is recomputed.
+
+    with dropout_stream(seed, step):
+        loss = model(batch)               # a dropout layer asks current_dropout_stream().next_key()
+
+The mask itself is a function of (seed, key, global element index), see `meshfold.mesh.random`.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
+from contextvars import ContextVar, Token
+
+from meshfold.mesh.errors import MeshfoldError
+from meshfold.mesh.random import key_of
+
+
+class DropoutStream:
+    """The keys of one forward: counts the calls under each name.
+
+    Attributes:
+        seed: the seed that goes with every key.
+        step: which forward this is, counted over the whole run (micro-batches and accumulation steps included).
+    """
+
+    def __init__(self, seed: int, step: int, calls: Mapping[str, int] | None = None) -> None:
+        self.seed = seed
+        self.step = step
+        self._calls = Counter(calls or {})
+
+    def next_key(self, name: str = "") -> int:
+        """The key of the next dropout call, in [0, 2**63).
+
+        Args:
+            name: the module's name in the whole model. With it the key does not depend on which modules ran before,
+                so that stages of a pipeline, which see only their own calls, agree with the serial model.
+        """
+        call = self._calls[name]
+        self._calls[name] = call + 1
+        return key_of(f"dropout/{self.step}/{name}/{call}")
+
+    def copy(self) -> DropoutStream:
+        """A stream that continues from here on its own."""
+        return DropoutStream(self.seed, self.step, self._calls)
+
+
+_current: ContextVar[DropoutStream | None] = ContextVar("meshfold_dropout_stream", default=None)
+
+
+class _Use:
+    """Makes a copy of a stream the current one of this thread: entered again, it starts again at the same call."""
+
+    def __init__(self, stream: DropoutStream) -> None:
+        self._stream = stream
+        self._tokens: list[Token[DropoutStream | None]] = []
+
+    def __enter__(self) -> DropoutStream:
+        stream = self._stream.copy()
+        self._tokens.append(_current.set(stream))
+        return stream
+
+    def __exit__(self, *error: object) -> None:
+        _current.reset(self._tokens.pop())
+
+
+def dropout_stream(seed: int, step: int) -> AbstractContextManager[DropoutStream]:
+    """Draw the keys of one forward, from the first call on. Streams nest: the inner one counts on its own."""
+    return _Use(DropoutStream(seed, step))
+
+
+def current_dropout_stream() -> DropoutStream:
+    """The stream that dropout layers take their keys from.
+
+    Raises:
+        MeshfoldError: outside of every ``with dropout_stream(...)``.
+    """
+    stream = _current.get()
+    if stream is None:
+        raise MeshfoldError(
+            "dropout in training mode needs to know which step it is in, so that every rank drops the same elements: "
+            "run the forward inside `with dropout_stream(seed, step):`, or call model.eval()"
+        )
+    return stream
+
+
+def next_key(name: str = "") -> int:
+    """The key of the next dropout call of the current stream; see `DropoutStream.next_key`."""
+    return current_dropout_stream().next_key(name)
+
+
+def checkpoint_contexts() -> tuple[AbstractContextManager[object], AbstractContextManager[object]]:
+    """The ``context_fn`` of torch.utils.checkpoint.checkpoint: recomputing a forward draws its keys again.
+
+    >>> from torch.utils.checkpoint import checkpoint
+    >>> # y = checkpoint(block, x, use_reentrant=False, context_fn=checkpoint_contexts, preserve_rng_state=False)
+    """
+    stream = _current.get()
+    if stream is None:
+        return nullcontext(), nullcontext()
+    return nullcontext(), _Use(stream.copy())

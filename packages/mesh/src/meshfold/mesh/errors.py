@@ -1,0 +1,43 @@
+"""Everything Meshfold raises on purpose, and the "Did you mean ...?" that goes into the messages.
+
+A message says what is wrong, quotes the value as the user wrote it, and says what to change.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+
+
+class MeshfoldError(Exception):
+    """The root of all errors that Meshfold raises on purpose: ``except MeshfoldError`` catches every one."""
+
+
+class SpecError(MeshfoldError, ValueError):
+    """A parallel spec that a person got wrong: an unknown key, a wrong type, an impossible size, ..."""
+
+
+class LayoutError(MeshfoldError, ValueError):
+    """Layouts that do not fit each other, a tensor or the mesh."""
+
+
+class LaunchError(MeshfoldError, RuntimeError):
+    """Processes that could not be started, did not find each other, or died."""
+
+
+class CollectiveError(MeshfoldError, RuntimeError):
+    """A collective that was asked for something it cannot do, or that failed while it ran."""
+
+
+def nearest(word: str, known: Iterable[str]) -> str:
+    """The known name most like ``word`` as a question to append to a message, or ``""`` if none is close.
+
+    >>> nearest("pipelin", ["data", "pipeline"])
+    " Did you mean 'pipeline'?"
+    >>> nearest("zzz", ["data", "pipeline"])
+    ''
+    """
+    names = list(known)
+    folded = {name.casefold(): name for name in names}
+    found = difflib.get_close_matches(word.casefold(), list(folded), n=1, cutoff=0.6)
+    return f" Did you mean {folded[found[0]]!r}?" if found else ""

@@ -1,0 +1,59 @@
+"""Process groups for a mesh: the one place that makes and destroys them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch.distributed as dist
+
+from meshfold.mesh.errors import LaunchError
+
+
+@dataclass(frozen=True, slots=True)
+class World:
+    """This process's place among all processes."""
+
+    rank: int
+    size: int
+
+
+def world() -> World | None:
+    """The running world, or None without a process group."""
+    if not (dist.is_available() and dist.is_initialized()):
+        return None
+    return World(rank=dist.get_rank(), size=dist.get_world_size())
+
+
+# Groups by their ranks, kept for the next mesh that wants the same ones: a group's name comes from its ranks, and the
+# store still has the addresses of one that was destroyed under that name. They belong to one world and go with it.
+_made: dict[tuple[int, ...], Any] = {}
+_made_in: Any = None
+
+
+def create(ranks: tuple[int, ...]) -> Any:
+    """A process group of the ranks; each of them must call, the others need not.
+
+    Raises:
+        LaunchError: without running processes.
+    """
+    global _made_in
+    here = world()
+    if here is None:
+        raise LaunchError(
+            f"ranks {ranks} are to communicate, but no process group is running: start the script with "
+            f"'meshfold run --ranks N script.py' or torchrun, and call meshfold.mesh.process_group.start() first"
+        )
+    if _made_in is not dist.group.WORLD:
+        _made.clear()
+        _made_in = dist.group.WORLD
+    if len(ranks) == here.size:
+        return dist.group.WORLD
+    if ranks not in _made:
+        _made[ranks] = dist.new_group(list(ranks), use_local_synchronization=True)
+    return _made[ranks]
+
+
+def name_of(handle: Any) -> str:
+    """The name under which the functional collectives find the group."""
+    return str(handle.group_name)

@@ -1,0 +1,126 @@
+"""Start a program on several local ranks, and end all of them when one fails.
+
+The launcher itself hosts the store in which the ranks meet, on a port that the system picks, so a port in use
+cannot break a start. Several machines are torchrun's or Slurm's business, see :mod:`meshfold.mesh.environment`.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from meshfold.mesh import process_group
+from meshfold.mesh.environment import Environment
+from meshfold.mesh.errors import LaunchError
+from meshfold.mesh.supervise import Rank, Signals, end, report, watch
+
+_HOST = "127.0.0.1"
+
+
+def launch(
+    argv: Sequence[str],
+    ranks: int,
+    *,
+    env: Mapping[str, str] | None = None,
+    log_dir: str | os.PathLike[str] | None = None,
+    port: int | None = None,
+    grace_s: float = 2.0,
+) -> int:
+    """Run a program on local ranks until all have ended, or one has failed and the others were ended.
+
+    Rank 0's standard output passes through; every rank's standard error is shown with the rank before each line.
+    The traceback of the rank that failed first comes last. SIGINT and SIGTERM end all ranks; so does the death of
+    the launcher (on Linux).
+
+    Args:
+        argv: ``["script.py", ...]``, ``["-m", "module", ...]`` or ``["file.py::function", ...]``.
+        ranks: how many processes.
+        env: variables for the ranks on top of this process's own.
+        log_dir: folder for what ranks print: ``rank3.out`` (all but rank 0) and ``rank3.err``.
+        port: where the ranks should meet; if it is in use, a free one is taken with a warning.
+        grace_s: seconds between asking ranks to end (SIGTERM) and killing them.
+
+    Returns:
+        0, or the code of the rank that failed first; 128 + n if signal n ended it, or ended the launcher.
+
+    Raises:
+        LaunchError: before any process starts, for a program or a number of ranks that cannot be.
+    """
+    _check(argv, ranks, port)
+    logs = None if log_dir is None else Path(log_dir)
+    if logs is not None:
+        logs.mkdir(parents=True, exist_ok=True)
+    store, meeting_port = _host_store(port)
+    with tempfile.TemporaryDirectory(prefix="meshfold-launch-") as records, Signals() as signals:
+        job: list[Rank] = []
+        try:
+            for rank in range(ranks):
+                place = Environment(
+                    rank=rank,
+                    world_size=ranks,
+                    local_rank=rank,
+                    local_world_size=ranks,
+                    master_addr=_HOST,
+                    master_port=meeting_port,
+                    source="torchrun",
+                )
+                job.append(Rank(argv, place, _variables(place, env or {}), Path(records), logs))
+            failure = watch(job, signals)
+        finally:
+            end(job, grace_s, signals)
+        for rank_process in job:
+            rank_process.finish()
+        if signals.caught:
+            return 128 + signals.caught[0]
+        del store  # it served until here
+        if failure is None:
+            return 0
+        report(job[failure.rank], failure, ranks)
+        return failure.code
+
+
+def _check(argv: Sequence[str], ranks: int, port: int | None) -> None:
+    if not isinstance(ranks, int) or isinstance(ranks, bool) or ranks < 1:
+        raise LaunchError(f"cannot start {ranks!r} ranks: the number of ranks is a whole number from 1 up")
+    if isinstance(argv, str) or not argv or (argv[0] == "-m" and len(argv) < 2):
+        raise LaunchError(f"nothing to run in {argv!r}: give ['script.py', ...] or ['-m', 'module', ...]")
+    if argv[0] != "-m" and not Path(argv[0].partition("::")[0]).exists():
+        raise LaunchError(f"there is no file {argv[0].partition('::')[0]!r} to run (in {os.getcwd()})")
+    if port is not None and not 0 <= port <= 65535:
+        raise LaunchError(f"port {port} is not a port: use 1 to 65535, or leave it out for a free one")
+
+
+def _host_store(port: int | None) -> tuple[Any, int]:
+    """A store that listens on this machine only, and its port: the one given if it is free."""
+    listener = socket.socket()
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        listener.bind((_HOST, port or 0))
+    except OSError as error:
+        listener.bind((_HOST, 0))
+        free = listener.getsockname()[1]
+        sys.stderr.write(
+            f"warning: port {port} cannot be used ({error.strerror}); the ranks meet on port {free}\n"
+        )
+    listener.listen(1024)
+    number = listener.getsockname()[1]
+    return process_group.serve_store(listener.detach()), number
+
+
+def _variables(place: Environment, given: Mapping[str, str]) -> dict[str, str]:
+    """The environment of a rank. A launcher that torchrun started must not pass its own rank on."""
+    variables = {name: value for name, value in os.environ.items() if not name.startswith("TORCHELASTIC_")}
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    variables.setdefault("OMP_NUM_THREADS", str(max(1, cores // place.local_world_size)))
+    variables.setdefault("PYTHONUNBUFFERED", "1")  # what is printed is seen at once, not lost with the rank
+    if sys.platform.startswith("linux"):
+        variables.setdefault("GLOO_SOCKET_IFNAME", "lo")  # the host's name may resolve to nowhere
+    variables.update(given)
+    variables.update(place.variables())
+    variables["TORCHELASTIC_USE_AGENT_STORE"] = "True"  # it is served already: rank 0 must not serve one too
+    return variables

@@ -1,0 +1,222 @@
+"""The mesh: named axes with sizes, and which ranks stand together along them.
+
+A mesh is a pure object. It answers every question about ranks without a process group, so plans and tests
+for hundreds of ranks run in one process; only :meth:`Mesh.group` needs the processes to exist.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+from meshfold.mesh.errors import MeshfoldError, SpecError, nearest
+
+_FACTOR = re.compile(r"(?P<axis>[A-Za-z][A-Za-z0-9_]*)(?P<kind>[/%])(?P<size>[1-9][0-9]*)")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Group:
+    """The ranks that share all coordinates but those along ``axes``; what a collective runs over.
+
+    Attributes:
+        axes: the mesh axes spanned, in mesh order, those of size 1 left out.
+        ranks: global ranks, ascending, which is row-major order over ``axes``.
+        index: this process's position in ``ranks``.
+        name: what torch.distributed calls the group; empty for a group of one rank, which never communicates.
+    """
+
+    axes: tuple[str, ...]
+    ranks: tuple[int, ...]
+    index: int
+    name: str
+
+    @property
+    def size(self) -> int:
+        """How many ranks the group has."""
+        return len(self.ranks)
+
+
+class Mesh:
+    """Named axes with sizes; ranks are row-major over them, so the last axis varies fastest.
+
+    Several meshes may live in one process. A token for an axis is its name, or a factor of it:
+    ``"tensor/2"`` is its major factor of size 2 (``i // (n/2)``), ``"tensor%2"`` its minor one (``i % 2``).
+    An axis the mesh does not have counts as size 1, so that code never asks which axes exist.
+
+    >>> mesh = Mesh({"data": 2, "row": 2, "col": 2})
+    >>> mesh.groups("row")
+    [[0, 2], [1, 3], [4, 6], [5, 7]]
+    >>> mesh.size("row", "col"), mesh.size("depth")
+    (4, 1)
+    """
+
+    def __init__(self, axes: Mapping[str, int], rank: int | None = None) -> None:
+        """Args:
+            axes: name to size, outermost first.
+            rank: which rank to be; by default this process's rank, 0 without a process group.
+
+        Raises:
+            SpecError: for a size that is not a positive int, or a rank outside the mesh.
+        """
+        if not isinstance(axes, Mapping):
+            raise SpecError(f"a mesh is made of a mapping from axis name to size, such as dict(data=2), not {axes!r}")
+        for name, size in axes.items():
+            if not isinstance(size, int) or isinstance(size, bool) or size < 1:
+                raise SpecError(f"axis {name!r} of the mesh has size {size!r}: a size is a whole number from 1 up")
+        self.axes: dict[str, int] = dict(axes)
+        self._given_rank = rank
+        self._groups: dict[tuple[str, ...], Group] = {}
+        self._handles: dict[tuple[int, ...], Any] = {}
+        self._closed = False
+        if rank is not None and not 0 <= rank < self.world_size:
+            raise SpecError(f"rank {rank} is outside a mesh of {self.world_size} ranks ({self}): use 0 to {self.world_size - 1}")
+
+    def __repr__(self) -> str:
+        return f"Mesh({' × '.join(f'{name} {size}' for name, size in self.axes.items()) or 'one rank'})"
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The names of the axes, outermost first."""
+        return tuple(self.axes)
+
+    @cached_property
+    def world_size(self) -> int:
+        """How many ranks the mesh has: the product of its axes."""
+        return math.prod(self.axes.values())
+
+    @cached_property
+    def rank(self) -> int:
+        """This process's rank in the mesh."""
+        if self._given_rank is not None:
+            return self._given_rank
+        from meshfold.mesh import groups
+
+        world = groups.world()
+        if world is None:
+            return 0
+        if world.size != self.world_size:
+            raise SpecError(
+                f"{self} has {self.world_size} ranks but {world.size} processes are running: "
+                f"make the product of the axes {world.size}, or start {self.world_size} processes"
+            )
+        return world.rank
+
+    def coordinates(self, rank: int | None = None) -> dict[str, int]:
+        """Axis name to coordinate, of a rank (by default this process)."""
+        rest = self.rank if rank is None else rank
+        found: dict[str, int] = {}
+        for name in reversed(self.axes):
+            rest, found[name] = divmod(rest, self.axes[name])
+        return {name: found[name] for name in self.axes}
+
+    def size(self, *axes: str) -> int:
+        """The product of the sizes of the axes (1 for an axis that the mesh does not have)."""
+        return math.prod(self._factor(axis)[1] for axis in axes)
+
+    def index(self, *axes: str, rank: int | None = None) -> int:
+        """The row-major index of a rank over the axes, in the order given: the number of its block."""
+        return self._index(self.coordinates(rank), axes)
+
+    def groups(self, *axes: str) -> list[list[int]]:
+        """Every group along the axes: ranks that share all other coordinates.
+
+        Each is listed in row-major order over the axes *as given*; groups come in the order of their lowest rank.
+        """
+        found: dict[tuple[int, ...], list[int]] = {}
+        for rank in range(self.world_size):
+            at = self.coordinates(rank)
+            found.setdefault(self._elsewhere(at, axes), []).append(rank)
+        for ranks in found.values():
+            ranks.sort(key=lambda rank: self._index(self.coordinates(rank), axes))
+        return sorted(found.values(), key=min)
+
+    def spanned(self, *axes: str) -> tuple[str, ...]:
+        """The axes in mesh order, those of size 1 left out: how records and plans name a group."""
+        return tuple(sorted((a for a in axes if self.size(a) > 1), key=lambda a: (self._position(a), "%" in a)))
+
+    def group(self, *axes: str) -> Group:
+        """This process's group along the axes, with its process group (made at the first call, then kept).
+
+        All ranks must ask for their groups in the same order, as with every call that makes a process group.
+        """
+        if self._closed:
+            raise MeshfoldError(f"{self} is closed: make a new Mesh")
+        known = self._groups.get(axes)
+        if known is None:
+            known = self._groups[axes] = self._make_group(axes)
+        return known
+
+    def close(self) -> None:
+        """Communicate no more. The mesh still answers questions about ranks; its process groups stay with the world,
+        for the next mesh that wants the same ranks."""
+        self._handles.clear()
+        self._groups.clear()
+        self._closed = True
+
+    def require(self, *axes: str, what: str) -> None:
+        """Raise a LayoutError if the mesh lacks one of the axes (where a missing axis must be a mistake)."""
+        from meshfold.mesh.errors import LayoutError
+
+        for axis in axes:
+            base = axis.split("/")[0].split("%")[0]
+            if base not in self.axes:
+                raise LayoutError(
+                    f"{what} names the axis {axis!r}, which {self} does not have.{nearest(base, self.axes)} "
+                    f"Its axes are {', '.join(self.axes) or 'none'}"
+                )
+
+    def _make_group(self, axes: tuple[str, ...]) -> Group:
+        from meshfold.mesh import groups
+
+        spanned = self.spanned(*axes)
+        coordinates = self.coordinates()
+        here = self._elsewhere(coordinates, spanned)
+        ranks = tuple(r for r in self._candidates(coordinates, spanned) if self._elsewhere(self.coordinates(r), spanned) == here)
+        if len(ranks) == 1:
+            return Group(axes=(), ranks=ranks, index=0, name="")
+        if ranks not in self._handles:
+            self._handles[ranks] = groups.create(ranks)
+        return Group(axes=spanned, ranks=ranks, index=ranks.index(self.rank), name=groups.name_of(self._handles[ranks]))
+
+    def _candidates(self, at: Mapping[str, int], axes: tuple[str, ...]) -> list[int]:
+        """Ranks that agree with ``at`` on every axis not touched by ``axes``, ascending."""
+        touched = {axis.split("/")[0].split("%")[0] for axis in axes}
+        ranks = [0]
+        for name, size in self.axes.items():
+            places = range(size) if name in touched else (at[name],)
+            ranks = [rank * size + place for rank in ranks for place in places]
+        return ranks
+
+    def _position(self, axis: str) -> int:
+        return list(self.axes).index(axis.split("/")[0].split("%")[0])
+
+    def _factor(self, axis: str) -> tuple[str, int, int]:
+        """(base axis, size, divisor): coordinate along the token = (coordinate // divisor) % size."""
+        factor = _FACTOR.fullmatch(axis)
+        if factor is None:
+            return axis, self.axes.get(axis, 1), 1
+        base, size = factor["axis"], int(factor["size"])
+        whole = self.axes.get(base, 1)
+        if whole % size:
+            raise SpecError(f"{axis!r}: axis {base!r} has size {whole}, which {size} does not divide")
+        return base, size, whole // size if factor["kind"] == "/" else 1
+
+    def _index(self, at: Mapping[str, int], axes: tuple[str, ...]) -> int:
+        index = 0
+        for axis in axes:
+            base, size, divisor = self._factor(axis)
+            index = index * size + (at.get(base, 0) // divisor) % size
+        return index
+
+    def _elsewhere(self, at: Mapping[str, int], axes: tuple[str, ...]) -> tuple[int, ...]:
+        """What tells two groups along ``axes`` apart: the coordinates with the part along ``axes`` taken out."""
+        rest = dict(at)
+        for axis in axes:
+            base, size, divisor = self._factor(axis)
+            if base in rest:
+                rest[base] -= (at[base] // divisor) % size * divisor
+        return tuple(rest.values())

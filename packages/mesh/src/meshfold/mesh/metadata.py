@@ -1,0 +1,61 @@
+"""What a parameter knows about itself: the data that crosses the borders between packages.
+
+Gradient reduction asks which axes a gradient has still to be summed over, clipping asks which axes to sum squares
+over, a checkpoint asks for the rectangles of the global tensor, the optimizer asks for none of it. No part needs
+to know a tensor-parallel mode.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from torch import Tensor, nn
+
+from meshfold.mesh.mesh import Mesh
+from meshfold.mesh.placement import Placement
+
+_ATTRIBUTE = "_meshfold"
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ParameterMeta:
+    """The place of a parameter on a mesh.
+
+    Attributes:
+        mesh: where it lies.
+        placement: which block of the global tensor each rank holds.
+        sum_axes: axes its gradient has still to be summed over after backward (plain data parallelism).
+        tie: a name shared by parameters that are one tensor of the model; empty for the rest.
+    """
+
+    mesh: Mesh
+    placement: Placement
+    sum_axes: tuple[str, ...] = ()
+    tie: str = ""
+
+
+def annotate(parameter: Tensor, meta: ParameterMeta) -> None:
+    """Let a parameter (or buffer) carry its metadata."""
+    setattr(parameter, _ATTRIBUTE, meta)
+
+
+def metadata(parameter: Tensor) -> ParameterMeta | None:
+    """The metadata of a parameter, None for one that no package has placed (it is replicated everywhere)."""
+    return getattr(parameter, _ATTRIBUTE, None)
+
+
+def placed(parameter: Tensor, mesh: Mesh) -> ParameterMeta:
+    """The metadata of a parameter; replicated over ``mesh`` if it has none."""
+    found = metadata(parameter)
+    if found is not None:
+        return found
+    shape = tuple(parameter.shape)
+    return ParameterMeta(mesh=mesh, placement=Placement(shape=shape, axes=((),) * len(shape)))
+
+
+def trainable(module: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
+    """Named parameters that want a gradient, each tensor once."""
+    for name, parameter in module.named_parameters():
+        if parameter.requires_grad:
+            yield name, parameter

@@ -1,0 +1,237 @@
+"""Start and end this process's part in the job: the one place that calls ``init_process_group``."""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from meshfold.mesh.environment import Environment
+from meshfold.mesh.errors import LaunchError
+
+DEFAULT_TIMEOUT = timedelta(minutes=30)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Process:
+    """This process, once it takes part: who it is and where its tensors live.
+
+    Attributes:
+        rank: 0 to ``world_size - 1``.
+        world_size: how many processes take part.
+        device: where this rank's tensors belong, ``cpu`` or ``cuda:i``.
+        backend: what carries the communication: ``nccl``, ``gloo`` or ``fake``.
+        environment: what the numbers came from.
+        owner: whether :func:`start` made the process group, so that :meth:`close` destroys it.
+    """
+
+    rank: int
+    world_size: int
+    device: torch.device
+    backend: str
+    environment: Environment
+    owner: bool = True
+
+    def close(self) -> None:
+        """End this process's part, and with it all groups, if this object began it. May be called twice."""
+        if self.owner and is_started():
+            dist.destroy_process_group()
+
+    def __enter__(self) -> Process:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+
+def is_started() -> bool:
+    """Whether this process takes part in a process group, whoever started it."""
+    return dist.is_available() and dist.is_initialized()
+
+
+def start(
+    environment: Environment | None = None,
+    backend: str | None = None,
+    device: torch.device | str | None = None,
+    timeout: timedelta | float = DEFAULT_TIMEOUT,
+    *,
+    store: Any = None,
+) -> Process:
+    """Take part in the job: find the other processes and make the process group of all.
+
+    Alone (no launcher), the process becomes a world of one, without a port. If a process group is already
+    running, it is taken as it is.
+
+    Args:
+        environment: which rank to be; by default :meth:`Environment.detect`.
+        backend: ``nccl``, ``gloo`` or any that torch.distributed knows; by default NCCL when this machine has a
+            GPU for each of its ranks, else gloo.
+        device: where this rank's tensors belong; by default the local rank's GPU under NCCL, else the CPU.
+        timeout: seconds (or a timedelta) after which a collective that some rank never joins is an error.
+        store: where to meet, in place of the environment's address and port.
+
+    Raises:
+        LaunchError: when the environment is wrong, there are too few GPUs, or the others cannot be met.
+    """
+    environment = Environment.detect() if environment is None else environment
+    if is_started():
+        return _running(environment, backend, device)
+    place = None if device is None else torch.device(device)
+    if backend is None:
+        gpu_wanted = place is None or place.type == "cuda"
+        backend = "nccl" if gpu_wanted and _gpu_for_each(environment) else "gloo"
+    place = _settle(place, backend, environment)
+    if store is None and environment.world_size == 1:
+        from torch._C._distributed_c10d import HashStore
+
+        store = HashStore()
+    wait = timeout if isinstance(timeout, timedelta) else timedelta(seconds=timeout)
+    # No device_id: it makes every later new_group split the world's communicator, which *all* ranks have to join
+    # at the same moment; a pipeline stage that makes a group only it needs would wait for ever.
+    try:
+        dist.init_process_group(
+            backend,
+            rank=environment.rank,
+            world_size=environment.world_size,
+            timeout=wait,
+            **({"store": store} if store is not None else {"init_method": _address(environment)}),
+        )
+    except (RuntimeError, ValueError) as error:
+        where = "" if store is not None else f" at {environment.master_addr}:{environment.master_port}"
+        raise LaunchError(
+            f"rank {environment.rank} of {environment.world_size} could not start {backend}{where}: {error}"
+        ) from error
+    return Process(
+        rank=environment.rank,
+        world_size=environment.world_size,
+        device=place,
+        backend=backend,
+        environment=environment,
+    )
+
+
+def start_fake(world_size: int, rank: int = 0) -> Process:
+    """Take part in a world that is not there: groups of any size can be made, collectives return at once.
+
+    What a collective returns is meaningless; what was asked of it can be recorded.
+    """
+    if is_started():
+        raise LaunchError(
+            "a process group is already running in this process: close it before starting a fake one"
+        )
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    if not 0 <= rank < world_size:
+        raise LaunchError(
+            f"rank {rank} is outside a fake world of {world_size} ranks: use 0 to {world_size - 1}"
+        )
+    environment = Environment(rank=rank, world_size=world_size, local_rank=rank, local_world_size=world_size)
+    return start(environment, backend="fake", device="cpu", store=FakeStore())
+
+
+def new_group(ranks: Sequence[int], name: str) -> Any:
+    """A process group of these ranks under a name of its own; only they call.
+
+    ``torch.distributed.new_group`` either wants all ranks of the world to call in one order, or (local
+    synchronisation) names the group after how many the process has open: ranks that opened different ones before
+    then wait for ever, as do those that open a group again after it was destroyed.
+
+    Args:
+        ranks: global ranks in group order; this process's is among them.
+        name: the same on all of them, and never used before in this job, not even for a group destroyed since.
+    """
+    c10d = dist.distributed_c10d
+    members = list(ranks)
+    backend, store = c10d._world.pg_map[c10d._get_default_group()]
+    group, _ = c10d._new_process_group_helper(
+        len(members),
+        members.index(dist.get_rank()),
+        members,
+        dist.Backend(backend),
+        store,
+        c10d.GroupName(name),
+        timeout=c10d._get_default_timeout(dist.Backend(backend)),
+    )
+    c10d._world.pg_group_ranks[group] = {rank: index for index, rank in enumerate(members)}
+    return group
+
+
+def serve_store(listener: int) -> Any:
+    """Serve the store in which processes meet, from this process, on a socket that listens already.
+
+    Args:
+        listener: the socket's descriptor, which the store takes over.
+    """
+    from torch._C._distributed_c10d import TCPStore
+
+    with socket.socket(fileno=os.dup(listener)) as bound:
+        host, port = bound.getsockname()[:2]
+    return TCPStore(host, port, is_master=True, wait_for_workers=False, master_listen_fd=listener)
+
+
+def join_store(host: str, port: int) -> Any:
+    """The store that another process serves."""
+    from torch._C._distributed_c10d import TCPStore
+
+    return TCPStore(host, port, is_master=False, wait_for_workers=False)
+
+
+def group_count() -> int:
+    """How many process groups this process has open, the world's own included."""
+    return len(dist.distributed_c10d._world.pg_map) if is_started() else 0
+
+
+def _running(environment: Environment, backend: str | None, device: torch.device | str | None) -> Process:
+    rank, world_size, running = dist.get_rank(), dist.get_world_size(), dist.get_backend()
+    if backend is not None and backend != running and running not in backend:
+        raise LaunchError(
+            f"backend {backend!r} was asked for, but a process group with {running!r} is running: close it first"
+        )
+    if device is None:
+        device = (
+            torch.device("cuda", torch.cuda.current_device()) if running == "nccl" else torch.device("cpu")
+        )
+    return Process(
+        rank=rank,
+        world_size=world_size,
+        device=torch.device(device),
+        backend=running,
+        environment=environment,
+        owner=False,
+    )
+
+
+def _gpu_for_each(environment: Environment) -> bool:
+    return torch.cuda.is_available() and torch.cuda.device_count() >= environment.local_world_size
+
+
+def _settle(place: torch.device | None, backend: str, environment: Environment) -> torch.device:
+    """The device with its index, made this process's current one if it is a GPU; raise if it is not there."""
+    if place is None:
+        place = torch.device("cuda" if "nccl" in backend else "cpu")
+    if place.type != "cuda":
+        if backend == "nccl":
+            raise LaunchError(
+                f"backend 'nccl' needs a GPU, not device {str(place)!r}: leave device out, or use 'gloo'"
+            )
+        return place
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    index = environment.local_rank if place.index is None else place.index
+    if index >= count:
+        raise LaunchError(
+            f"rank {environment.rank} (local rank {environment.local_rank}) wants GPU {index}, but this machine shows "
+            f"{count}: start at most {count} ranks on it, or use backend='gloo'"
+        )
+    torch.cuda.set_device(index)
+    return torch.device("cuda", index)
+
+
+def _address(environment: Environment) -> str:
+    host = f"[{environment.master_addr}]" if ":" in environment.master_addr else environment.master_addr
+    return f"tcp://{host}:{environment.master_port}"

@@ -1,0 +1,25 @@
+"""The parallel spec: the one line of a training script that says how a model is folded over devices.
+
+``parallel = dict(data=2, pipeline=2, tensor=dict(mode="2.5d", size=8, depth=2))`` is what a user writes;
+``ParallelSpec.parse`` turns it into a checked, frozen object, or raises a ``SpecError`` that says
+what to change. Pure Python: no process group, no device, no tensor library.
+"""
+
+from __future__ import annotations
+
+from meshfold.mesh.errors import SpecError
+from meshfold.mesh.spec.parallel import ParallelSpec
+from meshfold.mesh.spec.pipeline import PipelineSpec
+from meshfold.mesh.spec.sequence import SequenceSpec
+from meshfold.mesh.spec.tensor import TensorMode, TensorSpec
+from meshfold.mesh.spec.zero import ZeroSpec
+
+__all__ = [
+    "ParallelSpec",
+    "PipelineSpec",
+    "SequenceSpec",
+    "SpecError",
+    "TensorMode",
+    "TensorSpec",
+    "ZeroSpec",
+]

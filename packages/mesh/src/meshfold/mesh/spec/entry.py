@@ -1,0 +1,151 @@
+"""One entry of a spec as the user wrote it, and the checks that every entry shares.
+
+A check either returns a value of the promised type or raises a SpecError that quotes the whole entry
+(``tensor=dict(mode='2d', size=6)``), says what is wrong, and says what to write instead.
+"""
+
+from __future__ import annotations
+
+import keyword
+import operator
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import SupportsIndex
+
+from meshfold.mesh.errors import SpecError, nearest
+
+_LONGEST_QUOTE = 300  # characters; longer values (a module as a mode, say) are cut in messages
+
+# What people coming from elsewhere type, where spelling alone would not find the name.
+_SYNONYMS = {
+    "ddp": "data",
+    "dp": "data",
+    "data_parallel_size": "data",
+    "pp": "pipeline",
+    "tp": "tensor",
+    "model": "tensor",
+    "cp": "sequence",
+    "context": "sequence",
+    "seq": "sequence",
+    "sp": "sequence",
+    "fsdp": "zero",
+    "gemini": "zero",
+    "level": "stage",
+    "degree": "size",
+    "gpus": "size",
+    "ranks": "size",
+    "stages": "size",
+    "world_size": "size",
+    "model_chunks": "chunks",
+    "num_model_chunks": "chunks",
+    "shape": "grid",
+    "tensor_placement_policy": "placement",
+    "nvme_offload_dir": "offload_path",
+    "gpu": "cuda",
+    "device": "cuda",
+    "host": "cpu",
+    "megatron-sp": "megatron",
+    "usp": "ring_ulysses",
+    "vp": "interleaved",
+    "zbh1": "zb-h1",
+    "zbh2": "zb-h2",
+    "zbv": "zb-v",
+    "summa": "stream",
+}
+
+
+def show(value: object) -> str:
+    """The value as a user would write it: dicts as ``dict(size=2)``, everything else by repr."""
+    if isinstance(value, dict) and all(
+        isinstance(key, str) and key.isidentifier() and not keyword.iskeyword(key) for key in value
+    ):
+        text = "dict(" + ", ".join(f"{key}={show(item)}" for key, item in value.items()) + ")"
+    else:
+        try:
+            text = repr(value)
+        except Exception:  # a broken __repr__ of the user's object must not hide the real mistake
+            text = f"<{type(value).__name__}>"
+    return text if len(text) <= _LONGEST_QUOTE else text[: _LONGEST_QUOTE - 3] + "..."
+
+
+def kind(value: object) -> str:
+    """The type in a reader's words, with its article: ``a string``, ``a bool``, ``None``."""
+    if value is None:
+        return "None"
+    name = "string" if isinstance(value, str) else type(value).__name__
+    return f"{'an' if name[0] in 'aeiouAEIO' else 'a'} {name}"
+
+
+def listed(words: Iterable[object], last: str = "or") -> str:
+    """``1, 2 or 4``."""
+    texts = [str(word) for word in words]
+    return texts[0] if len(texts) == 1 else f"{', '.join(texts[:-1])} {last} {texts[-1]}"
+
+
+def suggest(word: str, known: Iterable[str]) -> str:
+    """`` Did you mean 'tensor'?`` by spelling or by what other libraries call it; may be empty."""
+    names = list(known)
+    synonym = _SYNONYMS.get(word.casefold())
+    return f" Did you mean {synonym!r}?" if synonym in names else nearest(word, names)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Entry:
+    """``name=value`` of a spec. ``fields`` is the value where it is a dict, with its keys checked."""
+
+    name: str
+    value: object
+
+    def __str__(self) -> str:
+        return f"{self.name}={show(self.value)}"
+
+    def error(self, problem: str, change: str) -> SpecError:
+        """The error to raise: the entry, what is wrong with it, what to change. Both are whole sentences."""
+        quoted = "" if problem.startswith(str(self)) else f"{self}: "
+        return SpecError(f"{quoted}{problem} {change}")
+
+    def fields(self, known: tuple[str, ...], example: str) -> Mapping[str, object]:
+        """The value as a dict that has known keys only; ``example`` is shown where it is not a dict."""
+        if not isinstance(self.value, dict):
+            raise self.error(f"{self.name} is {kind(self.value)}, not a dict.", f"Write {example}.")
+        keys = f"Known keys: {', '.join(known)}."
+        for key in self.value:
+            if not isinstance(key, str):
+                raise self.error(f"the key {show(key)} is {kind(key)}, not a name.", keys)
+            if key not in known:
+                raise self.error(f"{self.name} has no key {key!r}.{suggest(key, known)}", keys)
+        return self.value
+
+    def count(self, key: str, value: object, example: int) -> int:
+        """``value`` as an int of at least 1; ``example`` is a number that would do."""
+        if isinstance(value, bool) or not isinstance(value, int):
+            problem = f"{key}={show(value)} is {kind(value)}, not an int."
+            raise self.error(problem, f"Write {key}={meant(value) or example}.")
+        if value < 1:
+            sign = "zero" if value == 0 else "negative"
+            problem = f"{key}={show(value)} is {sign}, and the least is 1."
+            raise self.error(problem, f"Write {key}={example}, say.")
+        if value >= 2**63:
+            raise self.error(f"{key} is more than any machine has.", f"Write {key}={example}, say.")
+        return int(value)
+
+    def choice(self, key: str, value: object, known: tuple[str, ...], also: str = "") -> str:
+        """``value`` as one of the known names, exactly; ``also`` tells what else the key takes."""
+        options = f"Known: {', '.join(known)}{also}."
+        if not isinstance(value, str):
+            raise self.error(f"{key}={show(value)} is {kind(value)}, not a name.", options)
+        for name in known:
+            if value == name:
+                return name
+        raise self.error(f"there is no {key} {show(value)}.{suggest(value, known)}", options)
+
+
+def meant(value: object) -> int | None:
+    """The int that something else plainly stands for: 4 for ``4.0``, ``"4"`` and a NumPy integer 4."""
+    if isinstance(value, float):
+        number = int(value) if value.is_integer() else 0
+    elif isinstance(value, str):
+        number = int(value) if value.isdecimal() and len(value) < 19 else 0
+    else:
+        number = operator.index(value) if isinstance(value, SupportsIndex) and value is not True else 0
+    return number if 1 <= number < 2**63 else None

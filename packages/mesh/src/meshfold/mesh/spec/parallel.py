@@ -1,0 +1,168 @@
+"""The whole spec: five entries, their axes in rank order, and what only shows when they are seen together."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field, replace
+
+from meshfold.mesh.errors import SpecError
+from meshfold.mesh.spec.describe import table
+from meshfold.mesh.spec.entry import Entry, kind, listed, show, suggest
+from meshfold.mesh.spec.factors import divisors
+from meshfold.mesh.spec.installed import Need, importable
+from meshfold.mesh.spec.pipeline import PipelineSpec
+from meshfold.mesh.spec.sequence import SequenceSpec
+from meshfold.mesh.spec.tensor import TensorSpec
+from meshfold.mesh.spec.zero import ZeroSpec
+
+DIMENSIONS = ("data", "pipeline", "sequence", "tensor", "zero")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ParallelSpec:
+    """How a model is folded over ranks. Made by ``ParallelSpec.parse``; an entry that was left out is None.
+
+    ``data`` is None until the world size is known, and counts as 1 till then. ``written`` is the
+    spec in the user's own words, for messages.
+    """
+
+    data: int | None = None
+    pipeline: PipelineSpec | None = None
+    sequence: SequenceSpec | None = None
+    tensor: TensorSpec | None = None
+    zero: ZeroSpec | None = None
+    written: str = field(default="", compare=False, repr=False)
+
+    @classmethod
+    def parse(cls, parallel: object, world_size: int | None = None) -> ParallelSpec:
+        """The checked spec of ``parallel=dict(data=..., pipeline=..., sequence=..., tensor=..., zero=...)``.
+
+        Pure: needs no process group and accepts the whole grammar whatever is installed. With ``world_size``
+        (ranks) given, ``data`` is inferred where it was left out, and the product must be the world size.
+        Raises SpecError for everything that can be wrong with it.
+        """
+        if not isinstance(parallel, dict):
+            raise SpecError(
+                f"parallel={show(parallel)}: parallel is {kind(parallel)}, not a dict. "
+                "Write parallel=dict(data=2, tensor=4), or parallel={} for plain data parallelism."
+            )
+        for key, value in parallel.items():
+            if key not in DIMENSIONS:
+                known = f"Known dimensions: {', '.join(DIMENSIONS)}."
+                if isinstance(key, str):
+                    hint = suggest(key, DIMENSIONS)
+                    raise Entry(name=key, value=value).error(f"there is no dimension {key!r}.{hint}", known)
+                raise SpecError(
+                    f"parallel={show(parallel)}: the key {show(key)} is {kind(key)}, not a name. {known}"
+                )
+        spec = cls(
+            data=_data(parallel["data"]) if "data" in parallel else None,
+            pipeline=PipelineSpec.parse(parallel["pipeline"]) if "pipeline" in parallel else None,
+            sequence=SequenceSpec.parse(parallel["sequence"]) if "sequence" in parallel else None,
+            tensor=TensorSpec.parse(parallel["tensor"]) if "tensor" in parallel else None,
+            zero=ZeroSpec.parse(parallel["zero"]) if "zero" in parallel else None,
+            written=f"parallel={show(parallel)}",
+        )
+        spec._check_megatron(parallel)
+        return spec if world_size is None else spec.with_world_size(world_size)
+
+    def with_world_size(self, world_size: int) -> ParallelSpec:
+        """This spec on ``world_size`` ranks: ``data`` filled in if left out, the product checked."""
+        total = Entry(name="world_size", value=world_size).count("world_size", world_size, 1)
+        rest = math.prod(size for name, size in self.axes.items() if name != "data")
+        if total % rest == 0 and self.data in (None, total // rest):
+            return replace(self, data=total // rest)
+        written = self.written or f"parallel={show(self.to_dict())}"
+        shown = {name: size for name, size in self.axes.items() if name != "data" or self.data is not None}
+        sizes = " × ".join(f"{name}={size}" for name, size in shown.items())
+        problem = f"{written}: {sizes} makes {self.world_size} ranks, but the world size is {total}"
+        if total % rest == 0:
+            raise SpecError(
+                f"{problem}. Write data={total // rest}, leave it out, or start {self.world_size} processes."
+            )
+        below = total // rest * rest
+        near = [number for number in (below, below + rest) if number > 0]
+        fitting = listed(near) if self.data is None else str(self.world_size)
+        raise SpecError(
+            f"{problem}, and no size of data fits: {rest} does not divide {total}. "
+            f"Start {fitting} processes, or make the other dimensions {listed(divisors(total)[:12])}."
+        )
+
+    def _check_megatron(self, parallel: dict[str, object]) -> None:
+        if self.sequence is None or self.sequence.mode != "megatron":
+            return
+        entry = Entry(name="sequence", value=parallel["sequence"])
+        size = 2 if self.tensor is None else self.tensor.size
+        change = f"Write tensor=dict(mode='1d', size={size}), or sequence=dict(mode='ring', size=2)."
+        if self.tensor is None:
+            problem = (
+                "mode 'megatron' splits the sequence over the axis tensor, and there is no tensor entry."
+            )
+            raise entry.error(problem, change)
+        if self.tensor.mode_name != "1d":
+            written = f"tensor={show(parallel['tensor'])}"
+            raise entry.error(f"mode 'megatron' needs tensor mode '1d', and there is {written}.", change)
+
+    @property
+    def axes(self) -> dict[str, int]:
+        """Axis name to size, outermost first: data, pipe, seq (or ring, ulysses), then the tensor mode's.
+
+        Ranks are row-major over it, so tensor axes vary fastest. An entry left out has no axis, save
+        ``data``.
+        """
+        axes = {"data": 1 if self.data is None else self.data}
+        for dimension in (self.pipeline, self.sequence, self.tensor):
+            axes.update({} if dimension is None else dimension.axes)
+        return axes
+
+    @property
+    def world_size(self) -> int:
+        """Ranks: the product of all axes, with ``data`` as 1 while it is not known."""
+        return math.prod(self.axes.values())
+
+    def to_dict(self) -> dict[str, object]:
+        """What to write for this spec: ``ParallelSpec.parse(spec.to_dict()) == spec``."""
+        given = {} if self.data is None else {"data": self.data}
+        entries = {name: getattr(self, name) for name in DIMENSIONS[1:]}
+        return {**given, **{name: entry.to_dict() for name, entry in entries.items() if entry is not None}}
+
+    def describe(self) -> str:
+        """The spec as a table of several lines: each dimension with its ranks, its axes and how it works."""
+        return table(self)
+
+    def _needs(self) -> list[Need]:
+        needs = []
+        if self.tensor is not None:
+            needs.append(Need("tensor", "meshfold-tensor-parallel", "meshfold.tensor_parallel"))
+        if self.pipeline is not None and self.pipeline.size > 1:
+            needs.append(Need("pipeline", "meshfold-pipeline", "meshfold.pipeline"))
+        if self.sequence is not None and self.sequence.size > 1:
+            needs.append(Need("sequence", "meshfold-pipeline", "meshfold.sequence"))
+        if self.zero is not None:
+            needs.append(Need("zero", "meshfold-zero-gemini", "meshfold.zero_gemini"))
+        return needs
+
+    def required_distributions(self) -> tuple[str, ...]:
+        """The distributions beyond meshfold-mesh that carry this spec out, each once."""
+        return tuple(dict.fromkeys(need.distribution for need in self._needs()))
+
+    def missing_distributions(self) -> tuple[str, ...]:
+        """Those of ``required_distributions`` whose modules cannot be imported here."""
+        return tuple(
+            dict.fromkeys(need.distribution for need in self._needs() if not importable(need.module))
+        )
+
+    def require_installed(self) -> None:
+        """Raises a SpecError that names what is missing and how to install it; nothing if all is there."""
+        missing = [need for need in self._needs() if not importable(need.module)]
+        if not missing:
+            return
+        wants = listed((f"{need.entry} needs {need.distribution}" for need in missing), "and")
+        modules = listed((need.module for need in missing), "and")
+        names = " ".join(dict.fromkeys(need.distribution for need in missing))
+        written = self.written or f"parallel={show(self.to_dict())}"
+        raise SpecError(f"{written}: {wants}, but {modules} cannot be found. Run: pip install {names}")
+
+
+def _data(value: object) -> int:
+    return Entry(name="data", value=value).count("data", value, 2)

@@ -1,0 +1,141 @@
+"""The entry ``zero``: which model state is sharded over the data axis, and where it lives."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from fractions import Fraction
+
+from meshfold.mesh.errors import nearest
+from meshfold.mesh.spec.entry import Entry, kind, show
+
+PLACEMENTS = ("auto", "cuda", "cpu", "static", "const")
+REGIMES = ("A", "B", "C")
+_FRACTIONS = ("offload_optim_frac", "offload_param_frac")
+_LIMITS = ("gpu_memory_limit", "host_memory_limit")
+KEYS = ("stage", "placement", "regime", "offload_path", *_LIMITS, *_FRACTIONS)
+UNITS = {
+    "B": 1,
+    "KB": 10**3,
+    "MB": 10**6,
+    "GB": 10**9,
+    "TB": 10**12,
+    "KiB": 2**10,
+    "MiB": 2**20,
+    "GiB": 2**30,
+    "TiB": 2**40,
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class ZeroSpec:
+    """The checked entry ``zero``.
+
+    Shards optimizer state (stage 1), gradients too (2), parameters too (3). ``placement`` says where chunks
+    live, ``regime`` how many bytes a parameter's state takes (A: exact). ``offload_path`` is a folder on a
+    disk. The limits, in bytes, are for one rank's GPU and for one host. The fractions are shares of bytes
+    on the host, set for placement static only. Rajbhandari et al. 2020, arXiv 1910.02054.
+    """
+
+    stage: int = 3
+    placement: str = "auto"
+    regime: str = "A"
+    offload_path: str | None = None
+    gpu_memory_limit: int | None = None
+    host_memory_limit: int | None = None
+    offload_optim_frac: float | None = None
+    offload_param_frac: float | None = None
+
+    @classmethod
+    def parse(cls, value: object) -> ZeroSpec:
+        """From a dict with any of the keys above. Raises SpecError."""
+        entry = Entry(name="zero", value=value)
+        whole = isinstance(value, int) and not isinstance(value, bool) and value in (1, 2, 3)
+        fields = entry.fields(KEYS, f"zero=dict(stage={value if whole else 3})")
+        placement = entry.choice("placement", fields.get("placement", "auto"), PLACEMENTS)
+        fractions = _fractions(entry, placement, fields)
+        limits = {key: _bytes(entry, key, fields[key]) for key in _LIMITS if key in fields}
+        return cls(
+            stage=_stage(entry, fields.get("stage", 3)),
+            placement=placement,
+            regime=entry.choice("regime", fields.get("regime", "A"), REGIMES),
+            offload_path=_path(entry, placement, fields),
+            gpu_memory_limit=limits.get("gpu_memory_limit"),
+            host_memory_limit=limits.get("host_memory_limit"),
+            offload_optim_frac=fractions.get("offload_optim_frac"),
+            offload_param_frac=fractions.get("offload_param_frac"),
+        )
+
+    def to_dict(self) -> dict[str, object]:
+        """The entry that parses to this."""
+        return {key: getattr(self, key) for key in KEYS if getattr(self, key) is not None}
+
+
+def _stage(entry: Entry, value: object) -> int:
+    stage = entry.count("stage", value, 3)
+    if stage > 3:
+        change = "Write stage=1 (optimizer state), 2 (and gradients) or 3 (and parameters)."
+        raise entry.error(f"there is no stage {stage}.", change)
+    return stage
+
+
+def _fractions(entry: Entry, placement: str, fields: Mapping[str, object]) -> dict[str, float]:
+    """Both fractions under placement static, 0 where not given; none under the others."""
+    found = dict.fromkeys(_FRACTIONS, 0.0) if placement == "static" else {}
+    for key in _FRACTIONS:
+        if key not in fields:
+            continue
+        value = fields[key]
+        change = f"Write {key}=0.5, say: 0.0 is all on the GPU, 1.0 all on the host."
+        if isinstance(value, bool) or not isinstance(value, (int, float)):
+            raise entry.error(f"{key}={show(value)} is {kind(value)}, not a number.", change)
+        if not 0 <= value <= 1:  # false for nan too
+            raise entry.error(f"{key}={show(value)} is not between 0 and 1.", change)
+        if placement != "static":
+            raise entry.error(
+                f"{key} belongs to placement 'static', and the placement is {placement!r}.",
+                f"Write placement='static', or leave {key} out.",
+            )
+        found[key] = float(value)
+    return found
+
+
+def _path(entry: Entry, placement: str, fields: Mapping[str, object]) -> str | None:
+    if "offload_path" not in fields:
+        return None
+    value = fields["offload_path"]
+    path = os.fspath(value) if isinstance(value, (str, os.PathLike)) else None
+    if not isinstance(path, str) or not path.strip():
+        problem = "is empty" if isinstance(path, str) else f"is {kind(value)}, not a path"
+        change = "Write a folder on a fast disk, e.g. offload_path='/scratch/offload'."
+        raise entry.error(f"offload_path={show(value)} {problem}.", change)
+    if placement == "cuda":
+        raise entry.error(
+            "placement 'cuda' keeps everything on the GPU, so nothing would reach offload_path.",
+            "Leave offload_path out, or write placement='auto'.",
+        )
+    return path
+
+
+def _bytes(entry: Entry, key: str, value: object) -> int:
+    """Bytes, from a whole number or a string such as ``24GiB``."""
+    if not isinstance(value, str):
+        if isinstance(value, bool) or not isinstance(value, int):
+            problem = f"{key}={show(value)} is {kind(value)}, neither whole bytes nor a string."
+            raise entry.error(problem, f"Write {key}='24GiB', say.")
+        return entry.count(key, value, 24 * 2**30)
+    match = re.fullmatch(r"([0-9]{1,18}(?:\.[0-9]{1,18})?) ?([A-Za-z]*)", value)
+    if match is None:
+        problem = f"{key}={show(value)} is not an amount of memory."
+        raise entry.error(problem, f"Write {key}='24GiB', or whole bytes.")
+    number, unit = match.groups()
+    if unit not in UNITS:
+        problem = f"has no unit {unit!r}.{nearest(unit, UNITS)}" if unit else "has no unit."
+        change = f"Write {key}='{number}GiB', say; units are {', '.join(UNITS)}."
+        raise entry.error(f"{key}={value!r} {problem}", change)
+    amount = int(Fraction(number) * UNITS[unit])  # exact: 0.1GiB is no float's business
+    if amount < 1:
+        raise entry.error(f"{key}={value!r} is less than one byte.", f"Write {key}='24GiB', say.")
+    return amount

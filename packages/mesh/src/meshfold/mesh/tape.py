@@ -1,0 +1,313 @@
+"""Records how the tensors of a model get their values while it is built, without computing one of them.
+
+Under `Recorder` every factory makes a tensor on the meta device, and every write into such a tensor is noted in the
+list that belongs to its storage. Views and tied parameters share a storage, and so its list. What the values are is
+worked out later, from these lists, for those elements that a rank holds: see `meshfold.mesh.initialization`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+from meshfold.mesh.errors import MeshfoldError
+
+META = torch.device("meta")
+TRUNCATED_NORMAL = "trunc_normal_"
+EMPTY = {"empty", "empty_like", "empty_strided", "empty_permuted", "new_empty", "new_empty_strided"}
+_OVERWRITE = {"fill_", "zero_", "copy_"}
+_READERS = (Tensor.tolist, Tensor.numpy, Tensor.__array__)
+_IS_META = Tensor.is_meta.__get__  # type: ignore[attr-defined]
+
+
+@dataclass(frozen=True, slots=True)
+class Geometry:
+    """Where the elements of a tensor lie in its storage: sizes, strides and offset, in elements."""
+
+    dtype: torch.dtype
+    size: tuple[int, ...]
+    stride: tuple[int, ...]
+    offset: int
+
+    @classmethod
+    def of(cls, tensor: Tensor) -> Geometry:
+        return cls(tensor.dtype, tuple(tensor.shape), tuple(tensor.stride()), int(tensor.storage_offset()))
+
+    @property
+    def numel(self) -> int:
+        return torch.Size(self.size).numel()
+
+    def covers(self, nbytes: int) -> bool:
+        """Whether each byte of a storage of this size belongs to exactly one element."""
+        expected = 1
+        for stride, size in sorted(zip(self.stride, self.size, strict=True)):
+            if size != 1 and stride != expected:
+                return False
+            expected *= size
+        return self.numel * self.dtype.itemsize == nbytes
+
+
+@dataclass(frozen=True, slots=True)
+class Ref:
+    """A recorded tensor as it was at one moment: its storage after so many writes, seen through a geometry."""
+
+    storage: int
+    writes: int
+    geometry: Geometry
+
+
+class Target:
+    """Stands for the tensor that an in-place operation writes, among its arguments."""
+
+
+TARGET = Target()
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class Write:
+    """One write into a storage.
+
+    Attributes:
+        func: the operator, or `TRUNCATED_NORMAL`.
+        args: its arguments: `Ref` for a recorded tensor, `TARGET` for the one written, a copy of a real tensor.
+        kwargs: likewise.
+        target: the elements that are written.
+        output: for an operator that makes its result, which of its results this is; None if it writes in place.
+    """
+
+    func: Any
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    target: Geometry
+    output: int | None
+
+    @property
+    def name(self) -> str:
+        """The operator's name without overload: ``"normal_"``."""
+        return self.func if isinstance(self.func, str) else str(self.func._schema.name).removeprefix("aten::")
+
+    @property
+    def random(self) -> bool:
+        return isinstance(self.func, str) or torch.Tag.nondeterministic_seeded in self.func.tags
+
+    @property
+    def overwrites(self) -> bool:
+        """Whether the new values do not depend on the old ones."""
+        into_out = self.output is None and not self.name.endswith("_")
+        return self.name not in EMPTY and (
+            self.output is not None or self.name in _OVERWRITE or self.random or into_out
+        )
+
+    @property
+    def refs(self) -> list[Ref]:
+        return [leaf for leaf in tree_leaves((self.args, self.kwargs)) if isinstance(leaf, Ref)]
+
+
+@dataclass(slots=True)
+class Log:
+    """The writes into one storage. Holds the storage, so that its address stays its own."""
+
+    storage: torch.UntypedStorage
+    writes: list[Write] = field(default_factory=list)
+
+    def live(self, count: int) -> list[Write]:
+        """Of the first ``count`` writes, those from the last one that replaced every element."""
+        nbytes = self.storage.nbytes()
+        for start in range(count - 1, 0, -1):
+            if self.writes[start].overwrites and self.writes[start].target.covers(nbytes):
+                return self.writes[start:count]
+        return self.writes[:count]
+
+    def defined(self, count: int) -> bool:
+        """Whether every element has been given a value by the first ``count`` writes."""
+        live = self.live(count)
+        if live and live[0].overwrites and live[0].output is not None:
+            return True
+        pieces = {write.target for write in live if write.overwrites}
+        return sum(piece.numel * piece.dtype.itemsize for piece in pieces) >= self.storage.nbytes()
+
+
+class Recording:
+    """The lists of writes of all storages, by storage."""
+
+    def __init__(self) -> None:
+        self._logs: dict[int, Log] = {}
+
+    def ref(self, tensor: Tensor) -> Ref:
+        """The tensor as it is now."""
+        storage = tensor.untyped_storage()
+        return Ref(storage._cdata, len(self.log(storage).writes), Geometry.of(tensor))
+
+    def knows(self, tensor: Tensor) -> bool:
+        """Whether the tensor was made, or written, under this recording."""
+        return tensor.device == META and tensor.untyped_storage()._cdata in self._logs
+
+    def log(self, storage: torch.UntypedStorage) -> Log:
+        return self._logs.setdefault(storage._cdata, Log(storage))
+
+    def log_of(self, ref: Ref) -> Log:
+        return self._logs[ref.storage]
+
+    def write(
+        self,
+        target: Tensor,
+        func: Any,
+        args: Sequence[Any],
+        kwargs: dict[str, Any],
+        output: int | None = None,
+    ) -> None:
+        """Note a write; args and kwargs hold refs already."""
+        log = self.log(target.untyped_storage())
+        log.writes.append(Write(func, tuple(args), kwargs, Geometry.of(target), output))
+
+
+class Recorder(TorchDispatchMode):
+    """Sends factories to the meta device and notes writes into meta tensors.
+
+    Args:
+        recording: receives the writes.
+        value: computes a recorded tensor, for a builder that reads one (``.item()``, a branch on a comparison).
+    """
+
+    def __init__(self, recording: Recording, value: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call, unused-ignore]
+        self._recording = recording
+        self._value = value
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """No: to keep the compiler out of a mode, torch imports it, which takes most of a second."""
+        return False
+
+    def __torch_dispatch__(
+        self,
+        func: Any,
+        types: Sequence[type],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        with torch._C.DisableTorchFunction():  # no Reader in here
+            return self._record(func, args, dict(kwargs or {}))
+
+    def _record(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        places = [argument.name for argument in func._schema.arguments]
+        factory = not tensors and "device" in places
+        if not factory and not any(tensor.is_meta for tensor in tensors):
+            return func(*args, **kwargs)
+        written = _written(func, args, kwargs)
+        if any(not tensor.is_meta for tensor in written) or not _makes_tensors(func):
+            return self._compute(func, args, kwargs)
+        if factory or kwargs.get("device") is not None:
+            kwargs["device"] = META
+        for name in ("pin_memory", "generator"):
+            if name in kwargs:
+                kwargs[name] = None
+        noted_args, noted_kwargs = self._noted((args, kwargs), written)
+        try:
+            result = func(*_on_meta(args), **_on_meta(kwargs))
+        except NotImplementedError:  # it depends on values
+            if not written:
+                return self._compute(func, args, kwargs)
+            result = written[0]
+        for tensor in written:
+            self._recording.write(tensor, func, noted_args, noted_kwargs)
+        known = {tensor.untyped_storage()._cdata for tensor in tensors}
+        for place, leaf in enumerate(tree_leaves(result)):
+            if isinstance(leaf, Tensor) and leaf.untyped_storage()._cdata not in known:
+                self._recording.write(leaf, func, noted_args, noted_kwargs, output=place)
+        return result
+
+    def _noted(self, tree: Any, written: Sequence[Tensor]) -> Any:
+        targets = {id(tensor) for tensor in written}
+
+        def note(tensor: Tensor) -> Any:
+            if id(tensor) in targets:
+                return TARGET
+            return self._recording.ref(tensor) if tensor.is_meta else tensor.detach().clone()
+
+        return tree_map_only(Tensor, note, tree)
+
+    def _compute(self, func: Any, args: Any, kwargs: Any) -> Any:
+        args, kwargs = tree_map_only(
+            Tensor, lambda tensor: self._value(tensor) if tensor.is_meta else tensor, (args, kwargs)
+        )
+        return func(*args, **kwargs)
+
+
+class Reader(TorchFunctionMode):
+    """Lets a builder take recorded tensors for real ones where no operator is involved.
+
+    They turn into lists and arrays, and deny that they are on the meta device: initialisers skip what is.
+    """
+
+    def __init__(self, value: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self._value = value
+
+    def __torch_function__(
+        self,
+        func: Any,
+        types: Sequence[type],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        if func == _IS_META:
+            return False
+        if func in _READERS and args[0].is_meta:
+            args = (self._value(args[0]), *args[1:])
+        return func(*args, **(kwargs or {}))
+
+
+@contextmanager
+def noting_truncated_normal(recording: Recording) -> Iterator[None]:
+    """Note torch.nn.init.trunc_normal_ as one write: it samples by rejection, and leaves meta tensors alone."""
+    original = torch.nn.init._no_grad_trunc_normal_
+
+    def note(
+        tensor: Tensor, mean: float, std: float, a: float, b: float, generator: torch.Generator | None = None
+    ) -> Tensor:
+        if tensor.device != META:
+            return original(tensor, mean, std, a, b, generator=generator)
+        recording.write(tensor, TRUNCATED_NORMAL, (TARGET, mean, std, a, b), {})
+        return tensor
+
+    torch.nn.init._no_grad_trunc_normal_ = note
+    try:
+        yield
+    finally:
+        torch.nn.init._no_grad_trunc_normal_ = original
+
+
+def _written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
+    """The tensors that an operator writes in place."""
+    found = []
+    for place, argument in enumerate(func._schema.arguments):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            value = args[place] if place < len(args) else kwargs.get(argument.name)
+            if isinstance(value, (list, tuple)):
+                raise MeshfoldError(
+                    f"{func} writes a list of tensors at once, which a recorded initialisation cannot follow: "
+                    "write them one by one, or build the model for real and pass that"
+                )
+            if isinstance(value, Tensor):
+                found.append(value)
+    return found
+
+
+def _makes_tensors(func: Any) -> bool:
+    return not func._schema.returns or any(
+        "Tensor" in str(returned.type) for returned in func._schema.returns
+    )
+
+
+def _on_meta(tree: Any) -> Any:
+    return tree_map_only(Tensor, lambda tensor: tensor if tensor.is_meta else tensor.to(META), tree)

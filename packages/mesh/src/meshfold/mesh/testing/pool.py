@@ -1,0 +1,335 @@
+"""Warm pools of gloo ranks on the CPU: a test on eight ranks in tens of milliseconds.
+
+A pool per world size is made at its first use and kept. Every call runs one module-level function on all its
+ranks. A rank that fails, dies or does not answer costs its pool, which is made anew at the next call, so that no
+test sees what another left behind in the middle of a collective.
+"""
+
+from __future__ import annotations
+
+import atexit
+import functools
+import inspect
+import os
+import pickle
+import shutil
+import signal
+import socket
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from typing import Any, ParamSpec, TypeVar
+
+from meshfold.mesh.errors import LaunchError, MeshfoldError
+from meshfold.mesh.testing import rank as ranks_side
+from meshfold.mesh.testing.nursery import Nursery
+from meshfold.mesh.testing.rank import Answer, Call
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+DEFAULT_TIMEOUT_S = 120.0
+_START_TIMEOUT_S = 120.0
+_MOST_POOLS = 3  # an idle rank holds about 60 MB of its own
+# Process groups that a rank may pile up before its pool is renewed; each costs about 5 descriptors and 3 threads.
+_MOST_GROUPS = 64
+_GRACE_S = 0.1  # after the first sign of failure, how long to listen for an earlier one
+_SHOWN_OUTPUT = 8000  # characters
+
+
+class RankFailure(MeshfoldError):
+    """A function failed on a rank of the pool.
+
+    Attributes:
+        rank: the first rank that failed; -1 when ranks did not answer in time.
+        detail: its traceback and what it had printed.
+    """
+
+    def __init__(self, message: str, rank: int, detail: str) -> None:
+        super().__init__(f"{message}\n\n{detail}".rstrip())
+        self.rank = rank
+        self.detail = detail
+
+
+class Pool:
+    """The ranks of one world size, joined in one gloo process group."""
+
+    def __init__(self, size: int, nursery: Nursery) -> None:
+        self.size = size
+        self.worn = False
+        self._nursery = nursery
+        self._folder = Path(tempfile.mkdtemp(prefix="meshfold-ranks-"))
+        self._connections: list[Connection] = []
+        self._pids: list[int] = []
+        with socket.socket() as listener:
+            listener.bind(("127.0.0.1", 0))
+            listener.listen(size + 8)
+            for rank in range(size):
+                ours, theirs = socket.socketpair()
+                with theirs:
+                    self._pids.append(
+                        nursery.fork(
+                            theirs.fileno(),
+                            listener.fileno() if rank == 0 else None,
+                            rank=rank,
+                            world_size=size,
+                            port=listener.getsockname()[1],
+                            output=str(self._output(rank)),
+                        )
+                    )
+                self._connections.append(Connection(ours.detach()))
+        self._collect("joining the process group", _START_TIMEOUT_S, [0] * size)
+
+    def run(self, call: Call, what: str, timeout_s: float) -> list[Any]:
+        """Run the call on every rank; the values they return, by rank.
+
+        Raises:
+            RankFailure: for the first rank that failed; the pool is closed then.
+        """
+        starts = [self._output(rank).stat().st_size for rank in range(self.size)]
+        message = pickle.dumps(call)
+        for connection in self._connections:
+            with suppress(OSError):  # it has died; reading from it says so
+                connection.send_bytes(message)
+        answers = self._collect(what, timeout_s, starts)
+        self.worn = max(answer.groups for answer in answers) > _MOST_GROUPS
+        skipped = [answer.summary for answer in answers if answer.kind == "skip"]
+        if skipped:
+            import pytest
+
+            if len(skipped) < self.size:
+                self._fail(
+                    what, starts, 0, "RuntimeError: some ranks skipped the test and others did not", ""
+                )
+            pytest.skip(skipped[0])
+        print(self._printed(0, starts[0]), end="")
+        return [pickle.loads(answer.payload) if answer.payload else None for answer in answers]
+
+    def close(self) -> dict[int, int]:
+        """End the ranks; how each ended (exit code, or minus the signal), by rank."""
+        ended = self._nursery.kill(self._pids) if self._pids else {}
+        for connection in self._connections:
+            connection.close()
+        shutil.rmtree(self._folder, ignore_errors=True)
+        codes = {rank: ended[pid] for rank, pid in enumerate(self._pids)} if ended else {}
+        self._pids, self._connections = [], []
+        return codes
+
+    def _collect(self, what: str, timeout_s: float, starts: list[int]) -> list[Answer]:
+        """One answer from every rank, or the failure that came first."""
+        answers: dict[int, Answer] = {}
+        dead: list[int] = []
+        rank_of = {id(connection): rank for rank, connection in enumerate(self._connections)}
+        pending = list(self._connections)
+        deadline = time.monotonic() + timeout_s
+        failing = False
+        while pending:
+            ready = wait(pending, max(0.0, deadline - time.monotonic()))
+            if not ready:
+                break
+            for connection in ready:
+                assert isinstance(connection, Connection)
+                pending.remove(connection)
+                rank = rank_of[id(connection)]
+                try:
+                    answers[rank] = connection.recv()
+                    bad = answers[rank].kind == "error"
+                except (EOFError, OSError):
+                    dead.append(rank)
+                    bad = True
+                if bad and not failing:
+                    failing, deadline = True, time.monotonic() + _GRACE_S
+        if dead:  # before any error: the others' lost connections are its doing
+            self._fail(what, starts, dead[0], "", "")
+        errors = [(answer.time, rank) for rank, answer in answers.items() if answer.kind == "error"]
+        if errors:
+            first = min(errors)[1]
+            self._fail(what, starts, first, answers[first].summary, answers[first].traceback)
+        if pending:
+            self._hang(what, starts, [rank_of[id(connection)] for connection in pending], timeout_s)
+        return [answers[rank] for rank in range(self.size)]
+
+    def _fail(self, what: str, starts: list[int], rank: int, summary: str, detail: str) -> None:
+        printed = self._printed_by(rank, starts[rank])
+        code = self.close().get(rank, 0)
+        if not summary:
+            ending = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"exited with code {code}"
+            summary = f"the process {ending}"
+        raise RankFailure(f"rank {rank} of {self.size} failed in {what}: {summary}", rank, detail + printed)
+
+    def _hang(self, what: str, starts: list[int], missing: list[int], timeout_s: float) -> None:
+        self._nursery.signal([self._pids[rank] for rank in missing], signal.SIGUSR1)  # each dumps its stacks
+        time.sleep(0.3)
+        stacks = "".join(self._printed_by(rank, starts[rank]) for rank in missing)
+        self.close()
+        who = "rank" if len(missing) == 1 else "ranks"
+        raise RankFailure(
+            f"{who} {', '.join(map(str, missing))} of {self.size} did not end {what} within {timeout_s:g} s",
+            -1,
+            stacks,
+        )
+
+    def _output(self, rank: int) -> Path:
+        path = self._folder / f"rank{rank}.txt"
+        path.touch()
+        return path
+
+    def _printed(self, rank: int, start: int) -> str:
+        with self._output(rank).open("rb") as file:
+            file.seek(start)
+            return file.read().decode(errors="replace")
+
+    def _printed_by(self, rank: int, start: int) -> str:
+        text = self._printed(rank, start)[-_SHOWN_OUTPUT:].rstrip()
+        return f"\n--- rank {rank} printed ---\n{text}\n" if text else ""
+
+
+class _Pools:
+    """The pools of this process, the least recently used given up first."""
+
+    def __init__(self) -> None:
+        self._lock = threading.RLock()
+        self._nursery: Nursery | None = None
+        self._pools: dict[int, Pool] = {}
+        self._owner = os.getpid()
+
+    def run(self, size: int, call: Call, what: str, timeout_s: float) -> list[Any]:
+        with self._lock:
+            pool = self._take(size)
+            try:
+                values = pool.run(call, what, timeout_s)
+            except BaseException as error:
+                if isinstance(error, Exception) or type(error).__name__ != "Skipped":
+                    self._drop(size)
+                raise
+            if pool.worn:
+                self._drop(size)
+            return values
+
+    def close(self) -> None:
+        """End everything; a later call starts afresh."""
+        if os.getpid() != self._owner:  # a forked copy of the test process must not end its parent's ranks
+            return
+        with self._lock:
+            for pool in self._pools.values():
+                pool.close()
+            self._pools.clear()
+            if self._nursery is not None:
+                self._nursery.close()
+                self._nursery = None
+
+    def _take(self, size: int) -> Pool:
+        pool = self._pools.pop(size, None)
+        if pool is None:
+            while len(self._pools) >= _MOST_POOLS:
+                self._pools.pop(next(iter(self._pools))).close()
+            if self._nursery is None:
+                self._nursery = Nursery()
+            self._nursery.preload()
+            pool = Pool(size, self._nursery)
+        self._pools[size] = pool
+        return pool
+
+    def _drop(self, size: int) -> None:
+        pool = self._pools.pop(size, None)
+        if pool is not None:
+            pool.close()
+
+
+_pools = _Pools()
+atexit.register(_pools.close)
+
+
+def close_pools() -> None:
+    """End all ranks now (it happens by itself at exit)."""
+    _pools.close()
+
+
+def run_on_ranks(
+    n: int, function: Callable[..., R], /, *args: Any, timeout_s: float = DEFAULT_TIMEOUT_S, **kwargs: Any
+) -> list[R]:
+    """Run a module-level function on every one of ``n`` gloo ranks on the CPU; what each returned, by rank.
+
+    Arguments and results travel by value (pickle). Every call begins with ``torch.manual_seed(0)``, float32 as
+    default dtype, gradients on and one thread. ``torch.distributed`` is initialised in the ranks, once per pool.
+
+    Raises:
+        LaunchError: for a function that cannot be found by name, or arguments that cannot be pickled.
+        RankFailure: with the traceback of the first rank that failed, or the stacks of those that did not answer.
+    """
+    __tracebackhide__ = True
+    if ranks_side.SERVING:
+        raise LaunchError(
+            "run_on_ranks was called on a rank of the pool, while it imported or ran your file: "
+            "in a script, put the call under if __name__ == '__main__'"
+        )
+    if not isinstance(n, int) or isinstance(n, bool) or n < 1:
+        raise LaunchError(f"run_on_ranks on {n!r} ranks: the number of ranks is a whole number from 1 up")
+    return _pools.run(n, _describe(function, args, kwargs), function.__qualname__, timeout_s)
+
+
+def ranks(
+    n: int, *, timeout_s: float = DEFAULT_TIMEOUT_S
+) -> Callable[[Callable[P, object]], Callable[P, None]]:
+    """Have the body of a pytest test run on every one of ``n`` gloo ranks; parametrize and picklable fixtures work.
+
+    >>> @ranks(4)
+    ... def test_sum() -> None: ...
+
+    The test passes when the body returns on every rank; what it returns is dropped.
+    """
+
+    def decorate(function: Callable[P, object]) -> Callable[P, None]:
+        ranks_side.BODIES[function.__module__, function.__qualname__] = function
+
+        @functools.wraps(function)
+        def test(*args: P.args, **kwargs: P.kwargs) -> None:
+            __tracebackhide__ = True
+            if ranks_side.SERVING:
+                function(*args, **kwargs)
+            else:
+                run_on_ranks(n, function, *args, timeout_s=timeout_s, **kwargs)
+
+        return test
+
+    return decorate
+
+
+def _describe(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
+    name = function.__qualname__
+    if "<" in name:
+        raise LaunchError(
+            f"{name} stands inside another function; the ranks import it by name: move it to module level"
+        )
+    file = inspect.getsourcefile(function)
+    if file is None:
+        raise LaunchError(f"{name} has no source file, so the ranks cannot import it: write it in one")
+    try:
+        arguments = pickle.dumps((args, kwargs))
+    except Exception as error:
+        raise LaunchError(
+            f"{_unpicklable(function, args, kwargs)} of {name} cannot be sent to the ranks: {error}"
+        ) from error
+    return Call(
+        file=os.path.abspath(file),
+        module=function.__module__,
+        qualname=name,
+        arguments=arguments,
+        search_path=[path or os.getcwd() for path in sys.path],
+        directory=os.getcwd(),
+    )
+
+
+def _unpicklable(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
+    named = dict(enumerate(args)) | kwargs
+    for name, value in named.items():
+        try:
+            pickle.dumps(value)
+        except Exception:
+            return f"the argument {name!r} ({type(value).__name__})"
+    return "an argument"

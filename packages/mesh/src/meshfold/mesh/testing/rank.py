@@ -1,0 +1,227 @@
+"""What a rank of the pool does: join the process group once, then run one function after another."""
+
+from __future__ import annotations
+
+import faulthandler
+import importlib
+import importlib.util
+import os
+import pickle
+import random
+import reprlib
+import signal
+import sys
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from multiprocessing.connection import Connection
+from pathlib import Path
+from types import FunctionType, ModuleType, TracebackType
+from typing import Any
+
+import torch
+
+from meshfold.mesh import process_group
+from meshfold.mesh.environment import Environment
+
+#: The bodies of functions decorated with ``@ranks``, by module and qualified name. The module's own attribute is
+#: the wrapper that asks the pool, perhaps wrapped again by other decorators; a rank wants what is inside.
+BODIES: dict[tuple[str, str], Callable[..., Any]] = {}
+
+#: Set in the ranks, where a decorated function simply runs.
+SERVING = False
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Call:
+    """What to run: a function by the file it stands in, and its pickled arguments."""
+
+    file: str
+    module: str
+    qualname: str
+    arguments: bytes
+    search_path: list[str]
+    directory: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Answer:
+    """How it went on one rank.
+
+    Attributes:
+        kind: ``value``, ``error`` or ``skip``.
+        payload: the pickled value, when there is one.
+        summary: the error in one line, or the reason to skip.
+        traceback: the error in full.
+        time: ``time.monotonic()`` at the end, which is one clock for all processes of a machine.
+        groups: how many process groups this rank has open.
+    """
+
+    kind: str
+    payload: bytes = b""
+    summary: str = ""
+    traceback: str = ""
+    time: float = field(default_factory=time.monotonic)
+    groups: int = field(default_factory=process_group.group_count)
+
+
+def serve(
+    connection: int, listener: int | None = None, *, rank: int, world_size: int, port: int, output: str
+) -> None:
+    """Join the process group of the pool and answer calls until the connection closes.
+
+    Args:
+        connection: descriptor of the socket to the test process.
+        listener: rank 0's listening socket for the store, opened beforehand so that its port is known and ours.
+        rank, world_size: which rank to be.
+        port: where rank 0's store listens.
+        output: file that standard output and error go to.
+    """
+    global SERVING
+    SERVING = True
+    _redirect(output)
+    environment = Environment(
+        rank=rank,
+        world_size=world_size,
+        local_rank=rank,
+        local_world_size=world_size,
+        master_addr="127.0.0.1",
+        master_port=port,
+        source="torchrun",
+    )
+    os.environ.update(environment.variables())
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo" if sys.platform.startswith("linux") else "lo0"
+    if listener is None:
+        store = process_group.join_store("127.0.0.1", port)
+    else:
+        store = process_group.serve_store(listener)
+    process_group.start(environment, backend="gloo", device="cpu", store=store)
+    with Connection(connection) as parent:
+        parent.send(Answer(kind="value"))
+        while True:
+            try:
+                call: Call = pickle.loads(parent.recv_bytes())
+            except EOFError:
+                return
+            parent.send(_answer(call))
+
+
+def _answer(call: Call) -> Answer:
+    try:
+        with _surroundings(call):
+            function = _find(call)
+            arguments, keywords = pickle.loads(call.arguments)
+            _reset()
+            value = function(*arguments, **keywords)
+            sys.stdout.flush()
+        return Answer(kind="value", payload=pickle.dumps(value))
+    except BaseException as error:
+        sys.stdout.flush()
+        summary = "".join(traceback.format_exception_only(error)).strip()
+        if type(error).__name__ == "Skipped":
+            return Answer(kind="skip", summary=str(error))
+        return Answer(kind="error", summary=summary, traceback=_render(error, call.file))
+
+
+def _find(call: Call) -> Callable[..., Any]:
+    """The function named by the call, its file imported under the module name that the test process uses."""
+    module = sys.modules.get(call.module)
+    if module is None or call.module == "__main__":
+        module = _load(call)
+    body = BODIES.get((module.__name__, call.qualname))
+    if body is not None:
+        return body
+    found: Any = module
+    for name in call.qualname.split("."):
+        found = getattr(found, name)
+    if not isinstance(found, FunctionType):
+        found = getattr(found, "__func__", found)
+    return found  # type: ignore[no-any-return]
+
+
+def _load(call: Call) -> ModuleType:
+    # A script must not run its main part again: it gets another name here, yet pickles still find its classes.
+    name = "__meshfold_main__" if call.module == "__main__" else call.module
+    if name in sys.modules:
+        return sys.modules[name]
+    try:
+        known = importlib.util.find_spec(name)
+    except (ImportError, ValueError):
+        known = None
+    if (
+        known is not None
+        and known.origin is not None
+        and os.path.realpath(known.origin) == os.path.realpath(call.file)
+    ):
+        return importlib.import_module(name)
+    spec = importlib.util.spec_from_file_location(name, call.file)
+    if spec is None or spec.loader is None:
+        raise ImportError(f"cannot import {call.file} to find {call.qualname}: it is not a Python file")
+    module = sys.modules[name] = importlib.util.module_from_spec(spec)
+    if call.module == "__main__":
+        sys.modules["__main__"] = module
+    try:
+        spec.loader.exec_module(module)
+    except BaseException:
+        del sys.modules[name]
+        raise
+    return module
+
+
+@contextmanager
+def _surroundings(call: Call) -> Iterator[None]:
+    """The test process's search path and directory, and helpers that lie beside the test importable."""
+    sys.path[:] = [str(Path(call.file).parent), *call.search_path]
+    if os.getcwd() != call.directory:
+        os.chdir(call.directory)
+    try:
+        yield
+    finally:
+        sys.path[:] = call.search_path
+
+
+def _reset() -> None:
+    """The same state at the start of every test, whatever the last one left behind."""
+    torch.manual_seed(0)
+    random.seed(0)
+    torch.set_default_dtype(torch.float32)
+    torch.set_grad_enabled(True)
+    torch.set_num_threads(1)
+
+
+def _redirect(output: str) -> None:
+    target = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+    for descriptor in (1, 2):
+        os.dup2(target, descriptor)
+    os.close(target)
+    sys.stdout = open(1, "w", buffering=1, closefd=False)  # noqa: SIM115  for the life of the process
+    sys.stderr = open(2, "w", buffering=1, closefd=False)  # noqa: SIM115
+    faulthandler.enable(file=sys.stderr, all_threads=True)
+    faulthandler.register(signal.SIGUSR1, file=sys.stderr, all_threads=True)
+
+
+def _render(error: BaseException, file: str) -> str:
+    """The traceback from the test file on, with the local variables of its last frame there."""
+    inside: TracebackType | None = error.__traceback__
+    last: TracebackType | None = None
+    first: TracebackType | None = None
+    while inside is not None:
+        if os.path.realpath(inside.tb_frame.f_code.co_filename) == os.path.realpath(file):
+            first, last = first or inside, inside
+        inside = inside.tb_next
+    text = "".join(traceback.format_exception(type(error), error, first or error.__traceback__))
+    if last is None:
+        return text
+    short = reprlib.Repr()
+    short.maxstring = short.maxother = 200
+    variables: list[str] = []
+    for name, value in last.tb_frame.f_locals.items():
+        try:
+            variables.append(f"    {name} = {short.repr(value)}")
+        except Exception:
+            variables.append(f"    {name} = <{type(value).__name__} whose repr fails>")
+    return text + (
+        f"where, in {last.tb_frame.f_code.co_name}:\n" + "\n".join(variables) + "\n" if variables else ""
+    )

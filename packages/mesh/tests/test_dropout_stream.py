@@ -1,0 +1,116 @@
+"""Dropout keys: one a call, the same under every layout, and again when a forward is recomputed."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from meshfold.mesh import MeshfoldError
+from meshfold.mesh.dropout_stream import checkpoint_contexts, current_dropout_stream, dropout_stream, next_key
+from meshfold.mesh.random import uniform
+
+
+def keys(seed: int, step: int, names: list[str]) -> list[int]:
+    with dropout_stream(seed, step):
+        return [next_key(name) for name in names]
+
+
+def test_keys_repeat_and_differ_by_call_name_and_step() -> None:
+    names = ["", "", "a", "b", "a"]
+    assert keys(0, 1, names) == keys(0, 1, names)
+    assert len({*keys(0, 1, names), *keys(0, 2, names)}) == 10
+    assert all(0 <= key < 2**63 for key in keys(0, 1, names))
+
+
+def test_a_named_call_does_not_depend_on_the_calls_before_it() -> None:
+    first, second = keys(0, 1, ["layers.0.drop", "layers.1.drop"])
+    assert keys(0, 1, ["layers.1.drop"]) == [second]
+    assert keys(0, 1, ["layers.1.drop", "layers.0.drop"]) == [second, first]
+
+
+def test_streams_nest_and_end() -> None:
+    with dropout_stream(3, 1) as outer:
+        assert current_dropout_stream().seed == 3 and outer.step == 1
+        before = next_key()
+        with dropout_stream(4, 1):
+            assert current_dropout_stream().seed == 4
+            assert next_key() == before  # the seed is another, the key is that of the first call again
+        assert next_key() != before
+    with pytest.raises(MeshfoldError, match=r"with dropout_stream\(seed, step\)"):
+        next_key()
+    with pytest.raises(ZeroDivisionError), dropout_stream(0, 0):
+        1 / 0  # noqa: B018
+    with pytest.raises(MeshfoldError):
+        next_key()
+
+
+def test_every_thread_has_its_own() -> None:
+    seen: list[object] = []
+
+    def work() -> None:
+        try:
+            next_key()
+        except MeshfoldError:
+            seen.append("none")
+        with dropout_stream(5, 0):
+            seen.append(current_dropout_stream().seed)
+
+    with dropout_stream(1, 0):
+        thread = threading.Thread(target=work)
+        thread.start()
+        thread.join()
+        assert current_dropout_stream().seed == 1
+    assert seen == ["none", 5]
+
+
+class Drop(nn.Module):
+    """x with half of its elements dropped, each time it is called; keeps the keys it took."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.linspace(1, 2, 64))
+        self.taken: list[int] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        for _ in range(2):
+            stream = current_dropout_stream()
+            self.taken.append(key := stream.next_key())
+            x = x * self.weight * (uniform(stream.seed, key, torch.arange(64)) < 0.5)
+        return x
+
+
+def gradient(checkpointed: bool, backwards: int = 1) -> tuple[Tensor, list[int]]:
+    blocks = [Drop(), Drop()]
+    x = torch.linspace(-1, 1, 64, requires_grad=True)
+    with dropout_stream(0, 7):
+        y = x
+        for block in blocks:
+            if checkpointed:
+                y = checkpoint(
+                    block, y, use_reentrant=False, context_fn=checkpoint_contexts, preserve_rng_state=False
+                )
+            else:
+                y = block(y)
+    for turn in range(backwards):  # the stream has ended: the recomputation brings its own
+        y.square().sum().backward(retain_graph=turn < backwards - 1)
+    return torch.cat([x.grad, *(block.weight.grad for block in blocks)]), [k for b in blocks for k in b.taken]
+
+
+@pytest.mark.parametrize("backwards", [1, 2])
+def test_recomputation_drops_the_same_elements(backwards: int) -> None:
+    expected, taken = gradient(checkpointed=False, backwards=backwards)
+    got, again = gradient(checkpointed=True, backwards=backwards)
+    assert torch.equal(got, expected)
+    assert len(set(taken)) == 4
+    assert set(again) == set(taken) and len(again) > len(taken)
+
+
+def test_checkpointing_without_dropout_needs_no_stream() -> None:
+    x = torch.ones(3, requires_grad=True)
+    y = checkpoint(torch.sin, x, use_reentrant=False, context_fn=checkpoint_contexts)
+    y.sum().backward()
+    assert torch.equal(x.grad, x.detach().cos())

@@ -1,0 +1,273 @@
+"""The local launcher: whatever happens to a rank or to the launcher, the job ends in seconds and leaves nothing behind."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+
+from meshfold.mesh.errors import LaunchError
+from meshfold.mesh.launch import launch
+
+SECONDS = 8.0  # far below what the ranks would sleep, with room for a busy machine
+
+# Every rank notes its process, and rank 0 one that it started itself, so that the test can look for what is left.
+NOTE = """
+import os, subprocess, sys, time
+rank = int(os.environ["RANK"])
+folder = os.path.dirname(os.path.abspath(__file__))
+def note(pid, name):
+    with open(os.path.join(folder, name + ".part"), "w") as file:
+        file.write(str(pid))
+    os.rename(os.path.join(folder, name + ".part"), os.path.join(folder, name))
+note(os.getpid(), f"rank{rank}.pid")
+if rank == 0:
+    note(subprocess.Popen(["sleep", "300"]).pid, "started.pid")
+def wait_for(*names):
+    while not all(os.path.exists(os.path.join(folder, name)) for name in names):
+        time.sleep(0.01)
+all_ranks = [f"rank{i}.pid" for i in range(int(os.environ["WORLD_SIZE"]))] + ["started.pid"]
+"""
+
+
+def script(folder: Path, body: str) -> str:
+    """A program whose ranks note themselves, wait for each other, and run the body."""
+    file = folder / "program.py"
+    file.write_text(NOTE + "wait_for(*all_ranks)\n" + body)
+    return str(file)
+
+
+def noted(folder: Path) -> list[int]:
+    return [int(file.read_text()) for file in sorted(folder.glob("*.pid"))]
+
+
+def alive(pid: int) -> bool:
+    with suppress(FileNotFoundError, ProcessLookupError):
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
+    return False
+
+
+def await_end(pids: list[int]) -> list[int]:
+    """Those still alive after a moment."""
+    deadline = time.monotonic() + SECONDS
+    while (left := [pid for pid in pids if alive(pid)]) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    return left
+
+
+@pytest.fixture
+def launcher(tmp_path: Path) -> Iterator[subprocess.Popen[str]]:
+    """A launcher in a process of its own, once its four ranks sleep."""
+    program = script(tmp_path, "note(0, f'asleep{rank}')\ntime.sleep(300)\n")
+    process = subprocess.Popen(
+        [
+            sys.executable,
+            "-c",
+            f"import sys; from meshfold.mesh.launch import launch; sys.exit(launch([{program!r}], 4))",
+        ],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    deadline = time.monotonic() + 30
+    while len(list(tmp_path.glob("asleep?"))) < 4:
+        assert process.poll() is None and time.monotonic() < deadline, process.communicate()
+        time.sleep(0.02)
+    yield process
+    with suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    process.communicate()
+
+
+def test_all_ranks_run_and_rank_0_is_heard(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "say.py"
+    file.write_text(
+        "import os, sys\n"
+        "print('rank', os.environ['RANK'], 'of', os.environ['WORLD_SIZE'], sys.argv[1:])\n"
+        "print('a word', file=sys.stderr)\n"
+    )
+    assert launch([str(file), "--steps", "3"], 2, log_dir=tmp_path / "logs") == 0
+    out, err = capfd.readouterr()
+    assert out == "rank 0 of 2 ['--steps', '3']\n"
+    assert sorted(err.splitlines()) == ["[rank 0] a word", "[rank 1] a word"]
+    assert (tmp_path / "logs" / "rank1.out").read_text() == "rank 1 of 2 ['--steps', '3']\n"
+    assert (tmp_path / "logs" / "rank1.err").read_text() == "a word\n"
+
+
+def test_a_module_and_a_function_can_be_run(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "tool.py").write_text(
+        "import sys\n"
+        "import neighbour\n"
+        "def main():\n"
+        "    print(neighbour.WORD, __name__, sys.argv[1:])\n"
+        "if __name__ == '__main__':\n"
+        "    main()\n"
+    )
+    (tmp_path / "neighbour.py").write_text("WORD = 'hello'\n")
+    monkeypatch.chdir(tmp_path)
+    assert launch(["-m", "tool", "x"], 1) == 0
+    assert launch(["tool.py::main", "y"], 1) == 0
+    assert capfd.readouterr().out == "hello __main__ ['x']\nhello tool ['y']\n"
+
+
+def test_ranks_meet_in_the_store_of_the_launcher_even_on_a_port_in_use(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "meet.py"
+    file.write_text(
+        "import torch\n"
+        "import torch.distributed as dist\n"
+        "dist.init_process_group('gloo')\n"  # as any script does, through env://
+        "x = torch.tensor(dist.get_rank() + 1.0)\n"
+        "dist.all_reduce(x)\n"
+        "print(x.item())\n"
+        "dist.destroy_process_group()\n"
+    )
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        assert launch([str(file)], 2, port=port) == 0
+    out, err = capfd.readouterr()
+    assert out == "3.0\n"
+    assert f"warning: port {port} cannot be used" in err
+
+
+def test_a_rank_that_raises_in_the_middle_ends_the_job_and_its_traceback_comes_last(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    program = script(
+        tmp_path,
+        "import torch\n"
+        "from meshfold.mesh.process_group import start\n"
+        "import torch.distributed as dist\n"
+        "start(timeout=300)\n"
+        "dist.barrier()\n"
+        "note(0, f'ready{rank}')\n"
+        "if rank == 2:\n"
+        "    wait_for(*[f'ready{i}' for i in range(4)])\n"
+        "    begin = time.monotonic()\n"
+        "    note(str(begin), 'begin')\n"
+        "    raise ValueError('a hole in the data')\n"
+        "dist.barrier()\n",  # fails on the others, once rank 2 is gone
+    )
+    assert launch([program], 4) == 1
+    assert time.monotonic() - float((tmp_path / "begin").read_text()) < SECONDS
+    last = capfd.readouterr().err.partition("\nrank 2 of 4 raised")[2]
+    assert last.rstrip().endswith("ValueError: a hole in the data")
+    assert f'File "{program}"' in last
+    assert "_bootstrap" not in last and "runpy" not in last
+    assert await_end(noted(tmp_path)) == []
+
+
+@pytest.mark.parametrize(
+    ("how", "code", "said"),
+    [
+        ("os._exit(3)", 3, "rank 1 of 4 exited with code 3"),
+        ("os.kill(os.getpid(), 9)", 137, "rank 1 of 4 was ended by SIGKILL"),
+        ("sys.exit('no such data')", 1, "no such data"),
+        ("import faulthandler; faulthandler._sigsegv()", 139, "rank 1 of 4 was ended by SIGSEGV"),
+        (
+            "import threading; threading.Thread(target=time.sleep, args=(300,)).start(); 1 / 0",
+            1,
+            "ZeroDivisionError",
+        ),
+    ],
+)
+def test_a_rank_that_dies_ends_the_job(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], how: str, code: int, said: str
+) -> None:
+    program = script(tmp_path, f"if rank == 1:\n    time.sleep(0.1)\n    {how}\ntime.sleep(300)\n")
+    begin = time.monotonic()
+    assert launch([program], 4, log_dir=tmp_path / "logs") == code
+    assert time.monotonic() - begin < SECONDS
+    assert said in capfd.readouterr().err
+    if "Error" in said:
+        assert said in (tmp_path / "logs" / "rank1.err").read_text()
+    assert await_end(noted(tmp_path)) == []
+
+
+def test_the_first_failure_is_shown_not_its_echo(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    program = script(
+        tmp_path,
+        "if rank == 3:\n"
+        "    note(0, 'failing')\n"
+        "    raise KeyError('the cause')\n"
+        "wait_for('failing')\n"
+        "time.sleep(0.05)\n"
+        "raise ConnectionError('an echo')\n",
+    )
+    assert launch([program], 4) == 1
+    assert "rank 3 of 4 raised" in (err := capfd.readouterr().err)
+    assert err.rstrip().endswith("KeyError: 'the cause'") and "an echo" not in err
+
+
+def test_a_rank_that_ignores_the_request_to_end_is_killed(tmp_path: Path) -> None:
+    program = script(
+        tmp_path,
+        "import signal\n"
+        "if rank == 1:\n"
+        "    wait_for('deaf')\n"
+        "    sys.exit(5)\n"
+        "signal.signal(signal.SIGTERM, signal.SIG_IGN)\n"
+        "note(0, 'deaf')\n"
+        "while True:\n"
+        "    time.sleep(1)\n",
+    )
+    begin = time.monotonic()
+    assert launch([program], 2, grace_s=0.3) == 5
+    assert time.monotonic() - begin < SECONDS
+    assert await_end(noted(tmp_path)) == []
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_a_signal_to_the_launcher_leaves_no_process_behind(
+    launcher: subprocess.Popen[str], tmp_path: Path, number: int, code: int
+) -> None:
+    pids = noted(tmp_path)
+    assert len(pids) == 5 and all(map(alive, pids))
+    launcher.send_signal(number)
+    assert launcher.wait(timeout=SECONDS) == code
+    assert await_end(pids) == []
+
+
+@pytest.mark.skipif(
+    not sys.platform.startswith("linux"), reason="only Linux can tie a process's life to its parent's"
+)
+def test_a_launcher_that_is_killed_takes_its_ranks_along(
+    launcher: subprocess.Popen[str], tmp_path: Path
+) -> None:
+    ranks = [int((tmp_path / f"rank{i}.pid").read_text()) for i in range(4)]
+    launcher.kill()
+    launcher.wait(timeout=SECONDS)
+    left = await_end(ranks)
+    os.kill(
+        int((tmp_path / "started.pid").read_text()), signal.SIGKILL
+    )  # what a rank started is not the kernel's concern
+    assert left == []
+
+
+def test_what_cannot_start_is_refused_before_anything_starts(tmp_path: Path) -> None:
+    with pytest.raises(LaunchError, match="no file 'nowhere.py'"):
+        launch(["nowhere.py"], 2)
+    with pytest.raises(LaunchError, match="cannot start 0 ranks"):
+        launch([__file__], 0)
+    with pytest.raises(LaunchError, match="cannot start True ranks"):
+        launch([__file__], True)
+    with pytest.raises(LaunchError, match="nothing to run"):
+        launch([], 2)
+    with pytest.raises(LaunchError, match="nothing to run"):
+        launch(["-m"], 2)
+    with pytest.raises(LaunchError, match="port 70000 is not a port"):
+        launch([__file__], 2, port=70000)

@@ -1,0 +1,37 @@
+"""Tensor parallelism by one layout algebra: plan a matmul, split any model, write a mode of your own."""
+
+from meshfold.tensor_parallel.algebra import MatmulPlan, Move, plan
+from meshfold.tensor_parallel.convert import parallelize
+from meshfold.tensor_parallel.cost import Cost, CostEntry
+from meshfold.tensor_parallel.layers import (
+    CausalLMLoss,
+    Embedding,
+    LayerNorm,
+    Linear,
+    RMSNorm,
+    cross_entropy,
+)
+from meshfold.tensor_parallel.matmul import matmul
+from meshfold.tensor_parallel.modes import MODES, Mode, find_mode
+from meshfold.tensor_parallel.report import Placed, Report
+
+__all__ = [
+    "MODES",
+    "CausalLMLoss",
+    "Cost",
+    "CostEntry",
+    "Embedding",
+    "LayerNorm",
+    "Linear",
+    "MatmulPlan",
+    "Mode",
+    "Move",
+    "Placed",
+    "RMSNorm",
+    "Report",
+    "cross_entropy",
+    "find_mode",
+    "matmul",
+    "parallelize",
+    "plan",
+]

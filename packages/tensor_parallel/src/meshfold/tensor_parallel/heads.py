@@ -1,0 +1,125 @@
+"""Attention heads: how many a module has, whether they can be split, and telling the module how many it is left with."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import nn
+
+from meshfold.mesh import LayoutError, Mesh, Part
+from meshfold.tensor_parallel.modes import Mode
+from meshfold.tensor_parallel.rules import FUSED_QKV, KEY_VALUE, QUERY, features, is_linear
+from meshfold.tensor_parallel.sizes import neighbours
+
+_HEADS = ("num_heads", "n_heads", "n_head", "num_attention_heads", "nhead")
+_KV_HEADS = ("num_key_value_heads", "n_kv_heads", "num_kv_heads")
+_GROUPS = ("num_key_value_groups", "n_rep")
+_WIDTHS = ("split_size", "all_head_size", "inner_dim")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Heads:
+    """The heads of an attention module.
+
+    Attributes:
+        query: full names of the projections that make queries alone.
+        key_value: full names of those that make keys or values.
+        fused: full names of those that make all three.
+        heads: query heads.
+        kv_heads: key/value heads.
+        head_dim: elements a head.
+    """
+
+    query: tuple[str, ...]
+    key_value: tuple[str, ...]
+    fused: tuple[str, ...]
+    heads: int
+    kv_heads: int
+    head_dim: int
+
+    def repeat(self, mesh: Mesh, mode: Mode) -> int:
+        """How many neighbouring ranks hold the same key/value head."""
+        return max(1, mode.head_divisor(mesh) // self.kv_heads)
+
+    def parts(self, role: str, mesh: Mesh, mode: Mode) -> tuple[Part, ...]:
+        """What the output of a projection is made of: ``role`` is query, key_value or fused."""
+        kv = Part(self.kv_heads * self.head_dim, self.repeat(mesh, mode))
+        whole = (Part(self.heads * self.head_dim), kv, kv)
+        return {"query": whole[:1], "key_value": whole[1:2], "fused": whole}[role]
+
+    def check(self, name: str, mesh: Mesh, mode: Mode) -> None:
+        """Raise a LayoutError if the heads cannot be split."""
+        blocks = mode.head_divisor(mesh)
+        axes = ", ".join(mode.layout("hidden")["n"])
+        if self.heads % blocks:
+            raise LayoutError(
+                f"{name}: {self.heads} attention heads cannot be split over {axes} ({blocks} blocks): use a multiple of "
+                f"{blocks} heads, such as {neighbours(self.heads, blocks)}, or a mesh whose {axes} divides {self.heads}"
+            )
+        if self.kv_heads % blocks and blocks % self.kv_heads:
+            raise LayoutError(
+                f"{name}: {self.kv_heads} key/value heads cannot be split over {axes} ({blocks} blocks), nor {blocks} blocks "
+                f"share {self.kv_heads} heads evenly: use a number of key/value heads that divides {blocks} or is a multiple of it"
+            )
+
+    def tell(self, module: nn.Module, mesh: Mesh, mode: Mode) -> None:
+        """Set the module's own counts of heads and widths to the local ones."""
+        blocks = mode.head_divisor(mesh)
+        local, local_kv = self.heads // blocks, max(1, self.kv_heads // blocks)
+        for names, value in ((_HEADS, local), (_KV_HEADS, local_kv), (_GROUPS, local // local_kv)):
+            for name in names:
+                if isinstance(getattr(module, name, None), int):
+                    setattr(module, name, value)
+        for name in _WIDTHS:
+            width = getattr(module, name, None)
+            if isinstance(width, int):
+                setattr(module, name, width // blocks)
+
+
+def find_heads(name: str, module: nn.Module) -> Heads | None:
+    """The heads of a module whose direct children are attention projections; None for any other module.
+
+    Raises:
+        LayoutError: if neither attributes nor shapes tell how many heads there are.
+    """
+    linears = {leaf: child for leaf, child in module.named_children() if is_linear(child)}
+    query = [leaf for leaf in linears if QUERY.fullmatch(leaf)]
+    key_value = [leaf for leaf in linears if KEY_VALUE.fullmatch(leaf)]
+    fused = [leaf for leaf in linears if FUSED_QKV.fullmatch(leaf)]
+    if not fused and not (query and key_value):
+        return None
+    heads, kv_heads = _first_int(module, _HEADS), _first_int(module, _KV_HEADS)
+    head_dim = _first_int(module, ("head_dim", "attention_head_size", "d_head"))
+    if fused:
+        width = features(linears[fused[0]])[1]
+        if not heads and head_dim:
+            heads = width // 3 // head_dim
+        kv_heads = kv_heads or heads
+        head_dim = width // (heads + 2 * kv_heads) if heads else 0
+        if not head_dim or width != (heads + 2 * kv_heads) * head_dim:
+            raise LayoutError(
+                f"{name}: cannot tell the heads in its fused projection of width {width}: give the module the attributes "
+                f"num_heads, num_key_value_heads (if fewer) and head_dim"
+            )
+    else:
+        wide, narrow = features(linears[query[0]])[1], features(linears[key_value[0]])[1]
+        if not head_dim and heads:
+            head_dim = wide // heads
+        if not head_dim:
+            raise LayoutError(f"{name}: cannot tell its number of heads: give the module an attribute num_heads or head_dim")
+        heads, kv_heads = wide // head_dim, narrow // head_dim
+
+    def full(leaves: list[str]) -> tuple[str, ...]:
+        return tuple(f"{name}.{leaf}" if name else leaf for leaf in leaves)
+
+    return Heads(
+        query=full(query), key_value=full(key_value), fused=full(fused), heads=heads, kv_heads=kv_heads, head_dim=head_dim
+    )
+
+
+def _first_int(module: nn.Module, names: tuple[str, ...]) -> int:
+    for name in names:
+        value = getattr(module, name, None)
+        if isinstance(value, int) and not isinstance(value, bool):
+            return value
+    return 0

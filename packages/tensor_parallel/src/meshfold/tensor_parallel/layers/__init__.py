@@ -1,0 +1,8 @@
+"""Layers made of layouts: each holds this rank's blocks and communicates as its plan says."""
+
+from meshfold.tensor_parallel.layers.embedding import Embedding, PositionEmbedding
+from meshfold.tensor_parallel.layers.linear import Linear
+from meshfold.tensor_parallel.layers.loss import CausalLMLoss, cross_entropy
+from meshfold.tensor_parallel.layers.norm import LayerNorm, RMSNorm
+
+__all__ = ["CausalLMLoss", "Embedding", "LayerNorm", "Linear", "PositionEmbedding", "RMSNorm", "cross_entropy"]

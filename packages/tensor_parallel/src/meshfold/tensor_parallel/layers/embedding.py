@@ -1,0 +1,139 @@
+"""Embedding tables.
+
+Looking rows up is a matmul with a one-hot matrix that is never built, so the plan is the mode's: ids are whole on
+every rank, each rank looks up the tokens and the rows that its layout of the one-hot matrix says, and what comes out
+leaves as y does.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from meshfold.mesh import LayoutError, Mesh, Placement
+from meshfold.mesh.primitives import enter, take_block
+from meshfold.tensor_parallel.layers.linear import adopt
+from meshfold.tensor_parallel.matmul import lead_shape
+from meshfold.tensor_parallel.modes import Mode, find_mode
+from meshfold.tensor_parallel.operands import enter_operand, leave_operand
+from meshfold.tensor_parallel.sizes import split_evenly, vocabulary_multiple
+
+
+class Embedding(nn.Module):
+    """A table ``v h`` split as the mode says. Takes ids whole on every rank, returns the residual stream.
+
+    The vocabulary may be of any size: the table is padded to a multiple of its blocks with rows that no id names.
+    """
+
+    weight: nn.Parameter
+
+    def __init__(
+        self,
+        num_embeddings: int,
+        embedding_dim: int,
+        padding_idx: int | None = None,
+        *,
+        mesh: Mesh,
+        mode: str | Mode = "1d",
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        """Raises:
+        LayoutError: if the mesh lacks an axis of the mode, or the hidden size cannot be split.
+        """
+        super().__init__()
+        found = find_mode(mode)
+        mesh.require(*found.axes, what=f"mode {found.name!r}")
+        self._take_over(nn.Embedding(num_embeddings, embedding_dim, padding_idx, device="meta", dtype=dtype), mesh, found)
+        if device != "meta":
+            self.to_empty(device=device or "cpu")
+            nn.init.normal_(self.weight)
+
+    @classmethod
+    def convert(cls, module: nn.Embedding, mesh: Mesh, mode: Mode) -> Embedding:
+        """A sharded table from a whole one; real or meta weights.
+
+        Raises:
+            LayoutError: for the options ``max_norm``, ``scale_grad_by_freq`` and ``sparse``.
+        """
+        for option in ("max_norm", "scale_grad_by_freq", "sparse"):
+            if getattr(module, option, None):
+                raise LayoutError(f"nn.Embedding({option}={getattr(module, option)!r}) cannot be sharded: leave {option} out")
+        made = cls.__new__(cls)
+        nn.Module.__init__(made)
+        made._take_over(module, mesh, mode)
+        made.train(module.training)
+        return made
+
+    def _take_over(self, module: nn.Embedding, mesh: Mesh, mode: Mode) -> None:
+        self.mesh, self.mode, self.plan = mesh, mode, mode.plans["embedding"]
+        self.num_embeddings, self.embedding_dim, self.padding_idx = *module.weight.shape, module.padding_idx
+        w = self.plan.w
+        split_evenly(self.embedding_dim, w[self.plan.n], mesh, f"embedding_dim={self.embedding_dim}")
+        place = Placement(
+            shape=tuple(module.weight.shape),
+            axes=(w[self.plan.k], w[self.plan.n]),
+            multiple={0: vocabulary_multiple(mode, mesh)},
+        )
+        self.weight = adopt(module.weight, place, mesh)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        """``..`` int64, whole on every rank -> ``.. h`` of the residual layout."""
+        flat = take_block(ids.reshape(-1), self.mesh, 0, self.plan.x[self.plan.m])
+        # The plan's w is [n, k], the table [k, n]: a transposed view keeps one rule for both.
+        table = enter_operand(self.weight.t(), self.plan, self.mesh, "w").t()
+        rows = table.shape[0]
+        first = self.mesh.index(*self.plan.compute[self.plan.k]) * rows
+        local = flat - first
+        here = (local >= 0) & (local < rows)
+        padding = None if self.padding_idx is None else self.padding_idx - first
+        if padding is not None and not 0 <= padding < rows:
+            padding = None
+        found = F.embedding(torch.where(here, local, 0), table, padding)
+        y = leave_operand(found * here.unsqueeze(-1), self.plan, self.mesh)
+        return y.view(*lead_shape(ids.shape, y.shape[0]), y.shape[-1])
+
+    def extra_repr(self) -> str:
+        return f"{self.num_embeddings}, {self.embedding_dim}, mode={self.mode.name}, w='{self.plan.w}'"
+
+
+class PositionEmbedding(nn.Module):
+    """A table of positions: all rows on every rank, the hidden dim split like the residual stream's."""
+
+    def __init__(self, module: nn.Embedding, mesh: Mesh, mode: Mode, *, ids_are_whole: bool) -> None:
+        """Args:
+            module: the table it replaces; a subclass keeps its own forward (OPT's offset).
+            ids_are_whole: positions come for all tokens (models with ``flat_tokens``), not for this rank's.
+        """
+        super().__init__()
+        residual = mode.layout("residual")
+        self.mesh, self.mode, self.ids_are_whole = mesh, mode, ids_are_whole
+        self.tokens = residual["m"]
+        split_evenly(module.embedding_dim, residual["h"], mesh, f"embedding_dim={module.embedding_dim}")
+        self.num_embeddings, self.embedding_dim = module.num_embeddings, module.embedding_dim
+        place = Placement(shape=tuple(module.weight.shape), axes=((), residual["h"]))
+        self.weight = adopt(module.weight, place, mesh)
+        self._kind = type(module)
+        self._settings = {k: v for k, v in vars(module).items() if not k.startswith("_") and k != "training"}
+
+    def forward(self, *args: Any, **kwargs: Any) -> Tensor:
+        weight = enter(self.weight, self.mesh, self.tokens)
+        if self._kind is nn.Embedding:
+            (ids,) = args or tuple(kwargs.values())
+            if self.ids_are_whole:
+                ids = take_block(ids.reshape(-1), self.mesh, 0, self.tokens)
+            return F.embedding(ids, weight)
+        # A subclass computes positions in its own way and then looks them up in self.weight: let it, on a stand-in.
+        stand_in = self._kind.__new__(self._kind)
+        nn.Module.__init__(stand_in)
+        for name, value in self._settings.items():
+            setattr(stand_in, name, value)
+        stand_in.__dict__["weight"] = weight
+        return stand_in.forward(*args, **kwargs)  # type: ignore[no-any-return]
+
+    def extra_repr(self) -> str:
+        return f"{self.num_embeddings}, {self.embedding_dim}, mode={self.mode.name}"
+

@@ -1,0 +1,65 @@
+"""Patch embedding: a convolution whose stride is its kernel is a matmul of unfolded patches."""
+
+from __future__ import annotations
+
+from torch import Tensor, nn
+
+from meshfold.mesh import LayoutError, Mesh, Placement
+from meshfold.mesh.primitives import enter, take
+from meshfold.tensor_parallel.layers.linear import adopt, stem_plan
+from meshfold.tensor_parallel.matmul import matmul
+from meshfold.tensor_parallel.modes import Mode
+from meshfold.tensor_parallel.sizes import split_evenly
+
+
+class PatchEmbedding(nn.Module):
+    """Images, whole on every rank, to patches in the residual layout: ``b c y x -> b h y/p x/p``, local b and h.
+
+    The output keeps nn.Conv2d's order of dims, so that the model's own ``flatten(2).transpose(1, 2)`` still works.
+    """
+
+    weight: nn.Parameter
+    bias: nn.Parameter | None
+
+    @classmethod
+    def convert(cls, module: nn.Conv2d, mesh: Mesh, mode: Mode) -> PatchEmbedding:
+        """The blocks of a convolution with kernel = stride and no padding; real or meta weights.
+
+        Raises:
+            LayoutError: for another convolution, or a number of channels that cannot be split.
+        """
+        if module.kernel_size != module.stride or module.groups != 1 or any(p != 0 for p in module.padding):
+            raise LayoutError(
+                f"{module} is not a patch embedding: kernel_size must equal stride, with groups=1 and padding=0"
+            )
+        made = cls.__new__(cls)
+        nn.Module.__init__(made)
+        made.mesh, made.mode, made.plan, made.patch = mesh, mode, stem_plan(mode), module.kernel_size
+        residual = mode.layout("residual")
+        split_evenly(module.out_channels, residual["h"], mesh, f"out_channels={module.out_channels}")
+        made.tokens = residual["m"]
+        made.weight = _block(module.weight, residual["h"], mesh)
+        if module.bias is None:
+            made.register_parameter("bias", None)
+        else:
+            made.bias = _block(module.bias, residual["h"], mesh)
+        made.train(module.training)
+        return made
+
+    def forward(self, images: Tensor) -> Tensor:
+        b, c, height, width = images.shape
+        p, q = self.patch
+        patches = images.view(b, c, height // p, p, width // q, q).permute(0, 2, 4, 1, 3, 5).reshape(b, -1, c * p * q)
+        mine = take(patches, self.mesh, 0, self.tokens)
+        y = matmul(mine, self.weight.flatten(1), self.plan, self.mesh)
+        if self.bias is not None:
+            y = y + enter(self.bias, self.mesh, self.tokens)
+        return y.transpose(1, 2).reshape(mine.shape[0], -1, height // p, width // q)
+
+    def extra_repr(self) -> str:
+        return f"patch={self.patch}, mode={self.mode.name}"
+
+
+def _block(parameter: Tensor, axes: tuple[str, ...], mesh: Mesh) -> nn.Parameter:
+    shape = tuple(parameter.shape)
+    return adopt(parameter, Placement(shape=shape, axes=(axes, *((),) * (len(shape) - 1))), mesh)

@@ -1,0 +1,204 @@
+"""The planner's choice of a lowering, and the lowering that makes it by itself.
+
+The time of a plan is estimated from its cost, collective by collective (latency + bytes / bandwidth), and from the
+multiplications of one rank. What a lowering hides under its ``n`` partial matmuls takes the longer of the two plus
+one part of the shorter, the pipeline's filling; the rest adds up. Only the order of the estimates matters.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from torch import Tensor
+
+from meshfold.mesh import Mesh
+from meshfold.mesh.traffic import Kind
+from meshfold.tensor_parallel.cost import Cost, CostEntry
+from meshfold.tensor_parallel.lowerings.base import Lowering
+from meshfold.tensor_parallel.lowerings.gather import Gather
+from meshfold.tensor_parallel.lowerings.pieces import brick
+from meshfold.tensor_parallel.lowerings.ring import Ring
+from meshfold.tensor_parallel.lowerings.stream import Stream
+
+if TYPE_CHECKING:
+    from meshfold.tensor_parallel.algebra import MatmulPlan, Phase
+
+WAYS: dict[str, Lowering] = {"gather": Gather(), "stream": Stream(), "ring": Ring()}
+"""The lowerings there are to choose from; of equals the first is taken."""
+
+_PHASES: tuple[Phase, ...] = ("forward", "dx", "dw")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Machine:
+    """What an estimate needs to know of a machine. The defaults were fitted to four H200 joined by NVLink (NCCL, bf16).
+
+    Attributes:
+        flops: multiplications and additions a second of a large matmul.
+        matmul_s: what cutting a matmul costs, seconds a piece.
+        bandwidth: bytes a second that a rank moves in large collectives of a kind, counted as ``Cost`` does.
+        latency_s: seconds that a small collective of a kind takes.
+    """
+
+    flops: float = 700e12
+    matmul_s: float = 15e-6
+    bandwidth: Mapping[Kind, float] = field(
+        default_factory=lambda: {
+            "all_gather": 325e9,
+            "reduce_scatter": 323e9,
+            "all_reduce": 355e9,
+            "all_to_all": 336e9,
+            "broadcast": 360e9,
+            "shift": 358e9,
+        }
+    )
+    latency_s: Mapping[Kind, float] = field(
+        default_factory=lambda: {
+            "all_gather": 20e-6,
+            "reduce_scatter": 20e-6,
+            "all_reduce": 22e-6,
+            "all_to_all": 30e-6,
+            "broadcast": 18e-6,
+            "shift": 43e-6,
+        }
+    )
+
+    def seconds(self, entry: CostEntry) -> float:
+        """How long a collective takes on its own."""
+        return self.latency_s[entry.kind] + float(entry.bytes) / self.bandwidth[entry.kind]
+
+
+H200 = Machine()
+
+
+def choose(
+    plan: MatmulPlan,
+    sizes: Mapping[str, int],
+    mesh: Mesh,
+    itemsize: int = 2,
+    *,
+    machine: Machine = H200,
+    keep: frozenset[str] = frozenset(),
+) -> str:
+    """The name of the lowering expected to be fastest, forward and backward together.
+
+    Args:
+        plan: what is to be carried out.
+        sizes: elements of m, k and n, over all ranks of the axes that the layouts name.
+        mesh: gives the sizes of the axes.
+        itemsize: bytes an element.
+        machine: what to estimate with.
+        keep: gathered operands that forward keeps for backward.
+    """
+    times = {
+        name: estimate(plan, name, sizes, mesh, itemsize, machine=machine, keep=keep)
+        for name, way in WAYS.items()
+        if not way.refuses(plan)
+    }
+    return min(times, key=lambda name: times[name])
+
+
+def estimate(
+    plan: MatmulPlan,
+    lowering: str,
+    sizes: Mapping[str, int],
+    mesh: Mesh,
+    itemsize: int = 2,
+    *,
+    machine: Machine = H200,
+    keep: frozenset[str] = frozenset(),
+) -> float:
+    """Seconds for forward and backward of a plan carried out in one of :data:`WAYS`."""
+    cost = WAYS[lowering].cost(plan, sizes, mesh, itemsize=itemsize, phases=_PHASES, keep=keep)
+    multiply = 2.0 / machine.flops
+    for dim, axes in plan.compute.items():
+        multiply *= sizes[dim] / mesh.size(*axes)
+    if lowering == "gather":
+        return _gather_seconds(cost, multiply, machine)
+    return sum(_pipelined_seconds(cost, phase, lowering, multiply, machine) for phase in _PHASES)
+
+
+def _gather_seconds(cost: Cost, multiply: float, machine: Machine) -> float:
+    """Everything is waited for, but x that travels under the product of dx, and dx that leaves under that of dw."""
+    under_dx = sum(machine.seconds(e) for e in cost.entries if e.phase == "dw" and e.operand == "x")
+    under_dw = sum(machine.seconds(e) for e in cost.entries if e.phase == "dx" and e.operand == "dx")
+    total = sum(machine.seconds(e) for e in cost.entries)
+    return total - under_dx - under_dw + multiply + max(multiply, under_dx) + max(multiply, under_dw)
+
+
+def _pipelined_seconds(cost: Cost, phase: Phase, lowering: str, multiply: float, machine: Machine) -> float:
+    entries = [e for e in cost.entries if e.phase == phase]
+    hidden = [e for e in entries if _is_hidden(e, lowering)]
+    pieces = max(Counter((e.operand, e.kind, e.axes) for e in hidden).values(), default=0)
+    if lowering == "ring":
+        pieces += 1  # g blocks, of which g − 1 travel
+    pieces = max(pieces, 1)
+    under = sum(machine.seconds(e) for e in hidden)
+    waited = sum(machine.seconds(e) for e in entries) - under
+    cut = multiply + (pieces - 1) * machine.matmul_s
+    return waited + max(cut, under) + min(cut, under) / pieces
+
+
+def _is_hidden(entry: CostEntry, lowering: str) -> bool:
+    """Whether a collective is one of those that run under partial matmuls."""
+    if lowering == "ring":
+        return entry.kind == "shift"
+    if entry.phase == "forward":
+        return entry.kind == "broadcast"
+    return entry.kind in ("all_gather", "reduce_scatter") and entry.operand != "dy"
+
+
+class Auto:
+    """Choose by the sizes at hand."""
+
+    def refuses(self, plan: MatmulPlan) -> str:
+        """Applies to every plan."""
+        return ""
+
+    def forward(
+        self, plan: MatmulPlan, mesh: Mesh, x: Tensor, w: Tensor, keep: frozenset[str]
+    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        return _way(plan, mesh, x, w).forward(plan, mesh, x, w, keep)
+
+    def backward(
+        self,
+        plan: MatmulPlan,
+        mesh: Mesh,
+        x: Tensor,
+        w: Tensor,
+        dy: Tensor,
+        *,
+        wants: tuple[bool, bool],
+        kept: tuple[Tensor | None, Tensor | None],
+    ) -> tuple[Tensor | None, Tensor | None]:
+        return _way(plan, mesh, x, w).backward(plan, mesh, x, w, dy, wants=wants, kept=kept)
+
+    def cost(
+        self,
+        plan: MatmulPlan,
+        sizes: Mapping[str, int],
+        mesh: Mesh,
+        *,
+        itemsize: int,
+        phases: tuple[Phase, ...],
+        keep: frozenset[str],
+    ) -> Cost:
+        way = WAYS[choose(plan, sizes, mesh, itemsize)]
+        return way.cost(plan, sizes, mesh, itemsize=itemsize, phases=phases, keep=keep)
+
+
+def _way(plan: MatmulPlan, mesh: Mesh, x: Tensor, w: Tensor) -> Lowering:
+    layouts = (str(plan.x), str(plan.w), str(plan.y), plan.entered)
+    known = (layouts, tuple(mesh.axes.items()), x.shape[0], x.shape[1], w.shape[0], x.element_size())
+    if known not in _chosen:
+        sizes = {dim: n * mesh.size(*plan.compute[dim]) for dim, n in brick(plan, mesh, x, w).items()}
+        _chosen[known] = choose(plan, sizes, mesh, x.element_size())
+    return WAYS[_chosen[known]]
+
+
+_chosen: dict[
+    tuple[object, ...], str
+] = {}  # layers ask at every call; everything the choice depends on is in the key

@@ -1,0 +1,269 @@
+"""The ring lowering: collective matmul (Wang et al., ASPLOS 2023, "Overlap Communication with Dependent Computation").
+
+One collective of each product is taken apart into shifts round the ring of its group, each hidden under a matmul of
+the block that is already here. ``g`` ranks, ``g − 1`` shifts:
+
+=================================== ===============================================================================
+what runs as a ring                 at each step, while the next block travels
+=================================== ===============================================================================
+gather along a dim of the output    multiply the block, write its rows or columns of the output
+gather along the summed dim         multiply the block with its slice of the other operand, add to the output
+scatter of the output               multiply the part that belongs to the rank farthest on, add what has arrived,
+                                    send it on; the last part is this rank's own
+=================================== ===============================================================================
+
+Of the collectives of a product the one that moves most bytes runs as a ring (of equals: the first input, then the
+second, then the output; see :data:`~meshfold.tensor_parallel.lowerings.pieces.INPUTS`); the others are carried out as
+the gather lowering does. What can run as a ring is an operand gathered or scattered along one dim; several axes there
+make one ring. The bytes are those of the gather lowering.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from meshfold.mesh import Mesh, Pending, collectives
+from meshfold.tensor_parallel.cost import Cost, CostBuilder
+from meshfold.tensor_parallel.lowerings.gather import start_gather, start_leave, start_sum
+from meshfold.tensor_parallel.lowerings.pieces import (
+    INPUTS,
+    Sum,
+    block_numbers,
+    brick,
+    factors,
+    split_axes,
+    split_dims,
+    stored_dims,
+    tensor_dim,
+)
+
+if TYPE_CHECKING:
+    from meshfold.tensor_parallel.algebra import MatmulPlan, Operand, Phase
+
+_Whole = dict["Operand", Tensor]
+
+
+class Ring:
+    """Pass blocks round the ring under partial matmuls."""
+
+    def refuses(self, plan: MatmulPlan) -> str:
+        """Applies where something is gathered or scattered."""
+        operands: tuple[Operand, ...] = ("x", "w", "y")
+        if any(plan.extras(operand) for operand in operands):
+            return ""
+        return "x, w and y are used as they lie at rest, so nothing can be passed round a ring"
+
+    def forward(
+        self, plan: MatmulPlan, mesh: Mesh, x: Tensor, w: Tensor, keep: frozenset[str]
+    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        product = _Product(plan, mesh, "y", brick(plan, mesh, x, w), arrived=frozenset())
+        coming = product.start({"x": x, "w": w}, {})
+        y, whole = product.run(coming, keep)
+        return y.wait(), whole["x"] if "x" in keep else None, whole["w"] if "w" in keep else None
+
+    def backward(
+        self,
+        plan: MatmulPlan,
+        mesh: Mesh,
+        x: Tensor,
+        w: Tensor,
+        dy: Tensor,
+        *,
+        wants: tuple[bool, bool],
+        kept: tuple[Tensor | None, Tensor | None],
+    ) -> tuple[Tensor | None, Tensor | None]:
+        want_dx, want_dw = wants
+        sizes = brick(plan, mesh, x, w)
+        both: dict[Operand, Tensor | None] = {"x": kept[0], "w": kept[1]}
+        whole: _Whole = {operand: tensor for operand, tensor in both.items() if tensor is not None}
+        shards: _Whole = {"x": x, "w": w, "y": dy}
+        dx = dw = None
+        products = _backward_products(plan, mesh, sizes, wants, frozenset(whole))
+        # x starts to travel before dx is computed, dx leaves under the product of dw.
+        coming = {out: product.start(shards, whole) for out, product in products.items()}
+        if want_dx:
+            dx, found = products["x"].run(coming.pop("x"), frozenset({"y"}) if want_dw else frozenset())
+            if want_dw:
+                coming["w"]["y"] = Pending(found["y"], None)
+            del found
+        if want_dw:
+            dw, _ = products["w"].run(coming["w"], frozenset())
+        return dx.wait() if dx is not None else None, dw.wait() if dw is not None else None
+
+    def cost(
+        self,
+        plan: MatmulPlan,
+        sizes: Mapping[str, int],
+        mesh: Mesh,
+        *,
+        itemsize: int,
+        phases: tuple[Phase, ...],
+        keep: frozenset[str],
+    ) -> Cost:
+        cost = CostBuilder(mesh, itemsize)
+        local = {dim: sizes[dim] // mesh.size(*axes) for dim, axes in plan.compute.items()}
+        if "forward" in phases:
+            _Product(plan, mesh, "y", local, arrived=frozenset()).count(cost, "forward")
+        inputs: tuple[Operand, Operand] = ("x", "w")
+        arrived = frozenset(operand for operand in inputs if operand in keep)
+        for out, product in _backward_products(
+            plan, mesh, local, ("dx" in phases, "dw" in phases), arrived
+        ).items():
+            product.count(cost, "dx" if out == "x" else "dw")
+        return cost.done()
+
+
+def _backward_products(
+    plan: MatmulPlan,
+    mesh: Mesh,
+    sizes: Mapping[str, int],
+    wants: tuple[bool, bool],
+    arrived: frozenset[Operand],
+) -> dict[Operand, _Product]:
+    products: dict[Operand, _Product] = {}
+    if wants[0]:
+        products["x"] = _Product(plan, mesh, "x", sizes, arrived)
+    if wants[1]:  # dy is whole once dx has been computed
+        products["w"] = _Product(plan, mesh, "w", sizes, arrived | {"y"} if wants[0] else arrived)
+    return products
+
+
+class _Product:
+    """One of the three products with its collectives, at most one of which runs as a ring."""
+
+    def __init__(
+        self,
+        plan: MatmulPlan,
+        mesh: Mesh,
+        out: Operand,
+        sizes: Mapping[str, int],
+        arrived: frozenset[Operand],
+    ) -> None:
+        """``sizes``: elements of the rank's brick along m, k and n; ``arrived``: inputs that need no gather."""
+        self.plan, self.mesh, self.out, self.sizes = plan, mesh, out, sizes
+        self.gathered = tuple(operand for operand in INPUTS[out] if operand not in arrived)
+        self.ring: Operand | None = None
+        largest = 0
+        for operand in (*self.gathered, out):
+            ranks = mesh.size(*split_axes(plan, mesh, operand))
+            moved = (ranks - 1) * self.at_rest(operand)
+            if moved > largest and len(split_dims(plan, mesh, operand)) == 1:
+                self.ring, largest = operand, moved
+
+    def at_rest(self, operand: Operand) -> int:
+        """Elements of an operand's local block at rest."""
+        whole = math.prod(self.sizes[dim] for dim in getattr(self.plan, operand))
+        return whole // self.mesh.size(*split_axes(self.plan, self.mesh, operand))
+
+    def start(
+        self, shards: Mapping[Operand, Tensor], whole: Mapping[Operand, Tensor]
+    ) -> dict[Operand, Pending]:
+        """Issue the gathers; the operand of the ring stays as it is, one that arrives later is left out."""
+        coming: dict[Operand, Pending] = {}
+        for operand in INPUTS[self.out]:
+            if operand in whole:
+                coming[operand] = Pending(whole[operand], None)
+            elif operand == self.ring:
+                coming[operand] = Pending(shards[operand], None)
+            elif operand in self.gathered:
+                coming[operand] = start_gather(self.plan, self.mesh, operand, shards[operand])
+        return coming
+
+    def run(self, coming: Mapping[Operand, Pending], keep: frozenset[str]) -> tuple[Pending, _Whole]:
+        """(the output on its way, the gathered inputs); the ring's input is put together only if ``keep`` names it."""
+        if self.ring == self.out:
+            inputs = {operand: pending.wait() for operand, pending in coming.items()}
+            return start_sum(self.plan, self.mesh, self.out, Pending(self._scattered(inputs), None)), inputs
+        if self.ring is not None:
+            partial, inputs = self._gathered(self.ring, coming, self.ring in keep)
+        else:
+            inputs = {operand: pending.wait() for operand, pending in coming.items()}
+            a, b = factors(self.out, inputs)
+            partial = a @ b
+        return start_leave(self.plan, self.mesh, self.out, partial), inputs
+
+    def _gathered(
+        self, ring: Operand, coming: Mapping[Operand, Pending], keep: bool
+    ) -> tuple[Tensor, _Whole]:
+        """The product with one input arriving block by block."""
+        plan, mesh = self.plan, self.mesh
+        axes = split_axes(plan, mesh, ring)
+        group = mesh.group(*axes)
+        numbers = block_numbers(mesh, axes, group)
+        (dim,) = split_dims(plan, mesh, ring)
+        (other,) = (operand for operand in INPUTS[self.out] if operand != ring)
+        layout = getattr(plan, self.out)
+        summed = dim not in layout
+        block, length = coming[ring].wait(), self.sizes[dim] // group.size
+        rows, columns = (self.sizes[d] for d in stored_dims(plan, self.out))
+        total = Sum(block, rows, columns) if summed else None
+        out = block.new_empty((rows, columns)) if total is None else None
+        blocks: dict[int, Tensor] = {}
+        whole: Tensor | None = None
+        for step in range(group.size):
+            travelling = collectives.shift(block, group, async_op=True) if step + 1 < group.size else None
+            number = numbers[(group.index - step) % group.size]
+            if whole is None:
+                whole = coming[other].wait()
+            if keep:
+                blocks[number] = block
+            if total is not None:
+                piece = whole.narrow(tensor_dim(plan, other, dim), number * length, length)
+                total.add(*factors(self.out, {ring: block, other: piece}))
+            elif out is not None:
+                a, b = factors(self.out, {ring: block, other: whole})
+                out.narrow(tensor_dim(plan, self.out, dim), number * length, length).addmm_(a, b, beta=0)
+            if travelling is not None:
+                block = travelling.wait()
+        found: _Whole = {} if whole is None else {other: whole}
+        if keep:
+            found[ring] = torch.cat(
+                [blocks[number] for number in sorted(blocks)], tensor_dim(plan, ring, dim)
+            )
+        return (total.done() if total is not None else out), found  # type: ignore[return-value]
+
+    def _scattered(self, inputs: Mapping[Operand, Tensor]) -> Tensor:
+        """The product reduce-scattered over the output's extras: parts are computed, passed on and added to."""
+        plan, mesh = self.plan, self.mesh
+        axes = split_axes(plan, mesh, self.out)
+        group = mesh.group(*axes)
+        numbers = block_numbers(mesh, axes, group)
+        (dim,) = split_dims(plan, mesh, self.out)
+        (cut,) = (operand for operand in inputs if dim in getattr(plan, operand))
+        length = self.sizes[dim] // group.size
+        travelling: Pending | None = None
+        for step in range(group.size):
+            number = numbers[(group.index - 1 - step) % group.size]
+            piece = inputs[cut].narrow(tensor_dim(plan, cut, dim), number * length, length)
+            a, b = factors(self.out, {**inputs, cut: piece})
+            part = a @ b
+            if travelling is not None:
+                part += travelling.wait()
+            if step + 1 < group.size:
+                travelling = collectives.shift(part, group, async_op=True)
+        return part
+
+    def count(self, cost: CostBuilder, phase: Phase) -> None:
+        """Add what :meth:`start` and :meth:`run` issue."""
+        plan, mesh = self.plan, self.mesh
+        names = {operand: operand for operand in self.gathered} | {self.out: f"d{self.out}"}
+        if phase == "forward":
+            names[self.out] = "y"
+        elif "y" in names:
+            names["y"] = "dy"
+        for operand in (*self.gathered, self.out):
+            axes = [axis for _, axis in plan.extras(operand)]
+            elements = self.at_rest(operand)
+            if operand == self.ring:
+                for _ in range(mesh.size(*axes) - 1):
+                    cost.add(phase, "shift", names[operand], axes, elements)
+            elif operand == self.out:
+                cost.scatter(phase, names[operand], axes, elements * mesh.size(*axes))
+            else:
+                cost.gather(phase, names[operand], list(reversed(axes)), elements)
+        cost.add(phase, "all_reduce", names[self.out], plan.sums(self.out), self.at_rest(self.out))

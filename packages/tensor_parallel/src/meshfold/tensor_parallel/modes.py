@@ -1,0 +1,196 @@
+"""The tensor-parallel modes: one table of layouts.
+
+A mode says how the tensors of a transformer lie on the tensor axes. Everything else (collectives, cost, layers,
+gradients, what a bias or a norm weight looks like) follows from the layout algebra. To make a mode of your own,
+write its row::
+
+    mine = Mode(
+        name="mine", axes=("u", "v"),
+        residual="m:u h:v", column="k:u n:v", hidden="m:u n:v", row="k:u n:v",
+        embedding="v:u h:v", ids="m v:u", head="k:u v:v", logits="m:u v:v",
+    )
+    print(mine)                                    # checked, with every collective
+    parallelize(model, Mesh(dict(u=2, v=3)), mine)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields, replace
+from functools import cached_property
+
+from meshfold.mesh import Layout, LayoutError, Mesh
+from meshfold.mesh.errors import nearest
+from meshfold.tensor_parallel.algebra import MatmulPlan, plan
+
+
+@dataclass(frozen=True, kw_only=True)
+class Mode:
+    """A row of the table. Layout strings use the dims m (tokens), h (hidden size), k and n (in and out), v (vocabulary).
+
+    Attributes:
+        name: what users write.
+        axes: its mesh axes, outermost first.
+        residual: the stream between blocks, ``m h``.
+        column: the weight of a linear layer that reads the residual stream (QKV, up, gate), ``k n``.
+        hidden: its output, ``m n``: heads, or the inner dim of an MLP.
+        row: the weight of a linear layer that writes the residual stream (out, down), ``k n``.
+        embedding: the table, ``v h``.
+        ids: the one-hot matrix that an embedding multiplies with, never built: which tokens and which rows of the
+            table a rank looks up, ``m v``.
+        head: the LM head's weight, ``k v``.
+        logits: its output, ``m v``.
+        paper: where it comes from.
+
+    Raises:
+        LayoutError: if a layout names an axis that the mode does not have, or the layouts do not fit one another.
+    """
+
+    name: str
+    axes: tuple[str, ...]
+    residual: str
+    column: str
+    hidden: str
+    row: str
+    embedding: str
+    ids: str
+    head: str
+    logits: str
+    paper: str = ""
+
+    def __post_init__(self) -> None:
+        dims = {
+            "residual": "m h", "column": "k n", "hidden": "m n", "row": "k n",
+            "embedding": "v h", "ids": "m v", "head": "k v", "logits": "m v",
+        }  # fmt: skip
+        for role, wanted in dims.items():
+            layout = self.layout(role)
+            if list(layout) != wanted.split():
+                raise LayoutError(f"mode {self.name!r}: {role}={str(layout)!r} must have the dims {wanted!r}, in this order")
+            for axis in layout.axes:
+                if axis not in self.axes:
+                    raise LayoutError(
+                        f"mode {self.name!r}: {role}={str(layout)!r} names the axis {axis!r}, which is not one of its axes "
+                        f"{', '.join(self.axes)}.{nearest(axis, self.axes)}"
+                    )
+        for role in self.plans:
+            self.plans[role]  # each was checked when it was made
+
+    def layout(self, role: str) -> Layout:
+        """One of the layouts, parsed."""
+        return Layout.parse(getattr(self, role))
+
+    @cached_property
+    def plans(self) -> Mapping[str, MatmulPlan]:
+        """The matmuls of the mode: column, row, embedding, head and tied_head.
+
+        Raises:
+            LayoutError: naming the matmul whose layouts do not fit.
+        """
+        residual, hidden = self.layout("residual"), self.layout("hidden")
+        embedding, logits = self.layout("embedding"), self.layout("logits")
+        made: dict[str, MatmulPlan] = {}
+        for role, x, w, y in (
+            ("column", _named(residual, m="m", h="k"), self.layout("column"), hidden),
+            ("row", _named(hidden, m="m", n="k"), self.layout("row"), _named(residual, m="m", h="n")),
+            ("embedding", self.layout("ids"), embedding, residual),
+            ("head", _named(residual, m="m", h="k"), self.layout("head"), logits),
+            ("tied_head", residual, Layout({"h": embedding["h"], "v": embedding["v"]}), logits),
+        ):
+            try:
+                made[role] = plan(x, w, y)
+            except LayoutError as error:
+                raise LayoutError(f"mode {self.name!r}, {role.replace('_', ' ')}: {error}") from None
+        return made
+
+    def batch_divisor(self, mesh: Mesh) -> int:
+        """What the batch must be a multiple of for attention to be local: the blocks of m in ``hidden``."""
+        return mesh.size(*self.layout("hidden")["m"])
+
+    def head_divisor(self, mesh: Mesh) -> int:
+        """What the number of attention heads must be a multiple of: the blocks of n in ``hidden``."""
+        return mesh.size(*self.layout("hidden")["n"])
+
+    def token_axes(self) -> tuple[str, ...]:
+        """Every axis that splits tokens somewhere in the mode."""
+        found = [*self.layout("residual")["m"], *self.layout("hidden")["m"], *self.layout("logits")["m"]]
+        return tuple(dict.fromkeys(found))
+
+    def __str__(self) -> str:
+        lines = [f"mode {self.name!r} on axes {', '.join(self.axes)}" + (f" ({self.paper})" if self.paper else "")]
+        for field in fields(self):
+            if field.name not in ("name", "axes", "paper"):
+                lines.append(f"  {field.name:<10}{self.layout(field.name)}")
+        for role, matmul in self.plans.items():
+            lines += ["", f"{role.replace('_', ' ')}: {matmul}"]
+        return "\n".join(lines)
+
+
+def _named(layout: Layout, **names: str) -> Layout:
+    """The layout with its dims renamed: ``_named(residual, m="m", h="k")``."""
+    return Layout({names[dim]: axes for dim, axes in layout.items()})
+
+
+_GRID_2D = dict(
+    residual="m:row h:col", column="k:row n:col", hidden="m:row n:col", row="k:row n:col",
+    embedding="v:row h:col", ids="m v:row", head="k:row v:col", logits="m:row v:col",
+)  # fmt: skip
+
+MODES: dict[str, Mode] = {
+    mode.name: mode
+    for mode in (
+        Mode(
+            name="1d", axes=("tensor",), paper="arXiv 1909.08053",
+            residual="m h", column="k n:tensor", hidden="m n:tensor", row="k:tensor n",
+            embedding="v:tensor h", ids="m v:tensor", head="k v:tensor", logits="m v:tensor",
+        ),
+        Mode(
+            name="1d+sequence", axes=("tensor",), paper="arXiv 2205.05198",
+            residual="m:tensor h", column="k n:tensor", hidden="m n:tensor", row="k:tensor n",
+            embedding="v:tensor h", ids="m v:tensor", head="k v:tensor", logits="m v:tensor",
+        ),
+        Mode(name="2d", axes=("row", "col"), paper="arXiv 2104.05343", **_GRID_2D),
+        Mode(
+            name="2.5d", axes=("depth", "row", "col"), paper="arXiv 2105.14500",
+            residual="m:depth,row h:col", column="k:row n:col", hidden="m:depth,row n:col", row="k:row n:col",
+            embedding="v:row h:col", ids="m:depth v:row", head="k:row v:col", logits="m:depth,row v:col",
+        ),
+        Mode(
+            name="3d", axes=("a", "b", "c"), paper="arXiv 2105.14450",
+            residual="m:a,c h:b", column="k:b,a n:c", hidden="m:a,b n:c", row="k:c,a n:b",
+            embedding="v:c,a h:b", ids="m:a v:c", head="k:b,a v:c", logits="m:a,b v:c",
+        ),
+    )
+}  # fmt: skip
+"""The built-in modes by name."""
+
+
+def find_mode(mode: str | Mode) -> Mode:
+    """A built-in mode by name, or the mode itself.
+
+    Raises:
+        LayoutError: for an unknown name.
+    """
+    if isinstance(mode, Mode):
+        return mode
+    if not isinstance(mode, str) or mode not in MODES:
+        hint = nearest(mode, MODES) if isinstance(mode, str) else ""
+        raise LayoutError(f"no tensor-parallel mode {mode!r}.{hint} There are {', '.join(MODES)}, or make a Mode of your own")
+    return MODES[mode]
+
+
+def outside_blocks(mode: Mode) -> Mode:
+    """The mode for the parts of a model where the residual stream has all its tokens on every rank.
+
+    Raises:
+        LayoutError: if the mode's weights only fit a stream that is split by tokens.
+    """
+    residual = mode.layout("residual").replace(m=())
+    try:
+        return replace(mode, name=f"{mode.name} (all tokens)", residual=str(residual))
+    except LayoutError as error:
+        raise LayoutError(
+            f"mode {mode.name!r} splits tokens within sequences, so it is used from the first block of a model to the "
+            f"last and needs a form for the rest, in which it does not fit: {error}; or write the model with "
+            f"flat_tokens = True"
+        ) from None

@@ -1,0 +1,103 @@
+"""Where the residual stream enters and leaves a part of the model.
+
+A *region* is an attention block or an MLP whose linear layers read one input: the input is gathered once, for all
+of them, and its gradient leaves once. A *boundary* is where a tensor that is whole on every rank becomes the split
+residual stream and back: round a model that has no embedding, or round the list of blocks where the stream outside
+of it is whole.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from meshfold.mesh import LayoutError, Mesh
+from meshfold.mesh.primitives import collect, take
+from meshfold.tensor_parallel.layers.linear import Linear, fold
+from meshfold.tensor_parallel.matmul import lead_shape
+from meshfold.tensor_parallel.modes import Mode
+from meshfold.tensor_parallel.operands import enter_operand
+
+
+def enter_region(x: Tensor, first: Linear, boundary: Boundary | None = None) -> Tensor:
+    """Gather a region's input, ``.. k`` of the residual layout, as its linear layers want it.
+
+    A stream flattened at a boundary gets its batch and sequence dims back. The result has the tokens of the layers' *output*: where that has fewer (3D), the rest is folded into the last
+    dim, because modules read the shape of their output off their input.
+    """
+    whole = enter_operand(x.reshape(-1, x.shape[-1]), first.full_plan, first.mesh, "x")
+    lead = lead_shape(x.shape[:-1], whole.shape[0]) if boundary is None else boundary.lead
+    whole = whole.view(*lead, whole.shape[-1])
+    return fold(whole, first.folds) if first.folds > 1 else whole
+
+
+def make_region(region: nn.Module, columns: list[Linear], rows: list[Linear], boundary: Boundary | None = None) -> None:
+    """Gather the first argument of a module once for the linear layers that read it.
+
+    Args:
+        columns: the layers that read it.
+        rows: the layers that write the module's output.
+        boundary: of a stream that is flattened, if the module wants its batch and sequence dims.
+    """
+    for linear in columns:
+        linear.use_entered_input()
+    for linear in rows:
+        linear.flat_output = boundary is not None
+
+    def gather_input(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if args:
+            return (enter_region(args[0], columns[0], boundary), *args[1:]), kwargs
+        name, x = next(iter(kwargs.items()))
+        return args, {**kwargs, name: enter_region(x, columns[0], boundary)}
+
+    region.register_forward_pre_hook(gather_input, with_kwargs=True)
+
+
+class Boundary:
+    """Splits a whole tensor ``b s h`` into the residual stream and puts it together again.
+
+    Inside, tokens are flattened to ``m h`` where a split by the batch alone would not do (``flatten``).
+    """
+
+    def __init__(self, mesh: Mesh, mode: Mode, *, flatten: bool) -> None:
+        residual = mode.layout("residual")
+        self.mesh, self.flatten = mesh, flatten
+        self.tokens, self.columns = residual["m"], residual["h"]
+        self.lead = torch.Size()
+
+    def split(self, x: Tensor) -> Tensor:
+        """``b s h`` whole -> local block of the residual stream; backward gathers."""
+        self.lead = x.shape[:-1]
+        if self.flatten:
+            x = x.reshape(-1, x.shape[-1])
+        blocks = self.mesh.size(*self.tokens)
+        if x.shape[0] % blocks:
+            what = "tokens (batch times sequence length)" if self.flatten else "rows (the batch)"
+            raise LayoutError(
+                f"{x.shape[0]} {what} cannot be split over {', '.join(self.tokens)} ({blocks} blocks): make them a "
+                f"multiple of {blocks}"
+            )
+        return take(take(x, self.mesh, 0, self.tokens), self.mesh, -1, self.columns)
+
+    def join(self, x: Tensor) -> Tensor:
+        """A local block of the residual stream -> ``b s h`` whole; backward takes the block of the gradient."""
+        x = collect(collect(x, self.mesh, -1, self.columns), self.mesh, 0, self.tokens)
+        return x.view(*self.lead, x.shape[-1]) if self.flatten else x
+
+    def around(self, first: nn.Module, last: nn.Module) -> None:
+        """Split what the first module is called with, join what the last returns."""
+        first.register_forward_pre_hook(self._before, with_kwargs=True)
+        last.register_forward_hook(self._after)
+
+    def _before(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if args:
+            return (self.split(args[0]), *args[1:]), kwargs
+        name, x = next(iter(kwargs.items()))
+        return args, {**kwargs, name: self.split(x)}
+
+    def _after(self, module: nn.Module, args: Any, output: Any) -> Any:
+        if isinstance(output, tuple):
+            return (self.join(output[0]), *output[1:])
+        return self.join(output)

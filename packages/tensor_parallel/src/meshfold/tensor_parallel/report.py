@@ -1,0 +1,60 @@
+"""What ``parallelize`` did, submodule by submodule."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True, kw_only=True)
+class Placed:
+    """One submodule.
+
+    Attributes:
+        name: full name.
+        role: the part it plays.
+        was: its class before.
+        weights: layout of its weight, or what became of it.
+        shape: global shape of its weight, elements.
+        local: shape of this rank's block, elements.
+    """
+
+    name: str
+    role: str
+    was: str
+    weights: str
+    shape: tuple[int, ...] = ()
+    local: tuple[int, ...] = ()
+
+
+@dataclass(kw_only=True)
+class Report:
+    """A readable account of a conversion; ``print(report)``.
+
+    Attributes:
+        mode: name of the mode.
+        mesh: the mesh, as text.
+        placed: what became of each submodule.
+        parameters: global number of parameters, each tensor once.
+        local_parameters: this rank's, padding included.
+        notes: what else was done (heads, regions, loss).
+    """
+
+    mode: str
+    mesh: str
+    placed: list[Placed] = field(default_factory=list)
+    parameters: int = 0
+    local_parameters: int = 0
+    notes: list[str] = field(default_factory=list)
+
+    def __str__(self) -> str:
+        rows = [("submodule", "role", "was", "weight", "global", "this rank")]
+        rows += [
+            (p.name or "(root)", p.role, p.was, p.weights, "×".join(map(str, p.shape)), "×".join(map(str, p.local)))
+            for p in self.placed
+        ]
+        widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
+        lines = [f"mode {self.mode} on {self.mesh}"]
+        lines += ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+        share = self.local_parameters / self.parameters if self.parameters else 1.0
+        lines.append(f"{self.parameters:,} parameters, {self.local_parameters:,} on this rank ({share:.1%})")
+        return "\n".join([*lines, *self.notes])
