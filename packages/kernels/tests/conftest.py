@@ -6,11 +6,17 @@ from collections.abc import Callable, Iterator
 
 import pytest
 import torch
-from meshfold.kernels import use
 from torch import Tensor
 
+from meshfold.kernels import use
+
 # Largest relative error that rounding a float32 result once may cause.
-HALF_ULP = {torch.float64: 2.0**-53, torch.float32: 2.0**-24, torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}
+HALF_ULP = {
+    torch.float64: 2.0**-53,
+    torch.float32: 2.0**-24,
+    torch.bfloat16: 2.0**-8,
+    torch.float16: 2.0**-11,
+}
 # What computing may cost before that rounding, relative to the largest element, or to a given scale of the summands.
 COMPUTING = {torch.float64: 1e-14, torch.float32: 2e-6, torch.bfloat16: 2e-6, torch.float16: 2e-6}
 

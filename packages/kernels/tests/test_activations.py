@@ -9,8 +9,9 @@ import torch
 import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from meshfold import kernels as K
 from torch import Tensor
+
+from meshfold import kernels as K
 
 Check = Callable[..., None]
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
@@ -21,7 +22,9 @@ def seeded(*shape: int, dtype: torch.dtype = torch.float64, seed: int = 0) -> Te
     return (2 * torch.randn(*shape, generator=generator, dtype=torch.float64)).to(dtype)
 
 
-def compare(op: Callable[..., Tensor], exact_op: Callable[..., Tensor], check: Check, *inputs: Tensor) -> None:
+def compare(
+    op: Callable[..., Tensor], exact_op: Callable[..., Tensor], check: Check, *inputs: Tensor
+) -> None:
     leaves = tuple(t.requires_grad_() for t in inputs)
     exact_leaves = tuple(t.detach().double().requires_grad_() for t in inputs)
     y, exact = op(*leaves), exact_op(*exact_leaves)
@@ -52,9 +55,7 @@ def test_swiglu_of_two_tensors(dtype: torch.dtype, rounded_once: Check) -> None:
 @pytest.mark.parametrize("approximate", ["none", "tanh"])
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("shape", [(2, 3, 10), (1, 1), (17, 5), (6,), (0, 4)], ids=str)
-def test_bias_gelu(
-    approximate: str, dtype: torch.dtype, shape: tuple[int, ...], rounded_once: Check
-) -> None:
+def test_bias_gelu(approximate: str, dtype: torch.dtype, shape: tuple[int, ...], rounded_once: Check) -> None:
     x, bias = seeded(*shape, dtype=dtype), seeded(shape[-1], dtype=dtype, seed=1)
     compare(
         lambda a, b: K.bias_gelu(a, b, approximate),
@@ -64,7 +65,10 @@ def test_bias_gelu(
         bias,
     )
     compare(
-        lambda a: K.bias_gelu(a, None, approximate), lambda a: F.gelu(a, approximate=approximate), rounded_once, x
+        lambda a: K.bias_gelu(a, None, approximate),
+        lambda a: F.gelu(a, approximate=approximate),
+        rounded_once,
+        x,
     )
 
 

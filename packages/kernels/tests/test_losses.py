@@ -9,8 +9,9 @@ import torch
 import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from meshfold import kernels as K
 from torch import Tensor
+
+from meshfold import kernels as K
 
 Check = Callable[..., None]
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
@@ -104,7 +105,10 @@ def test_pieces_add_up_to_the_whole(
     else:
         row_max = torch.stack([K.local_max(z, valid) for _, valid, z in parts]).amax(0)
         sums = torch.stack(
-            [K.sum_exp_and_target(z, row_max, labels, start, valid, smoothing > 0) for start, valid, z in parts]
+            [
+                K.sum_exp_and_target(z, row_max, labels, start, valid, smoothing > 0)
+                for start, valid, z in parts
+            ]
         ).sum(0)
     assert sums.shape == (3 if smoothing else 2, rows)
     loss = K.loss_per_row(row_max, sums, smoothing, z_loss, vocabulary)
@@ -146,7 +150,10 @@ def test_logits_that_are_not_contiguous_are_overwritten_in_place() -> None:
     columns = wide.t()
     m, sums = K.max_and_sums(columns, labels)
     wanted = K.cross_entropy_backward(columns, m, sums[0], labels, 0, torch.ones(5), 0.0, 0.0, 6)
-    assert K.cross_entropy_backward(columns, m, sums[0], labels, 0, torch.ones(5), 0.0, 0.0, 6, inplace=True) is columns
+    assert (
+        K.cross_entropy_backward(columns, m, sums[0], labels, 0, torch.ones(5), 0.0, 0.0, 6, inplace=True)
+        is columns
+    )
     assert torch.equal(wide.t(), wanted)
 
 

@@ -9,8 +9,9 @@ import torch
 import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from meshfold import kernels as K
 from torch import Tensor
+
+from meshfold import kernels as K
 
 Check = Callable[..., None]
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
@@ -162,7 +163,9 @@ def split_layer(
     parts = list(zip(dys, xs, ws, strict=True))
     sums = torch.stack([K.layer_norm_backward_stats(*part, mean, rstd) for part in parts]).sum(0)
     back = [K.layer_norm_backward_apply(*part, mean, rstd, sums, hidden) for part in parts]
-    dx, dw, db = (torch.cat([piece for piece in kind if piece is not None], -1) for kind in zip(*back, strict=True))
+    dx, dw, db = (
+        torch.cat([piece for piece in kind if piece is not None], -1) for kind in zip(*back, strict=True)
+    )
     return y, dx, dw, db
 
 
@@ -221,7 +224,12 @@ def test_rows_may_lie_anyhow() -> None:
     """Slices, transposes, expanded rows: the layout in memory changes nothing."""
     base = seeded(6, 10, 8)
     w = seeded(8, seed=1)
-    for view in (base[:, ::3], base.transpose(0, 1), base[:, :1].expand(6, 4, 8), base.permute(2, 1, 0)[..., :6]):
+    for view in (
+        base[:, ::3],
+        base.transpose(0, 1),
+        base[:, :1].expand(6, 4, 8),
+        base.permute(2, 1, 0)[..., :6],
+    ):
         weight = w[: view.shape[-1]]
         leaf = view.detach().requires_grad_()
         y = K.rms_norm(leaf, weight)

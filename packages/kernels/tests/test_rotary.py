@@ -8,8 +8,9 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from meshfold import kernels as K
 from torch import Tensor
+
+from meshfold import kernels as K
 
 Check = Callable[..., None]
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
@@ -34,7 +35,9 @@ def exact(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 def tables(s: int, r: int, dtype: torch.dtype = torch.float64) -> tuple[Tensor, Tensor]:
-    angles = torch.arange(s, dtype=torch.float64)[:, None] * 10.0 ** -torch.linspace(0, 3, r // 2, dtype=torch.float64)
+    angles = torch.arange(s, dtype=torch.float64)[:, None] * 10.0 ** -torch.linspace(
+        0, 3, r // 2, dtype=torch.float64
+    )
     doubled = torch.cat((angles, angles), -1)
     return doubled.cos().to(dtype), doubled.sin().to(dtype)
 

@@ -13,12 +13,15 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from meshfold import kernels as K
 from torch import Tensor
+
+from meshfold import kernels as K
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 if not torch.cuda.is_available() and not INTERPRETED:
-    pytest.skip("no GPU; test_triton_interpreter.py runs this file in Triton's interpreter", allow_module_level=True)
+    pytest.skip(
+        "no GPU; test_triton_interpreter.py runs this file in Triton's interpreter", allow_module_level=True
+    )
 pytest.importorskip("triton", reason="Triton is not installed")
 
 pytestmark = pytest.mark.gpu
@@ -48,7 +51,9 @@ def near(got: Tensor, exact: Tensor, what: str, scale: float = 1.0) -> None:
     if INTERPRETED and got.dtype is torch.bfloat16:
         rounding *= 2
     scale = max(scale, float(exact.detach().abs().max()) if exact.numel() else 0.0)
-    excess = (got.detach().double() - exact.detach()).abs() - 1.01 * rounding * exact.detach().abs() - 5e-6 * scale
+    excess = (
+        (got.detach().double() - exact.detach()).abs() - 1.01 * rounding * exact.detach().abs() - 5e-6 * scale
+    )
     assert not got.isnan().any() and (excess.numel() == 0 or float(excess.max()) <= 0), (
         f"{what}: off by {float(excess.max()):.3g} more than allowed, largest element {scale:.3g}"
     )
@@ -80,7 +85,7 @@ dtypes = pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @shapes
 @dtypes
 def test_norms(shape: tuple[int, ...], dtype: torch.dtype) -> None:
-    x, r = seeded(*shape, dtype=dtype), seeded(*shape, dtype=dtype, seed=1)
+    x = seeded(*shape, dtype=dtype)
     w, b = seeded(shape[-1], dtype=dtype, seed=2), seeded(shape[-1], dtype=dtype, seed=3)
     rows = float(x.numel() // shape[-1])
     agree(lambda x, w: K.rms_norm(x, w, 1e-2), x, w, scale=rows)
@@ -116,7 +121,11 @@ def test_fused_residual_add_is_the_two_steps(dtype: torch.dtype, stream: torch.d
 
 @dtypes
 @settings(max_examples=EXAMPLES, deadline=None)
-@given(rows=st.integers(1, 70), cuts=st.lists(st.integers(1, 70), min_size=1, max_size=3), seed=st.integers(0, 99))
+@given(
+    rows=st.integers(1, 70),
+    cuts=st.lists(st.integers(1, 70), min_size=1, max_size=3),
+    seed=st.integers(0, 99),
+)
 def test_norm_pieces(dtype: torch.dtype, rows: int, cuts: list[int], seed: int) -> None:
     """The pieces over slices of a row (strided, so never contiguous), against the whole row in float64."""
     with K.use("triton"):
@@ -139,7 +148,10 @@ def test_norm_pieces(dtype: torch.dtype, rows: int, cuts: list[int], seed: int) 
         back = [K.layer_norm_backward_apply(*p, mean, rstd, sums, hidden) for p in parts]
         biases = b.split(cuts)
         got += [
-            torch.cat([K.layer_norm_apply(p[1], p[2], c, mean, rstd) for p, c in zip(parts, biases, strict=True)], -1),
+            torch.cat(
+                [K.layer_norm_apply(p[1], p[2], c, mean, rstd) for p, c in zip(parts, biases, strict=True)],
+                -1,
+            ),
             *(torch.cat(list(kind), -1) for kind in zip(*back, strict=True)),
         ]
     x, w, b = (t.double().requires_grad_() for t in (x, w, b))
@@ -186,7 +198,10 @@ def test_activations_of_slices(dtype: torch.dtype) -> None:
     agree(K.bias_gelu, wide.t()[:7, :5], seeded(5, dtype=dtype), scale=7.0)
 
 
-@pytest.mark.parametrize("dims", [(2, 3, 4, 2, 16, 0), (1, 1, 1, 1, 2, 0), (2, 5, 3, 1, 6, 3), (1, 4, 40, 8, 128, 0)], ids=str)
+ROTARY = [(2, 3, 4, 2, 16, 0), (1, 1, 1, 1, 2, 0), (2, 5, 3, 1, 6, 3), (1, 4, 40, 8, 128, 0)]
+
+
+@pytest.mark.parametrize("dims", ROTARY, ids=str)
 @dtypes
 def test_rotary(dims: tuple[int, ...], dtype: torch.dtype) -> None:
     b, s, heads, kv_heads, r, rest = dims
@@ -196,7 +211,8 @@ def test_rotary(dims: tuple[int, ...], dtype: torch.dtype) -> None:
     cos = cos.expand(b, s, r)
 
     def rotary(q: Tensor, k: Tensor) -> tuple[Tensor, ...]:
-        return K.apply_rotary(q, k, cos.to(q.dtype) if q.dtype is torch.float64 else cos, sin.to(torch.float64) if q.dtype is torch.float64 else sin)
+        tables = (cos.double(), sin.double()) if q.dtype is torch.float64 else (cos, sin)
+        return K.apply_rotary(q, k, *tables)
 
     agree(rotary, q, k)
     wanted = K.apply_rotary(q, k, cos, sin)
@@ -215,7 +231,8 @@ def test_cross_entropy(shape: tuple[int, ...], dtype: torch.dtype, smoothing: fl
     labels[..., 0] = -100
     for inplace in (False, True):
         agree(
-            lambda z, inplace=inplace: K.cross_entropy(z * 1, labels, -100, smoothing, z_loss, inplace), logits
+            lambda z, inplace=inplace: K.cross_entropy(z * 1, labels, -100, smoothing, z_loss, inplace),
+            logits,
         )
 
 
@@ -314,14 +331,66 @@ def test_dropout_in_bfloat16_keeps_the_same_elements() -> None:
 def test_rows_without_work() -> None:
     empty = torch.empty(0, 8, device=DEVICE, requires_grad=True)
     w = torch.ones(8, device=DEVICE, requires_grad=True)
-    for y in (K.rms_norm(empty, w), K.layer_norm(empty, w, w), K.bias_gelu(empty, w), K.dropout(empty, 0.5, 1, 2)):
+    for y in (
+        K.rms_norm(empty, w),
+        K.layer_norm(empty, w, w),
+        K.bias_gelu(empty, w),
+        K.dropout(empty, 0.5, 1, 2),
+    ):
         assert y.shape == (0, 8)
     assert torch.equal(torch.autograd.grad(K.rms_norm(empty, w).sum(), w)[0], torch.zeros_like(w))
     assert torch.equal(torch.autograd.grad(K.bias_gelu(empty, w).sum(), w)[0], torch.zeros_like(w))
 
 
 def test_float64_and_very_wide_rows_take_the_reference() -> None:
-    with pytest.raises(K.KernelError, match="take no torch.float64"):
+    with pytest.raises(K.KernelError, match=r"take no torch\.float64"):
         K.rms_norm(seeded(2, 4, dtype=torch.float64), None)
     wide = seeded(1, 65537)
     agree(lambda x: K.rms_norm(x, None), wide)
+
+
+on_a_gpu = pytest.mark.skipif(INTERPRETED, reason="needs a GPU: memory and speed beyond Triton's interpreter")
+
+
+@on_a_gpu
+def test_more_than_two_to_the_31_elements() -> None:
+    """Addresses need 64 bits: the last rows come out as they do alone."""
+    rows, columns = (1 << 16) + 8, 1 << 15
+    x = torch.randn(rows, columns, dtype=torch.bfloat16, device=DEVICE)
+    labels = torch.randint(0, columns, (rows,), device=DEVICE)
+    m, sums = K.max_and_sums(x, labels, logit_sum=True)
+    last = x[-8:].clone()
+    m_last, sums_last = K.max_and_sums(last, labels[-8:], logit_sum=True)
+    assert torch.equal(m[-8:], m_last) and torch.equal(sums[:, -8:], sums_last)
+    grad = torch.ones(rows, device=DEVICE)
+    whole = K.cross_entropy_backward(x, m, sums[0], labels, 0, grad, 0.1, 0.0, columns)
+    alone = K.cross_entropy_backward(last, m_last, sums_last[0], labels[-8:], 0, grad[-8:], 0.1, 0.0, columns)
+    assert torch.equal(whole[-8:], alone)
+    del whole
+    w = torch.ones(columns, dtype=torch.bfloat16, device=DEVICE)
+    for op in (
+        lambda t, first: K.rms_norm(t, w),
+        lambda t, first: K.layer_norm(t, w, w),
+        lambda t, first: K.swiglu(t),
+        lambda t, first: K.bias_gelu(t, w),
+        lambda t, first: K.dropout(t, 0.5, 1, 2, first),
+    ):
+        assert torch.equal(op(x, 0)[-8:], op(last, rows - 8))
+
+
+@on_a_gpu
+def test_compiled_dropout_drops_the_same_elements() -> None:
+    """Inductor's Triton and ours, for element numbers beyond 32 bits."""
+    x = seeded(64, 96)
+    compiled = torch.compile(lambda t, seed, row: K.dropout(t, 0.3, seed, 5, row, 7, 103), fullgraph=True)
+    for seed, row in ((1, 0), (2, 1 << 40), (-9, (1 << 31) - 3)):
+        assert torch.equal(compiled(x, seed, row), K.dropout(x, 0.3, seed, 5, row, 7, 103))
+
+
+@on_a_gpu
+@dtypes
+def test_compiled_kernels_are_as_exact(dtype: torch.dtype) -> None:
+    x, w = seeded(64, 512, dtype=dtype), seeded(512, dtype=dtype, seed=1)
+    agree(torch.compile(lambda x, w: K.rms_norm(x, w), fullgraph=True), x, w, scale=64.0)
+    agree(torch.compile(lambda x: K.swiglu(x), fullgraph=True), x)
+    agree(torch.compile(lambda x, w: K.bias_gelu(x, w), fullgraph=True), x, w, scale=64.0)

@@ -113,7 +113,7 @@ def test_a_variable_of_slurm_that_is_missing_is_named(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", [name for name in TORCHRUN if name != "MASTER_ADDR"])
-@pytest.mark.parametrize("value", ["", "two", "-1", "1.5", "0x2", "٣.٥"])
+@pytest.mark.parametrize("value", ["", "two", "-1", "1.5", "0x2", "1e3"])
 def test_a_variable_that_is_no_number_is_quoted(name: str, value: str) -> None:
     with pytest.raises(LaunchError) as caught:
         Environment.detect(TORCHRUN | {name: value})
@@ -197,8 +197,8 @@ def test_a_single_process_starts_a_world_of_one_without_a_port(monkeypatch: pyte
 def test_a_process_that_cannot_start_says_why() -> None:
     with pytest.raises(LaunchError, match="'nccl' needs a GPU"):
         process_group.start(Environment(), backend="nccl", device="cpu")
-    with pytest.raises(LaunchError, match=r"wants GPU 4096, but this machine shows"):
-        process_group.start(Environment(), device="cuda:4096")
+    with pytest.raises(LaunchError, match="wants GPU 99, but torch sees"):
+        process_group.start(Environment(), device="cuda:99")
     nowhere = Environment(
         rank=1, world_size=2, local_rank=1, local_world_size=2, master_addr="127.0.0.1", master_port=1
     )

@@ -1,4 +1,4 @@
-"""The local launcher: whatever happens to a rank or to the launcher, the job ends in seconds and leaves nothing behind."""
+"""The local launcher: whatever happens to a rank or to the launcher, the job ends soon and leaves nothing behind."""
 
 from __future__ import annotations
 
@@ -144,6 +144,25 @@ def test_ranks_meet_in_the_store_of_the_launcher_even_on_a_port_in_use(
     assert f"warning: port {port} cannot be used" in err
 
 
+def test_a_process_group_can_be_started_again_in_the_same_job(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "again.py"
+    file.write_text(
+        "import torch\n"
+        "import torch.distributed as dist\n"
+        "from meshfold.mesh.process_group import start\n"
+        "for _ in range(2):\n"
+        "    with start(device='cpu', timeout=20) as process:\n"
+        "        x = torch.ones(1)\n"
+        "        dist.all_reduce(x)\n"
+        "        if process.rank == 0:\n"
+        "            print(x.item())\n"
+    )
+    assert launch([str(file)], 2) == 0
+    assert capfd.readouterr().out == "2.0\n2.0\n"
+
+
 def test_a_rank_that_raises_in_the_middle_ends_the_job_and_its_traceback_comes_last(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -259,7 +278,7 @@ def test_a_launcher_that_is_killed_takes_its_ranks_along(
 
 
 def test_what_cannot_start_is_refused_before_anything_starts(tmp_path: Path) -> None:
-    with pytest.raises(LaunchError, match="no file 'nowhere.py'"):
+    with pytest.raises(LaunchError, match=r"no file 'nowhere\.py'"):
         launch(["nowhere.py"], 2)
     with pytest.raises(LaunchError, match="cannot start 0 ranks"):
         launch([__file__], 0)

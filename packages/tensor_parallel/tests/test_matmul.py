@@ -9,15 +9,16 @@ from functools import cache
 
 import pytest
 import torch
+from torch import Tensor
+
 from meshfold.mesh import LayoutError, Mesh, Placement
 from meshfold.mesh.testing import run_on_ranks
 from meshfold.tensor_parallel import plan
 from meshfold.tensor_parallel.algebra import MatmulPlan
 from meshfold.tensor_parallel.lowerings import LOWERINGS
-from meshfold.tensor_parallel.matmul import lead_shape, matmul
+from meshfold.tensor_parallel.matmul import bind_matmul, lead_shape, matmul
 from meshfold.tensor_parallel.modes import MODES
-from meshfold.tensor_parallel.operands import enter_operand
-from torch import Tensor
+from meshfold.tensor_parallel.operands import bind_enter_operand
 
 Axes = tuple[tuple[str, int], ...]
 KEEPS = (frozenset[str](), frozenset({"x"}), frozenset({"w"}), frozenset({"x", "w"}))
@@ -182,15 +183,15 @@ def assert_close(results: list[dict[str, float]], tolerance: float, least: int) 
 
 
 @pytest.mark.parametrize(
-    ("world", "keeps", "least"), [(2, KEEPS, 60), (4, KEEPS, 200), (6, KEEPS[::3], 20), (8, KEEPS[::3], 60)]
+    ("world", "keeps", "least"), [(2, KEEPS, 60), (4, KEEPS, 200), (6, KEEPS[:1], 10), (8, KEEPS[:1], 35)]
 )
 def test_equals_serial_in_float64(world: int, keeps: tuple[frozenset[str], ...], least: int) -> None:
     assert_close(run_on_ranks(world, check_cases, world, torch.float64, keeps, False), 1e-12, least)
 
 
-@pytest.mark.parametrize("world", [4, 8])
-def test_equals_serial_in_float32(world: int) -> None:
-    assert_close(run_on_ranks(world, check_cases, world, torch.float32, KEEPS[:1], False), 1e-5, 30)
+@pytest.mark.parametrize(("world", "keeps", "least"), [(4, KEEPS[:1], 60), (8, KEEPS[3:], 35)])
+def test_equals_serial_in_float32(world: int, keeps: tuple[frozenset[str], ...], least: int) -> None:
+    assert_close(run_on_ranks(world, check_cases, world, torch.float32, keeps, False), 1e-5, least)
 
 
 # One of each kind: what a wrong factor, a rank counted twice or a rounded sum would do shows in every bit.
@@ -295,7 +296,7 @@ def entered_input() -> dict[str, float]:
             x, w, dy = (at.shard(t, mesh) for at, t in zip((x_at, w_at, y_at), tensors, strict=False))
             x.requires_grad_()
             w.requires_grad_()
-            whole = enter_operand(x, p, mesh, "x")
+            whole = bind_enter_operand(p, mesh, "x")(x)
             y = matmul(whole, w, p.enter(), mesh, lowering=lowering) + matmul(whole, w, p.enter(), mesh)
             (y / 2).backward(dy)
             off[f"{case.name} {dict(case.axes)} {lowering}"] = distance(
@@ -331,7 +332,7 @@ def gathered_back(shape: tuple[int, ...]) -> tuple[tuple[int, ...], float]:
 
 
 @pytest.mark.parametrize(
-    ("shape", "expected"), [((3, 2), (12, 2, 6)), ((1, 6), (1, 24, 6)), ((6,), (24, 6))], ids=str
+    ("shape", "expected"), [((3, 2), (12, 2, 6)), ((1, 6), (4, 6, 6)), ((6,), (24, 6))], ids=str
 )
 def test_the_dims_before_the_last_are_tokens(shape: tuple[int, ...], expected: tuple[int, ...]) -> None:
     for found, off in run_on_ranks(4, gathered_back, shape):
@@ -340,10 +341,15 @@ def test_the_dims_before_the_last_are_tokens(shape: tuple[int, ...], expected: t
 
 @pytest.mark.parametrize(
     ("lead", "rows", "expected"),
-    [((), 1, ()), ((6,), 3, (3,)), ((4, 5), 10, (2, 5)), ((1, 6), 24, (1, 24)), ((1, 2, 3), 12, (1, 4, 3))],
+    [((), 1, ()), ((6,), 3, (3,)), ((4, 5), 10, (2, 5)), ((1, 6), 24, (4, 6)), ((2, 2, 3), 24, (4, 2, 3))],
 )
 def test_lead_shape(lead: tuple[int, ...], rows: int, expected: tuple[int, ...]) -> None:
     assert lead_shape(torch.Size(lead), rows) == expected
+
+
+def test_tokens_that_are_not_whole_sequences_are_refused() -> None:
+    with pytest.raises(LayoutError, match="not whole sequences of 5"):
+        lead_shape(torch.Size((2, 5)), 12)
 
 
 @pytest.mark.parametrize(
@@ -373,3 +379,29 @@ def test_blocks_of_two_different_matmuls_are_refused_by_stream() -> None:
             Mesh({}),
             lowering="stream",
         )
+
+
+def compiled_against_eager() -> dict[str, float]:
+    """One graph for forward and one for backward, with the numbers of the serial matmul."""
+    tensors = serial(torch.float64)
+    found = {}
+    for case in CASES[4]:
+        if case.name == "2d column" and dict(case.axes) == {"row": 2, "col": 2}:
+            p, mesh = case.plan, mesh_of(case.axes)
+            for lowering in LOWERINGS:
+                x, w, dy = (at.shard(t, mesh) for at, t in zip(placements(p), tensors, strict=False))
+                x.requires_grad_()
+                w.requires_grad_()
+                torch.compiler.reset()
+                compiled = torch.compile(
+                    bind_matmul(p, mesh, lowering=lowering), fullgraph=True, backend="aot_eager"
+                )
+                y = compiled(x, w)
+                y.backward(dy)
+                found[lowering] = distance(case, tensors, (y.detach(), x.grad, w.grad))
+    return found
+
+
+@pytest.mark.slow
+def test_every_lowering_compiles_to_one_graph() -> None:
+    assert_close(run_on_ranks(4, compiled_against_eager), 1e-12, len(LOWERINGS))

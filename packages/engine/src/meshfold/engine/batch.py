@@ -1,4 +1,4 @@
-"""A batch in the form that the model is called with, what in it counts, and how a global one is cut.
+"""A batch in the form that the model is called with, and what in it counts.
 
 A batch is a tensor of token ids ``b s``, a dict with ``input_ids`` and ``labels`` (and whatever else the model
 takes), or a pair ``(inputs, targets)`` for a ``loss_fn``. What counts are the targets that the loss is a mean over:
@@ -17,7 +17,6 @@ from torch import Tensor, nn
 from meshfold.mesh import SpecError
 
 IGNORE = -100
-_INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,7 +83,12 @@ def prepare(batch: Any, device: torch.device, dtype: torch.dtype, *, own_loss: b
             if "labels" not in fields and not own_loss:
                 fields["labels"] = ids
         labels = fields.get("labels")
-        if isinstance(labels, Tensor) and isinstance(ids, Tensor) and labels.dim() > 1 and labels.shape != ids.shape:
+        if (
+            isinstance(labels, Tensor)
+            and isinstance(ids, Tensor)
+            and labels.dim() > 1
+            and labels.shape != ids.shape
+        ):
             raise SpecError(
                 f"labels of shape {tuple(labels.shape)} for input_ids of shape {tuple(ids.shape)}: one label a token, "
                 f"{IGNORE} where none counts"
@@ -99,7 +103,9 @@ def prepare(batch: Any, device: torch.device, dtype: torch.dtype, *, own_loss: b
         )
     if isinstance(batch, tuple | list) and len(batch) == 2:
         if not own_loss:
-            raise SpecError("a batch of (inputs, targets) needs Engine(..., loss_fn=lambda output, batch: ...)")
+            raise SpecError(
+                "a batch of (inputs, targets) needs Engine(..., loss_fn=lambda output, batch: ...)"
+            )
         inputs, targets = move(batch[0]), move(batch[1], cast=False)
         args = tuple(inputs) if isinstance(inputs, tuple | list) else (inputs,)
         return Batch(
@@ -113,59 +119,6 @@ def prepare(batch: Any, device: torch.device, dtype: torch.dtype, *, own_loss: b
         f"a batch of type {type(batch).__name__}: give a dict with input_ids and labels, a tensor of token ids, or a "
         "pair (inputs, targets) with a loss_fn"
     )
-
-
-def cut(batch: Any, index: int, blocks: int) -> Any:
-    """The rows of a global batch that belong to one of ``blocks`` data coordinates, in the same form.
-
-    Rows are dealt in order and as evenly as possible: the first ``rows % blocks`` coordinates get one more. One that
-    gets none has a row that does not count: its labels are all -100.
-
-    Raises:
-        SpecError: if rows are too few and there are no labels to say that one does not count, or tensors of the
-            batch disagree about the rows.
-    """
-    if isinstance(batch, Tensor):
-        if batch.is_floating_point():
-            return _cut_tensor(batch, index, blocks)
-        ids = _cut_tensor(batch, index, blocks)
-        return ids if ids is not None else {"input_ids": batch[:1], "labels": torch.full_like(batch[:1], IGNORE)}
-    if isinstance(batch, Mapping):
-        sizes = {name: value.shape[0] for name, value in batch.items() if isinstance(value, Tensor) and value.dim()}
-        rows = max(sizes.values(), default=0)
-        for name, size in sizes.items():
-            if size not in (rows, 1):
-                raise SpecError(f"{name!r} has {size} rows in a batch of {rows}: every tensor of a batch has them all, or one")
-        mine = {
-            name: _cut_tensor(value, index, blocks) if sizes.get(name) == rows and rows else value
-            for name, value in batch.items()
-        }
-        if all(value is not None for value in mine.values()):
-            return mine
-        labels = batch.get("labels", batch.get("input_ids"))
-        if not (isinstance(labels, Tensor) and labels.dtype in _INTEGERS):
-            raise _too_few(rows, blocks)
-        filler = {name: value[:1] if mine[name] is None else value for name, value in batch.items()}
-        return {**filler, "labels": torch.full_like(labels[:1], IGNORE)}
-    if isinstance(batch, tuple | list) and len(batch) == 2:
-        inputs, targets = batch
-        if isinstance(targets, Tensor) and isinstance(inputs, Tensor):
-            if inputs.shape[0] != targets.shape[0]:
-                raise SpecError(f"{inputs.shape[0]} rows of inputs for {targets.shape[0]} rows of targets")
-            first, second = _cut_tensor(inputs, index, blocks), _cut_tensor(targets, index, blocks)
-            if first is not None and second is not None:
-                return first, second
-            if targets.dtype not in _INTEGERS:
-                raise _too_few(inputs.shape[0], blocks)
-            return inputs[:1], torch.full_like(targets[:1], IGNORE)
-    raise SpecError(f"a batch of type {type(batch).__name__} cannot be cut: give a tensor, a dict of tensors or a pair of them")
-
-
-def share(rows: int, index: int, blocks: int) -> range:
-    """Which of so many rows belong to a data coordinate."""
-    each, more = divmod(rows, blocks)
-    start = index * each + min(index, more)
-    return range(start, start + each + (index < more))
 
 
 def loss_is_shifted(model: nn.Module) -> bool:
@@ -188,7 +141,11 @@ def loss_of(output: Any, batch: Batch, loss_fn: Callable[[Any, Any], Tensor] | N
     elif loss is None and isinstance(output, Tensor) and output.dim() == 0:
         loss = output
     if not isinstance(loss, Tensor) or loss.dim() != 0:
-        found = f"a loss of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else f"{type(output).__name__} without a loss"
+        found = (
+            f"a loss of shape {tuple(loss.shape)}"
+            if isinstance(loss, Tensor)
+            else f"{type(output).__name__} without a loss"
+        )
         raise SpecError(
             f"the model returned {found}: return an output with a scalar .loss, or give Engine(..., loss_fn=lambda "
             "output, batch: ...) that makes one"
@@ -196,15 +153,13 @@ def loss_of(output: Any, batch: Batch, loss_fn: Callable[[Any, Any], Tensor] | N
     return loss
 
 
-def _cut_tensor(value: Tensor, index: int, blocks: int) -> Tensor | None:
-    """Its rows; None if it gets none."""
-    mine = share(value.shape[0], index, blocks)
-    return value[mine.start : mine.stop] if len(mine) else None
-
-
 def _check_ids(ids: Any) -> None:
     if not isinstance(ids, Tensor) or ids.dim() != 2 or ids.is_floating_point() or 0 in ids.shape:
-        shape = f"shape {tuple(ids.shape)} and {ids.dtype}" if isinstance(ids, Tensor) else f"type {type(ids).__name__}"
+        shape = (
+            f"shape {tuple(ids.shape)} and {ids.dtype}"
+            if isinstance(ids, Tensor)
+            else f"type {type(ids).__name__}"
+        )
         raise SpecError(f"input_ids of {shape}: give an int64 tensor [batch, sequence], neither of them 0")
 
 
@@ -212,10 +167,3 @@ def _rows(value: Tensor | None) -> int:
     if value is None or value.dim() == 0:
         raise SpecError("a batch without a tensor that has rows: its first dim is the batch")
     return value.shape[0]
-
-
-def _too_few(rows: int, blocks: int) -> SpecError:
-    return SpecError(
-        f"a global batch of {rows} rows for {blocks} data coordinates, and no integer labels that could say that a row "
-        f"does not count: give at least {blocks} rows"
-    )

@@ -31,9 +31,9 @@ class Bucket:
 
     def __init__(self, parameters: Sequence[nn.Parameter], targets: Sequence[Tensor], group: Group) -> None:
         """Args:
-            parameters: in bucket order; of one dtype and device.
-            targets: what their reduced gradients are for (the masters), likewise.
-            group: over which they are summed.
+        parameters: in bucket order; of one dtype and device.
+        targets: what their reduced gradients are for (the masters), likewise.
+        group: over which they are summed.
         """
         self.parameters, self.targets, self.group = list(parameters), list(targets), group
         self._starts: list[int] = []
@@ -41,7 +41,9 @@ class Bucket:
         for target in targets:
             self._starts.append(self._total)
             self._total += -(-target.numel() // _ALIGN) * _ALIGN
-        self._flat: Tensor | None = None  # the gradients, then a number of uses each; None while empty or on its way
+        self._flat: Tensor | None = (
+            None  # the gradients, then a number of uses each; None while empty or on its way
+        )
         self._used: set[int] = set()  # places of the parameters that have a gradient
         self._arrived: set[int] = set()  # places whose gradient of the last micro-step is there
         self._pending: Pending | None = None
@@ -92,7 +94,9 @@ class Bucket:
         if factor != 1.0:
             flat[: self._total].mul_(factor)
         anyone = self._used
-        if len(anyone) < len(self.targets):  # only who missed a gradient has to wait and see whether others had it
+        if len(anyone) < len(
+            self.targets
+        ):  # only who missed a gradient has to wait and see whether others had it
             anyone = set(flat[self._total :].nonzero().flatten().tolist())
         for place, target in enumerate(self.targets):
             target.grad = self._part(flat, place).view(target.shape) if place in anyone else None
@@ -116,13 +120,17 @@ class GradientReducer:
     """Collects the gradients of a model's parameters, over micro-steps and over the data axes."""
 
     def __init__(
-        self, parameters: Sequence[nn.Parameter], masters: Masters, mesh: Mesh, bucket_bytes: int = BUCKET_BYTES
+        self,
+        parameters: Sequence[nn.Parameter],
+        masters: Masters,
+        mesh: Mesh,
+        bucket_bytes: int = BUCKET_BYTES,
     ) -> None:
         """Args:
-            parameters: those that are trained, each once, in the same order on every rank.
-            masters: where the summed gradients go.
-            mesh: gives the group of each parameter's ``sum_axes``.
-            bucket_bytes: a bucket is closed once it holds so many.
+        parameters: those that are trained, each once, in the same order on every rank.
+        masters: where the summed gradients go.
+        mesh: gives the group of each parameter's ``sum_axes``.
+        bucket_bytes: a bucket is closed once it holds so many.
         """
         self.buckets = _fill(parameters, masters, mesh, bucket_bytes)
         self._last = False
@@ -170,7 +178,9 @@ class GradientReducer:
             self._next += 1
 
 
-def _fill(parameters: Sequence[nn.Parameter], masters: Masters, mesh: Mesh, bucket_bytes: int) -> list[Bucket]:
+def _fill(
+    parameters: Sequence[nn.Parameter], masters: Masters, mesh: Mesh, bucket_bytes: int
+) -> list[Bucket]:
     """Buckets in the order in which backward tends to fill them, each of one group, dtype and device."""
     filled: list[tuple[tuple[str, ...], list[nn.Parameter]]] = []
     open_buckets: dict[object, tuple[list[nn.Parameter], int]] = {}

@@ -56,7 +56,9 @@ def optimizer_factory(value: object) -> Factory | None:
     elif callable(value):
         factory = value
     else:
-        raise SpecError(f"optimizer={value!r}: write dict(name='adamw', lr=3e-4), or a class or function of parameters")
+        raise SpecError(
+            f"optimizer={value!r}: write dict(name='adamw', lr=3e-4), or a class or function of parameters"
+        )
     _check(factory, value)
     return factory
 
@@ -76,7 +78,9 @@ def scheduler_of(factory: object, optimizer: torch.optim.Optimizer | None) -> Sc
         )
     made = factory(optimizer)
     if not isinstance(made, Scheduler):
-        raise SpecError(f"lr_scheduler made {made!r} of the optimizer, which is no torch.optim.lr_scheduler.LRScheduler")
+        raise SpecError(
+            f"lr_scheduler made {made!r} of the optimizer, which is no torch.optim.lr_scheduler.LRScheduler"
+        )
     return made
 
 
@@ -90,7 +94,9 @@ def _from_dict(value: Mapping[str, Any]) -> Factory:
     _refuse(cls, value)
     no_decay = rest.pop("no_decay", None)
     if no_decay not in (None, NO_DECAY):
-        raise SpecError(f"optimizer={value!r}: no_decay is {NO_DECAY!r} or left out.{nearest(str(no_decay), [NO_DECAY])}")
+        raise SpecError(
+            f"optimizer={value!r}: no_decay is {NO_DECAY!r} or left out.{nearest(str(no_decay), [NO_DECAY])}"
+        )
     known = {name: None for name in inspect.signature(cls).parameters if name not in _OURS}
     settings.known_keys("optimizer", value, rest, {**known, "no_decay": None})
 
@@ -101,7 +107,10 @@ def _from_dict(value: Mapping[str, Any]) -> Factory:
                 {"params": [p for p in parameters if p.dim() > 1]},
                 {"params": [p for p in parameters if p.dim() <= 1], "weight_decay": 0.0},
             ]
-        return cls([group for group in groups if group["params"]], **rest, **_fast(cls))
+        made: torch.optim.Optimizer = cls(
+            [group for group in groups if group["params"]], **rest, **_fast(cls)
+        )
+        return made
 
     return make
 
@@ -114,8 +123,8 @@ def _fast(cls: type[torch.optim.Optimizer]) -> dict[str, bool]:
 def _refuse(cls: object, value: object) -> None:
     if getattr(cls, "__name__", "") in _NOT_ELEMENTWISE:
         raise SpecError(
-            f"optimizer={value!r}: {getattr(cls, '__name__', cls)} does not treat each element on its own, so it cannot "
-            f"step on shards. Known: {', '.join(OPTIMIZERS)}, or another elementwise class of torch.optim"
+            f"optimizer={value!r}: {getattr(cls, '__name__', cls)} does not treat each element on its own, so it "
+            f"cannot step on shards. Known: {', '.join(OPTIMIZERS)}, or another elementwise class of torch.optim"
         )
 
 
@@ -126,5 +135,7 @@ def _check(factory: Factory, value: object) -> None:
     except (TypeError, ValueError) as error:
         raise SpecError(f"optimizer={value!r}: {error}") from error
     if not isinstance(made, torch.optim.Optimizer):
-        raise SpecError(f"optimizer={value!r} made {made!r} of the parameters, which is no torch.optim.Optimizer")
+        raise SpecError(
+            f"optimizer={value!r} made {made!r} of the parameters, which is no torch.optim.Optimizer"
+        )
     _refuse(type(made), value)

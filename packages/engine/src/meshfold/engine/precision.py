@@ -68,6 +68,11 @@ class LossScaler:
         self._good_steps = 0
         self._overflows = 0
 
+    @property
+    def moves(self) -> bool:
+        """Whether the gradient norm must be looked at before each step."""
+        return self.settings is not None
+
     def update(self, norm: float) -> bool:
         """Take note of a step's gradient norm; whether the step must be skipped since it is not finite."""
         if self.settings is None:

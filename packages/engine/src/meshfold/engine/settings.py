@@ -36,7 +36,9 @@ def named(entry: str, value: object, known: Mapping[str, object]) -> tuple[str, 
     if not isinstance(name, str):
         raise SpecError(f"{entry}={value!r}: a name or a dict with one. Known: {', '.join(known)}")
     if name not in known:
-        raise SpecError(f"{entry}={value!r}: there is no {entry} {name!r}.{nearest(name, known)} Known: {', '.join(known)}")
+        raise SpecError(
+            f"{entry}={value!r}: there is no {entry} {name!r}.{nearest(name, known)} Known: {', '.join(known)}"
+        )
     return name, rest
 
 
@@ -45,4 +47,6 @@ def known_keys(entry: str, value: object, keys: Mapping[str, Any], known: Mappin
     for key in keys:
         if key not in known:
             hint = nearest(str(key), known)
-            raise SpecError(f"{entry}={value!r}: there is no key {key!r}.{hint} Known: {', '.join(known) or 'none'}")
+            raise SpecError(
+                f"{entry}={value!r}: there is no key {key!r}.{hint} Known: {', '.join(known) or 'none'}"
+            )

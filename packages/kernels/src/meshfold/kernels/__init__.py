@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from meshfold.kernels.activations import bias_gelu, swiglu, swiglu2
 from meshfold.kernels.dispatch import Availability, KernelError, available, use
-from meshfold.kernels.masks import dropout
 from meshfold.kernels.losses import (
     cross_entropy,
     cross_entropy_backward,
@@ -21,6 +20,7 @@ from meshfold.kernels.losses import (
     rescale_sums,
     sum_exp_and_target,
 )
+from meshfold.kernels.masks import dropout
 from meshfold.kernels.norms import (
     add_layer_norm,
     add_layer_norm_sum,

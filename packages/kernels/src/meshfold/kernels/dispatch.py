@@ -184,12 +184,13 @@ def piece(family: str, reference: T, x: Tensor, *others: Tensor | None) -> T:
     Raises:
         KernelError: if autograd would have to go through the piece, where it would silently lose gradients.
     """
-    if not torch.compiler.is_compiling() and torch.is_grad_enabled():
-        if any(t is not None and t.requires_grad for t in (x, *others)):
-            raise KernelError(
-                f"a piece of {family!r} was called on a tensor that requires a gradient, and pieces have no backward: "
-                "call it inside a torch.autograd.Function or under torch.no_grad(), or use the whole kernel"
-            )
+    if torch.compiler.is_compiling():
+        return reference
+    if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (x, *others)):
+        raise KernelError(
+            f"a piece of {family!r} was called on a tensor that requires a gradient, and pieces have no backward: "
+            "call it inside a torch.autograd.Function or under torch.no_grad(), or use the whole kernel"
+        )
     return twin(family, reference, x)
 
 

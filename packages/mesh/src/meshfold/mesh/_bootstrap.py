@@ -77,6 +77,7 @@ def main() -> None:
         code = 128 + signal.SIGINT if isinstance(error, KeyboardInterrupt) else 1
         # The launcher shows the first failing rank's traceback, once; printed here it would drown among the others'.
         _leave(record, code, _render(error))
+        sys.last_value = error  # as Python sets it: what runs at exit can tell that the program failed
         sys.exit(code)
 
 

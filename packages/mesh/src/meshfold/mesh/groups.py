@@ -7,6 +7,7 @@ from typing import Any
 
 import torch.distributed as dist
 
+from meshfold.mesh import process_group
 from meshfold.mesh.errors import LaunchError
 
 
@@ -25,8 +26,8 @@ def world() -> World | None:
     return World(rank=dist.get_rank(), size=dist.get_world_size())
 
 
-# Groups by their ranks, kept for the next mesh that wants the same ones: a group's name comes from its ranks, and the
-# store still has the addresses of one that was destroyed under that name. They belong to one world and go with it.
+# Groups by their ranks, kept for the next mesh that wants the same ones: a group is named after its ranks, whichever
+# other groups a rank has made, and the store keeps the addresses under that name. They go with the world they belong to.
 _made: dict[tuple[int, ...], Any] = {}
 _made_in: Any = None
 
@@ -50,7 +51,7 @@ def create(ranks: tuple[int, ...]) -> Any:
     if len(ranks) == here.size:
         return dist.group.WORLD
     if ranks not in _made:
-        _made[ranks] = dist.new_group(list(ranks), use_local_synchronization=True)
+        _made[ranks] = process_group.new_group(ranks, "mesh " + "-".join(map(str, ranks)))
     return _made[ranks]
 
 

@@ -75,13 +75,11 @@ def launch(
             end(job, grace_s, signals)
         for rank_process in job:
             rank_process.finish()
-        if signals.caught:
-            return 128 + signals.caught[0]
         del store  # it served until here
-        if failure is None:
-            return 0
-        report(job[failure.rank], failure, ranks)
-        return failure.code
+        if failure is not None:
+            report(job[failure.rank], failure, ranks)
+            return failure.code
+        return 128 + signals.caught[0] if signals.caught else 0
 
 
 def _check(argv: Sequence[str], ranks: int, port: int | None) -> None:

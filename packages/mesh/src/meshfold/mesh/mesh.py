@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import Any, TypeVar
 
 from meshfold.mesh.errors import MeshfoldError, SpecError, nearest
+
+T = TypeVar("T")
 
 _FACTOR = re.compile(r"(?P<axis>[A-Za-z][A-Za-z0-9_]*)(?P<kind>[/%])(?P<size>[1-9][0-9]*)")
 
@@ -69,8 +71,13 @@ class Mesh:
                 raise SpecError(f"axis {name!r} of the mesh has size {size!r}: a size is a whole number from 1 up")
         self.axes: dict[str, int] = dict(axes)
         self._given_rank = rank
+        # Answers once found are kept: layers ask in every forward, and torch.compile can trace a look-up.
+        self._sizes: dict[tuple[str, ...], int] = {}
+        self._indices: dict[tuple[str, ...], int] = {}
+        self._numbers: dict[tuple[str, ...], tuple[int, ...]] = {}
         self._groups: dict[tuple[str, ...], Group] = {}
         self._handles: dict[tuple[int, ...], Any] = {}
+        self._made: dict[Hashable, Any] = {}
         self._closed = False
         if rank is not None and not 0 <= rank < self.world_size:
             raise SpecError(f"rank {rank} is outside a mesh of {self.world_size} ranks ({self}): use 0 to {self.world_size - 1}")
@@ -115,11 +122,19 @@ class Mesh:
 
     def size(self, *axes: str) -> int:
         """The product of the sizes of the axes (1 for an axis that the mesh does not have)."""
-        return math.prod(self._factor(axis)[1] for axis in axes)
+        known = self._sizes.get(axes)
+        if known is None:
+            known = self._sizes[axes] = math.prod(self._factor(axis)[1] for axis in axes)
+        return known
 
     def index(self, *axes: str, rank: int | None = None) -> int:
-        """The row-major index of a rank over the axes, in the order given: the number of its block."""
-        return self._index(self.coordinates(rank), axes)
+        """The row-major index of a rank (by default this process) over the axes, in the order given: its block's number."""
+        if rank is not None:
+            return self._index(self.coordinates(rank), axes)
+        known = self._indices.get(axes)
+        if known is None:
+            known = self._indices[axes] = self._index(self.coordinates(), axes)
+        return known
 
     def groups(self, *axes: str) -> list[list[int]]:
         """Every group along the axes: ranks that share all other coordinates.
@@ -143,12 +158,36 @@ class Mesh:
 
         All ranks must ask for their groups in the same order, as with every call that makes a process group.
         """
-        if self._closed:
-            raise MeshfoldError(f"{self} is closed: make a new Mesh")
         known = self._groups.get(axes)
         if known is None:
             known = self._groups[axes] = self._make_group(axes)
         return known
+
+    def numbers(self, *axes: str) -> tuple[int, ...]:
+        """The index over the axes, in the order given, of each rank of this process's group, which has mesh order."""
+        known = self._numbers.get(axes)
+        if known is None:
+            ranks = self.group(*axes).ranks
+            order = (self.index(*axes, rank=rank) for rank in ranks) if len(axes) > 1 else range(len(ranks))
+            known = self._numbers[axes] = tuple(order)
+        return known
+
+    def prepare(self, *axes: str) -> None:
+        """Make the group along the axes now, if processes are running: before a forward is traced, not in it."""
+        from meshfold.mesh import groups
+
+        self.size(*axes)
+        if groups.world() is not None and not self._closed:
+            self.index(*axes)
+            self.numbers(*axes)
+
+    def once(self, key: Hashable, make: Callable[[], T]) -> T:
+        """What ``make`` returned when it was first asked for under this key. Layers alike share what they bind to the
+        mesh through it, so that torch.compile, which guards on identity, compiles them once."""
+        if key not in self._made:
+            self._made[key] = make()
+        found: T = self._made[key]
+        return found
 
     def close(self) -> None:
         """Communicate no more. The mesh still answers questions about ranks; its process groups stay with the world,
@@ -171,6 +210,9 @@ class Mesh:
 
     def _make_group(self, axes: tuple[str, ...]) -> Group:
         from meshfold.mesh import groups
+
+        if self._closed:
+            raise MeshfoldError(f"{self} is closed: make a new Mesh")
 
         spanned = self.spanned(*axes)
         coordinates = self.coordinates()

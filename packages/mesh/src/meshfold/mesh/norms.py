@@ -76,10 +76,15 @@ def _pieces(grad: Tensor, meta: ParameterMeta, mesh: Mesh) -> Iterable[tuple[Ten
     if all(part.repeat == 1 for parts in meta.placement.parts.values() for part in parts):
         yield grad, replicas
         return
+    pieces = [(grad, replicas)]
     for dim, parts in meta.placement.parts.items():
         lengths = [n for _, n in meta.placement.segments(meta.mesh, dim)]
-        for piece, part in zip(grad.split(lengths, dim), parts, strict=True):
-            yield piece, replicas * part.repeat
+        pieces = [
+            (stretch, holders * part.repeat)
+            for piece, holders in pieces
+            for stretch, part in zip(piece.split(lengths, dim), parts, strict=True)
+        ]
+    yield from pieces
 
 
 def _power_sum(x: Tensor, norm_type: float) -> Tensor:

@@ -89,7 +89,7 @@ class Placement:
 
     def coordinates(self, mesh: Mesh, dim: int, rank: int | None = None) -> Tensor:
         """The global coordinate of each local position along a dim, int64; at least the dim's size in padding."""
-        return torch.cat([torch.arange(start, start + n) for start, n in self.segments(mesh, dim, rank)])
+        return torch.cat([torch.arange(start, start + n, device="cpu") for start, n in self.segments(mesh, dim, rank)])
 
     def rectangles(self, mesh: Mesh, rank: int | None = None) -> list[Rectangle]:
         """The rectangles of the global tensor that a rank holds, padding left out."""
@@ -124,11 +124,11 @@ class Placement:
             for axis in reversed(axes):
                 local = collectives.all_gather(local, mesh.group(axis), dim)
             if dim in self.parts:
-                order = torch.empty(self.shape[dim], dtype=torch.int64)
+                order = torch.empty(self.shape[dim], dtype=torch.int64, device="cpu")
                 position = 0
                 for index in range(blocks):
                     for start, n in self._block(dim, index, blocks):
-                        order[start : start + n] = torch.arange(position, position + n)
+                        order[start : start + n] = torch.arange(position, position + n, device="cpu")
                         position += n
                 local = local.index_select(dim, order.to(local.device))
             else:

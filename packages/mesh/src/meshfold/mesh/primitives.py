@@ -13,11 +13,14 @@ primitive        forward                 backward                use
 ``shift``        ring send and receive   the same, backwards     blocks travel round the ring
 ================ ======================= ======================= ===============================================
 
-``axes`` are mesh axes in layout order, major first; axes of size 1 do nothing.
+``axes`` are mesh axes in layout order, major first; axes of size 1 do nothing. A layer binds its primitives to their
+mesh once (``bind_enter(mesh, axes)``) and calls the result on tensors, which torch.compile can trace; ``enter(x, mesh,
+axes)`` does both at once.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -28,6 +31,7 @@ from meshfold.mesh.errors import LayoutError
 from meshfold.mesh.mesh import Mesh
 
 Axes = tuple[str, ...]
+Primitive = Callable[[Tensor], Tensor]
 
 
 def gather_blocks(x: Tensor, mesh: Mesh, dim: int, axes: Axes) -> Tensor:
@@ -62,132 +66,173 @@ def take_block(x: Tensor, mesh: Mesh, dim: int, axes: Axes) -> Tensor:
     return x.narrow(dim, mesh.index(*axes) * size, size)
 
 
-class _Enter(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, mesh: Mesh, axes: Axes) -> Tensor:
-        ctx.mesh, ctx.axes = mesh, axes
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Any:
-        return collectives.all_reduce(grad, ctx.mesh.group(*ctx.axes)), None, None
-
-
-class _Leave(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, mesh: Mesh, axes: Axes) -> Tensor:
-        out = collectives.all_reduce(x, mesh.group(*axes))
-        return out.view_as(out) if out is x else out
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Any:
-        return grad, None, None
+def exchange_blocks(x: Tensor, mesh: Mesh, split_dim: int, concat_dim: int, axes: Axes) -> Tensor:
+    """All-to-all over ``axes``, blocks numbered by them, the major axis first. Not differentiable."""
+    group, numbers = mesh.group(*axes), mesh.numbers(*axes)
+    if numbers == tuple(range(group.size)):
+        return collectives.all_to_all(x, group, split_dim, concat_dim)
+    # The group has the order of the mesh, the blocks that of the axes.
+    places = sorted(range(group.size), key=numbers.__getitem__)
+    sent = torch.cat([x.chunk(group.size, split_dim)[number] for number in numbers], split_dim)
+    arrived = collectives.all_to_all(sent, group, split_dim, concat_dim).chunk(group.size, concat_dim)
+    return torch.cat([arrived[place] for place in places], concat_dim)
 
 
-class _Gather(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, mesh: Mesh, dim: int, axes: Axes) -> Tensor:
-        ctx.mesh, ctx.dim, ctx.axes = mesh, dim, axes
-        return gather_blocks(x, mesh, dim, axes)
+def adjoint_pair(forward: Primitive, backward: Primitive) -> Primitive:
+    """A differentiable function from a linear map and its adjoint, neither of which autograd looks into.
 
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Any:
-        return scatter_sums(grad, ctx.mesh, ctx.dim, ctx.axes), None, None, None
+    What the maps need is in their closures, so that only tensors are arguments: all that torch.compile can trace.
+    """
 
+    class Pair(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor) -> Tensor:
+            y = forward(x)
+            return x.view_as(x) if y is x else y
 
-class _ScatterSum(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, mesh: Mesh, dim: int, axes: Axes) -> Tensor:
-        ctx.mesh, ctx.dim, ctx.axes = mesh, dim, axes
-        return scatter_sums(x, mesh, dim, axes)
+        @staticmethod
+        def backward(ctx: Any, grad: Tensor) -> Tensor:
+            return backward(grad)
 
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Any:
-        return gather_blocks(grad, ctx.mesh, ctx.dim, ctx.axes), None, None, None
+    def apply(x: Tensor) -> Tensor:
+        return Pair.apply(x)  # type: ignore[no-any-return, no-untyped-call]
 
-
-class _Take(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, mesh: Mesh, dim: int, axes: Axes) -> Tensor:
-        ctx.mesh, ctx.dim, ctx.axes = mesh, dim, axes
-        return take_block(x, mesh, dim, axes).contiguous()
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Any:
-        return gather_blocks(grad, ctx.mesh, ctx.dim, ctx.axes), None, None, None
+    return apply
 
 
-class _Collect(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, mesh: Mesh, dim: int, axes: Axes) -> Tensor:
-        ctx.mesh, ctx.dim, ctx.axes = mesh, dim, axes
-        return gather_blocks(x, mesh, dim, axes)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Any:
-        return take_block(grad, ctx.mesh, ctx.dim, ctx.axes).contiguous(), None, None, None
+def identity(x: Tensor) -> Tensor:
+    """The tensor itself."""
+    return x
 
 
-class _Exchange(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, mesh: Mesh, split_dim: int, concat_dim: int, axes: Axes) -> Tensor:
-        ctx.mesh, ctx.split_dim, ctx.concat_dim, ctx.axes = mesh, split_dim, concat_dim, axes
-        return collectives.all_to_all(x, mesh.group(*axes), split_dim, concat_dim)
+def _bind(
+    mesh: Mesh, key: tuple[object, ...], axes: Axes, forward: Primitive, backward: Primitive, *, together: bool
+) -> Primitive:
+    """The pair, with its groups made now; the identity where there is nobody to talk to."""
+    if mesh.size(*axes) == 1:
+        return identity
+    for group in [axes] if together else [(axis,) for axis in axes]:
+        mesh.prepare(*group)
+    return mesh.once(("primitive", *key, axes), lambda: adjoint_pair(forward, backward))
 
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Any:
-        group = ctx.mesh.group(*ctx.axes)
-        return collectives.all_to_all(grad, group, ctx.concat_dim, ctx.split_dim), None, None, None, None
+
+def bind_enter(mesh: Mesh, axes: Axes) -> Primitive:
+    """Identity; backward all-reduces the gradient over ``axes``."""
+    return _bind(mesh, ("enter",), axes, identity, lambda g: collectives.all_reduce(g, mesh.group(*axes)), together=True)
 
 
-class _Shift(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, mesh: Mesh, axes: Axes, steps: int) -> Tensor:
-        ctx.mesh, ctx.axes, ctx.steps = mesh, axes, steps
-        return collectives.shift(x, mesh.group(*axes), steps)
+def bind_leave(mesh: Mesh, axes: Axes) -> Primitive:
+    """All-reduce over ``axes``; backward is the identity."""
+    return _bind(mesh, ("leave",), axes, lambda x: collectives.all_reduce(x, mesh.group(*axes)), identity, together=True)
 
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Any:
-        return collectives.shift(grad, ctx.mesh.group(*ctx.axes), -ctx.steps), None, None, None
+
+def bind_gather(mesh: Mesh, dim: int, axes: Axes) -> Primitive:
+    """``[.., n, ..] -> [.., g·n, ..]`` by all-gather; backward reduce-scatters."""
+    return _bind(
+        mesh,
+        ("gather", dim),
+        axes,
+        lambda x: gather_blocks(x, mesh, dim, axes),
+        lambda g: scatter_sums(g, mesh, dim, axes),
+        together=False,
+    )
+
+
+def bind_scatter_sum(mesh: Mesh, dim: int, axes: Axes) -> Primitive:
+    """``[.., g·n, ..] -> [.., n, ..]`` by reduce-scatter; backward all-gathers."""
+    return _bind(
+        mesh,
+        ("scatter_sum", dim),
+        axes,
+        lambda x: scatter_sums(x, mesh, dim, axes),
+        lambda g: gather_blocks(g, mesh, dim, axes),
+        together=False,
+    )
+
+
+def bind_take(mesh: Mesh, dim: int, axes: Axes) -> Primitive:
+    """This rank's block of a replicated tensor; backward all-gathers the gradients of the blocks."""
+    return _bind(
+        mesh,
+        ("take", dim),
+        axes,
+        lambda x: take_block(x, mesh, dim, axes).contiguous(),
+        lambda g: gather_blocks(g, mesh, dim, axes),
+        together=False,
+    )
+
+
+def bind_collect(mesh: Mesh, dim: int, axes: Axes) -> Primitive:
+    """All-gather for a use that is the same on every rank; backward keeps this rank's block of the gradient."""
+    return _bind(
+        mesh,
+        ("collect", dim),
+        axes,
+        lambda x: gather_blocks(x, mesh, dim, axes),
+        lambda g: take_block(g, mesh, dim, axes).contiguous(),
+        together=False,
+    )
+
+
+def bind_exchange(mesh: Mesh, split_dim: int, concat_dim: int, axes: Axes) -> Primitive:
+    """Move the split over ``axes`` from ``concat_dim`` to ``split_dim`` by all-to-all; backward moves it back."""
+    return _bind(
+        mesh,
+        ("exchange", split_dim, concat_dim),
+        axes,
+        lambda x: exchange_blocks(x, mesh, split_dim, concat_dim, axes),
+        lambda g: exchange_blocks(g, mesh, concat_dim, split_dim, axes),
+        together=True,
+    )
+
+
+def bind_shift(mesh: Mesh, axes: Axes, steps: int = 1) -> Primitive:
+    """Send round the ring of ``axes``, in the order of the mesh, by ``steps``; backward sends the gradient back."""
+    return _bind(
+        mesh,
+        ("shift", steps),
+        axes,
+        lambda x: collectives.shift(x, mesh.group(*axes), steps),
+        lambda g: collectives.shift(g, mesh.group(*axes), -steps),
+        together=True,
+    )
 
 
 def enter(x: Tensor, mesh: Mesh, axes: Axes) -> Tensor:
-    """Identity; backward all-reduces the gradient over ``axes``."""
-    return x if mesh.size(*axes) == 1 else _Enter.apply(x, mesh, axes)  # type: ignore[no-any-return, no-untyped-call]
+    """:func:`bind_enter`, at once."""
+    return bind_enter(mesh, axes)(x)
 
 
 def leave(x: Tensor, mesh: Mesh, axes: Axes) -> Tensor:
-    """All-reduce over ``axes``; backward is the identity."""
-    return x if mesh.size(*axes) == 1 else _Leave.apply(x, mesh, axes)  # type: ignore[no-any-return, no-untyped-call]
+    """:func:`bind_leave`, at once."""
+    return bind_leave(mesh, axes)(x)
 
 
 def gather(x: Tensor, mesh: Mesh, dim: int, axes: Axes) -> Tensor:
-    """``[.., n, ..] -> [.., g·n, ..]`` by all-gather; backward reduce-scatters."""
-    return x if mesh.size(*axes) == 1 else _Gather.apply(x, mesh, dim, axes)  # type: ignore[no-any-return, no-untyped-call]
+    """:func:`bind_gather`, at once."""
+    return bind_gather(mesh, dim, axes)(x)
 
 
 def scatter_sum(x: Tensor, mesh: Mesh, dim: int, axes: Axes) -> Tensor:
-    """``[.., g·n, ..] -> [.., n, ..]`` by reduce-scatter; backward all-gathers."""
-    return x if mesh.size(*axes) == 1 else _ScatterSum.apply(x, mesh, dim, axes)  # type: ignore[no-any-return, no-untyped-call]
+    """:func:`bind_scatter_sum`, at once."""
+    return bind_scatter_sum(mesh, dim, axes)(x)
 
 
 def take(x: Tensor, mesh: Mesh, dim: int, axes: Axes) -> Tensor:
-    """This rank's block of a replicated tensor; backward all-gathers the gradients of the blocks."""
-    return x if mesh.size(*axes) == 1 else _Take.apply(x, mesh, dim, axes)  # type: ignore[no-any-return, no-untyped-call]
+    """:func:`bind_take`, at once."""
+    return bind_take(mesh, dim, axes)(x)
 
 
 def collect(x: Tensor, mesh: Mesh, dim: int, axes: Axes) -> Tensor:
-    """All-gather for a use that is the same on every rank; backward keeps this rank's block of the gradient."""
-    return x if mesh.size(*axes) == 1 else _Collect.apply(x, mesh, dim, axes)  # type: ignore[no-any-return, no-untyped-call]
+    """:func:`bind_collect`, at once."""
+    return bind_collect(mesh, dim, axes)(x)
 
 
 def exchange(x: Tensor, mesh: Mesh, split_dim: int, concat_dim: int, axes: Axes) -> Tensor:
-    """Move the split over ``axes`` from ``concat_dim`` to ``split_dim`` by all-to-all; backward moves it back."""
-    if mesh.size(*axes) == 1:
-        return x
-    return _Exchange.apply(x, mesh, split_dim, concat_dim, axes)  # type: ignore[no-any-return, no-untyped-call]
+    """:func:`bind_exchange`, at once."""
+    return bind_exchange(mesh, split_dim, concat_dim, axes)(x)
 
 
 def shift(x: Tensor, mesh: Mesh, axes: Axes, steps: int = 1) -> Tensor:
-    """Send round the ring of ``axes`` by ``steps``; backward sends the gradient the other way."""
-    return x if mesh.size(*axes) == 1 else _Shift.apply(x, mesh, axes, steps)  # type: ignore[no-any-return, no-untyped-call]
+    """:func:`bind_shift`, at once."""
+    return bind_shift(mesh, axes, steps)(x)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 import os
 import socket
 from collections.abc import Sequence
@@ -11,11 +13,14 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.rendezvous import rendezvous
 
 from meshfold.mesh.environment import Environment
 from meshfold.mesh.errors import LaunchError
 
 DEFAULT_TIMEOUT = timedelta(minutes=30)
+_LEAVE_TIMEOUT = timedelta(seconds=10)
+_starts = itertools.count()  # all ranks start equally often
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -38,16 +43,23 @@ class Process:
     environment: Environment
     owner: bool = True
 
-    def close(self) -> None:
-        """End this process's part, and with it all groups, if this object began it. May be called twice."""
+    def close(self, *, wait: bool = True) -> None:
+        """End this process's part, and with it all groups, if this object began it. May be called twice.
+
+        Args:
+            wait: first let the others come to their end too (ten seconds at most): rank 0 may be the one that
+                serves the store, and those still at work would complain of its loss. False where this rank failed.
+        """
         if self.owner and is_started():
+            if wait:
+                _meet(self.world_size)
             dist.destroy_process_group()
 
     def __enter__(self) -> Process:
         return self
 
-    def __exit__(self, *error: object) -> None:
-        self.close()
+    def __exit__(self, kind: type[BaseException] | None, *error: object) -> None:
+        self.close(wait=kind is None)
 
 
 def is_started() -> bool:
@@ -100,7 +112,7 @@ def start(
             rank=environment.rank,
             world_size=environment.world_size,
             timeout=wait,
-            **({"store": store} if store is not None else {"init_method": _address(environment)}),
+            store=_own_part(_meeting_place(environment, wait) if store is None else store),
         )
     except (RuntimeError, ValueError) as error:
         where = "" if store is not None else f" at {environment.master_addr}:{environment.master_port}"
@@ -187,6 +199,18 @@ def group_count() -> int:
     return len(dist.distributed_c10d._world.pg_map) if is_started() else 0
 
 
+def _meet(world_size: int) -> None:
+    """Wait in the store until all ranks have come here."""
+    c10d = dist.distributed_c10d
+    store = c10d._world.pg_map[c10d._get_default_group()][1]
+    # Whoever serves the store leaves as soon as all have come, so a store that is lost is as good as a reply.
+    with contextlib.suppress(RuntimeError):
+        if store.add("meshfold/leaving", 1) == world_size:
+            store.set("meshfold/left", "1")
+        elif dist.get_backend() != dist.Backend.FAKE:
+            store.wait(["meshfold/left"], _LEAVE_TIMEOUT)
+
+
 def _running(environment: Environment, backend: str | None, device: torch.device | str | None) -> Process:
     rank, world_size, running = dist.get_rank(), dist.get_world_size(), dist.get_backend()
     if backend is not None and backend != running and running not in backend:
@@ -224,14 +248,26 @@ def _settle(place: torch.device | None, backend: str, environment: Environment) 
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     index = environment.local_rank if place.index is None else place.index
     if index >= count:
+        remedy = f"start at most {count} ranks on it, or use" if count else "use"
         raise LaunchError(
-            f"rank {environment.rank} (local rank {environment.local_rank}) wants GPU {index}, but this machine shows "
-            f"{count}: start at most {count} ranks on it, or use backend='gloo'"
+            f"rank {environment.rank} (local rank {environment.local_rank}) wants GPU {index}, but torch sees {count} "
+            f"GPUs on this machine: {remedy} backend='gloo'"
         )
     torch.cuda.set_device(index)
     return torch.device("cuda", index)
 
 
-def _address(environment: Environment) -> str:
+def _meeting_place(environment: Environment, timeout: timedelta) -> Any:
+    """The store at the environment's address; rank 0 serves it unless the launcher does."""
     host = f"[{environment.master_addr}]" if ":" in environment.master_addr else environment.master_addr
-    return f"tcp://{host}:{environment.master_port}"
+    url = f"tcp://{host}:{environment.master_port}"
+    store, _, _ = next(rendezvous(url, environment.rank, environment.world_size, timeout=timeout))
+    store.set_timeout(timeout)
+    return store
+
+
+def _own_part(store: Any) -> Any:
+    """A part of the store for this start: a second one would find the addresses of the first, which are dead."""
+    from torch._C._distributed_c10d import PrefixStore
+
+    return PrefixStore(f"meshfold start {next(_starts)}", store)

@@ -181,6 +181,7 @@ def end(job: list[Rank], grace_s: float, signals: Signals) -> None:
 
 
 def report(rank: Rank, failure: Failure, ranks: int) -> None:
+    """Say on standard error which rank failed, how, and with what traceback or last words."""
     text = failure.traceback
     if not text and rank.tail:
         text = "the last it wrote to standard error:\n" + "".join(rank.tail)

@@ -18,7 +18,7 @@ For ``y[m,n] = x[m,k] w[k,n]`` with three layouts at rest:
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from typing import Literal
 
@@ -70,8 +70,31 @@ class MatmulPlan:
     m: str
     k: str
     n: str
-    compute: Mapping[str, tuple[str, ...]]
+    compute: Mapping[str, tuple[str, ...]] = field(compare=False)  # follows from the three layouts
     entered: bool = False
+
+    _extras: Mapping[str, tuple[tuple[str, str], ...]] = field(init=False, repr=False, compare=False)
+    _sums: Mapping[str, tuple[str, ...]] = field(init=False, repr=False, compare=False)
+    _steps: Mapping[str, tuple[tuple[int, str], ...]] = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        """Work out what a layer asks in every forward: parsed once, then executed."""
+        extras: dict[str, tuple[tuple[str, str], ...]] = {}
+        sums: dict[str, tuple[str, ...]] = {}
+        steps: dict[str, tuple[tuple[int, str], ...]] = {}
+        for name, missing, order in (
+            ("x", self.n, (self.m, self.k)),
+            ("w", self.m, (self.n, self.k)),
+            ("y", self.k, (self.m, self.n)),
+        ):
+            layout: Layout = getattr(self, name)
+            extras[name] = tuple((dim, axis) for dim, axes in layout.items() for axis in axes[len(self.compute[dim]) :])
+            scattered = {axis for _, axis in extras[name]}
+            entered = name == "x" and self.entered
+            sums[name] = () if entered else tuple(axis for axis in self.compute[missing] if axis not in scattered)
+            steps[name] = tuple((order.index(dim), axis) for dim, axis in extras[name])
+        for attribute, value in (("_extras", extras), ("_sums", sums), ("_steps", steps)):
+            object.__setattr__(self, attribute, value)
 
     def enter(self) -> MatmulPlan:
         """The plan of a matmul whose input is gathered once for several: x arrives whole, dx leaves as partial sums."""
@@ -80,16 +103,22 @@ class MatmulPlan:
 
     def extras(self, operand: Operand) -> tuple[tuple[str, str], ...]:
         """(dim, axis) pairs beyond the compute prefix, major first: what the operand is gathered or scattered over."""
-        layout: Layout = getattr(self, operand)
-        return tuple((dim, axis) for dim, axes in layout.items() for axis in axes[len(self.compute[dim]) :])
+        return self._extras[operand]
+
+    def steps(self, operand: Operand) -> tuple[tuple[int, str], ...]:
+        """The extras with the place of the dim in the tensor: x lies as ``[m, k]``, w as ``[n, k]``, y as ``[m, n]``."""
+        return self._steps[operand]
 
     def sums(self, operand: Operand) -> tuple[str, ...]:
         """The axes that y, dx or dw is all-reduced over when it leaves: the summed index's, less the extras."""
-        if operand == "x" and self.entered:
-            return ()
-        missing = {"x": self.n, "w": self.m, "y": self.k}[operand]
-        scattered = {axis for _, axis in self.extras(operand)}
-        return tuple(axis for axis in self.compute[missing] if axis not in scattered)
+        return self._sums[operand]
+
+    def prepare(self, mesh: Mesh) -> None:
+        """Make the process groups of the plan now, if processes are running."""
+        for operand in ("x", "w", "y"):
+            for _, axis in self._extras[operand]:
+                mesh.prepare(axis)
+            mesh.prepare(*self._sums[operand])
 
     @property
     def collectives(self) -> tuple[Move, ...]:
@@ -155,10 +184,11 @@ class MatmulPlan:
                     raise LayoutError(f"no size for {dim!r}: give one for each of {self.m}, {self.k} and {self.n}")
                 blocks = mesh.size(*axes)
                 if sizes[dim] % blocks:
+                    below = sizes[dim] // blocks * blocks
                     raise LayoutError(
                         f"{dim} = {sizes[dim]} cannot be split over {', '.join(axes)} ({blocks} blocks) as layout "
                         f"{name} = {str(layout)!r} asks: use a multiple of {blocks}, such as "
-                        f"{sizes[dim] // blocks * blocks or blocks} or {(sizes[dim] // blocks + 1) * blocks}"
+                        + (f"{below} or {below + blocks}" if below else f"{blocks}")
                     )
 
     def __str__(self) -> str:

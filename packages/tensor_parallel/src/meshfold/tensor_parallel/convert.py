@@ -248,7 +248,7 @@ class _Conversion:
             boundary = Boundary(self.mesh, self.mode, flatten=not self._splits_by_batch())
             boundary.around(self.model, self.model)
             self.report.notes.append("inputs are split on the way in, outputs joined on the way out")
-            return boundary if boundary.flatten else None
+            return boundary if boundary.flatten and not self.flat else None
         return None
 
     def _make_regions(self, boundary: Boundary | None) -> None:

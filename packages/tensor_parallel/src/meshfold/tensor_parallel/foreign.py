@@ -42,11 +42,11 @@ def adapt_foreign(model: nn.Module, mesh: Mesh, mode: Mode, outer: Mode, hidden:
 def check_rms_norm(name: str, module: nn.Module) -> None:
     """Raise a LayoutError unless a module called ...RMSNorm computes ``x / rms(x) · weight``."""
     weight: Tensor = module.weight  # type: ignore[assignment]
-    generator = torch.Generator().manual_seed(0)
-    probe = torch.randn(weight.shape[0], generator=generator, dtype=torch.float64) + 1.5
-    x = torch.randn(3, weight.shape[0], generator=generator, dtype=torch.float64)
+    generator = torch.Generator("cpu").manual_seed(0)
+    probe = torch.randn(weight.shape[0], generator=generator, dtype=torch.float64, device="cpu") + 1.5
+    x = torch.randn(3, weight.shape[0], generator=generator, dtype=torch.float64, device="cpu")
     replaced = {
-        key: torch.zeros(value.shape, dtype=torch.float64) if key != "weight" else probe
+        key: torch.zeros(value.shape, dtype=torch.float64, device="cpu") if key != "weight" else probe
         for key, value in module.named_parameters()
     }
     found = torch.func.functional_call(module, replaced, (x,))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -9,6 +10,7 @@ from torch import Tensor
 
 from meshfold.mesh import LayoutError, Mesh
 from meshfold.tensor_parallel.algebra import MatmulPlan
+from meshfold.tensor_parallel.lowerings import Lowering
 from meshfold.tensor_parallel.lowerings import lowering as find_lowering
 
 
@@ -38,9 +40,49 @@ def matmul(
     Raises:
         LayoutError: if the lowering does not apply to the plan.
     """
-    find_lowering(lowering, plan)
-    y = _Matmul.apply(x.reshape(-1, x.shape[-1]), w, plan, mesh, lowering, keep)  # type: ignore[no-untyped-call]
-    return y.view(*lead_shape(x.shape[:-1], y.shape[0]), y.shape[-1])  # type: ignore[no-any-return]
+    return bind_matmul(plan, mesh, lowering=lowering, keep=keep)(x, w)
+
+
+Product = Callable[[Tensor, Tensor], Tensor]
+
+
+def bind_matmul(
+    plan: MatmulPlan, mesh: Mesh, *, lowering: str = "gather", keep: frozenset[str] = frozenset()
+) -> Product:
+    """:func:`matmul` bound to its plan and mesh: what a layer keeps and calls, and torch.compile can trace.
+
+    Raises:
+        LayoutError: if the lowering does not apply to the plan.
+    """
+    chosen = find_lowering(lowering, plan)
+    plan.prepare(mesh)
+    chosen.prepare(plan, mesh)
+    return mesh.once(("matmul", plan, lowering, keep), lambda: _make_product(plan, mesh, chosen, keep))
+
+
+def _make_product(plan: MatmulPlan, mesh: Mesh, chosen: Lowering, keep: frozenset[str]) -> Product:
+    class Matmul(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor, w: Tensor) -> Tensor:
+            y, x_whole, w_whole = chosen.forward(plan, mesh, x, w, keep)
+            kept = [whole for whole in (x_whole, w_whole) if whole is not None]
+            ctx.save_for_backward(x, w, *kept)
+            return y
+
+        @staticmethod
+        def backward(ctx: Any, dy: Tensor) -> Any:
+            x, w, *rest = ctx.saved_tensors
+            x_whole = rest.pop(0) if "x" in keep else None
+            w_whole = rest.pop(0) if "w" in keep else None
+            return chosen.backward(
+                plan, mesh, x, w, dy, wants=(ctx.needs_input_grad[0], ctx.needs_input_grad[1]), kept=(x_whole, w_whole)
+            )
+
+    def product(x: Tensor, w: Tensor) -> Tensor:
+        y = Matmul.apply(x.reshape(-1, x.shape[-1]), w)  # type: ignore[no-untyped-call]
+        return y.view(*lead_shape(x.shape[:-1], y.shape[0]), y.shape[-1])  # type: ignore[no-any-return]
+
+    return product
 
 
 def lead_shape(lead: torch.Size, rows: int) -> tuple[int, ...]:
@@ -58,22 +100,3 @@ def lead_shape(lead: torch.Size, rows: int) -> tuple[int, ...]:
             f"that split it"
         )
     return (rows // inner, *lead[1:])
-
-
-class _Matmul(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any, x: Tensor, w: Tensor, plan: MatmulPlan, mesh: Mesh, lowering: str, keep: frozenset[str]
-    ) -> Tensor:
-        y, x_whole, w_whole = find_lowering(lowering, plan).forward(plan, mesh, x, w, keep)
-        ctx.save_for_backward(x, w, x_whole, w_whole)
-        ctx.plan, ctx.mesh, ctx.lowering = plan, mesh, lowering
-        return y
-
-    @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> Any:
-        x, w, x_whole, w_whole = ctx.saved_tensors
-        dx, dw = find_lowering(ctx.lowering, ctx.plan).backward(
-            ctx.plan, ctx.mesh, x, w, dy, wants=ctx.needs_input_grad[:2], kept=(x_whole, w_whole)
-        )
-        return dx, dw, None, None, None, None

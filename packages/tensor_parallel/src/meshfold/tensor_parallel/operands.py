@@ -6,82 +6,62 @@ with the collectives of the plan, differentiably.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Literal
 
-import torch
 from torch import Tensor
 
 from meshfold.mesh import Mesh, collectives
+from meshfold.mesh.primitives import Primitive, adjoint_pair, identity
 from meshfold.tensor_parallel.algebra import MatmulPlan
 from meshfold.tensor_parallel.lowerings.gather import start_gather, start_leave
 
 
-def enter_operand(tensor: Tensor, plan: MatmulPlan, mesh: Mesh, operand: str) -> Tensor:
-    """Gather x or w over its extras; backward scatters and sums the gradient as dx or dw leaves.
+def bind_enter_operand(plan: MatmulPlan, mesh: Mesh, operand: Literal["x", "w"]) -> Primitive:
+    """Gathers x or w over its extras; backward scatters and sums the gradient as dx or dw leaves.
 
-    Args:
-        tensor: two dims, local at rest: ``[m, k]`` for x, ``[n, k]`` for w.
-        plan: whose operand it is.
-        mesh: where it lies.
-        operand: ``"x"`` or ``"w"``.
+    The result takes a tensor of two dims, local at rest: ``[m, k]`` for x, ``[n, k]`` for w.
     """
-    return _Enter.apply(tensor, plan, mesh, operand)  # type: ignore[no-any-return, no-untyped-call]
+    plan.prepare(mesh)
+    return mesh.once(
+        ("enter operand", plan, operand),
+        lambda: adjoint_pair(
+            lambda tensor: start_gather(plan, mesh, operand, tensor).wait(),
+            lambda grad: start_leave(plan, mesh, operand, grad).wait(),
+        ),
+    )
 
 
-def leave_operand(partial: Tensor, plan: MatmulPlan, mesh: Mesh) -> Tensor:
-    """Scatter and sum y, ``[m, n]`` partial sums to local at rest; backward gathers dy."""
-    return _Leave.apply(partial, plan, mesh)  # type: ignore[no-any-return, no-untyped-call]
+def bind_leave_operand(plan: MatmulPlan, mesh: Mesh) -> Primitive:
+    """Scatters and sums y, ``[m, n]`` partial sums to local at rest; backward gathers dy."""
+    plan.prepare(mesh)
+    return mesh.once(
+        ("leave operand", plan),
+        lambda: adjoint_pair(
+            lambda partial: start_leave(plan, mesh, "y", partial).wait(),
+            lambda grad: start_gather(plan, mesh, "y", grad).wait(),
+        ),
+    )
 
 
-class _Enter(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, tensor: Tensor, plan: MatmulPlan, mesh: Mesh, operand: Any) -> Tensor:
-        ctx.plan, ctx.mesh, ctx.operand = plan, mesh, operand
-        whole = start_gather(plan, mesh, operand, tensor).wait()
-        return whole.view_as(whole) if whole is tensor else whole
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Any:
-        return start_leave(ctx.plan, ctx.mesh, ctx.operand, grad).wait(), None, None, None
-
-
-class _Leave(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, partial: Tensor, plan: MatmulPlan, mesh: Mesh) -> Tensor:
-        ctx.plan, ctx.mesh = plan, mesh
-        y = start_leave(plan, mesh, "y", partial).wait()
-        return y.view_as(y) if y is partial else y
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Any:
-        return start_gather(ctx.plan, ctx.mesh, "y", grad).wait(), None, None
-
-
-def sum_repeated(parameter: Tensor, mesh: Mesh, dim: int, spans: tuple[tuple[int, int, str], ...]) -> Tensor:
+def bind_sum_repeated(mesh: Mesh, dim: int, spans: tuple[tuple[int, int, str], ...]) -> Primitive:
     """Identity on a parameter some stretches of which are held by several ranks, each using its copy differently
     (key/value heads when there are fewer than ranks); backward sums the gradient of those stretches.
 
     Args:
-        parameter: local block.
         mesh: where it lies.
         dim: the dim that has the stretches.
         spans: (start, length, axis factor such as ``"tensor%2"``) of each stretch, in local elements.
     """
     if all(mesh.size(axis) == 1 for _, _, axis in spans):
-        return parameter
-    return _SumRepeated.apply(parameter, mesh, dim, spans)  # type: ignore[no-any-return, no-untyped-call]
+        return identity
+    for _, _, axis in spans:
+        mesh.prepare(axis)
 
-
-class _SumRepeated(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, parameter: Tensor, mesh: Mesh, dim: int, spans: tuple[tuple[int, int, str], ...]) -> Tensor:
-        ctx.mesh, ctx.dim, ctx.spans = mesh, dim, spans
-        return parameter.view_as(parameter)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Any:
+    def sum_stretches(grad: Tensor) -> Tensor:
         grad = grad.clone()
-        for start, length, axis in ctx.spans:
-            stretch = grad.narrow(ctx.dim, start, length)
-            stretch.copy_(collectives.all_reduce(stretch, ctx.mesh.group(axis)))
-        return grad, None, None, None
+        for start, length, axis in spans:
+            stretch = grad.narrow(dim, start, length)
+            stretch.copy_(collectives.all_reduce(stretch, mesh.group(axis)))
+        return grad
+
+    return mesh.once(("sum repeated", dim, spans), lambda: adjoint_pair(identity, sum_stretches))

@@ -14,23 +14,28 @@ import torch
 from torch import Tensor, nn
 
 from meshfold.mesh import LayoutError, Mesh
-from meshfold.mesh.primitives import collect, take
+from meshfold.mesh.primitives import Primitive, bind_collect, bind_take
 from meshfold.tensor_parallel.layers.linear import Linear, fold
 from meshfold.tensor_parallel.matmul import lead_shape
 from meshfold.tensor_parallel.modes import Mode
-from meshfold.tensor_parallel.operands import enter_operand
+from meshfold.tensor_parallel.operands import bind_enter_operand
 
 
-def enter_region(x: Tensor, first: Linear, boundary: Boundary | None = None) -> Tensor:
+def bind_enter_region(first: Linear, boundary: Boundary | None = None) -> Primitive:
     """Gather a region's input, ``.. k`` of the residual layout, as its linear layers want it.
 
     A stream flattened at a boundary gets its batch and sequence dims back. The result has the tokens of the layers' *output*: where that has fewer (3D), the rest is folded into the last
     dim, because modules read the shape of their output off their input.
     """
-    whole = enter_operand(x.reshape(-1, x.shape[-1]), first.full_plan, first.mesh, "x")
-    lead = lead_shape(x.shape[:-1], whole.shape[0]) if boundary is None else boundary.lead
-    whole = whole.view(*lead, whole.shape[-1])
-    return fold(whole, first.folds) if first.folds > 1 else whole
+    gather_rows = bind_enter_operand(first.full_plan, first.mesh, "x")
+
+    def enter_region(x: Tensor) -> Tensor:
+        whole = gather_rows(x.reshape(-1, x.shape[-1]))
+        lead = lead_shape(x.shape[:-1], whole.shape[0]) if boundary is None else boundary.lead
+        whole = whole.view(*lead, whole.shape[-1])
+        return fold(whole, first.folds) if first.folds > 1 else whole
+
+    return enter_region
 
 
 def make_region(region: nn.Module, columns: list[Linear], rows: list[Linear], boundary: Boundary | None = None) -> None:
@@ -46,11 +51,13 @@ def make_region(region: nn.Module, columns: list[Linear], rows: list[Linear], bo
     for linear in rows:
         linear.flat_output = boundary is not None
 
+    enter_region = bind_enter_region(columns[0], boundary)
+
     def gather_input(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if args:
-            return (enter_region(args[0], columns[0], boundary), *args[1:]), kwargs
+            return (enter_region(args[0]), *args[1:]), kwargs
         name, x = next(iter(kwargs.items()))
-        return args, {**kwargs, name: enter_region(x, columns[0], boundary)}
+        return args, {**kwargs, name: enter_region(x)}
 
     region.register_forward_pre_hook(gather_input, with_kwargs=True)
 
@@ -66,6 +73,8 @@ class Boundary:
         self.mesh, self.flatten = mesh, flatten
         self.tokens, self.columns = residual["m"], residual["h"]
         self.lead = torch.Size()
+        self._take_rows, self._take_columns = bind_take(mesh, 0, self.tokens), bind_take(mesh, -1, self.columns)
+        self._collect_rows, self._collect_columns = bind_collect(mesh, 0, self.tokens), bind_collect(mesh, -1, self.columns)
 
     def split(self, x: Tensor) -> Tensor:
         """``b s h`` whole -> local block of the residual stream; backward gathers."""
@@ -79,11 +88,11 @@ class Boundary:
                 f"{x.shape[0]} {what} cannot be split over {', '.join(self.tokens)} ({blocks} blocks): make them a "
                 f"multiple of {blocks}"
             )
-        return take(take(x, self.mesh, 0, self.tokens), self.mesh, -1, self.columns)
+        return self._take_columns(self._take_rows(x))
 
     def join(self, x: Tensor) -> Tensor:
         """A local block of the residual stream -> ``b s h`` whole; backward takes the block of the gradient."""
-        x = collect(collect(x, self.mesh, -1, self.columns), self.mesh, 0, self.tokens)
+        x = self._collect_rows(self._collect_columns(x))
         return x.view(*self.lead, x.shape[-1]) if self.flatten else x
 
     def around(self, first: nn.Module, last: nn.Module) -> None:

@@ -28,7 +28,9 @@ class Rotary(nn.Module):
     def forward(self, seq_len: int, device: torch.device) -> tuple[Tensor, Tensor]:
         """Two tables ``s d``, float32, both halves alike as ``rotate_half`` wants them."""
         exponents = torch.arange(0, self.head_dim, 2, dtype=torch.float32, device=device) / self.head_dim
-        angles = torch.outer(torch.arange(seq_len, dtype=torch.float32, device=device), self.theta**-exponents)
+        angles = torch.outer(
+            torch.arange(seq_len, dtype=torch.float32, device=device), self.theta**-exponents
+        )
         angles = torch.cat((angles, angles), dim=-1)
         return angles.cos(), angles.sin()
 
@@ -57,7 +59,11 @@ class Attention(nn.Module):
         if rotary is not None:
             q, k = apply_rotary(q, k, *rotary)
         y = F.scaled_dot_product_attention(
-            q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), is_causal=True, enable_gqa=heads != kv_heads
+            q.transpose(1, 2),
+            k.transpose(1, 2),
+            v.transpose(1, 2),
+            is_causal=True,
+            enable_gqa=heads != kv_heads,
         )
         out: Tensor = self.out(y.transpose(1, 2).reshape(-1, heads * d))
         return out

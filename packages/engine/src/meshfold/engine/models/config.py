@@ -43,7 +43,16 @@ class DecoderConfig:
     z_loss: float = 0.0
 
     def __post_init__(self) -> None:
-        for name in ("vocab_size", "hidden", "layers", "heads", "kv_heads", "head_dim", "ffn", "max_positions"):
+        for name in (
+            "vocab_size",
+            "hidden",
+            "layers",
+            "heads",
+            "kv_heads",
+            "head_dim",
+            "ffn",
+            "max_positions",
+        ):
             value = getattr(self, name)
             optional = name in ("kv_heads", "head_dim", "ffn")
             if value is None and optional:
@@ -61,7 +70,9 @@ class DecoderConfig:
                 f"{self.heads}, so the heads cannot be shared out evenly"
             )
         if not 0.0 <= self.dropout < 1.0:
-            raise SpecError(f"{type(self).__name__}(dropout={self.dropout!r}): a probability, from 0 up and below 1")
+            raise SpecError(
+                f"{type(self).__name__}(dropout={self.dropout!r}): a probability, from 0 up and below 1"
+            )
 
     @property
     def n_kv_heads(self) -> int:
@@ -105,7 +116,11 @@ class GPTConfig(DecoderConfig):
     """GPT-2's architecture: learned positions, LayerNorm before each part, GELU, biases."""
 
     def matmul_parameters(self) -> int:
-        block = self.hidden * sum(self.qkv_parts) + self.heads * self.d * self.hidden + 2 * self.hidden * self.inner
+        block = (
+            self.hidden * sum(self.qkv_parts)
+            + self.heads * self.d * self.hidden
+            + 2 * self.hidden * self.inner
+        )
         return self.layers * block + self.vocab_size * self.hidden
 
     def num_parameters(self) -> int:
@@ -131,7 +146,9 @@ class LlamaConfig(DecoderConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.d % 2:
-            raise SpecError(f"LlamaConfig with heads of {self.d} elements: rotary positions turn pairs, so use an even size")
+            raise SpecError(
+                f"LlamaConfig with heads of {self.d} elements: rotary positions turn pairs, so use an even size"
+            )
 
     @property
     def inner(self) -> int:
@@ -139,7 +156,11 @@ class LlamaConfig(DecoderConfig):
         return -(-8 * self.hidden // 3 // 32) * 32 if self.ffn is None else self.ffn
 
     def matmul_parameters(self) -> int:
-        block = self.hidden * sum(self.qkv_parts) + self.heads * self.d * self.hidden + 3 * self.hidden * self.inner
+        block = (
+            self.hidden * sum(self.qkv_parts)
+            + self.heads * self.d * self.hidden
+            + 3 * self.hidden * self.inner
+        )
         return self.layers * block + self.vocab_size * self.hidden
 
     def num_parameters(self) -> int:

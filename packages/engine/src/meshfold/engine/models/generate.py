@@ -41,7 +41,9 @@ def generate(
         SpecError: for settings out of range.
     """
     if ids.dim() != 2 or ids.shape[1] == 0 or ids.is_floating_point():
-        raise SpecError(f"ids of shape {tuple(ids.shape)} and {ids.dtype}: give int64 token ids [batch, length ≥ 1]")
+        raise SpecError(
+            f"ids of shape {tuple(ids.shape)} and {ids.dtype}: give int64 token ids [batch, length ≥ 1]"
+        )
     if not temperature >= 0.0:
         raise SpecError(f"temperature={temperature!r}: a number from 0 up")
     if top_k is not None and top_k < 1:

@@ -40,7 +40,8 @@ class Block(nn.Module):
 
     def forward(self, x: Tensor, seq_len: int) -> Tensor:
         x = x + self.dropout1(self.attn(self.norm1(x), seq_len))
-        return x + self.dropout2(self.mlp(self.norm2(x)))
+        y: Tensor = x + self.dropout2(self.mlp(self.norm2(x)))
+        return y
 
 
 class GPT(nn.Module):

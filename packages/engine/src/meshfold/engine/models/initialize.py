@@ -1,4 +1,4 @@
-"""GPT-2's initial weights, by in-place operations alone, so that a recorded initialisation can be replayed on shards."""
+"""GPT-2's initial weights, by in-place operations alone, so that their recording can be replayed on shards."""
 
 from __future__ import annotations
 

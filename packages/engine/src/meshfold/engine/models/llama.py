@@ -39,7 +39,8 @@ class Block(nn.Module):
 
     def forward(self, x: Tensor, seq_len: int, rotary: tuple[Tensor, Tensor]) -> Tensor:
         x = x + self.dropout1(self.attn(self.norm1(x), seq_len, rotary))
-        return x + self.dropout2(self.mlp(self.norm2(x)))
+        y: Tensor = x + self.dropout2(self.mlp(self.norm2(x)))
+        return y
 
 
 class Llama(nn.Module):

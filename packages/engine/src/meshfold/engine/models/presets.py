@@ -45,11 +45,15 @@ def preset(name: str, **changes: Any) -> GPTConfig | LlamaConfig:
         SpecError: for an unknown name or field, or sizes that do not fit together.
     """
     if name not in PRESETS:
-        raise SpecError(f"there is no model {name!r}.{nearest(str(name), PRESETS)} Known: {', '.join(PRESETS)}")
+        raise SpecError(
+            f"there is no model {name!r}.{nearest(str(name), PRESETS)} Known: {', '.join(PRESETS)}"
+        )
     known = PRESETS[name].__dataclass_fields__
     for field in changes:
         if field not in known:
-            raise SpecError(f"model {name!r} has no setting {field!r}.{nearest(field, known)} Known: {', '.join(known)}")
+            raise SpecError(
+                f"model {name!r} has no setting {field!r}.{nearest(field, known)} Known: {', '.join(known)}"
+            )
     return replace(PRESETS[name], **changes)
 
 

@@ -10,7 +10,7 @@ Error Linear Units", 2016.
 
 from __future__ import annotations
 
-from meshfold.kernels.activations.gelu import bias_gelu
 from meshfold.kernels.activations.gated import swiglu, swiglu2
+from meshfold.kernels.activations.gelu import bias_gelu
 
 __all__ = ["bias_gelu", "swiglu", "swiglu2"]

@@ -1,6 +1,5 @@
 """Activations in Triton: one read of every input, one write of every output."""
 
-# mypy: allow-untyped-decorators, allow-untyped-defs, disable-error-code="import-untyped, import-not-found"
 from __future__ import annotations
 
 import torch

@@ -120,22 +120,44 @@ def cross_entropy_backward(
     """
     kernels = dispatch.piece("losses", _reference, logits, row_max, sum_exp, grad_per_row)
     valid = _valid(logits, vocab_valid)
+    return write_gradient(
+        kernels,
+        logits,
+        row_max,
+        sum_exp,
+        labels,
+        vocab_start,
+        valid,
+        grad_per_row,
+        label_smoothing,
+        z_loss,
+        vocab_size,
+        inplace,
+    )
+
+
+def write_gradient(
+    kernels: LossKernels,
+    logits: Tensor,
+    row_max: Tensor,
+    sum_exp: Tensor,
+    labels: Tensor,
+    start: int,
+    valid: int,
+    grad: Tensor,
+    label_smoothing: float,
+    z_loss: float,
+    vocab_size: int,
+    inplace: bool,
+) -> Tensor:
+    """:func:`cross_entropy_backward` by the given twin."""
     rows = as_rows(logits)
     # Inductor sees for itself that it may reuse the memory, and a compiled graph must not change what it saved.
     inplace = inplace and not torch.compiler.is_compiling()
     out = rows if inplace else torch.empty(rows.shape, dtype=rows.dtype, device=rows.device)
+    row_max, sum_exp, labels, grad = (t.reshape(-1) for t in (row_max, sum_exp, labels, grad))
     kernels.gradient(
-        rows,
-        row_max.reshape(-1),
-        sum_exp.reshape(-1),
-        labels.reshape(-1),
-        vocab_start,
-        valid,
-        grad_per_row.reshape(-1),
-        label_smoothing,
-        z_loss,
-        vocab_size,
-        out,
+        rows, row_max, sum_exp, labels, start, valid, grad, label_smoothing, z_loss, vocab_size, out
     )
     if not inplace:
         return out.reshape(logits.shape)
@@ -151,7 +173,9 @@ def _valid(logits: Tensor, vocab_valid: int | None) -> int:
     if vocab_valid is None:
         return columns
     if not 0 <= vocab_valid <= columns:
-        raise ValueError(f"vocab_valid is {vocab_valid}, but there are {columns} local columns: it must lie between")
+        raise ValueError(
+            f"vocab_valid is {vocab_valid}, but there are {columns} local columns: it must lie between"
+        )
     return vocab_valid
 
 

@@ -8,6 +8,22 @@ from torch import Tensor
 from meshfold.kernels.rows import compute_dtype
 
 
+def cross_entropy(
+    logits: Tensor, labels: Tensor, ignore_index: int, label_smoothing: float, z_loss: float
+) -> Tensor:
+    """``... v, ... -> ...``, differentiable."""
+    wide = logits.to(compute_dtype(logits))
+    lse = wide.logsumexp(-1)
+    ignored = labels == ignore_index
+    target = wide.gather(-1, labels.masked_fill(ignored, 0).unsqueeze(-1)).squeeze(-1)
+    loss = lse - target
+    if label_smoothing:
+        loss = (1.0 - label_smoothing) * loss + label_smoothing * (lse - wide.mean(-1))
+    if z_loss:
+        loss = loss + z_loss * lse.square()
+    return loss.masked_fill(ignored, 0.0)
+
+
 def local_max(logits: Tensor, valid: int) -> Tensor:
     if valid == 0:
         return logits.new_full((logits.shape[0],), float("-inf"), dtype=compute_dtype(logits))
@@ -49,14 +65,18 @@ def gradient(
     out: Tensor,
 ) -> None:
     grad = grad.to(row_max.dtype)
-    value = (logits[:, :valid].to(row_max.dtype) - row_max.unsqueeze(1)).exp_()
+    # Where nothing has to be rounded the value is found in its place; torch.compile sees to that by itself.
+    direct = out.dtype is row_max.dtype and not torch.compiler.is_compiling()
+    wide, words = logits[:, :valid].to(row_max.dtype), out[:, :valid]
+    value = torch.sub(wide, row_max.unsqueeze(1), out=words if direct else None).exp_()
     value *= (grad * (1.0 + 2.0 * z_loss * (row_max + sum_exp.log())) / sum_exp).unsqueeze(1)
     if label_smoothing:
         value -= (grad * (label_smoothing / vocab_size)).unsqueeze(1)
     if valid:
         place, here = _place(labels, start, valid)
         value.scatter_add_(1, place.unsqueeze(1), (grad * here * (label_smoothing - 1.0)).unsqueeze(1))
-    out[:, :valid].copy_(value)
+    if not direct:
+        words.copy_(value)
     out[:, valid:].zero_()
 
 

@@ -7,7 +7,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from meshfold.kernels.losses.pieces import cross_entropy_backward, loss_per_row, max_and_sums
+from meshfold.kernels import dispatch
+from meshfold.kernels.losses import reference
+from meshfold.kernels.losses.interface import LossKernels
+from meshfold.kernels.losses.pieces import loss_per_row, write_gradient
+from meshfold.kernels.rows import as_rows
+
+_reference: LossKernels = reference
 
 
 def cross_entropy(
@@ -32,7 +38,15 @@ def cross_entropy(
     Raises:
         ValueError: if there is not one label a row.
     """
-    loss: Tensor = _CrossEntropy.apply(logits, labels, ignore_index, label_smoothing, z_loss, inplace_backward)
+    if labels.shape != logits.shape[:-1]:
+        raise ValueError(
+            f"labels must have one number a row, shape {list(logits.shape[:-1])}; got {list(labels.shape)}"
+        )
+    if torch.compiler.is_compiling():
+        return reference.cross_entropy(logits, labels, ignore_index, label_smoothing, z_loss)
+    loss: Tensor = _CrossEntropy.apply(
+        logits, labels, ignore_index, label_smoothing, z_loss, inplace_backward
+    )
     return loss
 
 
@@ -47,18 +61,23 @@ class _CrossEntropy(torch.autograd.Function):
         z_loss: float,
         inplace: bool,
     ) -> Tensor:
+        ctx.kernels = dispatch.twin("losses", _reference, logits)
         vocab_size = logits.shape[-1]
-        row_max, sums = max_and_sums(logits, labels, logit_sum=label_smoothing > 0)
-        loss = loss_per_row(row_max, sums, label_smoothing, z_loss, vocab_size)
+        row_max, sums = ctx.kernels.sums(
+            as_rows(logits), None, labels.reshape(-1), 0, vocab_size, label_smoothing != 0.0
+        )
+        loss = loss_per_row(row_max, sums, label_smoothing, z_loss, vocab_size).view(labels.shape)
         ignored = labels == ignore_index
         ctx.save_for_backward(logits, labels, row_max, sums[0], ignored)
-        ctx.settings = (label_smoothing, z_loss, vocab_size, None, inplace)
+        ctx.label_smoothing, ctx.z_loss, ctx.inplace = label_smoothing, z_loss, inplace
         return loss.masked_fill(ignored, 0.0)
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, grad: Tensor) -> Any:
         logits, labels, row_max, sum_exp, ignored = ctx.saved_tensors
-        grad = grad.masked_fill(ignored, 0.0)
-        dlogits = cross_entropy_backward(logits, row_max, sum_exp, labels, 0, grad, *ctx.settings)
+        columns = logits.shape[-1]
+        arguments = (row_max, sum_exp, labels, 0, columns, grad.masked_fill(ignored, 0.0))
+        settings = (ctx.label_smoothing, ctx.z_loss, columns, ctx.inplace)
+        dlogits = write_gradient(ctx.kernels, logits, *arguments, *settings)
         return dlogits, None, None, None, None, None

@@ -1,6 +1,5 @@
 """Dropout by global element on the CPU: numba finds the mask in one pass where torch takes some twenty."""
 
-# mypy: allow-untyped-decorators, allow-untyped-defs, disable-error-code="import-untyped, import-not-found"
 from __future__ import annotations
 
 import numpy as np

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from meshfold.kernels.random_bits import bits_of, top24
+from meshfold.kernels.random_bits import bits_of, plain, top24
 from meshfold.kernels.rows import compute_dtype
 
 
@@ -34,8 +34,8 @@ def kept(
     device: torch.device,
 ) -> Tensor:
     """The mask ``count columns``, bool."""
-    row = rows if isinstance(rows, Tensor) else torch.arange(count, device=device) + rows
-    column = torch.arange(columns, device=device) + col_offset
+    row = rows if isinstance(rows, Tensor) else plain(torch.arange(count, device=device)) + rows
+    column = plain(torch.arange(columns, device=device)) + col_offset
     index = (row * global_cols).unsqueeze(1) + column
     return top24(bits_of(state, index)) >= threshold
 

@@ -1,6 +1,5 @@
 """Dropout by global element in Triton: the mask lives in registers only."""
 
-# mypy: allow-untyped-decorators, allow-untyped-defs, disable-error-code="import-untyped, import-not-found"
 from __future__ import annotations
 
 import torch
@@ -12,7 +11,9 @@ from meshfold.kernels.launch import launch, tile
 from meshfold.kernels.random_bits.triton_kernels import bits_at
 
 
-@triton.jit(do_not_specialize=["state", "row_numbers", "count", "threshold", "scale", "col_offset", "global_cols"])
+@triton.jit(
+    do_not_specialize=["state", "row_numbers", "count", "threshold", "scale", "col_offset", "global_cols"]
+)
 def _dropout(
     x, y, state, row_numbers, count, columns, stride, threshold, scale, col_offset, global_cols,
     STATE_IN_MEMORY: tl.constexpr, ROWS_IN_MEMORY: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
@@ -29,7 +30,7 @@ def _dropout(
     else:
         number = row.to(tl.int64) + row_numbers
     index = number[:, None] * global_cols + col_offset + column
-    bits = bits_at(start.to(tl.uint64), index.to(tl.uint64))
+    bits = bits_at(start, index)
     keep = (bits >> 40).to(tl.int32) >= threshold
     place = row.to(tl.int64)[:, None]
     value = tl.load(x + place * stride + column, mask=mask, other=0.0).to(tl.float32)

@@ -33,7 +33,9 @@ def rms_norm_apply(x: Tensor, weight: Tensor | None, rstd: Tensor) -> Tensor:
 def rms_norm_backward_stats(dy: Tensor, x: Tensor, weight: Tensor | None, rstd: Tensor) -> Tensor:
     """Sum of dy * weight * x * rstd over every row's local columns: ``... h -> ...``, float32 (float64)."""
     kernels = dispatch.piece("norms", _reference, x, dy, weight, rstd)
-    return kernels.gradient_sums(as_rows(dy), as_rows(x), weight, None, rstd.reshape(-1)).reshape(x.shape[:-1])
+    return kernels.gradient_sums(as_rows(dy), as_rows(x), weight, None, rstd.reshape(-1)).reshape(
+        x.shape[:-1]
+    )
 
 
 def rms_norm_backward_apply(
@@ -123,7 +125,7 @@ def layer_norm_backward_apply(
         with_bias: whether to find dbias.
 
     Returns:
-        dx in the dtype of ``x``; dweight and dbias [h] over the local rows, float32 (float64), None where there is none.
+        dx in the dtype of ``x``; dweight and dbias [h] over the local rows, float32 (float64), or None.
     """
     kernels = dispatch.piece("norms", _reference, x, dy, weight, mean, rstd, sums)
     dx, dweight, dbias = kernels.gradients(

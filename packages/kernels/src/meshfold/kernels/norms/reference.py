@@ -58,9 +58,7 @@ def normalise(
     return _affine(_centred(x, mean) * rstd.unsqueeze(-1), weight, bias).to(x.dtype)
 
 
-def gradient_sums(
-    dy: Tensor, x: Tensor, weight: Tensor | None, mean: Tensor | None, rstd: Tensor
-) -> Tensor:
+def gradient_sums(dy: Tensor, x: Tensor, weight: Tensor | None, mean: Tensor | None, rstd: Tensor) -> Tensor:
     normed = _centred(x, mean) * rstd.unsqueeze(-1)
     scaled = _affine(dy.to(normed.dtype), weight, None)
     along = torch.linalg.vecdot(scaled, normed)
@@ -78,7 +76,9 @@ def gradients(
     added: Tensor | None,
     with_bias: bool,
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    if sums is None and mean is not None and _native(x, dy, weight, mean) and (weight is not None or not with_bias):
+    # torch finds no gradient for a bias that stands alone.
+    as_torch = mean is not None and sums is None and (weight is not None or not with_bias)
+    if as_torch and mean is not None and _native(x, dy, weight, mean):
         dx, dweight, dbias = _native_gradients(dy, x, weight, mean, rstd, with_bias)
         return dx if added is None else dx + added, dweight, dbias
     rstd = rstd.unsqueeze(-1)
@@ -104,8 +104,8 @@ def whole(
     summed = x if residual is None else add(x, residual)
     hidden = x.shape[-1]
     if centred and _native(summed, x, weight, bias):
-        y, mean, rstd = torch.native_layer_norm(summed, (hidden,), weight, bias, eps)
-        return y, summed, mean.flatten(), rstd.flatten()
+        y, means, rstd = torch.native_layer_norm(summed, (hidden,), weight, bias, eps)
+        return y, summed, means.flatten(), rstd.flatten()
     mean = row_sums(summed, None, False) / hidden if centred else None
     rstd = torch.rsqrt(row_sums(summed, mean, True) / hidden + eps)
     y = _affine(_centred(summed, mean) * rstd.unsqueeze(-1), weight, bias)

@@ -1,6 +1,5 @@
 """Norms in Triton: each row is read once per pass and held in registers, a few short rows to a program."""
 
-# mypy: allow-untyped-decorators, allow-untyped-defs, disable-error-code="import-untyped, import-not-found"
 from __future__ import annotations
 
 import torch
@@ -17,12 +16,18 @@ _WIDEST = 65536
 
 @triton.jit
 def _load_rows(base, row, stride, column, mask):
-    return tl.load(base + row.to(tl.int64)[:, None] * stride + column[None, :], mask=mask, other=0.0).to(tl.float32)
+    return tl.load(base + row.to(tl.int64)[:, None] * stride + column[None, :], mask=mask, other=0.0).to(
+        tl.float32
+    )
 
 
 @triton.jit
 def _store_rows(base, row, stride, column, mask, value):
-    tl.store(base + row.to(tl.int64)[:, None] * stride + column[None, :], value.to(base.dtype.element_ty), mask=mask)
+    tl.store(
+        base + row.to(tl.int64)[:, None] * stride + column[None, :],
+        value.to(base.dtype.element_ty),
+        mask=mask,
+    )
 
 
 @triton.jit(do_not_specialize=["rows", "eps"])
@@ -246,9 +251,7 @@ def _run_normalise(
     )  # fmt: skip
 
 
-def gradient_sums(
-    dy: Tensor, x: Tensor, weight: Tensor | None, mean: Tensor | None, rstd: Tensor
-) -> Tensor:
+def gradient_sums(dy: Tensor, x: Tensor, weight: Tensor | None, mean: Tensor | None, rstd: Tensor) -> Tensor:
     rows, hidden = x.shape
     if hidden > _WIDEST:
         return reference.gradient_sums(dy, x, weight, mean, rstd)

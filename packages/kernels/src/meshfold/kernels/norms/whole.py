@@ -110,7 +110,8 @@ class _Norm(torch.autograd.Function):
         y, _, mean, rstd = ctx.kernels.whole(rows, None, weight, bias, eps, centred)
         ctx.save_for_backward(x, weight, mean, rstd)
         ctx.bias_dtype = None if bias is None else bias.dtype
-        return y.reshape(x.shape)
+        whole: Tensor = y.reshape(x.shape)
+        return whole
 
     @staticmethod
     @torch.autograd.function.once_differentiable

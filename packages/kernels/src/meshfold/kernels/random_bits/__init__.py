@@ -58,7 +58,9 @@ def stream(seed: int | Tensor, key: int | Tensor, device: torch.device | None = 
     """
     if isinstance(seed, int) and isinstance(key, int) and not torch.compiler.is_compiling():
         return signed(splitmix64(splitmix64(seed) ^ splitmix64(key)))
-    return splitmix64_tensor(splitmix64_tensor(_scalar(seed, device)) ^ splitmix64_tensor(_scalar(key, device)))
+    return splitmix64_tensor(
+        splitmix64_tensor(_scalar(seed, device)) ^ splitmix64_tensor(_scalar(key, device))
+    )
 
 
 def _scalar(value: int | Tensor, device: torch.device | None) -> Tensor:
@@ -69,9 +71,18 @@ def _scalar(value: int | Tensor, device: torch.device | None) -> Tensor:
     return torch.full((), value, dtype=torch.int64, device=device)
 
 
+def plain(index: Tensor) -> Tensor:
+    """Non-negative int64 numbers as they are, kept out of Inductor's index arithmetic.
+
+    Inductor takes sums and products of an arange for addresses and computes them itself: in 32 bits on a GPU, and with
+    strides on a CPU that do not wrap as 64-bit products must. A bit operation makes ordinary numbers of them.
+    """
+    return index & ((1 << 63) - 1) if torch.compiler.is_compiling() else index
+
+
 def bits_of(state: int | Tensor, index: Tensor) -> Tensor:
     """The 64 bits of every element index under a stream's state, as int64."""
-    return splitmix64_tensor(index * _GOLDEN + state)
+    return splitmix64_tensor(plain(index) * _GOLDEN + state)
 
 
 def random_bits(seed: int | Tensor, key: int | Tensor, index: Tensor) -> Tensor:

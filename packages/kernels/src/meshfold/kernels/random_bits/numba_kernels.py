@@ -1,6 +1,5 @@
 """The numba twin of the hash: the same bits as the torch reference."""
 
-# mypy: allow-untyped-decorators, allow-untyped-defs, disable-error-code="import-untyped, import-not-found"
 from __future__ import annotations
 
 import numpy as np

@@ -89,7 +89,8 @@ class _Rotary(torch.autograd.Function):
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, dq: Tensor, dk: Tensor) -> Any:
-        return *_rotate(ctx.kernels, dq, dk, *ctx.saved_tensors, True), None, None
+        cos, sin = ctx.saved_tensors
+        return *_rotate(ctx.kernels, dq, dk, cos, sin, True), None, None
 
 
 def _rotate(

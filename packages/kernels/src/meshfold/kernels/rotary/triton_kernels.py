@@ -1,6 +1,5 @@
 """Rotary position embedding in Triton: a program turns all heads of one token, queries and keys alike."""
 
-# mypy: allow-untyped-decorators, allow-untyped-defs, disable-error-code="import-untyped, import-not-found"
 from __future__ import annotations
 
 import torch

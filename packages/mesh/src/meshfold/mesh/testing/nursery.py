@@ -25,7 +25,9 @@ from meshfold.mesh._bootstrap import die_with_parent
 
 _LINE = 65536
 # Not torch's own: some parts of it start threads or processes when imported. What ranks need of it, they import.
-_WORTH_PRELOADING = frozenset({"meshfold", "numpy", "einops", "numba", "transformers", "safetensors", "hypothesis"})
+_WORTH_PRELOADING = frozenset(
+    {"meshfold", "numpy", "einops", "numba", "transformers", "safetensors", "hypothesis"}
+)
 
 
 class Nursery:
@@ -58,7 +60,9 @@ class Nursery:
         names = [
             name
             for name, module in list(sys.modules.items())
-            if name.partition(".")[0] in _WORTH_PRELOADING and name not in self._preloaded and module is not None
+            if name.partition(".")[0] in _WORTH_PRELOADING
+            and name not in self._preloaded
+            and module is not None
         ]
         self._preloaded.update(names)
         if names:
@@ -149,7 +153,9 @@ def _answer(
         return pid
     if request["do"] == "preload":
         for name in request["modules"]:
-            with contextlib.suppress(Exception):  # it came about in another way there; ranks import it if they can
+            with contextlib.suppress(
+                Exception
+            ):  # it came about in another way there; ranks import it if they can
                 importlib.import_module(name)
         return None
     if request["do"] == "signal":

@@ -8,34 +8,25 @@ test sees what another left behind in the middle of a collective.
 from __future__ import annotations
 
 import atexit
-import functools
-import inspect
 import os
 import pickle
 import shutil
 import signal
 import socket
-import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable
 from contextlib import suppress
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
-from typing import Any, ParamSpec, TypeVar
+from typing import Any
 
-from meshfold.mesh.errors import LaunchError, MeshfoldError
-from meshfold.mesh.testing import rank as ranks_side
+from meshfold.mesh.errors import MeshfoldError
 from meshfold.mesh.testing.nursery import Nursery
 from meshfold.mesh.testing.rank import Answer, Call
 
-P = ParamSpec("P")
-R = TypeVar("R")
-
-DEFAULT_TIMEOUT_S = 120.0
 _START_TIMEOUT_S = 120.0
-_MOST_POOLS = 3  # an idle rank holds about 60 MB of its own
+_MOST_POOLS = 3  # the sizes that suites use; idle ranks share most of their memory with the nursery
 # Process groups that a rank may pile up before its pool is renewed; each costs about 5 descriptors and 3 threads.
 _MOST_GROUPS = 64
 _GRACE_S = 0.1  # after the first sign of failure, how long to listen for an earlier one
@@ -189,7 +180,7 @@ class Pool:
         return f"\n--- rank {rank} printed ---\n{text}\n" if text else ""
 
 
-class _Pools:
+class Pools:
     """The pools of this process, the least recently used given up first."""
 
     def __init__(self) -> None:
@@ -241,95 +232,5 @@ class _Pools:
             pool.close()
 
 
-_pools = _Pools()
-atexit.register(_pools.close)
-
-
-def close_pools() -> None:
-    """End all ranks now (it happens by itself at exit)."""
-    _pools.close()
-
-
-def run_on_ranks(
-    n: int, function: Callable[..., R], /, *args: Any, timeout_s: float = DEFAULT_TIMEOUT_S, **kwargs: Any
-) -> list[R]:
-    """Run a module-level function on every one of ``n`` gloo ranks on the CPU; what each returned, by rank.
-
-    Arguments and results travel by value (pickle). Every call begins with ``torch.manual_seed(0)``, float32 as
-    default dtype, gradients on and one thread. ``torch.distributed`` is initialised in the ranks, once per pool.
-
-    Raises:
-        LaunchError: for a function that cannot be found by name, or arguments that cannot be pickled.
-        RankFailure: with the traceback of the first rank that failed, or the stacks of those that did not answer.
-    """
-    __tracebackhide__ = True
-    if ranks_side.SERVING:
-        raise LaunchError(
-            "run_on_ranks was called on a rank of the pool, while it imported or ran your file: "
-            "in a script, put the call under if __name__ == '__main__'"
-        )
-    if not isinstance(n, int) or isinstance(n, bool) or n < 1:
-        raise LaunchError(f"run_on_ranks on {n!r} ranks: the number of ranks is a whole number from 1 up")
-    return _pools.run(n, _describe(function, args, kwargs), function.__qualname__, timeout_s)
-
-
-def ranks(
-    n: int, *, timeout_s: float = DEFAULT_TIMEOUT_S
-) -> Callable[[Callable[P, object]], Callable[P, None]]:
-    """Have the body of a pytest test run on every one of ``n`` gloo ranks; parametrize and picklable fixtures work.
-
-    >>> @ranks(4)
-    ... def test_sum() -> None: ...
-
-    The test passes when the body returns on every rank; what it returns is dropped.
-    """
-
-    def decorate(function: Callable[P, object]) -> Callable[P, None]:
-        ranks_side.BODIES[function.__module__, function.__qualname__] = function
-
-        @functools.wraps(function)
-        def test(*args: P.args, **kwargs: P.kwargs) -> None:
-            __tracebackhide__ = True
-            if ranks_side.SERVING:
-                function(*args, **kwargs)
-            else:
-                run_on_ranks(n, function, *args, timeout_s=timeout_s, **kwargs)
-
-        return test
-
-    return decorate
-
-
-def _describe(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
-    name = function.__qualname__
-    if "<" in name:
-        raise LaunchError(
-            f"{name} stands inside another function; the ranks import it by name: move it to module level"
-        )
-    file = inspect.getsourcefile(function)
-    if file is None:
-        raise LaunchError(f"{name} has no source file, so the ranks cannot import it: write it in one")
-    try:
-        arguments = pickle.dumps((args, kwargs))
-    except Exception as error:
-        raise LaunchError(
-            f"{_unpicklable(function, args, kwargs)} of {name} cannot be sent to the ranks: {error}"
-        ) from error
-    return Call(
-        file=os.path.abspath(file),
-        module=function.__module__,
-        qualname=name,
-        arguments=arguments,
-        search_path=[path or os.getcwd() for path in sys.path],
-        directory=os.getcwd(),
-    )
-
-
-def _unpicklable(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
-    named = dict(enumerate(args)) | kwargs
-    for name, value in named.items():
-        try:
-            pickle.dumps(value)
-        except Exception:
-            return f"the argument {name!r} ({type(value).__name__})"
-    return "an argument"
+POOLS = Pools()
+atexit.register(POOLS.close)

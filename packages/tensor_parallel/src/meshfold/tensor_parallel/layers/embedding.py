@@ -14,11 +14,11 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from meshfold.mesh import LayoutError, Mesh, Placement
-from meshfold.mesh.primitives import enter, take_block
+from meshfold.mesh.primitives import bind_enter, take_block
 from meshfold.tensor_parallel.layers.linear import adopt
 from meshfold.tensor_parallel.matmul import lead_shape
 from meshfold.tensor_parallel.modes import Mode, find_mode
-from meshfold.tensor_parallel.operands import enter_operand, leave_operand
+from meshfold.tensor_parallel.operands import bind_enter_operand, bind_leave_operand
 from meshfold.tensor_parallel.sizes import split_evenly, vocabulary_multiple
 
 
@@ -79,12 +79,14 @@ class Embedding(nn.Module):
             multiple={0: vocabulary_multiple(mode, mesh)},
         )
         self.weight = adopt(module.weight, place, mesh)
+        self._gather_table = bind_enter_operand(self.plan, mesh, "w")
+        self._leave = bind_leave_operand(self.plan, mesh)
 
     def forward(self, ids: Tensor) -> Tensor:
         """``..`` int64, whole on every rank -> ``.. h`` of the residual layout."""
         flat = take_block(ids.reshape(-1), self.mesh, 0, self.plan.x[self.plan.m])
         # The plan's w is [n, k], the table [k, n]: a transposed view keeps one rule for both.
-        table = enter_operand(self.weight.t(), self.plan, self.mesh, "w").t()
+        table = self._gather_table(self.weight.t()).t()
         rows = table.shape[0]
         first = self.mesh.index(*self.plan.compute[self.plan.k]) * rows
         local = flat - first
@@ -93,7 +95,7 @@ class Embedding(nn.Module):
         if padding is not None and not 0 <= padding < rows:
             padding = None
         found = F.embedding(torch.where(here, local, 0), table, padding)
-        y = leave_operand(found * here.unsqueeze(-1), self.plan, self.mesh)
+        y = self._leave(found * here.unsqueeze(-1))
         return y.view(*lead_shape(ids.shape, y.shape[0]), y.shape[-1])
 
     def extra_repr(self) -> str:
@@ -116,11 +118,12 @@ class PositionEmbedding(nn.Module):
         self.num_embeddings, self.embedding_dim = module.num_embeddings, module.embedding_dim
         place = Placement(shape=tuple(module.weight.shape), axes=((), residual["h"]))
         self.weight = adopt(module.weight, place, mesh)
+        self._enter = bind_enter(mesh, self.tokens)
         self._kind = type(module)
         self._settings = {k: v for k, v in vars(module).items() if not k.startswith("_") and k != "training"}
 
     def forward(self, *args: Any, **kwargs: Any) -> Tensor:
-        weight = enter(self.weight, self.mesh, self.tokens)
+        weight = self._enter(self.weight)
         if self._kind is nn.Embedding:
             (ids,) = args or tuple(kwargs.values())
             if self.ids_are_whole:

@@ -26,11 +26,11 @@ import torch
 from torch import Tensor, nn
 
 from meshfold.mesh import Layout, Mesh, ParameterMeta, Part, Placement, annotate, metadata
-from meshfold.mesh.primitives import collect, enter, take
+from meshfold.mesh.primitives import bind_collect, bind_enter, bind_take, identity
 from meshfold.tensor_parallel.algebra import MatmulPlan, plan
-from meshfold.tensor_parallel.matmul import lead_shape, matmul
+from meshfold.tensor_parallel.matmul import bind_matmul, lead_shape
 from meshfold.tensor_parallel.modes import Mode, find_mode
-from meshfold.tensor_parallel.operands import sum_repeated
+from meshfold.tensor_parallel.operands import bind_sum_repeated
 from meshfold.tensor_parallel.sizes import split_evenly, vocabulary_multiple
 
 Role = Literal["column", "row", "head", "tied_head", "stem"]
@@ -136,8 +136,14 @@ class Linear(nn.Module):
         else:
             y = self.plan.y[self.plan.n]
             self.bias = adopt(bias, Placement(shape=(self.out_features,), axes=(y,), parts=fused, multiple=multiple), mesh)
-        self._repeated = _repeated_spans(metadata(self.weight), out_dim, mesh)
-        self._tokens = self.plan.y[self.plan.m]
+        repeated = _repeated_spans(metadata(self.weight), out_dim, mesh)
+        self._sum_weight = bind_sum_repeated(mesh, out_dim, repeated)
+        self._sum_bias = bind_sum_repeated(mesh, 0, repeated)
+        tokens, outputs = self.plan.y[self.plan.m], self.plan.y[self.plan.n]
+        self._enter_bias = bind_enter(mesh, tokens)
+        self._take_rows = bind_take(mesh, 0, self.plan.x[self.plan.m]) if role == "stem" else identity
+        self._collect_rows, self._collect_columns = bind_collect(mesh, 0, tokens), bind_collect(mesh, 1, outputs)
+        self._multiply = bind_matmul(self.plan, mesh, lowering=lowering)
 
     def reset_parameters(self) -> None:
         """Fill with the distribution of nn.Linear, the bounds taken from the whole layer."""
@@ -154,32 +160,28 @@ class Linear(nn.Module):
     def use_entered_input(self) -> None:
         """From now on the input arrives gathered (and folded), and dx leaves as partial sums: see ``region.py``."""
         self.full_plan, self.plan = self.plan, self.plan.enter()
+        self._multiply = bind_matmul(self.plan, self.mesh)
 
     def forward(self, x: Tensor) -> Tensor:
-        weight, bias = self.weight, self.bias
-        out_dim = 0 if self.stored == "nk" else 1
-        if self._repeated:
-            weight = sum_repeated(weight, self.mesh, out_dim, self._repeated)
-            bias = sum_repeated(bias, self.mesh, 0, self._repeated) if bias is not None else None
-        if self.role == "stem":
-            x = take(x, self.mesh, 0, self.plan.x[self.plan.m])
+        weight = self._sum_weight(self.weight)
+        x = self._take_rows(x)
         lead = x.shape[:-1]
-        if self.plan.entered and self.folds > 1:
+        entered = self.plan.entered
+        if entered and self.folds > 1:
             x = unfold(x, self.folds)
-        y = matmul(x, weight if self.stored == "nk" else weight.t(), self.plan, self.mesh, lowering=self.lowering)
-        if self.plan.entered:
+        y = self._multiply(x, weight if self.stored == "nk" else weight.t())
+        if entered:
             y = y.view(*lead_shape(lead, y.numel() // y.shape[-1]), y.shape[-1])
-        if bias is not None:
-            y = y + enter(bias, self.mesh, self._tokens)
+        if self.bias is not None:
+            y = y + self._enter_bias(self._sum_bias(self.bias))
         if self.flat_output:
             y = y.reshape(-1, y.shape[-1])
         return self._whole(y) if self.gather_output else y
 
     def _whole(self, y: Tensor) -> Tensor:
         """The output on every rank, padding cut off: for logits that are looked at, not trained on."""
-        tokens, features = self.plan.y[self.plan.m], self.plan.y[self.plan.n]
         lead = y.shape[:-1]
-        y = collect(collect(y.reshape(-1, y.shape[-1]), self.mesh, 1, features), self.mesh, 0, tokens)
+        y = self._collect_rows(self._collect_columns(y.reshape(-1, y.shape[-1])))
         return y.view(*lead_shape(lead, y.shape[0]), y.shape[-1])[..., : self.out_features]
 
     def extra_repr(self) -> str:

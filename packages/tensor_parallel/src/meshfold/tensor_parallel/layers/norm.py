@@ -7,6 +7,7 @@ Weights lie like the hidden dim; their gradients are summed over the axes that s
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -14,7 +15,7 @@ from torch import Tensor, nn
 
 from meshfold import kernels
 from meshfold.mesh import Mesh, Placement, collectives
-from meshfold.mesh.primitives import enter
+from meshfold.mesh.primitives import bind_enter
 from meshfold.tensor_parallel.layers.linear import adopt
 from meshfold.tensor_parallel.modes import Mode, find_mode
 from meshfold.tensor_parallel.sizes import split_evenly
@@ -37,6 +38,12 @@ class _Norm(nn.Module):
         place = Placement(shape=(hidden,), axes=(self.columns,))
         for name, parameter in (("weight", weight), ("bias", bias)):
             self.register_parameter(name, None if parameter is None else adopt(parameter, place, mesh))
+        self._enter = bind_enter(mesh, self.tokens)
+        self._normalise = self._bind()
+
+    def _bind(self) -> Callable[..., Tensor]:
+        """The norm of rows as a function of x, weight (and bias)."""
+        raise NotImplementedError
 
     @classmethod
     def convert(cls, module: nn.Module, eps: float, mesh: Mesh, mode: Mode, *, whole_tokens: bool = False) -> Any:
@@ -54,7 +61,7 @@ class _Norm(nn.Module):
         return made
 
     def _entered(self, parameter: nn.Parameter | None) -> Tensor | None:
-        return None if parameter is None else enter(parameter, self.mesh, self.tokens)
+        return None if parameter is None else self._enter(parameter)
 
     def extra_repr(self) -> str:
         return f"{self.hidden}, eps={self.eps}, mode={self.mode.name}"
@@ -67,11 +74,12 @@ class RMSNorm(_Norm):
         super().__init__()
         self._take_over(hidden, eps, torch.ones(hidden), None, mesh, find_mode(mode), whole_tokens=False)
 
+    def _bind(self) -> Callable[..., Tensor]:
+        key = ("rms_norm", self.columns, self.hidden, self.eps)
+        return self.mesh.once(key, lambda: bind_rms_norm(self.mesh, self.columns, self.hidden, self.eps))
+
     def forward(self, x: Tensor) -> Tensor:
-        weight = self._entered(self.weight)
-        if self.mesh.size(*self.columns) == 1:
-            return kernels.rms_norm(x, weight, self.eps)
-        return _SplitRMSNorm.apply(x, weight, self.eps, self.hidden, self.mesh, self.columns)  # type: ignore[no-any-return, no-untyped-call]
+        return self._normalise(x, self._entered(self.weight))
 
 
 class LayerNorm(_Norm):
@@ -82,65 +90,67 @@ class LayerNorm(_Norm):
         shift = torch.zeros(hidden) if bias else None
         self._take_over(hidden, eps, torch.ones(hidden), shift, mesh, find_mode(mode), whole_tokens=False)
 
+    def _bind(self) -> Callable[..., Tensor]:
+        key = ("layer_norm", self.columns, self.hidden, self.eps)
+        return self.mesh.once(key, lambda: bind_layer_norm(self.mesh, self.columns, self.hidden, self.eps))
+
     def forward(self, x: Tensor) -> Tensor:
-        weight, bias = self._entered(self.weight), self._entered(self.bias)
-        if self.mesh.size(*self.columns) == 1:
-            return kernels.layer_norm(x, weight, bias, self.eps)
-        return _SplitLayerNorm.apply(x, weight, bias, self.eps, self.hidden, self.mesh, self.columns)  # type: ignore[no-any-return, no-untyped-call]
+        return self._normalise(x, self._entered(self.weight), self._entered(self.bias))
 
 
-class _SplitRMSNorm(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any, x: Tensor, weight: Tensor | None, eps: float, hidden: int, mesh: Mesh, columns: tuple[str, ...]
-    ) -> Tensor:
-        squares = collectives.all_reduce(kernels.rms_norm_stats(x), mesh.group(*columns))
-        rstd = torch.rsqrt(squares / hidden + eps)
-        ctx.save_for_backward(x, weight, rstd)
-        ctx.hidden, ctx.mesh, ctx.columns = hidden, mesh, columns
-        return kernels.rms_norm_apply(x, weight, rstd)
+def bind_rms_norm(mesh: Mesh, columns: tuple[str, ...], hidden: int, eps: float) -> Callable[..., Tensor]:
+    """RMSNorm of rows whose columns are split over axes, as a function of ``x [.., h]`` and ``weight [h]`` or None."""
+    if mesh.size(*columns) == 1:
+        return lambda x, weight: kernels.rms_norm(x, weight, eps)
+    mesh.prepare(*columns)
 
-    @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> Any:
-        x, weight, rstd = ctx.saved_tensors
-        local = kernels.rms_norm_backward_stats(dy, x, weight, rstd)
-        sums = collectives.all_reduce(local, ctx.mesh.group(*ctx.columns))
-        dx, dweight = kernels.rms_norm_backward_apply(dy, x, weight, rstd, sums, ctx.hidden)
-        return dx, None if dweight is None else dweight.to(weight.dtype), None, None, None, None
+    class SplitRMSNorm(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor, weight: Tensor | None) -> Tensor:
+            squares = collectives.all_reduce(kernels.rms_norm_stats(x), mesh.group(*columns))
+            rstd = torch.rsqrt(squares / hidden + eps)
+            ctx.save_for_backward(x, weight, rstd)
+            return kernels.rms_norm_apply(x, weight, rstd)
+
+        @staticmethod
+        def backward(ctx: Any, dy: Tensor) -> Any:
+            x, weight, rstd = ctx.saved_tensors
+            sums = collectives.all_reduce(kernels.rms_norm_backward_stats(dy, x, weight, rstd), mesh.group(*columns))
+            dx, dweight = kernels.rms_norm_backward_apply(dy, x, weight, rstd, sums, hidden)
+            return dx, None if weight is None else dweight.to(weight.dtype)
+
+    def normalise(x: Tensor, weight: Tensor | None) -> Tensor:
+        return SplitRMSNorm.apply(x, weight)  # type: ignore[no-any-return, no-untyped-call]
+
+    return normalise
 
 
-class _SplitLayerNorm(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any,
-        x: Tensor,
-        weight: Tensor | None,
-        bias: Tensor | None,
-        eps: float,
-        hidden: int,
-        mesh: Mesh,
-        columns: tuple[str, ...],
-    ) -> Tensor:
-        group = mesh.group(*columns)
-        mean = collectives.all_reduce(kernels.layer_norm_sum(x), group) / hidden
-        variance = collectives.all_reduce(kernels.layer_norm_centred_sum(x, mean), group) / hidden
-        rstd = torch.rsqrt(variance + eps)
-        ctx.save_for_backward(x, weight, mean, rstd)
-        ctx.bias_dtype = None if bias is None else bias.dtype
-        ctx.hidden, ctx.mesh, ctx.columns = hidden, mesh, columns
-        return kernels.layer_norm_apply(x, weight, bias, mean, rstd)
+def bind_layer_norm(mesh: Mesh, columns: tuple[str, ...], hidden: int, eps: float) -> Callable[..., Tensor]:
+    """LayerNorm of rows whose columns are split over axes: a function of ``x [.., h]``, weight and bias (``[h]`` or None)."""
+    if mesh.size(*columns) == 1:
+        return lambda x, weight, bias: kernels.layer_norm(x, weight, bias, eps)
+    mesh.prepare(*columns)
 
-    @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> Any:
-        x, weight, mean, rstd = ctx.saved_tensors
-        local = kernels.layer_norm_backward_stats(dy, x, weight, mean, rstd)
-        sums = collectives.all_reduce(local, ctx.mesh.group(*ctx.columns))
-        dx, dweight, dbias = kernels.layer_norm_backward_apply(
-            dy, x, weight, mean, rstd, sums, ctx.hidden, ctx.bias_dtype is not None
-        )
-        return (
-            dx,
-            None if dweight is None else dweight.to(weight.dtype),
-            None if dbias is None else dbias.to(ctx.bias_dtype),
-            None, None, None, None, None,
-        )  # fmt: skip
+    class SplitLayerNorm(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
+            group = mesh.group(*columns)
+            mean = collectives.all_reduce(kernels.layer_norm_sum(x), group) / hidden
+            variance = collectives.all_reduce(kernels.layer_norm_centred_sum(x, mean), group) / hidden
+            rstd = torch.rsqrt(variance + eps)
+            ctx.save_for_backward(x, weight, mean, rstd)
+            ctx.has_bias = bias is not None
+            return kernels.layer_norm_apply(x, weight, bias, mean, rstd)
+
+        @staticmethod
+        def backward(ctx: Any, dy: Tensor) -> Any:
+            x, weight, mean, rstd = ctx.saved_tensors
+            local = kernels.layer_norm_backward_stats(dy, x, weight, mean, rstd)
+            sums = collectives.all_reduce(local, mesh.group(*columns))
+            dx, dweight, dbias = kernels.layer_norm_backward_apply(dy, x, weight, mean, rstd, sums, hidden, ctx.has_bias)
+            return dx, None if weight is None else dweight.to(weight.dtype), dbias.to(x.dtype) if ctx.has_bias else None
+
+    def normalise(x: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
+        return SplitLayerNorm.apply(x, weight, bias)  # type: ignore[no-any-return, no-untyped-call]
+
+    return normalise

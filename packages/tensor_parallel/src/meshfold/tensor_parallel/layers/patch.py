@@ -5,9 +5,9 @@ from __future__ import annotations
 from torch import Tensor, nn
 
 from meshfold.mesh import LayoutError, Mesh, Placement
-from meshfold.mesh.primitives import enter, take
+from meshfold.mesh.primitives import bind_enter, bind_take
 from meshfold.tensor_parallel.layers.linear import adopt, stem_plan
-from meshfold.tensor_parallel.matmul import matmul
+from meshfold.tensor_parallel.matmul import bind_matmul
 from meshfold.tensor_parallel.modes import Mode
 from meshfold.tensor_parallel.sizes import split_evenly
 
@@ -37,7 +37,8 @@ class PatchEmbedding(nn.Module):
         made.mesh, made.mode, made.plan, made.patch = mesh, mode, stem_plan(mode), module.kernel_size
         residual = mode.layout("residual")
         split_evenly(module.out_channels, residual["h"], mesh, f"out_channels={module.out_channels}")
-        made.tokens = residual["m"]
+        made._take_rows, made._enter_bias = bind_take(mesh, 0, residual["m"]), bind_enter(mesh, residual["m"])
+        made._multiply = bind_matmul(made.plan, mesh)
         made.weight = _block(module.weight, residual["h"], mesh)
         if module.bias is None:
             made.register_parameter("bias", None)
@@ -50,10 +51,10 @@ class PatchEmbedding(nn.Module):
         b, c, height, width = images.shape
         p, q = self.patch
         patches = images.view(b, c, height // p, p, width // q, q).permute(0, 2, 4, 1, 3, 5).reshape(b, -1, c * p * q)
-        mine = take(patches, self.mesh, 0, self.tokens)
-        y = matmul(mine, self.weight.flatten(1), self.plan, self.mesh)
+        mine = self._take_rows(patches)
+        y = self._multiply(mine, self.weight.flatten(1))
         if self.bias is not None:
-            y = y + enter(self.bias, self.mesh, self.tokens)
+            y = y + self._enter_bias(self.bias)
         return y.transpose(1, 2).reshape(mine.shape[0], -1, height // p, width // q)
 
     def extra_repr(self) -> str:

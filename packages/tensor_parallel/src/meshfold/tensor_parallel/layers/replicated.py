@@ -11,7 +11,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from meshfold.mesh import Mesh, ParameterMeta, Placement, annotate
-from meshfold.mesh.primitives import collect, take
+from meshfold.mesh.primitives import bind_collect, bind_take
 from meshfold.tensor_parallel.modes import Mode
 
 
@@ -30,10 +30,13 @@ def replicate(module: nn.Module, mesh: Mesh, mode: Mode, *, flat: bool) -> None:
         shape = tuple(parameter.shape)
         annotate(parameter, ParameterMeta(mesh=mesh, placement=Placement(shape=shape, axes=((),) * len(shape))))
 
+    collect_rows, collect_columns = bind_collect(mesh, 0, tokens), bind_collect(mesh, -1, columns)
+    take_rows, take_columns = bind_take(mesh, 0, tokens), bind_take(mesh, -1, columns)
+
     def join(_: nn.Module, args: tuple[Any, ...]) -> Any:
         if not args or not isinstance(args[0], Tensor) or not args[0].is_floating_point():
             return args
-        return (collect(collect(args[0], mesh, -1, columns), mesh, 0, tokens), *args[1:])
+        return (collect_rows(collect_columns(args[0])), *args[1:])
 
     def split(_: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
         if isinstance(output, tuple):
@@ -43,7 +46,7 @@ def replicate(module: nn.Module, mesh: Mesh, mode: Mode, *, flat: bool) -> None:
     def split_one(x: Any) -> Any:
         if not isinstance(x, Tensor) or not x.is_floating_point():
             return x
-        return take(take(x, mesh, -1, columns), mesh, 0, tokens)
+        return take_rows(take_columns(x))
 
     module.register_forward_pre_hook(join)
     module.register_forward_hook(split)

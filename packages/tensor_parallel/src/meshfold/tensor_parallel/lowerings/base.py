@@ -21,6 +21,10 @@ class Lowering(Protocol):
         """Why the plan cannot be carried out this way; empty if it can."""
         ...
 
+    def prepare(self, plan: MatmulPlan, mesh: Mesh) -> None:
+        """Make the process groups it needs beside the plan's own, if processes are running."""
+        ...
+
     def forward(
         self, plan: MatmulPlan, mesh: Mesh, x: Tensor, w: Tensor, keep: frozenset[str]
     ) -> tuple[Tensor, Tensor | None, Tensor | None]:

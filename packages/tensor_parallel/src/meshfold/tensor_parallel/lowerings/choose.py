@@ -9,8 +9,9 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from dataclasses import dataclass, field, replace
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
@@ -158,6 +159,12 @@ class Auto:
         """Applies to every plan."""
         return ""
 
+    def prepare(self, plan: MatmulPlan, mesh: Mesh) -> None:
+        """Make the groups of every lowering that it may choose."""
+        for way in WAYS.values():
+            if not way.refuses(plan):
+                way.prepare(plan, mesh)
+
     def forward(
         self, plan: MatmulPlan, mesh: Mesh, x: Tensor, w: Tensor, keep: frozenset[str]
     ) -> tuple[Tensor, Tensor | None, Tensor | None]:
@@ -191,14 +198,35 @@ class Auto:
 
 
 def _way(plan: MatmulPlan, mesh: Mesh, x: Tensor, w: Tensor) -> Lowering:
-    layouts = (str(plan.x), str(plan.w), str(plan.y), plan.entered)
-    known = (layouts, tuple(mesh.axes.items()), x.shape[0], x.shape[1], w.shape[0], x.element_size())
-    if known not in _chosen:
-        sizes = {dim: n * mesh.size(*plan.compute[dim]) for dim, n in brick(plan, mesh, x, w).items()}
-        _chosen[known] = choose(plan, sizes, mesh, x.element_size())
-    return WAYS[_chosen[known]]
+    layouts = str(plan.x), str(plan.w), str(plan.y)
+    return WAYS[
+        _decide(layouts, plan.entered, tuple(mesh.axes.items()), tuple(x.shape), w.shape[0], x.element_size())
+    ]
 
 
-_chosen: dict[
-    tuple[object, ...], str
-] = {}  # layers ask at every call; everything the choice depends on is in the key
+@lru_cache(maxsize=4096)
+def _known(
+    layouts: tuple[str, str, str],
+    entered: bool,
+    axes: tuple[tuple[str, int], ...],
+    x: tuple[int, ...],
+    n: int,
+    itemsize: int,
+) -> str:
+    """The choice for local blocks, ``x`` being the shape of x and ``n`` the rows of w: layers ask at every call."""
+    from meshfold.tensor_parallel.algebra import plan as parse
+
+    found, mesh = replace(parse(*layouts), entered=entered), Mesh(dict(axes), rank=0)
+    local = brick(found, mesh, x, n)
+    return choose(
+        found, {dim: size * mesh.size(*found.compute[dim]) for dim, size in local.items()}, mesh, itemsize
+    )
+
+
+def _decide(*key: Any) -> str:
+    return _known(*key)
+
+
+# torch.compile takes the result for a constant instead of tracing how it was found (what
+# torch.compiler.assume_constant_result does, without importing the compiler).
+_decide._dynamo_marked_constant = True  # type: ignore[attr-defined]

@@ -18,7 +18,6 @@ from torch import Tensor
 
 from meshfold.mesh import Mesh, Pending, collectives
 from meshfold.tensor_parallel.cost import Cost, CostBuilder
-from meshfold.tensor_parallel.lowerings.pieces import tensor_dim
 
 if TYPE_CHECKING:
     from meshfold.tensor_parallel.algebra import MatmulPlan, Operand, Phase
@@ -30,6 +29,9 @@ class Gather:
     def refuses(self, plan: MatmulPlan) -> str:
         """Applies to every plan."""
         return ""
+
+    def prepare(self, plan: MatmulPlan, mesh: Mesh) -> None:
+        """The plan's own process groups are enough."""
 
     def forward(
         self, plan: MatmulPlan, mesh: Mesh, x: Tensor, w: Tensor, keep: frozenset[str]
@@ -108,20 +110,16 @@ class Gather:
 def start_gather(plan: MatmulPlan, mesh: Mesh, operand: Operand, tensor: Tensor) -> Pending:
     """All-gather an operand over its extras, the minor axis first; only the last collective is left in flight."""
     pending = Pending(tensor, None)
-    for dim, axis in reversed(plan.extras(operand)):
-        pending = collectives.all_gather(
-            pending.wait(), mesh.group(axis), tensor_dim(plan, operand, dim), async_op=True
-        )
+    for dim, axis in reversed(plan.steps(operand)):
+        pending = collectives.all_gather(pending.wait(), mesh.group(axis), dim, async_op=True)
     return pending
 
 
 def start_scatter(plan: MatmulPlan, mesh: Mesh, operand: Operand, partial: Tensor) -> Pending:
     """Reduce-scatter partial sums over the operand's extras, the major axis first; only the last is left in flight."""
     pending = Pending(partial, None)
-    for dim, axis in plan.extras(operand):
-        pending = collectives.reduce_scatter(
-            pending.wait(), mesh.group(axis), tensor_dim(plan, operand, dim), async_op=True
-        )
+    for dim, axis in plan.steps(operand):
+        pending = collectives.reduce_scatter(pending.wait(), mesh.group(axis), dim, async_op=True)
     return pending
 
 
@@ -137,5 +135,7 @@ def start_leave(plan: MatmulPlan, mesh: Mesh, operand: Operand, partial: Tensor)
     return start_sum(plan, mesh, operand, start_scatter(plan, mesh, operand, partial))
 
 
-def _kept_or_gather(plan: MatmulPlan, mesh: Mesh, operand: Operand, shard: Tensor, whole: Tensor | None) -> Pending:
+def _kept_or_gather(
+    plan: MatmulPlan, mesh: Mesh, operand: Operand, shard: Tensor, whole: Tensor | None
+) -> Pending:
     return Pending(whole, None) if whole is not None else start_gather(plan, mesh, operand, shard)

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from meshfold.mesh import Group, Mesh
+from meshfold.mesh import Mesh
 
 if TYPE_CHECKING:
     from meshfold.tensor_parallel.algebra import MatmulPlan, Operand
@@ -46,49 +46,44 @@ def split_dims(plan: MatmulPlan, mesh: Mesh, operand: Operand) -> set[str]:
     return {dim for dim, axis in plan.extras(operand) if mesh.size(axis) > 1}
 
 
-def brick(plan: MatmulPlan, mesh: Mesh, x: Tensor, w: Tensor) -> dict[str, int]:
-    """Elements of m, k and n that this rank multiplies, from ``x [m, k]`` and ``w [n, k]`` at rest."""
+def brick(plan: MatmulPlan, mesh: Mesh, x: Sequence[int], n: int) -> dict[str, int]:
+    """Elements of m, k and n that this rank multiplies, from the shape of ``x [m, k]`` and the n of w at rest."""
 
     def times(operand: Operand, dim: str) -> int:
         return mesh.size(*(axis for d, axis in plan.extras(operand) if d == dim))
 
     return {
-        plan.m: x.shape[0] * times("x", plan.m),
-        plan.k: x.shape[1] * times("x", plan.k),
-        plan.n: w.shape[0] * times("w", plan.n),
+        plan.m: x[0] * times("x", plan.m),
+        plan.k: x[1] * times("x", plan.k),
+        plan.n: n * times("w", plan.n),
     }
-
-
-def block_numbers(mesh: Mesh, axes: tuple[str, ...], group: Group) -> tuple[int, ...]:
-    """Which block each rank of a group holds, in the group's order, of what is split over ``axes``, major first.
-
-    The order of a group is that of the mesh, the order of a layout is its own.
-    """
-    if len(axes) == 1:
-        return tuple(range(group.size))
-    return tuple(mesh.index(*axes, rank=rank) for rank in group.ranks)
 
 
 class Sum:
     """A sum of matrix products. Half precision is summed in float32, so that pieces round no more than one product."""
 
-    def __init__(self, like: Tensor, rows: int, columns: int) -> None:
-        self._dtype = like.dtype
-        self._wide = torch.float32 if like.dtype in (torch.float16, torch.bfloat16) else like.dtype
-        self._total = like.new_empty((rows, columns), dtype=self._wide)
-        self._empty = True
+    def __init__(self, dtype: torch.dtype) -> None:
+        """``dtype``: of the terms and of the result."""
+        self._dtype = dtype
+        self._wide = torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
+        self._total: Tensor | None = None
 
     def add(self, a: Tensor, b: Tensor) -> None:
         """Add ``a @ b``."""
-        beta = 0 if self._empty else 1
-        self._empty = False
-        if self._wide == self._dtype:
-            self._total.addmm_(a, b, beta=beta)
-        elif a.is_cuda:
-            self._total = torch.addmm(self._total, a, b, beta=beta, out_dtype=self._wide)
+        half = self._wide != self._dtype
+        if half and not a.is_cuda:  # where only CUDA multiplies half precision to float32
+            a, b, half = a.to(self._wide), b.to(self._wide), False
+        if self._total is None:
+            self._total = torch.mm(a, b, out_dtype=self._wide) if half else a @ b
+        elif not half:
+            self._total.addmm_(a, b)
+        elif torch.compiler.is_compiling():  # which knows out_dtype for mm alone
+            self._total = self._total + torch.mm(a, b, out_dtype=self._wide)
         else:
-            self._total.addmm_(a.to(self._wide), b.to(self._wide), beta=beta)
+            self._total = torch.addmm(self._total, a, b, out_dtype=self._wide)
 
     def done(self) -> Tensor:
-        """The sum, in the dtype of its terms."""
+        """The sum, in the dtype of its terms; there is at least one."""
+        if self._total is None:
+            raise ValueError("a sum of no products")
         return self._total.to(self._dtype)

@@ -20,7 +20,6 @@ make one ring. The bytes are those of the gather lowering.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
@@ -33,7 +32,6 @@ from meshfold.tensor_parallel.lowerings.gather import start_gather, start_leave,
 from meshfold.tensor_parallel.lowerings.pieces import (
     INPUTS,
     Sum,
-    block_numbers,
     brick,
     factors,
     split_axes,
@@ -58,10 +56,16 @@ class Ring:
             return ""
         return "x, w and y are used as they lie at rest, so nothing can be passed round a ring"
 
+    def prepare(self, plan: MatmulPlan, mesh: Mesh) -> None:
+        """A ring runs over all axes of an operand at once."""
+        operands: tuple[Operand, ...] = ("x", "w", "y")
+        for operand in operands:
+            mesh.prepare(*split_axes(plan, mesh, operand))
+
     def forward(
         self, plan: MatmulPlan, mesh: Mesh, x: Tensor, w: Tensor, keep: frozenset[str]
     ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-        product = _Product(plan, mesh, "y", brick(plan, mesh, x, w), arrived=frozenset())
+        product = _Product(plan, mesh, "y", brick(plan, mesh, x.shape, w.shape[0]), arrived=frozenset())
         coming = product.start({"x": x, "w": w}, {})
         y, whole = product.run(coming, keep)
         return y.wait(), whole["x"] if "x" in keep else None, whole["w"] if "w" in keep else None
@@ -78,7 +82,7 @@ class Ring:
         kept: tuple[Tensor | None, Tensor | None],
     ) -> tuple[Tensor | None, Tensor | None]:
         want_dx, want_dw = wants
-        sizes = brick(plan, mesh, x, w)
+        sizes = brick(plan, mesh, x.shape, w.shape[0])
         both: dict[Operand, Tensor | None] = {"x": kept[0], "w": kept[1]}
         whole: _Whole = {operand: tensor for operand, tensor in both.items() if tensor is not None}
         shards: _Whole = {"x": x, "w": w, "y": dy}
@@ -157,8 +161,8 @@ class _Product:
 
     def at_rest(self, operand: Operand) -> int:
         """Elements of an operand's local block at rest."""
-        whole = math.prod(self.sizes[dim] for dim in getattr(self.plan, operand))
-        return whole // self.mesh.size(*split_axes(self.plan, self.mesh, operand))
+        a, b = stored_dims(self.plan, operand)
+        return self.sizes[a] * self.sizes[b] // self.mesh.size(*split_axes(self.plan, self.mesh, operand))
 
     def start(
         self, shards: Mapping[Operand, Tensor], whole: Mapping[Operand, Tensor]
@@ -194,15 +198,13 @@ class _Product:
         plan, mesh = self.plan, self.mesh
         axes = split_axes(plan, mesh, ring)
         group = mesh.group(*axes)
-        numbers = block_numbers(mesh, axes, group)
+        numbers = mesh.numbers(*axes)
         (dim,) = split_dims(plan, mesh, ring)
         (other,) = (operand for operand in INPUTS[self.out] if operand != ring)
-        layout = getattr(plan, self.out)
-        summed = dim not in layout
         block, length = coming[ring].wait(), self.sizes[dim] // group.size
-        rows, columns = (self.sizes[d] for d in stored_dims(plan, self.out))
-        total = Sum(block, rows, columns) if summed else None
-        out = block.new_empty((rows, columns)) if total is None else None
+        summed = dim not in getattr(plan, self.out)
+        total = Sum(block.dtype)
+        out = block.new_empty([0] if summed else [self.sizes[d] for d in stored_dims(plan, self.out)])
         blocks: dict[int, Tensor] = {}
         whole: Tensor | None = None
         for step in range(group.size):
@@ -212,10 +214,10 @@ class _Product:
                 whole = coming[other].wait()
             if keep:
                 blocks[number] = block
-            if total is not None:
+            if summed:
                 piece = whole.narrow(tensor_dim(plan, other, dim), number * length, length)
                 total.add(*factors(self.out, {ring: block, other: piece}))
-            elif out is not None:
+            else:
                 a, b = factors(self.out, {ring: block, other: whole})
                 out.narrow(tensor_dim(plan, self.out, dim), number * length, length).addmm_(a, b, beta=0)
             if travelling is not None:
@@ -225,14 +227,14 @@ class _Product:
             found[ring] = torch.cat(
                 [blocks[number] for number in sorted(blocks)], tensor_dim(plan, ring, dim)
             )
-        return (total.done() if total is not None else out), found  # type: ignore[return-value]
+        return total.done() if summed else out, found
 
     def _scattered(self, inputs: Mapping[Operand, Tensor]) -> Tensor:
         """The product reduce-scattered over the output's extras: parts are computed, passed on and added to."""
         plan, mesh = self.plan, self.mesh
         axes = split_axes(plan, mesh, self.out)
         group = mesh.group(*axes)
-        numbers = block_numbers(mesh, axes, group)
+        numbers = mesh.numbers(*axes)
         (dim,) = split_dims(plan, mesh, self.out)
         (cut,) = (operand for operand in inputs if dim in getattr(plan, operand))
         length = self.sizes[dim] // group.size

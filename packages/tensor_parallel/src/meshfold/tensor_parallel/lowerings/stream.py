@@ -31,7 +31,7 @@ from torch import Tensor
 from meshfold.mesh import LayoutError, Mesh, Pending, collectives
 from meshfold.tensor_parallel.cost import Cost, CostBuilder
 from meshfold.tensor_parallel.lowerings.gather import start_gather, start_leave, start_scatter, start_sum
-from meshfold.tensor_parallel.lowerings.pieces import Sum, block_numbers, factors, split_axes
+from meshfold.tensor_parallel.lowerings.pieces import Sum, factors, split_axes
 
 if TYPE_CHECKING:
     from meshfold.tensor_parallel.algebra import MatmulPlan, Operand, Phase
@@ -105,12 +105,17 @@ class Stream:
                 return f"{operand} is gathered along {dim}, and panels are streamed along {plan.k} only"
         return "" if extras else "neither x nor w is gathered, so there is nothing to stream"
 
+    def prepare(self, plan: MatmulPlan, mesh: Mesh) -> None:
+        """A broadcast runs over all axes of an operand at once."""
+        mesh.prepare(*split_axes(plan, mesh, "x"))
+        mesh.prepare(*split_axes(plan, mesh, "w"))
+
     def forward(
         self, plan: MatmulPlan, mesh: Mesh, x: Tensor, w: Tensor, keep: frozenset[str]
     ) -> tuple[Tensor, Tensor | None, Tensor | None]:
         panels = Panels.of(plan, mesh, x.shape[1], w.shape[1])
         sources: dict[Operand, tuple[int, ...]] = {
-            operand: block_numbers(mesh, axes, mesh.group(*axes)) for operand, axes in panels.axes.items()
+            operand: mesh.numbers(*axes) for operand, axes in panels.axes.items()
         }
 
         def fetch(operand: Operand, block: Tensor, number: int) -> Pending:
@@ -122,7 +127,7 @@ class Stream:
 
         coming = fetch("x", x, 0), fetch("w", w, 0)
         kept: dict[str, list[Tensor]] = {operand: [] for operand in keep}
-        total = Sum(x, x.shape[0], w.shape[0])
+        total = Sum(x.dtype)
         for number in range(panels.count):
             x_panel, w_panel = coming[0].wait(), coming[1].wait()
             if number + 1 < panels.count:

@@ -1,0 +1,118 @@
+"""What every benchmark does: describe the machine, time contestants interleaved, write JSON, make table and plot from it."""
+
+from __future__ import annotations
+
+import json
+import platform
+import statistics
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+
+@dataclass
+class Contestant:
+    """One way to do the work.
+
+    Attributes:
+        name: what the table calls it.
+        step: does the work once.
+        note: why it could not run, or what is special about it.
+        peak_bytes: largest memory it used beyond what was there before it, where measured.
+        error: relative error of its result against the reference.
+    """
+
+    name: str
+    step: Callable[[], Any] | None = None
+    note: str = ""
+    peak_bytes: int = 0
+    error: float = float("nan")
+
+
+def machine() -> dict[str, Any]:
+    """What the numbers were measured on: no names of hosts, only kinds of parts and versions."""
+    import os
+
+    found: dict[str, Any] = {
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "cpu_cores": os.cpu_count(),
+        "gpus": torch.cuda.device_count(),
+    }
+    if torch.cuda.is_available():
+        found["gpu"] = torch.cuda.get_device_name(0)
+        found["cuda"] = torch.version.cuda
+        found["nccl"] = ".".join(map(str, torch.cuda.nccl.version()))
+    try:
+        import triton
+
+        found["triton"] = triton.__version__
+    except ImportError:
+        found["triton"] = None
+    return found
+
+
+def synchronize() -> None:
+    """Wait for the GPU, where there is one."""
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+
+
+def milliseconds(step: Callable[[], Any], repeats: int) -> float:
+    """Mean time of a few steps in a row, by events on the GPU, by the clock on the CPU."""
+    if not torch.cuda.is_available():
+        import time
+
+        start = time.perf_counter()
+        for _ in range(repeats):
+            step()
+        return (time.perf_counter() - start) * 1e3 / repeats
+    begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    torch.cuda.synchronize()
+    begin.record()
+    for _ in range(repeats):
+        step()
+    end.record()
+    torch.cuda.synchronize()
+    return begin.elapsed_time(end) / repeats
+
+
+def interleave(
+    contestants: Sequence[Contestant], *, rounds: int, warm_up: int, repeats: int, between: Callable[[], None]
+) -> dict[str, list[float]]:
+    """Rounds A B C A B C of all contestants that can run: milliseconds a step, by name.
+
+    Args:
+        between: called before each timing, so that all ranks start together.
+    """
+    running = [c for c in contestants if c.step is not None]
+    for contestant in running:
+        for _ in range(warm_up):
+            contestant.step()  # type: ignore[misc]
+        synchronize()
+    times: dict[str, list[float]] = {c.name: [] for c in running}
+    for _ in range(rounds):
+        for contestant in running:
+            between()
+            times[contestant.name].append(milliseconds(contestant.step, repeats))  # type: ignore[arg-type]
+    return times
+
+
+def median(values: Sequence[float]) -> float:
+    """The middle value."""
+    return statistics.median(values)
+
+
+def ratios(ours: Sequence[float], peer: Sequence[float]) -> tuple[float, float, float]:
+    """(median, lowest, highest) over rounds of peer's time by ours: above 1, ours is faster."""
+    paired = [p / o for o, p in zip(ours, peer, strict=True)]
+    return median(paired), min(paired), max(paired)
+
+
+def write(path: Path, result: Mapping[str, Any]) -> None:
+    """One JSON file, readable."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(result, indent=1, allow_nan=True) + "\n")

@@ -1,0 +1,157 @@
+"""From the user's model to this rank's sharded one, on its device and in its precision."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from meshfold.engine.precision import Masters, Precision, cast_rest
+from meshfold.engine.world import World
+from meshfold.mesh import LayoutError, SpecError, annotate, broadcast, metadata
+from meshfold.mesh.initialization import build_on_meta, materialize, retrace_initialization
+from meshfold.mesh.metadata import placed
+from meshfold.tensor_parallel import Report, parallelize
+
+
+@dataclass(frozen=True, kw_only=True)
+class Assembled:
+    """A model ready to train.
+
+    Attributes:
+        model: this rank's part.
+        parameters: those that are trained, by name, each tensor once.
+        masters: their true weights.
+        report: what tensor parallelism did; None if the model was left whole.
+        torch_dropout: whether dropout is torch's own, which draws from its random state.
+    """
+
+    model: nn.Module
+    parameters: dict[str, nn.Parameter]
+    masters: Masters
+    report: Report | None
+    torch_dropout: bool
+
+
+def assemble(
+    model: nn.Module | Callable[[], nn.Module],
+    world: World,
+    precision: Precision,
+    seed: int,
+    rules: Mapping[str, str] | None,
+) -> Assembled:
+    """Shard, initialise, place and cast.
+
+    A function's model is built without allocating it; then each rank fills its own blocks, from the seed alone. A
+    module is taken with rank 0's weights, whatever the others have, and then cut.
+
+    Raises:
+        SpecError: if ``model`` is neither, or its sizes do not fit the spec.
+    """
+    if isinstance(model, nn.Module):
+        built, tape = model, None
+        if any(p.is_meta for p in model.parameters()):
+            tape = retrace_initialization(model)
+        else:
+            _share(built, world)
+    elif callable(model):
+        built, tape = build_on_meta(lambda: _checked(model))
+    else:
+        raise SpecError(f"model={model!r}: an nn.Module, or a function without arguments that makes one")
+
+    dropout = has_dropout(built)
+    report = _shard(built, world, rules, dropout)
+    if tape is not None:
+        materialize(built, tape, seed=seed, device=world.device, placement_of=_coordinates)
+    _move(built, world.device)
+    for parameter in built.parameters():
+        annotate(parameter, replace(placed(parameter, world.mesh), sum_axes=world.outer_axes))
+    parameters = {name: p for name, p in built.named_parameters() if p.requires_grad}
+    cast_rest(built, precision, set(parameters.values()))
+    return Assembled(
+        model=built,
+        parameters=parameters,
+        masters=Masters(parameters.values(), precision),
+        report=report,
+        torch_dropout=dropout and report is None,
+    )
+
+
+def _checked(function: Callable[[], nn.Module]) -> nn.Module:
+    made = function()
+    if not isinstance(made, nn.Module):
+        raise SpecError(
+            f"model={function!r} made {type(made).__name__}: the function must return an nn.Module"
+        )
+    return made
+
+
+def has_dropout(model: nn.Module) -> bool:
+    """Whether anything in the model says that it drops: a module, or a probability in a module or a configuration."""
+    for module in model.modules():
+        if isinstance(module, nn.modules.dropout._DropoutNd) and module.p > 0:
+            return True
+        for place in (module, getattr(module, "config", None)):
+            found: dict[str, Any] = getattr(place, "__dict__", {})
+            if any(
+                "drop" in name and isinstance(value, float) and value > 0 for name, value in found.items()
+            ):
+                return True
+    return False
+
+
+def _shard(model: nn.Module, world: World, rules: Mapping[str, str] | None, dropout: bool) -> Report | None:
+    """Tensor parallelism, if the spec says so.
+
+    Without it a model is left as it is, save one that drops: as mode 1d on one rank it drops the same elements as under
+    every other spec. What mode 1d cannot place keeps torch's dropout.
+    """
+    tensor = world.spec.tensor
+    if tensor is not None:
+        lowering = tensor.overlap if tensor.overlap not in (None, "auto") else "gather"
+        try:
+            return parallelize(model, world.mesh, world.mode, rules=rules, lowering=lowering)  # type: ignore[arg-type]
+        except LayoutError as error:
+            raise SpecError(f"{world.spec.written or world.spec}: {error}") from error
+    if dropout:
+        try:
+            return parallelize(model, world.mesh, "1d", rules=rules)
+        except LayoutError:
+            return None
+    return None
+
+
+def _coordinates(name: str, tensor: Tensor) -> list[Tensor] | None:
+    meta = metadata(tensor)
+    if meta is None:
+        return None
+    return [meta.placement.coordinates(meta.mesh, dim) for dim in range(len(meta.placement.shape))]
+
+
+@torch.no_grad()
+def _share(model: nn.Module, world: World) -> None:
+    """Rank 0's weights and buffers for all, a tensor at a time."""
+    if world.mesh.world_size == 1:
+        return
+    seen: set[Tensor] = set()
+    for tensor in (*model.parameters(), *model.buffers()):
+        if tensor not in seen:
+            seen.add(tensor)
+            tensor.copy_(broadcast(tensor.detach().to(world.device), world.everyone, 0))
+
+
+def _move(model: nn.Module, device: torch.device) -> None:
+    """To the device, each parameter staying the same object with what it carries."""
+    for module in model.modules():
+        for parameter in module._parameters.values():
+            if parameter is not None:
+                parameter.data = parameter.data.to(device)
+        for name, buffer in module._buffers.items():
+            if buffer is not None:
+                meta = metadata(buffer)
+                moved = module._buffers[name] = buffer.to(device)
+                if meta is not None:
+                    annotate(moved, meta)

@@ -1,0 +1,91 @@
+"""The command ``meshfold``: one file a command, imported when it is called for.
+
+A command's module has ``configure(parser)`` and ``run(arguments) -> int``, and imports torch in ``run`` at the
+earliest, so that help is there at once. Whatever fails in a way that a person can mend ends in one sentence on
+standard error and a code that is not 0.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import os
+import sys
+from collections.abc import Sequence
+from typing import NoReturn
+
+from meshfold.engine.cli.failure import Failure, sentence_of
+
+COMMANDS = {
+    "demo": "train a small GPT on 8 local processes and see what happens",
+    "train": "train a GPT, a Llama-like model or a Hugging Face causal LM on text or token ids",
+    "run": "start a script on local ranks; the first failing rank's traceback is what you see",
+    "plan": "bytes a rank holds and moves for a spec and a model, without a GPU",
+    "reproduce": "run a paper's experiment: table, plot, verdict",
+    "bench": "measure side by side with peers",
+    "doctor": "what is installed, and what works on this machine",
+}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run ``meshfold ARGV...``; returns the exit code."""
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    name = arguments[0] if arguments else "--help"
+    if name in ("-h", "--help", "help"):
+        print(_overview())
+        return 0
+    if name in ("-V", "--version"):
+        from importlib.metadata import version
+
+        print(f"meshfold {version('meshfold')}")
+        return 0
+    if name not in COMMANDS:
+        return _fail("meshfold", Failure(f"there is no command {name!r}.{_nearest(name)} Commands: {', '.join(COMMANDS)}"))
+    command = importlib.import_module(f"meshfold.engine.cli.{name}")
+    parser = Parser(prog=f"meshfold {name}", description=command.__doc__, formatter_class=Formatter)
+    command.configure(parser)
+    try:
+        return int(command.run(parser.parse_args(arguments[1:], argparse.Namespace(argv=arguments[1:]))))
+    except KeyboardInterrupt:
+        return _fail(parser.prog, Failure("interrupted", code=130))
+    except BrokenPipeError:  # whoever read our output has gone, as `| head` does
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 141
+    except Exception as error:
+        failure = sentence_of(error)
+        if failure is None:
+            raise  # ours to mend: show where it is
+        return _fail(parser.prog, failure)
+
+
+class Parser(argparse.ArgumentParser):
+    """Says what is wrong in one sentence, without the whole usage before it."""
+
+    def error(self, message: str) -> NoReturn:
+        """Print the sentence and exit with 2."""
+        self.exit(2, f"{self.prog}: {message}. See {self.prog} --help\n")
+
+
+class Formatter(argparse.RawDescriptionHelpFormatter):
+    """Keeps the paragraphs of a description as they are."""
+
+    def __init__(self, prog: str) -> None:
+        super().__init__(prog, max_help_position=28, width=100)
+
+
+def _overview() -> str:
+    width = max(map(len, COMMANDS))
+    rows = "\n".join(f"  {name:<{width}}  {text}" for name, text in COMMANDS.items())
+    return f"usage: meshfold COMMAND ...\n\ncommands:\n{rows}\n\n'meshfold COMMAND --help' tells what it takes."
+
+
+def _nearest(name: str) -> str:
+    import difflib
+
+    found = difflib.get_close_matches(name, COMMANDS, n=1)
+    return f" Did you mean {found[0]!r}?" if found else ""
+
+
+def _fail(prog: str, failure: Failure) -> int:
+    print(f"{prog}: {failure}", file=sys.stderr)
+    return failure.code

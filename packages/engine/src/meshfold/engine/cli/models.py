@@ -1,0 +1,74 @@
+"""Arguments that say which model and which spec; shared by the commands that need one."""
+
+from __future__ import annotations
+
+import argparse
+import ast
+from typing import Any
+
+from meshfold.engine.cli.failure import Failure
+
+
+def add_model(parser: argparse.ArgumentParser) -> None:
+    """``--model``, ``--hf`` and ``--set``."""
+    which = parser.add_mutually_exclusive_group()
+    which.add_argument("--model", metavar="NAME", help="one of our own: gpt-tiny, llama-small, gpt2, ... (default: gpt-tiny)")
+    which.add_argument(
+        "--hf", metavar="FOLDER", help="a local folder of a Hugging Face causal LM: config.json, and weights or none"
+    )
+    parser.add_argument(
+        "--set", nargs="+", default=[], metavar="KEY=VALUE", dest="changes",
+        help="change the model of our own: layers=4 hidden=128 heads=4",
+    )  # fmt: skip
+
+
+def read_changes(words: list[str]) -> dict[str, Any]:
+    """The dict that ``--set`` stands for.
+
+    Raises:
+        Failure: for a word that is not ``key=value``.
+    """
+    found: dict[str, Any] = {}
+    for word in words:
+        key, equals, value = word.partition("=")
+        if not (equals and key and value):
+            raise Failure(f"--set {word!r}: write key=value, such as --set layers=4 hidden=128")
+        try:
+            found[key] = ast.literal_eval(value.capitalize() if value in ("true", "false", "none") else value)
+        except (SyntaxError, ValueError):
+            raise Failure(f"--set {word!r}: {value!r} is neither a number nor true or false") from None
+    return found
+
+
+def positive(text: str) -> int:
+    """An argument that is a whole number from 1 up."""
+    number = _whole(text)
+    if number < 1:
+        raise argparse.ArgumentTypeError(f"{text} is not a whole number from 1 up")
+    return number
+
+
+def natural(text: str) -> int:
+    """An argument that is a whole number from 0 up."""
+    number = _whole(text)
+    if number < 0:
+        raise argparse.ArgumentTypeError(f"{text} is not a whole number from 0 up")
+    return number
+
+
+def rate(text: str) -> float:
+    """An argument that is a number from 0 up."""
+    try:
+        number = float(text)
+    except ValueError:
+        number = -1.0
+    if not 0 <= number < float("inf"):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number from 0 up")
+    return number
+
+
+def _whole(text: str) -> int:
+    try:
+        return int(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number") from None

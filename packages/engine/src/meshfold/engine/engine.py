@@ -1,0 +1,303 @@
+"""The engine: a model, one line of spec, and a train step that can be read from top to bottom."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from meshfold.engine import batch as batches
+from meshfold.engine import persistence, settings
+from meshfold.engine.assemble import assemble
+from meshfold.engine.cut import cut
+from meshfold.engine.data_parallel import GradientReducer
+from meshfold.engine.errors import TrainingError
+from meshfold.engine.loader import ShardedLoader
+from meshfold.engine.metrics import StepMetrics
+from meshfold.engine.model_state import ModelState
+from meshfold.engine.optimizers import optimizer_factory, scheduler_of
+from meshfold.engine.precision import LossScaler, Precision
+from meshfold.engine.randomness import randomness
+from meshfold.engine.world import join
+from meshfold.mesh import ParallelSpec, SpecError, all_gather, all_reduce, clip_gradients, gradient_norm
+
+_DATA_PARALLEL: Mapping[str, object] = {}
+
+
+class Engine:
+    """Trains a model under a parallel spec.
+
+    >>> engine = Engine(model, parallel=dict(data=2, tensor=4), optimizer=dict(name="adamw", lr=3e-4))  # doctest: +SKIP
+    >>> loss = engine.train_step(batch)                                                                 # doctest: +SKIP
+
+    Attributes:
+        model: this rank's part of the model.
+        mesh: the ranks, by named axes.
+        spec: the checked spec.
+        report: what tensor parallelism did to each submodule; None if the model was left whole.
+        optimizer: over the true weights of this rank's blocks; None for evaluation only.
+        lr_scheduler: stepped after each optimizer step; None if none was given.
+        last: what the last ``train_step`` did; None before the first.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module | Callable[[], nn.Module],
+        parallel: Mapping[str, object] | ParallelSpec = _DATA_PARALLEL,
+        *,
+        optimizer: object = None,
+        precision: object = "fp32",
+        clip_grad_norm: float | None = None,
+        gradient_accumulation: int = 1,
+        loss_fn: Callable[[Any, Any], Tensor] | None = None,
+        lr_scheduler: Callable[[torch.optim.Optimizer], Any] | None = None,
+        seed: int = 0,
+        device: torch.device | str | None = None,
+        rules: Mapping[str, str] | None = None,
+    ) -> None:
+        """Args:
+            model: a module (rank 0's weights are used), or a function that builds one, which is then never
+                materialised whole and starts from the same weights under every spec.
+            parallel: the spec, as in ``dict(data=2, tensor=dict(mode="2d", size=4))``.
+            optimizer: ``dict(name="adamw", lr=...)``, or a class or function of the parameters. None: evaluation only.
+            precision: ``"fp32"``, ``"fp64"``, ``"bf16"``, ``"fp16"``, or ``dict(name="fp16", initial_scale=...)``.
+            clip_grad_norm: largest norm of the whole model's gradient.
+            gradient_accumulation: calls of ``train_step`` to one optimizer step.
+            loss_fn: ``loss_fn(output, batch)``, for models whose output has no loss: a mean over the batch's targets.
+            lr_scheduler: makes a torch scheduler of the optimizer.
+            seed: of initial weights, dropout and the order of data.
+            device: by default this rank's GPU, or the CPU.
+            rules: roles of submodules that tensor parallelism cannot tell by name and shape.
+
+        Raises:
+            SpecError: for every setting that is wrong, before anything starts.
+        """
+        self._precision = Precision.parse(precision)
+        make_optimizer = optimizer_factory(optimizer)
+        self._clip = None if clip_grad_norm is None else settings.positive("clip_grad_norm", clip_grad_norm)
+        self._accumulation = settings.count("gradient_accumulation", gradient_accumulation)
+        self._seed = settings.count("seed", seed, least=0)
+        if loss_fn is not None and not callable(loss_fn):
+            raise SpecError(f"loss_fn={loss_fn!r}: a function of the model's output and the batch")
+        if lr_scheduler is not None and make_optimizer is None:
+            raise SpecError(
+                "lr_scheduler without an optimizer: give Engine(..., optimizer=dict(name='adamw', lr=...))"
+            )
+        self._loss_fn = loss_fn
+
+        self._world = join(parallel, device)
+        self.spec, self.mesh, self.device = self._world.spec, self._world.mesh, self._world.device
+        built = assemble(model, self._world, self._precision, self._seed, rules)
+        self.model, self.report, self._masters = built.model, built.report, built.masters
+        self._torch_dropout = built.torch_dropout
+        self._shifted = loss_fn is None and batches.loss_is_shifted(self.model)
+        self._targets = {name: built.masters.of(p) for name, p in built.parameters.items()}
+        self._reducer = GradientReducer(list(built.parameters.values()), built.masters, self.mesh)
+        self._scaler = LossScaler(self._precision.scale)
+        self._model_state = ModelState(self.model, self._masters, self._world)
+        self.optimizer = None if make_optimizer is None else make_optimizer(list(self._targets.values()))  # type: ignore[arg-type]
+        self.lr_scheduler = scheduler_of(lr_scheduler, self.optimizer)
+
+        self.step = self.micro_step = self.skipped_steps = 0
+        self.last: StepMetrics | None = None
+        self._norm: Tensor | None = None
+        self._lr = 0.0 if self.optimizer is None else float(self.optimizer.param_groups[0]["lr"])
+        self._skipped = False
+        self._loaders: dict[str, ShardedLoader] = {}
+        self._positions: dict[str, dict[str, int]] = {}
+
+    # -- training -----------------------------------------------------------------------------------------------
+
+    def train_step(self, batch: Any) -> float:
+        """One micro-step on this data coordinate's batch; every ``gradient_accumulation``-th call steps the optimizer.
+
+        Each micro-step's gradient is that of the mean over all tokens of the global batch, however many each rank
+        has; micro-steps are averaged.
+
+        Returns:
+            The mean loss over all tokens of the global batch, the same on every rank; nan if none counts.
+
+        Raises:
+            SpecError: for a batch the model cannot be called with.
+            TrainingError: without an optimizer.
+        """
+        if self.optimizer is None:
+            raise TrainingError(
+                "this engine has no optimizer: give Engine(..., optimizer=dict(name='adamw', lr=...))"
+            )
+        work = self._prepare(batch)
+        place = self.micro_step % self._accumulation
+        last = place == self._accumulation - 1
+        self._reducer.begin(first=place == 0, last=last)
+        self.model.train()
+        with self._randomness():
+            mine, share, tokens = self._loss(work)
+            (mine * (share * (self._scaler.scale / self._accumulation))).backward()
+        loss = all_reduce(mine.detach() * share, self._world.data_group)
+        self.micro_step += 1
+        if last:
+            self._update(self.optimizer)
+        count = int(tokens)
+        self.last = StepMetrics(
+            step=self.step,
+            micro_step=self.micro_step,
+            loss=float(loss) if count else float("nan"),
+            tokens=count,
+            stepped=last,
+            grad_norm=None if self._norm is None else float(self._norm),
+            lr=self._lr,
+            loss_scale=self._scaler.scale,
+            skipped=self._skipped,
+            skipped_steps=self.skipped_steps,
+        )
+        return self.last.loss
+
+    @torch.no_grad()
+    def eval_step(self, batch: Any) -> float:
+        """The mean loss over all tokens of the global batch, without dropout and without training."""
+        work = self._prepare(batch)
+        training = self.model.training
+        self.model.eval()
+        try:
+            mine, share, tokens = self._loss(work)
+        finally:
+            self.model.train(training)
+        loss = all_reduce(mine * share, self._world.data_group)
+        return float(loss) if int(tokens) else float("nan")
+
+    def _prepare(self, batch: Any) -> batches.Batch:
+        return batches.prepare(batch, self.device, self._precision.dtype, own_loss=self._loss_fn is not None)
+
+    def _randomness(self) -> AbstractContextManager[object]:
+        """Dropout of this micro-step: the same under every tensor layout, other numbers for other rows."""
+        return randomness(
+            self._seed, self.micro_step, self._world.data_index, self.device, torch_too=self._torch_dropout
+        )
+
+    def _loss(self, work: batches.Batch) -> tuple[Tensor, Tensor, Tensor]:
+        """This data coordinate's mean loss (float64), its share of the targets that count, and how many do in all."""
+        count = work.count(shifted=self._shifted).to(self.device)
+        counts = all_gather(count.view(1), self._world.data_group, async_op=True)
+        loss = batches.loss_of(self.model(*work.args, **work.kwargs), work, self._loss_fn).double()
+        tokens = counts.wait().sum()
+        # Where nothing counts the loss is 0/0, and so may be its gradient: neither must get through.
+        loss = torch.where(count > 0, loss, 0.0)
+        return loss, count.double() / tokens.clamp(min=1), tokens
+
+    def _update(self, optimizer: torch.optim.Optimizer) -> None:
+        """End an accumulation: reduce over the data axes, unscale, clip, and step unless something overflowed."""
+        self._reducer.finish(1.0 / self._scaler.scale)
+        targets = self._targets.values()
+        self._norm = (
+            clip_gradients(targets, self.mesh, self._clip)
+            if self._clip
+            else gradient_norm(targets, self.mesh)
+        )
+        self._lr = float(optimizer.param_groups[0]["lr"])
+        self._skipped = self._scaler.moves and self._scaler.update(float(self._norm))
+        if self._skipped:
+            self.skipped_steps += 1
+        else:
+            optimizer.step()
+            self._masters.publish()
+            self.step += 1
+            if self.lr_scheduler is not None:
+                self.lr_scheduler.step()
+        optimizer.zero_grad(set_to_none=True)
+
+    # -- data ---------------------------------------------------------------------------------------------------
+
+    def shard_batch(self, global_batch: Any) -> Any:
+        """This data coordinate's rows of a global batch, in the same form.
+
+        Rows are dealt in order and as evenly as possible; a coordinate that gets none has a row that does not count.
+        """
+        return cut(global_batch, self._world.data_index, self._world.data_size)
+
+    def dataloader(
+        self,
+        dataset: Any,
+        batch_size: int,
+        shuffle: bool = True,
+        seed: int | None = None,
+        *,
+        name: str = "train",
+        **options: Any,
+    ) -> ShardedLoader:
+        """Serve a dataset: each rank its rows of global batches of ``batch_size``, the same ones under every spec.
+
+        Args:
+            dataset: has a length and gives an example for a number.
+            batch_size: rows of the *global* batch of one micro-step.
+            shuffle: a new order each epoch.
+            seed: of the orders; by default the engine's.
+            name: under which checkpoints keep the position.
+            options: ``drop_last`` and what torch.utils.data.DataLoader takes.
+        """
+        loader = ShardedLoader(
+            dataset,
+            batch_size=batch_size,
+            index=self._world.data_index,
+            blocks=self._world.data_size,
+            shuffle=shuffle,
+            seed=self._seed if seed is None else seed,
+            **options,
+        )
+        if name in self._positions:
+            loader.load_state_dict(self._positions.pop(name))
+        self._loaders[name] = loader
+        return loader
+
+    # -- state --------------------------------------------------------------------------------------------------
+
+    def full_state_dict(self) -> dict[str, Tensor]:
+        """What a single process's ``state_dict()`` would hold, on every rank and in CPU memory; all ranks must call.
+
+        Under bf16 and fp16 trained parameters come as their float32 masters.
+        """
+        return self._model_state.full()
+
+    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
+        """Take the whole model's state dict, the same on every rank.
+
+        Raises:
+            CheckpointError: if names or shapes are not the model's.
+        """
+        self._model_state.load(state)
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write a checkpoint folder that can be loaded under any other spec; all ranks must call.
+
+        Raises:
+            CheckpointError: in the middle of an accumulation, or if rank 0 cannot write.
+        """
+        persistence.save(self, path)
+
+    def load(self, path: str | os.PathLike[str], *, weights_only: bool = False) -> None:
+        """Go on from a checkpoint, saved under whatever spec; all ranks must call.
+
+        Args:
+            path: the folder.
+            weights_only: take the model and leave optimizer, counters and data positions as they are.
+
+        Raises:
+            CheckpointError: if there is none, or it is of another model or optimizer.
+        """
+        persistence.load(self, path, weights_only=weights_only)
+
+    # -- the end ------------------------------------------------------------------------------------------------
+
+    def close(self) -> None:
+        """Give back the mesh's process groups and take the hooks off the model. The processes stay connected."""
+        self._reducer.close()
+        self.mesh.close()
+
+    def __enter__(self) -> Engine:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()

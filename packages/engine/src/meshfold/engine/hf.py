@@ -1,0 +1,104 @@
+"""Hugging Face causal language models from a local folder, with their weights or, where there are none, from scratch."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from meshfold.mesh import SpecError
+
+_WEIGHTS = ("*.safetensors", "pytorch_model*.bin")
+
+
+@dataclass(frozen=True, kw_only=True)
+class HuggingFaceModel:
+    """A model that a folder describes.
+
+    Attributes:
+        folder: where.
+        config: transformers' configuration.
+        has_weights: whether the folder has weights too.
+    """
+
+    folder: Path
+    config: Any
+    has_weights: bool
+
+    @property
+    def vocab_size(self) -> int:
+        """Token ids are below it."""
+        return int(self.config.get_text_config().vocab_size)
+
+    @property
+    def max_positions(self) -> int | None:
+        """The longest sequence in tokens, if the configuration names one."""
+        found = getattr(self.config.get_text_config(), "max_position_embeddings", None)
+        return None if found is None else int(found)
+
+    def build(self) -> nn.Module:
+        """The model with fresh weights; hand this function to the engine, which never allocates the whole."""
+        from transformers import AutoModelForCausalLM
+
+        model: nn.Module = AutoModelForCausalLM.from_config(self.config)
+        return model
+
+    def load(self) -> nn.Module:
+        """The model with the folder's weights, float32, on the CPU."""
+        import torch
+        from transformers import AutoModelForCausalLM
+
+        try:
+            model: nn.Module = AutoModelForCausalLM.from_pretrained(
+                str(self.folder), config=self.config, dtype=torch.float32, local_files_only=True
+            )
+        except (OSError, ValueError, RuntimeError) as error:
+            raise SpecError(
+                f"model {str(self.folder)!r}: its weights cannot be loaded: {_first_line(error)}"
+            ) from error
+        return model
+
+    @property
+    def source(self) -> nn.Module | Callable[[], nn.Module]:
+        """What to give to the engine as its model: loaded weights, or the function that builds it."""
+        return self.load() if self.has_weights else self.build
+
+
+def open_model(folder: str | os.PathLike[str]) -> HuggingFaceModel:
+    """Read a folder's ``config.json`` and look for weights beside it. Nothing is fetched from anywhere.
+
+    Raises:
+        SpecError: if there is no configuration of a causal language model, or transformers is not installed.
+    """
+    path = Path(folder)
+    name = str(folder)
+    if not (path / "config.json").is_file():
+        what = "has no config.json" if path.is_dir() else "is no folder here"
+        raise SpecError(
+            f"model {name!r} {what}: give a local folder of a Hugging Face model; nothing is downloaded"
+        )
+    os.environ.setdefault("HF_HUB_OFFLINE", "1")
+    try:
+        from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig
+    except ImportError:
+        raise SpecError(f"model {name!r} needs transformers: pip install meshfold[hf]") from None
+    try:
+        config = AutoConfig.from_pretrained(str(path), local_files_only=True)
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise SpecError(f"model {name!r}: its config.json cannot be read: {_first_line(error)}") from error
+    if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
+        raise SpecError(
+            f"model {name!r} is of type {config.model_type!r}, which has no causal language model in transformers"
+        )
+    config.use_cache = False
+    return HuggingFaceModel(
+        folder=path, config=config, has_weights=any(any(path.glob(pattern)) for pattern in _WEIGHTS)
+    )
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).strip() or type(error).__name__).split("\n")[0]

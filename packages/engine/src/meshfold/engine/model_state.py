@@ -1,0 +1,120 @@
+"""The whole model's state, whatever each rank holds of it: names, shapes and values of a single process's model."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor, nn
+
+from meshfold.engine.errors import CheckpointError
+from meshfold.engine.precision import Masters
+from meshfold.engine.world import World
+from meshfold.mesh import broadcast, metadata
+
+
+class ModelState:
+    """Reads and writes a sharded model tensor by tensor, the masters where there are any."""
+
+    def __init__(self, model: nn.Module, masters: Masters, world: World) -> None:
+        self._model, self._masters, self._world = model, masters, world
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Every name of the state dict with this rank's tensor that has its true value; ties share an object."""
+        found = self._model.state_dict(keep_vars=True)
+        return {name: self._masters.of(value) for name, value in found.items() if isinstance(value, Tensor)}
+
+    def unique(self) -> dict[str, Tensor]:
+        """Each tensor once, under its first name."""
+        first: dict[Tensor, str] = {}
+        for name, tensor in self.tensors().items():
+            first.setdefault(tensor, name)
+        return {name: tensor for tensor, name in first.items()}
+
+    def ties(self) -> dict[str, str]:
+        """Further names of a tensor to its first one."""
+        first = {tensor: name for name, tensor in self.unique().items()}
+        return {name: first[tensor] for name, tensor in self.tensors().items() if first[tensor] != name}
+
+    def full(self) -> dict[str, Tensor]:
+        """The whole state dict in CPU memory. All ranks must call."""
+        whole: dict[str, Tensor] = {}
+        for name, tensor in self.unique().items():
+            value = gather(tensor, tensor, self._world)
+            if (
+                metadata(tensor) is None
+            ):  # a buffer, which training may have moved apart (batch norm): rank 0's
+                value = broadcast(value, self._world.everyone, 0)
+            whole[name] = value.to("cpu", copy=True)
+        ties = self.ties()
+        return {name: whole[ties.get(name, name)] for name in self.tensors()}
+
+    def load(self, state: Mapping[str, Tensor]) -> None:
+        """Take a whole state dict; a tied tensor may be there under any of its names.
+
+        Raises:
+            CheckpointError: for names that are missing or unknown, or a shape that is not the model's.
+        """
+        tensors, ties = self.tensors(), self.ties()
+        unknown = [name for name in state if name not in tensors]
+        if unknown:
+            raise CheckpointError(f"the model has no {_some(unknown)}: this is the state of another model")
+        given = {ties.get(name, name): value for name, value in state.items()}
+        missing = [name for name in self.unique() if name not in given]
+        if missing:
+            raise CheckpointError(
+                f"the state has no {_some(missing)}, which the model needs: it is of another model"
+            )
+        for name, tensor in self.unique().items():
+            _check_shape(name, given[name], tensor)
+        for name, tensor in self.unique().items():
+            put(given[name], tensor, tensor)
+        self._masters.publish()
+
+
+def global_shape(local: Tensor, like: Tensor) -> tuple[int, ...]:
+    """The shape of the whole tensor of which ``local`` is a block placed like ``like``."""
+    meta = metadata(like)
+    return tuple(local.shape) if meta is None or local.shape != like.shape else meta.placement.shape
+
+
+def gather(local: Tensor, like: Tensor, world: World) -> Tensor:
+    """The whole of a tensor that lies like another (a parameter's optimizer state, say); one of another shape as it is.
+
+    All ranks of one data coordinate must call.
+    """
+    meta = metadata(like)
+    if meta is None or local.shape != like.shape:
+        return local.detach()
+    return meta.placement.gather(local.detach(), world.mesh)
+
+
+@torch.no_grad()
+def put(whole: Tensor, into: Tensor, like: Tensor) -> None:
+    """Copy this rank's block of a whole tensor into a local one that lies like another."""
+    meta = metadata(like)
+    if meta is None or into.shape != like.shape:
+        into.copy_(whole)
+    else:
+        into.copy_(meta.placement.shard(whole, meta.mesh))
+
+
+def blocks_of(whole: Tensor, like: Tensor) -> Tensor:
+    """This rank's block of a whole tensor, or all of it if it does not lie like the other: a new tensor on the CPU."""
+    meta = metadata(like)
+    if meta is None or tuple(whole.shape) != meta.placement.shape:
+        return whole.clone()
+    return meta.placement.shard(whole, meta.mesh)
+
+
+def _check_shape(name: str, whole: Tensor, tensor: Tensor) -> None:
+    wanted = global_shape(tensor, tensor)
+    if tuple(whole.shape) != wanted:
+        raise CheckpointError(
+            f"{name!r} has shape {tuple(whole.shape)} in the state and {wanted} in the model"
+        )
+
+
+def _some(names: list[str]) -> str:
+    shown = ", ".join(map(repr, names[:3]))
+    return shown if len(names) <= 3 else f"{shown} and {len(names) - 3} more"

@@ -1,0 +1,103 @@
+"""The optimizer's state in whole tensors, by parameter name: what a checkpoint keeps and another mesh can take."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from meshfold.engine.errors import CheckpointError
+from meshfold.engine.model_state import blocks_of
+
+# How a step is computed, not what: decided anew where the state is loaded.
+_HOW = {"params", "foreach", "fused", "capturable", "differentiable"}
+
+
+class OptimizerState:
+    """Reads and writes a torch optimizer whose tensors are blocks of whole ones."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer, targets: Mapping[str, Tensor]) -> None:
+        """Args:
+        optimizer: of the targets, in one or more groups.
+        targets: name to the tensor that the optimizer updates.
+        """
+        self._optimizer, self._targets = optimizer, dict(targets)
+
+    def tensors(self) -> dict[str, tuple[Tensor, Tensor]]:
+        """``parameter/state`` to the tensor and the parameter that it lies like, if it has its shape."""
+        return {
+            f"{name}/{key}": (value, target)
+            for name, target in self._targets.items()
+            for key, value in sorted(self._optimizer.state.get(target, {}).items())
+            if isinstance(value, Tensor)
+        }
+
+    def description(self) -> dict[str, Any]:
+        """Class, groups and what is no tensor: can be written as JSON."""
+        names = {target: name for name, target in self._targets.items()}
+        groups = [
+            {
+                "parameters": [names[p] for p in group["params"]],
+                **{key: _plain(value) for key, value in group.items() if key not in _HOW},
+            }
+            for group in self._optimizer.param_groups
+        ]
+        values = {
+            f"{name}/{key}": value
+            for name, target in self._targets.items()
+            for key, value in self._optimizer.state.get(target, {}).items()
+            if not isinstance(value, Tensor)
+        }
+        return {"class": type(self._optimizer).__name__, "groups": groups, "values": values}
+
+    def load(self, description: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
+        """Take whole tensors and settings; as in torch, the learning rate and its like are those that were saved.
+
+        Raises:
+            CheckpointError: for the state of another optimizer, or of other parameters.
+        """
+        own = type(self._optimizer).__name__
+        if description["class"] != own:
+            raise CheckpointError(
+                f"the checkpoint is of the optimizer {description['class']}, this engine has {own}: use that one, or "
+                "load(path, weights_only=True)"
+            )
+        groups = self._optimizer.state_dict()["param_groups"]
+        if len(groups) != len(description["groups"]):
+            raise CheckpointError(
+                f"the checkpoint's optimizer has {len(description['groups'])} parameter groups, this one has "
+                f"{len(groups)}: give the optimizer the same settings, or load(path, weights_only=True)"
+            )
+        number = {
+            p: place
+            for group, found in zip(groups, self._optimizer.param_groups, strict=True)
+            for place, p in zip(group["params"], found["params"], strict=True)
+        }
+        state: dict[int, dict[str, Any]] = {}
+        entries = {**{name: tensors[name] for name in tensors}, **description["values"]}
+        for entry, value in entries.items():
+            name, _, key = entry.rpartition("/")
+            if name not in self._targets:
+                raise CheckpointError(
+                    f"the checkpoint's optimizer has state of {name!r}, which is not trained here"
+                )
+            target = self._targets[name]
+            if isinstance(value, Tensor):
+                value = blocks_of(value, target)
+            state.setdefault(number[target], {})[key] = value
+        restored = [
+            {**group, **{key: _tuples(value) for key, value in saved.items() if key != "parameters"}}
+            for group, saved in zip(groups, description["groups"], strict=True)
+        ]
+        self._optimizer.load_state_dict({"state": state, "param_groups": restored})
+
+
+def _plain(value: Any) -> Any:
+    return value.item() if isinstance(value, Tensor) and value.dim() == 0 else value
+
+
+def _tuples(value: Any) -> Any:
+    """JSON knows no tuples; torch's settings (betas) are tuples."""
+    return tuple(value) if isinstance(value, list) else value

@@ -1,0 +1,55 @@
+"""Curves as PNG files, where matplotlib is installed."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+Curve = Sequence[tuple[int, float]]
+
+
+def can_plot() -> bool:
+    """Whether matplotlib is installed."""
+    return importlib.util.find_spec("matplotlib") is not None
+
+
+def plot_loss(path: Path, curves: Mapping[str, Curve], title: str) -> None:
+    """Draw loss over steps; needs matplotlib.
+
+    Args:
+        path: the PNG to write.
+        curves: label to points (step, loss). The first is drawn as a line, and smoothed where it has many points;
+            the others as dots.
+        title: above the picture.
+    """
+    from matplotlib.backends.backend_agg import FigureCanvasAgg  # no display, and no state of pyplot's
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(8, 4.5), dpi=120, layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = figure.add_subplot()
+    for number, (label, curve) in enumerate(curves.items()):
+        if not curve:
+            continue
+        steps, losses = zip(*curve, strict=True)
+        if number:
+            axes.plot(steps, losses, "o", markersize=4, label=label)
+        elif len(losses) < 50:
+            axes.plot(steps, losses, label=label)
+        else:
+            faint = axes.plot(steps, losses, alpha=0.35, linewidth=0.8)[0]
+            axes.plot(steps, _smooth(losses), color=faint.get_color(), label=label)
+    axes.set(xlabel="step", ylabel="loss (nats a token)", title=title)
+    axes.grid(alpha=0.3)
+    axes.legend()
+    figure.savefig(path)
+
+
+def _smooth(values: Sequence[float], weight: float = 0.9) -> list[float]:
+    """A running mean that forgets, without its bias towards the start (Kingma and Ba, arXiv 1412.6980, section 3)."""
+    found, mean = [], 0.0
+    for count, value in enumerate(values, 1):
+        mean = weight * mean + (1 - weight) * value
+        found.append(mean / (1 - weight**count))
+    return found

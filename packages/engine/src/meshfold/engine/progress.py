@@ -1,0 +1,151 @@
+"""What a training run shows while it goes: a bar where a person looks on (and rich is installed), else plain lines."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import sys
+import time
+from typing import Any, Protocol, TextIO
+
+_LINES_EVERY_S = 2.0  # plain lines, and lines above the bar, come no more often
+
+
+class Progress(Protocol):
+    """Takes what a run has to say; only rank 0 has one that shows it."""
+
+    def say(self, text: str) -> None:
+        """A line or more."""
+
+    def step(self, step: int, numbers: dict[str, float]) -> None:
+        """An optimizer step is done: its number, from 1, and what it measured."""
+
+    def close(self) -> None:
+        """The run is over."""
+
+
+class Silent:
+    """Shows nothing: every rank but one."""
+
+    def say(self, text: str) -> None:
+        """Nothing."""
+
+    def step(self, step: int, numbers: dict[str, float]) -> None:
+        """Nothing."""
+
+    def close(self) -> None:
+        """Nothing."""
+
+
+class Lines:
+    """Plain lines: the first step, the last one, and one every two seconds between."""
+
+    def __init__(self, steps: int, file: TextIO | None = None) -> None:
+        self._steps, self._file = steps, sys.stdout if file is None else file
+        self._shown = 0.0
+
+    def say(self, text: str) -> None:
+        """A line or more."""
+        print(text, file=self._file, flush=True)
+
+    def step(self, step: int, numbers: dict[str, float]) -> None:
+        """A line, if it is time for one."""
+        now = time.monotonic()
+        if step in (1, self._steps) or now - self._shown >= _LINES_EVERY_S:
+            self._shown = now
+            self.say(line(step, self._steps, numbers))
+
+    def close(self) -> None:
+        """Nothing is left open."""
+
+
+class JsonLines:
+    """A line of JSON a step on standard output, for a script; what is said goes to standard error."""
+
+    def say(self, text: str) -> None:
+        """A line or more."""
+        print(text, file=sys.stderr, flush=True)
+
+    def step(self, step: int, numbers: dict[str, float]) -> None:
+        """A line of JSON."""
+        print(json.dumps({"step": step, **numbers}), flush=True)
+
+    def close(self) -> None:
+        """Nothing is left open."""
+
+
+class Bar:
+    """A bar at the bottom of the terminal, and now and then a line above it."""
+
+    def __init__(self, steps: int) -> None:
+        from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
+        from rich.progress import Progress as RichProgress
+
+        self._steps = steps
+        self._shown = 0.0
+        self._rich: Any = RichProgress(
+            TextColumn("step"),
+            MofNCompleteColumn(),
+            BarColumn(),
+            TextColumn("{task.fields[numbers]}"),
+            TimeRemainingColumn(),
+        )
+        self._task: Any = None
+
+    def say(self, text: str) -> None:
+        """A line or more, above the bar."""
+        self._rich.console.print(text, markup=False, highlight=False, soft_wrap=True)
+
+    def step(self, step: int, numbers: dict[str, float]) -> None:
+        """Move the bar."""
+        if self._task is None:
+            self._task = self._rich.add_task("train", total=self._steps, numbers="")
+            self._rich.start()
+        self._rich.update(self._task, completed=step, numbers=short(numbers))
+        now = time.monotonic()
+        if step in (1, self._steps) or now - self._shown >= 5 * _LINES_EVERY_S:
+            self._shown = now
+            self.say(line(step, self._steps, numbers))
+
+    def close(self) -> None:
+        """Leave the bar as it is."""
+        if self._task is not None:
+            self._rich.stop()
+
+
+def make_progress(steps: int, *, show: bool, as_json: bool = False) -> Progress:
+    """What suits the place that standard output goes to."""
+    if not show:
+        return Silent()
+    if as_json:
+        return JsonLines()
+    if sys.stdout.isatty() and importlib.util.find_spec("rich") is not None:
+        return Bar(steps)
+    return Lines(steps)
+
+
+def line(step: int, steps: int, numbers: dict[str, float]) -> str:
+    """``step  12/200  loss 5.1234  1,234 tokens/s  512 MiB  lr 3.0e-04  grad norm 1.23``."""
+    width = len(str(steps))
+    parts = [f"step {step:>{width}}/{steps}", short(numbers)]
+    if "lr" in numbers:
+        parts.append(f"lr {numbers['lr']:.1e}")
+    if "grad_norm" in numbers:
+        parts.append(f"grad norm {numbers['grad_norm']:.2f}")
+    if numbers.get("skipped"):
+        parts.append(f"skipped (gradient not finite), loss scale {numbers['loss_scale']:.0f}")
+    return "  ".join(parts)
+
+
+def short(numbers: dict[str, float]) -> str:
+    """Loss, speed and memory."""
+    return f"loss {numbers['loss']:.4f}  {numbers['tokens_per_s']:,.0f} tokens/s  {numbers['memory_bytes'] / 2**20:,.0f} MiB"
+
+
+def human_bytes(count: float) -> str:
+    """``1.50 GiB``."""
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if count < 1024:
+            return f"{count:.0f} B" if unit == "B" else f"{count:.2f} {unit}"
+        count /= 1024
+    return f"{count:.2f} TiB"

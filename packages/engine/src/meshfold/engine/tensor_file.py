@@ -1,0 +1,192 @@
+"""Files of named tensors in the safetensors format, written tensor by tensor and read by mapping them into memory.
+
+The format: eight bytes with the length of a JSON header (little endian), the header (name to dtype, shape and byte
+offsets), the tensors one behind the other. The safetensors library reads what is written here and the other way
+round; it is not used since it wants to have all tensors in memory to write them.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from meshfold.engine.errors import CheckpointError
+
+_NAMES = {
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.int64: "I64",
+    torch.int32: "I32",
+    torch.int16: "I16",
+    torch.int8: "I8",
+    torch.uint8: "U8",
+    torch.bool: "BOOL",
+}
+_DTYPES = {name: dtype for dtype, name in _NAMES.items()}
+_ALIGN = 8  # bytes
+
+
+@dataclass(frozen=True, kw_only=True)
+class Described:
+    """A tensor that is to be written: its dtype and shape."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+
+    @property
+    def bytes(self) -> int:
+        """Its size in bytes."""
+        return torch.Size(self.shape).numel() * self.dtype.itemsize
+
+
+class TensorWriter:
+    """Writes the tensors that were announced, in ``order``."""
+
+    def __init__(
+        self, path: Path, announced: Mapping[str, Described], notes: Mapping[str, str] | None = None
+    ) -> None:
+        """Args:
+            path: a file that is made anew.
+            announced: every tensor that will come.
+            notes: free text for the header.
+
+        Raises:
+            CheckpointError: for a dtype that the format does not have.
+        """
+        self.order = writing_order(announced)
+        self._announced = dict(announced)
+        header: dict[str, object] = {"__metadata__": dict(notes or {"format": "pt"})}
+        offset = 0
+        for name in self.order:
+            described = self._announced[name]
+            if described.dtype not in _NAMES:
+                raise CheckpointError(
+                    f"{name!r} is of {described.dtype}, which safetensors files cannot hold"
+                )
+            end = offset + described.bytes
+            header[name] = {
+                "dtype": _NAMES[described.dtype],
+                "shape": list(described.shape),
+                "data_offsets": [offset, end],
+            }
+            offset = end
+        text = json.dumps(header).encode()
+        text += b" " * (-len(text) % _ALIGN)
+        self._left = list(self.order)
+        self._file = path.open("wb")
+        self._file.write(len(text).to_bytes(8, "little") + text)
+
+    def write(self, name: str, tensor: Tensor) -> None:
+        """Append a tensor: the next in ``order``."""
+        described = self._announced.get(name)
+        if (
+            not self._left
+            or self._left[0] != name
+            or described != Described(dtype=tensor.dtype, shape=tuple(tensor.shape))
+        ):
+            raise CheckpointError(
+                f"{name!r} ({tensor.dtype}, {tuple(tensor.shape)}) is not what was announced to be written next"
+            )
+        del self._left[0]
+        if tensor.numel():
+            data = tensor.detach().to("cpu").contiguous().reshape(-1).view(torch.uint8)
+            self._file.write(data.numpy().data)
+
+    def close(self) -> None:
+        """Bring everything to the disk.
+
+        Raises:
+            CheckpointError: if announced tensors are missing.
+        """
+        if self._left:
+            raise CheckpointError(
+                f"{len(self._left)} announced tensors were never written, {self._left[0]!r} first"
+            )
+        self._file.flush()
+        os.fsync(self._file.fileno())
+        self._file.close()
+
+    def __enter__(self) -> TensorWriter:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if kind is None:
+            self.close()
+        else:
+            self._file.close()
+
+
+def writing_order(announced: Mapping[str, Described]) -> list[str]:
+    """Wide dtypes first, so that every tensor begins at a multiple of its element's size."""
+    return sorted(announced, key=lambda name: -announced[name].dtype.itemsize)
+
+
+class TensorFile(Mapping[str, Tensor]):
+    """The tensors of a file, mapped into memory: reading part of one reads that part of the file.
+
+    Writing into the tensors does not change the file.
+    """
+
+    def __init__(self, path: Path) -> None:
+        """Raises:
+        CheckpointError: if there is no such file, or it is damaged.
+        """
+        self._path = path
+        try:
+            with path.open("rb") as file:
+                length = int.from_bytes(file.read(8), "little")
+                size = path.stat().st_size
+                header = json.loads(file.read(length)) if 0 < length <= size - 8 else None
+        except (OSError, ValueError) as error:
+            raise CheckpointError(f"cannot read {path}: {error}") from error
+        if not isinstance(header, dict):
+            raise CheckpointError(
+                f"{path} is damaged or no safetensors file: its header is {length} bytes in a file of {size}"
+            )
+        header.pop("__metadata__", None)
+        self._entries = header
+        self._start = 8 + length
+        end = max((entry["data_offsets"][1] for entry in header.values()), default=0)
+        if self._start + end > size:
+            raise CheckpointError(
+                f"{path} is cut off: it should have {self._start + end} bytes and has {size}"
+            )
+        mapped = (
+            np.memmap(path, dtype=np.uint8, mode="c", offset=0)
+            if size > self._start
+            else np.zeros(0, np.uint8)
+        )
+        self._bytes = torch.from_numpy(mapped)
+
+    def __getitem__(self, name: str) -> Tensor:
+        entry = self._entries[name]
+        dtype, shape = _DTYPES.get(entry["dtype"]), entry["shape"]
+        if dtype is None:
+            raise CheckpointError(
+                f"{name!r} in {self._path} is of dtype {entry['dtype']}, which is not known here"
+            )
+        start, end = entry["data_offsets"]
+        if start == end:
+            return torch.empty(shape, dtype=dtype)
+        raw = self._bytes[self._start + start : self._start + end]
+        if (self._start + start) % dtype.itemsize:
+            raw = raw.clone()
+        return raw.view(dtype).view(shape)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._entries)
+
+    def __len__(self) -> int:
+        return len(self._entries)

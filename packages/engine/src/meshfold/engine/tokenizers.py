@@ -1,0 +1,112 @@
+"""Text to token ids and back: bytes, which need nothing, or a Hugging Face tokenizer from a local folder."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from meshfold.mesh import SpecError
+
+Ids = npt.NDArray[np.uint32]
+
+
+class Tokenizer(Protocol):
+    """What training needs of a tokenizer.
+
+    Attributes:
+        name: tells it from others: a cache of token ids belongs to a name.
+        vocab_size: ids are below it.
+        end: the id that ends a document.
+    """
+
+    name: str
+    vocab_size: int
+    end: int
+
+    def encode(self, text: str) -> Ids:
+        """The ids of a text, without specials."""
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """The text of ids, specials left out."""
+
+
+class ByteTokenizer:
+    """A token is a byte of UTF-8; one special token ends a document."""
+
+    name = "byte"
+    vocab_size = 257
+    end = 256
+
+    def encode(self, text: str) -> Ids:
+        """The bytes of a text."""
+        return np.frombuffer(text.encode(), dtype=np.uint8).astype(np.uint32)
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """The text; bytes that are no UTF-8 become a replacement character."""
+        return bytes(i for i in ids if i < 256).decode(errors="replace")
+
+
+class HuggingFaceTokenizer:
+    """A tokenizer that transformers loads from a local folder."""
+
+    def __init__(self, folder: str | os.PathLike[str]) -> None:
+        """Raises:
+        SpecError: if the folder has no tokenizer, or transformers is not installed.
+        """
+        path = Path(folder)
+        if not path.is_dir():
+            raise SpecError(
+                f"tokenizer {str(folder)!r}: there is no such folder; give one with a tokenizer, or 'byte'"
+            )
+        os.environ.setdefault("HF_HUB_OFFLINE", "1")
+        try:
+            from transformers import AutoTokenizer
+        except ImportError:
+            raise SpecError(
+                f"tokenizer {str(folder)!r} needs transformers: pip install meshfold[hf]"
+            ) from None
+        try:
+            self._tokenizer: Any = AutoTokenizer.from_pretrained(str(path), local_files_only=True)
+        except Exception as error:  # whatever it stumbles over, it means this
+            reason = str(error).strip().split("\n")[0]
+            raise SpecError(
+                f"tokenizer {str(folder)!r}: transformers finds no tokenizer there ({reason})"
+            ) from error
+        end = self._tokenizer.eos_token_id
+        if end is None:
+            end = (
+                self._tokenizer.sep_token_id
+                if self._tokenizer.sep_token_id is not None
+                else self._tokenizer.pad_token_id
+            )
+        if end is None:
+            raise SpecError(
+                f"tokenizer {str(folder)!r} has no end-of-text token (eos_token): add one to its configuration"
+            )
+        self.name = str(path.resolve())
+        self.vocab_size = len(self._tokenizer)
+        self.end: int = int(end)
+
+    def encode(self, text: str) -> Ids:
+        """The ids of a text."""
+        return np.asarray(
+            self._tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"], dtype=np.uint32
+        )
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """The text of ids."""
+        return str(self._tokenizer.decode(list(ids), skip_special_tokens=True))
+
+
+def load_tokenizer(name: str) -> Tokenizer:
+    """``"byte"``, or the tokenizer in a local folder.
+
+    Raises:
+        SpecError: if there is none.
+    """
+    return ByteTokenizer() if name == "byte" else HuggingFaceTokenizer(name)

@@ -1,0 +1,301 @@
+"""The training loop of ``meshfold train`` and ``meshfold demo``, to be read from top to bottom.
+
+Every rank runs :func:`train` with the same settings. The engine does what is parallel about it; what is left is a
+loop as for a single device. What rank 0 writes into the folder ``out``::
+
+    checkpoint/      the model, the optimizer and the step, loadable under any other spec
+    metrics.jsonl    a line a step, and a line an evaluation
+    loss.png         the curves, if matplotlib is installed
+    sample.txt       text that the trained model wrote, if asked for
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from meshfold.engine.data import Batches, Corpus, largest_id, open_corpus
+from meshfold.engine.engine import Engine
+from meshfold.engine.metrics_file import MetricsFile, read_metrics
+from meshfold.engine.model_choice import ModelChoice, choose_model
+from meshfold.engine.plots import can_plot, plot_loss
+from meshfold.engine.progress import Progress
+from meshfold.engine.schedule import lr_schedule
+from meshfold.engine.tokenizers import Tokenizer, load_tokenizer
+from meshfold.mesh import SpecError
+from meshfold.mesh.spec.entry import show
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainSettings:
+    """What ``meshfold train`` was asked for; its options have the same names.
+
+    Attributes:
+        data: a folder of text, a file of text, or a file of token ids.
+        out: the folder to write to.
+        parallel: the spec.
+        model: one of our own by name; ``hf`` goes before it.
+        hf: folder of a Hugging Face model.
+        changes: to the model of our own.
+        tokenizer: ``"byte"`` or a folder; None for ``hf`` if that has one, else bytes.
+        extensions: of the files to read; none for all text.
+        token_dtype: of a ``.bin`` file.
+        max_bytes: of text to read.
+        validation: share of the data to set aside.
+        exclude: names of folders to leave out.
+        steps: optimizer steps, from the very first on.
+        stop_after: stop at this step, while the schedule is that of all of them; None for the last.
+        batch_size: sequences of a global batch: what one optimizer step sees.
+        seq_len: tokens of a sequence.
+        accumulate: micro-steps that a global batch is split into.
+        optimizer: adamw, adam or sgd.
+        lr: the highest learning rate.
+        warmup: steps on the way up to it.
+        schedule: ``"cosine"``, ``"linear"`` or ``"constant"``, after that.
+        weight_decay: of matrices.
+        clip: largest norm of the gradient; 0 not to clip.
+        precision: fp32, bf16, fp16 or fp64.
+        seed: of weights, dropout and the order of data.
+        device: ``"cpu"`` or ``"cuda"``; None for a GPU where there is one for each rank.
+        resume: go on from the checkpoint in ``out``.
+        eval_every: steps between evaluations; 0 for one at the end.
+        eval_batches: global batches of an evaluation.
+        save_every: steps between checkpoints; 0 for one at the end.
+        prompt: what the sample goes on from; None for no sample.
+        sample_tokens: its length.
+    """
+
+    data: str
+    out: str
+    parallel: dict[str, Any] = field(default_factory=dict)
+    model: str | None = None
+    hf: str | None = None
+    changes: dict[str, Any] = field(default_factory=dict)
+    tokenizer: str | None = None
+    extensions: tuple[str, ...] = ()
+    token_dtype: str = "uint16"
+    max_bytes: int | None = None
+    validation: float = 0.05
+    exclude: tuple[str, ...] = ()
+    steps: int = 100
+    stop_after: int | None = None
+    batch_size: int = 8
+    seq_len: int = 128
+    accumulate: int = 1
+    optimizer: str = "adamw"
+    lr: float = 3e-4
+    warmup: int = 0
+    schedule: str = "cosine"
+    weight_decay: float = 0.1
+    clip: float = 1.0
+    precision: str = "fp32"
+    seed: int = 0
+    device: str | None = None
+    resume: bool = False
+    eval_every: int = 0
+    eval_batches: int = 8
+    save_every: int = 0
+    prompt: str | None = None
+    sample_tokens: int = 200
+
+    @property
+    def last_step(self) -> int:
+        """The number of the last step to make."""
+        return self.steps if self.stop_after is None else min(self.stop_after, self.steps)
+
+    @property
+    def checkpoint(self) -> Path:
+        """Where the checkpoint is."""
+        return Path(self.out) / "checkpoint"
+
+    @property
+    def metrics(self) -> Path:
+        """Where the numbers are."""
+        return Path(self.out) / "metrics.jsonl"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Inputs:
+    """What a run reads, looked at before anything starts."""
+
+    tokenizer: Tokenizer | None
+    corpus: Corpus
+    batches: Batches
+    model: ModelChoice
+
+
+def open_inputs(settings: TrainSettings, progress: Progress) -> Inputs:
+    """Open data, tokenizer and model, and see that they fit each other.
+
+    Raises:
+        SpecError: if one of them cannot be used, or they do not fit.
+    """
+    if settings.batch_size % settings.accumulate:
+        raise SpecError(
+            f"accumulate={settings.accumulate} does not divide batch_size={settings.batch_size}, the sequences of one "
+            "optimizer step: each micro-step has the same number"
+        )
+    is_text = not settings.data.endswith((".bin", ".npy"))
+    name = settings.tokenizer
+    if name is None and settings.hf is not None and is_text:
+        name = settings.hf  # a Hugging Face model brings its tokenizer
+    tokenizer = load_tokenizer(name or "byte") if is_text or name else None
+    corpus = open_corpus(
+        settings.data,
+        tokenizer,
+        cache=Path(settings.out) / "tokens",
+        validation=settings.validation,
+        extensions=settings.extensions,
+        exclude=settings.exclude,
+        token_dtype=settings.token_dtype,
+        max_bytes=settings.max_bytes,
+        say=progress.say,
+    )
+    batches = Batches(corpus, batch_size=settings.batch_size, seq_len=settings.seq_len, seed=settings.seed)
+    needed = None if tokenizer is None else tokenizer.vocab_size
+    model = choose_model(settings.model, settings.hf, settings.changes, vocab_size=needed, seq_len=settings.seq_len)
+    if not is_text and (largest := largest_id(corpus)) >= model.vocab_size:
+        raise SpecError(
+            f"{settings.data!r} holds the token id {largest}, and model {model.name!r} has a vocabulary of "
+            f"{model.vocab_size}: use the model or the --token-dtype that the file was made for, or --set vocab_size"
+        )
+    return Inputs(tokenizer=tokenizer, corpus=corpus, batches=batches, model=model)
+
+
+def train(settings: TrainSettings, inputs: Inputs, progress: Progress) -> list[dict[str, Any]]:
+    """Train; every rank calls, and gets the numbers of all steps.
+
+    Raises:
+        SpecError: for settings that the engine refuses.
+        CheckpointError: if there is nothing to resume from, or it cannot be written.
+    """
+    engine = Engine(
+        inputs.model.source,
+        parallel=settings.parallel,
+        optimizer=optimizer_of(settings),
+        precision=settings.precision,
+        clip_grad_norm=settings.clip or None,
+        gradient_accumulation=settings.accumulate,
+        lr_scheduler=lr_schedule(settings.schedule, warmup=settings.warmup, steps=settings.steps),
+        seed=settings.seed,
+        device=settings.device,
+    )
+    first = 0
+    if settings.resume:
+        engine.load(settings.checkpoint)
+        first = engine.step + engine.skipped_steps
+        progress.say(f"going on from step {first} of {settings.checkpoint}")
+    metrics = MetricsFile(settings.metrics, keep=first, write=engine.mesh.rank == 0)
+
+    saved = first
+    for step in range(first + 1, settings.last_step + 1):
+        begin = time.perf_counter()
+        micro_steps = inputs.batches.batch(step - 1).chunk(settings.accumulate)
+        losses = [engine.train_step(engine.shard_batch(rows)) for rows in micro_steps]
+        numbers = measured(engine, sum(losses) / len(losses), settings, time.perf_counter() - begin)
+        metrics.add(step=step, **numbers)
+        progress.step(step, numbers)
+        if not math.isfinite(numbers["loss"]):
+            progress.say(f"warning: the loss of step {step} is {numbers['loss']}; a smaller --lr or --clip may help")
+        if _due(step, settings.eval_every, settings.last_step) and (loss := evaluate(engine, inputs, settings)) is not None:
+            metrics.add(step=step, validation_loss=loss)
+            progress.say(f"step {step}: validation loss {loss:.4f}")
+        if _due(step, settings.save_every, settings.last_step):
+            engine.save(settings.checkpoint)
+            saved = step
+    progress.close()
+
+    if saved > first:
+        progress.say(f"checkpoint: {settings.checkpoint}")
+    else:
+        progress.say(f"nothing to do: the checkpoint is at step {first}, and step {settings.last_step} is the last")
+    if engine.mesh.rank == 0:
+        _draw(settings, inputs, progress)
+    if settings.prompt is not None and inputs.tokenizer is not None:
+        text = sample(engine, inputs.tokenizer, settings)
+        if engine.mesh.rank == 0:
+            (Path(settings.out) / "sample.txt").write_text(text, encoding="utf-8")
+        progress.say(f"\na sample of what it writes after {settings.prompt!r}:\n\n{text}\n")
+    engine.close()
+    return metrics.rows
+
+
+def optimizer_of(settings: TrainSettings) -> dict[str, Any]:
+    """The optimizer as the engine takes it."""
+    chosen: dict[str, Any] = dict(name=settings.optimizer, lr=settings.lr, weight_decay=settings.weight_decay)
+    return {**chosen, "no_decay": "norms_and_biases"}
+
+
+def measured(engine: Engine, loss: float, settings: TrainSettings, seconds: float) -> dict[str, Any]:
+    """The numbers of an optimizer step."""
+    last = engine.last
+    assert last is not None
+    return dict(
+        loss=loss,
+        lr=last.lr,
+        grad_norm=last.grad_norm,
+        tokens_per_s=settings.batch_size * settings.seq_len / seconds,
+        seconds=seconds,
+        memory_bytes=memory_bytes(engine.device),
+        **(dict(loss_scale=last.loss_scale, skipped=last.skipped) if settings.precision == "fp16" else {}),
+    )
+
+
+def memory_bytes(device: torch.device) -> int:
+    """The most memory that this rank has had so far: the GPU's, as torch counts it, or the process's."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    import resource
+    import sys
+
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024
+
+
+def evaluate(engine: Engine, inputs: Inputs, settings: TrainSettings) -> float | None:
+    """The mean loss over a fixed part of what was set aside; None if that is less than a sequence."""
+    total, rows = 0.0, 0
+    for batch in inputs.batches.validation(settings.eval_batches):
+        for part in batch.split(settings.batch_size // settings.accumulate):
+            total += engine.eval_step(engine.shard_batch(part)) * len(part)
+            rows += len(part)
+    return total / rows if rows else None
+
+
+def sample(engine: Engine, tokenizer: Tokenizer, settings: TrainSettings) -> str:
+    """Text from the model; all ranks must call."""
+    from meshfold.engine.models import generate
+
+    ids = [int(token) for token in tokenizer.encode(settings.prompt or "")] or [tokenizer.end]
+    found = generate(
+        engine.model,
+        torch.tensor([ids], device=engine.device),
+        settings.sample_tokens,
+        temperature=0.8,
+        top_k=40,
+        generator=settings.seed,
+    )
+    return tokenizer.decode(found[0].tolist())
+
+
+def _due(step: int, every: int, last: int) -> bool:
+    return step == last or (every > 0 and step % every == 0)
+
+
+def _draw(settings: TrainSettings, inputs: Inputs, progress: Progress) -> None:
+    if not can_plot():
+        progress.say("no loss.png: pip install meshfold[plot]")
+        return
+    rows = read_metrics(settings.metrics)
+    path = Path(settings.out) / "loss.png"
+    curves = {
+        name: [(row["step"], row[key]) for row in rows if row.get(key) is not None]
+        for name, key in (("training", "loss"), ("validation", "validation_loss"))
+    }
+    plot_loss(path, curves, f"{inputs.model.name}, parallel={show(settings.parallel)}")
+    progress.say(f"loss curve: {path}")

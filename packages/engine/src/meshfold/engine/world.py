@@ -1,0 +1,116 @@
+"""Where an engine runs: the checked spec, the mesh over the running processes, and this rank's device."""
+
+from __future__ import annotations
+
+import atexit
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+
+from meshfold.mesh import Group, Mesh, ParallelSpec, SpecError, process_group
+from meshfold.mesh import groups as running
+from meshfold.mesh.environment import Environment
+
+
+@dataclass(frozen=True, kw_only=True)
+class World:
+    """Spec, mesh and device of an engine.
+
+    Attributes:
+        spec: checked against the number of processes.
+        mesh: has the spec's axes, and those of mode 1d with size 1 where there is no tensor parallelism.
+        device: where this rank's tensors are.
+        mode: the tensor-parallel mode; None without a tensor entry.
+        outer_axes: those that the batch is split over: all but the tensor axes.
+    """
+
+    spec: ParallelSpec
+    mesh: Mesh
+    device: torch.device
+    mode: object
+    outer_axes: tuple[str, ...]
+
+    @property
+    def everyone(self) -> Group:
+        """All ranks."""
+        return self.mesh.group(*self.mesh.names)
+
+    @property
+    def data_group(self) -> Group:
+        """Ranks that hold the same blocks and different rows of the batch."""
+        return self.mesh.group(*self.outer_axes)
+
+    @property
+    def data_index(self) -> int:
+        """This rank's data coordinate."""
+        return self.mesh.index(*self.outer_axes)
+
+    @property
+    def data_size(self) -> int:
+        """How many data coordinates there are."""
+        return self.mesh.size(*self.outer_axes)
+
+
+def join(parallel: Mapping[str, object] | ParallelSpec, device: torch.device | str | None) -> World:
+    """Check the spec against the processes that run, start this one's part, and lay the mesh over them.
+
+    A single process needs no process group and gets none.
+
+    Raises:
+        SpecError: for a spec that is wrong, does not fit the processes, or needs what is not installed.
+        LaunchError: when the other processes cannot be met.
+    """
+    alive = running.world()
+    size = Environment.detect().world_size if alive is None else alive.size
+    if isinstance(parallel, ParallelSpec):
+        spec = parallel.with_world_size(size)
+    else:
+        spec = ParallelSpec.parse(parallel, size)
+    spec.require_installed()
+    place = _device(device)
+    if alive is None and size > 1:
+        process = process_group.start(device=place)
+        atexit.register(_leave, process)
+        place = process.device
+    elif alive is not None:
+        place = process_group.start(device=place).device
+    elif place is None:
+        place = (
+            torch.device("cuda", torch.cuda.current_device())
+            if torch.cuda.is_available()
+            else torch.device("cpu")
+        )
+    tensor_axes = () if spec.tensor is None else spec.tensor.axis_names
+    return World(
+        spec=spec,
+        mesh=Mesh(spec.axes if tensor_axes else {**spec.axes, "tensor": 1}),
+        device=place,
+        mode=_mode(spec),
+        outer_axes=tuple(axis for axis in spec.axes if axis not in tensor_axes),
+    )
+
+
+def _mode(spec: ParallelSpec) -> object:
+    if spec.tensor is None:
+        return None
+    if spec.sequence is not None and spec.sequence.mode == "megatron":
+        return "1d+sequence"
+    return spec.tensor.mode
+
+
+def _device(device: torch.device | str | None) -> torch.device | None:
+    if device is None:
+        return None
+    try:
+        return torch.device(device)
+    except (RuntimeError, TypeError) as error:
+        raise SpecError(
+            f"device={device!r}: {error}. Write 'cpu', 'cuda' or 'cuda:0', or leave it out"
+        ) from error
+
+
+def _leave(process: process_group.Process) -> None:
+    """At exit; a rank that failed does not wait for the others."""
+    process.close(wait=not hasattr(sys, "last_value"))

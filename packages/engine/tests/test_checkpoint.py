@@ -1,0 +1,394 @@
+"""Checkpoints: whole tensors that any other spec can load, written so that a crash leaves the last one intact."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from meshfold.engine import CheckpointError, Engine
+from meshfold.engine.loader import ShardedLoader
+from meshfold.engine.models import GPT, GPTConfig, Llama, LlamaConfig
+from meshfold.engine.tensor_file import Described, TensorFile, TensorWriter
+from meshfold.mesh import SpecError
+from meshfold.mesh.testing import ranks, run_on_ranks
+
+SIZES: dict[str, Any] = dict(vocab_size=37, hidden=32, layers=1, heads=4, max_positions=16)
+
+
+def gpt() -> GPT:
+    return GPT(GPTConfig(**SIZES))
+
+
+def llama() -> Llama:
+    return Llama(LlamaConfig(**SIZES, kv_heads=2, ffn=48))
+
+
+def wide() -> GPT:
+    return GPT(GPTConfig(**{**SIZES, "hidden": 64}))
+
+
+MODELS = {"gpt": gpt, "llama": llama}
+
+
+def batches(rows: int = 8) -> list[Tensor]:
+    return list(torch.randint(0, 37, (8, rows, 6), generator=torch.Generator().manual_seed(2)))
+
+
+def engine_of(model: str, parallel: dict[str, Any], **settings: Any) -> Engine:
+    arguments: dict[str, Any] = {
+        "optimizer": dict(name="adamw", lr=1e-2, no_decay="norms_and_biases"),
+        "precision": "fp64",
+        "clip_grad_norm": 1.0,
+        "lr_scheduler": _halving,
+    }
+    return Engine(MODELS[model], parallel, **{**arguments, **settings})
+
+
+def _halving(optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler.LRScheduler:
+    return torch.optim.lr_scheduler.MultiStepLR(optimizer, [1, 3], gamma=0.5)
+
+
+def train(
+    model: str, parallel: dict[str, Any], load: str, save: str, first: int, count: int, **settings: Any
+) -> list[float]:
+    """Some steps of the run, from one checkpoint to the next."""
+    with engine_of(model, parallel, **settings) as engine:
+        if load:
+            engine.load(load)
+            assert engine.step == first
+        losses = [engine.train_step(engine.shard_batch(batch)) for batch in batches()[first : first + count]]
+        if save:
+            engine.save(save)
+        return losses
+
+
+def relay(model: str, legs: list[tuple[int, dict[str, Any]]], folder: Path, **settings: Any) -> list[float]:
+    """Two steps under each of the specs, each on so many ranks, handing over by checkpoint (always the same path)."""
+    losses: list[float] = []
+    path = str(folder / "runs" / "ckpt")
+    for number, (size, parallel) in enumerate(legs):
+        load = path if number else ""
+        arguments = (model, parallel, load, path, 2 * number, 2)
+        if size == 1:
+            losses += train(*arguments, **settings)
+        else:
+            found = run_on_ranks(size, train, *arguments, **settings)
+            assert all(part == found[0] for part in found)
+            losses += found[0]
+        assert sorted(p.name for p in (folder / "runs").iterdir()) == [
+            "ckpt"
+        ]  # nothing half-written, nothing old
+    return losses
+
+
+LEGS: dict[str, list[tuple[int, dict[str, Any]]]] = {
+    "gpt": [
+        (4, dict(tensor=dict(mode="2d", size=4))),
+        (1, {}),
+        (4, dict(data=2, tensor=2)),
+        (2, dict(data=2)),
+    ],
+    "llama": [
+        (4, dict(tensor=4)),  # fewer key/value heads than ranks
+        (4, dict(tensor=dict(mode="3d", grid=(2, 2, 1)))),
+        (4, dict(tensor=4, sequence=dict(mode="megatron"))),
+        (1, {}),
+    ],
+}
+
+
+@pytest.mark.parametrize("model", LEGS)
+def test_a_run_handed_from_spec_to_spec_is_the_unbroken_run(model: str, tmp_path: Path) -> None:
+    unbroken = train(model, {}, "", "", 0, 8)
+    assert relay(model, LEGS[model], tmp_path) == pytest.approx(unbroken, rel=1e-8)
+
+
+def test_fp16_goes_on_with_its_masters_and_its_loss_scale(tmp_path: Path) -> None:
+    precision = dict(name="fp16", initial_scale=2.0**6, growth_interval=3)
+    unbroken = train("gpt", {}, "", "", 0, 6, precision=precision)
+    legs: list[tuple[int, dict[str, Any]]] = [(1, {}), (2, dict(data=2)), (1, {})]
+    found = relay("gpt", legs, tmp_path, precision=precision)
+    assert found[:2] == unbroken[:2]  # bit for bit: nothing changed yet
+    assert found == pytest.approx(unbroken, rel=2e-3)
+    state = json.loads((tmp_path / "runs" / "ckpt" / "state.json").read_text())
+    assert state["scaler"]["scale"] == 2.0**8
+    assert {
+        tensor.dtype for tensor in TensorFile(tmp_path / "runs" / "ckpt" / "model.safetensors").values()
+    } == {torch.float32}
+
+
+def test_safetensors_reads_what_is_written_and_the_other_way_round(tmp_path: Path) -> None:
+    library = pytest.importorskip("safetensors.torch")
+    tensors = {
+        "flags": torch.tensor([True, False, True]),
+        "b": torch.arange(5, dtype=torch.bfloat16),
+        "a.weight": torch.randn(3, 4),
+        "scalar": torch.tensor(2.5, dtype=torch.float64),
+        "none": torch.zeros(0, 3),
+        "ids": torch.arange(7),
+    }
+    announced = {name: Described(dtype=t.dtype, shape=tuple(t.shape)) for name, t in tensors.items()}
+    with TensorWriter(tmp_path / "ours", announced) as writer:
+        for name in writer.order:
+            writer.write(name, tensors[name])
+    library.save_file(tensors, tmp_path / "theirs")
+    for found in (
+        library.load_file(tmp_path / "ours"),
+        TensorFile(tmp_path / "ours"),
+        TensorFile(tmp_path / "theirs"),
+    ):
+        assert set(found) == set(tensors)
+        for name, tensor in tensors.items():
+            assert found[name].dtype == tensor.dtype
+            assert found[name].shape == tensor.shape
+            assert torch.equal(found[name], tensor)
+    TensorFile(tmp_path / "ours")["a.weight"].zero_()
+    assert torch.equal(
+        TensorFile(tmp_path / "ours")["a.weight"], tensors["a.weight"]
+    )  # the file is not written to
+
+
+def test_tensor_files_refuse_what_is_not_announced_and_what_is_damaged(tmp_path: Path) -> None:
+    announced = {
+        "a": Described(dtype=torch.float32, shape=(2,)),
+        "b": Described(dtype=torch.float32, shape=(3,)),
+    }
+    writer = TensorWriter(tmp_path / "file", announced)
+    for name, tensor in (
+        ("b", torch.zeros(3)),
+        ("a", torch.zeros(3)),
+        ("a", torch.zeros(2, dtype=torch.float64)),
+    ):
+        with pytest.raises(CheckpointError, match="announced"):
+            writer.write(name, tensor)
+    writer.write("a", torch.zeros(2))
+    with pytest.raises(CheckpointError, match="never written, 'b'"):
+        writer.close()
+    writer.write("b", torch.zeros(3))
+    writer.close()
+    whole = (tmp_path / "file").read_bytes()
+    for damaged, message in (
+        (whole[:-4], "cut off"),
+        (b"", "damaged"),
+        (b"\xff" * 40, "damaged"),
+        (whole[:20], "damaged"),
+    ):
+        (tmp_path / "file").write_bytes(damaged)
+        with pytest.raises(CheckpointError, match=message):
+            TensorFile(tmp_path / "file")
+    with pytest.raises(CheckpointError, match="cannot hold"):
+        TensorWriter(tmp_path / "file", {"c": Described(dtype=torch.complex64, shape=(1,))})
+
+
+def test_a_state_dict_is_that_of_a_single_process_and_goes_back_in() -> None:
+    plain = gpt()
+    engine = engine_of("gpt", {}, precision="fp32")
+    engine.load_state_dict(plain.state_dict())
+    found = engine.full_state_dict()
+    assert list(found) == list(plain.state_dict())
+    assert all(torch.equal(found[name], value) for name, value in plain.state_dict().items())
+    assert found["head.weight"] is found["embed.weight"]
+    engine.train_step(batches()[0])
+    assert torch.equal(found["norm.weight"], plain.norm.weight)  # a copy, not a window
+    without_tie = {name: value for name, value in found.items() if name != "embed.weight"}
+    engine.load_state_dict(without_tie)
+    for changed, message in [
+        ({**found, "extra": torch.zeros(1)}, "no 'extra'"),
+        ({name: value for name, value in found.items() if name != "norm.bias"}, "has no 'norm.bias'"),
+        ({**found, "norm.bias": torch.zeros(3)}, r"'norm.bias' has shape \(3,\) in the state and \(32,\)"),
+    ]:
+        with pytest.raises(CheckpointError, match=message):
+            engine.load_state_dict(changed)
+
+
+class WithBuffers(nn.Module):
+    """Has buffers that a state dict holds and one that it does not."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(3)
+        self.register_buffer("table", torch.arange(3.0))
+        self.register_buffer("scratch", torch.zeros(2), persistent=False)
+        self.frozen = nn.Parameter(torch.full((3,), 2.0), requires_grad=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = (self.norm(x) * self.frozen + self.get_buffer("table")).square().mean()
+        return y
+
+
+@ranks(2)
+def test_buffers_and_frozen_parameters_are_part_of_the_state() -> None:
+    engine = Engine(WithBuffers(), dict(data=2), optimizer="adamw", loss_fn=lambda output, batch: output)
+    engine.train_step(engine.shard_batch((torch.randn(8, 3), torch.zeros(8))))
+    found = engine.full_state_dict()
+    assert list(found) == list(WithBuffers().state_dict())
+    assert int(found["norm.num_batches_tracked"]) == 1
+    everyone = engine.mesh.group("data")
+    from meshfold.mesh import all_gather
+
+    for value in found.values():  # running statistics differ between the ranks, the state dict does not
+        both = all_gather(value.reshape(1, -1), everyone, 0)
+        assert torch.equal(both[0], both[1])
+
+
+def save_and_fail(path: str) -> tuple[str, list[str]]:
+    engine = engine_of("gpt", dict(tensor=2))
+    engine.train_step(engine.shard_batch(batches()[0]))
+    engine.save(path)
+    before = engine.full_state_dict()
+    engine.train_step(engine.shard_batch(batches()[1]))
+    original = TensorWriter.write
+
+    def full_disk(self: TensorWriter, name: str, tensor: Tensor) -> None:
+        if name == "norm.weight":
+            raise OSError(28, "No space left on device")
+        original(self, name, tensor)
+
+    TensorWriter.write = full_disk  # type: ignore[method-assign]
+    try:
+        engine.save(path)
+    except CheckpointError as error:
+        message = str(error)
+    finally:
+        TensorWriter.write = original  # type: ignore[method-assign]
+    engine.load(path)
+    found = engine.full_state_dict()
+    assert all(torch.equal(found[name], before[name]) for name in before)
+    assert engine.step == 1
+    return message, [p.name for p in Path(path).parent.iterdir()]
+
+
+def test_a_save_that_fails_fails_on_all_ranks_and_leaves_the_last_checkpoint(tmp_path: Path) -> None:
+    (first, names), (second, _) = run_on_ranks(2, save_and_fail, str(tmp_path / "ckpt"))
+    assert "No space left" in first
+    assert "rank 0 could not write" in second
+    assert names == ["ckpt"]
+
+
+def test_a_crash_between_two_renames_loses_nothing(tmp_path: Path) -> None:
+    engine = engine_of("gpt", {})
+    engine.train_step(batches()[0])
+    engine.save(tmp_path / "ckpt")
+    (tmp_path / "ckpt").rename(tmp_path / ".ckpt.old")
+    (tmp_path / ".ckpt.writing").mkdir()
+    other = engine_of("gpt", {})
+    other.load(tmp_path / "ckpt")
+    assert other.step == 1
+    other.save(tmp_path / "ckpt")
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["ckpt"]
+
+
+def test_what_cannot_be_saved_or_loaded_says_why(tmp_path: Path) -> None:
+    engine = engine_of("gpt", {}, gradient_accumulation=2)
+    engine.train_step(batches()[0])
+    with pytest.raises(CheckpointError, match="1 of 2 micro-steps"):
+        engine.save(tmp_path / "ckpt")
+    engine.train_step(batches()[0])
+    engine.save(tmp_path / "ckpt")
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "thesis.tex").touch()
+    with pytest.raises(CheckpointError, match="no checkpoint: remove it"):
+        engine.save(tmp_path / "mine")
+    assert (tmp_path / "mine" / "thesis.tex").exists()
+    with pytest.raises(CheckpointError, match="does not exist"):
+        engine.load(tmp_path / "nowhere")
+    with pytest.raises(CheckpointError, match="no complete checkpoint"):
+        engine.load(tmp_path / "mine")
+    with pytest.raises(CheckpointError, match="another model"):
+        engine_of("llama", {}).load(tmp_path / "ckpt")
+    with pytest.raises(CheckpointError, match="shape"):
+        Engine(wide).load(tmp_path / "ckpt")
+    with pytest.raises(CheckpointError, match="optimizer AdamW, this engine has SGD"):
+        engine_of("gpt", {}, optimizer="sgd").load(tmp_path / "ckpt")
+    with pytest.raises(CheckpointError, match="2 parameter groups, this one has 1"):
+        engine_of("gpt", {}, optimizer="adamw").load(tmp_path / "ckpt")
+    other = engine_of("gpt", {}, optimizer="sgd")
+    other.load(tmp_path / "ckpt", weights_only=True)
+    assert other.step == 0
+    assert torch.equal(other.full_state_dict()["embed.weight"], engine.full_state_dict()["embed.weight"])
+    state = json.loads((tmp_path / "ckpt" / "state.json").read_text())
+    (tmp_path / "ckpt" / "state.json").write_text(json.dumps({**state, "format": 99}))
+    with pytest.raises(CheckpointError, match="format 99"):
+        engine.load(tmp_path / "ckpt")
+
+
+class Numbers:
+    """The dataset of the numbers below n, as one-token rows."""
+
+    def __init__(self, n: int) -> None:
+        self.n = n
+
+    def __len__(self) -> int:
+        return self.n
+
+    def __getitem__(self, i: int) -> dict[str, Tensor]:
+        return {"input_ids": torch.tensor([i, i])}
+
+
+def rows_of(blocks: int, **settings: Any) -> list[list[int]]:
+    """Row numbers of each global batch of an epoch, put together from all data coordinates."""
+    whole: list[list[int]] = []
+    for index in range(blocks):
+        loader = ShardedLoader(Numbers(11), batch_size=4, index=index, blocks=blocks, seed=5, **settings)
+        for number, batch in enumerate(loader):
+            if len(whole) == number:
+                whole.append([])
+            if "labels" not in batch:
+                whole[number] += batch["input_ids"][:, 0].tolist()
+            else:
+                assert batch["labels"].tolist() == [[-100, -100]]
+    return whole
+
+
+def test_batches_do_not_depend_on_the_mesh() -> None:
+    alone = rows_of(1)
+    assert sorted(row for rows in alone for row in rows) == list(range(11))
+    assert [len(rows) for rows in alone] == [4, 4, 3]
+    assert alone != rows_of(1, shuffle=False) == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9, 10]]
+    for blocks in (2, 3, 4, 6):
+        assert rows_of(blocks) == alone
+    assert rows_of(4, drop_last=True) == alone[:2]
+    loader = ShardedLoader(Numbers(8), batch_size=4, index=0, blocks=1)
+    first, second = ([batch["input_ids"].tolist() for batch in loader] for _ in range(2))
+    assert first != second
+    assert sum(1 for _ in zip(loader, range(1), strict=False)) == 1
+    assert len(list(loader)) == 2  # breaking off does not shorten the next epoch
+    for wrong, message in [
+        (dict(batch_size=0), "batch_size=0"),
+        (dict(batch_size=9, drop_last=True), "drop_last=False"),
+        (dict(batch_size=4, sampler=[1]), "sampler"),
+    ]:
+        with pytest.raises(SpecError, match=message):
+            ShardedLoader(Numbers(8), index=0, blocks=1, **wrong)
+    with pytest.raises(SpecError, match="must have a length"):
+        ShardedLoader(iter([1]), batch_size=1, index=0, blocks=1)  # type: ignore[arg-type]
+
+
+def read_on(path: str, parallel: dict[str, Any], load: bool, count: int) -> list[float]:
+    engine = engine_of("gpt", parallel, lr_scheduler=None)
+    if load:
+        engine.load(path)
+    loader = engine.dataloader(Numbers(11), batch_size=4)
+    losses: list[float] = []
+    while len(losses) < count:
+        for batch in loader:
+            losses.append(engine.train_step(batch))
+            if len(losses) == count:
+                break
+    engine.save(path)
+    return losses
+
+
+def test_data_goes_on_where_the_checkpoint_stopped(tmp_path: Path) -> None:
+    unbroken = read_on(str(tmp_path / "a"), {}, False, 8)
+    assert not any(math.isnan(loss) for loss in unbroken)
+    found = run_on_ranks(2, read_on, str(tmp_path / "b"), dict(data=2), False, 2)[0]
+    found += read_on(str(tmp_path / "b"), {}, True, 1)  # ends the epoch: the next begins another
+    found += run_on_ranks(4, read_on, str(tmp_path / "b"), dict(data=4), True, 5)[0]
+    assert found == pytest.approx(unbroken, rel=1e-8)

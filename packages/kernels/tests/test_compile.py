@@ -1,0 +1,146 @@
+"""Every public function inside torch.compile: one graph, same numbers, forward and backward."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from meshfold import kernels as K
+
+
+def seeded(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).requires_grad_()
+
+
+X, R, W, B = seeded(6, 16), seeded(6, 16, seed=1), seeded(16, seed=2), seeded(16, seed=3)
+LABELS = torch.tensor([0, 3, -100, 15, 7, 7])
+Q, KEY = seeded(2, 3, 4, 8, seed=4), seeded(2, 3, 2, 8, seed=5)
+COS, SIN = torch.randn(3, 8), torch.randn(3, 8)
+
+WHOLE: dict[str, tuple[Callable[..., Any], tuple[Tensor, ...]]] = {
+    "rms_norm": (lambda x, w: K.rms_norm(x, w), (X, W)),
+    "layer_norm": (lambda x, w, b: K.layer_norm(x, w, b), (X, W, B)),
+    "add_rms_norm": (lambda x, r, w: K.add_rms_norm(x, r, w), (X, R, W)),
+    "add_layer_norm": (lambda x, r, w, b: K.add_layer_norm(x, r, w, b), (X, R, W, B)),
+    "swiglu": (lambda x: K.swiglu(x), (X,)),
+    "swiglu2": (lambda x, r: K.swiglu2(x, r), (X, R)),
+    "bias_gelu": (lambda x, b: K.bias_gelu(x, b, "tanh"), (X, B)),
+    "apply_rotary": (lambda q, k: K.apply_rotary(q, k, COS, SIN), (Q, KEY)),
+    "cross_entropy": (lambda x: K.cross_entropy(x, LABELS, -100, 0.1, 1e-2), (X,)),
+    "dropout": (lambda x: K.dropout(x, 0.5, 3, 4, 2, 1, 20), (X,)),
+}
+
+
+class SplitRMSNorm(torch.autograd.Function):
+    """The pieces as a layer uses them: in a Function of its own, with a sum where ranks would all-reduce."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, w: Tensor) -> Tensor:
+        rstd = torch.rsqrt(2 * K.rms_norm_stats(x) / 32 + 1e-6)
+        ctx.save_for_backward(x, w, rstd)
+        return K.rms_norm_apply(x, w, rstd)
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> Any:
+        x, w, rstd = ctx.saved_tensors
+        sums = 2 * K.rms_norm_backward_stats(dy, x, w, rstd)
+        return K.rms_norm_backward_apply(dy, x, w, rstd, sums, 32)
+
+
+class SplitLayerNorm(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, w: Tensor, b: Tensor) -> Tensor:
+        mean = 2 * K.layer_norm_sum(x) / 32
+        rstd = torch.rsqrt(2 * K.layer_norm_centred_sum(x, mean) / 32 + 1e-6)
+        ctx.save_for_backward(x, w, mean, rstd)
+        return K.layer_norm_apply(x, w, b, mean, rstd)
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> Any:
+        x, w, mean, rstd = ctx.saved_tensors
+        sums = 2 * K.layer_norm_backward_stats(dy, x, w, mean, rstd)
+        return K.layer_norm_backward_apply(dy, x, w, mean, rstd, sums, 32)
+
+
+class SplitCrossEntropy(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, once: bool) -> Tensor:
+        if once:
+            local, sums = K.max_and_sums(x, LABELS, 0, 15)
+            row_max = local + 1
+            sums = K.rescale_sums(sums, local, row_max)
+        else:
+            row_max = K.local_max(x, 15) + 1
+            sums = K.sum_exp_and_target(x, row_max, LABELS, 0, 15)
+        ctx.save_for_backward(x, row_max, sums)
+        return K.loss_per_row(row_max, sums)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        x, row_max, sums = ctx.saved_tensors
+        return K.cross_entropy_backward(x, row_max, sums[0], LABELS, 0, grad, 0.0, 0.0, 15, 15, True), None
+
+
+class InPlaceRotary(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
+        q, k = q.clone(), k.clone()
+        K.apply_rotary_(q, k, COS, SIN)
+        return q, k
+
+    @staticmethod
+    def backward(ctx: Any, dq: Tensor, dk: Tensor) -> Any:
+        dq, dk = dq.clone(), dk.clone()
+        K.apply_rotary_(dq, dk, COS, SIN, inverse=True)
+        return dq, dk
+
+
+PIECES: dict[str, tuple[Callable[..., Any], tuple[Tensor, ...]]] = {
+    "rms_norm pieces": (lambda x, w: SplitRMSNorm.apply(x, w), (X, W)),
+    "layer_norm pieces": (lambda x, w, b: SplitLayerNorm.apply(x, w, b), (X, W, B)),
+    "cross_entropy pieces": (lambda x: SplitCrossEntropy.apply(x * 1, False), (X,)),
+    "cross_entropy pieces, read once": (lambda x: SplitCrossEntropy.apply(x * 1, True), (X,)),
+    "apply_rotary_": (lambda q, k: InPlaceRotary.apply(q, k), (Q, KEY)),
+}
+
+
+@pytest.fixture(autouse=True)
+def fresh() -> Iterator[None]:
+    torch.compiler.reset()
+    yield
+    torch.compiler.reset()
+
+
+def results(op: Callable[..., Any], inputs: tuple[Tensor, ...]) -> list[Tensor]:
+    out = op(*inputs)
+    out = (out,) if isinstance(out, Tensor) else out
+    towards = [torch.cos(torch.arange(y.numel()).float()).view(y.shape) for y in out]
+    return [*out, *torch.autograd.grad(out, inputs, towards)]
+
+
+@pytest.mark.parametrize("name", [*WHOLE, *PIECES])
+def test_traces_into_one_graph(name: str) -> None:
+    """fullgraph=True refuses any break; aot_eager traces the backward as well."""
+    op, inputs = (WHOLE | PIECES)[name]
+    wanted = results(op, inputs)
+    got = results(torch.compile(op, fullgraph=True, backend="aot_eager"), inputs)
+    for g, w in zip(got, wanted, strict=True):
+        torch.testing.assert_close(g, w, rtol=1e-5, atol=1e-5)
+
+
+def test_dropout_drops_the_same_elements_when_the_seed_changes() -> None:
+    """Through Inductor's own code, for seeds that become symbols and for a seed in a tensor."""
+    compiled = torch.compile(lambda x, seed, key: K.dropout(x, 0.5, seed, key), fullgraph=True)
+    x = X.detach()
+    for seed, key in ((1, 2), (-3, 1 << 62), (99, 5), (torch.tensor(-8), 5)):
+        assert torch.equal(compiled(x, seed, key), K.dropout(x, 0.5, seed, key))
+
+
+def test_inductor_keeps_one_rounding() -> None:
+    x, w = X.detach().bfloat16(), W.detach().bfloat16()
+    compiled = torch.compile(lambda x, w: K.swiglu(K.rms_norm(x, w)), fullgraph=True)
+    torch.testing.assert_close(compiled(x, w), K.swiglu(K.rms_norm(x, w)), rtol=2**-7, atol=2**-7)

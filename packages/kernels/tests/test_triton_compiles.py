@@ -1,0 +1,104 @@
+"""Every Triton kernel compiles to machine code of a Hopper GPU, which needs Triton but no GPU."""
+
+from __future__ import annotations
+
+import importlib
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from meshfold import kernels as K
+from meshfold.kernels import dispatch
+
+triton = pytest.importorskip("triton", reason="Triton is not installed")
+if os.environ.get("TRITON_INTERPRET") == "1":
+    pytest.skip("kernels are interpreted in this process, not compiled", allow_module_level=True)
+
+POINTERS = {torch.float32: "*fp32", torch.bfloat16: "*bf16", torch.float16: "*fp16", torch.int64: "*i64"}
+
+
+class Compiler:
+    """Stands in for a launch: compiles the kernel for the arguments it was given."""
+
+    def __init__(self) -> None:
+        self.compiled: set[str] = set()
+
+    def launch(
+        self, kernel: Any, grid: tuple[int, ...], on: Tensor, *arguments: Any, **settings: Any
+    ) -> None:
+        from triton.backends.compiler import GPUTarget
+        from triton.compiler import ASTSource
+
+        options = {"num_warps": settings.pop("num_warps")}
+        given = dict(zip(kernel.arg_names, arguments, strict=False)) | settings
+        signature, constants = {}, {}
+        for parameter in kernel.params:
+            value = given[parameter.name]
+            if parameter.is_constexpr or (
+                isinstance(value, int) and value == 1 and not parameter.do_not_specialize
+            ):
+                signature[parameter.name], constants[parameter.name] = "constexpr", value
+            elif isinstance(value, Tensor):
+                signature[parameter.name] = POINTERS[value.dtype]
+            elif isinstance(value, float):
+                signature[parameter.name] = "fp32"
+            else:
+                signature[parameter.name] = "i32" if -(1 << 31) <= value < 1 << 31 else "i64"
+        made = triton.compile(
+            ASTSource(kernel, signature, constants), target=GPUTarget("cuda", 90, 32), options=options
+        )
+        assert made.asm["cubin"]
+        self.compiled.add(f"{kernel.fn.__module__.split('.')[-2]}.{kernel.fn.__name__}")
+
+
+@pytest.fixture
+def compiler(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Compiler]:
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    made = Compiler()
+    for family, (_, twins) in dispatch.FAMILIES.items():
+        if "triton" in twins:
+            module = importlib.import_module(f"meshfold.kernels.{family}.triton_kernels")
+            monkeypatch.setattr(module, "launch", made.launch)
+    monkeypatch.setattr(dispatch, "_obstacle", lambda *arguments: "")
+    with K.use("triton"):
+        yield made
+
+
+def test_all_kernels_compile(compiler: Compiler) -> None:
+    h = 4096
+    x = torch.zeros(8, h, dtype=torch.bfloat16, requires_grad=True)
+    r = torch.zeros(8, h, requires_grad=True)
+    w, b = (torch.ones(h, dtype=torch.bfloat16, requires_grad=True) for _ in range(2))
+    labels = torch.zeros(8, dtype=torch.int64)
+    K.rms_norm(x, w).sum().backward()
+    K.layer_norm(x, w, b).sum().backward()
+    sum(t.sum() for t in K.add_rms_norm(x, r, w)).backward()  # type: ignore[union-attr]
+    K.swiglu(x).sum().backward()
+    for approximate in ("none", "tanh"):
+        K.bias_gelu(x, b, approximate).sum().backward()
+    K.cross_entropy(x, labels, label_smoothing=0.1).sum().backward()
+    K.dropout(x, 0.5, 3, 4).sum().backward()
+    K.dropout(x, 0.5, torch.tensor(3), 4, torch.arange(8)).sum().backward()
+    q, k = (torch.zeros(2, 8, heads, 128, dtype=torch.bfloat16, requires_grad=True) for heads in (32, 8))
+    sum(t.sum() for t in K.apply_rotary(q, k, torch.zeros(8, 128), torch.zeros(8, 128))).backward()  # type: ignore[union-attr]
+    with torch.no_grad():
+        rstd = K.rms_norm_stats(x)
+        K.add_rms_norm_stats(x, r)
+        K.rms_norm_apply(x, w, rstd)
+        K.rms_norm_backward_apply(x, x, w, rstd, K.rms_norm_backward_stats(x, x, w, rstd), 2 * h)
+        K.layer_norm_centred_sum(x, rstd)
+        K.layer_norm_apply(x, w, b, rstd, rstd)
+        sums = K.layer_norm_backward_stats(x, x, w, rstd, rstd)
+        K.layer_norm_backward_apply(x, x, w, rstd, rstd, sums, 2 * h)
+        K.local_max(x)
+        K.sum_exp_and_target(x, rstd, labels, 0)
+    assert compiler.compiled == {
+        "norms._normalise", "norms._row_sums", "norms._gradient_sums", "norms._gradients",
+        "activations._gated", "activations._gated_gradients", "activations._gelu", "activations._gelu_gradients",
+        "rotary._rotate", "losses._sums", "losses._gradient", "masks._dropout",
+    }  # fmt: skip

@@ -1,0 +1,136 @@
+"""The gradient norm and clipping of a sharded model are those of the whole one."""
+
+from __future__ import annotations
+
+import math
+from functools import cache
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from meshfold.mesh import (
+    Mesh,
+    ParameterMeta,
+    Part,
+    Placement,
+    SpecError,
+    annotate,
+    clip_gradients,
+    gradient_norm,
+)
+from meshfold.mesh.testing import run_on_ranks
+
+PLACEMENTS = {
+    "both dims": Placement(shape=(8, 6), axes=(("a",), ("b",))),
+    "padded": Placement(shape=(7, 3), axes=(("b", "a"), ())),
+    "one dim": Placement(shape=(4, 6), axes=((), ("b",))),
+    "replicated": Placement(shape=(5,), axes=((),)),
+    "repeated parts": Placement(
+        shape=(12, 2), axes=(("a", "b"), ()), parts={0: (Part(8), Part(2, 2), Part(2, 2))}
+    ),
+    "parts": Placement(shape=(6, 8), axes=((), ("a",)), parts={1: (Part(2), Part(6))}),
+    "two fused dims": Placement(
+        shape=(6, 4), axes=(("a",), ("b",)), parts={0: (Part(4), Part(2)), 1: (Part(1, 2), Part(3, 2))}
+    ),
+    "scalar": Placement(shape=(), axes=()),
+}
+
+
+@cache
+def mesh_of(**axes: int) -> Mesh:
+    return Mesh(axes)
+
+
+def full_gradients(dtype: torch.dtype) -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(3)
+    return {
+        name: torch.randn(placement.shape, generator=generator, dtype=torch.float64).to(dtype)
+        for name, placement in PLACEMENTS.items()
+    }
+
+
+def sharded(dtype: torch.dtype, mesh: Mesh) -> list[nn.Parameter]:
+    parameters = []
+    for name, grad in full_gradients(dtype).items():
+        local = PLACEMENTS[name].shard(grad, mesh)
+        parameter = nn.Parameter(torch.zeros_like(local))
+        parameter.grad = local
+        annotate(parameter, ParameterMeta(mesh=mesh, placement=PLACEMENTS[name]))
+        parameters.append(parameter)
+    parameters.append(nn.Parameter(torch.zeros(3)))  # has no gradient
+    bare = nn.Parameter(torch.zeros(2, dtype=dtype))  # has no metadata: it is replicated
+    bare.grad = torch.tensor([0.5, -2.0], dtype=dtype)
+    return [*parameters, bare]
+
+
+def whole(dtype: torch.dtype) -> list[nn.Parameter]:
+    parameters = []
+    for grad in [*full_gradients(dtype).values(), torch.tensor([0.5, -2.0], dtype=dtype)]:
+        parameter = nn.Parameter(torch.zeros_like(grad))
+        parameter.grad = grad
+        parameters.append(parameter)
+    return parameters
+
+
+def clip_on_rank(dtype: torch.dtype, norm_type: float, max_norm: float) -> tuple[Tensor, Tensor, float]:
+    """(norm, norm returned by clipping, largest difference of a clipped gradient to the whole model's)."""
+    mesh = mesh_of(a=2, b=2)
+    parameters, reference = sharded(dtype, mesh), whole(dtype)
+    norm = gradient_norm(parameters, mesh, norm_type)
+    clipped = clip_gradients(parameters, mesh, max_norm, norm_type)
+    nn.utils.clip_grad_norm_(reference, max_norm, norm_type)
+    off = 0.0
+    for placement, parameter, want in zip(PLACEMENTS.values(), parameters, reference, strict=False):
+        assert parameter.grad is not None and want.grad is not None
+        off = max(off, (parameter.grad - placement.shard(want.grad, mesh)).abs().max().item())
+    return norm, clipped, off
+
+
+@pytest.mark.parametrize("norm_type", [1, 2, 3.0, math.inf])
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-13), (torch.float32, 1e-6)], ids=str)
+@pytest.mark.parametrize("max_norm", [0.7, 1e6])
+def test_norm_and_clipping_are_those_of_torch_on_the_whole_model(
+    norm_type: float, dtype: torch.dtype, tolerance: float, max_norm: float
+) -> None:
+    expected = nn.utils.get_total_norm(
+        [p.grad for p in whole(dtype) if p.grad is not None], norm_type
+    ).double()
+    results = run_on_ranks(4, clip_on_rank, dtype, norm_type, max_norm)
+    for norm, clipped, off in results:
+        assert norm.dtype == torch.float64 and norm.item() == pytest.approx(expected.item(), rel=tolerance)
+        assert torch.equal(norm, clipped) and off <= tolerance
+        assert torch.equal(norm, results[0][0]), "the bits differ from rank to rank"
+
+
+def test_bfloat16_is_summed_in_float32() -> None:
+    expected = nn.utils.get_total_norm([p.grad.double() for p in whole(torch.bfloat16) if p.grad is not None])
+    for norm, _, _ in run_on_ranks(4, clip_on_rank, torch.bfloat16, 2.0, 1.0):
+        assert norm.item() == pytest.approx(expected.item(), rel=1e-6)
+
+
+def norm_with_a_bad_element(value: float) -> float:
+    mesh = mesh_of(a=2, b=2)
+    parameters = sharded(torch.float32, mesh)
+    if mesh.rank == 3:
+        assert parameters[0].grad is not None
+        parameters[0].grad[0, 0] = value
+    return gradient_norm(parameters, mesh).item()
+
+
+def test_one_rank_with_an_overflow_is_seen_by_all() -> None:
+    assert run_on_ranks(4, norm_with_a_bad_element, math.inf) == [math.inf] * 4
+    assert all(math.isnan(norm) for norm in run_on_ranks(4, norm_with_a_bad_element, math.nan))
+
+
+def test_without_gradients_the_norm_is_zero() -> None:
+    assert gradient_norm([nn.Parameter(torch.ones(3))], Mesh({})).item() == 0.0
+    assert clip_gradients([], Mesh({}), 1.0, math.inf).item() == 0.0
+
+
+@pytest.mark.parametrize("value", [0, -1.0, "2", True, None, math.nan])
+def test_what_is_not_a_norm(value: object) -> None:
+    with pytest.raises(SpecError, match=r"norm_type=.*: a norm is 1, 2, any number above 0, or math.inf"):
+        gradient_norm([], Mesh({}), value)  # type: ignore[arg-type]
+    with pytest.raises(SpecError, match=r"max_norm=.*: the largest norm allowed is a number above 0"):
+        clip_gradients([], Mesh({}), value)  # type: ignore[arg-type]

@@ -1,0 +1,321 @@
+"""The warm pool: functions on several ranks, what their failures look like, and that a failure costs one pool only."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist  # what runs in the ranks below talks to it directly: the pool is what is tested
+
+from meshfold.mesh import process_group
+from meshfold.mesh.errors import LaunchError
+from meshfold.mesh.testing import RankFailure, fake_world, ranks, run_on_ranks
+
+
+@dataclass(frozen=True)
+class Shape:
+    """A type of this file, to travel as an argument and as a result."""
+
+    rows: int
+
+
+def total(value: float) -> torch.Tensor:
+    x = torch.full((3,), value + dist.get_rank())
+    dist.all_reduce(x)
+    return x
+
+
+def who() -> tuple[int, int, int, str]:
+    return dist.get_rank(), dist.get_world_size(), os.getpid(), os.environ["LOCAL_RANK"]
+
+
+def grow(shape: Shape, *, by: int) -> Shape:
+    return Shape(rows=shape.rows + by * dist.get_rank())
+
+
+def draw() -> list[float]:
+    assert (
+        torch.get_default_dtype() == torch.float32
+        and torch.is_grad_enabled()
+        and torch.get_num_threads() == 1
+    )
+    numbers = torch.rand(2).tolist()
+    torch.set_default_dtype(torch.float64)
+    torch.set_grad_enabled(False)
+    return numbers  # type: ignore[no-any-return]
+
+
+def backward() -> float:
+    x = torch.ones(64, 64, requires_grad=True)
+    (x @ x).sum().backward()
+    assert x.grad is not None
+    return float(x.grad.sum())
+
+
+def raise_on(rank: int) -> None:
+    treasure = torch.arange(3)
+    print("dug", len(treasure))
+    if dist.get_rank() == rank:
+        raise ValueError("nothing there")
+    dist.barrier()
+
+
+def die_on(rank: int, code: int) -> None:
+    if dist.get_rank() == rank:
+        print("last words")
+        os._exit(code)
+    dist.barrier()
+
+
+def leave_out(rank: int) -> None:
+    if dist.get_rank() != rank:
+        dist.barrier()
+
+
+def skip_below(rank: int) -> None:
+    if dist.get_rank() < rank:
+        pytest.skip(f"rank 0 to {rank - 1} skip")
+
+
+def return_function() -> Callable[[], int]:
+    return lambda: 1
+
+
+def open_groups(times: int) -> int:
+    for number in range(times):
+        process_group.new_group([0, 1], f"piled up {number}")
+    return os.getpid()
+
+
+def reopen(times: int) -> float:
+    """Groups that ranks open unevenly, close and open again, all over the same ranks."""
+    rank, x = dist.get_rank(), torch.ones(1)
+    for number in range(times):
+        if rank == 0 and number % 2:
+            process_group.new_group([0], f"reopen alone {number}")
+        pair = [rank & ~1, rank | 1]
+        group = process_group.new_group(pair, f"reopen {pair} {number}")
+        assert dist.get_process_group_ranks(group) == pair
+        dist.all_reduce(x, group=group)
+        functional = torch.ops._c10d_functional
+        y = functional.wait_tensor(functional.all_reduce(torch.ones(1), "sum", group.group_name))
+        assert y.item() == 2
+        dist.destroy_process_group(group)
+    return float(x.item())
+
+
+def test_every_rank_runs_and_returns() -> None:
+    for x in run_on_ranks(4, total, 1.0):
+        assert torch.equal(x, torch.full((3,), 10.0))
+    found = run_on_ranks(4, who)
+    assert [(rank, size, local) for rank, size, _, local in found] == [
+        (rank, 4, str(rank)) for rank in range(4)
+    ]
+
+
+def test_the_pool_stays_warm() -> None:
+    pids = [pid for *_, pid, _ in run_on_ranks(2, who)]
+    run_on_ranks(4, who)
+    assert [pid for *_, pid, _ in run_on_ranks(2, who)] == pids
+
+
+def test_types_of_the_test_file_travel() -> None:
+    assert run_on_ranks(2, grow, Shape(rows=3), by=2) == [Shape(rows=3), Shape(rows=5)]
+
+
+def test_every_call_begins_alike() -> None:
+    first, second = run_on_ranks(2, draw), run_on_ranks(2, draw)
+    assert first == second and first[0] == first[1]
+
+
+def test_a_backward_in_the_test_process_does_not_matter() -> None:
+    expected = backward()  # starts threads here; a fork of this process would hang
+    run_on_ranks(2, who)
+    assert run_on_ranks(2, backward) == [expected] * 2
+
+
+@ranks(2)
+def test_the_body_of_a_decorated_test_runs_on_the_ranks() -> None:
+    assert dist.get_world_size() == 2
+    assert float(total(0.0)[0]) == 1.0
+
+
+@pytest.mark.parametrize("value", [1.0, 2.5])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@ranks(2)
+def test_parameters_and_fixtures_reach_the_ranks(value: float, dtype: torch.dtype, tmp_path: Path) -> None:
+    assert tmp_path.is_dir()
+    x = torch.tensor([value], dtype=dtype)
+    dist.all_reduce(x)
+    assert x.dtype == dtype and x.item() == 2 * value
+
+
+class TestInAClass:
+    @ranks(2)
+    def test_methods_run_too(self) -> None:
+        assert dist.get_world_size() == 2
+
+
+@ranks(4)
+def fail_on_three(value: int) -> None:
+    assert dist.get_rank() != 3 or value < 0
+
+
+def test_a_skip_on_all_ranks_skips_the_test() -> None:
+    with pytest.raises(pytest.skip.Exception, match="rank 0 to 3 skip"):
+        run_on_ranks(4, skip_below, 4)
+    with pytest.raises(RankFailure, match="some ranks skipped"):
+        run_on_ranks(4, skip_below, 2)
+
+
+def test_the_traceback_of_the_failing_rank_is_shown() -> None:
+    with pytest.raises(RankFailure) as caught:
+        run_on_ranks(4, raise_on, 2)
+    assert caught.value.rank == 2
+    text = str(caught.value)
+    assert text.startswith("rank 2 of 4 failed in raise_on: ValueError: nothing there")
+    assert f'File "{__file__}"' in text and 'raise ValueError("nothing there")' in text
+    assert "treasure = tensor([0, 1, 2])" in text and "dug 3" in text
+    assert "serve" not in text  # nothing of the pool's own machinery
+    run_on_ranks(4, total, 0.0)  # a new pool
+
+
+def test_a_decorated_test_fails_like_any_other() -> None:
+    with pytest.raises(RankFailure, match=r"rank 3 of 4 failed in fail_on_three: AssertionError") as caught:
+        fail_on_three(7)
+    assert "value = 7" in str(caught.value)
+
+
+@pytest.mark.parametrize(("code", "said"), [(7, "exited with code 7"), (0, "exited with code 0")])
+def test_a_rank_that_dies_is_named_not_those_it_left_alone(code: int, said: str) -> None:
+    begin = time.monotonic()
+    with pytest.raises(RankFailure, match=f"rank 1 of 4 failed in die_on: the process {said}") as caught:
+        run_on_ranks(4, die_on, 1, code)
+    assert "last words" in str(caught.value)
+    assert time.monotonic() - begin < 10
+    run_on_ranks(4, total, 0.0)
+
+
+def test_ranks_that_do_not_answer_show_their_stacks() -> None:
+    run_on_ranks(2, who)
+    begin = time.monotonic()
+    with pytest.raises(RankFailure, match=r"rank 1 of 2 did not end leave_out within 1 s") as caught:
+        run_on_ranks(2, leave_out, 0, timeout_s=1.0)
+    assert time.monotonic() - begin < 10
+    assert "in leave_out" in str(caught.value) and "in barrier" in str(caught.value)
+    run_on_ranks(2, total, 0.0)
+
+
+def test_groups_can_be_opened_unevenly_closed_and_opened_again() -> None:
+    assert run_on_ranks(4, reopen, 6, timeout_s=60) == [2.0**6] * 4
+
+
+def test_a_pool_that_piles_up_process_groups_is_renewed() -> None:
+    before = run_on_ranks(2, open_groups, 70)
+    after = run_on_ranks(2, who)
+    assert not set(before) & {pid for *_, pid, _ in after}
+
+
+def test_what_cannot_travel_is_refused() -> None:
+    def inner() -> None: ...
+
+    with pytest.raises(LaunchError, match="move it to module level"):
+        run_on_ranks(2, inner)
+    with pytest.raises(LaunchError, match=r"argument 'by' \(function\) of grow cannot be sent"):
+        run_on_ranks(2, grow, Shape(rows=1), by=lambda: 1)
+    with pytest.raises(LaunchError, match="0 ranks"):
+        run_on_ranks(0, who)
+    with pytest.raises(RankFailure, match="return_function"):
+        run_on_ranks(2, return_function)
+
+
+def test_a_helper_beside_the_test_can_be_imported(tmp_path: Path) -> None:
+    (tmp_path / "beside.py").write_text("WORD = 'beside'\n")
+    (tmp_path / "test_it.py").write_text(
+        "from meshfold.mesh.testing import ranks\n"
+        "@ranks(2)\n"
+        "def test_it():\n"
+        "    import beside\n"
+        "    assert beside.WORD == 'beside'\n"
+    )
+    done = subprocess.run(
+        [
+            sys.executable,
+            "-m",
+            "pytest",
+            "-q",
+            "--import-mode=importlib",
+            "-p",
+            "no:cacheprovider",
+            "test_it.py",
+        ],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert done.returncode == 0 and "1 passed" in done.stdout, done.stdout + done.stderr
+
+
+SCRIPT = """
+import os, sys, time
+from meshfold.mesh.testing import run_on_ranks
+
+def pid():
+    return os.getpid()
+
+def sleep():
+    time.sleep(300)
+
+if __name__ == "__main__":
+    print(*run_on_ranks(2, pid), flush=True)
+    if sys.argv[1] == "busy":
+        run_on_ranks(2, sleep)
+"""
+
+
+@pytest.mark.parametrize("how", ["idle", "busy"])
+def test_no_rank_outlives_the_test_process(tmp_path: Path, how: str) -> None:
+    file = tmp_path / "script.py"
+    file.write_text(SCRIPT)
+    process = subprocess.Popen([sys.executable, str(file), how], stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    pids = [int(pid) for pid in process.stdout.readline().split()]
+    assert len(pids) == 2
+    if how == "busy":
+        time.sleep(0.2)
+        process.kill()
+    process.communicate(timeout=10)
+    deadline = time.monotonic() + 5
+    while (left := [pid for pid in pids if Path(f"/proc/{pid}").exists()]) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    assert left == []
+
+
+def test_a_script_without_a_main_guard_is_told_so(tmp_path: Path) -> None:
+    file = tmp_path / "script.py"
+    file.write_text("from meshfold.mesh.testing import run_on_ranks\ndef f(): ...\nrun_on_ranks(2, f)\n")
+    done = subprocess.run([sys.executable, str(file)], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 1 and "if __name__ == '__main__'" in done.stderr
+
+
+def test_a_fake_world_of_512_ranks_with_many_groups() -> None:
+    begin = time.monotonic()
+    with fake_world(512, rank=37) as process:
+        assert (process.rank, process.world_size, process.backend) == (37, 512, "fake")
+        for number in range(64):
+            group = process_group.new_group([37, 37 + number + 1], f"fake {number}")
+            assert group.size() == 2
+        x = torch.ones(4)
+        dist.all_reduce(x, group=dist.new_group(list(range(1, 512, 2))))
+    assert not process_group.is_started()
+    assert time.monotonic() - begin < 5
+    with pytest.raises(LaunchError, match="rank 4 is outside a fake world of 4"), fake_world(4, rank=4):
+        pass

@@ -1,0 +1,112 @@
+"""What kind of layer a module is, whoever wrote it: linear, norm, dropout, and whether it is one that can be split."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from meshfold.mesh import LayoutError
+
+_MIX_COLUMNS = (nn.modules.batchnorm._NormBase, nn.GroupNorm, nn.LocalResponseNorm, nn.CrossMapLRN2d)
+
+
+def is_linear(module: nn.Module) -> bool:
+    """nn.Linear, or transformers' Conv1D, which is one with its weight transposed."""
+    return isinstance(module, nn.Linear) or is_conv1d(module)
+
+
+def is_conv1d(module: nn.Module) -> bool:
+    """transformers' Conv1D: weight ``k n``."""
+    return type(module).__name__ == "Conv1D" and hasattr(module, "nf")
+
+
+def features(module: nn.Module) -> tuple[int, int]:
+    """(in, out) of a linear layer."""
+    weight: Any = module.weight
+    a, b = weight.shape
+    return (a, b) if is_conv1d(module) else (b, a)
+
+
+def is_patch(module: nn.Module) -> bool:
+    """A convolution over patches that do not overlap."""
+    return isinstance(module, nn.Conv2d) and module.kernel_size == module.stride and module.groups == 1
+
+
+def norm_kind(module: nn.Module) -> str:
+    """``"layer"``, ``"rms"`` or nothing."""
+    if isinstance(module, nn.LayerNorm):
+        return "layer"
+    if isinstance(module, nn.RMSNorm):
+        return "rms"
+    weight = getattr(module, "weight", None)
+    return "rms" if type(module).__name__.endswith("RMSNorm") and weight is not None and weight.dim() == 1 else ""
+
+
+def norm_size(module: nn.Module) -> int:
+    """How many features a norm normalises; 0 for one over several dims."""
+    shape: Any = getattr(module, "normalized_shape", None)
+    if shape is None:
+        weight: Any = module.weight
+        shape = weight.shape
+    return int(shape[0]) if len(shape) == 1 else 0
+
+
+def norm_eps(module: nn.Module) -> float:
+    """The epsilon of a norm, whatever it is called; nn.RMSNorm's None is its dtype's."""
+    for name in ("eps", "variance_epsilon", "epsilon"):
+        value = getattr(module, name, None)
+        if value is not None:
+            return float(value)
+    weight = getattr(module, "weight", None)
+    return torch.finfo(torch.get_default_dtype() if weight is None else weight.dtype).eps
+
+
+def check_norm(name: str, module: nn.Module) -> None:
+    """Raise a LayoutError unless a norm with a forward of its own computes what torch's would.
+
+    It is tried out on a few numbers, with other weights than its own.
+    """
+    kind, size = norm_kind(module), norm_size(module)
+    if type(module) in (nn.LayerNorm, nn.RMSNorm):
+        return
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(3, size, generator=generator, dtype=torch.float64)
+    probe = {
+        key: torch.randn(value.shape, generator=generator, dtype=torch.float64) + 1.5
+        for key, value in module.named_parameters()
+    }
+    centred = x if kind == "rms" else x - x.mean(-1, keepdim=True)
+    wanted = centred * torch.rsqrt(centred.square().mean(-1, keepdim=True) + norm_eps(module))
+    wanted = wanted * probe.get("weight", 1.0) + probe.get("bias", 0.0)
+    try:
+        found = torch.func.functional_call(module, probe, (x,))
+        alike = isinstance(found, Tensor) and torch.allclose(found.double(), wanted, rtol=1e-4, atol=1e-4)
+    except Exception:
+        alike = False
+    if not alike:
+        formula = "x / rms(x) * weight" if kind == "rms" else "(x - mean) / std * weight + bias"
+        raise LayoutError(
+            f"{name}: {type(module).__name__} does not compute the usual {formula}, which is what the rule for norms "
+            f"makes of it: give it the rule {name!r}: 'replicate'"
+        )
+
+
+def why_not(module: nn.Module) -> str:
+    """Why a layer of a known kind cannot be replaced by a sharded one; empty if it can or its kind is not known."""
+    kind = type(module).__name__
+    for base in (nn.Linear, nn.Embedding, nn.Conv2d):
+        if isinstance(module, base):
+            if type(module).forward is not base.forward:
+                return f"{kind} has a forward of its own, which splitting it as {base.__name__} would lose"
+            extra = sorted(set(dict(module.named_parameters())) - {"weight", "bias"})
+            if extra or not isinstance(module.weight, nn.Parameter):
+                return f"{kind} computes its weight from other parameters ({', '.join(extra) or 'none of its own'})"
+    if norm_kind(module) and not norm_size(module):
+        return f"{kind} normalises over several dims, {tuple(module.normalized_shape)}: only the last can be split"  # type: ignore[arg-type]
+    if isinstance(module, _MIX_COLUMNS):
+        return f"{kind} has statistics of its own over dims that are split: use LayerNorm or RMSNorm"
+    if isinstance(module, nn.modules.dropout._DropoutNd) and type(module) is not nn.Dropout and module.p > 0:
+        return f"{kind} is not dropout of single elements: use nn.Dropout, or p=0"
+    return ""

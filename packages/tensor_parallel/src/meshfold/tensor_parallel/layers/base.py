@@ -1,0 +1,64 @@
+"""What every sharded layer has in common: its parameters are blocks, and know their place wherever they are moved."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any, Self
+
+import torch
+from torch import Tensor, nn
+
+from meshfold.mesh import Mesh, ParameterMeta, Placement, annotate, metadata
+
+
+class OnMesh:
+    """An object that lies on a mesh: a deep copy of it lies on the same one."""
+
+    mesh: Mesh
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        memo[id(self.mesh)] = self.mesh
+        made = type(self).__new__(type(self))
+        memo[id(self)] = made
+        made.__dict__.update({name: copy.deepcopy(value, memo) for name, value in self.__dict__.items()})
+        return made
+
+
+class ShardedLayer(OnMesh, nn.Module):
+    """A layer whose parameters are this rank's blocks.
+
+    torch makes new parameters when a module is copied, or moved off the meta device: they get the metadata of the
+    old ones here.
+    """
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        made = super().__deepcopy__(memo)
+        made._annotate_like(self._metadata())
+        return made
+
+    def _apply(self, fn: Any, recurse: bool = True) -> Self:
+        known = self._metadata()
+        super()._apply(fn, recurse)
+        self._annotate_like(known)
+        return self
+
+    def _metadata(self) -> dict[str, ParameterMeta]:
+        found = {name: metadata(p) for name, p in self._parameters.items() if p is not None}
+        return {name: meta for name, meta in found.items() if meta is not None}
+
+    def _annotate_like(self, known: dict[str, ParameterMeta]) -> None:
+        for name, meta in known.items():
+            parameter = self._parameters[name]
+            if parameter is not None and metadata(parameter) is None:
+                annotate(parameter, meta)
+
+
+def shard_parameter(parameter: Tensor, placement: Placement, mesh: Mesh) -> nn.Parameter:
+    """The local block of a whole parameter, real or meta, with its metadata: a new parameter."""
+    if parameter.is_meta:
+        local = torch.empty(placement.local_shape(mesh), dtype=parameter.dtype, device="meta")
+    else:
+        local = placement.shard(parameter.detach(), mesh)
+    block = nn.Parameter(local, requires_grad=parameter.requires_grad)
+    annotate(block, ParameterMeta(mesh=mesh, placement=placement))
+    return block
