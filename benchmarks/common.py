@@ -1,4 +1,4 @@
-"""What every benchmark does: describe the machine, time contestants interleaved, write JSON, make table and plot from it."""
+"""What every benchmark does: describe the machine, time contestants interleaved, write JSON, make table and plot."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def milliseconds(step: Callable[[], Any], repeats: int) -> float:
         step()
     end.record()
     torch.cuda.synchronize()
-    return begin.elapsed_time(end) / repeats
+    return float(begin.elapsed_time(end)) / repeats
 
 
 def interleave(

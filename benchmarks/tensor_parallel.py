@@ -16,12 +16,13 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).parent))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # so that this file runs on its own
 
 import torch
 import torch._dynamo
-from common import Contestant, interleave, machine, median, ratios, synchronize, write
 from torch import Tensor, nn
+
+from benchmarks.common import Contestant, interleave, machine, median, ratios, synchronize, write
 
 RESULTS = Path(__file__).parent / "results"
 MODES: dict[str, tuple[str, dict[str, int]]] = {
@@ -35,7 +36,9 @@ PEERS = ("dtensor", "dtensor compiled", "dtensor compiled async")
 
 def main(argv: list[str]) -> int:
     """Entry point of `meshfold bench tensor-parallel`."""
-    parser = argparse.ArgumentParser(prog="meshfold bench tensor-parallel", description=__doc__.split("\n")[0])
+    parser = argparse.ArgumentParser(
+        prog="meshfold bench tensor-parallel", description=__doc__.split("\n")[0]
+    )
     parser.add_argument("--ranks", type=int, default=4, help="local ranks, one a GPU where there are as many")
     parser.add_argument("--layers", type=int, default=8)
     parser.add_argument("--hidden", type=int, default=4096)
@@ -48,7 +51,9 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--rounds", type=int, default=10)
     parser.add_argument("--repeats", type=int, default=2, help="steps a timing")
     parser.add_argument("--only", default="", help="comma-separated part of the contestants' names")
-    parser.add_argument("--profile", default="", help="contestant to profile instead; writes the kernels' times")
+    parser.add_argument(
+        "--profile", default="", help="contestant to profile instead; writes the kernels' times"
+    )
     parser.add_argument("--out", type=Path, default=RESULTS / "tensor_parallel.json")
     parser.add_argument("--report", type=Path, help="make table and plot from this JSON instead of measuring")
     args = parser.parse_args(argv)
@@ -65,7 +70,11 @@ def _measure(args: argparse.Namespace) -> int:
     from meshfold.mesh import Mesh, barrier, process_group
 
     world = process_group.start()
-    device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
+    device = (
+        torch.device("cuda", torch.cuda.current_device())
+        if torch.cuda.is_available()
+        else torch.device("cpu")
+    )
     torch.set_default_device(device)
     torch._dynamo.config.recompile_limit = 64  # each mode compiles the same blocks anew
     whole = Mesh({"tensor": args.ranks})
@@ -81,7 +90,10 @@ def _measure(args: argparse.Namespace) -> int:
         contestants.append(_build(name, work, args))
         if whole.rank == 0:
             made = contestants[-1]
-            print(f"{name:<28} error {made.error:.4f}  peak {made.peak_bytes / 2**30:.2f} GiB  {made.note}", flush=True)
+            print(
+                f"{name:<28} error {made.error:.4f}  peak {made.peak_bytes / 2**30:.2f} GiB  {made.note}",
+                flush=True,
+            )
     if args.profile:
         _profile(contestants[0], whole.rank)
         world.close()
@@ -97,7 +109,9 @@ def _measure(args: argparse.Namespace) -> int:
         result = {
             "area": "tensor-parallel",
             "machine": machine(),
-            "settings": {k: v for k, v in vars(args).items() if k not in ("out", "report", "profile", "only")},
+            "settings": {
+                k: v for k, v in vars(args).items() if k not in ("out", "report", "profile", "only")
+            },
             "flops_per_step_per_rank": work.flops() / args.ranks,
             "milliseconds": times,
             "peak_bytes": {c.name: c.peak_bytes for c in contestants},
@@ -129,13 +143,25 @@ class Work:
     def random(self, name: str, shape: tuple[int, ...], std: float) -> Tensor:
         """Normal numbers that depend on the name alone."""
         generator = torch.Generator(self.device).manual_seed(sum(map(ord, name)) * 7919)
-        return torch.randn(shape, generator=generator, dtype=torch.float32, device=self.device).mul_(std).to(self.dtype)
+        return (
+            torch.randn(shape, generator=generator, dtype=torch.float32, device=self.device)
+            .mul_(std)
+            .to(self.dtype)
+        )
 
     def weights(self, layer: int) -> dict[str, Tensor]:
         """The whole weights of one block, ``[out, in]``."""
         h, f, d = self.args.hidden, self.args.ffn, self.args.hidden // self.args.heads
         kv = self.args.kv_heads * d
-        shapes = {"q": (h, h), "k": (kv, h), "v": (kv, h), "out": (h, h), "gate": (f, h), "up": (f, h), "down": (h, f)}
+        shapes = {
+            "q": (h, h),
+            "k": (kv, h),
+            "v": (kv, h),
+            "out": (h, h),
+            "gate": (f, h),
+            "up": (f, h),
+            "down": (h, f),
+        }
         found = {name: self.random(f"{layer}.{name}", shape, 0.02) for name, shape in shapes.items()}
         return {**found, "norm1": torch.ones(h, dtype=self.dtype), "norm2": torch.ones(h, dtype=self.dtype)}
 
@@ -146,7 +172,13 @@ class Work:
 
         a = self.args
         config = LlamaConfig(
-            vocab_size=1, hidden=a.hidden, layers=a.layers, heads=a.heads, kv_heads=a.kv_heads, ffn=a.ffn, norm_eps=1e-5
+            vocab_size=1,
+            hidden=a.hidden,
+            layers=a.layers,
+            heads=a.heads,
+            kv_heads=a.kv_heads,
+            ffn=a.ffn,
+            norm_eps=1e-5,
         )
         with torch.device("meta"):
             block = Block(config)
@@ -175,7 +207,7 @@ class Work:
         a = self.args
         d, m = a.hidden // a.heads, a.batch * a.seq_len
         matmuls = a.hidden * (a.heads + 2 * a.kv_heads) * d + a.heads * d * a.hidden + 3 * a.hidden * a.ffn
-        return a.layers * (6 * m * matmuls + 6 * m * a.seq_len * a.heads * d)
+        return float(a.layers * (6 * m * matmuls + 6 * m * a.seq_len * a.heads * d))
 
 
 class _Stack(nn.Module):
@@ -196,7 +228,9 @@ def _build(name: str, work: Work, args: argparse.Namespace) -> Contestant:
     except Exception as error:  # a contestant that cannot run is a row with its reason
         if args.profile:
             raise
-        return Contestant(name, note=f"could not run: {type(error).__name__}: {str(error).splitlines()[0][:200]}")
+        return Contestant(
+            name, note=f"could not run: {type(error).__name__}: {str(error).splitlines()[0][:200]}"
+        )
     x, dy = inputs
 
     def step() -> None:
@@ -218,7 +252,9 @@ def _build(name: str, work: Work, args: argparse.Namespace) -> Contestant:
     except Exception as error:
         if args.profile:
             raise
-        return Contestant(name, note=f"could not run: {type(error).__name__}: {str(error).splitlines()[0][:200]}")
+        return Contestant(
+            name, note=f"could not run: {type(error).__name__}: {str(error).splitlines()[0][:200]}"
+        )
     return contestant
 
 
@@ -232,7 +268,11 @@ def _ours(name: str, work: Work, args: argparse.Namespace) -> Built:
 
     mode, axes = MODES[name.removesuffix(" compiled")]
     if math.prod(axes.values()) != args.ranks:
-        axes = {"tensor": args.ranks} if mode.startswith("1d") else {**axes, next(iter(axes)): args.ranks // 2, list(axes)[1]: 2}
+        axes = (
+            {"tensor": args.ranks}
+            if mode.startswith("1d")
+            else {**axes, next(iter(axes)): args.ranks // 2, list(axes)[1]: 2}
+        )
     mesh = Mesh(axes)
     stack = _Stack([])
     for layer in range(args.layers):
@@ -243,7 +283,11 @@ def _ours(name: str, work: Work, args: argparse.Namespace) -> Built:
     place = Placement(shape=tuple(work.x.shape), axes=(residual["m"], residual["h"]))
     x = place.shard(work.x, mesh).requires_grad_()
     dy = place.shard(work.dy, mesh)
-    blocks = [torch.compile(b, fullgraph=True, dynamic=False) for b in stack.blocks] if "compiled" in name else list(stack.blocks)
+    blocks = (
+        [torch.compile(b, fullgraph=True, dynamic=False) for b in stack.blocks]
+        if "compiled" in name
+        else list(stack.blocks)
+    )
 
     def forward(x: Tensor) -> Tensor:
         for block in blocks:
@@ -261,8 +305,9 @@ def _ours(name: str, work: Work, args: argparse.Namespace) -> Built:
 
 
 def _peer(name: str, work: Work, args: argparse.Namespace) -> Built:
-    from peers.dtensor import PeerBlock, shard
     from torch.distributed.device_mesh import init_device_mesh
+
+    from benchmarks.peers.dtensor import PeerBlock, shard
 
     device_mesh = init_device_mesh(work.device.type, (args.ranks,))
     blocks: list[Any] = []
@@ -278,7 +323,7 @@ def _peer(name: str, work: Work, args: argparse.Namespace) -> Built:
 
         enable_symm_mem_for_group(device_mesh.get_group().group_name)
     if "compiled" in name:
-        options = {"_micro_pipeline_tp": True} if "async" in name else None
+        options: dict[str, Any] | None = {"_micro_pipeline_tp": True} if "async" in name else None
         blocks = [torch.compile(b, fullgraph=True, dynamic=False, options=options) for b in blocks]
     rank = device_mesh.get_local_rank()
 
@@ -357,7 +402,10 @@ def report(path: Path) -> int:
         axis.margins(x=0.15)
         axis.spines[["top", "right"]].set_visible(False)
     settings = result["settings"]
-    figure.suptitle(f"{settings['layers']} Llama blocks, {settings['ranks']} × {result['machine'].get('gpu', 'CPU')}: ours blue, DTensor grey")
+    figure.suptitle(
+        f"{settings['layers']} Llama blocks, {settings['ranks']} × {result['machine'].get('gpu', 'CPU')}: "
+        "ours blue, DTensor grey"
+    )
     figure.tight_layout()
     figure.savefig(path.with_suffix(".png"), dpi=130)
     print(f"wrote {path.with_suffix('.md')} and {path.with_suffix('.png')}")
@@ -367,7 +415,8 @@ def report(path: Path) -> int:
 def _described(result: dict[str, Any]) -> str:
     s, m = result["settings"], result["machine"]
     return (
-        f"{s['layers']} blocks, hidden {s['hidden']}, {s['heads']} heads, {s['kv_heads']} key/value heads, inner {s['ffn']}; "
+        f"{s['layers']} blocks, hidden {s['hidden']}, {s['heads']} heads, {s['kv_heads']} key/value heads, "
+        f"inner {s['ffn']}; "
         f"{s['batch']} × {s['seq_len']} tokens, {s['dtype']}, forward and backward; {s['ranks']} ranks, "
         f"{m.get('gpu', 'CPU')}, torch {m['torch']}, Triton {m['triton']}. Median of {s['rounds']} interleaved rounds; "
         f"ratios above 1 say that the row is faster than that peer (lowest and highest round in brackets)."

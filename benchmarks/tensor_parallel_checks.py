@@ -17,12 +17,13 @@ import sys
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).parent))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # so that this file runs on its own
 
 import torch
 import torch._dynamo
-from common import machine, write
 from torch import Tensor, nn
+
+from benchmarks.common import machine, write
 
 RESULTS = Path(__file__).parent / "results"
 
@@ -43,7 +44,9 @@ def cases(ranks: int) -> list[tuple[str, dict[str, int]]]:
 
 def main(argv: list[str]) -> int:
     """Entry point of `meshfold bench tensor-parallel-checks`."""
-    parser = argparse.ArgumentParser(prog="meshfold bench tensor-parallel-checks", description=__doc__.split("\n")[0])
+    parser = argparse.ArgumentParser(
+        prog="meshfold bench tensor-parallel-checks", description=__doc__.split("\n")[0]
+    )
     parser.add_argument("--ranks", type=int, default=4)
     parser.add_argument("--hidden", type=int, default=512)
     parser.add_argument("--layers", type=int, default=4)
@@ -63,22 +66,45 @@ def _check(args: argparse.Namespace) -> int:
     world = process_group.start()
     torch.backends.cuda.matmul.allow_tf32 = False
     torch._dynamo.config.recompile_limit = 64
-    device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
+    device = (
+        torch.device("cuda", torch.cuda.current_device())
+        if torch.cuda.is_available()
+        else torch.device("cpu")
+    )
     rows: list[dict[str, Any]] = []
     for name, build in models(args).items():
-        serial = build().to(device, torch.bfloat16).double()  # weights that bfloat16 can hold: only arithmetic differs
+        serial = (
+            build().to(device, torch.bfloat16).double()
+        )  # weights that bfloat16 can hold: only arithmetic differs
         generator = torch.Generator().manual_seed(1)
         vocab = serial.config.vocab_size
         ids = torch.randint(0, vocab, (8, args.seq_len), generator=generator).to(device)
         labels = ids.clone()
         labels[0, : args.seq_len // 3] = -100
         exact = gradients(copy.deepcopy(serial), ids, labels)
-        plain = {dtype: error(gradients(copy.deepcopy(serial).to(dtype), ids, labels), exact) for dtype in DTYPES}
+        plain = {
+            dtype: error(gradients(copy.deepcopy(serial).to(dtype), ids, labels), exact) for dtype in DTYPES
+        }
         for mode, axes in cases(args.ranks):
             for dtype in DTYPES:
-                rows.append(one(name, serial, mode, axes, dtype, ids, labels, exact, plain[dtype], compiled=False))
+                rows.append(
+                    one(name, serial, mode, axes, dtype, ids, labels, exact, plain[dtype], compiled=False)
+                )
             if name in ("gpt", "llama"):
-                rows.append(one(name, serial, mode, axes, torch.float32, ids, labels, exact, plain[torch.float32], compiled=True))
+                rows.append(
+                    one(
+                        name,
+                        serial,
+                        mode,
+                        axes,
+                        torch.float32,
+                        ids,
+                        labels,
+                        exact,
+                        plain[torch.float32],
+                        compiled=True,
+                    )
+                )
             if world.rank == 0:
                 for row in rows[-3 if name in ("gpt", "llama") else -2 :]:
                     print(line(row), flush=True)
@@ -126,18 +152,32 @@ def models(args: argparse.Namespace) -> dict[str, Any]:
         "hf gpt2": seeded(
             lambda: hf.GPT2LMHeadModel(
                 hf.GPT2Config(
-                    vocab_size=v, n_embd=h, n_layer=n, n_head=8, n_positions=s, resid_pdrop=0, embd_pdrop=0, attn_pdrop=0,
-                    bos_token_id=0, eos_token_id=0,
-                )  # fmt: skip
+                    vocab_size=v,
+                    n_embd=h,
+                    n_layer=n,
+                    n_head=8,
+                    n_positions=s,
+                    resid_pdrop=0,
+                    embd_pdrop=0,
+                    attn_pdrop=0,
+                    bos_token_id=0,
+                    eos_token_id=0,
+                )
             )
         ),
         "hf opt": seeded(
             lambda: hf.OPTForCausalLM(
                 hf.OPTConfig(
-                    vocab_size=v, hidden_size=h, ffn_dim=4 * h, num_hidden_layers=n, num_attention_heads=8,
-                    max_position_embeddings=s, word_embed_proj_dim=h, dropout=0.0,
+                    vocab_size=v,
+                    hidden_size=h,
+                    ffn_dim=4 * h,
+                    num_hidden_layers=n,
+                    num_attention_heads=8,
+                    max_position_embeddings=s,
+                    word_embed_proj_dim=h,
+                    dropout=0.0,
                     activation_function="gelu",  # at the kink of ReLU float32 and float64 differ whatever is done
-                )  # fmt: skip
+                )
             )
         ),
     }
@@ -191,8 +231,9 @@ def one(
     try:
         parallelize(model, mesh, mode)
         if compiled:
-            for i, block in enumerate(model.blocks):
-                model.blocks[i] = torch.compile(block, fullgraph=True, dynamic=False)
+            blocks: Any = model.blocks
+            for i, block in enumerate(blocks):
+                blocks[i] = torch.compile(block, fullgraph=True, dynamic=False)
         local = gradients(model, ids, labels)
         found = {"loss": local["loss"]}
         for key, parameter in model.named_parameters():
@@ -212,11 +253,15 @@ def one(
 
 def line(row: dict[str, Any]) -> str:
     """A row for people."""
-    what = f"{row['model']:<9} {row['mode']:<12} {row['axes']!s:<34} {row['dtype']:<9}{'compiled' if row['compiled'] else '':<9}"
+    compiled = "compiled" if row["compiled"] else ""
+    what = f"{row['model']:<9} {row['mode']:<12} {row['axes']!s:<34} {row['dtype']:<9}{compiled:<9}"
     if "failure" in row:
         return f"FAIL {what} {row['failure'][:160]}"
     ratio = row["relative"] / row["serial"]["relative"]
-    return f"{'ok  ' if row['passed'] else 'FAIL'} {what} largest {row['largest']:.1e}  relative {row['relative']:.2e} ({ratio:.2f} × serial)"
+    word = "ok  " if row["passed"] else "FAIL"
+    return (
+        f"{word} {what} largest {row['largest']:.1e}  relative {row['relative']:.2e} ({ratio:.2f} × serial)"
+    )
 
 
 if __name__ == "__main__":

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -14,7 +15,7 @@ from torch.nn import functional as F
 from meshfold.engine import Engine, TrainingError
 from meshfold.engine.models import GPT, GPTConfig, Llama, LlamaConfig
 from meshfold.mesh import Mesh, SpecError, barrier
-from meshfold.mesh.testing import ranks
+from meshfold.mesh.testing import ranks, run_on_ranks
 
 VOCABULARY = 37  # divides by nothing
 SIZES: dict[str, Any] = dict(vocab_size=VOCABULARY, hidden=32, layers=2, heads=4, max_positions=16)
@@ -272,6 +273,23 @@ def test_an_overflow_on_one_rank_skips_the_step_on_all() -> None:
     assert {p.dtype for p in engine.model.parameters()} == {torch.float16}
 
 
+def test_a_loss_function_is_given_the_batch_in_its_own_form() -> None:
+    seen: list[Any] = []
+
+    def loss_fn(output: Tensor, batch: Any) -> Tensor:
+        seen.append(batch)
+        return output.mean()
+
+    ids = torch.arange(6).view(2, 3)
+    engine = Engine(nn.Sequential(nn.Embedding(6, 2)), optimizer="sgd", loss_fn=loss_fn)
+    engine.train_step(ids)
+    engine.train_step({"input_ids": ids})
+    engine.train_step((ids, [1, 2]))
+    assert torch.equal(seen[0], ids)
+    assert list(seen[1]) == ["input_ids"]
+    assert torch.equal(seen[2][0], ids) and seen[2][1] == [1, 2]
+
+
 def _tiny_linear(out: int) -> nn.Linear:
     made = nn.Linear(4, out, bias=False)
     nn.init.constant_(made.weight, 0.5)
@@ -333,22 +351,60 @@ def test_bf16_and_fp16_train_under_tensor_parallelism_and_replicas_stay_equal() 
             engine.close()
 
 
-@ranks(4)
-def test_dropout_is_the_same_under_every_tensor_layout() -> None:
-    def losses(parallel: dict[str, Any]) -> list[float]:
-        with Engine(_dropping, parallel, optimizer=ADAMW, precision="fp64", seed=7) as engine:
-            assert engine.eval_step(batch) == pytest.approx(engine.eval_step(batch), rel=1e-12)
-            return [engine.train_step(batch) for _ in range(2)]
+def _losses(model: Callable[[], nn.Module], parallel: dict[str, Any], rows: int) -> list[float]:
+    with Engine(model, parallel, optimizer=ADAMW, precision="fp64", seed=7) as engine:
+        batches = global_batches(rows, 3)
+        once, again = (engine.eval_step(engine.shard_batch(batches[0])) for _ in range(2))
+        assert once == again
+        return [engine.train_step(engine.shard_batch(batch)) for batch in batches]
 
-    batch = global_batches(8, 1)[0]
-    first = losses(dict(tensor=4))
-    assert first[0] != first[1]
-    for parallel in (dict(tensor=dict(mode="2d", size=4)), dict(tensor=4, sequence=dict(mode="megatron"))):
-        assert losses(parallel) == pytest.approx(first, rel=1e-9)
+
+DROPPING = {"gpt": lambda: _dropping(), "gpt2": lambda: _dropping_gpt2()}
+CASES = [("gpt", 8), ("gpt", 7), ("gpt", 3), ("gpt2", 7)]  # rows: even; uneven; fewer than data coordinates
+
+
+def _serial_dropping() -> dict[tuple[str, int], list[float]]:
+    return {(name, rows): _losses(DROPPING[name], {}, rows) for name, rows in CASES}
+
+
+def _compare_dropping(serial: dict[tuple[str, int], list[float]], specs: list[dict[str, Any]]) -> None:
+    for (name, rows), expected in serial.items():
+        for parallel in specs:
+            assert _losses(DROPPING[name], parallel, rows) == pytest.approx(expected, rel=1e-10), (
+                name,
+                rows,
+                parallel,
+            )
+
+
+def test_dropout_is_the_same_under_every_spec() -> None:
+    serial = _serial_dropping()
+    assert len({loss for losses in serial.values() for loss in losses}) == 3 * len(serial)
+    run_on_ranks(2, _compare_dropping, serial, [dict(data=2), dict(tensor=2)])
+    specs: list[dict[str, Any]] = [
+        dict(data=4),
+        dict(data=2, tensor=2, sequence=dict(mode="megatron")),
+        dict(data=2, tensor=dict(mode="2d", grid=(2, 1))),
+        dict(tensor=dict(mode="2d", size=4)),
+    ]
+    run_on_ranks(4, _compare_dropping, serial, specs)
+    del serial["gpt2", 7]  # spares eight imports of transformers
+    run_on_ranks(8, _compare_dropping, serial, [dict(data=2, tensor=dict(mode="2d", size=4))])
 
 
 def _dropping() -> GPT:
-    return GPT(GPTConfig(**SIZES, dropout=0.2))
+    return GPT(GPTConfig(**SIZES, dropout=0.1))
+
+
+def _dropping_gpt2() -> nn.Module:
+    """Drops in the embedding, in the residual stream and in attention."""
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    config = GPT2Config(
+        vocab_size=VOCABULARY, n_positions=16, n_embd=32, n_layer=2, n_head=4,
+        embd_pdrop=0.1, resid_pdrop=0.1, attn_pdrop=0.1,
+    )  # fmt: skip
+    return GPT2LMHeadModel(config)
 
 
 def test_torch_dropout_is_repeatable_where_a_model_cannot_be_sharded() -> None:

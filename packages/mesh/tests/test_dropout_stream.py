@@ -48,6 +48,17 @@ def test_streams_nest_and_end() -> None:
         next_key()
 
 
+def test_a_stream_knows_its_place_in_the_global_batch() -> None:
+    with dropout_stream(0, 1, first_row=3, first_token=24) as stream:
+        assert (stream.first_row, stream.first_token) == (3, 24)
+        _, recompute = checkpoint_contexts()
+    with recompute:
+        again = current_dropout_stream()
+        assert (again.first_row, again.first_token) == (3, 24)
+    with dropout_stream(0, 1) as stream:
+        assert (stream.first_row, stream.first_token) == (0, 0)
+
+
 def test_every_thread_has_its_own() -> None:
     seen: list[object] = []
 

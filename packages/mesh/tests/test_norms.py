@@ -18,8 +18,9 @@ from meshfold.mesh import (
     annotate,
     clip_gradients,
     gradient_norm,
+    record,
 )
-from meshfold.mesh.testing import run_on_ranks
+from meshfold.mesh.testing import fake_world, run_on_ranks
 
 PLACEMENTS = {
     "both dims": Placement(shape=(8, 6), axes=(("a",), ("b",))),
@@ -121,6 +122,33 @@ def norm_with_a_bad_element(value: float) -> float:
 def test_one_rank_with_an_overflow_is_seen_by_all() -> None:
     assert run_on_ranks(4, norm_with_a_bad_element, math.inf) == [math.inf] * 4
     assert all(math.isnan(norm) for norm in run_on_ranks(4, norm_with_a_bad_element, math.nan))
+
+
+@pytest.mark.parametrize("norm_type", [1.0, 2.0, 3.0, math.inf])
+def test_what_is_not_finite_is_seen_and_what_is_empty_is_not(norm_type: float) -> None:
+    for value in (math.inf, math.nan):
+        parameters = [nn.Parameter(torch.zeros(n)) for n in (3, 0, 2)]
+        for parameter in parameters:
+            parameter.grad = torch.ones_like(parameter)
+        parameters[0].grad = torch.tensor([1.0, value, 2.0])
+        norm = gradient_norm(parameters, Mesh({}), norm_type).item()
+        assert norm == value or (math.isnan(value) and math.isnan(norm))
+
+
+def test_kernels_and_collectives_do_not_grow_with_the_parameters() -> None:
+    parameters = [nn.Parameter(torch.zeros(3)) for _ in range(40)]
+    for parameter in parameters:
+        parameter.grad = torch.ones(3)
+    with fake_world(4), record() as log:
+        gradient_norm(parameters, Mesh(dict(a=2, b=2)))
+    assert [(entry.kind, entry.axes, entry.block_bytes) for entry in log.entries] == [
+        ("all_reduce", ("a", "b"), 8)
+    ]
+    with torch.profiler.profile() as profile:
+        gradient_norm(parameters, Mesh({}))
+    called = [event.key for event in profile.key_averages()]
+    assert "aten::_foreach_norm" in called
+    assert sum(event.count for event in profile.key_averages() if event.key == "aten::add") <= 2
 
 
 def test_without_gradients_the_norm_is_zero() -> None:

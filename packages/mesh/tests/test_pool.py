@@ -306,6 +306,17 @@ def test_a_script_without_a_main_guard_is_told_so(tmp_path: Path) -> None:
     assert done.returncode == 1 and "if __name__ == '__main__'" in done.stderr
 
 
+def test_many_fake_worlds_leave_the_hook_for_exceptions_as_it_was() -> None:
+    before = sys.excepthook
+    for _ in range(3):
+        with fake_world(2):
+            assert sys.excepthook is not before
+        assert sys.excepthook is before
+    with pytest.raises(ZeroDivisionError), fake_world(2):
+        1 / 0  # noqa: B018
+    assert sys.excepthook is before
+
+
 def test_a_fake_world_of_512_ranks_with_many_groups() -> None:
     begin = time.monotonic()
     with fake_world(512, rank=37) as process:

@@ -256,7 +256,10 @@ def test_a_mode_of_ones_own() -> None:
             "mode 'mine': column='k:u n:uu' names the axis 'uu', which is not one of its axes u, v.",
         ),
         ({"row": "n:u k:v"}, "mode 'mine': row='n:u k:v' must have the dims 'k n', in this order"),
-        ({"hidden": "m:u n"}, "mode 'mine', column: axis 'v' splits k of x ('m:u k:v') but no multiplication"),
+        (
+            {"hidden": "m:u n"},
+            "mode 'mine', column: axis 'v' splits k of x ('m:u k:v') but no multiplication",
+        ),
         ({"logits": "m v:v"}, "mode 'mine', head: "),
     ],
 )

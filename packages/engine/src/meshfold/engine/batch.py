@@ -37,6 +37,16 @@ class Batch:
     rows: int
     targets: Tensor | None
 
+    @property
+    def tokens(self) -> int:
+        """Rows times the length of a sequence, if the first input has one: ids ``b s``, features ``b s h``."""
+        first = next(
+            (v for v in (*self.args, *self.kwargs.values()) if isinstance(v, Tensor) and v.dim()), None
+        )
+        if first is None or first.dim() < 2 or (first.dim() == 2 and first.is_floating_point()):
+            return self.rows
+        return self.rows * first.shape[1]
+
     def count(self, *, shifted: bool) -> Tensor:
         """How many targets count: a scalar int64 on the batch's device.
 
@@ -74,9 +84,9 @@ def prepare(batch: Any, device: torch.device, dtype: torch.dtype, *, own_loss: b
         if batch.is_floating_point() and own_loss:
             inputs = move(batch)
             return Batch(args=(inputs,), kwargs={}, given=inputs, rows=_rows(batch), targets=None)
-        batch = {"input_ids": batch}
-    if isinstance(batch, Mapping):
-        fields = {name: move(value, cast=name != "labels") for name, value in batch.items()}
+    if isinstance(batch, Mapping | Tensor):
+        form = batch if isinstance(batch, Mapping) else {"input_ids": batch}
+        fields = {name: move(value, cast=name != "labels") for name, value in form.items()}
         ids = fields.get("input_ids")
         if ids is not None:
             _check_ids(ids)
@@ -97,7 +107,7 @@ def prepare(batch: Any, device: torch.device, dtype: torch.dtype, *, own_loss: b
         return Batch(
             args=() if ids is None else (ids,),
             kwargs=rest,
-            given=fields,
+            given=fields if isinstance(batch, Mapping) else ids,
             rows=_rows(next((value for value in fields.values() if isinstance(value, Tensor)), None)),
             targets=labels if isinstance(labels, Tensor) else None,
         )

@@ -22,8 +22,9 @@ from meshfold.engine.model_state import ModelState
 from meshfold.engine.optimizers import optimizer_factory, scheduler_of
 from meshfold.engine.precision import LossScaler, Precision
 from meshfold.engine.randomness import randomness
+from meshfold.engine.shares import Shares
 from meshfold.engine.world import join
-from meshfold.mesh import ParallelSpec, SpecError, all_gather, all_reduce, clip_gradients, gradient_norm
+from meshfold.mesh import ParallelSpec, SpecError, all_reduce, clip_gradients, gradient_norm
 
 _DATA_PARALLEL: Mapping[str, object] = {}
 
@@ -134,14 +135,16 @@ class Engine:
         last = place == self._accumulation - 1
         self._reducer.begin(first=place == 0, last=last)
         self.model.train()
-        with self._randomness():
-            mine, share, tokens = self._loss(work)
+        shares = Shares(work, self._world, shifted=self._shifted, places=True)
+        with self._randomness(shares):
+            mine = self._loss(work, shares)
+            share = shares.weight()
             (mine * (share * (self._scaler.scale / self._accumulation))).backward()
         loss = all_reduce(mine.detach() * share, self._world.data_group)
         self.micro_step += 1
         if last:
             self._update(self.optimizer)
-        count = int(tokens)
+        count = int(shares.total())
         self.last = StepMetrics(
             step=self.step,
             micro_step=self.micro_step,
@@ -160,33 +163,28 @@ class Engine:
     def eval_step(self, batch: Any) -> float:
         """The mean loss over all tokens of the global batch, without dropout and without training."""
         work = self._prepare(batch)
+        shares = Shares(work, self._world, shifted=self._shifted, places=False)
         training = self.model.training
         self.model.eval()
         try:
-            mine, share, tokens = self._loss(work)
+            mine = self._loss(work, shares)
         finally:
             self.model.train(training)
-        loss = all_reduce(mine * share, self._world.data_group)
-        return float(loss) if int(tokens) else float("nan")
+        loss = all_reduce(mine * shares.weight(), self._world.data_group)
+        return float(loss) if int(shares.total()) else float("nan")
 
     def _prepare(self, batch: Any) -> batches.Batch:
         return batches.prepare(batch, self.device, self._precision.dtype, own_loss=self._loss_fn is not None)
 
-    def _randomness(self) -> AbstractContextManager[object]:
-        """Dropout of this micro-step: the same under every tensor layout, other numbers for other rows."""
-        return randomness(
-            self._seed, self.micro_step, self._world.data_index, self.device, torch_too=self._torch_dropout
-        )
+    def _randomness(self, shares: Shares) -> AbstractContextManager[object]:
+        """Dropout of this micro-step: every element of the global batch has one fate, under every spec."""
+        return randomness(self._seed, self.micro_step, shares, self.device, torch_too=self._torch_dropout)
 
-    def _loss(self, work: batches.Batch) -> tuple[Tensor, Tensor, Tensor]:
-        """This data coordinate's mean loss (float64), its share of the targets that count, and how many do in all."""
-        count = work.count(shifted=self._shifted).to(self.device)
-        counts = all_gather(count.view(1), self._world.data_group, async_op=True)
+    def _loss(self, work: batches.Batch, shares: Shares) -> Tensor:
+        """This data coordinate's mean loss in float64; 0 if nothing counts here."""
         loss = batches.loss_of(self.model(*work.args, **work.kwargs), work, self._loss_fn).double()
-        tokens = counts.wait().sum()
         # Where nothing counts the loss is 0/0, and so may be its gradient: neither must get through.
-        loss = torch.where(count > 0, loss, 0.0)
-        return loss, count.double() / tokens.clamp(min=1), tokens
+        return torch.where(shares.count > 0, loss, 0.0)
 
     def _update(self, optimizer: torch.optim.Optimizer) -> None:
         """End an accumulation: reduce over the data axes, unscale, clip, and step unless something overflowed."""

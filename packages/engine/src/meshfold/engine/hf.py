@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import nn
 
 from meshfold.mesh import SpecError
@@ -44,12 +45,11 @@ class HuggingFaceModel:
         """The model with fresh weights; hand this function to the engine, which never allocates the whole."""
         from transformers import AutoModelForCausalLM
 
-        model: nn.Module = AutoModelForCausalLM.from_config(self.config)
+        model: nn.Module = AutoModelForCausalLM.from_config(self.config, dtype=torch.float32)
         return model
 
     def load(self) -> nn.Module:
         """The model with the folder's weights, float32, on the CPU."""
-        import torch
         from transformers import AutoModelForCausalLM
 
         try:
@@ -98,6 +98,14 @@ def open_model(folder: str | os.PathLike[str]) -> HuggingFaceModel:
     return HuggingFaceModel(
         folder=path, config=config, has_weights=any(any(path.glob(pattern)) for pattern in _WEIGHTS)
     )
+
+
+def quiet() -> None:
+    """Have transformers print errors alone, on ranks whose warnings another has printed already."""
+    from transformers.utils import logging
+
+    logging.set_verbosity_error()  # type: ignore[no-untyped-call]
+    logging.disable_progress_bar()  # type: ignore[no-untyped-call]
 
 
 def _first_line(error: Exception) -> str:

@@ -43,7 +43,14 @@ class Machine:
 
 
 def _gpu(
-    name: str, *, memory_gib: float, peak: dict[str, float], share: float, inside: float, between: float, source: str
+    name: str,
+    *,
+    memory_gib: float,
+    peak: dict[str, float],
+    share: float,
+    inside: float,
+    between: float,
+    source: str,
 ) -> Machine:
     """A node of 8 GPUs: peaks in TFLOP/s and the share of them that matmuls reach, links in GB/s."""
     return Machine(
@@ -94,5 +101,7 @@ def machine(name: str) -> Machine:
         SpecError: for an unknown name.
     """
     if name not in MACHINES:
-        raise SpecError(f"there is no machine {name!r}.{nearest(name, MACHINES)} Known: {', '.join(MACHINES)}")
+        raise SpecError(
+            f"there is no machine {name!r}.{nearest(name, MACHINES)} Known: {', '.join(MACHINES)}"
+        )
     return MACHINES[name]

@@ -12,9 +12,9 @@ class MetricsFile:
 
     def __init__(self, path: Path, *, keep: int = 0, write: bool = True) -> None:
         """Args:
-            path: the file.
-            keep: rows of later steps than this are dropped from a file that is there: that run went on elsewhere.
-            write: whether to write.
+        path: the file.
+        keep: rows of later steps than this are dropped from a file that is there: that run went on elsewhere.
+        write: whether to write.
         """
         self._path, self._write = path, write
         self.rows = [row for row in read_metrics(path) if row["step"] <= keep] if keep else []

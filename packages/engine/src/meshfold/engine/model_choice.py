@@ -50,7 +50,11 @@ def choose_model(
     Raises:
         SpecError: if there is no such model, or it cannot take the tokens.
     """
-    return _of_folder(folder, changes, vocab_size, seq_len) if folder is not None else _own(name, changes, vocab_size, seq_len)
+    return (
+        _of_folder(folder, changes, vocab_size, seq_len)
+        if folder is not None
+        else _own(name, changes, vocab_size, seq_len)
+    )
 
 
 def longest(name: str | None, folder: str | None, changes: Mapping[str, Any]) -> int:
@@ -85,7 +89,9 @@ def _of_folder(folder: str, changes: Mapping[str, Any], vocab_size: int | None, 
     from meshfold.engine.hf import open_model
 
     if changes:
-        raise SpecError(f"--set {' '.join(changes)} changes a model of our own: edit {folder}/config.json for this one")
+        raise SpecError(
+            f"--set {' '.join(changes)} changes a model of our own: edit {folder}/config.json for this one"
+        )
     found = open_model(folder)
     _check(folder, found.vocab_size, found.max_positions, vocab_size, seq_len)
     return ModelChoice(
@@ -99,7 +105,10 @@ def _of_folder(folder: str, changes: Mapping[str, Any], vocab_size: int | None, 
 def _check(name: str, has: int, positions: int | None, vocab_size: int | None, seq_len: int) -> None:
     if vocab_size is not None and vocab_size > has:
         raise SpecError(
-            f"the tokenizer has {vocab_size} tokens and model {name!r} a vocabulary of {has}: use the tokenizer that belongs to it"
+            f"the tokenizer has {vocab_size} tokens and model {name!r} a vocabulary of {has}: use the tokenizer that "
+            "belongs to it"
         )
     if positions is not None and seq_len > positions:
-        raise SpecError(f"sequences of {seq_len} tokens are longer than the {positions} positions of model {name!r}")
+        raise SpecError(
+            f"sequences of {seq_len} tokens are longer than the {positions} positions of model {name!r}"
+        )

@@ -26,12 +26,20 @@ def picture(axes: Mapping[str, int]) -> str:
     *outer, across = sizes
     down = outer.pop() if outer else ""
     rows, columns = sizes.get(down, 1), sizes[across]
-    blocks = [_block(outer, sizes, number, down, rows, across, columns) for number in _some(_count(outer, sizes))]
+    blocks = [
+        _block(outer, sizes, number, down, rows, across, columns) for number in _some(_count(outer, sizes))
+    ]
     return _beside(blocks)
 
 
 def _block(
-    outer: Sequence[str], sizes: Mapping[str, int], number: int | None, down: str, rows: int, across: str, columns: int
+    outer: Sequence[str],
+    sizes: Mapping[str, int],
+    number: int | None,
+    down: str,
+    rows: int,
+    across: str,
+    columns: int,
 ) -> list[str]:
     """The lines of one grid of ranks; None is the block that stands for those left out."""
     if number is None:
@@ -65,7 +73,11 @@ def _beside(blocks: list[list[str]]) -> str:
         row = blocks[start : start + each]
         height = max(map(len, row))
         padded = [[*block, *[""] * (height - len(block))] for block in row]
-        parts.append("\n".join("".join(line.ljust(width) for line in lines).rstrip() for lines in zip(*padded, strict=True)))
+        parts.append(
+            "\n".join(
+                "".join(line.ljust(width) for line in lines).rstrip() for lines in zip(*padded, strict=True)
+            )
+        )
     return "\n\n".join(parts)
 
 
@@ -86,7 +98,11 @@ def memory_table(found: Estimate) -> str:
     memory = found.memory
     share = found.local_parameters / found.parameters if found.parameters else 1.0
     rows = [
-        ("parameters", memory.parameters, f"{found.local_parameters:,} of {found.parameters:,} ({share:.1%})"),
+        (
+            "parameters",
+            memory.parameters,
+            f"{found.local_parameters:,} of {found.parameters:,} ({share:.1%})",
+        ),
         ("master weights", memory.masters, ""),
         ("gradients", memory.gradients, ""),
         ("optimizer state", memory.optimizer, ""),
@@ -102,12 +118,18 @@ def traffic_table(found: Estimate) -> str:
         return "a rank moves nothing"
     rows = [("phase", "collective", "axes", "ranks", "calls", "a rank sends")]
     rows += [
-        (e.phase, e.kind, ",".join(e.axes), str(e.ranks), f"{e.calls:,}", human_bytes(e.bytes)) for e in found.traffic
+        (e.phase, e.kind, ",".join(e.axes), str(e.ranks), f"{e.calls:,}", human_bytes(e.bytes))
+        for e in found.traffic
     ]
-    rows.append(("together", "", "", "", f"{sum(e.calls for e in found.traffic):,}", human_bytes(found.moved)))
+    rows.append(
+        ("together", "", "", "", f"{sum(e.calls for e in found.traffic):,}", human_bytes(found.moved))
+    )
     widths = [max(len(row[i]) for row in rows) for i in range(6)]
     lines = [
-        "  ".join(cell.rjust(width) if i > 2 else cell.ljust(width) for i, (cell, width) in enumerate(zip(row, widths, strict=True)))
+        "  ".join(
+            cell.rjust(width) if i > 2 else cell.ljust(width)
+            for i, (cell, width) in enumerate(zip(row, widths, strict=True))
+        )
         for row in rows
     ]
     return "\n".join([f"a rank moves in a step of {found.tokens:,} tokens", *lines])

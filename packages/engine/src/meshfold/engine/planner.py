@@ -23,6 +23,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from meshfold.engine.engine import Engine
 from meshfold.engine.machines import Machine
 from meshfold.engine.model_state import global_shape
+from meshfold.engine.shares import Shares
 from meshfold.mesh import Log, Mesh, ParallelSpec, SpecError, all_reduce, gradient_norm, record
 from meshfold.mesh.process_group import start_fake
 from meshfold.tensor_parallel import Report
@@ -164,13 +165,19 @@ def estimate(
         engine = Engine(build, parallel=spec, precision=precision, device="meta")
         parameters = list(engine.model.parameters())
         targets = list(engine._targets.values())
-        rows = engine.shard_batch(torch.empty(batch_size // accumulate, seq_len, dtype=torch.int64, device="meta"))
+        rows = engine.shard_batch(
+            torch.empty(batch_size // accumulate, seq_len, dtype=torch.int64, device="meta")
+        )
         earlier, last = Log(), Log()
         flops = activations = 0
         for log, number in ((earlier, accumulate - 1), (last, 1)):
             if number:
                 stand_in.attention_flops = 0
-                with FlopCounterMode(display=False) as counter, _saved(parameters) as saved, record() as found:
+                with (
+                    FlopCounterMode(display=False) as counter,
+                    _saved(parameters) as saved,
+                    record() as found,
+                ):
                     _micro_step(engine, rows, found, last=log is last)
                 log.entries = found.entries * number
                 flops += number * (counter.get_total_flops() + stand_in.attention_flops)
@@ -195,7 +202,9 @@ def estimate(
             memory=memory,
             traffic=tuple(_summary([*earlier.entries, *last.entries], engine._world.outer_axes)),
             flops=flops,
-            shapes={name: global_shape(tensor, tensor) for name, tensor in engine._model_state.unique().items()},
+            shapes={
+                name: global_shape(tensor, tensor) for name, tensor in engine._model_state.unique().items()
+            },
             summary="" if report is None else _in_a_line(report),
             report="" if report is None else str(report),
             seconds=time.perf_counter() - begin,
@@ -216,10 +225,12 @@ def _micro_step(engine: Engine, rows: Any, log: Log, *, last: bool) -> None:
     """What ``train_step`` does, but for looking at values, which are not there."""
     engine._reducer.begin(first=True, last=last)
     engine.model.train()
-    with engine._randomness():
-        loss, share, _ = engine._loss(engine._prepare(rows))
+    work = engine._prepare(rows)
+    shares = Shares(work, engine._world, shifted=engine._shifted, places=False)
+    with engine._randomness(shares):
+        loss, share = engine._loss(work, shares), shares.weight()
         log.phase = "backward"
-        (loss * share).backward()  # type: ignore[no-untyped-call]
+        (loss * share).backward()
     log.phase = "loss"
     all_reduce(loss.detach() * share, engine._world.data_group)
     if last:
@@ -308,14 +319,20 @@ class _WithoutValues(TorchFunctionMode):
         if func is Tensor.__bool__ and hasattr(args[0], "_holds"):
             return args[0]._holds
         found = func(*args, **(kwargs or {}))
-        if func in (torch.all, Tensor.all, torch.any, Tensor.any) and isinstance(found, Tensor) and found.is_meta:
+        if (
+            func in (torch.all, Tensor.all, torch.any, Tensor.any)
+            and isinstance(found, Tensor)
+            and found.is_meta
+        ):
             found._holds = func in (torch.all, Tensor.all)  # type: ignore[attr-defined]
         return found
 
     def _attention(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         # Two matmuls forward, five backward (one of them the scores again): 2 operations an element of each.
         batch_and_heads = q.shape[:-2].numel()
-        self.attention_flops += 2 * batch_and_heads * q.shape[-2] * k.shape[-2] * (4 * q.shape[-1] + 3 * v.shape[-1])
+        self.attention_flops += (
+            2 * batch_and_heads * q.shape[-2] * k.shape[-2] * (4 * q.shape[-1] + 3 * v.shape[-1])
+        )
         found: Tensor = _Attention.apply(q, k, v)
         return found
 

@@ -1,4 +1,4 @@
-"""The random numbers of one micro-step: a function of seed, step and data coordinate, so that a run can be repeated."""
+"""The random numbers of one micro-step: a function of seed, step and place in the global batch."""
 
 from __future__ import annotations
 
@@ -7,28 +7,29 @@ from contextlib import contextmanager
 
 import torch
 
+from meshfold.engine.shares import Shares
 from meshfold.mesh.dropout_stream import dropout_stream
 from meshfold.mesh.random import key_of
 
 
 @contextmanager
 def randomness(
-    seed: int, step: int, data_index: int, device: torch.device, *, torch_too: bool
+    seed: int, step: int, shares: Shares, device: torch.device, *, torch_too: bool
 ) -> Iterator[None]:
     """Draw dropout for one forward and backward.
 
     Args:
         seed: of the run.
         step: micro-step, counted over the whole run.
-        data_index: the data coordinate: other rows drop other elements.
+        shares: where this data coordinate's rows lie in the global batch, which decides what they drop.
         device: of torch's generator.
-        torch_too: seed torch's own generators for the time being, for dropout that draws from them.
+        torch_too: seed torch's own generators for the time being, for dropout that draws from them. It then depends
+            on how many data coordinates there are, and can only be repeated.
     """
-    own = seed if data_index == 0 else key_of(f"data/{seed}/{data_index}")
-    with dropout_stream(own, step):
+    with dropout_stream(seed, step, first_row=shares.first_row, first_token=shares.first_token):
         if not torch_too:
             yield
             return
         with torch.random.fork_rng([device] if device.type == "cuda" else []):
-            torch.manual_seed(key_of(f"dropout/{own}/{step}"))
+            torch.manual_seed(key_of(f"dropout/{seed}/{step}/{shares.index}"))
             yield

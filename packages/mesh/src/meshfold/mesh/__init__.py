@@ -10,12 +10,23 @@ from meshfold.mesh.collectives import (
     reduce_scatter,
     shift,
 )
+from meshfold.mesh.dropout_stream import checkpoint_contexts, current_dropout_stream, dropout_stream
+from meshfold.mesh.environment import Environment
 from meshfold.mesh.errors import CollectiveError, LaunchError, LayoutError, MeshfoldError, SpecError
+from meshfold.mesh.initialization import (
+    build_on_meta,
+    materialize,
+    record_initialization,
+    retrace_initialization,
+)
+from meshfold.mesh.launch import launch
 from meshfold.mesh.layout import Layout
 from meshfold.mesh.mesh import Group, Mesh
 from meshfold.mesh.metadata import ParameterMeta, annotate, metadata
 from meshfold.mesh.norms import clip_gradients, gradient_norm
 from meshfold.mesh.placement import Part, Placement, Rectangle
+from meshfold.mesh.process_group import Process, is_started, start
+from meshfold.mesh.random import key_of
 from meshfold.mesh.recorder import Entry, Log, record
 from meshfold.mesh.spec import ParallelSpec
 from meshfold.mesh.traffic import moved_bytes
@@ -23,6 +34,7 @@ from meshfold.mesh.traffic import moved_bytes
 __all__ = [
     "CollectiveError",
     "Entry",
+    "Environment",
     "Group",
     "LaunchError",
     "Layout",
@@ -35,6 +47,7 @@ __all__ = [
     "Part",
     "Pending",
     "Placement",
+    "Process",
     "Rectangle",
     "SpecError",
     "all_gather",
@@ -43,11 +56,22 @@ __all__ = [
     "annotate",
     "barrier",
     "broadcast",
+    "build_on_meta",
+    "checkpoint_contexts",
     "clip_gradients",
+    "current_dropout_stream",
+    "dropout_stream",
     "gradient_norm",
+    "is_started",
+    "key_of",
+    "launch",
+    "materialize",
     "metadata",
     "moved_bytes",
     "record",
+    "record_initialization",
     "reduce_scatter",
+    "retrace_initialization",
     "shift",
+    "start",
 ]

@@ -15,7 +15,8 @@ from collections.abc import Callable
 from typing import Literal, overload
 
 import torch
-import torch.distributed._functional_collectives  # noqa: F401  (registers the meta kernels that tracing needs)
+import torch.distributed as dist
+import torch.distributed._functional_collectives  # registers the meta kernels that tracing needs
 from torch import Tensor
 
 from meshfold.mesh import recorder
@@ -24,21 +25,29 @@ from meshfold.mesh.mesh import Group
 from meshfold.mesh.traffic import Kind
 
 _ops = torch.ops._c10d_functional
+_resolve = dist.distributed_c10d._resolve_process_group
 
 
 class Pending:
     """A collective on its way: ``wait()`` gives the tensor, as often as it is asked."""
 
-    __slots__ = ("_finish", "_tensor")
+    __slots__ = ("_finish", "_tensor", "_waits")
 
-    def __init__(self, tensor: Tensor, finish: Callable[[Tensor], Tensor] | None) -> None:
+    def __init__(self, tensor: Tensor, finish: Callable[[Tensor], Tensor] | None, *, waits: bool = True) -> None:
+        """Args:
+            tensor: the functional collective's output, or the result itself if there is nothing to finish.
+            finish: turns the output into the result.
+            waits: the tensor has to be waited for; if not, ``finish`` does that.
+        """
         self._tensor = tensor
         self._finish = finish
+        self._waits = waits
 
     def wait(self) -> Tensor:
         """The result, ordered after the collective on the current stream."""
         if self._finish is not None:
-            self._tensor = self._finish(_ops.wait_tensor(self._tensor))
+            arrived = _ops.wait_tensor(self._tensor) if self._waits else self._tensor
+            self._tensor = self._finish(arrived)
             self._finish = None
         return self._tensor
 
@@ -66,6 +75,11 @@ def all_gather(x: Tensor, group: Group, dim: int = 0, *, async_op: bool = False)
     dim = dim % x.dim()
     shape, size = x.shape, group.size
     _note("all_gather", group, x, times=size)
+    if _leads_in_memory(x, dim):
+        turned = x.movedim(dim, 0)
+        gathered = _ops.all_gather_into_tensor(turned, size, group.name)
+        rest = turned.shape[1:]
+        return _issue(gathered, lambda out: out.view(size * shape[dim], *rest).movedim(0, dim), async_op)
     gathered = _ops.all_gather_into_tensor(x.contiguous(), size, group.name)
     whole = (*shape[:dim], size * shape[dim], *shape[dim + 1 :])
 
@@ -92,8 +106,13 @@ def reduce_scatter(x: Tensor, group: Group, dim: int = 0, *, async_op: bool = Fa
     dim = dim % x.dim()
     shape, size = x.shape, group.size
     if shape[dim] % size:
-        raise CollectiveError(f"reduce_scatter of {tuple(shape)} along dim {dim}: {size} ranks do not divide {shape[dim]}")
+        raise CollectiveError(
+            f"reduce_scatter of {tuple(shape)} along dim {dim}: {size} ranks do not divide {shape[dim]}"
+        )
     _note("reduce_scatter", group, x)
+    if _leads_in_memory(x, dim):
+        scattered = _ops.reduce_scatter_tensor(x.movedim(dim, 0), "sum", size, group.name)
+        return _issue(scattered, lambda out: out.movedim(0, dim), async_op)
     block = (*shape[:dim], shape[dim] // size, *shape[dim + 1 :])
     if math.prod(shape[:dim]) == 1:
         stacked = x.contiguous().view(size, *block)
@@ -103,11 +122,38 @@ def reduce_scatter(x: Tensor, group: Group, dim: int = 0, *, async_op: bool = Fa
     return _issue(scattered, lambda out: out.view(block), async_op)
 
 
+def reduce_scatter_inside(x: Tensor, group: Group) -> Pending:
+    """:func:`reduce_scatter` along dim 0 for a tensor that is not needed afterwards: where the back end can (NCCL), the
+    result is this rank's block of ``x`` itself, which is overwritten, and no memory is taken for it.
+
+    Args:
+        x: contiguous, dim 0 a multiple of the group's size.
+    """
+    if group.size == 1 or not x.is_cuda or torch.compiler.is_compiling():
+        return reduce_scatter(x, group, async_op=True)
+    _note("reduce_scatter", group, x)
+    rows = x.shape[0] // group.size
+    block = x[group.index * rows : (group.index + 1) * rows]
+    work = dist.reduce_scatter_tensor(block, x, group=_resolve(group.name), async_op=True)
+
+    def finish(_: Tensor) -> Tensor:
+        work.wait()
+        return block
+
+    return Pending(block, finish, waits=False)
+
+
 @overload
-def all_to_all(x: Tensor, group: Group, split_dim: int, concat_dim: int, *, async_op: Literal[False] = ...) -> Tensor: ...
+def all_to_all(
+    x: Tensor, group: Group, split_dim: int, concat_dim: int, *, async_op: Literal[False] = ...
+) -> Tensor: ...
 @overload
-def all_to_all(x: Tensor, group: Group, split_dim: int, concat_dim: int, *, async_op: Literal[True]) -> Pending: ...
-def all_to_all(x: Tensor, group: Group, split_dim: int, concat_dim: int, *, async_op: bool = False) -> Tensor | Pending:
+def all_to_all(
+    x: Tensor, group: Group, split_dim: int, concat_dim: int, *, async_op: Literal[True]
+) -> Pending: ...
+def all_to_all(
+    x: Tensor, group: Group, split_dim: int, concat_dim: int, *, async_op: bool = False
+) -> Tensor | Pending:
     """Move the split from one dim to another: block ``j`` along ``split_dim`` goes to rank ``j``, what arrives is
     concatenated along ``concat_dim`` in group order.
 
@@ -119,7 +165,9 @@ def all_to_all(x: Tensor, group: Group, split_dim: int, concat_dim: int, *, asyn
     split, concat = split_dim % x.dim(), concat_dim % x.dim()
     shape, size = x.shape, group.size
     if shape[split] % size:
-        raise CollectiveError(f"all_to_all of {tuple(shape)} along dim {split}: {size} ranks do not divide {shape[split]}")
+        raise CollectiveError(
+            f"all_to_all of {tuple(shape)} along dim {split}: {size} ranks do not divide {shape[split]}"
+        )
     _note("all_to_all", group, x)
     block = (*shape[:split], shape[split] // size, *shape[split + 1 :])
     stacked = x.reshape(*shape[:split], size, *block[split:]).movedim(split, 0).contiguous()
@@ -178,6 +226,11 @@ def _ready(x: Tensor, async_op: bool) -> Tensor | Pending:
 
 def _same(x: Tensor) -> Tensor:
     return x
+
+
+def _leads_in_memory(x: Tensor, dim: int) -> bool:
+    """Whether a dim that is not the first lies outermost in memory (a transposed tensor): then blocks need no copy."""
+    return dim > 0 and not x.is_contiguous() and x.movedim(dim, 0).is_contiguous()
 
 
 def _note(kind: Kind, group: Group, x: Tensor, times: int = 1) -> None:

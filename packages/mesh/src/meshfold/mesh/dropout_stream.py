@@ -23,11 +23,23 @@ class DropoutStream:
     Attributes:
         seed: the seed that goes with every key.
         step: which forward this is, counted over the whole run (micro-batches and accumulation steps included).
+        first_row: number, in the global batch, of the first sequence that this forward is given.
+        first_token: number, in the global batch, of its first token.
     """
 
-    def __init__(self, seed: int, step: int, calls: Mapping[str, int] | None = None) -> None:
+    def __init__(
+        self,
+        seed: int,
+        step: int,
+        calls: Mapping[str, int] | None = None,
+        *,
+        first_row: int = 0,
+        first_token: int = 0,
+    ) -> None:
         self.seed = seed
         self.step = step
+        self.first_row = first_row
+        self.first_token = first_token
         self._calls = Counter(calls or {})
 
     def next_key(self, name: str = "") -> int:
@@ -43,7 +55,9 @@ class DropoutStream:
 
     def copy(self) -> DropoutStream:
         """A stream that continues from here on its own."""
-        return DropoutStream(self.seed, self.step, self._calls)
+        return DropoutStream(
+            self.seed, self.step, self._calls, first_row=self.first_row, first_token=self.first_token
+        )
 
 
 _current: ContextVar[DropoutStream | None] = ContextVar("meshfold_dropout_stream", default=None)
@@ -65,9 +79,19 @@ class _Use:
         _current.reset(self._tokens.pop())
 
 
-def dropout_stream(seed: int, step: int) -> AbstractContextManager[DropoutStream]:
-    """Draw the keys of one forward, from the first call on. Streams nest: the inner one counts on its own."""
-    return _Use(DropoutStream(seed, step))
+def dropout_stream(
+    seed: int, step: int, *, first_row: int = 0, first_token: int = 0
+) -> AbstractContextManager[DropoutStream]:
+    """Draw the keys of one forward, from the first call on. Streams nest: the inner one counts on its own.
+
+    Args:
+        seed: of the run.
+        step: which forward this is, counted over the whole run.
+        first_row: number, in the global batch, of the first sequence that this forward is given: with data
+            parallelism, the sequences of the data coordinates before this one.
+        first_token: number, in the global batch, of its first token.
+    """
+    return _Use(DropoutStream(seed, step, first_row=first_row, first_token=first_token))
 
 
 def current_dropout_stream() -> DropoutStream:

@@ -27,7 +27,7 @@ def world() -> World | None:
 
 
 # Groups by their ranks, kept for the next mesh that wants the same ones: a group is named after its ranks, whichever
-# other groups a rank has made, and the store keeps the addresses under that name. They go with the world they belong to.
+# other groups a rank has made, and the store keeps the addresses under that name. They go with their world.
 _made: dict[tuple[int, ...], Any] = {}
 _made_in: Any = None
 

@@ -65,10 +65,14 @@ class Mesh:
             SpecError: for a size that is not a positive int, or a rank outside the mesh.
         """
         if not isinstance(axes, Mapping):
-            raise SpecError(f"a mesh is made of a mapping from axis name to size, such as dict(data=2), not {axes!r}")
+            raise SpecError(
+                f"a mesh is made of a mapping from axis name to size, such as dict(data=2), not {axes!r}"
+            )
         for name, size in axes.items():
             if not isinstance(size, int) or isinstance(size, bool) or size < 1:
-                raise SpecError(f"axis {name!r} of the mesh has size {size!r}: a size is a whole number from 1 up")
+                raise SpecError(
+                    f"axis {name!r} of the mesh has size {size!r}: a size is a whole number from 1 up"
+                )
         self.axes: dict[str, int] = dict(axes)
         self._given_rank = rank
         # Answers once found are kept: layers ask in every forward, and torch.compile can trace a look-up.
@@ -80,7 +84,9 @@ class Mesh:
         self._made: dict[Hashable, Any] = {}
         self._closed = False
         if rank is not None and not 0 <= rank < self.world_size:
-            raise SpecError(f"rank {rank} is outside a mesh of {self.world_size} ranks ({self}): use 0 to {self.world_size - 1}")
+            raise SpecError(
+                f"rank {rank} is outside a mesh of {self.world_size} ranks ({self}): use 0 to {self.world_size - 1}"
+            )
 
     def __repr__(self) -> str:
         return f"Mesh({' × '.join(f'{name} {size}' for name, size in self.axes.items()) or 'one rank'})"
@@ -128,7 +134,7 @@ class Mesh:
         return known
 
     def index(self, *axes: str, rank: int | None = None) -> int:
-        """The row-major index of a rank (by default this process) over the axes, in the order given: its block's number."""
+        """The row-major index of a rank (by default this process) over the axes as given: its block's number."""
         if rank is not None:
             return self._index(self.coordinates(rank), axes)
         known = self._indices.get(axes)
@@ -151,7 +157,9 @@ class Mesh:
 
     def spanned(self, *axes: str) -> tuple[str, ...]:
         """The axes in mesh order, those of size 1 left out: how records and plans name a group."""
-        return tuple(sorted((a for a in axes if self.size(a) > 1), key=lambda a: (self._position(a), "%" in a)))
+        return tuple(
+            sorted((a for a in axes if self.size(a) > 1), key=lambda a: (self._position(a), "%" in a))
+        )
 
     def group(self, *axes: str) -> Group:
         """This process's group along the axes, with its process group (made at the first call, then kept).
@@ -217,12 +225,18 @@ class Mesh:
         spanned = self.spanned(*axes)
         coordinates = self.coordinates()
         here = self._elsewhere(coordinates, spanned)
-        ranks = tuple(r for r in self._candidates(coordinates, spanned) if self._elsewhere(self.coordinates(r), spanned) == here)
+        ranks = tuple(
+            r
+            for r in self._candidates(coordinates, spanned)
+            if self._elsewhere(self.coordinates(r), spanned) == here
+        )
         if len(ranks) == 1:
             return Group(axes=(), ranks=ranks, index=0, name="")
         if ranks not in self._handles:
             self._handles[ranks] = groups.create(ranks)
-        return Group(axes=spanned, ranks=ranks, index=ranks.index(self.rank), name=groups.name_of(self._handles[ranks]))
+        return Group(
+            axes=spanned, ranks=ranks, index=ranks.index(self.rank), name=groups.name_of(self._handles[ranks])
+        )
 
     def _candidates(self, at: Mapping[str, int], axes: tuple[str, ...]) -> list[int]:
         """Ranks that agree with ``at`` on every axis not touched by ``axes``, ascending."""

@@ -2,7 +2,7 @@
 
 Each rank sums the powers of its own blocks, divided by the number of ranks that hold the same block; one
 all-reduce over the mesh gives the norm of the whole model: the same bits on every rank, so that every replica is
-scaled alike.
+scaled alike. Blocks that equally many ranks hold are summed together, in a handful of kernels.
 """
 
 from __future__ import annotations
@@ -34,23 +34,33 @@ def gradient_norm(parameters: Iterable[Tensor], mesh: Mesh, norm_type: float = 2
     """
     if isinstance(norm_type, bool) or not isinstance(norm_type, int | float) or not norm_type > 0:
         raise SpecError(f"norm_type={norm_type!r}: a norm is 1, 2, any number above 0, or math.inf")
-    blocks = [(p.grad, placed(p, mesh)) for p in parameters if p.grad is not None]
-    device = blocks[0][0].device if blocks else torch.device("cpu")
-    whole = mesh.group(*mesh.names)
-    if math.isinf(norm_type):
-        largest = torch.zeros((), dtype=torch.float64, device=device)
-        for grad, _ in blocks:
-            if grad.numel():
-                largest = torch.maximum(largest, grad.detach().abs().max().double())
-        return collectives.all_reduce(largest, whole, "max")
+    pieces: dict[tuple[int, torch.dtype], list[Tensor]] = {}
+    for parameter in parameters:
+        if parameter.grad is None:
+            continue
+        for piece, holders in _pieces(parameter.grad.detach(), placed(parameter, mesh), mesh):
+            if piece.numel():
+                pieces.setdefault((holders, piece.dtype), []).append(piece)
+    device = next((piece.device for alike in pieces.values() for piece in alike), torch.device("cpu"))
     total = torch.zeros((), dtype=torch.float64, device=device)
-    for grad, meta in blocks:
-        for piece, holders in _pieces(grad.detach(), meta, mesh):
-            total = total + _power_sum(piece, norm_type) / holders
+    largest = math.isinf(norm_type)
+    for (holders, dtype), alike in pieces.items():
+        # A norm's sum of squares is kept in float32 at least; other powers are not worth a fast path.
+        wide = torch.float32 if norm_type == 2.0 and dtype != torch.float64 else torch.float64
+        norms = torch.stack(torch._foreach_norm(alike, norm_type, dtype=wide)).to(device, torch.float64)
+        if largest:
+            total = torch.maximum(total, norms.max())
+        else:
+            total = total + norms.pow(norm_type).sum() / holders
+    whole = mesh.group(*mesh.names)
+    if largest:
+        return collectives.all_reduce(total, whole, "max")
     return collectives.all_reduce(total, whole) ** (1.0 / norm_type)
 
 
-def clip_gradients(parameters: Iterable[Tensor], mesh: Mesh, max_norm: float, norm_type: float = 2.0) -> Tensor:
+def clip_gradients(
+    parameters: Iterable[Tensor], mesh: Mesh, max_norm: float, norm_type: float = 2.0
+) -> Tensor:
     """Scale all gradients so that their norm is at most ``max_norm``; return the norm before.
 
     The same rule as ``torch.nn.utils.clip_grad_norm_``, over the global model, in place, without waiting for the
@@ -60,13 +70,18 @@ def clip_gradients(parameters: Iterable[Tensor], mesh: Mesh, max_norm: float, no
         SpecError: for a ``max_norm`` that is not a positive number.
     """
     if isinstance(max_norm, bool) or not isinstance(max_norm, int | float) or not max_norm > 0:
-        raise SpecError(f"max_norm={max_norm!r}: the largest norm allowed is a number above 0; leave it out not to clip")
+        raise SpecError(
+            f"max_norm={max_norm!r}: the largest norm allowed is a number above 0; leave it out not to clip"
+        )
     chosen = [p for p in parameters if p.grad is not None]
     norm = gradient_norm(chosen, mesh, norm_type)
     scale = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
+    grads: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
     for parameter in chosen:
         if parameter.grad is not None:
-            parameter.grad.mul_(scale.to(parameter.grad.dtype))
+            grads.setdefault((parameter.grad.dtype, parameter.grad.device), []).append(parameter.grad)
+    for (dtype, device), alike in grads.items():
+        torch._foreach_mul_(alike, scale.to(device, dtype))
     return norm
 
 
@@ -85,11 +100,3 @@ def _pieces(grad: Tensor, meta: ParameterMeta, mesh: Mesh) -> Iterable[tuple[Ten
             for stretch, part in zip(piece.split(lengths, dim), parts, strict=True)
         ]
     yield from pieces
-
-
-def _power_sum(x: Tensor, norm_type: float) -> Tensor:
-    """Sum of powers in float64 of partial sums that are at least float32."""
-    if norm_type == 2.0:
-        wide = x if x.dtype == torch.float64 else x.float()
-        return torch.linalg.vector_norm(wide).double() ** 2
-    return x.double().abs().pow(norm_type).sum()

@@ -60,11 +60,14 @@ class Placement:
 
     def __post_init__(self) -> None:
         if len(self.axes) != len(self.shape):
-            raise LayoutError(f"{len(self.axes)} entries of axes {self.axes} for a tensor of {len(self.shape)} dims {self.shape}")
+            raise LayoutError(
+                f"{len(self.axes)} entries of axes {self.axes} for a tensor of {len(self.shape)} dims {self.shape}"
+            )
         for dim, parts in self.parts.items():
             if sum(part.size for part in parts) != self.shape[dim]:
                 raise LayoutError(
-                    f"parts {tuple(part.size for part in parts)} of dim {dim} do not add up to its size {self.shape[dim]}"
+                    f"parts {tuple(part.size for part in parts)} of dim {dim} do not add up to its size "
+                    f"{self.shape[dim]}"
                 )
 
     @property
@@ -89,7 +92,9 @@ class Placement:
 
     def coordinates(self, mesh: Mesh, dim: int, rank: int | None = None) -> Tensor:
         """The global coordinate of each local position along a dim, int64; at least the dim's size in padding."""
-        return torch.cat([torch.arange(start, start + n, device="cpu") for start, n in self.segments(mesh, dim, rank)])
+        return torch.cat(
+            [torch.arange(start, start + n, device="cpu") for start, n in self.segments(mesh, dim, rank)]
+        )
 
     def rectangles(self, mesh: Mesh, rank: int | None = None) -> list[Rectangle]:
         """The rectangles of the global tensor that a rank holds, padding left out."""
@@ -111,7 +116,9 @@ class Placement:
             LayoutError: if the tensor does not have the global shape.
         """
         if tuple(full.shape) != self.shape:
-            raise LayoutError(f"a tensor of shape {tuple(full.shape)} where the global shape {self.shape} is wanted")
+            raise LayoutError(
+                f"a tensor of shape {tuple(full.shape)} where the global shape {self.shape} is wanted"
+            )
         local = full.new_zeros(self.local_shape(mesh, rank))
         for box in self.rectangles(mesh, rank):
             _window(local, box.local_offsets, box.sizes).copy_(_window(full, box.offsets, box.sizes))
@@ -170,4 +177,3 @@ def _window(tensor: Tensor, offsets: tuple[int, ...], sizes: tuple[int, ...]) ->
     for dim, (offset, size) in enumerate(zip(offsets, sizes, strict=True)):
         tensor = tensor.narrow(dim, offset, size)
     return tensor
-

@@ -95,7 +95,7 @@ def adjoint_pair(forward: Primitive, backward: Primitive) -> Primitive:
             return backward(grad)
 
     def apply(x: Tensor) -> Tensor:
-        return Pair.apply(x)  # type: ignore[no-any-return, no-untyped-call]
+        return Pair.apply(x)  # type: ignore[no-any-return]
 
     return apply
 
@@ -106,7 +106,13 @@ def identity(x: Tensor) -> Tensor:
 
 
 def _bind(
-    mesh: Mesh, key: tuple[object, ...], axes: Axes, forward: Primitive, backward: Primitive, *, together: bool
+    mesh: Mesh,
+    key: tuple[object, ...],
+    axes: Axes,
+    forward: Primitive,
+    backward: Primitive,
+    *,
+    together: bool,
 ) -> Primitive:
     """The pair, with its groups made now; the identity where there is nobody to talk to."""
     if mesh.size(*axes) == 1:
@@ -118,12 +124,26 @@ def _bind(
 
 def bind_enter(mesh: Mesh, axes: Axes) -> Primitive:
     """Identity; backward all-reduces the gradient over ``axes``."""
-    return _bind(mesh, ("enter",), axes, identity, lambda g: collectives.all_reduce(g, mesh.group(*axes)), together=True)
+    return _bind(
+        mesh,
+        ("enter",),
+        axes,
+        identity,
+        lambda g: collectives.all_reduce(g, mesh.group(*axes)),
+        together=True,
+    )
 
 
 def bind_leave(mesh: Mesh, axes: Axes) -> Primitive:
     """All-reduce over ``axes``; backward is the identity."""
-    return _bind(mesh, ("leave",), axes, lambda x: collectives.all_reduce(x, mesh.group(*axes)), identity, together=True)
+    return _bind(
+        mesh,
+        ("leave",),
+        axes,
+        lambda x: collectives.all_reduce(x, mesh.group(*axes)),
+        identity,
+        together=True,
+    )
 
 
 def bind_gather(mesh: Mesh, dim: int, axes: Axes) -> Primitive:

@@ -6,8 +6,9 @@ import contextlib
 import itertools
 import os
 import socket
+import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
 
@@ -42,6 +43,7 @@ class Process:
     backend: str
     environment: Environment
     owner: bool = True
+    _hooks: tuple[Any, Any] | None = field(default=None, repr=False, compare=False)
 
     def close(self, *, wait: bool = True) -> None:
         """End this process's part, and with it all groups, if this object began it. May be called twice.
@@ -54,6 +56,12 @@ class Process:
             if wait:
                 _meet(self.world_size)
             dist.destroy_process_group()
+            # torch puts the rank before each line of a traceback, and would put one hook round the other at each start.
+            # The traceback of a rank that failed is still to come.
+            if self._hooks is not None and (wait or self.backend == "fake"):
+                before, ours = self._hooks
+                if sys.excepthook is ours:
+                    sys.excepthook = before
 
     def __enter__(self) -> Process:
         return self
@@ -104,6 +112,7 @@ def start(
 
         store = HashStore()
     wait = timeout if isinstance(timeout, timedelta) else timedelta(seconds=timeout)
+    hook = sys.excepthook
     # No device_id: it makes every later new_group split the world's communicator, which *all* ranks have to join
     # at the same moment; a pipeline stage that makes a group only it needs would wait for ever.
     try:
@@ -125,6 +134,7 @@ def start(
         device=place,
         backend=backend,
         environment=environment,
+        _hooks=(hook, sys.excepthook),
     )
 
 

@@ -7,14 +7,17 @@ from dataclasses import dataclass
 from torch import nn
 
 from meshfold.mesh import LayoutError, Mesh, Part
+from meshfold.tensor_parallel.kinds import features, is_linear
 from meshfold.tensor_parallel.modes import Mode
-from meshfold.tensor_parallel.rules import FUSED_QKV, KEY_VALUE, QUERY, features, is_linear
+from meshfold.tensor_parallel.rules import FUSED_QKV, INTERLEAVED_QKV, KEY_VALUE, QUERY
 from meshfold.tensor_parallel.sizes import neighbours
 
-_HEADS = ("num_heads", "n_heads", "n_head", "num_attention_heads", "nhead")
-_KV_HEADS = ("num_key_value_heads", "n_kv_heads", "num_kv_heads")
+_HEADS = ("num_heads", "n_heads", "n_head", "num_attention_heads", "nhead", "heads")
+_KV_HEADS = ("num_key_value_heads", "n_kv_heads", "num_kv_heads", "kv_heads", "n_kv_head")
 _GROUPS = ("num_key_value_groups", "n_rep")
-_WIDTHS = ("split_size", "all_head_size", "inner_dim")
+_HEAD_DIMS = ("head_dim", "attention_head_size", "d_head", "head_size")
+_WIDTHS = ("split_size", "all_head_size", "inner_dim", "embed_dim", "n_embd", "hidden_size", "d_model")
+"""What modules call the width of all their heads together."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,7 +27,8 @@ class Heads:
     Attributes:
         query: full names of the projections that make queries alone.
         key_value: full names of those that make keys or values.
-        fused: full names of those that make all three.
+        fused: full names of those that make all three, one after the other.
+        interleaved: full names of those that make query, key and value of one head after another.
         heads: query heads.
         kv_heads: key/value heads.
         head_dim: elements a head.
@@ -33,19 +37,33 @@ class Heads:
     query: tuple[str, ...]
     key_value: tuple[str, ...]
     fused: tuple[str, ...]
+    interleaved: tuple[str, ...]
     heads: int
     kv_heads: int
     head_dim: int
+
+    @property
+    def projections(self) -> tuple[str, ...]:
+        """Full names of all projections that read the attention's input."""
+        return (*self.query, *self.key_value, *self.fused, *self.interleaved)
 
     def repeat(self, mesh: Mesh, mode: Mode) -> int:
         """How many neighbouring ranks hold the same key/value head."""
         return max(1, mode.head_divisor(mesh) // self.kv_heads)
 
-    def parts(self, role: str, mesh: Mesh, mode: Mode) -> tuple[Part, ...]:
-        """What the output of a projection is made of: ``role`` is query, key_value or fused."""
+    def parts(self, name: str, mesh: Mesh, mode: Mode) -> tuple[Part, ...]:
+        """What the output of one of the projections is made of."""
         kv = Part(self.kv_heads * self.head_dim, self.repeat(mesh, mode))
         whole = (Part(self.heads * self.head_dim), kv, kv)
-        return {"query": whole[:1], "key_value": whole[1:2], "fused": whole}[role]
+        return (
+            whole[:1]
+            if name in self.query
+            else whole[1:2]
+            if name in self.key_value
+            else whole
+            if name in self.fused
+            else ()
+        )
 
     def check(self, name: str, mesh: Mesh, mode: Mode) -> None:
         """Raise a LayoutError if the heads cannot be split."""
@@ -71,9 +89,8 @@ class Heads:
                 if isinstance(getattr(module, name, None), int):
                     setattr(module, name, value)
         for name in _WIDTHS:
-            width = getattr(module, name, None)
-            if isinstance(width, int):
-                setattr(module, name, width // blocks)
+            if getattr(module, name, None) == self.heads * self.head_dim:
+                setattr(module, name, local * self.head_dim)
 
 
 def find_heads(name: str, module: nn.Module) -> Heads | None:
@@ -86,17 +103,18 @@ def find_heads(name: str, module: nn.Module) -> Heads | None:
     query = [leaf for leaf in linears if QUERY.fullmatch(leaf)]
     key_value = [leaf for leaf in linears if KEY_VALUE.fullmatch(leaf)]
     fused = [leaf for leaf in linears if FUSED_QKV.fullmatch(leaf)]
-    if not fused and not (query and key_value):
+    interleaved = [leaf for leaf in linears if INTERLEAVED_QKV.fullmatch(leaf)]
+    if not fused and not interleaved and not (query and key_value):
         return None
     heads, kv_heads = _first_int(module, _HEADS), _first_int(module, _KV_HEADS)
-    head_dim = _first_int(module, ("head_dim", "attention_head_size", "d_head"))
-    if fused:
-        width = features(linears[fused[0]])[1]
+    head_dim = _first_int(module, _HEAD_DIMS)
+    if fused or interleaved:
+        width = features(linears[[*fused, *interleaved][0]])[1]
         if not heads and head_dim:
-            heads = width // 3 // head_dim
+            heads = width // head_dim - 2 * kv_heads if kv_heads else width // 3 // head_dim
         kv_heads = kv_heads or heads
         head_dim = width // (heads + 2 * kv_heads) if heads else 0
-        if not head_dim or width != (heads + 2 * kv_heads) * head_dim:
+        if not head_dim or width != (heads + 2 * kv_heads) * head_dim or (interleaved and kv_heads != heads):
             raise LayoutError(
                 f"{name}: cannot tell the heads in its fused projection of width {width}: give the module the attributes "
                 f"num_heads, num_key_value_heads (if fewer) and head_dim"
@@ -106,14 +124,22 @@ def find_heads(name: str, module: nn.Module) -> Heads | None:
         if not head_dim and heads:
             head_dim = wide // heads
         if not head_dim:
-            raise LayoutError(f"{name}: cannot tell its number of heads: give the module an attribute num_heads or head_dim")
+            raise LayoutError(
+                f"{name}: cannot tell its number of heads: give the module an attribute num_heads or head_dim"
+            )
         heads, kv_heads = wide // head_dim, narrow // head_dim
 
     def full(leaves: list[str]) -> tuple[str, ...]:
         return tuple(f"{name}.{leaf}" if name else leaf for leaf in leaves)
 
     return Heads(
-        query=full(query), key_value=full(key_value), fused=full(fused), heads=heads, kv_heads=kv_heads, head_dim=head_dim
+        query=full(query),
+        key_value=full(key_value),
+        fused=full(fused),
+        interleaved=full(interleaved),
+        heads=heads,
+        kv_heads=kv_heads,
+        head_dim=head_dim,
     )
 
 

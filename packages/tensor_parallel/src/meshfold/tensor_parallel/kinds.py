@@ -41,7 +41,11 @@ def norm_kind(module: nn.Module) -> str:
     if isinstance(module, nn.RMSNorm):
         return "rms"
     weight = getattr(module, "weight", None)
-    return "rms" if type(module).__name__.endswith("RMSNorm") and weight is not None and weight.dim() == 1 else ""
+    return (
+        "rms"
+        if type(module).__name__.endswith("RMSNorm") and weight is not None and weight.dim() == 1
+        else ""
+    )
 
 
 def norm_size(module: nn.Module) -> int:

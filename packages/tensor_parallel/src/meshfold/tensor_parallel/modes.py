@@ -66,15 +66,16 @@ class Mode:
         for role, wanted in dims.items():
             layout = self.layout(role)
             if list(layout) != wanted.split():
-                raise LayoutError(f"mode {self.name!r}: {role}={str(layout)!r} must have the dims {wanted!r}, in this order")
+                raise LayoutError(
+                    f"mode {self.name!r}: {role}={str(layout)!r} must have the dims {wanted!r}, in this order"
+                )
             for axis in layout.axes:
                 if axis not in self.axes:
                     raise LayoutError(
                         f"mode {self.name!r}: {role}={str(layout)!r} names the axis {axis!r}, which is not one of its axes "
                         f"{', '.join(self.axes)}.{nearest(axis, self.axes)}"
                     )
-        for role in self.plans:
-            self.plans[role]  # each was checked when it was made
+        _ = self.plans  # made here, so that what does not fit is refused here
 
     def layout(self, role: str) -> Layout:
         """One of the layouts, parsed."""
@@ -117,7 +118,9 @@ class Mode:
         return tuple(dict.fromkeys(found))
 
     def __str__(self) -> str:
-        lines = [f"mode {self.name!r} on axes {', '.join(self.axes)}" + (f" ({self.paper})" if self.paper else "")]
+        lines = [
+            f"mode {self.name!r} on axes {', '.join(self.axes)}" + (f" ({self.paper})" if self.paper else "")
+        ]
         for field in fields(self):
             if field.name not in ("name", "axes", "paper"):
                 lines.append(f"  {field.name:<10}{self.layout(field.name)}")
@@ -175,7 +178,9 @@ def find_mode(mode: str | Mode) -> Mode:
         return mode
     if not isinstance(mode, str) or mode not in MODES:
         hint = nearest(mode, MODES) if isinstance(mode, str) else ""
-        raise LayoutError(f"no tensor-parallel mode {mode!r}.{hint} There are {', '.join(MODES)}, or make a Mode of your own")
+        raise LayoutError(
+            f"no tensor-parallel mode {mode!r}.{hint} There are {', '.join(MODES)}, or make a Mode of your own"
+        )
     return MODES[mode]
 
 

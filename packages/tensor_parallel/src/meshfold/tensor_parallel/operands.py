@@ -43,25 +43,25 @@ def bind_leave_operand(plan: MatmulPlan, mesh: Mesh) -> Primitive:
     )
 
 
-def bind_sum_repeated(mesh: Mesh, dim: int, spans: tuple[tuple[int, int, str], ...]) -> Primitive:
+def bind_sum_repeated(mesh: Mesh, dim: int, spans: tuple[tuple[int, int, tuple[str, ...]], ...]) -> Primitive:
     """Identity on a parameter some stretches of which are held by several ranks, each using its copy differently
     (key/value heads when there are fewer than ranks); backward sums the gradient of those stretches.
 
     Args:
         mesh: where it lies.
         dim: the dim that has the stretches.
-        spans: (start, length, axis factor such as ``"tensor%2"``) of each stretch, in local elements.
+        spans: (start, length, axes) of each stretch, in local elements; an axis may be a factor such as ``"tensor%2"``.
     """
-    if all(mesh.size(axis) == 1 for _, _, axis in spans):
+    if all(mesh.size(*axes) == 1 for _, _, axes in spans):
         return identity
-    for _, _, axis in spans:
-        mesh.prepare(axis)
+    for _, _, axes in spans:
+        mesh.prepare(*axes)
 
     def sum_stretches(grad: Tensor) -> Tensor:
         grad = grad.clone()
-        for start, length, axis in spans:
+        for start, length, axes in spans:
             stretch = grad.narrow(dim, start, length)
-            stretch.copy_(collectives.all_reduce(stretch, mesh.group(axis)))
+            stretch.copy_(collectives.all_reduce(stretch, mesh.group(*axes)))
         return grad
 
     return mesh.once(("sum repeated", dim, spans), lambda: adjoint_pair(identity, sum_stretches))

@@ -1,112 +1,84 @@
-"""Where the residual stream enters and leaves a part of the model.
+"""A region: an attention block or an MLP whose linear layers read one input.
 
-A *region* is an attention block or an MLP whose linear layers read one input: the input is gathered once, for all
-of them, and its gradient leaves once. A *boundary* is where a tensor that is whole on every rank becomes the split
-residual stream and back: round a model that has no embedding, or round the list of blocks where the stream outside
-of it is whole.
+The input is gathered once, for all of them, and its gradient leaves once.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
-from meshfold.mesh import LayoutError, Mesh
-from meshfold.mesh.primitives import Primitive, bind_collect, bind_take
+from meshfold.mesh import LayoutError
+from meshfold.tensor_parallel.algebra import MatmulPlan
+from meshfold.tensor_parallel.boundary import Boundary
+from meshfold.tensor_parallel.layers.base import OnMesh
 from meshfold.tensor_parallel.layers.linear import Linear, fold
 from meshfold.tensor_parallel.matmul import lead_shape
-from meshfold.tensor_parallel.modes import Mode
 from meshfold.tensor_parallel.operands import bind_enter_operand
 
 
-def bind_enter_region(first: Linear, boundary: Boundary | None = None) -> Primitive:
-    """Gather a region's input, ``.. k`` of the residual layout, as its linear layers want it.
+class Region(OnMesh):
+    """Gathers a module's first argument, ``.. k`` of the residual layout, once for the linear layers that read it."""
 
-    A stream flattened at a boundary gets its batch and sequence dims back. The result has the tokens of the layers' *output*: where that has fewer (3D), the rest is folded into the last
-    dim, because modules read the shape of their output off their input.
-    """
-    gather_rows = bind_enter_operand(first.full_plan, first.mesh, "x")
-
-    def enter_region(x: Tensor) -> Tensor:
-        whole = gather_rows(x.reshape(-1, x.shape[-1]))
-        lead = lead_shape(x.shape[:-1], whole.shape[0]) if boundary is None else boundary.lead
-        whole = whole.view(*lead, whole.shape[-1])
-        return fold(whole, first.folds) if first.folds > 1 else whole
-
-    return enter_region
-
-
-def make_region(region: nn.Module, columns: list[Linear], rows: list[Linear], boundary: Boundary | None = None) -> None:
-    """Gather the first argument of a module once for the linear layers that read it.
-
-    Args:
-        columns: the layers that read it.
+    def __init__(self, columns: list[Linear], rows: list[Linear], boundary: Boundary | None = None) -> None:
+        """Args:
+        columns: the layers that read it; from now on they take it gathered.
         rows: the layers that write the module's output.
         boundary: of a stream that is flattened, if the module wants its batch and sequence dims.
-    """
-    for linear in columns:
-        linear.use_entered_input()
-    for linear in rows:
-        linear.flat_output = boundary is not None
+        """
+        first = columns[0]
+        self.mesh, self.plan, self.folds, self.boundary = first.mesh, first.plan, first.folds, boundary
+        self._gather = bind_enter_operand(first.plan, first.mesh, "x")
+        for linear in columns:
+            linear.use_entered_input()
+        for linear in rows:
+            linear.flat_output = boundary is not None
 
-    enter_region = bind_enter_region(columns[0], boundary)
+    def enter(self, x: Tensor) -> Tensor:
+        """A local block of the stream -> what the linear layers want.
 
-    def gather_input(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if args:
-            return (enter_region(args[0]), *args[1:]), kwargs
-        name, x = next(iter(kwargs.items()))
-        return args, {**kwargs, name: enter_region(x)}
+        A stream flattened at a boundary gets its batch and sequence dims back. The result has the tokens of the
+        layers' *output*: where that has fewer (3D), the rest is folded into the last dim, because modules read the
+        shape of their output off their input.
+        """
+        whole = self._gather(x.reshape(-1, x.shape[-1]))
+        if self.boundary is None:
+            lead = lead_shape(x.shape[:-1], whole.shape[0])
+        else:
+            lead = self.boundary.lead
+            if lead.numel() != whole.shape[0]:
+                raise LayoutError(
+                    f"{whole.shape[0]} tokens where the last forward had {' × '.join(map(str, lead))}: recompute a "
+                    f"forward before the next one, of another shape, begins"
+                )
+        whole = whole.view(*lead, whole.shape[-1])
+        return fold(whole, self.folds) if self.folds > 1 else whole
 
-    region.register_forward_pre_hook(gather_input, with_kwargs=True)
-
-
-class Boundary:
-    """Splits a whole tensor ``b s h`` into the residual stream and puts it together again.
-
-    Inside, tokens are flattened to ``m h`` where a split by the batch alone would not do (``flatten``).
-    """
-
-    def __init__(self, mesh: Mesh, mode: Mode, *, flatten: bool) -> None:
-        residual = mode.layout("residual")
-        self.mesh, self.flatten = mesh, flatten
-        self.tokens, self.columns = residual["m"], residual["h"]
-        self.lead = torch.Size()
-        self._take_rows, self._take_columns = bind_take(mesh, 0, self.tokens), bind_take(mesh, -1, self.columns)
-        self._collect_rows, self._collect_columns = bind_collect(mesh, 0, self.tokens), bind_collect(mesh, -1, self.columns)
-
-    def split(self, x: Tensor) -> Tensor:
-        """``b s h`` whole -> local block of the residual stream; backward gathers."""
-        self.lead = x.shape[:-1]
-        if self.flatten:
-            x = x.reshape(-1, x.shape[-1])
-        blocks = self.mesh.size(*self.tokens)
-        if x.shape[0] % blocks:
-            what = "tokens (batch times sequence length)" if self.flatten else "rows (the batch)"
-            raise LayoutError(
-                f"{x.shape[0]} {what} cannot be split over {', '.join(self.tokens)} ({blocks} blocks): make them a "
-                f"multiple of {blocks}"
-            )
-        return self._take_columns(self._take_rows(x))
-
-    def join(self, x: Tensor) -> Tensor:
-        """A local block of the residual stream -> ``b s h`` whole; backward takes the block of the gradient."""
-        x = self._collect_rows(self._collect_columns(x))
-        return x.view(*self.lead, x.shape[-1]) if self.flatten else x
-
-    def around(self, first: nn.Module, last: nn.Module) -> None:
-        """Split what the first module is called with, join what the last returns."""
-        first.register_forward_pre_hook(self._before, with_kwargs=True)
-        last.register_forward_hook(self._after)
+    def around(self, module: nn.Module) -> None:
+        """Gather the module's first argument."""
+        module.register_forward_pre_hook(self._before, with_kwargs=True)
 
     def _before(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        name, x = ("", args[0]) if args else next(iter(kwargs.items()))
+        for other in (*args[1:], *kwargs.values()):
+            if (
+                isinstance(other, Tensor)
+                and other is not x
+                and other.dim() == x.dim()
+                and other.shape[-1] == x.shape[-1]
+            ):
+                if other.is_floating_point():
+                    raise LayoutError(
+                        f"{type(module).__name__} was called with two inputs of shapes {tuple(x.shape)} and "
+                        f"{tuple(other.shape)}: its linear layers share one gathered input, so cross-attention is not "
+                        f"supported; keep the module whole with the rule 'replicate'"
+                    )
         if args:
-            return (self.split(args[0]), *args[1:]), kwargs
-        name, x = next(iter(kwargs.items()))
-        return args, {**kwargs, name: self.split(x)}
+            return (self.enter(x), *args[1:]), kwargs
+        return args, {**kwargs, name: self.enter(x)}
 
-    def _after(self, module: nn.Module, args: Any, output: Any) -> Any:
-        if isinstance(output, tuple):
-            return (self.join(output[0]), *output[1:])
-        return self.join(output)
+
+def changes_tokens(plan: MatmulPlan) -> bool:
+    """Whether a rank's input and output have other tokens: x or y is gathered or scattered along m."""
+    return any(dim == plan.m for operand in ("x", "y") for dim, _ in plan.extras(operand))

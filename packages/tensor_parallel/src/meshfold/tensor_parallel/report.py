@@ -4,6 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from torch import nn
+
+from meshfold.mesh import metadata
+
 
 @dataclass(frozen=True, kw_only=True)
 class Placed:
@@ -49,12 +53,42 @@ class Report:
     def __str__(self) -> str:
         rows = [("submodule", "role", "was", "weight", "global", "this rank")]
         rows += [
-            (p.name or "(root)", p.role, p.was, p.weights, "×".join(map(str, p.shape)), "×".join(map(str, p.local)))
+            (
+                p.name or "(root)",
+                p.role,
+                p.was,
+                p.weights,
+                "×".join(map(str, p.shape)),
+                "×".join(map(str, p.local)),
+            )
             for p in self.placed
         ]
         widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
         lines = [f"mode {self.mode} on {self.mesh}"]
-        lines += ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+        lines += [
+            "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
+            for row in rows
+        ]
         share = self.local_parameters / self.parameters if self.parameters else 1.0
         lines.append(f"{self.parameters:,} parameters, {self.local_parameters:,} on this rank ({share:.1%})")
         return "\n".join([*lines, *self.notes])
+
+
+def placed(name: str, role: str, was: nn.Module, made: nn.Module) -> Placed:
+    """The entry of a submodule that was replaced, or kept whole."""
+    weight = getattr(made, "weight", None)
+    meta = metadata(weight) if weight is not None else None
+    if role == "replicate":
+        return Placed(name=name, role=role, was=type(was).__name__, weights="whole on every rank")
+    if meta is None:
+        return Placed(name=name, role=role, was=type(was).__name__, weights="")
+    plan = getattr(made, "plan", None)
+    by_dim = " ".join(",".join(axes) or "–" for axes in meta.placement.axes)
+    return Placed(
+        name=name,
+        role=getattr(made, "role", role),
+        was=type(was).__name__,
+        weights=by_dim if plan is None else str(plan.w),
+        shape=meta.placement.shape,
+        local=meta.placement.local_shape(meta.mesh),
+    )

@@ -7,30 +7,45 @@ What the rules cannot tell the user can: ``parallelize(..., rules={"*.router": "
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
-from typing import Any
 
 from torch import nn
 
-from meshfold.mesh import LayoutError
+from meshfold.mesh import LayoutError, metadata
 from meshfold.mesh.errors import nearest
-
-ROLES = ("column", "row", "head", "stem", "embedding", "positions", "norm", "dropout", "loss", "replicate", "patch")
-"""What a user's rule may say."""
+from meshfold.tensor_parallel.kinds import features, is_linear, is_patch, norm_kind, norm_size, why_not
 
 _QUERY = r"q_proj|query|wq|to_q|q_lin"
 _KEY_VALUE = r"k_proj|v_proj|key|value|wk|wv|to_k|to_v|k_lin|v_lin"
-_FUSED_QKV = r"qkv|qkv_proj|c_attn|Wqkv|in_proj|query_key_value"
+_FUSED_QKV = r"qkv|qkv_proj|c_attn|Wqkv|in_proj"
+_INTERLEAVED_QKV = r"query_key_value"
 _COLUMN_MLP = r"up_proj|gate_proj|gate_up_proj|gate_up|up|gate|fc1|c_fc|w1|w3|wi|wi_0|wi_1|dense_h_to_4h|lin1|linear1|fc_in"
-_ROW = r"o_proj|out_proj|c_proj|out|wo|to_out|out_lin|down_proj|down|fc2|w2|dense_4h_to_h|lin2|linear2|fc_out"
+_ROW = r"o_proj|out_proj|c_proj|proj|out|wo|to_out|out_lin|down_proj|down|fc2|w2|dense_4h_to_h|lin2|linear2|fc_out"
 _HEAD = r"lm_head|head|embed_out|output_projection|classifier|score"
 _POSITIONS = r"(.*_)?(positions?|pos|position_embeddings|embed_positions|wpe|pos_emb(ed(ding)?)?)"
+_HEAD_NORM = r"(q|k|v|query|key|value)_?(layer)?_?norm|norm_?(q|k|v)|(q|k)_ln"
 
 QUERY, KEY_VALUE, FUSED_QKV = re.compile(_QUERY), re.compile(_KEY_VALUE), re.compile(_FUSED_QKV)
-_COLUMN = re.compile("|".join((_QUERY, _KEY_VALUE, _FUSED_QKV, _COLUMN_MLP)))
+INTERLEAVED_QKV = re.compile(_INTERLEAVED_QKV)
+_COLUMN = re.compile("|".join((_QUERY, _KEY_VALUE, _FUSED_QKV, _INTERLEAVED_QKV, _COLUMN_MLP)))
 _ROW_NAMES, _HEAD_NAMES, _POSITION_NAMES = re.compile(_ROW), re.compile(_HEAD), re.compile(_POSITIONS)
+_HEAD_NORM_NAMES = re.compile(_HEAD_NORM)
+_ROW_PARENTS = ("output", "self_output", "attention", "self_attention", "attn", "self_attn")
+"""Where a square layer called ``dense`` (BERT, GPT-NeoX) writes the residual stream."""
+
+_KINDS: dict[str, tuple[str, Callable[[nn.Module], bool]]] = {
+    **dict.fromkeys(("column", "row", "head", "stem"), ("a linear layer", is_linear)),
+    **dict.fromkeys(("embedding", "positions"), ("an nn.Embedding", lambda m: isinstance(m, nn.Embedding))),
+    "norm": ("a LayerNorm or RMSNorm", lambda m: bool(norm_kind(m))),
+    "dropout": ("an nn.Dropout", lambda m: isinstance(m, nn.Dropout)),
+    "loss": ("any module", lambda m: True),
+    "replicate": ("any module", lambda m: True),
+    "patch": ("a convolution with stride = kernel_size", is_patch),
+}
+ROLES = tuple(_KINDS)
+"""What a user's rule may say."""
 
 
 @dataclass
@@ -40,7 +55,7 @@ class Roles:
     Attributes:
         hidden: size of the residual stream, in elements.
         role: full name of each module that takes part, to its role.
-        refused: full name to the reason, for each module with parameters that no rule can place.
+        refused: full name to the reason, for each module that no rule can place.
     """
 
     hidden: int
@@ -56,79 +71,61 @@ def classify(model: nn.Module, rules: Mapping[str, str]) -> Roles:
     """Find each submodule's role.
 
     Raises:
-        LayoutError: for a rule that says an unknown role or matches nothing.
+        LayoutError: for a rule that says an unknown role, matches nothing, or matches another kind of module.
     """
     names = [name for name, _ in model.named_modules()]
     for pattern, role in rules.items():
         if role not in ROLES:
-            raise LayoutError(f"rule {pattern!r}: {role!r} is not a role.{nearest(role, ROLES)} Roles are {', '.join(ROLES)}")
+            raise LayoutError(
+                f"rule {pattern!r}: {role!r} is not a role.{nearest(str(role), ROLES)} Roles are {', '.join(ROLES)}"
+            )
         if not any(fnmatchcase(name, pattern) for name in names):
             raise LayoutError(f"rule {pattern!r} matches no submodule.{nearest(pattern, names)}")
     found = Roles(hidden=_hidden_size(model))
     for name, module in model.named_modules():
         if _inside(name, found):
             continue
-        said = next((role for pattern, role in rules.items() if fnmatchcase(name, pattern)), None)
+        pattern, said = next(((p, role) for p, role in rules.items() if fnmatchcase(name, p)), ("", ""))
+        if said and not _KINDS[said][1](module):
+            raise LayoutError(
+                f"rule {pattern!r} gives {name!r} the role {said!r}, which is for {_KINDS[said][0]}, "
+                f"but it is {type(module).__name__}"
+            )
         role = said or _role(name, module, model, found.hidden)
-        if role:
+        # A table of positions keeps its forward, and what stays whole keeps everything.
+        reason = "" if role in ("replicate", "loss", "positions") else _refuse(module)
+        if role and not reason:
             found.role[name] = role
-        elif any(True for _ in module.parameters(recurse=False)):
-            found.refused[name] = _why_not(module)
+        elif reason or any(True for _ in module.parameters(recurse=False)):
+            found.refused[name] = reason or _no_rule(name, module, found.hidden)
     return found
 
 
-def is_linear(module: nn.Module) -> bool:
-    """nn.Linear, or transformers' Conv1D, which is one with its weight transposed."""
-    return isinstance(module, nn.Linear) or is_conv1d(module)
-
-
-def is_conv1d(module: nn.Module) -> bool:
-    """transformers' Conv1D: weight ``k n``."""
-    return type(module).__name__ == "Conv1D" and hasattr(module, "nf")
-
-
-def features(module: nn.Module) -> tuple[int, int]:
-    """(in, out) of a linear layer."""
-    a, b = module.weight.shape
-    return (a, b) if is_conv1d(module) else (b, a)
-
-
-def norm_kind(module: nn.Module) -> str:
-    """``"layer"``, ``"rms"`` or nothing."""
-    if isinstance(module, nn.LayerNorm):
-        return "layer"
-    weight = getattr(module, "weight", None)
-    if type(module).__name__.endswith("RMSNorm") and weight is not None and weight.dim() == 1:
-        return "rms"
-    return ""
-
-
-def norm_eps(module: nn.Module) -> float:
-    """The epsilon of a norm, whatever it is called; nn.RMSNorm's None is its dtype's."""
-    for name in ("eps", "variance_epsilon", "epsilon"):
-        value = getattr(module, name, None)
-        if value is not None:
-            return float(value)
-    import torch
-
-    weight: Any = module.weight
-    return torch.finfo(weight.dtype).eps
+def _refuse(module: nn.Module) -> str:
+    if any(metadata(p) is not None for p in module.parameters(recurse=False)):
+        return f"{type(module).__name__} is split already: parallelize the model as it was written"
+    return why_not(module)
 
 
 def _role(name: str, module: nn.Module, model: nn.Module, hidden: int) -> str:
     leaf = name.rsplit(".", 1)[-1]
     if isinstance(module, nn.Embedding):
-        return "positions" if _POSITION_NAMES.fullmatch(leaf) else "embedding" if module.embedding_dim == hidden else ""
+        return (
+            "positions"
+            if _POSITION_NAMES.fullmatch(leaf)
+            else "embedding"
+            if module.embedding_dim == hidden
+            else ""
+        )
     if norm_kind(module):
-        size = module.weight.shape[-1] if module.weight is not None else module.normalized_shape[-1]
-        return "norm" if size == hidden else ""
+        return "norm" if norm_size(module) == hidden and not _HEAD_NORM_NAMES.fullmatch(leaf) else ""
     if is_linear(module):
         return _linear_role(name, leaf, module, model, hidden)
     if type(module) is nn.Dropout:
         return "dropout"
     if getattr(module, "causal_lm_loss", False):
         return "loss"
-    if isinstance(module, nn.Conv2d) and module.kernel_size == module.stride and module.groups == 1:
+    if isinstance(module, nn.Conv2d) and is_patch(module):
         return "patch" if module.out_channels == hidden else ""
     return ""
 
@@ -145,21 +142,24 @@ def _linear_role(name: str, leaf: str, module: nn.Module, model: nn.Module, hidd
     place = [other for other, _, _ in linears].index(name)
     before, after = linears[:place], linears[place + 1 :]
     if reads == hidden and writes != hidden:
-        return "column" if any(r == writes and w == hidden for _, r, w in after) else "head" if not after else ""
+        return (
+            "column" if any(r == writes and w == hidden for _, r, w in after) else "head" if not after else ""
+        )
     if reads != hidden and writes == hidden:
-        return "row" if any(r == hidden and w == reads for _, r, w in before) else "stem" if not before else ""
+        return (
+            "row" if any(r == hidden and w == reads for _, r, w in before) else "stem" if not before else ""
+        )
     parent = name.rsplit(".", 2)[-2] if "." in name else ""
-    return "row" if reads == writes == hidden and parent in ("output", "self_output") else ""
+    return "row" if reads == writes == hidden and leaf == "dense" and parent in _ROW_PARENTS else ""
 
 
 def _hidden_size(model: nn.Module) -> int:
-    """The size of the residual stream: the token table's, else the norms', else what the first linear layer reads."""
-    tables = [m for n, m in model.named_modules() if isinstance(m, nn.Embedding)]
-    norms = [m for m in model.modules() if norm_kind(m)]
+    """The size of the residual stream: the norms', else the token table's, else what the first linear layer reads."""
+    tables = [m for m in model.modules() if isinstance(m, nn.Embedding)]
+    sizes = [norm_size(m) for m in model.modules() if norm_kind(m)]
     linears = [m for m in model.modules() if is_linear(m)]
-    if norms:
-        sizes = [(m.weight.shape[-1] if m.weight is not None else m.normalized_shape[-1]) for m in norms]
-        return int(max(set(sizes), key=sizes.count)) if not tables else int(max(sizes))
+    if sizes:
+        return max(set(sizes), key=sizes.count) if not tables else max(sizes)
     if tables:
         return int(max(tables, key=lambda table: table.num_embeddings).embedding_dim)
     return features(linears[0])[0] if linears else 0
@@ -167,14 +167,20 @@ def _hidden_size(model: nn.Module) -> int:
 
 def _inside(name: str, found: Roles) -> bool:
     """Whether a module lies inside one that was placed as a whole."""
-    return any(name.startswith(f"{placed}.") for placed, role in found.role.items() if role in ("replicate", "loss"))
+    whole = [placed for placed, role in found.role.items() if role in ("replicate", "loss")]
+    return any(not placed or name.startswith(f"{placed}.") for placed in whole)
 
 
-def _why_not(module: nn.Module) -> str:
-    if isinstance(module, nn.MultiheadAttention):
-        return "nn.MultiheadAttention hides its projections: write attention with nn.Linear layers q_proj, k_proj, v_proj, out_proj"
+def _no_rule(name: str, module: nn.Module, hidden: int) -> str:
     kind = type(module).__name__
+    if isinstance(module, nn.MultiheadAttention):
+        return f"{kind} hides its projections: write attention with nn.Linear layers q_proj, k_proj, v_proj, out_proj"
     if is_linear(module):
         reads, writes = features(module)
         return f"{kind}({reads}, {writes}): neither its name nor its shape says what it reads and writes"
-    return f"{kind}: no rule for this kind of module"
+    if isinstance(module, nn.Embedding):
+        return f"{kind} is {module.embedding_dim} wide, not {hidden} like the residual stream"
+    if norm_kind(module):
+        return f"{kind} of size {norm_size(module)} does not normalise the residual stream, which is {hidden} wide"
+    own = ", ".join(key for key, _ in module.named_parameters(recurse=False))
+    return f"{kind} has parameters of its own ({own}) and there is no rule for it"

@@ -73,28 +73,47 @@ def configure(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Run ``meshfold train``: in a process that the ranks are started from, or as one of them."""
     settings = settings_of(arguments)
-    from meshfold.engine.progress import make_progress
-    from meshfold.mesh import ParallelSpec
     from meshfold.mesh.environment import Environment
-    from meshfold.mesh.launch import launch
 
     here = Environment.detect()
-    if here.source != "single":
-        if arguments.ranks not in (None, here.world_size):
-            raise Failure(f"--ranks {arguments.ranks}, but {here.source} started {here.world_size}: leave --ranks out")
-        return _as_rank(settings, arguments, here)
-    spec = ParallelSpec.parse(settings.parallel, arguments.ranks)
+    if here.source == "single":
+        return start(settings, arguments.argv, ranks=arguments.ranks, plan=not arguments.no_plan, as_json=arguments.json)
+    if arguments.ranks not in (None, here.world_size):
+        raise Failure(f"--ranks {arguments.ranks}, but {here.source} started {here.world_size}: leave --ranks out")
+    return _as_rank(settings, here, plan=not arguments.no_plan, as_json=arguments.json)
+
+
+def start(
+    settings: TrainSettings, words: list[str], *, ranks: int | None = None, plan: bool = True, as_json: bool = False
+) -> int:
+    """Check everything, show the plan, and train: here, if the spec has one rank, else on ranks that are started.
+
+    Args:
+        settings: what to train.
+        words: the same as arguments of ``meshfold train``, for the ranks.
+        ranks: how many, if it was said.
+        plan: whether to print it.
+        as_json: what is printed of each step.
+
+    Returns:
+        The exit code.
+    """
+    from meshfold.engine.progress import make_progress
+    from meshfold.mesh import ParallelSpec
+    from meshfold.mesh.launch import launch
+
+    spec = ParallelSpec.parse(settings.parallel, ranks)
     spec = spec.with_world_size(spec.world_size)  # data is 1 where neither it nor --ranks was given
     spec.require_installed()
-    progress = make_progress(settings.last_step, show=True, as_json=arguments.json)
+    progress = make_progress(settings.last_step, show=True, as_json=as_json)
     inputs = _checked_inputs(settings, progress)
-    _show_plan(settings, spec, inputs, progress, show=not arguments.no_plan)
+    _show_plan(settings, spec, inputs, progress, show=plan)
     if spec.world_size == 1:
         from meshfold.engine.training import train
 
         train(settings, inputs, progress)
         return 0
-    return launch(["-m", "meshfold.engine.cli", "train", *arguments.argv, "--no-plan"], spec.world_size)
+    return launch(["-m", "meshfold.engine.cli", "train", *words, "--no-plan"], spec.world_size)
 
 
 def settings_of(arguments: argparse.Namespace) -> TrainSettings:
@@ -112,19 +131,43 @@ def settings_of(arguments: argparse.Namespace) -> TrainSettings:
     return TrainSettings(**given)
 
 
-def _as_rank(settings: TrainSettings, arguments: argparse.Namespace, here: Environment) -> int:
+def words_of(settings: TrainSettings) -> list[str]:
+    """The arguments that :func:`settings_of` makes these settings of (objects in the spec cannot be written so)."""
+    from dataclasses import fields
+
+    words: list[str] = []
+    for field in fields(settings):
+        value = getattr(settings, field.name)
+        option = "--set" if field.name == "changes" else "--" + field.name.replace("_", "-")
+        if value == field.default or value in ((), {}):
+            continue
+        if field.name == "parallel":
+            words += [option, repr(value)]
+        elif field.name == "changes":
+            words += [option, *(f"{key}={item}" for key, item in value.items())]
+        elif isinstance(value, tuple):
+            words += [option, *value]
+        else:
+            words += [option] if value is True else [f"{option}={value}"]
+    return words
+
+
+def _as_rank(settings: TrainSettings, here: Environment, *, plan: bool, as_json: bool) -> int:
     """Be one of the ranks that run already."""
+    from meshfold.engine.hf import quiet
     from meshfold.engine.progress import make_progress
     from meshfold.engine.training import open_inputs, train
     from meshfold.mesh import Mesh, ParallelSpec, barrier
-    from meshfold.mesh.process_group import start
+    from meshfold.mesh.process_group import start as join
 
-    progress = make_progress(settings.last_step, show=here.rank == 0, as_json=arguments.json)
+    if settings.hf is not None and (here.rank > 0 or not plan):
+        quiet()
+    progress = make_progress(settings.last_step, show=here.rank == 0, as_json=as_json)
     spec = ParallelSpec.parse(settings.parallel, here.world_size)
     spec.require_installed()
-    if here.rank == 0 and not arguments.no_plan:
+    if here.rank == 0 and plan:
         _show_plan(settings, spec, _checked_inputs(settings, progress), progress, show=True)
-    with start(device=settings.device) as process:
+    with join(device=settings.device) as process:
         everyone = Mesh({"rank": process.world_size}).group("rank")
         if here.local_rank == 0:
             inputs = open_inputs(settings, progress)  # tokenises, for all ranks of this machine

@@ -5,4 +5,12 @@ from meshfold.tensor_parallel.layers.linear import Linear
 from meshfold.tensor_parallel.layers.loss import CausalLMLoss, cross_entropy
 from meshfold.tensor_parallel.layers.norm import LayerNorm, RMSNorm
 
-__all__ = ["CausalLMLoss", "Embedding", "LayerNorm", "Linear", "PositionEmbedding", "RMSNorm", "cross_entropy"]
+__all__ = [
+    "CausalLMLoss",
+    "Embedding",
+    "LayerNorm",
+    "Linear",
+    "PositionEmbedding",
+    "RMSNorm",
+    "cross_entropy",
+]

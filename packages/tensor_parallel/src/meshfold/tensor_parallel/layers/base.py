@@ -53,12 +53,20 @@ class ShardedLayer(OnMesh, nn.Module):
                 annotate(parameter, meta)
 
 
-def shard_parameter(parameter: Tensor, placement: Placement, mesh: Mesh) -> nn.Parameter:
-    """The local block of a whole parameter, real or meta, with its metadata: a new parameter."""
+def shard_parameter(
+    parameter: Tensor, placement: Placement, mesh: Mesh, *, turned: bool = False
+) -> nn.Parameter:
+    """The local block of a whole parameter, real or meta, with its metadata: a new parameter.
+
+    Args:
+        turned: let a matrix lie transposed in memory (its shape is the same): no copies where its last dim is gathered.
+    """
     if parameter.is_meta:
         local = torch.empty(placement.local_shape(mesh), dtype=parameter.dtype, device="meta")
     else:
         local = placement.shard(parameter.detach(), mesh)
+    if turned:
+        local = local.t().contiguous().t()
     block = nn.Parameter(local, requires_grad=parameter.requires_grad)
     annotate(block, ParameterMeta(mesh=mesh, placement=placement))
     return block

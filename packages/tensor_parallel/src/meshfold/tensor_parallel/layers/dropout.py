@@ -6,71 +6,93 @@ another about a random state, and nothing is stored for backward.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+import math
 
-from torch import Tensor, nn
-from torch.nn import functional as F
-from torch.overrides import TorchFunctionMode
+import torch
+from torch import Tensor
 
 from meshfold import kernels
 from meshfold.mesh import Mesh
 from meshfold.mesh.dropout_stream import current_dropout_stream
+from meshfold.tensor_parallel.layers.base import ShardedLayer
 from meshfold.tensor_parallel.modes import Mode
 
 
-class Dropout(nn.Module):
-    """nn.Dropout on a local block: of the residual stream, or of an MLP's hidden if the width says so.
+class Dropout(ShardedLayer):
+    """nn.Dropout on a local block: of the residual stream, of an MLP's hidden, or of attention weights.
 
-    ``.. h`` to ``.. h``. In training it must run inside ``with dropout_stream(seed, step)``.
+    ``.. h`` to ``.. h``, or ``b heads s t`` to the same. In training it must run inside ``with dropout_stream(seed, step)``.
     """
 
-    def __init__(self, p: float, mesh: Mesh, mode: Mode, hidden: int, name: str = "", *, whole_tokens: bool = False) -> None:
+    def __init__(
+        self,
+        p: float,
+        mesh: Mesh,
+        mode: Mode,
+        hidden: int,
+        name: str = "",
+        *,
+        inner: int = 0,
+        heads: int = 0,
+        whole: bool = False,
+        flat_tokens: bool = True,
+    ) -> None:
         """Args:
-            p: probability to drop.
-            hidden: size of the residual stream.
-            name: of the module in the model; gives each dropout a stream of its own.
-            whole_tokens: the stream has all tokens on every rank here, whatever the mode says.
+        p: probability to drop.
+        hidden: size of the residual stream.
+        name: of the module in the model; gives each dropout a stream of its own.
+        inner: size of the hidden dim that the layer before it writes; 0 if that writes the residual stream. It
+            decides where the local widths of the two are the same.
+        heads: of the attention it stands in, all ranks' together; 0 if it stands in none.
+        whole: what it drops of is the same on every rank.
+        flat_tokens: a tensor of two dims is ``m h``, tokens; else ``b h``, one vector a sequence.
         """
         super().__init__()
-        self.p, self.mesh, self.mode, self.hidden, self.name = p, mesh, mode, hidden, name
-        self.whole_tokens = whole_tokens
+        self.p, self.mesh, self.hidden, self.name = p, mesh, hidden, name
+        self.inner, self.heads, self.flat_tokens = inner, heads, flat_tokens
+        residual, between = mode.layout("residual"), mode.layout("hidden")
+        self.residual = ((), ()) if whole else (residual["m"], residual["h"])
+        self.between = ((), ()) if whole else (between["m"], between["n"])
 
     def forward(self, x: Tensor) -> Tensor:
-        if not self.training or self.p == 0.0:
-            return x
-        return self.drop(x, self.p)
+        return self.drop(x, self.p) if self.training and self.p > 0.0 else x
 
     def drop(self, x: Tensor, p: float) -> Tensor:
         """Drop elements of ``x`` with probability ``p`` and scale the rest by 1/(1−p)."""
-        residual, inner = self.mode.layout("residual"), self.mode.layout("hidden")
-        if x.shape[-1] * self.mesh.size(*residual["h"]) == self.hidden:
-            tokens, columns = residual["m"], residual["h"]
-        else:
-            tokens, columns = inner["m"], inner["n"]
-        rows = x.numel() // x.shape[-1]
-        first_row = 0 if self.whole_tokens else self.mesh.index(*tokens) * rows
-        first_column = self.mesh.index(*columns) * x.shape[-1]
+        size, width = self.mesh.size, x.shape[-1]
+        if x.dim() == 4 and x.shape[1] * size(*self.between[1]) == self.heads:
+            return self.drop_weights(x, p)
+        fits_residual = width * size(*self.residual[1]) == self.hidden
+        fits_between = width * size(*self.between[1]) == self.inner
+        tokens, columns = self.residual if fits_residual and not fits_between else self.between
+        rows = x.numel() // width
         stream = current_dropout_stream()
+        if x.dim() == 2 and self.flat_tokens:
+            before = stream.first_token
+        else:
+            before = stream.first_row * math.prod(x.shape[1:-1])
         return kernels.dropout(
-            x, p, stream.seed, stream.next_key(self.name), first_row, first_column, x.shape[-1] * self.mesh.size(*columns), True
+            x,
+            p,
+            stream.seed,
+            stream.next_key(self.name),
+            before + self.mesh.index(*tokens) * rows,
+            self.mesh.index(*columns) * width,
+            width * size(*columns),
         )
+
+    def drop_weights(self, weights: Tensor, p: float) -> Tensor:
+        """The same for attention weights ``b heads s t``: each (b, head, s, t) of the whole model has one fate."""
+        b, heads, s, t = weights.shape
+        tokens, columns = self.between
+        all_heads, device = heads * self.mesh.size(*columns), weights.device
+        stream = current_dropout_stream()
+        sequence = torch.arange(b, device=device) + (stream.first_row + self.mesh.index(*tokens) * b)
+        head = torch.arange(heads, device=device) + self.mesh.index(*columns) * heads
+        place = torch.arange(s, device=device)
+        rows = ((sequence[:, None, None] * all_heads + head[:, None]) * s + place).reshape(-1)
+        key = stream.next_key(f"{self.name}.attention")
+        return kernels.dropout(weights.reshape(-1, t), p, stream.seed, key, rows, 0, t).view(b, heads, s, t)
 
     def extra_repr(self) -> str:
         return f"p={self.p}"
-
-
-class FunctionalDropout(TorchFunctionMode):
-    """Sends ``torch.nn.functional.dropout`` calls of a model's own code through :class:`Dropout`."""
-
-    def __init__(self, dropout: Dropout) -> None:
-        super().__init__()
-        self.dropout = dropout
-
-    def __torch_function__(self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is F.dropout:
-            return self._drop(*args, **(kwargs or {}))
-        return func(*args, **(kwargs or {}))
-
-    def _drop(self, input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
-        return self.dropout.drop(input, p) if training and p > 0.0 else input

@@ -15,14 +15,14 @@ from torch.nn import functional as F
 
 from meshfold.mesh import LayoutError, Mesh, Placement
 from meshfold.mesh.primitives import bind_enter, take_block
-from meshfold.tensor_parallel.layers.linear import adopt
+from meshfold.tensor_parallel.layers.base import ShardedLayer, shard_parameter
 from meshfold.tensor_parallel.matmul import lead_shape
 from meshfold.tensor_parallel.modes import Mode, find_mode
 from meshfold.tensor_parallel.operands import bind_enter_operand, bind_leave_operand
 from meshfold.tensor_parallel.sizes import split_evenly, vocabulary_multiple
 
 
-class Embedding(nn.Module):
+class Embedding(ShardedLayer):
     """A table ``v h`` split as the mode says. Takes ids whole on every rank, returns the residual stream.
 
     The vocabulary may be of any size: the table is padded to a multiple of its blocks with rows that no id names.
@@ -47,7 +47,9 @@ class Embedding(nn.Module):
         super().__init__()
         found = find_mode(mode)
         mesh.require(*found.axes, what=f"mode {found.name!r}")
-        self._take_over(nn.Embedding(num_embeddings, embedding_dim, padding_idx, device="meta", dtype=dtype), mesh, found)
+        self._take_over(
+            nn.Embedding(num_embeddings, embedding_dim, padding_idx, device="meta", dtype=dtype), mesh, found
+        )
         if device != "meta":
             self.to_empty(device=device or "cpu")
             nn.init.normal_(self.weight)
@@ -59,9 +61,7 @@ class Embedding(nn.Module):
         Raises:
             LayoutError: for the options ``max_norm``, ``scale_grad_by_freq`` and ``sparse``.
         """
-        for option in ("max_norm", "scale_grad_by_freq", "sparse"):
-            if getattr(module, option, None):
-                raise LayoutError(f"nn.Embedding({option}={getattr(module, option)!r}) cannot be sharded: leave {option} out")
+        refuse_options(module)
         made = cls.__new__(cls)
         nn.Module.__init__(made)
         made._take_over(module, mesh, mode)
@@ -78,13 +78,13 @@ class Embedding(nn.Module):
             axes=(w[self.plan.k], w[self.plan.n]),
             multiple={0: vocabulary_multiple(mode, mesh)},
         )
-        self.weight = adopt(module.weight, place, mesh)
+        self.weight = shard_parameter(module.weight, place, mesh)
         self._gather_table = bind_enter_operand(self.plan, mesh, "w")
         self._leave = bind_leave_operand(self.plan, mesh)
 
     def forward(self, ids: Tensor) -> Tensor:
         """``..`` int64, whole on every rank -> ``.. h`` of the residual layout."""
-        flat = take_block(ids.reshape(-1), self.mesh, 0, self.plan.x[self.plan.m])
+        flat = take_block(ids.reshape(-1), self.mesh, 0, self.plan.compute[self.plan.m])
         # The plan's w is [n, k], the table [k, n]: a transposed view keeps one rule for both.
         table = self._gather_table(self.weight.t()).t()
         rows = table.shape[0]
@@ -102,41 +102,59 @@ class Embedding(nn.Module):
         return f"{self.num_embeddings}, {self.embedding_dim}, mode={self.mode.name}, w='{self.plan.w}'"
 
 
-class PositionEmbedding(nn.Module):
+class PositionEmbedding(ShardedLayer):
     """A table of positions: all rows on every rank, the hidden dim split like the residual stream's."""
 
-    def __init__(self, module: nn.Embedding, mesh: Mesh, mode: Mode, *, ids_are_whole: bool) -> None:
+    def __init__(self, module: nn.Embedding, mesh: Mesh, mode: Mode, *, flat_tokens: bool) -> None:
         """Args:
             module: the table it replaces; a subclass keeps its own forward (OPT's offset).
-            ids_are_whole: positions come for all tokens (models with ``flat_tokens``), not for this rank's.
+            flat_tokens: positions come as ``m``, one a token of the whole batch (models with ``flat_tokens``).
+
+        Raises:
+            LayoutError: for options that cannot be sharded, or a width that cannot be split.
         """
         super().__init__()
+        refuse_options(module)
         residual = mode.layout("residual")
-        self.mesh, self.mode, self.ids_are_whole = mesh, mode, ids_are_whole
-        self.tokens = residual["m"]
+        self.mesh, self.mode, self.flat_tokens, self.tokens = mesh, mode, flat_tokens, residual["m"]
         split_evenly(module.embedding_dim, residual["h"], mesh, f"embedding_dim={module.embedding_dim}")
         self.num_embeddings, self.embedding_dim = module.num_embeddings, module.embedding_dim
         place = Placement(shape=tuple(module.weight.shape), axes=((), residual["h"]))
-        self.weight = adopt(module.weight, place, mesh)
+        self.weight = shard_parameter(module.weight, place, mesh)
+        self.whole_rows = 0
+        """The batch of this forward; positions with as many rows are of all sequences, not of this rank's."""
         self._enter = bind_enter(mesh, self.tokens)
         self._kind = type(module)
         self._settings = {k: v for k, v in vars(module).items() if not k.startswith("_") and k != "training"}
 
     def forward(self, *args: Any, **kwargs: Any) -> Tensor:
+        """Positions ``s``, ``1 s``, ``b s`` or ``m`` -> ``.. h``: this rank's tokens and columns."""
         weight = self._enter(self.weight)
+        if args and isinstance(args[0], Tensor):
+            args = (self._mine(args[0]), *args[1:])
         if self._kind is nn.Embedding:
             (ids,) = args or tuple(kwargs.values())
-            if self.ids_are_whole:
-                ids = take_block(ids.reshape(-1), self.mesh, 0, self.tokens)
-            return F.embedding(ids, weight)
+            return F.embedding(ids, weight, self._settings["padding_idx"])
         # A subclass computes positions in its own way and then looks them up in self.weight: let it, on a stand-in.
         stand_in = self._kind.__new__(self._kind)
         nn.Module.__init__(stand_in)
         for name, value in self._settings.items():
             setattr(stand_in, name, value)
         stand_in.__dict__["weight"] = weight
-        return stand_in.forward(*args, **kwargs)  # type: ignore[no-any-return]
+        return stand_in.forward(*args, **kwargs)
+
+    def _mine(self, ids: Tensor) -> Tensor:
+        if self.flat_tokens:
+            return take_block(ids.reshape(-1), self.mesh, 0, self.tokens)
+        of_all = ids.dim() > 1 and ids.shape[0] == self.whole_rows
+        return take_block(ids, self.mesh, 0, self.tokens) if of_all else ids
 
     def extra_repr(self) -> str:
         return f"{self.num_embeddings}, {self.embedding_dim}, mode={self.mode.name}"
 
+
+def refuse_options(module: nn.Embedding) -> None:
+    """Raise a LayoutError for what a table that is split cannot do."""
+    for option in ("max_norm", "scale_grad_by_freq", "sparse"):
+        if getattr(module, option, None):
+            raise LayoutError(f"nn.Embedding({option}={getattr(module, option)!r}) cannot be sharded: leave {option} out")

@@ -25,9 +25,11 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
-from meshfold.mesh import Layout, Mesh, ParameterMeta, Part, Placement, annotate, metadata
+from meshfold.mesh import Layout, LayoutError, Mesh, ParameterMeta, Part, Placement, metadata
 from meshfold.mesh.primitives import bind_collect, bind_enter, bind_take, identity
 from meshfold.tensor_parallel.algebra import MatmulPlan, plan
+from meshfold.tensor_parallel.layers.base import ShardedLayer, shard_parameter
+from meshfold.tensor_parallel.lowerings.gather import turns_weight
 from meshfold.tensor_parallel.matmul import bind_matmul, lead_shape
 from meshfold.tensor_parallel.modes import Mode, find_mode
 from meshfold.tensor_parallel.operands import bind_sum_repeated
@@ -36,7 +38,7 @@ from meshfold.tensor_parallel.sizes import split_evenly, vocabulary_multiple
 Role = Literal["column", "row", "head", "tied_head", "stem"]
 
 
-class Linear(nn.Module):
+class Linear(ShardedLayer):
     """``y = x wᵀ + b`` on local blocks.
 
     Takes ``.. k`` of the role's input layout, returns ``.. n`` of its output layout. The first dim takes up a change
@@ -116,7 +118,7 @@ class Linear(nn.Module):
         lowering: str,
     ) -> None:
         self.mesh, self.mode, self.role, self.lowering, self.stored = mesh, mode, role, lowering, stored
-        self.plan = self.full_plan = stem_plan(mode) if role == "stem" else mode.plans[role]
+        self.plan = stem_plan(mode) if role == "stem" else mode.plans[role]
         self.gather_output = self.flat_output = False
         weight, bias = module.weight, module.bias if hasattr(module, "bias") else None
         out_dim = 0 if stored == "nk" else 1
@@ -126,23 +128,35 @@ class Linear(nn.Module):
         multiple = {0: vocabulary_multiple(mode, mesh)} if role in ("head", "tied_head") else {}
         w, fused = self.plan.w, {0: parts} if parts else {}
         place = Placement(
-            shape=(self.out_features, self.in_features), axes=(w[self.plan.n], w[self.plan.k]), parts=fused, multiple=multiple
+            shape=(self.out_features, self.in_features),
+            axes=(w[self.plan.n], w[self.plan.k]),
+            parts=fused,
+            multiple=multiple,
         )
         if stored == "kn":
-            place = Placement(shape=place.shape[::-1], axes=place.axes[::-1], parts={1 - d: p for d, p in place.parts.items()})
-        self.weight = adopt(weight, place, mesh)
+            place = Placement(
+                shape=place.shape[::-1],
+                axes=place.axes[::-1],
+                parts={1 - d: p for d, p in place.parts.items()},
+            )
+        turned = stored == "nk" and turns_weight(self.plan)
+        self.weight = shard_parameter(weight, place, mesh, turned=turned)
         if bias is None:
             self.register_parameter("bias", None)
         else:
             y = self.plan.y[self.plan.n]
-            self.bias = adopt(bias, Placement(shape=(self.out_features,), axes=(y,), parts=fused, multiple=multiple), mesh)
+            bias_at = Placement(shape=(self.out_features,), axes=(y,), parts=fused, multiple=multiple)
+            self.bias = shard_parameter(bias, bias_at, mesh)
         repeated = _repeated_spans(metadata(self.weight), out_dim, mesh)
         self._sum_weight = bind_sum_repeated(mesh, out_dim, repeated)
         self._sum_bias = bind_sum_repeated(mesh, 0, repeated)
         tokens, outputs = self.plan.y[self.plan.m], self.plan.y[self.plan.n]
         self._enter_bias = bind_enter(mesh, tokens)
         self._take_rows = bind_take(mesh, 0, self.plan.x[self.plan.m]) if role == "stem" else identity
-        self._collect_rows, self._collect_columns = bind_collect(mesh, 0, tokens), bind_collect(mesh, 1, outputs)
+        self._collect_rows, self._collect_columns = (
+            bind_collect(mesh, 0, tokens),
+            bind_collect(mesh, 1, outputs),
+        )
         self._multiply = bind_matmul(self.plan, mesh, lowering=lowering)
 
     def reset_parameters(self) -> None:
@@ -159,12 +173,14 @@ class Linear(nn.Module):
 
     def use_entered_input(self) -> None:
         """From now on the input arrives gathered (and folded), and dx leaves as partial sums: see ``region.py``."""
-        self.full_plan, self.plan = self.plan, self.plan.enter()
+        self.plan = self.plan.enter()
         self._multiply = bind_matmul(self.plan, self.mesh)
 
     def forward(self, x: Tensor) -> Tensor:
         weight = self._sum_weight(self.weight)
         x = self._take_rows(x)
+        if self.flat_output:  # this rank's tokens need not be whole sequences
+            x = x.reshape(-1, x.shape[-1])
         lead = x.shape[:-1]
         entered = self.plan.entered
         if entered and self.folds > 1:
@@ -174,8 +190,6 @@ class Linear(nn.Module):
             y = y.view(*lead_shape(lead, y.numel() // y.shape[-1]), y.shape[-1])
         if self.bias is not None:
             y = y + self._enter_bias(self._sum_bias(self.bias))
-        if self.flat_output:
-            y = y.reshape(-1, y.shape[-1])
         return self._whole(y) if self.gather_output else y
 
     def _whole(self, y: Tensor) -> Tensor:
@@ -201,21 +215,6 @@ def stem_plan(mode: Mode) -> MatmulPlan:
     )
 
 
-def adopt(parameter: Tensor, placement: Placement, mesh: Mesh) -> nn.Parameter:
-    """The local block of a whole parameter, with metadata; the same object's block if it was adopted before (ties)."""
-    known: nn.Parameter | None = getattr(parameter, "_meshfold_block", None)
-    if known is not None:
-        return known
-    if parameter.is_meta:
-        local = torch.empty(placement.local_shape(mesh), dtype=parameter.dtype, device="meta")
-    else:
-        local = placement.shard(parameter.detach(), mesh)
-    block = nn.Parameter(local, requires_grad=parameter.requires_grad)
-    annotate(block, ParameterMeta(mesh=mesh, placement=placement))
-    parameter._meshfold_block = block  # type: ignore[attr-defined]
-    return block
-
-
 def fold(x: Tensor, times: int) -> Tensor:
     """``(f b) s k -> b s (f k)``: the shape of a gathered input made that of the output it will give."""
     b, inner, k = x.shape[0] // times, x.shape[1:-1], x.shape[-1]
@@ -232,13 +231,33 @@ def _check_sizes(layer: Linear, mesh: Mesh) -> None:
     """Refuse what cannot be split; the vocabulary of a head is padded instead."""
     matmul_plan = layer.plan
     for axes in (matmul_plan.x[matmul_plan.k], matmul_plan.w[matmul_plan.k]):
-        split_evenly(layer.in_features, axes, mesh, f"in_features={layer.in_features} of a {layer.role} layer")
+        split_evenly(
+            layer.in_features, axes, mesh, f"in_features={layer.in_features} of a {layer.role} layer"
+        )
     if layer.role not in ("head", "tied_head") and not layer.parts:
         for axes in (matmul_plan.y[matmul_plan.n], matmul_plan.w[matmul_plan.n]):
-            split_evenly(layer.out_features, axes, mesh, f"out_features={layer.out_features} of a {layer.role} layer")
+            split_evenly(
+                layer.out_features, axes, mesh, f"out_features={layer.out_features} of a {layer.role} layer"
+            )
+    gathered = [axis for dim, axis in matmul_plan.extras("w") if dim == matmul_plan.n]
+    if mesh.size(*gathered) > 1 and (len(layer.parts) > 1 or any(part.repeat > 1 for part in layer.parts)):
+        raise LayoutError(
+            f"fused parts {tuple(part.size for part in layer.parts)} cannot be split over {', '.join(gathered)}, which "
+            f"layout w={str(matmul_plan.w)!r} puts on {matmul_plan.n} and the matmul gathers again: let it split "
+            f"{matmul_plan.k} in the mode's {layer.role} layout"
+        )
+    for part in layer.parts:
+        split_evenly(
+            part.size * part.repeat,
+            matmul_plan.y[matmul_plan.n],
+            mesh,
+            f"a part of {part.size} of a {layer.role} layer",
+        )
 
 
-def _repeated_spans(meta: ParameterMeta | None, dim: int, mesh: Mesh) -> tuple[tuple[int, int, str], ...]:
+def _repeated_spans(
+    meta: ParameterMeta | None, dim: int, mesh: Mesh
+) -> tuple[tuple[int, int, tuple[str, ...]], ...]:
     """The stretches of the local block that neighbouring ranks hold as well."""
     if meta is None or dim not in meta.placement.parts:
         return ()
@@ -246,7 +265,27 @@ def _repeated_spans(meta: ParameterMeta | None, dim: int, mesh: Mesh) -> tuple[t
     parts, axes = meta.placement.parts[dim], meta.placement.axes[dim]
     for part, (_, length) in zip(parts, meta.placement.segments(mesh, dim), strict=True):
         if part.repeat > 1:
-            # Neighbours along the minor axis hold the same block.
-            spans.append((start, length, f"{axes[-1]}%{part.repeat}"))
+            spans.append((start, length, _neighbours(axes, part.repeat, mesh)))
         start += length
     return tuple(spans)
+
+
+def _neighbours(axes: tuple[str, ...], count: int, mesh: Mesh) -> tuple[str, ...]:
+    """The axes along which ``count`` neighbouring blocks lie: the minor ones, and a minor factor of the next."""
+    found: list[str] = []
+    for axis in reversed(axes):
+        size = mesh.size(axis)
+        if count % size == 0:
+            found.insert(0, axis)
+            count //= size
+        else:
+            if size % count:
+                raise LayoutError(
+                    f"{count} neighbouring ranks cannot share a key/value head over axes {', '.join(axes)}, the last of "
+                    f"size {size}: use a number of key/value heads that is a multiple of {size}"
+                )
+            found.insert(0, f"{axis}%{count}")
+            count = 1
+        if count == 1:
+            break
+    return tuple(found)

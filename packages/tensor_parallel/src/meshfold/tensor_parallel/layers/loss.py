@@ -6,6 +6,7 @@ communication. Logits are never gathered.
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ from meshfold import kernels
 from meshfold.mesh import LayoutError, Mesh, collectives
 from meshfold.mesh.primitives import leave, take_block
 from meshfold.tensor_parallel.modes import Mode, find_mode
+from meshfold.tensor_parallel.sizes import vocabulary_multiple
 
 
 def cross_entropy(
@@ -42,10 +44,25 @@ def cross_entropy(
         reduction: ``"mean"`` over the tokens that count, or ``"sum"``.
 
     Raises:
-        LayoutError: if the labels do not fit the logits.
+        LayoutError: if the mesh lacks an axis of the mode, the logits are not this rank's block, or the labels do not fit
+            them, or for another reduction.
     """
     found = find_mode(mode)
+    mesh.require(*found.axes, what=f"mode {found.name!r}")
     layout = found.layout("logits")
+    if reduction not in ("mean", "sum"):
+        raise LayoutError(
+            f"reduction={reduction!r}: a loss is the 'mean' over the tokens that count, or their 'sum'"
+        )
+    columns, blocks, multiple = logits.shape[-1], mesh.size(*layout["v"]), vocabulary_multiple(found, mesh)
+    if (
+        columns * blocks < vocab_size
+        or columns == vocab_size != math.ceil(vocab_size / multiple) * multiple // blocks
+    ):
+        raise LayoutError(
+            f"logits with {columns} columns are not a block of {vocab_size} words over {', '.join(layout['v']) or 'no axis'} "
+            f"({blocks} blocks): give what the head returned, split over the vocabulary"
+        )
     rows = logits.reshape(-1, logits.shape[-1])
     flat = labels.reshape(-1)
     if flat.shape[0] != rows.shape[0] * mesh.size(*layout["m"]):
@@ -60,7 +77,7 @@ def cross_entropy(
     total = leave(per_row.sum(), mesh, layout["m"])
     if reduction == "sum":
         return total
-    return total / (flat != ignore_index).sum().to(total.dtype)
+    return total / (flat != ignore_index).sum()
 
 
 class CausalLMLoss(nn.Module):
@@ -69,28 +86,47 @@ class CausalLMLoss(nn.Module):
     causal_lm_loss = True
 
     def __init__(
-        self, mesh: Mesh, mode: Mode, vocab_size: int, *, ignore_index: int = -100, label_smoothing: float = 0.0, z_loss: float = 0.0
+        self,
+        mesh: Mesh,
+        mode: Mode,
+        vocab_size: int,
+        *,
+        ignore_index: int = -100,
+        label_smoothing: float = 0.0,
+        z_loss: float = 0.0,
     ) -> None:
         super().__init__()
         self.mesh, self.mode, self.vocab_size = mesh, mode, vocab_size
         self.ignore_index, self.label_smoothing, self.z_loss = ignore_index, label_smoothing, z_loss
 
     def forward(
-        self, logits: Tensor, labels: Tensor, *, num_items_in_batch: Tensor | int | None = None, shift_labels: Tensor | None = None
+        self,
+        logits: Tensor,
+        labels: Tensor | None = None,
+        *,
+        num_items_in_batch: Tensor | int | None = None,
+        shift_labels: Tensor | None = None,
     ) -> Tensor:
-        """``.. v`` local, ``b s`` whole -> scalar.
+        """``.. v`` local, ``b s`` whole -> scalar: the mean over the labels that count, 0 where none does.
 
         Args:
             num_items_in_batch: divide the sum by this instead of the number of tokens that count.
             shift_labels: labels that are shifted already.
         """
-        shifted = F.pad(labels, (0, 1), value=self.ignore_index)[..., 1:] if shift_labels is None else shift_labels
+        if shift_labels is None and labels is None:
+            raise LayoutError("a loss needs labels, or shift_labels")
+        shifted = (
+            F.pad(labels, (0, 1), value=self.ignore_index)[..., 1:] if shift_labels is None else shift_labels
+        )  # type: ignore[arg-type]
         loss = cross_entropy(
             logits, shifted, mesh=self.mesh, mode=self.mode, vocab_size=self.vocab_size, ignore_index=self.ignore_index,
-            label_smoothing=self.label_smoothing, z_loss=self.z_loss,
-            reduction="mean" if num_items_in_batch is None else "sum",
+            label_smoothing=self.label_smoothing, z_loss=self.z_loss, reduction="sum",
         )  # fmt: skip
-        return loss if num_items_in_batch is None else loss / num_items_in_batch
+        return loss / (
+            (shifted != self.ignore_index).sum().clamp(min=1)
+            if num_items_in_batch is None
+            else num_items_in_batch
+        )
 
     def extra_repr(self) -> str:
         return f"{self.vocab_size}, mode={self.mode.name}, label_smoothing={self.label_smoothing}, z_loss={self.z_loss}"

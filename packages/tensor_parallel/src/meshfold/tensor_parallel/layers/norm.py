@@ -8,7 +8,7 @@ Weights lie like the hidden dim; their gradients are summed over the axes that s
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
@@ -16,28 +16,31 @@ from torch import Tensor, nn
 from meshfold import kernels
 from meshfold.mesh import Mesh, Placement, collectives
 from meshfold.mesh.primitives import bind_enter
-from meshfold.tensor_parallel.layers.linear import adopt
+from meshfold.tensor_parallel.kinds import norm_size
+from meshfold.tensor_parallel.layers.base import ShardedLayer, shard_parameter
 from meshfold.tensor_parallel.modes import Mode, find_mode
 from meshfold.tensor_parallel.sizes import split_evenly
 
 
-class _Norm(nn.Module):
+class _Norm(ShardedLayer):
     """What the two have in common: blocks of weight and bias, and where rows and their columns are split."""
 
     weight: nn.Parameter | None
     bias: nn.Parameter | None
 
     def _take_over(
-        self, hidden: int, eps: float, weight: Tensor | None, bias: Tensor | None, mesh: Mesh, mode: Mode, *, whole_tokens: bool
+        self, hidden: int, eps: float, weight: Tensor | None, bias: Tensor | None, mesh: Mesh, mode: Mode
     ) -> None:
+        mesh.require(*mode.axes, what=f"mode {mode.name!r}")
         residual = mode.layout("residual")
         self.mesh, self.mode, self.hidden, self.eps = mesh, mode, hidden, eps
-        self.tokens = () if whole_tokens else residual["m"]
-        self.columns = residual["h"]
+        self.tokens, self.columns = residual["m"], residual["h"]
         split_evenly(hidden, self.columns, mesh, f"a norm's hidden size {hidden}")
         place = Placement(shape=(hidden,), axes=(self.columns,))
         for name, parameter in (("weight", weight), ("bias", bias)):
-            self.register_parameter(name, None if parameter is None else adopt(parameter, place, mesh))
+            self.register_parameter(
+                name, None if parameter is None else shard_parameter(parameter, place, mesh)
+            )
         self._enter = bind_enter(mesh, self.tokens)
         self._normalise = self._bind()
 
@@ -46,17 +49,12 @@ class _Norm(nn.Module):
         raise NotImplementedError
 
     @classmethod
-    def convert(cls, module: nn.Module, eps: float, mesh: Mesh, mode: Mode, *, whole_tokens: bool = False) -> Any:
-        """A norm with this rank's blocks of a whole norm's weight and bias.
-
-        Args:
-            whole_tokens: the stream it normalises has all tokens on every rank, whatever the mode says.
-        """
+    def convert(cls, module: nn.Module, eps: float, mesh: Mesh, mode: Mode) -> Self:
+        """A norm with this rank's blocks of a whole norm's weight and bias."""
         made = cls.__new__(cls)
         nn.Module.__init__(made)
         weight, bias = getattr(module, "weight", None), getattr(module, "bias", None)
-        shape = getattr(module, "normalized_shape", None) or weight.shape
-        made._take_over(int(shape[-1]), eps, weight, bias, mesh, mode, whole_tokens=whole_tokens)
+        made._take_over(norm_size(module), eps, weight, bias, mesh, mode)
         made.train(module.training)
         return made
 
@@ -70,9 +68,19 @@ class _Norm(nn.Module):
 class RMSNorm(_Norm):
     """``x / sqrt(mean(x²) + eps) · weight`` over the whole hidden dim (arXiv 1910.07467). ``.. h`` to ``.. h``, local blocks."""
 
-    def __init__(self, hidden: int, eps: float = 1e-6, *, mesh: Mesh, mode: str | Mode = "1d") -> None:
+    def __init__(
+        self,
+        hidden: int,
+        eps: float = 1e-6,
+        *,
+        mesh: Mesh,
+        mode: str | Mode = "1d",
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
         super().__init__()
-        self._take_over(hidden, eps, torch.ones(hidden), None, mesh, find_mode(mode), whole_tokens=False)
+        weight = torch.ones(hidden, device=device, dtype=dtype)
+        self._take_over(hidden, eps, weight, None, mesh, find_mode(mode))
 
     def _bind(self) -> Callable[..., Tensor]:
         key = ("rms_norm", self.columns, self.hidden, self.eps)
@@ -85,10 +93,21 @@ class RMSNorm(_Norm):
 class LayerNorm(_Norm):
     """``(x − mean) / sqrt(var + eps) · weight + bias`` over the whole hidden dim. ``.. h`` to ``.. h``, local blocks."""
 
-    def __init__(self, hidden: int, eps: float = 1e-5, bias: bool = True, *, mesh: Mesh, mode: str | Mode = "1d") -> None:
+    def __init__(
+        self,
+        hidden: int,
+        eps: float = 1e-5,
+        bias: bool = True,
+        *,
+        mesh: Mesh,
+        mode: str | Mode = "1d",
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
         super().__init__()
-        shift = torch.zeros(hidden) if bias else None
-        self._take_over(hidden, eps, torch.ones(hidden), shift, mesh, find_mode(mode), whole_tokens=False)
+        weight = torch.ones(hidden, device=device, dtype=dtype)
+        shift = torch.zeros(hidden, device=device, dtype=dtype) if bias else None
+        self._take_over(hidden, eps, weight, shift, mesh, find_mode(mode))
 
     def _bind(self) -> Callable[..., Tensor]:
         key = ("layer_norm", self.columns, self.hidden, self.eps)
@@ -115,7 +134,9 @@ def bind_rms_norm(mesh: Mesh, columns: tuple[str, ...], hidden: int, eps: float)
         @staticmethod
         def backward(ctx: Any, dy: Tensor) -> Any:
             x, weight, rstd = ctx.saved_tensors
-            sums = collectives.all_reduce(kernels.rms_norm_backward_stats(dy, x, weight, rstd), mesh.group(*columns))
+            sums = collectives.all_reduce(
+                kernels.rms_norm_backward_stats(dy, x, weight, rstd), mesh.group(*columns)
+            )
             dx, dweight = kernels.rms_norm_backward_apply(dy, x, weight, rstd, sums, hidden)
             return dx, None if weight is None else dweight.to(weight.dtype)
 
@@ -147,8 +168,14 @@ def bind_layer_norm(mesh: Mesh, columns: tuple[str, ...], hidden: int, eps: floa
             x, weight, mean, rstd = ctx.saved_tensors
             local = kernels.layer_norm_backward_stats(dy, x, weight, mean, rstd)
             sums = collectives.all_reduce(local, mesh.group(*columns))
-            dx, dweight, dbias = kernels.layer_norm_backward_apply(dy, x, weight, mean, rstd, sums, hidden, ctx.has_bias)
-            return dx, None if weight is None else dweight.to(weight.dtype), dbias.to(x.dtype) if ctx.has_bias else None
+            dx, dweight, dbias = kernels.layer_norm_backward_apply(
+                dy, x, weight, mean, rstd, sums, hidden, ctx.has_bias
+            )
+            return (
+                dx,
+                None if weight is None else dweight.to(weight.dtype),
+                dbias.to(x.dtype) if ctx.has_bias else None,
+            )
 
     def normalise(x: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
         return SplitLayerNorm.apply(x, weight, bias)  # type: ignore[no-any-return, no-untyped-call]

@@ -6,13 +6,15 @@ from torch import Tensor, nn
 
 from meshfold.mesh import LayoutError, Mesh, Placement
 from meshfold.mesh.primitives import bind_enter, bind_take
-from meshfold.tensor_parallel.layers.linear import adopt, stem_plan
+from meshfold.tensor_parallel.kinds import is_patch
+from meshfold.tensor_parallel.layers.base import ShardedLayer, shard_parameter
+from meshfold.tensor_parallel.layers.linear import stem_plan
 from meshfold.tensor_parallel.matmul import bind_matmul
 from meshfold.tensor_parallel.modes import Mode
 from meshfold.tensor_parallel.sizes import split_evenly
 
 
-class PatchEmbedding(nn.Module):
+class PatchEmbedding(ShardedLayer):
     """Images, whole on every rank, to patches in the residual layout: ``b c y x -> b h y/p x/p``, local b and h.
 
     The output keeps nn.Conv2d's order of dims, so that the model's own ``flatten(2).transpose(1, 2)`` still works.
@@ -28,9 +30,10 @@ class PatchEmbedding(nn.Module):
         Raises:
             LayoutError: for another convolution, or a number of channels that cannot be split.
         """
-        if module.kernel_size != module.stride or module.groups != 1 or any(p != 0 for p in module.padding):
+        plain = module.padding == "valid" or all(p == 0 for p in module.padding)
+        if not is_patch(module) or not plain or any(d != 1 for d in module.dilation):
             raise LayoutError(
-                f"{module} is not a patch embedding: kernel_size must equal stride, with groups=1 and padding=0"
+                f"{module} is not a patch embedding: kernel_size must equal stride, with padding=0, dilation=1 and groups=1"
             )
         made = cls.__new__(cls)
         nn.Module.__init__(made)
@@ -48,14 +51,17 @@ class PatchEmbedding(nn.Module):
         return made
 
     def forward(self, images: Tensor) -> Tensor:
-        b, c, height, width = images.shape
-        p, q = self.patch
-        patches = images.view(b, c, height // p, p, width // q, q).permute(0, 2, 4, 1, 3, 5).reshape(b, -1, c * p * q)
+        (p, q), (b, c) = self.patch, images.shape[:2]
+        height, width = images.shape[2] // p, images.shape[3] // q
+        whole = images[
+            :, :, : height * p, : width * q
+        ]  # like a convolution, which leaves out what fills no patch
+        patches = whole.reshape(b, c, height, p, width, q).permute(0, 2, 4, 1, 3, 5).reshape(b, -1, c * p * q)
         mine = self._take_rows(patches)
         y = self._multiply(mine, self.weight.flatten(1))
         if self.bias is not None:
             y = y + self._enter_bias(self.bias)
-        return y.transpose(1, 2).reshape(mine.shape[0], -1, height // p, width // q)
+        return y.transpose(1, 2).reshape(mine.shape[0], -1, height, width)
 
     def extra_repr(self) -> str:
         return f"patch={self.patch}, mode={self.mode.name}"
@@ -63,4 +69,4 @@ class PatchEmbedding(nn.Module):
 
 def _block(parameter: Tensor, axes: tuple[str, ...], mesh: Mesh) -> nn.Parameter:
     shape = tuple(parameter.shape)
-    return adopt(parameter, Placement(shape=shape, axes=(axes, *((),) * (len(shape) - 1))), mesh)
+    return shard_parameter(parameter, Placement(shape=shape, axes=(axes, *((),) * (len(shape) - 1))), mesh)

@@ -8,45 +8,71 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from meshfold.mesh import Mesh, ParameterMeta, Placement, annotate
 from meshfold.mesh.primitives import bind_collect, bind_take
+from meshfold.tensor_parallel.boundary import Boundary
+from meshfold.tensor_parallel.layers.base import OnMesh
 from meshfold.tensor_parallel.modes import Mode
 
 
-def replicate(module: nn.Module, mesh: Mesh, mode: Mode, *, flat: bool) -> None:
-    """Join the residual stream in front of a module, and split what it returns if that is as wide.
+class Replicated(OnMesh):
+    """Joins the residual stream in front of a module, and splits what it returns."""
 
-    Args:
-        module: takes the residual stream ``.. h`` first; returns a tensor, or a tuple that starts with one.
-        mesh: where the stream lies.
-        mode: how.
-        flat: the stream is ``m h`` rather than ``b s h``.
-    """
-    residual = mode.layout("residual")
-    tokens, columns = residual["m"], residual["h"]
-    for parameter in module.parameters():
-        shape = tuple(parameter.shape)
-        annotate(parameter, ParameterMeta(mesh=mesh, placement=Placement(shape=shape, axes=((),) * len(shape))))
+    def __init__(self, mesh: Mesh, mode: Mode, hidden: int, boundary: Boundary | None = None) -> None:
+        """Args:
+        mesh, mode: where the stream lies and how.
+        hidden: its size.
+        boundary: of a stream that is flattened; the module gets its batch and sequence dims.
+        """
+        residual = mode.layout("residual")
+        self.mesh, self.hidden, self.boundary = mesh, hidden, boundary
+        tokens, columns = residual["m"], residual["h"]
+        self._collect_rows, self._collect_columns = (
+            bind_collect(mesh, 0, tokens),
+            bind_collect(mesh, -1, columns),
+        )
+        self._take_rows, self._take_columns = bind_take(mesh, 0, tokens), bind_take(mesh, -1, columns)
+        self._local, self._lead = hidden // mesh.size(*columns), torch.Size()
 
-    collect_rows, collect_columns = bind_collect(mesh, 0, tokens), bind_collect(mesh, -1, columns)
-    take_rows, take_columns = bind_take(mesh, 0, tokens), bind_take(mesh, -1, columns)
+    def around(self, module: nn.Module) -> None:
+        """Stand round a module that takes the stream first and returns a tensor, or a tuple that starts with one.
 
-    def join(_: nn.Module, args: tuple[Any, ...]) -> Any:
-        if not args or not isinstance(args[0], Tensor) or not args[0].is_floating_point():
-            return args
-        return (collect_rows(collect_columns(args[0])), *args[1:])
+        What it returns is split by tokens if it has as many, and by columns if it is as wide as the stream.
+        """
+        for parameter in module.parameters():
+            shape = tuple(parameter.shape)
+            place = Placement(shape=shape, axes=((),) * len(shape))
+            annotate(parameter, ParameterMeta(mesh=self.mesh, placement=place))
+        module.register_forward_pre_hook(self._before, with_kwargs=True)
+        module.register_forward_hook(self._after)
 
-    def split(_: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
+    def _before(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if args:
+            return (self._join(args[0]), *args[1:]), kwargs
+        return args, {
+            name: self._join(value) if i == 0 else value for i, (name, value) in enumerate(kwargs.items())
+        }
+
+    def _after(self, module: nn.Module, args: Any, output: Any) -> Any:
         if isinstance(output, tuple):
-            return (split_one(output[0]), *output[1:])
-        return split_one(output)
+            return (self._split(output[0]), *output[1:])
+        return self._split(output)
 
-    def split_one(x: Any) -> Any:
-        if not isinstance(x, Tensor) or not x.is_floating_point():
+    def _join(self, x: Any) -> Any:
+        if not isinstance(x, Tensor) or not x.is_floating_point() or x.shape[-1] != self._local:
             return x
-        return take_rows(take_columns(x))
+        x = self._collect_rows(self._collect_columns(x))
+        if self.boundary is not None:
+            x = x.view(*self.boundary.lead, x.shape[-1])
+        self._lead = x.shape[:-1]
+        return x
 
-    module.register_forward_pre_hook(join)
-    module.register_forward_hook(split)
+    def _split(self, x: Any) -> Any:
+        if not isinstance(x, Tensor) or not x.is_floating_point() or x.shape[:-1] != self._lead:
+            return x
+        if self.boundary is not None:
+            x = x.reshape(-1, x.shape[-1])
+        return self._take_rows(self._take_columns(x) if x.shape[-1] == self.hidden else x)

@@ -6,6 +6,11 @@
 
 Backward starts every gather at once and orders the products so that x travels under the dgrad product and dx under
 the wgrad product. Gathered operands are not kept for backward unless asked: shards are all that a layer holds.
+
+Where x is gathered along k its blocks arrive one behind the other, which is not how a matrix lies. Backward needs no
+copy to mend that: it multiplies block by block, each product writing its own rows of dw or block of dx. Forward
+copies, a few rows at a time, because adding up products of blocks would round each sum to the tensor's precision.
+Temporaries are let go as soon as they are used: the largest of them decide the peak of memory.
 """
 
 from __future__ import annotations
@@ -14,6 +19,7 @@ import math
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
+import torch
 from torch import Tensor
 
 from meshfold.mesh import Mesh, Pending, collectives
@@ -21,6 +27,10 @@ from meshfold.tensor_parallel.cost import Cost, CostBuilder
 
 if TYPE_CHECKING:
     from meshfold.tensor_parallel.algebra import MatmulPlan, Operand, Phase
+
+
+_COPIED_ROWS = 1024
+"""At least so many rows in a product of its own: fewer would not fill a GPU."""
 
 
 class Gather:
@@ -36,6 +46,12 @@ class Gather:
     def forward(
         self, plan: MatmulPlan, mesh: Mesh, x: Tensor, w: Tensor, keep: frozenset[str]
     ) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        blocks = _block_axis(plan, mesh) if "x" not in keep else ""
+        if blocks:
+            coming_blocks = collectives.all_gather(x.unsqueeze(0), mesh.group(blocks), 0, async_op=True)
+            w_whole = start_gather(plan, mesh, "w", w).wait()
+            partial = _multiply_blocks(coming_blocks.wait(), w_whole)
+            return start_leave(plan, mesh, "y", partial).wait(), None, w_whole if "w" in keep else None
         coming_x, coming_w = start_gather(plan, mesh, "x", x), start_gather(plan, mesh, "w", w)
         x_whole, w_whole = coming_x.wait(), coming_w.wait()
         y = start_leave(plan, mesh, "y", x_whole @ w_whole.t()).wait()
@@ -53,19 +69,32 @@ class Gather:
         kept: tuple[Tensor | None, Tensor | None],
     ) -> tuple[Tensor | None, Tensor | None]:
         want_dx, want_dw = wants
+        blocks = _block_axis(plan, mesh) if kept[0] is None else ""
         coming_dy = start_gather(plan, mesh, "y", dy)
         coming_w = _kept_or_gather(plan, mesh, "w", w, kept[1]) if want_dx else None
-        coming_x = _kept_or_gather(plan, mesh, "x", x, kept[0]) if want_dw else None
+        coming_x = None
+        if want_dw and blocks:
+            coming_x = collectives.all_gather(x.unsqueeze(0), mesh.group(blocks), 0, async_op=True)
+        elif want_dw:
+            coming_x = _kept_or_gather(plan, mesh, "x", x, kept[0])
         dy_whole = coming_dy.wait()
         leaving_dx = leaving_dw = None
-        if coming_w is not None:
-            leaving_dx = start_leave(plan, mesh, "x", dy_whole @ coming_w.wait())
+        if coming_w is not None and blocks:
+            partial = _input_gradient_blocks(dy_whole, coming_w.wait(), mesh.size(blocks))
+            leaving_dx = collectives.reduce_scatter_inside(partial, mesh.group(blocks))
+            del partial
+        elif coming_w is not None:
+            leaving_dx = start_scatter(plan, mesh, "x", dy_whole @ coming_w.wait())
+        del coming_w
         if coming_x is not None:
-            leaving_dw = start_leave(plan, mesh, "w", dy_whole.t() @ coming_x.wait())
-        return (
-            leaving_dx.wait() if leaving_dx is not None else None,
-            leaving_dw.wait() if leaving_dw is not None else None,
-        )
+            make = _weight_gradient_of_blocks if blocks else _weight_gradient
+            leaving_dw = start_leave(plan, mesh, "w", make(plan, coming_x.wait(), dy_whole))
+        del coming_x
+        dx = None
+        if leaving_dx is not None:
+            dx = start_sum(plan, mesh, "x", leaving_dx).wait()
+            dx = dx.squeeze(0) if blocks else dx
+        return dx, leaving_dw.wait() if leaving_dw is not None else None
 
     def cost(
         self,
@@ -105,6 +134,53 @@ class Gather:
                 gather("dw", "x", "x")
             leave("dw", "w", "dw")
         return cost.done()
+
+
+def _block_axis(plan: MatmulPlan, mesh: Mesh) -> str:
+    """The axis over which x is gathered along k, if backward is to multiply block by block; empty if not."""
+    steps = [(dim, axis) for dim, axis in plan.steps("x") if mesh.size(axis) > 1]
+    if len(steps) != 1 or steps[0][0] != 1 or torch.compiler.is_compiling():
+        return ""  # the compiler fuses the copy with its neighbours, and would have to undo writing into parts
+    return steps[0][1]
+
+
+def _multiply_blocks(x: Tensor, w: Tensor) -> Tensor:
+    """``y = x wᵀ`` from blocks of x along k: ``g m k, n (g k) -> m n``; only some rows of x are ever put side by side."""
+    rows = x.shape[1]
+    y = x.new_empty(rows, w.shape[0])
+    step = max(_COPIED_ROWS, -(-rows // 4))
+    for start in range(0, rows, step):
+        part = x[:, start : start + step].movedim(0, 1).reshape(-1, w.shape[1])
+        torch.mm(part, w.t(), out=y[start : start + step])
+    return y
+
+
+def _input_gradient_blocks(dy: Tensor, w: Tensor, blocks: int) -> Tensor:
+    """``dx = dy w`` as blocks along k: ``m n, n (g k) -> g m k``."""
+    width = w.shape[1] // blocks
+    dx = dy.new_empty(blocks, dy.shape[0], width)
+    for block in range(blocks):
+        torch.mm(dy, w[:, block * width : (block + 1) * width], out=dx[block])
+    return dx
+
+
+def _weight_gradient_of_blocks(plan: MatmulPlan, x: Tensor, dy: Tensor) -> Tensor:
+    """``dw = dyᵀ x`` from blocks of x along k: ``g m k, m n -> n (g k)``, lying transposed as the weight does."""
+    blocks, _, width = x.shape
+    turned = dy.new_empty(blocks * width, dy.shape[1])
+    for block in range(blocks):
+        torch.mm(x[block].t(), dy, out=turned[block * width : (block + 1) * width])
+    return turned.t()
+
+
+def _weight_gradient(plan: MatmulPlan, x: Tensor, dy: Tensor) -> Tensor:
+    """``dw = dyᵀ x``, ``m k, m n -> n k``, lying so that what it is scattered along is outermost."""
+    return (x.t() @ dy).t() if turns_weight(plan) else dy.t() @ x
+
+
+def turns_weight(plan: MatmulPlan) -> bool:
+    """Whether a weight ``[n, k]`` should lie transposed: it is gathered along k, whose blocks then follow each other."""
+    return any(dim == 1 for dim, _ in plan.steps("w"))
 
 
 def start_gather(plan: MatmulPlan, mesh: Mesh, operand: Operand, tensor: Tensor) -> Pending:

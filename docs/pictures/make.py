@@ -1,0 +1,116 @@
+"""Draw every picture of the documentation anew, from the library's own objects.
+
+python docs/pictures/make.py            # into this folder
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT))
+
+import torch  # noqa: E402
+from matplotlib import rc_context  # noqa: E402
+from matplotlib.patches import Rectangle  # noqa: E402
+
+from docs.refresh import run_here  # noqa: E402
+from meshfold.mesh import Mesh, ParallelSpec, Placement  # noqa: E402
+from meshfold.tensor_parallel import MODES, plan  # noqa: E402
+from meshfold.tensor_parallel.draw import draw_matmul, draw_mesh, draw_mode  # noqa: E402
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+HERE = Path(__file__).resolve().parent
+MODE_MESHES = {
+    "1d": dict(tensor=4),
+    "1d+sequence": dict(tensor=4),
+    "2d": dict(row=2, col=2),
+    "2.5d": dict(depth=2, row=2, col=2),
+    "3d": dict(a=2, b=2, c=2),
+}
+
+Picture = tuple[str, Callable[[], "Figure"]]
+"""What a picture shows, in words that change when it should; and what draws it."""
+
+
+def pictures() -> dict[str, Picture]:
+    """Every picture by its file name."""
+    spec = ParallelSpec.parse(dict(data=2, tensor=dict(mode="2d", size=4)))
+    mesh = Mesh(spec.axes)
+    found: dict[str, Picture] = {
+        "mesh.svg": (repr(mesh), lambda: draw_mesh(mesh, "data", "row", "col", ("row", "col"))),
+    }
+    for name, sizes in MODE_MESHES.items():
+        found[f"mode-{name.replace('+', '-')}.svg"] = _mode(name, Mesh(sizes))
+    both = plan(x="m:dp k:t", w="k:t,dp n", y="m:dp,t n")
+    grid = Mesh(dict(dp=2, t=2))
+    found["matmul.svg"] = (f"{both}\n{grid}", lambda: draw_matmul(both, grid))
+    own = names_of("own-mode.md")
+    found["own-mode.svg"] = _mode(own["mine"], own["mesh"])
+    found["dropout.png"] = (f"{ROWS} x {COLUMNS}, p = {SHARE}, {STREAMS}", draw_dropout)
+    return found
+
+
+def _mode(mode: Any, mesh: Mesh) -> Picture:
+    known = MODES[mode] if isinstance(mode, str) else mode
+    return f"{known}\n{mesh}", lambda: draw_mode(known, mesh)
+
+
+def names_of(page: str) -> dict[str, Any]:
+    """The names that the Python of a page leaves."""
+    return run_here((ROOT / "docs" / page).read_text(encoding="utf-8"), page)[1]
+
+
+ROWS, COLUMNS, SHARE = 16, 24, 0.3
+STREAMS = {"1d": dict(tensor=1), "1d+sequence": dict(tensor=4), "2d": dict(row=2, col=2)}
+
+
+def draw_dropout() -> Figure:
+    """What dropout keeps of the residual stream, put together from what each rank keeps of its own block."""
+    from meshfold.kernels import use
+    from meshfold.mesh.dropout_stream import dropout_stream
+    from meshfold.tensor_parallel.layers.dropout import Dropout
+    from meshfold.tensor_parallel.paint import color, new_figure, tint
+
+    figure = new_figure((9.6, 2.6))
+    for number, (name, sizes) in enumerate(STREAMS.items()):
+        mode, world = MODES[name], Mesh(sizes).world_size
+        residual = mode.layout("residual")
+        place = Placement(shape=(ROWS, COLUMNS), axes=tuple(residual.values()))
+        canvas = figure.add_axes((0.01 + number / 3, 0.02, 0.31, 0.84))
+        canvas.set(xlim=(-0.3, COLUMNS + 0.3), ylim=(ROWS + 0.3, -0.3), aspect="equal")
+        canvas.set_title("one rank" if world == 1 else f"{name} on {world} ranks: {residual}", fontsize=8)
+        canvas.set_axis_off()
+        for rank in range(world):
+            mesh = Mesh(sizes, rank=rank)
+            layer = Dropout(SHARE, mesh, mode, hidden=COLUMNS, name="dropout")
+            with use("reference"), dropout_stream(seed=0, step=0):
+                kept = layer(torch.ones(place.local_shape(mesh))).bool()
+            down, across = (place.coordinates(mesh, dim).tolist() for dim in (0, 1))
+            shade = color(rank, 4)
+            for row, flags in zip(down, kept.tolist(), strict=True):
+                for column, flag in zip(across, flags, strict=True):
+                    fill = shade if flag else tint(shade, 0.86)
+                    canvas.add_patch(Rectangle((column + 0.08, row + 0.08), 0.84, 0.84, facecolor=fill, linewidth=0))
+    return figure
+
+
+def make(folder: Path) -> list[Path]:
+    """Draw everything into a folder; the same input gives the same bytes."""
+    made = []
+    for name, (words, draw) in pictures().items():
+        stamp = "Date" if name.endswith(".svg") else "Software"  # what else differs from run to run, or version to version
+        with rc_context({"svg.hashsalt": name}):
+            draw().savefig(folder / name, metadata={stamp: None, "Description": words})
+        made.append(folder / name)
+    return made
+
+
+if __name__ == "__main__":
+    for path in make(HERE):
+        print(path.relative_to(ROOT))

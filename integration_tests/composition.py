@@ -1,0 +1,117 @@
+"""One short training under any spec, and what has to hold afterwards: run by the tests, and by torchrun as a script."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from meshfold.engine import Engine
+from meshfold.engine.models import GPT, GPTConfig, Llama, LlamaConfig
+from meshfold.mesh import Mesh, all_gather
+from meshfold.mesh.metadata import placed
+
+SIZES: dict[str, Any] = dict(vocab_size=37, hidden=32, layers=2, heads=8, max_positions=16)
+MODELS: dict[str, Callable[[], nn.Module]] = {
+    # Its head is tied to the embedding, it has biases, and drops.
+    "gpt": lambda: GPT(GPTConfig(**SIZES, dropout=0.1)),
+    # Fewer key/value heads than heads, and than some tensor axes have ranks.
+    "llama": lambda: Llama(LlamaConfig(**SIZES, kv_heads=2, ffn=48, tie=False)),
+}
+# A large epsilon: Adam divides gradients that are zero but for rounding, such as those of key biases, by themselves.
+ADAMW: dict[str, Any] = dict(name="adamw", lr=1e-2, weight_decay=0.1, eps=1e-4)
+STEPS, ACCUMULATION, CLIP, ROWS, LENGTH = 3, 2, 0.5, 6, 8  # 6 rows: most specs have to fill up or deal unevenly
+
+
+@dataclass(frozen=True, kw_only=True)
+class Run:
+    """What a training gave on one rank.
+
+    Attributes:
+        losses: one a micro-step.
+        norms: of the gradient before clipping, one a step.
+        state: the whole model's at the end.
+        differing: names of the parameters, or masters, of which two ranks hold different bits.
+    """
+
+    losses: list[float]
+    norms: list[float]
+    state: dict[str, Tensor]
+    differing: list[str]
+
+
+def train(model: str, parallel: Mapping[str, object], precision: str = "fp32") -> Run:
+    """Three steps of two micro-steps each, with clipping."""
+    generator = torch.Generator().manual_seed(1)
+    losses, norms = [], []
+    with Engine(
+        MODELS[model],
+        parallel,
+        optimizer=ADAMW,
+        precision=precision,
+        clip_grad_norm=CLIP,
+        gradient_accumulation=ACCUMULATION,
+        seed=5,
+    ) as engine:
+        for _ in range(STEPS * ACCUMULATION):
+            ids = torch.randint(0, SIZES["vocab_size"], (ROWS, LENGTH), generator=generator)
+            labels = ids.masked_fill(torch.rand(ids.shape, generator=generator) < 0.2, -100)
+            losses.append(engine.train_step(engine.shard_batch({"input_ids": ids, "labels": labels})))
+            if engine.last is not None and engine.last.stepped and engine.last.grad_norm is not None:
+                norms.append(engine.last.grad_norm)
+        return Run(
+            losses=losses, norms=norms, state=engine.full_state_dict(), differing=differing_replicas(engine)
+        )
+
+
+def differing_replicas(engine: Engine) -> list[str]:
+    """Parameters and masters of which some element has other bits on one rank than on another that holds it too.
+
+    Every rank's block is fetched and laid into the global tensor, each element of which all its holders must agree on:
+    replicas over axes that do not split the parameter, and parts that neighbouring ranks hold together.
+    """
+    mesh, found = engine.mesh, []
+    for name, parameter in engine.model.named_parameters():
+        masters = engine._targets.get(name, parameter)
+        for kind, tensor in (("", parameter), (" (master)", masters)):
+            if not agrees(tensor.detach(), parameter, mesh):
+                found.append(name + kind)
+    return found
+
+
+def agrees(local: Tensor, parameter: Tensor, mesh: Mesh) -> bool:
+    """Whether all ranks that hold an element of a parameter hold the same bits."""
+    placement = placed(parameter, mesh).placement
+    blocks = all_gather(local.unsqueeze(0), mesh.group(*mesh.names), 0)
+    whole, seen = local.new_zeros(placement.shape), torch.zeros(placement.shape, dtype=torch.bool)
+    for rank, block in enumerate(blocks):
+        for box in placement.rectangles(mesh, rank):
+            here = tuple(slice(o, o + n) for o, n in zip(box.offsets, box.sizes, strict=True))
+            there = tuple(slice(o, o + n) for o, n in zip(box.local_offsets, box.sizes, strict=True))
+            known = seen[here]
+            if not torch.equal(whole[here][known], block[there][known]):
+                return False
+            whole[here], seen[here] = block[there], True
+    if not seen.all():
+        raise AssertionError(f"elements of a parameter of shape {placement.shape} that no rank holds")
+    return True
+
+
+def main(argv: list[str]) -> None:
+    """``composition.py MODEL SPEC_AS_JSON FOLDER``: every rank writes what it found to ``FOLDER/rank.pt``."""
+    from meshfold.mesh import start
+
+    model, parallel, folder = argv
+    with start(backend="gloo", device="cpu") as process:
+        run = train(model, json.loads(parallel))
+        torch.save(vars(run), Path(folder) / f"{process.rank}.pt")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,41 @@
+"""Train a small GPT on the source of Python's standard library, and see what happens.
+
+It runs under parallel=dict(data=2, tensor=dict(mode="2d", size=4)) on 8 local processes: on GPUs where there are 8 (on
+4, the tensor part alone), else on the CPU, where it takes a few minutes. It prints the plan and the progress, and ends
+with a checkpoint, a plot of the loss, a sample of text, and the parallel loss beside the serial one.
+"""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from meshfold.engine.cli import train
+from meshfold.engine.cli.models import positive
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    """The arguments of ``meshfold demo``."""
+    parser.add_argument("--out", default="demo", metavar="DIR", help="folder to write to (demo)")
+    parser.add_argument("--steps", type=positive, default=200, metavar="N", help="optimizer steps (200)")
+    parser.add_argument("--serial-steps", type=positive, default=20, metavar="N", help="of them, again on one process (20)")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Run ``meshfold demo``."""
+    import torch
+
+    from meshfold.engine.demo import clear, compare_with_serial, scene, settings
+
+    here = scene(torch.cuda.device_count())
+    chosen = settings(here, arguments.out, arguments.steps)
+    print(f"Meshfold's demo: {here.why}.\n")
+    clear(Path(arguments.out))
+    code = train.start(chosen, train.words_of(chosen))
+    if code:
+        return code
+    serial_steps = min(arguments.serial_steps, arguments.steps)
+    print(f"the first {serial_steps} steps again, with the serial model on one process ...", flush=True)
+    print(compare_with_serial(chosen, serial_steps))
+    print(f"\nAll of it is in {arguments.out}/: checkpoint/, metrics.jsonl, loss.png and sample.txt.")
+    return 0

@@ -1,0 +1,124 @@
+"""Dropout that a model calls by function, in its own code rather than in an nn.Dropout.
+
+``torch.nn.functional.dropout`` and ``scaled_dot_product_attention(dropout_p=...)`` would draw from torch's random
+state, differently on every rank. While a model runs they are sent through the dropout by global element.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.overrides import TorchFunctionMode
+
+from meshfold.tensor_parallel.layers.attention import attention
+from meshfold.tensor_parallel.layers.base import OnMesh
+from meshfold.tensor_parallel.layers.dropout import Dropout
+
+
+def drops_by_function(model: nn.Module) -> bool:
+    """Whether a module or a configuration in a model names a probability to drop, outside of nn.Dropout."""
+    for module in model.modules():
+        if isinstance(module, nn.Dropout):
+            continue
+        for place in (module, getattr(module, "config", None)):
+            for name, value in getattr(place, "__dict__", {}).items():
+                # A summary or a classifier is a head that transformers' configurations speak of and few models have.
+                if (
+                    "drop" in name
+                    and not name.startswith(("summary", "classifier"))
+                    and isinstance(value, float)
+                    and value > 0
+                ):
+                    return True
+    return False
+
+
+class DropoutCalls(TorchFunctionMode):
+    """Catches the calls while a model runs. It knows in which part of the model that is: one :class:`Dropout` a part."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._parts: list[Dropout] = []
+
+    @property
+    def part(self) -> Dropout | None:
+        """The part that runs now; None outside of the model."""
+        return self._parts[-1] if self._parts else None
+
+    @contextmanager
+    def inside(self, part: Dropout | None) -> Iterator[None]:
+        """Run a part, as when a checkpoint recomputes it."""
+        if part is None:
+            yield
+            return
+        self.enter(part)
+        try:
+            yield
+        finally:
+            self.leave()
+
+    def enter(self, part: Dropout) -> None:
+        """A part begins."""
+        if not self._parts:
+            self.__enter__()
+        self._parts.append(part)
+
+    def leave(self) -> None:
+        """A part ends."""
+        self._parts.pop()
+        if not self._parts:
+            self.__exit__(None, None, None)
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        part, given = self.part, kwargs or {}
+        if part is not None and func is F.dropout:
+            return self._dropout(part, *args, **given)
+        if part is not None and func is F.scaled_dot_product_attention:
+            return self._attention(part, *args, **given)
+        return func(*args, **given)
+
+    @staticmethod
+    def _dropout(
+        part: Dropout, input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False
+    ) -> Tensor:
+        return part.drop(input, p) if training and p > 0.0 else input
+
+    @staticmethod
+    def _attention(
+        part: Dropout,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attn_mask: Tensor | None = None,
+        dropout_p: float = 0.0,
+        is_causal: bool = False,
+        scale: float | None = None,
+        enable_gqa: bool = False,
+    ) -> Tensor:
+        return attention(
+            query, key, value, mask=attn_mask, causal=is_causal, scale=scale, p=dropout_p, dropout=part
+        )
+
+
+class DropoutPart(OnMesh):
+    """The hooks that tell :class:`DropoutCalls` when a part of the model begins and ends."""
+
+    def __init__(self, calls: DropoutCalls, dropout: Dropout) -> None:
+        self.calls, self.dropout, self.mesh = calls, dropout, dropout.mesh
+
+    def attach(self, module: nn.Module) -> None:
+        """Watch a module. Hooks before the others: what begins before they can fail is ended where they do."""
+        module.register_forward_pre_hook(self._begin, prepend=True)
+        module.register_forward_hook(self._end, always_call=True)
+
+    def _begin(self, module: nn.Module, args: Any) -> None:
+        self.calls.enter(self.dropout)
+
+    def _end(self, module: nn.Module, args: Any, output: Any) -> None:
+        self.calls.leave()

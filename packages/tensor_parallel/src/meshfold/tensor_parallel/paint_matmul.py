@@ -1,0 +1,271 @@
+"""A sharded matmul as a picture: the cube of multiplications, and the blocks of x, w and y round it.
+
+Every rank has its colour. A tensor is a square, cut into its blocks; a disc with a number is a rank that holds the
+block. x stands left of y and w above it, so that rows and columns that belong together are in line.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from itertools import product
+
+from matplotlib.axes import Axes
+from matplotlib.colors import to_rgb
+from matplotlib.figure import Figure
+from matplotlib.patches import FancyBboxPatch, Polygon, Rectangle
+
+from meshfold.mesh import Layout, Mesh
+from meshfold.tensor_parallel.algebra import MatmulPlan
+from meshfold.tensor_parallel.draw import Box, held, holders, working
+from meshfold.tensor_parallel.paint import (
+    FAINT,
+    INK,
+    MONO,
+    PAPER,
+    Point,
+    arrow,
+    color,
+    disc,
+    lies,
+    mix,
+    moved,
+    new_figure,
+    spread,
+    tint,
+)
+
+_MOVES = {"all_gather": "#1a5fb4", "reduce_scatter": "#c64600", "all_reduce": "#7a3fa0"}
+_NAMES = {"all_gather": "all-gather", "reduce_scatter": "reduce-scatter", "all_reduce": "all-reduce"}
+_GAP = 0.42  # between the squares, for their names and arrows
+
+
+def matmul_figure(plans: Sequence[tuple[str, MatmulPlan]], mesh: Mesh, rank: int, title: str = "") -> Figure:
+    """See :func:`meshfold.tensor_parallel.draw.draw_matmul`."""
+    side, foot, head = 4.9, 1.35, 0.42 if title else 0.1
+    figure = new_figure((side * len(plans), side + foot + head))
+    whole = side + foot + head
+    if title:
+        figure.text(
+            0.5, 1 - 0.24 / whole, title, ha="center", va="center", fontsize=13, color=INK, weight="bold"
+        )
+    for number, (note, plan) in enumerate(plans):
+        canvas = figure.add_axes((number / len(plans), foot / whole, 1 / len(plans), side / whole))
+        canvas.set(xlim=(-0.4, 2.84), ylim=(2.84, -0.4), aspect="equal")
+        canvas.set_axis_off()
+        _paint_matmul(canvas, plan, mesh, rank, note, f"m{number}")
+        _write_moves(figure, plan, mesh, number / len(plans), len(plans), whole, foot)
+    legend = (
+        "a disc: a rank that holds the block",
+        f"outlined: rank {rank}'s block at rest",
+        f"hatched: the x and w that rank {rank} multiplies, the y that it computes",
+    )
+    broken = legend if len(plans) > 1 else (f"{legend[0]}      {legend[1]}", legend[2])
+    words = "      ".join(broken) if len(plans) > 1 else "\n".join(broken)
+    figure.text(0.5, 0.19 / whole, words, ha="center", va="center", fontsize=7, color=FAINT, linespacing=1.4)
+    return figure
+
+
+def _paint_matmul(canvas: Axes, plan: MatmulPlan, mesh: Mesh, rank: int, words: str, name: str) -> None:
+    near, far = 0.0, 1.0 + _GAP
+    corners = {"x": (near, far), "w": (far, near), "y": (far, far)}
+    _paint_cube(canvas, plan, mesh, (0.12, 0.02), 0.95)
+    canvas.text(near, -0.19, "who multiplies what", fontsize=8, ha="left", va="bottom", color=FAINT)
+    for operand, corner in corners.items():
+        layout: Layout = getattr(plan, operand)
+        _paint_tensor(canvas, f"{name}-{operand}", layout, working(plan, operand), mesh, rank, corner)
+        note = {"x": "", "w": words, "y": ""}[operand]
+        x, y = corner
+        canvas.text(x, y - 0.05, operand, fontsize=12, weight="bold", ha="left", va="bottom", color=INK)
+        canvas.text(
+            x + 0.12, y - 0.055, str(layout), fontsize=8, family=MONO, ha="left", va="bottom", color=INK
+        )
+        if note:
+            canvas.text(x, y - 0.19, note, fontsize=8, ha="left", va="bottom", color=FAINT)
+        _paint_moves(canvas, plan, operand, corner, held(working(plan, operand), mesh, rank), mesh)
+
+
+def _paint_tensor(
+    canvas: Axes, name: str, layout: Layout, work: Layout, mesh: Mesh, rank: int, corner: Point
+) -> None:
+    """The blocks at rest with the ranks that hold them; what one rank holds and what it works on.
+
+    Discs are called ``name-rank``.
+    """
+    blocks = holders(layout, mesh)
+    small = min(float(min(box.height, box.width)) for box in blocks)
+    gap = min(0.012, small * 0.06)
+    for box, ranks in blocks.items():
+        x, y, width, height = lies(box, corner)
+        alone = len(ranks) == 1
+        fill = tint(color(ranks[0], mesh.world_size), 0.72) if alone else to_rgb(PAPER)
+        canvas.add_patch(
+            FancyBboxPatch(
+                (x + gap, y + gap),
+                width - 2 * gap,
+                height - 2 * gap,
+                boxstyle=f"round,pad=0,rounding_size={min(0.03, small / 6)}",
+                facecolor=fill,
+                edgecolor="#c4c8ce",
+                linewidth=0.7,
+            )
+        )
+        for at, holder in zip(spread(x, y, width, height, len(ranks)), ranks, strict=True):
+            (centre, radius) = at
+            disc(canvas, centre, radius, holder, color(holder, mesh.world_size), f"{name}-{holder}")
+    shade = mix(color(rank, mesh.world_size), (0.0, 0.0, 0.0), 0.45)
+    x, y, width, height = lies(held(work, mesh, rank), corner)
+    canvas.add_patch(
+        Rectangle(
+            (x, y),
+            width,
+            height,
+            facecolor="none",
+            edgecolor=(*shade, 0.32),
+            hatch="////",
+            linewidth=0,
+            zorder=3,
+        )
+    )
+    canvas.add_patch(
+        Rectangle(
+            (x, y),
+            width,
+            height,
+            facecolor="none",
+            edgecolor=shade,
+            linewidth=1.1,
+            linestyle=(0, (4, 2)),
+            zorder=5,
+        )
+    )
+    x, y, width, height = lies(held(layout, mesh, rank), corner)
+    canvas.add_patch(
+        Rectangle((x, y), width, height, facecolor="none", edgecolor=shade, linewidth=2.6, zorder=6)
+    )
+
+
+def _paint_moves(canvas: Axes, plan: MatmulPlan, operand: str, corner: Point, work: Box, mesh: Mesh) -> None:
+    """Arrows beside a tensor: forward's gathers and scatters along its dims; below y the sum."""
+    down, across = (dim for dim in getattr(plan, operand))
+    x, y, width, height = lies(work, corner)
+    name = "reduce_scatter" if operand == "y" else "all_gather"
+    for dim in (down, across):
+        axes = [axis for d, axis in plan.extras(operand) if d == dim and mesh.size(axis) > 1]  # type: ignore[arg-type]
+        if not axes:
+            continue
+        words, shade = f"{_NAMES[name]} over {', '.join(axes)}", _MOVES[name]
+        if dim == across:
+            below = operand != "w"
+            level = corner[1] + 1.07 if below else corner[1] - (0.36 if operand == "w" else 0.1)
+            arrow(canvas, (x, level), (x + width, level), shade)
+            middle = min(max(x + width / 2, corner[0] + 0.42), corner[0] + 0.6)
+            canvas.text(middle, level + 0.045, words, ha="center", va="top", fontsize=8, color=shade)
+        else:
+            left = operand == "x"
+            level = corner[0] - 0.07 if left else corner[0] + 1.07
+            arrow(canvas, (level, y), (level, y + height), shade)
+            shift = -0.045 if left else 0.045
+            middle = min(max(y + height / 2, corner[1] + 0.42), corner[1] + 0.6)
+            canvas.text(
+                level + shift,
+                middle,
+                words,
+                rotation=90,
+                ha="right" if left else "left",
+                va="center",
+                fontsize=8,
+                color=shade,
+            )
+    sums = [axis for axis in plan.sums("y") if mesh.size(axis) > 1]
+    if operand == "y" and sums:
+        arrows = any(dim == across for dim, axis in plan.extras("y") if mesh.size(axis) > 1)
+        level, words = corner[1] + (1.19 if arrows else 1.06), f"all-reduce over {', '.join(sums)}"
+        canvas.text(corner[0] + 0.5, level, words, ha="center", va="top", fontsize=8, color=_MOVES["all_reduce"])
+
+
+def _write_moves(
+    figure: Figure, plan: MatmulPlan, mesh: Mesh, left: float, count: int, whole: float, foot: float
+) -> None:
+    """Every collective of more than one rank, as the plan prints it."""
+    size = 7.6
+    for line, phase in enumerate(("forward", "dx", "dw")):
+        y = (foot - 0.12 - 0.32 * line) / whole
+        moves = [move for move in plan.collectives if move.phase == phase and mesh.size(*move.axes) > 1]
+        figure.text(left + 0.045 / count, y, phase, fontsize=size, weight="bold", va="center", color=INK)
+        words = ";  ".join(map(str, moves)) or "no communication"
+        if len(words) > 66 and len(moves) > 1:
+            half = math.ceil(len(moves) / 2)
+            words = ";\n".join(";  ".join(map(str, part)) for part in (moves[:half], moves[half:]))
+        figure.text(left + 0.17 / count, y, words, fontsize=size, va="center", color=INK, linespacing=1.25)
+
+
+def _paint_cube(canvas: Axes, plan: MatmulPlan, mesh: Mesh, corner: Point, size: float) -> None:
+    """The cube of multiplications m × k × n, a brick a rank: y's face in front, w's on top, x's at the left.
+
+    m goes down, n to the right, k into the page, drawn up and to the left.
+    """
+    counts = {dim: mesh.size(*axes) for dim, axes in plan.compute.items()}
+    front, depth, gap = size * 0.62, size * 0.38, min(0.07, 0.25 / max(counts.values()))
+    origin = (corner[0] + depth, corner[1] + depth)
+
+    def at(m: float, k: float, n: float) -> Point:
+        return origin[0] + n * front - k * depth, origin[1] + m * front - k * depth
+
+    bricks: dict[tuple[int, int, int], int] = {}
+    for rank in reversed(range(mesh.world_size)):
+        place = {dim: mesh.index(*axes, rank=rank) for dim, axes in plan.compute.items()}
+        bricks[place[plan.m], place[plan.k], place[plan.n]] = rank
+    blocks = (counts[plan.m], counts[plan.k], counts[plan.n])
+    for m, k, n in _far_to_near(*blocks):
+        shade = color(bricks[m, k, n], mesh.world_size)
+        (m0, m1), (k0, k1), (n0, n1) = (
+            (i / b + (gap / 2 if i else 0), (i + 1) / b - (gap / 2 if i + 1 < b else 0))
+            for i, b in zip((m, k, n), blocks, strict=True)
+        )
+        faces = (
+            ([at(m0, k0, n0), at(m0, k0, n1), at(m0, k1, n1), at(m0, k1, n0)], tint(shade, 0.45)),
+            (
+                [at(m0, k0, n0), at(m1, k0, n0), at(m1, k1, n0), at(m0, k1, n0)],
+                mix(shade, (0.0, 0.0, 0.0), 0.2),
+            ),
+            ([at(m0, k0, n0), at(m0, k0, n1), at(m1, k0, n1), at(m1, k0, n0)], tint(shade, 0.12)),
+        )
+        for points, fill in faces:
+            canvas.add_patch(Polygon(points, closed=True, facecolor=fill, edgecolor="white", linewidth=0.6))
+        if k == 0:
+            centre = at((m0 + m1) / 2, k0, (n0 + n1) / 2)
+            number = "white"
+        elif m == 0:
+            centre = at(m0, (k0 + k1) / 2, (n0 + n1) / 2)
+            number = INK
+        elif n == 0:
+            centre = at((m0 + m1) / 2, (k0 + k1) / 2, n0)
+            number = "white"
+        else:
+            continue  # hidden behind the others
+        if max(blocks) > 16:
+            continue  # too thin for a number
+        canvas.text(
+            *centre,
+            str(bricks[m, k, n]),
+            ha="center",
+            va="center",
+            fontsize=_number_size(blocks),
+            color=number,
+        )
+    for point, name, ha, va in (
+        (moved(at(0.5, 0, 1), 0.05, 0), plan.m, "left", "center"),
+        (moved(at(1, 0, 0.5), 0, 0.04), plan.n, "center", "top"),
+        (moved(at(1, 0.5, 0), -0.04, 0.03), plan.k, "right", "top"),
+    ):
+        canvas.text(*point, name, ha=ha, va=va, fontsize=9, style="italic", color=FAINT)
+
+
+def _far_to_near(m: int, k: int, n: int) -> Iterator[tuple[int, int, int]]:
+    for far, low, right in product(reversed(range(k)), reversed(range(m)), reversed(range(n))):
+        yield low, far, right
+
+
+def _number_size(blocks: tuple[int, int, int]) -> float:
+    return max(3.5, 10 - 1.1 * max(blocks))
