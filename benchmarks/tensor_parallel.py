@@ -31,6 +31,7 @@ MODES: dict[str, tuple[str, dict[str, int]]] = {
     "2d": ("2d", {"row": 2, "col": 2}),
     "3d": ("3d", {"a": 2, "b": 2, "c": 1}),
 }
+LOWERED = {"1d+sequence by ring": ("1d+sequence", "ring"), "2d by stream": ("2d", "stream")}
 PEERS = ("dtensor", "dtensor compiled", "dtensor compiled async")
 
 
@@ -81,7 +82,7 @@ def _measure(args: argparse.Namespace) -> int:
     work = Work(args, device)
     contestants: list[Contestant] = []
     chosen = [part for part in args.only.split(",") if part]
-    names = [f"{mode}{suffix}" for mode in MODES for suffix in ("", " compiled")] + list(PEERS)
+    names = [f"{mode}{suffix}" for mode in MODES for suffix in ("", " compiled")] + [*LOWERED, *PEERS]
     if args.profile:
         chosen, names = [], [args.profile]
     for name in names:
@@ -266,7 +267,8 @@ def _ours(name: str, work: Work, args: argparse.Namespace) -> Built:
     from meshfold.tensor_parallel import MODES as ALL
     from meshfold.tensor_parallel import parallelize
 
-    mode, axes = MODES[name.removesuffix(" compiled")]
+    of, lowering = LOWERED.get(name, (name.removesuffix(" compiled"), "gather"))
+    mode, axes = MODES[of]
     if math.prod(axes.values()) != args.ranks:
         axes = (
             {"tensor": args.ranks}
@@ -277,7 +279,7 @@ def _ours(name: str, work: Work, args: argparse.Namespace) -> Built:
     stack = _Stack([])
     for layer in range(args.layers):
         one = _Stack([work.block(layer)])
-        parallelize(one, mesh, mode)
+        parallelize(one, mesh, mode, lowering=lowering)
         stack.blocks.append(one.blocks[0])
     residual = ALL[mode].layout("residual")
     place = Placement(shape=tuple(work.x.shape), axes=(residual["m"], residual["h"]))

@@ -105,8 +105,25 @@ def _check(args: argparse.Namespace) -> int:
                         compiled=True,
                     )
                 )
-            if world.rank == 0:
-                for row in rows[-3 if name in ("gpt", "llama") else -2 :]:
+            if name == "llama":
+                for lowering in ("stream", "ring"):
+                    rows.append(
+                        one(
+                            name,
+                            serial,
+                            mode,
+                            axes,
+                            torch.float32,
+                            ids,
+                            labels,
+                            exact,
+                            plain[torch.float32],
+                            lowering=lowering,
+                        )
+                    )
+        if world.rank == 0:
+            for row in rows:
+                if row["model"] == name:
                     print(line(row), flush=True)
     failed = [row for row in rows if not row["passed"]]
     if world.rank == 0:
@@ -217,7 +234,8 @@ def one(
     exact: Gradients,
     plain: dict[str, float],
     *,
-    compiled: bool,
+    compiled: bool = False,
+    lowering: str = "gather",
 ) -> dict[str, Any]:
     """One check: a row of the result."""
     from meshfold.mesh import Mesh, metadata
@@ -227,9 +245,10 @@ def one(
     mesh = Mesh(axes)
     row: dict[str, Any] = {
         "model": name, "mode": mode, "axes": axes, "dtype": str(dtype).removeprefix("torch."), "compiled": compiled,
+        "lowering": lowering,
     }  # fmt: skip
     try:
-        parallelize(model, mesh, mode)
+        parallelize(model, mesh, mode, lowering=lowering)
         if compiled:
             blocks: Any = model.blocks
             for i, block in enumerate(blocks):
