@@ -5,7 +5,8 @@
 
 A block of text after ``<!-- prints -->`` is what the block of code before it prints, to the letter: the test
 ``integration_tests/test_docs_prints.py`` compares. After ``<!-- printed: reason -->`` it is what one run printed, with the reason
-why another run prints something else. Pictures are made by ``docs/pictures/make.py``.
+why another run prints something else. What stands between ``<!-- from FILE -->`` and ``<!-- end of FILE -->`` is that file of the
+repository. Pictures are made by ``docs/pictures/make.py``.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from __future__ import annotations
 import contextlib
 import io
 import os
+import platform
 import re
 import subprocess
 import sys
@@ -138,8 +140,19 @@ def _steps(page: str, folder: Path) -> Iterator[str]:
             yield f"subprocess.run(['bash', '-euo', 'pipefail', {str(part)!r}], check=True)"
 
 
+def with_files(page: str) -> str:
+    """The page with the files that it shows as they are now."""
+
+    def show(found: re.Match[str]) -> str:
+        text = (ROOT / found["file"]).read_text(encoding="utf-8").strip()
+        return f"<!-- from {found['file']} -->\n\n{text}\n\n<!-- end of {found['file']} -->"
+
+    return re.sub(r"<!-- from (?P<file>\S+) -->.*?<!-- end of (?P=file) -->", show, page, flags=re.DOTALL)
+
+
 def refreshed(page: str, name: str) -> str:
-    """The page with what its code prints now."""
+    """The page with the files that it shows and what its code prints now."""
+    page = with_files(page)
     wanted = outputs(page)
     if not wanted:
         return page
@@ -152,8 +165,8 @@ def refreshed(page: str, name: str) -> str:
 
 
 def tidy(text: str) -> str:
-    """Printed text as a page shows it: no spaces at the ends of lines, no blank lines around, no machine's paths."""
-    text = text.replace(str(ROOT) + os.sep, "")
+    """Printed text as a page shows it: no spaces at the ends of lines, no blank lines around, nothing of this machine."""
+    text = text.replace(str(ROOT) + os.sep, "").replace(platform.platform(), platform.system())
     return "\n".join(line.rstrip() for line in text.splitlines()).strip("\n")
 
 

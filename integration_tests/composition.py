@@ -26,7 +26,13 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
 }
 # A large epsilon: Adam divides gradients that are zero but for rounding, such as those of key biases, by themselves.
 ADAMW: dict[str, Any] = dict(name="adamw", lr=1e-2, weight_decay=0.1, eps=1e-4)
-STEPS, ACCUMULATION, CLIP, ROWS, LENGTH = 3, 2, 0.5, 6, 8  # 6 rows: most specs have to fill up or deal unevenly
+STEPS, ACCUMULATION, CLIP, ROWS, LENGTH = (
+    3,
+    2,
+    0.5,
+    6,
+    8,
+)  # 6 rows: most specs have to fill up or deal unevenly
 
 
 @dataclass(frozen=True, kw_only=True)

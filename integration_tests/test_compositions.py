@@ -1,4 +1,4 @@
-"""Data parallelism × every tensor mode: the loss curve and the weights of one process, and replicas of the same bits."""
+"""Data parallelism × every tensor mode: the loss curve and weights of one process, and replicas of the same bits."""
 
 from __future__ import annotations
 
@@ -38,16 +38,16 @@ ON_4: list[tuple[Spec, tuple[str, ...]]] = [
     (tensor("1d", size=4, overlap="ring"), ()),
     (tensor("2d", size=4), ("llama",)),
     (tensor("2d", size=4, overlap="stream"), ("gpt",)),
-    (tensor("2d", grid=(1, 4)), ("llama",)),
+    (tensor("2d", grid=(1, 4)), ()),
     (tensor("2d", grid=(4, 1)), ()),
     (dict(data=2, **tensor("2d", grid=(2, 1))), ("gpt",)),
     (dict(data=2, **tensor("2d", grid=(1, 2))), ()),
-    (tensor("2.5d", size=4, depth=1), ("gpt",)),
+    (tensor("2.5d", size=4, depth=1), ()),
     (tensor("2.5d", depth=2, grid=(1, 2)), ("llama",)),
     (tensor("2.5d", size=4, depth=4), ()),
     (dict(data=2, **tensor("2.5d", size=2, depth=2)), ()),
     (tensor("3d", grid=(2, 2, 1)), ("gpt",)),
-    (tensor("3d", grid=(2, 1, 2)), ("llama",)),
+    (tensor("3d", grid=(2, 1, 2)), ()),
     (tensor("3d", grid=(1, 2, 2)), ()),
     (tensor("3d", grid=(4, 1, 1)), ()),
     (dict(data=2, **tensor("3d", grid=(1, 1, 2))), ()),
@@ -65,7 +65,7 @@ ON_8: list[tuple[Spec, tuple[str, ...]]] = [
     (tensor("2.5d", size=8, depth=2), ("gpt",)),
     (tensor("2.5d", size=8, depth=2, overlap="stream"), ()),
     (dict(data=2, **tensor("2.5d", depth=2, grid=(2, 1))), ()),
-    (tensor("3d", size=8), ("gpt", "llama")),
+    (tensor("3d", size=8), ("gpt",)),
     (tensor("3d", grid=(4, 1, 2)), ()),
     (dict(data=2, **tensor("3d", grid=(2, 2, 1))), ("llama",)),
     (dict(data=4, **tensor("3d", grid=(1, 1, 2))), ()),
@@ -104,7 +104,7 @@ def check(found: Run, model: str, tolerance: float = 1e-5) -> None:
             value,
             rtol=tolerance,
             atol=tolerance * float(value.abs().max()),
-            msg=lambda text, n=name: f"{n}: {text}",
+            msg=functools.partial("{}: {}".format, name),
         )
     assert found.differing == []
 
@@ -159,7 +159,9 @@ def test_bf16_trains_near_float32_and_replicas_keep_the_same_bits(
         assert run.differing == [], spec
         assert run.losses == pytest.approx(alone(model).losses, rel=0.02), spec
         assert all(math.isfinite(norm) and norm > 0 for norm in run.norms), spec
-        assert all(value.dtype == torch.float32 for value in run.state.values()), "true weights are the masters"
+        assert all(value.dtype == torch.float32 for value in run.state.values()), (
+            "true weights are the masters"
+        )
 
 
 THROUGH_TORCHRUN: list[Any] = [

@@ -5,9 +5,11 @@ python docs/pictures/make.py            # into this folder
 
 from __future__ import annotations
 
+import contextlib
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -62,8 +64,9 @@ def _mode(mode: Any, mesh: Mesh) -> Picture:
 
 
 def names_of(page: str) -> dict[str, Any]:
-    """The names that the Python of a page leaves."""
-    return run_here((ROOT / "docs" / page).read_text(encoding="utf-8"), page)[1]
+    """The names that the Python of a page leaves; what it writes goes to a folder that does not stay."""
+    with TemporaryDirectory() as folder, contextlib.chdir(folder):
+        return run_here((ROOT / "docs" / page).read_text(encoding="utf-8"), page)[1]
 
 
 ROWS, COLUMNS, SHARE = 16, 24, 0.3

@@ -80,10 +80,9 @@ def prepare(batch: Any, device: torch.device, dtype: torch.dtype, *, own_loss: b
         wanted = dtype if cast and value.is_floating_point() else value.dtype
         return value.to(device=device, dtype=wanted, non_blocking=True)
 
-    if isinstance(batch, Tensor):
-        if batch.is_floating_point() and own_loss:
-            inputs = move(batch)
-            return Batch(args=(inputs,), kwargs={}, given=inputs, rows=_rows(batch), targets=None)
+    if isinstance(batch, Tensor) and batch.is_floating_point() and own_loss:
+        inputs = move(batch)
+        return Batch(args=(inputs,), kwargs={}, given=inputs, rows=_rows(batch), targets=None)
     if isinstance(batch, Mapping | Tensor):
         form = batch if isinstance(batch, Mapping) else {"input_ids": batch}
         fields = {name: move(value, cast=name != "labels") for name, value in form.items()}

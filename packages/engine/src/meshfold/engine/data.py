@@ -1,102 +1,22 @@
-"""Training data: a folder of text, a file of text or a file of token ids, as one row of tokens, and batches cut from it.
+"""Batches cut from a row of tokens.
 
 The global batch of a step is a function of (tokens, seed, step) alone, so that every spec and every restart trains
-on the same batches. Text is tokenised once, into a cache that all ranks map into memory.
+on the same batches.
 """
 
 from __future__ import annotations
 
-import json
-import os
-import secrets
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator
 from functools import lru_cache
-from hashlib import blake2b
-from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from meshfold.engine.progress import human_bytes
-from meshfold.engine.tokenizers import Tokenizer
+from meshfold.engine.corpus import Corpus, Tokens
 from meshfold.mesh import SpecError
 from meshfold.mesh.random import key_of
-
-TOKEN_FILES = (".bin", ".npy")
-_LOOK = 8192  # bytes at the start of a file that tell text from the rest
-Tokens = npt.NDArray[np.integer]
-
-
-@dataclass(frozen=True, kw_only=True)
-class Corpus:
-    """Tokens one behind the other: those to train on, then those to validate with.
-
-    Attributes:
-        tokens: all of them, usually mapped from a file.
-        train_tokens: how many are to train on.
-        notes: what a person should know of how it came about.
-    """
-
-    tokens: Tokens
-    train_tokens: int
-    notes: tuple[str, ...] = ()
-
-    @property
-    def validation_tokens(self) -> int:
-        """How many are to validate with."""
-        return len(self.tokens) - self.train_tokens
-
-
-def open_corpus(
-    path: str | os.PathLike[str],
-    tokenizer: Tokenizer | None,
-    *,
-    cache: str | os.PathLike[str],
-    validation: float = 0.05,
-    extensions: tuple[str, ...] = (),
-    exclude: tuple[str, ...] = (),
-    token_dtype: str = "uint16",
-    max_bytes: int | None = None,
-    say: Callable[[str], None] = lambda text: None,
-) -> Corpus:
-    """The tokens of a folder or a file.
-
-    Of a folder every text file is a document, hidden ones left out; whole documents are set aside for validation,
-    chosen by a hash of their names. Of one file the end is set aside.
-
-    Args:
-        path: a folder of text, a file of text, or a file of token ids: ``.bin`` (raw) or ``.npy``.
-        tokenizer: for text; a file of token ids needs none.
-        cache: folder for the tokens of text.
-        validation: share of the tokens, or of the bytes of a folder, to set aside.
-        extensions: take only files that end so, such as ``(".py", ".md")``.
-        exclude: names of folders to leave out.
-        token_dtype: of a ``.bin`` file: uint16 or uint32.
-        max_bytes: stop reading documents after about so many.
-        say: told what takes a while.
-
-    Raises:
-        SpecError: if nothing can be made of the path.
-    """
-    source = Path(path)
-    if not 0 <= validation < 1:
-        raise SpecError(f"a validation share of {validation}: from 0 up and below 1")
-    if not source.exists():
-        raise SpecError(f"there is no file or folder {str(path)!r} to train on")
-    if source.is_file() and source.suffix in TOKEN_FILES:
-        tokens = _token_file(source, token_dtype)
-        return Corpus(tokens=tokens, train_tokens=len(tokens) - int(validation * len(tokens)))
-    if tokenizer is None:
-        raise SpecError(
-            f"{str(path)!r} is text and needs a tokenizer: 'byte', or a folder with a Hugging Face one"
-        )
-    documents, skipped = _documents(source, extensions, exclude)
-    if not documents:
-        raise SpecError(f"no text in {str(path)!r}: {_why_none(source, extensions, skipped)}")
-    return _tokenise(source, documents, skipped, tokenizer, Path(cache), validation, max_bytes, say)
 
 
 class Batches:
@@ -119,8 +39,8 @@ class Batches:
         self.windows = (corpus.train_tokens - seq_len + 1) // seq_len
         if self.windows < batch_size:
             raise SpecError(
-                f"{corpus.train_tokens} tokens to train on are too few for a batch of {batch_size} windows of {seq_len}: "
-                "use more text, a smaller batch or shorter windows"
+                f"{corpus.train_tokens} tokens to train on are too few for a batch of {batch_size} windows of "
+                f"{seq_len}: use more text, a smaller batch or shorter windows"
             )
         self._order = lru_cache(maxsize=2)(self._order_of)
 
@@ -147,162 +67,5 @@ class Batches:
         return int(draw.integers(self.seq_len)), draw.permutation(self.windows)
 
 
-def largest_id(corpus: Corpus) -> int:
-    """The largest token id, looked for in the whole corpus, in pieces."""
-    piece = 1 << 24
-    return max(
-        int(corpus.tokens[start : start + piece].max()) for start in range(0, len(corpus.tokens), piece)
-    )
-
-
 def _tensor(rows: list[Tokens]) -> Tensor:
     return torch.from_numpy(np.stack(rows).astype(np.int64))
-
-
-def _token_file(path: Path, dtype: str) -> Tokens:
-    if path.suffix == ".npy":
-        try:
-            found = np.load(path, mmap_mode="r")
-        except ValueError as error:
-            raise SpecError(f"{str(path)!r} is no .npy file of numbers: {error}") from error
-        if not np.issubdtype(found.dtype, np.integer):
-            raise SpecError(f"{str(path)!r} holds {found.dtype}, not token ids: save an array of integers")
-        tokens: Tokens = found.reshape(-1)
-    else:
-        if dtype not in ("uint16", "uint32"):
-            raise SpecError(f"token dtype {dtype!r}: a .bin file holds uint16 or uint32")
-        size, each = path.stat().st_size, np.dtype(dtype).itemsize
-        if size % each:
-            raise SpecError(f"{str(path)!r} has {size} bytes, which is no whole number of {dtype} token ids")
-        tokens = np.memmap(path, dtype=dtype, mode="r") if size else np.zeros(0, dtype)
-    if not len(tokens):
-        raise SpecError(f"{str(path)!r} holds no token ids")
-    if np.issubdtype(tokens.dtype, np.signedinteger) and int(tokens.min()) < 0:
-        raise SpecError(f"{str(path)!r} holds the negative number {int(tokens.min())}: token ids start at 0")
-    return tokens
-
-
-def _documents(
-    source: Path, extensions: tuple[str, ...], exclude: tuple[str, ...]
-) -> tuple[list[Path], int]:
-    """The text files, in an order that does not depend on the file system, and how many others there were."""
-    if source.is_file():
-        return ([source], 0) if _is_text(source) else ([], 1)
-    found: list[Path] = []
-    skipped = 0
-    left_out = {"__pycache__", *exclude}
-    for folder, folders, names in os.walk(source):
-        folders[:] = sorted(name for name in folders if name not in left_out and not name.startswith("."))
-        for name in sorted(names):
-            path = Path(folder, name)
-            if name.startswith(".") or (extensions and not name.endswith(extensions)):
-                continue
-            if _is_text(path):
-                found.append(path)
-            else:
-                skipped += 1
-    return found, skipped
-
-
-def _is_text(path: Path) -> bool:
-    """Whether a file can be read, is not empty, and starts with UTF-8 without zeros."""
-    try:
-        with path.open("rb") as file:
-            start = file.read(_LOOK)
-    except OSError:
-        return False
-    try:
-        start.decode()
-    except UnicodeDecodeError as error:
-        if len(start) < _LOOK or error.start < len(start) - 3:  # else a character cut in two
-            return False
-    return bool(start) and b"\0" not in start
-
-
-def _why_none(source: Path, extensions: tuple[str, ...], skipped: int) -> str:
-    if source.is_file():
-        return "it is empty or not UTF-8 text; a file of token ids is called .bin or .npy"
-    which = f" that end in {' or '.join(extensions)}" if extensions else ""
-    return (
-        f"it has no files{which}"
-        if not skipped
-        else f"its {skipped} files{which} are empty or not UTF-8 text"
-    )
-
-
-def _tokenise(
-    source: Path,
-    documents: list[Path],
-    skipped: int,
-    tokenizer: Tokenizer,
-    cache: Path,
-    validation: float,
-    max_bytes: int | None,
-    say: Callable[[str], None],
-) -> Corpus:
-    """Read from the cache, or write it."""
-    sizes = {path: path.stat().st_size for path in documents}
-    order = sorted(documents, key=lambda path: key_of(str(path.relative_to(source))))
-    if max_bytes is not None:
-        order = order[
-            : max(1, sum(1 for total in _sums([sizes[path] for path in order]) if total <= max_bytes))
-        ]
-    print_of = blake2b(digest_size=8)
-    stamps = [(str(path), sizes[path], path.stat().st_mtime_ns) for path in order]
-    print_of.update(repr((tokenizer.name, tokenizer.vocab_size, validation, stamps)).encode())
-    file = cache / f"tokens-{print_of.hexdigest()}.npy"
-    about = file.with_suffix(".json")
-    total = sum(sizes[path] for path in order)
-    if not (about.exists() and file.exists()):
-        say(f"tokenising {len(order)} files, {human_bytes(total)}")
-        cache.mkdir(parents=True, exist_ok=True)
-        tokens, train_tokens = _encode(order, tokenizer, total, validation)
-        _write(file, lambda path: np.save(path, tokens))
-        _write(about, lambda path: path.write_text(json.dumps({"train_tokens": train_tokens})))
-    notes = [f"{len(order)} files of text"]
-    if skipped:
-        notes.append(f"{skipped} files skipped: empty or not UTF-8 text")
-    if len(order) < len(documents):
-        notes.append(
-            f"{len(documents) - len(order)} files left out to stay within {(max_bytes or 0) / 1e6:.0f} MB"
-        )
-    return Corpus(
-        tokens=np.load(file, mmap_mode="r"),
-        train_tokens=int(json.loads(about.read_text())["train_tokens"]),
-        notes=tuple(notes),
-    )
-
-
-def _encode(order: list[Path], tokenizer: Tokenizer, total: int, validation: float) -> tuple[Tokens, int]:
-    """The tokens of all documents, and how many are to train on."""
-    dtype = np.uint16 if tokenizer.vocab_size <= 1 << 16 else np.uint32
-    end = np.array([tokenizer.end], dtype)
-    pieces: list[Tokens] = []
-    read, train_tokens = 0, None
-    for path in order:
-        if train_tokens is None and len(order) > 1 and read >= (1 - validation) * total:
-            train_tokens = sum(map(len, pieces))
-        text = path.read_text(encoding="utf-8", errors="replace")
-        pieces += [tokenizer.encode(text).astype(dtype), end]
-        read += path.stat().st_size
-    tokens: Tokens = np.concatenate(pieces)
-    if train_tokens is None:  # one document, or the last is too large to be set aside
-        train_tokens = len(tokens) - int(validation * len(tokens))
-    return tokens, train_tokens
-
-
-def _write(path: Path, write: Callable[[Path], object]) -> None:
-    """Write a file so that nobody ever sees half of it: several processes may do so at once."""
-    part = path.with_name(f".{secrets.token_hex(4)}-{path.name}")
-    try:
-        write(part)
-        part.replace(path)
-    finally:
-        part.unlink(missing_ok=True)
-
-
-def _sums(sizes: list[int]) -> Iterator[int]:
-    total = 0
-    for size in sizes:
-        total += size
-        yield total

@@ -1,4 +1,4 @@
-"""Hugging Face causal language models from a local folder, with their weights or, where there are none, from scratch."""
+"""Hugging Face causal language models from a local folder, with their weights, or new where there are none."""
 
 from __future__ import annotations
 
@@ -104,8 +104,8 @@ def quiet() -> None:
     """Have transformers print errors alone, on ranks whose warnings another has printed already."""
     from transformers.utils import logging
 
-    logging.set_verbosity_error()  # type: ignore[no-untyped-call]
-    logging.disable_progress_bar()  # type: ignore[no-untyped-call]
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
 
 
 def _first_line(error: Exception) -> str:

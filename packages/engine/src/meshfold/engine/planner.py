@@ -10,20 +10,18 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
-from torch.overrides import TorchFunctionMode
 from torch.utils.flop_counter import FlopCounterMode
 
 from meshfold.engine.engine import Engine
 from meshfold.engine.machines import Machine
 from meshfold.engine.model_state import global_shape
 from meshfold.engine.shares import Shares
+from meshfold.engine.without_values import WithoutValues, saved_for_backward
 from meshfold.mesh import Log, Mesh, ParallelSpec, SpecError, all_reduce, gradient_norm, record
 from meshfold.mesh.process_group import start_fake
 from meshfold.tensor_parallel import Report
@@ -161,7 +159,7 @@ def estimate(
     if batch_size % accumulate:
         raise SpecError(f"{accumulate} micro-steps do not divide the global batch of {batch_size} sequences")
     begin = time.perf_counter()
-    with start_fake(spec.world_size), _WithoutValues() as stand_in:
+    with start_fake(spec.world_size), WithoutValues() as stand_in:
         engine = Engine(build, parallel=spec, precision=precision, device="meta")
         parameters = list(engine.model.parameters())
         targets = list(engine._targets.values())
@@ -175,7 +173,7 @@ def estimate(
                 stand_in.attention_flops = 0
                 with (
                     FlopCounterMode(display=False) as counter,
-                    _saved(parameters) as saved,
+                    saved_for_backward(parameters) as saved,
                     record() as found,
                 ):
                     _micro_step(engine, rows, found, last=log is last)
@@ -256,85 +254,6 @@ def _summary(entries: list[Any], outer: tuple[str, ...]) -> Iterator[Traffic]:
         found.setdefault((phase, entry.kind, entry.axes, entry.group_size), []).append(entry.bytes)
     for (phase, kind, axes, ranks), sent in found.items():
         yield Traffic(phase=phase, kind=kind, axes=axes, ranks=ranks, calls=len(sent), bytes=round(sum(sent)))
-
-
-@dataclass
-class _Saved:
-    """Bytes of the storages that autograd keeps."""
-
-    bytes: int = 0
-
-
-@contextmanager
-def _saved(parameters: list[nn.Parameter]) -> Iterator[_Saved]:
-    """Count what is saved for backward: each storage once, parameters left out."""
-    seen = {parameter.untyped_storage()._cdata for parameter in parameters}
-    kept: list[torch.UntypedStorage] = []  # an address must stay its own while others are counted
-    found = _Saved()
-
-    def pack(tensor: Tensor) -> Tensor:
-        storage = tensor.untyped_storage()
-        if storage._cdata not in seen:
-            seen.add(storage._cdata)
-            kept.append(storage)
-            found.bytes += storage.nbytes()
-        return tensor
-
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        yield found
-
-
-class _Attention(torch.autograd.Function):
-    """Attention without values that keeps what flash attention keeps: its inputs, its output, a number a row."""
-
-    @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """``b n s d, b n' t d, b n' t e -> b n s e``"""
-        out = q.new_empty((*q.shape[:-1], v.shape[-1]))
-        ctx.save_for_backward(q, k, v, out, q.new_empty(q.shape[:-1], dtype=torch.float32))
-        return out
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, ...]:
-        """Gradients of the three inputs."""
-        q, k, v, *_ = ctx.saved_tensors
-        return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
-
-
-class _WithoutValues(TorchFunctionMode):
-    """Lets a model's code run on the meta device.
-
-    ``scaled_dot_product_attention`` would keep all scores there; the one above takes its place. Code that looks
-    whether something holds for all elements (a mask that masks nothing) is told yes, for any element no.
-    """
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.attention_flops = 0
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is F.scaled_dot_product_attention:
-            named = dict(zip(("query", "key", "value"), args, strict=False)) | (kwargs or {})
-            return self._attention(named["query"], named["key"], named["value"])
-        if func is Tensor.__bool__ and hasattr(args[0], "_holds"):
-            return args[0]._holds
-        found = func(*args, **(kwargs or {}))
-        if (
-            func in (torch.all, Tensor.all, torch.any, Tensor.any)
-            and isinstance(found, Tensor)
-            and found.is_meta
-        ):
-            found._holds = func in (torch.all, Tensor.all)  # type: ignore[attr-defined]
-        return found
-
-    def _attention(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        # Two matmuls forward, five backward (one of them the scores again): 2 operations an element of each.
-        batch_and_heads = q.shape[:-2].numel()
-        self.attention_flops += (
-            2 * batch_and_heads * q.shape[-2] * k.shape[-2] * (4 * q.shape[-1] + 3 * v.shape[-1])
-        )
-        found: Tensor = _Attention.apply(q, k, v)
-        return found
 
 
 def _bytes(tensor: Tensor) -> int:

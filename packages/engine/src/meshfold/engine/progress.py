@@ -8,7 +8,8 @@ import sys
 import time
 from typing import Any, Protocol, TextIO
 
-_LINES_EVERY_S = 2.0  # plain lines, and lines above the bar, come no more often
+# A line comes at most every 2 seconds, and about 30 times in a run; at least every 30 seconds.
+_LEAST_S, _MOST_S, _LINES = 2.0, 30.0, 30
 
 
 class Progress(Protocol):
@@ -37,12 +38,28 @@ class Silent:
         """Nothing."""
 
 
+class _Pace:
+    """When it is time for a line: the first step, the last one, and some between."""
+
+    def __init__(self, steps: int) -> None:
+        self._steps, self._step, self._time = steps, -steps, 0.0
+
+    def due(self, step: int) -> bool:
+        """Whether this step gets a line."""
+        waited, made = time.monotonic() - self._time, step - self._step
+        often = waited >= _LEAST_S and made >= self._steps / _LINES
+        if not (often or waited >= _MOST_S or step in (1, self._steps)):
+            return False
+        self._step, self._time = step, time.monotonic()
+        return True
+
+
 class Lines:
-    """Plain lines: the first step, the last one, and one every two seconds between."""
+    """Plain lines."""
 
     def __init__(self, steps: int, file: TextIO | None = None) -> None:
         self._steps, self._file = steps, sys.stdout if file is None else file
-        self._shown = 0.0
+        self._pace = _Pace(steps)
 
     def say(self, text: str) -> None:
         """A line or more."""
@@ -50,9 +67,7 @@ class Lines:
 
     def step(self, step: int, numbers: dict[str, float]) -> None:
         """A line, if it is time for one."""
-        now = time.monotonic()
-        if step in (1, self._steps) or now - self._shown >= _LINES_EVERY_S:
-            self._shown = now
+        if self._pace.due(step):
             self.say(line(step, self._steps, numbers))
 
     def close(self) -> None:
@@ -82,7 +97,7 @@ class Bar:
         from rich.progress import Progress as RichProgress
 
         self._steps = steps
-        self._shown = 0.0
+        self._pace = _Pace(steps)
         self._rich: Any = RichProgress(
             TextColumn("step"),
             MofNCompleteColumn(),
@@ -102,9 +117,7 @@ class Bar:
             self._task = self._rich.add_task("train", total=self._steps, numbers="")
             self._rich.start()
         self._rich.update(self._task, completed=step, numbers=short(numbers))
-        now = time.monotonic()
-        if step in (1, self._steps) or now - self._shown >= 5 * _LINES_EVERY_S:
-            self._shown = now
+        if self._pace.due(step):
             self.say(line(step, self._steps, numbers))
 
     def close(self) -> None:
@@ -139,7 +152,8 @@ def line(step: int, steps: int, numbers: dict[str, float]) -> str:
 
 def short(numbers: dict[str, float]) -> str:
     """Loss, speed and memory."""
-    return f"loss {numbers['loss']:.4f}  {numbers['tokens_per_s']:,.0f} tokens/s  {numbers['memory_bytes'] / 2**20:,.0f} MiB"
+    speed, memory = numbers["tokens_per_s"], numbers["memory_bytes"] / 2**20
+    return f"loss {numbers['loss']:.4f}  {speed:,.0f} tokens/s  {memory:,.0f} MiB"
 
 
 def human_bytes(count: float) -> str:

@@ -75,7 +75,7 @@ class HuggingFaceTokenizer:
         except Exception as error:  # whatever it stumbles over, it means this
             reason = str(error).strip().split("\n")[0]
             raise SpecError(
-                f"tokenizer {str(folder)!r}: transformers finds no tokenizer there ({reason}); give another folder, or 'byte'"
+                f"tokenizer {str(folder)!r}: transformers finds none there ({reason}); give another folder, or 'byte'"
             ) from error
         end = self._tokenizer.eos_token_id
         if end is None:

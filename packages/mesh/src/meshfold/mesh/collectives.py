@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Literal, overload
+from typing import Any, Literal, overload
 
 import torch
 import torch.distributed as dist
@@ -25,7 +25,8 @@ from meshfold.mesh.mesh import Group
 from meshfold.mesh.traffic import Kind
 
 _ops = torch.ops._c10d_functional
-_resolve = dist.distributed_c10d._resolve_process_group
+_c10d: Any = dist.distributed_c10d  # its private parts have no exported types
+_resolve = _c10d._resolve_process_group
 
 
 class Pending:
@@ -33,11 +34,13 @@ class Pending:
 
     __slots__ = ("_finish", "_tensor", "_waits")
 
-    def __init__(self, tensor: Tensor, finish: Callable[[Tensor], Tensor] | None, *, waits: bool = True) -> None:
+    def __init__(
+        self, tensor: Tensor, finish: Callable[[Tensor], Tensor] | None, *, waits: bool = True
+    ) -> None:
         """Args:
-            tensor: the functional collective's output, or the result itself if there is nothing to finish.
-            finish: turns the output into the result.
-            waits: the tensor has to be waited for; if not, ``finish`` does that.
+        tensor: the functional collective's output, or the result itself if there is nothing to finish.
+        finish: turns the output into the result.
+        waits: the tensor has to be waited for; if not, ``finish`` does that.
         """
         self._tensor = tensor
         self._finish = finish

@@ -62,6 +62,9 @@ class Frame(OnMesh):
             mesh.size(*mode.layout("hidden")["m"]), 1 if by_tokens else math.lcm(*blocks)
         )
         self._columns = residual["h"]
+        self._attended, self._stream = (
+            tuple(axis for axis in axes if mesh.size(axis) > 1) for axes in (mode.layout("hidden")["m"], residual["m"])
+        )
         self._splits_stream = mesh.size(*residual.axes) > 1
         self._join_rows, self._join_columns = (
             bind_collect(mesh, 0, residual["m"]),
@@ -73,7 +76,7 @@ class Frame(OnMesh):
 
     def attach(self) -> None:
         """Register the hooks."""
-        self.model.register_forward_pre_hook(self._before, with_kwargs=True)
+        self.model.register_forward_pre_hook(self._before, with_kwargs=True, prepend=True)
         self.model.register_forward_hook(self._after)
 
     def padded_rows(self, rows: int, sequence: int) -> int:
@@ -95,6 +98,8 @@ class Frame(OnMesh):
             return args, kwargs
         first = tensors[0]
         sequence = first.shape[1] if first.dim() == (3 if first.is_floating_point() else 2) else 1
+        if kwargs.get("use_cache"):
+            sequence = 1  # the batch must stay the same when further tokens come one at a time
         self._rows, self._padded = first.shape[0], self.padded_rows(first.shape[0], sequence)
         for table in self.positions:
             table.whole_rows = self._padded
@@ -129,21 +134,20 @@ class Frame(OnMesh):
 
     def _cut_rows(self, kwargs: dict[str, Any]) -> dict[str, Any]:
         """Masks and positions that differ by row: the rows of this rank's sequences."""
-        attended, stream = self.mode.layout("hidden")["m"], self.mode.layout("residual")["m"]
-        if self.mesh.size(*attended) == 1:
+        if not self._attended and not self._stream:
             return kwargs
         made = dict(kwargs)
         for name in ("attention_mask", "position_ids"):
             value = kwargs.get(name)
             if not isinstance(value, Tensor) or value.shape[0] != self._padded:
                 continue
-            if attended != stream:
+            if self._attended != self._stream:
                 raise LayoutError(
                     f"an {name} that differs by row cannot be used in mode {self.mode.name!r}, where attention has other "
                     f"rows than the stream: leave it out, pad on the right and give padding the label {_IGNORED} (causal "
                     f"attention never looks at it)"
                 )
-            made[name] = take_block(value, self.mesh, 0, attended)
+            made[name] = take_block(value, self.mesh, 0, self._attended)
         return made
 
     def _pad(self, value: Any, *, ignored: bool) -> Any:

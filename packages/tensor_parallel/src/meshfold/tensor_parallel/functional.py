@@ -42,12 +42,9 @@ class DropoutCalls(TorchFunctionMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self._parts: list[Dropout] = []
-
-    @property
-    def part(self) -> Dropout | None:
+        self.part: Dropout | None = None
         """The part that runs now; None outside of the model."""
-        return self._parts[-1] if self._parts else None
+        self._outer: list[Dropout | None] = []
 
     @contextmanager
     def inside(self, part: Dropout | None) -> Iterator[None]:
@@ -63,47 +60,48 @@ class DropoutCalls(TorchFunctionMode):
 
     def enter(self, part: Dropout) -> None:
         """A part begins."""
-        if not self._parts:
+        if self.part is None:
             self.__enter__()
-        self._parts.append(part)
+        self._outer.append(self.part)
+        self.part = part
 
     def leave(self) -> None:
         """A part ends."""
-        self._parts.pop()
-        if not self._parts:
+        self.part = self._outer.pop()
+        if self.part is None:
             self.__exit__(None, None, None)
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        part, given = self.part, kwargs or {}
+        part, given = self.part, {} if kwargs is None else kwargs
         if part is not None and func is F.dropout:
-            return self._dropout(part, *args, **given)
+            return _dropout(part, *args, **given)
         if part is not None and func is F.scaled_dot_product_attention:
-            return self._attention(part, *args, **given)
+            return _attention(part, *args, **given)
         return func(*args, **given)
 
-    @staticmethod
-    def _dropout(
-        part: Dropout, input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False
-    ) -> Tensor:
-        return part.drop(input, p) if training and p > 0.0 else input
 
-    @staticmethod
-    def _attention(
-        part: Dropout,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        attn_mask: Tensor | None = None,
-        dropout_p: float = 0.0,
-        is_causal: bool = False,
-        scale: float | None = None,
-        enable_gqa: bool = False,
-    ) -> Tensor:
-        return attention(
-            query, key, value, mask=attn_mask, causal=is_causal, scale=scale, p=dropout_p, dropout=part
-        )
+def _dropout(
+    part: Dropout, input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False
+) -> Tensor:
+    """``torch.nn.functional.dropout``."""
+    return part.drop(input, p) if training and p > 0.0 else input
+
+
+def _attention(
+    part: Dropout,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Tensor:
+    """``torch.nn.functional.scaled_dot_product_attention``."""
+    return attention(query, key, value, mask=attn_mask, causal=is_causal, scale=scale, p=dropout_p, dropout=part)
 
 
 class DropoutPart(OnMesh):

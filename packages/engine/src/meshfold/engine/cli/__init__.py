@@ -40,12 +40,16 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"meshfold {version('meshfold')}")
         return 0
     if name not in COMMANDS:
-        return _fail("meshfold", Failure(f"there is no command {name!r}.{_nearest(name)} Commands: {', '.join(COMMANDS)}"))
+        return _fail(
+            "meshfold",
+            Failure(f"there is no command {name!r}.{_nearest(name)} Commands: {', '.join(COMMANDS)}"),
+        )
     command = importlib.import_module(f"meshfold.engine.cli.{name}")
     parser = Parser(prog=f"meshfold {name}", description=command.__doc__, formatter_class=Formatter)
     command.configure(parser)
+    parsed = parser.parse_args(arguments[1:], argparse.Namespace(argv=arguments[1:], is_rank=False))
     try:
-        return int(command.run(parser.parse_args(arguments[1:], argparse.Namespace(argv=arguments[1:]))))
+        return int(command.run(parsed))
     except KeyboardInterrupt:
         return _fail(parser.prog, Failure("interrupted", code=130))
     except BrokenPipeError:  # whoever read our output has gone, as `| head` does
@@ -53,8 +57,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 141
     except Exception as error:
         failure = sentence_of(error)
-        if failure is None:
-            raise  # ours to mend: show where it is
+        if failure is None or parsed.is_rank:
+            raise  # ours to mend, or one of many processes: show where it is
         return _fail(parser.prog, failure)
 
 
@@ -76,7 +80,9 @@ class Formatter(argparse.RawDescriptionHelpFormatter):
 def _overview() -> str:
     width = max(map(len, COMMANDS))
     rows = "\n".join(f"  {name:<{width}}  {text}" for name, text in COMMANDS.items())
-    return f"usage: meshfold COMMAND ...\n\ncommands:\n{rows}\n\n'meshfold COMMAND --help' tells what it takes."
+    return (
+        f"usage: meshfold COMMAND ...\n\ncommands:\n{rows}\n\n'meshfold COMMAND --help' tells what it takes."
+    )
 
 
 def _nearest(name: str) -> str:

@@ -12,13 +12,19 @@ from pathlib import Path
 
 from meshfold.engine.cli import train
 from meshfold.engine.cli.models import positive
+from meshfold.engine.cli.train_arguments import words_of
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
     """The arguments of ``meshfold demo``."""
     parser.add_argument("--out", default="demo", metavar="DIR", help="folder to write to (demo)")
-    parser.add_argument("--steps", type=positive, default=200, metavar="N", help="optimizer steps (200)")
-    parser.add_argument("--serial-steps", type=positive, default=20, metavar="N", help="of them, again on one process (20)")
+    parser.add_argument("--steps", type=positive, default=250, metavar="N", help="optimizer steps (250)")
+    parser.add_argument(
+        "--serial-steps", type=positive, default=20, metavar="N", help="of them, again on one process (20)"
+    )
+    parser.add_argument(
+        "--sample-tokens", type=positive, default=250, metavar="N", help="bytes of text to write (250)"
+    )
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -28,10 +34,10 @@ def run(arguments: argparse.Namespace) -> int:
     from meshfold.engine.demo import clear, compare_with_serial, scene, settings
 
     here = scene(torch.cuda.device_count())
-    chosen = settings(here, arguments.out, arguments.steps)
+    chosen = settings(here, arguments.out, steps=arguments.steps, sample_tokens=arguments.sample_tokens)
     print(f"Meshfold's demo: {here.why}.\n")
     clear(Path(arguments.out))
-    code = train.start(chosen, train.words_of(chosen))
+    code = train.start(chosen, words_of(chosen))
     if code:
         return code
     serial_steps = min(arguments.serial_steps, arguments.steps)

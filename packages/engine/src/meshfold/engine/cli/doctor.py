@@ -14,7 +14,17 @@ import time
 from pathlib import Path
 from typing import Any
 
-PACKAGES = ("torch", "triton", "numba", "numpy", "transformers", "tokenizers", "safetensors", "matplotlib", "rich")
+PACKAGES = (
+    "torch",
+    "triton",
+    "numba",
+    "numpy",
+    "transformers",
+    "tokenizers",
+    "safetensors",
+    "matplotlib",
+    "rich",
+)
 DISTRIBUTIONS = {
     "meshfold": "meshfold.engine",
     "meshfold-mesh": "meshfold.mesh",
@@ -28,7 +38,9 @@ REQUIRED = ("meshfold", "meshfold-mesh", "meshfold-kernels", "meshfold-tensor-pa
 
 def configure(parser: argparse.ArgumentParser) -> None:
     """The arguments of ``meshfold doctor``."""
-    parser.add_argument("--no-test", action="store_true", help="leave out the self-test of collectives, which starts ranks")
+    parser.add_argument(
+        "--no-test", action="store_true", help="leave out the self-test of collectives, which starts ranks"
+    )
     parser.add_argument("--json", action="store_true", help="print JSON")
 
 
@@ -48,7 +60,9 @@ def run(arguments: argparse.Namespace) -> int:
             found["collectives"].append(self_test("nccl"))
     problems = [f"{name} is not installed" for name in REQUIRED if found["distributions"][name] is None]
     problems += [
-        f"{test['backend']}: {test['error']}" for test in found.get("collectives", []) if test["error"] is not None
+        f"{test['backend']}: {test['error']}"
+        for test in found.get("collectives", [])
+        if test["error"] is not None
     ]
     found["problems"] = problems
     print(json.dumps(found, indent=1) if arguments.json else _text(found))
@@ -90,7 +104,8 @@ def devices() -> dict[str, Any]:
     nccl = torch.cuda.nccl.version() if gpus else None
     return {
         "gpus": [
-            {"name": gpu.name, "memory_bytes": gpu.total_memory, "capability": f"{gpu.major}.{gpu.minor}"} for gpu in gpus
+            {"name": gpu.name, "memory_bytes": gpu.total_memory, "capability": f"{gpu.major}.{gpu.minor}"}
+            for gpu in gpus
         ],
         "cuda": torch.version.cuda,
         "nccl": None if nccl is None else ".".join(map(str, nccl)),
@@ -124,7 +139,13 @@ def self_test(backend: str, ranks: int = 2) -> dict[str, Any]:
         seconds = time.perf_counter() - begin
         error = None if code == 0 and answer.exists() else f"the ranks ended with code {code}; see above"
         passed = json.loads(answer.read_text()) if error is None else []
-    return {"backend": backend, "ranks": ranks, "passed": passed, "seconds": round(seconds, 2), "error": error}
+    return {
+        "backend": backend,
+        "ranks": ranks,
+        "passed": passed,
+        "seconds": round(seconds, 2),
+        "error": error,
+    }
 
 
 def _text(found: dict[str, Any]) -> str:
@@ -135,16 +156,23 @@ def _text(found: dict[str, Any]) -> str:
     lines += [f"  {name:<26}{text or 'not installed'}" for name, text in found["distributions"].items()]
     lines += ["", "devices"]
     lines += [
-        f"  {gpu['name']}, {gpu['memory_bytes'] / 2**30:.0f} GiB, capability {gpu['capability']}" for gpu in seen["gpus"]
+        f"  {gpu['name']}, {gpu['memory_bytes'] / 2**30:.0f} GiB, capability {gpu['capability']}"
+        for gpu in seen["gpus"]
     ] or ["  no GPU that torch can use: work goes to the CPU"]
     if seen["gpus"]:
         lines.append(f"  CUDA {seen['cuda']}, NCCL {seen['nccl']}")
     lines += ["", "kernels         on the CPU   on a GPU   elsewhere"]
     for row in found["kernels"]:
         reasons = [f"no {name}: {text}" for name, text in row["implementations"].items() if text != "ok"]
-        lines.append(f"  {row['family']:<14}{row['cpu'] or '–':<13}{row['cuda'] or '–':<11}{'; '.join(reasons)}".rstrip())
+        lines.append(
+            f"  {row['family']:<14}{row['cpu'] or '–':<13}{row['cuda'] or '–':<11}{'; '.join(reasons)}".rstrip()
+        )
     for test in found.get("collectives", []):
-        how = f"{', '.join(test['passed'])}: all well, {test['seconds']:.1f} s" if test["error"] is None else test["error"]
+        how = (
+            f"{', '.join(test['passed'])}: all well, {test['seconds']:.1f} s"
+            if test["error"] is None
+            else test["error"]
+        )
         lines += ["", f"collectives over {test['backend']} on {test['ranks']} ranks", f"  {how}"]
     lines += ["", "problems: " + "; ".join(found["problems"]) if found["problems"] else "no problems found"]
     return "\n".join(lines)

@@ -24,6 +24,8 @@ def sentence_of(error: Exception) -> Failure | None:
         return Failure(f"{error.filename}: {error.strerror}", 1)
     torch = sys.modules.get("torch")
     if torch is not None and isinstance(error, torch.OutOfMemoryError):
-        advice = "use a smaller --batch-size or --seq-len, --accumulate more, or split the model over more ranks"
+        advice = (
+            "use a smaller --batch-size or --seq-len, --accumulate more, or split the model over more ranks"
+        )
         return Failure(f"the GPU's memory is full: {advice}", 1)
     return None

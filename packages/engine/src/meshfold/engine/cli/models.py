@@ -9,12 +9,16 @@ from typing import Any
 from meshfold.engine.cli.failure import Failure
 
 
-def add_model(parser: argparse.ArgumentParser) -> None:
+def add_model(parser: argparse._ActionsContainer) -> None:
     """``--model``, ``--hf`` and ``--set``."""
     which = parser.add_mutually_exclusive_group()
-    which.add_argument("--model", metavar="NAME", help="one of our own: gpt-tiny, llama-small, gpt2, ... (default: gpt-tiny)")
     which.add_argument(
-        "--hf", metavar="FOLDER", help="a local folder of a Hugging Face causal LM: config.json, and weights or none"
+        "--model", metavar="NAME", help="one of our own: gpt-tiny, llama-small, gpt2, ... (default: gpt-tiny)"
+    )
+    which.add_argument(
+        "--hf",
+        metavar="FOLDER",
+        help="a local folder of a Hugging Face causal LM: config.json, and weights or none",
     )
     parser.add_argument(
         "--set", nargs="+", default=[], metavar="KEY=VALUE", dest="changes",

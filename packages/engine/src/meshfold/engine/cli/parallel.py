@@ -19,18 +19,20 @@ from typing import Any
 
 from meshfold.engine.cli.failure import Failure
 
-_WAYS = 'write --parallel "dict(data=2, tensor=4)", --parallel data=2 tensor.mode=2d tensor.size=4, or a .py file'
+_WAYS = (
+    'write --parallel "dict(data=2, tensor=4)", --parallel data=2 tensor.mode=2d tensor.size=4, or a .py file'
+)
 _ITEM = re.compile(r"([A-Za-z_]\w*(?:\.[A-Za-z_]\w*)*)=([^=]+)")
 
 
-def add_parallel(parser: argparse.ArgumentParser) -> None:
+def add_parallel(parser: argparse._ActionsContainer) -> None:
     """The argument ``--parallel``."""
     parser.add_argument(
         "--parallel",
         nargs="+",
         default=["dict()"],
         metavar="SPEC",
-        help='how to split the work: "dict(data=2, tensor=dict(mode=\'2d\', size=4))", or data=2 tensor.mode=2d '
+        help="how to split the work: \"dict(data=2, tensor=dict(mode='2d', size=4))\", or data=2 tensor.mode=2d "
         "tensor.size=4, or a Python file with parallel = dict(...) (default: one rank)",
     )
 
@@ -74,7 +76,9 @@ def _from_file(path: Path) -> dict[str, Any]:
     try:
         names = runpy.run_path(str(path))
     except Exception as error:
-        raise Failure(f"--parallel {str(path)!r}: running it raised {type(error).__name__}: {error}") from error
+        raise Failure(
+            f"--parallel {str(path)!r}: running it raised {type(error).__name__}: {error}"
+        ) from error
     if not isinstance(names.get("parallel"), dict):
         raise Failure(f"--parallel {str(path)!r}: the file must say parallel = dict(...)")
     found: dict[str, Any] = names["parallel"]
@@ -84,8 +88,17 @@ def _from_file(path: Path) -> dict[str, Any]:
 def _literal(node: ast.expr) -> Any:
     """The value of an expression made of literals and ``dict(key=...)`` alone; ValueError for any other."""
     if isinstance(node, ast.Dict) and None not in node.keys:
-        pairs = [(ast.literal_eval(key), _literal(value)) for key, value in zip(node.keys, node.values, strict=True) if key]
-    elif isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "dict" and not node.args:
+        pairs = [
+            (ast.literal_eval(key), _literal(value))
+            for key, value in zip(node.keys, node.values, strict=True)
+            if key
+        ]
+    elif (
+        isinstance(node, ast.Call)
+        and isinstance(node.func, ast.Name)
+        and node.func.id == "dict"
+        and not node.args
+    ):
         pairs = [(word.arg, _literal(word.value)) for word in node.keywords]
         if None in dict(pairs):
             raise ValueError("dict(**...)")

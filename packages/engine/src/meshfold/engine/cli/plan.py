@@ -20,14 +20,29 @@ from meshfold.engine.cli.parallel import add_parallel, read_parallel
 def configure(parser: argparse.ArgumentParser) -> None:
     """The arguments of ``meshfold plan``."""
     add_parallel(parser)
-    parser.add_argument("--ranks", type=positive, metavar="N", help="world size (default: the product of the spec)")
+    parser.add_argument(
+        "--ranks", type=positive, metavar="N", help="world size (default: the product of the spec)"
+    )
     add_model(parser)
-    parser.add_argument("--batch-size", type=positive, default=8, metavar="N", help="sequences of a global batch (8)")
-    parser.add_argument("--seq-len", type=positive, metavar="N", help="tokens of a sequence (default: the model's longest)")
-    parser.add_argument("--accumulate", type=positive, default=1, metavar="N", help="micro-steps of a step (1)")
-    parser.add_argument("--precision", default="bf16", choices=("fp32", "fp64", "bf16", "fp16"), help="(bf16)")
+    parser.add_argument(
+        "--batch-size", type=positive, default=8, metavar="N", help="sequences of a global batch (8)"
+    )
+    parser.add_argument(
+        "--seq-len", type=positive, metavar="N", help="tokens of a sequence (default: the model's longest)"
+    )
+    parser.add_argument(
+        "--accumulate", type=positive, default=1, metavar="N", help="micro-steps of a step (1)"
+    )
+    parser.add_argument(
+        "--precision", default="bf16", choices=("fp32", "fp64", "bf16", "fp16"), help="(bf16)"
+    )
     parser.add_argument("--optimizer", default="adamw", choices=("adamw", "adam", "sgd"), help="(adamw)")
-    parser.add_argument("--machine", default="h200x8", metavar="NAME", help="for the time: h200x8, h100x8, a100x8, v100x8, laptop")
+    parser.add_argument(
+        "--machine",
+        default="h200x8",
+        metavar="NAME",
+        help="for the time: h200x8, h100x8, a100x8, v100x8, laptop",
+    )
     parser.add_argument("--report", action="store_true", help="also show what becomes of each submodule")
     parser.add_argument("--json", action="store_true", help="print JSON, bytes and seconds as plain numbers")
 

@@ -32,7 +32,9 @@ def programs(folder: Path) -> dict[str, Path]:
     """Name, with dashes, to file: ``<name>.py``, or ``run.py`` or ``__init__.py`` of a folder, with a ``main``."""
     found: dict[str, Path] = {}
     for entry in sorted(folder.iterdir()):
-        candidates = [entry / "run.py", entry / "__main__.py", entry / "__init__.py"] if entry.is_dir() else [entry]
+        candidates = (
+            [entry / "run.py", entry / "__main__.py", entry / "__init__.py"] if entry.is_dir() else [entry]
+        )
         for file in candidates:
             if file.suffix == ".py" and file.is_file() and _has_main(file):
                 found[entry.stem.replace("_", "-")] = file
@@ -74,7 +76,12 @@ def run_program(folder: Path, name: str, argv: Sequence[str]) -> int:
 def _has_main(file: Path) -> bool:
     tree = ast.parse(file.read_text(encoding="utf-8"))
     defined = {node.name for node in tree.body if isinstance(node, ast.FunctionDef)}
-    imported = {alias.asname or alias.name for node in tree.body if isinstance(node, ast.ImportFrom) for alias in node.names}
+    imported = {
+        alias.asname or alias.name
+        for node in tree.body
+        if isinstance(node, ast.ImportFrom)
+        for alias in node.names
+    }
     return "main" in defined | imported
 
 
@@ -88,7 +95,9 @@ def _import(folder: Path, file: Path) -> Any:
     name = ".".join(parts[:-1] if is_package else parts)
     if name in sys.modules:
         return sys.modules[name]
-    spec = importlib.util.spec_from_file_location(name, file, submodule_search_locations=[str(file.parent)] if is_package else None)
+    spec = importlib.util.spec_from_file_location(
+        name, file, submodule_search_locations=[str(file.parent)] if is_package else None
+    )
     if spec is None or spec.loader is None:
         raise Failure(f"{file} cannot be imported")
     module = sys.modules[name] = importlib.util.module_from_spec(spec)

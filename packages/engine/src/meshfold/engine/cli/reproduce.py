@@ -21,7 +21,9 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.usage = f"{parser.prog} NAME ... | --list"
     parser.add_argument("--list", action="store_true", help="what there is, a line each")
     parser.add_argument("--json", action="store_true", help="with --list: names as JSON")
-    parser.add_argument("name", nargs=argparse.REMAINDER, metavar="NAME ...", help="which one, and its own arguments")
+    parser.add_argument(
+        "name", nargs=argparse.REMAINDER, metavar="NAME ...", help="which one, and its own arguments"
+    )
 
 
 def run(arguments: argparse.Namespace, folder: str = FOLDER) -> int:

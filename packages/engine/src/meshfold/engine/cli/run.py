@@ -20,17 +20,25 @@ from meshfold.engine.cli.failure import Failure
 def configure(parser: argparse.ArgumentParser) -> None:
     """The arguments of ``meshfold run``."""
     parser.usage = "meshfold run [--ranks N] [--port PORT] [--log-dir DIR] (script.py | -m MODULE) ..."
-    parser.add_argument("--ranks", type=int, metavar="N", help="how many processes (default: one for each GPU)")
+    parser.add_argument(
+        "--ranks", type=int, metavar="N", help="how many processes (default: one for each GPU)"
+    )
     parser.add_argument("--port", type=int, help="where the ranks meet (default: any free one)")
-    parser.add_argument("--log-dir", type=Path, metavar="DIR", help="keep what each rank prints, a file a rank")
-    parser.add_argument("-m", dest="module", nargs=argparse.REMAINDER, metavar="MODULE ...", help="run a module")
+    parser.add_argument(
+        "--log-dir", type=Path, metavar="DIR", help="keep what each rank prints, a file a rank"
+    )
+    parser.add_argument(
+        "-m", dest="module", nargs=argparse.REMAINDER, metavar="MODULE ...", help="run a module"
+    )
     parser.add_argument("script", nargs=argparse.REMAINDER, metavar="script.py ...", help="run a file")
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Run ``meshfold run``."""
     if arguments.module is None and not arguments.script:
-        raise Failure("nothing to run: give a script, meshfold run --ranks 2 train.py, or a module, -m my.module")
+        raise Failure(
+            "nothing to run: give a script, meshfold run --ranks 2 train.py, or a module, -m my.module"
+        )
     program = ["-m", *arguments.module] if arguments.module is not None else arguments.script
     import torch
 
@@ -42,7 +50,7 @@ def run(arguments: argparse.Namespace) -> int:
     if here.source != "single":
         if arguments.ranks not in (None, here.world_size):
             raise Failure(
-                f"--ranks {arguments.ranks}, but {here.source} started {here.world_size}: leave --ranks out under {here.source}"
+                f"--ranks {arguments.ranks}, but {here.source} started {here.world_size}: leave --ranks out"
             )
         if program[0] != "-m" and not Path(program[0]).exists():
             raise Failure(f"there is no file {program[0]!r} to run")
@@ -52,7 +60,7 @@ def run(arguments: argparse.Namespace) -> int:
             traceback.print_exc()  # whatever it is, the person who wrote the script wants to see where
             return 1
         return 0
-    ranks = arguments.ranks if arguments.ranks is not None else torch.cuda.device_count()
-    if ranks == 0:
+    ranks = torch.cuda.device_count() if arguments.ranks is None else arguments.ranks
+    if arguments.ranks is None and ranks == 0:
         raise Failure("this machine has no GPU to tell how many ranks to start: say it with --ranks N")
     return launch(program, ranks, port=arguments.port, log_dir=arguments.log_dir)

@@ -6,8 +6,6 @@ another about a random state, and nothing is stored for backward.
 
 from __future__ import annotations
 
-import math
-
 import torch
 from torch import Tensor
 
@@ -15,6 +13,7 @@ from meshfold import kernels
 from meshfold.mesh import Mesh
 from meshfold.mesh.dropout_stream import current_dropout_stream
 from meshfold.tensor_parallel.layers.base import ShardedLayer
+from meshfold.tensor_parallel.layers.draw import code_of, draw
 from meshfold.tensor_parallel.modes import Mode
 
 
@@ -50,6 +49,7 @@ class Dropout(ShardedLayer):
         super().__init__()
         self.p, self.mesh, self.hidden, self.name = p, mesh, hidden, name
         self.inner, self.heads, self.flat_tokens = inner, heads, flat_tokens
+        self._code = code_of(name)
         residual, between = mode.layout("residual"), mode.layout("hidden")
         self.residual = ((), ()) if whole else (residual["m"], residual["h"])
         self.between = ((), ()) if whole else (between["m"], between["n"])
@@ -65,34 +65,33 @@ class Dropout(ShardedLayer):
         fits_residual = width * size(*self.residual[1]) == self.hidden
         fits_between = width * size(*self.between[1]) == self.inner
         tokens, columns = self.residual if fits_residual and not fits_between else self.between
-        rows = x.numel() // width
-        stream = current_dropout_stream()
-        if x.dim() == 2 and self.flat_tokens:
-            before = stream.first_token
+        rows, first = x.numel() // width, self.mesh.index(*tokens)
+        seed, key, before = self._draw(x, x.dim() == 2 and self.flat_tokens)
+        if isinstance(before, int):
+            place: int | Tensor = before * x.shape[1:-1].numel() + first * rows
         else:
-            before = stream.first_row * math.prod(x.shape[1:-1])
-        return kernels.dropout(
-            x,
-            p,
-            stream.seed,
-            stream.next_key(self.name),
-            before + self.mesh.index(*tokens) * rows,
-            self.mesh.index(*columns) * width,
-            width * size(*columns),
-        )
+            place = before * x.shape[1:-1].numel() + first * rows + torch.arange(rows, device=x.device)
+        return kernels.dropout(x, p, seed, key, place, self.mesh.index(*columns) * width, width * size(*columns))
 
     def drop_weights(self, weights: Tensor, p: float) -> Tensor:
         """The same for attention weights ``b heads s t``: each (b, head, s, t) of the whole model has one fate."""
         b, heads, s, t = weights.shape
         tokens, columns = self.between
         all_heads, device = heads * self.mesh.size(*columns), weights.device
-        stream = current_dropout_stream()
-        sequence = torch.arange(b, device=device) + (stream.first_row + self.mesh.index(*tokens) * b)
+        seed, key, before = self._draw(weights, False)
+        sequence = torch.arange(b, device=device) + (before + self.mesh.index(*tokens) * b)
         head = torch.arange(heads, device=device) + self.mesh.index(*columns) * heads
         place = torch.arange(s, device=device)
         rows = ((sequence[:, None, None] * all_heads + head[:, None]) * s + place).reshape(-1)
-        key = stream.next_key(f"{self.name}.attention")
-        return kernels.dropout(weights.reshape(-1, t), p, stream.seed, key, rows, 0, t).view(b, heads, s, t)
+        return kernels.dropout(weights.reshape(-1, t), p, seed, key, rows, 0, t).view(b, heads, s, t)
+
+    def _draw(self, x: Tensor, by_tokens: bool) -> tuple[int | Tensor, int | Tensor, int | Tensor]:
+        """(seed, key, the rows or tokens of the global batch before this forward's)."""
+        if torch.compiler.is_compiling():
+            seed, key, first_row, first_token = draw(x, self._code)
+            return seed, key, first_token if by_tokens else first_row
+        stream = current_dropout_stream()
+        return stream.seed, stream.next_key(self.name), stream.first_token if by_tokens else stream.first_row
 
     def extra_repr(self) -> str:
         return f"p={self.p}"

@@ -173,7 +173,7 @@ class Linear(ShardedLayer):
 
     def use_entered_input(self) -> None:
         """From now on the input arrives gathered (and folded), and dx leaves as partial sums: see ``region.py``."""
-        self.plan = self.plan.enter()
+        self.plan = self.mesh.once(("entered", self.plan), self.plan.enter)  # one object: compiled once
         self._multiply = bind_matmul(self.plan, self.mesh)
 
     def forward(self, x: Tensor) -> Tensor:

@@ -1,0 +1,143 @@
+"""The arguments of ``meshfold train``, the settings that they stand for, and the way back."""
+
+from __future__ import annotations
+
+import argparse
+from typing import TYPE_CHECKING, Any
+
+from meshfold.engine.cli.models import add_model, natural, positive, rate, read_changes
+from meshfold.engine.cli.parallel import add_parallel, read_parallel
+
+if TYPE_CHECKING:
+    from meshfold.engine.train_settings import TrainSettings
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    """The arguments of ``meshfold train``."""
+    parser.usage = "meshfold train --data PATH --out DIR [options]"
+    data = parser.add_argument_group("data")
+    data.add_argument(
+        "--data", required=True, metavar="PATH", help="folder or file of text, or token ids: .bin, .npy"
+    )
+    data.add_argument(
+        "--tokenizer",
+        metavar="byte|FOLDER",
+        help="bytes, or a Hugging Face tokenizer's folder (default: --hf's own, else byte)",
+    )
+    data.add_argument(
+        "--extensions", nargs="+", default=[], metavar=".EXT", help="read only files that end so"
+    )
+    data.add_argument(
+        "--exclude", nargs="+", default=[], metavar="NAME", help="leave out folders of these names"
+    )
+    data.add_argument(
+        "--max-bytes", type=positive, metavar="N", help="read about so many bytes of text at most"
+    )
+    data.add_argument(
+        "--token-dtype", default="uint16", choices=("uint16", "uint32"), help="of a .bin file (uint16)"
+    )
+    data.add_argument(
+        "--validation", type=rate, default=0.05, metavar="SHARE", help="set aside for validation (0.05)"
+    )
+    model = parser.add_argument_group("model")
+    add_model(model)
+    work = parser.add_argument_group("parallel work")
+    add_parallel(work)
+    work.add_argument(
+        "--ranks", type=positive, metavar="N", help="processes to start (default: the product of the spec)"
+    )
+    work.add_argument(
+        "--device", choices=("cpu", "cuda"), help="(default: a GPU for each rank where there are as many)"
+    )
+    work.add_argument("--precision", default="fp32", choices=("fp32", "fp64", "bf16", "fp16"), help="(fp32)")
+    steps = parser.add_argument_group("optimization")
+    steps.add_argument(
+        "--steps", type=positive, default=100, metavar="N", help="optimizer steps in all (100)"
+    )
+    steps.add_argument(
+        "--stop-after", type=positive, metavar="N", help="stop at step N; the schedule is that of --steps"
+    )
+    steps.add_argument(
+        "--batch-size", type=positive, default=8, metavar="N", help="sequences of a step, over all ranks (8)"
+    )
+    steps.add_argument(
+        "--seq-len", type=positive, default=128, metavar="N", help="tokens of a sequence (128)"
+    )
+    steps.add_argument(
+        "--accumulate", type=positive, default=1, metavar="N", help="micro-steps of a step (1)"
+    )
+    steps.add_argument("--optimizer", default="adamw", choices=("adamw", "adam", "sgd"), help="(adamw)")
+    steps.add_argument("--lr", type=rate, default=3e-4, help="highest learning rate (3e-4)")
+    steps.add_argument("--warmup", type=natural, default=0, metavar="N", help="steps on the way up to it (0)")
+    steps.add_argument(
+        "--schedule", default="cosine", choices=("cosine", "linear", "constant"), help="(cosine)"
+    )
+    steps.add_argument("--weight-decay", type=rate, default=0.1, metavar="X", help="of matrices (0.1)")
+    steps.add_argument(
+        "--clip", type=rate, default=1.0, metavar="NORM", help="largest gradient norm, 0 for none (1.0)"
+    )
+    steps.add_argument(
+        "--seed", type=natural, default=0, help="of weights, dropout and the order of data (0)"
+    )
+    out = parser.add_argument_group("output")
+    out.add_argument("--out", required=True, metavar="DIR", help="folder to write to")
+    out.add_argument("--resume", action="store_true", help="go on from the checkpoint in DIR")
+    out.add_argument(
+        "--eval-every",
+        type=natural,
+        default=0,
+        metavar="N",
+        help="steps between evaluations (at the end only)",
+    )
+    out.add_argument(
+        "--eval-batches", type=positive, default=8, metavar="N", help="batches of an evaluation (8)"
+    )
+    out.add_argument(
+        "--save-every",
+        type=natural,
+        default=0,
+        metavar="N",
+        help="steps between checkpoints (at the end only)",
+    )
+    out.add_argument("--prompt", metavar="TEXT", help="at the end, write how the model goes on from TEXT")
+    out.add_argument("--sample-tokens", type=positive, default=200, metavar="N", help="how far (200)")
+    out.add_argument("--no-plan", action="store_true", help="do not print the plan first")
+    out.add_argument(
+        "--json", action="store_true", help="print a line of JSON a step, all else on standard error"
+    )
+
+
+def settings_of(arguments: argparse.Namespace) -> TrainSettings:
+    """The arguments as settings."""
+    words = vars(arguments)
+    parallel = read_parallel(arguments.parallel)
+    changes = read_changes(arguments.changes)
+    from dataclasses import fields
+
+    from meshfold.engine.train_settings import TrainSettings
+
+    given: dict[str, Any] = {field.name: words[field.name] for field in fields(TrainSettings)}
+    given.update(parallel=parallel, changes=changes)
+    given.update({name: tuple(words[name]) for name in ("extensions", "exclude")})
+    return TrainSettings(**given)
+
+
+def words_of(settings: TrainSettings) -> list[str]:
+    """The arguments that :func:`settings_of` makes these settings of (objects in the spec cannot be written so)."""
+    from dataclasses import fields
+
+    words: list[str] = []
+    for field in fields(settings):
+        value = getattr(settings, field.name)
+        option = "--set" if field.name == "changes" else "--" + field.name.replace("_", "-")
+        if value == field.default or value in ((), {}):
+            continue
+        if field.name == "parallel":
+            words += [option, repr(value)]
+        elif field.name == "changes":
+            words += [option, *(f"{key}={item}" for key, item in value.items())]
+        elif isinstance(value, tuple):
+            words += [option, *value]
+        else:
+            words += [option] if value is True else [f"{option}={value}"]
+    return words

@@ -1,0 +1,411 @@
+"""The command ``meshfold`` as a person types it: what works, and one sentence for what does not."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from meshfold.engine.cli import COMMANDS, main
+from meshfold.engine.cli.failure import Failure
+from meshfold.engine.cli.parallel import read_parallel
+from meshfold.engine.cli.train_arguments import configure, settings_of, words_of
+from meshfold.engine.metrics_file import read_metrics
+
+Run = Callable[..., subprocess.CompletedProcess[str]]
+TINY = ["--model", "gpt-tiny", "--set", "hidden=16", "layers=1", "heads=2", "--seq-len", "16", "--batch-size", "4"]
+
+
+@pytest.fixture
+def text(tmp_path: Path) -> Path:
+    """A folder with some text."""
+    folder = tmp_path / "texts"
+    folder.mkdir()
+    for number in range(4):
+        (folder / f"{number}.txt").write_text(f"number {number} of the documents to train on. " * 20)
+    return folder
+
+
+@pytest.fixture
+def meshfold(tmp_path: Path) -> Run:
+    """Runs a command in a process of its own, in a folder of its own."""
+
+    def run(*words: object, **environment: str) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(
+            [sys.executable, "-m", "meshfold.engine.cli", *map(str, words)],
+            cwd=tmp_path,
+            env={**os.environ, **environment},
+            capture_output=True,
+            text=True,
+            timeout=120,
+        )
+
+    return run
+
+
+def losses(out: Path) -> list[float]:
+    return [row["loss"] for row in read_metrics(out / "metrics.jsonl") if "loss" in row]
+
+
+# -- help and mistakes ----------------------------------------------------------------------------------------------
+
+
+def test_help_is_there_at_once() -> None:
+    code = (
+        "import sys\nfrom meshfold.engine.cli import main\nmain(['--help'])\n"
+        "print('torch' in sys.modules)\nmain(['train', '--help'])"
+    )
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    overview, _, rest = found.stdout.partition("False\n")
+    assert all(f"  {name}" in overview for name in COMMANDS)
+    assert "--parallel" in rest
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_every_command_has_help(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as end:
+        main([name, "--help"])
+    assert end.value.code == 0
+    assert capsys.readouterr().out.startswith(f"usage: meshfold {name}")
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["trian"], "there is no command 'trian'. Did you mean 'train'?"),
+        (["train", "--out", "x"], "the following arguments are required: --data"),
+        (["train", "--data", "nowhere", "--out", "x"], "there is no file or folder 'nowhere' to train on"),
+        (["train", "--data", "empty", "--out", "x"], "no text in 'empty': it has no files"),
+        (["train", "--data", "t", "--out", "x", "--steps", "0"], "argument --steps: 0 is not a whole number from 1 up"),
+        (["train", "--data", "t", "--out", "x", "--lr", "fast"], "argument --lr: 'fast' is not a number from 0 up"),
+        (["train", "--data", "t", "--out", "x", "--precision", "fp8"], "argument --precision: invalid choice: 'fp8'"),
+        (["train", "--data", "t", "--out", "x", "--parallel", "data:2"], "--parallel 'data:2' is not a spec: write"),
+        (["train", "--data", "t", "--out", "x", "--parallel", "dict(data=2,"], "is not a spec: write"),
+        (["train", "--data", "t", "--out", "x", "--parallel", "gone.py"], "--parallel 'gone.py': there is no such file"),
+        (["train", "--data", "t", "--out", "x", "--parallel", "bad.py"], "running it raised ZeroDivisionError"),
+        (["train", "--data", "t", "--out", "x", "--parallel", "none.py"], "the file must say parallel = dict(...)"),
+        (["train", "--data", "t", "--out", "x", "--parallel", "pipelin=2"], "Did you mean 'pipeline'?"),
+        (["train", "--data", "t", "--out", "x", "--parallel", "data=0"], "data=0 is zero, and the least is 1"),
+        (
+            ["train", "--data", "t", "--out", "x", "--parallel", "tensor.mode=2d", "tensor.size=6"],
+            "tensor=dict(mode='2d', size=6)",
+        ),
+        (["train", "--data", "t", "--out", "x", "--parallel", "data=3", "--ranks", "4"], "the world size is 4"),
+        (["train", "--data", "t", "--out", "x", "--parallel", "pipeline=2"], "needs meshfold-pipeline"),
+        (["train", "--data", "t", "--out", "x", "--parallel", "data=2", "zero.stage=3"], "needs meshfold-zero-gemini"),
+        (["train", "--data", "t", "--out", "x", "--parallel", "data=2", "sequence.mode=ring", "sequence.size=2"],
+         "needs meshfold-pipeline"),
+        (["train", "--data", "t", "--out", "x", "--parallel", "tensor=3"], "heads"),
+        (["train", "--data", "t", "--out", "x", "--model", "gpt-tny"], "there is no model 'gpt-tny'. Did you mean 'gpt-tiny'?"),
+        (["train", "--data", "t", "--out", "x", "--set", "layer=2"], "no setting 'layer'. Did you mean 'layers'?"),
+        (["train", "--data", "t", "--out", "x", "--set", "layers"], "--set 'layers': write key=value"),
+        (["train", "--data", "t", "--out", "x", "--set", "heads=3"], "3 heads do not divide 64"),
+        (["train", "--data", "t", "--out", "x", "--set", "max_positions=8"],
+         "sequences of 128 tokens are longer than the 8 positions of model 'gpt-tiny'"),
+        (["train", "--data", "t", "--out", "x", "--set", "vocab_size=100"], "the tokenizer has 257 tokens"),
+        (["train", "--data", "t", "--out", "x", "--hf", "nowhere"], "there is no such folder"),
+        (["train", "--data", "t", "--out", "x", "--hf", "empty", "--tokenizer", "byte"], "model 'empty' has no config.json"),
+        (["train", "--data", "t", "--out", "x", "--hf", "bert", "--tokenizer", "byte"], "has no causal language model"),
+        (["train", "--data", "t", "--out", "x", "--hf", "broken", "--tokenizer", "byte"], "its config.json cannot be read"),
+        (["train", "--data", "t", "--out", "x", "--tokenizer", "empty"], "transformers finds none there"),
+        (["train", "--data", "t", "--out", "x", "--accumulate", "3"], "accumulate=3 does not divide batch_size=8"),
+        (["train", "--data", "t", "--out", "x", "--batch-size", "800"], "too few for a batch of 800 windows of 128"),
+        (["train", "--data", "ids.bin", "--out", "x"], "holds the token id 700, and model 'gpt-tiny' has a vocabulary of 256"),
+        (["train", "--data", "t", "--out", "x", "--resume"], "does not exist"),
+        (["train", "--data", "t", "--out", "done"], "is there already: go on from it with --resume"),
+        (["train", "--data", "t", "--out", "damaged", "--resume"], "cannot read"),
+        (["train", "--data", "t", "--out", "t/0.txt/x"], "t/0.txt/x"),
+        (["plan", "--machine", "h20x8"], "there is no machine 'h20x8'. Did you mean 'h200x8'?"),
+        (["plan", "--parallel", "tensor.mode=3d", "tensor.size=4"], "tensor=dict(mode='3d', size=4)"),
+        (["plan", "--batch-size", "8", "--accumulate", "3"], "3 micro-steps do not divide the global batch of 8"),
+        (["run"], "nothing to run: give a script"),
+        (["run", "--ranks", "2", "gone.py"], "there is no file 'gone.py' to run"),
+        (["run", "--ranks", "0", "t/0.txt"], "cannot start 0 ranks"),
+        (["reproduce", "no-such-paper"], "there is no 'no-such-paper' in experiments. There are: tensor-parallel-volume"),
+        (["bench"], "say which one; there are: tensor-parallel"),
+        (["bench", "tensor-paralel"], "Did you mean 'tensor-parallel'?"),
+        (["doctor", "--all"], "unrecognized arguments: --all"),
+    ],
+)  # fmt: skip
+def test_a_mistake_is_one_sentence(
+    words: list[str],
+    message: str,
+    tmp_path: Path,
+    text: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    import numpy as np
+
+    monkeypatch.chdir(tmp_path)
+    text.rename("t")
+    for folder in ("empty", "bert", "broken", "done/checkpoint", "damaged/checkpoint"):
+        Path(folder).mkdir(parents=True)
+    Path("bad.py").write_text("1 / 0\n")
+    Path("none.py").write_text("spec = {}\n")
+    Path("bert/config.json").write_text('{"model_type": "vit"}')
+    Path("broken/config.json").write_text("{")
+    Path("damaged/checkpoint/state.json").write_text("{")
+    np.array([1, 700] * 2000, dtype=np.uint16).tofile("ids.bin")
+    try:
+        code: object = main(words)
+    except SystemExit as end:  # argparse
+        code = end.code
+    out, err = capsys.readouterr()
+    last = err.strip().splitlines()[-1]
+    assert code not in (0, None)
+    assert message in last, err
+    assert last.startswith("meshfold"), "not said by the command"
+    assert "Traceback" not in err and "step 1" not in out
+    assert not Path("x/checkpoint").exists()
+
+
+@pytest.mark.parametrize(
+    ("words", "parallel"),
+    [
+        (["dict()"], {}),
+        (['dict(data=2, tensor=dict(mode="2d", size=4))'], dict(data=2, tensor=dict(mode="2d", size=4))),
+        (["{'data': 2, 'tensor': {'mode': '2d', 'grid': (2, 3)}}"], dict(data=2, tensor=dict(mode="2d", grid=(2, 3)))),
+        (["data=2,", "tensor=dict(mode='2d',", "size=4)"], dict(data=2, tensor=dict(mode="2d", size=4))),
+        (["data=2,tensor=4"], dict(data=2, tensor=4)),
+        (["data=2", "tensor.mode=2.5d", "tensor.size=8", "tensor.depth=2"],
+         dict(data=2, tensor=dict(mode="2.5d", size=8, depth=2))),
+        (["tensor.mode=2d,tensor.grid=2x3"], dict(tensor=dict(mode="2d", grid=(2, 3)))),
+        (["tensor.mode=1d+sequence", "tensor.size=2"], dict(tensor=dict(mode="1d+sequence", size=2))),
+        (["sequence.mode=megatron", "tensor=2"], dict(sequence=dict(mode="megatron"), tensor=2)),
+        (["data=true"], dict(data=True)),
+    ],
+)  # fmt: skip
+def test_parallel_as_it_is_typed(words: list[str], parallel: dict[str, Any]) -> None:
+    assert read_parallel(words) == parallel
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["data"],
+        ["2"],
+        ["data=2=3"],
+        ["dict(2)"],
+        ["dict(**x)"],
+        ["list(data=2)"],
+        ["dict(data=print(1))"],
+        ["dict(data=__import__('os').getpid())"],
+        ["data=1", "data.size=2"],
+        ["tensor.size=1", "tensor.size=2"],
+        ["{'data': 1, 'data': 2}"],
+    ],
+)
+def test_what_is_no_spec_is_said(words: list[str]) -> None:
+    with pytest.raises(Failure, match="--parallel"):
+        read_parallel(words)
+
+
+def test_settings_as_words_and_back() -> None:
+    import argparse
+
+    words = ["--data=x", "--out=y", "--parallel", "dict(data=2, tensor=dict(mode='2d', size=4))", "--set", "layers=3"]
+    words += ["--extensions", ".py", ".md", "--resume", "--lr=0.01", "--prompt=-- def", "--stop-after=3"]
+    parser = argparse.ArgumentParser()
+    configure(parser)
+    settings = settings_of(parser.parse_args(words))
+    assert (settings.prompt, settings.extensions, settings.last_step) == ("-- def", (".py", ".md"), 3)
+    assert settings_of(parser.parse_args(words_of(settings))) == settings
+
+
+# -- run ------------------------------------------------------------------------------------------------------------
+
+
+def test_run_starts_ranks_and_passes_arguments_on(meshfold: Run, tmp_path: Path) -> None:
+    (tmp_path / "hello.py").write_text(
+        "import os, sys\nprint(os.environ['RANK'], os.environ['WORLD_SIZE'], sys.argv[1:])\n"
+    )
+    words = ("run", "--ranks", 2, "--log-dir", "logs")
+    by_file = meshfold(*words, "hello.py", "--ranks", 7, "-m", "x")
+    assert (by_file.returncode, by_file.stdout) == (0, "0 2 ['--ranks', '7', '-m', 'x']\n"), by_file.stderr
+    assert (tmp_path / "logs" / "rank1.out").read_text() == "1 2 ['--ranks', '7', '-m', 'x']\n"
+    by_module = meshfold(*words, "-m", "hello", "--port", 3)
+    assert (by_module.returncode, by_module.stdout) == (0, "0 2 ['--port', '3']\n"), by_module.stderr
+
+
+def test_run_shows_the_first_failing_ranks_traceback(meshfold: Run, tmp_path: Path) -> None:
+    (tmp_path / "fails.py").write_text(
+        "import os, time\nif os.environ['RANK'] == '1':\n    raise ValueError('a hole')\ntime.sleep(60)\n"
+    )
+    begin = time.monotonic()
+    found = meshfold("run", "--ranks", 2, "fails.py")
+    assert time.monotonic() - begin < 30
+    assert found.returncode == 1
+    assert "rank 1 of 2 raised" in found.stderr
+    assert found.stderr.rstrip().endswith("ValueError: a hole")
+
+
+def test_run_under_torchrun_just_runs(meshfold: Run, tmp_path: Path) -> None:
+    (tmp_path / "hello.py").write_text("import os\nprint('rank', os.environ['RANK'])\n1 / 0\n")
+    place = dict(RANK="3", WORLD_SIZE="4", LOCAL_RANK="1", LOCAL_WORLD_SIZE="2", MASTER_ADDR="h", MASTER_PORT="1")
+    found = meshfold("run", "hello.py", **place)
+    assert (found.returncode, found.stdout) == (1, "rank 3\n")
+    assert "ZeroDivisionError" in found.stderr
+    refused = meshfold("run", "--ranks", 2, "hello.py", **place)
+    assert refused.returncode == 2
+    assert refused.stderr == "meshfold run: --ranks 2, but torchrun started 4: leave --ranks out\n"
+
+
+# -- train ----------------------------------------------------------------------------------------------------------
+
+
+def test_train_here_and_on_ranks_and_resume_under_another_spec(meshfold: Run, text: Path, tmp_path: Path) -> None:
+    words = ["train", "--data", str(text), *TINY, "--steps", "6", "--accumulate", "2"]
+    assert main([*words, "--out", str(tmp_path / "alone"), "--parallel", "dict()"]) == 0
+    whole = losses(tmp_path / "alone")
+    assert len(whole) == 6 and whole[-1] < whole[0]
+    first = meshfold(
+        *words, "--out", "split", "--stop-after", 3, "--parallel", "data=2", "--save-every", 2, "--prompt", "num"
+    )
+    assert first.returncode == 0, first.stderr
+    for part in ("a rank holds", "gradients  all_reduce  data", "step 1/3", "validation loss", "a sample of what"):
+        assert part in first.stdout
+    assert (tmp_path / "split" / "sample.txt").read_text().startswith("num")
+    for name in ("checkpoint/state.json", "loss.png", "metrics.jsonl"):
+        assert (tmp_path / "split" / name).stat().st_size
+    second = meshfold(*words, "--out", "split", "--resume", "--parallel", "tensor=2", "--json")
+    assert second.returncode == 0, second.stderr
+    assert "going on from step 3" in second.stderr
+    rows = [json.loads(line) for line in second.stdout.splitlines()]
+    assert [row["step"] for row in rows] == [4, 5, 6]
+    assert losses(tmp_path / "split") == pytest.approx(whole, abs=1e-5)
+    assert rows[-1]["loss"] == losses(tmp_path / "split")[-1]
+    other = meshfold(*words, "--set", "hidden=32", "--out", "split", "--resume")
+    assert other.returncode == 2
+    assert "split/checkpoint is of another model: " in other.stderr.splitlines()[-1]
+
+
+def test_train_under_torchrun(text: Path, tmp_path: Path) -> None:
+    words = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "--master-port=0"]
+    words += ["--rdzv-backend=c10d", "--rdzv-endpoint=127.0.0.1:0", "-m", "meshfold.engine.cli", "train"]
+    words += ["--data", str(text), *TINY, "--steps", "2", "--out", str(tmp_path / "out"), "--parallel", "tensor=2"]
+    found = subprocess.run(words, capture_output=True, text=True, timeout=120)
+    assert found.returncode == 0, found.stderr
+    assert found.stdout.count("a rank holds") == 1 and "step 2/2" in found.stdout
+
+
+def test_token_ids_and_a_spec_in_a_file(text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    import numpy as np
+
+    np.save(tmp_path / "ids.npy", np.random.default_rng(0).integers(40, size=2000))
+    (tmp_path / "spec.py").write_text("parallel = dict(data=1)\n")
+    words = ["train", "--data", str(tmp_path / "ids.npy"), "--model", "llama-tiny", "--set", "vocab_size=40"]
+    words += ["--seq-len", "16", "--steps", "2", "--precision", "fp16", "--parallel", str(tmp_path / "spec.py")]
+    assert main([*words, "--out", str(tmp_path / "out")]) == 0
+    assert "llama-tiny" in capsys.readouterr().out
+    assert {"loss_scale", "skipped"} <= read_metrics(tmp_path / "out" / "metrics.jsonl")[0].keys()
+
+
+# A spec file is Python, and so can make a rank fail in the middle of its training.
+SABOTAGE = """
+import os
+parallel = dict(data=2)
+if os.environ.get("RANK") == "1":
+    from meshfold.engine.progress import Silent
+    def step(self, step, numbers):
+        if step == 3:
+            {how}
+    Silent.step = step
+"""
+
+
+@pytest.mark.parametrize(
+    ("how", "code", "said"),
+    [("raise ValueError('a hole in the data')", 1, "ValueError: a hole in the data"), ("os._exit(7)", 7, "exited with code 7")],
+)  # fmt: skip
+def test_a_rank_that_fails_in_the_middle_ends_the_job(
+    how: str, code: int, said: str, meshfold: Run, text: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "spec.py").write_text(SABOTAGE.format(how=how))
+    begin = time.monotonic()
+    found = meshfold("train", "--data", text, *TINY, "--steps", 10**6, "--out", "out", "--parallel", "spec.py")
+    assert time.monotonic() - begin < 60
+    assert found.returncode == code
+    assert "rank 1 of 2" in found.stderr and said in found.stderr
+
+
+def test_ctrl_c_leaves_no_process_behind(text: Path, tmp_path: Path) -> None:
+    words = ["train", "--data", text, *TINY, "--steps", 10**6, "--out", tmp_path / "out", "--parallel", "data=2"]
+    process = subprocess.Popen(
+        [sys.executable, "-m", "meshfold.engine.cli", *map(str, words)],
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    try:
+        deadline = time.monotonic() + 60
+        while len(read_metrics(tmp_path / "out" / "metrics.jsonl")) < 2:
+            assert process.poll() is None and time.monotonic() < deadline
+            time.sleep(0.05)
+        ranks = _children(process.pid)
+        assert len(ranks) == 2
+        process.send_signal(signal.SIGINT)
+        assert process.wait(timeout=20) == 130
+        assert not any(Path(f"/proc/{pid}").exists() for pid in ranks)
+    finally:
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGKILL)
+        process.communicate()
+
+
+def _children(parent: int) -> list[int]:
+    found = Path(f"/proc/{parent}/task/{parent}/children").read_text().split()
+    return [int(pid) for pid in found]
+
+
+# -- doctor, reproduce, bench ---------------------------------------------------------------------------------------
+
+
+def test_doctor(meshfold: Run) -> None:
+    found = meshfold("doctor", "--json")
+    assert found.returncode == 0, found.stderr
+    answer = json.loads(found.stdout)
+    assert answer["problems"] == []
+    assert answer["distributions"]["meshfold-mesh"] is not None
+    assert {row["family"] for row in answer["kernels"]} >= {"norms", "losses"}
+    everything = ["all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "shift"]
+    assert answer["collectives"][0]["passed"] == everything
+
+
+def test_doctor_in_words(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["doctor", "--no-test"]) == 0
+    out = capsys.readouterr().out
+    assert "meshfold-tensor-parallel" in out and out.endswith("no problems found\n")
+
+
+def test_reproduce_and_bench_find_programs_above(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "packages" / "engine").mkdir(parents=True)
+    paper, area = tmp_path / "experiments" / "some_paper", tmp_path / "benchmarks"
+    paper.mkdir(parents=True)
+    area.mkdir()
+    (paper / "run.py").write_text('"""What a paper says.\n\nMore."""\ndef main(argv):\n    print(argv)\n    return 3\n')
+    (paper / "helper.py").write_text("")
+    (area / "speed_test.py").write_text('"""How fast."""\ndef main(argv):\n    print("measured", *argv)\n')
+    (area / "common.py").write_text('"""No benchmark: it has no main."""\n')
+    (tmp_path / "deep" / "inside").mkdir(parents=True)
+    monkeypatch.chdir(tmp_path / "deep" / "inside")
+    monkeypatch.setattr(sys, "path", sys.path.copy())
+    assert main(["reproduce", "--list"]) == 0
+    assert capsys.readouterr().out == "some-paper  What a paper says.\n"
+    assert main(["reproduce", "some-paper", "--ranks", "4", "--list"]) == 3
+    assert capsys.readouterr().out == "['--ranks', '4', '--list']\n"
+    assert main(["bench", "--list", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out) == ["speed-test"]
+    assert main(["bench", "speed-test", "now"]) == 0
+    assert capsys.readouterr().out == "measured now\n"

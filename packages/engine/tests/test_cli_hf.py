@@ -1,0 +1,122 @@
+"""Hugging Face models from a local folder: with weights, without, and planned."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from meshfold.engine import Engine
+from meshfold.engine.hf import open_model
+from meshfold.engine.metrics_file import read_metrics
+from meshfold.engine.model_choice import choose_model
+from meshfold.engine.planner import estimate
+from meshfold.mesh import ParallelSpec, SpecError
+from meshfold.mesh.testing import ranks
+
+transformers: Any = pytest.importorskip("transformers", reason="needs meshfold[hf]")
+
+COMMON: dict[str, Any] = dict(vocab_size=260, bos_token_id=0, eos_token_id=1, pad_token_id=1)
+LLAMA_LIKE: dict[str, Any] = dict(
+    hidden_size=32,
+    intermediate_size=64,
+    num_hidden_layers=2,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    max_position_embeddings=32,
+)
+CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
+    "opt": (
+        "OPTConfig",
+        dict(
+            hidden_size=32, num_hidden_layers=2, ffn_dim=64, num_attention_heads=4, max_position_embeddings=32,
+            word_embed_proj_dim=32, dropout=0.1,
+        ),
+    ),
+    "gpt2": ("GPT2Config", dict(n_embd=32, n_layer=2, n_head=4, n_positions=32)),
+    "llama": ("LlamaConfig", LLAMA_LIKE),
+    "qwen2": ("Qwen2Config", LLAMA_LIKE),
+}  # fmt: skip
+
+
+def folder_of(family: str, root: Path, *, weights: bool) -> Path:
+    """A folder with a tiny configuration, and random weights if wanted."""
+    name, sizes = CONFIGS[family]
+    config = getattr(transformers, name)(**COMMON, **sizes)
+    folder = root / family
+    config.save_pretrained(folder)
+    if weights:
+        torch.manual_seed(7)
+        transformers.AutoModelForCausalLM.from_config(config).save_pretrained(folder)
+    return folder
+
+
+def a_batch() -> torch.Tensor:
+    return torch.randint(0, 260, (4, 16), generator=torch.Generator().manual_seed(0))
+
+
+@pytest.mark.parametrize("family", CONFIGS)
+def test_without_weights_a_model_is_planned_and_starts_from_the_seed(family: str, tmp_path: Path) -> None:
+    found = open_model(folder_of(family, tmp_path, weights=False))
+    assert (found.vocab_size, found.max_positions, found.has_weights) == (260, 32, False)
+    plan = estimate(found.build, ParallelSpec.parse(dict(data=2, tensor=2)), batch_size=4, seq_len=16)
+    assert plan.local_parameters < plan.parameters
+    assert {entry.phase for entry in plan.traffic} >= {"forward", "backward", "gradients", "norm"}
+    engine = Engine(found.build, {}, optimizer="adamw", seed=3)
+    assert 4.5 < engine.train_step(a_batch()) < 7.0
+    assert sum(p.numel() for p in engine.model.parameters()) == plan.parameters
+
+
+@ranks(2)
+def loss_on_ranks(folder: str) -> list[float]:
+    engine = Engine(open_model(folder).load(), dict(tensor=2), optimizer=dict(name="adamw", lr=1e-2))
+    return [engine.train_step(a_batch()) for _ in range(2)]
+
+
+@pytest.mark.parametrize("family", ["gpt2", "llama"])
+def test_with_weights_ranks_start_from_them(family: str, tmp_path: Path) -> None:
+    folder = folder_of(family, tmp_path, weights=True)
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    choice = choose_model(None, str(folder), {}, vocab_size=257, seq_len=16)
+    assert choice.load is not None
+    alone = Engine(choice.source, {}, optimizer=dict(name="adamw", lr=1e-2))
+    losses = [alone.train_step(a_batch()) for _ in range(2)]
+    if family == "llama":  # GPT-2's default is to drop
+        assert losses[0] == pytest.approx(float(model(a_batch(), labels=a_batch()).loss), abs=1e-5)
+    assert loss_on_ranks(str(folder)) == pytest.approx(losses, abs=1e-5)
+
+
+def test_train_a_folder_with_its_own_tokenizer(tmp_path: Path) -> None:
+    from tokenizers import Tokenizer, models, pre_tokenizers
+
+    from meshfold.engine.cli import main
+
+    folder = folder_of("qwen2", tmp_path, weights=True)
+    words = {"<eos>": 0, "<unk>": 1, **{word: i for i, word in enumerate("one two three four".split(), 2)}}
+    tokenizer = Tokenizer(models.WordLevel(words, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    transformers.PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, eos_token="<eos>", unk_token="<unk>"
+    ).save_pretrained(folder)
+    (tmp_path / "text.txt").write_text("one two three four " * 100)
+    out = tmp_path / "out"
+    train = ["train", "--data", str(tmp_path / "text.txt"), "--hf", str(folder), "--out", str(out), "--lr", "1e-2"]
+    assert main([*train, "--seq-len", "16", "--batch-size", "4", "--steps", "8", "--prompt", "one two"]) == 0
+    rows = [row["loss"] for row in read_metrics(out / "metrics.jsonl") if "loss" in row]
+    assert rows[-1] < rows[0] - 1
+    assert (out / "sample.txt").read_text().startswith("one two")
+
+
+def test_what_a_folder_lacks_is_said(tmp_path: Path) -> None:
+    folder = folder_of("llama", tmp_path, weights=False)
+    with pytest.raises(SpecError, match="the tokenizer has 300 tokens and model .* a vocabulary of 260"):
+        choose_model(None, str(folder), {}, vocab_size=300, seq_len=16)
+    with pytest.raises(SpecError, match="sequences of 64 tokens are longer than the 32 positions"):
+        choose_model(None, str(folder), {}, vocab_size=None, seq_len=64)
+    with pytest.raises(SpecError, match="--set layers changes a model of our own"):
+        choose_model(None, str(folder), dict(layers=3), vocab_size=None, seq_len=16)
+    (folder / "model.safetensors").write_bytes(b"not weights")
+    with pytest.raises(SpecError, match="its weights cannot be loaded"):
+        open_model(folder).load()

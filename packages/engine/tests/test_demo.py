@@ -1,0 +1,80 @@
+"""The demo: what a machine is shown, and a short one from beginning to end."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from meshfold.engine import demo
+from meshfold.engine.metrics_file import MetricsFile, read_metrics
+
+
+@pytest.mark.parametrize(
+    ("gpus", "ranks", "device", "data"),
+    [(0, 8, "cpu", 2), (1, 8, "cpu", 2), (3, 8, "cpu", 2), (4, 4, "cuda", 1), (7, 4, "cuda", 1), (8, 8, "cuda", 2), (16, 8, "cuda", 2)],
+)  # fmt: skip
+def test_scenes(gpus: int, ranks: int, device: str, data: int) -> None:
+    here = demo.scene(gpus)
+    assert (here.ranks, here.device, here.parallel.get("data", 1)) == (ranks, device, data)
+    assert here.parallel["tensor"] == dict(mode="2d", size=4)
+    assert ("GPU" in here.why) and (("NCCL" in here.why) == (device == "cuda"))
+
+
+def test_a_new_demo_clears_what_an_old_one_left_and_nothing_else(tmp_path: Path) -> None:
+    for name in ("checkpoint/model.safetensors", "serial/metrics.jsonl", "metrics.jsonl", "tokens/a.npy", "mine.txt"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text("x")
+    demo.clear(tmp_path)
+    demo.clear(tmp_path / "not there")
+    left = {path.relative_to(tmp_path).as_posix() for path in tmp_path.rglob("*") if path.is_file()}
+    assert left == {"tokens/a.npy", "mine.txt"}
+
+
+def test_a_comparison_in_words() -> None:
+    found = demo.Comparison(steps=(1, 2), parallel=(5.0, 4.5), serial=(5.25, 4.5))
+    assert found.largest_difference == 0.25
+    assert str(found) == (
+        "loss after 2 steps: 4.500000 in parallel, 4.500000 on one process; largest difference in these 2 steps 2.5e-01"
+    )
+
+
+def test_a_short_demo(tmp_path: Path) -> None:
+    words = ["demo", "--steps", "4", "--serial-steps", "3", "--sample-tokens", "8"]
+    found = subprocess.run(
+        [sys.executable, "-m", "meshfold.engine.cli", *words],
+        cwd=tmp_path,
+        env={**os.environ, "CUDA_VISIBLE_DEVICES": ""},
+        capture_output=True,
+        text=True,
+        timeout=240,
+    )
+    assert found.returncode == 0, found.stderr
+    out = tmp_path / "demo"
+    for part in ("8 processes share the CPU", "mode 2d places", "step 4/4  loss", "tokens/s", "MiB", "def "):
+        assert part in found.stdout
+    for name in ("checkpoint/state.json", "metrics.jsonl", "sample.txt"):
+        assert (out / name).stat().st_size
+    assert (out / "loss.png").read_bytes().startswith(b"\x89PNG")
+    losses = {folder: [row["loss"] for row in read_metrics(out / folder / "metrics.jsonl") if "loss" in row] for folder in ("", "serial")}  # fmt: skip
+    assert (len(losses[""]), len(losses["serial"])) == (4, 3)
+    assert losses["serial"] == pytest.approx(losses[""][:3], abs=1e-4)
+    largest = max(abs(a - b) for a, b in zip(losses[""], losses["serial"], strict=False))
+    assert f"largest difference in these 3 steps {largest:.1e}" in found.stdout
+
+
+def test_metrics_survive_a_run_that_was_killed(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    first = MetricsFile(path)
+    for step in range(1, 5):
+        first.add(step=step, loss=1.0 / step)
+    with path.open("a") as file:
+        file.write('{"step": 5, "lo')  # cut off
+    assert [row["step"] for row in read_metrics(path)] == [1, 2, 3, 4]
+    again = MetricsFile(path, keep=2)
+    again.add(step=3, loss=7.0)
+    assert [row["loss"] for row in read_metrics(path)] == [1.0, 0.5, 7.0]
+    assert MetricsFile(path, write=False).rows == []

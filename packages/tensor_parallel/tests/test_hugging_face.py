@@ -1,0 +1,242 @@
+"""OPT, GPT-2, Llama and Qwen2 (and GPT-NeoX) of random weights against themselves, in every mode."""
+
+from __future__ import annotations
+
+import copy
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from tensor_parallel_checks import CASES, Case, alone, assert_gradients_equal, case, gradients, mesh_of, seeded, whole_gradients
+from tensor_parallel_models import exact_reference, hugging_face
+from torch import Tensor, nn
+
+from meshfold.mesh import LayoutError, Mesh, dropout_stream, metadata
+from meshfold.mesh.testing import run_on_ranks
+from meshfold.tensor_parallel import Report, parallelize
+
+pytest.importorskip("transformers", reason="transformers is not installed: pip install meshfold-tensor-parallel[hf]")
+
+VOCAB, SEQUENCE = 101, 8
+KINDS = ("opt", "gpt2", "llama", "qwen2")
+VARIANTS: tuple[tuple[str, dict[str, Any]], ...] = (
+    ("opt", dict(tie_word_embeddings=False)),
+    ("gpt2", dict(tie_word_embeddings=False)),
+    ("llama", dict(num_key_value_heads=1)),
+    ("llama", dict(num_key_value_heads=4, tie_word_embeddings=True, attention_bias=True)),
+    ("qwen2", dict(num_key_value_heads=1, tie_word_embeddings=False)),
+    ("neox", {}),
+)
+NO_DATA = {world: tuple(c for c in cases if c[1][0][0] != "data") for world, cases in CASES.items()}
+MODES = (CASES[4][0], CASES[4][1], CASES[4][2], CASES[4][5])
+"""1d, 1d + sequence, 2d and a 3d grid whose b and c differ from a."""
+
+
+def tokens(rows: int) -> tuple[Tensor, Tensor]:
+    """ids and labels ``b s``, some of which do not count; no id is that of padding."""
+    ids = torch.randint(3, VOCAB, (rows, SEQUENCE), generator=torch.Generator().manual_seed(1))
+    labels = ids.clone()
+    labels[0, 3] = labels[-1, 1:6] = -100
+    return ids, labels
+
+
+def compare(kind: str, settings: dict[str, Any], cases: tuple[Case, ...], rows: int) -> None:
+    """Loss, every gradient, and logits without labels."""
+    ids, labels = tokens(rows)
+    serial = seeded(partial(hugging_face, kind, **settings))
+    reference = exact_reference(copy.deepcopy(serial))
+    wanted = reference(input_ids=ids, labels=labels, use_cache=False).loss
+    wanted.backward()
+    with torch.no_grad():
+        wanted_logits = reference(input_ids=ids, use_cache=False).logits
+    for mode, axes in cases:
+        what, mesh = f"{kind} {settings} in {mode} on {dict(axes)}", mesh_of(axes)
+        model = copy.deepcopy(serial)
+        report = parallelize(model, mesh, mode)
+        loss = model(input_ids=ids, labels=labels, use_cache=False).loss
+        loss.backward()
+        assert_gradients_equal({"loss": loss}, {"loss": wanted}, what)
+        assert_gradients_equal(whole_gradients(model, mesh), gradients(reference), what)
+        with torch.no_grad():
+            logits = model(input_ids=ids, use_cache=False).logits
+        assert_gradients_equal({"logits": logits}, {"logits": wanted_logits}, what)
+        assert model.state_dict().keys() == serial.state_dict().keys()
+        check_report(report, model, serial, mesh)
+
+
+def check_report(report: Report, model: nn.Module, serial: nn.Module, mesh: Mesh) -> None:
+    """Every submodule with a parameter is there, and the counts are those of the parameters."""
+    assert report.parameters == sum(p.numel() for p in serial.parameters())
+    assert report.local_parameters == sum(p.numel() for p in model.parameters())
+    assert report.parameters / mesh.world_size <= report.local_parameters < report.parameters
+    text = str(report)
+    for name, parameter in model.named_parameters():
+        assert name.rsplit(".", 1)[0] in text
+        assert metadata(parameter).placement.shape == serial.get_parameter(name).shape
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_model_is_the_serial_one(kind: str) -> None:
+    """Three rows fit no split of the batch: they are filled up. 101 words fit no split of the vocabulary."""
+    run_on_ranks(4, compare, kind, {}, MODES, 3)
+
+
+@pytest.mark.parametrize(("kind", "settings"), VARIANTS)
+def test_variant_is_the_serial_one(kind: str, settings: dict[str, Any]) -> None:
+    run_on_ranks(4, compare, kind, settings, MODES[:3:2], 4)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("world", [2, 4, 8])
+@pytest.mark.parametrize(("kind", "settings"), (*((kind, {}) for kind in KINDS), *VARIANTS))
+def test_every_model_is_the_serial_one_in_every_mode(kind: str, settings: dict[str, Any], world: int) -> None:
+    heads = {"num_attention_heads": 8} if world == 8 and kind == "llama" else {}
+    for rows in (4, 3):
+        run_on_ranks(world, compare, kind, {**settings, **heads}, NO_DATA[world], rows)
+
+
+# -- dropout and recomputation --------------------------------------------------------------------------------------
+
+DROPPING: dict[str, dict[str, float]] = {
+    "opt": dict(dropout=0.2, attention_dropout=0.2),
+    "gpt2": dict(resid_pdrop=0.2, embd_pdrop=0.2, attn_pdrop=0.2),
+    "llama": dict(attention_dropout=0.2),
+}
+
+
+def compare_dropout(kind: str, cases: tuple[Case, ...], attention: str) -> None:
+    """The elements that one rank drops, recomputed or not, are dropped everywhere."""
+    ids, labels = tokens(3)
+    serial = seeded(partial(hugging_face, kind, attn_implementation=attention, **DROPPING[kind])).train()
+
+    def run(mesh: Mesh, mode: str, recompute: bool = False) -> tuple[Tensor, dict[str, Tensor]]:
+        model = copy.deepcopy(serial)
+        if recompute:
+            model.gradient_checkpointing_enable()
+        parallelize(model, mesh, mode)
+        with dropout_stream(seed=2, step=9):
+            loss = model(input_ids=ids, labels=labels, use_cache=False).loss
+            loss.backward()
+        return loss, whole_gradients(model, mesh)
+
+    wanted, exact = run(alone(), "1d")
+    undropped = copy.deepcopy(serial).eval()(input_ids=ids, labels=labels).loss
+    assert abs(float(wanted - undropped)) > 1e-4
+    for mode, axes in cases:
+        for recompute in (False, True):
+            loss, found = run(mesh_of(axes), mode, recompute)
+            what = f"{kind} in {mode} on {dict(axes)}, {recompute=}"
+            assert_gradients_equal({"loss": loss}, {"loss": wanted}, what)
+            assert_gradients_equal(found, exact, what)
+
+
+@pytest.mark.parametrize("kind", DROPPING)
+def test_dropout_is_that_of_one_rank(kind: str) -> None:
+    run_on_ranks(4, compare_dropout, kind, MODES[1:], "sdpa")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", DROPPING)
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+def test_dropout_is_that_of_one_rank_in_every_mode(kind: str, attention: str) -> None:
+    run_on_ranks(4, compare_dropout, kind, NO_DATA[4], attention)
+
+
+# -- what a caller may and may not pass -----------------------------------------------------------------------------
+
+
+def call_with_masks() -> None:
+    """Masks and positions that differ by row are cut with the batch where attention has the stream's rows."""
+    ids, labels = tokens(4)
+    mask = torch.ones_like(ids)
+    mask[0, :3] = mask[2, :1] = 0
+    positions = (mask.cumsum(1) - 1).clamp(min=0)
+    labels[mask == 0] = -100
+    for kind, given in (("llama", dict(attention_mask=mask, position_ids=positions)), ("opt", dict(attention_mask=mask))):
+        serial = exact_reference(seeded(partial(hugging_face, kind)))
+        wanted = serial(input_ids=ids, labels=labels, use_cache=False, **given).loss
+        for mode, axes in (*MODES[:3], CASES[4][6]):
+            model = copy.deepcopy(serial)
+            parallelize(model, mesh_of(axes), mode)
+            loss = model(input_ids=ids, labels=labels, use_cache=False, **given).loss
+            assert_gradients_equal({"loss": loss}, {"loss": wanted}, f"{kind} in {mode}")
+        model = copy.deepcopy(serial)
+        parallelize(model, mesh_of(CASES[4][4][1]), "3d")
+        for _ in range(2):
+            with pytest.raises(LayoutError, match=r"differs by row cannot be used in mode '3d'.*pad on the right"):
+                model(input_ids=ids, labels=labels, **given)
+        everything = dict.fromkeys(given, torch.ones_like(ids)) if kind == "opt" else {}
+        model(input_ids=ids, labels=labels, use_cache=False, **everything)
+
+
+def test_masks_and_positions() -> None:
+    run_on_ranks(4, call_with_masks)
+
+
+def generate() -> None:
+    ids, _ = tokens(2)
+    serial = seeded(partial(hugging_face, "llama")).eval()
+    settings = dict(max_new_tokens=4, do_sample=False, pad_token_id=0)
+    wanted = serial.generate(ids, **settings)
+    for mode, axes in MODES[:3]:
+        model = copy.deepcopy(serial)
+        parallelize(model, mesh_of(axes), mode)
+        assert torch.equal(model.generate(ids, **settings), wanted), mode
+
+
+def test_a_sharded_model_generates_what_the_serial_one_does() -> None:
+    run_on_ranks(4, generate)
+
+
+def test_configurations_are_left_alone() -> None:
+    """Another model of the same configuration is not affected, and a copy of a sharded model runs by itself."""
+    serial = hugging_face("opt", dropout=0.1).train()
+    before = copy.deepcopy(serial.config.to_dict())
+    other = type(serial)(serial.config)
+    parallelize(serial, alone(), "1d")
+    assert serial.config.to_dict() == before
+    ids, labels = tokens(2)
+    other(input_ids=ids, labels=labels)
+    twin = copy.deepcopy(serial)
+    with torch.no_grad():
+        for parameter in serial.parameters():
+            parameter.zero_()
+    with dropout_stream(0, 0):
+        assert float(twin(input_ids=ids, labels=labels).loss) != pytest.approx(float(torch.log(torch.tensor(VOCAB))))
+    assert all(metadata(p) is not None for p in twin.parameters())
+
+
+@pytest.mark.parametrize(
+    ("given", "word"),
+    [
+        (dict(output_hidden_states=True), "output_hidden_states"),
+        (dict(output_attentions=True), "output_attentions"),
+    ],
+)
+def test_what_stays_split_is_not_handed_out(given: dict[str, Any], word: str) -> None:
+    model = hugging_face("llama")
+    parallelize(model, Mesh({"tensor": 2}, rank=0), "1d")
+    with pytest.raises(LayoutError, match=word):
+        model(input_ids=tokens(2)[0], **given)
+
+
+def test_inputs_that_skip_the_embedding() -> None:
+    model = hugging_face("llama")
+    parallelize(model, Mesh({"row": 2, "col": 2}, rank=0), "2d")
+    with pytest.raises(LayoutError, match=r"inputs_embeds cannot be used in mode '2d'.*give input_ids"):
+        model(inputs_embeds=torch.zeros(2, 4, 32))
+
+
+def test_layerdrop_is_refused() -> None:
+    with pytest.raises(LayoutError, match="layerdrop"):
+        parallelize(hugging_face("opt", layerdrop=0.1), Mesh({"tensor": 2}, rank=0), "1d")
+
+
+def case_names(cases: tuple[Case, ...]) -> list[str]:
+    return [mode for mode, _ in cases]
+
+
+def test_the_covering_selection_has_every_kind_of_mode() -> None:
+    assert case_names(MODES) == ["1d", "1d+sequence", "2d", "3d"]
+    assert MODES[3] == case("3d", a=1, b=2, c=2)

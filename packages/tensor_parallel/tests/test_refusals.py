@@ -1,0 +1,376 @@
+"""What cannot be placed or split is refused before anything is changed, with what would work."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+import torch
+from tensor_parallel_models import HIDDEN, Attention, Block, Classic, Flat, GatedMLP, ViT, mlp
+from torch import Tensor, nn
+
+from meshfold.mesh import LayoutError, Mesh, Part
+from meshfold.mesh.testing import fake_world
+from meshfold.tensor_parallel import Embedding, LayerNorm, Linear, Mode, RMSNorm, cross_entropy, find_mode, parallelize
+
+FOUR, EIGHT = Mesh({"tensor": 4}, rank=1), Mesh({"tensor": 8}, rank=1)
+SQUARE = Mesh({"row": 2, "col": 2}, rank=1)
+CUBE = Mesh({"a": 2, "b": 4, "c": 2}, rank=1)
+
+
+class Model(nn.Module):
+    """A model of these submodules; never run."""
+
+    def __init__(self, **submodules: nn.Module) -> None:
+        super().__init__()
+        for name, module in submodules.items():
+            self.add_module(name, module)
+
+
+def decoder(**more: nn.Module) -> Model:
+    """Something to split, beside what cannot be."""
+    return Model(embed=nn.Embedding(32, HIDDEN), block=Block(), **more)
+
+
+class GroupedAttention(nn.Module):
+    def __init__(self, heads: int, kv_heads: int, head_dim: int = 4, hidden: int = HIDDEN) -> None:
+        super().__init__()
+        self.num_heads, self.num_key_value_heads, self.head_dim = heads, kv_heads, head_dim
+        self.q_proj = nn.Linear(hidden, heads * head_dim)
+        self.k_proj, self.v_proj = (nn.Linear(hidden, kv_heads * head_dim) for _ in range(2))
+        self.o_proj = nn.Linear(heads * head_dim, hidden)
+
+
+class Nameless(nn.Module):
+    """Attention that does not tell its number of heads."""
+
+    def __init__(self, fused: bool) -> None:
+        super().__init__()
+        if fused:
+            self.qkv = nn.Linear(HIDDEN, 3 * HIDDEN)
+        else:
+            self.q_proj, self.k_proj, self.v_proj = (nn.Linear(HIDDEN, HIDDEN) for _ in range(3))
+        self.out_proj = nn.Linear(HIDDEN, HIDDEN)
+
+
+class GemmaRMSNorm(nn.Module):
+    def __init__(self, size: int) -> None:
+        super().__init__()
+        self.weight, self.eps = nn.Parameter(torch.zeros(size)), 1e-6
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + self.eps) * (1 + self.weight)
+
+
+class ScaledLayerNorm(nn.LayerNorm):
+    def forward(self, x: Tensor) -> Tensor:
+        return 2 * super().forward(x)
+
+
+class LowRank(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x).tanh()
+
+
+class ScaledEmbedding(nn.Embedding):
+    def forward(self, ids: Tensor) -> Tensor:
+        return super().forward(ids) * 4.0
+
+
+class FlatBlock(nn.Module):
+    """Attention, MLP and norms in one module."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.num_heads, self.head_dim = 4, 4
+        self.norm1, self.norm2 = nn.LayerNorm(HIDDEN), nn.LayerNorm(HIDDEN)
+        self.q_proj, self.k_proj, self.v_proj, self.out_proj = (nn.Linear(HIDDEN, HIDDEN) for _ in range(4))
+        self.up, self.down = nn.Linear(HIDDEN, 32), nn.Linear(32, HIDDEN)
+
+
+class Bare(nn.Module):
+    """A parameter that belongs to no layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.block, self.cls = Block(), nn.Parameter(torch.zeros(HIDDEN))
+
+
+def tied_wrongly() -> nn.Module:
+    model = Model(a=GatedMLP(), b=GatedMLP())
+    model.a.gate = nn.Linear(HIDDEN, HIDDEN)
+    model.a.up = nn.Linear(HIDDEN, HIDDEN)
+    model.a.down = nn.Linear(HIDDEN, HIDDEN)
+    model.b.gate.weight = model.a.gate.weight
+    model.b.gate = nn.Linear(HIDDEN, HIDDEN)
+    model.b.gate.weight = model.a.down.weight
+    model.b.up, model.b.down = nn.Linear(HIDDEN, HIDDEN), nn.Linear(HIDDEN, HIDDEN)
+    return model
+
+
+@dataclass(frozen=True)
+class Refusal:
+    """A model, where it is to be split, and what the message must say."""
+
+    make: Callable[[], nn.Module]
+    says: tuple[str, ...]
+    mesh: Mesh = FOUR
+    mode: Any = "1d"
+    settings: dict[str, Any] = field(default_factory=dict)
+
+
+REFUSALS: dict[str, Refusal] = {
+    # sizes
+    "heads": Refusal(lambda: Attention(24, 6), ("6 attention heads", "over tensor (4 blocks)", "4 or 8")),
+    "fewer heads than ranks": Refusal(lambda: Attention(16, 4), ("4 attention heads", "multiple of 8 heads, such as 8"), EIGHT),
+    "heads in 2d": Refusal(lambda: Attention(15, 3), ("3 attention heads", "over col (2 blocks)", "2 or 4"), SQUARE, "2d"),
+    "key/value heads": Refusal(
+        lambda: Model(attn=GroupedAttention(12, 3)), ("attn: 3 key/value heads", "divides 4 or is a multiple of it")
+    ),
+    "fused heads": Refusal(lambda: Model(attn=Nameless(True)), ("attn: cannot tell the heads", "num_heads", "48")),
+    "unknown heads": Refusal(lambda: Model(attn=Nameless(False)), ("attn: cannot tell its number of heads", "head_dim")),
+    "hidden": Refusal(
+        lambda: nn.Sequential(nn.Linear(9, 12), nn.GELU(), nn.Linear(12, 9)),
+        ("0: in_features=9", "over col (2 blocks)", "8 or 10"),
+        SQUARE,
+        "2d",
+    ),
+    "inner": Refusal(
+        lambda: nn.Sequential(nn.Linear(8, 10), nn.GELU(), nn.Linear(10, 8)), ("0: out_features=10", "multiple of 4", "8 or 12")
+    ),
+    "hidden of an embedding": Refusal(
+        lambda: Model(embed=nn.Embedding(10, 9), up=nn.Linear(9, 16), down=nn.Linear(16, 9)),
+        ("embed: embedding_dim=9", "8 or 10"), SQUARE, "2d",
+    ),
+    "hidden in 3d": Refusal(mlp, (), Mesh({"a": 2, "b": 3, "c": 1}, rank=0), "3d"),
+    "halves of gate and up": Refusal(
+        lambda: Model(mlp=nn.Sequential(nn.Linear(8, 20), nn.Linear(10, 8))),
+        ("mlp.0: a part of 10", "multiple of 4", "8 or 12"),
+        settings=dict(rules={"mlp.0": "column", "mlp.1": "row"}),
+    ),
+    "channels of patches": Refusal(
+        lambda: Model(patch=nn.Conv2d(3, 9, 2, 2), norm=nn.LayerNorm(9)), ("patch: out_channels=9", "8 or 10"), SQUARE, "2d"
+    ),
+    # kinds of modules
+    "nn.MultiheadAttention": Refusal(
+        lambda: decoder(attn=nn.MultiheadAttention(HIDDEN, 4)), ("attn: MultiheadAttention hides its projections", "q_proj")
+    ),
+    "unknown module": Refusal(lambda: decoder(mix=nn.Bilinear(4, 4, 4)), ("mix: Bilinear has parameters", "weight", "replicate")),
+    "bare parameter": Refusal(Bare, ("(root): Bare has parameters of its own (cls)",)),
+    "square layers without names": Refusal(
+        lambda: nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 8)), ("0: Linear(8, 8)", "neither its name nor its shape")
+    ),
+    "nothing": Refusal(lambda: nn.Sequential(nn.ReLU()), ("nothing to split in Sequential",)),
+    "a single layer": Refusal(lambda: nn.Linear(8, 8), ("rules=",)),
+    "a single layer with a rule": Refusal(
+        lambda: nn.Linear(8, 8), ("single layer", "nn.Sequential(layer)"), settings=dict(rules={"": "column"})
+    ),
+    "batch norm": Refusal(lambda: decoder(norm=nn.BatchNorm1d(HIDDEN, affine=False)), ("norm: BatchNorm1d has statistics",)),
+    "group norm": Refusal(lambda: decoder(norm=nn.GroupNorm(2, HIDDEN)), ("norm: GroupNorm has statistics",)),
+    "norm over two dims": Refusal(lambda: decoder(norm=nn.LayerNorm((4, HIDDEN))), ("norm: LayerNorm normalises over several dims",)),
+    "norm of another size": Refusal(lambda: decoder(q_norm=nn.LayerNorm(4)), ("q_norm: LayerNorm of size 4", "16 wide")),
+    "norm of queries": Refusal(lambda: decoder(q_norm=nn.RMSNorm(HIDDEN)), ("q_norm: RMSNorm",)),
+    "1 + weight": Refusal(lambda: decoder(norm=GemmaRMSNorm(HIDDEN)), ("norm: GemmaRMSNorm", "'norm': 'replicate'")),
+    "LayerNorm with a forward of its own": Refusal(
+        lambda: decoder(norm=ScaledLayerNorm(HIDDEN)), ("norm: ScaledLayerNorm", "(x - mean) / std")
+    ),
+    "Linear with a forward of its own": Refusal(lambda: decoder(up=LowRank(HIDDEN, 32)), ("up: LowRank has a forward of its own",)),
+    "Embedding with a forward of its own": Refusal(
+        lambda: Model(embed=ScaledEmbedding(8, HIDDEN), block=Block()), ("embed: ScaledEmbedding has a forward",)
+    ),
+    "weight norm": Refusal(
+        lambda: decoder(up=nn.utils.parametrizations.weight_norm(nn.Linear(HIDDEN, 32))), ("up: ParametrizedLinear computes its weight",)
+    ),
+    "dropout of channels": Refusal(lambda: decoder(drop=nn.Dropout1d(0.1)), ("drop: Dropout1d", "use nn.Dropout, or p=0")),
+    "max_norm": Refusal(
+        lambda: Model(embed=nn.Embedding(8, HIDDEN, max_norm=1.0), block=Block()), ("embed: nn.Embedding(max_norm=1.0)", "leave max_norm out")
+    ),
+    "max_norm of positions": Refusal(
+        lambda: decoder(positions=nn.Embedding(8, HIDDEN, max_norm=1.0)), ("positions: nn.Embedding(max_norm=1.0)",)
+    ),
+    "narrow embedding": Refusal(lambda: decoder(types=nn.Embedding(8, 4)), ("types: Embedding is 4 wide, not 16",)),
+    "padded convolution": Refusal(
+        lambda: Model(patch=nn.Conv2d(3, HIDDEN, 2, 2, padding=1), block=Block()), ("patch: ", "is not a patch embedding", "padding=0")
+    ),
+    "dilated convolution": Refusal(
+        lambda: Model(patch=nn.Conv2d(3, HIDDEN, 2, 2, dilation=2), block=Block()), ("dilation=1",)
+    ),
+    "two layers that share a weight": Refusal(
+        tied_wrongly, ("are one parameter", "untie them"), settings=dict(rules={"*.gate": "column"})
+    ),
+    "attention in one module with an MLP": Refusal(
+        lambda: Model(embed=nn.Embedding(8, HIDDEN), blocks=nn.ModuleList([FlatBlock()])),
+        ("blocks.0: in mode '1d+sequence'", "blocks.0.q_proj", "module of their own"), mode="1d+sequence",
+    ),
+    "the same in 3d": Refusal(
+        lambda: Model(embed=nn.Embedding(8, HIDDEN), block=FlatBlock()), ("block: in mode '3d'",), CUBE, "3d"
+    ),
+    # what the caller says
+    "unknown mode": Refusal(mlp, ("no tensor-parallel mode '2.5'", "Did you mean '2.5d'?", "1d+sequence"), mode="2.5"),
+    "mode of another type": Refusal(mlp, ("no tensor-parallel mode 2",), mode=2),
+    "missing axes": Refusal(mlp, ("mode '2d' names the axis 'row'", "Its axes are tensor"), mode="2d"),
+    "misspelt axis": Refusal(mlp, ("'tensor'", "Did you mean 'tensors'?"), Mesh({"tensors": 4}, rank=0)),
+    "unknown role": Refusal(mlp, ("rule '0': 'colum' is not a role", "'column'", "replicate"), settings=dict(rules={"0": "colum"})),
+    "rule without a match": Refusal(
+        decoder, ("rule 'blok.*' matches no submodule", "block"), settings=dict(rules={"blok.*": "row"})
+    ),
+    "rule for another kind": Refusal(
+        decoder, ("rule '*.ln1' gives 'block.ln1' the role 'column'", "a linear layer", "LayerNorm"), settings=dict(rules={"*.ln1": "column"})
+    ),
+    "unknown lowering": Refusal(mlp, ("no lowering 'rings'", "'ring'"), settings=dict(lowering="rings")),
+}  # fmt: skip
+
+
+def state_of(model: nn.Module) -> list[Any]:
+    """What a change to a model would show in: its modules, parameters, attributes and hooks, each by identity."""
+    found: list[Any] = []
+    for name, module in model.named_modules():
+        attributes = {key: id(value) for key, value in vars(module).items()}
+        hooks = [len(hooks) for key, hooks in vars(module).items() if "hooks" in key and hooks is not None]
+        found.append((name, id(module), attributes, hooks))
+        found += [(key, id(p), p.shape, dict(vars(p))) for key, p in module.named_parameters(recurse=False)]
+        found += [(key, value) for key, value in vars(module).items() if isinstance(value, int | float | str)]
+    return found
+
+
+@pytest.mark.parametrize("name", REFUSALS)
+def test_refused_with_what_would_work_and_nothing_changed(name: str) -> None:
+    refusal = REFUSALS[name]
+    model = refusal.make()
+    before = state_of(model)
+    with pytest.raises(LayoutError) as raised:
+        parallelize(model, refusal.mesh, refusal.mode, **refusal.settings)
+    for words in refusal.says:
+        assert words in str(raised.value)
+    assert state_of(model) == before
+
+
+def test_every_submodule_that_cannot_be_placed_is_listed() -> None:
+    model = decoder(one=nn.Bilinear(4, 4, 4), two=nn.GRU(4, 4), three=nn.BatchNorm1d(4))
+    with pytest.raises(LayoutError) as raised:
+        parallelize(model, FOUR, "1d")
+    text = str(raised.value)
+    assert "cannot place 3 submodule(s)" in text
+    assert all(f"\n  {name}: " in text for name in ("one", "two", "three"))
+
+
+def test_a_model_is_split_once() -> None:
+    model = mlp()
+    parallelize(model, FOUR, "1d")
+    before = state_of(model)
+    with pytest.raises(LayoutError, match="0: Linear is split already: parallelize the model as it was written"):
+        parallelize(model, FOUR, "1d")
+    assert state_of(model) == before
+
+
+def test_a_refused_module_can_be_split_afterwards_in_another_mode() -> None:
+    layer = nn.Linear(8, 16)
+    with pytest.raises(LayoutError):
+        parallelize(layer, FOUR, "1d", rules={"": "column"})
+    model = nn.Sequential(layer, nn.Linear(16, 8))
+    parallelize(model, SQUARE, "2d")
+    assert model[0].weight.shape == (8, 4)
+
+
+def test_two_models_may_share_weights_before_they_are_split() -> None:
+    one, other = mlp(), mlp()
+    other[0].weight = one[0].weight
+    parallelize(one, FOUR, "1d")
+    parallelize(other, SQUARE, "2d")
+    assert one[0].weight.shape == (8, 16)
+    assert other[0].weight.shape == (16, 8)
+
+
+@pytest.mark.parametrize("mode", ["1d", "1d+sequence"])
+def test_sizes_that_divide_are_not_refused(mode: str) -> None:
+    for make in (Classic, lambda: Flat(gated=True, kv_heads=2), ViT, Attention, Block, GatedMLP, mlp):
+        parallelize(make(), FOUR, mode)
+
+
+def test_layers_made_directly_check_their_sizes_and_axes() -> None:
+    with pytest.raises(LayoutError, match=r"out_features=10 of a column layer.*multiple of 4"):
+        Linear(8, 10, mesh=FOUR)
+    with pytest.raises(LayoutError, match=r"in_features=10 of a row layer.*8 or 12"):
+        Linear(10, 8, mesh=FOUR, role="row")
+    with pytest.raises(LayoutError, match="mode '2d' names the axis 'row'"):
+        Linear(8, 8, mesh=FOUR, mode="2d")
+    with pytest.raises(LayoutError, match=r"a part of 6 of a column layer.*4 or 8"):
+        Linear(8, 12, mesh=FOUR, parts=(Part(6), Part(6)))
+    with pytest.raises(LayoutError, match="embedding_dim=9"):
+        Embedding(10, 9, mesh=SQUARE, mode="2d")
+    with pytest.raises(LayoutError, match="mode '2d' names the axis"):
+        Embedding(10, 8, mesh=FOUR, mode="2d")
+    for kind in (LayerNorm, RMSNorm):
+        with pytest.raises(LayoutError, match="hidden size 9"):
+            kind(9, mesh=SQUARE, mode="2d")
+        with pytest.raises(LayoutError, match="mode '2d' names the axis"):
+            kind(8, mesh=FOUR, mode="2d")
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        (dict(labels=torch.zeros(3, dtype=torch.int64)), r"3 labels for 4 local rows"),
+        (dict(vocab_size=40), "logits with 3 columns are not a block of 40 words"),
+        (dict(vocab_size=3), "logits with 3 columns are not a block of 3 words"),
+        (dict(reduction="none"), "reduction='none'"),
+        (dict(mode="2d"), "mode '2d' names the axis 'row'"),
+    ],
+)
+def test_cross_entropy_checks_what_it_is_given(change: dict[str, Any], says: str) -> None:
+    settings = dict(labels=torch.zeros(4, dtype=torch.int64), mesh=FOUR, mode="1d", vocab_size=10) | change
+    with pytest.raises(LayoutError, match=says):
+        cross_entropy(torch.zeros(4, 3), **settings)
+
+
+def test_a_mode_that_does_not_fit_outside_of_blocks() -> None:
+    """It splits tokens within sequences, and its weights lie only under a stream that is split so."""
+    mode = Mode(
+        name="odd", axes=("t",), residual="m:t h", column="k n:t", hidden="m n:t", row="k:t n", embedding="v:t h",
+        ids="m:t v", head="k v:t", logits="m v:t",
+    )  # fmt: skip
+    mesh = Mesh({"t": 4}, rank=0)
+    with pytest.raises(LayoutError, match=r"mode 'odd' splits tokens within sequences.*flat_tokens = True"):
+        parallelize(Classic(), mesh, mode)
+    parallelize(Flat(gated=False), mesh, mode)
+
+
+def test_parts_that_a_mode_gathers_again() -> None:
+    mode = Mode(
+        name="columns", axes=("t",), residual="m:t h", column="k n:t", hidden="m:t n", row="k n:t", embedding="v:t h",
+        ids="m:t v", head="k v:t", logits="m:t v",
+    )  # fmt: skip
+    with pytest.raises(LayoutError, match=r"fused parts \(16, 16, 16\).*let it split k in the mode's column layout"):
+        parallelize(Flat(gated=False), Mesh({"t": 4}, rank=0), mode)
+    parallelize(Classic(), Mesh({"t": 4}, rank=0), mode)
+
+
+def test_cross_attention_is_refused_when_it_is_called() -> None:
+    class Cross(Attention):
+        def forward(self, x: Tensor, context: Tensor) -> Tensor:
+            return self.out_proj(self.q_proj(x) * self.k_proj(context) * self.v_proj(context))
+
+    model = Model(cross=Cross())
+    parallelize(model, Mesh({"tensor": 1}, rank=0), "1d")
+    with pytest.raises(LayoutError, match=r"Cross was called with two inputs.*'replicate'"):
+        model.cross(torch.zeros(2, 3, HIDDEN), torch.zeros(2, 3, HIDDEN))
+
+
+def test_a_loss_of_the_models_own_over_a_batch_that_was_filled_up() -> None:
+    class Summed(Classic):
+        def forward(self, ids: Tensor) -> Tensor:
+            return super().forward(ids).square().mean()
+
+    model, ids = Summed(), torch.zeros(3, 8, dtype=torch.int64)
+    with fake_world(4):
+        parallelize(model, Mesh({"row": 4, "col": 1}), "2d")
+        with pytest.raises(LayoutError, match=r"a batch of 3 had to be filled up to 4 rows.*multiple of 4"):
+            model(ids)
+        model(ids[[0, 1, 2, 0]])
+
+
+def test_find_mode_names_the_nearest() -> None:
+    with pytest.raises(LayoutError, match=r"'1d\+seq'.*Did you mean '1d\+sequence'"):
+        find_mode("1d+seq")
