@@ -1,12 +1,12 @@
 """Run the pages and write into them what their blocks of code print.
 
     python docs/refresh.py                    # every page of this folder
-    python docs/refresh.py docs/random.md     # some of them
+    python docs/refresh.py docs/kernels.md     # some of them
 
-A block of text after ``<!-- prints -->`` is what the block of code before it prints, to the letter: the test
-``integration_tests/test_docs_prints.py`` compares. After ``<!-- printed: reason -->`` it is what one run printed, with the reason
-why another run prints something else. What stands between ``<!-- from FILE -->`` and ``<!-- end of FILE -->`` is that file of the
-repository. Pictures are made by ``docs/pictures/make.py``.
+A block of text after ``<!-- prints -->`` is what the block of code before it prints, to the letter; a test compares
+(``integration_tests/test_docs_outputs.py``). After ``<!-- printed: reason -->`` it is what one run printed, with the
+reason why another run prints something else. What stands between ``<!-- from FILE -->`` and ``<!-- end of FILE -->``
+is that file of the repository. Pictures are made by ``docs/pictures/make.py``.
 """
 
 from __future__ import annotations
@@ -70,7 +70,9 @@ def outputs(page: str) -> list[Output]:
             continue
         source = sum(block.line <= number for block in code) - 1
         if number + 1 >= len(lines) or lines[number + 1].strip() != "```text" or source < 0:
-            raise ValueError(f"line {number + 1}: {line.strip()} stands before no ```text, or before any code")
+            raise ValueError(
+                f"line {number + 1}: {line.strip()} stands before no ```text, or before any code"
+            )
         last = next(i for i in range(number + 2, len(lines)) if lines[i].strip() == "```")
         found.append(
             Output(
@@ -165,7 +167,7 @@ def refreshed(page: str, name: str) -> str:
 
 
 def tidy(text: str) -> str:
-    """Printed text as a page shows it: no spaces at the ends of lines, no blank lines around, nothing of this machine."""
+    """Printed text as a page shows it: no blanks at the ends, nothing that names this machine."""
     text = text.replace(str(ROOT) + os.sep, "").replace(platform.platform(), platform.system())
     return "\n".join(line.rstrip() for line in text.splitlines()).strip("\n")
 

@@ -16,10 +16,10 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
 import torch  # noqa: E402
+from docs.refresh import run_here  # noqa: E402
 from matplotlib import rc_context  # noqa: E402
 from matplotlib.patches import Rectangle  # noqa: E402
 
-from docs.refresh import run_here  # noqa: E402
 from meshfold.mesh import Mesh, ParallelSpec, Placement  # noqa: E402
 from meshfold.tensor_parallel import MODES, plan  # noqa: E402
 from meshfold.tensor_parallel.draw import draw_matmul, draw_mesh, draw_mode  # noqa: E402
@@ -99,7 +99,9 @@ def draw_dropout() -> Figure:
             for row, flags in zip(down, kept.tolist(), strict=True):
                 for column, flag in zip(across, flags, strict=True):
                     fill = shade if flag else tint(shade, 0.86)
-                    canvas.add_patch(Rectangle((column + 0.08, row + 0.08), 0.84, 0.84, facecolor=fill, linewidth=0))
+                    canvas.add_patch(
+                        Rectangle((column + 0.08, row + 0.08), 0.84, 0.84, facecolor=fill, linewidth=0)
+                    )
     return figure
 
 
@@ -107,7 +109,9 @@ def make(folder: Path) -> list[Path]:
     """Draw everything into a folder; the same input gives the same bytes."""
     made = []
     for name, (words, draw) in pictures().items():
-        stamp = "Date" if name.endswith(".svg") else "Software"  # what else differs from run to run, or version to version
+        stamp = (
+            "Date" if name.endswith(".svg") else "Software"
+        )  # what else differs from run to run, or version to version
         with rc_context({"svg.hashsalt": name}):
             draw().savefig(folder / name, metadata={stamp: None, "Description": words})
         made.append(folder / name)

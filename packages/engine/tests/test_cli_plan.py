@@ -16,7 +16,7 @@ from meshfold.engine.models import build, preset
 from meshfold.engine.plan_text import memory_table, picture
 from meshfold.engine.planner import Estimate, estimate, times
 from meshfold.mesh import ParallelSpec, record
-from meshfold.mesh.testing import ranks
+from meshfold.mesh.testing import run_on_ranks
 
 SIZES: dict[str, Any] = dict(hidden=32, layers=2, heads=4, vocab_size=40, max_positions=16)
 SPECS: dict[str, dict[str, Any]] = {
@@ -41,8 +41,9 @@ def planned(name: str, precision: str, accumulate: int = 1) -> Estimate:
     )
 
 
-@ranks(4)
-def real(name: str, precision: str, accumulate: int) -> tuple[dict[tuple[Any, ...], tuple[int, float]], int, int]:
+def real(
+    name: str, precision: str, accumulate: int
+) -> tuple[dict[tuple[Any, ...], tuple[int, float]], int, int]:
     """Collectives that a real step hands over: (kind, axes) to (calls, bytes); bytes of parameters and true weights."""
     engine = Engine(
         lambda: build("llama-tiny", **SIZES, kv_heads=2, ffn=64),
@@ -61,7 +62,9 @@ def real(name: str, precision: str, accumulate: int) -> tuple[dict[tuple[Any, ..
         found[entry.kind, entry.axes] = calls + 1, sent + float(entry.bytes)
     held = sum(p.numel() * p.element_size() for p in engine.model.parameters())
     assert engine.optimizer is not None
-    state = sum(t.numel() * t.element_size() for s in engine.optimizer.state.values() for t in s.values() if t.dim())
+    state = sum(
+        t.numel() * t.element_size() for s in engine.optimizer.state.values() for t in s.values() if t.dim()
+    )
     return found, held, state
 
 
@@ -69,12 +72,14 @@ def real(name: str, precision: str, accumulate: int) -> tuple[dict[tuple[Any, ..
 @pytest.mark.parametrize(("precision", "accumulate"), [("fp32", 1), ("bf16", 2)])
 def test_a_real_step_moves_and_holds_what_was_planned(name: str, precision: str, accumulate: int) -> None:
     plan = planned(name, precision, accumulate)
-    found, held, state = real(name, precision, accumulate)
+    found, held, state = run_on_ranks(4, real, name, precision, accumulate)[0]
     expected: dict[tuple[Any, ...], tuple[int, float]] = {}
     for entry in plan.traffic:
         calls, sent = expected.get((entry.kind, entry.axes), (0, 0.0))
         expected[entry.kind, entry.axes] = calls + entry.calls, sent + entry.bytes
-    assert {key: calls for key, (calls, _) in found.items()} == {key: calls for key, (calls, _) in expected.items()}
+    assert {key: calls for key, (calls, _) in found.items()} == {
+        key: calls for key, (calls, _) in expected.items()
+    }
     for key, (_, sent) in found.items():
         assert expected[key][1] == pytest.approx(sent, abs=8), key  # each line of a plan is rounded to bytes
     assert (plan.memory.parameters, plan.memory.optimizer) == (held, state)
@@ -86,7 +91,9 @@ def test_flops_are_those_of_the_model_shared_out() -> None:
     serial = estimate(lambda: build(config), ParallelSpec.parse({}, 1), batch_size=4, seq_len=256)
     counted = config.flops_per_token(256) * serial.tokens
     assert counted < serial.flops < 1.1 * counted  # flash attention computes the scores again in backward
-    split = estimate(lambda: build(config), ParallelSpec.parse(dict(data=2, tensor=4)), batch_size=4, seq_len=256)
+    split = estimate(
+        lambda: build(config), ParallelSpec.parse(dict(data=2, tensor=4)), batch_size=4, seq_len=256
+    )
     assert split.flops * 8 == serial.flops
     assert split.memory.total < serial.memory.total / 3
 
@@ -104,13 +111,20 @@ def test_activations_are_those_that_autograd_keeps() -> None:
 
     found = estimate(Once, ParallelSpec.parse({}, 1), batch_size=4, seq_len=8)
     # x [4 8 8] for a's weight, relu's output [4 8 16] once for itself and the next layer
-    assert found.memory.activations - 4 * (4 * 8 * 8 + 4 * 8 * 16) in range(0, 64)
+    assert found.memory.activations - 4 * (4 * 8 * 8 + 4 * 8 * 16) in range(64)
 
 
 def test_times_add_up() -> None:
     plan = planned("1d", "bf16")
     flat = Machine(
-        name="flat", devices=2, memory=1, flops={"bf16": 1e6}, inside=1e3, between=1e2, latency=0.0, source="made up"
+        name="flat",
+        devices=2,
+        memory=1,
+        flops={"bf16": 1e6},
+        inside=1e3,
+        between=1e2,
+        latency=0.0,
+        source="made up",
     )
     took = times(plan, flat, "bf16")
     tensor = sum(e.bytes / (1e2 if "data" in e.axes else 1e3) for e in plan.traffic if e.phase != "gradients")
@@ -160,7 +174,14 @@ def test_a_large_picture_keeps_to_the_page() -> None:
 
 
 def test_plan_in_words_and_as_json(capsys: pytest.CaptureFixture[str]) -> None:
-    words = ["plan", "--model", "gpt-tiny", "--parallel", "dict(data=2, tensor=dict(mode='2d', size=4))", "--report"]
+    words = [
+        "plan",
+        "--model",
+        "gpt-tiny",
+        "--parallel",
+        "dict(data=2, tensor=dict(mode='2d', size=4))",
+        "--report",
+    ]
     assert main(words) == 0
     shown = capsys.readouterr().out
     for part in ("gpt-tiny, 8 sequences of 128 tokens, bf16", "row 1   2 3    row 1   6 7", "blocks.0.attn.qkv  column",
@@ -177,7 +198,9 @@ def test_plan_in_words_and_as_json(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_a_spec_for_more_ranks_than_there_are_anywhere(capsys: pytest.CaptureFixture[str]) -> None:
     parallel = "dict(data=8, tensor=dict(mode='3d', grid=(4, 4, 4)))"
-    assert main(["plan", "--model", "llama-small", "--parallel", parallel, "--batch-size", "256", "--json"]) == 0
+    assert (
+        main(["plan", "--model", "llama-small", "--parallel", parallel, "--batch-size", "256", "--json"]) == 0
+    )
     answer = json.loads(capsys.readouterr().out)
     assert answer["world_size"] == 512
     assert answer["local_parameters"] < answer["parameters"] / 30

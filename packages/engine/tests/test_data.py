@@ -112,7 +112,7 @@ def test_what_cannot_be_read_is_said(
 
 def test_a_folder_without_text_is_said(tmp_path: Path) -> None:
     (tmp_path / "a").mkdir()
-    with pytest.raises(SpecError, match="it has no files that end in .py or .md"):
+    with pytest.raises(SpecError, match=r"it has no files that end in \.py or \.md"):
         open_corpus(tmp_path / "a", BYTES, cache=tmp_path / "cache", extensions=(".py", ".md"))
     (tmp_path / "a" / "picture.py").write_bytes(b"\0")
     with pytest.raises(SpecError, match=r"its 1 files that end in \.py are empty or not"):

@@ -15,8 +15,16 @@ from meshfold.engine.metrics_file import MetricsFile, read_metrics
 
 @pytest.mark.parametrize(
     ("gpus", "ranks", "device", "data"),
-    [(0, 8, "cpu", 2), (1, 8, "cpu", 2), (3, 8, "cpu", 2), (4, 4, "cuda", 1), (7, 4, "cuda", 1), (8, 8, "cuda", 2), (16, 8, "cuda", 2)],
-)  # fmt: skip
+    [
+        (0, 8, "cpu", 2),
+        (1, 8, "cpu", 2),
+        (3, 8, "cpu", 2),
+        (4, 4, "cuda", 1),
+        (7, 4, "cuda", 1),
+        (8, 8, "cuda", 2),
+        (16, 8, "cuda", 2),
+    ],
+)
 def test_scenes(gpus: int, ranks: int, device: str, data: int) -> None:
     here = demo.scene(gpus)
     assert (here.ranks, here.device, here.parallel.get("data", 1)) == (ranks, device, data)
@@ -25,7 +33,13 @@ def test_scenes(gpus: int, ranks: int, device: str, data: int) -> None:
 
 
 def test_a_new_demo_clears_what_an_old_one_left_and_nothing_else(tmp_path: Path) -> None:
-    for name in ("checkpoint/model.safetensors", "serial/metrics.jsonl", "metrics.jsonl", "tokens/a.npy", "mine.txt"):
+    for name in (
+        "checkpoint/model.safetensors",
+        "serial/metrics.jsonl",
+        "metrics.jsonl",
+        "tokens/a.npy",
+        "mine.txt",
+    ):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text("x")
     demo.clear(tmp_path)
@@ -59,7 +73,10 @@ def test_a_short_demo(tmp_path: Path) -> None:
     for name in ("checkpoint/state.json", "metrics.jsonl", "sample.txt"):
         assert (out / name).stat().st_size
     assert (out / "loss.png").read_bytes().startswith(b"\x89PNG")
-    losses = {folder: [row["loss"] for row in read_metrics(out / folder / "metrics.jsonl") if "loss" in row] for folder in ("", "serial")}  # fmt: skip
+    losses = {
+        folder: [row["loss"] for row in read_metrics(out / folder / "metrics.jsonl") if "loss" in row]
+        for folder in ("", "serial")
+    }
     assert (len(losses[""]), len(losses["serial"])) == (4, 3)
     assert losses["serial"] == pytest.approx(losses[""][:3], abs=1e-4)
     largest = max(abs(a - b) for a, b in zip(losses[""], losses["serial"], strict=False))

@@ -33,7 +33,9 @@ class NextTokenLoss(nn.Module):
         counts = targets != -100
         rows = logits.reshape(-1, logits.shape[-1])
         total = F.cross_entropy(rows, targets, label_smoothing=self.label_smoothing, reduction="sum")
-        return (total + self.z_loss * (rows.logsumexp(-1).square() * counts).sum()) / counts.sum().clamp(min=1)
+        return (total + self.z_loss * (rows.logsumexp(-1).square() * counts).sum()) / counts.sum().clamp(
+            min=1
+        )
 
 
 # -- over a flat stream of tokens -----------------------------------------------------------------------------------
@@ -95,7 +97,14 @@ class Flat(nn.Module):
     flat_tokens = True
 
     def __init__(
-        self, gated: bool, kv_heads: int = HEADS, dropout: float = 0.0, vocab: int = VOCAB, hidden: int = HIDDEN, heads: int = HEADS, layers: int = 2
+        self,
+        gated: bool,
+        kv_heads: int = HEADS,
+        dropout: float = 0.0,
+        vocab: int = VOCAB,
+        hidden: int = HIDDEN,
+        heads: int = HEADS,
+        layers: int = 2,
     ) -> None:
         super().__init__()
         self.embed = nn.Embedding(vocab, hidden)
@@ -167,7 +176,9 @@ class Block(nn.Module):
 class Classic(nn.Module):
     """A decoder on ``b s h`` that returns its logits; positions expanded over the batch."""
 
-    def __init__(self, dropout: float = 0.0, hidden: int = HIDDEN, heads: int = HEADS, sequential: bool = False) -> None:
+    def __init__(
+        self, dropout: float = 0.0, hidden: int = HIDDEN, heads: int = HEADS, sequential: bool = False
+    ) -> None:
         super().__init__()
         self.tok_emb = nn.Embedding(VOCAB, hidden)
         self.pos_emb = nn.Embedding(POSITIONS, hidden)
@@ -273,7 +284,9 @@ def hugging_face(kind: str, *, vocab: int = 101, layers: int = 2, **settings: An
         return t.OPTForCausalLM(config)
     if kind == "gpt2":
         none = dict(resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0)
-        config = t.GPT2Config(**common, n_embd=32, n_layer=layers, n_head=4, n_positions=32, **{**none, **settings})
+        config = t.GPT2Config(
+            **common, n_embd=32, n_layer=layers, n_head=4, n_positions=32, **{**none, **settings}
+        )
         return t.GPT2LMHeadModel(config)
     if kind == "neox":
         config = t.GPTNeoXConfig(
@@ -281,7 +294,10 @@ def hugging_face(kind: str, *, vocab: int = 101, layers: int = 2, **settings: An
             max_position_embeddings=32, hidden_dropout=0.0, attention_dropout=0.0, **settings,
         )  # fmt: skip
         return t.GPTNeoXForCausalLM(config)
-    config_of, model_of = {"llama": (t.LlamaConfig, t.LlamaForCausalLM), "qwen2": (t.Qwen2Config, t.Qwen2ForCausalLM)}[kind]
+    config_of, model_of = {
+        "llama": (t.LlamaConfig, t.LlamaForCausalLM),
+        "qwen2": (t.Qwen2Config, t.Qwen2ForCausalLM),
+    }[kind]
     config = config_of(
         **common, hidden_size=32, intermediate_size=64, num_hidden_layers=layers, num_attention_heads=4,
         max_position_embeddings=32, **{"num_key_value_heads": 2, "tie_word_embeddings": kind == "qwen2", **settings},

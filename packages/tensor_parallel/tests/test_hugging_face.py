@@ -8,7 +8,17 @@ from typing import Any
 
 import pytest
 import torch
-from tensor_parallel_checks import CASES, Case, alone, assert_gradients_equal, case, gradients, mesh_of, seeded, whole_gradients
+from tensor_parallel_checks import (
+    CASES,
+    Case,
+    alone,
+    assert_gradients_equal,
+    case,
+    gradients,
+    mesh_of,
+    seeded,
+    whole_gradients,
+)
 from tensor_parallel_models import exact_reference, hugging_face
 from torch import Tensor, nn
 
@@ -16,7 +26,9 @@ from meshfold.mesh import LayoutError, Mesh, dropout_stream, metadata
 from meshfold.mesh.testing import run_on_ranks
 from meshfold.tensor_parallel import Report, parallelize
 
-pytest.importorskip("transformers", reason="transformers is not installed: pip install meshfold-tensor-parallel[hf]")
+pytest.importorskip(
+    "transformers", reason="transformers is not installed: pip install meshfold-tensor-parallel[hf]"
+)
 
 VOCAB, SEQUENCE = 101, 8
 KINDS = ("opt", "gpt2", "llama", "qwen2")
@@ -89,7 +101,7 @@ def test_variant_is_the_serial_one(kind: str, settings: dict[str, Any]) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("world", [2, 4, 8])
-@pytest.mark.parametrize(("kind", "settings"), (*((kind, {}) for kind in KINDS), *VARIANTS))
+@pytest.mark.parametrize(("kind", "settings"), [*((kind, {}) for kind in KINDS), *VARIANTS])
 def test_every_model_is_the_serial_one_in_every_mode(kind: str, settings: dict[str, Any], world: int) -> None:
     heads = {"num_attention_heads": 8} if world == 8 and kind == "llama" else {}
     for rows in (4, 3):
@@ -153,7 +165,10 @@ def call_with_masks() -> None:
     mask[0, :3] = mask[2, :1] = 0
     positions = (mask.cumsum(1) - 1).clamp(min=0)
     labels[mask == 0] = -100
-    for kind, given in (("llama", dict(attention_mask=mask, position_ids=positions)), ("opt", dict(attention_mask=mask))):
+    for kind, given in (
+        ("llama", dict(attention_mask=mask, position_ids=positions)),
+        ("opt", dict(attention_mask=mask)),
+    ):
         serial = exact_reference(seeded(partial(hugging_face, kind)))
         wanted = serial(input_ids=ids, labels=labels, use_cache=False, **given).loss
         for mode, axes in (*MODES[:3], CASES[4][6]):
@@ -164,7 +179,9 @@ def call_with_masks() -> None:
         model = copy.deepcopy(serial)
         parallelize(model, mesh_of(CASES[4][4][1]), "3d")
         for _ in range(2):
-            with pytest.raises(LayoutError, match=r"differs by row cannot be used in mode '3d'.*pad on the right"):
+            with pytest.raises(
+                LayoutError, match=r"differs by row cannot be used in mode '3d'.*pad on the right"
+            ):
                 model(input_ids=ids, labels=labels, **given)
         everything = dict.fromkeys(given, torch.ones_like(ids)) if kind == "opt" else {}
         model(input_ids=ids, labels=labels, use_cache=False, **everything)
@@ -203,7 +220,9 @@ def test_configurations_are_left_alone() -> None:
         for parameter in serial.parameters():
             parameter.zero_()
     with dropout_stream(0, 0):
-        assert float(twin(input_ids=ids, labels=labels).loss) != pytest.approx(float(torch.log(torch.tensor(VOCAB))))
+        assert float(twin(input_ids=ids, labels=labels).loss) != pytest.approx(
+            float(torch.log(torch.tensor(VOCAB)))
+        )
     assert all(metadata(p) is not None for p in twin.parameters())
 
 

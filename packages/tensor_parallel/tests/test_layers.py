@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import pytest
@@ -24,7 +23,7 @@ from tensor_parallel_checks import (
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from meshfold.mesh import LayoutError, Mesh, Part, Placement, all_reduce, dropout_stream, metadata
+from meshfold.mesh import LayoutError, Mesh, Part, Placement, dropout_stream, metadata
 from meshfold.mesh.testing import run_on_ranks
 from meshfold.tensor_parallel import Embedding, LayerNorm, Linear, Mode, RMSNorm, cross_entropy, find_mode
 from meshfold.tensor_parallel.layers import PositionEmbedding
@@ -55,7 +54,9 @@ class At:
 
     def draw(self, *shape: int, seed: int = 3) -> Tensor:
         """The same numbers on every rank."""
-        return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).to(self.dtype)
+        return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).to(
+            self.dtype
+        )
 
     def compare(
         self,
@@ -85,14 +86,19 @@ class At:
         assert_gradients_equal(found, wanted, self.what, self.dtype)
         found, wanted = whole_gradients(layer, self.mesh), gradients(serial)
         if x_local.grad is not None and x_serial.grad is not None:
-            found["dx"], wanted["dx"] = x_at.gather(x_local.grad, self.mesh), share_of_data(x_serial.grad, self.mesh)
+            found["dx"], wanted["dx"] = (
+                x_at.gather(x_local.grad, self.mesh),
+                share_of_data(x_serial.grad, self.mesh),
+            )
         assert_gradients_equal(found, wanted, self.what, self.dtype)
 
 
 # -- linear ---------------------------------------------------------------------------------------------------------
 
 
-def compare_linear(at: At, role: Role, serial: nn.Linear, parts: tuple[Part, ...] = (), lowering: str = "gather") -> None:
+def compare_linear(
+    at: At, role: Role, serial: nn.Linear, parts: tuple[Part, ...] = (), lowering: str = "gather"
+) -> None:
     layer = Linear.convert(serial, at.mesh, at.mode, role, parts=parts, lowering=lowering)
     plan = stem_plan(at.mode) if role == "stem" else at.mode.plans[role]
     assert (layer.bias is None) == (serial.bias is None)
@@ -127,7 +133,9 @@ class _Collect(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, y: Tensor, weight_at: Placement, mesh: Mesh) -> Tensor:
         width = weight_at.shape[0]
-        ctx.at = Placement(shape=(y.shape[0], width), axes=((), weight_at.axes[0]), parts={1: weight_at.parts[0]})
+        ctx.at = Placement(
+            shape=(y.shape[0], width), axes=((), weight_at.axes[0]), parts={1: weight_at.parts[0]}
+        )
         ctx.mesh = mesh
         return ctx.at.gather(y, mesh)
 
@@ -158,7 +166,9 @@ def try_column_without_bias(at: At) -> None:
 def try_column_by_stream_and_ring(at: At) -> None:
     for lowering in ("stream", "ring"):
         try:
-            compare_linear(at, "column", seeded(lambda: nn.Linear(HIDDEN, INNER), at.dtype), lowering=lowering)
+            compare_linear(
+                at, "column", seeded(lambda: nn.Linear(HIDDEN, INNER), at.dtype), lowering=lowering
+            )
         except LayoutError as refused:
             assert "does not apply" in str(refused)  # noqa: PT017  a lowering may not apply to a plan
 
@@ -168,13 +178,20 @@ def try_row(at: At) -> None:
 
 
 def try_gate_and_up(at: At) -> None:
-    compare_linear(at, "column", seeded(lambda: nn.Linear(HIDDEN, 2 * INNER), at.dtype), (Part(INNER), Part(INNER)))
+    compare_linear(
+        at, "column", seeded(lambda: nn.Linear(HIDDEN, 2 * INNER), at.dtype), (Part(INNER), Part(INNER))
+    )
 
 
 def try_fused_qkv(at: At) -> None:
     for kv_heads in (8, 4, 2, 1):
         parts = fused(at, kv_heads)
-        compare_linear(at, "column", seeded(lambda n=sum(p.size for p in parts): nn.Linear(HIDDEN, n), at.dtype), parts)
+        compare_linear(
+            at,
+            "column",
+            seeded(lambda parts=parts: nn.Linear(HIDDEN, sum(p.size for p in parts)), at.dtype),
+            parts,
+        )
 
 
 def try_keys_with_fewer_heads_than_ranks(at: At) -> None:
@@ -230,7 +247,9 @@ def try_embedding_of_sequences(at: At) -> None:
     residual = at.mode.layout("residual")
     serial = seeded(lambda: nn.Embedding(VOCAB, HIDDEN), at.dtype)
     ids = ids_of(at, VOCAB).view(BATCH, SEQUENCE)
-    at.compare(Embedding.convert(serial, at.mesh, at.mode), serial, ids, ((), ()), (residual["m"], (), residual["h"]))
+    at.compare(
+        Embedding.convert(serial, at.mesh, at.mode), serial, ids, ((), ()), (residual["m"], (), residual["h"])
+    )
 
 
 class _Shifted(nn.Embedding):
@@ -264,7 +283,8 @@ def try_tied_embedding_and_head(at: At) -> None:
 
     serial = seeded(whole, at.dtype)
     layer = Tied(
-        Embedding.convert(serial.table, at.mesh, at.mode), Linear.convert(serial.head, at.mesh, at.mode, "tied_head")
+        Embedding.convert(serial.table, at.mesh, at.mode),
+        Linear.convert(serial.head, at.mesh, at.mode, "tied_head"),
     )
     assert metadata(layer.table.weight).placement == metadata(layer.head.weight).placement
     layer.head.weight = layer.table.weight
@@ -294,7 +314,9 @@ def try_norms(at: At) -> None:
 # -- loss -----------------------------------------------------------------------------------------------------------
 
 
-def serial_loss(logits: Tensor, labels: Tensor, smoothing: float, z: float, reduction: str, ignored: int) -> Tensor:
+def serial_loss(
+    logits: Tensor, labels: Tensor, smoothing: float, z: float, reduction: str, ignored: int
+) -> Tensor:
     loss = F.cross_entropy(logits, labels, ignore_index=ignored, label_smoothing=smoothing, reduction="sum")
     loss = loss + z * (logits.logsumexp(-1).square() * (labels != ignored)).sum()
     return loss if reduction == "sum" else loss / (labels != ignored).sum()
@@ -396,10 +418,14 @@ def try_attention(at: At) -> None:
                 0.5: torch.full((s, s), 0.5, dtype=at.dtype).triu(1),
             }
             settings = dict(mask=masks[mask], causal=causal, p=p)
-            local = [place.shard(t.detach(), mesh).requires_grad_() for place, t in zip(places, whole, strict=True)]
+            local = [
+                place.shard(t.detach(), mesh).requires_grad_() for place, t in zip(places, whole, strict=True)
+            ]
             dy = at.draw(*shapes[0], seed=9)
             with dropout_stream(1, 2):
-                wanted = attention(*whole, **settings, dropout=Dropout(p, alone(), find_mode("1d"), HIDDEN, "a"))
+                wanted = attention(
+                    *whole, **settings, dropout=Dropout(p, alone(), find_mode("1d"), HIDDEN, "a")
+                )
             with dropout_stream(1, 2):
                 found = attention(*local, **settings, dropout=Dropout(p, mesh, at.mode, HIDDEN, "a"))
             wanted_grads = torch.autograd.grad(wanted, whole, dy)
@@ -424,7 +450,9 @@ def try_patch_embedding(at: At) -> None:
     residual = at.mode.layout("residual")
     images = at.draw(BATCH, 3, 5, 9)  # the last row and column fill no patch
     for bias, padding in ((True, 0), (False, "valid")):
-        serial = seeded(lambda b=bias, p=padding: nn.Conv2d(3, HIDDEN, (2, 4), stride=(2, 4), bias=b, padding=p), at.dtype)
+        serial = seeded(
+            lambda b=bias, p=padding: nn.Conv2d(3, HIDDEN, (2, 4), stride=(2, 4), bias=b, padding=p), at.dtype
+        )
         layer = PatchEmbedding.convert(serial, at.mesh, at.mode)
         at.compare(layer, serial, images, ((), (), (), ()), (residual["m"], residual["h"], (), ()))
 
@@ -438,7 +466,14 @@ def run_trials(cases: tuple[Case, ...], trials: tuple[str, ...], dtype: torch.dt
     done = 0
     for mode, axes in cases:
         for name in trials:
-            TRIALS[name](At(mesh=mesh_of(axes), mode=find_mode(mode), dtype=dtype, what=f"{name} in {mode} on {dict(axes)}"))
+            TRIALS[name](
+                At(
+                    mesh=mesh_of(axes),
+                    mode=find_mode(mode),
+                    dtype=dtype,
+                    what=f"{name} in {mode} on {dict(axes)}",
+                )
+            )
             done += 1
     return done
 
@@ -449,7 +484,9 @@ SOME = (case("2.5d", depth=2, row=2, col=2), case("3d", a=1, b=2, c=4), case("2d
 @pytest.mark.parametrize("trial", TRIALS)
 @pytest.mark.parametrize("world", [2, 4])
 def test_layer_is_the_serial_one(world: int, trial: str) -> None:
-    assert run_on_ranks(world, run_trials, CASES[world], (trial,), torch.float64) == [len(CASES[world])] * world
+    assert (
+        run_on_ranks(world, run_trials, CASES[world], (trial,), torch.float64) == [len(CASES[world])] * world
+    )
 
 
 def test_layers_are_the_serial_ones_on_eight_ranks() -> None:
@@ -464,7 +501,13 @@ def test_every_layer_is_the_serial_one_on_eight_ranks(trial: str) -> None:
 
 
 def test_layers_are_the_serial_ones_in_float32() -> None:
-    run_on_ranks(4, run_trials, CASES[4], ("column", "row", "head", "embedding", "norms", "cross_entropy"), torch.float32)
+    run_on_ranks(
+        4,
+        run_trials,
+        CASES[4],
+        ("column", "row", "head", "embedding", "norms", "cross_entropy"),
+        torch.float32,
+    )
 
 
 @pytest.mark.slow

@@ -21,13 +21,23 @@ from tensor_parallel_checks import (
     share_of_data,
     whole_gradients,
 )
-from tensor_parallel_models import LANGUAGE_MODELS, PARTS, VOCAB, Encoder, ViT, WithRouter, Classic, Flat, HIDDEN
+from tensor_parallel_models import (
+    HIDDEN,
+    LANGUAGE_MODELS,
+    PARTS,
+    VOCAB,
+    Classic,
+    Encoder,
+    Flat,
+    ViT,
+    WithRouter,
+)
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from meshfold.mesh import Mesh, all_gather, checkpoint_contexts, dropout_stream, metadata
 from meshfold.mesh.testing import run_on_ranks
-from meshfold.tensor_parallel import Mode, find_mode, parallelize
+from meshfold.tensor_parallel import Mode, parallelize
 
 SEQUENCE = 8
 EIGHT = (
@@ -57,12 +67,15 @@ def loss_of(model: nn.Module, ids: Tensor, labels: Tensor, **settings: Any) -> T
 
 def logits_of(model: nn.Module, ids: Tensor, **settings: Any) -> Tensor:
     with torch.no_grad():
-        output = model(ids) if isinstance(model, Classic) else model(input_ids=ids, **settings).logits
-    return output
+        return model(ids) if isinstance(model, Classic) else model(input_ids=ids, **settings).logits
 
 
 def compare_language_model(
-    make: Callable[[], nn.Module], cases: tuple[tuple[str | Mode, Axes], ...], rows: int, vocab: int, **settings: Any
+    make: Callable[[], nn.Module],
+    cases: tuple[tuple[str | Mode, Axes], ...],
+    rows: int,
+    vocab: int,
+    **settings: Any,
 ) -> None:
     """Loss, gradients and logits of a model under each mode."""
     serial = seeded(make)
@@ -111,7 +124,9 @@ def test_all_language_models_are_the_serial_ones_on_eight_ranks() -> None:
 
 @pytest.mark.parametrize("rows", [1, 3])
 def test_a_batch_that_cannot_be_split_is_filled_up(rows: int) -> None:
-    run_on_ranks(4, language_models, ("gpt", "classic"), tuple(c for c in CASES[4] if c[1][0][0] != "data"), rows)
+    run_on_ranks(
+        4, language_models, ("gpt", "classic"), tuple(c for c in CASES[4] if c[1][0][0] != "data"), rows
+    )
 
 
 # -- parts of models ------------------------------------------------------------------------------------------------
@@ -123,7 +138,10 @@ def compare_parts(cases: tuple[Case, ...], rows: int) -> None:
         serial = seeded(make)
         for mode, axes in cases:
             mesh = mesh_of(axes)
-            model, x = copy.deepcopy(serial), torch.randn(rows, 8, HIDDEN, dtype=torch.float64, generator=torch.Generator().manual_seed(2))
+            model, x = (
+                copy.deepcopy(serial),
+                torch.randn(rows, 8, HIDDEN, dtype=torch.float64, generator=torch.Generator().manual_seed(2)),
+            )
             parallelize(model, mesh, mode)
             compare_outputs(model, copy.deepcopy(serial), x, mesh, f"{name} in {mode} on {dict(axes)}")
 
@@ -161,10 +179,14 @@ def compare_vision_and_encoder(cases: tuple[Case, ...]) -> None:
             if make is ViT:
                 x = x.clone()
                 y, wanted = model(x), serial(x)
-                dy = torch.randn(wanted.shape, dtype=torch.float64, generator=torch.Generator().manual_seed(8))
+                dy = torch.randn(
+                    wanted.shape, dtype=torch.float64, generator=torch.Generator().manual_seed(8)
+                )
                 y.backward(dy), wanted.backward(dy)
                 assert_gradients_equal({"y": y}, {"y": wanted}, f"{mode} {axes}")
-                assert_gradients_equal(whole_gradients(model, mesh_of(axes), data="none"), gradients(serial), f"{mode} {axes}")
+                assert_gradients_equal(
+                    whole_gradients(model, mesh_of(axes), data="none"), gradients(serial), f"{mode} {axes}"
+                )
             else:
                 compare_outputs(model, serial, x, mesh_of(axes), f"{make.__name__} in {mode} on {axes}")
 
@@ -176,7 +198,14 @@ def test_a_vision_transformer_and_a_model_without_a_head() -> None:
 # -- dropout --------------------------------------------------------------------------------------------------------
 
 
-def compare_dropout(make: Callable[[], nn.Module], cases: tuple[Case, ...], rows: int, vocab: int, rules: dict[str, str] | None = None, **settings: Any) -> None:
+def compare_dropout(
+    make: Callable[[], nn.Module],
+    cases: tuple[Case, ...],
+    rows: int,
+    vocab: int,
+    rules: dict[str, str] | None = None,
+    **settings: Any,
+) -> None:
     """With dropout a model under any mode is the model on one rank, in training and recomputed."""
     serial = seeded(make).train()
     ids, labels = tokens(rows, vocab)
@@ -219,7 +248,9 @@ def test_dropout_is_that_of_one_rank_on_eight() -> None:
 # -- training -------------------------------------------------------------------------------------------------------
 
 
-def train_and_compare_replicas(make: Callable[[], nn.Module], cases: tuple[Case, ...], vocab: int, **settings: Any) -> None:
+def train_and_compare_replicas(
+    make: Callable[[], nn.Module], cases: tuple[Case, ...], vocab: int, **settings: Any
+) -> None:
     for mode, axes in cases:
         mesh, model = mesh_of(axes), seeded(make, torch.float32)
         parallelize(model, mesh, mode)
@@ -247,8 +278,12 @@ def assert_replicas_equal(model: nn.Module, mesh: Mesh, what: str) -> None:
         for rank, other in enumerate(everyone):
             if rank != mesh.rank and place.rectangles(mesh, rank) == mine:
                 compared += 1
-                assert torch.equal(other, parameter), f"{what}: {name} of rank {mesh.rank} is not that of rank {rank}"
-    assert compared or all(mesh.size(*metadata(p).placement.split_axes) == mesh.world_size for p in model.parameters())
+                assert torch.equal(other, parameter), (
+                    f"{what}: {name} of rank {mesh.rank} is not that of rank {rank}"
+                )
+    assert compared or all(
+        mesh.size(*metadata(p).placement.split_axes) == mesh.world_size for p in model.parameters()
+    )
 
 
 def train_own(cases: tuple[Case, ...]) -> None:

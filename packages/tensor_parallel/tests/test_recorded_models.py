@@ -6,13 +6,12 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, replace, field
 
 import pytest
 import torch
 from tensor_parallel_models import Classic, Flat
 from torch import nn
-from torch.nn import functional as F
 
 from meshfold.mesh import Mesh, record
 from meshfold.mesh.testing import fake_world
@@ -49,14 +48,16 @@ class ByHand:
 
     mode: Mode
     mesh: Mesh
-    cost: Cost = Cost(())
+    cost: Cost = field(default_factory=lambda: Cost(()))
 
     def plan(self, plan: MatmulPlan, k: int, n: int, *phases: str) -> None:
         chosen = phases or ("forward", "dx", "dw")
         sizes = {plan.m: TOKENS, plan.k: k, plan.n: n}
         self.cost += plan.cost(sizes, self.mesh, itemsize=ITEMSIZE, phases=chosen)
 
-    def add(self, phase: str, kind: str, axes: tuple[str, ...], elements: int, itemsize: int = ITEMSIZE) -> None:
+    def add(
+        self, phase: str, kind: str, axes: tuple[str, ...], elements: int, itemsize: int = ITEMSIZE
+    ) -> None:
         entry = CostBuilder(self.mesh, itemsize)
         entry.add(phase, kind, "", axes, elements)  # type: ignore[arg-type]
         self.cost += entry.done()
@@ -199,7 +200,9 @@ def recorded(make: Callable[[], nn.Module], mode: str, mesh: Mesh) -> tuple[Coun
     return log.count("forward"), log.count("backward")
 
 
-def compare(mode: str, axes: dict[str, int], make: Callable[[], nn.Module], derive: Callable[[ByHand], Cost]) -> None:
+def compare(
+    mode: str, axes: dict[str, int], make: Callable[[], nn.Module], derive: Callable[[ByHand], Cost]
+) -> None:
     ranks = math.prod(axes.values())
     for rank in sorted({0, ranks - 1}):
         with fake_world(ranks, rank):
@@ -207,7 +210,9 @@ def compare(mode: str, axes: dict[str, int], make: Callable[[], nn.Module], deri
             forward, backward = recorded(make, mode, mesh)
             planned = derive(ByHand(find_mode(mode), mesh))
             what = f"{mode} on {axes}, rank {rank}"
-            assert forward == planned.count("forward"), f"{what}: {difference(forward, planned.count('forward'))}"
+            assert forward == planned.count("forward"), (
+                f"{what}: {difference(forward, planned.count('forward'))}"
+            )
             summed = planned.count("dx", "dw")
             assert backward == summed, f"{what}: {difference(backward, summed)}"
             assert sum(forward.values()) > 0 and sum(backward.values()) > 0
@@ -247,17 +252,26 @@ def test_a_llama_with_four_key_value_heads(mode: str, axes: dict[str, int]) -> N
 
 @pytest.mark.parametrize(("mode", "axes"), MESHES, ids=IDS)
 def test_a_decoder_of_sequences(mode: str, axes: dict[str, int]) -> None:
-    compare(mode, axes, lambda: Classic(hidden=HIDDEN, heads=HEADS), lambda hand: derive_classic(hand, vocab=37))
+    compare(
+        mode, axes, lambda: Classic(hidden=HIDDEN, heads=HEADS), lambda hand: derive_classic(hand, vocab=37)
+    )
 
 
 def test_a_mode_of_ones_own_is_costed_as_it_runs() -> None:
     """2.5d whose weights are split over depth too: more gathers, no all-reduce over depth in dW."""
-    rows = dict(column="k:row,depth n:col", row="k:row,depth n:col", head="k:row,depth v:col", embedding="v:row,depth h:col")
+    rows = dict(
+        column="k:row,depth n:col",
+        row="k:row,depth n:col",
+        head="k:row,depth v:col",
+        embedding="v:row,depth h:col",
+    )
     mine = replace(find_mode("2.5d"), name="mine", **rows)
     axes = {"depth": 2, "row": 2, "col": 4}
     with fake_world(16, 3):
         mesh = Mesh(axes)
-        forward, backward = recorded(lambda: Flat(gated=False, hidden=HIDDEN, heads=HEADS, kv_heads=HEADS, vocab=1000), mine, mesh)
+        forward, backward = recorded(
+            lambda: Flat(gated=False, hidden=HIDDEN, heads=HEADS, kv_heads=HEADS, vocab=1000), mine, mesh
+        )
         planned = derive_flat(ByHand(mine, mesh), gated=False, kv_heads=HEADS, vocab=1000)
         assert forward == planned.count("forward"), difference(forward, planned.count("forward"))
         assert backward == planned.count("dx", "dw"), difference(backward, planned.count("dx", "dw"))

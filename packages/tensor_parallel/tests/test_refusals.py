@@ -13,7 +13,16 @@ from torch import Tensor, nn
 
 from meshfold.mesh import LayoutError, Mesh, Part
 from meshfold.mesh.testing import fake_world
-from meshfold.tensor_parallel import Embedding, LayerNorm, Linear, Mode, RMSNorm, cross_entropy, find_mode, parallelize
+from meshfold.tensor_parallel import (
+    Embedding,
+    LayerNorm,
+    Linear,
+    Mode,
+    RMSNorm,
+    cross_entropy,
+    find_mode,
+    parallelize,
+)
 
 FOUR, EIGHT = Mesh({"tensor": 4}, rank=1), Mesh({"tensor": 8}, rank=1)
 SQUARE = Mesh({"row": 2, "col": 2}, rank=1)
@@ -260,7 +269,9 @@ def test_a_model_is_split_once() -> None:
     model = mlp()
     parallelize(model, FOUR, "1d")
     before = state_of(model)
-    with pytest.raises(LayoutError, match="0: Linear is split already: parallelize the model as it was written"):
+    with pytest.raises(
+        LayoutError, match="0: Linear is split already: parallelize the model as it was written"
+    ):
         parallelize(model, FOUR, "1d")
     assert state_of(model) == before
 
@@ -342,7 +353,9 @@ def test_parts_that_a_mode_gathers_again() -> None:
         name="columns", axes=("t",), residual="m:t h", column="k n:t", hidden="m:t n", row="k n:t", embedding="v:t h",
         ids="m:t v", head="k v:t", logits="m:t v",
     )  # fmt: skip
-    with pytest.raises(LayoutError, match=r"fused parts \(16, 16, 16\).*let it split k in the mode's column layout"):
+    with pytest.raises(
+        LayoutError, match=r"fused parts \(16, 16, 16\).*let it split k in the mode's column layout"
+    ):
         parallelize(Flat(gated=False), Mesh({"t": 4}, rank=0), mode)
     parallelize(Classic(), Mesh({"t": 4}, rank=0), mode)
 

@@ -1,10 +1,29 @@
-"""Training: the engine, its models, checkpoints and data loader."""
+"""Training: the engine, its models, checkpoints, data loader, and the command ``meshfold``."""
 
 from __future__ import annotations
 
-from meshfold.engine.engine import Engine
-from meshfold.engine.errors import CheckpointError, TrainingError
-from meshfold.engine.loader import ShardedLoader
-from meshfold.engine.metrics import StepMetrics
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from meshfold.engine.engine import Engine
+    from meshfold.engine.errors import CheckpointError, TrainingError
+    from meshfold.engine.loader import ShardedLoader
+    from meshfold.engine.metrics import StepMetrics
 
 __all__ = ["CheckpointError", "Engine", "ShardedLoader", "StepMetrics", "TrainingError"]
+
+_HOMES = {
+    "CheckpointError": "errors",
+    "Engine": "engine",
+    "ShardedLoader": "loader",
+    "StepMetrics": "metrics",
+    "TrainingError": "errors",
+}
+
+
+def __getattr__(name: str) -> Any:
+    """Import a name when it is first asked for: ``meshfold --help`` must not wait for torch."""
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(f"{__name__}.{_HOMES[name]}"), name)

@@ -56,7 +56,7 @@ class HuggingFaceModel:
             model: nn.Module = AutoModelForCausalLM.from_pretrained(
                 str(self.folder), config=self.config, dtype=torch.float32, local_files_only=True
             )
-        except (OSError, ValueError, RuntimeError) as error:
+        except Exception as error:  # also what safetensors raises, which has no common base
             raise SpecError(
                 f"model {str(self.folder)!r}: its weights cannot be loaded: {_first_line(error)}"
             ) from error

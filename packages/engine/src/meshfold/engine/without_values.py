@@ -71,8 +71,10 @@ class WithoutValues(TorchFunctionMode):
         if func is F.scaled_dot_product_attention:
             named = dict(zip(("query", "key", "value"), args, strict=False)) | (kwargs or {})
             return self._attention(named["query"], named["key"], named["value"])
-        if func is Tensor.__bool__ and hasattr(args[0], "_holds"):
+        if func in (Tensor.__bool__, Tensor.item) and hasattr(args[0], "_holds"):
             return args[0]._holds
+        if func is Tensor.__contains__ and args[0].is_meta:
+            return False
         found = func(*args, **(kwargs or {}))
         if (
             func in (torch.all, Tensor.all, torch.any, Tensor.any)

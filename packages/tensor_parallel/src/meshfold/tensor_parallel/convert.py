@@ -29,7 +29,19 @@ from meshfold.tensor_parallel.region import Region, changes_tokens
 from meshfold.tensor_parallel.report import Report, placed
 from meshfold.tensor_parallel.rules import classify
 
-_ORDER = ("embedding", "positions", "patch", "stem", "column", "row", "head", "norm", "dropout", "loss", "replicate")
+_ORDER = (
+    "embedding",
+    "positions",
+    "patch",
+    "stem",
+    "column",
+    "row",
+    "head",
+    "norm",
+    "dropout",
+    "loss",
+    "replicate",
+)
 
 
 def parallelize(

@@ -63,7 +63,8 @@ class Frame(OnMesh):
         )
         self._columns = residual["h"]
         self._attended, self._stream = (
-            tuple(axis for axis in axes if mesh.size(axis) > 1) for axes in (mode.layout("hidden")["m"], residual["m"])
+            tuple(axis for axis in axes if mesh.size(axis) > 1)
+            for axes in (mode.layout("hidden")["m"], residual["m"])
         )
         self._splits_stream = mesh.size(*residual.axes) > 1
         self._join_rows, self._join_columns = (

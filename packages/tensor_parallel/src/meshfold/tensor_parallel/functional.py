@@ -101,7 +101,9 @@ def _attention(
     enable_gqa: bool = False,
 ) -> Tensor:
     """``torch.nn.functional.scaled_dot_product_attention``."""
-    return attention(query, key, value, mask=attn_mask, causal=is_causal, scale=scale, p=dropout_p, dropout=part)
+    return attention(
+        query, key, value, mask=attn_mask, causal=is_causal, scale=scale, p=dropout_p, dropout=part
+    )
 
 
 class DropoutPart(OnMesh):

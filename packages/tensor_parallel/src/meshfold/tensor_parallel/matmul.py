@@ -75,12 +75,18 @@ def _make_product(plan: MatmulPlan, mesh: Mesh, chosen: Lowering, keep: frozense
             x_whole = rest.pop(0) if "x" in keep else None
             w_whole = rest.pop(0) if "w" in keep else None
             return chosen.backward(
-                plan, mesh, x, w, dy, wants=(ctx.needs_input_grad[0], ctx.needs_input_grad[1]), kept=(x_whole, w_whole)
+                plan,
+                mesh,
+                x,
+                w,
+                dy,
+                wants=(ctx.needs_input_grad[0], ctx.needs_input_grad[1]),
+                kept=(x_whole, w_whole),
             )
 
     def product(x: Tensor, w: Tensor) -> Tensor:
-        y = Matmul.apply(x.reshape(-1, x.shape[-1]), w)  # type: ignore[no-untyped-call]
-        return y.view(*lead_shape(x.shape[:-1], y.shape[0]), y.shape[-1])  # type: ignore[no-any-return]
+        y: Tensor = Matmul.apply(x.reshape(-1, x.shape[-1]), w)
+        return y.view(*lead_shape(x.shape[:-1], y.shape[0]), y.shape[-1])
 
     return product
 

@@ -181,7 +181,9 @@ def _paint_moves(canvas: Axes, plan: MatmulPlan, operand: str, corner: Point, wo
     if operand == "y" and sums:
         arrows = any(dim == across for dim, axis in plan.extras("y") if mesh.size(axis) > 1)
         level, words = corner[1] + (1.19 if arrows else 1.06), f"all-reduce over {', '.join(sums)}"
-        canvas.text(corner[0] + 0.5, level, words, ha="center", va="top", fontsize=8, color=_MOVES["all_reduce"])
+        canvas.text(
+            corner[0] + 0.5, level, words, ha="center", va="top", fontsize=8, color=_MOVES["all_reduce"]
+        )
 
 
 def _write_moves(

@@ -67,13 +67,12 @@ class Region(OnMesh):
                 and other is not x
                 and other.dim() == x.dim()
                 and other.shape[-1] == x.shape[-1]
-            ):
-                if other.is_floating_point():
-                    raise LayoutError(
-                        f"{type(module).__name__} was called with two inputs of shapes {tuple(x.shape)} and "
-                        f"{tuple(other.shape)}: its linear layers share one gathered input, so cross-attention is not "
-                        f"supported; keep the module whole with the rule 'replicate'"
-                    )
+            ) and other.is_floating_point():
+                raise LayoutError(
+                    f"{type(module).__name__} was called with two inputs of shapes {tuple(x.shape)} and "
+                    f"{tuple(other.shape)}: its linear layers share one gathered input, so cross-attention is not "
+                    f"supported; keep the module whole with the rule 'replicate'"
+                )
         if args:
             return (self.enter(x), *args[1:]), kwargs
         return args, {**kwargs, name: self.enter(x)}

@@ -77,6 +77,7 @@ def start(
     spec = spec.with_world_size(spec.world_size)  # data is 1 where neither it nor --ranks was given
     spec.require_installed()
     progress = make_progress(settings.last_step, show=True, as_json=as_json)
+    _check_device(settings, spec.world_size)
     _check_folder(settings)
     inputs = _open_inputs(settings, progress)
     _show_plan(settings, spec, inputs, progress, show=plan)
@@ -116,6 +117,18 @@ def _as_rank(settings: TrainSettings, here: Environment, *, plan: bool, as_json:
         train(settings, inputs, progress)
         barrier(everyone, process.device)  # rank 0 may still be drawing
     return 0
+
+
+def _check_device(settings: TrainSettings, ranks: int) -> None:
+    """Whether there is a GPU for each rank, if they are to be used."""
+    if settings.device == "cuda":
+        import torch
+
+        gpus = torch.cuda.device_count()
+        if gpus < ranks:
+            raise Failure(
+                f"--device cuda wants a GPU for each of {ranks} ranks, and torch sees {gpus}: use --device cpu"
+            )
 
 
 def _check_folder(settings: TrainSettings) -> None:

@@ -38,7 +38,7 @@ class ShardedLayer(OnMesh, nn.Module):
 
     def _apply(self, fn: Any, recurse: bool = True) -> Self:
         known = self._metadata()
-        super()._apply(fn, recurse)
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         self._annotate_like(known)
         return self
 

@@ -71,7 +71,9 @@ class Dropout(ShardedLayer):
             place: int | Tensor = before * x.shape[1:-1].numel() + first * rows
         else:
             place = before * x.shape[1:-1].numel() + first * rows + torch.arange(rows, device=x.device)
-        return kernels.dropout(x, p, seed, key, place, self.mesh.index(*columns) * width, width * size(*columns))
+        return kernels.dropout(
+            x, p, seed, key, place, self.mesh.index(*columns) * width, width * size(*columns)
+        )
 
     def drop_weights(self, weights: Tensor, p: float) -> Tensor:
         """The same for attention weights ``b heads s t``: each (b, head, s, t) of the whole model has one fate."""

@@ -157,4 +157,6 @@ def refuse_options(module: nn.Embedding) -> None:
     """Raise a LayoutError for what a table that is split cannot do."""
     for option in ("max_norm", "scale_grad_by_freq", "sparse"):
         if getattr(module, option, None):
-            raise LayoutError(f"nn.Embedding({option}={getattr(module, option)!r}) cannot be sharded: leave {option} out")
+            raise LayoutError(
+                f"nn.Embedding({option}={getattr(module, option)!r}) cannot be sharded: leave {option} out"
+            )

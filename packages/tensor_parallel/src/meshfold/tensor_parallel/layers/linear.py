@@ -120,7 +120,8 @@ class Linear(ShardedLayer):
         self.mesh, self.mode, self.role, self.lowering, self.stored = mesh, mode, role, lowering, stored
         self.plan = stem_plan(mode) if role == "stem" else mode.plans[role]
         self.gather_output = self.flat_output = False
-        weight, bias = module.weight, module.bias if hasattr(module, "bias") else None
+        weight: Tensor = module.weight  # type: ignore[assignment]
+        bias: Tensor | None = getattr(module, "bias", None)
         out_dim = 0 if stored == "nk" else 1
         self.out_features, self.in_features = weight.shape[out_dim], weight.shape[1 - out_dim]
         self.parts = parts
@@ -161,7 +162,7 @@ class Linear(ShardedLayer):
 
     def reset_parameters(self) -> None:
         """Fill with the distribution of nn.Linear, the bounds taken from the whole layer."""
-        bound = self.in_features**-0.5
+        bound = float(self.in_features**-0.5)
         nn.init.uniform_(self.weight, -bound, bound)
         if self.bias is not None:
             nn.init.uniform_(self.bias, -bound, bound)

@@ -52,13 +52,22 @@ def cross_entropy(
             fit them, or for another reduction.
     """
     if reduction not in ("mean", "sum"):
-        raise LayoutError(f"reduction={reduction!r}: a loss is the 'mean' over the tokens that count, or their 'sum'")
-    total = bind_cross_entropy(mesh, find_mode(mode), vocab_size, ignore_index, label_smoothing, z_loss)(logits, labels)
+        raise LayoutError(
+            f"reduction={reduction!r}: a loss is the 'mean' over the tokens that count, or their 'sum'"
+        )
+    total = bind_cross_entropy(mesh, find_mode(mode), vocab_size, ignore_index, label_smoothing, z_loss)(
+        logits, labels
+    )
     return total if reduction == "sum" else total / (labels != ignore_index).sum()
 
 
 def bind_cross_entropy(
-    mesh: Mesh, mode: Mode, vocab_size: int, ignore_index: int = -100, label_smoothing: float = 0.0, z_loss: float = 0.0
+    mesh: Mesh,
+    mode: Mode,
+    vocab_size: int,
+    ignore_index: int = -100,
+    label_smoothing: float = 0.0,
+    z_loss: float = 0.0,
 ) -> SummedLoss:
     """:func:`cross_entropy` summed over tokens, as a function of logits and labels that torch.compile can trace."""
     mesh.require(*mode.axes, what=f"mode {mode.name!r}")
@@ -173,6 +182,4 @@ class CausalLMLoss(OnMesh, nn.Module):
         return total / num_items_in_batch
 
     def extra_repr(self) -> str:
-        return (
-            f"{self.vocab_size}, mode={self.mode.name}, label_smoothing={self.label_smoothing}, z_loss={self.z_loss}"
-        )
+        return f"{self.vocab_size}, mode={self.mode.name}, label_smoothing={self.label_smoothing}, z_loss={self.z_loss}"

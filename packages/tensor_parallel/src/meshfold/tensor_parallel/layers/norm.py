@@ -138,10 +138,11 @@ def bind_rms_norm(mesh: Mesh, columns: tuple[str, ...], hidden: int, eps: float)
                 kernels.rms_norm_backward_stats(dy, x, weight, rstd), mesh.group(*columns)
             )
             dx, dweight = kernels.rms_norm_backward_apply(dy, x, weight, rstd, sums, hidden)
-            return dx, None if weight is None else dweight.to(weight.dtype)
+            return dx, None if dweight is None else dweight.to(weight.dtype)
 
     def normalise(x: Tensor, weight: Tensor | None) -> Tensor:
-        return SplitRMSNorm.apply(x, weight)  # type: ignore[no-any-return, no-untyped-call]
+        y: Tensor = SplitRMSNorm.apply(x, weight)
+        return y
 
     return normalise
 
@@ -173,11 +174,12 @@ def bind_layer_norm(mesh: Mesh, columns: tuple[str, ...], hidden: int, eps: floa
             )
             return (
                 dx,
-                None if weight is None else dweight.to(weight.dtype),
-                dbias.to(x.dtype) if ctx.has_bias else None,
+                None if dweight is None else dweight.to(weight.dtype),
+                None if dbias is None else dbias.to(x.dtype),
             )
 
     def normalise(x: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
-        return SplitLayerNorm.apply(x, weight, bias)  # type: ignore[no-any-return, no-untyped-call]
+        y: Tensor = SplitLayerNorm.apply(x, weight, bias)
+        return y
 
     return normalise

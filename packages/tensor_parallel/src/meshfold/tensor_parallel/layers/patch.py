@@ -5,11 +5,12 @@ from __future__ import annotations
 from torch import Tensor, nn
 
 from meshfold.mesh import LayoutError, Mesh, Placement
-from meshfold.mesh.primitives import bind_enter, bind_take
+from meshfold.mesh.primitives import Primitive, bind_enter, bind_take
+from meshfold.tensor_parallel.algebra import MatmulPlan
 from meshfold.tensor_parallel.kinds import is_patch
 from meshfold.tensor_parallel.layers.base import ShardedLayer, shard_parameter
 from meshfold.tensor_parallel.layers.linear import stem_plan
-from meshfold.tensor_parallel.matmul import bind_matmul
+from meshfold.tensor_parallel.matmul import Product, bind_matmul
 from meshfold.tensor_parallel.modes import Mode
 from meshfold.tensor_parallel.sizes import split_evenly
 
@@ -22,6 +23,12 @@ class PatchEmbedding(ShardedLayer):
 
     weight: nn.Parameter
     bias: nn.Parameter | None
+    mode: Mode
+    plan: MatmulPlan
+    patch: tuple[int, ...]
+    _take_rows: Primitive
+    _enter_bias: Primitive
+    _multiply: Product
 
     @classmethod
     def convert(cls, module: nn.Conv2d, mesh: Mesh, mode: Mode) -> PatchEmbedding:
@@ -53,9 +60,8 @@ class PatchEmbedding(ShardedLayer):
     def forward(self, images: Tensor) -> Tensor:
         (p, q), (b, c) = self.patch, images.shape[:2]
         height, width = images.shape[2] // p, images.shape[3] // q
-        whole = images[
-            :, :, : height * p, : width * q
-        ]  # like a convolution, which leaves out what fills no patch
+        # Like a convolution, which leaves out what fills no patch.
+        whole = images[:, :, : height * p, : width * q]
         patches = whole.reshape(b, c, height, p, width, q).permute(0, 2, 4, 1, 3, 5).reshape(b, -1, c * p * q)
         mine = self._take_rows(patches)
         y = self._multiply(mine, self.weight.flatten(1))

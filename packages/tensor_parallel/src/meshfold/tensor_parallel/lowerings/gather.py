@@ -140,7 +140,9 @@ def _block_axis(plan: MatmulPlan, mesh: Mesh) -> str:
     """The axis over which x is gathered along k, if backward is to multiply block by block; empty if not."""
     steps = [(dim, axis) for dim, axis in plan.steps("x") if mesh.size(axis) > 1]
     if len(steps) != 1 or steps[0][0] != 1 or torch.compiler.is_compiling():
-        return ""  # the compiler fuses the copy with its neighbours, and would have to undo writing into parts
+        return (
+            ""  # the compiler fuses the copy with its neighbours, and would have to undo writing into parts
+        )
     return steps[0][1]
 
 
