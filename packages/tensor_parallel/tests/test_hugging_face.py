@@ -171,7 +171,7 @@ def call_with_masks() -> None:
     ):
         serial = exact_reference(seeded(partial(hugging_face, kind)))
         wanted = serial(input_ids=ids, labels=labels, use_cache=False, **given).loss
-        for mode, axes in (*MODES[:3], next(case for case in CASES[4] if case[0] == "2.5d")):
+        for mode, axes in (*MODES[:3], next(one for one in CASES[4] if one[0] == "2.5d")):
             model = copy.deepcopy(serial)
             parallelize(model, mesh_of(axes), mode)
             loss = model(input_ids=ids, labels=labels, use_cache=False, **given).loss
