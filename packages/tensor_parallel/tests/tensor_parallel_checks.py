@@ -43,6 +43,10 @@ CASES: dict[int, tuple[Case, ...]] = {
 }
 """Every mode on the numbers of ranks that it is checked on, with an axis of data parallelism in front where there is room."""
 
+WITHOUT_DATA = {world: tuple(c for c in cases if c[1][0][0] != "data") for world, cases in CASES.items()}
+COVERING = (CASES[4][0], CASES[4][1], CASES[4][2], CASES[4][5])
+"""1d, 1d + sequence, 2d and a 3d grid whose b and c differ from a: what `make test` runs of what all modes share."""
+
 # The largest difference: of the largest gradient of the model; of the tensor's own largest, where that exceeds a share
 # of the former (OPT's key bias has a gradient of zero).
 _TOLERANCE = {torch.float64: (1e-9, 1e-8, 1e-6), torch.float32: (1e-5, 1e-4, 1e-2)}
@@ -72,6 +76,7 @@ def assert_gradients_equal(
     where that exceeds 1e-6 of the largest of all; in float32 1e-5, 1e-4 and 1e-2.
     """
     assert found.keys() == wanted.keys(), f"{what}: {sorted(found.keys() ^ wanted.keys())}"
+    found, wanted = ({name: t.detach() for name, t in given.items()} for given in (found, wanted))
     largest = max(float(t.abs().max()) for t in wanted.values())
     assert 0 < largest < float("inf"), f"{what}: the largest is {largest}"
     for name, exact in wanted.items():

@@ -224,6 +224,67 @@ class GatedMLP(nn.Module):
         return self.down(F.silu(self.gate(x)) * self.up(x))
 
 
+class ResidualMLP(GatedMLP):
+    """The same with the input used once more, beside the projections."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + super().forward(x) * torch.tanh(x)
+
+
+class FusedAttention(nn.Module):
+    """One projection for queries, keys and values; batch and length read off the input."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.n_head, self.head_dim = HEADS, HIDDEN // HEADS
+        self.c_attn, self.c_proj = nn.Linear(HIDDEN, 3 * HIDDEN), nn.Linear(HIDDEN, HIDDEN)
+
+    def forward(self, x: Tensor) -> Tensor:
+        b, s, _ = x.shape
+        qkv = self.c_attn(x).view(b, s, 3, self.n_head, self.head_dim)
+        q, k, v = (t.transpose(1, 2) for t in qkv.unbind(2))
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        return self.c_proj(y.transpose(1, 2).reshape(b, s, -1))
+
+
+class AllInOne(nn.Module):
+    """Norms, attention and MLP in one module."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.num_heads, self.head_dim = HEADS, HIDDEN // HEADS
+        self.ln1, self.ln2 = nn.LayerNorm(HIDDEN), nn.LayerNorm(HIDDEN)
+        self.q_proj, self.k_proj, self.v_proj, self.out_proj = (nn.Linear(HIDDEN, HIDDEN) for _ in range(4))
+        self.up, self.down = nn.Linear(HIDDEN, 32), nn.Linear(32, HIDDEN)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.ln1(x)
+        q, k, v = (
+            project(y).unflatten(-1, (self.num_heads, self.head_dim)).transpose(1, 2)
+            for project in (self.q_proj, self.k_proj, self.v_proj)
+        )
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        x = x + self.out_proj(y.transpose(1, 2).flatten(2))
+        return x + self.down(F.gelu(self.up(self.ln2(x))))
+
+
+class CrossAttention(nn.Module):
+    """Queries of the stream, keys and values of its reverse: two inputs for three projections."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.num_heads, self.head_dim = HEADS, HIDDEN // HEADS
+        self.q_proj, self.k_proj, self.v_proj, self.out_proj = (nn.Linear(HIDDEN, HIDDEN) for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        context = x.flip(1)
+        q, k, v = (
+            project.unflatten(-1, (self.num_heads, self.head_dim)).transpose(1, 2)
+            for project in (self.q_proj(x), self.k_proj(context), self.v_proj(context))
+        )
+        return self.out_proj(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2))
+
+
 class ViT(nn.Module):
     """Images to classes: patches by a convolution, blocks, the mean of the patches, a head."""
 
@@ -272,7 +333,7 @@ def mlp() -> nn.Sequential:
 
 
 def hugging_face(kind: str, *, vocab: int = 101, layers: int = 2, **settings: Any) -> nn.Module:
-    """OPT, GPT-2, Llama, Qwen2 or GPT-NeoX, small, with random weights and no dropout unless settings say so."""
+    """OPT, GPT-2, Llama, Qwen2, Qwen3 or GPT-NeoX, small, with random weights and no dropout unless settings say so."""
     import transformers as t
 
     common = dict(vocab_size=vocab, bos_token_id=1, eos_token_id=2, pad_token_id=0)
@@ -297,6 +358,7 @@ def hugging_face(kind: str, *, vocab: int = 101, layers: int = 2, **settings: An
     config_of, model_of = {
         "llama": (t.LlamaConfig, t.LlamaForCausalLM),
         "qwen2": (t.Qwen2Config, t.Qwen2ForCausalLM),
+        "qwen3": (t.Qwen3Config, t.Qwen3ForCausalLM),
     }[kind]
     config = config_of(
         **common, hidden_size=32, intermediate_size=64, num_hidden_layers=layers, num_attention_heads=4,
@@ -333,6 +395,10 @@ LANGUAGE_MODELS: dict[str, Callable[[], nn.Module]] = {
 PARTS: dict[str, Callable[[], nn.Module]] = {
     "mlp": mlp,
     "gated mlp": GatedMLP,
+    "gated mlp with a residual inside": ResidualMLP,
     "attention": Attention,
+    "fused attention": FusedAttention,
     "block": Block,
 }
+UNUSUAL: dict[str, Callable[[], nn.Module]] = {"all in one": AllInOne, "cross-attention": CrossAttention}
+"""What can be split where attention has the stream's tokens."""

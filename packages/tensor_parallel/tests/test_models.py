@@ -10,6 +10,8 @@ import pytest
 import torch
 from tensor_parallel_checks import (
     CASES,
+    COVERING,
+    WITHOUT_DATA,
     Axes,
     Case,
     alone,
@@ -25,6 +27,7 @@ from tensor_parallel_models import (
     HIDDEN,
     LANGUAGE_MODELS,
     PARTS,
+    UNUSUAL,
     VOCAB,
     Classic,
     Encoder,
@@ -39,7 +42,7 @@ from meshfold.mesh import Mesh, all_gather, checkpoint_contexts, dropout_stream,
 from meshfold.mesh.testing import run_on_ranks
 from meshfold.tensor_parallel import Mode, parallelize
 
-SEQUENCE = 8
+SEQUENCE = 6
 EIGHT = (
     case("2d", row=2, col=4),
     case("2.5d", depth=2, row=2, col=2),
@@ -53,7 +56,7 @@ def tokens(rows: int, vocab: int, ignored: bool = True) -> tuple[Tensor, Tensor]
     ids = torch.randint(0, vocab, (rows, SEQUENCE), generator=torch.Generator().manual_seed(1))
     labels = ids.clone()
     if ignored:
-        labels[0, 3] = labels[-1, 1:6] = -100
+        labels[0, 2] = labels[-1, 4:] = -100
     return ids, labels
 
 
@@ -109,32 +112,36 @@ def language_models(names: tuple[str, ...], cases: tuple[Case, ...], rows: int) 
 
 @pytest.mark.parametrize("name", LANGUAGE_MODELS)
 def test_language_model_is_the_serial_one(name: str) -> None:
-    run_on_ranks(4, language_models, (name,), CASES[4], 4)
+    run_on_ranks(4, language_models, (name,), CASES[4] if name == "gpt" else COVERING, 4)
 
 
 def test_language_models_are_the_serial_ones_on_two_and_eight_ranks() -> None:
-    run_on_ranks(2, language_models, tuple(LANGUAGE_MODELS), CASES[2], 4)
-    run_on_ranks(8, language_models, ("gpt", "classic"), EIGHT, 4)
+    run_on_ranks(2, language_models, ("gpt",), CASES[2], 4)
+    run_on_ranks(8, language_models, ("gpt",), EIGHT, 4)
 
 
 @pytest.mark.slow
-def test_all_language_models_are_the_serial_ones_on_eight_ranks() -> None:
-    run_on_ranks(8, language_models, tuple(LANGUAGE_MODELS), CASES[8], 4)
+@pytest.mark.parametrize("world", CASES)
+def test_all_language_models_are_the_serial_ones_in_all_modes(world: int) -> None:
+    run_on_ranks(world, language_models, tuple(LANGUAGE_MODELS), CASES[world], 4)
 
 
-@pytest.mark.parametrize("rows", [1, 3])
-def test_a_batch_that_cannot_be_split_is_filled_up(rows: int) -> None:
-    run_on_ranks(
-        4, language_models, ("gpt", "classic"), tuple(c for c in CASES[4] if c[1][0][0] != "data"), rows
-    )
+def test_a_batch_that_cannot_be_split_is_filled_up() -> None:
+    run_on_ranks(4, language_models, ("gpt", "classic"), COVERING[2:], 3)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("rows", [1, 2, 3, 5])
+def test_any_batch_is_filled_up_in_all_modes(rows: int) -> None:
+    run_on_ranks(4, language_models, tuple(LANGUAGE_MODELS), WITHOUT_DATA[4], rows)
 
 
 # -- parts of models ------------------------------------------------------------------------------------------------
 
 
-def compare_parts(cases: tuple[Case, ...], rows: int) -> None:
+def compare_parts(cases: tuple[Case, ...], rows: int, unusual: bool = False) -> None:
     """Modules without an embedding: whole inputs and outputs, the input's gradient too."""
-    for name, make in PARTS.items():
+    for name, make in (UNUSUAL if unusual else PARTS).items():
         serial = seeded(make)
         for mode, axes in cases:
             mesh = mesh_of(axes)
@@ -161,9 +168,16 @@ def compare_outputs(model: nn.Module, serial: nn.Module, x: Tensor, mesh: Mesh, 
     assert_gradients_equal(found, exact, what)
 
 
-@pytest.mark.parametrize("rows", [4, 3])
-def test_parts_of_models_take_and_return_whole_tensors(rows: int) -> None:
-    run_on_ranks(4, compare_parts, CASES[4], rows)
+def test_parts_of_models_take_and_return_whole_tensors() -> None:
+    run_on_ranks(4, compare_parts, COVERING, 3)
+    run_on_ranks(4, compare_parts, (CASES[4][0], CASES[4][2]), 4, unusual=True)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("rows", [4, 3, 1])
+@pytest.mark.parametrize("world", CASES)
+def test_parts_of_models_in_all_modes(world: int, rows: int) -> None:
+    run_on_ranks(world, compare_parts, CASES[world], rows)
 
 
 def compare_vision_and_encoder(cases: tuple[Case, ...]) -> None:
@@ -192,7 +206,13 @@ def compare_vision_and_encoder(cases: tuple[Case, ...]) -> None:
 
 
 def test_a_vision_transformer_and_a_model_without_a_head() -> None:
-    run_on_ranks(4, compare_vision_and_encoder, CASES[4])
+    run_on_ranks(4, compare_vision_and_encoder, COVERING)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("world", CASES)
+def test_a_vision_transformer_and_a_model_without_a_head_in_all_modes(world: int) -> None:
+    run_on_ranks(world, compare_vision_and_encoder, CASES[world])
 
 
 # -- dropout --------------------------------------------------------------------------------------------------------
@@ -233,16 +253,14 @@ def own_dropout(cases: tuple[Case, ...]) -> None:
     compare_dropout(WithRouter, cases, 4, VOCAB, rules={"blocks.1": "replicate"})
 
 
-NO_DATA = tuple(c for c in CASES[4] if c[1][0][0] != "data")
-
-
 def test_dropout_is_that_of_one_rank() -> None:
-    run_on_ranks(4, own_dropout, NO_DATA)
+    run_on_ranks(4, own_dropout, COVERING)
 
 
 @pytest.mark.slow
-def test_dropout_is_that_of_one_rank_on_eight() -> None:
-    run_on_ranks(8, own_dropout, tuple(c for c in CASES[8] if c[1][0][0] != "data"))
+@pytest.mark.parametrize("world", WITHOUT_DATA)
+def test_dropout_is_that_of_one_rank_in_all_modes(world: int) -> None:
+    run_on_ranks(world, own_dropout, WITHOUT_DATA[world])
 
 
 # -- training -------------------------------------------------------------------------------------------------------
@@ -292,8 +310,13 @@ def train_own(cases: tuple[Case, ...]) -> None:
 
 
 def test_replicas_stay_equal_to_the_bit() -> None:
-    run_on_ranks(4, train_own, NO_DATA)
-    run_on_ranks(8, train_own, EIGHT[1:2])
+    run_on_ranks(4, train_own, (*COVERING, case("2.5d", depth=2, row=2, col=1)))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("world", WITHOUT_DATA)
+def test_replicas_stay_equal_to_the_bit_in_all_modes(world: int) -> None:
+    run_on_ranks(world, train_own, WITHOUT_DATA[world])
 
 
 def compare_depth_one(names: tuple[str, ...]) -> None:
@@ -312,7 +335,7 @@ def compare_depth_one(names: tuple[str, ...]) -> None:
 
 
 def test_depth_one_is_2d_to_the_bit() -> None:
-    run_on_ranks(4, compare_depth_one, tuple(LANGUAGE_MODELS))
+    run_on_ranks(4, compare_depth_one, ("gpt", "classic"))
 
 
 # -- recomputation --------------------------------------------------------------------------------------------------
@@ -354,7 +377,7 @@ def compare_recomputed(cases: tuple[Case, ...]) -> None:
 
 
 def test_recomputed_blocks_drop_the_same_elements() -> None:
-    run_on_ranks(4, compare_recomputed, NO_DATA)
+    run_on_ranks(4, compare_recomputed, COVERING[1:])
 
 
 # -- a mode of one's own --------------------------------------------------------------------------------------------
@@ -400,11 +423,17 @@ OWN = (
 )  # fmt: skip
 
 
-def own_modes(index: int) -> None:
-    for name in ("gpt", "llama", "llama with one key/value head", "classic"):
+def own_modes(index: int, names: tuple[str, ...]) -> None:
+    for name in names:
         compare_language_model(LANGUAGE_MODELS[name], (OWN[index],), 4, VOCAB)
 
 
 @pytest.mark.parametrize("index", range(len(OWN)), ids=[mode.name for mode, _ in OWN])
 def test_a_mode_of_ones_own(index: int) -> None:
-    run_on_ranks(4, own_modes, index)
+    run_on_ranks(4, own_modes, index, ("classic", "llama with one key/value head"))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("index", range(len(OWN)), ids=[mode.name for mode, _ in OWN])
+def test_a_mode_of_ones_own_with_every_model(index: int) -> None:
+    run_on_ranks(4, own_modes, index, tuple(LANGUAGE_MODELS))

@@ -52,6 +52,14 @@ class GroupedAttention(nn.Module):
         self.o_proj = nn.Linear(heads * head_dim, hidden)
 
 
+def attention_with(**more: nn.Module) -> Model:
+    """Attention with four heads of four elements, and other layers inside of it."""
+    model = Model(norm=nn.LayerNorm(HIDDEN), attn=GroupedAttention(4, 4))
+    for name, module in more.items():
+        model.get_submodule("attn").add_module(name, module)
+    return model
+
+
 class Nameless(nn.Module):
     """Attention that does not tell its number of heads."""
 
@@ -178,9 +186,24 @@ REFUSALS: dict[str, Refusal] = {
     ),
     "batch norm": Refusal(lambda: decoder(norm=nn.BatchNorm1d(HIDDEN, affine=False)), ("norm: BatchNorm1d has statistics",)),
     "group norm": Refusal(lambda: decoder(norm=nn.GroupNorm(2, HIDDEN)), ("norm: GroupNorm has statistics",)),
-    "norm over two dims": Refusal(lambda: decoder(norm=nn.LayerNorm((4, HIDDEN))), ("norm: LayerNorm normalises over several dims",)),
-    "norm of another size": Refusal(lambda: decoder(q_norm=nn.LayerNorm(4)), ("q_norm: LayerNorm of size 4", "16 wide")),
-    "norm of queries": Refusal(lambda: decoder(q_norm=nn.RMSNorm(HIDDEN)), ("q_norm: RMSNorm",)),
+    "norm over two dims": Refusal(
+        lambda: decoder(norm=nn.LayerNorm((4, HIDDEN))), ("norm: LayerNorm normalises over several dims",)
+    ),
+    "norm of another size": Refusal(lambda: decoder(odd=nn.LayerNorm(4)), ("odd: LayerNorm of size 4", "16 wide")),
+    "norm of heads outside of attention": Refusal(
+        lambda: decoder(q_norm=nn.RMSNorm(HIDDEN)), ("q_norm: a norm of heads must be a child", "rule 'norm'")
+    ),
+    "norm over all heads": Refusal(
+        lambda: attention_with(q_norm=nn.RMSNorm(HIDDEN)), ("attn.q_norm: normalises 16 elements", "heads of 4", "'attn': 'replicate'")
+    ),
+    "whole norm of heads": Refusal(
+        lambda: attention_with(q_norm=nn.RMSNorm(4)), ("attn.q_norm cannot stay whole", "'head_norm'"),
+        settings=dict(rules={"*.q_norm": "replicate"}),
+    ),
+    "whole layer on heads": Refusal(
+        lambda: attention_with(mix=nn.Bilinear(4, 4, 4)), ("attn.mix cannot stay whole", "there is none", "'attn': 'replicate'"),
+        settings=dict(rules={"*.mix": "replicate"}),
+    ),
     "1 + weight": Refusal(lambda: decoder(norm=GemmaRMSNorm(HIDDEN)), ("norm: GemmaRMSNorm", "'norm': 'replicate'")),
     "LayerNorm with a forward of its own": Refusal(
         lambda: decoder(norm=ScaledLayerNorm(HIDDEN)), ("norm: ScaledLayerNorm", "(x - mean) / std")
@@ -190,18 +213,21 @@ REFUSALS: dict[str, Refusal] = {
         lambda: Model(embed=ScaledEmbedding(8, HIDDEN), block=Block()), ("embed: ScaledEmbedding has a forward",)
     ),
     "weight norm": Refusal(
-        lambda: decoder(up=nn.utils.parametrizations.weight_norm(nn.Linear(HIDDEN, 32))), ("up: ParametrizedLinear computes its weight",)
+        lambda: decoder(up=nn.utils.parametrizations.weight_norm(nn.Linear(HIDDEN, 32))),
+        ("up: ParametrizedLinear computes its weight",),
     ),
     "dropout of channels": Refusal(lambda: decoder(drop=nn.Dropout1d(0.1)), ("drop: Dropout1d", "use nn.Dropout, or p=0")),
     "max_norm": Refusal(
-        lambda: Model(embed=nn.Embedding(8, HIDDEN, max_norm=1.0), block=Block()), ("embed: nn.Embedding(max_norm=1.0)", "leave max_norm out")
+        lambda: Model(embed=nn.Embedding(8, HIDDEN, max_norm=1.0), block=Block()),
+        ("embed: nn.Embedding(max_norm=1.0)", "leave max_norm out"),
     ),
     "max_norm of positions": Refusal(
         lambda: decoder(positions=nn.Embedding(8, HIDDEN, max_norm=1.0)), ("positions: nn.Embedding(max_norm=1.0)",)
     ),
     "narrow embedding": Refusal(lambda: decoder(types=nn.Embedding(8, 4)), ("types: Embedding is 4 wide, not 16",)),
     "padded convolution": Refusal(
-        lambda: Model(patch=nn.Conv2d(3, HIDDEN, 2, 2, padding=1), block=Block()), ("patch: ", "is not a patch embedding", "padding=0")
+        lambda: Model(patch=nn.Conv2d(3, HIDDEN, 2, 2, padding=1), block=Block()),
+        ("patch: ", "is not a patch embedding", "padding=0"),
     ),
     "dilated convolution": Refusal(
         lambda: Model(patch=nn.Conv2d(3, HIDDEN, 2, 2, dilation=2), block=Block()), ("dilation=1",)
@@ -226,7 +252,9 @@ REFUSALS: dict[str, Refusal] = {
         decoder, ("rule 'blok.*' matches no submodule", "block"), settings=dict(rules={"blok.*": "row"})
     ),
     "rule for another kind": Refusal(
-        decoder, ("rule '*.ln1' gives 'block.ln1' the role 'column'", "a linear layer", "LayerNorm"), settings=dict(rules={"*.ln1": "column"})
+        decoder,
+        ("rule '*.ln1' gives 'block.ln1' the role 'column'", "a linear layer", "LayerNorm"),
+        settings=dict(rules={"*.ln1": "column"}),
     ),
     "unknown lowering": Refusal(mlp, ("no lowering 'rings'", "'ring'"), settings=dict(lowering="rings")),
 }  # fmt: skip
@@ -360,14 +388,14 @@ def test_parts_that_a_mode_gathers_again() -> None:
     parallelize(Classic(), Mesh({"t": 4}, rank=0), mode)
 
 
-def test_cross_attention_is_refused_when_it_is_called() -> None:
+def test_cross_attention_is_refused_where_its_input_is_gathered_in_front_of_it() -> None:
     class Cross(Attention):
         def forward(self, x: Tensor, context: Tensor) -> Tensor:
             return self.out_proj(self.q_proj(x) * self.k_proj(context) * self.v_proj(context))
 
     model = Model(cross=Cross())
-    parallelize(model, Mesh({"tensor": 1}, rank=0), "1d")
-    with pytest.raises(LayoutError, match=r"Cross was called with two inputs.*'replicate'"):
+    parallelize(model, CUBE, "3d")
+    with pytest.raises(LayoutError, match=r"Cross was called with two inputs.*mode '3d'.*'replicate'"):
         model.cross(torch.zeros(2, 3, HIDDEN), torch.zeros(2, 3, HIDDEN))
 
 

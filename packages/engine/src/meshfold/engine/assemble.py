@@ -111,9 +111,9 @@ def _shard(model: nn.Module, world: World, rules: Mapping[str, str] | None, drop
     """
     tensor = world.spec.tensor
     if tensor is not None:
-        lowering = tensor.overlap if tensor.overlap not in (None, "auto") else "gather"
+        lowering = tensor.overlap or "gather"
         try:
-            return parallelize(model, world.mesh, world.mode, rules=rules, lowering=lowering)  # type: ignore[arg-type]
+            return parallelize(model, world.mesh, world.mode, rules=rules, lowering=lowering)
         except LayoutError as error:
             raise SpecError(f"{world.spec.written or world.spec}: {error}") from error
     if dropout:

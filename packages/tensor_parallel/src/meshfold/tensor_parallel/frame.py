@@ -8,6 +8,7 @@
 
 from __future__ import annotations
 
+import inspect
 import math
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -24,6 +25,7 @@ from meshfold.tensor_parallel.modes import Mode
 
 _IGNORED = -100
 _LABELS = ("labels", "shift_labels", "targets", "target")
+_NO_LABELS = ("attention_mask", "mask", "position_ids", "token_type_ids", "past_key_values")
 _NOT_ROWS = ("cache_position",)
 _INSIDE = ("output_hidden_states", "output_attentions")
 
@@ -72,6 +74,7 @@ class Frame(OnMesh):
             bind_collect(mesh, -1, residual["h"]),
         )
         self._rows = self._padded = 0
+        self._parameters = _positional(type(model).forward)
         for head in heads:
             head.gather_output = True
 
@@ -88,58 +91,68 @@ class Frame(OnMesh):
     # -- in -----------------------------------------------------------------------------------------------------
 
     def _before(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        self._rows = self._padded = 0
-        self._refuse(kwargs)
+        names = self._names_of(args)
+        given = {**dict(zip(names, args, strict=True)), **kwargs}
+        self._refuse(given)
         if self.loss:
-            has_labels = any(kwargs.get(name) is not None for name in _LABELS) or _is_labels(args)
+            has_labels = any(given.get(name) is not None for name in _LABELS)
             for head in self.heads:
                 head.gather_output = not has_labels
-        tensors = [t for t in (*args, *kwargs.values()) if isinstance(t, Tensor) and t.dim() > 1]
-        if not tensors:
-            return args, kwargs
-        first = tensors[0]
+        self._measure(given)
+        if self._padded != self._rows:
+            given = {name: self._pad(name, value) for name, value in given.items()}
+        given = self._cut_rows(self._drop_mask(given))
+        return tuple(given.pop(name) for name in names), given
+
+    def _names_of(self, args: tuple[Any, ...]) -> list[str]:
+        """What the model's forward calls its positional arguments; integers of the shape of the ids are labels."""
+        names = [*self._parameters, *map(str, range(len(self._parameters), len(args)))][: len(args)]
+        if len(args) > 1 and isinstance(args[0], Tensor) and isinstance(args[1], Tensor):
+            alike = args[0].shape == args[1].shape and args[0].dtype == args[1].dtype == torch.int64
+            if alike and names[1] not in _NO_LABELS:
+                names[1] = _LABELS[0]
+        return names
+
+    def _measure(self, given: Mapping[str, Any]) -> None:
+        """Find the batch, and how many rows it has to be filled up to."""
+        first = next((t for t in given.values() if isinstance(t, Tensor) and t.dim() > 1), None)
+        self._rows = self._padded = 0
+        if first is None:
+            return
         sequence = first.shape[1] if first.dim() == (3 if first.is_floating_point() else 2) else 1
-        if kwargs.get("use_cache"):
+        if given.get("use_cache"):
             sequence = 1  # the batch must stay the same when further tokens come one at a time
         self._rows, self._padded = first.shape[0], self.padded_rows(first.shape[0], sequence)
         for table in self.positions:
             table.whole_rows = self._padded
-        if self._padded != self._rows:
-            labels = _is_labels(args)
-            args = tuple(self._pad(t, ignored=i == 1 and labels) for i, t in enumerate(args))
-            kwargs = {
-                name: value if name in _NOT_ROWS else self._pad(value, ignored=name in _LABELS)
-                for name, value in kwargs.items()
-            }
-        return args, self._cut_rows(self._drop_mask(kwargs))
 
-    def _refuse(self, kwargs: Mapping[str, Any]) -> None:
+    def _refuse(self, given: Mapping[str, Any]) -> None:
         config = getattr(self.model, "config", None)
         for name in _INSIDE:
-            if kwargs.get(name) or (kwargs.get(name) is None and getattr(config, name, False)):
+            if given.get(name) or (given.get(name) is None and getattr(config, name, False)):
                 raise LayoutError(
                     f"{name}: what blocks return stays split over the mesh and cannot be handed out; leave it out"
                 )
-        if kwargs.get("inputs_embeds") is not None and self._splits_stream:
+        if given.get("inputs_embeds") is not None and self._splits_stream:
             raise LayoutError(
                 f"inputs_embeds cannot be used in mode {self.mode.name!r}, where the embedding also splits the residual "
                 f"stream: give input_ids"
             )
 
-    def _drop_mask(self, kwargs: dict[str, Any]) -> dict[str, Any]:
+    def _drop_mask(self, given: dict[str, Any]) -> dict[str, Any]:
         """A mask that masks nothing is left out: attention is faster without."""
-        mask = kwargs.get("attention_mask")
+        mask = given.get("attention_mask")
         if isinstance(mask, Tensor) and mask.dim() == 2 and bool((mask == 1).all()):
-            return {**kwargs, "attention_mask": None}
-        return kwargs
+            return {**given, "attention_mask": None}
+        return given
 
-    def _cut_rows(self, kwargs: dict[str, Any]) -> dict[str, Any]:
+    def _cut_rows(self, given: dict[str, Any]) -> dict[str, Any]:
         """Masks and positions that differ by row: the rows of this rank's sequences."""
         if not self._attended and not self._stream:
-            return kwargs
-        made = dict(kwargs)
+            return given
+        made = dict(given)
         for name in ("attention_mask", "position_ids"):
-            value = kwargs.get(name)
+            value = given.get(name)
             if not isinstance(value, Tensor) or value.shape[0] != self._padded:
                 continue
             if self._attended != self._stream:
@@ -151,12 +164,17 @@ class Frame(OnMesh):
             made[name] = take_block(value, self.mesh, 0, self._attended)
         return made
 
-    def _pad(self, value: Any, *, ignored: bool) -> Any:
+    def _pad(self, name: str, value: Any) -> Any:
         """More rows, copies of the last: whatever the model computes of them is as tame as what it computes of that."""
-        if not isinstance(value, Tensor) or value.dim() == 0 or value.shape[0] != self._rows:
+        if (
+            not isinstance(value, Tensor)
+            or value.dim() == 0
+            or value.shape[0] != self._rows
+            or name in _NOT_ROWS
+        ):
             return value
         more = value[-1:].expand(self._padded - self._rows, *value.shape[1:])
-        return torch.cat([value, torch.full_like(more, _IGNORED) if ignored else more])
+        return torch.cat([value, torch.full_like(more, _IGNORED) if name in _LABELS else more])
 
     # -- out ----------------------------------------------------------------------------------------------------
 
@@ -202,12 +220,7 @@ def _map_tensors(change: Callable[[Tensor], Tensor], output: Any) -> Any:
     return output
 
 
-def _is_labels(args: tuple[Any, ...]) -> bool:
-    """Whether a second positional argument looks like labels: integers of the shape of the ids."""
-    return (
-        len(args) > 1
-        and isinstance(args[0], Tensor)
-        and isinstance(args[1], Tensor)
-        and args[0].shape == args[1].shape
-        and args[1].dtype == torch.int64 == args[0].dtype
-    )
+def _positional(forward: Callable[..., Any]) -> tuple[str, ...]:
+    """The names of a forward's parameters that may be given by position, ``self`` left out."""
+    kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    return tuple(name for name, p in inspect.signature(forward).parameters.items() if p.kind in kinds)[1:]

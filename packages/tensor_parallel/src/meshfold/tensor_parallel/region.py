@@ -1,6 +1,7 @@
-"""A region: an attention block or an MLP whose linear layers read one input.
+"""A region: attention whose tokens are others than the stream's, in 3D and where tokens are split within sequences.
 
-The input is gathered once, for all of them, and its gradient leaves once.
+Its code reads batch and length off its input, so that is gathered in front of the module, once for all of its linear
+layers, and has the batch and length that they will give.
 """
 
 from __future__ import annotations
@@ -10,7 +11,6 @@ from typing import Any
 from torch import Tensor, nn
 
 from meshfold.mesh import LayoutError
-from meshfold.tensor_parallel.algebra import MatmulPlan
 from meshfold.tensor_parallel.boundary import Boundary
 from meshfold.tensor_parallel.layers.base import OnMesh
 from meshfold.tensor_parallel.layers.linear import Linear, fold
@@ -28,7 +28,7 @@ class Region(OnMesh):
         boundary: of a stream that is flattened, if the module wants its batch and sequence dims.
         """
         first = columns[0]
-        self.mesh, self.plan, self.folds, self.boundary = first.mesh, first.plan, first.folds, boundary
+        self.mesh, self.mode, self.folds, self.boundary = first.mesh, first.mode.name, first.folds, boundary
         self._gather = bind_enter_operand(first.plan, first.mesh, "x")
         for linear in columns:
             linear.use_entered_input()
@@ -65,19 +65,24 @@ class Region(OnMesh):
             if (
                 isinstance(other, Tensor)
                 and other is not x
+                and other.is_floating_point()
                 and other.dim() == x.dim()
                 and other.shape[-1] == x.shape[-1]
-            ) and other.is_floating_point():
+            ):
                 raise LayoutError(
                     f"{type(module).__name__} was called with two inputs of shapes {tuple(x.shape)} and "
-                    f"{tuple(other.shape)}: its linear layers share one gathered input, so cross-attention is not "
-                    f"supported; keep the module whole with the rule 'replicate'"
+                    f"{tuple(other.shape)}: its input is gathered in front of it, so cross-attention cannot be split in "
+                    f"mode {self.mode!r}; keep the module whole with the rule 'replicate'"
                 )
+        entered = self.enter(x)
+        kwargs = {key: _for_rows(value, entered.shape[0]) for key, value in kwargs.items()}
         if args:
-            return (self.enter(x), *args[1:]), kwargs
-        return args, {**kwargs, name: self.enter(x)}
+            return (entered, *(_for_rows(value, entered.shape[0]) for value in args[1:])), kwargs
+        return args, {**kwargs, name: entered}
 
 
-def changes_tokens(plan: MatmulPlan) -> bool:
-    """Whether a rank's input and output have other tokens: x or y is gathered or scattered along m."""
-    return any(dim == plan.m for operand in ("x", "y") for dim, _ in plan.extras(operand))
+def _for_rows(value: Any, rows: int) -> Any:
+    """A mask ``b 1 s t`` that was made for the stream's rows: they are all alike, or the frame would have refused them."""
+    if isinstance(value, Tensor) and value.dim() == 4 and value.shape[0] not in (1, rows):
+        return value[:1]
+    return value

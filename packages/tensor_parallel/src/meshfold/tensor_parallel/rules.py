@@ -38,7 +38,7 @@ _ROW_PARENTS = ("output", "self_output", "attention", "self_attention", "attn", 
 _KINDS: dict[str, tuple[str, Callable[[nn.Module], bool]]] = {
     **dict.fromkeys(("column", "row", "head", "stem"), ("a linear layer", is_linear)),
     **dict.fromkeys(("embedding", "positions"), ("an nn.Embedding", lambda m: isinstance(m, nn.Embedding))),
-    "norm": ("a LayerNorm or RMSNorm", lambda m: bool(norm_kind(m))),
+    **dict.fromkeys(("norm", "head_norm"), ("a LayerNorm or RMSNorm", lambda m: bool(norm_kind(m)))),
     "dropout": ("an nn.Dropout", lambda m: isinstance(m, nn.Dropout)),
     "loss": ("any module", lambda m: True),
     "replicate": ("any module", lambda m: True),
@@ -101,6 +101,11 @@ def classify(model: nn.Module, rules: Mapping[str, str]) -> Roles:
     return found
 
 
+def is_head_norm(name: str) -> bool:
+    """Whether a norm is called like one of queries or keys."""
+    return bool(_HEAD_NORM_NAMES.fullmatch(name.rpartition(".")[2]))
+
+
 def _refuse(module: nn.Module) -> str:
     if any(metadata(p) is not None for p in module.parameters(recurse=False)):
         return f"{type(module).__name__} is split already: parallelize the model as it was written"
@@ -118,7 +123,7 @@ def _role(name: str, module: nn.Module, model: nn.Module, hidden: int) -> str:
             else ""
         )
     if norm_kind(module):
-        return "norm" if norm_size(module) == hidden and not _HEAD_NORM_NAMES.fullmatch(leaf) else ""
+        return "head_norm" if is_head_norm(name) else "norm" if norm_size(module) == hidden else ""
     if is_linear(module):
         return _linear_role(name, leaf, module, model, hidden)
     if type(module) is nn.Dropout:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from typing import Any, Self
+from typing import Any, NoReturn, Self, SupportsIndex
 
 import torch
 from torch import Tensor, nn
@@ -22,6 +22,12 @@ class OnMesh:
         memo[id(self)] = made
         made.__dict__.update({name: copy.deepcopy(value, memo) for name, value in self.__dict__.items()})
         return made
+
+    def __reduce_ex__(self, protocol: SupportsIndex) -> NoReturn:
+        raise TypeError(
+            f"a module that was split over a mesh of running processes cannot be pickled (here {type(self).__name__}): save "
+            f"its state_dict(), and load that into a model that is split anew"
+        )
 
 
 class ShardedLayer(OnMesh, nn.Module):

@@ -26,7 +26,7 @@ import torch
 from torch import Tensor, nn
 
 from meshfold.mesh import Layout, LayoutError, Mesh, ParameterMeta, Part, Placement, metadata
-from meshfold.mesh.primitives import bind_collect, bind_enter, bind_take, identity
+from meshfold.mesh.primitives import Primitive, bind_collect, bind_enter, bind_take, identity
 from meshfold.tensor_parallel.algebra import MatmulPlan, plan
 from meshfold.tensor_parallel.layers.base import ShardedLayer, shard_parameter
 from meshfold.tensor_parallel.lowerings.gather import turns_weight
@@ -120,6 +120,7 @@ class Linear(ShardedLayer):
         self.mesh, self.mode, self.role, self.lowering, self.stored = mesh, mode, role, lowering, stored
         self.plan = stem_plan(mode) if role == "stem" else mode.plans[role]
         self.gather_output = self.flat_output = False
+        self._enter_input: Primitive | None = None
         weight: Tensor = module.weight  # type: ignore[assignment]
         bias: Tensor | None = getattr(module, "bias", None)
         out_dim = 0 if stored == "nk" else 1
@@ -175,7 +176,13 @@ class Linear(ShardedLayer):
     def use_entered_input(self) -> None:
         """From now on the input arrives gathered (and folded), and dx leaves as partial sums: see ``region.py``."""
         self.plan = self.mesh.once(("entered", self.plan), self.plan.enter)  # one object: compiled once
+        self.lowering = "gather"
         self._multiply = bind_matmul(self.plan, self.mesh)
+
+    def enter_by(self, enter: Primitive) -> None:
+        """From now on let ``enter`` gather the input, ``.. k`` to ``m k``: see ``shared_input.py``."""
+        self.use_entered_input()
+        self._enter_input = enter
 
     def forward(self, x: Tensor) -> Tensor:
         weight = self._sum_weight(self.weight)
@@ -184,7 +191,9 @@ class Linear(ShardedLayer):
             x = x.reshape(-1, x.shape[-1])
         lead = x.shape[:-1]
         entered = self.plan.entered
-        if entered and self.folds > 1:
+        if self._enter_input is not None:
+            x = self._enter_input(x)
+        elif entered and self.folds > 1:
             x = unfold(x, self.folds)
         y = self._multiply(x, weight if self.stored == "nk" else weight.t())
         if entered:

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from meshfold import kernels
 from meshfold.mesh import Mesh, Placement, collectives
 from meshfold.mesh.primitives import bind_enter
-from meshfold.tensor_parallel.kinds import norm_size
+from meshfold.tensor_parallel.kinds import norm_eps, norm_kind, norm_size
 from meshfold.tensor_parallel.layers.base import ShardedLayer, shard_parameter
 from meshfold.tensor_parallel.modes import Mode, find_mode
 from meshfold.tensor_parallel.sizes import split_evenly
@@ -115,6 +115,42 @@ class LayerNorm(_Norm):
 
     def forward(self, x: Tensor) -> Tensor:
         return self._normalise(x, self._entered(self.weight), self._entered(self.bias))
+
+
+class HeadNorm(ShardedLayer):
+    """LayerNorm or RMSNorm over the elements of one head, of queries or keys whose heads are split (Qwen3, Gemma 3).
+
+    ``.. head_dim`` to ``.. head_dim``. Every rank has the weight whole and normalises its own heads of its own tokens, so
+    the weight's gradient is summed over the axes of both.
+    """
+
+    weight: nn.Parameter | None
+    bias: nn.Parameter | None
+
+    def __init__(self, module: nn.Module, mesh: Mesh, mode: Mode) -> None:
+        """Args:
+        module: the whole norm, of any class that computes what torch's do.
+        """
+        super().__init__()
+        mesh.require(*mode.axes, what=f"mode {mode.name!r}")
+        self.mesh, self.mode, self.head_dim, self.eps = mesh, mode, norm_size(module), norm_eps(module)
+        self.centred = norm_kind(module) == "layer"
+        place = Placement(shape=(self.head_dim,), axes=((),))
+        for name in ("weight", "bias"):
+            whole = getattr(module, name, None)
+            self.register_parameter(name, None if whole is None else shard_parameter(whole, place, mesh))
+        hidden = mode.layout("hidden")
+        self._enter = bind_enter(mesh, (*hidden["m"], *hidden["n"]))
+        self.train(module.training)
+
+    def forward(self, x: Tensor) -> Tensor:
+        weight = None if self.weight is None else self._enter(self.weight)
+        if not self.centred:
+            return kernels.rms_norm(x, weight, self.eps)
+        return kernels.layer_norm(x, weight, None if self.bias is None else self._enter(self.bias), self.eps)
+
+    def extra_repr(self) -> str:
+        return f"{self.head_dim}, eps={self.eps}, mode={self.mode.name}"
 
 
 def bind_rms_norm(mesh: Mesh, columns: tuple[str, ...], hidden: int, eps: float) -> Callable[..., Tensor]:

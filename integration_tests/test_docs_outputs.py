@@ -1,0 +1,109 @@
+"""What the pages of ``docs/`` show is what is so: printed text, files, pictures, links."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from xml.etree import ElementTree
+
+import pytest
+from docs.pictures.make import make, pictures
+from docs.refresh import ROOT, outputs, run_here, running, tidy, with_files
+
+DOCS = ROOT / "docs"
+PAGES = sorted(DOCS.rglob("*.md"))
+each_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(DOCS).as_posix())
+
+
+def read(page: Path) -> str:
+    return page.read_text(encoding="utf-8")
+
+
+@each_page
+def test_printed_text_is_what_the_code_prints(
+    page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """To the letter, for the blocks of Python that promise it; the rest of the page is run by ``test_docs.py``."""
+    text = read(page)
+    code, exact = running(text), [output for output in outputs(text) if output.exact]
+    assert all(code[output.source].language == "python" for output in exact), "bash promises no output"
+    if not exact:
+        return
+    monkeypatch.chdir(tmp_path)
+    printed, _ = run_here(text, page.name)
+    for output in exact:
+        assert output.text == tidy(printed[output.source]), f"line {output.first}: run python docs/refresh.py"
+
+
+@each_page
+def test_no_output_was_forgotten(page: Path) -> None:
+    assert all(output.text for output in outputs(read(page)))
+
+
+@each_page
+def test_files_are_shown_as_they_are(page: Path) -> None:
+    text = read(page)
+    assert with_files(text) == text, "run python docs/refresh.py"
+
+
+def anchors(page: Path) -> set[str]:
+    """The anchors that a Markdown page's headings make."""
+    headings = re.findall(
+        r"^#+ (.+)$", re.sub(r"```.*?```", "", read(page), flags=re.DOTALL), flags=re.MULTILINE
+    )
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+@each_page
+def test_links_lead_somewhere(page: Path) -> None:
+    text = re.sub(r"```.*?```|`[^`]*`", "", read(page), flags=re.DOTALL)
+    for target in re.findall(r"\]\(([^)\s]+)\)", text):
+        if target.startswith("https://"):
+            continue
+        path, _, anchor = target.partition("#")
+        there = (page.parent / path).resolve() if path else page
+        assert there.exists(), target
+        assert not anchor or anchor in anchors(there), target
+
+
+def test_every_page_is_in_the_index() -> None:
+    index = read(DOCS / "README.md")
+    for page in PAGES:
+        name = page.relative_to(DOCS).as_posix()
+        assert name == "README.md" or f"({name})" in index, name
+
+
+def description(picture: Path) -> str:
+    """What a picture says that it shows."""
+    if picture.suffix == ".svg":
+        found = ElementTree.parse(picture).find(".//{http://purl.org/dc/elements/1.1/}description")
+        return "" if found is None else found.text or ""
+    from PIL import Image
+
+    with Image.open(picture) as image:
+        return str(image.info["Description"])
+
+
+def test_pictures_were_drawn_from_what_the_library_says_now() -> None:
+    there = {
+        path.name: description(path)
+        for path in (DOCS / "pictures").iterdir()
+        if path.suffix in (".svg", ".png")
+    }
+    wanted = {name: words for name, (words, _) in pictures().items()}
+    assert there == wanted, "run python docs/pictures/make.py"
+
+
+def test_every_picture_is_shown() -> None:
+    text = "".join(map(read, PAGES))
+    assert all(f"pictures/{name})" in text for name in pictures())
+
+
+def test_pictures_can_be_drawn_anew(tmp_path: Path) -> None:
+    made = make(tmp_path)
+    assert {path.name: description(path) for path in made} == {
+        name: words for name, (words, _) in pictures().items()
+    }
+    first = (tmp_path / "mesh.svg").read_bytes()
+    make(tmp_path)
+    assert (tmp_path / "mesh.svg").read_bytes() == first

@@ -1,0 +1,145 @@
+"""Making the sharded layer that stands for a module."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+from torch import nn
+
+from meshfold.mesh import Mesh, Part
+from meshfold.tensor_parallel import lowerings
+from meshfold.tensor_parallel.kinds import features, is_conv1d, norm_eps, norm_kind
+from meshfold.tensor_parallel.layers.dropout import Dropout
+from meshfold.tensor_parallel.layers.embedding import Embedding, PositionEmbedding
+from meshfold.tensor_parallel.layers.linear import Linear
+from meshfold.tensor_parallel.layers.loss import CausalLMLoss
+from meshfold.tensor_parallel.layers.norm import HeadNorm, LayerNorm, RMSNorm
+from meshfold.tensor_parallel.layers.patch import PatchEmbedding
+from meshfold.tensor_parallel.layers.replicated import Replicated
+from meshfold.tensor_parallel.modes import Mode
+from meshfold.tensor_parallel.study import Study
+
+
+class Maker:
+    """Makes layers for the modules of a model that was studied."""
+
+    def __init__(self, study: Study, mesh: Mesh, lowering: str) -> None:
+        self.study, self.mesh, self.lowering = study, mesh, lowering
+
+    def make(self, name: str, role: str, module: Any) -> nn.Module:
+        """The sharded twin of a module, which may be a meta twin of the model's."""
+        mode, mesh = self.study.mode_at(name), self.mesh
+        if role == "embedding":
+            return Embedding.convert(module, mesh, mode)
+        if role == "positions":
+            return PositionEmbedding(module, mesh, mode, flat_tokens=self.study.flat)
+        if role in ("column", "row", "head", "stem"):
+            tables = [self.study.modules[table].weight for table in self.study.roles.named("embedding")]
+            if role == "head" and any(table is self.study.modules[name].weight for table in tables):
+                role = "tied_head"
+            return Linear.convert(
+                module,
+                mesh,
+                mode,
+                role,  # type: ignore[arg-type]
+                parts=self._parts(name, module),
+                stored="kn" if is_conv1d(module) else "nk",
+                lowering=self._lowering(mode, role),
+            )
+        if role == "norm":
+            kind: type[LayerNorm | RMSNorm] = LayerNorm if norm_kind(module) == "layer" else RMSNorm
+            return kind.convert(module, norm_eps(module), mesh, mode)
+        if role == "head_norm":
+            return HeadNorm(module, mesh, mode)
+        if role == "patch":
+            return PatchEmbedding.convert(module, mesh, mode)
+        if role == "dropout":
+            return self.dropout(name, module.p, mode, inner=self._inner_before(name)).train(module.training)
+        return CausalLMLoss(
+            mesh, mode, self.study.vocabulary, ignore_index=getattr(module, "ignore_index", -100),
+            label_smoothing=getattr(module, "label_smoothing", 0.0), z_loss=getattr(module, "z_loss", 0.0),
+        )  # fmt: skip
+
+    def dropout(self, name: str, p: float, mode: Mode, *, inner: int = 0, whole: bool = False) -> Dropout:
+        counts = {heads.heads for heads in self.study.heads.values()}
+        return Dropout(
+            p,
+            self.mesh,
+            mode,
+            self.study.roles.hidden,
+            name,
+            inner=inner,
+            heads=counts.pop() if len(counts) == 1 else 0,
+            whole=whole,
+            flat_tokens=self.study.flat or (self.study.flat_at(name) is not None and not whole),
+        )
+
+    def keep_whole(self, name: str, module: nn.Module) -> None:
+        """Join the stream in front of a module and split it behind; what it drops it drops alike on every rank."""
+        mode = self.study.mode_at(name)
+        Replicated(self.mesh, mode, self.study.roles.hidden, self.study.flat_at(name)).around(module)
+        for path, parent in module.named_modules(prefix=name):
+            for leaf, child in parent._modules.items():
+                if type(child) is nn.Dropout:
+                    parent._modules[leaf] = self.dropout(f"{path}.{leaf}", child.p, mode, whole=True).train(
+                        child.training
+                    )
+
+    def _inner_before(self, name: str) -> int:
+        """The width of the column layer that stands directly before a module among the leaves of its parent, if one does."""
+        parent = name.rpartition(".")[0]
+        before = 0
+        for other, role in self.study.roles.role.items():
+            if other == name:
+                break
+            if other.rpartition(".")[0] == parent and role in ("column", "row"):
+                before = features(self.study.modules[other])[1] if role == "column" else 0
+        return before
+
+    def _parts(self, name: str, module: nn.Module) -> tuple[Part, ...]:
+        for heads in self.study.heads.values():
+            if name in heads.projections:
+                return heads.parts(name, self.mesh, self.study.mode)
+        given = tuple(Part(size) for size in getattr(module, "parts", ()))
+        if given or self.study.roles.role[name] != "column":
+            return given
+        parent, out = name.rpartition(".")[0], features(module)[1]
+        rows = [row for row in self.study.roles.named("row") if row.rpartition(".")[0] == parent]
+        if len(rows) == 1 and features(self.study.modules[rows[0]])[0] * 2 == out:
+            return (Part(out // 2), Part(out // 2))  # gate and up in one
+        return ()
+
+    def _lowering(self, mode: Mode, role: str) -> str:
+        plan = mode.plans.get(role)
+        if plan is None or self.lowering == "gather":
+            return "gather"
+        found = lowerings.LOWERINGS.get(self.lowering)
+        if found is None:
+            lowerings.lowering(self.lowering, plan)
+        return self.lowering if found is not None and not found.refuses(plan) else "gather"
+
+
+def meta_twin(module: nn.Module) -> nn.Module:
+    """The same layer without its values."""
+    twin = copy.copy(module)
+    twin._parameters = {
+        name: None if p is None else nn.Parameter(p.detach().to("meta"), requires_grad=p.requires_grad)
+        for name, p in module._parameters.items()
+    }
+    return twin
+
+
+def keep_hooks(module: nn.Module, made: nn.Module) -> None:
+    """Let a layer keep the hooks that were registered on the one it stands for."""
+    for name, hooks in vars(module).items():
+        if name.startswith(("_forward_hooks", "_forward_pre_hooks")):
+            getattr(made, name).update(hooks)
+
+
+def keep_ties(module: nn.Module, made: nn.Module, blocks: dict[nn.Parameter, nn.Parameter]) -> None:
+    """Let layers that shared a parameter share its block."""
+    for name, whole in module._parameters.items():
+        block = made._parameters.get(name)
+        if whole is not None and block is not None:
+            made._parameters[name] = blocks.setdefault(whole, block)

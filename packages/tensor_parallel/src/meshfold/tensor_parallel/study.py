@@ -1,0 +1,175 @@
+"""What is known of a model before anything of it is changed: roles, heads, blocks, and which mode holds where."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from torch import nn
+
+from meshfold.mesh import LayoutError, Mesh
+from meshfold.tensor_parallel.blocks import Blocks, find_blocks
+from meshfold.tensor_parallel.boundary import Boundary
+from meshfold.tensor_parallel.heads import find_heads
+from meshfold.tensor_parallel.kinds import check_norm, features, is_linear, norm_kind, norm_size
+from meshfold.tensor_parallel.modes import Mode, outside_blocks
+from meshfold.tensor_parallel.rules import classify, is_head_norm
+from meshfold.tensor_parallel.shared_input import changes_tokens
+
+
+class Study:
+    """A model looked at for a mode.
+
+    Attributes:
+        modules: all of them by full name, parents first.
+        roles: the verdict on each.
+        vocabulary: words in the head, or else in the token table.
+        flat: the model's own code works on ``m h``.
+        heads: of each attention module that is split.
+        lists: the lists of blocks.
+        begins: the residual stream begins inside of the model, at an embedding, patches or a stem.
+        by_sequences: whole sequences are what splits the stream's tokens.
+        only_blocks: the stream is split by tokens within sequences, so only round the lists of blocks, and whole outside,
+            where the model's own code looks at batch and length.
+        outer: the mode outside of the blocks.
+        boundaries: where the stream is split and joined: round lists of blocks, or round the model (None).
+    """
+
+    def __init__(self, model: nn.Module, mesh: Mesh, mode: Mode, rules: Mapping[str, str]) -> None:
+        self.model, self.mesh, self.mode = model, mesh, mode
+        self.modules = dict(model.named_modules())
+        self.roles = classify(model, rules)
+        self.vocabulary = self._vocabulary()
+        self.flat = bool(getattr(model, "flat_tokens", False))
+        self.heads = {
+            name: heads
+            for name, module in self.modules.items()
+            if not self._is_whole(name) and (heads := find_heads(name, module))
+        }
+        split = [name for role in ("column", "row") for name in self.roles.named(role)]
+        self.lists = find_blocks(self.modules, split)
+        self.begins = any(self.roles.named(role) for role in ("embedding", "patch", "stem"))
+        residual, hidden = mode.layout("residual"), mode.layout("hidden")
+        self.by_sequences = bool(hidden["m"]) or not residual["m"]
+        self.only_blocks = self.begins and not self.flat and not self.by_sequences
+        self.outer = outside_blocks(mode) if self.only_blocks else mode
+        self.boundaries = self._boundaries()
+
+    def mode_at(self, name: str) -> Mode:
+        """The mode that holds where a module stands."""
+        inside = not self.only_blocks or any(blocks.holds(name) for blocks in self.lists)
+        return self.mode if inside else self.outer
+
+    def flat_at(self, name: str) -> Boundary | None:
+        """The boundary at which the stream that a module sees was flattened, if it was."""
+        for blocks, boundary in self.boundaries:
+            if boundary.flatten and (blocks is None or blocks.holds(name)):
+                return boundary
+        return None
+
+    def children(self, name: str, role: str) -> list[str]:
+        """Full names of a module's direct children of a role."""
+        leaves = (f"{name}.{leaf}" if name else leaf for leaf, _ in self.modules[name].named_children())
+        return [full for full in leaves if self.roles.role.get(full) == role]
+
+    def needs_region(self, name: str) -> bool:
+        """Whether attention's own code would miscount its tokens if its layers gathered their input themselves."""
+        if name not in self.heads or self.flat:
+            return False
+        return changes_tokens(self.mode_at(name).plans["column"]) or self.flat_at(name) is not None
+
+    def check(self) -> None:
+        """Raise a LayoutError for what cannot be placed, and for heads and norms that cannot be split."""
+        if self.roles.refused:
+            listed = "\n".join(f"  {name or '(root)'}: {why}" for name, why in self.roles.refused.items())
+            raise LayoutError(
+                f"cannot place {len(self.roles.refused)} submodule(s):\n{listed}\nSay what they are with "
+                f"rules={{'name or pattern': role}}; role 'replicate' keeps a submodule whole on every rank"
+            )
+        if not self.roles.role:
+            raise LayoutError(
+                f"nothing to split in {type(self.model).__name__}: it has no layer that a tensor-parallel mode knows"
+            )
+        if self.roles.role.get("", "replicate") != "replicate":
+            raise LayoutError(
+                "the module to parallelize is a single layer: put it in a module of its own (nn.Sequential(layer)), or make "
+                "meshfold.tensor_parallel.Linear and its like directly"
+            )
+        for name, heads in self.heads.items():
+            heads.check(name, self.mesh, self.mode)
+            self._check_region(name)
+        for name in self.roles.named("head_norm"):
+            self._check_head_norm(name)
+        for name in (*self.roles.named("norm"), *self.roles.named("head_norm")):
+            check_norm(name, self.modules[name])
+        for name in self.roles.named("replicate"):
+            self._check_whole(name)
+
+    def _check_region(self, name: str) -> None:
+        """What attention is called with must be what its projections read, if its input is gathered in front of it."""
+        if self.needs_region(name) and not self._only_attention(name):
+            raise LayoutError(
+                f"{name or '(root)'}: in mode {self.mode.name!r} attention has other tokens than the residual stream, so its "
+                f"input is gathered for the module of its projections; let a module of their own hold "
+                f"{', '.join(self.heads[name].projections)} and the layer that writes the output, without norms or MLP"
+            )
+
+    def _check_head_norm(self, name: str) -> None:
+        """A norm of queries or keys is a layer on split heads only if each head is normalised by itself."""
+        attention = name.rpartition(".")[0]
+        size = norm_size(self.modules[name])
+        whole = f"keep all of the attention whole: {attention!r}: 'replicate'"
+        if attention not in self.heads:
+            raise LayoutError(
+                f"{name}: a norm of heads must be a child of the module that holds the attention's projections; give it the "
+                f"rule 'norm' if it normalises the residual stream"
+            )
+        if size != self.heads[attention].head_dim:
+            raise LayoutError(
+                f"{name}: normalises {size} elements together, but heads of {self.heads[attention].head_dim} are split over "
+                f"ranks: let it normalise each head by itself, or {whole}"
+            )
+
+    def _check_whole(self, name: str) -> None:
+        """What has weights and is given the heads of one rank has gradients that no other rank knows of."""
+        module, size = self.modules[name], self.roles.hidden
+        attention = next(
+            (heads for heads in self.heads if name.startswith(f"{heads}." if heads else "")), None
+        )
+        if attention is None or not any(p.requires_grad for p in module.parameters()):
+            return
+        if norm_kind(module):
+            on_heads, role = is_head_norm(name) or norm_size(module) != size, "'head_norm'"
+        elif is_linear(module):
+            on_heads, role = features(module)[0] != size, "'row'"
+        else:  # beside norms and MLP it may well be given the stream
+            on_heads, role = self._only_attention(attention), "none"
+        if on_heads:
+            raise LayoutError(
+                f"{name} cannot stay whole by itself inside of attention whose heads are split: every rank would train it on "
+                f"heads of its own. The role for it there is {role}; or keep all of the attention whole: "
+                f"{attention!r}: 'replicate'"
+            )
+
+    def _only_attention(self, name: str) -> bool:
+        """Whether a module holds the layers of its attention, and no norm of the stream, MLP or table."""
+        before = any(self.children(name, role) for role in ("norm", "embedding", "patch", "stem"))
+        alike = set(self.children(name, "column")) == set(self.heads[name].projections)
+        return alike and not before and len(self.children(name, "row")) == 1
+
+    def _is_whole(self, name: str) -> bool:
+        """Whether a module is, or lies in, one that stays whole."""
+        whole = self.roles.named("replicate")
+        return any(not kept or name == kept or name.startswith(f"{kept}.") for kept in whole)
+
+    def _vocabulary(self) -> int:
+        heads = [features(self.modules[name])[1] for name in self.roles.named("head")]
+        tables: list[Any] = [self.modules[name] for name in self.roles.named("embedding")]
+        return heads[0] if heads else max((table.num_embeddings for table in tables), default=0)
+
+    def _boundaries(self) -> list[tuple[Blocks | None, Boundary]]:
+        if self.only_blocks:
+            return [(blocks, Boundary(self.mesh, self.mode, flatten=True)) for blocks in self.lists]
+        if not self.begins:
+            return [(None, Boundary(self.mesh, self.mode, flatten=not self.by_sequences and not self.flat))]
+        return []
