@@ -194,7 +194,8 @@ REFUSALS: dict[str, Refusal] = {
         lambda: decoder(q_norm=nn.RMSNorm(HIDDEN)), ("q_norm: a norm of heads must be a child", "rule 'norm'")
     ),
     "norm over all heads": Refusal(
-        lambda: attention_with(q_norm=nn.RMSNorm(HIDDEN)), ("attn.q_norm: normalises 16 elements", "heads of 4", "'attn': 'replicate'")
+        lambda: attention_with(q_norm=nn.RMSNorm(HIDDEN)),
+        ("attn.q_norm: normalises 16 elements", "heads of 4", "'attn': 'replicate'"),
     ),
     "whole norm of heads": Refusal(
         lambda: attention_with(q_norm=nn.RMSNorm(4)), ("attn.q_norm cannot stay whole", "'head_norm'"),

@@ -113,7 +113,7 @@ def _shard(model: nn.Module, world: World, rules: Mapping[str, str] | None, drop
     if tensor is not None:
         lowering = tensor.overlap or "gather"
         try:
-            return parallelize(model, world.mesh, world.mode, rules=rules, lowering=lowering)
+            return parallelize(model, world.mesh, world.mode, rules=rules, lowering=lowering)  # type: ignore[arg-type]
         except LayoutError as error:
             raise SpecError(f"{world.spec.written or world.spec}: {error}") from error
     if dropout:

@@ -196,17 +196,17 @@ def _tokenise(
     about = file.with_suffix(".json")
     total = sum(sizes[path] for path in order)
     if not (about.exists() and file.exists()):
-        say(f"tokenising {len(order)} files, {human_bytes(total)}")
+        say(f"tokenising {_files(len(order))}, {human_bytes(total)}")
         cache.mkdir(parents=True, exist_ok=True)
         tokens, train_tokens = _encode(order, tokenizer, total, validation)
         _write(file, lambda path: np.save(path, tokens))
         _write(about, lambda path: path.write_text(json.dumps({"train_tokens": train_tokens})))
-    notes = [f"{len(order)} files of text"]
+    notes = [f"{_files(len(order))} of text"]
     if skipped:
-        notes.append(f"{skipped} files skipped: empty or not UTF-8 text")
+        notes.append(f"{_files(skipped)} skipped: empty or not UTF-8 text")
     if len(order) < len(documents):
         notes.append(
-            f"{len(documents) - len(order)} files left out to stay within {human_bytes(max_bytes or 0)}"
+            f"{_files(len(documents) - len(order))} left out to stay within {human_bytes(max_bytes or 0)}"
         )
     return Corpus(
         tokens=np.load(file, mmap_mode="r"),
@@ -249,3 +249,7 @@ def _sums(sizes: list[int]) -> Iterator[int]:
     for size in sizes:
         total += size
         yield total
+
+
+def _files(count: int) -> str:
+    return f"{count} file{'' if count == 1 else 's'}"

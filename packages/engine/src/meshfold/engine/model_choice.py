@@ -82,7 +82,10 @@ def _own(name: str | None, changes: Mapping[str, Any], vocab_size: int | None, s
     if "max_positions" not in changed and seq_len > config.max_positions:
         config = preset(name or "gpt-tiny", **changed, max_positions=seq_len)
     _check(name or "gpt-tiny", config.vocab_size, config.max_positions, vocab_size, seq_len)
-    return ModelChoice(name=name or "gpt-tiny", vocab_size=config.vocab_size, build=lambda: build(config))
+    shown = name or "gpt-tiny"
+    if changes:
+        shown += f" with {', '.join(f'{key}={value}' for key, value in changes.items())}"
+    return ModelChoice(name=shown, vocab_size=config.vocab_size, build=lambda: build(config))
 
 
 def _of_folder(folder: str, changes: Mapping[str, Any], vocab_size: int | None, seq_len: int) -> ModelChoice:

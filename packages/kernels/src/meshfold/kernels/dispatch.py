@@ -54,7 +54,7 @@ class Availability:
     Attributes:
         family: the folder of kernels.
         kernels: the public functions it serves.
-        implementations: implementation to ``"ok"``, or to the reason why it cannot be used here.
+        implementations: each that was written, to ``"ok"``, or to the reason why it cannot be used here.
         cpu: what a float32 tensor on the CPU gets under the present choice; "" if it would be refused.
         cuda: the same for a CUDA tensor; "" if it would be refused or there is no CUDA device.
     """
@@ -198,9 +198,7 @@ def available() -> tuple[Availability, ...]:
     """What is there, family by family, for ``meshfold doctor``. Imports neither numba nor Triton unless asked for."""
     cuda_seen = torch.cuda.is_available()
 
-    def state(name: str, twins: tuple[str, ...]) -> str:
-        if name not in ("reference", *twins):
-            return "none: the reference is used"
+    def state(name: str) -> str:
         if name == "triton" and not cuda_seen and _installed("triton"):
             return "no CUDA device"
         return _obstacle(name, "cuda" if name == "triton" else "cpu", torch.float32) or "ok"
@@ -215,7 +213,7 @@ def available() -> tuple[Availability, ...]:
         Availability(
             family=family,
             kernels=kernels,
-            implementations={name: state(name, twins) for name in ("reference", "triton", "numba")},
+            implementations={name: state(name) for name in ("reference", *twins)},
             cpu=picked(family, "cpu"),
             cuda=picked(family, "cuda") if cuda_seen else "",
         )

@@ -73,7 +73,7 @@ class Tape:
         """Fill a block with the initial values of its global elements, in place.
 
         Shapes:
-            local: n_0 n_1 ... (any strides, any device); coordinates: one int64 vector of n_d global coordinates a dim
+            local: n_0 n_1 ... (any strides, any device; on meta there is nothing to fill); coordinates: one int64 vector of n_d global coordinates a dim
 
         Args:
             which: a parameter or buffer of the model that was bound, or its name.
@@ -94,6 +94,8 @@ class Tape:
                 "torch.device('meta') transformers skips its initialisation: leave that context out, recording makes "
                 "meta tensors by itself; or use retrace_initialization(model).)"
             )
+        if local.is_meta:
+            return local
         if coordinates is None:
             coordinates = [torch.arange(size) for size in ref.geometry.size]
         # What is not random (rotary frequencies) is computed on the CPU, as in a model built in the plain way.

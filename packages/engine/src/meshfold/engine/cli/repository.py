@@ -44,7 +44,8 @@ def programs(folder: Path) -> dict[str, Path]:
 
 def first_line(file: Path) -> str:
     """The first line of a file's docstring, without running it."""
-    return (ast.get_docstring(ast.parse(file.read_text(encoding="utf-8"))) or "").partition("\n")[0]
+    text = ast.get_docstring(ast.parse(file.read_text(encoding="utf-8"))) or ""
+    return text.partition("\n")[0].replace("``", "")
 
 
 def listing(folder: Path) -> str:

@@ -44,7 +44,7 @@ class TensorSpec:
     """The checked entry ``tensor``: ``sizes`` are those of ``axis_names``, outermost first.
 
     ``overlap`` is how gathers and matmuls are interleaved: ``"gather"``, ``"stream"`` or ``"ring"``;
-    ``"auto"`` and None leave it to the planner.
+    ``"auto"`` takes whichever is expected to be fastest for each matmul. None is ``"gather"``.
     """
 
     mode: str | TensorMode
