@@ -73,7 +73,8 @@ class Tape:
         """Fill a block with the initial values of its global elements, in place.
 
         Shapes:
-            local: n_0 n_1 ... (any strides, any device; on meta there is nothing to fill); coordinates: one int64 vector of n_d global coordinates a dim
+            local: n_0 n_1 ... (any strides, any device; on meta there is nothing to fill)
+            coordinates: one int64 vector of n_d global coordinates a dim
 
         Args:
             which: a parameter or buffer of the model that was bound, or its name.
