@@ -143,7 +143,7 @@ def test_every_command_has_help(name: str, capsys: pytest.CaptureFixture[str]) -
         (["run", "--ranks", "2", "gone.py"], "there is no file 'gone.py' to run"),
         (["run", "--ranks", "0", "t/0.txt"], "cannot start 0 ranks"),
         (["reproduce", "no-such-paper"], "no 'no-such-paper' in experiments. There are: tensor-parallel-volume"),
-        (["bench"], "say which one; there are: tensor-parallel"),
+        (["bench"], "say which one; there are: cpu-adam, tensor-parallel"),
         (["bench", "tensor-paralel"], "Did you mean 'tensor-parallel'?"),
         (["doctor", "--all"], "unrecognized arguments: --all"),
     ],

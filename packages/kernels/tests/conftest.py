@@ -1,14 +1,18 @@
-"""What the kernels' tests share: the marker of GPU tests and the comparison with a float64 result."""
+"""What the kernels' tests share: helpers beside them, the marker of GPU tests, the comparison with float64."""
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import pytest
 import torch
 from torch import Tensor
 
 from meshfold.kernels import use
+
+sys.path.append(str(Path(__file__).parent))  # tests import the helpers that lie beside them
 
 # Largest relative error that rounding a float32 result once may cause.
 HALF_ULP = {

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import os
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,10 @@ triton = pytest.importorskip("triton", reason="Triton is not installed")
 if os.environ.get("TRITON_INTERPRET") == "1":
     pytest.skip("kernels are interpreted in this process, not compiled", allow_module_level=True)
 
-POINTERS = {torch.float32: "*fp32", torch.bfloat16: "*bf16", torch.float16: "*fp16", torch.int64: "*i64"}
+POINTERS = {
+    torch.float64: "*fp64", torch.float32: "*fp32", torch.bfloat16: "*bf16", torch.float16: "*fp16",
+    torch.int64: "*i64", torch.int16: "*i16", torch.uint8: "*u8",
+}  # fmt: skip
 
 
 class Compiler:
@@ -34,7 +38,7 @@ class Compiler:
         from triton.backends.compiler import GPUTarget
         from triton.compiler import ASTSource
 
-        options = {"num_warps": settings.pop("num_warps")}
+        options = {name: settings.pop(name) for name in ("num_warps", "enable_fp_fusion") if name in settings}
         given = dict(zip(kernel.arg_names, arguments, strict=False)) | settings
         signature, constants = {}, {}
         for parameter in kernel.params:
@@ -53,6 +57,13 @@ class Compiler:
             ASTSource(kernel, signature, constants), target=GPUTarget("cuda", 90, 32), options=options
         )
         assert made.asm["cubin"]
+        if not options.get("enable_fp_fusion", True):
+            assert (
+                "fma.rn.f32" not in made.asm["ptx"]
+            )  # what must give the bits of a CPU rounds every product
+            assert (
+                not re.search(r"(div|sqrt)\.(approx|full)", made.asm["ptx"]) and ".ftz" not in made.asm["ptx"]
+            )
         self.compiled.add(f"{kernel.fn.__module__.split('.')[-2]}.{kernel.fn.__name__}")
 
 
@@ -97,8 +108,27 @@ def test_all_kernels_compile(compiler: Compiler) -> None:
         K.layer_norm_backward_apply(x, x, w, rstd, rstd, sums, 2 * h)
         K.local_max(x)
         K.sum_exp_and_target(x, rstd, labels, 0)
+    p, grad, settings = torch.zeros(h), x[0].detach(), K.AdamSettings(weight_decay=0.1)
+    for made in (
+        K.WholeState.of(p, torch.bfloat16),
+        K.WholeState.of(p, torch.float16),
+        K.SplitState.of(p),
+        K.SplitState.of(p, torch.bfloat16),
+        K.QuantizedState.of(p),
+    ):
+        made.master()
+        for grad_scale in (0.5, torch.tensor(0.5)):
+            K.adam_step(made, grad, settings, step=1, grad_scale=grad_scale, start=1 << 33)
+        K.adam_step(made, grad.half(), K.AdamSettings(weight_decay=0.1, adamw_mode=False), step=1)
+        K.adam_update_parameters(made, p, settings, step=1)
+        K.adam_update_moments(made, p, settings, step=1)
+    K.is_finite(grad)
+    for dtype in (torch.float32, torch.bfloat16, torch.float16):
+        K.sum_of_squares(p.to(dtype))
+        K.pack_gradient(grad, p.to(dtype), torch.tensor(0.5), norm=1)
     assert compiler.compiled == {
         "norms._normalise", "norms._row_sums", "norms._gradient_sums", "norms._gradients",
         "activations._gated", "activations._gated_gradients", "activations._gelu", "activations._gelu_gradients",
         "rotary._rotate", "losses._sums", "losses._gradient", "masks._dropout",
+        "adam._elementwise", "adam._quantized", "adam._split", "adam._join", "gradients._pass",
     }  # fmt: skip

@@ -1,4 +1,4 @@
-"""Runs ``test_triton_twins.py`` on the CPU, in Triton's interpreter, in a process that chose it from the start."""
+"""Runs the tests of Triton kernels on the CPU, in Triton's interpreter, in a process that chose it from the start."""
 
 from __future__ import annotations
 
@@ -12,10 +12,11 @@ import pytest
 import torch
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU is here: test_triton_twins.py runs on it")
+@pytest.mark.parametrize("file", ["test_triton_twins.py", "test_adam_triton.py"])
+@pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU is here: the file runs on it by itself")
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
-def test_triton_kernels_agree_with_the_reference_in_the_interpreter(tmp_path: Path) -> None:
-    twins = Path(__file__).with_name("test_triton_twins.py")
+def test_triton_kernels_agree_with_the_reference_in_the_interpreter(file: str, tmp_path: Path) -> None:
+    twins = Path(__file__).with_name(file)
     environment = {**os.environ, "TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
     command = [
         sys.executable,

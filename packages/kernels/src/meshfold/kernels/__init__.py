@@ -1,16 +1,36 @@
 """Kernels for CPU and GPU, each beside a torch reference.
 
-Every public function works on any device and floating dtype, computes in float32 (float64 for float64) and rounds once
-at the output. :mod:`meshfold.kernels.dispatch` decides whether it runs as plain torch, Triton or numba; :func:`use`
-chooses by hand; :func:`available` says what there is. Inside torch.compile every function is traced as plain torch, in
-one graph, and fused by Inductor. Importing this package imports torch alone: Triton and numba come with the first
-kernel that needs them.
+Every function of the model works on any device and floating dtype, computes in float32 (float64 for float64) and
+rounds once at the output. Those of the optimizer (Adam, the pass over gradients) work on flat tensors in place, compute
+in float32, and give the same bits in every implementation. :mod:`meshfold.kernels.dispatch` decides whether a function
+runs as plain torch, Triton or numba; :func:`use` chooses by hand; :func:`available` says what there is. Inside
+torch.compile every function of the model is traced as plain torch, in one graph, and fused by Inductor. Importing this
+package imports torch alone: Triton and numba come with the first kernel that needs them.
 """
 
 from __future__ import annotations
 
 from meshfold.kernels.activations import bias_gelu, swiglu, swiglu2
+from meshfold.kernels.adam import (
+    AdamSettings,
+    AdamState,
+    QuantizedState,
+    SplitState,
+    WholeState,
+    adam_step,
+    adam_update_moments,
+    adam_update_parameters,
+    join_master,
+    split_master,
+)
 from meshfold.kernels.dispatch import Availability, KernelError, available, use
+from meshfold.kernels.gradients import (
+    is_finite,
+    largest_magnitude,
+    pack_gradient,
+    sum_of_magnitudes,
+    sum_of_squares,
+)
 from meshfold.kernels.losses import (
     cross_entropy,
     cross_entropy_backward,
@@ -42,8 +62,16 @@ from meshfold.kernels.random_bits import random_bits
 from meshfold.kernels.rotary import apply_rotary, apply_rotary_
 
 __all__ = [
+    "AdamSettings",
+    "AdamState",
     "Availability",
     "KernelError",
+    "QuantizedState",
+    "SplitState",
+    "WholeState",
+    "adam_step",
+    "adam_update_moments",
+    "adam_update_parameters",
     "add_layer_norm",
     "add_layer_norm_sum",
     "add_rms_norm",
@@ -55,6 +83,9 @@ __all__ = [
     "cross_entropy",
     "cross_entropy_backward",
     "dropout",
+    "is_finite",
+    "join_master",
+    "largest_magnitude",
     "layer_norm",
     "layer_norm_apply",
     "layer_norm_backward_apply",
@@ -64,6 +95,7 @@ __all__ = [
     "local_max",
     "loss_per_row",
     "max_and_sums",
+    "pack_gradient",
     "random_bits",
     "rescale_sums",
     "rms_norm",
@@ -71,7 +103,10 @@ __all__ = [
     "rms_norm_backward_apply",
     "rms_norm_backward_stats",
     "rms_norm_stats",
+    "split_master",
     "sum_exp_and_target",
+    "sum_of_magnitudes",
+    "sum_of_squares",
     "swiglu",
     "swiglu2",
     "use",

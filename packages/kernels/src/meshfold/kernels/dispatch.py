@@ -36,6 +36,14 @@ FAMILIES: Mapping[str, tuple[str, tuple[str, ...]]] = {
     "rotary": ("apply_rotary", ("triton",)),
     "losses": ("cross_entropy and its pieces", ("triton",)),
     "masks": ("dropout", ("triton", "numba")),
+    "adam": (
+        "adam_step, adam_update_parameters, adam_update_moments, split_master, join_master",
+        ("triton", "numba"),
+    ),
+    "gradients": (
+        "pack_gradient, sum_of_squares, sum_of_magnitudes, largest_magnitude, is_finite",
+        ("triton", "numba"),
+    ),
 }
 
 _TRITON_DTYPES = (torch.float32, torch.bfloat16, torch.float16)

@@ -1,0 +1,327 @@
+"""Adam on the CPU: one pass over the memory, in blocks of 64 Ki elements that threads share.
+
+Gradients in float32 and bfloat16 are read by the update itself; those in float16 are first widened to a buffer in the
+cache. Blocks of the states that need noise lie at multiples of 64 Ki of the *global* element number, as its keys do.
+As many threads work as torch.get_num_threads() says.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from numba import njit, prange
+from torch import Tensor
+
+from meshfold.kernels import float_bits as plain
+from meshfold.kernels.adam.interface import MOMENTS, PARAMETERS
+from meshfold.kernels.adam.scalars import Scalars
+from meshfold.kernels.float_bits.numba_kernels import (
+    BFLOAT16,
+    DTYPES,
+    FLOAT32,
+    bits,
+    canonical,
+    decode,
+    encode,
+    from_bfloat16,
+    from_bits,
+    hi_of,
+    joined,
+    narrow,
+    noise_at,
+    scale_of,
+    stochastic,
+    wide,
+    widen,
+)
+from meshfold.kernels.random_bits.numba_kernels import bits_at
+from meshfold.kernels.threads import as_bytes, torch_threads
+
+if TYPE_CHECKING:
+    from meshfold.kernels.adam.states import QuantizedState, SplitState, WholeState
+
+_BLOCK, _SHARED = plain.NOISE_BLOCK, plain.QUANTIZED_BLOCK
+_BOTH = PARAMETERS + MOMENTS
+U = np.uint32
+_7, _16, _31, _32, _LOW16 = U(7), U(16), U(31), np.uint64(32), U(0xFFFF)
+_MAGNITUDE, _127, _255, _0, _1 = U(0x7FFFFFFF), U(127), U(255), U(0), U(1)
+_M_SHIFT, _M_UNIT = U(plain.SIGNED_CODE.shift), np.float32(plain.SIGNED_CODE.unit)
+_V_SHIFT, _V_UNIT = U(plain.UNSIGNED_CODE.shift), np.float32(plain.UNSIGNED_CODE.unit)
+_ZERO, _UNIT = np.float32(0), np.float32(1)
+
+
+@njit(nogil=True)
+def _scaled(g, c):
+    return wide(g) * c[9]
+
+
+@njit(nogil=True)
+def _gradient(g, p, c, l2):
+    x = _scaled(g, c)
+    return x + c[8] * p if l2 else x
+
+
+@njit(nogil=True)
+def _moment(m, g, c):
+    return m * c[0] + g * c[1]
+
+
+@njit(nogil=True)
+def _square(v, g, c):
+    return v * c[2] + (g * g) * c[3]
+
+
+@njit(nogil=True, error_model="numpy")
+def _moved(p, m, v, c):
+    return p * c[4] - (m / (np.sqrt(v) * c[6] + c[7])) * c[5]
+
+
+@njit(nogil=True, error_model="numpy")
+def _whole_piece(p, m, v, g, c, l2, writes):
+    if writes == _BOTH:
+        for i in range(p.size):
+            x = _gradient(g[i], p[i], c, l2)
+            a, b = _moment(m[i], x, c), _square(v[i], x, c)
+            m[i], v[i], p[i] = a, b, _moved(p[i], a, b, c)
+    elif writes == PARAMETERS:
+        for i in range(p.size):
+            x = _scaled(g[i], c)
+            p[i] = _moved(p[i], _moment(m[i], x, c), _square(v[i], x, c), c)
+    else:
+        for i in range(p.size):
+            x = _scaled(g[i], c)
+            m[i], v[i] = _moment(m[i], x, c), _square(v[i], x, c)
+
+
+@njit(nogil=True, parallel=True, cache=True, error_model="numpy")
+def _step_whole(p, m, v, copy, copy_dtype, grad, dtype, c, l2, writes):
+    for block in prange((p.size + _BLOCK - 1) // _BLOCK):
+        a, z = block * _BLOCK, min(p.size, (block + 1) * _BLOCK)
+        if dtype == FLOAT32:
+            _whole_piece(p[a:z], m[a:z], v[a:z], grad[4 * a : 4 * z].view(np.float32), c, l2, writes)
+        elif dtype == BFLOAT16:
+            _whole_piece(p[a:z], m[a:z], v[a:z], grad[2 * a : 2 * z].view(np.uint16), c, l2, writes)
+        else:
+            g = np.empty(_BLOCK, np.float32)
+            widen(g, grad, dtype, a, z - a, _UNIT)
+            _whole_piece(p[a:z], m[a:z], v[a:z], g, c, l2, writes)
+        if copy_dtype >= 0:
+            narrow(p[a:z], copy, copy_dtype, a, z - a)
+
+
+@njit(nogil=True, error_model="numpy")
+def _store_master(hi, lo, i, p):
+    u = canonical(bits(p))
+    h = hi_of(u)
+    hi[i] = np.uint16(h)
+    lo[i] = np.int16(U(u - U(h << _16)))
+
+
+@njit(nogil=True, error_model="numpy")
+def _split_piece(hi, lo, m, v, g, c, l2, writes):
+    if writes == _BOTH:
+        for i in range(hi.size):
+            p = joined(hi[i], lo[i])
+            x = _gradient(g[i], p, c, l2)
+            a, b = _moment(m[i], x, c), _square(v[i], x, c)
+            m[i], v[i] = a, b
+            _store_master(hi, lo, i, _moved(p, a, b, c))
+    elif writes == PARAMETERS:
+        for i in range(hi.size):
+            p = joined(hi[i], lo[i])
+            x = _scaled(g[i], c)
+            a, b = _moment(m[i], x, c), _square(v[i], x, c)
+            _store_master(hi, lo, i, _moved(p, a, b, c))
+    else:
+        for i in range(hi.size):
+            x = _scaled(g[i], c)
+            m[i], v[i] = _moment(m[i], x, c), _square(v[i], x, c)
+
+
+@njit(nogil=True, parallel=True, cache=True, error_model="numpy")
+def _step_split(hi, lo, m, v, grad, dtype, c, l2, writes):
+    for block in prange((hi.size + _BLOCK - 1) // _BLOCK):
+        a, z = block * _BLOCK, min(hi.size, (block + 1) * _BLOCK)
+        if dtype == FLOAT32:
+            g32 = grad[4 * a : 4 * z].view(np.float32)
+            _split_piece(hi[a:z], lo[a:z], m[a:z], v[a:z], g32, c, l2, writes)
+        elif dtype == BFLOAT16:
+            g16 = grad[2 * a : 2 * z].view(np.uint16)
+            _split_piece(hi[a:z], lo[a:z], m[a:z], v[a:z], g16, c, l2, writes)
+        else:
+            g = np.empty(_BLOCK, np.float32)
+            widen(g, grad, dtype, a, z - a, _UNIT)
+            _split_piece(hi[a:z], lo[a:z], m[a:z], v[a:z], g, c, l2, writes)
+
+
+@njit(nogil=True, error_model="numpy")
+def _split16_piece(hi, lo, m, v, g, c, l2, writes, place, key_1, key_2):
+    if writes == _BOTH:
+        for i in range(hi.size):
+            p = joined(hi[i], lo[i])
+            x = _gradient(g[i], p, c, l2)
+            a, b = _moment(from_bfloat16(m[i]), x, c), _square(from_bfloat16(v[i]), x, c)
+            random = noise_at(U(place + U(i)), key_1, key_2)
+            m[i], v[i] = stochastic(a, U(random >> _16)), stochastic(b, U(random & _LOW16))
+            _store_master(hi, lo, i, _moved(p, a, b, c))
+    elif writes == PARAMETERS:
+        for i in range(hi.size):
+            p = joined(hi[i], lo[i])
+            x = _scaled(g[i], c)
+            a, b = _moment(from_bfloat16(m[i]), x, c), _square(from_bfloat16(v[i]), x, c)
+            _store_master(hi, lo, i, _moved(p, a, b, c))
+    else:
+        for i in range(hi.size):
+            random = noise_at(U(place + U(i)), key_1, key_2)
+            x = _scaled(g[i], c)
+            a, b = _moment(from_bfloat16(m[i]), x, c), _square(from_bfloat16(v[i]), x, c)
+            m[i], v[i] = stochastic(a, U(random >> _16)), stochastic(b, U(random & _LOW16))
+
+
+@njit(nogil=True, parallel=True, cache=True, error_model="numpy")
+def _step_split16(hi, lo, m, v, grad, dtype, c, l2, writes, state, start):
+    for block in prange(start // _BLOCK, (start + hi.size + _BLOCK - 1) // _BLOCK):
+        a, z = max(block * _BLOCK - start, 0), min((block + 1) * _BLOCK - start, hi.size)
+        place, key = U(a + start - block * _BLOCK), bits_at(state, np.uint64(block))
+        key_1, key_2 = U(key), U(key >> _32)
+        if dtype == FLOAT32:
+            g32 = grad[4 * a : 4 * z].view(np.float32)
+            _split16_piece(hi[a:z], lo[a:z], m[a:z], v[a:z], g32, c, l2, writes, place, key_1, key_2)
+        elif dtype == BFLOAT16:
+            g16 = grad[2 * a : 2 * z].view(np.uint16)
+            _split16_piece(hi[a:z], lo[a:z], m[a:z], v[a:z], g16, c, l2, writes, place, key_1, key_2)
+        else:
+            g = np.empty(_BLOCK, np.float32)
+            widen(g, grad, dtype, a, z - a, _UNIT)
+            _split16_piece(hi[a:z], lo[a:z], m[a:z], v[a:z], g, c, l2, writes, place, key_1, key_2)
+
+
+@njit(nogil=True, error_model="numpy")
+def _largest(x):
+    """The largest magnitude, or a NaN: bits of magnitudes are in the order of the magnitudes, NaNs behind."""
+    top = _0
+    for i in range(x.size):
+        top = max(top, U(bits(x[i]) & _MAGNITUDE))
+    return from_bits(U(top))
+
+
+@njit(nogil=True, error_model="numpy")
+def _quantized_piece(
+    hi, lo, m, m_scale, v, v_scale, block, g, c, l2, writes, place, key_1, key_2, wide_m, wide_v
+):
+    """One block of (up to) 256 elements."""
+    old_m, old_v = m_scale[block], v_scale[block]
+    for i in range(hi.size):
+        p = joined(hi[i], lo[i])
+        x = _gradient(g[i], p, c, l2)
+        code = U(m[i])
+        a = decode(U(code & _127), old_m, _M_SHIFT)
+        a = from_bits(U(bits(a) | U(U(code >> _7) << _31)))
+        a, b = _moment(a, x, c), _square(decode(U(v[i]), old_v, _V_SHIFT), x, c)
+        wide_m[i], wide_v[i] = a, b
+        if writes & PARAMETERS:
+            _store_master(hi, lo, i, _moved(p, a, b, c))
+    if writes & MOMENTS:
+        m_new, m_inverse = scale_of(_largest(wide_m[: hi.size]), _M_UNIT)
+        v_new, v_inverse = scale_of(_largest(wide_v[: hi.size]), _V_UNIT)
+        for i in range(hi.size):
+            random = noise_at(U(place + U(i)), key_1, key_2)
+            u = bits(wide_m[i])
+            q = encode(from_bits(U(u & _MAGNITUDE)), m_inverse, U(random >> _16), _M_SHIFT, _127)
+            m[i] = np.uint8(U(q | U(U(u >> _31) << _7)))
+            q = encode(wide_v[i], v_inverse, U(random & _LOW16), _V_SHIFT, _255)
+            v[i] = np.uint8(max(q, _1 if wide_v[i] > _ZERO else _0))
+        m_scale[block], v_scale[block] = m_new, v_new
+
+
+@njit(nogil=True, parallel=True, cache=True, error_model="numpy")
+def _step_quantized(hi, lo, m, m_scale, v, v_scale, grad, dtype, c, l2, writes, state, start):
+    for block in prange(start // _BLOCK, (start + hi.size + _BLOCK - 1) // _BLOCK):
+        g, wide_m, wide_v = (
+            np.empty(_SHARED, np.float32), np.empty(_SHARED, np.float32), np.empty(_SHARED, np.float32)
+        )  # fmt: skip
+        key = bits_at(state, np.uint64(block))
+        key_1, key_2 = U(key), U(key >> _32)
+        low, stop = max(block * _BLOCK - start, 0), min((block + 1) * _BLOCK - start, hi.size)
+        for a in range(low, stop, _SHARED):
+            z = min(a + _SHARED, stop)
+            widen(g, grad, dtype, a, z - a, _UNIT)
+            place = U(a + start - block * _BLOCK)
+            _quantized_piece(
+                hi[a:z], lo[a:z], m[a:z], m_scale, v[a:z], v_scale, a // _SHARED, g, c, l2, writes,
+                place, key_1, key_2, wide_m, wide_v,
+            )  # fmt: skip
+
+
+@njit(nogil=True, parallel=True, cache=True)
+def _split(x, hi, lo):
+    for block in prange((x.size + _BLOCK - 1) // _BLOCK):
+        for i in range(block * _BLOCK, min(x.size, (block + 1) * _BLOCK)):
+            _store_master(hi, lo, i, x[i])
+
+
+@njit(nogil=True, parallel=True, cache=True)
+def _join(hi, lo, x):
+    for block in prange((x.size + _BLOCK - 1) // _BLOCK):
+        for i in range(block * _BLOCK, min(x.size, (block + 1) * _BLOCK)):
+            x[i] = joined(hi[i], lo[i])
+
+
+def _array(x: Tensor) -> Any:
+    """The memory of a tensor; bfloat16 as uint16."""
+    x = x.detach()
+    return (x.view(torch.uint16) if x.dtype is torch.bfloat16 else x).numpy()
+
+
+def _common(grad: Tensor, s: Scalars, grad_scale: float | Tensor, writes: int) -> tuple[Any, ...]:
+    """The arguments that all steps have behind their state."""
+    scale = float(grad_scale)
+    c = (s.beta1, s.rest1, s.beta2, s.rest2, s.keep, s.step_size, s.correction, s.eps, s.l2, scale)
+    return as_bytes(grad), DTYPES[grad.dtype], tuple(map(np.float32, c)), s.l2 != 0.0, writes
+
+
+def split_master(x: Tensor, hi: Tensor, lo: Tensor) -> None:
+    with torch_threads():
+        _split(_array(x), _array(hi), _array(lo))
+
+
+def join_master(hi: Tensor, lo: Tensor, x: Tensor) -> None:
+    with torch_threads():
+        _join(_array(hi), _array(lo), _array(x))
+
+
+def step_whole(
+    state: WholeState, grad: Tensor, scalars: Scalars, grad_scale: float | Tensor, writes: int
+) -> None:
+    p = state.parameter
+    no_copy = state.copy is None or not writes & PARAMETERS
+    copy, dtype = (p, -1) if no_copy or state.copy is None else (state.copy, DTYPES[state.copy.dtype])
+    with torch_threads():
+        _step_whole(
+            _array(p), _array(state.exp_avg), _array(state.exp_avg_sq), as_bytes(copy), dtype,
+            *_common(grad, scalars, grad_scale, writes),
+        )  # fmt: skip
+
+
+def step_split(
+    state: SplitState, grad: Tensor, scalars: Scalars, grad_scale: float | Tensor, writes: int, noise: int, start: int
+) -> None:  # fmt: skip
+    tensors = map(_array, (state.hi, state.lo, state.exp_avg, state.exp_avg_sq))
+    common = _common(grad, scalars, grad_scale, writes)
+    with torch_threads():
+        if state.exp_avg.dtype is torch.float32:
+            _step_split(*tensors, *common)
+        else:
+            _step_split16(*tensors, *common, np.uint64(noise & 0xFFFFFFFFFFFFFFFF), start)
+
+
+def step_quantized(
+    state: QuantizedState, grad: Tensor, scalars: Scalars, grad_scale: float | Tensor, writes: int, noise: int, start: int
+) -> None:  # fmt: skip
+    s = state
+    tensors = map(_array, (s.hi, s.lo, s.exp_avg, s.exp_avg_scale, s.exp_avg_sq, s.exp_avg_sq_scale))
+    common = _common(grad, scalars, grad_scale, writes)
+    with torch_threads():
+        _step_quantized(*tensors, *common, np.uint64(noise & 0xFFFFFFFFFFFFFFFF), start)

@@ -1,0 +1,116 @@
+"""The pass over a gradient: cast, scale, pack, partial norms and the check for infinities, the memory read once.
+
+A partial norm belongs to a block of 64 Ki elements of the *global* flat gradient and is a float64. Inside a block the
+order of additions is fixed: element ``j`` is added to lane ``j % 1024``, lanes from first to last, and then the lanes
+are added in halves, lane ``i`` to lane ``i + 512``, then ``i + 256``, and so on. The square of a float32 is exact in
+float64. So the reference, numba and Triton give the same bits, and so does every sharding at multiples of the block,
+on any number of ranks; add the blocks' numbers in global order, and the norm is the same everywhere.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from meshfold.kernels import dispatch
+from meshfold.kernels.adam.checks import GRADIENTS, check_flat, check_start
+from meshfold.kernels.float_bits import rounded
+from meshfold.kernels.gradients import reference
+from meshfold.kernels.gradients.interface import LANES, LARGEST, MAGNITUDES, SQUARES, GradientKernels
+
+__all__ = ["is_finite", "largest_magnitude", "pack_gradient", "sum_of_magnitudes", "sum_of_squares"]
+
+_reference: GradientKernels = reference
+_NORMS = {2.0: SQUARES, 1.0: MAGNITUDES, float("inf"): LARGEST}
+
+
+def sum_of_squares(x: Tensor, block: int = 65536, start: int = 0) -> Tensor:
+    """``n -> blocks``: the sum of squares of each block, float64.
+
+    Args:
+        x: flat, contiguous, float32, bfloat16 or float16.
+        block: elements a block, a multiple of 1024.
+        start: global number of the first element of ``x``; blocks begin at multiples of ``block`` from 0.
+
+    Returns:
+        One number for each block that ``x`` touches. Not finite exactly where an element of the block is not.
+
+    Raises:
+        TypeError: for another dtype.
+        ValueError: if ``x`` is not flat and contiguous, ``start`` negative, or ``block`` no multiple of 1024.
+    """
+    return _partials(x, SQUARES, block, start)
+
+
+def sum_of_magnitudes(x: Tensor, block: int = 65536, start: int = 0) -> Tensor:
+    """``n -> blocks``: the sum of magnitudes of each block, float64, for the 1-norm; as :func:`sum_of_squares`."""
+    return _partials(x, MAGNITUDES, block, start)
+
+
+def largest_magnitude(x: Tensor, block: int = 65536, start: int = 0) -> Tensor:
+    """``n -> blocks``: the largest magnitude of each block, float64, for the infinity norm; NaN where there is one."""
+    return _partials(x, LARGEST, block, start)
+
+
+def is_finite(x: Tensor) -> Tensor:
+    """``n -> ()``: whether no element is infinite or NaN, a bool on the device of ``x``."""
+    return torch.isfinite(_partials(x, LARGEST, 65536, 0)).all()
+
+
+@torch.no_grad()
+def pack_gradient(
+    source: Tensor,
+    out: Tensor,
+    scale: float | Tensor = 1.0,
+    *,
+    norm: float = 2.0,
+    block: int = 65536,
+    start: int = 0,
+) -> tuple[Tensor, Tensor]:
+    """``n -> n``: write ``source * scale`` to ``out`` in its dtype, and return what clipping needs of it.
+
+    Computed in float32, rounded once. The norms are those of what was written, so they equal those of ``out`` later.
+
+    Args:
+        source: flat, contiguous, float32, bfloat16 or float16.
+        out: of the same length and on the same device, of any of these dtypes; it may be ``source`` itself.
+        scale: a number, or a float32 tensor of one element on the device of ``source``.
+        norm: 2, 1 or infinity: sums of squares, sums of magnitudes or largest magnitudes.
+        block: elements a block, a multiple of 1024.
+        start: global number of the first element.
+
+    Returns:
+        The partial norms ``blocks``, float64, and whether all of ``out`` is finite, a bool tensor of no dims.
+
+    Raises:
+        TypeError: for another dtype.
+        ValueError: if a tensor is not flat and contiguous, lengths or devices differ, or the norm is another.
+    """
+    if norm not in _NORMS:
+        raise ValueError(f"norm is {norm}; it must be 2, 1 or infinity")
+    check_flat("source", source, GRADIENTS)
+    check_flat("out", out, GRADIENTS, source)
+    _check_blocks(block, start)
+    if isinstance(scale, Tensor):
+        check_flat("scale", scale.detach().reshape(-1), (torch.float32,), source, 1)
+        scale = scale.detach().reshape(())
+    else:
+        scale = rounded(float(scale))
+    kernels = dispatch.twin("gradients", _reference, source)
+    partials = kernels.pack(source.detach(), out.detach(), scale, _NORMS[norm], block, start)
+    return partials, torch.isfinite(partials).all()
+
+
+@torch.no_grad()
+def _partials(x: Tensor, norm: int, block: int, start: int) -> Tensor:
+    check_flat("x", x, GRADIENTS)
+    _check_blocks(block, start)
+    return dispatch.twin("gradients", _reference, x).partials(x.detach(), norm, block, start)
+
+
+def _check_blocks(block: int, start: int) -> None:
+    check_start(start)
+    if block <= 0 or block % LANES:
+        raise ValueError(
+            f"block is {block}; it must be a multiple of {LANES} elements, that many are added at once"
+        )

@@ -1,0 +1,87 @@
+"""The pass over a gradient in Triton: a program a global block, 1024 lanes in registers."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from meshfold.kernels.float_bits.triton_kernels import bits, from_bfloat16, to_bfloat16
+from meshfold.kernels.gradients.interface import LANES, LARGEST, SQUARES
+from meshfold.kernels.gradients.reference import touched
+from meshfold.kernels.launch import launch
+
+_OUT = {torch.float32: 1, torch.bfloat16: 2, torch.float16: 3}
+
+
+@triton.jit(do_not_specialize=["n", "start", "scale"])
+def _pass(
+    source, out, found, scale, n, start,
+    BLOCK: tl.constexpr, LANES: tl.constexpr, BF16: tl.constexpr, OUT: tl.constexpr, SCALE_IN_MEMORY: tl.constexpr,
+    SQUARE: tl.constexpr, LARGEST: tl.constexpr, HALVINGS: tl.constexpr,
+):  # fmt: skip
+    lane = tl.arange(0, LANES)
+    total = tl.zeros([LANES], tl.float64)
+    top = tl.zeros([LANES], tl.int32)
+    begin = tl.program_id(0).to(tl.int64) * BLOCK - start % BLOCK
+    for row in range(0, BLOCK, LANES):
+        place = begin + row + lane
+        mask = (place >= 0) & (place < n)
+        x = tl.load(source + place, mask=mask, other=0)
+        x = from_bfloat16(x) if BF16 else x.to(tl.float32)
+        if OUT > 0:
+            if SCALE_IN_MEMORY:
+                x = x * tl.load(scale)
+            else:
+                x = x * scale
+        if OUT == 1:
+            tl.store(out + place, x, mask=mask)
+        if OUT == 2:
+            cut = to_bfloat16(x)
+            tl.store(out + place, cut, mask=mask)
+            x = from_bfloat16(cut)
+        if OUT == 3:
+            half = x.to(tl.float16)
+            tl.store(out + place, half, mask=mask)
+            x = half.to(tl.float32)
+        magnitude = bits(x) & 0x7FFFFFFF
+        if LARGEST:  # bits of magnitudes are in the order of the magnitudes, NaNs behind
+            top = tl.maximum(top, tl.where(mask, magnitude, 0).to(tl.int32, bitcast=True))
+        else:
+            # Behind the end stands a zero, but zero times an infinite scale is a NaN.
+            wide = tl.where(mask, magnitude.to(tl.float32, bitcast=True), 0.0).to(tl.float64)
+            total += wide * wide if SQUARE else wide
+    if LARGEST:
+        tl.store(found + tl.program_id(0), tl.max(top, axis=0).to(tl.float32, bitcast=True).to(tl.float64))
+    else:
+        # The sum of two numbers has one order only: so the order of the tree is fixed.
+        for k in tl.static_range(HALVINGS):
+            total = tl.sum(tl.reshape(total, (2, LANES >> (k + 1))), axis=0)
+        tl.store(found + tl.program_id(0) + tl.arange(0, 1), total)
+
+
+def _raw(x: Tensor) -> Tensor:
+    return x.view(torch.int16) if x.dtype is torch.bfloat16 else x
+
+
+def _run(
+    source: Tensor, out: Tensor | None, scale: float | Tensor, norm: int, block: int, start: int
+) -> Tensor:
+    found = torch.empty(touched(source.numel(), block, start), dtype=torch.float64, device=source.device)
+    launch(
+        _pass, (found.numel(),), source,
+        _raw(source), _raw(source if out is None else out), found, scale, source.numel(), start,
+        BLOCK=block, LANES=LANES, BF16=source.dtype is torch.bfloat16, OUT=0 if out is None else _OUT[out.dtype],
+        SCALE_IN_MEMORY=isinstance(scale, Tensor), SQUARE=norm == SQUARES, LARGEST=norm == LARGEST,
+        HALVINGS=LANES.bit_length() - 1, num_warps=4, enable_fp_fusion=False,
+    )  # fmt: skip
+    return found
+
+
+def partials(x: Tensor, norm: int, block: int, start: int) -> Tensor:
+    return _run(x, None, 1.0, norm, block, start)
+
+
+def pack(source: Tensor, out: Tensor, scale: float | Tensor, norm: int, block: int, start: int) -> Tensor:
+    return _run(source, out, scale, norm, block, start)
