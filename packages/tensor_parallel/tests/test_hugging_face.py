@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import importlib.util
 import math
+import re
 from functools import partial
 from typing import Any
 
@@ -108,6 +109,86 @@ def test_variant_is_the_serial_one(kind: str, settings: dict[str, Any]) -> None:
 def test_every_model_is_the_serial_one_in_every_mode(kind: str, settings: dict[str, Any], world: int) -> None:
     for rows in (4, 3):
         run_on_ranks(world, compare, kind, settings, WITHOUT_DATA[world], rows)
+
+
+# -- attention that cannot be split by heads ------------------------------------------------------------------------
+
+WHOLE: dict[str, tuple[str, str, str]] = {
+    "phi3": ("model.layers.0.self_attn", "*.self_attn", "it reads config.num_attention_heads"),
+    "bloom": ("transformer.h.0.self_attention", "*.self_attention", "BloomAttention takes alibi"),
+    "mpt": ("transformer.blocks.0.attn", "*.attn", "MptAttention takes position_bias"),
+    "codegen": ("transformer.h.0.attn", "*.attn", "its fused projection may have another order"),
+}
+"""Where it stands, the rule that keeps it whole, and what the message says of it."""
+
+
+def unsplittable(kind: str, heads: int = 4) -> nn.Module:
+    """A model whose attention needs all of its heads."""
+    import transformers as t
+
+    common = dict(vocab_size=VOCAB, bos_token_id=1, eos_token_id=2, pad_token_id=0)
+    if kind == "phi3":
+        config = t.Phi3Config(
+            **common, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=heads,
+            num_key_value_heads=2, max_position_embeddings=32,
+        )  # fmt: skip
+        return t.Phi3ForCausalLM(config)
+    if kind == "bloom":
+        return t.BloomForCausalLM(t.BloomConfig(**common, hidden_size=32, n_layer=2, n_head=heads))
+    if kind == "mpt":
+        return t.MptForCausalLM(
+            t.MptConfig(vocab_size=VOCAB, d_model=32, n_heads=heads, n_layers=2, max_seq_len=32)
+        )
+    config = t.CodeGenConfig(
+        **common, n_embd=64, n_layer=2, n_head=heads, n_positions=32, n_ctx=32, rotary_dim=4,
+        resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0,
+    )  # fmt: skip
+    return t.CodeGenForCausalLM(config)
+
+
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+@pytest.mark.parametrize("kind", WHOLE)
+def test_attention_that_needs_all_of_its_heads_is_refused(kind: str, device: str) -> None:
+    where, rule, says = WHOLE[kind]
+    with torch.device(device):
+        model = unsplittable(kind)
+    shapes = {name: p.shape for name, p in model.named_parameters()}
+    for mode, axes in (("1d", {"tensor": 4}), ("1d+sequence", {"tensor": 2}), ("2d", {"row": 2, "col": 2})):
+        with pytest.raises(LayoutError) as raised:
+            parallelize(model, Mesh(axes, rank=1), mode)
+        for words in (f"{where}: ", says, f"the rule {rule!r}: 'replicate'"):
+            assert words in str(raised.value)
+        with torch.device(device), pytest.raises(LayoutError, match=re.escape(says)):
+            parallelize(model, Mesh(axes, rank=1), mode)
+    assert {name: p.shape for name, p in model.named_parameters()} == shapes
+    assert not any(metadata(p) for p in model.parameters())
+
+
+def test_an_odd_order_of_a_fused_projection_is_found_where_all_shapes_fit() -> None:
+    with pytest.raises(LayoutError, match=r"CodeGenAttention's own code computes something else"):
+        parallelize(unsplittable("codegen", heads=16), Mesh({"tensor": 4}, rank=0), "1d")
+
+
+def compare_whole(kind: str, cases: tuple[Case, ...]) -> None:
+    """With its attention kept whole the model is the serial one; softmax is in float32 in some of them."""
+    ids, labels = tokens(4)
+    serial = seeded(partial(unsplittable, kind))
+    reference = exact_reference(copy.deepcopy(serial))
+    wanted = reference(input_ids=ids, labels=labels, use_cache=False).loss
+    wanted.backward()
+    for mode, axes in cases:
+        what, mesh = f"{kind} in {mode} on {dict(axes)}", mesh_of(axes)
+        model = copy.deepcopy(serial)
+        parallelize(model, mesh, mode, rules={WHOLE[kind][1]: "replicate"})
+        loss = model(input_ids=ids, labels=labels, use_cache=False).loss
+        loss.backward()
+        assert_gradients_equal({"loss": loss}, {"loss": wanted}, what, torch.float32)
+        assert_gradients_equal(whole_gradients(model, mesh), gradients(reference), what, torch.float32)
+
+
+@pytest.mark.parametrize("kind", WHOLE)
+def test_attention_kept_whole_is_the_serial_one(kind: str) -> None:
+    run_on_ranks(4, compare_whole, kind, COVERING[:1])
 
 
 # -- dropout and recomputation --------------------------------------------------------------------------------------

@@ -60,6 +60,54 @@ def attention_with(**more: nn.Module) -> Model:
     return model
 
 
+class Alibi(Attention):
+    """Slopes of its own heads, counted from zero on every rank."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (
+            p(x).unflatten(-1, (self.num_heads, -1)).transpose(1, 2)
+            for p in (self.q_proj, self.k_proj, self.v_proj)
+        )
+        far = torch.arange(x.shape[1])[None, None, :] * (1.0 + torch.arange(self.num_heads))[:, None, None]
+        y = (q @ k.transpose(-1, -2) - far).softmax(-1) @ v
+        return self.out_proj(y.transpose(1, 2).flatten(2))
+
+
+class Swapped(nn.Module):
+    """A fused projection of keys, values, queries of each head, all of them read by position among all heads."""
+
+    def __init__(self, heads: int = 4) -> None:
+        super().__init__()
+        self.num_heads = heads
+        self.qkv, self.out_proj = nn.Linear(HIDDEN, 3 * HIDDEN), nn.Linear(HIDDEN, HIDDEN)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.qkv(x).unflatten(-1, (self.num_heads, 3, -1)).transpose(1, 2).unbind(3)
+        return self.out_proj(((q @ k.transpose(-1, -2)).softmax(-1) @ v).transpose(1, 2).flatten(2))
+
+
+class Biased(Attention):
+    def forward(self, x: Tensor, position_bias: Tensor | None = None) -> Tensor:
+        return super().forward(x)
+
+
+class Configured(Attention):
+    """It reads how many heads there are from a configuration, and cannot be tried without its second argument."""
+
+    def forward(self, x: Tensor, angles: Tensor) -> Tensor:
+        q = self.q_proj(x).unflatten(-1, (self.config.num_attention_heads, -1)) * angles.cos()
+        return self.out_proj((q * self.k_proj(x) * self.v_proj(x)).flatten(2))
+
+
+class TakesResidual(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.mix = nn.Parameter(torch.ones(HIDDEN))
+
+    def forward(self, x: Tensor, residual: Tensor) -> Tensor:
+        return x * self.mix + residual
+
+
 class Nameless(nn.Module):
     """Attention that does not tell its number of heads."""
 
@@ -243,6 +291,44 @@ REFUSALS: dict[str, Refusal] = {
     "the same in 3d": Refusal(
         lambda: Model(embed=nn.Embedding(8, HIDDEN), block=FlatBlock()), ("block: in mode '3d'",), CUBE, "3d"
     ),
+    # attention's own code
+    "slopes counted from zero on every rank": Refusal(
+        lambda: Model(attn=Alibi()), ("attn: attention that cannot be split by heads", "Alibi's own code computes something else")
+    ),
+    "an odd order of a fused projection": Refusal(
+        lambda: Model(attn=Swapped()), ("Swapped's own code computes something else", "another order", "'attn': 'replicate'")
+    ),
+    "biases of all heads": Refusal(
+        lambda: Model(blocks=nn.ModuleList([Model(attn=Biased())])),
+        ("blocks.0.attn: ", "Biased takes position_bias", "the rule '*.attn': 'replicate'"),
+    ),
+    "heads of a configuration": Refusal(
+        lambda: Model(attn=Configured()), ("attn: ", "Configured's forward reads config.num_attention_heads")
+    ),
+    "a second stream for a whole module": Refusal(
+        lambda: decoder(mix=TakesResidual()), ("mix: TakesResidual cannot stay whole in mode '2d'", "residual", "use mode '1d'"),
+        SQUARE, "2d", dict(rules={"mix": "replicate"}),
+    ),
+    # rules that do not go together
+    **{
+        f"{leaf} as {role}": Refusal(
+            lambda: Model(embed=nn.Embedding(8, HIDDEN), norm=nn.LayerNorm(HIDDEN), mlp=GatedMLP()),
+            (f"mlp.{leaf}: Linear(", f"cannot be {role!r} by itself", "go together", "'mlp': 'replicate'"),
+            settings=dict(rules={f"*.{leaf}": role}),
+        )
+        for leaf, role in (("up", "row"), ("up", "replicate"), ("down", "replicate"), ("down", "column"))
+    },
+    **{
+        f"{leaf} as {role}": Refusal(
+            lambda: Model(blocks=nn.ModuleList([Block()])),
+            (f"blocks.0.attn.{leaf} is {role!r}", "go together", "'*.attn': 'replicate'"),
+            settings=dict(rules={f"*.{leaf}": role}),
+        )
+        for leaf, role in (("q_proj", "replicate"), ("v_proj", "row"), ("out_proj", "column"))
+    },
+    "the output of attention kept whole": Refusal(
+        Block, ("attn.out_proj cannot stay whole by itself", "is 'row'"), settings=dict(rules={"*.out_proj": "replicate"})
+    ),
     # what the caller says
     "unknown mode": Refusal(mlp, ("no tensor-parallel mode '2.5'", "Did you mean '2.5d'?", "1d+sequence"), mode="2.5"),
     "mode of another type": Refusal(mlp, ("no tensor-parallel mode 2",), mode=2),
@@ -298,11 +384,21 @@ def test_a_model_is_split_once() -> None:
     model = mlp()
     parallelize(model, FOUR, "1d")
     before = state_of(model)
-    with pytest.raises(
-        LayoutError, match="0: Linear is split already: parallelize the model as it was written"
-    ):
-        parallelize(model, FOUR, "1d")
+    for settings in ({}, dict(rules={"0": "column"})):
+        with pytest.raises(LayoutError) as raised:
+            parallelize(model, FOUR, "1d", **settings)
+        assert str(raised.value) == (
+            "the Sequential is split already, over Mesh(tensor 4): a model is parallelized once, so make it again to split "
+            "it another way"
+        )
     assert state_of(model) == before
+
+
+def test_what_is_no_module_and_what_is_no_mesh() -> None:
+    with pytest.raises(LayoutError, match=r"splits an nn\.Module, but was given 3, a int"):
+        parallelize(3, FOUR, "1d")
+    with pytest.raises(LayoutError, match=r"mesh=4 is a int, not a Mesh: .*Mesh\(\{'tensor': 4\}\)"):
+        parallelize(mlp(), 4, "1d")
 
 
 def test_a_refused_module_can_be_split_afterwards_in_another_mode() -> None:

@@ -10,6 +10,7 @@ from meshfold.mesh import LayoutError, Mesh, Placement, metadata
 from meshfold.tensor_parallel.foreign import Recomputation, is_causal_lm, layers_left_out, use_sharded_loss
 from meshfold.tensor_parallel.frame import Frame
 from meshfold.tensor_parallel.functional import DropoutCalls, DropoutPart, drops_by_function
+from meshfold.tensor_parallel.layers.base import ShardedLayer
 from meshfold.tensor_parallel.layers.embedding import PositionEmbedding
 from meshfold.tensor_parallel.layers.linear import Linear
 from meshfold.tensor_parallel.making import Maker, keep_hooks, keep_ties, meta_twin
@@ -68,10 +69,29 @@ def parallelize(
         LayoutError: listing every submodule that cannot be placed, or the first size that cannot be split with
             those that can; nothing has been changed then.
     """
+    _check_arguments(module, mesh)
     found = find_mode(mode)
     mesh.require(*found.axes, what=f"mode {found.name!r}")
     study = Study(module, mesh, found, dict(rules or {}))
     return _Conversion(study, Maker(study, mesh, lowering)).run()
+
+
+def _check_arguments(module: object, mesh: object) -> None:
+    if not isinstance(module, nn.Module):
+        raise LayoutError(
+            f"parallelize splits an nn.Module, but was given {module!r}, a {type(module).__name__}"
+        )
+    if not isinstance(mesh, Mesh):
+        raise LayoutError(
+            f"mesh={mesh!r} is a {type(mesh).__name__}, not a Mesh: make one of axes and sizes, such as "
+            f"Mesh({{'tensor': 4}}) for mode '1d'"
+        )
+    split = [layer for layer in module.modules() if isinstance(layer, ShardedLayer)]
+    if split:
+        raise LayoutError(
+            f"the {type(module).__name__} is split already, over {split[0].mesh!r}: a model is parallelized once, so make it "
+            f"again to split it another way"
+        )
 
 
 class _Conversion:

@@ -56,11 +56,13 @@ class Roles:
         hidden: size of the residual stream, in elements.
         role: full name of each module that takes part, to its role.
         refused: full name to the reason, for each module that no rule can place.
+        said: the modules whose role the user gave.
     """
 
     hidden: int
     role: dict[str, str] = field(default_factory=dict)
     refused: dict[str, str] = field(default_factory=dict)
+    said: list[str] = field(default_factory=list)
 
     def named(self, role: str) -> list[str]:
         """The modules of a role, in order."""
@@ -96,6 +98,7 @@ def classify(model: nn.Module, rules: Mapping[str, str]) -> Roles:
         reason = "" if role in ("replicate", "loss", "positions") else _refuse(module)
         if role and not reason:
             found.role[name] = role
+            found.said += [name] if said else []
         elif reason or any(True for _ in module.parameters(recurse=False)):
             found.refused[name] = reason or _no_rule(name, module, found.hidden)
     return found
@@ -133,6 +136,11 @@ def _role(name: str, module: nn.Module, model: nn.Module, hidden: int) -> str:
     if isinstance(module, nn.Conv2d) and is_patch(module):
         return "patch" if module.out_channels == hidden else ""
     return ""
+
+
+def usual_role(name: str, module: nn.Module, model: nn.Module, hidden: int) -> str:
+    """The role of a linear layer if no rule of the user's named it; empty if nothing tells."""
+    return _linear_role(name, name.rpartition(".")[2], module, model, hidden)
 
 
 def _linear_role(name: str, leaf: str, module: nn.Module, model: nn.Module, hidden: int) -> str:

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Mapping
 from typing import Any
 
+import torch
 from torch import nn
 
 from meshfold.mesh import LayoutError, Mesh
 from meshfold.tensor_parallel.blocks import Blocks, find_blocks
 from meshfold.tensor_parallel.boundary import Boundary
-from meshfold.tensor_parallel.heads import find_heads
+from meshfold.tensor_parallel.heads import Heads, find_heads
 from meshfold.tensor_parallel.kinds import check_norm, features, is_linear, norm_kind, norm_size
 from meshfold.tensor_parallel.modes import Mode, outside_blocks
-from meshfold.tensor_parallel.rules import classify, is_head_norm
+from meshfold.tensor_parallel.probe import BIASES, Probe
+from meshfold.tensor_parallel.rules import classify, is_head_norm, usual_role
 from meshfold.tensor_parallel.shared_input import changes_tokens
 
 
@@ -96,14 +99,128 @@ class Study:
                 "meshfold.tensor_parallel.Linear and its like directly"
             )
         for name, heads in self.heads.items():
+            self._check_projections(name, heads)
+        self._check_said()
+        for name, heads in self.heads.items():
             heads.check(name, self.mesh, self.mode)
             self._check_region(name)
         for name in self.roles.named("head_norm"):
             self._check_head_norm(name)
         for name in (*self.roles.named("norm"), *self.roles.named("head_norm")):
-            check_norm(name, self.modules[name])
+            with torch.device("cpu"):  # the caller may have chosen the meta device
+                check_norm(name, self.modules[name])
         for name in self.roles.named("replicate"):
             self._check_whole(name)
+            self._check_joined(name)
+        for name, heads in self.heads.items():
+            self._check_code(name, heads)
+
+    def _check_said(self) -> None:
+        """Linear layers that a rule names must fit those beside them: a row layer reads what a column layer writes."""
+        for name in self.roles.said:
+            if not is_linear(self.modules[name]):
+                continue
+            role, parent = self.roles.role[name], name.rpartition(".")[0]
+            reads, writes = features(self.modules[name])
+            columns = [other for other in self.children(parent, "column") if other != name]
+            rows = [other for other in self.children(parent, "row") if other != name]
+            wide = {features(self.modules[other])[1] for other in columns}
+            narrow = {features(self.modules[other])[0] for other in rows}
+            hidden = self.roles.hidden
+            if role == "row":
+                columns = self._columns_before(name)
+                wrong = reads not in self._row_widths(columns, narrow)
+            elif role in ("column", "replicate") and reads in wide and writes == hidden != reads:
+                wrong = True  # what writes the residual stream reads what is split
+            else:
+                wrong = role == "replicate" and reads == hidden and writes in wide & narrow
+            if wrong:
+                beside = ", ".join(columns) or "none"
+                raise LayoutError(
+                    f"{name}: Linear({reads}, {writes}) cannot be {role!r} by itself: a row layer reads what column layers "
+                    f"beside it write (here: {beside}). They go together: what reads the residual stream is 'column', what "
+                    f"writes it is 'row'; or keep all of it whole: {_everywhere(parent)}: 'replicate'"
+                )
+
+    def _row_widths(self, columns: list[str], taken: set[int]) -> set[int]:
+        """What a row layer may read behind column layers, where other row layers read the widths that are taken."""
+        wide = {features(self.modules[column])[1] for column in columns}
+        halves = {width // 2 for width in wide - taken}  # gate and up in one
+        mine = set(columns)
+        return (
+            wide | halves | {h.heads * h.head_dim for h in self.heads.values() if mine & set(h.projections)}
+        )
+
+    def _columns_before(self, name: str) -> list[str]:
+        """The column layers of the nearest module round a row layer that has any whose output no other row layer reads."""
+        around, inner = name.rpartition(".")[0], True
+        while True:
+            columns = [
+                column
+                for column in self.roles.named("column")
+                if (not around or column.startswith(f"{around}."))
+                and (inner or not self.children(column.rpartition(".")[0], "row"))
+            ]
+            if columns or not around:
+                return columns
+            around, inner = around.rpartition(".")[0], False
+
+    def _check_projections(self, name: str, heads: Heads) -> None:
+        """The projections of attention are split together, or none is."""
+        other = [p for p in heads.projections if self.roles.role.get(p) != "column"]
+        prefix = f"{name}." if name else ""
+        other += [
+            said
+            for said in self.roles.said
+            if said.rpartition(".")[0] == prefix[:-1]
+            and said not in heads.projections
+            and self.roles.role[said] == "column"
+            and usual_role(said, self.modules[said], self.model, self.roles.hidden) == "row"
+        ]
+        if other:
+            listed = ", ".join(f"{p} is {self.roles.role.get(p)!r}" for p in other)
+            raise LayoutError(
+                f"{name or '(root)'}: {listed}, but the projections {', '.join(heads.projections)} go together: all of them "
+                f"are 'column' and the layer that writes the output is 'row', so that a rank has whole heads; or keep all of "
+                f"the attention whole: {_everywhere(name)}: 'replicate'"
+            )
+
+    def _check_code(self, name: str, heads: Heads) -> None:
+        """Attention's own code must work on the heads of one rank."""
+        if why := Probe(name, self.modules[name], heads, self.mesh, self.mode).why_not():
+            where = (
+                ""
+                if not self._splits_rows()
+                else ", in mode '1d' or '1d+sequence', where its masks are whole"
+            )
+            where = (
+                ", in mode '1d'"
+                if self._splits_stream() and "residual" in _takes(self.modules[name])
+                else where
+            )
+            raise LayoutError(
+                f"{name or '(root)'}: attention that cannot be split by heads: {why}. Keep all of it whole on every rank "
+                f"with the rule {_everywhere(name)}: 'replicate'{where}; MLPs and tables are split all the same"
+            )
+
+    def _splits_rows(self) -> bool:
+        """Whether ranks have other rows of the batch, masks and all."""
+        return self.by_sequences and self.mesh.size(*self.mode.layout("residual")["m"]) > 1
+
+    def _splits_stream(self) -> bool:
+        return self.mesh.size(*self.mode.layout("residual")["m"], *self.mode.layout("residual")["h"]) > 1
+
+    def _check_joined(self, name: str) -> None:
+        """A whole module has its first argument joined, so no other may be of the stream, or made for a rank's rows."""
+        takes = _takes(self.modules[name])
+        split = ["residual"] if self._splits_stream() else []
+        split += BIASES if self._splits_rows() else []
+        if wrong := [argument for argument in split if argument in takes]:
+            modes = "mode '1d'" if "residual" in takes else "mode '1d' or '1d+sequence'"
+            raise LayoutError(
+                f"{name}: {type(self.modules[name]).__name__} cannot stay whole in mode {self.mode.name!r}: it takes "
+                f"{', '.join(wrong)} as well, and only a module's first argument is joined; use {modes}"
+            )
 
     def _check_region(self, name: str) -> None:
         """What attention is called with must be what its projections read, if its input is gathered in front of it."""
@@ -141,7 +258,8 @@ class Study:
         if norm_kind(module):
             on_heads, role = is_head_norm(name) or norm_size(module) != size, "'head_norm'"
         elif is_linear(module):
-            on_heads, role = features(module)[0] != size, "'row'"
+            writes_output = usual_role(name, module, self.model, size) == "row"
+            on_heads, role = writes_output or features(module)[0] != size, "'row'"
         else:  # beside norms and MLP it may well be given the stream
             on_heads, role = self._only_attention(attention), "none"
         if on_heads:
@@ -173,3 +291,13 @@ class Study:
         if not self.begins:
             return [(None, Boundary(self.mesh, self.mode, flatten=not self.by_sequences and not self.flat))]
         return []
+
+
+def _everywhere(name: str) -> str:
+    """A pattern for modules of that name in all blocks, quoted."""
+    return repr(f"*.{name.rpartition('.')[2]}" if "." in name else name)
+
+
+def _takes(module: nn.Module) -> tuple[str, ...]:
+    """The names of what a module's forward takes."""
+    return tuple(inspect.signature(type(module).forward).parameters)

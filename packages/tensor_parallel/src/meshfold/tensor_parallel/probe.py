@@ -1,0 +1,246 @@
+"""Whether attention's own code works on some of its heads: it is tried out before anything is changed.
+
+No weights are needed. A twin of the module gets stand-ins for its projections, which return a few given numbers, and one
+for the layer that writes its output, which keeps what it is given. What a rank's share of the projections leads to must
+be that rank's share of what all of them lead to.
+"""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import re
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from meshfold.mesh import Mesh, Part, Placement
+from meshfold.tensor_parallel.heads import Heads
+from meshfold.tensor_parallel.kinds import features, is_linear
+from meshfold.tensor_parallel.modes import Mode
+
+BIASES = ("alibi", "position_bias")
+"""What attention calls biases of all heads that are made outside of it."""
+_OF_CONFIG = re.compile(
+    r"\bconfig\.(num_attention_heads|num_key_value_heads|num_heads|n_heads?|hidden_size|n_embd|d_model)\b"
+)
+_TOKENS = ((2, 3), (6,))
+"""Tokens that a module is tried with: ``b s h``, then ``m h``."""
+_SMALL = 1 << 20
+"""Elements of parameters up to which a child of the module, such as a norm of heads, is copied."""
+
+
+class _Reached(Exception):
+    """The layer that writes the output was called; the rest of the forward does not matter."""
+
+    def __init__(self, given: Tensor) -> None:
+        super().__init__()
+        self.given = given
+
+
+class _Gives(nn.Module):
+    """Stands for a projection."""
+
+    def __init__(self, y: Tensor) -> None:
+        super().__init__()
+        self.y = y
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.y.clone()
+
+
+class _Keeps(nn.Module):
+    """Stands for the layer that writes the output."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        raise _Reached(x)
+
+
+class Probe:
+    """One attention module tried with all of its heads, and with those of the first and of the last rank."""
+
+    def __init__(self, name: str, module: nn.Module, heads: Heads, mesh: Mesh, mode: Mode) -> None:
+        self.name, self.module, self.heads, self.mesh, self.mode = name, module, heads, mesh, mode
+        self.width = heads.heads * heads.head_dim
+
+    def why_not(self) -> str:
+        """Why the module cannot work on some of its heads; empty if it can, or if it could not be tried at all."""
+        kind = type(self.module).__name__
+        parameters = inspect.signature(type(self.module).forward).parameters
+        for bias in BIASES:
+            if bias in parameters:
+                return f"{kind} takes {bias}, which is made for all heads outside of it"
+        if self.mode.head_divisor(self.mesh) == 1:
+            return ""
+        with torch.device("cpu"):  # the caller may have chosen the meta device
+            return self._try()
+
+    def _try(self) -> str:
+        for tokens in _TOKENS:
+            for arguments in self._arguments(tokens):
+                given = self._given(tokens)
+                whole, again = (self._run(given, None, tokens, arguments) for _ in range(2))
+                if not isinstance(whole, Tensor) or not isinstance(again, Tensor):
+                    continue
+                if whole.shape[-1] != self.width or not torch.equal(whole, again):
+                    continue
+                return self._compare(given, whole, tokens, arguments)
+        return self._by_source()
+
+    def _compare(
+        self, given: dict[str, Tensor], whole: Tensor, tokens: tuple[int, ...], arguments: dict[str, Any]
+    ) -> str:
+        kind, local = type(self.module).__name__, self.heads.heads // self.mode.head_divisor(self.mesh)
+        for rank in (0, self.mesh.world_size - 1):
+            wanted = self._share(whole, (Part(self.width),), rank)
+            found = self._run(given, rank, tokens, arguments)
+            trial = f"tried with {local} of its {self.heads.heads} heads, {kind}'s own code"
+            if not isinstance(found, Tensor):
+                reason = str(found).strip().partition("\n")[0]
+                return f"{trial} fails ({type(found).__name__}: {reason}){self._hint()}"
+            if found.shape != wanted.shape or not torch.allclose(
+                found.double(), wanted.double(), rtol=1e-4, atol=1e-4, equal_nan=True
+            ):
+                return f"{trial} computes something else than for these heads among all{self._hint()}"
+        return ""
+
+    def _by_source(self) -> str:
+        """What can be said of a module that could not be tried: its arguments are not known, or it needs a device."""
+        found = self._of_config()
+        return (
+            f"{type(self.module).__name__}'s forward reads {found}, which is that of all heads"
+            if found
+            else ""
+        )
+
+    def _hint(self) -> str:
+        found = self._of_config()
+        if found:
+            return f"; it reads {found}, which is that of all heads"
+        if self.heads.fused or self.heads.interleaved:
+            return "; its fused projection may have another order than query, key, value"
+        return ""
+
+    def _of_config(self) -> str:
+        try:
+            found = _OF_CONFIG.search(inspect.getsource(type(self.module).forward))
+        except (OSError, TypeError):  # a class typed in at a prompt has no source
+            return ""
+        return found.group() if found else ""
+
+    def _given(self, tokens: tuple[int, ...]) -> dict[str, Tensor]:
+        """What each projection returns with all heads, by full name."""
+        generator = torch.Generator().manual_seed(0)
+        return {
+            name: torch.randn(*tokens, self._features(name)[1], generator=generator, dtype=torch.float64)
+            for name in self.heads.projections
+        }
+
+    def _features(self, name: str) -> tuple[int, int]:
+        return features(self.module.get_submodule(name.rpartition(".")[2]))
+
+    def _share(self, y: Tensor, parts: tuple[Part, ...], rank: int) -> Tensor:
+        """A rank's columns."""
+        axes = self.mode.layout("hidden")["n"]
+        place = Placement(shape=(y.shape[-1],), axes=(axes,), parts={0: parts} if parts else {})
+        return torch.cat([y.narrow(-1, a, n) for a, n in place.segments(self.mesh, 0, rank)], dim=-1)
+
+    def _run(
+        self, given: dict[str, Tensor], rank: int | None, tokens: tuple[int, ...], arguments: dict[str, Any]
+    ) -> Tensor | Exception:
+        """What the output is made of, or what went wrong; with all heads if ``rank`` is None."""
+        try:
+            twin = self._twin()
+            for name, y in given.items():
+                share = (
+                    y if rank is None else self._share(y, self.heads.parts(name, self.mesh, self.mode), rank)
+                )
+                twin._modules[name.rpartition(".")[2]] = _Gives(share)
+            if rank is not None:
+                self.heads.tell(twin, self.mesh, self.mode)
+            x = torch.zeros(*tokens, self._features(self.heads.projections[0])[0], dtype=torch.float64)
+            forward: Callable[..., Any] = type(self.module).forward
+            with torch.no_grad():
+                found = forward(twin, x, **arguments)
+        except _Reached as reached:
+            return reached.given
+        except Exception as error:  # whatever the model's code raises
+            return error
+        found = found[0] if isinstance(found, tuple) and found else found
+        return found if isinstance(found, Tensor) else TypeError(f"returned {type(found).__name__}")
+
+    def _twin(self) -> nn.Module:
+        """The module without its linear layers, on the CPU; nothing that the twin does is seen in the module."""
+        if "forward" in vars(self.module):
+            raise TypeError("a forward of the instance's own, which is bound to it")
+        twin = copy.copy(self.module)
+        twin._modules = {leaf: self._child(child) for leaf, child in self.module._modules.items()}
+        twin._buffers = {key: None if b is None else _real(b) for key, b in self.module._buffers.items()}
+        twin._parameters = {
+            key: None if p is None else nn.Parameter(_real(p), requires_grad=False)
+            for key, p in self.module._parameters.items()
+        }
+        twin.training = False
+        config: Any = getattr(twin, "config", None)
+        if getattr(config, "_attn_implementation", "sdpa") not in ("eager", "sdpa"):
+            config = copy.copy(config)  # its kernels want a GPU; what heads the code takes is the same
+            config._attn_implementation = "eager"
+            twin.config = config
+        return twin
+
+    def _child(self, child: nn.Module | None) -> nn.Module | None:
+        if child is None:
+            return None
+        if is_linear(child):
+            return _Keeps() if features(child)[0] == self.width else child
+        if sum(p.numel() for p in child.parameters()) > _SMALL:
+            return child
+        made = copy.deepcopy(child).eval()
+        for module in made.modules():
+            module._buffers = {key: None if b is None else _real(b) for key, b in module._buffers.items()}
+            module._parameters = {
+                key: None if p is None else nn.Parameter(_real(p), requires_grad=False)
+                for key, p in module._parameters.items()
+            }
+            for name, hooks in vars(module).items():
+                if name.startswith(("_forward_hooks", "_forward_pre_hooks")):
+                    hooks.clear()
+        return made
+
+    def _arguments(self, tokens: tuple[int, ...]) -> Iterator[dict[str, Any]]:
+        """What to call the forward with after its first argument, as far as names tell."""
+        found: dict[str, Any] = {}
+        length = tokens[-1]
+        named = list(inspect.signature(type(self.module).forward).parameters.items())[2:]
+        for name, parameter in named:
+            if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD):
+                continue
+            if name == "position_ids":
+                found[name] = torch.arange(length)[None]
+            elif name == "cache_position":
+                found[name] = torch.arange(length)
+            elif parameter.default is parameter.empty:
+                found[name] = None
+        if all(name != "position_embeddings" for name, _ in named):
+            yield found
+            return
+        sizes = [getattr(self.module, name, None) for name in ("rotary_ndims", "rotary_dim")]
+        config = getattr(self.module, "config", None)
+        rope = getattr(config, "rope_parameters", None)
+        partial = rope.get("partial_rotary_factor") if isinstance(rope, dict) else None
+        sizes += [int(self.heads.head_dim * partial)] if isinstance(partial, int | float) else []
+        for size in dict.fromkeys([*sizes, self.heads.head_dim]):
+            if isinstance(size, int) and size > 0:
+                angles = torch.arange(length, dtype=torch.float64)[None, :, None].expand(1, length, size)
+                yield {**found, "position_embeddings": (angles.cos(), angles.sin())}
+
+
+def _real(value: Tensor) -> Tensor:
+    """A copy on the CPU, in float64 if it is of floating point; of numbers if it has none."""
+    if value.is_meta:
+        kind = torch.float64 if value.is_floating_point() else value.dtype
+        return torch.ones(value.shape, dtype=kind)
+    copied = value.detach().to("cpu", copy=True)
+    return copied.double() if copied.is_floating_point() else copied
