@@ -112,7 +112,6 @@ def test_every_command_has_help(name: str, capsys: pytest.CaptureFixture[str]) -
         ),
         ([*TRAIN, "--parallel", "data=3", "--ranks", "4"], "the world size is 4"),
         ([*TRAIN, "--parallel", "pipeline=2"], "needs meshfold-pipeline"),
-        ([*TRAIN, "--parallel", "data=2", "zero.stage=3"], "needs meshfold-zero-gemini"),
         ([*TRAIN, "--parallel", "data=2", "sequence.mode=ring", "sequence.size=2"],
          "needs meshfold-pipeline"),
         ([*TRAIN, "--parallel", "tensor=3"], "heads"),
@@ -123,27 +122,30 @@ def test_every_command_has_help(name: str, capsys: pytest.CaptureFixture[str]) -
         ([*TRAIN, "--set", "max_positions=8"],
          "sequences of 128 tokens are longer than the 8 positions of model 'gpt-tiny'"),
         ([*TRAIN, "--set", "vocab_size=100"], "the tokenizer has 257 tokens"),
-        ([*TRAIN, "--hf", "nowhere"], "there is no such folder"),
-        ([*TRAIN, "--hf", "empty", "--tokenizer", "byte"], "model 'empty' has no config.json"),
+        ([*TRAIN, "--hf", "nowhere"], "--hf 'nowhere': there is no such folder"),
+        ([*TRAIN, "--hf", "empty"], "--hf 'empty': the folder has no config.json"),
+        (["plan", "--hf", "empty"], "--hf 'empty': the folder has no config.json"),
         ([*TRAIN, "--hf", "bert", "--tokenizer", "byte"], "has no causal language model"),
         ([*TRAIN, "--hf", "broken", "--tokenizer", "byte"], "its config.json cannot be read"),
-        ([*TRAIN, "--tokenizer", "empty"], "transformers finds none there"),
+        ([*TRAIN, "--tokenizer", "empty"], "tokenizer 'empty': the folder has no tokenizer files (tokenizer.json, "),
         ([*TRAIN, "--accumulate", "3"], "accumulate=3 does not divide batch_size=8"),
-        ([*TRAIN, "--batch-size", "800"], "too few for a batch of 800 windows of 128"),
+        ([*TRAIN, "--batch-size", "800"], "for a batch of 800 windows of 128: it takes 102527 at least"),
         ([*TRAIN, "--device", "cuda", "--parallel", "data=99"], "wants a GPU for each of 99 ranks, and torch sees"),
         (["train", "--data", "ids.bin", "--out", "x"], "the token id 700, and model 'gpt-tiny' has a vocabulary of 256"),
-        ([*TRAIN, "--resume"], "does not exist"),
+        ([*TRAIN, "--resume"], "--resume: there is no checkpoint in 'x' to go on from; leave --resume out"),
         (["train", "--data", "t", "--out", "done"], "is there already: go on from it with --resume"),
         (["train", "--data", "t", "--out", "damaged", "--resume"], "cannot read"),
-        (["train", "--data", "t", "--out", "t/0.txt/x"], "t/0.txt/x"),
+        (["train", "--data", "t", "--out", "t/0.txt/x"], "--out 't/0.txt/x' cannot be made: "),
+        (["train", "--data", "t", "--out", "t/0.txt"], "--out 't/0.txt' is a file; give a folder"),
         (["plan", "--machine", "h20x8"], "there is no machine 'h20x8'. Did you mean 'h200x8'?"),
         (["plan", "--parallel", "tensor.mode=3d", "tensor.size=4"], "tensor=dict(mode='3d', size=4)"),
         (["plan", "--batch-size", "8", "--accumulate", "3"], "3 micro-steps do not divide the global batch of 8"),
         (["run"], "nothing to run: give a script"),
         (["run", "--ranks", "2", "gone.py"], "there is no file 'gone.py' to run"),
+        (["run", "gone.py"], "there is no file 'gone.py' to run"),
         (["run", "--ranks", "0", "t/0.txt"], "cannot start 0 ranks"),
         (["reproduce", "no-such-paper"], "no 'no-such-paper' in experiments. There are: tensor-parallel-volume"),
-        (["bench"], "say which one; there are: cpu-adam, tensor-parallel"),
+        (["bench"], "say which one; there are: cpu-adam, tensor-parallel, tensor-parallel-checks, zero-placements"),
         (["bench", "tensor-paralel"], "Did you mean 'tensor-parallel'?"),
         (["doctor", "--all"], "unrecognized arguments: --all"),
     ],
@@ -178,6 +180,8 @@ def test_a_mistake_is_one_sentence(
     assert message in last, err
     assert last.startswith("meshfold"), "not said by the command"
     assert "Traceback" not in err and "step 1" not in out
+    if "--out" in message:
+        assert "tokenising" not in out, "found only after the work"
     assert not Path("x/checkpoint").exists()
 
 
@@ -338,21 +342,92 @@ def test_train_here_and_on_ranks_and_resume_under_another_spec(
     assert "nothing to do: the checkpoint is at step 6" in capfd.readouterr().out
 
 
+def rates(out: Path) -> list[float]:
+    return [row["lr"] for row in read_metrics(out / "metrics.jsonl") if "lr" in row]
+
+
+def test_a_resumed_run_follows_the_schedule_of_its_settings(
+    text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def train(*words: object) -> int:
+        return main(["train", "--data", str(text), *TINY, "--no-plan", *map(str, words)])
+
+    out = tmp_path / "run"
+    assert train("--out", out, "--steps", 4, "--lr", 2e-3, "--warmup", 2, "--weight-decay", 0.2) == 0
+    assert train("--out", tmp_path / "long", "--steps", 9, "--lr", 2e-3, "--warmup", 2) == 0
+    whole = rates(tmp_path / "long")
+    assert rates(out)[3] != whole[3]
+
+    # Longer: what was not given is as in the run so far, and no step has a rate of the shorter schedule.
+    capsys.readouterr()
+    assert train("--out", out, "--resume", "--steps", 9, "--stop-after", 6) == 0
+    assert "--steps is 9 from here on; it was 4" in capsys.readouterr().out
+    assert rates(out)[4:] == whole[4:6]
+    kept = json.loads((out / "settings.json").read_text())
+    assert (kept["lr"], kept["steps"], kept["weight_decay"]) == (2e-3, 9, 0.2)
+
+    assert train("--out", out, "--resume", "--lr", 4e-3) == 0
+    assert "--lr is 0.004 from here on; it was 0.002" in capsys.readouterr().out
+    assert rates(out)[6:] == pytest.approx([2 * rate for rate in whole[6:]])
+    state = json.loads((out / "checkpoint" / "state.json").read_text())
+    assert {group["initial_lr"] for group in state["optimizer"]["groups"]} == {4e-3}
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--seed", "7"], "--seed 7: the run in 'run' has --seed 0, and goes on in the order of its data"),
+        (["--batch-size", "2"], "--batch-size 2: the run in 'run' has --batch-size 4,"),
+        (["--seq-len", "8"], "--seq-len 8: the run in 'run' has --seq-len 16,"),
+        (["--optimizer", "sgd"], "--optimizer sgd: run/checkpoint holds the state of adamw; type --optimizer adamw"),
+    ],
+)  # fmt: skip
+def test_what_cannot_change_where_a_run_goes_on_is_said(
+    words: list[str],
+    message: str,
+    text: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    run = ["train", "--data", str(text), *TINY, "--no-plan", "--out", "run"]
+    assert main([*run, "--steps", "1"]) == 0
+    assert main([*run, "--steps", "2", "--resume", *words]) != 0
+    assert message in capsys.readouterr().err
+    assert len(losses(tmp_path / "run")) == 1
+
+
+def test_an_out_folder_that_cannot_be_written_to_is_said_first(
+    text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(os, "access", lambda path, mode: False)  # the superuser may write anywhere
+    assert main(["train", "--data", str(text), *TINY, "--out", str(tmp_path)]) == 2
+    assert main(["train", "--data", str(text), *TINY, "--out", str(tmp_path / "new" / "run")]) == 2
+    out, err = capsys.readouterr()
+    first, second = err.splitlines()
+    assert "tokenising" not in out
+    assert first == f"meshfold train: --out {str(tmp_path)!r} cannot be written to; give another folder"
+    assert second.endswith(f"cannot be made: {tmp_path} cannot be written to; give another folder")
+
+
+def torchrun(ranks: int, *words: object) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={ranks}", "--master-port=0"]
+    command += ["--rdzv-backend=c10d", "--rdzv-endpoint=127.0.0.1:0", "-m", "meshfold.engine.cli", "train"]
+    return subprocess.run([*command, *map(str, words)], capture_output=True, text=True, timeout=120)
+
+
+def test_a_mistake_under_torchrun_is_a_sentence_of_each_rank(text: Path, tmp_path: Path) -> None:
+    found = torchrun(3, "--data", text, *TINY, "--out", tmp_path / "out", "--parallel", "tensor=2")
+    assert found.returncode != 0
+    said = [line for line in found.stderr.splitlines() if line.startswith("meshfold train: rank ")]
+    assert 1 <= len(said) <= 3 and all("the world size is 3" in line for line in said), found.stderr
+    assert "SpecError" not in found.stderr and "engine/cli/train.py" not in found.stderr
+
+
 def test_train_under_torchrun(text: Path, tmp_path: Path) -> None:
-    words = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "--master-port=0"]
-    words += ["--rdzv-backend=c10d", "--rdzv-endpoint=127.0.0.1:0", "-m", "meshfold.engine.cli", "train"]
-    words += [
-        "--data",
-        str(text),
-        *TINY,
-        "--steps",
-        "2",
-        "--out",
-        str(tmp_path / "out"),
-        "--parallel",
-        "tensor=2",
-    ]
-    found = subprocess.run(words, capture_output=True, text=True, timeout=120)
+    words = ("--data", text, *TINY, "--steps", 2, "--out", tmp_path / "out", "--parallel", "tensor=2")
+    found = torchrun(2, *words)
     assert found.returncode == 0, found.stderr
     assert found.stdout.count("a rank holds") == 1 and "step 2/2" in found.stdout
 

@@ -122,6 +122,33 @@ def test_train_a_folder_with_its_own_tokenizer(tmp_path: Path) -> None:
     assert (out / "sample.txt").read_text().startswith("one two")
 
 
+def test_a_folder_without_a_tokenizer_is_trained_on_bytes(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from meshfold.engine.cli import main
+
+    folder = folder_of("qwen2", tmp_path, weights=False)
+    (tmp_path / "text.txt").write_text("one two three four " * 200)
+    train = ["train", "--data", str(tmp_path / "text.txt"), "--hf", str(folder), "--seq-len", "16"]
+    train += ["--batch-size", "4", "--steps", "1", "--no-plan"]
+    assert main([*train, "--out", str(tmp_path / "out")]) == 0
+    said = capsys.readouterr().out
+    assert f"{folder} has no tokenizer files: tokens are bytes" in said
+    assert "3,611 tokens to train on, 190 to validate with" in said  # 3800 bytes and an end
+
+    assert main([*train, "--out", str(tmp_path / "two"), "--tokenizer", str(folder)]) == 1
+    assert "the folder has no tokenizer files (tokenizer.json" in capsys.readouterr().err
+
+    # A configuration alone names a tokenizer and brings no vocabulary.
+    (folder / "tokenizer_config.json").write_text(
+        '{"tokenizer_class": "Qwen2Tokenizer", "eos_token": "<|endoftext|>"}'
+    )
+    assert main([*train, "--out", str(tmp_path / "three")]) == 0
+    assert f"{folder} has a tokenizer without a vocabulary: tokens are bytes" in capsys.readouterr().out
+    assert main([*train, "--out", str(tmp_path / "four"), "--tokenizer", str(folder)]) == 1
+    assert "of 16 words of text: its vocabulary, of" in capsys.readouterr().err
+
+
 def test_what_a_folder_lacks_is_said(tmp_path: Path) -> None:
     folder = folder_of("llama", tmp_path, weights=False)
     with pytest.raises(SpecError, match=r"the tokenizer has 300 tokens and model .* a vocabulary of 260"):

@@ -84,6 +84,8 @@ def test_raw_token_files(dtype: str, tmp_path: Path) -> None:
         np.testing.assert_array_equal(found.tokens, ids)
         assert (found.train_tokens, found.validation_tokens) == (900, 100)
         assert largest_id(found) == ids.max()
+        flat = ("10 x 100 token ids, read row after row as one text of 1,000",)
+        assert found.notes == (flat if name == "ids.npy" else ())
 
 
 @pytest.mark.parametrize(
@@ -92,7 +94,11 @@ def test_raw_token_files(dtype: str, tmp_path: Path) -> None:
         ("missing", None, "no file or folder"),
         ("odd.bin", b"abc", "3 bytes, which is no whole number of uint16"),
         ("empty.bin", b"", "holds no token ids"),
-        ("bad.npy", b"not an array", "is no .npy file"),
+        ("bad.npy", b"not an array", r"bad\.npy' is no \.npy file of token ids: write one with numpy\.save"),
+        ("cut.npy", b"\x93NUMPY\x01", "is no .npy file of token ids"),
+        ("none.npy", b"", "is no .npy file of token ids"),
+        ("objects.npy", np.array([1, "a"], dtype=object), "is no .npy file of token ids"),
+        ("archive.npy", b"PK\x05\x06" + bytes(18), "is an archive of arrays"),
         ("floats.npy", np.zeros(3), "holds float64, not token ids"),
         ("negative.npy", np.array([1, -2]), "negative number -2"),
         ("picture", b"\x89PNG\0", "empty or not UTF-8 text"),
@@ -115,7 +121,10 @@ def test_a_folder_without_text_is_said(tmp_path: Path) -> None:
     with pytest.raises(SpecError, match=r"it has no files that end in \.py or \.md"):
         open_corpus(tmp_path / "a", BYTES, cache=tmp_path / "cache", extensions=(".py", ".md"))
     (tmp_path / "a" / "picture.py").write_bytes(b"\0")
-    with pytest.raises(SpecError, match=r"its 1 files that end in \.py are empty or not"):
+    with pytest.raises(SpecError, match=r"its only file that ends in \.py is empty or not"):
+        open_corpus(tmp_path / "a", BYTES, cache=tmp_path / "cache", extensions=(".py",))
+    (tmp_path / "a" / "empty.py").write_bytes(b"")
+    with pytest.raises(SpecError, match=r"its 2 files that end in \.py are empty or not"):
         open_corpus(tmp_path / "a", BYTES, cache=tmp_path / "cache", extensions=(".py",))
     (tmp_path / "text").write_text("some text")
     with pytest.raises(SpecError, match="needs a tokenizer"):
@@ -163,8 +172,17 @@ def test_validation_is_what_was_set_aside() -> None:
 
 
 def test_too_few_tokens_are_refused() -> None:
-    with pytest.raises(SpecError, match="100 tokens to train on are too few for a batch of 8 windows of 16"):
+    with pytest.raises(
+        SpecError, match=r"100 tokens are too few to train on, .* 8 windows of 16: it takes 143 at"
+    ):
         Batches(corpus_of(100), batch_size=8, seq_len=16)
+    with pytest.raises(SpecError, match="142 tokens are too few"):
+        Batches(corpus_of(142), batch_size=8, seq_len=16)
+    assert Batches(corpus_of(143), batch_size=8, seq_len=16).batch(0).shape == (8, 16)
+    with pytest.raises(
+        SpecError, match="1 token is too few to train on, for a batch of 1 window of 4: it takes 7"
+    ):
+        Batches(corpus_of(1), batch_size=1, seq_len=4)
 
 
 def test_bytes_there_and_back() -> None:
@@ -197,5 +215,8 @@ def test_no_tokenizer_in_a_folder(tmp_path: Path) -> None:
     with pytest.raises(SpecError, match="there is no such folder"):
         load_tokenizer(str(tmp_path / "nowhere"))
     pytest.importorskip("transformers", reason="needs meshfold[hf]")
+    with pytest.raises(SpecError, match="has no tokenizer files"):
+        load_tokenizer(str(tmp_path))
+    (tmp_path / "tokenizer.json").write_text("{")
     with pytest.raises(SpecError, match="transformers finds none there"):
         load_tokenizer(str(tmp_path))

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from meshfold.engine import demo
+from meshfold.engine import demo, plots
 from meshfold.engine.metrics_file import MetricsFile, read_metrics
 
 
@@ -37,6 +37,7 @@ def test_a_new_demo_clears_what_an_old_one_left_and_nothing_else(tmp_path: Path)
         "checkpoint/model.safetensors",
         "serial/metrics.jsonl",
         "metrics.jsonl",
+        "settings.json",
         "tokens/a.npy",
         "mine.txt",
     ):
@@ -54,6 +55,25 @@ def test_a_comparison_in_words() -> None:
     assert str(found) == (
         "loss after 2 steps: 4.500000 in parallel, 4.500000 on one process; largest difference in these 2 steps 2.5e-01"
     )
+
+
+def test_dots_lie_on_the_line_that_has_the_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("matplotlib", reason="needs meshfold[plot]")
+    from matplotlib.figure import Figure
+
+    drawn: list[Figure] = []
+    save = Figure.savefig
+    monkeypatch.setattr(Figure, "savefig", lambda self, path: (drawn.append(self), save(self, path)))
+    falling = [(step, 6.0 * 0.97**step) for step in range(1, 101)]
+    plots.plot_loss(tmp_path / "loss.png", {"parallel": falling, "serial": falling[:20]}, "both")
+    plots.plot_loss(tmp_path / "short.png", {"training": falling[:4]}, "four steps")
+    axes, short = drawn[0].axes[0], drawn[1].axes[0]
+    lines = {str(line.get_label()): line for line in axes.lines}
+    assert list(lines) == ["parallel", "parallel, running average", "serial"]
+    assert lines["parallel"].get_ydata().tolist() == [loss for _, loss in falling]
+    assert lines["serial"].get_ydata().tolist() == lines["parallel"].get_ydata()[:20].tolist()
+    assert lines["parallel, running average"].get_ydata()[50] > falling[50][1]
+    assert all(float(tick).is_integer() for tick in short.get_xticks())
 
 
 def test_a_short_demo(tmp_path: Path) -> None:

@@ -83,8 +83,8 @@ def open_corpus(
     if not source.exists():
         raise SpecError(f"there is no file or folder {str(path)!r} to train on")
     if source.is_file() and source.suffix in TOKEN_FILES:
-        tokens = _token_file(source, token_dtype)
-        return Corpus(tokens=tokens, train_tokens=len(tokens) - int(validation * len(tokens)))
+        tokens, notes = _token_file(source, token_dtype)
+        return Corpus(tokens=tokens, train_tokens=len(tokens) - int(validation * len(tokens)), notes=notes)
     if tokenizer is None:
         raise SpecError(
             f"{str(path)!r} is text and needs a tokenizer: 'byte', or a folder with a Hugging Face one"
@@ -103,15 +103,27 @@ def largest_id(corpus: Corpus) -> int:
     )
 
 
-def _token_file(path: Path, dtype: str) -> Tokens:
+def _token_file(path: Path, dtype: str) -> tuple[Tokens, tuple[str, ...]]:
+    """The token ids of a file in one row, and what is to be said of them."""
+    notes: tuple[str, ...] = ()
     if path.suffix == ".npy":
         try:
-            found = np.load(path, mmap_mode="r")
-        except ValueError as error:
-            raise SpecError(f"{str(path)!r} is no .npy file of numbers: {error}") from error
+            found = np.load(path, mmap_mode="r", allow_pickle=False)
+        except (ValueError, EOFError) as error:  # cut off, of Python objects, or something else altogether
+            raise SpecError(
+                f"{str(path)!r} is no .npy file of token ids: write one with numpy.save(path, ids), ids an array of "
+                "integers"
+            ) from error
+        if not isinstance(found, np.ndarray):
+            raise SpecError(
+                f"{str(path)!r} is an archive of arrays (.npz), not one: save the token ids by numpy.save"
+            )
         if not np.issubdtype(found.dtype, np.integer):
             raise SpecError(f"{str(path)!r} holds {found.dtype}, not token ids: save an array of integers")
         tokens: Tokens = found.reshape(-1)
+        if found.ndim > 1:
+            shape = " x ".join(map(str, found.shape))
+            notes = (f"{shape} token ids, read row after row as one text of {tokens.size:,}",)
     else:
         if dtype not in ("uint16", "uint32"):
             raise SpecError(f"token dtype {dtype!r}: a .bin file holds uint16 or uint32")
@@ -123,7 +135,7 @@ def _token_file(path: Path, dtype: str) -> Tokens:
         raise SpecError(f"{str(path)!r} holds no token ids")
     if np.issubdtype(tokens.dtype, np.signedinteger) and int(tokens.min()) < 0:
         raise SpecError(f"{str(path)!r} holds the negative number {int(tokens.min())}: token ids start at 0")
-    return tokens
+    return tokens, notes
 
 
 def _documents(source: Path, extensions: tuple[str, ...], exclude: tuple[str, ...]) -> tuple[list[Path], int]:
@@ -164,12 +176,11 @@ def _is_text(path: Path) -> bool:
 def _why_none(source: Path, extensions: tuple[str, ...], skipped: int) -> str:
     if source.is_file():
         return "it is empty or not UTF-8 text; a file of token ids is called .bin or .npy"
-    which = f" that end in {' or '.join(extensions)}" if extensions else ""
-    return (
-        f"it has no files{which}"
-        if not skipped
-        else f"its {skipped} files{which} are empty or not UTF-8 text"
-    )
+    endings = " or ".join(extensions)
+    if skipped == 1:
+        return f"its only file{f' that ends in {endings}' if endings else ''} is empty or not UTF-8 text"
+    which = f" that end in {endings}" if endings else ""
+    return f"its {skipped} files{which} are empty or not UTF-8 text" if skipped else f"it has no files{which}"
 
 
 def _tokenise(

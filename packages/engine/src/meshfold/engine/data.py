@@ -38,9 +38,11 @@ class Batches:
         self._corpus, self.batch_size, self.seq_len, self.seed = corpus, batch_size, seq_len, seed
         self.windows = (corpus.train_tokens - seq_len + 1) // seq_len
         if self.windows < batch_size:
+            tokens, least = corpus.train_tokens, (batch_size + 1) * seq_len - 1
             raise SpecError(
-                f"{corpus.train_tokens} tokens to train on are too few for a batch of {batch_size} windows of "
-                f"{seq_len}: use more text, a smaller batch or shorter windows"
+                f"{tokens} token{' is' if tokens == 1 else 's are'} too few to train on, for a batch of {batch_size} "
+                f"window{'' if batch_size == 1 else 's'} of {seq_len}: it takes {least} at least; use more text, a "
+                "smaller --batch-size or a shorter --seq-len"
             )
         self._order = lru_cache(maxsize=2)(self._order_of)
 

@@ -89,7 +89,7 @@ def clear(out: Path) -> None:
     for name in ("checkpoint", "serial"):
         if (out / name).is_dir():
             shutil.rmtree(out / name)
-    for name in ("metrics.jsonl", "loss.png", "sample.txt"):
+    for name in ("metrics.jsonl", "settings.json", "loss.png", "sample.txt"):
         (out / name).unlink(missing_ok=True)
 
 

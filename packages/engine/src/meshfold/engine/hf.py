@@ -74,13 +74,8 @@ def open_model(folder: str | os.PathLike[str]) -> HuggingFaceModel:
     Raises:
         SpecError: if there is no configuration of a causal language model, or transformers is not installed.
     """
-    path = Path(folder)
-    name = str(folder)
-    if not (path / "config.json").is_file():
-        what = "has no config.json" if path.is_dir() else "is no folder here"
-        raise SpecError(
-            f"model {name!r} {what}: give a local folder of a Hugging Face model; nothing is downloaded"
-        )
+    check_folder(folder)
+    path, name = Path(folder), str(folder)
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     try:
         from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig
@@ -98,6 +93,16 @@ def open_model(folder: str | os.PathLike[str]) -> HuggingFaceModel:
     return HuggingFaceModel(
         folder=path, config=config, has_weights=any(any(path.glob(pattern)) for pattern in _WEIGHTS)
     )
+
+
+def check_folder(folder: str | os.PathLike[str]) -> None:
+    """Raise a SpecError if a folder is not there or has no ``config.json``."""
+    path = Path(folder)
+    if not (path / "config.json").is_file():
+        what = "the folder has no config.json" if path.is_dir() else "there is no such folder"
+        raise SpecError(
+            f"--hf {str(folder)!r}: {what}; give a local folder of a Hugging Face model, nothing is downloaded"
+        )
 
 
 def quiet() -> None:

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 Curve = Sequence[tuple[int, float]]
+_MANY = 50  # points from which on a running average is drawn too
 
 
 def can_plot() -> bool:
@@ -19,12 +20,13 @@ def plot_loss(path: Path, curves: Mapping[str, Curve], title: str) -> None:
 
     Args:
         path: the PNG to write.
-        curves: label to points (step, loss). The first is drawn as a line, and smoothed where it has many points;
-            the others as dots.
+        curves: label to points (step, loss). The first is drawn as a line, with a running average over it where it
+            has many points; the others as dots.
         title: above the picture.
     """
     from matplotlib.backends.backend_agg import FigureCanvasAgg  # no display, and no state of pyplot's
     from matplotlib.figure import Figure
+    from matplotlib.ticker import MaxNLocator
 
     figure = Figure(figsize=(8, 4.5), dpi=120, layout="constrained")
     FigureCanvasAgg(figure)
@@ -34,12 +36,15 @@ def plot_loss(path: Path, curves: Mapping[str, Curve], title: str) -> None:
             continue
         steps, losses = zip(*curve, strict=True)
         if number:
-            axes.plot(steps, losses, "o", markersize=4, label=label)
-        elif len(losses) < 50:
-            axes.plot(steps, losses, label=label)
-        else:
-            faint = axes.plot(steps, losses, alpha=0.35, linewidth=0.8)[0]
-            axes.plot(steps, _smooth(losses), color=faint.get_color(), label=label)
+            # Open circles: the line of the first curve is to be seen through them.
+            axes.plot(steps, losses, "o", markersize=5, fillstyle="none", zorder=4, label=label)
+            continue
+        # The measured loss is what carries the name: an average lags behind it, and meets no dot while it falls.
+        axes.plot(steps, losses, linewidth=1.2, label=label)
+        if len(losses) >= _MANY:
+            average = _smooth(losses)
+            axes.plot(steps, average, "--", color="0.35", linewidth=1.0, label=f"{label}, running average")
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     axes.set(xlabel="step", ylabel="loss (nats a token)", title=title)
     axes.grid(alpha=0.3)
     axes.legend()

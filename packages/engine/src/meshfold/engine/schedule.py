@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable
 
 from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LambdaLR
+from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 
 from meshfold.mesh import SpecError
 from meshfold.mesh.errors import nearest
@@ -44,3 +44,23 @@ def lr_schedule(schedule: str, *, warmup: int, steps: int) -> Callable[[Optimize
     return lambda optimizer: LambdaLR(
         optimizer, lambda step: factor(schedule, step, warmup=warmup, steps=steps)
     )
+
+
+def go_on(scheduler: LRScheduler, *, step: int, lr: float) -> None:
+    """Have a scheduler of :func:`lr_schedule` go on at a step as if it had been made with its settings from the start.
+
+    A checkpoint brings the highest rate and the next rate of the run that wrote it; those of now take their place.
+
+    Args:
+        scheduler: loaded from a checkpoint, or new.
+        step: optimizer steps made so far.
+        lr: the highest rate.
+    """
+    assert isinstance(scheduler, LambdaLR)  # lr_schedule makes no other
+    groups = scheduler.optimizer.param_groups
+    scheduler.last_epoch = step
+    scheduler.base_lrs = [lr] * len(groups)
+    rates = [lr * factor_of(step) for factor_of in scheduler.lr_lambdas]
+    for group, rate in zip(groups, rates, strict=True):
+        group["initial_lr"], group["lr"] = lr, rate
+    scheduler._last_lr = list(rates)

@@ -14,6 +14,26 @@ from meshfold.mesh import SpecError
 
 Ids = npt.NDArray[np.uint32]
 
+# What tokenizers are kept in: one of these at least is in a folder that has one.
+_FILES = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "vocab.*",
+    "merges.txt",
+    "*.model",
+    "*.tiktoken",
+    "tekken.json",
+)
+_PROBE = "The quick brown fox jumps over the lazy dog, and 12 of its friends look on."
+
+
+class NoTokenizerError(SpecError):
+    """A folder without a tokenizer that makes tokens of text; ``lacks`` is what it does not have, in a few words."""
+
+    def __init__(self, message: str, lacks: str) -> None:
+        super().__init__(message)
+        self.lacks = lacks
+
 
 class Tokenizer(Protocol):
     """What training needs of a tokenizer.
@@ -56,12 +76,20 @@ class HuggingFaceTokenizer:
 
     def __init__(self, folder: str | os.PathLike[str]) -> None:
         """Raises:
-        SpecError: if the folder has no tokenizer, or transformers is not installed.
+        NoTokenizerError: if the folder has no tokenizer, or one that makes next to no tokens of text.
+        SpecError: for a tokenizer that cannot be loaded, or without transformers.
         """
         path = Path(folder)
         if not path.is_dir():
             raise SpecError(
                 f"tokenizer {str(folder)!r}: there is no such folder; give one with a tokenizer, or 'byte'"
+            )
+        # Without files transformers makes up a tokenizer of nothing but special tokens, and raises nothing.
+        if not any(any(path.glob(pattern)) for pattern in _FILES):
+            raise NoTokenizerError(
+                f"tokenizer {str(folder)!r}: the folder has no tokenizer files (tokenizer.json, vocab.json and "
+                "merges.txt, tokenizer.model, ...); give another folder, or 'byte'",
+                "no tokenizer files",
             )
         os.environ.setdefault("HF_HUB_OFFLINE", "1")
         try:
@@ -77,6 +105,14 @@ class HuggingFaceTokenizer:
             raise SpecError(
                 f"tokenizer {str(folder)!r}: transformers finds none there ({reason}); give another folder, or 'byte'"
             ) from error
+        made, words = len(self.encode(_PROBE)), len(_PROBE.split())
+        if made < words // 2:
+            raise NoTokenizerError(
+                f"tokenizer {str(folder)!r} makes {made} token{'' if made == 1 else 's'} of {words} words of text: its "
+                f"vocabulary, of {len(self._tokenizer)}, is empty or nearly so, and the folder lacks the file that "
+                "holds it (tokenizer.json, vocab.json and merges.txt, tokenizer.model, ...); give another, or 'byte'",
+                "a tokenizer without a vocabulary",
+            )
         end = self._tokenizer.eos_token_id
         if end is None:
             end = (
@@ -110,3 +146,18 @@ def load_tokenizer(name: str) -> Tokenizer:
         SpecError: if there is none.
     """
     return ByteTokenizer() if name == "byte" else HuggingFaceTokenizer(name)
+
+
+def tokenizer_of_model(folder: str) -> tuple[Tokenizer, str]:
+    """The tokenizer in a model's folder, or bytes where it has none; then also a sentence that says so, else "".
+
+    Raises:
+        SpecError: if there is one that cannot be used.
+    """
+    try:
+        return HuggingFaceTokenizer(folder), ""
+    except NoTokenizerError as error:
+        return (
+            ByteTokenizer(),
+            f"{folder} has {error.lacks}: tokens are bytes (--tokenizer FOLDER for others)",
+        )

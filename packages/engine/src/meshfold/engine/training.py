@@ -5,6 +5,7 @@ loop as for a single device. What rank 0 writes into the folder ``out``::
 
     checkpoint/      the model, the optimizer and the step, loadable under any other spec
     metrics.jsonl    a line a step, and a line an evaluation
+    settings.json    the settings of the optimization, for a run that goes on from here
     loss.png         the curves, if matplotlib is installed
     sample.txt       text that the trained model wrote, if asked for
 """
@@ -22,12 +23,13 @@ import torch
 from meshfold.engine.corpus import Corpus, largest_id, open_corpus
 from meshfold.engine.data import Batches
 from meshfold.engine.engine import Engine
+from meshfold.engine.kept_settings import keep
 from meshfold.engine.metrics_file import MetricsFile, read_metrics
 from meshfold.engine.model_choice import ModelChoice, choose_model
 from meshfold.engine.plots import can_plot, plot_loss
 from meshfold.engine.progress import Progress
-from meshfold.engine.schedule import lr_schedule
-from meshfold.engine.tokenizers import Tokenizer, load_tokenizer
+from meshfold.engine.schedule import go_on, lr_schedule
+from meshfold.engine.tokenizers import Tokenizer, load_tokenizer, tokenizer_of_model
 from meshfold.engine.train_settings import TrainSettings
 from meshfold.mesh import SpecError
 from meshfold.mesh.spec.entry import show
@@ -35,12 +37,13 @@ from meshfold.mesh.spec.entry import show
 
 @dataclass(frozen=True, kw_only=True)
 class Inputs:
-    """What a run reads, looked at before anything starts."""
+    """What a run reads, looked at before anything starts; ``notes`` is what a person should know of it."""
 
     tokenizer: Tokenizer | None
     corpus: Corpus
     batches: Batches
     model: ModelChoice
+    notes: tuple[str, ...] = ()
 
 
 def open_inputs(settings: TrainSettings, progress: Progress) -> Inputs:
@@ -54,11 +57,12 @@ def open_inputs(settings: TrainSettings, progress: Progress) -> Inputs:
             f"accumulate={settings.accumulate} does not divide batch_size={settings.batch_size}, the sequences of one "
             "optimizer step: each micro-step has the same number"
         )
+    if settings.hf is not None:
+        from meshfold.engine.hf import check_folder
+
+        check_folder(settings.hf)  # before its tokenizer, which is not what is wrong then
     is_text = not settings.data.endswith((".bin", ".npy"))
-    name = settings.tokenizer
-    if name is None and settings.hf is not None and is_text:
-        name = settings.hf  # a Hugging Face model brings its tokenizer
-    tokenizer = load_tokenizer(name or "byte") if is_text or name else None
+    tokenizer, note = _tokenizer(settings, is_text)
     corpus = open_corpus(
         settings.data,
         tokenizer,
@@ -80,7 +84,17 @@ def open_inputs(settings: TrainSettings, progress: Progress) -> Inputs:
             f"{settings.data!r} holds the token id {largest}, and model {model.name!r} has a vocabulary of "
             f"{model.vocab_size}: use the model or the --token-dtype that the file was made for, or --set vocab_size"
         )
-    return Inputs(tokenizer=tokenizer, corpus=corpus, batches=batches, model=model)
+    notes = (*((note,) if note else ()), *corpus.notes)
+    return Inputs(tokenizer=tokenizer, corpus=corpus, batches=batches, model=model, notes=notes)
+
+
+def _tokenizer(settings: TrainSettings, is_text: bool) -> tuple[Tokenizer | None, str]:
+    """The one asked for, else the Hugging Face model's own, else bytes; token ids need none. And what to say of it."""
+    if settings.tokenizer is not None:
+        return load_tokenizer(settings.tokenizer), ""
+    if not is_text:
+        return None, ""
+    return (load_tokenizer("byte"), "") if settings.hf is None else tokenizer_of_model(settings.hf)
 
 
 def train(settings: TrainSettings, inputs: Inputs, progress: Progress) -> list[dict[str, Any]]:
@@ -103,9 +117,11 @@ def train(settings: TrainSettings, inputs: Inputs, progress: Progress) -> list[d
     )
     first = 0
     if settings.resume:
-        engine.load(settings.checkpoint)
+        _load(engine, settings)
         first = engine.step + engine.skipped_steps
         progress.say(f"going on from step {first} of {settings.checkpoint}")
+    if engine.mesh.rank == 0:
+        keep(settings)
     metrics = MetricsFile(settings.metrics, keep=first, write=engine.mesh.rank == 0)
 
     saved = first
@@ -146,6 +162,16 @@ def train(settings: TrainSettings, inputs: Inputs, progress: Progress) -> list[d
         progress.say(f"\na sample of what it writes after {settings.prompt!r}:\n\n{text}\n")
     engine.close()
     return metrics.rows
+
+
+def _load(engine: Engine, settings: TrainSettings) -> None:
+    """Take the checkpoint, and of it neither the learning rate nor the weight decay: they are those of the settings."""
+    assert engine.optimizer is not None and engine.lr_scheduler is not None  # train gives both
+    decay = [group["weight_decay"] for group in engine.optimizer.param_groups]
+    engine.load(settings.checkpoint)
+    for group, wanted in zip(engine.optimizer.param_groups, decay, strict=True):
+        group["weight_decay"] = wanted
+    go_on(engine.lr_scheduler, step=engine.step, lr=settings.lr)
 
 
 def optimizer_of(settings: TrainSettings) -> dict[str, Any]:

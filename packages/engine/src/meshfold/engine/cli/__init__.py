@@ -47,7 +47,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     command = importlib.import_module(f"meshfold.engine.cli.{name}")
     parser = Parser(prog=f"meshfold {name}", description=command.__doc__, formatter_class=Formatter)
     command.configure(parser)
-    parsed = parser.parse_args(arguments[1:], argparse.Namespace(argv=arguments[1:], is_rank=False))
+    parsed = parser.parse_args(arguments[1:], argparse.Namespace(argv=arguments[1:], rank=None))
     try:
         return int(command.run(parsed))
     except KeyboardInterrupt:
@@ -57,9 +57,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 141
     except Exception as error:
         failure = sentence_of(error)
-        if failure is None or parsed.is_rank:
-            raise  # ours to mend, or one of many processes: show where it is
-        return _fail(parser.prog, failure)
+        if failure is None:
+            raise  # ours to mend: show where it is
+        # One of many processes: any of them may be the one that fails first, so each says which it is.
+        return _fail(parser.prog if parsed.rank is None else f"{parser.prog}: rank {parsed.rank}", failure)
 
 
 class Parser(argparse.ArgumentParser):

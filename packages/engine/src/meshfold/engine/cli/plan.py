@@ -41,7 +41,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
         "--machine",
         default="h200x8",
         metavar="NAME",
-        help="for the time: h200x8, h100x8, a100x8, v100x8, laptop",
+        help="for the time: h200x8, h100x8, a100x8, v100x8, laptop (default: h200x8)",
     )
     parser.add_argument("--report", action="store_true", help="also show what becomes of each submodule")
     parser.add_argument("--json", action="store_true", help="print JSON, bytes and seconds as plain numbers")

@@ -52,15 +52,21 @@ def run(arguments: argparse.Namespace) -> int:
             raise Failure(
                 f"--ranks {arguments.ranks}, but {here.source} started {here.world_size}: leave --ranks out"
             )
-        if program[0] != "-m" and not Path(program[0]).exists():
-            raise Failure(f"there is no file {program[0]!r} to run")
+        _check_file(program)
         try:
             _bootstrap.run(program)
         except Exception:
             traceback.print_exc()  # whatever it is, the person who wrote the script wants to see where
             return 1
         return 0
+    _check_file(program)
     ranks = torch.cuda.device_count() if arguments.ranks is None else arguments.ranks
     if arguments.ranks is None and ranks == 0:
         raise Failure("this machine has no GPU to tell how many ranks to start: say it with --ranks N")
     return launch(program, ranks, port=arguments.port, log_dir=arguments.log_dir)
+
+
+def _check_file(program: list[str]) -> None:
+    file = program[0].partition("::")[0]
+    if file != "-m" and not Path(file).exists():
+        raise Failure(f"there is no file {file!r} to run (in {Path.cwd()})")

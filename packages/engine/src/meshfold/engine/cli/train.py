@@ -6,12 +6,14 @@
   meshfold train --data ~/texts --model gpt-small --steps 1000 --out run1 --resume --parallel tensor=2
 
 The ranks are started here; under torchrun or srun those that run are used. OUT gets the checkpoint (loadable under
-any other spec), metrics.jsonl, loss.png and the tokens of text.
+any other spec), metrics.jsonl, settings.json, loss.png and the tokens of text.
 """
 
 from __future__ import annotations
 
 import argparse
+import os
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from meshfold.engine.cli.failure import Failure
@@ -29,10 +31,11 @@ __all__ = ["configure", "run", "start"]
 
 def run(arguments: argparse.Namespace) -> int:
     """Run ``meshfold train``: in a process that the ranks are started from, or as one of them."""
-    settings = settings_of(arguments)
     from meshfold.mesh.environment import Environment
 
     here = Environment.detect()
+    arguments.rank = None if here.source == "single" else here.rank
+    settings = settings_of(arguments)
     if here.source == "single":
         return start(
             settings,
@@ -45,7 +48,6 @@ def run(arguments: argparse.Namespace) -> int:
         raise Failure(
             f"--ranks {arguments.ranks}, but {here.source} started {here.world_size}: leave --ranks out"
         )
-    arguments.is_rank = True
     return _as_rank(settings, here, plan=not arguments.no_plan, as_json=arguments.json)
 
 
@@ -78,7 +80,7 @@ def start(
     spec.require_installed()
     progress = make_progress(settings.last_step, show=True, as_json=as_json)
     _check_device(settings, spec.world_size)
-    _check_folder(settings)
+    _check_folder(settings, progress)
     inputs = _open_inputs(settings, progress)
     _show_plan(settings, spec, inputs, progress, show=plan)
     if spec.world_size == 1:
@@ -92,7 +94,7 @@ def start(
 def _as_rank(settings: TrainSettings, here: Environment, *, plan: bool, as_json: bool) -> int:
     """Be one of the ranks that run already."""
     from meshfold.engine.hf import quiet
-    from meshfold.engine.progress import make_progress
+    from meshfold.engine.progress import Silent, make_progress
     from meshfold.engine.training import open_inputs, train
     from meshfold.mesh import Mesh, ParallelSpec, barrier
     from meshfold.mesh.process_group import start as join
@@ -102,7 +104,7 @@ def _as_rank(settings: TrainSettings, here: Environment, *, plan: bool, as_json:
     progress = make_progress(settings.last_step, show=here.rank == 0, as_json=as_json)
     spec = ParallelSpec.parse(settings.parallel, here.world_size)
     spec.require_installed()
-    _check_folder(settings)
+    _check_folder(settings, progress if plan else Silent())
     if (
         plan
     ):  # on every rank: torch numbers process groups, the fake ones too, and ranks must agree on the numbers
@@ -131,16 +133,47 @@ def _check_device(settings: TrainSettings, ranks: int) -> None:
             )
 
 
-def _check_folder(settings: TrainSettings) -> None:
-    """Whether the folder has a checkpoint exactly if the run is to go on from one."""
+def _check_folder(settings: TrainSettings, progress: Progress) -> None:
+    """Whether the folder can be written to, and has a checkpoint exactly if the run is to go on from one."""
     from meshfold.engine.checkpoint import Checkpoint
+    from meshfold.engine.errors import CheckpointError
+    from meshfold.engine.kept_settings import kept, what_is_new
+    from meshfold.engine.optimizers import OPTIMIZERS
 
+    _check_out(settings.out)
     if settings.resume:
-        Checkpoint(settings.checkpoint)
+        try:
+            found = Checkpoint(settings.checkpoint)
+        except CheckpointError:
+            if settings.checkpoint.exists():
+                raise
+            raise Failure(
+                f"--resume: there is no checkpoint in {settings.out!r} to go on from; leave --resume out to start anew"
+            ) from None
+        trained_with = str(found.state.get("optimizer", {}).get("class")).lower()
+        if trained_with in OPTIMIZERS and trained_with != settings.optimizer:
+            raise Failure(
+                f"--optimizer {settings.optimizer}: {settings.checkpoint} holds the state of {trained_with}; type "
+                f"--optimizer {trained_with}, or start anew in another --out"
+            )
+        for sentence in what_is_new(settings, kept(settings.out)):
+            progress.say(sentence)
     elif settings.checkpoint.exists():
         raise Failure(
             f"{settings.checkpoint} is there already: go on from it with --resume, or choose another --out"
         )
+
+
+def _check_out(out: str) -> None:
+    """Whether the folder is one that can be written to, or could be made."""
+    path = Path(out).absolute()
+    there = next(folder for folder in (path, *path.parents) if folder.exists())
+    if not there.is_dir():
+        what = "is a file" if there == path else f"cannot be made: {there} is a file"
+        raise Failure(f"--out {out!r} {what}; give a folder to write to")
+    if not os.access(there, os.W_OK | os.X_OK):
+        what = "cannot be written to" if there == path else f"cannot be made: {there} cannot be written to"
+        raise Failure(f"--out {out!r} {what}; give another folder")
 
 
 def _open_inputs(settings: TrainSettings, progress: Progress) -> Inputs:
@@ -154,7 +187,7 @@ def _open_inputs(settings: TrainSettings, progress: Progress) -> Inputs:
         f"{corpus.validation_tokens:,} to validate with; "
         f"{settings.steps * settings.batch_size * settings.seq_len:,} are {settings.steps} steps"
     )
-    for note in corpus.notes:
+    for note in inputs.notes:
         progress.say(f"  {note}")
     return inputs
 
@@ -167,6 +200,9 @@ def _show_plan(
     from meshfold.engine.planner import estimate
     from meshfold.mesh import MeshfoldError
 
+    if spec.zero is not None:
+        progress.say("no plan: meshfold plan does not look into zero yet")
+        return
     try:
         found = estimate(
             inputs.model.build,

@@ -50,35 +50,26 @@ def configure(parser: argparse.ArgumentParser) -> None:
         "--device", choices=("cpu", "cuda"), help="(default: a GPU for each rank where there are as many)"
     )
     work.add_argument("--precision", default="fp32", choices=("fp32", "fp64", "bf16", "fp16"), help="(fp32)")
-    steps = parser.add_argument_group("optimization")
-    steps.add_argument(
-        "--steps", type=positive, default=100, metavar="N", help="optimizer steps in all (100)"
+    # Without defaults: what was not given is the run's own where one goes on, else as in TrainSettings.
+    steps = parser.add_argument_group(
+        "optimization (with --resume: by default as in the run so far)", argument_default=argparse.SUPPRESS
     )
+    steps.add_argument("--steps", type=positive, metavar="N", help="optimizer steps in all (100)")
     steps.add_argument(
         "--stop-after", type=positive, metavar="N", help="stop at step N; the schedule is that of --steps"
     )
     steps.add_argument(
-        "--batch-size", type=positive, default=8, metavar="N", help="sequences of a step, over all ranks (8)"
+        "--batch-size", type=positive, metavar="N", help="sequences of a step, over all ranks (8)"
     )
-    steps.add_argument(
-        "--seq-len", type=positive, default=128, metavar="N", help="tokens of a sequence (128)"
-    )
-    steps.add_argument(
-        "--accumulate", type=positive, default=1, metavar="N", help="micro-steps of a step (1)"
-    )
-    steps.add_argument("--optimizer", default="adamw", choices=("adamw", "adam", "sgd"), help="(adamw)")
-    steps.add_argument("--lr", type=rate, default=3e-4, help="highest learning rate (3e-4)")
-    steps.add_argument("--warmup", type=natural, default=0, metavar="N", help="steps on the way up to it (0)")
-    steps.add_argument(
-        "--schedule", default="cosine", choices=("cosine", "linear", "constant"), help="(cosine)"
-    )
-    steps.add_argument("--weight-decay", type=rate, default=0.1, metavar="X", help="of matrices (0.1)")
-    steps.add_argument(
-        "--clip", type=rate, default=1.0, metavar="NORM", help="largest gradient norm, 0 for none (1.0)"
-    )
-    steps.add_argument(
-        "--seed", type=natural, default=0, help="of weights, dropout and the order of data (0)"
-    )
+    steps.add_argument("--seq-len", type=positive, metavar="N", help="tokens of a sequence (128)")
+    steps.add_argument("--accumulate", type=positive, metavar="N", help="micro-steps of a step (1)")
+    steps.add_argument("--optimizer", choices=("adamw", "adam", "sgd"), help="(adamw)")
+    steps.add_argument("--lr", type=rate, help="highest learning rate (3e-4)")
+    steps.add_argument("--warmup", type=natural, metavar="N", help="steps on the way up to it (0)")
+    steps.add_argument("--schedule", choices=("cosine", "linear", "constant"), help="(cosine)")
+    steps.add_argument("--weight-decay", type=rate, metavar="X", help="of matrices (0.1)")
+    steps.add_argument("--clip", type=rate, metavar="NORM", help="largest gradient norm, 0 for none (1.0)")
+    steps.add_argument("--seed", type=natural, help="of weights, dropout and the order of data (0)")
     out = parser.add_argument_group("output")
     out.add_argument("--out", required=True, metavar="DIR", help="folder to write to")
     out.add_argument("--resume", action="store_true", help="go on from the checkpoint in DIR")
@@ -114,9 +105,11 @@ def settings_of(arguments: argparse.Namespace) -> TrainSettings:
     changes = read_changes(arguments.changes)
     from dataclasses import fields
 
+    from meshfold.engine.kept_settings import kept
     from meshfold.engine.train_settings import TrainSettings
 
-    given: dict[str, Any] = {field.name: words[field.name] for field in fields(TrainSettings)}
+    given: dict[str, Any] = kept(words["out"]) if words["resume"] else {}
+    given.update({field.name: words[field.name] for field in fields(TrainSettings) if field.name in words})
     given.update(parallel=parallel, changes=changes)
     given.update({name: tuple(words[name]) for name in ("extensions", "exclude")})
     return TrainSettings(**given)
