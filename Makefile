@@ -10,7 +10,7 @@
 
 VENV ?= .venv
 TESTS ?= packages integration_tests
-packages := mesh kernels tensor_parallel engine
+packages := mesh kernels tensor_parallel zero_gemini engine
 
 # The first of these that is Python 3.11 or later; a recipe says so where there is none.
 recent = import sys; sys.exit(sys.version_info < (3, 11))

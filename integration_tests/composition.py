@@ -14,6 +14,8 @@ from torch import Tensor, nn
 
 from meshfold.engine import Engine
 from meshfold.engine.models import GPT, GPTConfig, Llama, LlamaConfig
+from meshfold.engine.states import PlainStates
+from meshfold.engine.zero import ZeroStates
 from meshfold.mesh import Mesh, all_gather
 from meshfold.mesh.metadata import placed
 
@@ -82,11 +84,15 @@ def differing_replicas(engine: Engine) -> list[str]:
     Every rank's block is fetched and laid into the global tensor, each element of which all its holders must agree on:
     replicas over axes that do not split the parameter, and parts that neighbouring ranks hold together.
     """
-    mesh, found = engine.mesh, []
+    mesh, states, found = engine.mesh, engine._states, []
     for name, parameter in engine.model.named_parameters():
-        masters = engine._targets.get(name, parameter)
-        for kind, tensor in (("", parameter), (" (master)", masters)):
-            if not agrees(tensor.detach(), parameter, mesh):
+        if isinstance(states, PlainStates):
+            held = {"": parameter.detach(), " (master)": states.targets.get(name, parameter).detach()}
+        else:
+            assert isinstance(states, ZeroStates)
+            held = {" (master)": states.gemini.read(parameter)}  # each data rank has a part of it
+        for kind, tensor in held.items():
+            if not agrees(tensor, parameter, mesh):
                 found.append(name + kind)
     return found
 

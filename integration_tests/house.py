@@ -16,7 +16,8 @@ SIBLINGS: dict[str, set[str]] = {
     "mesh": set(),
     "kernels": set(),
     "tensor_parallel": {"mesh", "kernels"},
-    "engine": {"mesh", "kernels", "tensor_parallel"},
+    "zero_gemini": {"mesh", "kernels"},
+    "engine": {"mesh", "kernels", "tensor_parallel", "zero_gemini"},
 }
 
 

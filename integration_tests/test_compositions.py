@@ -1,4 +1,4 @@
-"""Data parallelism × every tensor mode: the loss curve and weights of one process, and replicas of the same bits."""
+"""Data parallelism × every tensor mode, ZeRO beside them: one process's loss curve and weights, replicas of the same bits."""
 
 from __future__ import annotations
 
@@ -27,6 +27,7 @@ def tensor(mode: str, **settings: Any) -> Spec:
 
 
 MEGATRON: Spec = dict(sequence=dict(mode="megatron"))
+ZERO: Spec = dict(zero=dict(stage=3))
 
 # On 4 ranks, each with the models that it is tried with in the covering selection.
 ON_4: list[tuple[Spec, tuple[str, ...]]] = [
@@ -52,6 +53,9 @@ ON_4: list[tuple[Spec, tuple[str, ...]]] = [
     (tensor("3d", grid=(4, 1, 1)), ()),
     (dict(data=2, **tensor("3d", grid=(1, 1, 2))), ()),
     (dict(data=2, **tensor("3d", grid=(1, 2, 1))), ()),
+    (dict(data=4, zero=dict(stage=1)), ()),
+    (dict(data=2, tensor=2, **MEGATRON, zero=dict(stage=2, placement="cpu")), ("llama",)),
+    (dict(data=2, **tensor("2d", grid=(2, 1)), **ZERO), ()),
 ]
 ON_8: list[tuple[Spec, tuple[str, ...]]] = [
     (dict(data=8), ()),
@@ -69,6 +73,9 @@ ON_8: list[tuple[Spec, tuple[str, ...]]] = [
     (tensor("3d", grid=(4, 1, 2)), ()),
     (dict(data=2, **tensor("3d", grid=(2, 2, 1))), ("llama",)),
     (dict(data=4, **tensor("3d", grid=(1, 1, 2))), ()),
+    (dict(data=2, **tensor("2d", size=4), **ZERO), ("gpt",)),
+    (dict(data=2, **tensor("2.5d", size=4, depth=1), **ZERO), ()),
+    (dict(data=2, **tensor("3d", grid=(2, 2, 1)), **ZERO), ()),
 ]
 
 
@@ -144,6 +151,7 @@ def check_bf16_on_rank(cases: list[tuple[Spec, str]]) -> list[Run]:
                 (dict(data=2, tensor=2, **MEGATRON), "gpt"),
                 (tensor("2d", size=4), "llama"),
                 (tensor("3d", grid=(2, 2, 1)), "llama"),
+                (dict(data=2, tensor=2, **ZERO), "gpt"),
             ],
         ),
         (8, [(tensor("2.5d", size=8, depth=2), "llama"), (dict(data=2, **tensor("2d", size=4)), "gpt")]),

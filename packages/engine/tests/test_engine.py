@@ -445,15 +445,15 @@ def test_buckets_are_reduced_while_backward_runs_and_only_at_the_last_micro_step
 
     engine = Engine(gpt, dict(data=4), optimizer=ADAMW, gradient_accumulation=2)
     parameters = [p for p in engine.model.parameters() if p.requires_grad]
-    engine._reducer.close()
-    engine._reducer = data_parallel.GradientReducer(
-        parameters, engine._masters, engine.mesh, bucket_bytes=20_000
+    engine._states.reducer.close()
+    engine._states.reducer = data_parallel.GradientReducer(
+        parameters, engine._states.masters, engine.mesh, bucket_bytes=20_000
     )
-    buckets = engine._reducer.buckets
+    buckets = engine._states.reducer.buckets
     assert len(buckets) > 3
     launched_during_backward: list[int] = []
     first = engine.model.get_parameter("blocks.0.norm1.weight")
-    first.register_hook(lambda grad: launched_during_backward.append(engine._reducer._next))
+    first.register_hook(lambda grad: launched_during_backward.append(engine._states.reducer._next))
     for batch in global_batches(4, 2):
         with record() as log:
             engine.train_step(engine.shard_batch(batch))
@@ -509,7 +509,7 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     (dict(parallel=None), "parallel=None"),
     (dict(parallel=dict(data=2)), "world size is 1"),
     (dict(parallel=dict(pipelin=1)), "'pipeline'"),
-    (dict(parallel=dict(zero=dict(stage=1))), "meshfold-zero-gemini"),
+    (dict(parallel=dict(pipeline=1, sequence=dict(mode="ring", size=1), zero=dict(stage=4))), "no stage 4"),
     (dict(model=3), "model=3"),
     (dict(model=lambda: 3), "int"),
 ]

@@ -9,10 +9,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from meshfold.engine.optimizers import Factory
 from meshfold.engine.precision import Masters, Precision, cast_rest
+from meshfold.engine.states import PlainStates, States
 from meshfold.engine.world import World
 from meshfold.mesh import LayoutError, SpecError, annotate, broadcast, metadata
-from meshfold.mesh.initialization import build_on_meta, materialize, retrace_initialization
+from meshfold.mesh.initialization import Tape, build_on_meta, materialize, retrace_initialization
 from meshfold.mesh.metadata import placed
 from meshfold.tensor_parallel import Report, parallelize
 
@@ -22,16 +24,16 @@ class Assembled:
     """A model ready to train.
 
     Attributes:
-        model: this rank's part.
+        model: this rank's part; under ``zero`` its parameters may still be on the meta device.
         parameters: those that are trained, by name, each tensor once.
-        masters: their true weights.
+        values: makes the first values of a parameter that is on the meta device still.
         report: what tensor parallelism did; None if the model was left whole.
         torch_dropout: whether dropout is torch's own, which draws from its random state.
     """
 
     model: nn.Module
     parameters: dict[str, nn.Parameter]
-    masters: Masters
+    values: Callable[[str, nn.Parameter, torch.dtype], Tensor] | None
     report: Report | None
     torch_dropout: bool
 
@@ -64,20 +66,58 @@ def assemble(
 
     dropout = has_dropout(built)
     report = _shard(built, world, rules, dropout)
+    in_chunks = world.spec.zero is not None
     if tape is not None:
-        materialize(built, tape, seed=seed, device=world.device, placement_of=_coordinates)
-    _move(built, world.device)
+        materialize(
+            built, tape, seed=seed, device=world.device, placement_of=_coordinates, parameters=not in_chunks
+        )
+    _move(built, world.device, parameters=not in_chunks)
     for parameter in built.parameters():
         annotate(parameter, replace(placed(parameter, world.mesh), sum_axes=world.outer_axes))
     parameters = {name: p for name, p in built.named_parameters() if p.requires_grad}
-    cast_rest(built, precision, set(parameters.values()))
+    cast_rest(built, precision, set(built.parameters()) if in_chunks else set(parameters.values()))
     return Assembled(
         model=built,
         parameters=parameters,
-        masters=Masters(parameters.values(), precision),
+        values=_first_values(tape, seed, world.device) if in_chunks and tape is not None else None,
         report=report,
         torch_dropout=dropout and report is None,
     )
+
+
+def make_states(
+    built: Assembled,
+    world: World,
+    precision: Precision,
+    make: Factory | None,
+    *,
+    accumulation: int,
+    seed: int,
+) -> States:
+    """Weights, gradients and optimizer state, as the spec says: whole on every data rank, or in chunks."""
+    if world.spec.zero is None:
+        return PlainStates(built.parameters, Masters(built.parameters.values(), precision), world, make)
+    from meshfold.engine.zero import ZeroStates
+
+    return ZeroStates(
+        built.model, world, precision, make, accumulation=accumulation, seed=seed, values=built.values
+    )
+
+
+def _first_values(
+    tape: Tape, seed: int, device: torch.device
+) -> Callable[[str, nn.Parameter, torch.dtype], Tensor]:
+    """This rank's block of a parameter of the model that the tape was bound to, by name."""
+
+    def values(name: str, parameter: nn.Parameter, dtype: torch.dtype) -> Tensor:
+        meta = metadata(parameter)
+        if meta is None:
+            raise SpecError(f"{name!r} has no place on the mesh")
+        coordinates = [meta.placement.coordinates(meta.mesh, dim) for dim in range(len(meta.placement.shape))]
+        local = torch.empty(meta.placement.local_shape(meta.mesh), dtype=dtype, device=device)
+        return tape.materialize(name, local, coordinates, seed=seed)
+
+    return values
 
 
 def _checked(function: Callable[[], nn.Module]) -> nn.Module:
@@ -143,11 +183,11 @@ def _share(model: nn.Module, world: World) -> None:
             tensor.copy_(broadcast(tensor.detach().to(world.device), world.everyone, 0))
 
 
-def _move(model: nn.Module, device: torch.device) -> None:
+def _move(model: nn.Module, device: torch.device, *, parameters: bool) -> None:
     """To the device, each parameter staying the same object with what it carries."""
     for module in model.modules():
         for parameter in module._parameters.values():
-            if parameter is not None:
+            if parameter is not None and parameters:
                 parameter.data = parameter.data.to(device)
         for name, buffer in module._buffers.items():
             if buffer is not None:

@@ -23,10 +23,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from meshfold.engine.errors import CheckpointError
-from meshfold.engine.model_state import gather, global_shape
+from meshfold.engine.states import Source
 from meshfold.engine.tensor_file import Described, TensorFile, TensorWriter, writing_order
 from meshfold.engine.world import World
 from meshfold.mesh import all_reduce
@@ -38,25 +37,26 @@ MODEL, OPTIMIZER, SCHEDULER, STATE = (
     "scheduler.pt",
     "state.json",
 )
-Blocks = dict[str, tuple[Tensor, Tensor]]
-"""Name to (a tensor as this rank holds it, the parameter or buffer that says how it lies)."""
 
 
 def write_checkpoint(
     path: str | os.PathLike[str],
     world: World,
-    files: dict[str, Blocks],
+    files: dict[str, dict[str, Source]],
     state: dict[str, Any],
     scheduler: dict[str, Any] | None,
+    *,
+    all_read: bool,
 ) -> None:
     """Write a checkpoint. All ranks must call; all of them raise if rank 0 could not write.
 
     Args:
         path: the folder; made with its parents, or replaced.
         world: where the tensors lie.
-        files: file name to its tensors, alike on every rank but for the blocks.
+        files: file name to its tensors, alike on every rank.
         state: what goes into ``state.json``.
         scheduler: the scheduler's state, if any.
+        all_read: every rank has a part of the tensors; else the first data coordinate has all of them.
 
     Raises:
         CheckpointError: if the folder could not be written.
@@ -66,8 +66,8 @@ def write_checkpoint(
     error: Exception | None = None
     if world.mesh.rank == 0:
         error = _attempt(lambda: _begin(writing))
-    for name, blocks in files.items():
-        found = _write_tensors(writing / name, world, blocks, error)
+    for name, sources in files.items():
+        found = _write_tensors(writing / name, world, sources, error, all_read)
         error = error or found
     if world.mesh.rank == 0 and error is None:
         error = _attempt(lambda: _finish(writing, target, {"format": FORMAT, **state}, scheduler))
@@ -80,14 +80,13 @@ def write_checkpoint(
         raise CheckpointError(f"rank 0 could not write the checkpoint {target}: its own message says why")
 
 
-def _write_tensors(path: Path, world: World, blocks: Blocks, error: Exception | None) -> Exception | None:
-    """Gather each tensor, once, among the ranks of the first data coordinate; rank 0 appends it to the file."""
-    if world.data_index != 0:
+def _write_tensors(
+    path: Path, world: World, sources: dict[str, Source], error: Exception | None, all_read: bool
+) -> Exception | None:
+    """Gather each tensor, once, among the ranks that have a part of it; rank 0 appends it to the file."""
+    if world.data_index != 0 and not all_read:
         return None
-    announced = {
-        name: Described(dtype=local.dtype, shape=global_shape(local, like))
-        for name, (local, like) in blocks.items()
-    }
+    announced = {name: Described(dtype=source.dtype, shape=source.shape) for name, source in sources.items()}
     writer: TensorWriter | None = None
     if world.mesh.rank == 0 and error is None:
         try:
@@ -95,7 +94,7 @@ def _write_tensors(path: Path, world: World, blocks: Blocks, error: Exception | 
         except (OSError, CheckpointError) as found:
             error = found
     for name in writing_order(announced):
-        whole = gather(*blocks[name], world)  # also after an error: the other ranks are in it
+        whole = sources[name].read()  # also after an error: the other ranks are in it
         if writer is not None and error is None:
             try:
                 writer.write(name, whole)

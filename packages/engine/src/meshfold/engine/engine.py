@@ -12,9 +12,8 @@ from torch import Tensor, nn
 
 from meshfold.engine import batch as batches
 from meshfold.engine import persistence, settings
-from meshfold.engine.assemble import assemble
+from meshfold.engine.assemble import assemble, make_states
 from meshfold.engine.cut import cut
-from meshfold.engine.data_parallel import GradientReducer
 from meshfold.engine.errors import TrainingError
 from meshfold.engine.loader import ShardedLoader
 from meshfold.engine.metrics import StepMetrics
@@ -24,7 +23,7 @@ from meshfold.engine.precision import LossScaler, Precision
 from meshfold.engine.randomness import randomness
 from meshfold.engine.shares import Shares
 from meshfold.engine.world import join
-from meshfold.mesh import ParallelSpec, SpecError, all_reduce, clip_gradients, gradient_norm
+from meshfold.mesh import ParallelSpec, SpecError, all_reduce
 
 _DATA_PARALLEL: Mapping[str, object] = {}
 
@@ -93,14 +92,20 @@ class Engine:
         self._world = join(parallel, device)
         self.spec, self.mesh, self.device = self._world.spec, self._world.mesh, self._world.device
         built = assemble(model, self._world, self._precision, self._seed, rules)
-        self.model, self.report, self._masters = built.model, built.report, built.masters
+        self.model, self.report = built.model, built.report
         self._torch_dropout = built.torch_dropout
         self._shifted = loss_fn is None and batches.loss_is_shifted(self.model)
-        self._targets = {name: built.masters.of(p) for name, p in built.parameters.items()}
-        self._reducer = GradientReducer(list(built.parameters.values()), built.masters, self.mesh)
+        self._states = make_states(
+            built,
+            self._world,
+            self._precision,
+            make_optimizer,
+            accumulation=self._accumulation,
+            seed=self._seed,
+        )
         self._scaler = LossScaler(self._precision.scale)
-        self._model_state = ModelState(self.model, self._masters, self._world)
-        self.optimizer = None if make_optimizer is None else make_optimizer(list(self._targets.values()))  # type: ignore[arg-type]
+        self._model_state = ModelState(self.model, self._states, self._world)
+        self.optimizer = self._states.optimizer
         self.lr_scheduler = scheduler_of(lr_scheduler, self.optimizer)
 
         self.step = self.micro_step = self.skipped_steps = 0
@@ -133,7 +138,7 @@ class Engine:
         work = self._prepare(batch)
         place = self.micro_step % self._accumulation
         last = place == self._accumulation - 1
-        self._reducer.begin(first=place == 0, last=last)
+        self._states.begin(first=place == 0, last=last)
         self.model.train()
         shares = Shares(work, self._world, shifted=self._shifted, places=True)
         with self._randomness(shares):
@@ -188,24 +193,19 @@ class Engine:
 
     def _update(self, optimizer: torch.optim.Optimizer) -> None:
         """End an accumulation: reduce over the data axes, unscale, clip, and step unless something overflowed."""
-        self._reducer.finish(1.0 / self._scaler.scale)
-        targets = self._targets.values()
-        self._norm = (
-            clip_gradients(targets, self.mesh, self._clip)
-            if self._clip
-            else gradient_norm(targets, self.mesh)
-        )
+        states = self._states
+        states.finish(1.0 / self._scaler.scale)
+        self._norm = states.clip(self._clip) if self._clip else states.norm()
         self._lr = float(optimizer.param_groups[0]["lr"])
         self._skipped = self._scaler.moves and self._scaler.update(float(self._norm))
         if self._skipped:
             self.skipped_steps += 1
         else:
-            optimizer.step()
-            self._masters.publish()
+            states.step()
             self.step += 1
             if self.lr_scheduler is not None:
                 self.lr_scheduler.step()
-        optimizer.zero_grad(set_to_none=True)
+        states.forget()
 
     # -- data ---------------------------------------------------------------------------------------------------
 
@@ -291,7 +291,7 @@ class Engine:
 
     def close(self) -> None:
         """Give back the mesh's process groups and take the hooks off the model. The processes stay connected."""
-        self._reducer.close()
+        self._states.close()
         self.mesh.close()
 
     def __enter__(self) -> Engine:

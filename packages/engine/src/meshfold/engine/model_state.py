@@ -4,25 +4,28 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-import torch
 from torch import Tensor, nn
 
 from meshfold.engine.errors import CheckpointError
-from meshfold.engine.precision import Masters
+from meshfold.engine.states import Source, States
 from meshfold.engine.world import World
 from meshfold.mesh import broadcast, metadata
 
 
 class ModelState:
-    """Reads and writes a sharded model tensor by tensor, the masters where there are any."""
+    """Reads and writes a sharded model tensor by tensor: true values, in whatever precision the model computes."""
 
-    def __init__(self, model: nn.Module, masters: Masters, world: World) -> None:
-        self._model, self._masters, self._world = model, masters, world
+    def __init__(self, model: nn.Module, states: States, world: World) -> None:
+        self._model, self._states, self._world = model, states, world
 
     def tensors(self) -> dict[str, Tensor]:
-        """Every name of the state dict with this rank's tensor that has its true value; ties share an object."""
+        """Every name of the state dict with the model's own tensor; ties share an object."""
         found = self._model.state_dict(keep_vars=True)
-        return {name: self._masters.of(value) for name, value in found.items() if isinstance(value, Tensor)}
+        return {name: value for name, value in found.items() if isinstance(value, Tensor)}
+
+    def sources(self) -> dict[str, Source]:
+        """Each tensor once, under its first name."""
+        return {name: self._states.source(tensor) for name, tensor in self.unique().items()}
 
     def unique(self) -> dict[str, Tensor]:
         """Each tensor once, under its first name."""
@@ -40,7 +43,7 @@ class ModelState:
         """The whole state dict in CPU memory. All ranks must call."""
         whole: dict[str, Tensor] = {}
         for name, tensor in self.unique().items():
-            value = gather(tensor, tensor, self._world)
+            value = self._states.source(tensor).read()
             if (
                 metadata(tensor) is None
             ):  # a buffer, which training may have moved apart (batch norm): rank 0's
@@ -66,49 +69,13 @@ class ModelState:
                 f"the state has no {_some(missing)}, which the model needs: it is of another model"
             )
         for name, tensor in self.unique().items():
-            _check_shape(name, given[name], tensor)
+            _check_shape(name, given[name], self._states.source(tensor).shape)
         for name, tensor in self.unique().items():
-            put(given[name], tensor, tensor)
-        self._masters.publish()
+            self._states.write(tensor, given[name])
+        self._states.publish()
 
 
-def global_shape(local: Tensor, like: Tensor) -> tuple[int, ...]:
-    """The shape of the whole tensor of which ``local`` is a block placed like ``like``."""
-    meta = metadata(like)
-    return tuple(local.shape) if meta is None or local.shape != like.shape else meta.placement.shape
-
-
-def gather(local: Tensor, like: Tensor, world: World) -> Tensor:
-    """The whole of a tensor that lies like another (a parameter's optimizer state, say); one of another shape as it is.
-
-    All ranks of one data coordinate must call.
-    """
-    meta = metadata(like)
-    if meta is None or local.shape != like.shape:
-        return local.detach()
-    return meta.placement.gather(local.detach(), world.mesh)
-
-
-@torch.no_grad()
-def put(whole: Tensor, into: Tensor, like: Tensor) -> None:
-    """Copy this rank's block of a whole tensor into a local one that lies like another."""
-    meta = metadata(like)
-    if meta is None or into.shape != like.shape:
-        into.copy_(whole)
-    else:
-        into.copy_(meta.placement.shard(whole, meta.mesh))
-
-
-def blocks_of(whole: Tensor, like: Tensor) -> Tensor:
-    """This rank's block of a whole tensor, or all of it if it does not lie like the other: a new tensor on the CPU."""
-    meta = metadata(like)
-    if meta is None or tuple(whole.shape) != meta.placement.shape:
-        return whole.clone()
-    return meta.placement.shard(whole, meta.mesh)
-
-
-def _check_shape(name: str, whole: Tensor, tensor: Tensor) -> None:
-    wanted = global_shape(tensor, tensor)
+def _check_shape(name: str, whole: Tensor, wanted: tuple[int, ...]) -> None:
     if tuple(whole.shape) != wanted:
         raise CheckpointError(
             f"{name!r} has shape {tuple(whole.shape)} in the state and {wanted} in the model"

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from meshfold.engine.blocks import blocks_of
 from meshfold.engine.errors import CheckpointError
-from meshfold.engine.model_state import blocks_of
 
 # How a step is computed, not what: decided anew where the state is loaded.
 _HOW = {"params", "foreach", "fused", "capturable", "differentiable"}
@@ -38,10 +38,7 @@ class OptimizerState:
         """Class, groups and what is no tensor: can be written as JSON."""
         names = {target: name for name, target in self._targets.items()}
         groups = [
-            {
-                "parameters": [names[p] for p in group["params"]],
-                **{key: _plain(value) for key, value in group.items() if key not in _HOW},
-            }
+            {"parameters": [names[p] for p in group["params"]], **plain_settings(group)}
             for group in self._optimizer.param_groups
         ]
         values = {
@@ -58,18 +55,8 @@ class OptimizerState:
         Raises:
             CheckpointError: for the state of another optimizer, or of other parameters.
         """
-        own = type(self._optimizer).__name__
-        if description["class"] != own:
-            raise CheckpointError(
-                f"the checkpoint is of the optimizer {description['class']}, this engine has {own}: use that one, or "
-                "load(path, weights_only=True)"
-            )
+        check(self._optimizer, description)
         groups = self._optimizer.state_dict()["param_groups"]
-        if len(groups) != len(description["groups"]):
-            raise CheckpointError(
-                f"the checkpoint's optimizer has {len(description['groups'])} parameter groups, this one has "
-                f"{len(groups)}: give the optimizer the same settings, or load(path, weights_only=True)"
-            )
         number = {
             p: place
             for group, found in zip(groups, self._optimizer.param_groups, strict=True)
@@ -88,10 +75,35 @@ class OptimizerState:
                 value = blocks_of(value, target)
             state.setdefault(number[target], {})[key] = value
         restored = [
-            {**group, **{key: _tuples(value) for key, value in saved.items() if key != "parameters"}}
+            {**group, **settings_of(saved)}
             for group, saved in zip(groups, description["groups"], strict=True)
         ]
         self._optimizer.load_state_dict({"state": state, "param_groups": restored})
+
+
+def check(optimizer: torch.optim.Optimizer, description: Mapping[str, Any]) -> None:
+    """Raise a CheckpointError if a description is of another optimizer."""
+    own, groups = type(optimizer).__name__, len(optimizer.param_groups)
+    if description["class"] != own:
+        raise CheckpointError(
+            f"the checkpoint is of the optimizer {description['class']}, this engine has {own}: use that one, or "
+            "load(path, weights_only=True)"
+        )
+    if groups != len(description["groups"]):
+        raise CheckpointError(
+            f"the checkpoint's optimizer has {len(description['groups'])} parameter groups, this one has "
+            f"{groups}: give the optimizer the same settings, or load(path, weights_only=True)"
+        )
+
+
+def plain_settings(group: Mapping[str, Any]) -> dict[str, Any]:
+    """A group's settings as JSON can have them."""
+    return {key: _plain(value) for key, value in group.items() if key not in _HOW}
+
+
+def settings_of(saved: Mapping[str, Any]) -> dict[str, Any]:
+    """A group's settings from a description of it."""
+    return {key: _tuples(value) for key, value in saved.items() if key != "parameters"}
 
 
 def _plain(value: Any) -> Any:

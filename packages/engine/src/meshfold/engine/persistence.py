@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Any
 
 from meshfold.engine.checkpoint import MODEL, OPTIMIZER, Checkpoint, write_checkpoint
 from meshfold.engine.errors import CheckpointError
-from meshfold.engine.optimizer_state import OptimizerState
 
 if TYPE_CHECKING:
     from meshfold.engine.engine import Engine
@@ -21,7 +20,7 @@ def save(engine: Engine, path: str | os.PathLike[str]) -> None:
             f"save() after {done} of {engine._accumulation} micro-steps of an accumulation would lose their gradients: "
             "save when engine.last.stepped is true"
         )
-    files = {MODEL: {name: (tensor, tensor) for name, tensor in engine._model_state.unique().items()}}
+    files = {MODEL: engine._model_state.sources()}
     loaders = {name: loader.state_dict() for name, loader in engine._loaders.items()}
     state: dict[str, Any] = {
         "spec": str(engine.spec.to_dict()),
@@ -35,11 +34,10 @@ def save(engine: Engine, path: str | os.PathLike[str]) -> None:
         "data": {**engine._positions, **loaders},
     }
     if engine.optimizer is not None:
-        kept = OptimizerState(engine.optimizer, engine._targets)
-        files[OPTIMIZER] = kept.tensors()
-        state["optimizer"] = kept.description()
+        files[OPTIMIZER] = engine._states.optimizer_sources()
+        state["optimizer"] = engine._states.optimizer_description()
     scheduler = None if engine.lr_scheduler is None else engine.lr_scheduler.state_dict()
-    write_checkpoint(path, engine._world, files, state, scheduler)
+    write_checkpoint(path, engine._world, files, state, scheduler, all_read=engine._states.all_read)
 
 
 def load(engine: Engine, path: str | os.PathLike[str], *, weights_only: bool) -> None:
@@ -50,7 +48,7 @@ def load(engine: Engine, path: str | os.PathLike[str], *, weights_only: bool) ->
         return
     state = found.state
     if engine.optimizer is not None and "optimizer" in state:
-        OptimizerState(engine.optimizer, engine._targets).load(state["optimizer"], found.optimizer)
+        engine._states.load_optimizer(state["optimizer"], found.optimizer)
     scheduler = found.scheduler
     if engine.lr_scheduler is not None and scheduler is not None:
         engine.lr_scheduler.load_state_dict(scheduler)

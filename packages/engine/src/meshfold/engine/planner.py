@@ -19,10 +19,10 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from meshfold.engine.engine import Engine
 from meshfold.engine.machines import Machine
-from meshfold.engine.model_state import global_shape
 from meshfold.engine.shares import Shares
+from meshfold.engine.states import PlainStates
 from meshfold.engine.without_values import WithoutValues, saved_for_backward
-from meshfold.mesh import Log, Mesh, ParallelSpec, SpecError, all_reduce, gradient_norm, record
+from meshfold.mesh import Log, Mesh, ParallelSpec, SpecError, all_reduce, record
 from meshfold.mesh.process_group import start_fake
 from meshfold.tensor_parallel import Report
 
@@ -162,7 +162,10 @@ def estimate(
     with start_fake(spec.world_size), WithoutValues() as stand_in:
         engine = Engine(build, parallel=spec, precision=precision, device="meta")
         parameters = list(engine.model.parameters())
-        targets = list(engine._targets.values())
+        states = engine._states
+        if not isinstance(states, PlainStates):
+            raise SpecError("meshfold plan cannot look into zero=... yet: plan the spec without it")
+        targets = list(states.targets.values())
         rows = engine.shard_batch(
             torch.empty(batch_size // accumulate, seq_len, dtype=torch.int64, device="meta")
         )
@@ -200,9 +203,7 @@ def estimate(
             memory=memory,
             traffic=tuple(_summary([*earlier.entries, *last.entries], engine._world.outer_axes)),
             flops=flops,
-            shapes={
-                name: global_shape(tensor, tensor) for name, tensor in engine._model_state.unique().items()
-            },
+            shapes={name: source.shape for name, source in engine._model_state.sources().items()},
             summary="" if report is None else _in_a_line(report),
             report="" if report is None else str(report),
             seconds=time.perf_counter() - begin,
@@ -221,7 +222,7 @@ def times(found: Estimate, machine: Machine, precision: str) -> Times:
 
 def _micro_step(engine: Engine, rows: Any, log: Log, *, last: bool) -> None:
     """What ``train_step`` does, but for looking at values, which are not there."""
-    engine._reducer.begin(first=True, last=last)
+    engine._states.begin(first=True, last=last)
     engine.model.train()
     work = engine._prepare(rows)
     shares = Shares(work, engine._world, shifted=engine._shifted, places=False)
@@ -233,9 +234,9 @@ def _micro_step(engine: Engine, rows: Any, log: Log, *, last: bool) -> None:
     all_reduce(loss.detach() * share, engine._world.data_group)
     if last:
         log.phase = "backward"
-        engine._reducer.finish()
+        engine._states.finish(1.0)
         log.phase = "norm"
-        gradient_norm(engine._targets.values(), engine.mesh)
+        engine._states.norm()
 
 
 def _in_a_line(report: Report) -> str:

@@ -94,6 +94,29 @@ def all_gather(x: Tensor, group: Group, dim: int = 0, *, async_op: bool = False)
     return _issue(gathered, finish, async_op)
 
 
+def all_gather_into(out: Tensor, x: Tensor, group: Group) -> Pending:
+    """:func:`all_gather` along dim 0 into memory that is there already: ``[n, ..] -> [g·n, ..]``.
+
+    Args:
+        out: contiguous; written when the result has been waited for.
+        x: contiguous; it may be this rank's block of ``out``.
+
+    Raises:
+        CollectiveError: if ``out`` has not room for exactly every rank's block.
+    """
+    if out.shape != (group.size * x.shape[0], *x.shape[1:]) or out.dtype != x.dtype:
+        raise CollectiveError(
+            f"all_gather_into: {group.size} blocks of {tuple(x.shape)} {x.dtype} do not make {tuple(out.shape)} {out.dtype}"
+        )
+    if group.size == 1:
+        if out.data_ptr() != x.data_ptr():
+            out.copy_(x)
+        return Pending(out, None)
+    _note("all_gather", group, x, times=group.size)
+    gathered = _ops.all_gather_into_tensor_out(x, group.size, group.name, out=out)
+    return Pending(gathered, _same)
+
+
 @overload
 def reduce_scatter(x: Tensor, group: Group, dim: int = ..., *, async_op: Literal[False] = ...) -> Tensor: ...
 @overload

@@ -224,6 +224,7 @@ def materialize(
     device: torch.device | str,
     dtype: torch.dtype | None = None,
     placement_of: PlacementOf | None = None,
+    parameters: bool = True,
 ) -> Module:
     """Replace every meta parameter and buffer of a model, in place, by a real one that holds this rank's block.
 
@@ -238,6 +239,7 @@ def materialize(
         dtype: of floating parameters and buffers, as ``model.to(dtype)``; None keeps each tensor's own.
         placement_of: from a tensor's name and the meta tensor to one vector of global coordinates a dim (as
             `Placement.coordinates` gives them), or None for a whole tensor. Left out: all whole.
+        parameters: False leaves parameters as they are, for one who asks the tape for them one by one.
 
     Returns:
         The model.
@@ -248,7 +250,7 @@ def materialize(
     tape.bind(model)
     device = torch.device(device)
     blocks: dict[object, Tensor] = {}
-    parameters: dict[Tensor, nn.Parameter] = {}
+    made: dict[Tensor, nn.Parameter] = {}
 
     def block_of(name: str, tensor: Tensor) -> Tensor:
         identity = tape.recording.ref(tensor) if tape.recording.knows(tensor) else tensor
@@ -270,12 +272,12 @@ def materialize(
     for prefix, module in model.named_modules():
         path = f"{prefix}." if prefix else ""
         for name, parameter in module._parameters.items():
-            if parameter is not None:
-                if parameter not in parameters:
+            if parameter is not None and parameters:
+                if parameter not in made:
                     block = block_of(path + name, parameter)
-                    parameters[parameter] = nn.Parameter(block, requires_grad=parameter.requires_grad)
-                    parameters[parameter].__dict__.update(parameter.__dict__)
-                module._parameters[name] = parameters[parameter]
+                    made[parameter] = nn.Parameter(block, requires_grad=parameter.requires_grad)
+                    made[parameter].__dict__.update(parameter.__dict__)
+                module._parameters[name] = made[parameter]
         for name, buffer in module._buffers.items():
             if buffer is not None:
                 module._buffers[name] = block_of(path + name, buffer)

@@ -34,17 +34,17 @@ def gradient_norm(parameters: Iterable[Tensor], mesh: Mesh, norm_type: float = 2
     """
     if isinstance(norm_type, bool) or not isinstance(norm_type, int | float) or not norm_type > 0:
         raise SpecError(f"norm_type={norm_type!r}: a norm is 1, 2, any number above 0, or math.inf")
-    pieces: dict[tuple[int, torch.dtype], list[Tensor]] = {}
+    found: dict[tuple[int, torch.dtype], list[Tensor]] = {}
     for parameter in parameters:
         if parameter.grad is None:
             continue
-        for piece, holders in _pieces(parameter.grad.detach(), placed(parameter, mesh), mesh):
+        for piece, holders in pieces(parameter.grad.detach(), placed(parameter, mesh), mesh):
             if piece.numel():
-                pieces.setdefault((holders, piece.dtype), []).append(piece)
-    device = next((piece.device for alike in pieces.values() for piece in alike), torch.device("cpu"))
+                found.setdefault((holders, piece.dtype), []).append(piece)
+    device = next((piece.device for alike in found.values() for piece in alike), torch.device("cpu"))
     total = torch.zeros((), dtype=torch.float64, device=device)
     largest = math.isinf(norm_type)
-    for (holders, dtype), alike in pieces.items():
+    for (holders, dtype), alike in found.items():
         # A norm's sum of squares is kept in float32 at least; other powers are not worth a fast path.
         wide = torch.float32 if norm_type == 2.0 and dtype != torch.float64 else torch.float64
         norms = torch.stack(torch._foreach_norm(alike, norm_type, dtype=wide)).to(device, torch.float64)
@@ -85,18 +85,18 @@ def clip_gradients(
     return norm
 
 
-def _pieces(grad: Tensor, meta: ParameterMeta, mesh: Mesh) -> Iterable[tuple[Tensor, int]]:
+def pieces(grad: Tensor, meta: ParameterMeta, mesh: Mesh) -> Iterable[tuple[Tensor, int]]:
     """The gradient in pieces, each with how many ranks hold the same numbers."""
     replicas = mesh.world_size // meta.mesh.size(*meta.placement.split_axes)
     if all(part.repeat == 1 for parts in meta.placement.parts.values() for part in parts):
         yield grad, replicas
         return
-    pieces = [(grad, replicas)]
+    cut = [(grad, replicas)]
     for dim, parts in meta.placement.parts.items():
         lengths = [n for _, n in meta.placement.segments(meta.mesh, dim)]
-        pieces = [
+        cut = [
             (stretch, holders * part.repeat)
-            for piece, holders in pieces
+            for piece, holders in cut
             for stretch, part in zip(piece.split(lengths, dim), parts, strict=True)
         ]
-    yield from pieces
+    yield from cut

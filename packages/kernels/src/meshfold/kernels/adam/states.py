@@ -6,12 +6,14 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from meshfold.kernels import float_bits
 from meshfold.kernels.adam import masters
 from meshfold.kernels.adam.checks import check_flat
 
 BLOCK = float_bits.QUANTIZED_BLOCK
+_SIGNED, _UNSIGNED = float_bits.SIGNED_CODE, float_bits.UNSIGNED_CODE
 _COPIES = (torch.bfloat16, torch.float16)
 
 
@@ -161,6 +163,27 @@ class QuantizedState:
     def master(self) -> Tensor:
         """The float32 parameter, in a new tensor."""
         return masters.join_master(self.hi, self.lo)
+
+    def moment(self, name: str) -> Tensor:
+        """``exp_avg`` or ``exp_avg_sq`` as float32 ``n``, in a new tensor."""
+        code = _SIGNED if name == "exp_avg" else _UNSIGNED
+        stored: Tensor = getattr(self, name)
+        scale: Tensor = getattr(self, f"{name}_scale")
+        q = stored.to(torch.int64)
+        magnitude = q & 127 if code is _SIGNED else q
+        value = float_bits.decode(magnitude, scale.repeat_interleave(BLOCK)[: q.numel()], code)
+        return torch.where(q > 127, -value, value) if code is _SIGNED else value
+
+    def load_moment(self, name: str, value: Tensor) -> None:
+        """Take ``exp_avg`` or ``exp_avg_sq`` from float32 ``n``, rounded to nearest, in place."""
+        code = _SIGNED if name == "exp_avg" else _UNSIGNED
+        blocks = functional.pad(value.abs(), (0, -value.numel() % BLOCK)).view(-1, BLOCK)
+        scale, inverse = float_bits.scales(blocks.amax(1), code)
+        half = torch.full_like(blocks, 0x8000, dtype=torch.int64)
+        q = float_bits.encode(blocks, inverse.unsqueeze(1), half, code).view(-1)[: value.numel()]
+        q = q + 128 * value.signbit() if code is _SIGNED else torch.maximum(q, (value > 0).to(q.dtype))
+        getattr(self, name).copy_(q)
+        getattr(self, f"{name}_scale").copy_(scale)
 
 
 AdamState = WholeState | SplitState | QuantizedState

@@ -1,0 +1,226 @@
+"""One GPU, one large model: where its state lives, and what a step then costs.
+
+OPT-shaped decoders in bfloat16 with activation checkpointing and clipping at 1.0, as in the published comparisons of
+offloading. Each row runs in a process of its own, so that its peaks of GPU and host memory are its own. `meshfold bench
+zero-placements` writes JSON with the raw times; `--report FILE.json` makes the table and the plot from it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import resource
+import subprocess
+import sys
+import time
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # so that this file runs on its own
+
+import torch
+from torch import nn
+
+from benchmarks.common import machine, median, synchronize, write
+
+RESULTS = Path(__file__).parent / "results"
+# Layers, hidden size, heads of OPT (arXiv 2205.01068, table 1).
+SHAPES = {
+    "tiny": (2, 64, 4),
+    "125M": (12, 768, 12),
+    "1.3B": (24, 2048, 32),
+    "6.7B": (32, 4096, 32),
+    "13B": (40, 5120, 40),
+}
+WORDS = 50272
+PLACEMENTS: dict[str, dict[str, Any] | None] = {
+    "everything on the GPU, no zero": None,
+    "cuda": dict(placement="cuda"),
+    "half of the optimizer on the host": dict(placement="static", offload_optim_frac=0.5),
+    "optimizer on the host": dict(placement="static", offload_optim_frac=1.0),
+    "cpu": dict(placement="cpu"),
+    "cpu, regime B": dict(placement="cpu", regime="B"),
+    "cpu, regime C": dict(placement="cpu", regime="C"),
+}
+
+
+def main(argv: list[str]) -> int:
+    """Entry point of `meshfold bench zero-placements`."""
+    parser = argparse.ArgumentParser(
+        prog="meshfold bench zero-placements", description=__doc__.split("\n")[0]
+    )
+    parser.add_argument("--model", choices=SHAPES, default="6.7B")
+    parser.add_argument("--rows", type=int, default=16, help="sequences of a step")
+    parser.add_argument("--seq-len", type=int, default=1024)
+    parser.add_argument("--steps", type=int, default=6, help="timed, after two that are not")
+    parser.add_argument("--only", nargs="+", choices=PLACEMENTS, default=list(PLACEMENTS))
+    parser.add_argument("--out", type=Path, default=RESULTS / "zero_placements.json")
+    parser.add_argument("--report", type=Path, help="make table and plot from this result; nothing is run")
+    parser.add_argument("--row", choices=PLACEMENTS, help=argparse.SUPPRESS)
+    options = parser.parse_args(argv)
+    if options.report is not None:
+        report(options.report)
+        return 0
+    if options.row is not None:
+        print(json.dumps(run(options.row, options)))
+        return 0
+    rows = {}
+    for name in options.only:
+        print(f"{options.model}, {name} ...", flush=True)
+        rows[name] = in_a_process(name, argv)
+        print(f"  {summary(rows[name])}", flush=True)
+    result = {
+        "benchmark": "zero-placements",
+        "machine": machine(),
+        "settings": {
+            "model": options.model,
+            "rows": options.rows,
+            "seq_len": options.seq_len,
+            "precision": "bf16",
+            "clip_grad_norm": 1.0,
+            "activation_checkpointing": "every block",
+        },
+        "rows": rows,
+    }
+    write(options.out, result)
+    report(options.out)
+    return 0
+
+
+def in_a_process(name: str, argv: list[str]) -> dict[str, Any]:
+    """One row's numbers, or why it could not run."""
+    done = subprocess.run(
+        [sys.executable, __file__, *argv, "--row", name],
+        capture_output=True,
+        text=True,
+    )
+    if done.returncode:
+        lines = done.stderr.strip().splitlines() or [f"ended with code {done.returncode}"]
+        return {"error": lines[-1][:500]}
+    found: dict[str, Any] = json.loads(done.stdout.strip().splitlines()[-1])
+    return found
+
+
+class Recomputed(nn.Module):
+    """A block whose activations are computed again in backward."""
+
+    def __init__(self, block: nn.Module) -> None:
+        super().__init__()
+        self.block = block
+
+    def forward(self, *args: Any, **keywords: Any) -> Any:
+        return torch.utils.checkpoint.checkpoint(self.block, *args, use_reentrant=False, **keywords)
+
+
+def model(shape: str, seq_len: int) -> nn.Module:
+    """A decoder of OPT's shape."""
+    from meshfold.engine.models import build, preset
+
+    layers, hidden, heads = SHAPES[shape]
+    made = build(
+        preset(
+            "gpt2",
+            layers=layers,
+            hidden=hidden,
+            heads=heads,
+            vocab_size=WORDS,
+            max_positions=seq_len,
+            dropout=0.0,
+        )
+    )
+    made.blocks = nn.ModuleList(Recomputed(block) for block in made.blocks)
+    return made
+
+
+def run(name: str, options: argparse.Namespace) -> dict[str, Any]:
+    """Train some steps in this process."""
+    from meshfold.engine import Engine
+
+    zero = PLACEMENTS[name]
+    begin = time.perf_counter()
+    engine = Engine(
+        partial(model, options.model, options.seq_len), {} if zero is None else {"zero": dict(stage=3, **zero)},
+        optimizer=dict(name="adamw", lr=1e-4), precision="bf16", clip_grad_norm=1.0,
+    )  # fmt: skip
+    built = time.perf_counter() - begin
+    generator = torch.Generator().manual_seed(0)
+    ids = torch.randint(WORDS, (options.rows, options.seq_len), generator=generator).to(engine.device)
+    seconds, losses, norms = [], [], []
+    for _ in range(options.steps + 2):
+        synchronize()
+        begin = time.perf_counter()
+        losses.append(engine.train_step({"input_ids": ids, "labels": ids}))
+        synchronize()
+        seconds.append(time.perf_counter() - begin)
+        norms.append(engine.last.grad_norm if engine.last is not None else None)
+    engine.close()
+    return {
+        "seconds_to_build": built,
+        "seconds": seconds[2:],
+        "losses": losses,
+        "grad_norms": norms,
+        "gpu_peak_bytes": torch.cuda.max_memory_allocated() if torch.cuda.is_available() else 0,
+        "host_peak_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
+    }
+
+
+def summary(row: dict[str, Any]) -> str:
+    """A row in a line."""
+    if "error" in row:
+        return str(row["error"])
+    gpu, host = row["gpu_peak_bytes"] / 2**30, row["host_peak_bytes"] / 2**30
+    return f"{median(row['seconds']):.3f} s a step, GPU {gpu:.1f} GiB, host {host:.1f} GiB"
+
+
+def report(path: Path) -> None:
+    """Table and plot from a result."""
+    result = json.loads(path.read_text())
+    about, rows = result["settings"], result["rows"]
+    lines = [
+        f"# ZeRO placements: {about['model']}, {about['rows']} × {about['seq_len']} tokens",
+        "",
+        f"{result['machine'].get('gpu', 'CPU')}, torch {result['machine']['torch']}; bfloat16, every block recomputed, "
+        "clipped at 1.0; median of the timed steps, lowest to highest in brackets.",
+        "",
+        "| state lives | seconds a step | GPU peak, GiB | host peak, GiB | loss after the last step |",
+        "| --- | --- | --- | --- | --- |",
+    ]
+    for name, row in rows.items():
+        if "error" in row:
+            lines.append(f"| {name} | – | – | – | {row['error']} |")
+            continue
+        times = row["seconds"]
+        lines.append(
+            f"| {name} | {median(times):.3f} ({min(times):.3f}–{max(times):.3f}) | {row['gpu_peak_bytes'] / 2**30:.1f} | "
+            f"{row['host_peak_bytes'] / 2**30:.1f} | {row['losses'][-1]:.3f} |"
+        )
+    path.with_suffix(".md").write_text("\n".join(lines) + "\n")
+    draw(path.with_suffix(".png"), about, {name: row for name, row in rows.items() if "error" not in row})
+
+
+def draw(path: Path, about: dict[str, Any], rows: dict[str, dict[str, Any]]) -> None:
+    """Seconds a step against GPU memory: each row a point."""
+    import matplotlib as mpl
+
+    mpl.use("Agg")
+    from matplotlib import pyplot as plt
+
+    figure, axes = plt.subplots(figsize=(8, 4.5), layout="constrained")
+    for name, row in rows.items():
+        x, y = row["gpu_peak_bytes"] / 2**30, median(row["seconds"])
+        axes.plot(x, y, "o", markersize=7)
+        axes.annotate(name, (x, y), textcoords="offset points", xytext=(7, 5), fontsize=9)
+    axes.set(
+        xlabel="peak of GPU memory, GiB", ylabel="seconds a step",
+        title=f"{about['model']}, {about['rows']} × {about['seq_len']} tokens: less GPU memory, longer steps",
+    )  # fmt: skip
+    axes.set_ylim(bottom=0)
+    axes.margins(x=0.25)
+    axes.grid(alpha=0.3)
+    figure.savefig(path, dpi=120)
+    plt.close(figure)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

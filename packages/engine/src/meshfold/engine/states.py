@@ -1,0 +1,167 @@
+"""Where an engine's weights, gradients and optimizer state are, and what can be done with them.
+
+:class:`PlainStates` keeps them whole on every data rank; :class:`meshfold.engine.zero.ZeroStates` keeps them in chunks
+that data ranks share.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from meshfold.engine.blocks import gather, global_shape, put
+from meshfold.engine.data_parallel import GradientReducer
+from meshfold.engine.optimizer_state import OptimizerState
+from meshfold.engine.optimizers import Factory
+from meshfold.engine.precision import Masters
+from meshfold.engine.world import World
+from meshfold.mesh import clip_gradients, gradient_norm
+
+
+@dataclass(frozen=True, kw_only=True)
+class Source:
+    """A whole tensor that ranks hold parts of.
+
+    Attributes:
+        dtype: of its elements.
+        shape: of the whole.
+        read: makes the whole tensor; a collective over the ranks that ``States.all_read`` says.
+    """
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    read: Callable[[], Tensor]
+
+
+class States(Protocol):
+    """Weights, gradients and optimizer state of a model.
+
+    Attributes:
+        optimizer: a torch optimizer; None for evaluation only.
+        all_read: every rank must call ``Source.read``; else those of one data coordinate.
+    """
+
+    optimizer: torch.optim.Optimizer | None
+    all_read: bool
+
+    def begin(self, *, first: bool, last: bool) -> None:
+        """Before each micro-step: whether it is the first or the last of an accumulation."""
+
+    def finish(self, factor: float) -> None:
+        """After the last backward: gradients are summed over the data axes, times the factor."""
+
+    def norm(self) -> Tensor:
+        """The norm of the whole model's gradient."""
+
+    def clip(self, max_norm: float) -> Tensor:
+        """Scale gradients to a norm of at most ``max_norm``; the norm before."""
+
+    def step(self) -> None:
+        """Let the optimizer step, and the model see it."""
+
+    def forget(self) -> None:
+        """Let gradients go."""
+
+    def source(self, tensor: Tensor) -> Source:
+        """The true value of one of the model's parameters or buffers."""
+
+    def write(self, tensor: Tensor, whole: Tensor) -> None:
+        """Give a parameter or buffer its true value; then ``publish``."""
+
+    def publish(self) -> None:
+        """Let the model see what was written."""
+
+    def optimizer_sources(self) -> dict[str, Source]:
+        """The optimizer's tensors by ``parameter/state``. All ranks must call."""
+
+    def optimizer_description(self) -> dict[str, Any]:
+        """What else of the optimizer a checkpoint keeps."""
+
+    def load_optimizer(self, description: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
+        """Take the optimizer's state from a checkpoint."""
+
+    def close(self) -> None:
+        """Leave the model alone from now on."""
+
+
+class PlainStates:
+    """Every data rank has all of its tensor block's state: gradients are summed over the data axes.
+
+    Attributes:
+        masters: the true weights beside the parameters.
+        targets: by name, what the optimizer updates.
+        reducer: sums the gradients.
+    """
+
+    all_read = False
+
+    def __init__(
+        self, parameters: Mapping[str, nn.Parameter], masters: Masters, world: World, make: Factory | None
+    ) -> None:
+        """Args:
+        parameters: those that are trained, by name.
+        masters: their true weights.
+        world: where they lie.
+        make: makes the optimizer.
+        """
+        self.masters, self._world = masters, world
+        self.targets = {name: masters.of(p) for name, p in parameters.items()}
+        self.reducer = GradientReducer(list(parameters.values()), masters, world.mesh)
+        self.optimizer = None if make is None else make(list(self.targets.values()))  # type: ignore[arg-type]
+
+    def begin(self, *, first: bool, last: bool) -> None:
+        self.reducer.begin(first=first, last=last)
+
+    def finish(self, factor: float) -> None:
+        self.reducer.finish(factor)
+
+    def norm(self) -> Tensor:
+        return gradient_norm(self.targets.values(), self._world.mesh)
+
+    def clip(self, max_norm: float) -> Tensor:
+        return clip_gradients(self.targets.values(), self._world.mesh, max_norm)
+
+    def step(self) -> None:
+        if self.optimizer is not None:
+            self.optimizer.step()
+            self.publish()
+
+    def forget(self) -> None:
+        for target in self.targets.values():
+            target.grad = None
+
+    def source(self, tensor: Tensor) -> Source:
+        true = self.masters.of(tensor)
+        return held(true, true, self._world)
+
+    def write(self, tensor: Tensor, whole: Tensor) -> None:
+        true = self.masters.of(tensor)
+        put(whole, true, true)
+
+    def publish(self) -> None:
+        self.masters.publish()
+
+    def optimizer_sources(self) -> dict[str, Source]:
+        return {name: held(*pair, self._world) for name, pair in self._optimizer_state().tensors().items()}
+
+    def optimizer_description(self) -> dict[str, Any]:
+        return self._optimizer_state().description()
+
+    def load_optimizer(self, description: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
+        self._optimizer_state().load(description, tensors)
+
+    def close(self) -> None:
+        self.reducer.close()
+
+    def _optimizer_state(self) -> OptimizerState:
+        assert self.optimizer is not None  # the engine asks only then
+        return OptimizerState(self.optimizer, self.targets)
+
+
+def held(local: Tensor, like: Tensor, world: World) -> Source:
+    """A tensor that lies like another (a parameter's optimizer state, say); one of another shape as it is."""
+    return Source(dtype=local.dtype, shape=global_shape(local, like), read=lambda: gather(local, like, world))

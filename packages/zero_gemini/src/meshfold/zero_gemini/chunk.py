@@ -1,0 +1,180 @@
+"""A chunk: a flat run of parameters that is gathered, used, reduced and let go as one.
+
+Its life, with N ranks in the group:
+
+1. ``fill`` writes this rank's share of every parameter's first values into the shard (1/N of the chunk).
+2. ``gather`` starts bringing all N shards together in one flat tensor on the compute device; ``wait`` ends it. The
+   parameters are views of that tensor: what the all-gather writes is what the model computes with, without a copy.
+3. ``release`` gives the memory back. The tensor stays the same object with an empty storage, so that views which
+   autograd saved for backward are whole again when the chunk is gathered for it.
+4. Gradients are collected beside it (:mod:`meshfold.zero_gemini.gradients`), the optimizer changes the shard, and the
+   next ``gather`` shows its work.
+
+A *resident* chunk is never let go: its shard is this rank's part of the gathered tensor itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor, nn
+
+from meshfold.mesh import Group, Pending
+from meshfold.mesh.collectives import all_gather_into
+from meshfold.zero_gemini.errors import ChunkError
+from meshfold.zero_gemini.layout import ChunkSpec, ShardSlice
+from meshfold.zero_gemini.transfer import beside, host_empty, mark, queue_behind
+
+
+class Chunk:
+    """Parameters in one piece of memory.
+
+    Attributes:
+        spec: which parameter lies where.
+        group: the ranks that hold a shard each.
+        shard: this rank's elements, on the home device.
+        slices: which stretches of which parameters these are.
+        resident: the gathered tensor is always there.
+        is_due: the optimizer's last step of the shard was promised, and ``due`` waits for it and publishes it.
+    """
+
+    def __init__(
+        self,
+        spec: ChunkSpec,
+        slices: Sequence[ShardSlice],
+        parameters: Sequence[nn.Parameter],
+        shapes: Sequence[torch.Size],
+        group: Group,
+        *,
+        dtype: torch.dtype,
+        device: torch.device,
+        home: torch.device,
+        resident: bool,
+    ) -> None:
+        """Args:
+        spec: sizes and slots.
+        slices: what of them lies in this rank's shard.
+        parameters: those of the slots, in order; from now on they are views of the chunk, in its dtype.
+        shapes: of the parameters.
+        dtype: in which the model computes.
+        device: where it computes.
+        home: where the shard is while the chunk is not gathered.
+        resident: keep the whole chunk on the device.
+        """
+        self.spec, self.slices, self.parameters, self.group = spec, list(slices), list(parameters), group
+        self.dtype, self.device, self.home = dtype, device, home
+        self.resident = resident or (group.size == 1 and home == device)
+        self._length = spec.shard_elems
+        self._shapes = list(shapes)
+        self._whole = torch.zeros(spec.size_elems, dtype=dtype, device=device)
+        self._bytes = self._whole.untyped_storage().nbytes()
+        if self.resident:
+            self.shard = self._whole[group.index * self._length : (group.index + 1) * self._length]
+        else:
+            self.shard = host_empty(self._length, dtype, home, device).zero_()
+        self.is_due = False
+        self.due: Callable[[], None] | None = None
+        self._nothing = torch.empty(0, dtype=dtype, device=device)
+        self._pending: Pending | None = None
+        self._copied: torch.cuda.Event | None = None
+        self._gathered = True
+        self._show()
+        if not self.resident:
+            self.release()
+
+    # -- bringing together, letting go --------------------------------------------------------------------------
+
+    @property
+    def is_gathered(self) -> bool:
+        """Whether the parameters can be computed with, now or after ``wait``."""
+        return self._gathered
+
+    def gather(self) -> None:
+        """Start bringing the shards together; nothing if they are together or on their way. All of the group must call."""
+        self.settle()
+        if self._gathered:
+            return
+        self._whole.untyped_storage().resize_(self._bytes)
+        mine = self._whole[self.group.index * self._length : (self.group.index + 1) * self._length]
+        with beside(self.device):
+            mine.copy_(self.shard, non_blocking=True)
+            self._pending = all_gather_into(self._whole, mine, self.group)
+            self._copied = mark(self.device)
+        self._gathered = True
+
+    def settle(self) -> None:
+        """Wait for the optimizer, if it is still at work on the shard."""
+        if self.is_due and self.due is not None:
+            self.is_due = False
+            self.due()
+
+    def wait(self) -> None:
+        """End what ``gather`` started: parameters may be used.
+
+        Raises:
+            ChunkError: if nothing was started.
+        """
+        if self._pending is not None:
+            queue_behind(self._copied, self.device)
+            self._pending.wait()
+            self._pending = self._copied = None
+            self._show()
+        elif not self._gathered:
+            raise ChunkError(f"{self} was waited for before it was gathered")
+
+    def release(self) -> None:
+        """Give the gathered tensor's memory back."""
+        if self.resident or not self._gathered:
+            return
+        if self._pending is not None:
+            self.wait()
+        for parameter in self.parameters:
+            parameter.data = self._nothing
+        self._whole.untyped_storage().resize_(0)
+        self._gathered = False
+
+    def publish(self) -> None:
+        """After the shard has changed: start showing it to the group where the chunk is resident; then ``wait``."""
+        if self.resident:
+            self._pending = all_gather_into(self._whole, self.shard, self.group)
+
+    def _show(self) -> None:
+        for parameter, slot, shape in zip(self.parameters, self.spec.slots, self._shapes, strict=True):
+            parameter.data = self._whole[slot.start_elems : slot.start_elems + slot.numel].view(shape)
+
+    def wait_if_resident(self) -> None:
+        """End what ``publish`` started."""
+        if self.resident:
+            self.wait()
+
+    # -- values -------------------------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def fill(self, name: str, block: Tensor) -> None:
+        """Take a parameter's values: this rank keeps its share of them.
+
+        Args:
+            name: of the parameter.
+            block: of its shape, any dtype and device.
+        """
+        for part in self.slices:
+            if part.name == name:
+                self.shard[part.shard_start : part.shard_start + part.length].copy_(self.cut(name, block))
+
+    def cut(self, name: str, block: Tensor) -> Tensor:
+        """This rank's elements, flat, of a tensor of a parameter's shape; none if it has none."""
+        part = next((part for part in self.slices if part.name == name), None)
+        start, length = (0, 0) if part is None else (part.parameter_start, part.length)
+        return block.detach().reshape(-1)[start : start + length]
+
+    def lengths(self, name: str) -> list[int]:
+        """How many elements of a parameter each rank of the group has."""
+        slot = next(slot for slot in self.spec.slots if slot.name == name)
+        begin, end = slot.start_elems, slot.start_elems + slot.numel
+        starts = range(0, self.spec.size_elems, self._length)
+        return [max(0, min(end, start + self._length) - max(begin, start)) for start in starts]
+
+    def __repr__(self) -> str:
+        names = self.spec.names
+        return f"chunk of {names[0]} to {names[-1]} ({self.spec.size_elems:,} elements)"

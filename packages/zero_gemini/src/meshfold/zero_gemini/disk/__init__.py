@@ -1,0 +1,21 @@
+"""Named blocks of bytes on a file system: large aligned direct I/O, several pieces in flight, one file a rank."""
+
+from __future__ import annotations
+
+from .bench import DiskRates, bench
+from .inspect import StoreInfo, check
+from .layout import footprint_bytes
+from .memory import aligned_empty
+from .request import Pending
+from .store import DiskStore
+
+__all__ = [
+    "DiskRates",
+    "DiskStore",
+    "Pending",
+    "StoreInfo",
+    "aligned_empty",
+    "bench",
+    "check",
+    "footprint_bytes",
+]

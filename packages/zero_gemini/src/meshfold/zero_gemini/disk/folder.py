@@ -1,0 +1,186 @@
+"""What can be said before training: is the folder there, may it be written, does the file fit, is it ours alone."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+import stat
+from pathlib import Path
+
+from ..errors import DiskError
+from .layout import MAGIC, Header
+from .memory import ALIGN
+
+_FULL = (errno.ENOSPC, errno.EDQUOT)
+
+
+def disk_error(message: str, cause: OSError) -> DiskError:
+    """A `DiskError` with the number of the system's error, for callers who tell a full disk from a broken one."""
+    error = DiskError(message)
+    error.errno = cause.errno
+    return error
+
+
+def block_path(folder: str | os.PathLike[str], name: str, rank: int) -> Path:
+    """The file of one rank in a folder that exists.
+
+    Raises:
+        DiskError: the folder is missing (names the nearest parent that exists) or is not a folder; a bad name or rank.
+    """
+    if not name or "/" in name or "\0" in name or not 0 <= rank < 1 << 32:
+        raise DiskError(f"name={name!r}, rank={rank}: need a part of a file name and a rank from 0 on.")
+    path = Path(folder).absolute()
+    if path.is_dir():
+        return path / f"meshfold-{name}-rank{rank:05d}.blocks"
+    for parent in (path, *path.parents):
+        if parent.is_dir():
+            raise DiskError(
+                f"The folder {path} does not exist (what exists is {parent}). Create it, or name another."
+            )
+        if parent.exists() or parent.is_symlink():
+            what = "a link to nowhere" if not parent.exists() else "not a folder"
+            raise DiskError(
+                f"{parent} is {what}, so {path} cannot hold offloaded blocks. Name another folder."
+            )
+    raise DiskError(f"The folder {path} does not exist.")
+
+
+def lock(path: Path, *, create: bool) -> int:
+    """Open a file for this process alone and return the descriptor that holds the lock.
+
+    Raises:
+        DiskError: it cannot be opened or created (missing, read-only, ...), is not a plain file, or is in use.
+    """
+    flags = os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK | (os.O_CREAT if create else 0)
+    while True:
+        try:
+            control = os.open(path, flags, 0o600)
+        except OSError as error:
+            raise _cannot_open(path, error, create) from error
+        try:
+            if not stat.S_ISREG(os.fstat(control).st_mode):
+                raise DiskError(f"{path} is not a plain file. Delete it, or name another folder.")
+            try:
+                fcntl.flock(control, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                raise DiskError(
+                    f"{path} is in use{_by(control)}. Give each run a folder of its own, and each store of a run a name."
+                ) from None
+            except OSError as error:
+                raise DiskError(
+                    f"{path}: its file system has no file locks ({error.strerror}). Name another."
+                ) from error
+            if is_still(path, control):
+                return control
+        except BaseException:
+            os.close(control)
+            raise
+        os.close(control)  # whoever held it before removed it between our open and our lock
+
+
+def claim(path: Path, notes: list[str]) -> int:
+    """Lock the file of a new store; one of ours that nobody uses any more may be replaced, and is noted.
+
+    Raises:
+        DiskError: as `lock`, or the file is not one of ours.
+    """
+    control = lock(path, create=True)
+    start = os.pread(control, ALIGN, 0)
+    if start and start[: len(MAGIC)] != MAGIC:
+        os.close(control)
+        raise DiskError(f"{path} is not a Meshfold block file, and is not overwritten. Move it away.")
+    if start:
+        try:
+            header = Header.unpack(start, str(path))
+            notes.append(f"{path}: replaced the file of process {header.pid}, which no longer uses it.")
+        except DiskError as error:
+            notes.append(f"{path}: replaced an unusable file: {error}")
+    return control
+
+
+def unlock(control: int) -> None:
+    """Let go of a file. Closing alone would leave the lock to forked children, which hold the descriptor too."""
+    fcntl.flock(control, fcntl.LOCK_UN)
+    os.close(control)
+
+
+def preallocate(path: Path, control: int, nbytes: int, *, first: bytes) -> None:
+    """Reserve `nbytes` of disk, after the page `first` that marks the file as ours should we die on the way.
+
+    Raises:
+        DiskError: says how many bytes are wanted, free and missing.
+    """
+    free = _free_bytes(path.parent)
+    if free is not None and free < nbytes:  # told at once, where the system would fill the disk to find out
+        raise _no_space(path, nbytes, free, OSError(errno.ENOSPC, ""))
+    try:
+        os.pwrite(control, first, 0)
+        try:
+            os.posix_fallocate(control, 0, nbytes)
+        except OSError as error:
+            if error.errno not in (errno.EOPNOTSUPP, errno.EINVAL):
+                raise
+            _fill(control, len(first), nbytes)
+    except OSError as error:
+        if error.errno in _FULL:
+            os.ftruncate(control, 0)
+            raise _no_space(path, nbytes, _free_bytes(path.parent), error) from error
+        if error.errno == errno.EFBIG:
+            message = f"{path} would have {nbytes} bytes, more than one file may have here (see `ulimit -f`)."
+            raise disk_error(message, error) from error
+        raise
+
+
+def _fill(control: int, start: int, end: int) -> None:
+    """Reserve space where the system has no call for it: by writing zeros."""
+    zeros = memoryview(bytes(1 << 20))
+    while start < end:
+        start += os.pwrite(control, zeros[: end - start], start)
+
+
+def _free_bytes(folder: Path) -> int | None:
+    try:
+        status = os.statvfs(folder)
+    except OSError:
+        return None
+    return status.f_bavail * status.f_frsize if status.f_blocks else None
+
+
+def _no_space(path: Path, wanted: int, free: int | None, cause: OSError) -> DiskError:
+    known = "" if free is None else f", {free} are free and {max(wanted - free, 0)} are missing"
+    if free is not None and free >= wanted:
+        known = f", {free} are free, but not for this user (a quota, or other ranks took them meanwhile)"
+    return disk_error(
+        f"No space for {path}: {wanted} bytes are wanted{known}. Free some, or offload less to disk.", cause
+    )
+
+
+def _cannot_open(path: Path, error: OSError, create: bool) -> DiskError:
+    if error.errno == errno.ELOOP:
+        message = f"{path} is a link, which is not followed. Delete it."
+    elif error.errno == errno.ENOENT and not create:
+        message = f"{path} does not exist."
+    elif error.errno in (errno.EROFS, errno.EACCES, errno.EPERM):
+        message = (
+            f"{path} cannot be opened for writing: {error.strerror}. Name a folder that this user may write."
+        )
+    else:
+        message = f"{path} cannot be opened: {error.strerror}. Name another folder."
+    return disk_error(message, error)
+
+
+def is_still(path: Path, control: int) -> bool:
+    """Whether `path` names the open file, and not one that came later."""
+    try:
+        return os.path.samestat(os.stat(path, follow_symlinks=False), os.fstat(control))
+    except FileNotFoundError:
+        return False
+
+
+def _by(control: int) -> str:
+    try:
+        pid = Header.unpack(os.pread(control, ALIGN, 0), "").pid
+    except DiskError:
+        return ""
+    return " by this process" if pid == os.getpid() else f" by process {pid}"

@@ -1,0 +1,331 @@
+"""Which parameter lies where in which chunk: arithmetic on numbers of elements, no tensor is touched.
+
+A *chunk* is a flat run of elements of one group. With N shards, rank r keeps elements ``[r·S, (r+1)·S)`` of it,
+``S = size / N``, and an all-gather of the shards is the chunk. Parameters lie in it in their order of use, so what
+is needed together is gathered together::
+
+    layout = lay_out([Item("wte", 4096, "bf16"), Item("fc", 1000, "bf16")], chunk_elems=8192, shards=2)
+    print(layout)
+    layout.shard_slices(layout.chunk_of("fc"), rank=1)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterable
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from meshfold.mesh.errors import nearest
+from meshfold.zero_gemini.errors import ChunkLayoutError
+
+# A shard starts and ends on a block of 8-bit moments (256 elements share a scale); that is at least 256 bytes in
+# every dtype, so it is also whole cache lines and vectors.
+SHARD_ALIGN_ELEMS = 256
+
+# A parameter starts on at least 64 bytes in every dtype (a cache line, an AVX-512 vector), 128 bytes in 16 bits (a
+# GPU's memory transaction). Matrix multiplication and Triton want 16. Matrices are multiples of it, so only a few
+# small or odd parameters cost anything, 63 elements each at most.
+SLOT_ALIGN_ELEMS = 64
+
+
+@dataclass(frozen=True, slots=True)
+class Item:
+    """A parameter to be laid out.
+
+    Attributes:
+        name: unique in a layout.
+        numel: elements.
+        group: what its chunk-mates must share (axes to reduce over, dtype, trainable or frozen, ...): any hashable.
+    """
+
+    name: str
+    numel: int
+    group: Hashable
+
+
+@dataclass(frozen=True, slots=True)
+class Slot:
+    """The elements ``[start_elems, start_elems + numel)`` of a chunk: the place of one parameter."""
+
+    name: str
+    start_elems: int
+    numel: int
+
+
+class ShardSlice(NamedTuple):
+    """A run of a flat parameter in one rank's shard of a chunk, all in elements."""
+
+    name: str
+    parameter_start: int
+    shard_start: int
+    length: int
+
+
+@dataclass(frozen=True, slots=True)
+class ChunkSpec:
+    """What lies in a chunk.
+
+    Attributes:
+        index: its place in the layout.
+        group: the group of all its parameters.
+        size_elems: elements, padding included; ``shards × shard_elems``.
+        shard_elems: elements that each rank keeps.
+        slots: its parameters, in order and without overlap.
+    """
+
+    index: int
+    group: Hashable
+    size_elems: int
+    shard_elems: int
+    slots: tuple[Slot, ...]
+
+    @property
+    def used_elems(self) -> int:
+        """Elements that belong to a parameter."""
+        return sum(slot.numel for slot in self.slots)
+
+    @property
+    def waste_elems(self) -> int:
+        """Elements that belong to none: gaps before aligned slots, and the tail."""
+        return self.size_elems - self.used_elems
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Its parameters."""
+        return tuple(slot.name for slot in self.slots)
+
+
+@dataclass(frozen=True, slots=True)
+class ChunkLayout:
+    """All chunks, in the order of their first use.
+
+    Attributes:
+        chunks: the chunks; ``chunks[i].index == i``.
+        chunk_elems: size of a full chunk, the one asked for rounded up; a chunk of a single larger parameter exceeds it.
+        shards: ranks that share each chunk.
+        align_elems: every shard's size is a multiple of this.
+    """
+
+    chunks: tuple[ChunkSpec, ...]
+    chunk_elems: int
+    shards: int
+    align_elems: int
+    _places: dict[str, tuple[ChunkSpec, Slot]] = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        places = {slot.name: (chunk, slot) for chunk in self.chunks for slot in chunk.slots}
+        object.__setattr__(self, "_places", places)
+
+    @property
+    def size_elems(self) -> int:
+        """Elements of all chunks."""
+        return sum(chunk.size_elems for chunk in self.chunks)
+
+    @property
+    def used_elems(self) -> int:
+        """Elements of all parameters."""
+        return sum(chunk.used_elems for chunk in self.chunks)
+
+    @property
+    def waste_elems(self) -> int:
+        """Elements of padding."""
+        return self.size_elems - self.used_elems
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """All parameters, chunk by chunk."""
+        return tuple(self._places)
+
+    def chunk_of(self, name: str) -> ChunkSpec:
+        """The chunk of a parameter.
+
+        Raises:
+            ChunkLayoutError: if the layout has no such parameter.
+        """
+        return self._place(name)[0]
+
+    def slot_of(self, name: str) -> Slot:
+        """The place of a parameter in its chunk.
+
+        Raises:
+            ChunkLayoutError: if the layout has no such parameter.
+        """
+        return self._place(name)[1]
+
+    def shard_slices(self, chunk: ChunkSpec | int, rank: int) -> list[ShardSlice]:
+        """What lies in the shard of ``rank``, in order: ``(name, start in the parameter, start in the shard, length)``.
+
+        A parameter may lie across shards: over all ranks its slices are the whole of it, each element once.
+
+        Raises:
+            ChunkLayoutError: for a chunk or rank that does not exist.
+        """
+        if isinstance(chunk, int):
+            if not 0 <= chunk < len(self.chunks):
+                raise ChunkLayoutError(
+                    f"there is no chunk {chunk}: this layout has {len(self.chunks)}, from 0 on"
+                )
+            chunk = self.chunks[chunk]
+        if not 0 <= rank < self.shards:
+            raise ChunkLayoutError(f"there is no rank {rank}: chunks have {self.shards} shards, from 0 on")
+        first = rank * chunk.shard_elems
+        last = first + chunk.shard_elems
+        slices = []
+        for slot in chunk.slots:
+            start = max(first, slot.start_elems)
+            stop = min(last, slot.start_elems + slot.numel)
+            if start < stop:
+                slices.append(ShardSlice(slot.name, start - slot.start_elems, start - first, stop - start))
+        return slices
+
+    def _place(self, name: str) -> tuple[ChunkSpec, Slot]:
+        try:
+            return self._places[name]
+        except KeyError:
+            hint = nearest(name, self._places)
+            raise ChunkLayoutError(
+                f"no parameter {name!r} in these {len(self.chunks)} chunks.{hint}"
+            ) from None
+
+    def __str__(self) -> str:
+        """A table, one line a chunk."""
+        rows = [("chunk", "group", "parameters", "from", "to", "size", "shard", "waste")]
+        rows += [
+            (
+                str(chunk.index),
+                str(chunk.group),
+                str(len(chunk.slots)),
+                chunk.slots[0].name,
+                chunk.slots[-1].name,
+                f"{chunk.size_elems:,}",
+                f"{chunk.shard_elems:,}",
+                f"{chunk.waste_elems:,}",
+            )
+            for chunk in self.chunks
+        ]
+        widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+        left = {1, 3, 4}  # words to the left, numbers to the right
+        lines = [
+            "  ".join(
+                cell.ljust(width) if column in left else cell.rjust(width)
+                for column, (cell, width) in enumerate(zip(row, widths, strict=True))
+            ).rstrip()
+            for row in rows
+        ]
+        share = self.waste_elems / self.size_elems if self.size_elems else 0.0
+        lines.append(
+            f"{len(self._places)} parameters, {self.used_elems:,} elements in {len(self.chunks)} chunks of up to "
+            f"{self.chunk_elems:,}, {self.shards} shards each; waste {self.waste_elems:,} elements ({share:.2%})"
+        )
+        return "\n".join(lines)
+
+
+def round_up(number: int, multiple: int) -> int:
+    """The least multiple that is not below ``number``."""
+    return -(-number // multiple) * multiple
+
+
+def check_units(shards: int, align_elems: int, slot_align_elems: int) -> None:
+    """Raises:
+    ChunkLayoutError: if one of them is not positive, or slots are aligned to what shards are not.
+    """
+    for what, value in (
+        ("shards", shards),
+        ("align_elems", align_elems),
+        ("slot_align_elems", slot_align_elems),
+    ):
+        if value <= 0:
+            raise ChunkLayoutError(f"{what} is {value}: it must be at least 1")
+    if align_elems % slot_align_elems:
+        raise ChunkLayoutError(
+            f"align_elems is {align_elems}, not a multiple of slot_align_elems, {slot_align_elems}: "
+            f"take {round_up(align_elems, slot_align_elems)}, or smaller slots"
+        )
+
+
+def check_items(items: Iterable[Item]) -> None:
+    """Raises:
+    ChunkLayoutError: for a parameter without elements, or one that is given twice.
+    """
+    seen: set[str] = set()
+    for item in items:
+        if item.numel <= 0:
+            raise ChunkLayoutError(
+                f"parameter {item.name!r} has {item.numel} elements: leave it out of the chunks"
+            )
+        if item.name in seen:
+            raise ChunkLayoutError(
+                f"parameter {item.name!r} is given twice: a parameter has one place; give tied parameters once, "
+                "under one name"
+            )
+        seen.add(item.name)
+
+
+def lay_out(
+    items: Iterable[Item],
+    chunk_elems: int,
+    shards: int,
+    *,
+    align_elems: int = SHARD_ALIGN_ELEMS,
+    slot_align_elems: int = SLOT_ALIGN_ELEMS,
+) -> ChunkLayout:
+    """Put parameters into chunks.
+
+    Items come in their order of use and go into their group's open chunk; one that does not fit closes it and opens
+    the next. One that exceeds a whole chunk gets a chunk of its own, and the open chunk stays open. Full chunks all
+    have the same size, so that gathered buffers can be reused; the last of each group, and those of a single large
+    item, are only as large as they must be.
+
+    Args:
+        items: parameters in their order of use, tied ones once.
+        chunk_elems: elements of a full chunk; rounded up to a multiple of ``shards × align_elems``.
+        shards: ranks that share each chunk.
+        align_elems: each shard's size is a multiple of this many elements.
+        slot_align_elems: each parameter starts at a multiple of this many elements of its chunk.
+
+    Raises:
+        ChunkLayoutError: for sizes that are not positive, or an item that is given twice.
+    """
+    items = list(items)
+    check_units(shards, align_elems, slot_align_elems)
+    check_items(items)
+    if chunk_elems <= 0:
+        raise ChunkLayoutError(f"chunk_elems is {chunk_elems}: a chunk must have at least 1 element")
+    unit = shards * align_elems
+    full = round_up(chunk_elems, unit)
+
+    opened: list[_Open] = []
+    current: dict[Hashable, _Open] = {}
+    for item in items:
+        # `full` is a multiple of the slots' alignment, so a padded item fits exactly if the item does
+        padded = round_up(item.numel, slot_align_elems)
+        if padded > full:
+            chunk = _Open(item.group, size_elems=round_up(item.numel, unit))
+            opened.append(chunk)
+        else:
+            open_chunk = current.get(item.group)
+            if open_chunk is None or open_chunk.end_elems + padded > full:
+                if open_chunk is not None:
+                    open_chunk.size_elems = full
+                open_chunk = current[item.group] = _Open(item.group)
+                opened.append(open_chunk)
+            chunk = open_chunk
+        chunk.slots.append(Slot(item.name, chunk.end_elems, item.numel))
+        chunk.end_elems += padded
+    for chunk in current.values():
+        chunk.size_elems = round_up(chunk.end_elems, unit)
+    chunks = tuple(
+        ChunkSpec(index, chunk.group, chunk.size_elems, chunk.size_elems // shards, tuple(chunk.slots))
+        for index, chunk in enumerate(opened)
+    )
+    return ChunkLayout(chunks, full, shards, align_elems)
+
+
+@dataclass(slots=True)
+class _Open:
+    """A chunk that is being filled."""
+
+    group: Hashable
+    size_elems: int = 0
+    end_elems: int = 0
+    slots: list[Slot] = field(default_factory=list)

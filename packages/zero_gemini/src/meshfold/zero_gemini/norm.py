@@ -1,0 +1,61 @@
+"""Norms of sharded gradients that count every element of the global model once.
+
+A rank's shard has elements that no other rank of its chunk's group has; over the other axes of the mesh the parameter
+may be replicated, and then so many ranks hold each element.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor
+
+from meshfold.kernels import largest_magnitude, sum_of_magnitudes, sum_of_squares
+from meshfold.mesh import Mesh, ParameterMeta
+from meshfold.mesh.norms import pieces
+
+_KERNELS = {1.0: sum_of_magnitudes, 2.0: sum_of_squares, math.inf: largest_magnitude}
+_FLOATS = (torch.float32, torch.bfloat16, torch.float16)
+
+
+def holders_of(meta: ParameterMeta, shape: torch.Size, mesh: Mesh) -> int | Tensor:
+    """How many ranks hold the same element of a shard: a number, or one for each element of the flat parameter."""
+    apart = mesh.size(*meta.sum_axes)
+    counts = [
+        (piece, holders // apart) for piece, holders in pieces(torch.empty(shape, device="meta"), meta, mesh)
+    ]
+    if len({holders for _, holders in counts}) == 1:
+        return counts[0][1]
+    by_element = torch.empty(shape)
+    for piece, holders in pieces(by_element, meta, mesh):
+        piece.fill_(holders // apart)
+    return by_element.reshape(-1)
+
+
+def power_sum(gradient: Tensor, holders: int | Tensor, norm_type: float) -> Tensor:
+    """Sum of ``|g|^p / holders``, or the largest ``|g|`` for infinity: float64, on the gradient's device.
+
+    The 1-, 2- and largest norms of float32, bfloat16 and float16 have the same bits wherever the gradient lies.
+    """
+    kernel = _KERNELS.get(norm_type)
+    if kernel is not None and isinstance(holders, int) and gradient.dtype in _FLOATS:
+        parts = kernel(gradient)
+        if math.isinf(norm_type):
+            return parts.max() if parts.numel() else parts.new_zeros(())
+        return parts.sum() / holders
+    wide = gradient.double()
+    if math.isinf(norm_type):
+        return wide.abs().max() if wide.numel() else wide.new_zeros(())
+    powers = wide.abs().pow(norm_type) / (holders.to(wide) if isinstance(holders, Tensor) else holders)
+    return powers.sum()
+
+
+def combine(sums: Iterable[Tensor], norm_type: float, device: torch.device) -> Tensor:
+    """Of all sums of one rank: their sum, or the largest for infinity."""
+    gathered = [one.to(device) for one in sums]
+    if not gathered:
+        return torch.zeros((), dtype=torch.float64, device=device)
+    stacked = torch.stack(gathered)
+    return stacked.max() if math.isinf(norm_type) else stacked.sum()

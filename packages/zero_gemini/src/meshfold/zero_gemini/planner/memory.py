@@ -1,0 +1,111 @@
+"""Bytes of a choice: on the GPU at every moment, on the host, on disk.
+
+Source: design of the split master; per element ``parameter`` + ``state`` where the state lives (12 bytes in regime A), 2
+more for a gradient that is held for clipping. Arenas on the host and on disk are allocated once, so they do not change
+from moment to moment.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from meshfold.zero_gemini.planner.options import (
+    GPU_ONLY,
+    OUT_OF_PLACE,
+    WITH_DISK,
+    Builder,
+    Floats,
+    Ints,
+    Table,
+)
+from meshfold.zero_gemini.planner.workload import ChunkCost, Workload
+
+KINDS = ("non-model", "kept activations", "resident parameters", "gathered", "gradients", "optimizer state")
+
+
+def windows(chunk: ChunkCost, workload: Workload) -> tuple[tuple[int, int], ...]:
+    """The moments, first and last, at which the chunk is gathered: two windows, or one where they meet at the turn."""
+    ahead = workload.prefetch_moments
+    forward = (max(0, chunk.forward[0] - ahead), chunk.forward[1])
+    backward = (chunk.backward[0] - ahead, chunk.backward[1])
+    if backward[0] <= forward[1] + 1:
+        return ((forward[0], backward[1]),)
+    return (forward, backward)
+
+
+def gpu_kinds(workload: Workload) -> dict[str, Floats]:
+    """Bytes of every chunk on the GPU by kind; each: chunk option moment."""
+    n, moments, regime = len(workload.chunks), workload.moments, workload.regime
+    out = {kind: np.zeros((n, 5, moments)) for kind in KINDS[2:]}
+    for i, chunk in enumerate(workload.chunks):
+        plane, shard = (
+            int(np.ceil(regime.parameter * chunk.elems)),
+            int(np.ceil(regime.gradient * chunk.elems)),
+        )
+        out["resident parameters"][i, (0, 1, 3)] = plane
+        gathered = int(np.ceil(regime.parameter * chunk.gathered_elems))
+        alone = chunk.elems == chunk.gathered_elems
+        for first, last in windows(chunk, workload):
+            # a resident shard that is the whole chunk is used where it lies
+            out["gathered"][i, (2, 4) if alone else slice(None), first : last + 1] = gathered
+        if not chunk.trainable:
+            continue
+        start, end = chunk.backward
+        gradients = out["gradients"][i]
+        gradients[:, start : end + 1] = int(np.ceil(regime.gradient * chunk.gathered_elems))
+        gradients[:, end + 1 : end + 1 + workload.drain_moments] = shard
+        if workload.clipping:
+            gradients[0, end + 1 :] = shard
+        out["optimizer state"][i, 0] = int(np.ceil(regime.state * chunk.elems))
+    return out
+
+
+def layer_bytes(workload: Workload) -> Floats:
+    """Bytes of kept activations; layer kept moment."""
+    out = np.zeros((len(workload.layers), 2, workload.moments))
+    for j, layer in enumerate(workload.layers):
+        out[j, 1, layer.first : layer.last + 1] = layer.kept_bytes
+    return out
+
+
+def home_bytes(workload: Workload, strategy: str) -> tuple[Floats, Floats]:
+    """Bytes of every chunk on the host and on disk; each: chunk option."""
+    regime = workload.regime
+    elems: Ints = np.array([chunk.elems for chunk in workload.chunks])
+    trainable = np.array([chunk.trainable for chunk in workload.chunks])
+    plane = np.ceil(regime.parameter * elems)
+    state = np.ceil(regime.state * elems) * trainable
+    held = np.ceil(regime.gradient * elems) * trainable * workload.clipping
+    copies = 2 if strategy == OUT_OF_PLACE else 1
+    host, disk = np.zeros((len(elems), 5)), np.zeros((len(elems), 5))
+    host[:, (1, 2)] = (copies * (plane + state) + held)[:, None]
+    host[:, (3, 4)] = (copies * plane + held)[:, None]
+    disk[:, (3, 4)] = (copies * state)[:, None]
+    # a frozen chunk is one plane, on the GPU or on the host
+    host[:, (1, 3)] *= trainable[:, None]
+    host[:, (2, 4)] = np.where(trainable[:, None], host[:, (2, 4)], plane[:, None])
+    return host, disk
+
+
+def gradient_ring(workload: Workload) -> int:
+    """Host bytes for gradients on their way to the CPU step when none is held: two of the largest chunk's."""
+    if workload.clipping:
+        return 0
+    sizes = [chunk.elems for chunk in workload.chunks if chunk.trainable]
+    return 2 * int(np.ceil(workload.regime.gradient * max(sizes, default=0)))
+
+
+def memory_table(workload: Workload, strategy: str, mode: str, gpu: Floats) -> Table:
+    """Rows: GPU bytes at every moment, then host, then disk. ``gpu`` is the sum of :func:`gpu_kinds`."""
+    build = Builder(len(workload.chunks), len(workload.layers))
+    moments = [f"gpu at moment {t}" for t in range(workload.moments)]
+    build.add(*moments, base=workload.non_model_bytes, chunk=gpu, layer=layer_bytes(workload))
+    host, disk = home_bytes(workload, strategy)
+    base = workload.host_base_bytes
+    if mode != GPU_ONLY:
+        base += gradient_ring(workload)
+    if mode == WITH_DISK:
+        base += workload.disk_buffer_bytes
+    build.add("host", base=base, chunk=host)
+    build.add("disk", chunk=disk)
+    return build.table()

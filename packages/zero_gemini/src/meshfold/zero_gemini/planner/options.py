@@ -1,0 +1,95 @@
+"""What can be chosen: for a chunk one of five options, for a layer kept or not, for the step a clipping strategy.
+
+The parameter plane is half of the split master, so the device that steps a chunk has it. That leaves five options: state
+on the GPU with its parameters, or state on the host or on disk, each with parameters resident on the GPU or streamed.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+Floats = NDArray[np.float64]
+Ints = NDArray[np.int64]
+
+STATE = ("gpu", "host", "host", "disk", "disk")
+"""where the optimizer state of each option lives"""
+PARAMETERS = ("gpu", "gpu", "host", "gpu", "host")
+"""where its parameters live between uses; gpu: resident, host: streamed"""
+ALL_GPU, HOST_RESIDENT, HOST_STREAMED, DISK_RESIDENT, DISK_STREAMED = range(5)
+
+NONE, JUST_IN_TIME, SPLIT, OUT_OF_PLACE = "none", "just_in_time", "just_in_time_split", "out_of_place"
+STRATEGIES = {
+    NONE: "no clipping: step in the backward",
+    JUST_IN_TIME: "clip, step just before the next forward",
+    SPLIT: "clip, new master before the next forward, moments in the backward",
+    OUT_OF_PLACE: "clip, step in the backward into a second buffer, keep it if the factor is 1",
+}
+
+GPU_ONLY, WITH_HOST, WITH_DISK = "gpu", "host", "disk"
+MODES = {GPU_ONLY: (0,), WITH_HOST: (0, 1, 2), WITH_DISK: (0, 1, 2, 3, 4)}
+"""Which options a mode allows. What a mode costs at all (rings, blocks in flight) is charged whole."""
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Choice:
+    """An option for every chunk, and for every layer 1 (kept) or 0 (recomputed)."""
+
+    chunks: Ints
+    layers: Ints
+
+    def same(self, other: Choice) -> bool:
+        return bool((self.chunks == other.chunks).all() and (self.layers == other.layers).all())
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Table:
+    """Named sums that are linear in the choice: ``base + Σ chunk[i, option] + Σ layer[j, kept]``.
+
+    base: row; chunk: chunk option row; layer: layer kept row.
+    """
+
+    names: tuple[str, ...]
+    base: Floats
+    chunk: Floats
+    layer: Floats
+
+    def at(self, choice: Choice) -> Floats:
+        """The sums of one choice; shape: row."""
+        rows = self.base + self.chunk[np.arange(len(choice.chunks)), choice.chunks].sum(0)
+        chosen: Floats = rows + self.layer[np.arange(len(choice.layers)), choice.layers].sum(0)
+        return chosen
+
+
+class Builder:
+    """Collects the rows of a Table."""
+
+    def __init__(self, chunks: int, layers: int) -> None:
+        self.chunks, self.layers = chunks, layers
+        self.names: list[str] = []
+        self._base: list[Floats] = []
+        self._chunk: list[Floats] = []
+        self._layer: list[Floats] = []
+
+    def add(self, *names: str, base: Any = 0.0, chunk: Any = None, layer: Any = None) -> None:
+        """Rows ``names``. base: row; chunk: chunk option row; layer: layer row, what keeping (second) or not costs."""
+        count = len(names)
+        self.names += names
+        self._base.append(np.broadcast_to(np.asarray(base, dtype=float), (count,)))
+        for parts, value, shape in (
+            (self._chunk, chunk, (self.chunks, 5, count)),
+            (self._layer, layer, (self.layers, 2, count)),
+        ):
+            given = np.zeros(shape) if value is None else np.asarray(value, dtype=float)
+            parts.append(given[..., None] if given.ndim == 2 else given)
+
+    def table(self) -> Table:
+        return Table(
+            names=tuple(self.names),
+            base=np.concatenate(self._base),
+            chunk=np.concatenate(self._chunk, axis=2),
+            layer=np.concatenate(self._layer, axis=2),
+        )

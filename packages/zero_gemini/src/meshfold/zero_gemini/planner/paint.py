@@ -1,0 +1,47 @@
+"""The timeline of a plan, painted. Imports matplotlib."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
+
+from meshfold.zero_gemini.planner.memory import KINDS
+from meshfold.zero_gemini.planner.rates import GiB, KiB, MiB
+from meshfold.zero_gemini.planner.result import Plan
+from meshfold.zero_gemini.planner.timeline import Moment
+
+_PALETTE = ("#bab0ac", "#f28e2b", "#4e79a7", "#4fb0ab", "#59a14f", "#b07aa1")
+_INK, _FAINT, _LIMIT = "#222222", "#777777", "#e15759"
+
+
+def formats() -> set[str]:
+    """The endings that can be written."""
+    return set(FigureCanvasAgg.get_supported_filetypes())
+
+
+def timeline_figure(plan: Plan, moments: Sequence[Moment]) -> Figure:
+    """Stacked bytes by kind at every moment, the limit as a line, the turn from forward to backward marked."""
+    figure = Figure(figsize=(9, 4.5), dpi=150, facecolor="white", layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = figure.subplots()
+    limit = plan.limits.as_tuple()[0]
+    unit, name = next(((u, n) for u, n in ((GiB, "GiB"), (MiB, "MiB")) if limit >= u), (KiB, "KiB"))
+    edges = [moment.moment - 0.5 for moment in moments] + [moments[-1].moment + 0.5]
+    base = [0.0] * len(moments)
+    for kind, color in zip(KINDS, _PALETTE, strict=True):
+        top = [below + moment.kinds[kind] / unit for below, moment in zip(base, moments, strict=True)]
+        if top != base:
+            axes.stairs(top, edges, baseline=base, fill=True, color=color, label=kind)
+        base = top
+    axes.axhline(limit / unit, color=_LIMIT, linewidth=1.2, label="limit")
+    axes.axvline(plan.workload.forward_moments - 0.5, color=_FAINT, linewidth=0.8, linestyle=":")
+    axes.set_xlim(edges[0], edges[-1])
+    axes.set_ylim(0, 1.05 * max(limit / unit, max(base)))
+    axes.set_xlabel("moment: forward, then backward")
+    axes.set_ylabel(f"{name} on the GPU")
+    binding = "; ".join(plan.binding)
+    axes.set_title(f"{plan.workload.name}: {plan.seconds:.3g} s a step ({binding})", color=_INK, fontsize=10)
+    axes.legend(loc="center left", bbox_to_anchor=(1.01, 0.5), frameon=False, fontsize=8)
+    return figure

@@ -1,0 +1,186 @@
+"""The constructors of a Plan: the planned one, and fixed placements with the same checks."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from math import ceil
+
+import numpy as np
+
+from meshfold.mesh.errors import SpecError, nearest
+from meshfold.zero_gemini.errors import MemoryPlanError
+from meshfold.zero_gemini.planner.memory import gpu_kinds
+from meshfold.zero_gemini.planner.options import ALL_GPU, HOST_RESIDENT, HOST_STREAMED, Choice, Ints
+from meshfold.zero_gemini.planner.problem import Case
+from meshfold.zero_gemini.planner.rates import Machine
+from meshfold.zero_gemini.planner.refuse import refusal, size
+from meshfold.zero_gemini.planner.result import Plan, build, canonical, problem_of
+from meshfold.zero_gemini.planner.search import Best, exhaustive_search, search
+from meshfold.zero_gemini.planner.workload import Limits, Workload
+
+MOST_PLANS = 10**9
+"""More than these are not looked at one by one."""
+
+
+def plan(workload: Workload, machine: Machine, limits: Limits | None = None) -> Plan:
+    """The fastest plan within the limits: optimizer state, parameters, activations and clipping decided together.
+
+    Raises:
+        MemoryPlanError: if nothing fits; it says the least GPU and host bytes with which something does.
+    """
+    case = _case(workload, machine, limits)
+    return _plan(case, search(case))
+
+
+def exhaustive(workload: Workload, machine: Machine, limits: Limits | None = None) -> Plan:
+    """The same by looking at every plan, for up to about ten chunks: what :func:`plan` is tested against.
+
+    Raises:
+        MemoryPlanError: if nothing fits.
+        SpecError: if there are too many plans to look at.
+    """
+    case = _case(workload, machine, limits)
+    options = 5 if case.limits.disk_bytes else 3
+    count = options ** len(workload.chunks) * 2 ** len(workload.layers)
+    if count > MOST_PLANS:
+        raise SpecError(
+            f"{count:.3g} plans are too many to look at one by one (at most {MOST_PLANS:.0g}): use plan"
+        )
+    return _plan(case, exhaustive_search(case))
+
+
+def cuda(
+    workload: Workload, machine: Machine, limits: Limits | None = None, *, kept: Collection[str] = ()
+) -> Plan:
+    """Everything on the GPU.
+
+    Args:
+        kept: names of the layers whose activations are kept, here and below.
+
+    Raises:
+        MemoryPlanError: if it does not fit, here and below; it says by how much and whether any plan does.
+        SpecError: for a layer that is not there, here and below.
+    """
+    chunks = np.full(len(workload.chunks), ALL_GPU)
+    return _fixed("cuda", workload, machine, limits, chunks, kept)
+
+
+def cpu(
+    workload: Workload, machine: Machine, limits: Limits | None = None, *, kept: Collection[str] = ()
+) -> Plan:
+    """Everything on the host, parameters streamed."""
+    chunks = np.full(len(workload.chunks), HOST_STREAMED)
+    return _fixed("cpu", workload, machine, limits, chunks, kept)
+
+
+def static(
+    workload: Workload,
+    machine: Machine,
+    limits: Limits | None = None,
+    *,
+    offload_optim_frac: float = 0.0,
+    offload_param_frac: float = 0.0,
+    kept: Collection[str] = (),
+) -> Plan:
+    """Fixed shares of the elements on the host: the last chunks, so that the first step on the GPU.
+
+    Args:
+        offload_optim_frac: at least this share has its optimizer state on the host.
+        offload_param_frac: at least this share is streamed; its optimizer state must be on the host too.
+    """
+    for name, value in (
+        ("offload_optim_frac", offload_optim_frac),
+        ("offload_param_frac", offload_param_frac),
+    ):
+        if not 0 <= value <= 1:
+            raise SpecError(f"{name}={value}: a share, from 0 to 1")
+    if offload_param_frac > offload_optim_frac:
+        raise SpecError(
+            f"offload_param_frac={offload_param_frac} is more than offload_optim_frac={offload_optim_frac}: a parameter "
+            "that is streamed is stepped on the host; raise offload_optim_frac"
+        )
+    sizes = np.array([chunk.elems for chunk in workload.chunks])
+    after = np.cumsum(sizes[::-1])[::-1] - sizes  # elements of the chunks behind each
+    chunks = np.full(len(sizes), ALL_GPU)
+    chunks[after < ceil(offload_optim_frac * workload.elems)] = HOST_RESIDENT
+    chunks[after < ceil(offload_param_frac * workload.elems)] = HOST_STREAMED
+    return _fixed("static", workload, machine, limits, chunks, kept)
+
+
+def const(
+    workload: Workload,
+    machine: Machine,
+    limits: Limits | None = None,
+    *,
+    boundary_bytes: int = 512 * 2**20,
+    kept: Collection[str] = (),
+) -> Plan:
+    """Optimizer state on the host, and never more than ``boundary_bytes`` of parameters on the GPU.
+
+    In order of use, parameters stay on the GPU as long as that leaves room for those that are streamed.
+    """
+    kinds = gpu_kinds(workload)
+    parameters = kinds["resident parameters"] + kinds["gathered"]  # chunk option moment
+    streamed = parameters[:, HOST_STREAMED]
+    held = streamed.sum(0)
+    if held.max() > boundary_bytes:
+        raise MemoryPlanError(
+            f"const: boundary_bytes={boundary_bytes} is below the {int(held.max())} bytes of parameters that are used "
+            f"or prefetched at moment {int(held.argmax())}: raise it, or use smaller chunks"
+        )
+    chunks = np.full(len(workload.chunks), HOST_STREAMED)
+    for i in range(len(chunks)):
+        more = held - streamed[i] + parameters[i, HOST_RESIDENT]
+        if more.max() > boundary_bytes:
+            break
+        held, chunks[i] = more, HOST_RESIDENT
+    return _fixed("const", workload, machine, limits, chunks, kept)
+
+
+def _case(workload: Workload, machine: Machine, limits: Limits | None) -> Case:
+    return Case(workload=workload, machine=machine, limits=(limits or Limits()).on(machine))
+
+
+def _plan(case: Case, best: Best | None) -> Plan:
+    if best is None:
+        raise refusal(case)
+    return build(case, best.problem.strategy, best.choice, policy="auto", proved=best.proved)
+
+
+def _fixed(
+    policy: str,
+    workload: Workload,
+    machine: Machine,
+    limits: Limits | None,
+    chunks: Ints,
+    kept: Collection[str],
+) -> Plan:
+    """The plan of a fixed choice, with the fastest way of clipping that fits."""
+    case = _case(workload, machine, limits)
+    names = [layer.name for layer in workload.layers]
+    for name in kept:
+        if name not in names:
+            raise SpecError(f"kept={name!r} is not a layer of {workload.name!r}.{nearest(name, names)}")
+    layers = np.array([int(name in kept) for name in names], dtype=np.int64)
+    choice = canonical(workload, Choice(chunks=chunks, layers=layers))
+    plans = [
+        build(case, strategy, choice, policy=policy)
+        for strategy in case.strategies()
+        if problem_of(case, strategy, choice).fits(choice)
+    ]
+    if plans:
+        return min(plans, key=lambda made: made.seconds)
+    wanted = build(case, case.strategies()[0], choice, policy=policy)
+    gpu_limit, host_limit, _ = case.limits.as_tuple()
+    over = [
+        f"{size(peak)} of {what} memory (the limit is {size(limit)})"
+        for what, peak, limit in (
+            ("GPU", wanted.peak_gpu_bytes, gpu_limit),
+            ("host", wanted.peak_host_bytes, host_limit),
+        )
+        if peak > limit
+    ]
+    raise MemoryPlanError(
+        f"placement {policy!r} of {workload.name!r} needs {' and '.join(over)}: raise the limit, keep fewer activations, "
+        "or use placement 'auto', which plans within the limits"
+    )

@@ -1,0 +1,133 @@
+"""A choice to be made as a minimisation: the weighted sum of every phase's largest row, under limits on memory rows."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+
+from meshfold.zero_gemini.planner.memory import gpu_kinds, memory_table
+from meshfold.zero_gemini.planner.options import (
+    GPU_ONLY,
+    HOST_RESIDENT,
+    JUST_IN_TIME,
+    MODES,
+    NONE,
+    OUT_OF_PLACE,
+    SPLIT,
+    WITH_DISK,
+    WITH_HOST,
+    Choice,
+    Floats,
+    Table,
+)
+from meshfold.zero_gemini.planner.rates import Machine
+from meshfold.zero_gemini.planner.seconds import Phase, seconds_table
+from meshfold.zero_gemini.planner.workload import Limits, Workload
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Problem:
+    """One strategy and one mode. Rows of ``memory``: GPU at every moment, host, disk; ``limits`` alike, in bytes."""
+
+    strategy: str
+    mode: str
+    time: Table
+    phases: tuple[Phase, ...]
+    memory: Table
+    limits: Floats
+
+    @property
+    def options(self) -> tuple[int, ...]:
+        return MODES[self.mode]
+
+    def value(self, rows: Floats) -> Floats:
+        """Seconds of rows of ``time``; rows: ... row."""
+        total: Floats = np.zeros(rows.shape[:-1])
+        for phase in self.phases:
+            total = total + phase.weight * rows[..., phase.start : phase.stop].max(-1)
+        return total
+
+    def seconds(self, choice: Choice) -> float:
+        return float(self.value(self.time.at(choice)))
+
+    def fits(self, choice: Choice) -> bool:
+        return bool((self.memory.at(choice) <= self.limits).all())
+
+    def for_bytes(self, what: str) -> Problem:
+        """The same choice, with the peak bytes on the ``gpu`` or on the ``host`` to be made least and without limit."""
+        moments = len(self.limits) - 2
+        rows = slice(0, moments) if what == "gpu" else slice(moments, moments + 1)
+        limits = self.limits.copy()
+        limits[rows] = np.inf
+        table = Table(
+            names=self.memory.names[rows],
+            base=self.memory.base[rows],
+            chunk=self.memory.chunk[:, :, rows],
+            layer=self.memory.layer[:, :, rows],
+        )
+        phase = Phase(name=what, weight=1.0, start=0, stop=len(table.names))
+        return Problem(
+            strategy=self.strategy,
+            mode=self.mode,
+            time=table,
+            phases=(phase,),
+            memory=self.memory,
+            limits=limits,
+        )
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Case:
+    """A workload on a machine under limits, and the problems in it."""
+
+    workload: Workload
+    machine: Machine
+    limits: Limits
+
+    @cached_property
+    def gpu(self) -> Floats:
+        """Bytes of every chunk on the GPU; chunk option moment."""
+        kinds = list(gpu_kinds(self.workload).values())
+        return sum(kinds[1:], start=kinds[0])
+
+    @cached_property
+    def bounds(self) -> Floats:
+        gpu, host, disk = self.limits.as_tuple()
+        return np.array([gpu] * self.workload.moments + [host, disk], dtype=float)
+
+    @cached_property
+    def _seconds(self) -> dict[str, tuple[Table, tuple[Phase, ...]]]:
+        return {}
+
+    def strategies(self) -> tuple[str, ...]:
+        return (JUST_IN_TIME, SPLIT, OUT_OF_PLACE) if self.workload.clipping else (NONE,)
+
+    def problem(self, strategy: str, mode: str) -> Problem:
+        if strategy not in self._seconds:
+            self._seconds[strategy] = seconds_table(self.workload, self.machine, strategy)
+        time, phases = self._seconds[strategy]
+        memory = memory_table(self.workload, strategy, mode, self.gpu)
+        return Problem(
+            strategy=strategy, mode=mode, time=time, phases=phases, memory=memory, limits=self.bounds
+        )
+
+    def problems(self) -> Iterator[Problem]:
+        """Every strategy in every mode; with everything on the GPU all strategies are one."""
+        yield self.problem(self.strategies()[0], GPU_ONLY)
+        for mode in (WITH_HOST, WITH_DISK) if self.limits.disk_bytes else (WITH_HOST,):
+            for strategy in self.strategies():
+                yield self.problem(strategy, mode)
+
+    def leanest(self) -> Iterator[Problem]:
+        """The problems in which a plan that fits at all is found: every mode with the strategy that holds least."""
+        yield from (
+            self.problem(p.strategy, p.mode) for p in self.problems() if p.strategy == self.strategies()[0]
+        )
+
+    def mode_of(self, choice: Choice) -> str:
+        """The cheapest mode that allows a choice."""
+        highest = int(choice.chunks.max())
+        return GPU_ONLY if highest < HOST_RESIDENT else WITH_HOST if highest < 3 else WITH_DISK

@@ -1,0 +1,103 @@
+"""How fast a machine is, and how much it holds: the numbers a plan is made from.
+
+>>> from dataclasses import replace
+>>> small = replace(H200, name="H200, 40 GiB of it", gpu_bytes=40 * GiB)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+
+from meshfold.mesh.errors import SpecError
+
+KiB, MiB, GiB = 2**10, 2**20, 2**30
+
+
+@dataclass(frozen=True, kw_only=True)
+class Machine:
+    """Rates of one rank's share of a machine. Rates are per second; all of them must be above zero.
+
+    Raises:
+        SpecError: for a rate or a size that is not above zero.
+    """
+
+    name: str
+    flops: float
+    """FLOP/s that a step reaches, not the peak."""
+    gpu_memory: float
+    """bytes/s of a fused element-wise step on the GPU, reads and writes together."""
+    h2d: float
+    """bytes/s from pinned host memory to the GPU, nothing in the other direction."""
+    d2h: float
+    """bytes/s from the GPU to pinned host memory."""
+    pcie_both: float
+    """bytes/s, the sum of both directions at once."""
+    host_memory: float
+    """bytes/s of host memory under all threads, reads and writes together (triad)."""
+    disk_read: float
+    """bytes/s with direct I/O."""
+    disk_write: float
+    """bytes/s with direct I/O."""
+    collective: float
+    """bytes/s that a rank receives in an all-gather or reduce-scatter (bus bandwidth)."""
+    gpu_bytes: int
+    """bytes of GPU memory."""
+    host_bytes: int
+    """bytes of host memory."""
+    disk_bytes: int
+    """bytes of disk for optimizer state; 0: no disk."""
+    cpu_optimizer: Mapping[str, float] = field(default_factory=dict)
+    """elements/s of a CPU optimizer step in cache, by regime; one that is missing is limited by host memory alone."""
+
+    def __post_init__(self) -> None:
+        for entry in fields(self):
+            value = getattr(self, entry.name)
+            least = 0 if entry.name == "disk_bytes" else 1
+            if isinstance(value, int | float) and not value >= least:
+                raise SpecError(f"machine {self.name!r}: {entry.name}={value!r} must be at least {least}")
+        for regime, rate in self.cpu_optimizer.items():
+            if not rate > 0:
+                raise SpecError(f"machine {self.name!r}: cpu_optimizer[{regime!r}]={rate!r} must be above 0")
+
+    def seconds(self, flop: float) -> float:
+        """Seconds on the GPU of so many floating-point operations."""
+        return flop / self.flops
+
+
+H200 = Machine(
+    name="one H200, 16 cores",
+    flops=629e12,  # OPT-6.7B with recompute: 472 TFLOP/s by 6·N·tokens in 1.43 s, 8·N·tokens are done
+    gpu_memory=3.47e12,
+    h2d=55.5e9,
+    d2h=55.4e9,
+    pcie_both=101.6e9,
+    host_memory=141e9,
+    disk_read=3.4e9,
+    disk_write=2.3e9,
+    collective=325e9,  # four of them, NCCL rings, 1 GiB
+    gpu_bytes=139 * GiB,
+    host_bytes=125 * GiB,
+    disk_bytes=60 * GiB,
+    # In-cache cost an element and core (0.86, 0.95, 3.0 ns) over 16 cores: host memory is slower except in C.
+    cpu_optimizer={"A": 18.6e9, "B": 16.8e9, "C": 5.3e9},
+)
+"""Measured on one H200 with 16 cores of its host."""
+
+EMULATED = Machine(
+    name="emulated",
+    flops=1e12,
+    gpu_memory=100e9,
+    h2d=2e9,
+    d2h=2e9,
+    pcie_both=3.5e9,
+    host_memory=8e9,
+    disk_read=0.4e9,
+    disk_write=0.3e9,
+    collective=4e9,
+    gpu_bytes=64 * MiB,
+    host_bytes=256 * MiB,
+    disk_bytes=GiB,
+    cpu_optimizer={"A": 1e9, "B": 0.9e9, "C": 0.15e9},
+)
+"""A small machine with the proportions of a real one, for tests: its compute device is an arena with a budget."""

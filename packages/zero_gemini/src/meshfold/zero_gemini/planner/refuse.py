@@ -1,0 +1,73 @@
+"""What is said when nothing fits: the least that would, which limit is too low, and what to change."""
+
+from __future__ import annotations
+
+from meshfold.zero_gemini.errors import MemoryPlanError
+from meshfold.zero_gemini.planner.problem import Case
+from meshfold.zero_gemini.planner.rates import GiB
+from meshfold.zero_gemini.planner.search import least_bytes
+from meshfold.zero_gemini.planner.workload import Limits
+
+_PLENTY = 2**60
+
+
+class DoesNotFit(MemoryPlanError):
+    """No plan is within the limits.
+
+    Attributes:
+        minimum_gpu_bytes: the least GPU limit with which there is a plan, the other limits as they are; None if none helps.
+        minimum_host_bytes: the same for the host.
+        binds: ``gpu`` if no host memory or disk can help, ``host`` if the GPU's limit would do with more of them.
+    """
+
+    def __init__(self, text: str, *, gpu: int | None, host: int | None, binds: str) -> None:
+        super().__init__(text)
+        self.minimum_gpu_bytes, self.minimum_host_bytes, self.binds = gpu, host, binds
+
+
+def refusal(case: Case) -> DoesNotFit:
+    """The error for a case in which nothing fits."""
+    workload = case.workload
+    gpu_limit, host_limit, disk_limit = case.limits.as_tuple()
+    gpu, host = least_bytes(case, "gpu"), least_bytes(case, "host")
+    roomy = Limits(gpu_bytes=gpu_limit, host_bytes=_PLENTY, disk_bytes=_PLENTY)
+    alone = least_bytes(Case(workload=workload, machine=case.machine, limits=roomy), "gpu")
+    binds = "gpu" if alone is None or alone > gpu_limit else "host"
+    words = [
+        f"{workload.name!r} ({workload.elems:,} elements, regime {workload.regime.name}) does not fit in "
+        f"{size(gpu_limit)} of GPU, {size(host_limit)} of host memory and {size(disk_limit)} of disk; "
+        f"the {'GPU' if binds == 'gpu' else 'host'} limit binds."
+    ]
+    if gpu is not None:
+        words.append(f"With host and disk as they are it needs at least {size(gpu)} of GPU memory.")
+    else:
+        words.append(
+            f"The host memory is too small whatever the GPU has: the process alone takes {size(workload.host_base_bytes)}."
+        )
+    if host is not None:
+        words.append(f"With GPU and disk as they are it needs at least {size(host)} of host memory.")
+    else:
+        words.append("No amount of host memory helps.")
+    if binds == "gpu":
+        words.append(
+            "Raise gpu_bytes, or lower what a moment needs: fewer tokens at once, smaller chunks, "
+            f"prefetch_moments below {workload.prefetch_moments}."
+            if workload.prefetch_moments
+            else "Raise gpu_bytes, or lower what a moment needs: fewer tokens at once, smaller chunks."
+        )
+    else:
+        smaller = {"A": "B (8 bytes an element)", "B": "C (6 bytes an element)", "fp16": "A in bf16"}
+        change = ["raise host_bytes", "give it disk" if not disk_limit else "give it more disk"]
+        if workload.regime.name in smaller:
+            change.append(f"use regime {smaller[workload.regime.name]}")
+        if workload.clipping:
+            change.append("train without clipping, which holds no gradients")
+        words.append(f"Or {', '.join(change)}, or use more data ranks.".replace("Or raise", "Raise"))
+    return DoesNotFit(" ".join(words), gpu=gpu, host=host, binds=binds)
+
+
+def size(count: int) -> str:
+    """Bytes for people, and the exact number where it is not obvious."""
+    if count % GiB == 0:
+        return f"{count // GiB} GiB"
+    return f"{count:,} bytes ({count / GiB:.2f} GiB)"

@@ -1,0 +1,200 @@
+"""A plan: what lives where for a whole step, what it holds at every moment, how long a step takes and why."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from meshfold.zero_gemini.planner.options import (
+    ALL_GPU,
+    DISK_RESIDENT,
+    DISK_STREAMED,
+    HOST_RESIDENT,
+    HOST_STREAMED,
+    PARAMETERS,
+    STATE,
+    Choice,
+    Floats,
+    Ints,
+)
+from meshfold.zero_gemini.planner.problem import Case, Problem
+from meshfold.zero_gemini.planner.rates import Machine
+from meshfold.zero_gemini.planner.seconds import TAIL
+from meshfold.zero_gemini.planner.workload import Limits, Workload
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ChunkPlan:
+    """Where one chunk lives between its uses."""
+
+    name: str
+    state: str
+    """``gpu``, ``host``, ``disk``, or ``none`` for a frozen chunk: also the device that steps it (disk: the CPU)."""
+    parameters: str
+    """``gpu``: resident. ``host``: streamed to the GPU for every use."""
+    gradients: str
+    """``gpu`` or ``host``: held there until the global norm is known. ``ring``: on its way to the CPU's step.
+    ``step``: used up by the GPU's step at once. ``none``: frozen."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LayerPlan:
+    """Whether the activations of one layer are kept or recomputed."""
+
+    name: str
+    kept: bool
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Term:
+    """One sum of seconds in one phase of the step; the phase takes as long as its largest, plus its exposed tail."""
+
+    phase: str
+    name: str
+    seconds: float
+    binds: bool
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Plan:
+    """What :func:`meshfold.zero_gemini.planner.policies.plan` decides. ``print(plan)`` is a table."""
+
+    workload: Workload
+    machine: Machine
+    limits: Limits
+    """bytes, all filled in"""
+    policy: str
+    """``auto`` or the placement policy it was made by"""
+    strategy: str
+    """how it clips: a key of ``STRATEGIES``"""
+    chunks: tuple[ChunkPlan, ...]
+    layers: tuple[LayerPlan, ...]
+    seconds: float
+    """predicted seconds a step"""
+    phases: tuple[tuple[str, float, float], ...]
+    """(name, share of steps, seconds) of every phase"""
+    terms: tuple[Term, ...]
+    gpu_bytes: tuple[int, ...]
+    """predicted at every moment"""
+    host_bytes: tuple[int, ...]
+    disk_bytes: tuple[int, ...]
+    proved: bool
+    """every other plan was ruled out as slower"""
+
+    @property
+    def peak_gpu_bytes(self) -> int:
+        return max(self.gpu_bytes)
+
+    @property
+    def peak_host_bytes(self) -> int:
+        return max(self.host_bytes)
+
+    @property
+    def peak_disk_bytes(self) -> int:
+        return max(self.disk_bytes)
+
+    @property
+    def binding(self) -> tuple[str, ...]:
+        """The term that decides how long each phase takes, as ``phase: term``."""
+        return tuple(f"{term.phase}: {term.name}" for term in self.terms if term.binds)
+
+    @property
+    def tail_seconds(self) -> float:
+        """Seconds by which the step is longer than its busiest resource: steps that nothing hides."""
+        weights = {name: weight for name, weight, _ in self.phases}
+        return sum(weights[term.phase] * term.seconds for term in self.terms if term.name == "exposed tail")
+
+    def __str__(self) -> str:
+        from meshfold.zero_gemini.planner.table import table
+
+        return table(self)
+
+
+def options_of(plan: Plan) -> Choice:
+    """The choice a plan was made from."""
+    codes = {("gpu", "gpu"): ALL_GPU, ("none", "gpu"): ALL_GPU, ("none", "host"): HOST_STREAMED}
+    codes |= {("host", "gpu"): HOST_RESIDENT, ("host", "host"): HOST_STREAMED}
+    codes |= {("disk", "gpu"): DISK_RESIDENT, ("disk", "host"): DISK_STREAMED}
+    chunks = np.array([codes[chunk.state, chunk.parameters] for chunk in plan.chunks])
+    return Choice(chunks=chunks, layers=np.array([int(layer.kept) for layer in plan.layers], dtype=np.int64))
+
+
+def canonical(workload: Workload, choice: Choice) -> Choice:
+    """The same choice with a frozen chunk, which has no state, either on the GPU or streamed."""
+    frozen = np.array([not chunk.trainable for chunk in workload.chunks])
+    streamed = np.isin(choice.chunks, [HOST_STREAMED, DISK_STREAMED])
+    chunks: Ints = np.where(frozen, np.where(streamed, HOST_STREAMED, ALL_GPU), choice.chunks)
+    return Choice(chunks=chunks, layers=choice.layers)
+
+
+def problem_of(case: Case, strategy: str, choice: Choice) -> Problem:
+    """The problem that charges a choice no more than it must."""
+    return case.problem(strategy, case.mode_of(choice))
+
+
+def build(case: Case, strategy: str, choice: Choice, *, policy: str, proved: bool = False) -> Plan:
+    """The plan of a choice: its bytes and its seconds. Limits are not checked here."""
+    workload = case.workload
+    choice = canonical(workload, choice)
+    problem = problem_of(case, strategy, choice)
+    memory = [int(value) for value in problem.memory.at(choice)]
+    rows = problem.time.at(choice)
+    terms, phases = _terms(problem, rows)
+    return Plan(
+        workload=workload,
+        machine=case.machine,
+        limits=case.limits,
+        policy=policy,
+        strategy=strategy,
+        chunks=tuple(
+            ChunkPlan(
+                name=chunk.name,
+                state=STATE[option] if chunk.trainable else "none",
+                parameters=PARAMETERS[option],
+                gradients=_gradients(workload, STATE[option]) if chunk.trainable else "none",
+            )
+            for chunk, option in zip(workload.chunks, choice.chunks.tolist(), strict=True)
+        ),
+        layers=tuple(
+            LayerPlan(name=layer.name, kept=bool(kept))
+            for layer, kept in zip(workload.layers, choice.layers.tolist(), strict=True)
+        ),
+        seconds=float(problem.value(rows)),
+        phases=phases,
+        terms=terms,
+        gpu_bytes=tuple(memory[:-2]),
+        host_bytes=(memory[-2],) * workload.moments,
+        disk_bytes=(memory[-1],) * workload.moments,
+        proved=proved,
+    )
+
+
+def _gradients(workload: Workload, state: str) -> str:
+    if workload.clipping:
+        return "gpu" if state == "gpu" else "host"
+    return "step" if state == "gpu" else "ring"
+
+
+def _terms(problem: Problem, values: Floats) -> tuple[tuple[Term, ...], tuple[tuple[str, float, float], ...]]:
+    terms: list[Term] = []
+    phases: list[tuple[str, float, float]] = []
+    for phase in problem.phases:
+        part = range(phase.start, phase.stop)
+        busy = {
+            problem.time.names[i]: float(values[i])
+            for i in part
+            if not problem.time.names[i].startswith(TAIL)
+        }
+        total = float(values[phase.start : phase.stop].max())
+        exposed = total - max(busy.values())
+        hidden = exposed <= 1e-12 * total
+        busiest = max(busy, key=lambda name: busy[name])
+        terms += [
+            Term(phase=phase.name, name=n, seconds=s, binds=hidden and n == busiest) for n, s in busy.items()
+        ]
+        terms.append(
+            Term(phase=phase.name, name="exposed tail", seconds=0.0 if hidden else exposed, binds=not hidden)
+        )
+        phases.append((phase.name, phase.weight, total))
+    return tuple(terms), tuple(phases)

@@ -1,0 +1,204 @@
+"""Seconds of a choice, as the largest of named sums.
+
+Without clipping (source: design, section "Gemini, planned"), a step is one phase and takes the largest of
+
+    compute                 GPU compute, recompute and the GPU's own optimizer step
+    h2d, d2h, pcie          bytes up / down / both over their rates
+    host memory             (CPU step + both PCIe directions + disk traffic) bytes / host memory bandwidth
+    cpu optimizer, disk, collectives
+    tail k                  the cycle through chunk k, below
+
+A stepped chunk k is due again at its next forward. Between its gradient and that lies the rest of the backward and the
+start of the forward; into this window must go the CPU's work on all chunks whose gradient comes no earlier and which
+are due no later (the condition of earliest-deadline-first scheduling). So a step is no shorter than the cycle
+
+    forward from k on + backward until k's gradient + work of those chunks + k's own way down and up
+
+which is short when the earliest chunks, whose gradients come last and which are needed first, step on the GPU.
+
+With just-in-time clipping a step is two phases, each the largest of its own sums: the backward, and the forward with
+the CPU step inside it: ``backward + max(forward, (26 B · host elements + forward's h2d bytes) / host memory)``.
+Out of place it is (1 - q) of the first form and q of the second, with the wasted step in its backward; q is the share of steps
+that clip.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from meshfold.zero_gemini.planner.memory import windows
+from meshfold.zero_gemini.planner.options import (
+    JUST_IN_TIME,
+    NONE,
+    OUT_OF_PLACE,
+    PARAMETERS,
+    SPLIT,
+    STATE,
+    Builder,
+    Floats,
+    Table,
+)
+from meshfold.zero_gemini.planner.rates import Machine
+from meshfold.zero_gemini.planner.workload import Workload
+
+TAIL = "tail"
+"""the first word of the rows that are cycles through a chunk"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Phase:
+    """A part of the step that takes ``weight`` times the largest of rows ``start … stop-1``."""
+
+    name: str
+    weight: float
+    start: int
+    stop: int
+
+
+class Loads:
+    """What every option of every chunk puts on every resource; arrays are: chunk option."""
+
+    def __init__(self, workload: Workload, machine: Machine) -> None:
+        chunks, regime = workload.chunks, workload.regime
+        self.workload, self.machine, self.regime = workload, machine, regime
+        elems = np.array([chunk.elems for chunk in chunks], dtype=float)[:, None]
+        train = np.array([chunk.trainable for chunk in chunks], dtype=float)[:, None]
+        twice = np.array([len(windows(chunk, workload)) == 2 for chunk in chunks], dtype=float)[:, None]
+        off = np.array([state != "gpu" for state in STATE], dtype=float)
+        streamed = np.array([home != "gpu" for home in PARAMETERS], dtype=float)
+        disk = np.array([state == "disk" for state in STATE], dtype=float)
+        self.elems = elems * train * off
+        # streamed: loaded for each window; resident: refreshed once after the CPU's step
+        refreshed = (off - streamed) * train
+        self.up_forward = regime.parameter * elems * (streamed + refreshed)
+        self.up_backward = regime.parameter * elems * streamed * twice
+        self.down = regime.gradient * self.elems
+        self.disk = regime.state * elems * train * disk
+        self.split = elems * train * (off - disk)
+        self.gpu_step = regime.step * elems * train * (1 - off) / machine.gpu_memory
+        self.forward = np.array([chunk.forward_seconds for chunk in chunks])
+        self.backward = np.array([chunk.backward_seconds for chunk in chunks])
+        self.first = np.array([chunk.forward[0] for chunk in chunks])
+        self.done = np.array([chunk.backward[1] for chunk in chunks])
+        recompute = np.array([layer.recompute_seconds for layer in workload.layers])
+        self.recompute = np.stack([recompute, np.zeros_like(recompute)], axis=1)
+        self.recompute_at = np.array([layer.last + 1 for layer in workload.layers])
+        gathered = sum(chunk.gathered_elems for chunk in chunks)
+        ranks = workload.data_ranks
+        self.collective = regime.parameter * gathered * (ranks - 1) / ranks / machine.collective
+
+    def cpu(self) -> Floats:
+        """Seconds of arithmetic of the CPU step."""
+        return self.cpu_of(self.regime.step * self.elems)
+
+    def cpu_of(self, traffic: Floats) -> Floats:
+        """The same for a pass that moves so many bytes of the step's."""
+        rate = self.machine.cpu_optimizer.get(self.regime.name)
+        seconds: Floats = traffic / self.regime.step / rate if rate else np.zeros_like(traffic)
+        return seconds
+
+    def disk_seconds(self) -> Floats:
+        seconds: Floats = self.disk / self.machine.disk_read + self.disk / self.machine.disk_write
+        return seconds
+
+    def own(self) -> Floats:
+        """Seconds of a chunk's own way down and up, which only others' work can hide; chunk option chunk."""
+        up = self.regime.parameter * self.elems / self.machine.h2d
+        latency: Floats = (self.down / self.machine.d2h + up)[:, :, None] * np.eye(len(up))[:, None, :]
+        return latency
+
+    def tails(self, resource: str) -> list[str]:
+        return [f"{TAIL} {resource} {chunk.name}" for chunk in self.workload.chunks]
+
+
+def seconds_table(workload: Workload, machine: Machine, strategy: str) -> tuple[Table, tuple[Phase, ...]]:
+    """The sums and the phases of a strategy."""
+    loads = Loads(workload, machine)
+    build = Builder(len(workload.chunks), len(workload.layers))
+    phases: list[Phase] = []
+
+    def close(name: str, weight: float) -> None:
+        start = phases[-1].stop if phases else 0
+        phases.append(Phase(name=name, weight=weight, start=start, stop=len(build.names)))
+
+    q = workload.clip_probability
+    if strategy == NONE or (strategy == OUT_OF_PLACE and q < 1):
+        _overlapped(build, loads)
+        close("step", 1.0 if strategy == NONE else 1 - q)
+    if strategy in (JUST_IN_TIME, SPLIT) or (strategy == OUT_OF_PLACE and q > 0):
+        weight = q if strategy == OUT_OF_PLACE else 1.0
+        _forward(build, loads, strategy)
+        close("forward", weight)
+        _backward(build, loads, strategy)
+        close("backward", weight)
+    return build.table(), tuple(phases)
+
+
+def _overlapped(build: Builder, loads: Loads) -> None:
+    """One phase: the CPU steps while the backward goes on."""
+    machine = loads.machine
+    up, down = loads.up_forward + loads.up_backward, loads.down
+    step = loads.regime.step * loads.elems
+    compute = loads.forward.sum() + loads.backward.sum()
+    build.add("compute", base=compute, chunk=loads.gpu_step, layer=loads.recompute)
+    build.add("h2d", chunk=up / machine.h2d)
+    build.add("d2h", chunk=down / machine.d2h)
+    build.add("pcie", chunk=(up + down) / machine.pcie_both)
+    build.add("host memory", chunk=(step + up + down + 2 * loads.disk) / machine.host_memory)
+    build.add("cpu optimizer", chunk=loads.cpu())
+    build.add("disk", chunk=loads.disk_seconds())
+    build.add("collectives", base=3 * loads.collective)  # gathered twice, reduced once
+    first, done = loads.first, loads.done
+    later = first[None, :] >= first[:, None]  # k j: j's forward is not before k's
+    before = done[None, :] <= done[:, None]  # k j: j's gradient is not after k's
+    inside = (first[None, :] <= first[:, None]) & (done[None, :] >= done[:, None])
+    path = later @ loads.forward + before @ loads.backward
+    on_gpu = loads.gpu_step[:, :, None] * before.T[:, None, :]
+    recompute = loads.recompute[:, :, None] * (loads.recompute_at[:, None] <= done[None, :])[:, None, :]
+    renewed = loads.regime.parameter * loads.elems
+    host = np.maximum((step + renewed + down + 2 * loads.disk) / machine.host_memory, loads.cpu())
+    for resource, work in (("host", host), ("disk", loads.disk_seconds())):
+        chunk = on_gpu + work[:, :, None] * inside.T[:, None, :] + loads.own()
+        build.add(*loads.tails(resource), base=path, chunk=chunk, layer=recompute)
+
+
+def _forward(build: Builder, loads: Loads, strategy: str) -> None:
+    """The forward with the CPU step of every chunk just before its use; the GPU steps when the norm is known."""
+    machine, regime = loads.machine, loads.regime
+    split = loads.split if strategy == SPLIT else np.zeros_like(loads.split)
+    step = regime.step * (loads.elems - split) + regime.first_pass * split
+    cpu = loads.cpu() if strategy != SPLIT else loads.cpu_of(step)
+    up = loads.up_forward
+    build.add("compute", base=loads.forward.sum(), chunk=loads.gpu_step)
+    build.add("h2d", chunk=up / machine.h2d)
+    build.add("host memory", chunk=(step + up + 2 * loads.disk) / machine.host_memory)
+    build.add("cpu optimizer", chunk=cpu)
+    build.add("disk", chunk=loads.disk_seconds())
+    build.add("collectives", base=loads.collective)
+    first = loads.first
+    path = (first[None, :] >= first[:, None]) @ loads.forward
+    earlier = (first[None, :] <= first[:, None]).T[:, None, :]
+    host = np.maximum((step + regime.parameter * loads.elems + 2 * loads.disk) / machine.host_memory, cpu)
+    for resource, work in (("host", host), ("disk", loads.disk_seconds())):
+        build.add(*loads.tails(resource), base=path, chunk=work[:, :, None] * earlier + loads.own())
+
+
+def _backward(build: Builder, loads: Loads, strategy: str) -> None:
+    """The backward of a step that clips, with the moments of the last step or with a step that will be dropped."""
+    machine, regime = loads.machine, loads.regime
+    up, down = loads.up_backward, loads.down
+    step, disk = np.zeros_like(loads.elems), np.zeros_like(loads.elems)
+    if strategy == SPLIT:
+        step = regime.second_pass * loads.split
+    elif strategy == OUT_OF_PLACE:
+        step, disk = regime.step * loads.elems, loads.disk
+    build.add("compute", base=loads.backward.sum(), layer=loads.recompute)
+    build.add("h2d", chunk=up / machine.h2d)
+    build.add("d2h", chunk=down / machine.d2h)
+    build.add("pcie", chunk=(up + down) / machine.pcie_both)
+    build.add("host memory", chunk=(step + up + down + 2 * disk) / machine.host_memory)
+    build.add("cpu optimizer", chunk=loads.cpu_of(step))
+    build.add("disk", chunk=disk / machine.disk_read + disk / machine.disk_write)
+    build.add("collectives", base=2 * loads.collective)

@@ -1,0 +1,71 @@
+"""A plan as a table for people."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import groupby
+
+from meshfold.zero_gemini.planner.options import STRATEGIES
+from meshfold.zero_gemini.planner.rates import GiB, KiB, MiB
+from meshfold.zero_gemini.planner.result import LayerPlan, Plan
+
+
+def table(plan: Plan) -> str:
+    """What lives where, runs of equal chunks in one row; bytes against limits; every term of the step, ``<`` binds."""
+    workload = plan.workload
+    head = (
+        f"{workload.name} on {plan.machine.name}: {workload.elems / 1e9:.3g} G elements a rank, {workload.tokens} tokens, "
+        f"regime {workload.regime.name}, policy {plan.policy}\n"
+        f"{plan.seconds:.4g} s a step{' (no plan is faster)' if plan.proved else ''}; {STRATEGIES[plan.strategy]}"
+    )
+    places = [("chunks", "elements", "state", "parameters", "gradients")]
+    sized = zip(plan.chunks, workload.chunks, strict=True)
+    for where, run in groupby(sized, key=lambda pair: (pair[0].state, pair[0].parameters, pair[0].gradients)):
+        members = list(run)
+        elems = sum(chunk.elems for _, chunk in members)
+        places.append((_span([made.name for made, _ in members]), f"{elems:,}", *where))
+    text = [head, "", _aligned(places)]
+    if plan.layers:
+        kept = [(_span([x.name for x in run]), "kept" if k else "recomputed") for k, run in _runs(plan)]
+        text += ["", _aligned([("layers", "activations"), *kept])]
+    gpu, host, disk = plan.limits.as_tuple()
+    peaks = [("memory", "peak", "limit", "at moment")]
+    for name, series, limit in (
+        ("GPU", plan.gpu_bytes, gpu),
+        ("host", plan.host_bytes, host),
+        ("disk", plan.disk_bytes, disk),
+    ):
+        peak = max(series)
+        peaks.append((name, units(peak), units(limit), str(series.index(peak)) if name == "GPU" else "all"))
+    text += ["", _aligned(peaks)]
+    rows = [("phase", "term", "seconds", "")]
+    for name, weight, seconds in plan.phases:
+        shown = name if weight == 1 else f"{name} ({weight:.0%} of steps)"
+        rows += [
+            (shown, t.name, f"{t.seconds:.4g}", "<" if t.binds else "") for t in plan.terms if t.phase == name
+        ]
+        rows.append((shown, "total", f"{seconds:.4g}", ""))
+    return "\n".join([*text, "", _aligned(rows)])
+
+
+def units(count: float) -> str:
+    """Bytes in the unit that suits them."""
+    for name, unit in (("GiB", GiB), ("MiB", MiB), ("KiB", KiB)):
+        if abs(count) >= unit:
+            return f"{count / unit:.2f} {name}"
+    return f"{count:.0f} B"
+
+
+def _runs(plan: Plan) -> list[tuple[bool, list[LayerPlan]]]:
+    return [(kept, list(run)) for kept, run in groupby(plan.layers, key=lambda layer: layer.kept)]
+
+
+def _span(names: Sequence[str]) -> str:
+    return names[0] if len(names) == 1 else f"{names[0]} … {names[-1]} ({len(names)})"
+
+
+def _aligned(rows: Sequence[Sequence[str]]) -> str:
+    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
+    return "\n".join(
+        "  ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True)).rstrip() for row in rows
+    )

@@ -1,0 +1,130 @@
+"""A plan over time: what is on the GPU at every moment, as data, as a picture and for chrome://tracing."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from meshfold.mesh.errors import MeshfoldError
+from meshfold.zero_gemini.planner.memory import KINDS, gpu_kinds, layer_bytes
+from meshfold.zero_gemini.planner.result import Plan, options_of
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Moment:
+    """What is on the GPU at one moment."""
+
+    moment: int
+    phase: str
+    """``forward`` or ``backward``"""
+    seconds: float
+    """when it starts, from the start of the step, as predicted"""
+    kinds: dict[str, int]
+    """bytes by kind"""
+    bytes: int
+    """their sum"""
+
+
+def timeline(plan: Plan) -> list[Moment]:
+    """Every moment of the step in order; the sums are the plan's ``gpu_bytes``."""
+    workload, choice = plan.workload, options_of(plan)
+    index = np.arange(len(choice.chunks))
+    series = {kind: rows[index, choice.chunks].sum(0) for kind, rows in gpu_kinds(workload).items()}
+    kept = layer_bytes(workload)[np.arange(len(choice.layers)), choice.layers].sum(0)
+    series = {KINDS[0]: np.array(workload.non_model_bytes), KINDS[1]: kept, **series}
+    starts = _starts(plan)
+    found = []
+    for t in range(workload.moments):
+        kinds = {kind: int(values[t]) for kind, values in series.items()}
+        phase = "forward" if t < workload.forward_moments else "backward"
+        found.append(Moment(moment=t, phase=phase, seconds=starts[t], kinds=kinds, bytes=sum(kinds.values())))
+    return found
+
+
+def chrome_trace(plan: Plan) -> dict[str, Any]:
+    """The plan for chrome://tracing or Perfetto: bytes as counters, moments, and the seconds each resource is busy.
+
+    Times in microseconds. How long a resource is busy in a phase is predicted; when in the phase it is, is not.
+    """
+    moments = timeline(plan)
+    ends = [m.seconds for m in moments[1:]] + [plan.seconds]
+    events: list[dict[str, Any]] = [
+        {
+            "ph": "M",
+            "pid": 0,
+            "tid": 0,
+            "name": "process_name",
+            "args": {"name": f"plan of {plan.workload.name}"},
+        }
+    ]
+    resources = {"moments": 0}
+    for moment, end in zip(moments, ends, strict=True):
+        at, lasts = moment.seconds * 1e6, (end - moment.seconds) * 1e6
+        name = f"{moment.phase} {moment.moment}"
+        events.append({"ph": "X", "pid": 0, "tid": 0, "name": name, "ts": at, "dur": lasts})
+        events.append({"ph": "C", "pid": 0, "name": "GPU bytes", "ts": at, "args": dict(moment.kinds)})
+    for phase, start in _phase_starts(plan).items():
+        for term in plan.terms:
+            if term.phase != phase or term.seconds <= 0 or term.name == "exposed tail":
+                continue
+            tid = resources.setdefault(term.name, len(resources))
+            args = {"phase": phase, "binds": term.binds}
+            busy = {"ts": start * 1e6, "dur": term.seconds * 1e6, "args": args}
+            events.append({"ph": "X", "pid": 0, "tid": tid, "name": term.name, **busy})
+    for name, tid in resources.items():
+        events.append({"ph": "M", "pid": 0, "tid": tid, "name": "thread_name", "args": {"name": name}})
+    return {"traceEvents": events, "displayTimeUnit": "ms"}
+
+
+def draw(plan: Plan, path: str | Path) -> Path:
+    """The timeline as a picture, bytes on the GPU by kind against the limit; the ending says the format (.svg, .png).
+
+    Raises:
+        MeshfoldError: if matplotlib is not installed, or the format is one it does not know.
+    """
+    if importlib.util.find_spec("matplotlib") is None:
+        raise MeshfoldError("pictures need matplotlib: pip install meshfold-zero-gemini[plot]")
+    paint = importlib.import_module("meshfold.zero_gemini.planner.paint")
+    where = Path(path)
+    known = paint.formats()
+    if where.suffix.removeprefix(".") not in known:
+        raise MeshfoldError(f"{where.name!r}: a picture's name ends in one of .{', .'.join(sorted(known))}")
+    paint.timeline_figure(plan, timeline(plan)).savefig(where)
+    return where
+
+
+def _phase_starts(plan: Plan) -> dict[str, float]:
+    """When each phase starts, seconds, forward before backward; the likelier of two forms of an out-of-place step."""
+    seconds = {name: total for name, _, total in plan.phases}
+    weights = {name: weight for name, weight, _ in plan.phases}
+    if "step" in seconds and weights["step"] >= 0.5:
+        return {"step": 0.0}
+    return {"forward": 0.0, "backward": seconds["forward"]}
+
+
+def _starts(plan: Plan) -> list[float]:
+    """When each moment starts: compute in order, stretched to the seconds that the plan predicts for its half."""
+    workload, half = plan.workload, plan.workload.forward_moments
+    lasts = np.zeros(workload.moments)
+    for chunk in workload.chunks:
+        for (first, last), seconds in (
+            (chunk.forward, chunk.forward_seconds),
+            (chunk.backward, chunk.backward_seconds),
+        ):
+            lasts[first : last + 1] += seconds / (last - first + 1)
+    for layer, made in zip(workload.layers, plan.layers, strict=True):
+        if not made.kept:
+            lasts[min(layer.last + 1, workload.moments - 1)] += layer.recompute_seconds
+    lasts += 1e-12  # a moment without compute still comes before the next
+    starts = _phase_starts(plan)
+    if "backward" in starts:
+        whole = {name: total for name, _, total in plan.phases}
+        lasts[:half] *= whole["forward"] / lasts[:half].sum()
+        lasts[half:] *= whole["backward"] / lasts[half:].sum()
+    lasts *= plan.seconds / lasts.sum()
+    return [0.0, *np.cumsum(lasts)[:-1].tolist()]

@@ -1,0 +1,278 @@
+"""What one training step does: chunks in order of use, layers whose activations may be kept, memory at every moment.
+
+A *moment* is a place in the recorded order of operations: ``0 … forward_moments-1`` in the forward, the rest in the
+backward. A trace on the device or on meta writes a Workload; :func:`stack` writes one from shapes.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import ceil
+
+from meshfold.mesh.errors import SpecError
+from meshfold.zero_gemini.planner.rates import Machine
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Regime:
+    """Bytes an element: of what is held, and of host memory traffic in an optimizer step."""
+
+    name: str
+    parameter: float
+    """the plane the GPU computes with: ``hi`` of the split master."""
+    state: float
+    """everything else: ``lo`` and the moments."""
+    gradient: float
+    step: float
+    """read and written by one pass that does the whole step."""
+    first_pass: float
+    """read and written by a pass that writes only the new master."""
+    second_pass: float
+    """read and written by the pass that writes the moments afterwards."""
+
+
+REGIMES = {
+    "A": Regime(name="A", parameter=2, state=10, gradient=2, step=26, first_pass=18, second_pass=18),
+    "B": Regime(name="B", parameter=2, state=6, gradient=2, step=18, first_pass=14, second_pass=10),
+    # two 8-bit moments with a scale in fp32 for each 256: 2 + 8/256
+    "C": Regime(
+        name="C",
+        parameter=2,
+        state=4.03125,
+        gradient=2,
+        step=14.0625,
+        first_pass=12.03125,
+        second_pass=6.0625,
+    ),
+    # a whole fp32 master beside the fp16 plane, which a step only writes
+    "fp16": Regime(name="fp16", parameter=2, state=12, gradient=2, step=28, first_pass=20, second_pass=18),
+}
+"""A: exact split master, fp32 moments (12 B). B: bf16 moments (8 B). C: 8-bit moments (6.03 B). fp16: 14 B."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ChunkCost:
+    """A chunk: its size and when it is used.
+
+    Raises:
+        SpecError: for sizes or moments that cannot be.
+    """
+
+    name: str
+    elems: int
+    """elements of this rank's shard."""
+    gathered_elems: int
+    """elements of the whole chunk: ``elems`` times the data ranks."""
+    forward: tuple[int, int]
+    """first and last moment of use in the forward, inclusive."""
+    backward: tuple[int, int]
+    """first and last moment of use in the backward, inclusive; its gradient is complete after the last."""
+    forward_seconds: float
+    """seconds of GPU compute in the forward with this chunk."""
+    backward_seconds: float
+    """the same in the backward, without any recompute."""
+    trainable: bool = True
+    """False: no gradient and no optimizer state."""
+
+    def __post_init__(self) -> None:
+        if not 0 < self.elems <= self.gathered_elems:
+            raise SpecError(
+                f"chunk {self.name!r}: elems={self.elems}, gathered_elems={self.gathered_elems}: "
+                "a shard has at least one element and no more than the chunk"
+            )
+        (first, last), (start, end) = self.forward, self.backward
+        if not 0 <= first <= last < start <= end:
+            raise SpecError(
+                f"chunk {self.name!r}: forward={self.forward}, backward={self.backward} must be in order"
+            )
+        if min(self.forward_seconds, self.backward_seconds) < 0:
+            raise SpecError(f"chunk {self.name!r}: seconds below zero")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Layer:
+    """A layer whose activations are either kept or recomputed in the backward."""
+
+    name: str
+    kept_bytes: int
+    """bytes that keeping adds to the non-model memory at every moment of ``first … last``."""
+    recompute_seconds: float
+    """seconds of compute that keeping saves."""
+    first: int
+    """the moment of its forward."""
+    last: int
+    """the last moment before its backward: recomputed activations are in the non-model memory from there on."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Workload:
+    """One step of one rank.
+
+    Raises:
+        SpecError: for moments that are not there, names that are not unique, or no chunk.
+    """
+
+    name: str
+    chunks: tuple[ChunkCost, ...]
+    """in order of first use."""
+    layers: tuple[Layer, ...] = ()
+    non_model_bytes: tuple[int, ...]
+    """peak bytes on the GPU at every moment that are neither parameters, gradients nor optimizer state, nothing kept."""
+    forward_moments: int
+    """how many of the moments are in the forward."""
+    tokens: int
+    """tokens of this rank in a step."""
+    regime: Regime
+    clipping: bool
+    """clip by the global norm, exactly: gradients are held until it is known."""
+    clip_probability: float = 1.0
+    """share of the steps whose clip factor is below 1; decides whether to step before the norm is known."""
+    data_ranks: int = 1
+    prefetch_moments: int = 1
+    """a streamed chunk is on the GPU so many moments before its use."""
+    drain_moments: int = 1
+    """a gradient leaves the GPU within so many moments after the chunk's backward."""
+    host_base_bytes: int = 0
+    """host bytes that the process has besides."""
+    disk_buffer_bytes: int = 2**28
+    """host bytes for blocks in flight, as soon as anything lives on disk."""
+
+    def __post_init__(self) -> None:
+        moments = len(self.non_model_bytes)
+        if not self.chunks:
+            raise SpecError(f"workload {self.name!r} has no chunk: there is nothing to plan")
+        if not 0 < self.forward_moments < moments:
+            raise SpecError(
+                f"workload {self.name!r}: forward_moments={self.forward_moments} of {moments} moments: both a forward "
+                "and a backward need at least one"
+            )
+        for chunk in self.chunks:
+            if chunk.forward[1] >= self.forward_moments or not self.forward_moments <= chunk.backward[0]:
+                raise SpecError(f"chunk {chunk.name!r} is used in the wrong half of the step: {chunk}")
+            if chunk.backward[1] >= moments:
+                raise SpecError(f"chunk {chunk.name!r} is used after the last moment {moments - 1}: {chunk}")
+        for layer in self.layers:
+            if not (
+                0 <= layer.first <= layer.last < moments
+                and min(layer.kept_bytes, layer.recompute_seconds) >= 0
+            ):
+                raise SpecError(
+                    f"layer {layer.name!r} does not lie in the {moments} moments of the step: {layer}"
+                )
+        for things in (self.chunks, self.layers):
+            names = [thing.name for thing in things]
+            if len(set(names)) < len(names):
+                raise SpecError(f"workload {self.name!r}: names must be unique, got {names}")
+        if list(self.chunks) != sorted(self.chunks, key=lambda chunk: chunk.forward[0]):
+            raise SpecError(f"workload {self.name!r}: chunks must be in order of first use")
+        if not 0 <= self.clip_probability <= 1:
+            raise SpecError(f"clip_probability={self.clip_probability}: a share of the steps, from 0 to 1")
+        if min(self.data_ranks - 1, self.prefetch_moments, self.drain_moments, self.tokens - 1) < 0:
+            raise SpecError(
+                f"workload {self.name!r}: data_ranks and tokens are at least 1, moments at least 0"
+            )
+
+    @property
+    def elems(self) -> int:
+        """Elements of this rank's shards."""
+        return sum(chunk.elems for chunk in self.chunks)
+
+    @property
+    def moments(self) -> int:
+        return len(self.non_model_bytes)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Limits:
+    """Bytes a plan may use at any moment; what is None is all the machine has."""
+
+    gpu_bytes: int | None = None
+    host_bytes: int | None = None
+    disk_bytes: int | None = None
+
+    def on(self, machine: Machine) -> Limits:
+        """With every number filled in; no more than the machine has."""
+        return Limits(
+            gpu_bytes=_least(self.gpu_bytes, machine.gpu_bytes),
+            host_bytes=_least(self.host_bytes, machine.host_bytes),
+            disk_bytes=_least(self.disk_bytes, machine.disk_bytes),
+        )
+
+    def as_tuple(self) -> tuple[int, int, int]:
+        """(GPU, host, disk) bytes of limits that are filled in."""
+        if self.gpu_bytes is None or self.host_bytes is None or self.disk_bytes is None:
+            raise SpecError(f"{self} is not filled in: use .on(machine)")
+        return self.gpu_bytes, self.host_bytes, self.disk_bytes
+
+
+def _least(limit: int | None, has: int) -> int:
+    if limit is not None and limit < 0:
+        raise SpecError(f"a limit of {limit} bytes is below zero")
+    return has if limit is None else min(limit, has)
+
+
+def stack(
+    *,
+    machine: Machine,
+    layers: int,
+    layer_elems: int,
+    tokens: int,
+    regime: str = "A",
+    clipping: bool = True,
+    clip_probability: float = 1.0,
+    data_ranks: int = 1,
+    kept_bytes: int = 0,
+    checkpoint_bytes: int = 0,
+    working_bytes: int = 0,
+    disk_buffer_bytes: int = 2**28,
+    name: str = "stack",
+) -> Workload:
+    """A stack of equal layers, one chunk each: 2 FLOP an element and token in the forward, 4 in the backward.
+
+    Args:
+        layer_elems: elements of a whole layer, over all data ranks.
+        tokens: of this rank.
+        kept_bytes: activations of one layer that keeping holds besides its checkpoint.
+        checkpoint_bytes: the input of one layer, held from its forward to its backward.
+        working_bytes: what any moment needs besides.
+    """
+    if regime not in REGIMES:
+        raise SpecError(f"regime={regime!r}: use one of {', '.join(REGIMES)}")
+    forward = machine.seconds(2.0 * layer_elems * tokens)
+    last = 2 * layers - 1
+    chunks = tuple(
+        ChunkCost(
+            name=f"layer{i}",
+            elems=ceil(layer_elems / data_ranks),
+            gathered_elems=ceil(layer_elems / data_ranks) * data_ranks,
+            forward=(i, i),
+            backward=(last - i, last - i),
+            forward_seconds=forward,
+            backward_seconds=2 * forward,
+        )
+        for i in range(layers)
+    )
+    kept = tuple(
+        Layer(
+            name=f"layer{i}",
+            kept_bytes=kept_bytes,
+            recompute_seconds=forward,
+            first=i,
+            last=max(i, last - i - 1),
+        )
+        for i in range(layers)
+    )
+    held = [checkpoint_bytes * (min(t, last - t) + 1) + working_bytes for t in range(2 * layers)]
+    return Workload(
+        name=name,
+        chunks=chunks,
+        layers=kept,
+        non_model_bytes=tuple(held),
+        forward_moments=layers,
+        tokens=tokens,
+        regime=REGIMES[regime],
+        clipping=clipping,
+        clip_probability=clip_probability,
+        data_ranks=data_ranks,
+        disk_buffer_bytes=disk_buffer_bytes,
+    )

@@ -1,0 +1,9 @@
+"""The optimizer's step on shards: the general way with any elementwise torch optimizer, and our Adam on whole chunks."""
+
+from __future__ import annotations
+
+from meshfold.zero_gemini.stepping.adam import AdamStepper
+from meshfold.zero_gemini.stepping.base import Entry, Stepper
+from meshfold.zero_gemini.stepping.general import GeneralStepper
+
+__all__ = ["AdamStepper", "Entry", "GeneralStepper", "Stepper"]

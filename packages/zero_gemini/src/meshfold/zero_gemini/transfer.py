@@ -1,0 +1,59 @@
+"""Copies between the host and a GPU beside the computation: on a stream of their own, waited for by the GPU alone."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor
+
+from meshfold.zero_gemini.arena import Arena
+
+
+@functools.cache
+def stream_of(device: torch.device) -> torch.cuda.Stream:
+    """The device's stream for copies."""
+    return torch.cuda.Stream(device)
+
+
+@contextmanager
+def beside(device: torch.device) -> Iterator[None]:
+    """Queue what is done inside on the device's stream for copies, after all that was queued before.
+
+    On a CPU nothing is queued: it is done at once.
+    """
+    if device.type != "cuda":
+        yield
+        return
+    stream = stream_of(device)
+    stream.wait_stream(torch.cuda.current_stream(device))
+    with torch.cuda.stream(stream):
+        yield
+
+
+def mark(device: torch.device) -> torch.cuda.Event | None:
+    """A point on the current stream that can be waited for; None on a CPU."""
+    return torch.cuda.current_stream(device).record_event() if device.type == "cuda" else None
+
+
+def queue_behind(event: torch.cuda.Event | None, device: torch.device) -> None:
+    """Let what is queued from now on begin after a point; the host goes on."""
+    if event is not None:
+        torch.cuda.current_stream(device).wait_event(event)
+
+
+def host_empty(elements: int, dtype: torch.dtype, home: torch.device, device: torch.device) -> Tensor:
+    """Memory on ``home`` for elements that travel to and from ``device``: page-locked where that makes copies fast."""
+    if home.type == "cpu" and device.type == "cuda":
+        block = _host(device).allocate(elements, dtype)
+        tensor = block.tensor
+        block.free()  # from now on it lives as long as the tensor
+        return tensor
+    return torch.empty(elements, dtype=dtype, device=home)
+
+
+@functools.cache
+def _host(device: torch.device) -> Arena:
+    return Arena(f"host memory beside {device}", torch.device("cpu"), pinned=True)

@@ -1,0 +1,244 @@
+"""Training in chunks is training: losses, gradients' norm, weights and optimizer state of one process's model."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+
+from meshfold.mesh import Mesh, ParameterMeta, Placement, annotate
+from meshfold.mesh.testing import run_on_ranks
+from meshfold.zero_gemini import Gemini, Placing
+
+WORDS, WIDTH, ROWS = 50, 24, 8
+CPU = torch.device("cpu")
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 40), nn.Linear(40, WIDTH)
+        self.gate = nn.Parameter(torch.ones(WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(F.gelu(self.up(self.norm(x)))) * self.gate
+
+
+class Model(nn.Module):
+    """Tied table and head, a frozen block, a part that only some batches use, one that none does, recomputed blocks."""
+
+    def __init__(self, recompute: bool = False) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(WORDS, WIDTH)
+        self.blocks = nn.ModuleList(Block() for _ in range(4))
+        self.blocks[1].requires_grad_(False)
+        self.sometimes, self.never = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.norm, self.head = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, WORDS, bias=False)
+        self.head.weight = self.embed.weight
+        self.recompute = recompute
+
+    def forward(self, ids: Tensor, extra: bool) -> Tensor:
+        x = self.embed(ids)
+        for block in self.blocks:
+            x = checkpoint(block, x, use_reentrant=False) if self.recompute else block(x)
+        if extra:
+            x = x + self.sometimes(x)
+        return self.head(self.norm(x))
+
+
+def batches(count: int) -> list[tuple[Tensor, bool]]:
+    generator = torch.Generator().manual_seed(0)
+    return [(torch.randint(WORDS, (ROWS, 6), generator=generator), step % 3 == 1) for step in range(count)]
+
+
+def loss_of(model: nn.Module, ids: Tensor, extra: bool) -> Tensor:
+    return F.cross_entropy(model(ids, extra)[:, :-1].flatten(0, 1), ids[:, 1:].flatten())
+
+
+def make_model(recompute: bool) -> Model:
+    torch.manual_seed(0)
+    return Model(recompute).double()
+
+
+def compare(stage: int, chunk_elems: int, name: str, accumulate: int, recompute: bool, clip: float) -> None:
+    make = {
+        "adamw": partial(torch.optim.AdamW, lr=1e-2, weight_decay=0.1),
+        "sgd": partial(torch.optim.SGD, lr=0.1, momentum=0.9),
+        "adagrad": partial(torch.optim.Adagrad, lr=1e-2),
+    }[name]
+    serial, model = make_model(False), make_model(recompute)
+    reference = make([p for p in serial.parameters() if p.requires_grad])
+    world = int(torch.distributed.get_world_size())
+    mesh = Mesh({"data": world})
+    for p in model.parameters():
+        shape = tuple(p.shape)
+        place = Placement(shape=shape, axes=((),) * len(shape))
+        annotate(p, ParameterMeta(mesh=mesh, placement=place, sum_axes=("data",)))
+    gemini = Gemini(
+        model, mesh, stage=stage, placing=Placing(device=CPU), make_optimizer=make,
+        chunk_elems=chunk_elems,
+    )  # fmt: skip
+    rank, rows = mesh.index("data"), ROWS // world
+    for step, (ids, extra) in enumerate(batches(5 * accumulate)):
+        last = step % accumulate == accumulate - 1
+        mine = ids[rank * rows : (rank + 1) * rows]
+        gemini.begin(last=last)
+        (loss_of(model, mine, extra) / world / accumulate).backward()
+        (loss_of(serial, ids, extra) / accumulate).backward()
+        if not last:
+            continue
+        gemini.finish()
+        norm = gemini.clip(clip)
+        wanted = nn.utils.clip_grad_norm_([p for p in serial.parameters() if p.grad is not None], clip)
+        torch.testing.assert_close(norm, wanted, rtol=1e-10, atol=0.0)
+        gemini.step()
+        reference.step()
+        reference.zero_grad()
+        with torch.no_grad():
+            torch.testing.assert_close(
+                loss_of(model, ids, True), loss_of(serial, ids, True), rtol=1e-10, atol=0.0
+            )
+    names = dict(model.named_parameters())
+    for key, p in serial.named_parameters():
+        torch.testing.assert_close(gemini.read(names[key]), p.detach(), rtol=1e-9, atol=1e-12, msg=key)
+    entries = gemini.state_entries()
+    assert set(entries) == {key for key, p in serial.named_parameters() if reference.state.get(p)}
+    for key, found in entries.items():
+        for part, entry in found.items():
+            wanted_state = reference.state[serial.get_parameter(key)][part]
+            torch.testing.assert_close(
+                gemini.read_state(key, part, entry).double(), wanted_state.double(), rtol=1e-9, atol=1e-12
+            )
+    gemini.close()
+
+
+@pytest.mark.parametrize("world", [1, 2, 4])
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_training_is_that_of_one_process(stage: int, world: int) -> None:
+    run_on_ranks(world, compare, stage, 2000, "adamw", 1, False, 0.5)
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_accumulation_and_recomputation(stage: int) -> None:
+    run_on_ranks(2, compare, stage, 1000, "adamw", 3, True, 0.5)
+
+
+@pytest.mark.parametrize("name", ["sgd", "adagrad"])
+def test_any_elementwise_optimizer(name: str) -> None:
+    run_on_ranks(2, compare, 3, 100_000, name, 2, False, 1e9)
+
+
+# -- our Adam, regimes and placements -------------------------------------------------------------------------------
+
+
+def in_chunks(
+    world: int, dtype: torch.dtype, placing: Placing, regime: str = "A", stage: int = 3
+) -> tuple[Model, Gemini]:
+    model = make_model(False).float()
+    mesh = Mesh({"data": world})
+    for p in model.parameters():
+        shape = tuple(p.shape)
+        place = Placement(shape=shape, axes=((),) * len(shape))
+        annotate(p, ParameterMeta(mesh=mesh, placement=place, sum_axes=("data",)))
+    gemini = Gemini(
+        model, mesh, stage=stage, placing=placing, dtype=dtype, master_dtype=torch.float32, regime=regime, seed=3,
+        make_optimizer=partial(torch.optim.AdamW, lr=1e-2, weight_decay=0.1), chunk_elems=1000,
+    )  # fmt: skip
+    return model, gemini
+
+
+def train(model: Model, gemini: Gemini, steps: int = 6) -> list[Tensor]:
+    """Losses, norms, and in the end every true weight."""
+    seen = []
+    world, rank = torch.distributed.get_world_size(), torch.distributed.get_rank()
+    for ids, extra in batches(steps):
+        gemini.begin(last=True)
+        loss = loss_of(model, ids[rank * ROWS // world : (rank + 1) * ROWS // world], extra) / world
+        loss.backward()
+        gemini.finish()
+        seen += [loss.detach().float(), gemini.clip(0.5)]
+        gemini.step()
+    return seen + [gemini.read(p) for p in model.parameters()]
+
+
+def bits_of_placements(world: int, dtype: torch.dtype) -> None:
+    """A CPU of another index stands for the host, so that everything really moves."""
+    train(
+        *in_chunks(world, dtype, Placing(device=CPU)), steps=1
+    )  # torch's first sums of a process have other bits
+    wanted = train(*in_chunks(world, dtype, Placing(device=CPU)))
+    for stage, parameters, optimizer in (
+        (3, 1.0, 1.0),
+        (3, 0.5, 0.7),
+        (3, 0.0, 1.0),
+        (2, 0.0, 0.5),
+        (1, 0.0, 0.0),
+    ):
+        placing = Placing(
+            device=CPU, host=torch.device("cpu", 0), host_parameters=parameters, host_optimizer=optimizer
+        )
+        found = train(*in_chunks(world, dtype, placing, stage=stage))
+        for a, b in zip(wanted, found, strict=True):
+            assert torch.equal(a, b), (stage, parameters, optimizer)
+
+
+@pytest.mark.parametrize("world", [1, 2])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_every_stage_and_placement_trains_to_the_same_bits(dtype: torch.dtype, world: int) -> None:
+    run_on_ranks(world, bits_of_placements, world, dtype)
+
+
+def adam_is_torchs() -> None:
+    """Float32 within 1e-6 of torch over 20 steps; the parts that are unused or used now and then included."""
+    torch.manual_seed(0)
+    serial = make_model(False).float()
+    reference = torch.optim.AdamW(
+        [p for p in serial.parameters() if p.requires_grad], lr=1e-2, weight_decay=0.1
+    )
+    for ids, extra in batches(20):
+        loss_of(serial, ids, extra).backward()
+        nn.utils.clip_grad_norm_([p for p in serial.parameters() if p.grad is not None], 0.5)
+        reference.step()
+        reference.zero_grad()
+    model, gemini = in_chunks(1, torch.float32, Placing(device=CPU))
+    found = train(model, gemini, steps=20)[-len(list(serial.parameters())) :]
+    for (name, p), mine in zip(serial.named_parameters(), found, strict=True):
+        torch.testing.assert_close(mine, p.detach(), rtol=1e-5, atol=1e-6, msg=name)
+    steps = {
+        name: int(gemini.read_state(name, "step", entry["step"]))
+        for name, entry in gemini.state_entries().items()
+    }
+    assert steps["sometimes.weight"] == 7 and steps["norm.weight"] == 20
+    assert not any(name.startswith(("never", "blocks.1")) for name in steps)
+
+
+def test_adam_is_torchs() -> None:
+    run_on_ranks(1, adam_is_torchs)
+
+
+def regimes_learn(world: int) -> None:
+    """On one batch, over and over: B and C lose little of what A learns."""
+    lost, first = {}, 0.0
+    for regime in ("A", "B", "C"):
+        model, gemini = in_chunks(world, torch.bfloat16, Placing(device=CPU), regime)
+        ids, _ = batches(1)[0]
+        rank = torch.distributed.get_rank()
+        for _ in range(60):
+            gemini.begin(last=True)
+            loss = loss_of(model, ids[rank * ROWS // world : (rank + 1) * ROWS // world], False) / world
+            loss.backward()
+            gemini.finish()
+            gemini.step()
+            first = first or float(loss) * world
+        lost[regime] = float(loss) * world
+    assert lost["A"] < 0.1 * first, lost
+    assert lost["B"] < 1.3 * lost["A"] and lost["C"] < 1.6 * lost["A"], lost
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_regimes_learn(world: int) -> None:
+    run_on_ranks(world, regimes_learn, world)

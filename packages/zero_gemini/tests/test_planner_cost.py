@@ -1,0 +1,214 @@
+"""Seconds and bytes of a plan are those of the formulas of the design, worked out here by hand."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from meshfold.mesh.errors import SpecError
+from meshfold.zero_gemini.planner import (
+    EMULATED,
+    H200,
+    REGIMES,
+    ChunkCost,
+    GiB,
+    Layer,
+    Limits,
+    Machine,
+    MiB,
+    Plan,
+    Workload,
+    cpu,
+    cuda,
+    stack,
+    static,
+)
+from meshfold.zero_gemini.planner.memory import windows
+from meshfold.zero_gemini.planner.options import JUST_IN_TIME
+from meshfold.zero_gemini.planner.seconds import seconds_table
+
+MACHINE = replace(EMULATED, cpu_optimizer={}, gpu_bytes=GiB, host_bytes=GiB)
+E, LAYERS = 100_000, 6
+
+
+def work(**changes: object) -> Workload:
+    given = (
+        dict(machine=MACHINE, layers=LAYERS, layer_elems=E, tokens=1000, regime="A", clipping=False) | changes
+    )
+    return stack(**given)  # type: ignore[arg-type]
+
+
+def terms(plan: Plan, phase: str) -> dict[str, float]:
+    return {term.name: term.seconds for term in plan.terms if term.phase == phase}
+
+
+def test_without_clipping_a_step_is_its_busiest_resource() -> None:
+    made = cpu(work(), MACHINE)
+    n = LAYERS * E
+    found = terms(made, "step")
+    compute = MACHINE.seconds(8.0 * n * 1000)  # 6 and 2 for recompute
+    # the last chunk is used at the turn of the step and the one before is prefetched across it: both are loaded once
+    up = 2 * n + 2 * (n - E)
+    down = 2 * n
+    assert found["compute"] == pytest.approx(compute)
+    assert found["h2d"] == pytest.approx(up / MACHINE.h2d)
+    assert found["d2h"] == pytest.approx(down / MACHINE.d2h)
+    assert found["pcie"] == pytest.approx((up + down) / MACHINE.pcie_both)
+    assert found["host memory"] == pytest.approx((26 * n + up + down) / MACHINE.host_memory)
+    assert found["disk"] == found["cpu optimizer"] == found["collectives"] == 0
+    assert made.seconds == pytest.approx(
+        max(s for name, s in found.items() if name != "exposed tail") + made.tail_seconds
+    )
+
+
+def test_the_exposed_tail_is_what_the_first_chunk_waits_for() -> None:
+    slow = replace(MACHINE, flops=1e9)  # compute is long: only the first chunk's own way is exposed
+    made = cpu(work(machine=slow), slow)
+    step = (26 + 2 + 2) * E / slow.host_memory
+    way = 2 * E / slow.d2h + 2 * E / slow.h2d
+    assert made.tail_seconds == pytest.approx(step + way)
+    assert made.binding == ("step: exposed tail",)
+    first = static(work(machine=slow), slow, offload_optim_frac=0.8, offload_param_frac=0.8)
+    assert first.chunks[0].state == "gpu" and first.chunks[1].state == "host"
+    assert first.tail_seconds == 0
+    assert first.binding == ("step: compute",)
+
+
+def test_just_in_time_clipping_hides_the_step_behind_the_forward_only() -> None:
+    starved = replace(
+        MACHINE, host_memory=1e9
+    )  # the backward has no bandwidth to spare: 26 bytes beat 18 and 18
+    made = cpu(work(machine=starved, clipping=True), starved)
+    assert made.strategy == "just_in_time"
+    n = LAYERS * E
+    forward, backward = terms(made, "forward"), terms(made, "backward")
+    assert forward["host memory"] == pytest.approx((26 * n + 2 * n) / 1e9)
+    assert backward["host memory"] == pytest.approx((2 * (n - E) + 2 * n) / 1e9)
+    assert made.seconds == pytest.approx(sum(seconds for _, _, seconds in made.phases))
+
+
+def test_the_split_step_shortens_the_forward() -> None:
+    made = cpu(work(clipping=True), MACHINE)
+    assert made.strategy == "just_in_time_split"
+    n = LAYERS * E
+    assert terms(made, "forward")["host memory"] == pytest.approx((18 * n + 2 * n) / MACHINE.host_memory)
+    moments = (18 * n + 2 * (n - E) + 2 * n) / MACHINE.host_memory
+    assert terms(made, "backward")["host memory"] == pytest.approx(moments)
+
+
+def test_the_whole_step_in_the_forward_moves_26_bytes() -> None:
+    # from disk: 26 bytes of the CPU, 2 of the upload, 20 of the disk's own traffic
+    table, phases = seconds_table(work(clipping=True), MACHINE, JUST_IN_TIME)
+    row = table.names.index("host memory")
+    assert phases[0].start <= row < phases[0].stop
+    assert table.chunk[0, 2, row] * MACHINE.host_memory == pytest.approx((26 + 2) * E)
+    assert table.chunk[0, 4, row] * MACHINE.host_memory == pytest.approx((26 + 2 + 20) * E)
+    disk = table.names.index("disk")
+    assert table.chunk[0, 4, disk] == pytest.approx(10 * E / MACHINE.disk_read + 10 * E / MACHINE.disk_write)
+
+
+def test_out_of_place_is_picked_when_clipping_is_rare_and_host_memory_is_there() -> None:
+    often, rare = work(clipping=True), work(clipping=True, clip_probability=0.01)
+    assert cpu(often, MACHINE).strategy == "just_in_time_split"
+    made = cpu(rare, MACHINE)
+    assert made.strategy == "out_of_place"
+    assert made.seconds < cpu(often, MACHINE).seconds
+    n = LAYERS * E
+    assert made.peak_host_bytes == (12 + 12 + 2) * n
+    # no room for the second buffer
+    assert cpu(rare, MACHINE, Limits(host_bytes=(12 + 2) * n)).strategy == "just_in_time_split"
+    weights = {name: weight for name, weight, _ in made.phases}
+    assert weights == {"step": 0.99, "forward": 0.01, "backward": 0.01}
+    assert made.seconds == pytest.approx(sum(weight * seconds for _, weight, seconds in made.phases))
+
+
+@pytest.mark.parametrize(("regime", "held"), [("A", 12), ("B", 8), ("C", 6.03125), ("fp16", 14)])
+def test_bytes_an_element(regime: str, held: float) -> None:
+    n = LAYERS * E
+    assert REGIMES[regime].parameter + REGIMES[regime].state == held
+    assert cpu(work(regime=regime, clipping=True), MACHINE).peak_host_bytes == (held + 2) * n
+    ring = 2 * 2 * E  # without clipping gradients pass through a ring of two chunks
+    assert cpu(work(regime=regime), MACHINE).peak_host_bytes == held * n + ring
+    on_gpu = cuda(work(regime=regime, clipping=True), MACHINE)
+    assert on_gpu.peak_gpu_bytes == (held + 2) * n  # at the last moment every gradient is held
+    assert on_gpu.gpu_bytes[0] == held * n
+    assert on_gpu.peak_host_bytes == 0
+
+
+def test_streamed_parameters_are_on_the_gpu_in_their_windows() -> None:
+    made = cpu(work(), MACHINE)
+    # moment 0: chunk 0 used, chunk 1 prefetched
+    assert made.gpu_bytes[0] == 2 * 2 * E
+    # last moment: chunk 0 used, its gradient, and chunk 1's on its way down
+    assert made.gpu_bytes[-1] == 2 * E + 2 * E + 2 * E
+
+
+def test_windows_meet_at_the_turn() -> None:
+    workload = work()
+    assert windows(workload.chunks[0], workload) == ((0, 0), (10, 11))
+    assert windows(workload.chunks[5], workload) == ((4, 6),)
+
+
+def test_data_ranks_hold_shards_and_gather_chunks() -> None:
+    made = cpu(work(data_ranks=4), MACHINE)
+    assert made.peak_host_bytes == (12 * LAYERS * E + 2 * 2 * E) // 4
+    assert made.gpu_bytes[0] == 2 * 2 * E
+    collectives = 2 * LAYERS * E * 3 / 4 / MACHINE.collective
+    assert terms(made, "step")["collectives"] == pytest.approx(3 * collectives)
+
+
+def test_a_frozen_chunk_has_neither_state_nor_gradient() -> None:
+    workload = work(clipping=True)
+    frozen = replace(workload, chunks=tuple(replace(chunk, trainable=False) for chunk in workload.chunks))
+    made = cpu(frozen, MACHINE)
+    assert {(c.state, c.parameters, c.gradients) for c in made.chunks} == {("none", "host", "none")}
+    assert made.peak_host_bytes == 2 * LAYERS * E
+    assert max(made.gpu_bytes) == 2 * 2 * E
+    assert terms(made, "backward")["d2h"] == 0
+    assert cuda(frozen, MACHINE).peak_gpu_bytes == 2 * LAYERS * E
+
+
+def test_kept_activations_save_their_recompute_and_hold_their_bytes() -> None:
+    workload = work(kept_bytes=3 * MiB)
+    without, kept = cuda(workload, MACHINE), cuda(workload, MACHINE, kept=["layer1", "layer2"])
+    assert without.seconds - kept.seconds == pytest.approx(2 * MACHINE.seconds(2.0 * E * 1000))
+    assert kept.gpu_bytes[5] - without.gpu_bytes[5] == 2 * 3 * MiB
+    assert kept.gpu_bytes[0] == without.gpu_bytes[0]
+
+
+def test_predictions_for_what_was_measured() -> None:
+    """OPT-6.7B, 16 sequences of 1024 with recompute, everything on one H200: 1.43 s measured with plain torch."""
+    workload = stack(
+        machine=H200, layers=34, layer_elems=6_860_000_000 // 34, tokens=16384, working_bytes=4 * GiB
+    )
+    assert cuda(workload, H200).seconds == pytest.approx(1.43, rel=0.05)
+
+
+def test_what_cannot_be_is_refused() -> None:
+    with pytest.raises(SpecError, match="h2d=0"):
+        replace(H200, h2d=0)
+    with pytest.raises(SpecError, match="cpu_optimizer"):
+        replace(H200, cpu_optimizer={"A": 0.0})
+    with pytest.raises(SpecError, match="regime='D'"):
+        work(regime="D")
+    chunk = work().chunks[0]
+    with pytest.raises(SpecError, match="in order"):
+        replace(chunk, forward=(3, 2))
+    with pytest.raises(SpecError, match="at least one element"):
+        replace(chunk, elems=0)
+    with pytest.raises(SpecError, match="unique"):
+        replace(work(), chunks=(chunk, chunk))
+    with pytest.raises(SpecError, match="no chunk"):
+        replace(work(), chunks=())
+    with pytest.raises(SpecError, match="order of first use"):
+        replace(work(), chunks=work().chunks[::-1])
+    with pytest.raises(SpecError, match="wrong half"):
+        replace(work(), forward_moments=3)
+    with pytest.raises(SpecError, match="does not lie in"):
+        replace(work(), layers=(Layer(name="x", kept_bytes=1, recompute_seconds=1.0, first=0, last=99),))
+    with pytest.raises(SpecError, match="clip_probability"):
+        replace(work(), clip_probability=1.5)
+    with pytest.raises(SpecError, match="below zero"):
+        Limits(gpu_bytes=-1).on(MACHINE)
+    assert isinstance(MACHINE, Machine) and isinstance(chunk, ChunkCost)
