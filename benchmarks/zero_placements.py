@@ -178,10 +178,9 @@ def report(path: Path) -> None:
     result = json.loads(path.read_text())
     about, rows = result["settings"], result["rows"]
     lines = [
-        f"# ZeRO placements: {about['model']}, {about['rows']} × {about['seq_len']} tokens",
-        "",
-        f"{result['machine'].get('gpu', 'CPU')}, torch {result['machine']['torch']}; bfloat16, every block recomputed, "
-        "clipped at 1.0; median of the timed steps, lowest to highest in brackets.",
+        f"{about['model']}, {about['rows']} × {about['seq_len']} tokens a step; {result['machine'].get('gpu', 'CPU')}, torch "
+        f"{result['machine']['torch']}; bfloat16, every block recomputed, clipped at 1.0. Median of the timed steps, lowest and "
+        "highest in brackets.",
         "",
         "| state lives | seconds a step | GPU peak, GiB | host peak, GiB | loss after the last step |",
         "| --- | --- | --- | --- | --- |",
@@ -208,15 +207,14 @@ def draw(path: Path, about: dict[str, Any], rows: dict[str, dict[str, Any]]) -> 
 
     figure, axes = plt.subplots(figsize=(8, 4.5), layout="constrained")
     for name, row in rows.items():
-        x, y = row["gpu_peak_bytes"] / 2**30, median(row["seconds"])
-        axes.plot(x, y, "o", markersize=7)
-        axes.annotate(name, (x, y), textcoords="offset points", xytext=(7, 5), fontsize=9)
+        axes.plot(row["gpu_peak_bytes"] / 2**30, median(row["seconds"]), "o", markersize=9, label=name)
     axes.set(
         xlabel="peak of GPU memory, GiB", ylabel="seconds a step",
         title=f"{about['model']}, {about['rows']} × {about['seq_len']} tokens: less GPU memory, longer steps",
     )  # fmt: skip
     axes.set_ylim(bottom=0)
-    axes.margins(x=0.25)
+    axes.set_xlim(left=0)
+    axes.legend(loc="lower left", title="state lives", fontsize=9)
     axes.grid(alpha=0.3)
     figure.savefig(path, dpi=120)
     plt.close(figure)
