@@ -607,3 +607,50 @@ def test_a_hugging_face_model_trains_in_chunks() -> None:
 @pytest.mark.slow
 def test_a_hugging_face_model_trains_in_chunks_under_tensor_parallelism() -> None:
     run_on_ranks(4, hugging_face, dict(data=2, tensor=2))
+
+
+class Borrower(nn.Module):
+    """Blocks that compute with a parameter of their parent's other child."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(64, 32)
+        self.blocks = nn.ModuleList(nn.Linear(32, 32) for _ in range(2))
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.embed(ids)
+        for block in self.blocks:
+            x = block(x)
+        return nn.functional.linear(x, self.embed.weight)
+
+
+def borrow(monkeypatch_chunks: int) -> None:
+    made = gemini.search_chunk_size
+    gemini.search_chunk_size = lambda items, shards: search_chunk_size(  # type: ignore[attr-defined]
+        items, shards, min_elems=monkeypatch_chunks, max_elems=monkeypatch_chunks
+    )
+    try:
+        engine = engine_of(dict(zero=dict(stage=3)), Borrower, loss_fn=lambda out, batch: out.sum())
+    finally:
+        gemini.search_chunk_size = made  # type: ignore[attr-defined]
+    with pytest.raises(RuntimeError) as raised:
+        engine.train_step(engine.shard_batch(torch.zeros(2, 3, dtype=torch.int64)))
+    assert "embed.weight" in raised.value.__notes__[0] and "use stage 2" in raised.value.__notes__[0]
+
+
+def test_a_parameter_used_outside_of_its_module_is_named() -> None:
+    run_on_ranks(2, borrow, 1024)
+
+
+def test_first_values_of_large_parameters_are_made_some_rows_at_a_time(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    from meshfold.engine import assemble
+
+    wanted = engine_of(dict(zero=dict(stage=3))).full_state_dict()
+    monkeypatch.setattr(assemble, "_AT_ONCE", 100)
+    pieces = []
+    by_rows = assemble._by_rows
+    monkeypatch.setattr(assemble, "_by_rows", lambda *given: pieces.append(given[1]) or by_rows(*given))
+    found = engine_of(dict(zero=dict(stage=3))).full_state_dict()
+    assert "embed.weight" in pieces and all(torch.equal(found[name], wanted[name]) for name in wanted)

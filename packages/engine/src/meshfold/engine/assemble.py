@@ -13,7 +13,7 @@ from meshfold.engine.optimizers import Factory
 from meshfold.engine.precision import Masters, Precision, cast_rest
 from meshfold.engine.states import PlainStates, States
 from meshfold.engine.world import World
-from meshfold.mesh import LayoutError, SpecError, annotate, broadcast, metadata
+from meshfold.mesh import LayoutError, MeshfoldError, SpecError, annotate, broadcast, metadata
 from meshfold.mesh.initialization import Tape, build_on_meta, materialize, retrace_initialization
 from meshfold.mesh.metadata import placed
 from meshfold.tensor_parallel import Report, parallelize
@@ -115,9 +115,27 @@ def _first_values(
             raise SpecError(f"{name!r} has no place on the mesh")
         coordinates = [meta.placement.coordinates(meta.mesh, dim) for dim in range(len(meta.placement.shape))]
         local = torch.empty(meta.placement.local_shape(meta.mesh), dtype=dtype, device=device)
+        if local.dim() > 1 and local.numel() > _AT_ONCE:
+            try:
+                return _by_rows(tape, name, local, coordinates, seed)
+            except MeshfoldError:  # an initialisation that looks at the whole tensor
+                pass
         return tape.materialize(name, local, coordinates, seed=seed)
 
     return values
+
+
+# Random numbers of a block take some 75 bytes an element while they are made.
+_AT_ONCE = 2**24
+
+
+def _by_rows(tape: Tape, name: str, local: Tensor, coordinates: list[Tensor], seed: int) -> Tensor:
+    """The first values of a large block, some rows at a time."""
+    rows = max(1, _AT_ONCE * local.shape[0] // local.numel())
+    for start in range(0, local.shape[0], rows):
+        some = [coordinates[0][start : start + rows], *coordinates[1:]]
+        tape.materialize(name, local[start : start + rows], some, seed=seed)
+    return local
 
 
 def _checked(function: Callable[[], nn.Module]) -> nn.Module:

@@ -187,7 +187,12 @@ class Engine:
 
     def _loss(self, work: batches.Batch, shares: Shares) -> Tensor:
         """This data coordinate's mean loss in float64; 0 if nothing counts here."""
-        loss = batches.loss_of(self.model(*work.args, **work.kwargs), work, self._loss_fn).double()
+        try:
+            output = self.model(*work.args, **work.kwargs)
+        except RuntimeError as error:
+            self._states.explain(error)
+            raise
+        loss = batches.loss_of(output, work, self._loss_fn).double()
         # Where nothing counts the loss is 0/0, and so may be its gradient: neither must get through.
         return torch.where(shares.count > 0, loss, 0.0)
 

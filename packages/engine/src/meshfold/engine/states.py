@@ -84,6 +84,9 @@ class States(Protocol):
     def load_optimizer(self, description: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
         """Take the optimizer's state from a checkpoint."""
 
+    def explain(self, error: BaseException) -> None:
+        """Add a note to what a model's forward raised, if the states may have caused it."""
+
     def close(self) -> None:
         """Leave the model alone from now on."""
 
@@ -153,6 +156,9 @@ class PlainStates:
 
     def load_optimizer(self, description: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
         self._optimizer_state().load(description, tensors)
+
+    def explain(self, error: BaseException) -> None:
+        pass
 
     def close(self) -> None:
         self.reducer.close()

@@ -99,6 +99,15 @@ class ZeroStates:
     def publish(self) -> None:
         self.gemini.publish()
 
+    def explain(self, error: BaseException) -> None:
+        released = [name for name, p in self._model.named_parameters() if p.numel() == 0]
+        if released:
+            error.add_note(
+                f"Under zero stage 3 a parameter is there while the module that holds it runs; now {len(released)} are not, such "
+                f"as {released[0]}. If a module computes with a parameter of another one, move the computation into that one's "
+                "forward, or tie the parameter; or use stage 2."
+            )
+
     def close(self) -> None:
         self.gemini.close()
 
