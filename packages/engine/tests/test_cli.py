@@ -509,7 +509,7 @@ def test_ctrl_c_leaves_no_process_behind(text: Path, tmp_path: Path) -> None:
         ranks = _children(process.pid)
         assert len(ranks) == 2
         process.send_signal(signal.SIGINT)
-        assert process.wait(timeout=20) == 130
+        assert process.wait(timeout=60) == 130
         assert not any(Path(f"/proc/{pid}").exists() for pid in ranks)
     finally:
         if process.poll() is None:

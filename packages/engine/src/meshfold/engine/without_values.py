@@ -70,7 +70,8 @@ class WithoutValues(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is F.scaled_dot_product_attention:
             named = dict(zip(("query", "key", "value"), args, strict=False)) | (kwargs or {})
-            return self._attention(named["query"], named["key"], named["value"])
+            if named["query"].is_meta:  # what tries a module out does so with values, and gets them
+                return self._attention(named["query"], named["key"], named["value"])
         if func in (Tensor.__bool__, Tensor.item) and hasattr(args[0], "_holds"):
             return args[0]._holds
         if func is Tensor.__contains__ and args[0].is_meta:
