@@ -12,6 +12,9 @@ VENV ?= .venv
 TESTS ?= packages integration_tests
 packages := mesh kernels tensor_parallel zero_gemini engine
 
+# Two processes, each with files of its own: most tests use one core at a time.
+workers := --numprocesses 2 --dist loadfile
+
 # The first of these that is Python 3.11 or later; a recipe says so where there is none.
 recent = import sys; sys.exit(sys.version_info < (3, 11))
 candidates := python3 python3.14 python3.13 python3.12 python3.11 python
@@ -45,10 +48,10 @@ demo: $(installed)
 	@$(VENV)/bin/meshfold demo
 
 test: $(installed)
-	@$(venv_python) -m pytest -m "not slow" $(TESTS)
+	@$(venv_python) -m pytest $(workers) -m "not slow" $(TESTS)
 
 test-all: $(installed)
-	@$(venv_python) -m pytest $(TESTS)
+	@$(venv_python) -m pytest $(workers) $(TESTS)
 
 lint: $(installed)
 	@$(venv_python) -m ruff check .

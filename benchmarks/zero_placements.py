@@ -23,17 +23,9 @@ import torch
 from torch import nn
 
 from benchmarks.common import machine, median, synchronize, write
+from benchmarks.offload.decoder import SHAPES, WORDS, decoder
 
 RESULTS = Path(__file__).parent / "results"
-# Layers, hidden size, heads of OPT (arXiv 2205.01068, table 1).
-SHAPES = {
-    "tiny": (2, 64, 4),
-    "125M": (12, 768, 12),
-    "1.3B": (24, 2048, 32),
-    "6.7B": (32, 4096, 32),
-    "13B": (40, 5120, 40),
-}
-WORDS = 50272
 PLACEMENTS: dict[str, dict[str, Any] | None] = {
     "everything on the GPU, no zero": None,
     "cuda": dict(placement="cuda"),
@@ -102,35 +94,9 @@ def in_a_process(name: str, argv: list[str]) -> dict[str, Any]:
     return found
 
 
-class Recomputed(nn.Module):
-    """A block whose activations are computed again in backward."""
-
-    def __init__(self, block: nn.Module) -> None:
-        super().__init__()
-        self.block = block
-
-    def forward(self, *args: Any, **keywords: Any) -> Any:
-        return torch.utils.checkpoint.checkpoint(self.block, *args, use_reentrant=False, **keywords)
-
-
 def model(shape: str, seq_len: int) -> nn.Module:
-    """A decoder of OPT's shape."""
-    from meshfold.engine.models import build, preset
-
-    layers, hidden, heads = SHAPES[shape]
-    made = build(
-        preset(
-            "gpt2",
-            layers=layers,
-            hidden=hidden,
-            heads=heads,
-            vocab_size=WORDS,
-            max_positions=seq_len,
-            dropout=0.0,
-        )
-    )
-    made.blocks = nn.ModuleList(Recomputed(block) for block in made.blocks)
-    return made
+    """A decoder of OPT's shape, head and embedding tied."""
+    return decoder(*SHAPES[shape], seq_len, tie=True)
 
 
 def run(name: str, options: argparse.Namespace) -> dict[str, Any]:

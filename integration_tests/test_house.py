@@ -15,6 +15,8 @@ import pytest
 from packaging.requirements import Requirement
 
 from integration_tests.house import DISTRIBUTIONS, PACKAGES, ROOT, SIBLINGS, Package, bare
+from meshfold.mesh import ParallelSpec
+from meshfold.mesh.spec.installed import UNRELEASED, Need, why_missing
 
 # Files of meshfold.mesh that may import torch.distributed: communication, process groups, and the pool of test ranks.
 DISTRIBUTED = ("collectives.py", "groups.py", "launch.py", "process_group.py", "testing/")
@@ -170,6 +172,15 @@ def test_every_folder_of_packages_is_known_here() -> None:
     for folder in folders:
         # ruff's src, mypy's mypy_path and mypy's files
         assert settings.count(f'"packages/{folder}/src"') == 3, folder
+
+
+def test_what_a_spec_can_ask_for_is_here_or_said_to_come() -> None:
+    entries = dict(pipeline=2, sequence=dict(mode="ring", size=2), tensor=2, zero=dict(stage=1))
+    asked = set(ParallelSpec.parse(entries).required_distributions())
+    assert asked - UNRELEASED == asked & set(DISTRIBUTIONS)
+    assert asked >= UNRELEASED
+    for distribution in asked & set(DISTRIBUTIONS):  # the folder that the refusal names
+        assert DISTRIBUTIONS[distribution].folder.name in why_missing([Need("x", distribution, "x")])
 
 
 @each_package

@@ -114,7 +114,15 @@ def link_dependencies(package: Package, into: Path) -> None:
                 (into / top).symlink_to(target)
 
 
-@each_package
+@pytest.mark.parametrize(
+    "package",
+    [
+        # the one that needs least and the one that needs all
+        pytest.param(package, marks=() if package.name in ("mesh", "engine") else pytest.mark.slow)
+        for package in PACKAGES
+    ],
+    ids=lambda package: package.name,
+)
 def test_package_works_alone(package: Package, wheelhouse: Path, tmp_path: Path) -> None:
     """Installed by pip into an empty environment, it passes `pip check` and runs the example of its README."""
     environment = tmp_path / "environment"

@@ -6,7 +6,9 @@ python docs/pictures/make.py            # into this folder
 from __future__ import annotations
 
 import contextlib
+import functools
 import sys
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -23,9 +25,13 @@ from matplotlib.patches import Rectangle  # noqa: E402
 from meshfold.mesh import Mesh, ParallelSpec, Placement  # noqa: E402
 from meshfold.tensor_parallel import MODES, plan  # noqa: E402
 from meshfold.tensor_parallel.draw import draw_matmul, draw_mesh, draw_mode  # noqa: E402
+from meshfold.zero_gemini.planner import GiB, timeline  # noqa: E402
+from meshfold.zero_gemini.planner.paint import timeline_figure  # noqa: E402
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
+
+    from meshfold.zero_gemini.planner import Plan
 
 HERE = Path(__file__).resolve().parent
 MODE_MESHES = {
@@ -54,6 +60,7 @@ def pictures() -> dict[str, Picture]:
     found["matmul.svg"] = (f"{both}\n{grid}", lambda: draw_matmul(both, grid))
     own = names_of("own-mode.md")
     found["own-mode.svg"] = _mode(own["mine"], own["mesh"])
+    found["zero-plan.svg"] = _timeline(names_of("zero-plan.md")["found"].plan)
     found["dropout.png"] = (f"{ROWS} x {COLUMNS}, p = {SHARE}, {STREAMS}", draw_dropout)
     return found
 
@@ -63,6 +70,14 @@ def _mode(mode: Any, mesh: Mesh) -> Picture:
     return f"{known}\n{mesh}", lambda: draw_mode(known, mesh)
 
 
+def _timeline(made: Plan) -> Picture:
+    """What a plan holds at every moment. The words leave out seconds, which constants of machines decide."""
+    places = Counter((chunk.state, chunk.parameters) for chunk in made.chunks)
+    words = f"{made.workload.name} in {made.limits.gpu_bytes} bytes: {made.peak_gpu_bytes / GiB:.0f} GiB, {dict(places)}"
+    return words, lambda: timeline_figure(made, timeline(made))
+
+
+@functools.cache
 def names_of(page: str) -> dict[str, Any]:
     """The names that the Python of a page leaves; what it writes goes to a folder that does not stay."""
     with TemporaryDirectory() as folder, contextlib.chdir(folder):

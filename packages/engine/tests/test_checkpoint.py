@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from meshfold.engine import CheckpointError, Engine
+from meshfold.engine import CheckpointError, Engine, tensor_files
 from meshfold.engine.loader import ShardedLoader
 from meshfold.engine.models import GPT, GPTConfig, Llama, LlamaConfig
 from meshfold.engine.tensor_file import Described, TensorFile, TensorWriter
@@ -61,7 +61,7 @@ def train(
     with engine_of(model, parallel, **settings) as engine:
         if load:
             engine.load(load)
-            assert engine.step == first
+            assert engine.steps == first
         losses = [engine.train_step(engine.shard_batch(batch)) for batch in batches()[first : first + count]]
         if save:
             engine.save(save)
@@ -260,14 +260,14 @@ def save_and_fail(path: str) -> tuple[str, list[str]]:
     engine.load(path)
     found = engine.full_state_dict()
     assert all(torch.equal(found[name], before[name]) for name in before)
-    assert engine.step == 1
+    assert engine.steps == 1
     return message, [p.name for p in Path(path).parent.iterdir()]
 
 
 def test_a_save_that_fails_fails_on_all_ranks_and_leaves_the_last_checkpoint(tmp_path: Path) -> None:
     (first, names), (second, _) = run_on_ranks(2, save_and_fail, str(tmp_path / "ckpt"))
-    assert "No space left" in first
-    assert "rank 0 could not write" in second
+    assert "rank 0: [Errno 28] No space left" in first
+    assert second == first
     assert names == ["ckpt"]
 
 
@@ -279,7 +279,7 @@ def test_a_crash_between_two_renames_loses_nothing(tmp_path: Path) -> None:
     (tmp_path / ".ckpt.writing").mkdir()
     other = engine_of("gpt", {})
     other.load(tmp_path / "ckpt")
-    assert other.step == 1
+    assert other.steps == 1
     other.save(tmp_path / "ckpt")
     assert sorted(p.name for p in tmp_path.iterdir()) == ["ckpt"]
 
@@ -310,7 +310,7 @@ def test_what_cannot_be_saved_or_loaded_says_why(tmp_path: Path) -> None:
         engine_of("gpt", {}, optimizer="adamw").load(tmp_path / "ckpt")
     other = engine_of("gpt", {}, optimizer="sgd")
     other.load(tmp_path / "ckpt", weights_only=True)
-    assert other.step == 0
+    assert other.steps == 0
     assert torch.equal(other.full_state_dict()["embed.weight"], engine.full_state_dict()["embed.weight"])
     state = json.loads((tmp_path / "ckpt" / "state.json").read_text())
     (tmp_path / "ckpt" / "state.json").write_text(json.dumps({**state, "format": 99}))
@@ -392,3 +392,129 @@ def test_data_goes_on_where_the_checkpoint_stopped(tmp_path: Path) -> None:
     found += read_on(str(tmp_path / "b"), {}, True, 1)  # ends the epoch: the next begins another
     found += run_on_ranks(4, read_on, str(tmp_path / "b"), dict(data=4), True, 5)[0]
     assert found == pytest.approx(unbroken, rel=1e-8)
+
+
+# -- several files ----------------------------------------------------------------------------------------------------
+
+
+def save_in_pieces(
+    parallel: dict[str, Any], path: str, fail_on: int
+) -> tuple[str, dict[str, Tensor], list[str], int]:
+    """Save with files of any size being worth it; on one rank the disk may be full. What was said, and what was saved."""
+    tensor_files.LEAST_BYTES = 1
+    rank = torch.distributed.get_rank()
+    engine = engine_of("gpt", parallel)
+    engine.train_step(engine.shard_batch(batches()[0]))
+    original = TensorWriter.write
+    written: list[str] = []
+
+    def write(self: TensorWriter, name: str, tensor: Tensor) -> None:
+        if rank == fail_on and written:
+            raise OSError(28, "No space left on device")
+        written.append(name)
+        original(self, name, tensor)
+
+    TensorWriter.write = write  # type: ignore[method-assign]
+    message = ""
+    try:
+        engine.save(path)
+    except CheckpointError as error:
+        message = str(error)
+    finally:
+        TensorWriter.write = original  # type: ignore[method-assign]
+        tensor_files.LEAST_BYTES = 64 * 2**20
+    return message, engine.full_state_dict(), sorted(p.name for p in Path(path).glob("*")), len(written)
+
+
+@pytest.mark.parametrize(
+    "parallel",
+    [
+        dict(data=4),
+        dict(data=2, tensor=2),
+        dict(data=2, tensor=2, zero=dict(stage=3)),
+        dict(tensor=dict(mode="2d", size=4), zero=dict(stage=1, placement="cpu")),
+    ],
+    ids=str,
+)
+def test_all_ranks_write_and_any_spec_reads(parallel: dict[str, Any], tmp_path: Path) -> None:
+    found = run_on_ranks(4, save_in_pieces, parallel, str(tmp_path / "ckpt"), -1)
+    assert [message for message, *_ in found] == [""] * 4
+    assert all(count > 5 for *_, count in found)  # of some 60 tensors
+    files = [f"{kind}-0000{n}-of-00004.safetensors" for kind in ("model", "optimizer") for n in range(1, 5)]
+    indices = ["model.safetensors.index.json", "optimizer.safetensors.index.json"]
+    assert found[0][2] == sorted([*files, *indices, "scheduler.pt", "state.json"])
+    sizes = [(tmp_path / "ckpt" / file).stat().st_size for file in files[4:]]
+    assert max(sizes) < 2 * min(sizes)
+
+    library = pytest.importorskip("safetensors.torch")
+    index = json.loads((tmp_path / "ckpt" / indices[0]).read_text())["weight_map"]
+    for name, file in index.items():
+        assert torch.equal(library.load_file(tmp_path / "ckpt" / file)[name], found[0][1][name])
+    engine = engine_of("gpt", {})
+    engine.load(tmp_path / "ckpt")
+    assert all(torch.equal(value, found[0][1][name]) for name, value in engine.full_state_dict().items())
+    engine.save(tmp_path / "ckpt")
+    assert not any("-of-" in p.name for p in (tmp_path / "ckpt").iterdir())
+    run_on_ranks(2, load_and_compare, str(tmp_path / "ckpt"), found[0][1])
+
+
+def load_and_compare(path: str, wanted: dict[str, Tensor]) -> None:
+    engine = engine_of("gpt", dict(data=2))
+    engine.load(path)
+    assert all(torch.equal(value, wanted[name]) for name, value in engine.full_state_dict().items())
+
+
+@pytest.mark.parametrize("parallel", [dict(data=4), dict(data=2, tensor=2, zero=dict(stage=3))], ids=str)
+def test_a_full_disk_on_any_rank_is_one_error_everywhere(parallel: dict[str, Any], tmp_path: Path) -> None:
+    path = tmp_path / "ckpt"
+    _, before, names, _ = run_on_ranks(4, save_in_pieces, parallel, str(path), -1)[0]
+    for rank in (0, 3):
+        found = run_on_ranks(4, save_in_pieces, parallel, str(path), rank)
+        assert {message for message, *_ in found} == {
+            f"cannot write the checkpoint {path}: rank {rank}: [Errno 28] No space left on device"
+        }
+        assert [p.name for p in tmp_path.iterdir()] == ["ckpt"] and found[0][2] == names
+    engine = engine_of("gpt", {})
+    engine.load(path)
+    assert all(torch.equal(value, before[name]) for name, value in engine.full_state_dict().items())
+
+
+def load_what_one_rank_cannot_read(path: str) -> str:
+    engine = engine_of("gpt", dict(data=2))
+    mine = path if torch.distributed.get_rank() == 0 else path + "-elsewhere"
+    try:
+        engine.load(mine)
+    except CheckpointError as error:
+        return str(error)
+    return ""
+
+
+def test_what_is_missing_is_said_on_all_ranks(tmp_path: Path) -> None:
+    path = tmp_path / "ckpt"
+    run_on_ranks(4, save_in_pieces, dict(data=4), str(path), -1)
+    said = run_on_ranks(2, load_what_one_rank_cannot_read, str(path))
+    assert all("rank 1: cannot load" in message and "does not exist" in message for message in said)
+    (path / "model-00002-of-00004.safetensors").rename(tmp_path / "away")
+    with pytest.raises(CheckpointError, match="model-00002-of-00004"):
+        engine_of("gpt", {}).load(path)
+    index = path / "model.safetensors.index.json"
+    index.write_text(index.read_text().replace("model-00002", "model-00001"))
+    with pytest.raises(CheckpointError, match="which does not have it"):
+        engine_of("gpt", {}).load(path)
+    index.write_text("{}")
+    with pytest.raises(CheckpointError, match="cannot read"):
+        engine_of("gpt", {}).load(path)
+
+
+def test_a_deal_is_even_and_small_models_are_one_file(monkeypatch: pytest.MonkeyPatch) -> None:
+    sizes = [40, 10, 10, 10, 30, 20, 8]
+    announced = {f"t{n}": Described(dtype=torch.uint8, shape=(size,)) for n, size in enumerate(sizes)}
+    whole = tensor_files.Deal.make("model.safetensors", announced, 8, ())
+    assert whole.writers == [0] and whole.file_of(0) == "model.safetensors"
+    monkeypatch.setattr(tensor_files, "LEAST_BYTES", 32)
+    deal = tensor_files.Deal.make("model.safetensors", announced, 8, ["t6"])
+    assert deal.writers == [0, 2, 4, 6]  # 128 bytes are worth four files; not all on one node
+    assert deal.writer_of["t6"] == 0
+    loads = {rank: sum(d.bytes for d in deal.share(rank).values()) for rank in deal.writers}
+    assert sum(loads.values()) == 128 and max(loads.values()) <= 128 / 4 + 40
+    assert sorted(name for rank in range(8) for name in deal.share(rank)) == sorted(announced)

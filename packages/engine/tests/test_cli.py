@@ -100,7 +100,10 @@ def test_every_command_has_help(name: str, capsys: pytest.CaptureFixture[str]) -
         ([*TRAIN, "--lr", "fast"], "argument --lr: 'fast' is not a number from 0 up"),
         ([*TRAIN, "--precision", "fp8"], "argument --precision: invalid choice: 'fp8'"),
         ([*TRAIN, "--parallel", "data:2"], "--parallel 'data:2' is not a spec: write"),
-        ([*TRAIN, "--parallel", "dict(data=2,"], "is not a spec: write"),
+        ([*TRAIN, "--parallel", "dict(data=2,"], "is not a spec: its brackets do not match; write"),
+        ([*TRAIN, "--parallel", "dict(tensor=dict(mode=2d, size=4))"], "names within brackets need quotes, as in mode='2d'"),
+        ([*TRAIN, "--paralel", "tensor=2"], "unrecognized arguments: --paralel tensor=2. Did you mean '--parallel'? See"),
+        ([*TRAIN, "--parallel", "mode=2d", "size=4"], "'mode' goes into tensor or sequence, as tensor=dict(mode='2d', ...)"),
         ([*TRAIN, "--parallel", "gone.py"], "--parallel 'gone.py': there is no such file"),
         ([*TRAIN, "--parallel", "bad.py"], "running it raised ZeroDivisionError"),
         ([*TRAIN, "--parallel", "none.py"], "the file must say parallel = dict(...)"),
@@ -111,7 +114,7 @@ def test_every_command_has_help(name: str, capsys: pytest.CaptureFixture[str]) -
             "tensor=dict(mode='2d', size=6)",
         ),
         ([*TRAIN, "--parallel", "data=3", "--ranks", "4"], "the world size is 4"),
-        ([*TRAIN, "--parallel", "pipeline=2"], "needs meshfold-pipeline"),
+        ([*TRAIN, "--parallel", "pipeline=2"], "Leave pipeline out: meshfold-pipeline is not released yet"),
         ([*TRAIN, "--parallel", "data=2", "sequence.mode=ring", "sequence.size=2"],
          "needs meshfold-pipeline"),
         ([*TRAIN, "--parallel", "tensor=3"], "heads"),
@@ -122,6 +125,15 @@ def test_every_command_has_help(name: str, capsys: pytest.CaptureFixture[str]) -
         ([*TRAIN, "--set", "max_positions=8"],
          "sequences of 128 tokens are longer than the 8 positions of model 'gpt-tiny'"),
         ([*TRAIN, "--set", "vocab_size=100"], "the tokenizer has 257 tokens"),
+        ([*TRAIN, "--rule", "*.attn"], "--rule '*.attn': write pattern=role, such as --rule '*.self_attn=replicate'"),
+        ([*TRAIN, "--rule", "*.attn=replicat"], "'replicat' is not a role. Did you mean 'replicate'? Roles are column"),
+        ([*TRAIN, "--rule", "a=row", "--rule", "a=column"], "--rule 'a=column': another rule says that 'a' is 'row'"),
+        ([*TRAIN, "--parallel", "tensor=2", "--rule", "*.atn=replicate"],
+         "parallel=dict(tensor=2): rule '*.atn' matches no submodule. Did you mean '"),
+        ([*TRAIN, "--rule", "*.atn=replicate"], "rule '*.atn' matches no submodule. Did you mean '"),
+        (["plan", "--rule", "*.atn=replicate"], "rule '*.atn' matches no submodule. Did you mean '"),
+        (["plan", "--parallel", "tensor=2", "--rule", "*.attn.out=replicate"],
+         "keep all of the attention whole: 'blocks.0.attn': 'replicate'. Rules are typed so: --rule 'NAME OR PATTERN=ROLE'"),
         ([*TRAIN, "--hf", "nowhere"], "--hf 'nowhere': there is no such folder"),
         ([*TRAIN, "--hf", "empty"], "--hf 'empty': the folder has no config.json"),
         (["plan", "--hf", "empty"], "--hf 'empty': the folder has no config.json"),
@@ -143,9 +155,12 @@ def test_every_command_has_help(name: str, capsys: pytest.CaptureFixture[str]) -
         (["run"], "nothing to run: give a script"),
         (["run", "--ranks", "2", "gone.py"], "there is no file 'gone.py' to run"),
         (["run", "gone.py"], "there is no file 'gone.py' to run"),
+        (["run", "--ranks", "2", "--", "gone.py"], "there is no file 'gone.py' to run"),
+        (["run", "--ranks", "2", "python", "gone.py"], "python is started for you: leave it out"),
+        (["run", "--ranks", "two", "gone.py"], "argument --ranks: 'two' is not a whole number"),
         (["run", "--ranks", "0", "t/0.txt"], "cannot start 0 ranks"),
         (["reproduce", "no-such-paper"], "no 'no-such-paper' in experiments. There are: tensor-parallel-volume"),
-        (["bench"], "say which one; there are: cpu-adam, tensor-parallel, tensor-parallel-checks, zero-placements"),
+        (["bench"], "say which one; there are: cpu-adam, tensor-parallel, tensor-parallel-checks, zero-offload, zero-placements"),
         (["bench", "tensor-paralel"], "Did you mean 'tensor-parallel'?"),
         (["doctor", "--all"], "unrecognized arguments: --all"),
     ],
@@ -237,11 +252,13 @@ def test_settings_as_words_and_back() -> None:
         "--set",
         "layers=3",
     ]
+    words += ["--rule", "*.attn=replicate", "--rule=*.up=column"]
     words += ["--extensions", ".py", ".md", "--resume", "--lr=0.01", "--prompt=-- def", "--stop-after=3"]
     parser = argparse.ArgumentParser()
     configure(parser)
     settings = settings_of(parser.parse_args(words))
     assert (settings.prompt, settings.extensions, settings.last_step) == ("-- def", (".py", ".md"), 3)
+    assert settings.rules == {"*.attn": "replicate", "*.up": "column"}
     assert settings_of(parser.parse_args(words_of(settings))) == settings
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -39,11 +40,12 @@ CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("LlamaConfig", LLAMA_LIKE),
     "qwen2": ("Qwen2Config", LLAMA_LIKE),
 }  # fmt: skip
+NEEDS_A_RULE: dict[str, tuple[str, dict[str, Any]]] = {"phi3": ("Phi3Config", LLAMA_LIKE)}
 
 
 def folder_of(family: str, root: Path, *, weights: bool) -> Path:
     """A folder with a tiny configuration, and random weights if wanted."""
-    name, sizes = CONFIGS[family]
+    name, sizes = {**CONFIGS, **NEEDS_A_RULE}[family]
     config = getattr(transformers, name)(**COMMON, **sizes)
     folder = root / family
     config.save_pretrained(folder)
@@ -147,6 +149,34 @@ def test_a_folder_without_a_tokenizer_is_trained_on_bytes(
     assert f"{folder} has a tokenizer without a vocabulary: tokens are bytes" in capsys.readouterr().out
     assert main([*train, "--out", str(tmp_path / "four"), "--tokenizer", str(folder)]) == 1
     assert "of 16 words of text: its vocabulary, of" in capsys.readouterr().err
+
+
+@pytest.mark.slow  # 2d and rules are compared with the serial model in packages/tensor_parallel
+def test_a_rule_keeps_whole_what_cannot_be_split(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """Phi-3 counts its heads by its configuration; the refusal says what to type."""
+    from meshfold.engine.cli import main
+
+    folder = folder_of("phi3", tmp_path, weights=False)
+    (tmp_path / "text.txt").write_text("one two three four " * 200)
+    train = ["train", "--data", str(tmp_path / "text.txt"), "--hf", str(folder), "--seq-len", "16"]
+    train += ["--batch-size", "4", "--steps", "2"]
+    assert main([*train, "--out", str(tmp_path / "alone"), "--rule", "*.self_attn=replicate"]) == 0
+    split = [*train, "--out", str(tmp_path / "split"), "--parallel", "tensor.mode=2d", "tensor.size=4"]
+    assert main(split) == 1
+    said = capfd.readouterr().err
+    assert (
+        "with the rule '*.self_attn': 'replicate'; MLPs and tables are split all the same. Rules are" in said
+    )
+    assert main([*split, "--rule", "*.self_attn=replicate"]) == 0
+    alone, whole = (
+        [row["loss"] for row in read_metrics(tmp_path / out / "metrics.jsonl") if "loss" in row]
+        for out in ("alone", "split")
+    )
+    assert whole == pytest.approx(alone, abs=1e-5)
+    capfd.readouterr()
+    plan = ["plan", "--hf", str(folder), "--parallel", "tensor.mode=2d", "tensor.size=4", "--report"]
+    assert main([*plan, "--rule", "*.self_attn=replicate"]) == 0
+    assert re.search(r"model\.layers\.0\.self_attn +replicate +Phi3Attention", capfd.readouterr().out)
 
 
 def test_what_a_folder_lacks_is_said(tmp_path: Path) -> None:

@@ -120,6 +120,8 @@ def test_times_add_up() -> None:
         name="flat",
         devices=2,
         memory=1,
+        memory_rate=1.0,
+        host=MACHINES["laptop"].host,
         flops={"bf16": 1e6},
         inside=1e3,
         between=1e2,

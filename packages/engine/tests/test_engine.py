@@ -111,8 +111,8 @@ def compare(
             assert engine.last.tokens == int((batch["labels"][:, 1:] != -100).sum())
             assert engine.last.stepped == (number % accumulation == accumulation - 1)
             if engine.last.stepped:
-                assert engine.last.grad_norm == pytest.approx(norms[engine.step - 1], rel=1e-9), parallel
-        assert (engine.step, engine.micro_step) == (steps, steps * accumulation)
+                assert engine.last.grad_norm == pytest.approx(norms[engine.steps - 1], rel=1e-9), parallel
+        assert (engine.steps, engine.micro_step) == (steps, steps * accumulation)
         found = engine.full_state_dict()
     assert list(found) == list(weights)
     for name, value in weights.items():
@@ -251,7 +251,7 @@ def test_an_overflow_on_one_rank_skips_the_step_on_all() -> None:
     before = engine.full_state_dict()
     engine.train_step(bad)
     assert engine.last is not None
-    assert (engine.last.skipped, engine.last.skipped_steps, engine.last.loss_scale, engine.step) == (
+    assert (engine.last.skipped, engine.last.skipped_steps, engine.last.loss_scale, engine.steps) == (
         True,
         1,
         2.0**9,
@@ -260,7 +260,7 @@ def test_an_overflow_on_one_rank_skips_the_step_on_all() -> None:
     assert all(torch.equal(value, before[name]) for name, value in engine.full_state_dict().items())
     engine.train_step(good)
     engine.train_step(good)
-    assert (engine.last.skipped, engine.skipped_steps, engine.last.loss_scale, engine.step) == (
+    assert (engine.last.skipped, engine.skipped_steps, engine.last.loss_scale, engine.steps) == (
         False,
         1,
         2.0**11,
@@ -499,7 +499,7 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     (dict(optimizer=dict(name="adamw", lr=-1.0)), "learning rate"),
     (dict(optimizer=dict(name="adamw", fused=True)), "no key 'fused'"),
     (dict(optimizer=dict(name="adamw", no_decay="biases")), "norms_and_biases"),
-    (dict(optimizer=torch.optim.LBFGS), "LBFGS does not treat each element"),
+    (dict(optimizer=torch.optim.LBFGS), "LBFGS needs all gradients as one vector"),
     (dict(optimizer=dict(name=torch.optim.Adafactor)), "Adafactor"),
     (dict(optimizer=torch.optim.SGD([torch.zeros(1)], lr=1.0)), "made already.*name=torch.optim.SGD"),
     (dict(optimizer=lambda parameters: 3), "made 3"),

@@ -16,9 +16,10 @@ from torch import Tensor, nn
 from meshfold.engine import Engine
 from meshfold.engine.models import GPT, GPTConfig
 from meshfold.engine.tensor_file import TensorFile
+from meshfold.engine.zero import ZeroStates
 from meshfold.mesh import SpecError
 from meshfold.mesh.testing import fake_world, ranks, run_on_ranks
-from meshfold.zero_gemini import MemoryPlanError, gemini, search_chunk_size
+from meshfold.zero_gemini import MemoryPlanError, members
 
 VOCABULARY, CLIP = 37, 0.5
 # A large epsilon: Adam divides gradients that are zero but for rounding, such as those of key biases, by themselves.
@@ -125,7 +126,7 @@ def compare(parallel: dict[str, Any], zeros: list[dict[str, Any]], precision: st
             before = engine.eval_step(engine.shard_batch(given[0]))
             seen = train(engine, given)
             after = engine.eval_step(engine.shard_batch(given[0]))
-            assert (engine.step, engine.skipped_steps) == (2, 0)
+            assert (engine.steps, engine.skipped_steps) == (2, 0)
             return [before, *seen, after], engine.full_state_dict()
 
     wanted, weights = run(parallel)
@@ -196,7 +197,7 @@ def leg(
     with engine_of(parallel, lr_scheduler=halving, **settings) as engine:
         if first:
             engine.load(path)
-            assert engine.step == first
+            assert engine.steps == first
         seen = train(engine, batches(first + count)[first:])
         if path:
             engine.save(path)
@@ -215,9 +216,16 @@ def relay(legs: list[Leg], path: Path, **settings: Any) -> tuple[list[float], fl
     return seen, rate
 
 
-@pytest.mark.parametrize("precision", ["fp64", pytest.param("fp32", marks=pytest.mark.slow), "bf16"])
-def test_a_run_handed_over_is_the_unbroken_run(precision: str, tmp_path: Path) -> None:
-    legs = LEGS if precision == "fp64" else LEGS[:4]
+@pytest.mark.parametrize(
+    ("precision", "legs"),
+    [
+        pytest.param("fp64", [LEGS[0], LEGS[1], LEGS[4]], id="fp64"),
+        pytest.param("bf16", LEGS[:4], id="bf16"),
+        pytest.param("fp32", LEGS[:4], id="fp32", marks=pytest.mark.slow),
+        pytest.param("fp64", LEGS, id="fp64-all", marks=pytest.mark.slow),
+    ],
+)
+def test_a_run_handed_over_is_the_unbroken_run(precision: str, legs: list[Leg], tmp_path: Path) -> None:
     wanted, rate = leg({}, "", 0, 2 * len(legs), precision=precision)
     found, found_rate = relay(legs, tmp_path / "ckpt", precision=precision)
     assert found_rate == rate
@@ -301,7 +309,7 @@ def take_weights(path: str, wanted: dict[str, Tensor]) -> None:
         engine.load(path, weights_only=True)
         other.load_state_dict(wanted)
         for one in (engine, other):
-            assert one.step == 0
+            assert one.steps == 0
             found = one.full_state_dict()
             assert all(torch.equal(found[name], value) for name, value in wanted.items())
         assert train(engine, batches(2)) == train(other, batches(2))
@@ -354,14 +362,59 @@ def test_a_regime_of_bfloat16_refuses_other_precisions_and_optimizers(regime: st
             engine_of(dict(zero=dict(stage=3, regime=regime)), **settings)
 
 
-def test_what_this_version_lacks_is_refused(tmp_path: Path) -> None:
-    for zero, message in (
-        (dict(placement="const"), "placement 'const'|placement='const'"),
-        (dict(placement="auto", offload_path=str(tmp_path)), "offload_path"),
+@pytest.mark.parametrize(
+    ("zero", "message"),
+    [
         (dict(stage=2, placement="static", offload_param_frac=0.5), "offload_param_frac=0.5.*stage=3"),
-    ):
-        with pytest.raises((SpecError, MemoryPlanError), match=message):
-            engine_of(dict(zero=zero))
+        (
+            dict(placement="static", offload_param_frac=0.5, offload_optim_frac=0.2),
+            "raise offload_optim_frac",
+        ),
+    ],
+)
+def test_shares_that_cannot_be_are_refused(zero: dict[str, Any], message: str) -> None:
+    with pytest.raises((SpecError, MemoryPlanError), match=message):
+        engine_of(dict(zero=zero))
+
+
+def where(engine: Engine) -> set[tuple[str, str]]:
+    """Where parameters and states of chunks live."""
+    states = engine._states
+    assert isinstance(states, ZeroStates)
+    return {(home.parameters, home.state) for home in states.gemini.homes.values()}
+
+
+@pytest.mark.parametrize(
+    ("zero", "homes"),
+    [
+        (dict(placement="const"), {("device", "host")}),
+        (dict(placement="const", gpu_memory_limit=3 * 2**19), {("device", "host"), ("host", "host")}),
+        (dict(placement="cpu", offload_path=True), {("host", "disk")}),
+        (
+            dict(placement="static", offload_optim_frac=0.5, offload_path=True),
+            {("device", "device"), ("device", "disk")},
+        ),
+        (dict(stage=2, placement="cpu", offload_path=True), {("device", "disk")}),
+        (dict(placement="auto", gpu_memory_limit=2**31), {("device", "device")}),
+        (dict(placement="auto", gpu_memory_limit=2**21, host_memory_limit=2**34), {("host", "host")}),
+    ],
+    ids=lambda value: str(value) if isinstance(value, dict) else "",
+)
+def test_every_placement_begins_where_the_spec_says(
+    zero: dict[str, Any], homes: set[tuple[str, str]], tmp_path: Path
+) -> None:
+    spec = {**zero, **({"offload_path": str(tmp_path)} if "offload_path" in zero else {})}
+    with engine_of(dict(zero=spec), middling, precision="bf16") as engine:
+        assert where(engine) == homes
+        losses = train(engine, batches(1))
+    with engine_of(dict(zero=dict(placement="cuda")), middling, precision="bf16") as engine:
+        assert train(engine, batches(1)) == losses
+    assert not list(tmp_path.iterdir())
+
+
+def middling() -> GPT:
+    """Several chunks."""
+    return GPT(GPTConfig(vocab_size=VOCABULARY, hidden=128, layers=4, heads=4, max_positions=16))
 
 
 # -- overflow, evaluation, schedulers ---------------------------------------------------------------------------------
@@ -379,10 +432,10 @@ def overflow(zero: dict[str, Any]) -> None:
                 found.append(engine.train_step(engine.shard_batch(batch)))
                 assert engine.last is not None
                 if number == 0:
-                    assert engine.last.skipped and engine.step == 0
+                    assert engine.last.skipped and engine.steps == 0
                     after = engine.full_state_dict()
                     assert all(torch.equal(after[name], value) for name, value in before.items())
-            assert engine.last is not None and engine.step + engine.skipped_steps == 5 and engine.step >= 3
+            assert engine.last is not None and engine.steps + engine.skipped_steps == 5 and engine.steps >= 3
             runs.append((found, engine.skipped_steps, engine.last.loss_scale))
     assert runs[1][0] == pytest.approx(runs[0][0], rel=2e-3)
     assert runs[1][1:] == runs[0][1:]
@@ -489,10 +542,9 @@ def deep() -> GPT:
 
 
 def test_neither_a_function_nor_a_step_is_ever_whole(monkeypatch: pytest.MonkeyPatch) -> None:
-    small = partial(
-        search_chunk_size, min_elems=2**15, max_elems=2**16
-    )  # as there are of a model that is not a test's
-    monkeypatch.setattr(gemini, "search_chunk_size", small)
+    # As many chunks as there are of a model that is not a test's.
+    monkeypatch.setattr(members, "LEAST_ELEMS", 2**13)
+    monkeypatch.setattr(members, "PARTS", 50)
     elements = sum(p.numel() for p in deep().parameters())
     with Peak() as whole:
         engine_of({}, deep, precision="fp32")
@@ -624,15 +676,13 @@ class Borrower(nn.Module):
         return nn.functional.linear(x, self.embed.weight)
 
 
-def borrow(monkeypatch_chunks: int) -> None:
-    made = gemini.search_chunk_size
-    gemini.search_chunk_size = lambda items, shards: search_chunk_size(  # type: ignore[attr-defined]
-        items, shards, min_elems=monkeypatch_chunks, max_elems=monkeypatch_chunks
-    )
+def borrow(least_elems: int) -> None:
+    made = members.LEAST_ELEMS
+    members.LEAST_ELEMS = least_elems
     try:
         engine = engine_of(dict(zero=dict(stage=3)), Borrower, loss_fn=lambda out, batch: out.sum())
     finally:
-        gemini.search_chunk_size = made  # type: ignore[attr-defined]
+        members.LEAST_ELEMS = made
     with pytest.raises(RuntimeError) as raised:
         engine.train_step(engine.shard_batch(torch.zeros(2, 3, dtype=torch.int64)))
     assert "embed.weight" in raised.value.__notes__[0] and "use stage 2" in raised.value.__notes__[0]
@@ -645,12 +695,12 @@ def test_a_parameter_used_outside_of_its_module_is_named() -> None:
 def test_first_values_of_large_parameters_are_made_some_rows_at_a_time(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    from meshfold.engine import assemble
+    from meshfold.mesh import first_values
 
     wanted = engine_of(dict(zero=dict(stage=3))).full_state_dict()
-    monkeypatch.setattr(assemble, "_AT_ONCE", 100)
+    monkeypatch.setattr(first_values, "_AT_ONCE", 100)
     pieces = []
-    by_rows = assemble._by_rows
-    monkeypatch.setattr(assemble, "_by_rows", lambda *given: pieces.append(given[1]) or by_rows(*given))
+    by_rows = first_values._by_rows
+    monkeypatch.setattr(first_values, "_by_rows", lambda *given: pieces.append(given[1]) or by_rows(*given))
     found = engine_of(dict(zero=dict(stage=3))).full_state_dict()
     assert "embed.weight" in pieces and all(torch.equal(found[name], wanted[name]) for name in wanted)

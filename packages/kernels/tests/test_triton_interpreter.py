@@ -12,10 +12,19 @@ import pytest
 import torch
 
 
-@pytest.mark.parametrize("file", ["test_triton_twins.py", "test_adam_triton.py"])
+@pytest.mark.parametrize(
+    ("file", "chosen"),
+    [
+        ("test_triton_twins.py", "not torch.float16"),
+        pytest.param("test_triton_twins.py", "torch.float16", marks=pytest.mark.slow),
+        ("test_adam_triton.py", ""),
+    ],
+)
 @pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU is here: the file runs on it by itself")
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
-def test_triton_kernels_agree_with_the_reference_in_the_interpreter(file: str, tmp_path: Path) -> None:
+def test_triton_kernels_agree_with_the_reference_in_the_interpreter(
+    file: str, chosen: str, tmp_path: Path
+) -> None:
     twins = Path(__file__).with_name(file)
     environment = {**os.environ, "TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
     command = [
@@ -29,7 +38,7 @@ def test_triton_kernels_agree_with_the_reference_in_the_interpreter(file: str, t
         "no:cacheprovider",
     ]
     done = subprocess.run(
-        [*command, f"--basetemp={tmp_path}/inner", str(twins)],
+        [*command, f"--basetemp={tmp_path}/inner", "-k", chosen, str(twins)],
         env=environment,
         capture_output=True,
         text=True,

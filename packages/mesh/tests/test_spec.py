@@ -400,7 +400,7 @@ def test_required_distributions(parallel: dict[str, Any], needs: tuple[str, ...]
     assert ParallelSpec.parse(parallel).required_distributions() == needs
 
 
-def test_what_is_missing_is_named_with_the_command(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_missing_is_named_with_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
     parallel = dict(pipeline=2, zero=dict(stage=3), tensor=2, sequence=dict(mode="ring", size=2))
     spec = ParallelSpec.parse(parallel)
     present = {"meshfold.tensor_parallel"}
@@ -410,12 +410,18 @@ def test_what_is_missing_is_named_with_the_command(monkeypatch: pytest.MonkeyPat
         spec.require_installed()
     for fragment in (
         "pipeline=2",
-        "pipeline needs meshfold-pipeline",
+        "pipeline and sequence need meshfold-pipeline",
         "zero needs meshfold-zero-gemini",
-        "meshfold.sequence",
-        "pip install meshfold-pipeline meshfold-zero-gemini",
+        "run: pip install ./packages/zero_gemini.",
+        "Leave pipeline and sequence out: meshfold-pipeline is not released yet.",
     ):
         assert fragment in str(caught.value)
+    with pytest.raises(SpecError) as caught:
+        ParallelSpec.parse(dict(pipeline=2)).require_installed()
+    assert str(caught.value) == (
+        "parallel=dict(pipeline=2): pipeline needs meshfold-pipeline, which this installation does not have. "
+        "Leave pipeline out: meshfold-pipeline is not released yet."
+    )
     present |= {"meshfold.pipeline", "meshfold.sequence", "meshfold.zero_gemini"}
     assert spec.missing_distributions() == ()
     spec.require_installed()

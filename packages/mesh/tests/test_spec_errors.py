@@ -62,6 +62,11 @@ MALFORMED: list[tuple[Any, list[str]]] = [
     ({"tp": {"size": 4}}, ["tp=dict(size=4)", "Did you mean 'tensor'?"]),
     ({"seq": 4}, ["seq=4", "Did you mean 'sequence'?"]),
     ({"wibble": 1}, ["wibble=1", "there is no dimension 'wibble'. Known"]),
+    (
+        dict(mode="2d", size=4),
+        ["there is no dimension 'mode'", "goes into tensor or sequence, as tensor=dict(mode='2d', ...)."],
+    ),
+    (dict(stage=3), ["there is no dimension 'stage'", "goes into zero, as zero=dict(stage=3, ...)."]),
     ({1: 2}, ["parallel={1: 2}", "the key 1 is an int, not a name"]),
     ({None: 2, "data": 2}, ["the key None is None, not a name"]),
     # data
@@ -144,6 +149,7 @@ MALFORMED: list[tuple[Any, list[str]]] = [
     (tensor(mode="2.5d", size=9, depth=2, grid=(2, 2)), ["depth 2 × 2 × 2 = 8 is not the size 9", "size=8"]),
     (tensor(size=4, grid=(2, 2)), ["mode '1d' takes no grid", "size=4, or mode='2d'"]),
     # tensor: modes
+    (tensor(mode="1d+sequence", size=4), ["two entries", "Write tensor=4, sequence=dict(mode='megatron')."]),
     (tensor(mode="2D", size=4), ["no mode '2D'", "Did you mean '2d'?", "1d, 2d, 2.5d, 3d"]),
     (tensor(mode="4d", size=4), ["no mode '4d'", "Known: 1d, 2d, 2.5d, 3d"]),
     (tensor(mode="", size=4), ["no mode ''"]),

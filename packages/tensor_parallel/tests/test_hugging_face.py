@@ -169,18 +169,23 @@ def test_an_odd_order_of_a_fused_projection_is_found_where_all_shapes_fit() -> N
         parallelize(unsplittable("codegen", heads=16), Mesh({"tensor": 4}, rank=0), "1d")
 
 
-def compare_whole(kind: str, cases: tuple[Case, ...]) -> None:
+def compare_whole(kind: str, cases: tuple[Case, ...], rows: int) -> None:
     """With its attention kept whole the model is the serial one; softmax is in float32 in some of them."""
-    ids, labels = tokens(4)
+    ids, labels = tokens(rows)
+    given: dict[str, Any] = dict(input_ids=ids, labels=labels, use_cache=False)
+    padding = (torch.arange(SEQUENCE) < SEQUENCE - torch.arange(rows)[:, None]).long()  # row by row one more
     serial = seeded(partial(unsplittable, kind))
     reference = exact_reference(copy.deepcopy(serial))
-    wanted = reference(input_ids=ids, labels=labels, use_cache=False).loss
+    wanted = reference(**given).loss
     wanted.backward()
     for mode, axes in cases:
         what, mesh = f"{kind} in {mode} on {dict(axes)}", mesh_of(axes)
         model = copy.deepcopy(serial)
         parallelize(model, mesh, mode, rules={WHOLE[kind][1]: "replicate"})
-        loss = model(input_ids=ids, labels=labels, use_cache=False).loss
+        if not mode.startswith("1d"):  # a rank whose rows have no padding would make no mask of them
+            with pytest.raises(LayoutError, match=r"0\..*attn, which stays whole, has other rows"):
+                model(**given, attention_mask=padding)
+        loss = model(**given).loss
         loss.backward()
         assert_gradients_equal({"loss": loss}, {"loss": wanted}, what, torch.float32)
         assert_gradients_equal(whole_gradients(model, mesh), gradients(reference), what, torch.float32)
@@ -188,7 +193,14 @@ def compare_whole(kind: str, cases: tuple[Case, ...]) -> None:
 
 @pytest.mark.parametrize("kind", WHOLE)
 def test_attention_kept_whole_is_the_serial_one(kind: str) -> None:
-    run_on_ranks(4, compare_whole, kind, COVERING[:1])
+    run_on_ranks(4, compare_whole, kind, COVERING[:1], 4)
+
+
+@pytest.mark.parametrize("kind", ["phi3", "codegen"])
+def test_attention_kept_whole_has_the_masks_of_all_rows(kind: str) -> None:
+    """CodeGen makes masks, for a rank's rows: of 2, one each; 3 are filled up."""
+    for rows in (2, 3):
+        run_on_ranks(4, compare_whole, kind, COVERING, rows)
 
 
 # -- dropout and recomputation --------------------------------------------------------------------------------------

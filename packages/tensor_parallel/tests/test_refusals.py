@@ -335,6 +335,9 @@ REFUSALS: dict[str, Refusal] = {
     "missing axes": Refusal(mlp, ("mode '2d' names the axis 'row'", "Its axes are tensor"), mode="2d"),
     "misspelt axis": Refusal(mlp, ("'tensor'", "Did you mean 'tensors'?"), Mesh({"tensors": 4}, rank=0)),
     "unknown role": Refusal(mlp, ("rule '0': 'colum' is not a role", "'column'", "replicate"), settings=dict(rules={"0": "colum"})),
+    "rules that are no dict": Refusal(
+        mlp, ("rules='*.up' is a str, not a dict of role by pattern", "rules={'"), settings=dict(rules="*.up")
+    ),
     "rule without a match": Refusal(
         decoder, ("rule 'blok.*' matches no submodule", "block"), settings=dict(rules={"blok.*": "row"})
     ),

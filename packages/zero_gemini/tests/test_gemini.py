@@ -12,7 +12,8 @@ from torch.utils.checkpoint import checkpoint
 
 from meshfold.mesh import Mesh, ParameterMeta, Placement, annotate
 from meshfold.mesh.testing import run_on_ranks
-from meshfold.zero_gemini import Gemini, Placing
+from meshfold.zero_gemini import Gemini, Memory, Shares
+from meshfold.zero_gemini.placing import EVERYTHING_ON_THE_DEVICE
 
 WORDS, WIDTH, ROWS = 50, 24, 8
 CPU = torch.device("cpu")
@@ -79,7 +80,7 @@ def compare(stage: int, chunk_elems: int, name: str, accumulate: int, recompute:
         place = Placement(shape=shape, axes=((),) * len(shape))
         annotate(p, ParameterMeta(mesh=mesh, placement=place, sum_axes=("data",)))
     gemini = Gemini(
-        model, mesh, stage=stage, placing=Placing(device=CPU), make_optimizer=make,
+        model, mesh, stage=stage, memory=Memory(CPU), make_optimizer=make,
         chunk_elems=chunk_elems,
     )  # fmt: skip
     rank, rows = mesh.index("data"), ROWS // world
@@ -136,7 +137,11 @@ def test_any_elementwise_optimizer(name: str) -> None:
 
 
 def in_chunks(
-    world: int, dtype: torch.dtype, placing: Placing, regime: str = "A", stage: int = 3
+    world: int,
+    dtype: torch.dtype,
+    homes: Shares = EVERYTHING_ON_THE_DEVICE,
+    regime: str = "A",
+    stage: int = 3,
 ) -> tuple[Model, Gemini]:
     model = make_model(False).float()
     mesh = Mesh({"data": world})
@@ -145,7 +150,7 @@ def in_chunks(
         place = Placement(shape=shape, axes=((),) * len(shape))
         annotate(p, ParameterMeta(mesh=mesh, placement=place, sum_axes=("data",)))
     gemini = Gemini(
-        model, mesh, stage=stage, placing=placing, dtype=dtype, master_dtype=torch.float32, regime=regime, seed=3,
+        model, mesh, stage=stage, memory=Memory(CPU), homes=homes, dtype=dtype, master_dtype=torch.float32, regime=regime, seed=3,
         make_optimizer=partial(torch.optim.AdamW, lr=1e-2, weight_decay=0.1), chunk_elems=1000,
     )  # fmt: skip
     return model, gemini
@@ -166,11 +171,9 @@ def train(model: Model, gemini: Gemini, steps: int = 6) -> list[Tensor]:
 
 
 def bits_of_placements(world: int, dtype: torch.dtype) -> None:
-    """A CPU of another index stands for the host, so that everything really moves."""
-    train(
-        *in_chunks(world, dtype, Placing(device=CPU)), steps=1
-    )  # torch's first sums of a process have other bits
-    wanted = train(*in_chunks(world, dtype, Placing(device=CPU)))
+    """Device and host are two arenas of the CPU's memory, and everything really moves between them."""
+    train(*in_chunks(world, dtype), steps=1)  # torch's first sums of a process have other bits
+    wanted = train(*in_chunks(world, dtype))
     for stage, parameters, optimizer in (
         (3, 1.0, 1.0),
         (3, 0.5, 0.7),
@@ -178,10 +181,8 @@ def bits_of_placements(world: int, dtype: torch.dtype) -> None:
         (2, 0.0, 0.5),
         (1, 0.0, 0.0),
     ):
-        placing = Placing(
-            device=CPU, host=torch.device("cpu", 0), host_parameters=parameters, host_optimizer=optimizer
-        )
-        found = train(*in_chunks(world, dtype, placing, stage=stage))
+        homes = Shares(host_parameters=parameters, host_optimizer=optimizer)
+        found = train(*in_chunks(world, dtype, homes, stage=stage))
         for a, b in zip(wanted, found, strict=True):
             assert torch.equal(a, b), (stage, parameters, optimizer)
 
@@ -204,7 +205,7 @@ def adam_is_torchs() -> None:
         nn.utils.clip_grad_norm_([p for p in serial.parameters() if p.grad is not None], 0.5)
         reference.step()
         reference.zero_grad()
-    model, gemini = in_chunks(1, torch.float32, Placing(device=CPU))
+    model, gemini = in_chunks(1, torch.float32)
     found = train(model, gemini, steps=20)[-len(list(serial.parameters())) :]
     for (name, p), mine in zip(serial.named_parameters(), found, strict=True):
         torch.testing.assert_close(mine, p.detach(), rtol=1e-5, atol=1e-6, msg=name)
@@ -224,7 +225,7 @@ def regimes_learn(world: int) -> None:
     """On one batch, over and over: B and C lose little of what A learns."""
     lost, first = {}, 0.0
     for regime in ("A", "B", "C"):
-        model, gemini = in_chunks(world, torch.bfloat16, Placing(device=CPU), regime)
+        model, gemini = in_chunks(world, torch.bfloat16, regime=regime)
         ids, _ = batches(1)[0]
         rank = torch.distributed.get_rank()
         for _ in range(60):
@@ -239,6 +240,6 @@ def regimes_learn(world: int) -> None:
     assert lost["B"] < 1.3 * lost["A"] and lost["C"] < 1.6 * lost["A"], lost
 
 
-@pytest.mark.parametrize("world", [1, 2])
+@pytest.mark.parametrize("world", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_regimes_learn(world: int) -> None:
     run_on_ranks(world, regimes_learn, world)

@@ -111,12 +111,12 @@ def test_a_placement_that_does_not_fit_says_by_how_much(workload: Workload) -> N
 
 def test_the_refusal_says_what_binds_and_what_to_change(workload: Workload) -> None:
     with pytest.raises(
-        DoesNotFit, match=r"the GPU limit binds.*at least .* of GPU memory.*Raise gpu_bytes"
+        DoesNotFit, match=r"the GPU limit binds.*at least .* of GPU memory.*Raise the GPU's limit"
     ) as gpu:
         plan(workload, H200, Limits(gpu_bytes=GiB))
     assert gpu.value.binds == "gpu" and gpu.value.minimum_host_bytes is None
     with pytest.raises(
-        DoesNotFit, match=r"the host limit binds.*Raise host_bytes, give it disk, use regime B"
+        DoesNotFit, match=r"the host limit binds.*Raise the host's limit, give it disk, use regime B"
     ) as host:
         plan(workload, H200, Limits(gpu_bytes=5 * GiB, host_bytes=GiB, disk_bytes=0))
     least = host.value.minimum_host_bytes

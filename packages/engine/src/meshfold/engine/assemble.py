@@ -13,10 +13,12 @@ from meshfold.engine.optimizers import Factory
 from meshfold.engine.precision import Masters, Precision, cast_rest
 from meshfold.engine.states import PlainStates, States
 from meshfold.engine.world import World
-from meshfold.mesh import LayoutError, MeshfoldError, SpecError, annotate, broadcast, metadata
-from meshfold.mesh.initialization import Tape, build_on_meta, materialize, retrace_initialization
+from meshfold.mesh import LayoutError, SpecError, annotate, broadcast, metadata
+from meshfold.mesh.first_values import FirstValues, coordinates_of, first_values, origin_of
+from meshfold.mesh.initialization import build_on_meta, materialize, retrace_initialization
 from meshfold.mesh.metadata import placed
 from meshfold.tensor_parallel import Report, parallelize
+from meshfold.tensor_parallel.rules import check_rules
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,7 +35,7 @@ class Assembled:
 
     model: nn.Module
     parameters: dict[str, nn.Parameter]
-    values: Callable[[str, nn.Parameter, torch.dtype], Tensor] | None
+    values: FirstValues | None
     report: Report | None
     torch_dropout: bool
 
@@ -48,7 +50,7 @@ def assemble(
     """Shard, initialise, place and cast.
 
     A function's model is built without allocating it; then each rank fills its own blocks, from the seed alone. A
-    module is taken with rank 0's weights, whatever the others have, and then cut.
+    module is taken with rank 0's weights, whatever the others have, and then cut; one on the meta device as a function.
 
     Raises:
         SpecError: if ``model`` is neither, or its sizes do not fit the spec.
@@ -56,7 +58,10 @@ def assemble(
     if isinstance(model, nn.Module):
         built, tape = model, None
         if any(p.is_meta for p in model.parameters()):
-            tape = retrace_initialization(model)
+            origin = origin_of(model)  # of a model that was built under zero_gemini's ShardedInit
+            tape, seed = (
+                (retrace_initialization(model), seed) if origin is None else (origin.tape, origin.seed)
+            )
         else:
             _share(built, world)
     elif callable(model):
@@ -69,7 +74,12 @@ def assemble(
     in_chunks = world.spec.zero is not None
     if tape is not None:
         materialize(
-            built, tape, seed=seed, device=world.device, placement_of=_coordinates, parameters=not in_chunks
+            built,
+            tape,
+            seed=seed,
+            device=world.device,
+            placement_of=lambda name, tensor: coordinates_of(tensor),
+            parameters=not in_chunks,
         )
     _move(built, world.device, parameters=not in_chunks)
     for parameter in built.parameters():
@@ -79,7 +89,7 @@ def assemble(
     return Assembled(
         model=built,
         parameters=parameters,
-        values=_first_values(tape, seed, world.device) if in_chunks and tape is not None else None,
+        values=first_values(tape, seed, world.device) if in_chunks and tape is not None else None,
         report=report,
         torch_dropout=dropout and report is None,
     )
@@ -102,40 +112,6 @@ def make_states(
     return ZeroStates(
         built.model, world, precision, make, accumulation=accumulation, seed=seed, values=built.values
     )
-
-
-def _first_values(
-    tape: Tape, seed: int, device: torch.device
-) -> Callable[[str, nn.Parameter, torch.dtype], Tensor]:
-    """This rank's block of a parameter of the model that the tape was bound to, by name."""
-
-    def values(name: str, parameter: nn.Parameter, dtype: torch.dtype) -> Tensor:
-        meta = metadata(parameter)
-        if meta is None:
-            raise SpecError(f"{name!r} has no place on the mesh")
-        coordinates = [meta.placement.coordinates(meta.mesh, dim) for dim in range(len(meta.placement.shape))]
-        local = torch.empty(meta.placement.local_shape(meta.mesh), dtype=dtype, device=device)
-        if local.dim() > 1 and local.numel() > _AT_ONCE:
-            try:
-                return _by_rows(tape, name, local, coordinates, seed)
-            except MeshfoldError:  # an initialisation that looks at the whole tensor
-                pass
-        return tape.materialize(name, local, coordinates, seed=seed)
-
-    return values
-
-
-# Random numbers of a block take some 75 bytes an element while they are made.
-_AT_ONCE = 2**24
-
-
-def _by_rows(tape: Tape, name: str, local: Tensor, coordinates: list[Tensor], seed: int) -> Tensor:
-    """The first values of a large block, some rows at a time."""
-    rows = max(1, _AT_ONCE * local.shape[0] // local.numel())
-    for start in range(0, local.shape[0], rows):
-        some = [coordinates[0][start : start + rows], *coordinates[1:]]
-        tape.materialize(name, local[start : start + rows], some, seed=seed)
-    return local
 
 
 def _checked(function: Callable[[], nn.Module]) -> nn.Module:
@@ -174,19 +150,19 @@ def _shard(model: nn.Module, world: World, rules: Mapping[str, str] | None, drop
             return parallelize(model, world.mesh, world.mode, rules=rules, lowering=lowering)  # type: ignore[arg-type]
         except LayoutError as error:
             raise SpecError(f"{world.spec.written or world.spec}: {error}") from error
+    if rules is not None:
+        try:
+            check_rules(
+                model, rules
+            )  # a slip shows under every spec, not only under those that split the model
+        except LayoutError as error:
+            raise SpecError(str(error)) from error
     if dropout:
         try:
             return parallelize(model, world.mesh, "1d", rules=rules)
         except LayoutError:
             return None
     return None
-
-
-def _coordinates(name: str, tensor: Tensor) -> list[Tensor] | None:
-    meta = metadata(tensor)
-    if meta is None:
-        return None
-    return [meta.placement.coordinates(meta.mesh, dim) for dim in range(len(meta.placement.shape))]
 
 
 @torch.no_grad()

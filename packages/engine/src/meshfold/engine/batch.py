@@ -130,6 +130,19 @@ def prepare(batch: Any, device: torch.device, dtype: torch.dtype, *, own_loss: b
     )
 
 
+def inputs(args: tuple[Any, ...], kwargs: dict[str, Any], device: torch.device, dtype: torch.dtype) -> Batch:
+    """What a model is called with directly, on the device, floating tensors in the model's dtype."""
+
+    def move(value: Any) -> Any:
+        if not isinstance(value, Tensor):
+            return value
+        return value.to(device, dtype if value.is_floating_point() else value.dtype, non_blocking=True)
+
+    moved = tuple(move(value) for value in args), {name: move(value) for name, value in kwargs.items()}
+    rows = next((v.shape[0] for v in (*moved[0], *moved[1].values()) if isinstance(v, Tensor) and v.dim()), 1)
+    return Batch(args=moved[0], kwargs=moved[1], given=None, rows=rows, targets=None)
+
+
 def loss_is_shifted(model: nn.Module) -> bool:
     """Whether the model's own loss predicts the next token.
 

@@ -7,9 +7,11 @@
     scheduler.pt            the learning-rate scheduler, if there is one
     state.json              everything else; its presence says that the folder is complete
 
-Rank 0 writes, tensor by tensor: no rank ever holds more than one whole tensor beside its own blocks. The folder gets
-its name once all is on the disk; an older checkpoint of that name is kept until then. Every rank reads, through a
-memory map, the part of the file that is its own, so all of them must see the folder.
+A large file is several, with an index (:mod:`meshfold.engine.tensor_files`): tensors are dealt to the ranks, and each
+rank writes its own while the others gather the next. No rank ever holds more than two whole tensors beside its own
+blocks: one that is written and one that is gathered. The folder gets its name once all of it is on the disk, from all
+ranks; an older checkpoint of that name is kept until then. Every rank reads, through a memory map, the parts of the
+files that are its own. So all ranks must see the folder.
 """
 
 from __future__ import annotations
@@ -17,20 +19,23 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from meshfold.engine.errors import CheckpointError
 from meshfold.engine.states import Source
-from meshfold.engine.tensor_file import Described, TensorFile, TensorWriter, writing_order
+from meshfold.engine.tensor_file import Described, writing_order
+from meshfold.engine.tensor_files import Deal, WriterBehind, open_tensors
+from meshfold.engine.together import fail_together
 from meshfold.engine.world import World
-from meshfold.mesh import all_reduce
 
-FORMAT = 1
+FORMAT = 2
+_READ = (1, 2)  # 1 has each file whole
 MODEL, OPTIMIZER, SCHEDULER, STATE = (
     "model.safetensors",
     "optimizer.safetensors",
@@ -48,7 +53,7 @@ def write_checkpoint(
     *,
     all_read: bool,
 ) -> None:
-    """Write a checkpoint. All ranks must call; all of them raise if rank 0 could not write.
+    """Write a checkpoint. All ranks must call; all of them raise if one could not write.
 
     Args:
         path: the folder; made with its parents, or replaced.
@@ -56,53 +61,65 @@ def write_checkpoint(
         files: file name to its tensors, alike on every rank.
         state: what goes into ``state.json``.
         scheduler: the scheduler's state, if any.
-        all_read: every rank has a part of the tensors; else the first data coordinate has all of them.
+        all_read: every rank has a part of the tensors; else each data coordinate has all of them.
 
     Raises:
-        CheckpointError: if the folder could not be written.
+        CheckpointError: if the folder could not be written. A checkpoint that was there before still is.
     """
     target = Path(path).absolute()
     writing = target.with_name(f".{target.name}.writing")
-    error: Exception | None = None
-    if world.mesh.rank == 0:
-        error = _attempt(lambda: _begin(writing))
-    for name, sources in files.items():
-        found = _write_tensors(writing / name, world, sources, error, all_read)
-        error = error or found
-    if world.mesh.rank == 0 and error is None:
-        error = _attempt(lambda: _finish(writing, target, {"format": FORMAT, **state}, scheduler))
-    failed = all_reduce(torch.tensor([int(error is not None)], device=world.device), world.everyone, "max")
-    if failed.item():
-        if error is not None:
-            with suppress(OSError):
-                shutil.rmtree(writing)
-            raise CheckpointError(f"cannot write the checkpoint {target}: {error}") from error
-        raise CheckpointError(f"rank 0 could not write the checkpoint {target}: its own message says why")
+    what, first = f"cannot write the checkpoint {target}", world.mesh.rank == 0
+    deals = [_deal(name, sources, world) for name, sources in files.items()]
+    try:
+        fail_together(world, _attempt(lambda: _begin(writing, target)) if first else None, what)
+        error: Exception | None = None
+        for deal, sources in zip(deals, files.values(), strict=True):
+            error = _write_tensors(writing, deal, sources, world, all_read=all_read, error=error)
+        fail_together(world, error, what)
+        error = None
+        if first:
+            error = _attempt(lambda: _finish(writing, target, deals, {"format": FORMAT, **state}, scheduler))
+        fail_together(world, error, what)
+    except CheckpointError:
+        if first:
+            shutil.rmtree(writing, ignore_errors=True)
+        raise
+
+
+def _deal(name: str, sources: dict[str, Source], world: World) -> Deal:
+    announced = {key: Described(dtype=source.dtype, shape=source.shape) for key, source in sources.items()}
+    differ = [key for key, source in sources.items() if not source.alike]
+    return Deal.make(name, announced, world.mesh.world_size, differ)
 
 
 def _write_tensors(
-    path: Path, world: World, sources: dict[str, Source], error: Exception | None, all_read: bool
+    folder: Path,
+    deal: Deal,
+    sources: dict[str, Source],
+    world: World,
+    *,
+    all_read: bool,
+    error: Exception | None,
 ) -> Exception | None:
-    """Gather each tensor, once, among the ranks that have a part of it; rank 0 appends it to the file."""
-    if world.data_index != 0 and not all_read:
-        return None
-    announced = {name: Described(dtype=source.dtype, shape=source.shape) for name, source in sources.items()}
-    writer: TensorWriter | None = None
-    if world.mesh.rank == 0 and error is None:
+    """Gather each tensor, once, among ranks that have it together; its writer writes it. What failed here, if anything."""
+    rank, members = world.mesh.rank, world.members
+    writer: WriterBehind | None = None
+    if rank in deal.writers and error is None:
         try:
-            writer = TensorWriter(path, announced)
-        except (OSError, CheckpointError) as found:
-            error = found
-    for name in writing_order(announced):
+            writer = WriterBehind(folder / deal.file_of(rank), deal.share(rank))
+        except Exception as refused:
+            error = refused
+    for name in writing_order(deal.announced):
+        chosen = deal.writer_of[name]
+        if not all_read and chosen not in members:
+            continue
         whole = sources[name].read()  # also after an error: the other ranks are in it
-        if writer is not None and error is None:
-            try:
-                writer.write(name, whole)
-            except (OSError, CheckpointError) as found:
-                error = found
+        if writer is not None and chosen == rank and error is None:
+            error = _attempt(partial(writer.write, name, whole))
         del whole
-    if writer is not None and error is None:
-        error = _attempt(writer.close)
+    if writer is not None:
+        found = _attempt(partial(writer.close, complete=error is None))
+        error = error or found
     return error
 
 
@@ -124,20 +141,20 @@ class Checkpoint:
             self.state: dict[str, Any] = json.loads((self.path / STATE).read_text())
         except (OSError, ValueError) as error:
             raise CheckpointError(f"cannot read {self.path / STATE}: {error}") from error
-        if self.state.get("format") != FORMAT:
+        if self.state.get("format") not in _READ:
             raise CheckpointError(
-                f"{self.path} has format {self.state.get('format')!r}, this version of Meshfold reads format {FORMAT}"
+                f"{self.path} has format {self.state.get('format')!r}, this version of Meshfold reads up to format {FORMAT}"
             )
 
     @property
-    def model(self) -> TensorFile:
+    def model(self) -> Mapping[str, Tensor]:
         """The model's tensors, by name."""
-        return TensorFile(self.path / MODEL)
+        return open_tensors(self.path, MODEL)
 
     @property
-    def optimizer(self) -> TensorFile:
+    def optimizer(self) -> Mapping[str, Tensor]:
         """The optimizer's tensors, by ``parameter/state``."""
-        return TensorFile(self.path / OPTIMIZER)
+        return open_tensors(self.path, OPTIMIZER)
 
     @property
     def scheduler(self) -> dict[str, Any] | None:
@@ -149,16 +166,29 @@ class Checkpoint:
         return found
 
 
-def _begin(writing: Path) -> None:
+def _begin(writing: Path, target: Path) -> None:
+    _check_free(target)
     if writing.exists():  # left by a run that died
         shutil.rmtree(writing)
     writing.mkdir(parents=True)
 
 
-def _finish(writing: Path, target: Path, state: dict[str, Any], scheduler: dict[str, Any] | None) -> None:
+def _check_free(target: Path) -> None:
+    if target.exists() and not (target / STATE).exists() and (not target.is_dir() or any(target.iterdir())):
+        raise OSError(f"{target} is there and is no checkpoint: remove it or choose another path")
+
+
+def _finish(
+    writing: Path, target: Path, deals: list[Deal], state: dict[str, Any], scheduler: dict[str, Any] | None
+) -> None:
     """Write what is small, bring the folder to the disk and give it its name."""
+    for deal in deals:
+        deal.write_index(writing)
     if scheduler is not None:
         torch.save(scheduler, writing / SCHEDULER)
+    for small in writing.iterdir():
+        if small.suffix != ".safetensors":  # their writers have done it
+            _sync(small)
     with (writing / STATE).open("w") as file:
         json.dump(state, file, indent=1)
         file.flush()
@@ -166,8 +196,7 @@ def _finish(writing: Path, target: Path, state: dict[str, Any], scheduler: dict[
     _sync(writing)
     old = target.with_name(f".{target.name}.old")
     if target.exists():
-        if not (target / STATE).exists() and any(target.iterdir()):
-            raise OSError(f"{target} is there and is no checkpoint: remove it or choose another path")
+        _check_free(target)
         if old.exists():
             shutil.rmtree(old)
         target.rename(old)
@@ -177,8 +206,9 @@ def _finish(writing: Path, target: Path, state: dict[str, Any], scheduler: dict[
         shutil.rmtree(old)
 
 
-def _sync(folder: Path) -> None:
-    descriptor = os.open(folder, os.O_RDONLY)
+def _sync(path: Path) -> None:
+    """Bring a file or a folder's entries to the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
     finally:
@@ -186,8 +216,9 @@ def _sync(folder: Path) -> None:
 
 
 def _attempt(action: Callable[[], None]) -> Exception | None:
+    """What an action without communication raised, if it did: the ranks have to hear of it first."""
     try:
         action()
-    except (OSError, TypeError, ValueError, CheckpointError) as error:
+    except Exception as error:
         return error
     return None

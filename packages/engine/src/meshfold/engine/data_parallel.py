@@ -1,9 +1,10 @@
 """Gradients over the data axes: summed in buckets while backward still runs.
 
-A parameter's gradient is moved into its place in a flat bucket as soon as autograd has accumulated it. At the last
-micro-step of an accumulation a bucket whose parameters have all arrived is all-reduced at once, over the axes that
+A parameter's gradient is moved into its place in a flat bucket as soon as autograd has accumulated it. In the last
+backward of an accumulation a bucket whose parameters have all arrived is all-reduced at once, over the axes that
 its parameters' metadata names; the rest of backward goes on meanwhile (as in Li et al., "PyTorch Distributed:
-Experiences on Accelerating Data Parallel Training", arXiv 2006.15704, section 3.2).
+Experiences on Accelerating Data Parallel Training", arXiv 2006.15704, section 3.2). If it was not the last after all,
+what was summed waits, and the sum of what comes is added.
 
 Buckets are filled in reverse order of the parameters and launched in that order on every rank, whatever order
 gradients come in. A parameter without a gradient adds zeros, so that ranks which used different parameters meet in
@@ -13,7 +14,8 @@ in one number a parameter: how many ranks used it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor, nn
@@ -41,19 +43,27 @@ class Bucket:
         for target in targets:
             self._starts.append(self._total)
             self._total += -(-target.numel() // _ALIGN) * _ALIGN
-        self._flat: Tensor | None = (
-            None  # the gradients, then a number of uses each; None while empty or on its way
-        )
-        self._used: set[int] = set()  # places of the parameters that have a gradient
-        self._arrived: set[int] = set()  # places whose gradient of the last micro-step is there
+        # The gradients, then a number of uses each; None while empty or on its way.
+        self._flat: Tensor | None = None
+        self._filled: set[int] = set()  # places of the parameters whose gradient is in it
+        self._arrived: set[int] = set()  # places whose gradient of this backward is there
+        self._used: set[int] = set()  # places that had a gradient on this rank since the reset
         self._pending: Pending | None = None
+        self._summed: Tensor | None = None  # what came back from the sums before
 
     @property
     def is_full(self) -> bool:
-        """Whether all gradients of the last micro-step are there."""
+        """Whether all gradients of this backward are there."""
         return len(self._arrived) == len(self.targets)
 
-    def add(self, place: int, gradient: Tensor, *, last: bool) -> None:
+    def begin(self) -> None:
+        """Before each backward. If the one before was taken for the last, what it has summed is kept."""
+        self._arrived = set()
+        if self._pending is not None:
+            summed, self._pending = self._pending.wait(), None
+            self._summed = summed if self._summed is None else self._summed.add_(summed)
+
+    def add(self, place: int, gradient: Tensor) -> None:
         """Take up a gradient, summing over micro-steps.
 
         Raises:
@@ -67,23 +77,24 @@ class Bucket:
         if self._flat is None:
             self._flat = self._empty()
         home = self._part(self._flat, place).view_as(gradient)
-        if place in self._used:
+        if place in self._filled:
             home.add_(gradient)
         else:
             home.copy_(gradient)
-            self._used.add(place)
-        if last:
-            self._arrived.add(place)
+            self._filled.add(place)
+        self._used.add(place)
+        self._arrived.add(place)
 
     def launch(self) -> None:
         """Start the sum over the group."""
         flat = self._empty() if self._flat is None else self._flat
-        missing = [place for place in range(len(self.targets)) if place not in self._used]
+        missing = [place for place in range(len(self.targets)) if place not in self._filled]
         for place in missing:
             self._part(flat, place).zero_()
         uses = flat[self._total :].fill_(1)
         if missing:
             uses[missing] = 0
+        self._filled = set()
         self._flat, self._pending = None, all_reduce(flat, self.group, async_op=True)
 
     def deliver(self, factor: float) -> None:
@@ -91,6 +102,8 @@ class Bucket:
         if self._pending is None:
             raise TrainingError("a gradient bucket was to be delivered before it was launched")
         flat = self._pending.wait()
+        if self._summed is not None:
+            flat.add_(self._summed)
         if factor != 1.0:
             flat[: self._total].mul_(factor)
         anyone = self._used
@@ -104,8 +117,8 @@ class Bucket:
 
     def reset(self) -> None:
         """Back to empty."""
-        self._flat, self._pending = None, None
-        self._used, self._arrived = set(), set()
+        self._flat = self._pending = self._summed = None
+        self._filled, self._arrived, self._used = set(), set(), set()
 
     def _empty(self) -> Tensor:
         like = self.targets[0]
@@ -133,7 +146,7 @@ class GradientReducer:
         bucket_bytes: a bucket is closed once it holds so many.
         """
         self.buckets = _fill(parameters, masters, mesh, bucket_bytes)
-        self._last = False
+        self._listening = self._last = self._owed = False
         self._next = 0
         self._handles = [
             parameter.register_post_accumulate_grad_hook(self._hook(bucket, place))
@@ -141,18 +154,37 @@ class GradientReducer:
             for place, parameter in enumerate(bucket.parameters)
         ]
 
-    def begin(self, *, first: bool, last: bool) -> None:
-        """Before each micro-step: whether it is the first or the last of an accumulation."""
-        if first:
-            for bucket in self.buckets:
-                bucket.reset()
-        self._last, self._next = last, 0
+    def reset(self) -> None:
+        """Forget all gradients that were collected."""
+        for bucket in self.buckets:
+            bucket.reset()
+        self._owed = False
+
+    @contextmanager
+    def backward(self, *, last: bool) -> Iterator[None]:
+        """Around each backward. Gradients that come at other times are dropped: they are of somebody else's loss.
+
+        Args:
+            last: of an accumulation; send buckets as they become full.
+        """
+        for bucket in self.buckets:
+            bucket.begin()
+        self._listening, self._last, self._next = True, last, 0
+        try:
+            yield
+        finally:
+            self._listening = False
+        self._owed = not last
+        if last:
+            self._launch_rest()
 
     def finish(self, factor: float = 1.0) -> None:
         """After the last backward: targets have their gradients, summed and times the factor."""
-        for bucket in self.buckets[self._next :]:
-            bucket.launch()
-        self._last, self._next = False, 0
+        if self._owed:
+            for bucket in self.buckets:
+                bucket.begin()
+            self._next, self._owed = 0, False
+            self._launch_rest()
         for bucket in self.buckets:
             bucket.deliver(factor)
 
@@ -164,12 +196,17 @@ class GradientReducer:
     def _hook(self, bucket: Bucket, place: int) -> Callable[[Tensor], None]:
         def arrive(parameter: Tensor) -> None:
             if parameter.grad is not None:
-                bucket.add(place, parameter.grad, last=self._last)
+                if self._listening:
+                    bucket.add(place, parameter.grad)
                 parameter.grad = None
-                if self._last:
+                if self._last and self._listening:
                     self._launch_ready()
 
         return arrive
+
+    def _launch_rest(self) -> None:
+        for bucket in self.buckets[self._next :]:
+            bucket.launch()
 
     def _launch_ready(self) -> None:
         """Launch, in order, the buckets that are full."""

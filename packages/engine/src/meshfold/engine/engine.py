@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import math
 import os
-from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -13,6 +14,7 @@ from torch import Tensor, nn
 from meshfold.engine import batch as batches
 from meshfold.engine import persistence, settings
 from meshfold.engine.assemble import assemble, make_states
+from meshfold.engine.clipping import Clipping
 from meshfold.engine.cut import cut
 from meshfold.engine.errors import TrainingError
 from meshfold.engine.loader import ShardedLoader
@@ -22,8 +24,11 @@ from meshfold.engine.optimizers import optimizer_factory, scheduler_of
 from meshfold.engine.precision import LossScaler, Precision
 from meshfold.engine.randomness import randomness
 from meshfold.engine.shares import Shares
-from meshfold.engine.world import join
+from meshfold.engine.world import has_zero, join
 from meshfold.mesh import ParallelSpec, SpecError, all_reduce
+
+if TYPE_CHECKING:
+    from meshfold.engine.residency import Residency
 
 _DATA_PARALLEL: Mapping[str, object] = {}
 
@@ -41,7 +46,9 @@ class Engine:
         report: what tensor parallelism did to each submodule; None if the model was left whole.
         optimizer: over the true weights of this rank's blocks; None for evaluation only.
         lr_scheduler: stepped after each optimizer step; None if none was given.
-        last: what the last ``train_step`` did; None before the first.
+        steps: of the optimizer so far; ``skipped_steps`` were left out for an overflow.
+        micro_step: forwards that were trained so far: calls of ``train_step``, or of the engine itself.
+        last: what the last ``train_step`` or ``step`` did; None before the first.
     """
 
     def __init__(
@@ -52,6 +59,8 @@ class Engine:
         optimizer: object = None,
         precision: object = "fp32",
         clip_grad_norm: float | None = None,
+        clip_norm_type: float = 2.0,
+        clip_grad_value: float | None = None,
         gradient_accumulation: int = 1,
         loss_fn: Callable[[Any, Any], Tensor] | None = None,
         lr_scheduler: Callable[[torch.optim.Optimizer], Any] | None = None,
@@ -66,6 +75,8 @@ class Engine:
             optimizer: ``dict(name="adamw", lr=...)``, or a class or function of the parameters. None: evaluation only.
             precision: ``"fp32"``, ``"fp64"``, ``"bf16"``, ``"fp16"``, or ``dict(name="fp16", initial_scale=...)``.
             clip_grad_norm: largest norm of the whole model's gradient.
+            clip_norm_type: which norm: 2.0, 1.0 or math.inf.
+            clip_grad_value: largest absolute value of a gradient's element; not with ``clip_grad_norm``.
             gradient_accumulation: calls of ``train_step`` to one optimizer step.
             loss_fn: ``loss_fn(output, batch)``, for models whose output has no loss: a mean over the batch's targets.
             lr_scheduler: makes a torch scheduler of the optimizer.
@@ -77,8 +88,8 @@ class Engine:
             SpecError: for every setting that is wrong, before anything starts.
         """
         self._precision = Precision.parse(precision)
-        make_optimizer = optimizer_factory(optimizer)
-        self._clip = None if clip_grad_norm is None else settings.positive("clip_grad_norm", clip_grad_norm)
+        make_optimizer = optimizer_factory(optimizer, whole=has_zero(parallel))
+        self._clip = Clipping.parse(clip_grad_norm, clip_norm_type, clip_grad_value)
         self._accumulation = settings.count("gradient_accumulation", gradient_accumulation)
         self._seed = settings.count("seed", seed, least=0)
         if loss_fn is not None and not callable(loss_fn):
@@ -103,16 +114,18 @@ class Engine:
             accumulation=self._accumulation,
             seed=self._seed,
         )
-        self._scaler = LossScaler(self._precision.scale)
+        self._scaler = LossScaler(self._precision.scale, says=self.mesh.rank == 0)
         self._model_state = ModelState(self.model, self._states, self._world)
         self.optimizer = self._states.optimizer
         self.lr_scheduler = scheduler_of(lr_scheduler, self.optimizer)
 
-        self.step = self.micro_step = self.skipped_steps = 0
+        self.steps = self.micro_step = self.skipped_steps = 0
         self.last: StepMetrics | None = None
         self._norm: Tensor | None = None
         self._lr = 0.0 if self.optimizer is None else float(self.optimizer.param_groups[0]["lr"])
-        self._skipped = False
+        self._skipped = self._begun = False
+        self._backwards = self._place = 0  # since the last step: backwards, micro-steps of ``train_step``
+        self._sync = True
         self._loaders: dict[str, ShardedLoader] = {}
         self._positions: dict[str, dict[str, int]] = {}
 
@@ -131,38 +144,165 @@ class Engine:
             SpecError: for a batch the model cannot be called with.
             TrainingError: without an optimizer.
         """
+        work = self._prepare(batch)
+        last = self._place == self._accumulation - 1
+        self.model.train()
+        shares = Shares(work, self._world, shifted=self._shifted, places=True)
+        loss = self._forward_backward(work, shares, last=last)
+        while loss is None:  # memory ran out, and there is more now
+            loss = self._forward_backward(work, shares, last=last)
+        loss = all_reduce(loss, self._world.data_group)
+        self.micro_step += 1
+        self._place += 1
+        if last:
+            self.step()
+        count = int(shares.total())
+        self.last = self._metrics(float(loss) if count else math.nan, count, stepped=last)
+        return self.last.loss
+
+    def _forward_backward(self, work: batches.Batch, shares: Shares, *, last: bool) -> Tensor | None:
+        """A micro-step's share of the loss; None if memory ran out, nothing was done, and more was made."""
+        try:
+            self._begin()
+            with self._randomness(shares):
+                mine = self._loss(work, shares)
+                share = shares.weight()
+                self._backward(mine * (share / self._accumulation), sync=last)
+            return mine.detach() * share
+        except RuntimeError as error:
+            self._begun = False
+            if self._backwards or not self._states.can_relieve(error):
+                raise
+        self._states.relieve()  # here, where the error no longer holds on to the graph
+        return None
+
+    # The halves of a train step, for a loop of one's own.
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """The model's output, to be trained on: on this rank's inputs, in training mode, with dropout.
+
+        Tensors are brought to the device and floating ones to the model's precision. Of several calls before a
+        backward each drops other elements. Rows of the first tensor are taken for this data coordinate's part of
+        the global batch. For evaluation call ``engine.model`` under ``torch.no_grad()`` in evaluation mode.
+        """
+        work = batches.inputs(args, kwargs, self.device, self._precision.dtype)
+        self.model.train()
+        if torch.is_grad_enabled():
+            self._begin()
+        shares = Shares(work, self._world, shifted=False, places=True)
+        with self._randomness(shares):
+            output = self._forward(work)
+        self.micro_step += 1
+        return output
+
+    def backward(self, loss: Tensor, *, retain_graph: bool = False) -> None:
+        """Add a loss's gradient to what the next :meth:`step` steps with; call it as often as there are losses.
+
+        ``loss`` is a mean over this rank's own batch, and what counts is the mean over the data ranks: the serial
+        gradient if they all have equally many rows. Gradients of several backwards are summed, as in torch. Those
+        that come into this model in any other way (another engine's backward goes through it, say) do not count.
+
+        Gradients are summed over the data axes while backward runs, unless :meth:`no_sync` says that more will come.
+        All ranks must call; parameters that a rank's loss does not depend on count as zero there.
+
+        Args:
+            loss: a scalar; multiplied with the loss scale here.
+            retain_graph: whether another backward will go through the same forward.
+
+        Raises:
+            SpecError: for a loss that is no scalar that depends on parameters.
+            TrainingError: without an optimizer.
+        """
+        if not isinstance(loss, Tensor) or loss.numel() != 1 or not loss.requires_grad:
+            what = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else repr(loss)
+            raise SpecError(
+                f"backward({what}): a loss is a tensor of one element that was computed from the model's parameters"
+            )
+        self._backward(loss.double() / self._world.data_size, sync=self._sync, retain_graph=retain_graph)
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Backwards inside are not the last of an accumulation: their gradients are not summed over the data axes yet.
+
+        The sum is made in the first :meth:`backward` outside, or in :meth:`step`. ``zero`` from stage 2 on sums after
+        every backward all the same: it keeps no more than this rank's share.
+        """
+        before, self._sync = self._sync, False
+        try:
+            yield
+        finally:
+            self._sync = before
+
+    def step(self) -> bool:
+        """End an accumulation: unscale, clip, and let optimizer and scheduler step; gradients are gone then.
+
+        Returns:
+            Whether the optimizer stepped: under fp16 a step whose gradients overflowed is left out.
+
+        Raises:
+            TrainingError: if there was no backward since the last step.
+        """
+        optimizer = self._trains()
+        if not self._backwards:
+            raise TrainingError("step() without a backward() since the last one: there are no gradients")
+        states = self._states
+        states.finish(1.0 / self._scaler.scale)
+        self._norm = self._clip.apply(states)
+        self._lr = float(optimizer.param_groups[0]["lr"])
+        self._skipped = self._scaler.moves and self._scaler.update(float(self._norm))
+        if self._skipped:
+            self.skipped_steps += 1
+        else:
+            states.step()
+            self.steps += 1
+            if self.lr_scheduler is not None:
+                self.lr_scheduler.step()
+        self.zero_grad()
+        self.last = self._metrics(math.nan, 0, stepped=True)
+        return not self._skipped
+
+    def zero_grad(self) -> None:
+        """Let go of the gradients since the last step; :meth:`step` does so by itself."""
+        self._states.forget()
+        self._backwards = self._place = 0
+
+    def _trains(self) -> torch.optim.Optimizer:
         if self.optimizer is None:
             raise TrainingError(
                 "this engine has no optimizer: give Engine(..., optimizer=dict(name='adamw', lr=...))"
             )
-        work = self._prepare(batch)
-        place = self.micro_step % self._accumulation
-        last = place == self._accumulation - 1
-        self._states.begin(first=place == 0, last=last)
-        self.model.train()
-        shares = Shares(work, self._world, shifted=self._shifted, places=True)
-        with self._randomness(shares):
-            mine = self._loss(work, shares)
-            share = shares.weight()
-            (mine * (share * (self._scaler.scale / self._accumulation))).backward()
-        loss = all_reduce(mine.detach() * share, self._world.data_group)
-        self.micro_step += 1
-        if last:
-            self._update(self.optimizer)
-        count = int(shares.total())
-        self.last = StepMetrics(
-            step=self.step,
+        return self.optimizer
+
+    def _begin(self) -> None:
+        """Before a forward whose backward will follow."""
+        self._trains()
+        if not self._begun:
+            self._begun = True
+            self._states.begin(first=not self._backwards)
+
+    def _backward(self, share: Tensor, *, sync: bool, retain_graph: bool = False) -> None:
+        """Backward of this rank's share of a loss: gradients are summed over the data ranks."""
+        self._begin()
+        with self._states.backward(sync=sync):
+            (share * self._scaler.scale).backward(retain_graph=retain_graph)
+        self._begun = False
+        self._backwards += 1
+
+    def _metrics(self, loss: float, tokens: int, *, stepped: bool) -> StepMetrics:
+        return StepMetrics(
+            step=self.steps,
             micro_step=self.micro_step,
-            loss=float(loss) if count else float("nan"),
-            tokens=count,
-            stepped=last,
+            loss=loss,
+            tokens=tokens,
+            stepped=stepped,
             grad_norm=None if self._norm is None else float(self._norm),
             lr=self._lr,
             loss_scale=self._scaler.scale,
             skipped=self._skipped,
             skipped_steps=self.skipped_steps,
         )
-        return self.last.loss
+
+    # -- evaluation ---------------------------------------------------------------------------------------------
 
     @torch.no_grad()
     def eval_step(self, batch: Any) -> float:
@@ -187,30 +327,22 @@ class Engine:
 
     def _loss(self, work: batches.Batch, shares: Shares) -> Tensor:
         """This data coordinate's mean loss in float64; 0 if nothing counts here."""
-        try:
-            output = self.model(*work.args, **work.kwargs)
-        except RuntimeError as error:
-            self._states.explain(error)
-            raise
+        output = self._forward(work)
         loss = batches.loss_of(output, work, self._loss_fn).double()
         # Where nothing counts the loss is 0/0, and so may be its gradient: neither must get through.
         return torch.where(shares.count > 0, loss, 0.0)
 
-    def _update(self, optimizer: torch.optim.Optimizer) -> None:
-        """End an accumulation: reduce over the data axes, unscale, clip, and step unless something overflowed."""
-        states = self._states
-        states.finish(1.0 / self._scaler.scale)
-        self._norm = states.clip(self._clip) if self._clip else states.norm()
-        self._lr = float(optimizer.param_groups[0]["lr"])
-        self._skipped = self._scaler.moves and self._scaler.update(float(self._norm))
-        if self._skipped:
-            self.skipped_steps += 1
-        else:
-            states.step()
-            self.step += 1
-            if self.lr_scheduler is not None:
-                self.lr_scheduler.step()
-        states.forget()
+    def _forward(self, work: batches.Batch) -> Any:
+        try:
+            return self.model(*work.args, **work.kwargs)
+        except RuntimeError as error:
+            self._states.explain(error)
+            raise
+
+    @property
+    def residency(self) -> Residency | None:
+        """Under ``zero``: what was planned of where the model's state lives, and what came of it; else None."""
+        return self._states.residency
 
     # -- data ---------------------------------------------------------------------------------------------------
 

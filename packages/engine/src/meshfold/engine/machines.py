@@ -2,10 +2,41 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 from meshfold.mesh import Mesh, SpecError
 from meshfold.mesh.errors import nearest
+
+if TYPE_CHECKING:
+    from meshfold.zero_gemini.planner import Machine as Rates
+
+
+@dataclass(frozen=True, kw_only=True)
+class Host:
+    """What stands beside the devices of a node, all of it together.
+
+    Attributes:
+        memory: bytes.
+        cores: of its processors.
+        up: bytes a second from page-locked memory to one device, while all devices are at it.
+        down: the same from one device.
+        both: the same in both directions at once, the sum.
+        bandwidth: bytes a second of memory under all cores, reads and writes together.
+        disk: bytes of a fast disk.
+        disk_read: bytes a second.
+        disk_write: bytes a second.
+    """
+
+    memory: float
+    cores: int
+    up: float
+    down: float
+    both: float
+    bandwidth: float
+    disk: float
+    disk_read: float
+    disk_write: float
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -16,6 +47,8 @@ class Machine:
         name: what users write.
         devices: in a node.
         memory: bytes of a device.
+        memory_rate: bytes a second of a device's memory, reads and writes together.
+        host: beside them.
         flops: floating point operations a second of a large matmul, by precision.
         inside: bytes a second that a device sends inside its node, by the ring count of ``meshfold.mesh.traffic``.
         between: the same between nodes.
@@ -26,6 +59,8 @@ class Machine:
     name: str
     devices: int
     memory: float
+    memory_rate: float
+    host: Host
     flops: dict[str, float]
     inside: float
     between: float
@@ -41,22 +76,69 @@ class Machine:
         """The bandwidth of the group along the axes that has it worst; other ranks wait for that one."""
         return min(self.bandwidth(tuple(ranks)) for ranks in mesh.groups(*axes))
 
+    def rates(
+        self,
+        precision: str,
+        *,
+        mesh: Mesh,
+        axes: tuple[str, ...],
+        ranks: int,
+    ) -> Rates:
+        """One rank's share of a node: rates divided by the ranks on it; memory of the host and its disk whole, for all.
+
+        Args:
+            precision: of the model.
+            mesh: the ranks.
+            axes: those over which parameters are gathered and gradients summed.
+            ranks: of the mesh on one node.
+        """
+        from meshfold.zero_gemini.planner import Machine as Rates
+
+        host = self.host
+        return Rates(
+            name=self.name,
+            flops=self.flops[precision],
+            gpu_memory=_STEP * self.memory_rate,
+            h2d=host.up,
+            d2h=host.down,
+            pcie_both=host.both,
+            host_memory=host.bandwidth / ranks,
+            disk_read=host.disk_read / ranks,
+            disk_write=host.disk_write / ranks,
+            collective=self.slowest(mesh, axes),
+            gpu_bytes=int(self.memory),
+            host_bytes=int(host.memory),
+            disk_bytes=int(host.disk),
+            cpu_optimizer={regime: host.cores / ranks / cost for regime, cost in _CORE_SECONDS.items()},
+        )
+
+
+# A fused optimizer step reaches this share of the rate of a plain copy (H200: 3.47 of 4.24 TB/s).
+_STEP = 0.82
+# Seconds that a core takes for an element of the optimizer's step in its cache, by regime.
+_CORE_SECONDS = {"A": 0.86e-9, "B": 0.95e-9, "C": 3.0e-9}
+
 
 def _gpu(
     name: str,
     *,
+    devices: int = 8,
     memory_gib: float,
+    memory_tb: float,
     peak: dict[str, float],
     share: float,
     inside: float,
     between: float,
+    host: Host,
     source: str,
 ) -> Machine:
-    """A node of 8 GPUs: peaks in TFLOP/s and the share of them that matmuls reach, links in GB/s."""
+    """A node of GPUs: peaks in TFLOP/s and the share of them that matmuls reach, memory in TB/s, links in GB/s."""
     return Machine(
         name=name,
-        devices=8,
+        devices=devices,
         memory=memory_gib * 2**30,
+        memory_rate=memory_tb * 1e12,
+        host=host,
         flops={precision: share * tera * 1e12 for precision, tera in peak.items()},
         inside=inside * 1e9,
         between=between * 1e9,
@@ -65,28 +147,91 @@ def _gpu(
     )
 
 
-_SHEET = "data sheet: matmuls at 0.7 of the peak, links at 0.75 of theirs"
+def _host(
+    *,
+    memory_gib: float,
+    cores: int,
+    pcie: tuple[float, float, float],
+    bandwidth: float,
+    disk_tb: float,
+    disk: tuple[float, float],
+) -> Host:
+    """A host: PCIe (up, down, both), memory and disk (read, write) in GB/s."""
+    up, down, both = (1e9 * rate for rate in pcie)
+    return Host(
+        memory=memory_gib * 2**30, cores=cores, up=up, down=down, both=both, bandwidth=bandwidth * 1e9, disk=disk_tb * 1e12,
+        disk_read=disk[0] * 1e9, disk_write=disk[1] * 1e9,
+    )  # fmt: skip
+
+
+_SHEET = (
+    "data sheet: matmuls at 0.7 of the peak, memory and links at 0.75 to 0.9 of theirs; host and disk rough"
+)
+_H200: dict[str, float] = {"bf16": 787, "fp16": 787, "fp32": 50, "fp64": 50}
+_H100: dict[str, float] = {"bf16": 989, "fp16": 989, "fp32": 67, "fp64": 67}
+_A100: dict[str, float] = {"bf16": 312, "fp16": 312, "fp32": 19.5, "fp64": 19.5}
+_V100: dict[str, float] = {"fp16": 125, "bf16": 15.7, "fp32": 15.7, "fp64": 7.8}
+_HOSTS = {
+    # One GPU with 16 cores, measured: copies, triad, direct I/O in blocks of 16 MiB.
+    "h200": _host(
+        memory_gib=125, cores=16, pcie=(55.5, 55.4, 101.6), bandwidth=141, disk_tb=0.064, disk=(3.4, 2.3)
+    ),
+    # DGX: two sockets of 8 channels DDR5-4800, DDR4-3200 (EPYC) and of 4 channels DDR4-2400, at three quarters.
+    "h200x8": _host(
+        memory_gib=2000, cores=112, pcie=(46.8, 36.5, 80), bandwidth=460, disk_tb=30, disk=(40, 20)
+    ),
+    "a100x8": _host(memory_gib=1000, cores=128, pcie=(24, 24, 42), bandwidth=300, disk_tb=15, disk=(20, 10)),
+    "v100x8": _host(memory_gib=500, cores=40, pcie=(12, 12, 21), bandwidth=115, disk_tb=7, disk=(5, 3)),
+    "laptop": _host(memory_gib=16, cores=8, pcie=(5, 5, 8), bandwidth=20, disk_tb=0.5, disk=(1.5, 1)),
+}
+
+
+def _slice(name: str) -> Host:
+    """An eighth of a node of eight: what one of its GPUs is rented with."""
+    host = _HOSTS[name]
+    eighth = {
+        key: getattr(host, key) / 8 for key in ("memory", "bandwidth", "disk", "disk_read", "disk_write")
+    }
+    return replace(host, cores=host.cores // 8, **eighth)
+
+
 MACHINES: dict[str, Machine] = {
     machine.name: machine
     for machine in (
         _gpu(
-            "h200x8", memory_gib=139, peak={"bf16": 787, "fp16": 787, "fp32": 50, "fp64": 50}, share=1.0,
-            inside=320, between=40, source="measured: bf16 matmul, NCCL on NVLink; the rest from the data sheet",
+            "h200x8", memory_gib=139, memory_tb=4.24, peak=_H200, share=1.0, inside=320, between=40, host=_HOSTS["h200x8"],
+            source="measured: bf16 matmul, memory, NCCL on NVLink; the rest from the data sheet, host and disk rough",
         ),
         _gpu(
-            "h100x8", memory_gib=79, peak={"bf16": 989, "fp16": 989, "fp32": 67, "fp64": 67}, share=0.7,
-            inside=337, between=37, source=_SHEET,
+            "h100x8", memory_gib=79, memory_tb=2.9, peak=_H100, share=0.7, inside=337, between=37, host=_HOSTS["h200x8"],
+            source=_SHEET,
         ),
         _gpu(
-            "a100x8", memory_gib=79, peak={"bf16": 312, "fp16": 312, "fp32": 19.5, "fp64": 19.5}, share=0.7,
-            inside=225, between=19, source=_SHEET,
+            "a100x8", memory_gib=79, memory_tb=1.7, peak=_A100, share=0.7, inside=225, between=19, host=_HOSTS["a100x8"],
+            source=_SHEET,
         ),
         _gpu(
-            "v100x8", memory_gib=31, peak={"fp16": 125, "bf16": 15.7, "fp32": 15.7, "fp64": 7.8}, share=0.7,
-            inside=112, between=9, source=_SHEET,
+            "v100x8", memory_gib=31, memory_tb=0.8, peak=_V100, share=0.7, inside=112, between=9, host=_HOSTS["v100x8"],
+            source=_SHEET,
+        ),
+        _gpu(
+            "h200", devices=1, memory_gib=139, memory_tb=4.24, peak=_H200, share=1.0, inside=320, between=40,
+            host=_HOSTS["h200"], source="measured, with 16 cores of its host",
+        ),
+        _gpu(
+            "h100", devices=1, memory_gib=79, memory_tb=2.9, peak=_H100, share=0.7, inside=337, between=37,
+            host=_slice("h200x8"), source=_SHEET,
+        ),
+        _gpu(
+            "a100", devices=1, memory_gib=79, memory_tb=1.7, peak=_A100, share=0.7, inside=225, between=19,
+            host=_slice("a100x8"), source=_SHEET,
+        ),
+        _gpu(
+            "v100", devices=1, memory_gib=31, memory_tb=0.8, peak=_V100, share=0.7, inside=112, between=9,
+            host=_slice("v100x8"), source=_SHEET,
         ),
         Machine(
-            name="laptop", devices=8, memory=16 * 2**30,
+            name="laptop", devices=8, memory=16 * 2**30, memory_rate=2e10, host=_HOSTS["laptop"],
             flops={"fp32": 1e11, "fp64": 5e10, "bf16": 5e10, "fp16": 5e10}, inside=1e9, between=1e8, latency=3e-4,
             source="rough: eight processes that share a CPU, gloo",
         ),
@@ -105,3 +250,10 @@ def machine(name: str) -> Machine:
             f"there is no machine {name!r}.{nearest(name, MACHINES)} Known: {', '.join(MACHINES)}"
         )
     return MACHINES[name]
+
+
+def boundless() -> Machine:
+    """A machine without an end of memory: for what a spec holds, where nobody asks what it would fit in."""
+    known, plenty = MACHINES["h200x8"], 2.0**60
+    host = replace(known.host, memory=plenty, disk=plenty)
+    return replace(known, name="a machine with enough memory", memory=plenty, host=host)

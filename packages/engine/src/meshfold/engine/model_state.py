@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from meshfold.engine.errors import CheckpointError
 from meshfold.engine.states import Source, States
 from meshfold.engine.world import World
-from meshfold.mesh import broadcast, metadata
+from meshfold.mesh import broadcast
 
 
 class ModelState:
@@ -43,10 +43,9 @@ class ModelState:
         """The whole state dict in CPU memory. All ranks must call."""
         whole: dict[str, Tensor] = {}
         for name, tensor in self.unique().items():
-            value = self._states.source(tensor).read()
-            if (
-                metadata(tensor) is None
-            ):  # a buffer, which training may have moved apart (batch norm): rank 0's
+            source = self._states.source(tensor)
+            value = source.read()
+            if not source.alike:
                 value = broadcast(value, self._world.everyone, 0)
             whole[name] = value.to("cpu", copy=True)
         ties = self.ties()

@@ -28,13 +28,19 @@ OPTIMIZERS: dict[str, type[torch.optim.Optimizer]] = {
 }
 NO_DECAY = "norms_and_biases"
 
-# These look at a whole tensor or need more than gradients: on a shard they would do something else.
-_NOT_ELEMENTWISE = {"LBFGS", "Adafactor", "Muon", "SparseAdam"}
+# These look at whole matrices: on a part of one they would do something else.
+_WHOLE = {"Adafactor", "Muon"}
+_NEVER = {
+    "LBFGS": "needs all gradients as one vector, and evaluates the loss several times a step",
+    "SparseAdam": "is for sparse gradients, and gradients are summed over ranks as dense ones",
+}
 _OURS = {"params", "self", "foreach", "fused", "capturable", "differentiable"}
 
 
-def optimizer_factory(value: object) -> Factory | None:
+def optimizer_factory(value: object, *, whole: bool = False) -> Factory | None:
     """What makes the optimizer from the list of parameters; None for None (evaluation only).
+
+    ``whole``: optimizers that look at whole matrices will have them, as ``zero`` sees to.
 
     Settings are tried on a parameter of one element, so that mistakes show before anything starts.
 
@@ -52,14 +58,14 @@ def optimizer_factory(value: object) -> Factory | None:
     if isinstance(value, str):
         value = {"name": value}
     if isinstance(value, Mapping):
-        factory = _from_dict(value)
+        factory = _from_dict(value, whole)
     elif callable(value):
         factory = value
     else:
         raise SpecError(
             f"optimizer={value!r}: write dict(name='adamw', lr=3e-4), or a class or function of parameters"
         )
-    _check(factory, value)
+    _check(factory, value, whole)
     return factory
 
 
@@ -84,14 +90,14 @@ def scheduler_of(factory: object, optimizer: torch.optim.Optimizer | None) -> Sc
     return made
 
 
-def _from_dict(value: Mapping[str, Any]) -> Factory:
+def _from_dict(value: Mapping[str, Any], whole: bool) -> Factory:
     rest = dict(value)
     if isinstance(rest.get("name"), type) and issubclass(rest["name"], torch.optim.Optimizer):
         cls = rest.pop("name")
     else:
         name, rest = settings.named("optimizer", rest, OPTIMIZERS)
         cls = OPTIMIZERS[name]
-    _refuse(cls, value)
+    _refuse(cls, value, whole)
     no_decay = rest.pop("no_decay", None)
     if no_decay not in (None, NO_DECAY):
         raise SpecError(
@@ -120,16 +126,20 @@ def _fast(cls: type[torch.optim.Optimizer]) -> dict[str, bool]:
     return {"fused": True} if cls in OPTIMIZERS.values() else {}
 
 
-def _refuse(cls: object, value: object) -> None:
-    if getattr(cls, "__name__", "") in _NOT_ELEMENTWISE:
+def _refuse(cls: object, value: object, whole: bool) -> None:
+    name = getattr(cls, "__name__", "")
+    known = f"Known: {', '.join(OPTIMIZERS)}, or another elementwise class of torch.optim"
+    if name in _NEVER:
+        raise SpecError(f"optimizer={value!r}: {name} {_NEVER[name]}. {known}")
+    if name in _WHOLE and not whole:
         raise SpecError(
-            f"optimizer={value!r}: {getattr(cls, '__name__', cls)} does not treat each element on its own, so it "
-            f"cannot step on shards. Known: {', '.join(OPTIMIZERS)}, or another elementwise class of torch.optim"
+            f"optimizer={value!r}: {name} does not treat each element on its own, so it cannot step on shards. With "
+            f"zero=dict(stage=1) each matrix is stepped whole by one rank. {known}"
         )
 
 
-def _check(factory: Factory, value: object) -> None:
-    _refuse(factory, value)
+def _check(factory: Factory, value: object, whole: bool) -> None:
+    _refuse(factory, value, whole)
     try:
         made = factory([nn.Parameter(torch.zeros(1, 1)), nn.Parameter(torch.zeros(1))])
     except (TypeError, ValueError) as error:
@@ -138,4 +148,4 @@ def _check(factory: Factory, value: object) -> None:
         raise SpecError(
             f"optimizer={value!r} made {made!r} of the parameters, which is no torch.optim.Optimizer"
         )
-    _refuse(type(made), value)
+    _refuse(type(made), value, whole)

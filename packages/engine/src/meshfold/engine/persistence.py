@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from meshfold.engine.checkpoint import MODEL, OPTIMIZER, Checkpoint, write_checkpoint
 from meshfold.engine.errors import CheckpointError
+from meshfold.engine.together import fail_together
 
 if TYPE_CHECKING:
     from meshfold.engine.engine import Engine
@@ -14,19 +15,20 @@ if TYPE_CHECKING:
 
 def save(engine: Engine, path: str | os.PathLike[str]) -> None:
     """See :meth:`Engine.save`."""
-    done = engine.micro_step % engine._accumulation
-    if done:
-        raise CheckpointError(
-            f"save() after {done} of {engine._accumulation} micro-steps of an accumulation would lose their gradients: "
-            "save when engine.last.stepped is true"
+    if engine._backwards:
+        done = (
+            f"{engine._place} of {engine._accumulation} micro-steps of an accumulation: save when engine.last.stepped is true"
+            if engine._place
+            else f"{engine._backwards} backwards without a step: save after engine.step() or engine.zero_grad()"
         )
+        raise CheckpointError(f"save() would lose the gradients of {done}")
     files = {MODEL: engine._model_state.sources()}
     loaders = {name: loader.state_dict() for name, loader in engine._loaders.items()}
     state: dict[str, Any] = {
         "spec": str(engine.spec.to_dict()),
         "precision": engine._precision.name,
         "seed": engine._seed,
-        "step": engine.step,
+        "step": engine.steps,
         "micro_step": engine.micro_step,
         "skipped_steps": engine.skipped_steps,
         "scaler": engine._scaler.state_dict(),
@@ -42,19 +44,26 @@ def save(engine: Engine, path: str | os.PathLike[str]) -> None:
 
 def load(engine: Engine, path: str | os.PathLike[str], *, weights_only: bool) -> None:
     """See :meth:`Engine.load`."""
-    found = Checkpoint(path)
-    engine._model_state.load(found.model)
+    error: Exception | None = None
+    try:
+        found = Checkpoint(path)
+        model, optimizer = found.model, found.optimizer if "optimizer" in found.state else {}
+    except CheckpointError as wrong:
+        error = wrong
+    fail_together(engine._world, error, f"load({str(path)!r})")
+    engine._model_state.load(model)
     if weights_only:
         return
     state = found.state
     if engine.optimizer is not None and "optimizer" in state:
-        engine._states.load_optimizer(state["optimizer"], found.optimizer)
+        engine._states.load_optimizer(state["optimizer"], optimizer)
     scheduler = found.scheduler
     if engine.lr_scheduler is not None and scheduler is not None:
         engine.lr_scheduler.load_state_dict(scheduler)
-    engine._scaler.load_state_dict(state["scaler"])
+    if state["precision"] == engine._precision.name:  # others had no loss scale, which is not the scale 1
+        engine._scaler.load_state_dict(state["scaler"])
     engine._seed = int(state["seed"])
-    engine.step, engine.micro_step = int(state["step"]), int(state["micro_step"])
+    engine.steps, engine.micro_step = int(state["step"]), int(state["micro_step"])
     engine.skipped_steps = int(state["skipped_steps"])
     engine._positions = dict(state["data"])
     for name, loader in engine._loaders.items():

@@ -96,20 +96,31 @@ def _count(axes: Sequence[str], sizes: Mapping[str, int]) -> int:
 def memory_table(found: Estimate) -> str:
     """What rank 0 holds."""
     memory = found.memory
+    zero = found.spec.zero is not None
     share = found.local_parameters / found.parameters if found.parameters else 1.0
+    note = f"{found.local_parameters:,} of {found.parameters:,} ({share:.1%})"
+    if zero:
+        note = f"of {found.local_parameters:,}, in chunks: what stays and what is gathered at that moment"
+    kept = "and all else that computing takes" if zero else "kept for backward, attention without scores"
     rows = [
-        (
-            "parameters",
-            memory.parameters,
-            f"{found.local_parameters:,} of {found.parameters:,} ({share:.1%})",
-        ),
+        ("parameters", memory.parameters, note),
         ("master weights", memory.masters, ""),
         ("gradients", memory.gradients, ""),
-        ("optimizer state", memory.optimizer, ""),
-        ("activations", memory.activations, "kept for backward, attention without scores"),
+        ("optimizer state", memory.optimizer, "true weights with it" if zero else ""),
+        ("activations", memory.activations, kept),
     ]
     lines = [f"{name:<17}{human_bytes(size):>12}  {note}".rstrip() for name, size, note in rows if size]
-    return "\n".join(["a rank holds", *lines, f"{'together':<17}{human_bytes(memory.total):>12}"])
+    lines.append(f"{'together':<17}{human_bytes(memory.total):>12}")
+    homes = (
+        ("host", memory.host, "of memory, for all ranks there"),
+        ("disk", memory.disk, "for all ranks there"),
+    )
+    lines += [f"{name:<17}{human_bytes(size):>12}  {note}" for name, size, note in homes if size]
+    title = "a rank holds"
+    if zero:
+        placed = ", with everything on its device" if found.refusal else ""
+        title = f"a rank holds{placed}, at its fullest moment"
+    return "\n".join([title, *lines])
 
 
 def traffic_table(found: Estimate) -> str:

@@ -9,22 +9,28 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, replace
+from fractions import Fraction
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from meshfold.engine.engine import Engine
-from meshfold.engine.machines import Machine
+from meshfold.engine.machines import MACHINES, Machine
 from meshfold.engine.shares import Shares
 from meshfold.engine.states import PlainStates
 from meshfold.engine.without_values import WithoutValues, saved_for_backward
-from meshfold.mesh import Log, Mesh, ParallelSpec, SpecError, all_reduce, record
+from meshfold.mesh import Entry, Log, Mesh, ParallelSpec, SpecError, all_reduce, record
 from meshfold.mesh.process_group import start_fake
 from meshfold.tensor_parallel import Report
+
+if TYPE_CHECKING:
+    from meshfold.engine.zero_plan import ZeroEstimate
+    from meshfold.zero_gemini.planner import Plan
 
 # Bytes of optimizer state for a true weight of 4 bytes (8 in fp64 are twice that).
 STATES = {"adamw": 2, "adam": 2, "sgd": 0}
@@ -39,7 +45,10 @@ class Memory:
         masters: true weights beside them (bf16 and fp16).
         gradients: of the true weights.
         optimizer: the optimizer's state.
-        activations: what autograd keeps from forward for backward, at its largest, with flash attention.
+        activations: what autograd keeps from forward for backward, at its largest, with flash attention; under ``zero``
+            whatever else is alive at the fullest moment.
+        host: bytes of the host's memory, of all ranks there; only ``zero`` puts something there.
+        disk: the same of its disk.
     """
 
     parameters: int
@@ -47,10 +56,12 @@ class Memory:
     gradients: int
     optimizer: int
     activations: int
+    host: int = 0
+    disk: int = 0
 
     @property
     def total(self) -> int:
-        """All of them, as if all were alive at once."""
+        """All that is on the device, as if all were alive at once; under ``zero`` it is, at the fullest moment."""
         return self.parameters + self.masters + self.gradients + self.optimizer + self.activations
 
 
@@ -59,7 +70,7 @@ class Traffic:
     """Collectives of one kind over the same axes in one part of an optimizer step.
 
     Attributes:
-        phase: forward, backward, loss, gradients (over data axes) or norm.
+        phase: forward, backward, loss, norm; over data axes gradients and, under ``zero``, parameters.
         kind: the collective.
         axes: mesh axes.
         ranks: how many take part.
@@ -92,6 +103,8 @@ class Estimate:
         summary: what tensor parallelism did, in a line; empty without it.
         report: the same in full.
         seconds: how long the measurement took.
+        plan: under ``zero``, where everything lives and what a step takes; None without, or if it does not fit.
+        refusal: why it does not fit; empty if it does.
     """
 
     spec: ParallelSpec
@@ -106,6 +119,8 @@ class Estimate:
     summary: str
     report: str
     seconds: float
+    plan: Plan | None = None
+    refusal: str = ""
 
     @property
     def moved(self) -> int:
@@ -141,6 +156,9 @@ def estimate(
     precision: str = "fp32",
     optimizer: str = "adamw",
     accumulate: int = 1,
+    rules: Mapping[str, str] | None = None,
+    machine: Machine | None = None,
+    name: str = "model",
 ) -> Estimate:
     """Measure a causal language model under a spec.
 
@@ -152,6 +170,9 @@ def estimate(
         precision: as the engine takes it.
         optimizer: adamw, adam or sgd.
         accumulate: micro-steps of an optimizer step.
+        rules: as the engine takes them.
+        machine: what ``zero`` plans for; nodes of H200s by default.
+        name: of the model, for people.
 
     Raises:
         SpecError: for all that the engine refuses, and for a batch that ``accumulate`` does not divide.
@@ -160,40 +181,32 @@ def estimate(
         raise SpecError(f"{accumulate} micro-steps do not divide the global batch of {batch_size} sequences")
     begin = time.perf_counter()
     with start_fake(spec.world_size), WithoutValues() as stand_in:
-        engine = Engine(build, parallel=spec, precision=precision, device="meta")
-        parameters = list(engine.model.parameters())
-        states = engine._states
-        if not isinstance(states, PlainStates):
-            raise SpecError("meshfold plan cannot look into zero=... yet: plan the spec without it")
-        targets = list(states.targets.values())
+        plain = replace(spec, zero=None)  # chunks are laid out from the shapes of what they would hold
+        engine = Engine(build, parallel=plain, precision=precision, device="meta", rules=rules)
         rows = engine.shard_batch(
             torch.empty(batch_size // accumulate, seq_len, dtype=torch.int64, device="meta")
         )
-        earlier, last = Log(), Log()
-        flops = activations = 0
-        for log, number in ((earlier, accumulate - 1), (last, 1)):
-            if number:
-                stand_in.attention_flops = 0
-                with (
-                    FlopCounterMode(display=False) as counter,
-                    saved_for_backward(parameters) as saved,
-                    record() as found,
-                ):
-                    _micro_step(engine, rows, found, last=log is last)
-                log.entries = found.entries * number
-                flops += number * (counter.get_total_flops() + stand_in.attention_flops)
-                activations = max(activations, saved.bytes)
+        zero: ZeroEstimate | None = None
+        if spec.zero is None:
+            entries, flops, memory = _plain_steps(engine, rows, accumulate, stand_in, optimizer)
+        else:
+            from meshfold.engine.zero_plan import estimate_zero
+
+            engine._states.close()  # chunks take gradients up as they come
+            zero = estimate_zero(
+                engine,
+                spec.zero,
+                lambda log: _forward_backward(engine, rows, log, nullcontext()),
+                stand_in,
+                machine=machine or MACHINES["h200x8"],
+                tokens=batch_size * seq_len // engine._world.data_size,
+                accumulation=accumulate,
+                moments=STATES[optimizer],
+                name=name,
+            )
+            entries, flops, memory = zero.entries, zero.flops, zero.memory
         report = engine.report
-        local = sum(parameter.numel() for parameter in parameters)
-        true = sum(_bytes(target) for target in targets)
-        own = {id(target) for target in targets}
-        memory = Memory(
-            parameters=sum(map(_bytes, parameters)),
-            masters=true - sum(_bytes(p) for p in parameters if id(p) in own),
-            gradients=true,
-            optimizer=true * STATES[optimizer],
-            activations=activations,
-        )
+        local = sum(parameter.numel() for parameter in engine.model.parameters())
         return Estimate(
             spec=spec,
             world_size=spec.world_size,
@@ -201,13 +214,49 @@ def estimate(
             local_parameters=local,
             tokens=batch_size * seq_len,
             memory=memory,
-            traffic=tuple(_summary([*earlier.entries, *last.entries], engine._world.outer_axes)),
+            traffic=tuple(_summary(entries, engine._world.outer_axes)),
             flops=flops,
             shapes={name: source.shape for name, source in engine._model_state.sources().items()},
             summary="" if report is None else _in_a_line(report),
             report="" if report is None else str(report),
             seconds=time.perf_counter() - begin,
+            plan=None if zero is None else zero.plan,
+            refusal="" if zero is None else zero.refusal,
         )
+
+
+def _plain_steps(
+    engine: Engine, rows: Any, accumulate: int, stand_in: WithoutValues, optimizer: str
+) -> tuple[list[Entry], int, Memory]:
+    """Collectives and operations of an optimizer step without ``zero``, and what is held."""
+    states = engine._states
+    assert isinstance(states, PlainStates)  # without zero
+    parameters = list(engine.model.parameters())
+    targets = list(states.targets.values())
+    earlier, last = Log(), Log()
+    flops = activations = 0
+    for log, number in ((earlier, accumulate - 1), (last, 1)):
+        if number:
+            stand_in.attention_flops = 0
+            with (
+                FlopCounterMode(display=False) as counter,
+                saved_for_backward(parameters) as saved,
+                record() as found,
+            ):
+                _micro_step(engine, rows, found, last=log is last)
+            log.entries = found.entries * number
+            flops += number * (counter.get_total_flops() + stand_in.attention_flops)
+            activations = max(activations, saved.bytes)
+    true = sum(map(tensor_bytes, targets))
+    own = {id(target) for target in targets}
+    memory = Memory(
+        parameters=sum(map(tensor_bytes, parameters)),
+        masters=true - sum(tensor_bytes(p) for p in parameters if id(p) in own),
+        gradients=true,
+        optimizer=true * STATES[optimizer],
+        activations=activations,
+    )
+    return [*earlier.entries, *last.entries], flops, memory
 
 
 def times(found: Estimate, machine: Machine, precision: str) -> Times:
@@ -216,27 +265,33 @@ def times(found: Estimate, machine: Machine, precision: str) -> Times:
     spent = {"tensor": 0.0, "data": 0.0}
     for entry in found.traffic:
         seconds = entry.calls * machine.latency + entry.bytes / machine.slowest(mesh, entry.axes)
-        spent["data" if entry.phase == "gradients" else "tensor"] += seconds
+        spent["data" if entry.phase in ("gradients", "parameters") else "tensor"] += seconds
     return Times(compute=found.flops / machine.flops[precision], **spent)
 
 
 def _micro_step(engine: Engine, rows: Any, log: Log, *, last: bool) -> None:
     """What ``train_step`` does, but for looking at values, which are not there."""
-    engine._states.begin(first=True, last=last)
+    engine._states.begin(first=True)
+    _forward_backward(engine, rows, log, engine._states.backward(sync=last))
+    if last:
+        log.phase = "backward"
+        engine._states.finish(1.0)
+        log.phase = "norm"
+        engine._states.norm()
+
+
+def _forward_backward(engine: Engine, rows: Any, log: Log, around: AbstractContextManager[None]) -> None:
+    """A micro-step's collectives, into the log; ``around`` its backward."""
     engine.model.train()
     work = engine._prepare(rows)
     shares = Shares(work, engine._world, shifted=engine._shifted, places=False)
     with engine._randomness(shares):
         loss, share = engine._loss(work, shares), shares.weight()
         log.phase = "backward"
-        (loss * share).backward()
+        with around:
+            (loss * share).backward()
     log.phase = "loss"
     all_reduce(loss.detach() * share, engine._world.data_group)
-    if last:
-        log.phase = "backward"
-        engine._states.finish(1.0)
-        log.phase = "norm"
-        engine._states.norm()
 
 
 def _in_a_line(report: Report) -> str:
@@ -246,9 +301,9 @@ def _in_a_line(report: Report) -> str:
     return f"mode {report.mode} places {counts}"
 
 
-def _summary(entries: list[Any], outer: tuple[str, ...]) -> Iterator[Traffic]:
+def _summary(entries: list[Entry], outer: tuple[str, ...]) -> Iterator[Traffic]:
     """Equal collectives together, in the order in which the first of them came."""
-    found: dict[tuple[str, str, tuple[str, ...], int], list[Any]] = {}
+    found: dict[tuple[str, str, tuple[str, ...], int], list[Fraction]] = {}
     for entry in entries:
         # Buckets are sent in the middle of backward; they alone go over the data axes there.
         phase = "gradients" if entry.phase == "backward" and set(entry.axes) <= set(outer) else entry.phase
@@ -257,5 +312,6 @@ def _summary(entries: list[Any], outer: tuple[str, ...]) -> Iterator[Traffic]:
         yield Traffic(phase=phase, kind=kind, axes=axes, ranks=ranks, calls=len(sent), bytes=round(sum(sent)))
 
 
-def _bytes(tensor: Tensor) -> int:
+def tensor_bytes(tensor: Tensor) -> int:
+    """Of its elements."""
     return tensor.numel() * tensor.element_size()

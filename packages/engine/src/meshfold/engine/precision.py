@@ -13,6 +13,7 @@ fp16      float16        float32, apart          summed and reduced in float32  
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Iterable
 from dataclasses import dataclass, fields
 from typing import Any
@@ -35,8 +36,9 @@ class ScaleSettings:
         growth_factor: the scale grows by this ...
         growth_interval: ... after so many steps in a row without overflow.
         backoff_factor: the scale shrinks by this ...
-        hysteresis: ... at the so-manieth overflow since it last grew or shrank.
+        hysteresis: ... at the so-manieth overflow in a row, and at each that follows in that row.
         min_scale: it never falls below.
+        max_scale: it never grows above.
     """
 
     initial_scale: float = 2.0**16
@@ -45,9 +47,10 @@ class ScaleSettings:
     growth_interval: int = 2000
     hysteresis: int = 1
     min_scale: float = 1.0
+    max_scale: float = 2.0**32
 
     def __post_init__(self) -> None:
-        for name in ("initial_scale", "growth_factor", "backoff_factor", "min_scale"):
+        for name in ("initial_scale", "growth_factor", "backoff_factor", "min_scale", "max_scale"):
             settings.positive(name, getattr(self, name))
         for name in ("growth_interval", "hysteresis"):
             settings.count(name, getattr(self, name))
@@ -55,18 +58,27 @@ class ScaleSettings:
             raise SpecError(f"growth_factor={self.growth_factor!r}: the scale grows by a factor from 1 up")
         if self.backoff_factor >= 1:
             raise SpecError(f"backoff_factor={self.backoff_factor!r}: the scale shrinks by a factor below 1")
+        if self.min_scale > self.max_scale:
+            raise SpecError(f"min_scale={self.min_scale!r} is above max_scale={self.max_scale!r}")
         if self.initial_scale < self.min_scale:
             raise SpecError(f"initial_scale={self.initial_scale!r} is below min_scale={self.min_scale!r}")
+        if self.initial_scale > self.max_scale:
+            raise SpecError(f"initial_scale={self.initial_scale!r} is above max_scale={self.max_scale!r}")
 
 
 class LossScaler:
     """The loss scale as it stands. ``settings=None`` is the scale 1 that never moves."""
 
-    def __init__(self, scale_settings: ScaleSettings | None) -> None:
+    def __init__(self, scale_settings: ScaleSettings | None, *, says: bool = True) -> None:
+        """Args:
+        scale_settings: how it moves.
+        says: warn when it cannot go lower; one rank should.
+        """
         self.settings = scale_settings
         self.scale = scale_settings.initial_scale if scale_settings else 1.0
-        self._good_steps = 0
-        self._overflows = 0
+        self._good_steps = 0  # since the scale last moved or a step overflowed
+        self._overflows = 0  # in a row
+        self._said = not says
 
     @property
     def moves(self) -> bool:
@@ -78,16 +90,18 @@ class LossScaler:
         if self.settings is None:
             return False
         if math.isfinite(norm):
+            self._overflows = 0
             self._good_steps += 1
-            if self._good_steps == self.settings.growth_interval:
-                self.scale *= self.settings.growth_factor
-                self._good_steps = self._overflows = 0
+            if self._good_steps >= self.settings.growth_interval:
+                self.scale = min(self.scale * self.settings.growth_factor, self.settings.max_scale)
+                self._good_steps = 0
             return False
         self._good_steps = 0
         self._overflows += 1
         if self._overflows >= self.settings.hysteresis:
+            if self.scale == self.settings.min_scale:
+                self._say(self.scale)
             self.scale = max(self.scale * self.settings.backoff_factor, self.settings.min_scale)
-            self._overflows = 0
         return True
 
     def state_dict(self) -> dict[str, Any]:
@@ -95,10 +109,22 @@ class LossScaler:
         return {"scale": self.scale, "good_steps": self._good_steps, "overflows": self._overflows}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue where another scaler was."""
+        """Continue where another scaler was, within the bounds of these settings."""
         if self.settings is not None:
-            self.scale = float(state["scale"])
+            bounded = max(float(state["scale"]), self.settings.min_scale)
+            self.scale = min(bounded, self.settings.max_scale)
             self._good_steps, self._overflows = int(state["good_steps"]), int(state["overflows"])
+
+    def _say(self, scale: float) -> None:
+        if not self._said:
+            self._said = True
+            warnings.warn(
+                f"fp16: gradients overflow although the loss scale is at min_scale={scale:g} and cannot go lower; these steps "
+                "are skipped. The loss itself may not be finite: look at it, lower the learning rate, or use "
+                "precision='bf16', which needs no loss scale",
+                RuntimeWarning,
+                stacklevel=2,
+            )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -149,7 +175,8 @@ class Masters:
         self._high: list[Tensor] = []
         with torch.no_grad():
             for parameter in parameters:
-                whole = parameter.detach().to(precision.master_dtype)
+                # Row by row, as reduced gradients lie: torch's fused optimizers go through memory, not through indices.
+                whole = parameter.detach().to(precision.master_dtype).contiguous()
                 parameter.data = whole.to(precision.dtype)
                 if parameter.dtype == whole.dtype:
                     self._of[parameter] = parameter

@@ -7,8 +7,9 @@ that data ranks share.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -19,7 +20,10 @@ from meshfold.engine.optimizer_state import OptimizerState
 from meshfold.engine.optimizers import Factory
 from meshfold.engine.precision import Masters
 from meshfold.engine.world import World
-from meshfold.mesh import clip_gradients, gradient_norm
+from meshfold.mesh import clip_gradient_values, clip_gradients, gradient_norm, metadata
+
+if TYPE_CHECKING:
+    from meshfold.engine.residency import Residency
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,11 +34,13 @@ class Source:
         dtype: of its elements.
         shape: of the whole.
         read: makes the whole tensor; a collective over the ranks that ``States.all_read`` says.
+        alike: all ranks read the same; else rank 0's counts.
     """
 
     dtype: torch.dtype
     shape: tuple[int, ...]
     read: Callable[[], Tensor]
+    alike: bool = True
 
 
 class States(Protocol):
@@ -48,17 +54,31 @@ class States(Protocol):
     optimizer: torch.optim.Optimizer | None
     all_read: bool
 
-    def begin(self, *, first: bool, last: bool) -> None:
-        """Before each micro-step: whether it is the first or the last of an accumulation."""
+    @property
+    def residency(self) -> Residency | None:
+        """Decides where chunks live; None without."""
+
+    def begin(self, *, first: bool) -> None:
+        """Before a forward whose backward will follow: whether it is the first of an accumulation."""
+
+    def backward(self, *, sync: bool) -> AbstractContextManager[None]:
+        """Around a backward: gradients that come inside count.
+
+        ``sync``: they are summed over the data axes at once, with all that were not yet; it is the last of an
+        accumulation, as far as one knows. Without, they wait for one that does, or for ``finish``.
+        """
 
     def finish(self, factor: float) -> None:
-        """After the last backward: gradients are summed over the data axes, times the factor."""
+        """After the last backward: all gradients are summed over the data axes, times the factor."""
 
-    def norm(self) -> Tensor:
+    def norm(self, norm_type: float = 2.0) -> Tensor:
         """The norm of the whole model's gradient."""
 
-    def clip(self, max_norm: float) -> Tensor:
+    def clip(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
         """Scale gradients to a norm of at most ``max_norm``; the norm before."""
+
+    def clip_value(self, max_value: float) -> None:
+        """Bring every element of the gradients into [-max_value, max_value]."""
 
     def step(self) -> None:
         """Let the optimizer step, and the model see it."""
@@ -87,6 +107,12 @@ class States(Protocol):
     def explain(self, error: BaseException) -> None:
         """Add a note to what a model's forward raised, if the states may have caused it."""
 
+    def can_relieve(self, error: BaseException) -> bool:
+        """Whether a micro-step, the first since the optimizer's last step, raised for want of memory that can be made."""
+
+    def relieve(self) -> None:
+        """Undo that micro-step, and make memory."""
+
     def close(self) -> None:
         """Leave the model alone from now on."""
 
@@ -100,6 +126,7 @@ class PlainStates:
         reducer: sums the gradients.
     """
 
+    residency: Residency | None = None
     all_read = False
 
     def __init__(
@@ -116,17 +143,24 @@ class PlainStates:
         self.reducer = GradientReducer(list(parameters.values()), masters, world.mesh)
         self.optimizer = None if make is None else make(list(self.targets.values()))  # type: ignore[arg-type]
 
-    def begin(self, *, first: bool, last: bool) -> None:
-        self.reducer.begin(first=first, last=last)
+    def begin(self, *, first: bool) -> None:
+        if first:
+            self.reducer.reset()
+
+    def backward(self, *, sync: bool) -> AbstractContextManager[None]:
+        return self.reducer.backward(last=sync)
 
     def finish(self, factor: float) -> None:
         self.reducer.finish(factor)
 
-    def norm(self) -> Tensor:
-        return gradient_norm(self.targets.values(), self._world.mesh)
+    def norm(self, norm_type: float = 2.0) -> Tensor:
+        return gradient_norm(self.targets.values(), self._world.mesh, norm_type)
 
-    def clip(self, max_norm: float) -> Tensor:
-        return clip_gradients(self.targets.values(), self._world.mesh, max_norm)
+    def clip(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
+        return clip_gradients(self.targets.values(), self._world.mesh, max_norm, norm_type)
+
+    def clip_value(self, max_value: float) -> None:
+        clip_gradient_values(self.targets.values(), max_value)
 
     def step(self) -> None:
         if self.optimizer is not None:
@@ -134,6 +168,7 @@ class PlainStates:
             self.publish()
 
     def forget(self) -> None:
+        self.reducer.reset()
         for target in self.targets.values():
             target.grad = None
 
@@ -157,6 +192,12 @@ class PlainStates:
     def load_optimizer(self, description: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
         self._optimizer_state().load(description, tensors)
 
+    def can_relieve(self, error: BaseException) -> bool:
+        return False
+
+    def relieve(self) -> None:
+        pass
+
     def explain(self, error: BaseException) -> None:
         pass
 
@@ -169,5 +210,13 @@ class PlainStates:
 
 
 def held(local: Tensor, like: Tensor, world: World) -> Source:
-    """A tensor that lies like another (a parameter's optimizer state, say); one of another shape as it is."""
-    return Source(dtype=local.dtype, shape=global_shape(local, like), read=lambda: gather(local, like, world))
+    """A tensor that lies like another (a parameter's optimizer state, say); one of another shape as it is.
+
+    One that no mesh knows is a buffer, which training may have moved apart (statistics of batch norm).
+    """
+    return Source(
+        dtype=local.dtype,
+        shape=global_shape(local, like),
+        read=lambda: gather(local, like, world),
+        alike=metadata(like) is not None,
+    )

@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -116,6 +117,11 @@ class TensorWriter:
         os.fsync(self._file.fileno())
         self._file.close()
 
+    def abandon(self) -> None:
+        """Close the file as it is; nothing after ``close``."""
+        with suppress(OSError):  # what was not written yet may not find room
+            self._file.close()
+
     def __enter__(self) -> TensorWriter:
         return self
 
@@ -125,7 +131,7 @@ class TensorWriter:
         if kind is None:
             self.close()
         else:
-            self._file.close()
+            self.abandon()
 
 
 def writing_order(announced: Mapping[str, Described]) -> list[str]:

@@ -18,6 +18,7 @@ class TrainSettings:
         model: one of our own by name; ``hf`` goes before it.
         hf: folder of a Hugging Face model.
         changes: to the model of our own.
+        rules: roles of submodules, by pattern of their names, where tensor parallelism cannot tell.
         tokenizer: ``"byte"`` or a folder; None for ``hf`` if that has one, else bytes.
         extensions: of the files to read; none for all text.
         token_dtype: of a ``.bin`` file.
@@ -52,6 +53,7 @@ class TrainSettings:
     model: str | None = None
     hf: str | None = None
     changes: dict[str, Any] = field(default_factory=dict)
+    rules: dict[str, str] = field(default_factory=dict)
     tokenizer: str | None = None
     extensions: tuple[str, ...] = ()
     token_dtype: str = "uint16"

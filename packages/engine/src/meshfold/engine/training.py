@@ -112,13 +112,14 @@ def train(settings: TrainSettings, inputs: Inputs, progress: Progress) -> list[d
         clip_grad_norm=settings.clip or None,
         gradient_accumulation=settings.accumulate,
         lr_scheduler=lr_schedule(settings.schedule, warmup=settings.warmup, steps=settings.steps),
+        rules=settings.rules,
         seed=settings.seed,
         device=settings.device,
     )
     first = 0
     if settings.resume:
         _load(engine, settings)
-        first = engine.step + engine.skipped_steps
+        first = engine.steps + engine.skipped_steps
         progress.say(f"going on from step {first} of {settings.checkpoint}")
     if engine.mesh.rank == 0:
         keep(settings)
@@ -171,7 +172,7 @@ def _load(engine: Engine, settings: TrainSettings) -> None:
     engine.load(settings.checkpoint)
     for group, wanted in zip(engine.optimizer.param_groups, decay, strict=True):
         group["weight_decay"] = wanted
-    go_on(engine.lr_scheduler, step=engine.step, lr=settings.lr)
+    go_on(engine.lr_scheduler, step=engine.steps, lr=settings.lr)
 
 
 def optimizer_of(settings: TrainSettings) -> dict[str, Any]:

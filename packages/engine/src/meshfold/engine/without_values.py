@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.overrides import TorchFunctionMode
 
 
@@ -43,17 +44,26 @@ class _Attention(torch.autograd.Function):
     """Attention without values that keeps what flash attention keeps: its inputs, its output, a number a row."""
 
     @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def forward(ctx: Any, count: Callable[[int], None], q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """``b n s d, b n' t d, b n' t e -> b n s e``"""
         out = q.new_empty((*q.shape[:-1], v.shape[-1]))
         ctx.save_for_backward(q, k, v, out, q.new_empty(q.shape[:-1], dtype=torch.float32))
+        ctx.count = count
+        count(_pairs(q, k) * (q.shape[-1] + v.shape[-1]))
         return out
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, ...]:
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         """Gradients of the three inputs."""
         q, k, v, *_ = ctx.saved_tensors
-        return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
+        # Five matmuls, the scores again among them.
+        ctx.count(_pairs(q, k) * (3 * q.shape[-1] + 2 * v.shape[-1]))
+        return None, torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
+
+
+def _pairs(q: Tensor, k: Tensor) -> int:
+    """Operations of a matmul over all pairs of rows, for each element of the dim that it sums over or makes."""
+    return 2 * q.shape[:-1].numel() * k.shape[-2]
 
 
 class WithoutValues(TorchFunctionMode):
@@ -61,11 +71,42 @@ class WithoutValues(TorchFunctionMode):
 
     ``scaled_dot_product_attention`` would keep all scores there; the one above takes its place. Code that looks
     whether something holds for all elements (a mask that masks nothing) is told yes, for any element no.
+
+    Attributes:
+        attention_flops: operations of attention so far, of forwards and backwards.
+        on_attention: is told of each as it comes.
     """
 
     def __init__(self) -> None:
         super().__init__()
         self.attention_flops = 0
+        self.on_attention: Callable[[int], None] | None = None
+        self._depth = 0
+        self._handles: list[Any] = []
+
+    def __enter__(self) -> WithoutValues:
+        # Torch takes function modes off for a backward; activation checkpointing calls modules in there.
+        self._handles = [
+            register_module_forward_pre_hook(self._begin),
+            register_module_forward_hook(self._end, always_call=True),
+        ]
+        super().__enter__()  # type: ignore[no-untyped-call]
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)  # type: ignore[no-untyped-call]
+        for handle in self._handles:
+            handle.remove()
+
+    def _begin(self, module: nn.Module, args: Any) -> None:
+        self._depth += 1
+        if self._depth == 1:
+            super().__enter__()  # type: ignore[no-untyped-call]
+
+    def _end(self, module: nn.Module, args: Any, output: Any) -> None:
+        if self._depth == 1:
+            super().__exit__(None, None, None)  # type: ignore[no-untyped-call]
+        self._depth -= 1
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is F.scaled_dot_product_attention:
@@ -86,10 +127,10 @@ class WithoutValues(TorchFunctionMode):
         return found
 
     def _attention(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        # Two matmuls forward, five backward (one of them the scores again): 2 operations an element of each.
-        batch_and_heads = q.shape[:-2].numel()
-        self.attention_flops += (
-            2 * batch_and_heads * q.shape[-2] * k.shape[-2] * (4 * q.shape[-1] + 3 * v.shape[-1])
-        )
-        found: Tensor = _Attention.apply(q, k, v)
+        found: Tensor = _Attention.apply(self._count, q, k, v)
         return found
+
+    def _count(self, flops: int) -> None:
+        self.attention_flops += flops
+        if self.on_attention is not None:
+            self.on_attention(flops)

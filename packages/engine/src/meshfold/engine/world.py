@@ -48,6 +48,12 @@ class World:
         return self.mesh.index(*self.outer_axes)
 
     @property
+    def members(self) -> tuple[int, ...]:
+        """The ranks of this data coordinate: together they hold every tensor."""
+        inner = [axis for axis in self.mesh.names if axis not in self.outer_axes]
+        return next(tuple(ranks) for ranks in self.mesh.groups(*inner) if self.mesh.rank in ranks)
+
+    @property
     def data_size(self) -> int:
         """How many data coordinates there are."""
         return self.mesh.size(*self.outer_axes)
@@ -114,3 +120,10 @@ def _device(device: torch.device | str | None) -> torch.device | None:
 def _leave(process: process_group.Process) -> None:
     """At exit; a rank that failed does not wait for the others."""
     process.close(wait=not hasattr(sys, "last_value"))
+
+
+def has_zero(parallel: Mapping[str, object] | ParallelSpec) -> bool:
+    """Whether a spec, parsed or not, has the entry ``zero``."""
+    if isinstance(parallel, ParallelSpec):
+        return parallel.zero is not None
+    return isinstance(parallel, Mapping) and parallel.get("zero") is not None

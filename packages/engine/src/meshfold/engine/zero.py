@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -14,12 +14,15 @@ from meshfold.engine.blocks import put
 from meshfold.engine.errors import CheckpointError
 from meshfold.engine.optimizers import Factory
 from meshfold.engine.precision import Precision
+from meshfold.engine.residency import Residency, ranks_per_host
 from meshfold.engine.states import Source, held
 from meshfold.engine.world import World
+from meshfold.engine.zero_homes import Sizes, first_homes, gradient_dtype
+from meshfold.engine.zero_plan import regime_of
 from meshfold.mesh import SpecError
 from meshfold.mesh.metadata import placed
-from meshfold.mesh.spec import ZeroSpec
-from meshfold.zero_gemini import Entry, Gemini, Placing
+from meshfold.zero_gemini import Entry, Gemini, Memory
+from meshfold.zero_gemini.stepping import DiskSettings
 
 
 class ZeroStates:
@@ -27,6 +30,7 @@ class ZeroStates:
 
     Attributes:
         gemini: holds the chunks.
+        residency: watches the first steps and moves chunks to where the plan wants them.
     """
 
     all_read = True
@@ -54,47 +58,78 @@ class ZeroStates:
         spec = world.spec.zero
         if spec is None:
             raise SpecError("this spec has no entry zero")
-        elements = sum(parameter.numel() for parameter in model.parameters())
         ranks = world.data_size
-        placing = place(
-            spec, world.device, elements=elements, ranks=ranks, precision=precision, accumulation=accumulation
-        )
-        self._world, self._model = world, model
+        summed = gradient_dtype(precision, accumulation=accumulation, ranks=ranks)
+        sizes = Sizes.of(
+            spec, precision, elements=sum(parameter.numel() for parameter in model.parameters()), ranks=ranks,
+            gradient=summed,
+        )  # fmt: skip
+        local = ranks_per_host(world)
+        self._world, self._model, self._owed = world, model, False
         self.gemini = Gemini(
             model,
             world.mesh,
             stage=spec.stage,
-            placing=placing,
+            memory=Memory(world.device),
+            homes=first_homes(spec, world.device, sizes, ranks_per_host=local),
+            disk=None
+            if spec.offload_path is None
+            else DiskSettings(folder=spec.offload_path, rank=world.mesh.rank),
             dtype=precision.dtype,
             master_dtype=precision.master_dtype,
-            gradient_dtype=gradient_dtype(precision, accumulation=accumulation, ranks=ranks),
+            gradient_dtype=summed,
             make_optimizer=make,
             regime=spec.regime,
             seed=seed,
             values=values,
         )
+        self.gemini.takes = False
         self.optimizer = self.gemini.optimizer
+        self.residency = Residency(
+            model, self.gemini, spec, world, accumulation=accumulation,
+            regime=regime_of(spec, precision, accumulation=accumulation, ranks=ranks),
+        )  # fmt: skip
         self._names = {parameter: name for name, parameter in model.named_parameters()}
 
-    def begin(self, *, first: bool, last: bool) -> None:
+    def begin(self, *, first: bool) -> None:
         if first:
             self.gemini.forget()
-        self.gemini.begin(last=last)
+        self.gemini.begin(last=True)
+        self.residency.begin()
+
+    @contextmanager
+    def backward(self, *, sync: bool) -> Iterator[None]:
+        self.gemini.expect(last=sync)
+        self.gemini.takes = True
+        try:
+            yield
+        finally:
+            self.gemini.takes = False  # another engine's backward may go through this model
+        self.residency.end()
+        self._owed = not sync
 
     def finish(self, factor: float) -> None:
+        if self._owed:
+            self.gemini.reduce_rest()
+            self._owed = False
         self.gemini.finish(factor)
 
-    def norm(self) -> Tensor:
-        return self.gemini.norm()
+    def norm(self, norm_type: float = 2.0) -> Tensor:
+        return self.gemini.norm(norm_type)
 
-    def clip(self, max_norm: float) -> Tensor:
-        return self.gemini.clip(max_norm)
+    def clip(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
+        return self.gemini.clip(max_norm, norm_type)
+
+    def clip_value(self, max_value: float) -> None:
+        self.gemini.clip_value(max_value)
 
     def step(self) -> None:
         self.gemini.step()
+        self.residency.stepped()
 
     def forget(self) -> None:
         self.gemini.forget()
+        self._owed = False
 
     def publish(self) -> None:
         self.gemini.publish()
@@ -107,6 +142,12 @@ class ZeroStates:
                 f"as {released[0]}. If a module computes with a parameter of another one, move the computation into that one's "
                 "forward, or tie the parameter; or use stage 2."
             )
+
+    def can_relieve(self, error: BaseException) -> bool:
+        return self.residency.can_relieve(error)
+
+    def relieve(self) -> None:
+        self.residency.relieve()
 
     def close(self) -> None:
         self.gemini.close()
@@ -136,7 +177,7 @@ class ZeroStates:
             for key, entry in entries.items():
                 found[f"{name}/{key}"] = Source(
                     dtype=getattr(torch, entry.dtype),
-                    shape=meta.placement.shape if entry.like else (),
+                    shape=meta.placement.shape if entry.like else tuple(entry.shape),
                     read=self._reader(name, key, entry, parameters[name]),
                 )
         return found
@@ -180,99 +221,3 @@ class ZeroStates:
     def _made(self) -> torch.optim.Optimizer:
         assert self.optimizer is not None  # the engine asks only then
         return self.optimizer
-
-
-STATE_SHARE = 0.6
-"""How much of the device's memory placement ``auto`` gives to parameters, gradients and optimizer state."""
-
-_REGIME_BYTES = {"A": 12.0, "B": 8.0, "C": 6.03}
-
-
-def gradient_dtype(precision: Precision, *, accumulation: int, ranks: int) -> torch.dtype:
-    """In which gradients are summed: as the masters, unless there is nothing to sum."""
-    return precision.dtype if accumulation == 1 and ranks == 1 else precision.master_dtype
-
-
-def place(
-    spec: ZeroSpec,
-    device: torch.device,
-    *,
-    elements: int,
-    ranks: int,
-    precision: Precision,
-    accumulation: int,
-) -> Placing:
-    """Where a spec puts a model's state.
-
-    Placement ``auto`` keeps what fits on the device: first the optimizer state goes to the host, from the model's end
-    on, then parameters. It goes by sizes alone, leaving the rest of the device's memory to activations.
-
-    Args:
-        spec: the entry.
-        device: where the model computes.
-        elements: of the model, on this rank.
-        ranks: that share them.
-        precision: of the model.
-        accumulation: micro-steps of an optimizer step.
-
-    Raises:
-        SpecError: for what this version cannot do.
-    """
-    if spec.placement == "const":
-        raise SpecError(
-            "zero: placement 'const' is not in this version: write placement='auto', or placement='static' with "
-            "offload_optim_frac and offload_param_frac"
-        )
-    if spec.offload_path is not None:
-        raise SpecError(
-            f"zero: offload_path={spec.offload_path!r}: the engine of this version keeps nothing on disk; leave it out, or take "
-            "regime='B' or 'C' to need less"
-        )
-    if spec.host_memory_limit is not None:
-        raise SpecError(
-            f"zero: host_memory_limit={spec.host_memory_limit} bytes cannot be promised by this version: leave it out; regime='B' "
-            "or 'C' take less of the host"
-        )
-    if spec.gpu_memory_limit is not None and spec.placement != "auto":
-        raise SpecError(
-            f"zero: gpu_memory_limit={spec.gpu_memory_limit} bytes with placement {spec.placement!r}: in this version the limit "
-            "is what placement='auto' plans with; write that, or leave the limit out"
-        )
-    if spec.placement == "cpu":
-        return Placing(device=device, host_parameters=1.0 if spec.stage == 3 else 0.0, host_optimizer=1.0)
-    if spec.placement == "static":
-        if spec.offload_param_frac and spec.stage < 3:
-            raise SpecError(
-                f"zero: offload_param_frac={spec.offload_param_frac} with stage={spec.stage}, which keeps all parameters on the "
-                "device: write stage=3, or leave it out"
-            )
-        if (spec.offload_param_frac or 0.0) > (spec.offload_optim_frac or 0.0):
-            raise SpecError(
-                f"zero: offload_param_frac={spec.offload_param_frac} is above offload_optim_frac="
-                f"{spec.offload_optim_frac or 0.0}: parameters on the host have their optimizer state there too; raise "
-                "offload_optim_frac"
-            )
-        return Placing(
-            device=device,
-            host_parameters=spec.offload_param_frac or 0.0,
-            host_optimizer=spec.offload_optim_frac or 0.0,
-        )
-    if spec.placement == "cuda":
-        return Placing(device=device)
-    budget = spec.gpu_memory_limit or (
-        torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else math.inf
-    )
-    own = elements / ranks
-    width = precision.dtype.itemsize
-    kept = own if spec.stage == 3 else elements
-    alone = gradient_dtype(precision, accumulation=accumulation, ranks=ranks) == precision.dtype
-    # A gradient whose optimizer is on the host goes there as soon as it is summed; the others wait for the step.
-    gradient = width if alone else precision.master_dtype.itemsize
-    state = (_REGIME_BYTES[spec.regime] if precision.name == "bf16" else 2.0 * width + 8.0) - width + gradient
-    free = STATE_SHARE * budget - kept * width
-    if free >= own * state:
-        return Placing(device=device)
-    optimizer = min(1.0, 1.0 - max(free, 0.0) / (own * state))
-    if free >= 0 or spec.stage < 3:
-        return Placing(device=device, host_optimizer=optimizer)
-    return Placing(device=device, host_optimizer=1.0, host_parameters=min(1.0, -free / (own * width)))

@@ -23,7 +23,7 @@ from meshfold.mesh.launch import launch
 from meshfold.mesh.layout import Layout
 from meshfold.mesh.mesh import Group, Mesh
 from meshfold.mesh.metadata import ParameterMeta, annotate, metadata
-from meshfold.mesh.norms import clip_gradients, gradient_norm
+from meshfold.mesh.norms import clip_gradient_values, clip_gradients, gradient_norm
 from meshfold.mesh.placement import Part, Placement, Rectangle
 from meshfold.mesh.process_group import Process, is_started, start
 from meshfold.mesh.random import key_of
@@ -58,6 +58,7 @@ __all__ = [
     "broadcast",
     "build_on_meta",
     "checkpoint_contexts",
+    "clip_gradient_values",
     "clip_gradients",
     "current_dropout_stream",
     "dropout_stream",

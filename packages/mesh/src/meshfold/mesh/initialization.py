@@ -110,6 +110,10 @@ class Tape:
                 local.copy_(replay.block(ref, coordinates))
         return local
 
+    def shape_of(self, which: str | Tensor) -> tuple[int, ...]:
+        """The global shape of a tensor of the model that was bound."""
+        return self._find(which)[1].geometry.size
+
     def value(self, tensor: Tensor) -> Tensor:
         """The values of a recorded tensor that holds no random numbers: a new tensor on the CPU."""
         with _disable_current_modes(), torch.no_grad():

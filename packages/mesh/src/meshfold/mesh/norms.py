@@ -15,7 +15,7 @@ from torch import Tensor
 
 from meshfold.mesh import collectives
 from meshfold.mesh.errors import SpecError
-from meshfold.mesh.mesh import Mesh
+from meshfold.mesh.mesh import Group, Mesh
 from meshfold.mesh.metadata import ParameterMeta, placed
 
 
@@ -54,8 +54,15 @@ def gradient_norm(parameters: Iterable[Tensor], mesh: Mesh, norm_type: float = 2
             total = total + norms.pow(norm_type).sum() / holders
     whole = mesh.group(*mesh.names)
     if largest:
-        return collectives.all_reduce(total, whole, "max")
+        return largest_of(total, whole)
     return collectives.all_reduce(total, whole) ** (1.0 / norm_type)
+
+
+def largest_of(value: Tensor, group: Group) -> Tensor:
+    """The largest of all ranks' scalars; NaN if one is NaN, which back ends take for smaller or larger as it comes."""
+    nan = value.isnan()
+    both = collectives.all_reduce(torch.stack([value.masked_fill(nan, 0.0), nan.to(value)]), group, "max")
+    return both[0].masked_fill(both[1] > 0, math.nan)
 
 
 def clip_gradients(
@@ -83,6 +90,29 @@ def clip_gradients(
     for (dtype, device), alike in grads.items():
         torch._foreach_mul_(alike, scale.to(device, dtype))
     return norm
+
+
+@torch.no_grad()
+def clip_gradient_values(parameters: Iterable[Tensor], max_value: float) -> None:
+    """Bring every element of all gradients into [-max_value, max_value], in place.
+
+    The same rule as ``torch.nn.utils.clip_grad_value_``. Gradients must already be summed over their ``sum_axes``;
+    each block is then clipped on its own, whatever its layout. NaN stays NaN.
+
+    Raises:
+        SpecError: for a ``max_value`` that is not a positive number.
+    """
+    if isinstance(max_value, bool) or not isinstance(max_value, int | float) or not max_value > 0:
+        raise SpecError(
+            f"max_value={max_value!r}: the largest value allowed is a number above 0; leave it out not to clip"
+        )
+    alike: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
+    for parameter in parameters:
+        if parameter.grad is not None:
+            alike.setdefault((parameter.grad.dtype, parameter.grad.device), []).append(parameter.grad)
+    for gradients in alike.values():
+        torch._foreach_clamp_min_(gradients, -max_value)
+        torch._foreach_clamp_max_(gradients, max_value)
 
 
 def pieces(grad: Tensor, meta: ParameterMeta, mesh: Mesh) -> Iterable[tuple[Tensor, int]]:

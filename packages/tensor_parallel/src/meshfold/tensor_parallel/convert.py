@@ -13,6 +13,7 @@ from meshfold.tensor_parallel.functional import DropoutCalls, DropoutPart, drops
 from meshfold.tensor_parallel.layers.base import ShardedLayer
 from meshfold.tensor_parallel.layers.embedding import PositionEmbedding
 from meshfold.tensor_parallel.layers.linear import Linear
+from meshfold.tensor_parallel.layers.replicated import takes_rows
 from meshfold.tensor_parallel.making import Maker, keep_hooks, keep_ties, meta_twin
 from meshfold.tensor_parallel.modes import Mode, find_mode
 from meshfold.tensor_parallel.region import Region
@@ -72,7 +73,7 @@ def parallelize(
     _check_arguments(module, mesh)
     found = find_mode(mode)
     mesh.require(*found.axes, what=f"mode {found.name!r}")
-    study = Study(module, mesh, found, dict(rules or {}))
+    study = Study(module, mesh, found, {} if rules is None else rules)
     return _Conversion(study, Maker(study, mesh, lowering)).run()
 
 
@@ -226,6 +227,7 @@ class _Conversion:
             positions=[m for m in self.model.modules() if isinstance(m, PositionEmbedding)],
             loss=loss,
             hidden=self.roles.hidden if self.study.begins and not heads else 0,
+            whole=next((n for n in self.roles.named("replicate") if takes_rows(self.study.modules[n])), ""),
         ).attach()
 
     def _catch_dropout(self) -> DropoutCalls | None:

@@ -45,6 +45,7 @@ class Frame(OnMesh):
         positions: list[PositionEmbedding],
         loss: bool,
         hidden: int,
+        whole: str = "",
     ) -> None:
         """Args:
         outer: the mode outside of the blocks, where that is another.
@@ -53,9 +54,11 @@ class Frame(OnMesh):
         positions: the tables that have to know the batch.
         loss: the model has a loss that takes split logits.
         hidden: size of a residual stream that comes out split; 0 if it does not come out.
+        whole: a module that stays whole, for all rows, and takes masks or positions; empty if there is none.
         """
         self.model, self.mesh, self.mode = model, mesh, mode
         self.heads, self.positions, self.loss, self.hidden = heads, positions, loss, hidden
+        self._whole = whole
         residual, logits = outer.layout("residual"), outer.layout("logits")
         blocks = [mesh.size(*mode.layout("residual")["m"]), mesh.size(*logits["m"])]
         # Where the stream is split by tokens, batch times sequence has to be a multiple; else the batch has.
@@ -155,9 +158,10 @@ class Frame(OnMesh):
             value = given.get(name)
             if not isinstance(value, Tensor) or value.shape[0] != self._padded:
                 continue
-            if self._attended != self._stream:
+            if self._attended != self._stream or (self._whole and self._stream):
+                who = f"{self._whole}, which stays whole," if self._whole else "attention"
                 raise LayoutError(
-                    f"an {name} that differs by row cannot be used in mode {self.mode.name!r}, where attention has other "
+                    f"an {name} that differs by row cannot be used in mode {self.mode.name!r}, where {who} has other "
                     f"rows than the stream: leave it out, pad on the right and give padding the label {_IGNORED} (causal "
                     f"attention never looks at it)"
                 )

@@ -69,12 +69,17 @@ class Roles:
         return [name for name, found in self.role.items() if found == role]
 
 
-def classify(model: nn.Module, rules: Mapping[str, str]) -> Roles:
-    """Find each submodule's role.
+def check_rules(model: nn.Module, rules: Mapping[str, str]) -> None:
+    """See that a user's rules are roles by pattern, and that each has something to say of the model.
 
     Raises:
-        LayoutError: for a rule that says an unknown role, matches nothing, or matches another kind of module.
+        LayoutError: for a rule that says an unknown role or matches nothing, and for what is no mapping.
     """
+    if not isinstance(rules, Mapping):
+        raise LayoutError(
+            f"rules={rules!r} is a {type(rules).__name__}, not a dict of role by pattern: write "
+            f"rules={{'*.router': 'replicate'}}"
+        )
     names = [name for name, _ in model.named_modules()]
     for pattern, role in rules.items():
         if role not in ROLES:
@@ -82,7 +87,27 @@ def classify(model: nn.Module, rules: Mapping[str, str]) -> Roles:
                 f"rule {pattern!r}: {role!r} is not a role.{nearest(str(role), ROLES)} Roles are {', '.join(ROLES)}"
             )
         if not any(fnmatchcase(name, pattern) for name in names):
-            raise LayoutError(f"rule {pattern!r} matches no submodule.{nearest(pattern, names)}")
+            raise LayoutError(f"rule {pattern!r} matches no submodule.{_instead(pattern, names)}")
+
+
+def _instead(pattern: str, names: list[str]) -> str:
+    """What may have been meant: the pattern with another last word, or a full name; else what names end in."""
+    front, dot, _ = str(pattern).rpartition(".")
+    leaves = list(dict.fromkeys(leaf for name in names if not (leaf := name.rpartition(".")[2]).isdigit()))
+    others = [
+        other for leaf in leaves if any(fnmatchcase(name, other := f"{front}{dot}{leaf}") for name in names)
+    ]
+    meant = nearest(str(pattern), others) or nearest(str(pattern), names)
+    return meant or f" Names here end in {', '.join(filter(None, leaves))}"
+
+
+def classify(model: nn.Module, rules: Mapping[str, str]) -> Roles:
+    """Find each submodule's role.
+
+    Raises:
+        LayoutError: for a rule that says an unknown role, matches nothing, or matches another kind of module.
+    """
+    check_rules(model, rules)
     found = Roles(hidden=_hidden_size(model))
     for name, module in model.named_modules():
         if _inside(name, found):

@@ -190,8 +190,8 @@ class Study:
         if why := Probe(name, self.modules[name], heads, self.mesh, self.mode).why_not():
             where = (
                 ""
-                if not self._splits_rows()
-                else ", in mode '1d' or '1d+sequence', where its masks are whole"
+                if not self._splits_rows() or not set(BIASES) & set(_takes(self.modules[name]))
+                else ", in mode '1d' or '1d+sequence', where that is made for all rows"
             )
             where = (
                 ", in mode '1d'"

@@ -12,9 +12,11 @@ import os
 import threading
 from collections import Counter, deque
 from collections.abc import Callable
+from typing import NoReturn
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import _disable_current_modes
 
 from meshfold.zero_gemini.errors import ArenaError, MemoryPlanError, OutOfBudget
 
@@ -62,6 +64,32 @@ class Block:
     def freed(self) -> bool:
         """Whether its memory was given back."""
         return self._tensor is None
+
+    def empty(self) -> None:
+        """Give the memory back and keep the tensor: it has no storage until :meth:`restore`. Nothing if it has none.
+
+        Raises:
+            ArenaError: after :meth:`free`.
+        """
+        storage = self.tensor.untyped_storage()
+        if storage.nbytes():
+            storage.resize_(0)
+            self.arena._returned(self.nbytes)
+
+    def restore(self) -> None:
+        """Have memory again after :meth:`empty`, of undefined contents. Nothing if it has some.
+
+        Raises:
+            OutOfBudget: if the arena has not as much left.
+            ArenaError: after :meth:`free`.
+        """
+        storage = self.tensor.untyped_storage()
+        if not storage.nbytes():
+            self.arena._taken(self.nbytes)
+            try:
+                storage.resize_(self.nbytes)
+            except RuntimeError as error:
+                self.arena._refused(self.nbytes, error)
 
     def free(self) -> None:
         """Give the memory back. The caller lets go of all views; they would keep the storage alive, unaccounted.
@@ -175,7 +203,8 @@ class Arena:
                 nbytes  # claimed before it is made, so that threads cannot exceed the budget together
             )
         try:
-            storage = self._storage(nbytes)
+            with _disable_current_modes():  # whoever counts what a model's operators make does not mean this
+                storage = self._storage(nbytes)
         except (RuntimeError, OSError) as error:  # torch.OutOfMemoryError is a RuntimeError
             with self._lock:
                 self._used -= nbytes
@@ -187,6 +216,19 @@ class Arena:
         with self._lock:
             self._blocks[id(block)] = block
             self._peak = max(self._peak, self._used)
+        return block
+
+    def count(self, tensor: Tensor, purpose: str = "") -> Block:
+        """Account for a tensor that somebody else made, until the block is freed.
+
+        Raises:
+            OutOfBudget: if the budget has not as much left.
+        """
+        nbytes = self.nbytes(tensor.numel(), tensor.dtype)
+        self._taken(nbytes)
+        block = Block(self, tensor, nbytes, purpose)
+        with self._lock:
+            self._blocks[id(block)] = block
         return block
 
     def holders(self, most: int = 3) -> list[tuple[str, int]]:
@@ -202,14 +244,36 @@ class Arena:
         with self._lock:
             if self._blocks.pop(id(block), None) is not block:
                 raise ArenaError(f"{block} was freed before")
+            if block.tensor.untyped_storage().nbytes():
+                self._used -= block.nbytes
             block._tensor = None
-            self._used -= block.nbytes
+
+    def _taken(self, nbytes: int) -> None:
+        with self._lock:
+            if self.budget_bytes is not None and self._used + nbytes > self.budget_bytes:
+                raise self._exhausted(nbytes, "")
+            self._used += nbytes
+            self._peak = max(self._peak, self._used)
+
+    def _returned(self, nbytes: int) -> None:
+        with self._lock:
+            self._used -= nbytes
+
+    def _refused(self, nbytes: int, error: RuntimeError) -> NoReturn:
+        """The device had no more after all."""
+        with self._lock:
+            self._used -= nbytes
+            if not _is_out_of_memory(error):
+                raise error
+            reason = str(error).strip().splitlines()[0]
+            raise self._exhausted(nbytes, f"{self.device} itself has no more: {reason}") from error
 
     @staticmethod
     def _holders(blocks: tuple[Block, ...], most: int) -> list[tuple[str, int]]:
         held: Counter[str] = Counter()
         for block in blocks:
-            held[block.purpose or "(no purpose given)"] += block.nbytes
+            if block.tensor.untyped_storage().nbytes():
+                held[block.purpose or "(no purpose given)"] += block.nbytes
         return held.most_common(most)
 
     def _exhausted(self, wanted: int, reason: str) -> OutOfBudget:

@@ -10,7 +10,8 @@ Its life, with N ranks in the group:
 4. Gradients are collected beside it (:mod:`meshfold.zero_gemini.gradients`), the optimizer changes the shard, and the
    next ``gather`` shows its work.
 
-A *resident* chunk is never let go: its shard is this rank's part of the gathered tensor itself.
+A *resident* chunk is never let go: its shard is this rank's part of the gathered tensor itself. Between steps a chunk
+may be given another home (``rehome``).
 """
 
 from __future__ import annotations
@@ -22,9 +23,11 @@ from torch import Tensor, nn
 
 from meshfold.mesh import Group, Pending
 from meshfold.mesh.collectives import all_gather_into
+from meshfold.zero_gemini.arena import Block
 from meshfold.zero_gemini.errors import ChunkError
 from meshfold.zero_gemini.layout import ChunkSpec, ShardSlice
-from meshfold.zero_gemini.transfer import beside, host_empty, mark, queue_behind
+from meshfold.zero_gemini.memory import Memory, Place
+from meshfold.zero_gemini.transfer import beside, mark, queue_behind
 
 
 class Chunk:
@@ -33,7 +36,8 @@ class Chunk:
     Attributes:
         spec: which parameter lies where.
         group: the ranks that hold a shard each.
-        shard: this rank's elements, on the home device.
+        home: where the shard is while the chunk is not gathered.
+        shard: this rank's elements, at home.
         slices: which stretches of which parameters these are.
         resident: the gathered tensor is always there.
         is_due: the optimizer's last step of the shard was promised, and ``due`` waits for it and publishes it.
@@ -48,9 +52,9 @@ class Chunk:
         group: Group,
         *,
         dtype: torch.dtype,
-        device: torch.device,
-        home: torch.device,
-        resident: bool,
+        memory: Memory,
+        home: Place,
+        whole_group: bool,
     ) -> None:
         """Args:
         spec: sizes and slots.
@@ -58,29 +62,75 @@ class Chunk:
         parameters: those of the slots, in order; from now on they are views of the chunk, in its dtype.
         shapes: of the parameters.
         dtype: in which the model computes.
-        device: where it computes.
-        home: where the shard is while the chunk is not gathered.
-        resident: keep the whole chunk on the device.
+        memory: where chunks live.
+        home: where the shard is while the chunk is not gathered: ``"device"`` or ``"host"``.
+        whole_group: keep the whole chunk on the device, as stages 1 and 2 do, wherever its home is.
         """
         self.spec, self.slices, self.parameters, self.group = spec, list(slices), list(parameters), group
-        self.dtype, self.device, self.home = dtype, device, home
-        self.resident = resident or (group.size == 1 and home == device)
+        self.dtype, self.memory, self.home = dtype, memory, home
+        self.device = memory.device
+        self._stays = whole_group
         self._length = spec.shard_elems
         self._shapes = list(shapes)
-        self._whole = torch.zeros(spec.size_elems, dtype=dtype, device=device)
-        self._bytes = self._whole.untyped_storage().nbytes()
-        if self.resident:
-            self.shard = self._whole[group.index * self._length : (group.index + 1) * self._length]
-        else:
-            self.shard = host_empty(self._length, dtype, home, device).zero_()
+        self._name = f"parameters {spec.names[0]} to {spec.names[-1]}"
+        self._block = memory.allocate(spec.size_elems, dtype, "device", self._name)
+        self._whole = self._block.tensor.zero_()
+        self.resident = self._is_resident()
+        self._own: Block | None = None
+        self.shard = self._part()
+        if not self.resident:
+            self._own = memory.allocate(self._length, dtype, home, self._name)
+            self.shard = self._own.tensor.zero_()
         self.is_due = False
         self.due: Callable[[], None] | None = None
-        self._nothing = torch.empty(0, dtype=dtype, device=device)
+        self._nothing = torch.empty(0, dtype=dtype, device=self.device)
         self._pending: Pending | None = None
         self._copied: torch.cuda.Event | None = None
         self._gathered = True
         self._show()
-        if not self.resident:
+        self.release()
+
+    def _is_resident(self) -> bool:
+        return self._stays or (self.group.size == 1 and self.home == "device")
+
+    def _part(self) -> Tensor:
+        """This rank's part of the gathered tensor."""
+        return self._whole[self.group.index * self._length : (self.group.index + 1) * self._length]
+
+    def rehome(self, home: Place) -> None:
+        """Let the shard live elsewhere from now on. What is on its way is waited for; no step may be due.
+
+        Raises:
+            OutOfBudget: if there is not as much memory; the chunk is where it was then.
+        """
+        if home == self.home:
+            return
+        self.release()
+        before, was, own = self.home, self.resident, self._own
+        self.home = home
+        self.resident = self._is_resident()
+        if self.resident and was:
+            return
+        try:
+            if self.resident:
+                self._block.restore()
+                block = None
+            else:
+                block = self.memory.allocate(self._length, self.dtype, home, self._name)
+        except BaseException:
+            self.home, self.resident = before, was
+            raise
+        if block is None:
+            self._whole.copy_(self.shard)
+            self.shard, self._gathered = self._part(), True
+            self._show()
+        else:
+            block.tensor.copy_(self.shard)
+            self.shard = block.tensor
+        self._own = block
+        if own is not None:
+            own.free()
+        if was:
             self.release()
 
     # -- bringing together, letting go --------------------------------------------------------------------------
@@ -95,8 +145,8 @@ class Chunk:
         self.settle()
         if self._gathered:
             return
-        self._whole.untyped_storage().resize_(self._bytes)
-        mine = self._whole[self.group.index * self._length : (self.group.index + 1) * self._length]
+        self._block.restore()
+        mine = self._part()
         with beside(self.device):
             mine.copy_(self.shard, non_blocking=True)
             self._pending = all_gather_into(self._whole, mine, self.group)
@@ -131,7 +181,7 @@ class Chunk:
             self.wait()
         for parameter in self.parameters:
             parameter.data = self._nothing
-        self._whole.untyped_storage().resize_(0)
+        self._block.empty()
         self._gathered = False
 
     def publish(self) -> None:

@@ -40,17 +40,20 @@ class Runtime:
         chunks_of: the chunks that a unit's parameters are in.
         prefetch: how many units ahead are gathered.
         """
-        self._chunks = {unit: [c for c in chunks_of(unit) if not c.resident or c.due] for unit in units}
+        self._all = {unit: chunks_of(unit) for unit in units}
+        self._chunks: dict[Unit, list[Chunk]] = {}
+        self.reread()
         self._prefetch = prefetch
         self._inside: list[Unit] = []  # entered and not left yet
         self._behind: set[Unit] = set()  # whose backward has begun
+        self._backwards = 0
         self._held: dict[Chunk, None] = {}  # gathered, or on their way
         self._in_backward = False
         self.order: list[Unit] = []
         self._seen: list[Unit] = []
         self._handles = [model.register_forward_pre_hook(self._start), model.register_forward_hook(self._end)]
         for unit in units:
-            if self._chunks[unit]:
+            if self._all[unit]:
                 self._handles += [
                     unit.module.register_forward_pre_hook(self._before(unit), with_kwargs=True),
                     unit.module.register_forward_hook(self._after(unit)),
@@ -61,10 +64,23 @@ class Runtime:
         for handle in self._handles:
             handle.remove()
 
+    def reread(self) -> None:
+        """After chunks have changed homes: which of them come and go."""
+        self._chunks = {
+            unit: [c for c in all_ if not c.resident or c.due] for unit, all_ in self._all.items()
+        }
+
     def begin_step(self) -> None:
         """Before each training step: what was seen becomes what is expected."""
         if self._seen:
             self.order, self._seen = self._seen, []
+
+    def abandon(self) -> None:
+        """Forget a step that raised in the middle."""
+        self._in_backward = False
+        self._behind.clear()
+        self._seen.clear()
+        self.rest()
 
     def rest(self) -> None:
         """Release everything."""
@@ -97,7 +113,9 @@ class Runtime:
                 leaves[i] = tensor
             return tree_unflatten(leaves, spec)
 
-        return before
+        # A compiled block has its graph between hooks, not round them.
+        found: Callable[..., Any] = torch.compiler.disable(before)
+        return found
 
     def _after(self, unit: Unit) -> Callable[..., Any]:
         def after(module: nn.Module, args: Any, output: Any) -> None:
@@ -106,20 +124,28 @@ class Runtime:
             if unit in self._inside:
                 self._inside.remove(unit)
             if torch.is_grad_enabled():
+                begin = self._before_backward(unit)
                 for tensor in tree_flatten(output)[0]:
                     if isinstance(tensor, Tensor) and tensor.requires_grad:
-                        tensor.register_hook(self._before_backward(unit))
+                        tensor.register_hook(begin)
 
-        return after
+        found: Callable[..., Any] = torch.compiler.disable(after)
+        return found
 
     def _before_backward(self, unit: Unit) -> Callable[[Tensor], None]:
+        """Of one call: a unit that was called twice is entered, and left, twice."""
+        begun = 0  # in which backward
+
         def before_backward(gradient: Tensor) -> None:
+            nonlocal begun
             if not self._in_backward:
                 self._in_backward = True
+                self._backwards += 1
                 torch.autograd.Variable._execution_engine.queue_callback(self._after_backward)
-            if unit not in self._behind:
+            if begun != self._backwards:
+                begun = self._backwards
                 self._behind.add(unit)
-                self._enter(unit)
+                self._enter(unit, again=True)
 
         return before_backward
 
@@ -134,8 +160,8 @@ class Runtime:
 
     # -- what is held -------------------------------------------------------------------------------------------
 
-    def _enter(self, unit: Unit) -> None:
-        if unit not in self._inside:
+    def _enter(self, unit: Unit, *, again: bool = False) -> None:
+        if again or unit not in self._inside:
             self._inside.append(unit)
             if torch.is_grad_enabled() or self._in_backward:
                 self._seen.append(unit)

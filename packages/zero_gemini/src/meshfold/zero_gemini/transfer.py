@@ -7,9 +7,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
-from torch import Tensor
-
-from meshfold.zero_gemini.arena import Arena
 
 
 @functools.cache
@@ -44,16 +41,7 @@ def queue_behind(event: torch.cuda.Event | None, device: torch.device) -> None:
         torch.cuda.current_stream(device).wait_event(event)
 
 
-def host_empty(elements: int, dtype: torch.dtype, home: torch.device, device: torch.device) -> Tensor:
-    """Memory on ``home`` for elements that travel to and from ``device``: page-locked where that makes copies fast."""
-    if home.type == "cpu" and device.type == "cuda":
-        block = _host(device).allocate(elements, dtype)
-        tensor = block.tensor
-        block.free()  # from now on it lives as long as the tensor
-        return tensor
-    return torch.empty(elements, dtype=dtype, device=home)
-
-
-@functools.cache
-def _host(device: torch.device) -> Arena:
-    return Arena(f"host memory beside {device}", torch.device("cpu"), pinned=True)
+def synchronize(device: torch.device) -> None:
+    """Wait for all that was queued on a device."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)

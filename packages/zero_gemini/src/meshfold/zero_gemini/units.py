@@ -52,7 +52,8 @@ def _collect(name: str, module: nn.Module, units: list[Unit]) -> None:
 
 def _collect_block(name: str, block: nn.Module, units: list[Unit]) -> None:
     inner = any(isinstance(m, nn.ModuleList | nn.Sequential) for m in block.modules())
-    if inner or type(block).forward is nn.Module.forward:  # a list in it, or nothing that could be called
+    called = getattr(block, "_orig_mod", block)  # what torch.compile has wrapped
+    if inner or type(called).forward is nn.Module.forward:  # a list in it, or nothing that could be called
         _collect(name, block, units)
         return
     parameters = tuple(dict.fromkeys(block.parameters()))

@@ -10,8 +10,9 @@ from __future__ import annotations
 import argparse
 import importlib
 import os
+import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import NoReturn
 
 from meshfold.engine.cli.failure import Failure, sentence_of
@@ -42,7 +43,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     if name not in COMMANDS:
         return _fail(
             "meshfold",
-            Failure(f"there is no command {name!r}.{_nearest(name)} Commands: {', '.join(COMMANDS)}"),
+            Failure(
+                f"there is no command {name!r}.{_nearest(name, COMMANDS)} Commands: {', '.join(COMMANDS)}"
+            ),
         )
     command = importlib.import_module(f"meshfold.engine.cli.{name}")
     parser = Parser(prog=f"meshfold {name}", description=command.__doc__, formatter_class=Formatter)
@@ -59,6 +62,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         failure = sentence_of(error)
         if failure is None:
             raise  # ours to mend: show where it is
+        if hasattr(parsed, "rules") and "'replicate'" in str(failure) and "--rule " not in str(failure):
+            failure = Failure(f"{failure}. Rules are typed so: --rule 'NAME OR PATTERN=ROLE'", failure.code)
         # One of many processes: any of them may be the one that fails first, so each says which it is.
         return _fail(parser.prog if parsed.rank is None else f"{parser.prog}: rank {parsed.rank}", failure)
 
@@ -68,7 +73,9 @@ class Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         """Print the sentence and exit with 2."""
-        self.exit(2, f"{self.prog}: {message}. See {self.prog} --help\n")
+        stranger = re.match(r"unrecognized arguments: (--[^\s=]+)", message)
+        hint = _nearest(stranger[1], self._option_string_actions) if stranger else ""
+        self.exit(2, f"{self.prog}: {message}.{hint} See {self.prog} --help\n")
 
 
 class Formatter(argparse.RawDescriptionHelpFormatter):
@@ -86,10 +93,10 @@ def _overview() -> str:
     )
 
 
-def _nearest(name: str) -> str:
+def _nearest(name: str, known: Iterable[str]) -> str:
     import difflib
 
-    found = difflib.get_close_matches(name, COMMANDS, n=1)
+    found = difflib.get_close_matches(name, list(known), n=1)
     return f" Did you mean {found[0]!r}?" if found else ""
 
 

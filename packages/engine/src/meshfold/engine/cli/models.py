@@ -10,7 +10,7 @@ from meshfold.engine.cli.failure import Failure
 
 
 def add_model(parser: argparse._ActionsContainer) -> None:
-    """``--model``, ``--hf`` and ``--set``."""
+    """``--model``, ``--hf``, ``--set`` and ``--rule``."""
     which = parser.add_mutually_exclusive_group()
     which.add_argument(
         "--model", metavar="NAME", help="one of our own: gpt-tiny, llama-small, gpt2, ... (default: gpt-tiny)"
@@ -23,6 +23,10 @@ def add_model(parser: argparse._ActionsContainer) -> None:
     parser.add_argument(
         "--set", nargs="+", default=[], metavar="KEY=VALUE", dest="changes",
         help="change the model of our own: layers=4 hidden=128 heads=4",
+    )  # fmt: skip
+    parser.add_argument(
+        "--rule", action="append", default=[], metavar="PATTERN=ROLE", dest="rules",
+        help="what tensor parallelism is to do with submodules of that name, again for each: '*.self_attn=replicate'",
     )  # fmt: skip
 
 
@@ -44,9 +48,35 @@ def read_changes(words: list[str]) -> dict[str, Any]:
     return found
 
 
+def read_rules(words: list[str]) -> dict[str, str]:
+    """The rules, role by pattern, that ``--rule`` stands for; whether the model has such submodules is not looked at.
+
+    Raises:
+        Failure: for a word that is not ``pattern=role``, a role that there is not, and a pattern with two roles.
+    """
+    if not words:
+        return {}
+    from meshfold.mesh.errors import nearest
+    from meshfold.tensor_parallel.rules import ROLES
+
+    found: dict[str, str] = {}
+    for word in words:
+        pattern, equals, role = (part.strip() for part in word.rpartition("="))
+        if not (equals and pattern and role):
+            raise Failure(f"--rule {word!r}: write pattern=role, such as --rule '*.self_attn=replicate'")
+        if role not in ROLES:
+            raise Failure(
+                f"--rule {word!r}: {role!r} is not a role.{nearest(role, ROLES)} Roles are {', '.join(ROLES)}"
+            )
+        if found.get(pattern, role) != role:
+            raise Failure(f"--rule {word!r}: another rule says that {pattern!r} is {found[pattern]!r}")
+        found[pattern] = role
+    return found
+
+
 def positive(text: str) -> int:
     """An argument that is a whole number from 1 up."""
-    number = _whole(text)
+    number = whole(text)
     if number < 1:
         raise argparse.ArgumentTypeError(f"{text} is not a whole number from 1 up")
     return number
@@ -54,7 +84,7 @@ def positive(text: str) -> int:
 
 def natural(text: str) -> int:
     """An argument that is a whole number from 0 up."""
-    number = _whole(text)
+    number = whole(text)
     if number < 0:
         raise argparse.ArgumentTypeError(f"{text} is not a whole number from 0 up")
     return number
@@ -71,7 +101,8 @@ def rate(text: str) -> float:
     return number
 
 
-def _whole(text: str) -> int:
+def whole(text: str) -> int:
+    """An argument that is a whole number."""
     try:
         return int(text)
     except ValueError:

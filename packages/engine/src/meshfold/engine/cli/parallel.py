@@ -53,6 +53,10 @@ def read_parallel(words: list[str]) -> dict[str, Any]:
             continue
         if isinstance(value, dict):
             return value
+    if "(" in text or "{" in text:
+        closed = all(text.count(a) == text.count(b) for a, b in ("()", "{}", "[]"))
+        why = "names within brackets need quotes, as in mode='2d'" if closed else "its brackets do not match"
+        raise Failure(f"--parallel {text!r} is not a spec: {why}; {_WAYS}")
     found: dict[str, Any] = {}
     for word in re.split(r"[\s,]+", text):
         item = _ITEM.fullmatch(word)

@@ -5,6 +5,10 @@
 
 The engine is set up on tensors without values, in a world of ranks that are not there, and makes one step; what is
 printed is what it would hand to torch.distributed.
+
+With zero=... it also says whether the model fits, where everything would live and what a step takes:
+
+  meshfold plan --model gpt2-xl --parallel "dict(zero=dict(gpu_memory_limit='8GiB'))" --machine a100
 """
 
 from __future__ import annotations
@@ -12,9 +16,24 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import re
+from dataclasses import asdict, replace
+from fractions import Fraction
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
-from meshfold.engine.cli.models import add_model, positive, read_changes
+from meshfold.engine.cli.failure import Failure
+from meshfold.engine.cli.models import add_model, positive, read_changes, read_rules
 from meshfold.engine.cli.parallel import add_parallel, read_parallel
+
+if TYPE_CHECKING:
+    from meshfold.engine.machines import Machine
+    from meshfold.engine.planner import Estimate, Times
+    from meshfold.zero_gemini.planner import Plan
+
+UNITS = {
+    "MB": 10**6, "GB": 10**9, "TB": 10**12, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40,
+}  # fmt: skip
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -39,30 +58,52 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--optimizer", default="adamw", choices=("adamw", "adam", "sgd"), help="(adamw)")
     parser.add_argument(
         "--machine",
-        default="h200x8",
         metavar="NAME",
-        help="for the time: h200x8, h100x8, a100x8, v100x8, laptop (default: h200x8)",
+        help="h200, h100, a100, v100 with one GPU, h200x8, h100x8, a100x8, v100x8, laptop (default: h200 or h200x8)",
     )
+    parser.add_argument(
+        "--gpu-memory", type=size, metavar="SIZE", help="of a device, if not the machine's: 24GiB"
+    )
+    parser.add_argument(
+        "--host-memory", type=size, metavar="SIZE", help="of a host, if not the machine's: 125GiB"
+    )
+    parser.add_argument(
+        "--timeline", metavar="FILE", help="draw what is on a device at every moment under zero: .svg, .png"
+    )
+    parser.add_argument("--trace", metavar="FILE.json", help="the same for chrome://tracing")
     parser.add_argument("--report", action="store_true", help="also show what becomes of each submodule")
     parser.add_argument("--json", action="store_true", help="print JSON, bytes and seconds as plain numbers")
+
+
+def size(text: str) -> int:
+    """An argument that is an amount of memory, in bytes."""
+    match = re.fullmatch(r"([0-9]{1,18}(?:\.[0-9]{1,18})?) ?([A-Za-z]+)", text)
+    if match is None or match[2] not in UNITS:
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is not an amount of memory such as 24GiB ({', '.join(UNITS)})"
+        )
+    return int(Fraction(match[1]) * UNITS[match[2]])
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Run ``meshfold plan``."""
     parallel = read_parallel(arguments.parallel)
-    changes = read_changes(arguments.changes)
-    from dataclasses import asdict
-
+    changes, rules = read_changes(arguments.changes), read_rules(arguments.rules)
     from meshfold.engine.machines import machine as find_machine
     from meshfold.engine.model_choice import choose_model, longest
-    from meshfold.engine.plan_text import memory_table, picture, time_table, traffic_table
     from meshfold.engine.planner import estimate, times
     from meshfold.mesh import ParallelSpec
 
-    machine = find_machine(arguments.machine)
     spec = ParallelSpec.parse(parallel, arguments.ranks)
     spec = spec.with_world_size(spec.world_size)  # data is 1 where neither it nor --ranks was given
     spec.require_installed()
+    if spec.zero is None and (arguments.timeline or arguments.trace):
+        raise Failure("--timeline and --trace show where zero=... keeps things, and this spec has no zero")
+    machine = find_machine(arguments.machine or ("h200" if spec.world_size == 1 else "h200x8"))
+    if arguments.gpu_memory is not None:
+        machine = replace(machine, memory=arguments.gpu_memory)
+    if arguments.host_memory is not None:
+        machine = replace(machine, host=replace(machine.host, memory=arguments.host_memory))
     seq_len = arguments.seq_len or longest(arguments.model, arguments.hf, changes)
     model = choose_model(arguments.model, arguments.hf, changes, vocab_size=None, seq_len=seq_len)
     found = estimate(
@@ -73,32 +114,88 @@ def run(arguments: argparse.Namespace) -> int:
         precision=arguments.precision,
         optimizer=arguments.optimizer,
         accumulate=arguments.accumulate,
+        rules=rules,
+        machine=machine,
+        name=model.name,
     )
     took = times(found, machine, arguments.precision)
-    nodes = math.ceil(found.world_size / machine.devices)
+    if found.plan is not None:
+        _write_pictures(found.plan, arguments.timeline, arguments.trace)
     if arguments.json:
-        answer = {
+        words = {
             "model": model.name,
-            "parallel": spec.to_dict(),
-            "axes": spec.axes,
-            "world_size": found.world_size,
             "batch_size": arguments.batch_size,
             "seq_len": seq_len,
             "precision": arguments.precision,
-            "parameters": found.parameters,
-            "local_parameters": found.local_parameters,
-            "memory_bytes": {**asdict(found.memory), "total": found.memory.total},
-            "traffic": [asdict(entry) for entry in found.traffic],
-            "moved_bytes": found.moved,
-            "flops": found.flops,
-            "machine": machine.name,
-            "seconds": {**asdict(took), "apart": took.apart, "overlapped": took.overlapped},
         }
-        print(json.dumps(answer, indent=1, default=str))
-        return 0
-    print(f"{model.name}, {arguments.batch_size} sequences of {seq_len} tokens, {arguments.precision}\n")
-    print(spec.describe(), picture(spec.axes), sep="\n\n", end="\n\n")
-    if arguments.report and found.report:
-        print(found.report, end="\n\n")
-    print(memory_table(found), traffic_table(found), time_table(found, took, machine, nodes), sep="\n\n")
+        print(json.dumps(words | _answer(found, took, machine), indent=1, default=str))
+    else:
+        print(f"{model.name}, {arguments.batch_size} sequences of {seq_len} tokens, {arguments.precision}\n")
+        _show(found, took, machine, report=arguments.report)
+    if found.refusal:
+        raise Failure(f"it does not fit: {found.refusal}", code=1)
     return 0
+
+
+def _show(found: Estimate, took: Times, machine: Machine, *, report: bool) -> None:
+    from meshfold.engine.plan_text import memory_table, picture, time_table, traffic_table
+
+    nodes = math.ceil(found.world_size / machine.devices)
+    parts = [found.spec.describe(), picture(found.spec.axes)]
+    if report and found.report:
+        parts.append(found.report)
+    parts += [memory_table(found), traffic_table(found)]
+    if found.spec.zero is None:
+        parts.append(time_table(found, took, machine, nodes))
+    elif found.plan is not None:
+        parts.append(f"it fits\n{found.plan}")
+    print(*parts, sep="\n\n")
+
+
+def _answer(found: Estimate, took: Times, machine: Machine) -> dict[str, Any]:
+    """The same in plain numbers."""
+    answer = {
+        "parallel": found.spec.to_dict(),
+        "axes": found.spec.axes,
+        "world_size": found.world_size,
+        "parameters": found.parameters,
+        "local_parameters": found.local_parameters,
+        "memory_bytes": {**asdict(found.memory), "total": found.memory.total},
+        "traffic": [asdict(entry) for entry in found.traffic],
+        "moved_bytes": found.moved,
+        "flops": found.flops,
+        "machine": machine.name,
+        "fits": not found.refusal and found.memory.total <= machine.memory,
+        "seconds": {**asdict(took), "apart": took.apart, "overlapped": took.overlapped},
+    }
+    if found.spec.zero is None:
+        return answer
+    plan = found.plan
+    shown: dict[str, Any] = {"refusal": found.refusal}
+    if plan is not None:
+        shown = {
+            "placement": plan.policy,
+            "seconds": plan.seconds,
+            "peak_gpu_bytes": plan.peak_gpu_bytes,
+            "peak_host_bytes": plan.peak_host_bytes,
+            "peak_disk_bytes": plan.peak_disk_bytes,
+            "limits": asdict(plan.limits),
+            "terms": [asdict(term) for term in plan.terms],
+            "chunks": [
+                {**asdict(made), "elements": chunk.elems}
+                for made, chunk in zip(plan.chunks, plan.workload.chunks, strict=True)
+            ],
+        }
+    return {**answer, "zero": shown}
+
+
+def _write_pictures(plan: Plan, timeline: str | None, trace: str | None) -> None:
+    from meshfold.zero_gemini.planner import chrome_trace, draw
+
+    try:
+        if timeline is not None:
+            draw(plan, timeline)
+        if trace is not None:
+            Path(trace).write_text(json.dumps(chrome_trace(plan)))
+    except OSError as error:
+        raise Failure(f"{error.filename}: {error.strerror}") from error

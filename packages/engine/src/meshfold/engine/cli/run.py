@@ -15,15 +15,16 @@ import traceback
 from pathlib import Path
 
 from meshfold.engine.cli.failure import Failure
+from meshfold.engine.cli.models import whole
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
     """The arguments of ``meshfold run``."""
     parser.usage = "meshfold run [--ranks N] [--port PORT] [--log-dir DIR] (script.py | -m MODULE) ..."
     parser.add_argument(
-        "--ranks", type=int, metavar="N", help="how many processes (default: one for each GPU)"
+        "--ranks", type=whole, metavar="N", help="how many processes (default: one for each GPU)"
     )
-    parser.add_argument("--port", type=int, help="where the ranks meet (default: any free one)")
+    parser.add_argument("--port", type=whole, help="where the ranks meet (default: any free one)")
     parser.add_argument(
         "--log-dir", type=Path, metavar="DIR", help="keep what each rank prints, a file a rank"
     )
@@ -35,6 +36,8 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Run ``meshfold run``."""
+    if arguments.script[:1] == ["--"]:
+        del arguments.script[0]
     if arguments.module is None and not arguments.script:
         raise Failure(
             "nothing to run: give a script, meshfold run --ranks 2 train.py, or a module, -m my.module"
@@ -69,4 +72,8 @@ def run(arguments: argparse.Namespace) -> int:
 def _check_file(program: list[str]) -> None:
     file = program[0].partition("::")[0]
     if file != "-m" and not Path(file).exists():
+        if file in ("python", "python3"):
+            raise Failure(
+                f"{file} is started for you: leave it out, as in meshfold run --ranks 2 train.py, or -m my.module"
+            )
         raise Failure(f"there is no file {file!r} to run (in {Path.cwd()})")

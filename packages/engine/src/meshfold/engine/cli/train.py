@@ -196,13 +196,11 @@ def _show_plan(
     settings: TrainSettings, spec: ParallelSpec, inputs: Inputs, progress: Progress, *, show: bool
 ) -> None:
     """Set up the engine without values: what it refuses is refused here, in one sentence; the rest is the plan."""
+    from meshfold.engine.machines import boundless
     from meshfold.engine.plan_text import memory_table, picture, traffic_table
     from meshfold.engine.planner import estimate
     from meshfold.mesh import MeshfoldError
 
-    if spec.zero is not None:
-        progress.say("no plan: meshfold plan does not look into zero yet")
-        return
     try:
         found = estimate(
             inputs.model.build,
@@ -212,6 +210,8 @@ def _show_plan(
             precision=settings.precision,
             optimizer=settings.optimizer,
             accumulate=settings.accumulate,
+            rules=settings.rules,
+            machine=boundless(),
         )
     except MeshfoldError:
         raise
@@ -223,7 +223,7 @@ def _show_plan(
         _check_checkpoint(settings, found.shapes)
     if show:
         many = [spec.describe(), picture(spec.axes)] if spec.world_size > 1 else []
-        parts = (*many, found.summary, memory_table(found), traffic_table(found))
+        parts = (*many, found.summary, memory_table(found), traffic_table(found), found.refusal)
         progress.say("\n" + "\n\n".join(part for part in parts if part) + "\n")
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from typing import TYPE_CHECKING, Any
 
-from meshfold.engine.cli.models import add_model, natural, positive, rate, read_changes
+from meshfold.engine.cli.models import add_model, natural, positive, rate, read_changes, read_rules
 from meshfold.engine.cli.parallel import add_parallel, read_parallel
 
 if TYPE_CHECKING:
@@ -102,7 +102,7 @@ def settings_of(arguments: argparse.Namespace) -> TrainSettings:
     """The arguments as settings."""
     words = vars(arguments)
     parallel = read_parallel(arguments.parallel)
-    changes = read_changes(arguments.changes)
+    changes, rules = read_changes(arguments.changes), read_rules(arguments.rules)
     from dataclasses import fields
 
     from meshfold.engine.kept_settings import kept
@@ -110,7 +110,7 @@ def settings_of(arguments: argparse.Namespace) -> TrainSettings:
 
     given: dict[str, Any] = kept(words["out"]) if words["resume"] else {}
     given.update({field.name: words[field.name] for field in fields(TrainSettings) if field.name in words})
-    given.update(parallel=parallel, changes=changes)
+    given.update(parallel=parallel, changes=changes, rules=rules)
     given.update({name: tuple(words[name]) for name in ("extensions", "exclude")})
     return TrainSettings(**given)
 
@@ -127,6 +127,8 @@ def words_of(settings: TrainSettings) -> list[str]:
             continue
         if field.name == "parallel":
             words += [option, repr(value)]
+        elif field.name == "rules":
+            words += [f"--rule={pattern}={role}" for pattern, role in value.items()]
         elif field.name == "changes":
             words += [option, *(f"{key}={item}" for key, item in value.items())]
         elif isinstance(value, tuple):

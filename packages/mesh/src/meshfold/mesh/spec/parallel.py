@@ -9,13 +9,18 @@ from meshfold.mesh.errors import SpecError
 from meshfold.mesh.spec.describe import table
 from meshfold.mesh.spec.entry import Entry, kind, listed, show, suggest
 from meshfold.mesh.spec.factors import divisors
-from meshfold.mesh.spec.installed import Need, importable
+from meshfold.mesh.spec.installed import Need, importable, why_missing
+from meshfold.mesh.spec.pipeline import KEYS as PIPELINE_KEYS
 from meshfold.mesh.spec.pipeline import PipelineSpec
+from meshfold.mesh.spec.sequence import KEYS as SEQUENCE_KEYS
 from meshfold.mesh.spec.sequence import SequenceSpec
+from meshfold.mesh.spec.tensor import KEYS as TENSOR_KEYS
 from meshfold.mesh.spec.tensor import TensorSpec
+from meshfold.mesh.spec.zero import KEYS as ZERO_KEYS
 from meshfold.mesh.spec.zero import ZeroSpec
 
 DIMENSIONS = ("data", "pipeline", "sequence", "tensor", "zero")
+_KEYS = {"tensor": TENSOR_KEYS, "pipeline": PIPELINE_KEYS, "sequence": SEQUENCE_KEYS, "zero": ZERO_KEYS}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,7 +55,7 @@ class ParallelSpec:
             if key not in DIMENSIONS:
                 known = f"Known dimensions: {', '.join(DIMENSIONS)}."
                 if isinstance(key, str):
-                    hint = suggest(key, DIMENSIONS)
+                    hint = _belongs(key, value) or suggest(key, DIMENSIONS)
                     raise Entry(name=key, value=value).error(f"there is no dimension {key!r}.{hint}", known)
                 raise SpecError(
                     f"parallel={show(parallel)}: the key {show(key)} is {kind(key)}, not a name. {known}"
@@ -153,15 +158,22 @@ class ParallelSpec:
         )
 
     def require_installed(self) -> None:
-        """Raises a SpecError that names what is missing and how to install it; nothing if all is there."""
+        """Raises a SpecError that names what is missing and what to do about it; nothing if all is there."""
         missing = [need for need in self._needs() if not importable(need.module)]
         if not missing:
             return
-        wants = listed((f"{need.entry} needs {need.distribution}" for need in missing), "and")
-        modules = listed((need.module for need in missing), "and")
-        names = " ".join(dict.fromkeys(need.distribution for need in missing))
         written = self.written or f"parallel={show(self.to_dict())}"
-        raise SpecError(f"{written}: {wants}, but {modules} cannot be found. Run: pip install {names}")
+        raise SpecError(f"{written}: {why_missing(missing)}")
+
+
+def _belongs(key: str, value: object) -> str:
+    """Whose key it is that stands where a dimension should: ``mode='2d'`` is one of tensor's."""
+    owners = [name for name, keys in _KEYS.items() if key in keys]
+    return (
+        f" {key!r} goes into {listed(owners)}, as {owners[0]}=dict({key}={show(value)}, ...)."
+        if owners
+        else ""
+    )
 
 
 def _data(value: object) -> int:

@@ -104,6 +104,10 @@ def _mode(entry: Entry, value: object) -> tuple[str | TensorMode, str, tuple[str
             size = meant(entry.fields(KEYS, "").get("size")) or 2
             problem = "'sequence' is no mode of tensor; it is a dimension of its own."
             raise entry.error(problem, f"Write sequence=dict(mode='ring', size={size}) instead.")
+        if value == "1d+sequence":  # what parallelize calls it
+            size = meant(entry.fields(KEYS, "").get("size")) or 2
+            problem = "mode '1d+sequence' is written as two entries in a spec."
+            raise entry.error(problem, f"Write tensor={size}, sequence=dict(mode='megatron').")
         name = entry.choice("mode", value, tuple(MODES), ", or a mode object with a name and axes")
         return name, name, MODES[name]
     own_name, own_axes = getattr(value, "name", None), getattr(value, "axes", None)

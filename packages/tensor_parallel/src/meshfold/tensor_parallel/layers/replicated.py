@@ -6,6 +6,7 @@ stay equal without a collective of their own.
 
 from __future__ import annotations
 
+import inspect
 from typing import Any
 
 import torch
@@ -16,6 +17,15 @@ from meshfold.mesh.primitives import bind_collect, bind_take
 from meshfold.tensor_parallel.boundary import Boundary
 from meshfold.tensor_parallel.layers.base import OnMesh
 from meshfold.tensor_parallel.modes import Mode
+
+MASK = "attention_mask"
+"""What the model's own code makes for the rows that it sees of the stream: it is joined as the stream is."""
+_OF_ROWS = (MASK, "position_ids", "position_embeddings")
+
+
+def takes_rows(module: nn.Module) -> bool:
+    """Whether a module takes masks or positions, which a caller may give by row."""
+    return any(name in _OF_ROWS for name in inspect.signature(type(module).forward).parameters)
 
 
 class Replicated(OnMesh):
@@ -36,25 +46,33 @@ class Replicated(OnMesh):
         )
         self._take_rows, self._take_columns = bind_take(mesh, 0, tokens), bind_take(mesh, -1, columns)
         self._local, self._lead = hidden // mesh.size(*columns), torch.Size()
+        self._mask = -1  # its place among the arguments
 
     def around(self, module: nn.Module) -> None:
         """Stand round a module that takes the stream first and returns a tensor, or a tuple that starts with one.
 
+        A mask that it takes as well is joined by rows where the stream is.
         What it returns is split by tokens if it has as many, and by columns if it is as wide as the stream.
         """
         for parameter in module.parameters():
             shape = tuple(parameter.shape)
             place = Placement(shape=shape, axes=((),) * len(shape))
             annotate(parameter, ParameterMeta(mesh=self.mesh, placement=place))
+        names = list(inspect.signature(type(module).forward).parameters)[1:]
+        self._mask = names.index(MASK) if MASK in names else -1
         module.register_forward_pre_hook(self._before, with_kwargs=True)
         module.register_forward_hook(self._after)
 
     def _before(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if args:
-            return (self._join(args[0]), *args[1:]), kwargs
-        return args, {
-            name: self._join(value) if i == 0 else value for i, (name, value) in enumerate(kwargs.items())
-        }
+        values: list[Any] = [*args, *kwargs.values()]
+        if not values:
+            return args, kwargs
+        before, values[0] = values[0], self._join(values[0])
+        if self.boundary is None and values[0] is not before:
+            place = len(args) + list(kwargs).index(MASK) if MASK in kwargs else self._mask
+            if place > 0 and (place < len(args) or MASK in kwargs):
+                values[place] = self._join_mask(values[place], before.shape[0])
+        return tuple(values[: len(args)]), dict(zip(kwargs, values[len(args) :], strict=True))
 
     def _after(self, module: nn.Module, args: Any, output: Any) -> Any:
         if isinstance(output, tuple):
@@ -69,6 +87,10 @@ class Replicated(OnMesh):
             x = x.view(*self.boundary.lead, x.shape[-1])
         self._lead = x.shape[:-1]
         return x
+
+    def _join_mask(self, mask: Any, rows: int) -> Any:
+        """A mask for this rank's rows, for those of all. All ranks have one, or none has: the frame sees to it."""
+        return self._collect_rows(mask) if isinstance(mask, Tensor) and mask.shape[0] == rows else mask
 
     def _split(self, x: Any) -> Any:
         if not isinstance(x, Tensor) or not x.is_floating_point() or x.shape[:-1] != self._lead:

@@ -24,13 +24,15 @@ KINDS = ("non-model", "kept activations", "resident parameters", "gathered", "gr
 
 
 def windows(chunk: ChunkCost, workload: Workload) -> tuple[tuple[int, int], ...]:
-    """The moments, first and last, at which the chunk is gathered: two windows, or one where they meet at the turn."""
-    ahead = workload.prefetch_moments
-    forward = (max(0, chunk.forward[0] - ahead), chunk.forward[1])
-    backward = (chunk.backward[0] - ahead, chunk.backward[1])
-    if backward[0] <= forward[1] + 1:
-        return ((forward[0], backward[1]),)
-    return (forward, backward)
+    """The moments, first and last, at which the chunk is gathered: one window a use, or one for uses that meet."""
+    found: list[tuple[int, int]] = []
+    for first, last in chunk.uses:
+        begin = max(0, first - workload.prefetch_moments)
+        if found and begin <= found[-1][1] + 1:
+            found[-1] = (found[-1][0], last)
+        else:
+            found.append((begin, last))
+    return tuple(found)
 
 
 def gpu_kinds(workload: Workload) -> dict[str, Floats]:
@@ -38,25 +40,36 @@ def gpu_kinds(workload: Workload) -> dict[str, Floats]:
     n, moments, regime = len(workload.chunks), workload.moments, workload.regime
     out = {kind: np.zeros((n, 5, moments)) for kind in KINDS[2:]}
     for i, chunk in enumerate(workload.chunks):
-        plane, shard = (
-            int(np.ceil(regime.parameter * chunk.elems)),
-            int(np.ceil(regime.gradient * chunk.elems)),
-        )
-        out["resident parameters"][i, (0, 1, 3)] = plane
         gathered = int(np.ceil(regime.parameter * chunk.gathered_elems))
         alone = chunk.elems == chunk.gathered_elems
-        for first, last in windows(chunk, workload):
-            # a resident shard that is the whole chunk is used where it lies
-            out["gathered"][i, (2, 4) if alone else slice(None), first : last + 1] = gathered
-        if not chunk.trainable:
-            continue
-        start, end = chunk.backward
-        gradients = out["gradients"][i]
-        gradients[:, start : end + 1] = int(np.ceil(regime.gradient * chunk.gathered_elems))
-        gradients[:, end + 1 : end + 1 + workload.drain_moments] = shard
-        if workload.clipping:
-            gradients[0, end + 1 :] = shard
-        out["optimizer state"][i, 0] = int(np.ceil(regime.state * chunk.elems))
+        if workload.stage < 3:
+            out["resident parameters"][i] = gathered
+        else:
+            out["resident parameters"][i, (0, 1, 3)] = int(np.ceil(regime.parameter * chunk.elems))
+            for first, last in windows(chunk, workload):
+                # a resident shard that is the whole chunk is used where it lies
+                out["gathered"][i, (2, 4) if alone else slice(None), first : last + 1] = gathered
+        if chunk.trainable:
+            out["gradients"][i] = _gradient_bytes(chunk, workload)
+            out["optimizer state"][i, 0] = int(np.ceil(regime.state * chunk.elems))
+    return out
+
+
+def _gradient_bytes(chunk: ChunkCost, workload: Workload) -> Floats:
+    """A chunk's gradient on the GPU: whole while its backward goes on, then a shard until it is home; option moment."""
+    out = np.zeros((5, workload.moments))
+    shard = int(np.ceil(workload.regime.gradient * chunk.elems))
+    whole = int(np.ceil(workload.regime.gradient * chunk.gathered_elems))
+    start, end = chunk.backward
+    summed = (
+        workload.accumulation > 1
+    )  # the sum of earlier micro-steps is there, or is fetched, to be added to
+    out[:, start : end + 1] = whole + shard * summed
+    out[:, end + 1 : end + 1 + workload.drain_moments] = shard
+    if workload.clipping:
+        out[0, end + 1 :] = shard
+    if summed:
+        out[0, :start] = shard
     return out
 
 
@@ -69,7 +82,7 @@ def layer_bytes(workload: Workload) -> Floats:
 
 
 def home_bytes(workload: Workload, strategy: str) -> tuple[Floats, Floats]:
-    """Bytes of every chunk on the host and on disk; each: chunk option."""
+    """Bytes of every chunk on the host and on disk, of all ranks that share them; each: chunk option."""
     regime = workload.regime
     elems: Ints = np.array([chunk.elems for chunk in workload.chunks])
     trainable = np.array([chunk.trainable for chunk in workload.chunks])
@@ -83,8 +96,9 @@ def home_bytes(workload: Workload, strategy: str) -> tuple[Floats, Floats]:
     disk[:, (3, 4)] = (copies * state)[:, None]
     # a frozen chunk is one plane, on the GPU or on the host
     host[:, (1, 3)] *= trainable[:, None]
-    host[:, (2, 4)] = np.where(trainable[:, None], host[:, (2, 4)], plane[:, None])
-    return host, disk
+    streamed = plane if workload.stage == 3 else np.zeros_like(plane)
+    host[:, (2, 4)] = np.where(trainable[:, None], host[:, (2, 4)], streamed[:, None])
+    return workload.ranks_per_host * host, workload.ranks_per_host * disk
 
 
 def gradient_ring(workload: Workload) -> int:
@@ -106,6 +120,6 @@ def memory_table(workload: Workload, strategy: str, mode: str, gpu: Floats) -> T
         base += gradient_ring(workload)
     if mode == WITH_DISK:
         base += workload.disk_buffer_bytes
-    build.add("host", base=base, chunk=host)
+    build.add("host", base=base * workload.ranks_per_host, chunk=host)
     build.add("disk", chunk=disk)
     return build.table()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from math import ceil
 
 import numpy as np
@@ -10,7 +10,15 @@ import numpy as np
 from meshfold.mesh.errors import SpecError, nearest
 from meshfold.zero_gemini.errors import MemoryPlanError
 from meshfold.zero_gemini.planner.memory import gpu_kinds
-from meshfold.zero_gemini.planner.options import ALL_GPU, HOST_RESIDENT, HOST_STREAMED, Choice, Ints
+from meshfold.zero_gemini.planner.options import (
+    ALL_GPU,
+    DISK_RESIDENT,
+    DISK_STREAMED,
+    HOST_RESIDENT,
+    HOST_STREAMED,
+    Choice,
+    Ints,
+)
 from meshfold.zero_gemini.planner.problem import Case
 from meshfold.zero_gemini.planner.rates import Machine
 from meshfold.zero_gemini.planner.refuse import refusal, size
@@ -112,17 +120,20 @@ def const(
     machine: Machine,
     limits: Limits | None = None,
     *,
-    boundary_bytes: int = 512 * 2**20,
+    boundary_bytes: int | None = None,
     kept: Collection[str] = (),
 ) -> Plan:
     """Optimizer state on the host, and never more than ``boundary_bytes`` of parameters on the GPU.
 
-    In order of use, parameters stay on the GPU as long as that leaves room for those that are streamed.
+    In order of use, parameters stay on the GPU as long as that leaves room for those that are streamed. None stands for
+    512 MiB, or for what is used and prefetched at one moment if that is more.
     """
     kinds = gpu_kinds(workload)
     parameters = kinds["resident parameters"] + kinds["gathered"]  # chunk option moment
     streamed = parameters[:, HOST_STREAMED]
     held = streamed.sum(0)
+    if boundary_bytes is None:
+        boundary_bytes = max(512 * 2**20, int(held.max()))
     if held.max() > boundary_bytes:
         raise MemoryPlanError(
             f"const: boundary_bytes={boundary_bytes} is below the {int(held.max())} bytes of parameters that are used "
@@ -135,6 +146,33 @@ def const(
             break
         held, chunks[i] = more, HOST_RESIDENT
     return _fixed("const", workload, machine, limits, chunks, kept)
+
+
+def placed(
+    workload: Workload,
+    machine: Machine,
+    limits: Limits | None = None,
+    *,
+    homes: Mapping[str, tuple[str, str]],
+    policy: str,
+) -> Plan:
+    """What a placement that somebody else decided means.
+
+    Args:
+        homes: of each chunk by name, where its parameters are (``gpu`` or ``host``) and its optimizer state (or ``disk``).
+        policy: what it is called.
+
+    Raises:
+        MemoryPlanError: if it does not fit.
+        SpecError: for parameters on the host with their state on the GPU.
+    """
+    options = {("gpu", "gpu"): ALL_GPU, ("gpu", "host"): HOST_RESIDENT, ("host", "host"): HOST_STREAMED}
+    options |= {("gpu", "disk"): DISK_RESIDENT, ("host", "disk"): DISK_STREAMED}
+    for chunk in workload.chunks:
+        if homes[chunk.name] not in options:
+            raise SpecError(f"chunk {chunk.name}: parameters and state on {homes[chunk.name]} cannot be")
+    chunks = np.array([options[homes[chunk.name]] for chunk in workload.chunks])
+    return _fixed(policy, workload, machine, limits, chunks, ())
 
 
 def _case(workload: Workload, machine: Machine, limits: Limits | None) -> Case:
@@ -171,16 +209,16 @@ def _fixed(
     if plans:
         return min(plans, key=lambda made: made.seconds)
     wanted = build(case, case.strategies()[0], choice, policy=policy)
-    gpu_limit, host_limit, _ = case.limits.as_tuple()
+    peaks = (wanted.peak_gpu_bytes, wanted.peak_host_bytes, wanted.peak_disk_bytes)
     over = [
-        f"{size(peak)} of {what} memory (the limit is {size(limit)})"
-        for what, peak, limit in (
-            ("GPU", wanted.peak_gpu_bytes, gpu_limit),
-            ("host", wanted.peak_host_bytes, host_limit),
+        f"{size(peak)} of {what} (the limit is {size(limit)})"
+        for what, peak, limit in zip(
+            ("GPU memory", "host memory", "disk"), peaks, case.limits.as_tuple(), strict=True
         )
         if peak > limit
     ]
+    fewer = "keep fewer activations, " if kept else ""
     raise MemoryPlanError(
-        f"placement {policy!r} of {workload.name!r} needs {' and '.join(over)}: raise the limit, keep fewer activations, "
-        "or use placement 'auto', which plans within the limits"
+        f"placement {policy!r} of {workload.name!r} needs {' and '.join(over)}: raise the limit, {fewer}or use placement "
+        "'auto', which plans within the limits"
     )

@@ -103,6 +103,8 @@ class Case:
         return {}
 
     def strategies(self) -> tuple[str, ...]:
+        if self.workload.strategies is not None:
+            return self.workload.strategies
         return (JUST_IN_TIME, SPLIT, OUT_OF_PLACE) if self.workload.clipping else (NONE,)
 
     def problem(self, strategy: str, mode: str) -> Problem:

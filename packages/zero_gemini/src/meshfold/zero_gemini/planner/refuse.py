@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from meshfold.zero_gemini.errors import MemoryPlanError
 from meshfold.zero_gemini.planner.problem import Case
-from meshfold.zero_gemini.planner.rates import GiB
+from meshfold.zero_gemini.planner.rates import GiB, MiB
 from meshfold.zero_gemini.planner.search import least_bytes
 from meshfold.zero_gemini.planner.workload import Limits
 
@@ -50,17 +50,14 @@ def refusal(case: Case) -> DoesNotFit:
         words.append("No amount of host memory helps.")
     if binds == "gpu":
         words.append(
-            "Raise gpu_bytes, or lower what a moment needs: fewer tokens at once, smaller chunks, "
-            f"prefetch_moments below {workload.prefetch_moments}."
-            if workload.prefetch_moments
-            else "Raise gpu_bytes, or lower what a moment needs: fewer tokens at once, smaller chunks."
+            "Raise the GPU's limit, or lower what a moment needs: fewer tokens at once, or activations recomputed."
         )
     else:
         smaller = {"A": "B (8 bytes an element)", "B": "C (6 bytes an element)", "fp16": "A in bf16"}
-        change = ["raise host_bytes", "give it disk" if not disk_limit else "give it more disk"]
+        change = ["raise the host's limit", "give it disk" if not disk_limit else "give it more disk"]
         if workload.regime.name in smaller:
             change.append(f"use regime {smaller[workload.regime.name]}")
-        if workload.clipping:
+        if workload.clipping and workload.strategies is None:
             change.append("train without clipping, which holds no gradients")
         words.append(f"Or {', '.join(change)}, or use more data ranks.".replace("Or raise", "Raise"))
     return DoesNotFit(" ".join(words), gpu=gpu, host=host, binds=binds)
@@ -68,6 +65,12 @@ def refusal(case: Case) -> DoesNotFit:
 
 def size(count: int) -> str:
     """Bytes for people, and the exact number where it is not obvious."""
+    if count >= _PLENTY:
+        return "no limit"
+    if not count:
+        return "0 bytes"
+    if count < GiB:
+        return f"{count:,} bytes ({count / MiB:.2f} MiB)"
     if count % GiB == 0:
         return f"{count // GiB} GiB"
     return f"{count:,} bytes ({count / GiB:.2f} GiB)"

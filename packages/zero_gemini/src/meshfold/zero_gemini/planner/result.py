@@ -121,10 +121,15 @@ def options_of(plan: Plan) -> Choice:
 
 
 def canonical(workload: Workload, choice: Choice) -> Choice:
-    """The same choice with a frozen chunk, which has no state, either on the GPU or streamed."""
+    """The same choice with a frozen chunk, which has no state, either on the GPU or streamed; without stage 3 nothing streamed."""
+    resident: Ints = choice.chunks
+    if workload.stage < 3:
+        resident = np.array([ALL_GPU, HOST_RESIDENT, HOST_RESIDENT, DISK_RESIDENT, DISK_RESIDENT])[
+            choice.chunks
+        ]
     frozen = np.array([not chunk.trainable for chunk in workload.chunks])
-    streamed = np.isin(choice.chunks, [HOST_STREAMED, DISK_STREAMED])
-    chunks: Ints = np.where(frozen, np.where(streamed, HOST_STREAMED, ALL_GPU), choice.chunks)
+    streamed = np.isin(resident, [HOST_STREAMED, DISK_STREAMED])
+    chunks: Ints = np.where(frozen, np.where(streamed, HOST_STREAMED, ALL_GPU), resident)
     return Choice(chunks=chunks, layers=choice.layers)
 
 

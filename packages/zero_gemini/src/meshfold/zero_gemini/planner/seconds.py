@@ -18,6 +18,7 @@ which is short when the earliest chunks, whose gradients come last and which are
 
 With just-in-time clipping a step is two phases, each the largest of its own sums: the backward, and the forward with
 the CPU step inside it: ``backward + max(forward, (26 B · host elements + forward's h2d bytes) / host memory)``.
+With several micro-steps to a step, the later ones add a forward and a backward each in which nothing is stepped.
 Out of place it is (1 - q) of the first form and q of the second, with the wasted step in its backward; q is the share of steps
 that clip.
 """
@@ -41,7 +42,7 @@ from meshfold.zero_gemini.planner.options import (
     Table,
 )
 from meshfold.zero_gemini.planner.rates import Machine
-from meshfold.zero_gemini.planner.workload import Workload
+from meshfold.zero_gemini.planner.workload import ChunkCost, Workload
 
 TAIL = "tail"
 """the first word of the rows that are cycles through a chunk"""
@@ -65,15 +66,16 @@ class Loads:
         self.workload, self.machine, self.regime = workload, machine, regime
         elems = np.array([chunk.elems for chunk in chunks], dtype=float)[:, None]
         train = np.array([chunk.trainable for chunk in chunks], dtype=float)[:, None]
-        twice = np.array([len(windows(chunk, workload)) == 2 for chunk in chunks], dtype=float)[:, None]
+        loads = np.array([_loads(chunk, workload) for chunk in chunks], dtype=float)
         off = np.array([state != "gpu" for state in STATE], dtype=float)
-        streamed = np.array([home != "gpu" for home in PARAMETERS], dtype=float)
+        streamed = np.array([home != "gpu" and workload.stage == 3 for home in PARAMETERS], dtype=float)
         disk = np.array([state == "disk" for state in STATE], dtype=float)
         self.elems = elems * train * off
         # streamed: loaded for each window; resident: refreshed once after the CPU's step
         refreshed = (off - streamed) * train
-        self.up_forward = regime.parameter * elems * (streamed + refreshed)
-        self.up_backward = regime.parameter * elems * streamed * twice
+        self.up_again = regime.parameter * elems * streamed * loads[:, :1]
+        self.up_forward = self.up_again + regime.parameter * elems * refreshed
+        self.up_backward = regime.parameter * elems * streamed * loads[:, 1:]
         self.down = regime.gradient * self.elems
         self.disk = regime.state * elems * train * disk
         self.split = elems * train * (off - disk)
@@ -85,9 +87,23 @@ class Loads:
         recompute = np.array([layer.recompute_seconds for layer in workload.layers])
         self.recompute = np.stack([recompute, np.zeros_like(recompute)], axis=1)
         self.recompute_at = np.array([layer.last + 1 for layer in workload.layers])
-        gathered = sum(chunk.gathered_elems for chunk in chunks)
-        ranks = workload.data_ranks
-        self.collective = regime.parameter * gathered * (ranks - 1) / ranks / machine.collective
+        self.gather_forward, self.gather_backward, self.reduce = self._collectives()
+
+    def _collectives(self) -> tuple[float, float, float]:
+        """Seconds in which a rank receives parameters in the forward and in the backward, and sums gradients."""
+        workload, half, ranks = self.workload, self.workload.forward_moments, self.workload.data_ranks
+        forward = backward = reduced = 0
+        for chunk in workload.chunks:
+            uses = [first < half for first, _ in chunk.uses]
+            if workload.stage == 3:
+                forward += chunk.gathered_elems * sum(uses)
+                backward += chunk.gathered_elems * (len(uses) - sum(uses))
+            else:  # once, when they have been stepped
+                forward += chunk.gathered_elems * chunk.trainable
+            reduced += chunk.gathered_elems * chunk.trainable
+        share = (ranks - 1) / ranks / self.machine.collective
+        width = self.regime.parameter
+        return width * forward * share, width * backward * share, self.regime.gradient * reduced * share
 
     def cpu(self) -> Floats:
         """Seconds of arithmetic of the CPU step."""
@@ -113,6 +129,14 @@ class Loads:
         return [f"{TAIL} {resource} {chunk.name}" for chunk in self.workload.chunks]
 
 
+def _loads(chunk: ChunkCost, workload: Workload) -> tuple[int, int]:
+    """How often a streamed chunk is loaded in the forward, or ahead of it, and in the backward."""
+    turn = workload.forward_moments - workload.prefetch_moments
+    found = windows(chunk, workload)
+    forward = sum(first < turn or first == 0 for first, _ in found)
+    return forward, len(found) - forward
+
+
 def seconds_table(workload: Workload, machine: Machine, strategy: str) -> tuple[Table, tuple[Phase, ...]]:
     """The sums and the phases of a strategy."""
     loads = Loads(workload, machine)
@@ -133,6 +157,11 @@ def seconds_table(workload: Workload, machine: Machine, strategy: str) -> tuple[
         close("forward", weight)
         _backward(build, loads, strategy)
         close("backward", weight)
+    if workload.accumulation > 1:
+        _again_forward(build, loads)
+        close("later forwards", workload.accumulation - 1)
+        _again_backward(build, loads)
+        close("later backwards", workload.accumulation - 1)
     return build.table(), tuple(phases)
 
 
@@ -149,7 +178,7 @@ def _overlapped(build: Builder, loads: Loads) -> None:
     build.add("host memory", chunk=(step + up + down + 2 * loads.disk) / machine.host_memory)
     build.add("cpu optimizer", chunk=loads.cpu())
     build.add("disk", chunk=loads.disk_seconds())
-    build.add("collectives", base=3 * loads.collective)  # gathered twice, reduced once
+    build.add("collectives", base=loads.gather_forward + loads.gather_backward + loads.reduce)
     first, done = loads.first, loads.done
     later = first[None, :] >= first[:, None]  # k j: j's forward is not before k's
     before = done[None, :] <= done[:, None]  # k j: j's gradient is not after k's
@@ -176,7 +205,7 @@ def _forward(build: Builder, loads: Loads, strategy: str) -> None:
     build.add("host memory", chunk=(step + up + 2 * loads.disk) / machine.host_memory)
     build.add("cpu optimizer", chunk=cpu)
     build.add("disk", chunk=loads.disk_seconds())
-    build.add("collectives", base=loads.collective)
+    build.add("collectives", base=loads.gather_forward)
     first = loads.first
     path = (first[None, :] >= first[:, None]) @ loads.forward
     earlier = (first[None, :] <= first[:, None]).T[:, None, :]
@@ -201,4 +230,24 @@ def _backward(build: Builder, loads: Loads, strategy: str) -> None:
     build.add("host memory", chunk=(step + up + down + 2 * disk) / machine.host_memory)
     build.add("cpu optimizer", chunk=loads.cpu_of(step))
     build.add("disk", chunk=disk / machine.disk_read + disk / machine.disk_write)
-    build.add("collectives", base=2 * loads.collective)
+    build.add("collectives", base=loads.gather_backward + loads.reduce)
+
+
+def _again_forward(build: Builder, loads: Loads) -> None:
+    """The forward of a micro-step that is not the first of its step: nothing is stepped."""
+    machine, up = loads.machine, loads.up_again
+    build.add("compute", base=loads.forward.sum())
+    build.add("h2d", chunk=up / machine.h2d)
+    build.add("host memory", chunk=up / machine.host_memory)
+    build.add("collectives", base=loads.gather_forward if loads.workload.stage == 3 else 0.0)
+
+
+def _again_backward(build: Builder, loads: Loads) -> None:
+    """Its backward: the sum of gradients so far is fetched, added to and sent home again."""
+    machine, up, down = loads.machine, loads.up_backward + loads.down, loads.down
+    build.add("compute", base=loads.backward.sum(), layer=loads.recompute)
+    build.add("h2d", chunk=up / machine.h2d)
+    build.add("d2h", chunk=down / machine.d2h)
+    build.add("pcie", chunk=(up + down) / machine.pcie_both)
+    build.add("host memory", chunk=(up + down) / machine.host_memory)
+    build.add("collectives", base=loads.gather_backward + loads.reduce)

@@ -40,7 +40,13 @@ def table(plan: Plan) -> str:
     text += ["", _aligned(peaks)]
     rows = [("phase", "term", "seconds", "")]
     for name, weight, seconds in plan.phases:
-        shown = name if weight == 1 else f"{name} ({weight:.0%} of steps)"
+        shown = (
+            name
+            if weight == 1
+            else f"{name} ({weight:.0%} of steps)"
+            if weight < 1
+            else f"{name} (×{weight})"
+        )
         rows += [
             (shown, t.name, f"{t.seconds:.4g}", "<" if t.binds else "") for t in plan.terms if t.phase == name
         ]
@@ -50,6 +56,8 @@ def table(plan: Plan) -> str:
 
 def units(count: float) -> str:
     """Bytes in the unit that suits them."""
+    if count >= 2**60:
+        return "no limit"
     for name, unit in (("GiB", GiB), ("MiB", MiB), ("KiB", KiB)):
         if abs(count) >= unit:
             return f"{count / unit:.2f} {name}"

@@ -52,7 +52,7 @@ def chrome_trace(plan: Plan) -> dict[str, Any]:
     Times in microseconds. How long a resource is busy in a phase is predicted; when in the phase it is, is not.
     """
     moments = timeline(plan)
-    ends = [m.seconds for m in moments[1:]] + [plan.seconds]
+    ends = [m.seconds for m in moments[1:]] + [_length(plan)]
     events: list[dict[str, Any]] = [
         {
             "ph": "M",
@@ -98,6 +98,13 @@ def draw(plan: Plan, path: str | Path) -> Path:
     return where
 
 
+def _length(plan: Plan) -> float:
+    """Seconds of the step, or of its first micro-step of several: what the timeline shows."""
+    if plan.workload.accumulation == 1:
+        return plan.seconds
+    return sum(seconds for name, _, seconds in plan.phases if name in _phase_starts(plan))
+
+
 def _phase_starts(plan: Plan) -> dict[str, float]:
     """When each phase starts, seconds, forward before backward; the likelier of two forms of an out-of-place step."""
     seconds = {name: total for name, _, total in plan.phases}
@@ -126,5 +133,6 @@ def _starts(plan: Plan) -> list[float]:
         whole = {name: total for name, _, total in plan.phases}
         lasts[:half] *= whole["forward"] / lasts[:half].sum()
         lasts[half:] *= whole["backward"] / lasts[half:].sum()
-    lasts *= plan.seconds / lasts.sum()
+    if workload.accumulation == 1:
+        lasts *= plan.seconds / lasts.sum()
     return [0.0, *np.cumsum(lasts)[:-1].tolist()]

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from math import ceil
 
 from meshfold.mesh.errors import SpecError
+from meshfold.zero_gemini.planner.options import JUST_IN_TIME, NONE, OUT_OF_PLACE, SPLIT, STRATEGIES
 from meshfold.zero_gemini.planner.rates import Machine
 
 
@@ -46,8 +47,10 @@ REGIMES = {
     ),
     # a whole fp32 master beside the fp16 plane, which a step only writes
     "fp16": Regime(name="fp16", parameter=2, state=12, gradient=2, step=28, first_pass=20, second_pass=18),
+    # the parameter is the master
+    "fp32": Regime(name="fp32", parameter=4, state=8, gradient=4, step=28, first_pass=20, second_pass=20),
 }
-"""A: exact split master, fp32 moments (12 B). B: bf16 moments (8 B). C: 8-bit moments (6.03 B). fp16: 14 B."""
+"""A: exact split master, fp32 moments (12 B). B: bf16 moments (8 B). C: 8-bit moments (6.03 B). fp16: 14 B. fp32: 12 B."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -73,6 +76,9 @@ class ChunkCost:
     """the same in the backward, without any recompute."""
     trainable: bool = True
     """False: no gradient and no optimizer state."""
+    visits: tuple[tuple[int, int], ...] | None = None
+    """runs of moments, first and last, in which it is used, in order; None: ``forward`` and ``backward``. They say when it is
+    gathered; ``forward`` and ``backward`` span them, and have a place for a chunk that is not used there at all."""
 
     def __post_init__(self) -> None:
         if not 0 < self.elems <= self.gathered_elems:
@@ -87,6 +93,16 @@ class ChunkCost:
             )
         if min(self.forward_seconds, self.backward_seconds) < 0:
             raise SpecError(f"chunk {self.name!r}: seconds below zero")
+        last = -1
+        for begin, stop in self.uses:
+            if not last < begin <= stop:
+                raise SpecError(f"chunk {self.name!r}: visits={self.visits} must be in order and apart")
+            last = stop
+
+    @property
+    def uses(self) -> tuple[tuple[int, int], ...]:
+        """Runs of moments, first and last, in which it is used."""
+        return (self.forward, self.backward) if self.visits is None else self.visits
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -127,7 +143,15 @@ class Workload:
     """clip by the global norm, exactly: gradients are held until it is known."""
     clip_probability: float = 1.0
     """share of the steps whose clip factor is below 1; decides whether to step before the norm is known."""
+    strategies: tuple[str, ...] | None = None
+    """ways of clipping that may be planned, keys of ``STRATEGIES``; None: all that ``clipping`` allows."""
+    stage: int = 3
+    """of ZeRO: 1 and 2 keep whole parameters on the GPU."""
+    accumulation: int = 1
+    """micro-steps of a step; the moments and the chunks' seconds are those of one."""
     data_ranks: int = 1
+    ranks_per_host: int = 1
+    """ranks that share a host's memory, its bandwidth and its disk."""
     prefetch_moments: int = 1
     """a streamed chunk is on the GPU so many moments before its use."""
     drain_moments: int = 1
@@ -170,6 +194,15 @@ class Workload:
         if min(self.data_ranks - 1, self.prefetch_moments, self.drain_moments, self.tokens - 1) < 0:
             raise SpecError(
                 f"workload {self.name!r}: data_ranks and tokens are at least 1, moments at least 0"
+            )
+
+        known = set(STRATEGIES) - ({NONE} if self.clipping else {JUST_IN_TIME, SPLIT, OUT_OF_PLACE})
+        if self.strategies is not None and not (self.strategies and set(self.strategies) <= known):
+            raise SpecError(f"strategies={self.strategies}: some of {', '.join(sorted(known))}")
+        if self.stage not in (1, 2, 3) or min(self.accumulation, self.ranks_per_host) < 1:
+            raise SpecError(
+                f"workload {self.name!r}: stage={self.stage} is 1, 2 or 3; accumulation={self.accumulation} and "
+                f"ranks_per_host={self.ranks_per_host} are at least 1"
             )
 
     @property

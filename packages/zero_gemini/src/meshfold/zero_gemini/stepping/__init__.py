@@ -5,5 +5,6 @@ from __future__ import annotations
 from meshfold.zero_gemini.stepping.adam import AdamStepper
 from meshfold.zero_gemini.stepping.base import Entry, Stepper
 from meshfold.zero_gemini.stepping.general import GeneralStepper
+from meshfold.zero_gemini.stepping.on_disk import DiskSettings
 
-__all__ = ["AdamStepper", "Entry", "GeneralStepper", "Stepper"]
+__all__ = ["AdamStepper", "DiskSettings", "Entry", "GeneralStepper", "Stepper"]

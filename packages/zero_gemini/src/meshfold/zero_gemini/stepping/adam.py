@@ -12,40 +12,35 @@ bfloat16  C         split master; 8 bits and a scale every 256 elements         
 float16   A         float32; float32                                                   14
 ========= ========= ================================================================== =====
 
+On disk goes everything but what the model computes with, which is the first 2 bytes (4 in float32).
+
 Neighbours that are used alike are stepped in one run of the kernel, the padding between them included (it is zero and
 stays so).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from meshfold.kernels import (
-    AdamSettings,
-    AdamState,
-    QuantizedState,
-    SplitState,
-    WholeState,
-    adam_step,
-    adam_update_moments,
-    adam_update_parameters,
-    join_master,
-    split_master,
-)
+from meshfold.kernels import QuantizedState, WholeState, join_master, split_master
 from meshfold.zero_gemini.chunk import Chunk
-from meshfold.zero_gemini.errors import MemoryPlanError
+from meshfold.zero_gemini.errors import DiskError, MemoryPlanError
+from meshfold.zero_gemini.memory import Place
+from meshfold.zero_gemini.placing import Home
 from meshfold.zero_gemini.stepping.base import Entry
-from meshfold.zero_gemini.stepping.worker import Worker
-from meshfold.zero_gemini.transfer import host_empty
+from meshfold.zero_gemini.stepping.held import Held
+from meshfold.zero_gemini.stepping.on_disk import DiskPlanes, DiskSettings
+from meshfold.zero_gemini.stepping.planes import MOMENTS, planes_of
+from meshfold.zero_gemini.stepping.ring import Piece
+from meshfold.zero_gemini.stepping.runs import ChunkStep, Run, settings_of
+from meshfold.zero_gemini.stepping.worker import Halves, Worker
 
 REGIMES = ("A", "B", "C")
-_MOMENTS = ("exp_avg", "exp_avg_sq")
 _PLAIN = ("amsgrad", "maximize", "capturable", "differentiable")
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -62,82 +57,121 @@ def suits(optimizer: torch.optim.Optimizer, dtype: torch.dtype, true_dtype: torc
 
 
 class AdamStepper:
-    """See :class:`meshfold.zero_gemini.stepping.base.Stepper`."""
+    """See :class:`meshfold.zero_gemini.stepping.base.Stepper`.
 
-    def __init__(self, optimizer: torch.optim.Optimizer, regime: str, seed: int) -> None:
+    Attributes:
+        disk: where state on disk lies; None without.
+    """
+
+    def __init__(
+        self, optimizer: torch.optim.Optimizer, regime: str, seed: int, disk: DiskSettings | None = None
+    ) -> None:
         """Args:
         optimizer: an Adam or AdamW of torch, for its groups and settings; it never steps itself.
         regime: ``"A"``, ``"B"`` or ``"C"``.
         seed: of stochastic rounding.
+        disk: where the state of chunks on disk lies; None: nothing is.
         """
         self.optimizer, self._regime, self._seed = optimizer, regime, seed
-        self._states: dict[Chunk, AdamState] = {}
+        self.disk = None if disk is None else DiskPlanes(disk)
+        self._held: dict[Chunk, Held] = {}
         self._first: dict[Chunk, int] = {}  # global number of the shard's first element
         self._elements = 0
         self._steps: dict[str, int] = {}
+        self._chunks: dict[str, Chunk] = {}
         self._worker = Worker()
-        self._beside: set[Chunk] = set()  # chunks that the host steps while the device computes
-        self._stretches: dict[str, tuple[Chunk, nn.Parameter]] = {}
 
-    def adopt(self, chunk: Chunk, home: torch.device) -> None:
+    def reserve(self, shards: Iterable[tuple[torch.dtype, int]]) -> None:
+        """Have room on disk for chunks that are about to be adopted on, or moved to, disk: in one file for all of them.
+
+        Args:
+            shards: of each chunk, in which dtype the model computes and the elements of the shard.
+
+        Raises:
+            DiskError: if there is not as much room, or the folder cannot be used; nothing has changed then.
+            MemoryPlanError: if there are some and no folder was named.
+        """
+        wanted = [(planes_of(dtype, self._regime), elements) for dtype, elements in shards]
+        if self.disk is not None:
+            self.disk.reserve(wanted)
+        elif wanted:
+            raise MemoryPlanError(
+                f"the optimizer state of {len(wanted)} chunks is to live on disk, and no folder for it was named: give "
+                "offload_path"
+            )
+
+    def adopt(self, chunk: Chunk, place: Place) -> None:
         if self._regime != "A" and chunk.dtype != torch.bfloat16:
             raise MemoryPlanError(
                 f"regime {self._regime!r} is for models in bfloat16, and this one computes in {chunk.dtype}: use "
                 "precision='bf16', or regime='A'"
             )
-        shard = chunk.shard
-        same = shard.device.type == home.type
-        weights = shard if same else host_empty(shard.numel(), shard.dtype, home, shard.device).zero_()
-        self._states[chunk] = _fresh(weights, self._regime)
-        self._first[chunk] = self._elements + chunk.group.index * shard.numel()
+        self._held[chunk] = Held(chunk, self._regime, place, self.disk)
+        self._first[chunk] = self._elements + chunk.group.index * chunk.shard.numel()
         self._elements += chunk.spec.size_elems
-        if home != chunk.device:
-            self._beside.add(chunk)
-            chunk.due = lambda: self._settle(chunk)
+        self._promise(chunk)
         for part in chunk.slices:
-            stretch = nn.Parameter(weights[part.shard_start : part.shard_start + part.length])
-            self._stretches[part.name] = (chunk, stretch)
+            self._chunks[part.name] = chunk
             self._steps[part.name] = 0
 
+    def move(self, chunk: Chunk, home: Home) -> None:
+        self.finish()
+        self._held[chunk].move(home)
+        self._promise(chunk)
+
+    def _promise(self, chunk: Chunk) -> None:
+        """Steps of what is not on the device are done beside the computation."""
+        chunk.due = partial(self._settle, chunk) if self._beside(chunk) else None
+
+    def _beside(self, chunk: Chunk) -> bool:
+        return self._held[chunk].place != "device"
+
     def stretch(self, name: str) -> nn.Parameter | None:
-        return self._stretches[name][1] if name in self._stretches else None
+        return self._held[self._chunks[name]].weights.stretches[name] if name in self._chunks else None
 
     def true_dtype(self, chunk: Chunk) -> torch.dtype:
         return torch.float32
 
     @torch.no_grad()
     def fill(self, name: str, block: Tensor) -> None:
-        if name not in self._stretches:
+        if name not in self._chunks:
             return
-        chunk, weights = self._stretches[name]
-        values = chunk.cut(name, block).to(weights.device, torch.float32).contiguous()
-        state = self._part(name)
-        if isinstance(state, WholeState):
-            state.parameter.copy_(values)
-            state.weights.copy_(values)
+        held, (begin, end) = self._idle(name), self._range(name)
+        weights = held.weights.tensor[begin:end]
+        values = held.chunk.cut(name, block).to(weights.device, torch.float32).contiguous()
+        if weights.dtype == torch.float32:
+            weights.copy_(values)
         else:
-            hi, lo = split_master(values)
-            state.hi.copy_(hi)
-            state.lo.copy_(lo)
-        if self._states[chunk].weights is not chunk.shard:
-            a, b = self._range(name)
-            chunk.shard[a:b].copy_(state.weights)
+            for _, a, z, state in held.sections([(begin, end)], change=True):
+                part = values[a - begin : z - begin]
+                if isinstance(state, WholeState):
+                    state.parameter.copy_(part)
+                    state.weights.copy_(part)
+                else:
+                    hi, lo = split_master(part)
+                    state.hi.copy_(hi)
+                    state.lo.copy_(lo)
+        if not held.weights.are_shard:
+            held.chunk.shard[begin:end].copy_(weights)
 
     def true(self, name: str) -> Tensor:
-        state = self._part(name)
-        return state.parameter if isinstance(state, WholeState) else join_master(state.hi, state.lo)
+        held, (begin, end) = self._idle(name), self._range(name)
+        if held.chunk.dtype == torch.float32:
+            return held.weights.tensor[begin:end]
+        return _joined(
+            state.parameter.clone() if isinstance(state, WholeState) else join_master(state.hi, state.lo)
+            for _, _, _, state in held.sections([(begin, end)], change=False)
+        )
 
-    @torch.no_grad()
     def publish(self, chunk: Chunk) -> None:
-        weights = self._states[chunk].weights
-        if weights is not chunk.shard:
-            chunk.shard.copy_(weights, non_blocking=True)
+        self._held[chunk].weights.show()
         chunk.publish()
 
     def step(self, gradients: Mapping[Chunk, Tensor], scale: float | Tensor, used: set[str]) -> None:
         groups = {p: group for group in self.optimizer.param_groups for p in group["params"]}
         self.finish()
-        late: dict[Chunk, tuple[Callable[[], None], Callable[[], None]]] = {}
+        late: dict[Chunk, Halves] = {}
+        on_disk = []  # what passes through the buffers, in order
         factors: dict[torch.device, Tensor] = {}  # the factor, once on each device
         for chunk, gradient in gradients.items():
             factor = scale
@@ -145,43 +179,54 @@ class AdamStepper:
                 if gradient.device not in factors:
                     factors[gradient.device] = scale.to(gradient.device, torch.float32)
                 factor = factors[gradient.device]
-            updates = [
-                self._update(chunk, gradient, factor, *run, groups) for run in self._runs(chunk, used, groups)
-            ]
-            if chunk in self._beside and all(update.in_halves for update in updates):
-                late[chunk] = (
-                    partial(_each, updates, adam_update_parameters),
-                    partial(_each, updates, adam_update_moments),
-                )
-                chunk.is_due = True
-            else:
-                _each(updates, adam_step)
+            step = ChunkStep(
+                held=self._held[chunk], gradient=gradient, factor=factor, first=self._first[chunk],
+                seed=self._seed, runs=self._runs(chunk, used, groups),
+            )  # fmt: skip
+            if not self._beside(chunk):
+                step.at_once()
+                continue
+            # Late for every rank of the chunk's group, whatever lies in its shard: showing the chunk is theirs together.
+            late[chunk] = step.halves(self._read_ahead)
+            on_disk += step.held.pieces_of(step.spans)
+            chunk.is_due = True
         if late:
-            self._worker.submit(late, list(reversed(late)))
+            then = None
+            if self.disk is not None:
+                self.disk.ring.expect(on_disk)
+                then = partial(self._get_ready, on_disk)
+            self._worker.submit(late, list(reversed(late)), then)
         # Schedulers of torch warn if they are stepped before the optimizer, which never steps itself here.
         self.optimizer._opt_called = True  # type: ignore[attr-defined]
 
-    def _update(
-        self,
-        chunk: Chunk,
-        gradient: Tensor,
-        factor: float | Tensor,
-        begin: int,
-        end: int,
-        names: list[str],
-        groups: Mapping[Tensor, Any],
-    ) -> _Update:
-        number = self._steps[names[0]] + 1
-        self._steps.update(dict.fromkeys(names, number))
-        return _Update(
-            state=_cut(self._states[chunk], begin, end),
-            gradient=gradient[begin:end],
-            settings=_settings(self.optimizer, groups[self._stretches[names[0]][1]]),
-            number=number,
-            factor=factor,
-            start=self._first[chunk] + begin,
-            seed=self._seed,
-        )
+    def _read_ahead(self) -> None:
+        if self.disk is not None:
+            self.disk.ring.advance()
+
+    def _get_ready(self, pieces: list[Piece]) -> None:
+        """After a step: begin to read what the next one will want first."""
+        if self.disk is not None:
+            self.disk.ring.settle()
+            self.disk.ring.expect(pieces)
+
+    def _runs(self, chunk: Chunk, used: set[str], groups: Mapping[Tensor, Any]) -> list[Run]:
+        """Stretches of the shard that are stepped alike, as many neighbours as can be in one; counts their steps."""
+        stretches = self._held[chunk].weights.stretches
+        runs: list[Run] = []
+        key = None
+        for part in chunk.slices:
+            group = groups[stretches[part.name]]
+            mine = (id(group), self._steps[part.name]) if part.name in used else None
+            if mine != key:
+                if key is not None:
+                    runs[-1].end = part.shard_start
+                if mine is not None:
+                    settings = settings_of(self.optimizer, group)
+                    runs.append(Run(part.shard_start, chunk.shard.numel(), settings, mine[1] + 1))
+                key = mine
+            if mine is not None:
+                self._steps[part.name] += 1
+        return runs
 
     def _settle(self, chunk: Chunk) -> None:
         """Before a chunk is gathered: its parameters must be there."""
@@ -189,9 +234,18 @@ class AdamStepper:
         self.publish(chunk)
 
     def finish(self) -> None:
-        """Let every promised step be done, and the model see it."""
-        for chunk in self._states:
+        """Let every promised step be done, and the model see it.
+
+        Raises:
+            DiskError: if a step could not be, now and from then on.
+        """
+        for chunk in self._held:
             chunk.settle()
+        self._wait()
+        if self.disk is not None:
+            self.disk.ring.settle()
+
+    def _wait(self) -> None:
         self._worker.wait()
 
     def done_with(self, chunk: Chunk) -> None:
@@ -199,21 +253,40 @@ class AdamStepper:
         self._worker.wait_moments(chunk)
 
     def close(self) -> None:
-        """End the thread, with all steps done."""
-        self.finish()
-        self._worker.close()
+        """End the thread, with all steps done; remove what is on disk, and give all memory back.
+
+        Raises:
+            DiskError: if a step could not be done, and nobody was told yet.
+        """
+        told = self._worker.failed
+        try:
+            self.finish()
+        except DiskError:
+            if not told:
+                raise
+        finally:
+            self._worker.close()
+            for chunk, held in self._held.items():
+                chunk.due = None
+                held.free()
+            self._held.clear()
+            self._chunks.clear()
+            if self.disk is not None:
+                self.disk.close()
 
     @torch.no_grad()
     def reset(self) -> None:
+        self._wait()
         self._steps = dict.fromkeys(self._steps, 0)
-        for state in self._states.values():
-            for name in _MOMENTS:
-                getattr(state, name).zero_()
-                if isinstance(state, QuantizedState):
-                    getattr(state, f"{name}_scale").zero_()
+        for chunk, held in self._held.items():
+            for _, _, _, state in held.sections([(0, chunk.shard.numel())], change=True):
+                for name in MOMENTS:
+                    getattr(state, name).zero_()
+                    if isinstance(state, QuantizedState):
+                        getattr(state, f"{name}_scale").zero_()
 
     def entries(self, chunk: Chunk) -> dict[str, dict[str, Entry]]:
-        like = dict.fromkeys(_MOMENTS, Entry(True, "float32"))
+        like = dict.fromkeys(MOMENTS, Entry(True, "float32"))
         return {
             part.name: {**like, "step": Entry(False, "float32")}
             for part in chunk.slices
@@ -223,127 +296,37 @@ class AdamStepper:
     def read(self, name: str, key: str) -> Tensor:
         if key == "step":
             return torch.tensor(float(self._steps[name]))
-        state = self._part(name)
-        return state.moment(key) if isinstance(state, QuantizedState) else getattr(state, key).float()
+        held = self._idle(name)
+        return _joined(
+            state.moment(key)
+            if isinstance(state, QuantizedState)
+            else getattr(state, key).to(torch.float32, copy=True)
+            for _, _, _, state in held.sections([self._range(name)], change=False)
+        )
 
     @torch.no_grad()
     def write(self, name: str, key: str, value: Tensor) -> None:
         if key == "step":
             self._steps[name] = int(value)
-        elif key in _MOMENTS:
-            state = self._part(name)
-            if isinstance(state, QuantizedState):
-                state.load_moment(key, value.to(state.hi.device, torch.float32))
-            else:
-                getattr(state, key).copy_(value)
+        elif key in MOMENTS:
+            held, (begin, end) = self._idle(name), self._range(name)
+            for _, a, z, state in held.sections([(begin, end)], change=True):
+                part = value.reshape(-1)[a - begin : z - begin]
+                if isinstance(state, QuantizedState):
+                    state.load_moment(key, part.to(state.hi.device, torch.float32))
+                else:
+                    getattr(state, key).copy_(part)
 
-    def _runs(
-        self, chunk: Chunk, used: set[str], groups: Mapping[Tensor, Any]
-    ) -> Iterator[tuple[int, int, list[str]]]:
-        """Stretches of the shard that are stepped alike: from, to, and whose they are."""
-        begin, key = 0, None
-        names: list[str] = []
-        for part in chunk.slices:
-            mine = (
-                (id(groups[self._stretches[part.name][1]]), self._steps[part.name])
-                if part.name in used
-                else None
-            )
-            if mine != key:
-                if names:
-                    yield begin, part.shard_start, names
-                begin, key, names = part.shard_start, mine, []
-            if mine is not None:
-                names.append(part.name)
-        if names:
-            yield begin, chunk.shard.numel(), names
+    def _idle(self, name: str) -> Held:
+        """What is held of a parameter's chunk, with nobody at work on it."""
+        self._wait()
+        return self._held[self._chunks[name]]
 
     def _range(self, name: str) -> tuple[int, int]:
-        part = next(part for part in self._stretches[name][0].slices if part.name == name)
+        part = next(part for part in self._chunks[name].slices if part.name == name)
         return part.shard_start, part.shard_start + part.length
 
-    def _part(self, name: str) -> AdamState:
-        return _cut(self._states[self._stretches[name][0]], *self._range(name))
 
-
-@dataclass(frozen=True, kw_only=True)
-class _Update:
-    """One run of the kernel, to be done at any time."""
-
-    state: AdamState
-    gradient: Tensor
-    settings: AdamSettings
-    number: int
-    factor: float | Tensor
-    start: int
-    seed: int
-
-    @property
-    def in_halves(self) -> bool:
-        """Whether parameters can be written before moments."""
-        return self.settings.adamw_mode or not self.settings.weight_decay
-
-    def run(self, kernel: Callable[..., None]) -> None:
-        kernel(
-            self.state, self.gradient, self.settings, step=self.number, grad_scale=self.factor, start=self.start,
-            seed=self.seed,
-        )  # fmt: skip
-
-
-def _each(updates: list[_Update], kernel: Callable[..., None]) -> None:
-    for update in updates:
-        update.run(kernel)
-
-
-def _settings(optimizer: torch.optim.Optimizer, group: Mapping[str, Any]) -> AdamSettings:
-    beta1, beta2 = group["betas"]
-    return AdamSettings(
-        lr=float(group["lr"]),
-        beta1=float(beta1),
-        beta2=float(beta2),
-        eps=float(group["eps"]),
-        weight_decay=float(group["weight_decay"]),
-        adamw_mode=bool(group.get("decoupled_weight_decay", isinstance(optimizer, torch.optim.AdamW))),
-    )
-
-
-def _fresh(weights: Tensor, regime: str) -> AdamState:
-    """The state of weights that are zero, and will be filled; ``weights`` itself is in it."""
-    whole = torch.zeros(weights.numel(), dtype=torch.float32, device=weights.device)
-    if weights.dtype != torch.bfloat16:
-        copy = None if weights.dtype == torch.float32 else weights
-        return WholeState(
-            parameter=weights if copy is None else whole,
-            exp_avg=whole.clone(),
-            exp_avg_sq=whole.clone(),
-            copy=copy,
-        )
-    lo = torch.zeros(weights.numel(), dtype=torch.int16, device=weights.device)
-    if regime != "C":
-        moments = whole if regime == "A" else whole.bfloat16()
-        return SplitState(hi=weights, lo=lo, exp_avg=moments.clone(), exp_avg_sq=moments)
-    like = QuantizedState.of(whole)
-    return QuantizedState(
-        hi=weights, lo=lo, exp_avg=like.exp_avg, exp_avg_scale=like.exp_avg_scale, exp_avg_sq=like.exp_avg_sq,
-        exp_avg_sq_scale=like.exp_avg_sq_scale,
-    )  # fmt: skip
-
-
-def _cut(state: AdamState, begin: int, end: int) -> AdamState:
-    """The elements from ``begin`` up to ``end`` of a state: views."""
-    if isinstance(state, WholeState):
-        return WholeState(
-            parameter=state.parameter[begin:end], exp_avg=state.exp_avg[begin:end],
-            exp_avg_sq=state.exp_avg_sq[begin:end], copy=None if state.copy is None else state.copy[begin:end],
-        )  # fmt: skip
-    if isinstance(state, SplitState):
-        return SplitState(
-            hi=state.hi[begin:end], lo=state.lo[begin:end], exp_avg=state.exp_avg[begin:end],
-            exp_avg_sq=state.exp_avg_sq[begin:end],
-        )  # fmt: skip
-    blocks = slice(begin // 256, -(-end // 256))
-    return QuantizedState(
-        hi=state.hi[begin:end], lo=state.lo[begin:end], exp_avg=state.exp_avg[begin:end],
-        exp_avg_scale=state.exp_avg_scale[blocks], exp_avg_sq=state.exp_avg_sq[begin:end],
-        exp_avg_sq_scale=state.exp_avg_sq_scale[blocks],
-    )  # fmt: skip
+def _joined(parts: Iterable[Tensor]) -> Tensor:
+    found = list(parts)
+    return found[0] if len(found) == 1 else torch.cat(found)

@@ -2,20 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
 
 from meshfold.zero_gemini.chunk import Chunk
+from meshfold.zero_gemini.memory import Place
+from meshfold.zero_gemini.placing import Home
 
 
 class Entry(NamedTuple):
-    """One tensor of an optimizer: whether it has its parameter's shape (else it is a number), and its dtype's name."""
+    """One tensor of an optimizer: whether it has its parameter's shape, its dtype's name, and its own shape if it has not.
+
+    On shards those that have another shape are numbers.
+    """
 
     like: bool
     dtype: str
+    shape: tuple[int, ...] = ()
 
 
 class Stepper(Protocol):
@@ -27,8 +33,31 @@ class Stepper(Protocol):
 
     optimizer: torch.optim.Optimizer
 
-    def adopt(self, chunk: Chunk, home: torch.device) -> None:
-        """Take charge of a chunk; state and true weights live on ``home``."""
+    def reserve(self, shards: Iterable[tuple[torch.dtype, int]]) -> None:
+        """Have room on disk for the state of chunks, before anything is done: of each the dtype and the shard's elements.
+
+        Raises:
+            MemoryPlanError: if it cannot live there.
+            DiskError: if there is not as much room.
+        """
+
+    def adopt(self, chunk: Chunk, place: Place) -> None:
+        """Take charge of a chunk; state and true weights live on ``place``.
+
+        Raises:
+            OutOfBudget: if there is not as much memory.
+            MemoryPlanError: for a place that this way of stepping cannot use.
+        """
+
+    def move(self, chunk: Chunk, home: Home) -> None:
+        """Let a chunk, its true weights and its state live elsewhere from now on, with the same bits.
+
+        Between steps, after ``finish``; all ranks must call. On an error everything is where it was.
+
+        Raises:
+            OutOfBudget: if there is not as much memory.
+            MemoryPlanError: for a place that this way of stepping cannot use.
+        """
 
     def stretch(self, name: str) -> nn.Parameter | None:
         """This rank's elements of a parameter as a parameter of the optimizer; None if it has none."""
@@ -49,7 +78,7 @@ class Stepper(Protocol):
         """Step on every chunk.
 
         Args:
-            gradients: each chunk's shard of the gradient, on the chunk's home.
+            gradients: each chunk's shard of the gradient, where the chunk's state is; on the host for one on disk.
             scale: what gradients count times.
             used: names of the parameters that have a gradient; the others are left as they are.
         """

@@ -1,0 +1,49 @@
+"""Meshfold: the engine with the entry ``zero``."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+from torch import Tensor
+
+from benchmarks.offload.decoder import decoder
+from benchmarks.offload.job import Job
+
+
+class Ours:
+    """See :class:`benchmarks.offload.job.Trainer`."""
+
+    def __init__(self, job: Job) -> None:
+        from meshfold.engine import Engine
+
+        zero: dict[str, Any] = {"stage": 3, "regime": job.regime, **job.options, **job.flags}
+        if zero["placement"] == "auto":
+            limits = {"gpu_memory_limit": job.gpu_limit, "host_memory_limit": job.host_limit}
+            zero |= {name: limit for name, limit in limits.items() if limit}
+            if job.disk:
+                zero["offload_path"] = job.disk
+        spec: dict[str, Any] = {"zero": zero} if job.ranks == 1 else {"data": job.ranks, "zero": zero}
+        self.flags = {"parallel": spec, "precision": "bf16", "clip_grad_norm": job.clip}
+        self.engine = Engine(
+            partial(decoder, *job.sizes), spec,
+            optimizer=dict(name="adamw", lr=job.lr), precision="bf16", clip_grad_norm=job.clip,
+        )  # fmt: skip
+        self.device = self.engine.device
+        config: Any = self.engine.model.config
+        self.parameters = int(config.num_parameters())
+
+    def step(self, ids: Tensor) -> tuple[float, float | None]:
+        loss = self.engine.train_step({"input_ids": ids, "labels": ids})
+        return loss, None if self.engine.last is None else self.engine.last.grad_norm
+
+    def predicted(self) -> dict[str, float | None]:
+        plan = None if self.engine.residency is None else self.engine.residency.plan
+        names = ("seconds", "peak_gpu_bytes", "peak_host_bytes")
+        return {name: getattr(plan, name, None) for name in names}
+
+    def close(self) -> None:
+        self.engine.close()
+
+
+build = Ours

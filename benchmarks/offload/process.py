@@ -1,0 +1,142 @@
+"""Start a contestant's processes, hold them to their limit of host memory, and collect what they wrote."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from benchmarks.offload.job import GIB, Job
+from benchmarks.offload.worker import DOES_NOT_FIT
+
+WORKER = Path(__file__).with_name("worker.py")
+_LOOK_S = 0.25  # between two looks at the host memory of a contestant
+_GRACE_S = 5.0  # for the other ranks once one has ended with an error
+
+
+def run(job: Job, timeout_s: float) -> dict[str, Any]:
+    """What a contestant found, a search started again as often as it needs."""
+    if not job.search:
+        return attempt(job, timeout_s)
+    tries = []
+    while True:
+        found = attempt(job, timeout_s)
+        fits = found.get("fits", job.low)
+        tries.append({"fits": fits, "does_not_fit": found.get("tried") if "error" in found else None})
+        if found.get("code") != DOES_NOT_FIT or found["tried"] <= 1:
+            return {**found, "searched": tries}
+        job = dataclasses.replace(job, low=fits, high=found["tried"])
+
+
+def attempt(job: Job, timeout_s: float) -> dict[str, Any]:
+    """One start of all ranks."""
+    with tempfile.TemporaryDirectory(prefix="offload-") as folder:
+        place = Path(folder)
+        job = dataclasses.replace(job, out=str(place / "found.json"))
+        job.save(place / "job.json")
+        port = _free_port()
+        ranks = [_start(job, place, rank, port) for rank in range(job.ranks)]
+        try:
+            end, peak = _watch(job, ranks, timeout_s)
+        finally:
+            for rank in ranks:
+                rank.kill()
+                rank.wait()
+        out = Path(job.out)
+        found: dict[str, Any] = json.loads(out.read_text()) if out.exists() else {"rows": job.rows}
+        found["host_peak_bytes"] = max(peak, found.get("own_host_peak_bytes", 0) if job.ranks == 1 else 0)
+        codes = [rank.returncode for rank in ranks]
+        found["code"] = DOES_NOT_FIT if DOES_NOT_FIT in codes else next((c for c in codes if c), 0)
+        if end:
+            found["error"] = end
+        elif found["code"] and "error" not in found:
+            found["error"] = _last_line(place, codes)
+        if found.get("error"):
+            found["log"] = "".join(_log(place, rank)[-3000:] for rank in range(min(job.ranks, 2)))
+        return found
+
+
+def _start(job: Job, place: Path, rank: int, port: int) -> subprocess.Popen[bytes]:
+    variables = {
+        **os.environ,
+        "OMP_NUM_THREADS": str(job.cores),
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank),
+        "WORLD_SIZE": str(job.ranks),
+        "LOCAL_WORLD_SIZE": str(job.ranks),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        "GLOO_SOCKET_IFNAME": "lo",
+        "TOKENIZERS_PARALLELISM": "false",
+    }
+    with open(place / f"{rank}.log", "wb") as log:
+        return subprocess.Popen(
+            [sys.executable, str(WORKER), str(place / "job.json")],
+            env=variables,
+            stdout=log,
+            stderr=subprocess.STDOUT,
+        )
+
+
+def _watch(job: Job, ranks: list[subprocess.Popen[bytes]], timeout_s: float) -> tuple[str, int]:
+    """Why the job was ended, if it was, and the most host memory that it had at a time, in bytes."""
+    begin, peak, failed = time.monotonic(), 0, 0.0
+    while any(rank.poll() is None for rank in ranks):
+        peak = max(peak, resident(rank.pid for rank in ranks))
+        now = time.monotonic()
+        if job.host_limit and peak > job.host_limit:
+            return f"took more than the {job.host_limit / GIB:.0f} GiB of host memory that it may have", peak
+        if now - begin > timeout_s:
+            return f"not done after {timeout_s:.0f} s", peak
+        if any(rank.poll() for rank in ranks):
+            failed = failed or now
+            if now - failed > _GRACE_S:
+                break
+        time.sleep(_LOOK_S)
+    return "", peak
+
+
+def resident(pids: Iterable[int]) -> int:
+    """Resident bytes of processes and all that they started, as the kernel counts them now."""
+    parents: dict[int, list[int]] = {}
+    for entry in os.scandir("/proc"):
+        if entry.name.isdigit():
+            try:
+                stat = Path(entry.path, "stat").read_text()
+            except OSError:
+                continue  # it ended meanwhile
+            parents.setdefault(int(stat.rpartition(")")[2].split()[1]), []).append(int(entry.name))
+    total, left = 0, list(pids)
+    while left:
+        pid = left.pop()
+        left += parents.get(pid, [])
+        try:
+            total += int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+        except (OSError, IndexError):
+            continue
+    return total
+
+
+def _log(place: Path, rank: int) -> str:
+    return (place / f"{rank}.log").read_text(errors="replace")
+
+
+def _last_line(place: Path, codes: list[int | None]) -> str:
+    rank = next(i for i, code in enumerate(codes) if code)
+    lines = _log(place, rank).strip().splitlines()
+    said = lines[-1][:400] if lines else "nothing"
+    return f"rank {rank} ended with code {codes[rank]}; it said last: {said}"
+
+
+def _free_port() -> int:
+    with socket.socket() as one:
+        one.bind(("127.0.0.1", 0))
+        return int(one.getsockname()[1])

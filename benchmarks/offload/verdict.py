@@ -1,0 +1,125 @@
+"""What a result says about the bars of its cases."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from benchmarks.common import median
+from benchmarks.offload.cases import CASES, MINE, Bar, Case
+from benchmarks.offload.job import GIB
+
+Runs = list[dict[str, Any]]
+
+
+def rows(result: dict[str, Any], name: str) -> dict[str, Runs]:
+    """A case's runs by contestant, with peers from the case that did the same work for them, where there is one."""
+    own: dict[str, Runs] = dict(result["cases"][name]["rows"])
+    case = CASES.get(name)
+    if case is not None and case.peers_of in result["cases"]:
+        for contestant, runs in result["cases"][case.peers_of]["rows"].items():
+            if contestant not in MINE:
+                own.setdefault(contestant, runs)
+    return own
+
+
+def seconds(run: dict[str, Any]) -> list[float]:
+    """Of the timed steps of a run."""
+    return [step["seconds"] for step in run.get("steps", []) if step["timed"]]
+
+
+def all_seconds(runs: Runs) -> list[float]:
+    """Of the timed steps of all runs."""
+    return [one for run in runs for one in seconds(run)]
+
+
+def factors(run: dict[str, Any]) -> list[float]:
+    """Clip factors of the timed steps, where they are known."""
+    found = [step["clip_factor"] for step in run.get("steps", []) if step["timed"]]
+    return [factor for factor in found if factor is not None]
+
+
+def peak(runs: Runs, key: str) -> float:
+    """The largest of all runs, in GiB."""
+    return max(float(run.get(key, 0)) for run in runs) / GIB
+
+
+def ratios(ours: Runs, peer: Runs) -> list[float]:
+    """Peer's time for a sample by ours, round by round (the last one stands in where there are fewer)."""
+    a, b = ([_per_sample(run) for run in runs if seconds(run)] for runs in (ours, peer))
+    return [b[min(i, len(b) - 1)] / a[min(i, len(a) - 1)] for i in range(max(len(a), len(b)))]
+
+
+def _per_sample(run: dict[str, Any]) -> float:
+    return median(seconds(run)) / float(run["rows"])
+
+
+def bars(case: Case, found: dict[str, Runs]) -> list[str]:
+    """A line for each bar of a case, and for what ours said of itself beforehand."""
+    ours = next((found[name] for name in MINE if name in found and all_seconds(found[name])), None)
+    if ours is None:
+        return [f"- {_text(bar)}: not measured" for bar in case.bars]
+    return [f"- {_text(bar)}: {_judged(bar, ours, found)}" for bar in case.bars] + _predictions(ours)
+
+
+def _text(bar: Bar) -> str:
+    when = f", clip factor {bar.factor} in every timed step" if bar.factor else ""
+    return {
+        "faster": f"at least {bar.value:.3g} times as fast as the fastest of {', '.join(bar.than)}{when}",
+        "tflops": f"at least {bar.value:g} TFLOP/s",
+        "gpu_gib": f"at most {bar.value:g} GiB of GPU memory",
+        "trains": "trains: all steps done, loss lower at the end",
+        "largest": f"most samples a second, in no more memory, beside {', '.join(bar.than)}",
+    }[bar.kind]
+
+
+def _judged(bar: Bar, ours: Runs, found: dict[str, Runs]) -> str:
+    last = next(run for run in reversed(ours) if seconds(run))
+    peers = {name: found[name] for name in bar.than if name in found and all_seconds(found[name])}
+    if bar.kind == "tflops":
+        sequence = next(iter(CASES.values())).seq_len
+        speed = 6 * last["parameters"] * last["rows"] * sequence / median(all_seconds(ours)) / 1e12
+        return f"{speed:.0f}, {_met(speed >= bar.value)}"
+    if bar.kind == "gpu_gib":
+        gib = peak(ours, "gpu_peak_bytes")
+        return f"{gib:.1f}, {_met(gib <= bar.value)}"
+    if bar.kind == "trains":
+        losses = [step["loss"] for step in last["steps"]]
+        done = all("error" not in run for run in ours)
+        return f"{losses[0]:.3f} → {losses[-1]:.3f}, {_met(done and losses[-1] < losses[0])}"
+    if not peers:
+        return "no peer measured"
+    if bar.kind == "largest":
+        slower = all(median(ratios(ours, runs)) > 1 for runs in peers.values())
+        most = min(peak(runs, "gpu_peak_bytes") for runs in peers.values())
+        return f"{_met(slower)} in speed, {_met(peak(ours, 'gpu_peak_bytes') <= most)} in memory"
+    if bar.factor and not _factor_is(bar.factor, ours):
+        return f"does not apply: factors were {', '.join(f'{f:.3g}' for f in factors(last)) or 'not known'}"
+    name, runs = min(peers.items(), key=lambda item: median(ratios(ours, item[1])))
+    value = median(ratios(ours, runs))
+    missing = [peer for peer in bar.than if peer not in peers]
+    without = f" (without {', '.join(missing)})" if missing else ""
+    return f"{value:.2f} against {name}{without}, {_met(value >= bar.value)}"
+
+
+def _factor_is(wanted: str, runs: Runs) -> bool:
+    found = [factor for run in runs for factor in factors(run)]
+    return bool(found) and all((factor < 1) == (wanted == "below 1") for factor in found)
+
+
+def _predictions(ours: Runs) -> list[str]:
+    last = next(run for run in reversed(ours) if seconds(run))
+    said = last.get("predicted") or {}
+    lines = []
+    for key, measured, bar in (
+        ("seconds", median(all_seconds(ours)), 0.15),
+        ("peak_gpu_bytes", peak(ours, "gpu_peak_bytes") * GIB, 0.05),
+    ):
+        value = said.get(key)
+        if value is not None and measured:
+            off = value / measured - 1
+            lines.append(f"- predicted {key} within {bar:.0%}: {off:+.1%}, {_met(abs(off) <= bar)}")
+    return lines
+
+
+def _met(yes: bool) -> str:
+    return "met" if yes else "not met"

@@ -1,0 +1,199 @@
+"""Models larger than the GPU, side by side: ours, DeepSpeed, FSDP2, Colossal-AI's Gemini and plain torch.
+
+Every contestant trains the same decoder in a process of its own, on the same cores, under the same limits of GPU and
+host memory. `meshfold bench zero-offload --case 6.7B-40` writes JSON with the seconds of every step, norms, clip
+factors, losses and peaks; runs are added to that file. `--report FILE.json` makes the table and the plot from it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # so that this file runs on its own
+
+from benchmarks.common import machine, write
+from benchmarks.offload import process
+from benchmarks.offload.cases import CASES, CONTESTANTS, OURS, Case, chosen
+from benchmarks.offload.decoder import SHAPES
+from benchmarks.offload.job import GIB, Job
+from benchmarks.offload.report import line, report
+
+RESULTS = Path(__file__).parent / "results"
+LIBRARIES = ("deepspeed", "colossalai", "transformers", "triton", "numba", "numpy")
+
+
+def main(argv: Sequence[str]) -> int:
+    """Entry point of `meshfold bench zero-offload`."""
+    options = _arguments().parse_args(argv)
+    if options.report is not None:
+        report(options.report)
+        return 0
+    if options.list:
+        for case in CASES.values():
+            print(f"{case.name:<22} {case.about}: {', '.join(case.contestants)}")
+        return 0
+    if options.prepare:
+        return prepare()
+    if options.merge:
+        merge(options.merge, options.out)
+        report(options.out)
+        return 0
+    if options.touch:
+        touch(options.touch)
+        if not options.case:
+            return 0
+    result = _opened(options.out)
+    for case in chosen(options.case):
+        _run(_changed(case, options), options, result)
+        write(options.out, result)
+    report(options.out)
+    return 0
+
+
+def _arguments() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="meshfold bench zero-offload", description=__doc__.split("\n")[0])
+    parser.add_argument("--case", nargs="+", default=[], metavar="NAME", help=f"of {', '.join(CASES)}")
+    parser.add_argument("--only", nargs="+", metavar="CONTESTANT", help=f"of {', '.join(CONTESTANTS)}")
+    parser.add_argument("--rounds", type=int, default=1, help="starts of each contestant: A B A B")
+    parser.add_argument(
+        "--clip", type=float, help="largest norm, for every case; 1e9: never reached; 0: no clipping"
+    )
+    parser.add_argument("--lr", type=float, help="for every case")
+    parser.add_argument("--rows", type=int, help="for every case")
+    parser.add_argument("--layers", type=int, help="of the decoder, for every case: to place a size exactly")
+    parser.add_argument("--warm-up", type=int, help="steps that are not timed")
+    parser.add_argument("--steps", type=int, help="steps that are")
+    parser.add_argument("--gpu-limit", type=float, help="GiB, for every case")
+    parser.add_argument("--host-limit", type=float, help="GiB, for every case")
+    parser.add_argument("--cores", type=int, default=16, help="of each rank")
+    parser.add_argument("--disk", type=Path, help="folder for what goes to disk (default: a temporary one)")
+    parser.add_argument("--flags", type=json.loads, default={}, metavar="JSON",
+                        help='settings of libraries by contestant: {"FSDP2": {"reduce_dtype": "bfloat16"}}')  # fmt: skip
+    parser.add_argument("--timeout", type=float, default=300.0, help="seconds for one start of a contestant")
+    parser.add_argument("--touch", type=float, default=0.0,
+                        help="GiB of host memory to fill once before, where a virtual machine grows as it is used")  # fmt: skip
+    parser.add_argument(
+        "--prepare", action="store_true", help="compile the peers' extensions, and nothing else"
+    )
+    parser.add_argument("--out", type=Path, default=RESULTS / "zero_offload.json")
+    parser.add_argument("--report", type=Path, help="make table and plot from this result; nothing is run")
+    parser.add_argument(
+        "--merge", nargs="+", type=Path, metavar="FILE", help="add the runs of these results to --out"
+    )
+    parser.add_argument("--list", action="store_true", help="the cases")
+    return parser
+
+
+def _opened(path: Path) -> dict[str, Any]:
+    """The result to add to: an earlier one of the same kind of machine, or a new one."""
+    if path.exists():
+        found: dict[str, Any] = json.loads(path.read_text())
+        return found
+    return {"benchmark": "zero-offload", "cases": {}}
+
+
+def merge(paths: Sequence[Path], out: Path) -> None:
+    """Add what was measured elsewhere: runs of a contestant behind those that are there, its settings from the last."""
+    result = _opened(out)
+    for path in paths:
+        for name, case in json.loads(path.read_text())["cases"].items():
+            kept = result["cases"].setdefault(name, {"rows": {}})
+            kept["settings"] = case["settings"]
+            for contestant, runs in case["rows"].items():
+                kept["rows"].setdefault(contestant, []).extend(runs)
+    write(out, result)
+
+
+def _changed(case: Case, options: argparse.Namespace) -> Case:
+    names = {"lr": "lr", "rows": "rows", "warm_up": "warm_up", "steps": "steps"}
+    names |= {"gpu_gib": "gpu_limit", "host_gib": "host_limit"}
+    changes = {field: getattr(options, name) for field, name in names.items()}
+    if options.clip is not None:
+        case = dataclasses.replace(case, clip=options.clip or None)
+    if options.only:
+        changes["contestants"] = tuple(options.only)
+    return dataclasses.replace(case, **{name: value for name, value in changes.items() if value is not None})
+
+
+def _run(case: Case, options: argparse.Namespace, result: dict[str, Any]) -> None:
+    kept = result["cases"].setdefault(case.name, {"rows": {}})
+    kept["settings"] = {**dataclasses.asdict(case), "layers": options.layers or SHAPES[case.model][0]}
+    for number in range(options.rounds):
+        for name in case.contestants:
+            print(f"{case.name}, {name}, round {number + 1} ...", flush=True)
+            begin = time.monotonic()
+            with tempfile.TemporaryDirectory(prefix="offload-disk-") as folder:
+                job = _job(case, name, options, str(options.disk or folder))
+                found = process.run(job, options.timeout)
+            found["asked"] = {**dataclasses.asdict(job), "disk": bool(job.disk)}
+            found |= {"wall_seconds": time.monotonic() - begin, "machine": {**machine(), **_versions()}}
+            kept["rows"].setdefault(name, []).append(found)
+            print(f"  {line(found, case.ranks)}, {found['wall_seconds']:.0f} s in all", flush=True)
+            write(options.out, result)
+
+
+def _job(case: Case, name: str, options: argparse.Namespace, disk: str) -> Job:
+    if name not in CONTESTANTS:
+        raise SystemExit(f"there is no contestant {name!r}; there are: {', '.join(CONTESTANTS)}")
+    module, told = CONTESTANTS[name]
+    layers, hidden, heads = SHAPES[case.model]
+    # Where steps are timed, ours has first watched two, planned, and looked at two more.
+    warm_up = max(case.warm_up, 6) if name == OURS and case.warm_up else case.warm_up
+    return Job(
+        contestant=name, module=module, options=told, layers=options.layers or layers, hidden=hidden,
+        heads=heads, rows=case.rows, seq_len=case.seq_len, gpu_limit=int(case.gpu_gib * GIB),
+        host_limit=int(case.host_gib * GIB), clip=case.clip, lr=case.lr, regime=case.regime,
+        disk=disk if case.disk else None, warm_up=warm_up, steps=case.steps, cores=options.cores,
+        ranks=case.ranks, flags=options.flags.get(name, {}), search=case.search,
+    )  # fmt: skip
+
+
+def _versions() -> dict[str, str | None]:
+    found: dict[str, str | None] = {}
+    for library in LIBRARIES:
+        try:
+            found[library] = metadata.version(library)
+        except metadata.PackageNotFoundError:
+            found[library] = None
+    return found
+
+
+def touch(gib: float) -> None:
+    """Fill host memory once with all threads, in a process that then ends."""
+    begin = time.monotonic()
+    size = int(gib * GIB)
+    subprocess.run(
+        [sys.executable, "-c", f"import torch; torch.empty({size}, dtype=torch.uint8).fill_(1)"], check=False
+    )
+    print(f"filled {gib:g} GiB once in {time.monotonic() - begin:.0f} s", flush=True)
+
+
+def prepare() -> int:
+    """Let the peers compile their extensions, side by side, so that no contestant's start waits for it."""
+    running = {
+        peer: subprocess.Popen(
+            [sys.executable, "-c", f"import benchmarks.peers.{peer} as peer; peer.prepare()"],
+            cwd=Path(__file__).resolve().parents[1], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+        )
+        for peer in ("deepspeed_offload", "colossalai_gemini")
+    }  # fmt: skip
+    begin = time.monotonic()
+    for peer, one in running.items():
+        said = one.communicate()[0].strip().splitlines() or ["nothing"]
+        ready = "ready" if one.returncode == 0 else f"not ready: {said[-1][:300]}"
+        print(f"{peer}: {ready} after {time.monotonic() - begin:.0f} s", flush=True)
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main(sys.argv[1:]))

@@ -1,0 +1,233 @@
+"""Placement auto watches two steps, plans, and moves chunks: within its limits, and without changing a bit of the training."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from meshfold.engine import Engine
+from meshfold.engine.models import GPT, GPTConfig
+from meshfold.engine.residency import Residency, resident_bytes
+from meshfold.engine.zero import ZeroStates
+from meshfold.mesh.testing import ranks, run_on_ranks
+from meshfold.zero_gemini import MemoryPlanError
+from meshfold.zero_gemini.planner import MiB
+
+STEPS = 5
+
+
+def gpt() -> GPT:
+    return GPT(GPTConfig(vocab_size=128, hidden=128, layers=5, heads=4, max_positions=16, dropout=0.0))
+
+
+def engine_of(zero: dict[str, Any], **settings: Any) -> Engine:
+    given: dict[str, Any] = {
+        "optimizer": dict(name="adamw", lr=1e-2),
+        "precision": "bf16",
+        "clip_grad_norm": 0.5,
+    }
+    return Engine(gpt, dict(zero=zero), **{**given, **settings})
+
+
+def trained(
+    zero: dict[str, Any], steps: int = STEPS, **settings: Any
+) -> tuple[list[float], dict[str, Tensor], Engine]:
+    """Losses, whole state in the end, and the engine."""
+    engine = engine_of(zero, **settings)
+    generator = torch.Generator().manual_seed(0)
+    losses = []
+    for _ in range(steps):
+        ids = torch.randint(128, (4, 16), generator=generator)
+        losses.append(engine.train_step(engine.shard_batch(ids)))
+    return losses, engine.full_state_dict(), engine
+
+
+def residency(engine: Engine) -> Residency:
+    states = engine._states
+    assert isinstance(states, ZeroStates)
+    return states.residency
+
+
+def places(engine: Engine) -> set[tuple[str, str]]:
+    states = engine._states
+    assert isinstance(states, ZeroStates)
+    return {(home.parameters, home.state) for home in states.gemini.homes.values()}
+
+
+def assert_same(
+    found: tuple[list[float], dict[str, Tensor], Engine],
+    wanted: tuple[list[float], dict[str, Tensor], Engine],
+) -> None:
+    assert found[0] == wanted[0]
+    for name, value in wanted[1].items():
+        assert torch.equal(found[1][name], value), name
+
+
+def limits_are_kept(folder: str, tight: int) -> None:
+    wanted = trained(dict(stage=3, placement="cuda"))
+    seen = set()
+    for zero in (
+        dict(gpu_memory_limit=64 * MiB),
+        dict(gpu_memory_limit=10 * MiB),
+        dict(gpu_memory_limit=tight),
+        dict(gpu_memory_limit=12 * MiB, stage=2),
+        dict(gpu_memory_limit=tight, offload_path=folder, host_memory_limit=_host_limit()),
+    ):
+        found = trained({"stage": 3, **zero})
+        assert_same(found, wanted)
+        engine = found[2]
+        plan = residency(engine).plan
+        assert plan is not None and residency(engine).measured is not None
+        assert plan.peak_gpu_bytes <= zero["gpu_memory_limit"]
+        seen |= places(engine)
+        engine.close()
+    wanted[2].close()
+    assert ("device", "device") in seen and {("host", "host"), ("device", "host")} & seen, seen
+
+
+def _host_limit() -> int:
+    """What the processes have anyway, and the buffers of a disk."""
+    return torch.distributed.get_world_size() * (resident_bytes() + 300 * MiB)
+
+
+@pytest.mark.parametrize(("world", "tight"), [(1, 5 * MiB), (2, 8 * MiB)])
+def test_limits_are_kept_and_bits_too(world: int, tight: int, tmp_path: Path) -> None:
+    run_on_ranks(world, limits_are_kept, str(tmp_path), tight)
+
+
+@ranks(1)
+def test_the_least_that_is_named_is_enough() -> None:
+    with pytest.raises(MemoryPlanError, match="at least") as refused:
+        trained(dict(stage=3, gpu_memory_limit=1 * MiB))
+    least = refused.value.minimum_gpu_bytes  # type: ignore[attr-defined]
+    assert least is not None
+    losses, _, engine = trained(dict(stage=3, gpu_memory_limit=round(least / 0.97) + 64 * 1024))
+    assert len(losses) == STEPS and places(engine) == {("host", "host")}
+    engine.close()
+
+
+@ranks(1)
+def test_the_disk_takes_what_the_host_does_not() -> None:
+    import tempfile
+
+    with tempfile.TemporaryDirectory() as folder:
+        wanted = trained(dict(stage=3, placement="cuda"))
+        found = trained(dict(stage=3, placement="cpu", offload_path=folder))
+        assert places(found[2]) == {("host", "disk")}
+        assert list(Path(folder).iterdir())
+        assert_same(found, wanted)
+        for _, _, engine in (wanted, found):
+            engine.close()
+        assert not list(Path(folder).iterdir())
+
+
+@ranks(1)
+def test_every_placement_within_a_limit() -> None:
+    wanted = trained(dict(stage=3, placement="cuda"))
+    wanted[2].close()
+    for zero in (
+        dict(placement="const", gpu_memory_limit=6 * MiB),
+        dict(placement="cpu", gpu_memory_limit=16 * MiB),
+        dict(placement="static", offload_optim_frac=0.5, gpu_memory_limit=32 * MiB),
+        dict(placement="cuda", gpu_memory_limit=64 * MiB),
+    ):
+        found = trained(zero)
+        assert_same(found, wanted)
+        assert residency(found[2]).plan is not None
+        found[2].close()
+    with pytest.raises(MemoryPlanError, match="placement 'cuda'"):
+        trained(dict(placement="cuda", gpu_memory_limit=4 * MiB))
+
+
+@ranks(1)
+def test_accumulation_and_single_precision_are_planned_too() -> None:
+    for settings in (
+        dict(gradient_accumulation=2),
+        dict(precision="fp32"),
+        dict(optimizer=dict(name="sgd", lr=0.1)),
+    ):
+        wanted = trained(dict(stage=3, placement="cuda"), steps=8, **settings)
+        found = trained(dict(stage=3, gpu_memory_limit=12 * MiB), steps=8, **settings)
+        assert_same(found, wanted)
+        assert residency(found[2]).plan is not None
+        wanted[2].close()
+        found[2].close()
+
+
+@ranks(1)
+def test_running_out_of_memory_is_no_end() -> None:
+    """Once in the forward, once in the middle of the backward: the micro-step is done again, to the same bits."""
+    wanted = trained(dict(stage=3, placement="cuda"))
+    engine = engine_of(dict(stage=3))
+    left, handles = [2], []
+
+    def out_of_memory(*_: object) -> None:
+        left[0] -= 1
+        if not left[0]:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+
+    blocks = engine.model.blocks
+    assert isinstance(blocks, torch.nn.ModuleList)
+    blocks[2].register_forward_pre_hook(out_of_memory)
+    generator, losses = torch.Generator().manual_seed(0), []
+
+    def train() -> None:
+        for step in range(STEPS):
+            if step == 3:
+                left[0] = 10**6
+                parameter = blocks[1].norm1.weight  # type: ignore[union-attr]
+                handles.append(parameter.register_hook(lambda gradient: handles.pop().remove() or _raise()))
+            ids = torch.randint(128, (4, 16), generator=generator)
+            losses.append(engine.train_step(engine.shard_batch(ids)))
+
+    with pytest.warns(UserWarning, match="more of .* chunks live off it"):
+        train()
+    assert ("device", "device") in places(engine) and ("host", "host") in places(engine)
+    assert_same((losses, engine.full_state_dict(), engine), wanted)
+    engine.close()
+    wanted[2].close()
+
+
+@ranks(1)
+def test_a_plan_that_was_too_tight_is_made_again() -> None:
+    wanted = trained(dict(stage=3, placement="cuda"))
+    engine = engine_of(dict(stage=3, gpu_memory_limit=10 * MiB))
+    blocks, handles = engine.model.blocks, []
+    assert isinstance(blocks, torch.nn.ModuleList)
+    generator, losses = torch.Generator().manual_seed(0), []
+    for step in range(STEPS):
+        ids = torch.randint(128, (4, 16), generator=generator)
+        if step == 3:
+            plan = residency(engine).plan
+            assert plan is not None
+            before = plan.limits.gpu_bytes, places(engine)
+            handles.append(blocks[2].register_forward_pre_hook(lambda *_: handles.pop().remove() or _raise()))
+            with pytest.warns(UserWarning, match="ran out of memory"):
+                losses.append(engine.train_step(engine.shard_batch(ids)))
+            plan = residency(engine).plan
+            assert plan is not None and plan.limits.gpu_bytes < before[0]
+        else:
+            losses.append(engine.train_step(engine.shard_batch(ids)))
+    assert_same((losses, engine.full_state_dict(), engine), wanted)
+    engine.close()
+    wanted[2].close()
+
+
+def _raise() -> None:
+    raise torch.OutOfMemoryError("CUDA out of memory")
+
+
+@ranks(2)
+def test_of_several_ranks_one_that_runs_out_says_what_to_change() -> None:
+    engine = engine_of(dict(stage=3))
+    blocks = engine.model.blocks
+    assert isinstance(blocks, torch.nn.ModuleList)
+    blocks[0].register_forward_pre_hook(lambda *_: _raise())
+    with pytest.raises(torch.OutOfMemoryError) as raised:
+        engine.train_step(engine.shard_batch(torch.zeros(4, 16, dtype=torch.int64)))
+    assert "gpu_memory_limit" in "".join(raised.value.__notes__)
+    engine.close()

@@ -1,0 +1,85 @@
+"""Models that are never whole anywhere: built on the meta device, each rank then makes its own share."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from types import TracebackType
+
+import torch
+from torch import nn
+from torch.nn.modules.module import register_module_parameter_registration_hook
+
+from meshfold.mesh import SpecError
+from meshfold.mesh.first_values import (
+    FirstValues,
+    Origin,
+    coordinates_of,
+    first_values,
+    origin_of,
+    set_origin,
+)
+from meshfold.mesh.initialization import materialize, record_initialization
+
+
+class ShardedInit:
+    """Builds a model without allocating it.
+
+    >>> with ShardedInit(seed=0):
+    ...     model = nn.Linear(4096, 4096)
+    >>> model.weight.device.type
+    'meta'
+
+    Inside, every factory of torch makes a tensor on the meta device, and what the model's own code initialises it with
+    is noted. :class:`meshfold.zero_gemini.Gemini` and the engine then make each parameter's first values, one parameter
+    at a time, and keep this rank's share. They depend on the seed and the parameter's name alone: every mesh and
+    every stage begins with the same model, that which the engine makes of a function with this seed.
+
+    A parameter that nothing writes (made by ``torch.empty`` and never filled) is an error there, which names it. So
+    are weights that are loaded inside: load them with ``engine.load_state_dict`` instead.
+    """
+
+    def __init__(self, *, seed: int = 0) -> None:
+        """Args:
+            seed: of the random numbers.
+
+        Raises:
+            SpecError: for a seed that is not a whole number from 0 up.
+        """
+        if isinstance(seed, bool) or not isinstance(seed, int) or seed < 0:
+            raise SpecError(f"seed={seed!r}: seed is a whole number from 0 up")
+        self._seed = seed
+        self._inside = ExitStack()
+
+    def __enter__(self) -> ShardedInit:
+        tape = self._inside.enter_context(record_initialization())
+        origin = Origin(tape=tape, seed=self._seed)
+
+        def note(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
+            if parameter is not None and tape.recording.knows(parameter):
+                set_origin(parameter, origin)
+
+        self._inside.callback(register_module_parameter_registration_hook(note).remove)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._inside.close()
+
+
+def sharded_values(model: nn.Module, device: torch.device) -> FirstValues | None:
+    """What makes the parameters of a model that was built under :class:`ShardedInit`; None for another model.
+
+    Its buffers are made here and now.
+
+    Raises:
+        MeshfoldError: if a buffer stays uninitialised.
+    """
+    origin = origin_of(model)
+    if origin is None:
+        return None
+    materialize(
+        model, origin.tape, seed=origin.seed, device=device, parameters=False,
+        placement_of=lambda name, tensor: coordinates_of(tensor),
+    )  # fmt: skip
+    return first_values(origin.tape, origin.seed, device)

@@ -1,0 +1,229 @@
+"""What Adam keeps of one chunk, wherever it is: weights, and the planes beside them in memory or on disk."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+
+import torch
+from torch import Tensor
+from torch.utils.dlpack import from_dlpack
+
+from meshfold.kernels import AdamState
+from meshfold.zero_gemini.arena import Block
+from meshfold.zero_gemini.chunk import Chunk
+from meshfold.zero_gemini.errors import MemoryPlanError
+from meshfold.zero_gemini.memory import Place
+from meshfold.zero_gemini.placing import Home
+from meshfold.zero_gemini.stepping.on_disk import DiskPlanes
+from meshfold.zero_gemini.stepping.planes import cut, planes_of, state_of
+from meshfold.zero_gemini.stepping.ring import Piece, Ring
+from meshfold.zero_gemini.stepping.weights import Weights
+
+
+class Held:
+    """The state of one chunk.
+
+    Attributes:
+        chunk: whose.
+        place: where it lives.
+        planes: what is kept beside the weights.
+        weights: what the model computes with, as the optimizer left it.
+    """
+
+    def __init__(self, chunk: Chunk, regime: str, place: Place, disk: DiskPlanes | None) -> None:
+        """Zeros, to be filled.
+
+        Raises:
+            OutOfBudget: if there is not as much memory.
+            DiskError: if there is not as much room on disk.
+            MemoryPlanError: for ``"disk"`` without one.
+        """
+        self.chunk, self.place, self.planes = chunk, place, planes_of(chunk.dtype, regime)
+        self._disk = disk
+        self._blocks: dict[str, Block] = {}
+        self._pieces: list[Piece] = []
+        if place == "disk":
+            self._pieces = self._room()
+        else:
+            self._blocks = self._memory(place)
+        try:
+            self.weights = Weights(chunk, chunk.dtype, place)
+        except BaseException:
+            _freed(self._blocks)
+            if self._pieces:
+                self._leave_disk()
+            raise
+
+    def sections(
+        self, spans: Sequence[tuple[int, int]], *, change: bool, now: bool = False
+    ) -> Iterator[tuple[int, int, int, AdamState]]:
+        """The state of some runs of elements, in turn: which run, from and to which element, and views.
+
+        What is on disk comes in pieces, and its views are good until the next one.
+
+        Args:
+            spans: from and to which element of the shard the runs go.
+            change: they will be changed.
+            now: what was changed goes to disk at once.
+
+        Raises:
+            DiskError: if it cannot be read.
+        """
+        weights = self.weights.tensor
+        if weights.device.type == "cpu":
+            # The kernels look at memory through NumPy, and torch never again resizes a storage that NumPy has seen; the
+            # shard's may have to, when the chunk is let go. So they see it through a storage of its own.
+            weights = from_dlpack(weights.detach())
+        if not self._pieces:
+            tensors = {name: block.tensor for name, block in self._blocks.items()}
+            for index, (begin, end) in enumerate(spans):
+                yield index, begin, end, state_of(weights[begin:end], cut(self.planes, tensors, begin, end))
+        for piece in self.pieces_of(spans):
+            with self._ring.open(piece, change=change, now=now) as tensors:
+                for index, (begin, end) in enumerate(spans):
+                    a, z = max(begin, piece.begin), min(end, piece.end)
+                    if a < z:
+                        views = cut(self.planes, tensors, a - piece.begin, z - piece.begin)
+                        yield index, a, z, state_of(weights[a:z], views)
+
+    def pieces_of(self, spans: Sequence[tuple[int, int]]) -> list[Piece]:
+        """What of some runs of elements is on disk, in order."""
+        return [
+            piece
+            for piece in self._pieces
+            if any(begin < piece.end and piece.begin < end for begin, end in spans)
+        ]
+
+    # -- moving -------------------------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def move(self, home: Home) -> None:
+        """Live elsewhere from now on, with the same bits. On an error all is where it was.
+
+        Raises:
+            OutOfBudget: if there is not as much memory.
+            DiskError: if there is not as much room on disk, or it fails.
+            MemoryPlanError: for ``"disk"`` without one.
+        """
+        was = self.place
+        self._carry(home.state)
+        try:
+            self.weights.move(home.state, home.parameters)
+        except BaseException:
+            self._carry(was)
+            raise
+
+    def free(self) -> None:
+        """Give all memory back; what is on disk is the disk's, which is closed next."""
+        self.weights.free()
+        self._blocks, self._pieces = _freed(self._blocks), []
+
+    def _carry(self, place: Place) -> None:
+        """Bring the planes beside the weights to a place."""
+        if place == self.place:
+            return
+        if place == "disk":
+            self._write_out()
+        elif self.place == "disk":
+            self._read_in(place)
+        else:
+            self._copy_over(place)
+        self.place = place
+
+    def _copy_over(self, place: Place) -> None:
+        """From memory to memory, one plane at a time."""
+        done: list[str] = []
+        try:
+            for plane in self.planes:
+                self._replace(plane.name, place)
+                done.append(plane.name)
+        except BaseException:
+            for name in done:
+                self._replace(name, self.place)
+            raise
+
+    def _replace(self, name: str, place: Place) -> None:
+        old = self._blocks[name]
+        new = self.chunk.memory.allocate(old.tensor.numel(), old.tensor.dtype, place, old.purpose)
+        new.tensor.copy_(old.tensor)
+        self._blocks[name] = new
+        old.free()
+
+    def _write_out(self) -> None:
+        tensors = {name: block.tensor for name, block in self._blocks.items()}
+        self._pieces = self._room()
+        try:
+            self._each_piece(True, lambda views, mine: _copy(mine, views), tensors)
+            self._ring.flush()
+        except BaseException:
+            self._leave_disk()
+            raise
+        self._blocks = _freed(self._blocks)
+
+    def _read_in(self, place: Place) -> None:
+        blocks = self._memory(place, zeros=False)
+        try:
+            tensors = {name: block.tensor for name, block in blocks.items()}
+            self._each_piece(False, _copy, tensors)
+        except BaseException:
+            _freed(blocks)
+            raise
+        self._blocks = blocks
+        self._leave_disk()
+
+    def _each_piece(
+        self,
+        change: bool,
+        do: Callable[[Mapping[str, Tensor], Mapping[str, Tensor]], None],
+        tensors: Mapping[str, Tensor],
+    ) -> None:
+        """Do something with the views of each piece on disk, and those of the same elements in memory."""
+        self._ring.expect(() if change else self._pieces)
+        for piece in self._pieces:
+            with self._ring.open(piece, change=change, now=True) as views:
+                do(views, cut(self.planes, tensors, piece.begin, piece.end))
+
+    # -- memory -------------------------------------------------------------------------------------------------
+
+    def _memory(self, place: Place, *, zeros: bool = True) -> dict[str, Block]:
+        memory, elements = self.chunk.memory, self.chunk.shard.numel()
+        blocks: dict[str, Block] = {}
+        try:
+            for plane in self.planes:
+                block = memory.allocate(plane.numel(elements), plane.dtype, place, "optimizer state")
+                blocks[plane.name] = block
+                if zeros:
+                    block.tensor.zero_()
+        except BaseException:
+            _freed(blocks)
+            raise
+        return blocks
+
+    def _room(self) -> list[Piece]:
+        if self._disk is None:
+            raise MemoryPlanError(
+                f"the optimizer state of {self.chunk} is to live on disk, and no folder for it was named: give offload_path"
+            )
+        chunk = self.chunk
+        return self._disk.take(str(chunk), self.planes, chunk.shard.numel(), chunk.memory)
+
+    @property
+    def _ring(self) -> Ring:
+        assert self._disk is not None  # whoever has pieces has it
+        return self._disk.ring
+
+    def _leave_disk(self) -> None:
+        if self._disk is not None:
+            pieces, self._pieces = self._pieces, []
+            self._disk.give_back(pieces, self.chunk.memory)
+
+
+def _copy(source: Mapping[str, Tensor], target: Mapping[str, Tensor]) -> None:
+    for name, tensor in source.items():
+        target[name].copy_(tensor)
+
+
+def _freed(blocks: Mapping[str, Block]) -> dict[str, Block]:
+    for block in blocks.values():
+        block.free()
+    return {}

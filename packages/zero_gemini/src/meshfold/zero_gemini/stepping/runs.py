@@ -1,0 +1,107 @@
+"""One step of one chunk as a few runs of the kernel, now or later, at once or in halves."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from meshfold.kernels import AdamSettings, adam_step, adam_update_moments, adam_update_parameters
+from meshfold.zero_gemini.stepping.held import Held
+from meshfold.zero_gemini.stepping.worker import Halves, Work
+
+
+@dataclass
+class Run:
+    """Elements of a shard that are stepped alike.
+
+    Attributes:
+        begin: the first.
+        end: behind the last.
+        settings: of all.
+        number: of their step, from 1.
+    """
+
+    begin: int
+    end: int
+    settings: AdamSettings
+    number: int
+
+    @property
+    def in_halves(self) -> bool:
+        """Whether parameters can be written before moments."""
+        return self.settings.adamw_mode or not self.settings.weight_decay
+
+
+@dataclass(frozen=True, kw_only=True)
+class ChunkStep:
+    """One chunk's step, to be done at any time.
+
+    Attributes:
+        held: the chunk's state.
+        gradient: of the chunk's shard.
+        factor: what the gradient counts times.
+        first: global number of the shard's first element.
+        seed: of stochastic rounding.
+        runs: in order.
+    """
+
+    held: Held
+    gradient: Tensor
+    factor: float | Tensor
+    first: int
+    seed: int
+    runs: list[Run]
+
+    @property
+    def spans(self) -> list[tuple[int, int]]:
+        """From and to which elements the runs go."""
+        return [(run.begin, run.end) for run in self.runs]
+
+    def at_once(self) -> None:
+        """All of it, now."""
+        self._do(adam_step)
+
+    def _do(self, kernel: Callable[..., None]) -> None:
+        for index, begin, end, state in self.held.sections(self.spans, change=True, now=True):
+            run = self.runs[index]
+            kernel(
+                state, self.gradient[begin:end], run.settings, step=run.number, grad_scale=self.factor,
+                start=self.first + begin, seed=self.seed,
+            )  # fmt: skip
+
+    def halves(self, between: Work) -> Halves:
+        """In two where that can be; what is on disk is read and written once, so in one.
+
+        Args:
+            between: done after each half.
+        """
+
+        def then(kernel: Callable[..., None]) -> None:
+            self._do(kernel)
+            between()
+
+        if self.held.place == "disk" or not all(run.in_halves for run in self.runs):
+            return Halves(partial(then, adam_step))
+        return Halves(partial(then, adam_update_parameters), partial(then, adam_update_moments))
+
+
+def settings_of(optimizer: torch.optim.Optimizer, group: Mapping[str, Any]) -> AdamSettings:
+    """What one of an optimizer's groups says."""
+    beta1, beta2 = group["betas"]
+    return AdamSettings(
+        lr=float(group["lr"]),
+        beta1=float(beta1),
+        beta2=float(beta2),
+        eps=float(group["eps"]),
+        weight_decay=float(group["weight_decay"]),
+        adamw_mode=bool(
+            group.get(
+                "adamw_mode", group.get("decoupled_weight_decay", isinstance(optimizer, torch.optim.AdamW))
+            )
+        ),
+    )

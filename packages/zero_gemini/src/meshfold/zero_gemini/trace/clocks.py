@@ -1,0 +1,131 @@
+"""How long compute takes: by the operators that were called, by a GPU's events, or by the clock on the wall."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_iter
+from torch.utils.flop_counter import flop_registry
+
+
+class Clock(Protocol):
+    """Tells the time of compute. A context manager: it runs while it is entered."""
+
+    def __enter__(self) -> Any: ...
+
+    def __exit__(self, kind: Any, error: Any, traceback: Any, /) -> Any: ...
+
+    def mark(self) -> Any:
+        """This point in time."""
+
+    def seconds(self, begin: Any, end: Any) -> float:
+        """From one mark to a later one. Asked for when everything is over."""
+
+
+class WallClock:
+    """Seconds of this process: right where operators are done when they return, as on a CPU."""
+
+    def __enter__(self) -> WallClock:
+        return self
+
+    def __exit__(self, *error: object) -> None: ...
+
+    def mark(self) -> float:
+        return time.perf_counter()
+
+    def seconds(self, begin: float, end: float) -> float:
+        return end - begin
+
+
+class CudaClock:
+    """Seconds between events on the current stream of a GPU."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+
+    def __enter__(self) -> CudaClock:
+        return self
+
+    def __exit__(self, *error: object) -> None: ...
+
+    def mark(self) -> torch.cuda.Event:
+        event = torch.cuda.Event(enable_timing=True)
+        event.record(torch.cuda.current_stream(self._device))
+        return event
+
+    def seconds(self, begin: torch.cuda.Event, end: torch.cuda.Event) -> float:
+        end.synchronize()
+        return float(begin.elapsed_time(end)) * 1e-3
+
+
+class OperatorClock(TorchDispatchMode):
+    """Seconds that operators would take on a machine: each the longer of its FLOP and of the bytes it reads and writes.
+
+    Works without values. FLOP are those that ``torch.utils.flop_counter`` knows: matmuls, convolutions, attention.
+    """
+
+    def __init__(self, *, flops: float, bytes_per_second: float) -> None:
+        """Args:
+        flops: FLOP/s of a large matmul.
+        bytes_per_second: of the device's memory, reads and writes together.
+        """
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._flops, self._rate = flops, bytes_per_second
+        self._seconds = 0.0
+        self.flop = 0
+
+    def mark(self) -> float:
+        return self._seconds
+
+    def seconds(self, begin: float, end: float) -> float:
+        return end - begin
+
+    def add(self, *, flop: int, efficiency: float = 1.0) -> None:
+        """Count work that no operator stands for.
+
+        Args:
+            flop: of it.
+            efficiency: share of a large matmul's rate that it reaches.
+        """
+        self.flop += flop
+        self._seconds += flop / (self._flops * efficiency)
+
+    def __torch_dispatch__(
+        self,
+        func: Any,
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        kwargs = kwargs or {}
+        made = func(*args, **kwargs)
+        if func.is_view or func.overloadpacket in _MAKES_NOTHING:
+            return made
+        formula = flop_registry.get(func.overloadpacket)
+        flop = 0 if formula is None else int(formula(*args, **kwargs, out_val=made))
+        touched = {id(x): x for x in tree_iter((args, kwargs, made)) if isinstance(x, Tensor)}
+        moved = sum(x.numel() * x.element_size() for x in touched.values())
+        self.flop += flop
+        self._seconds += max(flop / self._flops, moved / self._rate)
+        return made
+
+
+_MAKES_NOTHING = {
+    torch.ops.aten.empty,
+    torch.ops.aten.empty_like,
+    torch.ops.aten.empty_strided,
+    torch.ops.aten.new_empty,
+    torch.ops.aten.new_empty_strided,
+    torch.ops.aten.detach,
+    torch.ops.aten.alias,
+    torch.ops.aten.lift_fresh,
+    torch.ops.aten._unsafe_view,
+    torch.ops.aten._reshape_alias,
+    torch.ops.aten.is_same_size,
+}
+"""Operators that touch no memory."""

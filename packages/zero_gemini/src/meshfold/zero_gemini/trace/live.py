@@ -1,0 +1,150 @@
+"""What is alive besides model data: counted operator by operator anywhere, or read off the allocator of a GPU."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_iter
+
+from meshfold.zero_gemini.arena import Arena
+
+
+class MemoryProbe(Protocol):
+    """Knows bytes that are not model data. A context manager: it watches while it is entered."""
+
+    def __enter__(self) -> Any: ...
+
+    def __exit__(self, kind: Any, error: Any, traceback: Any, /) -> Any: ...
+
+    def take(self) -> tuple[int, int]:
+        """(the most since the last call, now), in bytes; the next most begins now."""
+
+
+_unseen = 0
+
+
+@contextmanager
+def unseen() -> Iterator[None]:
+    """What is made inside is model data: :class:`LiveBytes` leaves it out for as long as it lives.
+
+    For buffers that are made in the middle of a step and are accounted for elsewhere.
+    """
+    global _unseen
+    _unseen += 1
+    try:
+        yield
+    finally:
+        _unseen -= 1
+
+
+class LiveBytes(TorchDispatchMode):
+    """Counts the storages that operators make, each once, from their making to their end; on meta, CPU or any device.
+
+    Views are free. What was there before is left out: parameters, buffers, the batch. What an operator needs inside is not seen.
+
+    Source: the technique of ``torch.distributed._tools.mem_tracker``: a Python storage object lives as long as the C++
+    one, so a finalizer on it tells when memory is given back, also of what autograd alone keeps.
+    """
+
+    def __init__(self, *, base_bytes: int = 0, round_bytes: int = 1) -> None:
+        """Args:
+        base_bytes: alive all the time besides, such as buffers, the batch, workspaces.
+        round_bytes: each storage counts in multiples of this; the CUDA allocator's is 512.
+        """
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._base, self._round = base_bytes, round_bytes
+        self._known: dict[int, weakref.finalize[Any, Any]] = {}  # storages that live, by address
+        self._now = self._peak = base_bytes
+
+    @property
+    def bytes(self) -> int:
+        """Alive now."""
+        return self._now
+
+    def take(self) -> tuple[int, int]:
+        peak, self._peak = self._peak, self._now
+        return peak, self._now
+
+    def __exit__(self, *error: object) -> None:
+        super().__exit__(*error)  # type: ignore[no-untyped-call]
+        for watcher in self._known.values():
+            watcher.detach()
+        self._known.clear()
+
+    def __torch_dispatch__(
+        self,
+        func: Any,
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        kwargs = kwargs or {}
+        for given in tree_iter((args, kwargs)):
+            if isinstance(given, Tensor):
+                self._see(given, counts=False)
+        made = func(*args, **kwargs)
+        for tensor in tree_iter(made):
+            if isinstance(tensor, Tensor):
+                self._see(tensor, counts=not _unseen)
+        return made
+
+    def _see(self, tensor: Tensor, *, counts: bool) -> None:
+        """Take note of a storage that is new to us."""
+        storage = tensor.untyped_storage()
+        key = storage._cdata
+        if key in self._known:
+            return
+        size = -(-storage.nbytes() // self._round) * self._round if counts else 0
+        self._known[key] = weakref.finalize(storage, self._gone, key, size)
+        self._now += size
+        self._peak = max(self._peak, self._now)
+
+    def _gone(self, key: int, size: int) -> None:
+        self._known.pop(key, None)
+        self._now -= size
+
+
+class CudaBytes:
+    """What the caching allocator handed out, less model data.
+
+    It begins the allocator's count of the peak anew at every moment: ``torch.cuda.max_memory_allocated`` means nothing
+    to others meanwhile.
+    """
+
+    def __init__(self, device: torch.device, *, model_bytes: Callable[[], int]) -> None:
+        """Args:
+        device: a GPU.
+        model_bytes: the most bytes of model data on it since it was last asked, see :func:`peak_of`.
+        """
+        self._device, self._model_bytes = device, model_bytes
+
+    def __enter__(self) -> CudaBytes:
+        torch.cuda.reset_peak_memory_stats(self._device)
+        self._model_bytes()
+        return self
+
+    def __exit__(self, *error: object) -> None: ...
+
+    def take(self) -> tuple[int, int]:
+        # The most of both may not have been at one time; their difference is what makes a plan of this placement right.
+        peak = torch.cuda.max_memory_allocated(self._device) - self._model_bytes()
+        torch.cuda.reset_peak_memory_stats(self._device)
+        now = torch.cuda.memory_allocated(self._device) - self._model_bytes()
+        return max(peak, now, 0), max(now, 0)
+
+
+def peak_of(arena: Arena) -> Callable[[], int]:
+    """A function that says how much was the most in an arena since it was last asked."""
+
+    def most() -> int:
+        peak = arena.peak_bytes
+        arena.reset_peak()
+        return peak
+
+    return most

@@ -1,0 +1,55 @@
+"""What a trace says: moments in the order in which they happened."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TracedMoment:
+    """From entering one unit to entering the next.
+
+    What happened before the first entry counts to the first moment, the loss to the last of the forward.
+    """
+
+    unit: str
+    """the unit that was entered"""
+    backward: bool
+    """whether the backward had begun; forwards that checkpointing repeats there count to it"""
+    until: int
+    """the last moment in which the unit was still inside: units may lie in one another"""
+    non_model_bytes: int
+    """the most alive at once that are neither parameters, gradients nor optimizer state"""
+    left_bytes: int
+    """of those, alive at its end"""
+    seconds: float
+    """of compute"""
+    waited_seconds: float
+    """before it, between arriving at the unit and entering it: for its parameters"""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Trace:
+    """One micro-step."""
+
+    moments: tuple[TracedMoment, ...]
+
+    @property
+    def forward_moments(self) -> int:
+        """How many of them are in the forward."""
+        return sum(not moment.backward for moment in self.moments)
+
+    @property
+    def seconds(self) -> float:
+        """Of compute, all together."""
+        return sum(moment.seconds for moment in self.moments)
+
+    @property
+    def peak_bytes(self) -> int:
+        """The most of any moment."""
+        return max((moment.non_model_bytes for moment in self.moments), default=0)
+
+    @property
+    def order(self) -> tuple[str, ...]:
+        """Names of the units, as they were entered."""
+        return tuple(moment.unit for moment in self.moments)

@@ -1,0 +1,219 @@
+"""Watches one micro-step unit by unit.
+
+A unit is *arrived at*, then *entered* (in between, whoever gathers parameters waits for them), and *left*, in the forward
+through hooks on its module, in the backward through hooks on what it returned and on what it was given. Those are the
+same places at which the runtime gathers and releases: moments of a trace are moments of the executor.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_flatten, tree_unflatten
+
+from meshfold.mesh.errors import SpecError
+from meshfold.zero_gemini.trace.clocks import Clock
+from meshfold.zero_gemini.trace.live import MemoryProbe
+from meshfold.zero_gemini.trace.moments import Trace, TracedMoment
+from meshfold.zero_gemini.units import Unit, find_units
+
+
+class StepTracer:
+    """Records one micro-step, forward and backward, while it is entered.
+
+    Hooks that gather parameters must be on the model before: the tracer puts its own around them.
+    """
+
+    def __init__(
+        self, model: nn.Module, *, memory: MemoryProbe, clock: Clock, units: Sequence[Unit] | None = None
+    ) -> None:
+        """Args:
+        model: what will be run.
+        memory: knows bytes; entered and left with the tracer.
+        clock: knows seconds; the same.
+        units: of the model; those of ``find_units`` by default.
+        """
+        self._units = find_units(model) if units is None else list(units)
+        self._memory, self._clock = memory, clock
+        self._seen: list[_Seen] = []
+        self._inside: dict[Unit, _Seen] = {}
+        self._in_backward = False
+        self._early = 0  # most bytes before the first entry
+        self._arrived: Any = None
+        self._stack = ExitStack()
+
+    def __enter__(self) -> StepTracer:
+        for unit in self._units:
+            module = unit.module
+            for handle in (
+                module.register_forward_pre_hook(self._before(unit, self._arrive), prepend=True),
+                module.register_forward_pre_hook(self._before(unit, self._enter_forward)),
+                module.register_forward_pre_hook(self._watch_inputs(unit), with_kwargs=True),
+                module.register_forward_hook(self._after(unit, self._arrive), prepend=True),
+                module.register_forward_hook(self._after(unit, self._enter)),
+                module.register_forward_hook(self._leave_forward(unit)),
+            ):
+                self._stack.callback(handle.remove)
+        self._stack.enter_context(self._memory)
+        self._stack.enter_context(self._clock)
+        self._start = self._clock.mark()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._close_moment()
+        self._stop = self._clock.mark()
+        self._stack.close()
+
+    def trace(self) -> Trace:
+        """What was seen.
+
+        Raises:
+            SpecError: if no backward was run.
+        """
+        if not any(seen.backward for seen in self._seen):
+            raise SpecError(
+                f"{len(self._seen)} units were entered while the tracer watched, none of them in a backward: run the model "
+                "and its loss's backward inside of `with tracer`"
+            )
+        return Trace(moments=tuple(self._moment(i) for i in range(len(self._seen))))
+
+    # -- hooks --------------------------------------------------------------------------------------------------
+
+    def _before(self, unit: Unit, act: Callable[[Unit], None]) -> Callable[[nn.Module, Any], None]:
+        def before(module: nn.Module, args: Any) -> None:
+            act(unit)
+
+        return before
+
+    def _watch_inputs(self, unit: Unit) -> Callable[..., Any]:
+        """Before its forward: lets it be left when the gradients of what it was given are there."""
+
+        def before(module: nn.Module, args: Any, kwargs: Any) -> Any:
+            leaves, spec = tree_flatten((args, kwargs))
+            places = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor) and leaf.requires_grad]
+            if not places or not torch.is_grad_enabled():
+                return None
+            watched = _Watch.apply(lambda: self._leave(unit), *(leaves[i] for i in places))
+            for i, tensor in zip(places, watched, strict=True):
+                leaves[i] = tensor
+            return tree_unflatten(leaves, spec)
+
+        return before
+
+    def _after(self, unit: Unit, act: Callable[[Unit], None]) -> Callable[..., None]:
+        """After its forward: lets ``act`` be called once, before the backward of this call."""
+
+        def after(module: nn.Module, args: Any, output: Any) -> None:
+            if self._is_repeated(unit) or not torch.is_grad_enabled():
+                return
+            done = False
+
+            def first(gradient: Tensor) -> None:
+                nonlocal done
+                if not done:
+                    done = self._in_backward = True
+                    act(unit)
+
+            for tensor in tree_flatten(output)[0]:
+                if isinstance(tensor, Tensor) and tensor.requires_grad:
+                    tensor.register_hook(first)
+
+        return after
+
+    def _leave_forward(self, unit: Unit) -> Callable[..., None]:
+        def after(module: nn.Module, args: Any, output: Any) -> None:
+            if not self._is_repeated(unit):
+                self._leave(unit)
+
+        return after
+
+    def _is_repeated(self, unit: Unit) -> bool:
+        """Whether a forward that ends is one that activation checkpointing repeats in the unit's own backward."""
+        seen = self._inside.get(unit)
+        return seen is not None and not seen.by_forward
+
+    # -- what is recorded ---------------------------------------------------------------------------------------
+
+    def _arrive(self, unit: Unit) -> None:
+        if unit not in self._inside:
+            self._arrived = self._clock.mark()
+
+    def _enter_forward(self, unit: Unit) -> None:
+        self._enter(unit, by_forward=True)
+
+    def _enter(self, unit: Unit, *, by_forward: bool = False) -> None:
+        if unit in self._inside:
+            return
+        self._close_moment()
+        seen = _Seen(
+            unit=unit.name,
+            backward=self._in_backward,
+            by_forward=by_forward,
+            arrived=self._arrived,
+            entered=self._clock.mark(),
+        )
+        self._inside[unit] = seen
+        self._seen.append(seen)
+
+    def _leave(self, unit: Unit) -> None:
+        seen = self._inside.pop(unit, None)
+        if seen is not None:
+            seen.until = len(self._seen) - 1
+
+    def _close_moment(self) -> None:
+        """End the last moment, or what came before the first."""
+        peak, now = self._memory.take()
+        if self._seen:
+            last = self._seen[-1]
+            last.peak, last.now = max(peak, self._early), now
+            self._early = 0
+        else:
+            self._early = peak
+
+    def _moment(self, i: int) -> TracedMoment:
+        seen, seconds = self._seen[i], self._clock.seconds
+        last = len(self._seen) - 1
+        begin = self._start if i == 0 else seen.entered
+        end = self._stop if i == last else self._seen[i + 1].arrived
+        return TracedMoment(
+            unit=seen.unit,
+            backward=seen.backward,
+            until=last if seen.until is None else seen.until,
+            non_model_bytes=seen.peak,
+            left_bytes=seen.now,
+            seconds=seconds(begin, end),
+            waited_seconds=seconds(seen.arrived, seen.entered),
+        )
+
+
+@dataclass(kw_only=True, slots=True)
+class _Seen:
+    """A moment that is being recorded."""
+
+    unit: str
+    backward: bool
+    by_forward: bool  # entered before a forward, not before a backward
+    arrived: Any
+    entered: Any
+    until: int | None = None
+    peak: int = 0
+    now: int = 0
+
+
+class _Watch(torch.autograd.Function):
+    """The identity; says when the gradients of all the tensors it was given are there."""
+
+    @staticmethod
+    def forward(ctx: Any, say: Callable[[], None], *tensors: Tensor) -> tuple[Tensor, ...]:
+        ctx.say = say
+        return tuple(tensor.view_as(tensor) for tensor in tensors)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Any, ...]:
+        ctx.say()
+        return (None, *gradients)

@@ -1,0 +1,142 @@
+"""From a trace and the chunks to what the planner works with."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from meshfold.mesh.errors import SpecError
+from meshfold.zero_gemini.planner.options import SPLIT
+from meshfold.zero_gemini.planner.workload import ChunkCost, Regime, Workload
+from meshfold.zero_gemini.trace.moments import Trace, TracedMoment
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ChunkUse:
+    """A chunk and who needs it."""
+
+    name: str
+    elems: int
+    """elements of this rank's shard"""
+    gathered_elems: int
+    """elements of the whole chunk"""
+    units: Mapping[str, int]
+    """names of the units that use it, with the elements that each uses"""
+    trainable: bool = True
+
+
+def workload_of(
+    trace: Trace,
+    chunks: Sequence[ChunkUse],
+    *,
+    name: str,
+    regime: Regime,
+    tokens: int,
+    stage: int = 3,
+    accumulation: int = 1,
+    data_ranks: int = 1,
+    ranks_per_host: int = 1,
+    host_base_bytes: int = 0,
+    prefetch: int = 1,
+) -> Workload:
+    """What one optimizer step of our executor does.
+
+    A chunk is on the device in every moment in which a unit that uses it is inside. A unit's seconds are shared out to
+    its chunks by elements; those of units without chunks go to the unit before. A chunk that was never used has its
+    place and its state all the same. No activations are left to be chosen: they are as they were in the trace.
+
+    Args:
+        trace: of one micro-step.
+        chunks: in any order; every element of every unit in one of them.
+        name: of the model, for people.
+        regime: bytes an element; its ``gradient`` is that of the dtype in which gradients are summed.
+        tokens: of this rank in a step.
+        stage: 1 and 2 keep parameters on the device.
+        accumulation: micro-steps of a step.
+        data_ranks: ranks that share each chunk.
+        ranks_per_host: ranks that share a host's memory.
+        host_base_bytes: of this rank's process besides.
+        prefetch: units gathered ahead.
+
+    Raises:
+        SpecError: for a trace without a forward or without a chunk's unit.
+    """
+    moments, half = trace.moments, trace.forward_moments
+    if not 0 < half < len(moments):
+        raise SpecError(
+            f"the trace has {half} moments of forward and {len(moments) - half} of backward: both are needed"
+        )
+    visits = {chunk.name: _visits(chunk, moments, half) for chunk in chunks}
+    forward, backward = _seconds(chunks, moments[:half]), _seconds(chunks, moments[half:])
+    costs = []
+    for chunk in chunks:
+        seen = visits[chunk.name]
+        first = [visit for visit in seen if visit[0] < half] or [(half - 1, half - 1)]
+        second = [visit for visit in seen if visit[0] >= half]
+        # what no backward came to is reduced, as zeros, when backward is over
+        second = second or [(len(moments) - 1, len(moments) - 1)]
+        costs.append(
+            ChunkCost(
+                name=chunk.name,
+                elems=chunk.elems,
+                gathered_elems=chunk.gathered_elems,
+                forward=(first[0][0], first[-1][1]),
+                backward=(second[0][0], second[-1][1]),
+                visits=tuple(seen),
+                forward_seconds=forward[chunk.name],
+                backward_seconds=backward[chunk.name],
+                trainable=chunk.trainable,
+            )
+        )
+    return Workload(
+        name=name,
+        chunks=tuple(sorted(costs, key=lambda cost: cost.forward[0])),
+        non_model_bytes=tuple(moment.non_model_bytes for moment in moments),
+        forward_moments=half,
+        tokens=tokens,
+        regime=regime,
+        clipping=True,  # the norm is always asked for, and known only when backward is over
+        strategies=(SPLIT,),  # of what is on disk the whole step comes before the forward
+        stage=stage,
+        accumulation=accumulation,
+        data_ranks=data_ranks,
+        ranks_per_host=ranks_per_host,
+        host_base_bytes=host_base_bytes,
+        prefetch_moments=prefetch,
+    )
+
+
+def _visits(chunk: ChunkUse, moments: Sequence[TracedMoment], half: int) -> list[tuple[int, int]]:
+    """Runs of moments, first and last, in which a unit of the chunk is inside; none goes over the turn."""
+    runs: list[tuple[int, int]] = []
+    for i, moment in enumerate(moments):
+        if moment.unit not in chunk.units:
+            continue
+        until = moment.until if i >= half else min(moment.until, half - 1)
+        if runs and i <= runs[-1][1] + 1 and i != half:
+            runs[-1] = (runs[-1][0], max(runs[-1][1], until))
+        else:
+            runs.append((i, until))
+    return runs
+
+
+def _seconds(chunks: Sequence[ChunkUse], moments: Sequence[TracedMoment]) -> dict[str, float]:
+    """Seconds of compute of every chunk; together those of the moments."""
+    found = {chunk.name: 0.0 for chunk in chunks}
+    users: dict[str, dict[str, int]] = {}
+    for chunk in chunks:
+        for unit, elems in chunk.units.items():
+            users.setdefault(unit, {})[chunk.name] = elems
+    waiting = 0.0
+    last: dict[str, int] = {}
+    for moment in moments:
+        last = users.get(moment.unit) or last
+        waiting += moment.seconds
+        if not last:
+            continue
+        for name, elems in last.items():
+            found[name] += waiting * elems / sum(last.values())
+        waiting = 0.0
+    if waiting and chunks:
+        found[chunks[0].name] += waiting
+    return found

@@ -1,0 +1,500 @@
+"""Where a chunk's state lives, and where it moves between steps, changes no bit of training and no byte that is not told."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+from meshfold.mesh import Mesh
+from meshfold.mesh.testing import run_on_ranks
+from meshfold.zero_gemini.arena import PAGE_BYTES
+from meshfold.zero_gemini.chunk import Chunk
+from meshfold.zero_gemini.errors import MemoryPlanError, OutOfBudget
+from meshfold.zero_gemini.layout import Item, lay_out
+from meshfold.zero_gemini.memory import Memory
+from meshfold.zero_gemini.placing import Home
+from meshfold.zero_gemini.stepping import AdamStepper, DiskSettings, GeneralStepper, Stepper
+from meshfold.zero_gemini.stepping import runs as runs_module
+from meshfold.zero_gemini.stepping.planes import planes_of
+
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+SHAPES = {"a": (30, 50), "b": (7,), "c": (1000,), "d": (33, 70), "e": (2500,), "f": (), "g": (40, 25)}
+HOMES = [
+    Home(),
+    Home(state="host"),
+    Home(parameters="host", state="host"),
+    Home(state="disk"),
+    Home(parameters="host", state="disk"),
+]
+KINDS = [
+    (torch.float32, "A"),
+    (torch.float16, "A"),
+    (torch.bfloat16, "A"),
+    (torch.bfloat16, "B"),
+    (torch.bfloat16, "C"),
+]
+kinds = pytest.mark.parametrize(("dtype", "regime"), KINDS, ids=lambda kind: str(kind).removeprefix("torch."))
+
+
+def two_groups(parameters: list[nn.Parameter], cls: Any = torch.optim.AdamW, **options: Any) -> Any:
+    """Every third parameter has settings of its own."""
+    groups = [
+        {"params": [p for i, p in enumerate(parameters) if i % 3]},
+        {"params": parameters[::3], "lr": 3e-3},
+    ]
+    return cls(groups, lr=1e-2, **options)
+
+
+class Small:
+    """Three chunks, and what steps on them."""
+
+    def __init__(
+        self,
+        make: Callable[[Any], Stepper],
+        dtype: torch.dtype,
+        homes: Iterable[Home],
+        *,
+        optimizer: Callable[[list[nn.Parameter]], torch.optim.Optimizer] = two_groups,
+        resident: bool = False,
+        world: int = 1,
+    ) -> None:
+        self.memory = Memory(DEVICE)
+        items = [Item(name, torch.Size(shape).numel(), 0) for name, shape in SHAPES.items()]
+        group = Mesh({"data": world}).group("data")
+        layout = lay_out(items, 4096, world, slot_align_elems=256)
+        made = optimizer([nn.Parameter(torch.empty(shape)) for shape in SHAPES.values()])
+        names = iter([[name for i, name in enumerate(SHAPES) if i % 3], [*SHAPES][::3]])
+        self.stepper = make(made)
+        self.chunks: list[Chunk] = []
+        self.count, self.finished = 0, True
+        generator = torch.Generator().manual_seed(0)
+        for spec, home in zip(layout.chunks, itertools.cycle(homes)):
+            shapes = [torch.Size(SHAPES[name]) for name in spec.names]
+            chunk = Chunk(
+                spec, layout.shard_slices(spec, group.index), [nn.Parameter(torch.empty(0)) for _ in shapes], shapes,
+                group, dtype=dtype, memory=self.memory, home=home.parameters, whole_group=resident,
+            )  # fmt: skip
+            self.chunks.append(chunk)
+            self.stepper.adopt(chunk, home.state)
+            for name, shape in zip(spec.names, shapes, strict=True):
+                self.stepper.fill(name, torch.randn(shape, generator=generator))
+            self.stepper.publish(chunk)
+            chunk.wait_if_resident()
+        assert len(self.chunks) == 3
+        for settings_, mine in zip(self.stepper.optimizer.param_groups, names, strict=True):
+            found = [self.stepper.stretch(name) for name in mine]
+            settings_["params"] = [stretch for stretch in found if stretch is not None]
+        if isinstance(self.stepper, GeneralStepper):
+            self.stepper.begin()
+
+    def step(self, used: Iterable[str] = SHAPES, scale: float | Tensor = 0.5) -> None:
+        """With gradients that are the same for all who step as often."""
+        self.count += 1
+        generator = torch.Generator().manual_seed(self.count)
+        dtype = (
+            torch.float32 if self.count % 2 or not isinstance(self.stepper, AdamStepper) else torch.bfloat16
+        )
+        gradients = {}
+        for chunk in self.chunks:
+            gradient = torch.zeros(chunk.spec.shard_elems)
+            for part in chunk.slices:
+                drawn = torch.randn(part.length, generator=generator)
+                if part.name in used:
+                    gradient[part.shard_start : part.shard_start + part.length] = drawn
+            home = self.stepper.stretch(chunk.slices[0].name) if chunk.slices else None
+            gradients[chunk] = gradient.to("cpu" if home is None else home.device, dtype)
+        self.stepper.step(gradients, scale, set(used))
+        for chunk in self.chunks:
+            if not chunk.is_due:
+                self.stepper.publish(chunk)
+                chunk.wait_if_resident()
+
+    def seen(self) -> Iterator[Tensor]:
+        """What the model computes with, chunk by chunk."""
+        for chunk in self.chunks:
+            if chunk.resident:
+                chunk.settle()
+            else:
+                chunk.gather()
+            chunk.wait()
+            yield from (parameter.detach().cpu().clone() for parameter in chunk.parameters)
+            chunk.release()
+
+    def move(self, index: int, home: Home) -> None:
+        self.stepper.finish()
+        self.stepper.move(self.chunks[index], home)
+
+    def bits(self) -> list[Tensor]:
+        """Everything there is to know."""
+        found = [*self.seen()]
+        self.stepper.finish()
+        for chunk in self.chunks:
+            for name, entries in self.stepper.entries(chunk).items():
+                found += [self.stepper.read(name, key).cpu().clone() for key in sorted(entries)]
+        mine = [name for name in SHAPES if self.stepper.stretch(name) is not None]
+        return found + [self.stepper.true(name).cpu().clone() for name in mine]
+
+    def stretches(self) -> list[int]:
+        """Which objects the optimizer's groups have."""
+        return [id(p) for group in self.stepper.optimizer.param_groups for p in group["params"]]
+
+
+def same(found: list[Tensor], wanted: list[Tensor]) -> bool:
+    return len(found) == len(wanted) and all(
+        a.dtype == b.dtype and torch.equal(a, b) for a, b in zip(found, wanted, strict=True)
+    )
+
+
+def adam(regime: str = "A", folder: Path | None = None, **options: Any) -> Callable[[Any], AdamStepper]:
+    """Pieces are so small that each chunk has several."""
+    disk = (
+        None
+        if folder is None
+        else DiskSettings(folder=folder, **{"rank": 0, "piece_bytes": 3 * PAGE_BYTES, **options})
+    )
+    return lambda optimizer: AdamStepper(optimizer, regime, 7, disk)
+
+
+@contextmanager
+def small(*arguments: Any, **options: Any) -> Iterator[Small]:
+    made = Small(*arguments, **options)
+    try:
+        yield made
+    finally:
+        made.stepper.close()
+
+
+def check_bytes(made: Small, homes: Iterable[Home], regime: str, *, resident: bool = False) -> None:
+    """Both arenas have what the planes need, and no byte more."""
+    memory, device, host = made.memory, 0, 0
+    on_disk = False
+    for chunk, home in zip(made.chunks, itertools.cycle(homes)):
+        elements, arena = chunk.spec.shard_elems, memory.arena(home.state)
+        shard = memory.compute.nbytes(elements, chunk.dtype)
+        planes = sum(arena.nbytes(p.numel(elements), p.dtype) for p in planes_of(chunk.dtype, regime))
+        if resident or home.parameters == "device":
+            device += shard
+            host += memory.home.nbytes(elements, chunk.dtype) * (home.state != "device")
+        else:
+            host += memory.home.nbytes(elements, chunk.dtype)
+        device += planes * (home.state == "device")
+        host += planes * (home.state == "host")
+        on_disk |= home.state == "disk"
+    if isinstance(made.stepper, AdamStepper) and made.stepper.disk is not None:
+        ring = made.stepper.disk.ring
+        assert (ring.nbytes > 0) == on_disk and ring.nbytes <= 3 * PAGE_BYTES
+        host += on_disk * ring.count * memory.home.nbytes(ring.nbytes + PAGE_BYTES, torch.uint8)
+        assert ring.host_bytes == on_disk * ring.count * memory.home.nbytes(
+            ring.nbytes + PAGE_BYTES, torch.uint8
+        )
+    assert (memory.compute.used_bytes, memory.home.used_bytes) == (device, host)
+
+
+USED = [[*SHAPES], ["a", "c", "f"], ["b"], ["g", "e"], []]
+
+
+@kinds
+def test_every_place_trains_to_the_same_bits(tmp_path: Path, dtype: torch.dtype, regime: str) -> None:
+    with small(adam(regime), dtype, HOMES[:1]) as plain:
+        for used in USED:
+            plain.step(used)
+        wanted = plain.bits()
+    for homes in ([HOMES[1]], [HOMES[2]], [HOMES[3]], [HOMES[4]], [HOMES[0], HOMES[4], HOMES[1]]):
+        with small(adam(regime, tmp_path), dtype, homes) as made:
+            for used in USED:
+                made.step(used, torch.tensor(0.5))
+                [*made.seen()]  # a forward
+                check_bytes(made, homes, regime)
+            assert same(made.bits(), wanted), homes
+        assert not list(tmp_path.iterdir())
+        assert made.memory.home.used_bytes == sum(
+            made.memory.home.nbytes(chunk.spec.shard_elems, dtype)
+            for chunk in made.chunks
+            if chunk.home == "host"
+        )
+
+
+@kinds
+def test_every_move_there_is(tmp_path: Path, dtype: torch.dtype, regime: str) -> None:
+    """From each home to each, with a step before and one after."""
+    with (
+        small(adam(regime), dtype, HOMES[:1]) as plain,
+        small(adam(regime, tmp_path), dtype, HOMES[:1]) as made,
+    ):
+        for pair in itertools.product(HOMES, repeat=2):
+            for place, home in enumerate(pair):
+                for index in range(len(made.chunks)):
+                    made.move(index, home)
+                check_bytes(made, [home], regime)
+                for one in (plain, made):
+                    one.step(USED[place])
+        assert same(made.bits(), plain.bits())
+
+
+@kinds
+@settings(max_examples=8, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(data=st.data())
+def test_any_sequence_of_moves_trains_to_the_same_bits(
+    tmp_path: Path, dtype: torch.dtype, regime: str, data: st.DataObject
+) -> None:
+    resident = data.draw(st.booleans(), label="stages 1 and 2")
+    buffers = data.draw(st.integers(1, 4), label="buffers")
+    homes = [data.draw(st.sampled_from(HOMES)) for _ in range(3)]
+    moves = st.tuples(st.integers(0, 2), st.sampled_from(HOMES))
+    steps = st.sampled_from(USED)
+    others = st.sampled_from(["look", "rewrite", "reset"])
+    if resident:
+        homes = [Home(state=home.state) for home in homes]
+    with (
+        small(adam(regime), dtype, HOMES[:1], resident=resident) as plain,
+        small(adam(regime, tmp_path, buffers=buffers), dtype, homes, resident=resident) as made,
+    ):
+        stretches = made.stretches()
+        for do in data.draw(st.lists(st.one_of(steps, moves, moves, others), max_size=10), label="do"):
+            if isinstance(do, list):
+                made.step(do)
+                plain.step(do)
+            elif isinstance(do, tuple):
+                home = Home(state=do[1].state) if resident else do[1]
+                made.move(do[0], home)
+                homes[do[0]] = home
+            elif do == "look":
+                assert same([*made.seen()], [*plain.seen()])
+            else:
+                for one in (made, plain):
+                    one.stepper.finish()
+                    if do == "reset":
+                        one.stepper.reset()
+                    else:
+                        one.stepper.write("a", "exp_avg", torch.linspace(-1, 1, 1500))
+                        one.stepper.write("d", "exp_avg_sq", torch.linspace(0, 1, 2310))
+                        one.stepper.write("e", "step", torch.tensor(5.0))
+                        one.stepper.write("f", "exp_avg", torch.tensor(-0.5))
+                        one.stepper.fill("c", torch.linspace(-2, 2, 1000))
+            if not made.chunks[0].is_due:
+                check_bytes(made, homes, regime, resident=resident)
+        check_bytes(made, homes, regime, resident=resident)
+        assert made.stretches() == stretches
+        assert same(made.bits(), plain.bits())
+    assert not list(tmp_path.iterdir())
+
+
+def moves_of_two_ranks(folder: Path, resident: bool) -> None:
+    rank = torch.distributed.get_rank()
+    sequence = [
+        *itertools.product(range(3), [Home(state=home.state) for home in HOMES] if resident else HOMES)
+    ]
+    generator = torch.Generator().manual_seed(1)
+    options: dict[str, Any] = {"resident": resident, "world": 2}
+    with (
+        small(adam("B"), torch.bfloat16, HOMES[:1], **options) as plain,
+        small(adam("B", folder, rank=rank), torch.bfloat16, HOMES[:1], **options) as made,
+    ):
+        for place in torch.randperm(len(sequence), generator=generator).tolist():
+            made.move(*sequence[place])
+            for one in (plain, made):
+                one.step(USED[place % 5])
+            assert same([*made.seen()], [*plain.seen()])
+        assert same(made.bits(), plain.bits())
+
+
+@pytest.mark.parametrize("resident", [False, True], ids=["stage 3", "stages 1 and 2"])
+def test_ranks_move_together(tmp_path: Path, resident: bool) -> None:
+    run_on_ranks(2, moves_of_two_ranks, tmp_path, resident)
+
+
+def test_adam_with_decay_in_the_gradient(tmp_path: Path) -> None:
+    """It cannot be stepped in halves, so it is stepped beside the computation in one."""
+
+    def optimizer(parameters: list[nn.Parameter]) -> Any:
+        return two_groups(parameters, torch.optim.Adam, weight_decay=0.1)
+
+    with small(adam(), torch.bfloat16, HOMES[:1], optimizer=optimizer) as plain:
+        for _ in range(3):
+            plain.step()
+        wanted = plain.bits()
+    with small(adam("A", tmp_path), torch.bfloat16, HOMES[2:4], optimizer=optimizer) as made:
+        for _ in range(3):
+            made.step()
+            assert all(chunk.is_due for chunk in made.chunks)
+        assert same(made.bits(), wanted)
+
+
+def test_what_is_used_alike_is_one_run_of_the_kernel(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    ran: list[tuple[str, int]] = []
+    for name in ("adam_step", "adam_update_parameters", "adam_update_moments"):
+        kernel = getattr(runs_module, name)
+
+        def counted(state: Any, *rest: Any, name: str = name, kernel: Any = kernel, **options: Any) -> None:
+            ran.append((name, state.weights.numel()))
+            kernel(state, *rest, **options)
+
+        monkeypatch.setattr(runs_module, name, counted)
+
+    def one_group(parameters: list[nn.Parameter]) -> Any:
+        groups: list[Any] = [{"params": parameters}, {"params": []}]
+        return torch.optim.AdamW(groups, lr=1e-2)
+
+    with small(
+        adam("A", tmp_path, piece_bytes=1 << 20), torch.bfloat16, HOMES[:3:2] + HOMES[4:], optimizer=one_group
+    ) as made:
+        first, second = made.stepper.optimizer.param_groups
+        first["params"], second["params"] = first["params"] + second["params"], []
+        made.step()
+        made.stepper.finish()
+        sizes = [chunk.spec.shard_elems for chunk in made.chunks]
+        assert sorted(ran) == sorted(
+            [
+                ("adam_step", sizes[0]),
+                ("adam_update_parameters", sizes[1]),
+                ("adam_update_moments", sizes[1]),
+                ("adam_step", sizes[2]),
+            ]
+        )
+
+
+def test_the_host_steps_beside_the_computation_with_one_thread_less() -> None:
+    """And takes none from those who compute."""
+    found, before = [], torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        with small(adam(), torch.bfloat16, HOMES[1:2]) as made:
+            made.step()
+            made.stepper.finish()
+            assert torch.get_num_threads() == 2
+            with ThreadPoolExecutor(1) as new:
+                assert new.submit(torch.get_num_threads).result() == 2
+            pool = made.stepper._worker._pool  # type: ignore[attr-defined]
+            found.append(pool.submit(torch.get_num_threads).result())
+        assert found == [1]
+    finally:
+        torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize("index", range(len(HOMES)))
+def test_a_move_that_finds_no_memory_changes_nothing(tmp_path: Path, index: int) -> None:
+    """At every point where memory may run out, in either arena; afterwards training goes on."""
+    start = HOMES[index]
+    with small(adam(), torch.bfloat16, HOMES[:1]) as plain:
+        for _ in range(2):
+            plain.step()
+        wanted = plain.bits()
+    refused = 0
+    for home in HOMES:
+        if (start.parameters, home.parameters) == ("device", "host"):
+            continue  # the chunk itself says what happens there
+        with small(adam("A", tmp_path), torch.bfloat16, [start]) as made:
+            made.step()
+            made.stepper.finish()
+            memory = made.memory
+            used = memory.compute.used_bytes, memory.home.used_bytes
+            for spare in range(0, 60_000, 8192):
+                memory.compute.budget_bytes, memory.home.budget_bytes = (bytes_ + spare for bytes_ in used)
+                try:
+                    made.stepper.move(made.chunks[0], home)
+                    break
+                except OutOfBudget:
+                    refused += 1
+                    assert (memory.compute.used_bytes, memory.home.used_bytes) == used
+                    assert made.chunks[0].home == start.parameters
+                    check_bytes(made, [start], "A")
+            else:
+                pytest.fail(f"{home} was not reached")
+            memory.compute.budget_bytes = memory.home.budget_bytes = None
+            made.step()
+            assert same(made.bits(), wanted)
+    assert refused
+
+
+# -- any optimizer --------------------------------------------------------------------------------------------------
+
+OPTIMIZERS: dict[str, tuple[Any, dict[str, Any]]] = {
+    "sgd": (torch.optim.SGD, {"momentum": 0.9}),
+    "adagrad": (torch.optim.Adagrad, {}),
+    "nadam": (torch.optim.NAdam, {}),
+    "adamw": (torch.optim.AdamW, {"amsgrad": True}),
+}
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+@settings(max_examples=6, deadline=None)
+@given(
+    do=st.lists(
+        st.one_of(st.sampled_from(USED), st.tuples(st.integers(0, 2), st.sampled_from(HOMES[:3]))), max_size=8
+    ),
+    wide=st.booleans(),
+    start=st.sampled_from(HOMES[:3]),
+)
+def test_any_optimizer_moves_with_the_same_bits(name: str, do: list[Any], wide: bool, start: Home) -> None:
+    cls, options = OPTIMIZERS[name]
+
+    def optimizer(parameters: list[nn.Parameter]) -> Any:
+        return two_groups(parameters, cls, **options)
+
+    def make(made: torch.optim.Optimizer) -> GeneralStepper:
+        with_state = bool(made.state)
+        made.state.clear()
+        return GeneralStepper(made, torch.float64 if wide else None, with_state=with_state)
+
+    with (
+        small(make, torch.float32, HOMES[:1], optimizer=optimizer) as plain,
+        small(make, torch.float32, [start], optimizer=optimizer) as made,
+    ):
+        stretches, homes = made.stretches(), [start] * 3
+        for one in do:
+            if isinstance(one, list):
+                plain.step(one)
+                made.step(one)
+            else:
+                made.move(*one)
+                homes[one[0]] = one[1]
+            check_general_bytes(made, homes, torch.float64 if wide else torch.float32)
+        assert made.stretches() == stretches
+        assert same(made.bits(), plain.bits())
+    assert made.memory.compute.used_bytes + made.memory.home.used_bytes == sum(
+        made.memory.arena(chunk.home).nbytes(chunk.spec.shard_elems, torch.float32) for chunk in made.chunks
+    )
+
+
+def check_general_bytes(made: Small, homes: list[Home], true_dtype: torch.dtype) -> None:
+    memory = made.memory
+    bytes_ = {"device": 0, "host": 0}
+    for chunk, home in zip(made.chunks, homes, strict=True):
+        arena = memory.arena(home.state)
+        bytes_[home.parameters] += memory.arena(home.parameters).nbytes(chunk.spec.shard_elems, chunk.dtype)
+        if true_dtype != chunk.dtype or home.parameters != home.state:
+            bytes_[home.state] += arena.nbytes(chunk.spec.shard_elems, true_dtype)
+        for part in chunk.slices:
+            stretch = made.stepper.stretch(part.name)
+            assert stretch is not None
+            for value in made.stepper.optimizer.state.get(stretch, {}).values():
+                if isinstance(value, Tensor) and value.dim():
+                    bytes_[home.state] += arena.nbytes(value.numel(), value.dtype)
+    assert (memory.compute.used_bytes, memory.home.used_bytes) == (bytes_["device"], bytes_["host"])
+
+
+def test_the_disk_is_for_adam() -> None:
+    def make(made: torch.optim.Optimizer) -> GeneralStepper:
+        return GeneralStepper(made, None, with_state=False)
+
+    def optimizer(parameters: list[nn.Parameter]) -> Any:
+        return two_groups(parameters, torch.optim.SGD)
+
+    with pytest.raises(
+        MemoryPlanError, match=r"state of SGD cannot live on disk, which is for adam and adamw"
+    ):
+        Small(make, torch.float32, HOMES[3:4], optimizer=optimizer)
+    with small(make, torch.float32, HOMES[:1], optimizer=optimizer) as made:
+        with pytest.raises(MemoryPlanError, match="cannot live on disk"):
+            made.move(0, HOMES[3])
+        made.step()

@@ -1,0 +1,426 @@
+"""What can go wrong when optimizer state is on disk: each is a clear error in the step that needs it, and nothing starts
+that cannot go on."""
+
+from __future__ import annotations
+
+import errno
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from meshfold.mesh import Mesh
+from meshfold.zero_gemini.chunk import Chunk
+from meshfold.zero_gemini.disk import DiskStore
+from meshfold.zero_gemini.errors import DiskError, MemoryPlanError, OutOfBudget
+from meshfold.zero_gemini.layout import Item, lay_out
+from meshfold.zero_gemini.memory import Memory
+from meshfold.zero_gemini.placing import Home
+from meshfold.zero_gemini.stepping import AdamStepper, DiskSettings
+from meshfold.zero_gemini.stepping import runs as runs_module
+from meshfold.zero_gemini.stepping.held import Held
+
+PAGE = 4096
+CPU = torch.device("cpu")
+DEVICE, HOST, DISK = Home(), Home(state="host"), Home(state="disk")
+CHUNKS, ELEMS = 4, 6144
+PIECE = 5 * PAGE  # 2048 elements with 10 bytes of state each: three pieces a chunk
+
+
+class Model:
+    """Chunks of one parameter each."""
+
+    def __init__(self, folder: Path | None, home: Home = DISK, count: int = CHUNKS, **options: Any) -> None:
+        self.memory = Memory(CPU, host_bytes=options.pop("host_bytes", None))
+        names = [f"p{i}" for i in range(count)]
+        layout = lay_out([Item(name, ELEMS, 0) for name in names], ELEMS, 1)
+        made = torch.optim.AdamW([nn.Parameter(torch.empty(0))], lr=1e-2)
+        disk = None
+        if folder is not None:
+            disk = DiskSettings(folder=folder, rank=3, **{"piece_bytes": PIECE, **options})
+        self.stepper = AdamStepper(made, "A", 0, disk)
+        if home == DISK:
+            self.stepper.reserve([(torch.bfloat16, spec.shard_elems) for spec in layout.chunks])
+        self.chunks = []
+        for spec in layout.chunks:
+            chunk = Chunk(
+                spec, layout.shard_slices(spec, 0), [nn.Parameter(torch.empty(0))], [torch.Size([ELEMS])],
+                Mesh({}).group(), dtype=torch.bfloat16, memory=self.memory, home="device", whole_group=False,
+            )  # fmt: skip
+            self.chunks.append(chunk)
+            self.stepper.adopt(chunk, home.state)
+            self.stepper.fill(spec.names[0], torch.linspace(-1, 1, ELEMS))
+            self.stepper.publish(chunk)
+            chunk.wait_if_resident()
+        made.param_groups[0]["params"] = [self.stepper.stretch(name) for name in names]
+        self.count = 0
+
+    def step(self) -> None:
+        self.count += 1
+        gradients = {
+            chunk: torch.full((ELEMS,), 0.1 * self.count - place) for place, chunk in enumerate(self.chunks)
+        }
+        self.stepper.step(gradients, 1.0, {f"p{i}" for i in range(len(self.chunks))})
+        for chunk in self.chunks:
+            if not chunk.is_due:
+                self.stepper.publish(chunk)
+                chunk.wait_if_resident()
+
+    def forward(self) -> None:
+        for chunk in self.chunks:
+            chunk.settle()
+            chunk.wait()
+
+    def bits(self) -> list[Tensor]:
+        self.stepper.finish()
+        keys = ("exp_avg", "exp_avg_sq", "step")
+        names = [f"p{i}" for i in range(len(self.chunks))]
+        return [self.stepper.true(name) for name in names] + [
+            self.stepper.read(name, key) for name in names for key in keys
+        ]
+
+
+@contextmanager
+def model(*arguments: Any, **options: Any) -> Iterator[Model]:
+    made = Model(*arguments, **options)
+    try:
+        yield made
+    finally:
+        made.stepper.close()
+
+
+def equal(found: list[Tensor], wanted: list[Tensor]) -> bool:
+    return all(torch.equal(a, b) for a, b in zip(found, wanted, strict=True))
+
+
+def plain_bits(steps: int, count: int = CHUNKS) -> list[Tensor]:
+    with model(None, DEVICE, count) as made:
+        for _ in range(steps):
+            made.step()
+        return made.bits()
+
+
+def files(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir())
+
+
+# -- before training ------------------------------------------------------------------------------------------------
+
+
+def test_room_is_one_file_of_this_rank_and_goes_in_the_end(tmp_path: Path) -> None:
+    with model(tmp_path) as made:
+        assert files(tmp_path) == ["meshfold-optimizer-rank00003.blocks"]
+        disk = made.stepper.disk
+        assert disk is not None and disk.file_bytes == (tmp_path / files(tmp_path)[0]).stat().st_size
+        assert CHUNKS * 3 * PIECE < disk.file_bytes <= CHUNKS * 3 * PIECE + 8 * PAGE
+    assert not files(tmp_path)
+
+
+def test_no_folder_was_named() -> None:
+    with pytest.raises(
+        MemoryPlanError, match=r"4 chunks is to live on disk, and no folder .*: give offload_path"
+    ):
+        Model(None)
+    with model(None, HOST) as made:
+        with pytest.raises(
+            MemoryPlanError, match=r"p1 to p1.* no folder for it was named: give offload_path"
+        ):
+            made.stepper.move(made.chunks[1], DISK)
+        made.step()
+        assert equal(made.bits(), plain_bits(1))
+
+
+def test_folders_and_files_that_cannot_be_used_are_told_before_anything_starts(tmp_path: Path) -> None:
+    with pytest.raises(DiskError, match="does not exist"):
+        Model(tmp_path / "missing")
+    with pytest.raises(DiskError, match="cannot be opened"):
+        Model(Path("/proc"))
+    path = tmp_path / "meshfold-optimizer-rank00003.blocks"
+    path.write_bytes(b"the only copy of a thesis")
+    with pytest.raises(DiskError, match="is not overwritten"):
+        Model(tmp_path)
+    assert path.read_bytes() == b"the only copy of a thesis"
+    path.unlink()
+    with model(tmp_path), pytest.raises(DiskError, match="in use by this process"):
+        Model(tmp_path)
+    with model(tmp_path), model(tmp_path, name="second"):
+        assert len(files(tmp_path)) == 2
+
+
+@contextmanager
+def full_disk(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    def full(descriptor: int, start: int, length: int) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "posix_fallocate", full)
+        yield
+
+
+def test_a_full_disk_is_told_before_anything_starts_or_moves(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with full_disk(monkeypatch), pytest.raises(DiskError, match="bytes are wanted"):
+        Model(tmp_path)
+    assert not files(tmp_path)
+    with model(tmp_path, HOST) as made:
+        made.step()
+        used = None
+        for index, home in ((0, DISK), (1, DEVICE), (2, DISK)):
+            made.stepper.finish()
+            used = made.memory.home.used_bytes
+            if home == DISK:
+                with full_disk(monkeypatch), pytest.raises(DiskError, match="bytes are wanted"):
+                    made.stepper.move(made.chunks[index], home)
+                assert made.memory.home.used_bytes == used
+            made.stepper.move(made.chunks[index], home)
+        made.step()
+        assert equal(made.bits(), plain_bits(2))
+        assert files(tmp_path) == [
+            "meshfold-optimizer-1-rank00003.blocks",
+            "meshfold-optimizer-rank00003.blocks",
+        ]
+    assert not files(tmp_path)
+
+
+def test_room_that_a_chunk_left_is_used_again(tmp_path: Path) -> None:
+    with model(tmp_path, HOST) as made:
+        made.stepper.reserve([(torch.bfloat16, ELEMS)] * 2)
+        for index in range(CHUNKS):
+            made.stepper.move(made.chunks[index], DISK)
+            made.step()
+            made.stepper.finish()
+            if index > 0:
+                made.stepper.move(made.chunks[index - 1], DEVICE)
+        assert files(tmp_path) == ["meshfold-optimizer-rank00003.blocks"]
+        assert equal(made.bits(), plain_bits(CHUNKS))
+
+
+def test_no_memory_for_the_buffers(tmp_path: Path) -> None:
+    with pytest.raises(OutOfBudget, match=r"has no .* left"):
+        Model(tmp_path, host_bytes=2 * PIECE)
+    with model(tmp_path, HOST) as made:
+        made.step()
+        made.stepper.finish()
+        home = made.memory.home
+        used = home.used_bytes
+        home.budget_bytes = used + 2 * PIECE
+        with pytest.raises(OutOfBudget):
+            made.stepper.move(made.chunks[0], DISK)
+        assert home.used_bytes == used
+        home.budget_bytes = None
+        made.step()
+        assert equal(made.bits(), plain_bits(2))
+
+
+def test_settings_that_cannot_be() -> None:
+    with pytest.raises(MemoryPlanError, match="buffers=0"):
+        DiskSettings(folder=".", rank=0, buffers=0)
+    with pytest.raises(MemoryPlanError, match="piece_bytes=100"):
+        DiskSettings(folder=".", rank=0, piece_bytes=100)
+
+
+# -- while it trains ------------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def broken(monkeypatch: pytest.MonkeyPatch, call: str, after: int = 0) -> Iterator[None]:
+    """From the call after so many on, a disk that takes or gives nothing."""
+    real, left, lock = getattr(os, call), [after], threading.Lock()
+
+    def failing(*arguments: Any) -> Any:
+        with lock:
+            left[0] -= 1
+            if left[0] < 0:
+                raise OSError(errno.ENOSPC if call == "pwritev" else errno.EIO, "broken")
+        return real(*arguments)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, call, failing)
+        yield
+
+
+@pytest.mark.parametrize("after", [0, 1, 5, 11])
+@pytest.mark.parametrize("call", ["pwritev", "preadv"])
+def test_a_disk_that_breaks_stops_the_step_that_needs_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str, after: int
+) -> None:
+    doing = "written to" if call == "pwritev" else "read from"
+    words = (
+        rf"state of chunk of p\d to p\d.* could not be {doing} disk.*broken.* resume from the last checkpoint"
+    )
+    made = Model(tmp_path)
+    made.step()
+    made.forward()
+    made.stepper.finish()
+
+    def train() -> None:
+        for _ in range(2):
+            made.step()
+            made.forward()
+        made.stepper.finish()
+
+    with broken(monkeypatch, call, after), pytest.raises(DiskError, match=words) as caught:
+        train()
+    assert caught.value.errno == (errno.ENOSPC if call == "pwritev" else errno.EIO)
+    # The disk is well again, and what was lost is lost: no step, no checkpoint, no move goes by it.
+    for again in (made.step, made.stepper.finish, made.bits, lambda: made.stepper.move(made.chunks[0], HOST)):
+        with pytest.raises(DiskError, match="resume from the last checkpoint"):
+            again()
+    made.stepper.close()
+    assert not files(tmp_path)
+    assert made.memory.home.used_bytes == 0
+
+
+def test_the_last_step_is_not_lost_in_silence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    made = Model(tmp_path)
+    with broken(monkeypatch, "pwritev"):
+        made.step()
+        with pytest.raises(DiskError, match="could not be written to disk"):
+            made.stepper.close()
+    assert not files(tmp_path) and made.memory.home.used_bytes == 0
+
+
+@pytest.mark.parametrize("after", [0, 1, 2])
+def test_a_move_to_a_disk_that_breaks_is_taken_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, after: int
+) -> None:
+    with model(tmp_path, HOST, io_bytes=1 << 20) as made:
+        made.step()
+        made.stepper.finish()
+        made.stepper.move(made.chunks[3], DISK)
+        made.stepper.reserve([(torch.bfloat16, ELEMS)])  # the room is there: what fails is the writing
+        used = made.memory.home.used_bytes
+        with broken(monkeypatch, "pwritev", after), pytest.raises(DiskError, match="broken"):
+            made.stepper.move(made.chunks[1], DISK)
+        assert made.memory.home.used_bytes == used
+        made.step()
+        made.stepper.finish()
+        made.stepper.move(made.chunks[1], DISK)
+        made.step()
+        assert equal(made.bits(), plain_bits(3))
+
+
+# -- reading ahead --------------------------------------------------------------------------------------------------
+
+
+def test_what_comes_next_is_read_while_a_piece_is_stepped_and_what_was_is_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With three buffers: while a piece is stepped the next two are being read, and memory does not grow."""
+    began: list[tuple[str, str]] = []
+    with model(tmp_path) as made:
+        made.step()
+        made.forward()
+        made.stepper.finish()
+        peak = made.memory.home.used_bytes
+        made.memory.home.reset_peak()
+        for call in ("read", "write"):
+            real = getattr(DiskStore, call)
+
+            def noted(store: DiskStore, name: str, tensor: Tensor, call: str = call, real: Any = real) -> Any:
+                began.append((call, name))
+                pending = real(store, name, tensor)
+                if call == "write":  # a disk that writes faster than anything
+                    pending.wait()
+                return pending
+
+            monkeypatch.setattr(DiskStore, call, noted)
+        kernel = getattr(runs_module, "adam_step")  # noqa: B009 - it is imported there, and not for others
+
+        def stepped(*arguments: Any, **options: Any) -> None:
+            began.append(("step", ""))
+            kernel(*arguments, **options)
+
+        monkeypatch.setattr(runs_module, "adam_step", stepped)
+        # The first three were read before, when nothing else was to do.
+        made.step()
+        made.forward()
+        made.stepper.finish()
+        assert made.memory.home.peak_bytes == peak
+    reads = [place for place, (what, _) in enumerate(began) if what == "read"]
+    steps = [place for place, (what, _) in enumerate(began) if what == "step"]
+    writes = [place for place, (what, _) in enumerate(began) if what == "write"]
+    assert len(steps) == len(writes) == 3 * CHUNKS
+    assert len(reads) == 3 * CHUNKS  # the last three of them for the next step
+    for index, read in enumerate(reads[:-3], start=3):
+        assert steps[index - 3] < read < steps[index - 2]  # into the first buffer that is free
+
+
+def test_first_values_touch_each_piece_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever number of parameters it has."""
+    wrote: list[str] = []
+    real = DiskStore.write
+
+    def noted(store: DiskStore, name: str, tensor: Tensor) -> Any:
+        wrote.append(name)
+        return real(store, name, tensor)
+
+    monkeypatch.setattr(DiskStore, "write", noted)
+    with model(tmp_path, count=2) as made:
+        assert len(wrote) <= 6
+        disk = made.stepper.disk
+        assert disk is not None
+        disk.ring.flush()
+        assert len(wrote) == len(set(wrote)) == 6
+
+
+# -- a killed process -----------------------------------------------------------------------------------------------
+
+KILLED = """
+    import sys
+    from pathlib import Path
+    sys.path.insert(0, sys.argv[2])
+    from test_stepping_disk import Model, HOST, DISK
+    made = Model(Path(sys.argv[1]), HOST)
+    for chunk in made.chunks[:3]:
+        made.stepper.move(chunk, DISK)
+    for step in range(10_000):
+        made.step()
+        made.forward()
+        if step == 2:
+            print("training", flush=True)
+"""
+
+
+def test_kill_in_the_middle_and_start_again(tmp_path: Path) -> None:
+    """The files of the dead process, three here, neither stop the next one nor stay."""
+    command = [sys.executable, "-c", textwrap.dedent(KILLED), str(tmp_path), str(Path(__file__).parent)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "training\n"
+        with pytest.raises(DiskError, match=f"in use by process {process.pid}"):
+            Model(tmp_path)
+        process.send_signal(signal.SIGKILL)
+    assert process.returncode == -signal.SIGKILL
+    assert len(files(tmp_path)) == 3
+    with model(tmp_path) as made:
+        assert files(tmp_path) == ["meshfold-optimizer-rank00003.blocks"]
+        disk = made.stepper.disk
+        assert disk is not None and "replaced the file of process" in disk.notes[0]
+        made.step()
+        made.forward()
+        made.step()
+        assert equal(made.bits(), plain_bits(2))
+    assert not files(tmp_path)
+
+
+def test_a_chunk_that_is_not_adopted_leaves_no_memory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with model(tmp_path, HOST) as made:
+        used = made.memory.home.used_bytes
+        made.memory.home.budget_bytes = used + 4 * PIECE
+        with pytest.raises(OutOfBudget):
+            Held(made.chunks[0], "A", "disk", made.stepper.disk)
+        assert made.memory.home.used_bytes == used

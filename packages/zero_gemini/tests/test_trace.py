@@ -1,0 +1,233 @@
+"""A trace has the moments of the executor, and the bytes and the work of the operators."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+
+from meshfold.mesh.errors import SpecError
+from meshfold.zero_gemini.runtime import Runtime
+from meshfold.zero_gemini.trace import LiveBytes, OperatorClock, StepTracer, Trace, WallClock, unseen
+from meshfold.zero_gemini.units import find_units
+
+WIDTH, ROWS = 32, 8
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = x + self.down(F.gelu(self.up(x)))
+        return y
+
+
+class Recomputed(nn.Module):
+    """Checkpointed inside of the unit."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.block = Block()
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = checkpoint(self.block, x, use_reentrant=False)
+        return y
+
+
+class Model(nn.Module):
+    """A parameter of its own, around blocks; ``wrap`` says how a run of blocks is called."""
+
+    def __init__(self, block: Callable[[], nn.Module] = Block, wrap: int = 0, tie: bool = False) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(WIDTH))
+        self.embed = nn.Embedding(10, WIDTH)
+        self.blocks = nn.ModuleList(block() for _ in range(4))
+        self.head = nn.Linear(WIDTH, 10, bias=False)
+        self.wrap = wrap
+        if tie:
+            self.head.weight = self.embed.weight
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.embed(ids)
+        for start in range(0, 4, self.wrap or 1):
+            some = self.blocks[start : start + (self.wrap or 1)]
+            x = checkpoint(lambda x, some=some: some[-1](some[0](x)) if len(some) > 1 else some[0](x), x,
+                           use_reentrant=False) if self.wrap else some[0](x)  # fmt: skip
+        loss: Tensor = (self.head(x * self.scale)).square().mean()
+        return loss
+
+
+def batch(device: str) -> Tensor:
+    return torch.zeros(ROWS, dtype=torch.int64, device=device)
+
+
+def drop_gradients(model: nn.Module) -> None:
+    """As whoever collects gradients does."""
+    for parameter in model.parameters():
+        parameter.register_post_accumulate_grad_hook(lambda p: setattr(p, "grad", None))
+
+
+def traced(make: Callable[[], nn.Module], device: str = "meta") -> Trace:
+    with torch.device(device):
+        model = make()
+    drop_gradients(model)
+    clock = OperatorClock(flops=1e9, bytes_per_second=1e9)
+    with StepTracer(model, memory=LiveBytes(), clock=clock) as tracer:
+        model(batch(device)).backward()
+    return tracer.trace()
+
+
+class Chunk:
+    """Of one unit; comes and goes without a trace."""
+
+    resident, is_due, due = False, False, None
+
+    def gather(self) -> None: ...
+    def release(self) -> None: ...
+    def wait(self) -> None: ...
+
+
+MODELS: dict[str, Callable[[], nn.Module]] = {
+    "plain": Model,
+    "checkpoint inside": lambda: Model(Recomputed),
+    "checkpoint outside": lambda: Model(wrap=1),
+    "checkpoint around two": lambda: Model(wrap=2),
+    "tied": lambda: Model(tie=True),
+}
+
+
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_moments_are_those_of_the_executor(name: str, device: str) -> None:
+    with torch.device(device):
+        model = MODELS[name]()
+    units = find_units(model)
+    runtime = Runtime(model, units, lambda unit: [Chunk()], prefetch=1)  # type: ignore[list-item]
+    with StepTracer(model, memory=LiveBytes(), clock=WallClock()) as tracer:
+        model(batch(device)).backward()
+    runtime.begin_step()
+    trace = tracer.trace()
+    assert list(trace.order) == [unit.name for unit in runtime.order]
+    assert trace.order[: trace.forward_moments] == ("", "embed", *(f"blocks.{i}" for i in range(4)), "head")
+    assert trace.order[trace.forward_moments : trace.forward_moments + 2] == ("", "head")
+    assert trace.order[-1] == "embed"
+    assert all(m.seconds >= 0 and m.waited_seconds >= 0 for m in trace.moments)
+
+
+def test_units_lie_in_one_another() -> None:
+    trace = traced(Model)
+    whole = {(m.unit, m.backward): (i, m.until) for i, m in enumerate(trace.moments)}
+    assert whole["", False] == (0, 6)  # the model, entered first and left last
+    assert whole["blocks.2", False] == (4, 4)
+    turn, last = trace.forward_moments, len(trace.moments) - 1
+    assert whole["", True] == (turn, last)  # the ids have no gradient: inside until the end
+    assert whole["blocks.3", True] == (turn + 2, turn + 2)
+    assert whole["embed", True] == (last, last)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_bytes_on_meta_are_those_of_a_run(name: str) -> None:
+    dry, real = traced(MODELS[name]), traced(MODELS[name], "cpu")
+    assert [m.non_model_bytes for m in dry.moments] == [m.non_model_bytes for m in real.moments]
+    assert [m.left_bytes for m in dry.moments] == [m.left_bytes for m in real.moments]
+
+
+def test_bytes_by_hand() -> None:
+    model = nn.Sequential(nn.Linear(WIDTH, WIDTH, bias=False), nn.Linear(WIDTH, WIDTH, bias=False)).to("meta")
+    x = torch.empty(ROWS, WIDTH, device="meta")
+    drop_gradients(model)
+    with StepTracer(model, memory=LiveBytes(base_bytes=100), clock=WallClock()) as tracer:
+        model(x).sum().backward()
+    forward0, forward1, backward1, backward0 = tracer.trace().moments
+    rows, weight = 4 * ROWS * WIDTH, 4 * WIDTH * WIDTH
+    assert forward0.non_model_bytes == forward0.left_bytes == 100 + rows
+    assert forward1.non_model_bytes == 100 + 2 * rows + 4  # both outputs, the sum
+    assert (
+        forward1.left_bytes == 100 + rows + 4 + 4
+    )  # the second is let go; the sum's gradient (one) is expanded: a view
+    # the input's gradient and the weight's; the module's input is still alive for the weight's
+    assert backward1.non_model_bytes >= 100 + 2 * rows + weight
+    assert backward0.left_bytes <= 100 + 8
+
+
+def test_checkpointing_shows() -> None:
+    plain, inside = traced(Model), traced(MODELS["checkpoint inside"])
+    turn = plain.forward_moments - 1
+    kept = (
+        4 * ROWS * WIDTH * (2 + 2)
+    )  # up's output, gelu's output, each twice as wide: what a block need not keep
+    assert plain.moments[turn].left_bytes - inside.moments[turn].left_bytes == pytest.approx(
+        4 * kept, rel=0.05
+    )
+    forward = [m.seconds for m in plain.moments[1:turn]]
+    again = [b.seconds - a.seconds for a, b in zip(plain.moments, inside.moments, strict=True) if a.backward]
+    assert (
+        0.4 * forward[1] < again[2] < forward[1]
+    )  # computed once more, up to the last tensor that backward needs
+
+
+def test_seconds_are_those_of_the_operators() -> None:
+    model = nn.Sequential(nn.Linear(256, 256, bias=False), nn.ReLU()).to("meta")
+    clock = OperatorClock(flops=1e12, bytes_per_second=1e12)
+    x = torch.empty(64, 256, device="meta")
+    with clock:
+        begin = clock.mark()
+        y = model[0](x)
+        middle = clock.mark()
+        model[1](y.view(-1)).view(64, 256)
+        end = clock.mark()
+    assert clock.seconds(begin, middle) == 2 * 64 * 256 * 256 / 1e12  # more than its bytes take
+    assert clock.seconds(middle, end) == pytest.approx(
+        2 * 4 * 64 * 256 / 1e12
+    )  # reads and writes; views are free
+    assert clock.flop == 2 * 64 * 256 * 256
+    clock.add(flop=10**12, efficiency=0.5)
+    assert clock.seconds(end, clock.mark()) == pytest.approx(2.0)
+
+
+def test_what_is_made_unseen_is_not_counted() -> None:
+    live = LiveBytes()
+    with live:
+        with unseen():
+            buffer = torch.empty(1000)
+        buffer[:10].copy_(torch.ones(10))
+        assert live.take() == (40, 0)
+        other = torch.empty(7)
+        del other
+        assert live.take() == (28, 0)
+        kept = torch.empty(100, dtype=torch.float16)
+        assert live.bytes == 200
+    assert kept.numel() == 100 and live.bytes == 200
+
+
+def test_storages_round_as_an_allocator_does() -> None:
+    with LiveBytes(round_bytes=512) as live:
+        kept = [torch.empty(1), torch.empty(129)]
+        assert live.bytes == 512 + 1024
+    assert len(kept) == 2
+
+
+def test_a_trace_needs_a_backward() -> None:
+    model = Model()
+    with StepTracer(model, memory=LiveBytes(), clock=WallClock()) as tracer:
+        model(batch("cpu"))
+    with pytest.raises(SpecError, match="7 units"):
+        tracer.trace()
+
+
+def test_hooks_go_when_the_tracer_is_left() -> None:
+    model = Model()
+    with StepTracer(model, memory=LiveBytes(), clock=WallClock()) as tracer:
+        model(batch("cpu")).backward()
+    length = len(tracer.trace().moments)
+    model(batch("cpu")).backward()
+    assert len(tracer.trace().moments) == length
+    hooks: list[Any] = [m._forward_hooks or m._forward_pre_hooks for m in model.modules()]
+    assert not any(hooks)

@@ -1,0 +1,213 @@
+"""From a trace to the planner's problem: windows, seconds and bytes by hand."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+from meshfold.mesh import Mesh
+from meshfold.mesh.errors import SpecError
+from meshfold.zero_gemini.planner import EMULATED, REGIMES, Workload, cpu, cuda, exhaustive, plan, static
+from meshfold.zero_gemini.planner.memory import gpu_kinds, windows
+from meshfold.zero_gemini.trace import ChunkUse, Trace, TracedMoment, chunk_uses, workload_of
+
+A = REGIMES["A"]
+
+
+def moment(
+    i: int, unit: str, *, backward: bool, until: int | None = None, seconds: float = 1.0
+) -> TracedMoment:
+    return TracedMoment(
+        unit=unit,
+        backward=backward,
+        until=i if until is None else until,
+        non_model_bytes=100 + i,
+        left_bytes=i,
+        seconds=seconds,
+        waited_seconds=0.0,
+    )
+
+
+def trace(*units: str) -> Trace:
+    """Forward in the order given, backward in the opposite one."""
+    order = [*units, *reversed(units)]
+    return Trace(moments=tuple(moment(i, unit, backward=i >= len(units)) for i, unit in enumerate(order)))
+
+
+def use(name: str, elems: int = 1000, ranks: int = 1, *, trainable: bool = True, **units: int) -> ChunkUse:
+    return ChunkUse(name=name, elems=elems, gathered_elems=elems * ranks, units=units, trainable=trainable)
+
+
+def work(traced: Trace, *chunks: ChunkUse, **changes: Any) -> Workload:
+    given: dict[str, Any] = {"name": "it", "regime": A, "tokens": 8, **changes}
+    return workload_of(traced, chunks, **given)
+
+
+def test_chunks_have_the_moments_of_their_units() -> None:
+    found = work(trace("a", "b", "c"), use("x", a=600, b=400), use("y", b=100, c=900))
+    x, y = found.chunks
+    assert (x.forward, x.backward, x.visits) == ((0, 1), (4, 5), ((0, 1), (4, 5)))
+    assert (y.forward, y.backward, y.visits) == ((1, 2), (3, 4), ((1, 2), (3, 4)))
+    assert found.non_model_bytes == (100, 101, 102, 103, 104, 105) and found.forward_moments == 3
+    # unit b's second is shared out by elements
+    assert x.forward_seconds == pytest.approx(1 + 0.8) and y.backward_seconds == pytest.approx(1 + 0.2)
+    assert found.clipping and found.strategies == ("just_in_time_split",)
+
+
+def test_a_tied_chunk_is_away_between_its_uses() -> None:
+    found = work(trace("embed", "a", "b", "head"), use("tied", embed=1000, head=1000), use("x", a=500, b=500))
+    tied = found.chunks[0]
+    assert tied.visits == ((0, 0), (3, 3), (4, 4), (7, 7))
+    assert (tied.forward, tied.backward) == ((0, 3), (4, 7))  # its gradient is there from first to last
+    assert windows(tied, found) == ((0, 0), (2, 4), (6, 7))
+    gathered = gpu_kinds(found)["gathered"][0, 2]
+    assert gathered.tolist() == [2000, 0, 2000, 2000, 2000, 0, 2000, 2000]
+    # loaded twice in the forward, once in the backward
+    up = {term.phase: term.seconds for term in cpu(found, EMULATED).terms if term.name == "h2d"}
+    assert up["forward"] == pytest.approx((2 * 2000 + 2000) / EMULATED.h2d)
+    assert up["backward"] == pytest.approx((2000 + 2000) / EMULATED.h2d)
+
+
+def test_units_that_lie_in_one_another_keep_their_chunks() -> None:
+    moments = [
+        moment(0, "", backward=False, until=2),
+        moment(1, "a", backward=False),
+        moment(2, "b", backward=False),
+    ]
+    moments += [
+        moment(3, "", backward=True, until=5),
+        moment(4, "b", backward=True),
+        moment(5, "a", backward=True),
+    ]
+    found = work(
+        Trace(moments=tuple(moments)),
+        replace(use("root"), units={"": 1000}),
+        use("x", a=1000),
+        use("y", b=1000),
+    )
+    assert found.chunks[0].visits == ((0, 2), (3, 5))
+    assert windows(found.chunks[0], found) == ((0, 5),)
+
+
+def test_unused_frozen_and_forward_only_chunks_have_a_place() -> None:
+    forward_only = [
+        moment(0, "a", backward=False),
+        moment(1, "b", backward=False),
+        moment(2, "b", backward=True),
+    ]
+    found = work(
+        Trace(moments=tuple(forward_only)),
+        use("first", a=1000),
+        use("second", b=1000),
+        use("never", gone=1000),
+        use("frozen", a=1000, trainable=False),
+    )
+    chunks = {chunk.name: chunk for chunk in found.chunks}
+    assert chunks["never"].visits == () and windows(chunks["never"], found) == ()
+    assert chunks["never"].forward_seconds == chunks["never"].backward_seconds == 0
+    assert chunks["first"].visits == ((0, 0),) and chunks["first"].backward == (2, 2)
+    made = cpu(found, EMULATED)
+    assert {(c.name, c.state) for c in made.chunks} >= {("never", "host"), ("frozen", "none")}
+    assert made.peak_host_bytes == 14 * 3000 + 2 * 1000
+    assert sum(c.forward_seconds + c.backward_seconds for c in found.chunks) == 3.0
+
+
+def test_no_second_is_lost() -> None:
+    found = work(trace("none", "a", "other", "b"), use("x", a=7), use("y", b=7))
+    assert sum(chunk.forward_seconds for chunk in found.chunks) == pytest.approx(4)
+    assert sum(chunk.backward_seconds for chunk in found.chunks) == pytest.approx(4)
+
+
+def test_half_a_step_is_refused() -> None:
+    with pytest.raises(SpecError, match="0 of backward"):
+        work(Trace(moments=(moment(0, "a", backward=False),)), use("x", a=1))
+
+
+# -- what our executor does -------------------------------------------------------------------------------------------
+
+
+def test_stages_1_and_2_keep_parameters_on_the_device() -> None:
+    chunks = [use("x", ranks=4, a=4000), use("y", ranks=4, b=4000)]
+    found = work(trace("a", "b"), *chunks, stage=2, data_ranks=4, regime=replace(A, gradient=4))
+    for made in (
+        cpu(found, EMULATED),
+        static(found, EMULATED, offload_optim_frac=1.0, offload_param_frac=1.0),
+    ):
+        assert {(c.state, c.parameters) for c in made.chunks} == {("host", "gpu")}
+        # parameters whole, the last gradient whole in float32, the shard of the one before
+        assert made.gpu_bytes[-1] == 2 * 2 * 4000 + 4 * 4000 + 4 * 1000 + 103
+        assert made.gpu_bytes[0] == 2 * 2 * 4000 + 100
+    on_device = cuda(found, EMULATED)
+    assert on_device.gpu_bytes[0] == 2 * 2 * 4000 + 10 * 2000 + 100
+    terms = {(term.phase, term.name): term.seconds for term in on_device.terms}
+    gathered = 2 * 8000 * 3 / 4 / EMULATED.collective
+    assert terms["forward", "collectives"] == pytest.approx(gathered)  # once, when they were stepped
+    assert terms["backward", "collectives"] == pytest.approx(2 * gathered)  # gradients of 4 bytes
+
+
+def test_the_sum_over_micro_steps_is_kept_or_fetched() -> None:
+    one = work(trace("a", "b"), use("x", a=1000), use("y", b=1000))
+    four = replace(one, accumulation=4, regime=replace(A, gradient=4))
+    kept = gpu_kinds(four)["gradients"]
+    assert kept[:, 0].tolist() == [[4000, 4000, 4000, 8000], [4000, 4000, 8000, 4000]]
+    assert kept[:, 2].tolist() == [[0, 0, 0, 8000], [0, 0, 8000, 4000]]
+    alone, all_ = cpu(one, EMULATED), cpu(four, EMULATED)
+    weights = {name: weight for name, weight, _ in all_.phases}
+    assert weights == {"forward": 1, "backward": 1, "later forwards": 3, "later backwards": 3}
+    assert all_.seconds == pytest.approx(sum(weight * seconds for _, weight, seconds in all_.phases))
+    assert all_.seconds > alone.seconds
+    assert "later forwards (×3)" in str(all_)
+
+
+def test_ranks_of_a_host_add_up() -> None:
+    one = work(trace("a", "b"), use("x", a=1000), use("y", b=1000), host_base_bytes=77)
+    four = replace(one, ranks_per_host=4)
+    assert cpu(four, EMULATED).peak_host_bytes == 4 * cpu(one, EMULATED).peak_host_bytes
+    assert cpu(four, EMULATED).peak_gpu_bytes == cpu(one, EMULATED).peak_gpu_bytes
+
+
+def test_strategies_can_be_restricted() -> None:
+    found = work(trace("a", "b"), use("x", a=1000), use("y", b=1000))
+    assert cpu(found, EMULATED).strategy == "just_in_time_split"
+    whole = replace(found, strategies=("just_in_time",))
+    assert cpu(whole, EMULATED).strategy == plan(whole, EMULATED).strategy == "just_in_time"
+    for wrong in ((), ("none",), ("sometimes",)):
+        with pytest.raises(SpecError, match="strategies"):
+            replace(found, strategies=wrong)
+
+
+@settings(max_examples=15, deadline=None)
+@given(st.integers(1, 3), st.integers(1, 3), st.sampled_from([1, 2]), st.integers(0, 2**30))
+def test_plans_of_traces_are_the_best(stage: int, accumulation: int, ranks: int, seed: int) -> None:
+    sizes = torch.randint(1000, 90000, (4,), generator=torch.Generator().manual_seed(seed)).tolist()
+    units = ["a", "b", "c", "d"]
+    chunks = [
+        use(unit, elems, ranks, **{unit: elems, units[seed % 4]: 10})
+        for unit, elems in zip(units, sizes, strict=True)
+    ]
+    found = work(trace(*units), *chunks, stage=stage, accumulation=accumulation, data_ranks=ranks)
+    machine = replace(EMULATED, gpu_bytes=int(sum(sizes) * 9 * ranks**0.5))
+    best, made = exhaustive(found, machine), plan(found, machine)
+    assert made.seconds == pytest.approx(best.seconds, rel=0.02)
+    assert made.peak_gpu_bytes <= machine.gpu_bytes
+    if stage < 3:
+        assert {chunk.parameters for chunk in made.chunks} == {"gpu"}
+
+
+def test_chunks_of_a_model() -> None:
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 8, bias=False))
+    model[2].weight = model[0].weight
+    model[1].bias.requires_grad_(False)
+    found = {
+        chunk.name: chunk for chunk in chunk_uses(model, Mesh(dict(data=2), rank=0), dtype=torch.bfloat16)
+    }
+    assert set(found) == {"0.weight", "1.bias"}
+    assert dict(found["0.weight"].units) == {"0": 72, "1": 64, "2": 64}
+    assert not found["1.bias"].trainable
+    assert found["0.weight"].gathered_elems >= 64 + 8 + 64
