@@ -154,7 +154,7 @@ def _draw(path: Path, result: dict[str, Any]) -> None:
     right.plot([limit or None for limit in limits], range(len(names)), "k|", markersize=12, label="limit")
     right.bar_label(right.containers[0], fmt="%.1f", padding=3)
     right.set_xlabel("peak of GPU memory, GiB")
-    right.legend(loc="lower right")
+    right.legend(loc="upper right")
     left.invert_yaxis()
     for panel in (left, right):
         panel.margins(x=0.15)

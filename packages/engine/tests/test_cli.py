@@ -517,6 +517,7 @@ def test_ctrl_c_leaves_no_process_behind(text: Path, tmp_path: Path) -> None:
         stderr=subprocess.PIPE,
         text=True,
         start_new_session=True,
+        preexec_fn=_heed_ctrl_c,
     )
     try:
         deadline = time.monotonic() + 60
@@ -532,6 +533,11 @@ def test_ctrl_c_leaves_no_process_behind(text: Path, tmp_path: Path) -> None:
         if process.poll() is None:
             os.killpg(process.pid, signal.SIGKILL)
         process.communicate()
+
+
+def _heed_ctrl_c() -> None:
+    """A process that was started in the background ignores Ctrl-C, and so would what it starts."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
 def _children(parent: int) -> list[int]:

@@ -80,6 +80,7 @@ def compiler(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Compil
         yield made
 
 
+@pytest.mark.slow  # the interpreter runs them all
 def test_all_kernels_compile(compiler: Compiler) -> None:
     h = 4096
     x = torch.zeros(8, h, dtype=torch.bfloat16, requires_grad=True)

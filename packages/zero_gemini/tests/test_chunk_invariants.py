@@ -461,7 +461,7 @@ def test_a_block_may_be_called_twice_with_others_between(recomputed: frozenset[i
     carry_out(shape, [2], CALLED_TWICE * 2, 1)
 
 
-@settings(max_examples=12, suppress_health_check=quiet)
+@settings(max_examples=8, suppress_health_check=quiet)
 @given(shapes, first_homes, plans)
 def test_invariants_hold_on_every_rank(shape: Shape, homes: list[int], plan: list[tuple[Any, ...]]) -> None:
     run_on_ranks(2, carry_out, shape, homes, plan, 2, timeout_s=40.0)

@@ -117,7 +117,7 @@ def compare(stage: int, chunk_elems: int, name: str, accumulate: int, recompute:
     gemini.close()
 
 
-@pytest.mark.parametrize("world", [1, 2, 4])
+@pytest.mark.parametrize("world", [1, 2, pytest.param(4, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_training_is_that_of_one_process(stage: int, world: int) -> None:
     run_on_ranks(world, compare, stage, 2000, "adamw", 1, False, 0.5)
