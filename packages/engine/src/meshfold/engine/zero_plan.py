@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -17,6 +16,8 @@ from meshfold.engine.zero_homes import gradient_dtype
 from meshfold.mesh import Entry, Log, Mesh, SpecError, record
 from meshfold.mesh.spec import ZeroSpec
 from meshfold.zero_gemini import MemoryPlanError
+from meshfold.zero_gemini.disk import free_bytes
+from meshfold.zero_gemini.members import slot_align
 from meshfold.zero_gemini.planner import (
     REGIMES,
     Limits,
@@ -111,19 +112,11 @@ def plan_for(spec: ZeroSpec, workload: Workload, rates: Rates, limits: Limits) -
 
 def limits_of(spec: ZeroSpec) -> Limits:
     """What a plan may use, as far as the spec says; of a disk the free space of the folder, if it is there."""
-    return Limits(
-        gpu_bytes=spec.gpu_memory_limit,
-        host_bytes=spec.host_memory_limit,
-        disk_bytes=0 if spec.offload_path is None else _free(spec.offload_path),
-    )
-
-
-def _free(folder: str) -> int | None:
-    """Bytes that a folder's disk has left; None for a folder that is not there."""
-    if not Path(folder).is_dir():
-        return None
-    found = os.statvfs(folder)
-    return found.f_bavail * found.f_frsize
+    disk: int | None = 0
+    if spec.offload_path is not None:
+        folder = Path(spec.offload_path)
+        disk = free_bytes(folder) if folder.is_dir() else None
+    return Limits(gpu_bytes=spec.gpu_memory_limit, host_bytes=spec.host_memory_limit, disk_bytes=disk)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -170,10 +163,9 @@ def estimate_zero(
             engine.model, lambda: micro_step(log), stand_in, machine, precision
         )
     trace = _with_collectives(trace, log, world.mesh, machine)
-    align = 256 if spec.regime == "C" else 64
     workload = workload_of(
         trace,
-        chunk_uses(engine.model, world.mesh, dtype=precision.dtype, slot_align_elems=align),
+        chunk_uses(engine.model, world.mesh, dtype=precision.dtype, slot_align_elems=slot_align(spec.regime)),
         name=name,
         regime=regime_of(spec, precision, accumulation=accumulation, ranks=ranks, moments=moments),
         tokens=tokens,

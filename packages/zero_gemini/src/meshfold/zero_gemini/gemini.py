@@ -29,7 +29,7 @@ from meshfold.zero_gemini.errors import ChunkError, MemoryPlanError
 from meshfold.zero_gemini.gradient_flow import GradientFlow
 from meshfold.zero_gemini.gradients import ChunkGradient
 from meshfold.zero_gemini.layout import ChunkSpec
-from meshfold.zero_gemini.members import Member, lay_out_members
+from meshfold.zero_gemini.members import Member, lay_out_members, slot_align
 from meshfold.zero_gemini.memory import Memory
 from meshfold.zero_gemini.norm import combine, holders_of, power_sum
 from meshfold.zero_gemini.placing import EVERYTHING_ON_THE_DEVICE, Home, Homes
@@ -138,12 +138,11 @@ class Gemini:
         self._regime = regime
         if make_optimizer is not None:
             self._stepper = self._make_stepper(make_optimizer, master_dtype, regime, seed, disk)
-        align = 256 if self._regime == "C" else 64  # moments in 8 bits share a scale every 256 elements
         self._contents = Contents(
             self._chunk_of, {name: known.shape for name, known in self._known.items()}, self._gradients,
             self._stepper, memory.device,
         )  # fmt: skip
-        laid = [*self._lay_out(chunk_elems, align)]
+        laid = [*self._lay_out(chunk_elems, slot_align(self._regime))]
         chosen = iter(self._chosen(homes, [spec for _, specs, _ in laid for spec in specs]))
         for group, specs, slices in laid:
             for spec, mine in zip(specs, slices, strict=True):

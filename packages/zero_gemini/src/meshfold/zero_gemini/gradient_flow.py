@@ -35,7 +35,8 @@ class GradientFlow:
         """
         self._gradients, self._device = gradients, device
         self.takes = self.last = True
-        self._next = 0  # how many chunks were reduced in this backward
+        self._waiting = [*reversed(gradients.values())]  # in the order of reductions
+        self._next = 0  # how many of them were reduced in this backward
         self._under_way: deque[ChunkGradient] = deque()
         self._in_backward = False
         self._handles = [
@@ -66,9 +67,8 @@ class GradientFlow:
         return arrive
 
     def _reduce_ready(self) -> None:
-        waiting = list(reversed(self._gradients.values()))
-        while self._next < len(waiting) and waiting[self._next].is_full:
-            self._reduce(waiting[self._next])
+        while self._next < len(self._waiting) and self._waiting[self._next].is_full:
+            self._reduce(self._waiting[self._next])
             self._next += 1
 
     def _reduce(self, gradient: ChunkGradient) -> None:
@@ -79,7 +79,7 @@ class GradientFlow:
             self._under_way.popleft().collect()
 
     def _ended(self) -> None:
-        for gradient in list(reversed(self._gradients.values()))[self._next :]:
+        for gradient in self._waiting[self._next :]:
             self._reduce(gradient)
         self._reset()
         for gradient in self._gradients.values():
@@ -93,7 +93,7 @@ class GradientFlow:
 
     def reduce_rest(self) -> None:
         """Reduce what backwards that were not the last have left. All ranks must call."""
-        for gradient in reversed(self._gradients.values()):
+        for gradient in self._waiting:
             gradient.reduce(last=True)
 
     def shards(self) -> dict[Chunk, Tensor]:

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from meshfold.kernels import AdamSettings, SplitState, adam_update_parameters
 from meshfold.mesh import Group, all_gather
-from meshfold.zero_gemini.disk import bench
+from meshfold.zero_gemini.disk import bench, free_bytes
 from meshfold.zero_gemini.memory import Memory
 from meshfold.zero_gemini.planner import H200, GiB, Machine, MiB
 from meshfold.zero_gemini.transfer import stream_of, synchronize
@@ -40,7 +40,7 @@ def measure(device: torch.device, *, everyone: Group, disk: str | os.PathLike[st
         rates = bench(disk, GiB)
         found = replace(
             found, disk_read=rates.read_bytes_per_s, disk_write=rates.write_bytes_per_s,
-            disk_bytes=_free(Path(disk)),
+            disk_bytes=free_bytes(Path(disk)) or 0,
         )  # fmt: skip
     return found
 
@@ -168,8 +168,3 @@ def host_bytes() -> int:
         if text.isdigit() and int(text) < UNLIMITED:
             return int(text)
     return UNLIMITED
-
-
-def _free(folder: Path) -> int:
-    found = os.statvfs(folder)
-    return found.f_bavail * found.f_frsize

@@ -13,9 +13,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_flatten, tree_unflatten
+from torch.utils._pytree import tree_flatten
 
 from meshfold.zero_gemini.chunk import Chunk
+from meshfold.zero_gemini.passing import watch_inputs
 from meshfold.zero_gemini.units import Unit
 
 
@@ -102,16 +103,7 @@ class Runtime:
     def _before(self, unit: Unit) -> Callable[..., Any]:
         def before(module: nn.Module, args: Any, kwargs: Any) -> Any:
             self._enter(unit)
-            if not torch.is_grad_enabled():
-                return None
-            leaves, spec = tree_flatten((args, kwargs))
-            places = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor) and leaf.requires_grad]
-            if not places:
-                return None
-            watched = _Left.apply(lambda: self._left_backward(unit), *(leaves[i] for i in places))
-            for i, tensor in zip(places, watched, strict=True):
-                leaves[i] = tensor
-            return tree_unflatten(leaves, spec)
+            return watch_inputs(args, kwargs, lambda: self._left_backward(unit))
 
         # A compiled block has its graph between hooks, not round them.
         found: Callable[..., Any] = torch.compiler.disable(before)
@@ -192,17 +184,3 @@ class Runtime:
     def _next(self) -> list[Unit]:
         place = len(self._seen)
         return self.order[place : place + self._prefetch]
-
-
-class _Left(torch.autograd.Function):
-    """The identity; says when the gradients of all the tensors it was given are there."""
-
-    @staticmethod
-    def forward(ctx: Any, say: Callable[[], None], *tensors: Tensor) -> tuple[Tensor, ...]:
-        ctx.say = say
-        return tuple(tensor.view_as(tensor) for tensor in tensors)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Any, ...]:
-        ctx.say()
-        return (None, *gradients)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from .bench import DiskRates, bench
+from .folder import free_bytes
 from .inspect import StoreInfo, check
 from .layout import footprint_bytes
 from .memory import aligned_empty
@@ -18,4 +19,5 @@ __all__ = [
     "bench",
     "check",
     "footprint_bytes",
+    "free_bytes",
 ]

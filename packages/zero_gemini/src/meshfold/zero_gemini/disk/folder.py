@@ -111,7 +111,7 @@ def preallocate(path: Path, control: int, nbytes: int, *, first: bytes) -> None:
     Raises:
         DiskError: says how many bytes are wanted, free and missing.
     """
-    free = _free_bytes(path.parent)
+    free = free_bytes(path.parent)
     if free is not None and free < nbytes:  # told at once, where the system would fill the disk to find out
         raise _no_space(path, nbytes, free, OSError(errno.ENOSPC, ""))
     try:
@@ -125,7 +125,7 @@ def preallocate(path: Path, control: int, nbytes: int, *, first: bytes) -> None:
     except OSError as error:
         if error.errno in _FULL:
             os.ftruncate(control, 0)
-            raise _no_space(path, nbytes, _free_bytes(path.parent), error) from error
+            raise _no_space(path, nbytes, free_bytes(path.parent), error) from error
         if error.errno == errno.EFBIG:
             message = f"{path} would have {nbytes} bytes, more than one file may have here (see `ulimit -f`)."
             raise disk_error(message, error) from error
@@ -139,7 +139,8 @@ def _fill(control: int, start: int, end: int) -> None:
         start += os.pwrite(control, zeros[: end - start], start)
 
 
-def _free_bytes(folder: Path) -> int | None:
+def free_bytes(folder: Path) -> int | None:
+    """Bytes that a folder's file system has left; None where it does not say."""
     try:
         status = os.statvfs(folder)
     except OSError:

@@ -14,9 +14,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_flatten, tree_unflatten
+from torch.utils._pytree import tree_flatten
 
 from meshfold.mesh.errors import SpecError
+from meshfold.zero_gemini.passing import watch_inputs
 from meshfold.zero_gemini.trace.clocks import Clock
 from meshfold.zero_gemini.trace.live import MemoryProbe
 from meshfold.zero_gemini.trace.moments import Trace, TracedMoment
@@ -94,14 +95,7 @@ class StepTracer:
         """Before its forward: lets it be left when the gradients of what it was given are there."""
 
         def before(module: nn.Module, args: Any, kwargs: Any) -> Any:
-            leaves, spec = tree_flatten((args, kwargs))
-            places = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor) and leaf.requires_grad]
-            if not places or not torch.is_grad_enabled():
-                return None
-            watched = _Watch.apply(lambda: self._leave(unit), *(leaves[i] for i in places))
-            for i, tensor in zip(places, watched, strict=True):
-                leaves[i] = tensor
-            return tree_unflatten(leaves, spec)
+            return watch_inputs(args, kwargs, lambda: self._leave(unit))
 
         return before
 
@@ -203,17 +197,3 @@ class _Seen:
     until: int | None = None
     peak: int = 0
     now: int = 0
-
-
-class _Watch(torch.autograd.Function):
-    """The identity; says when the gradients of all the tensors it was given are there."""
-
-    @staticmethod
-    def forward(ctx: Any, say: Callable[[], None], *tensors: Tensor) -> tuple[Tensor, ...]:
-        ctx.say = say
-        return tuple(tensor.view_as(tensor) for tensor in tensors)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Any, ...]:
-        ctx.say()
-        return (None, *gradients)

@@ -1,0 +1,41 @@
+"""Knowing, in a backward, when the gradients of what a module was given are there."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_flatten, tree_unflatten
+
+
+def watch_inputs(args: Any, kwargs: Any, say: Callable[[], None]) -> Any:
+    """What a module was given, for a forward hook to return: ``say`` is called when backward has come to its inputs.
+
+    None if gradients are off, or nothing that was given wants one.
+    """
+    if not torch.is_grad_enabled():
+        return None
+    leaves, spec = tree_flatten((args, kwargs))
+    places = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor) and leaf.requires_grad]
+    if not places:
+        return None
+    watched = _Watched.apply(say, *(leaves[i] for i in places))
+    for i, tensor in zip(places, watched, strict=True):
+        leaves[i] = tensor
+    return tree_unflatten(leaves, spec)
+
+
+class _Watched(torch.autograd.Function):
+    """The identity; says when the gradients of all the tensors it was given are there."""
+
+    @staticmethod
+    def forward(ctx: Any, say: Callable[[], None], *tensors: Tensor) -> tuple[Tensor, ...]:
+        ctx.say = say
+        return tuple(tensor.view_as(tensor) for tensor in tensors)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Any, ...]:
+        ctx.say()
+        return (None, *gradients)
