@@ -10,7 +10,7 @@
 
 VENV ?= .venv
 TESTS ?= packages integration_tests
-packages := mesh kernels tensor_parallel zero_gemini engine
+packages := mesh kernels tensor_parallel zero_gemini pipeline engine
 
 # Two processes, each with files of its own: most tests use one core at a time.
 workers := --numprocesses 2 --dist loadfile

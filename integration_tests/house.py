@@ -17,7 +17,8 @@ SIBLINGS: dict[str, set[str]] = {
     "kernels": set(),
     "tensor_parallel": {"mesh", "kernels"},
     "zero_gemini": {"mesh", "kernels"},
-    "engine": {"mesh", "kernels", "tensor_parallel", "zero_gemini"},
+    "pipeline": {"mesh", "kernels"},
+    "engine": {"mesh", "kernels", "tensor_parallel", "zero_gemini", "pipeline"},
 }
 
 
@@ -33,14 +34,15 @@ class Package:
         return ROOT / "packages" / self.name
 
     @property
-    def source(self) -> Path:
-        """The folder that holds the modules."""
-        return self.folder / "src" / "meshfold" / self.name
+    def sources(self) -> list[Path]:
+        """The folders that hold the modules: one for each name under ``meshfold`` that the distribution brings."""
+        folder = self.folder / "src" / "meshfold"
+        return sorted(path for path in folder.iterdir() if path.is_dir() and path.name != "__pycache__")
 
     @property
     def modules(self) -> list[Path]:
         """Every Python file of the package, tests left out."""
-        return sorted(self.source.rglob("*.py"))
+        return sorted(path for source in self.sources for path in source.rglob("*.py"))
 
     @cached_property
     def project(self) -> dict[str, Any]:
@@ -74,4 +76,6 @@ def bare(requirement: str) -> str:
 
 
 PACKAGES = [Package(name) for name in SIBLINGS]
+# Which package brings a name under ``meshfold``.
+OWNERS = {source.name: package.name for package in PACKAGES for source in package.sources}
 DISTRIBUTIONS = {package.distribution: package for package in PACKAGES}

@@ -68,7 +68,8 @@ def test_wheel_holds_the_package_and_nothing_else(package: Package, wheelhouse: 
     inside = {name for name in names if not name.startswith(f"{info}/")}
     expected = {
         path.relative_to(package.folder / "src").as_posix()
-        for path in package.source.rglob("*")
+        for source in package.sources
+        for path in source.rglob("*")
         if path.is_file() and "__pycache__" not in path.parts
     }
     assert inside == expected

@@ -23,6 +23,8 @@ from matplotlib import rc_context  # noqa: E402
 from matplotlib.patches import Rectangle  # noqa: E402
 
 from meshfold.mesh import Mesh, ParallelSpec, Placement  # noqa: E402
+from meshfold.pipeline import schedule, simulate  # noqa: E402
+from meshfold.pipeline.picture import scene, svg  # noqa: E402
 from meshfold.tensor_parallel import MODES, plan  # noqa: E402
 from meshfold.tensor_parallel.draw import draw_matmul, draw_mesh, draw_mode  # noqa: E402
 from meshfold.zero_gemini.planner import GiB, timeline  # noqa: E402
@@ -31,6 +33,7 @@ from meshfold.zero_gemini.planner.paint import timeline_figure  # noqa: E402
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
+    from meshfold.pipeline import Simulation
     from meshfold.zero_gemini.planner import Plan
 
 HERE = Path(__file__).resolve().parent
@@ -42,8 +45,10 @@ MODE_MESHES = {
     "3d": dict(a=2, b=2, c=2),
 }
 
-Picture = tuple[str, Callable[[], "Figure"]]
-"""What a picture shows, in words that change when it should; and what draws it."""
+SCHEDULES = ("gpipe", "1f1b", "interleaved", "zb-h1", "zb-h2", "zb-v", "hanayo", "dualpipe-v")
+
+Picture = tuple[str, Callable[[], "Figure | str"]]
+"""What a picture shows, in words that change when it should; and what draws it, or writes its SVG."""
 
 
 def pictures() -> dict[str, Picture]:
@@ -61,6 +66,12 @@ def pictures() -> dict[str, Picture]:
     own = names_of("own-mode.md")
     found["own-mode.svg"] = _mode(own["mine"], own["mesh"])
     found["zero-plan.svg"] = _timeline(names_of("zero-plan.md")["found"].plan)
+    for name in SCHEDULES:
+        made = schedule(name, ranks=4, microbatches=8, waves=2 if name == "hanayo" else None)
+        found[f"schedule-{name}.svg"] = _schedule(simulate(made))
+    shown = names_of("pipeline.md")
+    found["schedule-auto.svg"] = _schedule(shown["found_result"])
+    found["schedule-own.svg"] = _schedule(shown["own_result"])
     found["dropout.png"] = (f"{ROWS} x {COLUMNS}, p = {SHARE}, {STREAMS}", draw_dropout)
     return found
 
@@ -68,6 +79,10 @@ def pictures() -> dict[str, Picture]:
 def _mode(mode: Any, mesh: Mesh) -> Picture:
     known = MODES[mode] if isinstance(mode, str) else mode
     return f"{known}\n{mesh}", lambda: draw_mode(known, mesh)
+
+
+def _schedule(result: Simulation) -> Picture:
+    return scene(result).words, lambda: svg(result)
 
 
 def _timeline(made: Plan) -> Picture:
@@ -128,7 +143,11 @@ def make(folder: Path) -> list[Path]:
             "Date" if name.endswith(".svg") else "Software"
         )  # what else differs from run to run, or version to version
         with rc_context({"svg.hashsalt": name}):
-            draw().savefig(folder / name, metadata={stamp: None, "Description": words})
+            drawn = draw()
+            if isinstance(drawn, str):
+                (folder / name).write_text(drawn, encoding="utf-8")
+            else:
+                drawn.savefig(folder / name, metadata={stamp: None, "Description": words})
         made.append(folder / name)
     return made
 

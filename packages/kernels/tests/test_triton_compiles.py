@@ -99,6 +99,7 @@ def test_all_kernels_compile(compiler: Compiler) -> None:
     q, k = (torch.zeros(2, 8, heads, 128, dtype=torch.bfloat16, requires_grad=True) for heads in (32, 8))
     sum(t.sum() for t in K.apply_rotary(q, k, torch.zeros(8, 128), torch.zeros(8, 128))).backward()  # type: ignore[union-attr]
     with torch.no_grad():
+        K.merge_attention_(torch.zeros(2, 8, 32, 128), torch.zeros(2, 32, 8), q, torch.zeros(2, 32, 8))
         rstd = K.rms_norm_stats(x)
         K.add_rms_norm_stats(x, r)
         K.rms_norm_apply(x, w, rstd)
@@ -130,6 +131,6 @@ def test_all_kernels_compile(compiler: Compiler) -> None:
     assert compiler.compiled == {
         "norms._normalise", "norms._row_sums", "norms._gradient_sums", "norms._gradients",
         "activations._gated", "activations._gated_gradients", "activations._gelu", "activations._gelu_gradients",
-        "rotary._rotate", "losses._sums", "losses._gradient", "masks._dropout",
+        "rotary._rotate", "attention._merge", "losses._sums", "losses._gradient", "masks._dropout",
         "adam._elementwise", "adam._quantized", "adam._split", "adam._join", "gradients._pass",
     }  # fmt: skip

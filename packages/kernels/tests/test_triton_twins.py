@@ -222,6 +222,31 @@ def test_rotary(dims: tuple[int, ...], dtype: torch.dtype) -> None:
     assert torch.equal(fused[:, :, heads + kv_heads :], before[:, :, heads + kv_heads :])
 
 
+MERGES = [(2, 5, 3, 16), (1, 1, 1, 1), (1, 7, 4, 100), (2, 3, 8, 128)]
+
+
+@pytest.mark.parametrize("dims", MERGES, ids=str)
+@dtypes
+def test_merge_of_partial_attention(dims: tuple[int, ...], dtype: torch.dtype) -> None:
+    """Strided views on both sides, rows that have seen no key on one side or on both."""
+    b, s, heads, d = dims
+    out, part = (
+        seeded(b, 2 * s, heads, d)[:, ::2],
+        seeded(b, heads, s, d, dtype=dtype, seed=1).transpose(1, 2),
+    )
+    lse, part_lse = seeded(b, heads, 2 * s, seed=2, scale=3)[..., s:], seeded(b, s, heads, seed=3, scale=3).mT
+    lse[..., 0], part_lse[..., -1] = -torch.inf, -torch.inf
+    out[:, 0] = 0.0
+    exact_out, exact_lse = out.double(), lse.double()
+    with K.use("reference"):
+        K.merge_attention_(exact_out, exact_lse, part.double(), part_lse.double())
+    K.merge_attention_(out, lse, part, part_lse)
+    seen = exact_lse.isfinite()
+    assert torch.equal(lse.isfinite(), seen)
+    near(lse[seen], exact_lse[seen], "log-sum-exp", 10.0)
+    near(out, exact_out, "output", 4.0)
+
+
 @pytest.mark.parametrize(("smoothing", "z_loss"), [(0.0, 0.0), (0.1, 1e-2)])
 @shapes
 @dtypes

@@ -123,6 +123,35 @@ def test_a_module_and_a_function_can_be_run(
     assert capfd.readouterr().out == "hello __main__ ['x']\nhello tool ['y']\n"
 
 
+def test_a_program_that_has_ended_does_not_fail_when_it_is_taken_down(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Threads, atexit and output come to their end; what C++ libraries do behind that is no matter."""
+    file = tmp_path / "late.py"
+    file.write_text(
+        f"""
+import atexit, ctypes, sys, threading, time
+import torch
+library = ctypes.CDLL(None)
+getattr(library, "__cxa_atexit")(library.abort, None, None)
+folder = {str(tmp_path)!r}
+def leave(name):
+    with open(folder + "/" + name, "w") as found:
+        found.write("x")
+def slowly():
+    time.sleep(0.3)
+    leave("thread")
+threading.Thread(target=slowly).start()
+atexit.register(leave, "exit")
+sys.stdout.write("no end of line")
+sys.exit(0)
+"""
+    )
+    assert launch([str(file)], 1) == 0
+    assert (tmp_path / "thread").exists() and (tmp_path / "exit").exists()
+    assert "no end of line" in capfd.readouterr().out
+
+
 def test_ranks_meet_in_the_store_of_the_launcher_even_on_a_port_in_use(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:

@@ -19,6 +19,7 @@ from meshfold.mesh import (
     primitives,
     record,
     reduce_scatter,
+    send,
     shift,
 )
 from meshfold.mesh.testing import fake_world
@@ -40,6 +41,7 @@ def test_bytes_by_kind(mesh: Mesh) -> None:
         all_to_all(x, group, 0, 1)
         broadcast(x, group, 2)
         shift(x, group)
+        send(x, group, 1).wait()
     assert [(entry.kind, entry.block_bytes, entry.bytes) for entry in log.entries] == [
         ("all_gather", 384, 288),
         ("reduce_scatter", 96, 72),
@@ -47,16 +49,17 @@ def test_bytes_by_kind(mesh: Mesh) -> None:
         ("all_to_all", 96, 72),
         ("broadcast", 96, 96),
         ("shift", 96, 96),
+        ("send", 96, 96),
     ]
     assert {entry.axes for entry in log.entries} == {("col",)} and {e.group_size for e in log.entries} == {4}
     assert {entry.kind for entry in log.entries} == set(KINDS)
-    assert log.bytes == 768
+    assert log.bytes == 864
 
 
 def test_fractions_are_exact() -> None:
     assert moved_bytes("all_reduce", 10, 3) == Fraction(40, 3)
     assert moved_bytes("all_gather", 7, 7) == 6
-    assert [moved_bytes(kind, 100, 1) for kind in KINDS] == [0] * 6
+    assert [moved_bytes(kind, 100, 1) for kind in KINDS] == [0] * 7
 
 
 @pytest.mark.parametrize(

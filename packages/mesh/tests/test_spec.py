@@ -412,15 +412,14 @@ def test_what_is_missing_is_named_with_what_to_do(monkeypatch: pytest.MonkeyPatc
         "pipeline=2",
         "pipeline and sequence need meshfold-pipeline",
         "zero needs meshfold-zero-gemini",
-        "run: pip install ./packages/zero_gemini.",
-        "Leave pipeline and sequence out: meshfold-pipeline is not released yet.",
+        "run: pip install ./packages/pipeline ./packages/zero_gemini.",
     ):
         assert fragment in str(caught.value)
     with pytest.raises(SpecError) as caught:
         ParallelSpec.parse(dict(pipeline=2)).require_installed()
     assert str(caught.value) == (
         "parallel=dict(pipeline=2): pipeline needs meshfold-pipeline, which this installation does not have. "
-        "Leave pipeline out: meshfold-pipeline is not released yet."
+        "In a clone of Meshfold's repository, run: pip install ./packages/pipeline."
     )
     present |= {"meshfold.pipeline", "meshfold.sequence", "meshfold.zero_gemini"}
     assert spec.missing_distributions() == ()

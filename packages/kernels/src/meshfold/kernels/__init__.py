@@ -23,6 +23,7 @@ from meshfold.kernels.adam import (
     join_master,
     split_master,
 )
+from meshfold.kernels.attention import merge_attention_
 from meshfold.kernels.dispatch import Availability, KernelError, available, use
 from meshfold.kernels.gradients import (
     is_finite,
@@ -95,6 +96,7 @@ __all__ = [
     "local_max",
     "loss_per_row",
     "max_and_sums",
+    "merge_attention_",
     "pack_gradient",
     "random_bits",
     "rescale_sums",

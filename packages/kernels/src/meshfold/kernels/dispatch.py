@@ -34,6 +34,7 @@ FAMILIES: Mapping[str, tuple[str, tuple[str, ...]]] = {
     "norms": ("rms_norm, layer_norm, add_rms_norm, add_layer_norm and their pieces", ("triton",)),
     "activations": ("swiglu, swiglu2, bias_gelu", ("triton",)),
     "rotary": ("apply_rotary", ("triton",)),
+    "attention": ("merge_attention_", ("triton",)),
     "losses": ("cross_entropy and its pieces", ("triton",)),
     "masks": ("dropout", ("triton", "numba")),
     "adam": (

@@ -2,12 +2,15 @@
 
 from meshfold.mesh.collectives import (
     Pending,
+    Transfer,
     all_gather,
     all_reduce,
     all_to_all,
     barrier,
     broadcast,
+    receive,
     reduce_scatter,
+    send,
     shift,
 )
 from meshfold.mesh.dropout_stream import checkpoint_contexts, current_dropout_stream, dropout_stream
@@ -50,6 +53,7 @@ __all__ = [
     "Process",
     "Rectangle",
     "SpecError",
+    "Transfer",
     "all_gather",
     "all_reduce",
     "all_to_all",
@@ -69,10 +73,12 @@ __all__ = [
     "materialize",
     "metadata",
     "moved_bytes",
+    "receive",
     "record",
     "record_initialization",
     "reduce_scatter",
     "retrace_initialization",
+    "send",
     "shift",
     "start",
 ]

@@ -234,6 +234,41 @@ def shift(x: Tensor, group: Group, steps: int = 1, *, async_op: bool = False) ->
     return _issue(moved, lambda out: out.view(shape), async_op)
 
 
+class Transfer(Pending):
+    """A tensor on its way between two ranks; it is kept until ``wait()``, or until ``done`` was seen to be true."""
+
+    __slots__ = ("_work",)
+
+    def __init__(self, tensor: Tensor, work: Any) -> None:
+        self._work = work
+        super().__init__(tensor, self._arrive, waits=False)
+
+    def _arrive(self, tensor: Tensor) -> Tensor:
+        self._work.wait()
+        return tensor
+
+    @property
+    def done(self) -> bool:
+        """Whether it is over, without waiting: then the memory of what was sent may be used again."""
+        return self._finish is None or bool(self._work.is_completed())
+
+
+def send(x: Tensor, group: Group, target: int) -> Transfer:
+    """Send a tensor to the rank with index ``target`` in the group, which must :func:`receive` one of its shape and dtype.
+
+    What is sent from one rank to another over one group arrives in the order in which it was sent. On a GPU one
+    direction must not wait for the other: give each a group of its own (:meth:`meshfold.mesh.Mesh.channel`).
+    """
+    _note("send", group, x)
+    whole = x.contiguous()
+    return Transfer(whole, dist.isend(whole, group=_resolve(group.name), group_dst=target))
+
+
+def receive(out: Tensor, group: Group, source: int) -> Transfer:
+    """Receive from the rank with index ``source`` in the group into ``out``, which is contiguous."""
+    return Transfer(out, dist.irecv(out, group=_resolve(group.name), group_src=source))
+
+
 def barrier(group: Group, device: torch.device | str = "cpu") -> None:
     """Return once every rank of the group has called."""
     token = all_reduce(torch.zeros(1, device=device), group)

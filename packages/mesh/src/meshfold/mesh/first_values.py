@@ -17,8 +17,8 @@ FirstValues: TypeAlias = Callable[[str, nn.Parameter, torch.dtype], Tensor]
 """From a parameter's name, the parameter and a dtype to this rank's block of its first values."""
 
 _ATTRIBUTE = "_meshfold_origin"
-# Random numbers of a block take some 75 bytes an element while they are made.
-_AT_ONCE = 2**20
+# Random numbers of a block take some 75 bytes an element while they are made. On a device fewer would be all launches.
+_AT_ONCE, _AT_ONCE_ON_DEVICE = 2**20, 2**22
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -80,9 +80,10 @@ def first_values(tape: Tape, seed: int, device: torch.device) -> FirstValues:
         shape = tape.shape_of(name) if meta is None else meta.placement.local_shape(meta.mesh)
         coordinates = coordinates_of(parameter) or [torch.arange(size) for size in shape]
         local = torch.empty(shape, dtype=dtype, device=device)
-        if local.dim() > 1 and local.numel() > _AT_ONCE:
+        at_once = _AT_ONCE_ON_DEVICE if local.is_cuda else _AT_ONCE
+        if local.dim() > 1 and local.numel() > at_once:
             try:
-                return _by_rows(tape, name, local, coordinates, seed)
+                return _by_rows(tape, name, local, coordinates, seed, at_once)
             except MeshfoldError:  # an initialisation that looks at the whole tensor
                 pass
         return tape.materialize(name, local, coordinates, seed=seed)
@@ -90,9 +91,11 @@ def first_values(tape: Tape, seed: int, device: torch.device) -> FirstValues:
     return values
 
 
-def _by_rows(tape: Tape, name: str, local: Tensor, coordinates: list[Tensor], seed: int) -> Tensor:
-    """The first values of a large block, some rows at a time."""
-    rows = max(1, _AT_ONCE * local.shape[0] // local.numel())
+def _by_rows(
+    tape: Tape, name: str, local: Tensor, coordinates: list[Tensor], seed: int, at_once: int
+) -> Tensor:
+    """The first values of a large block, some rows at a time: ``at_once`` elements."""
+    rows = max(1, at_once * local.shape[0] // local.numel())
     for start in range(0, local.shape[0], rows):
         some = [coordinates[0][start : start + rows], *coordinates[1:]]
         tape.materialize(name, local[start : start + rows], some, seed=seed)

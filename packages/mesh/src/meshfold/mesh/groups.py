@@ -28,12 +28,16 @@ def world() -> World | None:
 
 # Groups by their ranks, kept for the next mesh that wants the same ones: a group is named after its ranks, whichever
 # other groups a rank has made, and the store keeps the addresses under that name. They go with their world.
-_made: dict[tuple[int, ...], Any] = {}
+_made: dict[tuple[tuple[int, ...], str], Any] = {}
 _made_in: Any = None
 
 
-def create(ranks: tuple[int, ...]) -> Any:
+def create(ranks: tuple[int, ...], purpose: str = "") -> Any:
     """A process group of the ranks; each of them must call, the others need not.
+
+    Args:
+        ranks: global ranks, ascending.
+        purpose: another purpose makes another group of the same ranks, whose messages do not wait for each other's.
 
     Raises:
         LaunchError: without running processes.
@@ -48,11 +52,12 @@ def create(ranks: tuple[int, ...]) -> Any:
     if _made_in is not dist.group.WORLD:
         _made.clear()
         _made_in = dist.group.WORLD
-    if len(ranks) == here.size:
+    if len(ranks) == here.size and not purpose:
         return dist.group.WORLD
-    if ranks not in _made:
-        _made[ranks] = process_group.new_group(ranks, "mesh " + "-".join(map(str, ranks)))
-    return _made[ranks]
+    if (ranks, purpose) not in _made:
+        name = " ".join(filter(None, ("mesh", "-".join(map(str, ranks)), purpose)))
+        _made[ranks, purpose] = process_group.new_group(ranks, name)
+    return _made[ranks, purpose]
 
 
 def name_of(handle: Any) -> str:

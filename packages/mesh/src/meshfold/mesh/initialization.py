@@ -292,7 +292,8 @@ def materialize(
 
 
 def _named_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    yield from model.named_parameters()
+    # All names of a tied parameter: a stage of a pipeline may keep it under a later one. The first gives the key.
+    yield from model.named_parameters(remove_duplicate=False)
     yield from model.named_buffers()
     for prefix, module in model.named_modules():
         for name, tensor in _plain_tensors(module):

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable, Hashable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, TypeVar
 
@@ -170,6 +170,19 @@ class Mesh:
         if known is None:
             known = self._groups[axes] = self._make_group(axes)
         return known
+
+    def channel(self, purpose: str, *axes: str) -> Group:
+        """The group along the axes once more, with a process group of its own: its messages do not wait for others.
+
+        All of its ranks must call.
+        """
+        from meshfold.mesh import groups
+
+        group = self.group(*axes)
+        if group.size == 1:
+            return group
+        handle = self.once(("channel", purpose, group.ranks), lambda: groups.create(group.ranks, purpose))
+        return replace(group, name=groups.name_of(handle))
 
     def numbers(self, *axes: str) -> tuple[int, ...]:
         """The index over the axes, in the order given, of each rank of this process's group, which has mesh order."""

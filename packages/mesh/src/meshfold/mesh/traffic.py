@@ -11,6 +11,7 @@ all_reduce      2 (g−1)/g · B         the tensor
 all_to_all      (g−1)/g · B           the local tensor
 broadcast       B                     the tensor
 shift           B                     the local tensor, sent to a neighbour
+send            B                     the tensor; noted by the sender alone
 =============== ===================== =====================================
 """
 
@@ -19,8 +20,16 @@ from __future__ import annotations
 from fractions import Fraction
 from typing import Literal
 
-Kind = Literal["all_gather", "reduce_scatter", "all_reduce", "all_to_all", "broadcast", "shift"]
-KINDS: tuple[Kind, ...] = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all", "broadcast", "shift")
+Kind = Literal["all_gather", "reduce_scatter", "all_reduce", "all_to_all", "broadcast", "shift", "send"]
+KINDS: tuple[Kind, ...] = (
+    "all_gather",
+    "reduce_scatter",
+    "all_reduce",
+    "all_to_all",
+    "broadcast",
+    "shift",
+    "send",
+)
 
 
 def moved_bytes(kind: Kind, block_bytes: int | Fraction, group_size: int) -> Fraction:
@@ -33,7 +42,7 @@ def moved_bytes(kind: Kind, block_bytes: int | Fraction, group_size: int) -> Fra
     """
     if group_size == 1:
         return Fraction(0)
-    if kind in ("broadcast", "shift"):
+    if kind in ("broadcast", "shift", "send"):
         return Fraction(block_bytes)
     share = Fraction(group_size - 1, group_size) * block_bytes
     return 2 * share if kind == "all_reduce" else share

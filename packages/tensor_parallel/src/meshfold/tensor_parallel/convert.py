@@ -119,8 +119,7 @@ class _Conversion:
         self._share_inputs()
         self._make_frame()
         calls = self._catch_dropout()
-        if any(hasattr(module, "gradient_checkpointing") for module in self.study.modules.values()):
-            Recomputation([boundary for _, boundary in self.study.boundaries], calls).attach(self.model)
+        Recomputation([boundary for _, boundary in self.study.boundaries], calls).attach(self.model)
         self.report.local_parameters = sum(p.numel() for p in self.model.parameters())
         return self.report
 

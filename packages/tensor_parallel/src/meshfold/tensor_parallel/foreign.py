@@ -18,6 +18,7 @@ from meshfold.tensor_parallel.layers.loss import CausalLMLoss
 from meshfold.tensor_parallel.modes import Mode
 
 _CHECKPOINT = "_gradient_checkpointing_func"
+_RECOMPUTATION = "_meshfold_recomputation"
 
 
 def is_causal_lm(model: nn.Module) -> bool:
@@ -55,6 +56,14 @@ def layers_left_out(model: nn.Module) -> list[str]:
     ]
 
 
+def recompute_contexts(
+    model: nn.Module,
+) -> Callable[[], tuple[AbstractContextManager[Any], AbstractContextManager[Any]]]:
+    """The ``context_fn`` with which ``torch.utils.checkpoint.checkpoint`` recomputes a part of a model, split or not."""
+    found = model.__dict__.get(_RECOMPUTATION)
+    return checkpoint_contexts if found is None else _Contexts(found, None)
+
+
 class Recomputation:
     """Lets transformers' activation checkpointing recompute a block as it was: with the same elements dropped, and the
     same batch and sequence dims.
@@ -66,8 +75,10 @@ class Recomputation:
         self.boundaries, self.calls = boundaries, calls
 
     def attach(self, model: nn.Module) -> None:
-        """Look at the model's checkpointing before each forward."""
-        model.register_forward_pre_hook(self._before)
+        """Let :func:`recompute_contexts` know, and look at the model's own checkpointing before each forward."""
+        model.__dict__[_RECOMPUTATION] = self
+        if any(hasattr(module, "gradient_checkpointing") for module in model.modules()):
+            model.register_forward_pre_hook(self._before)
 
     def _before(self, module: nn.Module, args: Any) -> None:
         if not module.training:

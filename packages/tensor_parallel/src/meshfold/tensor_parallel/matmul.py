@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from meshfold.mesh import LayoutError, Mesh
+from meshfold.mesh import LayoutError, Mesh, deferral
 from meshfold.tensor_parallel.algebra import MatmulPlan
 from meshfold.tensor_parallel.lowerings import Lowering
 from meshfold.tensor_parallel.lowerings import lowering as find_lowering
@@ -58,6 +58,53 @@ def bind_matmul(
     plan.prepare(mesh)
     chosen.prepare(plan, mesh)
     return mesh.once(("matmul", plan, lowering, keep), lambda: _make_product(plan, mesh, chosen, keep))
+
+
+DeferredProduct = Callable[[Tensor, Tensor, Tensor], Tensor]
+
+
+def bind_deferred_matmul(plan: MatmulPlan, mesh: Mesh, *, lowering: str = "gather") -> DeferredProduct:
+    """:func:`bind_matmul` for a weight that autograd does not see: (x, detached w, ticket) to y.
+
+    Backward computes dx and hands x and dy, both at rest, to :func:`meshfold.mesh.deferral.put`; what both gradients
+    need gathered is gathered for each.
+    """
+    chosen = find_lowering(lowering, plan)
+    return mesh.once(("deferred matmul", plan, lowering), lambda: _make_deferred_product(plan, mesh, chosen))
+
+
+def weight_gradient(
+    plan: MatmulPlan, mesh: Mesh, x: Tensor, w: Tensor, dy: Tensor, *, lowering: str = "gather"
+) -> Tensor:
+    """The weight gradient that was deferred: ``m k`` and ``m n`` at rest to ``n k`` at rest. ``w`` gives the shape."""
+    chosen = find_lowering(lowering, plan)
+    _, dw = chosen.backward(plan, mesh, x, w, dy, wants=(False, True), kept=(None, None))
+    if dw is None:
+        raise LayoutError(f"lowering {lowering!r} makes no weight gradient by itself")
+    return dw
+
+
+def _make_deferred_product(plan: MatmulPlan, mesh: Mesh, chosen: Lowering) -> DeferredProduct:
+    class DeferredMatmul(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor, w: Tensor, ticket: Tensor) -> Tensor:
+            y, _, _ = chosen.forward(plan, mesh, x, w, frozenset())
+            ctx.save_for_backward(x, w, ticket)
+            return y
+
+        @staticmethod
+        def backward(ctx: Any, dy: Tensor) -> Any:
+            x, w, ticket = ctx.saved_tensors
+            dx = None
+            if ctx.needs_input_grad[0]:
+                dx, _ = chosen.backward(plan, mesh, x, w, dy, wants=(True, False), kept=(None, None))
+            return dx, None, deferral.put(ticket, x, dy)
+
+    def product(x: Tensor, w: Tensor, ticket: Tensor) -> Tensor:
+        y: Tensor = DeferredMatmul.apply(x.reshape(-1, x.shape[-1]), w, ticket)
+        return y.view(*lead_shape(x.shape[:-1], y.shape[0]), y.shape[-1])
+
+    return product
 
 
 def _make_product(plan: MatmulPlan, mesh: Mesh, chosen: Lowering, keep: frozenset[str]) -> Product:

@@ -8,9 +8,6 @@ from typing import NamedTuple
 
 from meshfold.mesh.spec.entry import listed
 
-UNRELEASED = frozenset({"meshfold-pipeline"})
-"""Distributions that the grammar knows and that nobody can install yet; a test holds this to the repository."""
-
 
 class Need(NamedTuple):
     """A distribution that an entry of a spec needs, and the module by which its presence is told."""
@@ -35,15 +32,11 @@ def why_missing(needs: Sequence[Need]) -> str:
     for need in needs:
         entries.setdefault(need.distribution, []).append(need.entry)
     wants = (f"{listed(names, 'and')} {'need' if names[1:] else 'needs'} {d}" for d, names in entries.items())
-    ways = []
-    if folders := [f"./packages/{_folder(d)}" for d in entries if d not in UNRELEASED]:
-        ways.append(f"In a clone of Meshfold's repository, run: pip install {' '.join(folders)}.")
-    if later := [d for d in entries if d in UNRELEASED]:
-        out = [name for d in later for name in entries[d]]
-        ways.append(
-            f"Leave {listed(out, 'and')} out: {listed(later, 'and')} {'are' if later[1:] else 'is'} not released yet."
-        )
-    return f"{listed(wants, 'and')}, which this installation does not have. {' '.join(ways)}"
+    folders = " ".join(f"./packages/{_folder(distribution)}" for distribution in entries)
+    return (
+        f"{listed(wants, 'and')}, which this installation does not have. In a clone of Meshfold's repository, run: "
+        f"pip install {folders}."
+    )
 
 
 def _folder(distribution: str) -> str:

@@ -26,11 +26,17 @@ import torch
 from torch import Tensor, nn
 
 from meshfold.mesh import Layout, LayoutError, Mesh, ParameterMeta, Part, Placement, metadata
+from meshfold.mesh.deferral import Pair, Site, add_gradient
 from meshfold.mesh.primitives import Primitive, bind_collect, bind_enter, bind_take, identity
 from meshfold.tensor_parallel.algebra import MatmulPlan, plan
 from meshfold.tensor_parallel.layers.base import ShardedLayer, shard_parameter
 from meshfold.tensor_parallel.lowerings.gather import turns_weight
-from meshfold.tensor_parallel.matmul import bind_matmul, lead_shape
+from meshfold.tensor_parallel.matmul import (
+    bind_deferred_matmul,
+    bind_matmul,
+    lead_shape,
+    weight_gradient,
+)
 from meshfold.tensor_parallel.modes import Mode, find_mode
 from meshfold.tensor_parallel.operands import bind_sum_repeated
 from meshfold.tensor_parallel.sizes import split_evenly, vocabulary_multiple
@@ -121,6 +127,7 @@ class Linear(ShardedLayer):
         self.plan = stem_plan(mode) if role == "stem" else mode.plans[role]
         self.gather_output = self.flat_output = False
         self._enter_input: Primitive | None = None
+        self._site: Site | None = None
         weight: Tensor = module.weight  # type: ignore[assignment]
         bias: Tensor | None = getattr(module, "bias", None)
         out_dim = 0 if stored == "nk" else 1
@@ -184,6 +191,24 @@ class Linear(ShardedLayer):
         self.use_entered_input()
         self._enter_input = enter
 
+    def defer_weight_gradient(self) -> Site:
+        """From now on let dw wait where the site says (:mod:`meshfold.mesh.deferral`); db is made with dx."""
+        if self._site is None:
+            self._multiply_deferred = bind_deferred_matmul(self.plan, self.mesh, lowering=self.lowering)
+            self._site = Site(self._add_weight_gradients)
+        return self._site
+
+    def _add_weight_gradients(self, pairs: Sequence[Pair]) -> None:
+        for x, dy in pairs:
+            with torch.enable_grad():
+                weight = self._sum_weight(self.weight)
+                operand = weight if self.stored == "nk" else weight.t()
+            dw = weight_gradient(self.plan, self.mesh, x, operand.detach(), dy, lowering=self.lowering)
+            if operand is self.weight:
+                add_gradient(self.weight, dw)
+            else:
+                torch.autograd.backward(operand, dw)
+
     def forward(self, x: Tensor) -> Tensor:
         weight = self._sum_weight(self.weight)
         x = self._take_rows(x)
@@ -195,7 +220,11 @@ class Linear(ShardedLayer):
             x = self._enter_input(x)
         elif entered and self.folds > 1:
             x = unfold(x, self.folds)
-        y = self._multiply(x, weight if self.stored == "nk" else weight.t())
+        if self._site is not None and torch.is_grad_enabled() and weight.requires_grad:
+            free = weight.detach()
+            y = self._multiply_deferred(x, free if self.stored == "nk" else free.t(), self._site.ticket)
+        else:
+            y = self._multiply(x, weight if self.stored == "nk" else weight.t())
         if entered:
             y = y.view(*lead_shape(lead, y.numel() // y.shape[-1]), y.shape[-1])
         if self.bias is not None:

@@ -1,0 +1,188 @@
+"""Weight gradients that wait: what a matmul leaves behind in backward, to be multiplied when there is time.
+
+A matmul that defers is given its weight detached, beside a *ticket*: a scalar that asks for a gradient, so that autograd
+calls the backward. There it computes dx and hands x and dy to :func:`put`, which returns the ticket's gradient: none, or
+zero.
+Whoever runs backward decides by a :class:`Queue` when dw is made; without one it is made at once. dw is added to the
+parameter's ``.grad`` as autograd would have done. This is how a zero-bubble pipeline splits B from W (Qi et al., "Zero
+Bubble Pipeline Parallelism", arXiv 2401.10241, section 2) with no second pass through the graph.
+
+In a graph of torch.compile the hand-over is an operation of its own, which runs whenever the graph runs. There x and dy
+are copied: the memory of both belongs to the compiled graph, which uses it again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import cache
+from itertools import count
+from typing import Any, Protocol, runtime_checkable
+from weakref import WeakValueDictionary
+
+import torch
+from torch import Tensor, nn
+
+from meshfold.mesh.errors import MeshfoldError
+
+Pair = tuple[Tensor, Tensor]
+"""x ``m k`` and dy ``m n`` of one matmul"""
+
+_sites: WeakValueDictionary[int, Site] = WeakValueDictionary()
+_numbers = count()
+
+
+class Site:
+    """A matmul whose weight gradient may wait.
+
+    Attributes:
+        ticket: float64 scalar on the CPU that asks for a gradient; goes into the matmul.
+        queue: where pairs wait; None: nowhere.
+    """
+
+    def __init__(self, add: Callable[[Sequence[Pair]], None]) -> None:
+        """Args:
+        add: computes dw of pairs, in order, and adds it to the parameter's ``.grad``.
+        """
+        number = next(_numbers)
+        _operation()  # there before anything is traced
+        self.ticket = torch.tensor(float(number), dtype=torch.float64, requires_grad=True)
+        self.ticket.register_post_accumulate_grad_hook(_forget)
+        self.queue: Queue | None = None
+        self.add = add
+        _sites[number] = self
+
+    def __deepcopy__(self, memo: object) -> None:
+        """The copy of a layer is an ordinary one: its gradients must not go to this one's parameters."""
+
+
+class Queue:
+    """Holds pairs by a key (a micro-batch) until their weight gradients are asked for."""
+
+    def __init__(self) -> None:
+        self._open: Hashable | None = None
+        self._waiting: dict[Hashable, list[tuple[Site, Pair]]] = {}
+
+    @contextmanager
+    def collecting(self, key: Hashable) -> Iterator[None]:
+        """Around a backward: what it leaves waits under the key.
+
+        Raises:
+            MeshfoldError: inside of another one, or for a key under which something waits.
+        """
+        if self._open is not None or key in self._waiting:
+            raise MeshfoldError(f"weight gradients of {key!r} are collected already")
+        self._open, self._waiting[key] = key, []
+        try:
+            yield
+        finally:
+            self._open = None
+
+    def put(self, site: Site, pair: Pair) -> bool:
+        """Keep a pair; False if nobody collects."""
+        if self._open is None:
+            return False
+        self._waiting[self._open].append((site, pair))
+        return True
+
+    def compute(self, *keys: Hashable) -> None:
+        """Add the weight gradients of these keys, in their order, and let what they were made of go.
+
+        Raises:
+            MeshfoldError: for a key under which nothing was collected.
+        """
+        missing = [key for key in keys if key not in self._waiting]
+        if missing:
+            raise MeshfoldError(f"no backward has collected weight gradients of {missing[0]!r}")
+        pairs: dict[Site, list[Pair]] = {}
+        for key in keys:
+            for site, pair in self._waiting.pop(key):
+                pairs.setdefault(site, []).append(pair)
+        with torch.no_grad():
+            while pairs:
+                site = next(iter(pairs))
+                site.add(pairs.pop(site))  # the tensors go before the next site's gradient is made
+
+    @property
+    def waiting(self) -> tuple[Hashable, ...]:
+        """The keys under which something waits."""
+        return tuple(self._waiting)
+
+    @property
+    def held_bytes(self) -> int:
+        """Bytes of what waits; a tensor that several matmuls read counts once."""
+        storages = {
+            tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes()
+            for entries in self._waiting.values()
+            for _, pair in entries
+            for tensor in pair
+        }
+        return sum(storages.values())
+
+    def clear(self) -> None:
+        """Forget what waits, after a step that was broken off."""
+        self._open = None
+        self._waiting.clear()
+
+
+@runtime_checkable
+class Defers(Protocol):
+    """A layer that can defer its weight gradient by itself."""
+
+    def defer_weight_gradient(self) -> Site:
+        """From now on hand the weight gradient to the site."""
+        ...
+
+
+def put(ticket: Tensor, x: Tensor, dy: Tensor) -> Tensor | None:
+    """Called by a backward: let dw of x and dy be made now or later. Returns the gradient of the ticket."""
+    if torch.compiler.is_compiling():
+        given: Tensor = torch.ops.meshfold.defer(ticket.detach(), x.detach(), dy.detach())
+        return given
+    _put(ticket, x, dy)
+    return None
+
+
+def add_gradient(parameter: nn.Parameter, gradient: Tensor) -> None:
+    """Add to ``.grad`` as autograd does, and run the hooks that wait for it. A first gradient is taken as it is."""
+    if parameter._post_accumulate_grad_hooks or parameter._backward_hooks:
+        torch.autograd.backward(parameter, gradient)
+    elif parameter.grad is None:
+        parameter.grad = gradient
+    else:
+        parameter.grad.add_(gradient)
+
+
+def add_product(parameter: nn.Parameter, left: Tensor, right: Tensor) -> None:
+    """Add ``left @ right`` to ``.grad``, in one multiplication where there is a gradient already."""
+    hooked = parameter._post_accumulate_grad_hooks or parameter._backward_hooks
+    grad = parameter.grad
+    if hooked or grad is None or grad.dtype != left.dtype:
+        add_gradient(parameter, (left @ right).to(parameter.dtype))
+    else:
+        grad.addmm_(left, right)
+
+
+def _put(ticket: Tensor, x: Tensor, dy: Tensor) -> None:
+    site = _sites[int(ticket)]
+    if site.queue is None or not site.queue.put(site, (x, dy)):
+        with torch.no_grad():
+            site.add([(x, dy)])
+
+
+def _forget(ticket: Tensor) -> None:
+    ticket.grad = None
+
+
+@cache
+def _operation() -> Any:
+    @torch.library.custom_op("meshfold::defer", mutates_args=())
+    def defer(ticket: Tensor, x: Tensor, dy: Tensor) -> Tensor:
+        _put(ticket, x.clone(), dy.clone())
+        return torch.zeros((), dtype=torch.float64)
+
+    @defer.register_fake
+    def _(ticket: Tensor, x: Tensor, dy: Tensor) -> Tensor:
+        return torch.empty((), dtype=torch.float64)
+
+    return defer

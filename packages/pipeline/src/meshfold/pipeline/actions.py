@@ -1,0 +1,182 @@
+"""Schedules as data: actions, and for every rank the list of its actions in order. Both print and parse as text.
+
+``2F0`` is the forward of stage 2 on micro-batch 0. A rank runs its list from left to right; what crosses ranks is inserted
+by :func:`meshfold.pipeline.communicate`.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from functools import cached_property
+from itertools import chain
+
+from meshfold.pipeline.errors import ScheduleError
+
+_ACTION = re.compile(r"(?P<stage>\d+)(?P<op>F|BW|B|W)(?P<microbatch>\d+)")
+_HEAD = re.compile(
+    r"(?P<name>.+?): (?P<ranks>\d+) ranks?, (?P<microbatches>\d+) micro-batch(?:es)?, stages on (?P<home>[\d ]+)"
+)
+_LINE = re.compile(r"rank (?P<rank>\d+):(?P<rest>.*)")
+
+
+class Op(StrEnum):
+    """What is done: forward, gradient of the input, gradient of the weights, or both gradients in one go."""
+
+    F = "F"
+    B = "B"
+    W = "W"
+    BW = "BW"
+
+
+@dataclass(frozen=True, slots=True)
+class Action:
+    """One operation of one stage on one micro-batch. Prints as ``2F0``: stage, operation, micro-batch."""
+
+    op: Op
+    stage: int
+    microbatch: int
+
+    def __str__(self) -> str:
+        return f"{self.stage}{self.op.value}{self.microbatch}"
+
+    @property
+    def sends_gradient(self) -> bool:
+        """Whether it makes the gradient of the stage's input (B and BW)."""
+        return self.op in (Op.B, Op.BW)
+
+    @property
+    def finishes_weights(self) -> bool:
+        """Whether it makes the gradient of the stage's weights (W and BW)."""
+        return self.op in (Op.W, Op.BW)
+
+    @classmethod
+    def parse(cls, text: str) -> Action:
+        """Read ``2F0``.
+
+        Raises:
+            ScheduleError: for anything else.
+        """
+        found = _ACTION.fullmatch(text)
+        if found is None:
+            raise ScheduleError(
+                f"{text!r} is no action. Write stage, operation (F, B, W or BW) and micro-batch, as in '2F0'."
+            )
+        return cls(Op(found["op"]), int(found["stage"]), int(found["microbatch"]))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Schedule:
+    """Who does what in which order.
+
+    Attributes:
+        name: what it is called.
+        microbatches: how many a step has.
+        home: the rank of every stage.
+        ranks: for every rank its actions in order. A rank without a stage has none.
+
+    Nothing is judged here: :func:`meshfold.pipeline.check` does, and says what is wrong with a list.
+    """
+
+    name: str
+    microbatches: int
+    home: tuple[int, ...]
+    ranks: tuple[tuple[Action, ...], ...]
+
+    @property
+    def stages(self) -> int:
+        """How many stages the model is cut into."""
+        return len(self.home)
+
+    @cached_property
+    def chunks(self) -> int:
+        """The most stages that one rank holds."""
+        return max((self.home.count(rank) for rank in range(len(self.ranks))), default=0)
+
+    def stages_of(self, rank: int) -> tuple[int, ...]:
+        """The stages that a rank holds, in order."""
+        return tuple(stage for stage, at in enumerate(self.home) if at == rank)
+
+    def __str__(self) -> str:
+        many = (
+            "rank" if len(self.ranks) == 1 else "ranks",
+            "micro-batch" if self.microbatches == 1 else "micro-batches",
+        )
+        head = f"{self.name}: {len(self.ranks)} {many[0]}, {self.microbatches} {many[1]}, stages on {' '.join(map(str, self.home))}"
+        lines = (" ".join([f"rank {rank}:", *map(str, actions)]) for rank, actions in enumerate(self.ranks))
+        return "\n".join([head, *lines])
+
+    @classmethod
+    def parse(cls, text: str) -> Schedule:
+        """Read what ``str`` wrote, or only its lines of actions, one for every rank.
+
+        Without the first line the home of a stage is the rank that lists it first, and the micro-batches are those
+        that are listed. ``rank 0:`` may be left out.
+
+        Raises:
+            ScheduleError: for text that is no schedule; the message quotes it.
+        """
+        lines = [line.strip() for line in text.strip().splitlines() if line.strip()]
+        head = _HEAD.fullmatch(lines[0]) if lines else None
+        if head is None:
+            return cls.of([_actions(line, rank) for rank, line in enumerate(lines)])
+        ranks = [_actions(line, rank) for rank, line in enumerate(lines[1:])]
+        if len(ranks) != int(head["ranks"]):
+            raise ScheduleError(
+                f"{lines[0]!r} says {head['ranks']} ranks, and {len(ranks)} lines follow. Write one line for every rank."
+            )
+        home = tuple(map(int, head["home"].split()))
+        name, microbatches = head["name"], int(head["microbatches"])
+        return cls(name=name, microbatches=microbatches, home=home, ranks=tuple(map(tuple, ranks)))
+
+    @classmethod
+    def of(
+        cls,
+        ranks: Sequence[str | Iterable[Action | str]],
+        *,
+        name: str = "custom",
+        microbatches: int | None = None,
+    ) -> Schedule:
+        """From a list for every rank: of actions, of their texts, or one text.
+
+        Args:
+            ranks: the lists. The home of a stage is the rank that lists it first.
+            name: what to call it.
+            microbatches: how many a step has; None: those that are listed.
+
+        Raises:
+            ScheduleError: for text that is no action, and for a stage that no rank lists though a later one is listed.
+        """
+        read = tuple(tuple(_actions(actions, rank)) for rank, actions in enumerate(ranks))
+        home: dict[int, int] = {}
+        for rank, actions in enumerate(read):
+            for action in actions:
+                home.setdefault(action.stage, rank)
+        missing = sorted(set(range(max(home, default=-1) + 1)) - home.keys())
+        if missing:
+            raise ScheduleError(
+                f"schedule {name!r}: stage {missing[0]} is on no rank, stage {max(home)} is. "
+                f"Give stage {missing[0]} to a rank, or number the stages from 0 without a gap."
+            )
+        if microbatches is None:
+            microbatches = 1 + max((action.microbatch for action in chain.from_iterable(read)), default=-1)
+        return cls(
+            name=name,
+            microbatches=microbatches,
+            home=tuple(home[stage] for stage in range(len(home))),
+            ranks=read,
+        )
+
+
+def _actions(given: str | Iterable[Action | str], rank: int) -> list[Action]:
+    """A rank's list, from any of its spellings."""
+    if isinstance(given, str):
+        line = _LINE.fullmatch(given.strip())
+        if line is not None and int(line["rank"]) != rank:
+            raise ScheduleError(
+                f"{given.strip()[:60]!r} stands where rank {rank} should. Write the ranks in order from 0."
+            )
+        given = (line["rest"] if line else given).split()
+    return [Action.parse(one) if isinstance(one, str) else one for one in given]

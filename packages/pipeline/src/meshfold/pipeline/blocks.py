@@ -1,0 +1,133 @@
+"""The repeated block of a model, and how many of them each stage gets."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from torch import nn
+
+from meshfold.mesh import LayoutError
+
+
+@dataclass(frozen=True, kw_only=True)
+class Blocks:
+    """A run of blocks in an nn.ModuleList or nn.Sequential.
+
+    Attributes:
+        name: full name of the list.
+        home: the list.
+        keys: the blocks' names in it, in order.
+    """
+
+    name: str
+    home: nn.Module
+    keys: tuple[str, ...]
+
+    def __len__(self) -> int:
+        return len(self.keys)
+
+    @property
+    def members(self) -> tuple[nn.Module, ...]:
+        """The blocks as they are now."""
+        return tuple(self.home.get_submodule(key) for key in self.keys)
+
+    def index_of(self, name: str) -> int | None:
+        """Which block a parameter or module lies in, by its full name; None if in none."""
+        front = f"{self.name}." if self.name else ""
+        if not name.startswith(front):
+            return None
+        key = name.removeprefix(front).split(".", 1)[0]
+        return self.keys.index(key) if key in self.keys else None
+
+
+def find_blocks(model: nn.Module, name: str | None = None) -> Blocks:
+    """The list with the most parameters whose members are of one class, from the first of that class to the last.
+
+    Args:
+        model: any module; lists inside of lists are not looked at.
+        name: full name of the list to take instead.
+
+    Raises:
+        LayoutError: if there is none, or ``name`` is no list.
+    """
+    found: list[tuple[int, Blocks]] = []
+    for path, module in model.named_modules():
+        if name is not None and path != name:
+            continue
+        if not isinstance(module, nn.ModuleList | nn.Sequential):
+            continue
+        sizes = {key: sum(p.numel() for p in child.parameters()) for key, child in module.named_children()}
+        kinds = {key: type(child) for key, child in module.named_children()}
+        common = Counter(kinds[key] for key, size in sizes.items() if size).most_common(1)
+        if not common or (common[0][1] < 2 and name is None):
+            continue
+        places = [place for place, key in enumerate(sizes) if kinds[key] is common[0][0] and sizes[key]]
+        keys = tuple(sizes)[places[0] : places[-1] + 1]
+        found.append((sum(sizes[key] for key in keys), Blocks(name=path, home=module, keys=keys)))
+    if found:
+        return max(found, key=lambda entry: entry[0])[1]
+    if name is not None:
+        raise LayoutError(
+            f"blocks={name!r} of {type(model).__name__} is no nn.ModuleList or nn.Sequential of blocks with parameters"
+        )
+    raise LayoutError(
+        f"{type(model).__name__} has no nn.ModuleList or nn.Sequential in which a block repeats, so it cannot be cut "
+        f"into stages: put its layers into an nn.ModuleList"
+    )
+
+
+def partition(costs: Sequence[float], stages: int, *, before: float = 0.0, after: float = 0.0) -> list[int]:
+    """How many blocks each stage gets, so that the dearest stage is as cheap as can be, and the others are even.
+
+    Args:
+        costs: of every block, in any unit of time.
+        stages: how many; each gets one block at least.
+        before: what comes before the blocks costs, in the first stage.
+        after: what comes behind them, in the last.
+
+    Raises:
+        LayoutError: for more stages than blocks, or a cost that is negative.
+    """
+    count = len(costs)
+    if stages > count:
+        raise LayoutError(
+            f"{count} blocks cannot be cut into {stages} stages: each stage has one at least. Use fewer ranks or "
+            f"chunks, or a deeper model"
+        )
+    if min((*costs, before, after)) < 0:
+        raise LayoutError(f"a negative cost among {[*costs, before, after]}: costs are times")
+    sums = [0.0]
+    for cost in costs:
+        sums.append(sums[-1] + cost)
+
+    def cost_of(stage: int, first: int, last: int) -> float:
+        return sums[last] - sums[first] + before * (stage == 0) + after * (stage == stages - 1)
+
+    # best[s][n]: of the first n blocks in s stages, (dearest stage, sum of squares), then where the last stage begins.
+    # Squares count only once the dearest stage of all is known, so that it is looked for first.
+    limit = float("inf")
+    cuts: list[list[int]] = []
+    for even in (False, True):
+        best = [0.0] + [float("inf")] * count
+        cuts = []
+        for stage in range(stages):
+            following, begins = [float("inf")] * (count + 1), [0] * (count + 1)
+            for last in range(stage + 1, count + 1):
+                for first in range(stage, last):
+                    cost = cost_of(stage, first, last)
+                    if cost > limit * (1 + 1e-9):
+                        continue
+                    value = best[first] + cost * cost if even else max(best[first], cost)
+                    if value < following[last]:
+                        following[last], begins[last] = value, first
+            best = following
+            cuts.append(begins)
+        if not even:
+            limit = best[count]
+    counts, last = [], count
+    for begins in reversed(cuts):
+        counts.append(last - begins[last])
+        last = begins[last]
+    return counts[::-1]

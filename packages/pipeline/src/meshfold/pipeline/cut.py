@@ -1,0 +1,268 @@
+"""Stages of any model with a repeated block: which rank keeps which parameters, and how its stages run.
+
+Blocks are dealt out by cost. What runs before them goes to the first stage, what runs behind them to the last; which is
+which is seen by running the model's forward, without values, up to its first block. A parameter that stages of several
+ranks use is kept by all of them (a tie). Everything else is dropped, so a model on the meta device is never whole
+anywhere: cut it, then give it its values.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor, nn
+
+from meshfold.mesh import LayoutError, Mesh, annotate
+from meshfold.mesh.metadata import placed
+from meshfold.pipeline.before import Example, parameters_before, some_tokens
+from meshfold.pipeline.blocks import Blocks, find_blocks, partition
+from meshfold.pipeline.gates import Gates
+from meshfold.pipeline.ghosts import Ghost
+from meshfold.pipeline.placeholders import Absent
+
+
+@dataclass(frozen=True, kw_only=True)
+class Tie:
+    """A parameter that several ranks keep.
+
+    Attributes:
+        name: its first name in the model.
+        ranks: coordinates on the pipeline axis of those that keep it, ascending.
+    """
+
+    name: str
+    ranks: tuple[int, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cut:
+    """A model of which this rank keeps its stages.
+
+    Attributes:
+        model: what is left of it; names are those of the whole model.
+        gates: run parts of it.
+        blocks: the repeated block.
+        bounds: stage s has the blocks from bounds[s] to bounds[s + 1], excluded.
+        home: the rank of every stage, on the pipeline axis.
+        rank: this rank's coordinate on it.
+        ties: parameters that this rank keeps and others keep as well.
+        names: first name in the whole model by every name that is left.
+        users: this rank's stages that use a parameter, by its first name.
+        weights: parameters, or what stands for them, beside the blocks and all gated modules: module and name in it.
+        beside: all of those beside the blocks, the same on all ranks.
+    """
+
+    model: nn.Module
+    gates: Gates
+    blocks: Blocks
+    bounds: tuple[int, ...]
+    home: tuple[int, ...]
+    rank: int
+    ties: tuple[Tie, ...]
+    names: dict[str, str]
+    users: dict[str, set[int]]
+    weights: tuple[tuple[nn.Module, str], ...]
+    beside: tuple[tuple[nn.Module, str], ...]
+
+    @property
+    def stages(self) -> tuple[int, ...]:
+        """This rank's stages."""
+        return tuple(stage for stage, rank in enumerate(self.home) if rank == self.rank)
+
+    def parameter(self, name: str) -> nn.Parameter:
+        """A kept parameter by its first name in the whole model."""
+        here = next(left for left, first in self.names.items() if first == name)
+        return self.model.get_parameter(here)
+
+    def named_parameters(self) -> list[tuple[str, nn.Parameter]]:
+        """What this rank keeps, each tensor once, by its first name in the whole model."""
+        return [(self.names[name], parameter) for name, parameter in self.model.named_parameters()]
+
+    def loose(self) -> list[Tensor]:
+        """The tensors of ``weights`` as they are now."""
+        return [getattr(module, name) for module, name in self.weights]
+
+    def __str__(self) -> str:
+        lines = [f"{len(self.blocks)} blocks of {self.blocks.name or 'the model'} in {len(self.home)} stages"]
+        for stage, rank in enumerate(self.home):
+            ends = " and what is before them" * (stage == 0) + " and what is behind them" * (
+                stage == len(self.home) - 1
+            )
+            lines.append(
+                f"stage {stage} on rank {rank}: blocks {self.bounds[stage]} to {self.bounds[stage + 1] - 1}{ends}"
+            )
+        lines += [f"{tie.name} is kept by ranks {', '.join(map(str, tie.ranks))}" for tie in self.ties]
+        return "\n".join(lines)
+
+
+def cut(
+    model: nn.Module,
+    mesh: Mesh,
+    home: Sequence[int],
+    *,
+    axis: str = "pipe",
+    example: Example | None = None,
+    device: torch.device | str = "cpu",
+    costs: Sequence[float] | None = None,
+    layers: Sequence[int] | None = None,
+    blocks: str | None = None,
+) -> Cut:
+    """Keep this rank's stages of a model, in place.
+
+    Args:
+        model: with real or meta weights, sharded over other axes or not; the same on every rank.
+        mesh: has the axis.
+        home: the rank of every stage, on the axis.
+        axis: of the pipeline.
+        example: what the model is called with, of any small size; by default some token ids.
+        device: where the model runs.
+        costs: time of every block, and of what is before and behind them: (before, *blocks, behind), in any unit.
+            By default estimated by the elements of the matrices that a token meets.
+        layers: how many blocks each stage gets, instead of costs.
+        blocks: full name of the list of blocks, where the largest is not the one.
+
+    Raises:
+        LayoutError: for a model that cannot be cut so.
+    """
+    place = torch.device(device)
+    found = find_blocks(model, blocks)
+    gates = Gates()
+    gates.blocks = list(found.members)
+    beside = _beside(model, found)
+    weights = tuple(
+        (module, name)
+        for module in _ancestors(model, found)
+        for name, p in module._parameters.items()
+        if p is not None
+    )
+    for index, block in enumerate(gates.blocks):
+        gates.put_at(block, index)
+    for module in beside:
+        gates.put_at(module, None)
+    before = parameters_before(
+        model, gates, beside, weights, example or some_tokens(model, mesh, axis, place), place
+    )
+    bounds = _bounds(model, found, before, len(home), costs, layers)
+    rank = mesh.index(axis)
+    stage_of_block = [stage for stage in range(len(home)) for _ in range(bounds[stage], bounds[stage + 1])]
+
+    def stage_of(name: str) -> int:
+        index = found.index_of(name)
+        if index is not None:
+            return stage_of_block[index]
+        return 0 if name in before else len(home) - 1
+
+    holders: dict[Tensor, set[int]] = {}
+    firsts: dict[Tensor, str] = {}
+    everyone = list(model.named_parameters(remove_duplicate=False))
+    for name, parameter in everyone:
+        holders.setdefault(parameter, set()).add(home[stage_of(name)])
+        firsts.setdefault(parameter, name)
+    ties = []
+    for shared, ranks in holders.items():
+        if len(ranks) > 1 and rank in ranks:
+            ties.append(Tie(name=firsts[shared], ranks=tuple(sorted(ranks))))
+            annotate(shared, replace(placed(shared, mesh), tie=firsts[shared]))
+    names = {name: firsts[p] for name, p in everyone if home[stage_of(name)] == rank}
+    users: dict[str, set[int]] = {}
+    for name, first in names.items():
+        users.setdefault(first, set()).add(stage_of(name))
+
+    places = tuple(
+        (model.get_submodule(name.rpartition(".")[0]), name.rpartition(".")[2])
+        for name, _ in everyone
+        if found.index_of(name) is None
+    )
+
+    def used() -> bool:
+        return gates.run is not None and gates.run.inside
+
+    for index, block in enumerate(gates.blocks):
+        if home[stage_of_block[index]] != rank:
+            gates.blocks[index] = absent = Absent(block)
+            gates.put_at(absent, index)
+            found.home._modules[found.keys[index]] = absent
+    for path, module in model.named_modules():
+        for leaf, value in list(module._parameters.items()):
+            full = f"{path}.{leaf}" if path else leaf
+            if value is not None and full not in names:
+                del module._parameters[leaf]
+                module.__dict__[leaf] = Ghost.of(value, full, place, used)
+    return Cut(
+        model=model,
+        gates=gates,
+        blocks=found,
+        bounds=tuple(bounds),
+        home=tuple(home),
+        rank=rank,
+        ties=tuple(ties),
+        names=names,
+        users=users,
+        weights=weights,
+        beside=places,
+    )
+
+
+def _ancestors(model: nn.Module, blocks: Blocks) -> list[nn.Module]:
+    """The modules that the list of blocks lies in, and the list."""
+    path = blocks.name.split(".") if blocks.name else []
+    return [model.get_submodule(".".join(path[:length])) for length in range(len(path) + 1)]
+
+
+def _beside(model: nn.Module, blocks: Blocks) -> list[nn.Module]:
+    """The largest modules with parameters that hold no block."""
+    inside = _ancestors(model, blocks)
+    found = []
+    for ancestor in inside:
+        for key, child in ancestor.named_children():
+            if child in inside or (ancestor is blocks.home and key in blocks.keys):
+                continue
+            if any(True for _ in child.parameters()) and child not in found:
+                found.append(child)
+    return found
+
+
+def _bounds(
+    model: nn.Module,
+    blocks: Blocks,
+    before: set[str],
+    stages: int,
+    costs: Sequence[float] | None,
+    layers: Sequence[int] | None,
+) -> list[int]:
+    counts = list(layers) if layers is not None else []
+    if layers is None:
+        times = estimate(model, blocks, before) if costs is None else list(costs)
+        if len(times) != len(blocks) + 2:
+            raise LayoutError(
+                f"{len(times)} costs for {len(blocks)} blocks: give (before, one for each block, behind), "
+                f"{len(blocks) + 2} in all"
+            )
+        counts = partition(times[1:-1], stages, before=times[0], after=times[-1])
+    elif len(counts) != stages or sum(counts) != len(blocks) or min(counts) < 1:
+        raise LayoutError(
+            f"layers={tuple(counts)} for {stages} stages of {len(blocks)} blocks: give each stage at least one, "
+            f"{len(blocks)} in all"
+        )
+    return [sum(counts[:stage]) for stage in range(stages + 1)]
+
+
+def estimate(model: nn.Module, blocks: Blocks, before: set[str]) -> list[float]:
+    """What a token costs (before, in every block, behind): elements of the matrices that it is multiplied with.
+
+    A table that is looked up costs nothing; a head that shares it costs what it multiplies.
+    """
+    times = [0.0] * (len(blocks) + 2)
+    for path, module in model.named_modules(remove_duplicate=False):
+        if isinstance(module, nn.Embedding) or type(module).__name__ == "Embedding":
+            continue
+        for leaf, parameter in module._parameters.items():
+            if parameter is None or parameter.dim() < 2:
+                continue
+            name = f"{path}.{leaf}" if path else leaf
+            index = blocks.index_of(name)
+            place = 0 if name in before else len(times) - 1
+            times[place if index is None else index + 1] += parameter.numel()
+    return times

@@ -1,0 +1,143 @@
+"""Linear layers whose weight gradient can wait: what splits W from B.
+
+    forward  y  = x wᵀ + b
+    B        dx = dy w
+    W        dw += dyᵀ x,  db += Σ dy
+
+:func:`defer` switches the linear layers of a module to it, in place: names, parameters and hooks stay. Everything else
+of a stage (norms, tables, what is not a linear layer) gets its gradient in B, by autograd. Without a queue that collects
+(:mod:`meshfold.mesh.deferral`) dw is made as soon as backward comes by, and the layer is an ordinary one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from meshfold.mesh import deferral
+from meshfold.mesh.deferral import Defers, Pair, Queue, Site
+
+_SITE = "_meshfold_site"
+
+
+class _Product(torch.autograd.Function):
+    """``.. k`` by a weight ``n k`` (``k n`` if turned) and a bias that autograd does not see."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, ticket: Tensor, turned: bool
+    ) -> Tensor:
+        ctx.save_for_backward(x, weight, ticket)
+        ctx.turned = turned
+        return F.linear(x, weight.t() if turned else weight, bias)
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> Any:
+        x, weight, ticket = ctx.saved_tensors
+        rows = dy.reshape(-1, dy.shape[-1])
+        dx = None
+        if ctx.needs_input_grad[0]:
+            dx = (rows @ (weight.t() if ctx.turned else weight)).view(x.shape)
+        return dx, None, None, deferral.put(ticket, x.reshape(-1, x.shape[-1]), rows), None
+
+
+class _Deferring:
+    """What a linear layer's class is given beside its own."""
+
+    _turned = False
+
+    def forward(self: Any, x: Tensor) -> Tensor:
+        weight, bias, site = self.weight, self.bias, self.__dict__.get(_SITE)
+        ordinary = site is None or not torch.is_grad_enabled() or torch.is_autocast_enabled(x.device.type)
+        if ordinary or not weight.requires_grad or (bias is not None and not bias.requires_grad):
+            return F.linear(x, weight.t() if self._turned else weight, bias)
+        free = None if bias is None else bias.detach()
+        y: Tensor = _Product.apply(x, weight.detach(), free, site.ticket, self._turned)
+        return y
+
+
+class _DeferringTurned(_Deferring):
+    _turned = True
+
+
+_classes: dict[type, type] = {}
+
+
+def defer(module: nn.Module, *, batched: bool = False) -> Queue:
+    """Switch the linear layers of a module to deferred weight gradients, in place.
+
+    nn.Linear, transformers' Conv1D and layers that know how (tensor-parallel ones). A layer with a forward of its own, or
+    whose weight is computed rather than a parameter, stays what it is.
+
+    Args:
+        module: it, and everything in it.
+        batched: let the gradient of several micro-batches that is asked for at once be one larger product. It rounds
+            otherwise than one product a micro-batch, and copies x and dy together.
+
+    Returns:
+        Where the gradients wait: ``with queue.collecting(0): loss.backward()``, later ``queue.compute(0)``.
+    """
+    queue = Queue()
+    for layer in module.modules():
+        site = _site_of(layer, batched)
+        if site is not None:
+            site.queue = queue
+    return queue
+
+
+def restore(module: nn.Module) -> None:
+    """Undo :func:`defer` for nn.Linear and Conv1D."""
+    for layer in module.modules():
+        if isinstance(layer, _Deferring):
+            layer.__dict__.pop(_SITE, None)
+            layer.__class__ = type(layer).__mro__[2]
+
+
+def _site_of(layer: nn.Module, batched: bool) -> Site | None:
+    known = layer.__dict__.get(_SITE)
+    if isinstance(known, Site):
+        return known
+    if isinstance(layer, Defers):
+        return layer.defer_weight_gradient()
+    turned = _is_conv1d(layer)
+    if not (turned or (isinstance(layer, nn.Linear) and type(layer).forward is nn.Linear.forward)):
+        return None
+    if not isinstance(layer._parameters.get("weight"), nn.Parameter):
+        return None
+    kind = type(layer)
+    if kind not in _classes:
+        base = _DeferringTurned if turned else _Deferring
+        _classes[kind] = type(kind.__name__, (base, kind), {"__module__": kind.__module__})
+    layer.__class__ = _classes[kind]
+    site = Site(_Adder(layer, turned, batched))
+    layer.__dict__[_SITE] = site
+    return site
+
+
+class _Adder:
+    """Adds the gradients of a layer. It asks the layer for its parameters each time: they may be replaced."""
+
+    def __init__(self, layer: nn.Module, turned: bool, batched: bool) -> None:
+        self._layer, self._turned, self._batched = layer, turned, batched
+
+    def __call__(self, pairs: Sequence[Pair]) -> None:
+        weight, bias = self._layer._parameters["weight"], self._layer._parameters["bias"]
+        if self._batched and len(pairs) > 1:
+            pairs = [(torch.cat([x for x, _ in pairs]), torch.cat([dy for _, dy in pairs]))]
+        for x, dy in pairs:
+            if weight is not None:
+                left, right = (x, dy) if self._turned else (dy, x)
+                deferral.add_product(weight, left.t(), right)
+            if bias is not None:
+                deferral.add_gradient(bias, dy.sum(0))
+
+
+def _is_conv1d(layer: nn.Module) -> bool:
+    """Whether it is transformers' linear layer with a weight ``k n``, which cannot be imported here."""
+    weight, width = layer._parameters.get("weight"), getattr(layer, "nf", None)
+    named = any(kind.__name__ == "Conv1D" for kind in type(layer).__mro__[:2])
+    return named and isinstance(width, int) and weight is not None and weight.shape[-1] == width

@@ -1,0 +1,114 @@
+"""What stands for a parameter that another rank holds: its shape and dtype, one element of memory, and a name."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
+
+from meshfold.mesh import Group, LayoutError, all_reduce, annotate, metadata
+
+DTYPES = (
+    torch.float64,
+    torch.float32,
+    torch.bfloat16,
+    torch.float16,
+    torch.int64,
+    torch.int32,
+    torch.int16,
+    torch.int8,
+    torch.uint8,
+    torch.bool,
+)
+"""What a dtype's number is, where ranks tell each other"""
+_LOOKS = {"__get__", "size", "dim", "numel", "element_size", "is_floating_point", "__repr__", "stride"}
+
+
+class Ghost(Tensor):
+    """A tensor of NaN. It may be looked at, and used before the blocks, where only shapes count.
+
+    Attributes:
+        label: the parameter's full name.
+        used: whether a stage computes now, which must not use it.
+    """
+
+    label: str
+    used: Callable[[], bool]
+
+    @classmethod
+    def of(cls, parameter: Tensor, label: str, device: torch.device, used: Callable[[], bool]) -> Ghost:
+        """In place of a parameter, real or meta."""
+        one = torch.full((), float("nan"), dtype=torch.float32).to(device, parameter.dtype)
+        made = torch.Tensor._make_subclass(cls, one.expand(parameter.shape))
+        made.label, made.used = label, used
+        meta = metadata(parameter)
+        if meta is not None:
+            annotate(made, meta)
+        return made
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Callable[..., Any], types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        with torch._C.DisableTorchFunctionSubclass():
+            if getattr(func, "__name__", "") in _LOOKS:
+                return func(*args, **(kwargs or {}))
+            plain = tree_map_only(Ghost, _plain, (args, kwargs or {}))
+            return func(*plain[0], **plain[1])
+
+
+def _plain(ghost: Ghost) -> Tensor:
+    if ghost.used():
+        raise LayoutError(
+            f"{ghost.label!r} belongs to a stage on another rank, but is used by function behind the blocks: give it a "
+            f"module of its own there (an nn.Linear whose weight is the same parameter), so that both stages keep it"
+        )
+    return ghost.as_subclass(Tensor)
+
+
+def agree(parameters: Sequence[tuple[nn.Module, str]], group: Group, device: torch.device) -> None:
+    """Give every ghost the dtype that the parameter now has where it is kept; all ranks of the group call.
+
+    Args:
+        parameters: (module, name in it) of all parameters of the model, in the same order on all ranks.
+        group: whose ranks together keep all of them.
+        device: of what is exchanged.
+    """
+    values = [getattr(module, name) for module, name in parameters]
+    codes = [
+        -1 if value is None or isinstance(value, Ghost) else DTYPES.index(value.dtype) for value in values
+    ]
+    found = all_reduce(torch.tensor(codes, device=device), group, "max").tolist()
+    for (module, name), value, code in zip(parameters, values, found, strict=True):
+        if isinstance(value, Ghost) and code >= 0 and value.dtype != DTYPES[code]:
+            like = torch.empty(value.shape, dtype=DTYPES[code], device="meta")
+            meta = metadata(value)
+            if meta is not None:
+                annotate(like, meta)
+            module.__dict__[name] = Ghost.of(like, value.label, value.device, value.used)
+
+
+@contextmanager
+def standing_in(modules: Sequence[nn.Module], device: torch.device) -> Iterator[None]:
+    """Let zeros of one element stand for all tensors of these modules that are not on the device."""
+    swapped: list[tuple[dict[str, Any], str, Tensor]] = []
+    for module in modules:
+        homes: tuple[dict[str, Any], ...] = (module._parameters, module._buffers, module.__dict__)
+        for home in homes:
+            for name, value in home.items():
+                if isinstance(value, Tensor) and value.device != device:
+                    swapped.append((home, name, value))
+    for home, name, value in swapped:
+        home[name] = torch.zeros((), dtype=value.dtype, device=device).expand(value.shape)
+        meta = metadata(value)
+        if meta is not None:
+            annotate(home[name], meta)
+    try:
+        yield
+    finally:
+        for home, name, value in swapped:
+            home[name] = value

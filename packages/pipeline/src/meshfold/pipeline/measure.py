@@ -1,0 +1,104 @@
+"""How long the stages of a cut model really take, and how to cut it better by that."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from meshfold.mesh import Group, LayoutError, all_reduce
+from meshfold.pipeline.costs import Costs
+from meshfold.pipeline.gates import Plan, Slots
+from meshfold.pipeline.microbatch import Microbatch
+from meshfold.pipeline.stage import Stage
+
+_KEY = -1  # no micro-batch of a step has this number
+
+
+def measure(
+    stages: Mapping[int, Stage],
+    work: Microbatch,
+    plan: Plan,
+    group: Group,
+    count: int,
+    device: torch.device,
+    repeats: int,
+) -> Costs:
+    """Run F, B and W of this rank's stages by themselves, and tell all ranks; gradients are left as they were.
+
+    Args:
+        stages: this rank's.
+        work: a micro-batch.
+        plan: what travels for it.
+        group: of the pipeline axis; all of it must call.
+        count: stages of the model.
+        device: where stages run.
+        repeats: runs after a first one that does not count; their median does.
+
+    Returns:
+        Seconds.
+    """
+    table = torch.zeros(count, 3, dtype=torch.float64, device=device)
+    for number, stage in stages.items():
+        parameters = {p: p.grad for p in stage.parameters()}
+        for parameter in parameters:
+            parameter.grad = None
+        runs = [_run(stage, work, plan, device) for _ in range(repeats + 1)][1:]
+        for parameter, gradient in parameters.items():
+            parameter.grad = gradient
+        table[number] = torch.tensor([statistics.median(column) for column in zip(*runs, strict=True)])
+    forward, backward_input, backward_weight = all_reduce(table, group).t().tolist()
+    return Costs(forward=forward, backward_input=backward_input, backward_weight=backward_weight)
+
+
+def costs_of_blocks(costs: Costs, layers: Sequence[int]) -> list[float]:
+    """What a model's blocks cost, from what its stages were measured to cost: (before, one for each block, behind).
+
+    Blocks count as alike: the cheapest stage, by the block, says what one costs. What the first and the last stage
+    take beyond that is for what they have beside blocks.
+
+    Args:
+        costs: from ``Pipeline.measure``.
+        layers: how many blocks each of those stages has.
+
+    Raises:
+        LayoutError: if there is not one number of blocks for each stage.
+    """
+    if costs.stages is not None and costs.stages != len(layers):
+        raise LayoutError(
+            f"costs of {costs.stages} stages and blocks of {len(layers)}: give one number for each stage"
+        )
+    durations = costs.for_stages(len(layers)).durations
+    totals = [sum(seconds for op, seconds in one.items() if op != "BW") for one in durations]
+    block = min(total / blocks for total, blocks in zip(totals, layers, strict=True))
+    before, behind = totals[0] - block * layers[0], totals[-1] - block * layers[-1]
+    return [before, *([block] * sum(layers)), behind]
+
+
+def _run(stage: Stage, work: Microbatch, plan: Plan, device: torch.device) -> tuple[float, float, float]:
+    """Seconds of F, B and W."""
+    received, gradients = _noise(stage.inputs(plan), device), _noise(stage.outputs(plan), device)
+    if stage.is_last:
+        gradients = [torch.ones((), device=device)]
+    return (
+        _timed(lambda: stage.forward(_KEY, work, plan, received), device),
+        _timed(lambda: stage.backward_input(_KEY, gradients), device),
+        _timed(lambda: stage.backward_weight(_KEY), device),
+    )
+
+
+def _noise(slots: Slots, device: torch.device) -> list[Tensor]:
+    return [torch.randn(slot.shape, dtype=slot.dtype, device=device) for slot in slots]
+
+
+def _timed(action: Callable[[], object], device: torch.device) -> float:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    start = time.perf_counter()
+    action()
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return time.perf_counter() - start

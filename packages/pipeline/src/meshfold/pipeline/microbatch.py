@@ -1,0 +1,182 @@
+"""A batch in micro-batches: what the model is called with for each, and how much each counts.
+
+A batch is a tensor of token ids ``b s``, a dict of the model's arguments, or a pair ``(inputs, targets)`` for a
+``loss_fn``. The loss of the batch is the mean over all that counts in it, so a micro-batch weighs as much as it has of
+that: targets that are not -100 where there are some, rows else.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+from meshfold.mesh import SpecError
+
+IGNORE = -100
+
+
+@dataclass(frozen=True, kw_only=True)
+class Microbatch:
+    """Some rows of a batch.
+
+    Attributes:
+        args: the model's positional arguments.
+        kwargs: its keyword arguments.
+        given: the rows in the user's form, for ``loss_fn(output, given)``.
+        first_row: rows of the batch before these.
+        first_token: tokens of the batch before these: rows times the length of a sequence.
+        weight: its share of the batch's loss: float64 scalar, on the device of the batch.
+    """
+
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    given: Any
+    first_row: int
+    first_token: int
+    weight: Tensor
+
+
+Form = Callable[[Any], tuple[tuple[Any, ...], dict[str, Any]]]
+
+
+def split(
+    batch: Any,
+    count: int,
+    *,
+    own_loss: bool = False,
+    shifted: bool = True,
+    weigh: Callable[[Any], Tensor | float] | None = None,
+) -> list[Microbatch]:
+    """Cut a batch into so many parts of as many rows as can be; the first ones get the rows that are over.
+
+    Args:
+        batch: tensors of it whose first dim is the batch are cut, everything else goes to every part.
+        count: at most as many as there are rows.
+        own_loss: the loss is a ``loss_fn``'s: labels that are missing stay missing.
+        shifted: a position of ``b s`` labels is the target of the one before.
+        weigh: how much a part counts, in the user's form, where targets or rows do not tell.
+
+    Raises:
+        SpecError: for a batch in none of the three forms, or with fewer rows than parts.
+    """
+    rows = rows_of(batch)
+    if not 1 <= count <= rows:
+        raise SpecError(
+            f"a batch of {rows} rows cannot be cut into {count} micro-batches of one row at least"
+        )
+    sizes = [rows // count + (part < rows % count) for part in range(count)]
+    if isinstance(batch, list):
+        batch = tuple(batch)
+    parts, first = [], 0
+    for size in sizes:
+        parts.append(tree_map_only(Tensor, partial(_rows, rows=rows, first=first, size=size), batch))
+        first += size
+    forms = [form(part, own_loss=own_loss) for part in parts]
+    counts = [
+        torch.as_tensor(weigh(part)).double()
+        if weigh is not None
+        else _count(args, kwargs, part, size, own_loss=own_loss, shifted=shifted)
+        for (args, kwargs), part, size in zip(forms, parts, sizes, strict=True)
+    ]
+    device = next(leaf.device for leaf in tree_leaves(batch) if isinstance(leaf, Tensor) and leaf.dim())
+    shares = torch.stack([one.to(device) for one in counts]).double()
+    shares = shares / shares.sum().clamp(min=1e-300)
+    length = _tokens_a_row(forms[0])
+    return [
+        Microbatch(
+            args=args,
+            kwargs=kwargs,
+            given=part,
+            first_row=sum(sizes[:index]),
+            first_token=sum(sizes[:index]) * length,
+            weight=shares[index],
+        )
+        for index, ((args, kwargs), part) in enumerate(zip(forms, parts, strict=True))
+    ]
+
+
+def rows_of(batch: Any) -> int:
+    """How many rows a batch has: the first dim of ``input_ids``, else of the tensor of a dict that has most, or of the
+    first tensor.
+
+    Raises:
+        SpecError: if there is none.
+    """
+    rows = _rows_in(batch)
+    if rows is None:
+        raise SpecError(
+            f"a batch of type {type(batch).__name__} without a tensor that has rows: give token ids, a dict of the model's "
+            f"arguments, or a pair (inputs, targets) with a loss_fn"
+        )
+    return rows
+
+
+def _rows_in(batch: Any) -> int | None:
+    if isinstance(batch, tuple | list):
+        return next((rows for part in batch if (rows := _rows_in(part)) is not None), None)
+    if isinstance(batch, Mapping) and isinstance(batch.get("input_ids"), Tensor):
+        return _rows_in(batch["input_ids"])
+    return max(
+        (leaf.shape[0] for leaf in tree_leaves(batch) if isinstance(leaf, Tensor) and leaf.dim()),
+        default=None,
+    )
+
+
+def form(batch: Any, *, own_loss: bool) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """What the model is called with for a batch in the user's form.
+
+    Raises:
+        SpecError: if it has none of the three forms.
+    """
+    if isinstance(batch, Tensor):
+        if own_loss:
+            return (batch,), {}
+        if batch.is_floating_point():
+            raise SpecError("a batch of floats alone needs loss_fn=lambda output, batch: ...")
+        return (batch,), {"labels": batch}
+    if isinstance(batch, Mapping):
+        fields = dict(batch)
+        if "labels" not in fields and "input_ids" in fields and not own_loss:
+            fields["labels"] = fields["input_ids"]
+        return (), fields
+    if isinstance(batch, tuple) and len(batch) == 2:
+        if not own_loss:
+            raise SpecError("a batch of (inputs, targets) needs loss_fn=lambda output, batch: ...")
+        inputs = batch[0]
+        return (tuple(inputs) if isinstance(inputs, tuple | list) else (inputs,)), {}
+    raise SpecError(
+        f"a batch of type {type(batch).__name__}: give token ids, a dict of the model's arguments, or a pair "
+        f"(inputs, targets) with a loss_fn"
+    )
+
+
+def _rows(tensor: Tensor, *, rows: int, first: int, size: int) -> Tensor:
+    """Some rows of a tensor that has all; another tensor as it is."""
+    return tensor[first : first + size] if tensor.dim() and tensor.shape[0] == rows else tensor
+
+
+def _count(
+    args: Sequence[Any], kwargs: Mapping[str, Any], part: Any, rows: int, *, own_loss: bool, shifted: bool
+) -> Tensor:
+    """How many targets of a part count: scalar."""
+    targets = part[1] if own_loss and isinstance(part, tuple) else kwargs.get("labels")
+    if not isinstance(targets, Tensor) or targets.is_floating_point():
+        return torch.tensor(rows)
+    if shifted and not own_loss and targets.dim() > 1:
+        targets = targets[:, 1:]
+    return (targets != IGNORE).sum()
+
+
+def _tokens_a_row(call: tuple[tuple[Any, ...], dict[str, Any]]) -> int:
+    """The length of a sequence: of ids ``b s`` or features ``b s h``; 1 where there is none."""
+    args, kwargs = call
+    first = next((t for t in (*args, *kwargs.values()) if isinstance(t, Tensor) and t.dim()), None)
+    if first is None or first.dim() < 2 or (first.dim() == 2 and first.is_floating_point()):
+        return 1
+    return first.shape[1]

@@ -1,0 +1,70 @@
+"""What stands in a rank's model for what other ranks hold or make: absent blocks, and tensors of the right shape."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_flatten
+
+from meshfold.mesh import LayoutError, dropout_stream
+
+
+class Absent(nn.Module):
+    """Stands where a block of another rank was, with the plain attributes that it had."""
+
+    def __init__(self, block: nn.Module) -> None:
+        super().__init__()
+        own = set(self.__dict__)
+        plain = {name: value for name, value in block.__dict__.items() if name not in own}
+        self.__dict__.update(plain)
+        self.kind = type(block).__name__
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Only ever called through a gate that does not run it."""
+        raise LayoutError(
+            f"this {self.kind} belongs to a stage on another rank: run the model through its Pipeline"
+        )
+
+    def extra_repr(self) -> str:
+        return f"{self.kind} of another rank"
+
+
+class Like:
+    """The shape of a tensor that is not there."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self.shape, self.dtype, self.device = tensor.shape, tensor.dtype, tensor.device
+
+    def make(self, tracked: bool) -> Tensor:
+        """NaN, so that a mistake shows; where it is only looked at, zeros that require a gradient."""
+        if tracked and self.dtype.is_floating_point:
+            return torch.zeros(self.shape, dtype=self.dtype, device=self.device, requires_grad=True).clone()
+        value = float("nan") if self.dtype.is_floating_point else 0
+        return torch.full(self.shape, value, dtype=self.dtype, device=self.device)
+
+
+def sign(leaf: Any) -> object:
+    """What of an argument decides the shape of what is made of it."""
+    if isinstance(leaf, Tensor):
+        return tuple(leaf.shape), leaf.dtype, leaf.device
+    return leaf if isinstance(leaf, int | float | str | bool | type(None)) else type(leaf)
+
+
+@contextmanager
+def without_randomness(leaves: Sequence[Any]) -> Iterator[None]:
+    """Leave random states as they are, and give dropout a stream that is nobody's."""
+    device = next((leaf.device for leaf in leaves if isinstance(leaf, Tensor)), torch.device("cpu"))
+    with ExitStack() as stack:
+        stack.enter_context(torch.random.fork_rng([device] if device.type == "cuda" else []))
+        stack.enter_context(dropout_stream(0, 0))
+        yield
+
+
+def signature(args: Any, kwargs: Any) -> object:
+    """What decides the shapes of a forward: the shapes of its inputs, and its other arguments."""
+    leaves, spec = tree_flatten((args, kwargs))
+    return (*map(sign, leaves), str(spec), torch.is_grad_enabled())

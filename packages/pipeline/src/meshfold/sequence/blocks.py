@@ -1,0 +1,299 @@
+"""Attention of one tile with its log-sum-exp, and its backward for a given output and log-sum-exp.
+
+A flash backward asks for the output and the log-sum-exp of a row: given the *global* ones, of all keys, it returns this
+tile's exact share of dQ, dK and dV. That is all that ring attention needs, and what autograd through a merge of partial
+results does not give, since the kernels' log-sum-exp has no gradient.
+
+=========== =========================================== ==============================================
+kernel      torch operation                             takes
+=========== =========================================== ==============================================
+flash       ``_scaled_dot_product_flash_attention``     CUDA, float16 and bfloat16, head_dim up to 256
+flash       ``..._flash_attention_for_cpu``             CPU, every floating dtype
+cudnn       ``_scaled_dot_product_cudnn_attention``     CUDA, float16 and bfloat16, head_dim up to 128
+efficient   ``_scaled_dot_product_efficient_attention`` CUDA, float32 as well; repeats heads of keys
+reference   plain torch                                 everything; memory: rows × columns of scores
+=========== =========================================== ==============================================
+
+Tensors are ``b s heads d``, keys and values ``b s kv_heads d`` with kv_heads a divisor of heads, log-sum-exps
+``b heads s`` in float32 (float64 for float64).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Protocol
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from meshfold.mesh.errors import LayoutError, nearest
+
+_aten = torch.ops.aten
+Gradients = tuple[Tensor, Tensor, Tensor]
+
+
+class Kernel(Protocol):
+    """Attention of a tile: all keys are seen, or with ``causal`` query x sees keys 0 to x of as many as queries."""
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
+        """The output ``b s heads d`` over these keys alone, and its log-sum-exp ``b heads s``."""
+
+    def backward(
+        self,
+        dout: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        out: Tensor,
+        lse: Tensor,
+        causal: bool,
+        scale: float,
+    ) -> Gradients:
+        """The tile's share of dQ, dK, dV, for the output and log-sum-exp over all keys."""
+
+
+def accumulating(dtype: torch.dtype) -> torch.dtype:
+    """What sums are kept and sent in: float64 for float64, else float32."""
+    return torch.float64 if dtype is torch.float64 else torch.float32
+
+
+class Reference:
+    """Plain torch; keeps the scores of a whole tile."""
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
+        scores = self._scores(q, k, causal, scale)
+        lse = scores.logsumexp(-1)
+        out = torch.einsum("bgrij,bjgd->bigrd", (scores - lse.unsqueeze(-1)).exp_(), v.to(scores.dtype))
+        return out.flatten(2, 3).to(q.dtype), lse.flatten(1, 2)
+
+    def backward(
+        self,
+        dout: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        out: Tensor,
+        lse: Tensor,
+        causal: bool,
+        scale: float,
+    ) -> Gradients:
+        groups = (k.shape[2], -1)
+        scores = self._scores(q, k, causal, scale)
+        wide = scores.dtype
+        weights = (scores - lse.unflatten(1, groups).unsqueeze(-1)).exp_()
+        dout_wide = dout.to(wide)
+        delta = (dout_wide * out).sum(-1).transpose(1, 2).unflatten(1, groups)
+        grouped = dout_wide.unflatten(2, groups)
+        dv = torch.einsum("bgrij,bigrd->bjgd", weights, grouped)
+        dscores = (
+            torch.einsum("bigrd,bjgd->bgrij", grouped, v.to(wide)).sub_(delta.unsqueeze(-1)).mul_(weights)
+        )
+        dq = torch.einsum("bgrij,bjgd->bigrd", dscores, k.to(wide)).flatten(2, 3).mul_(scale)
+        dk = torch.einsum("bgrij,bigrd->bjgd", dscores, q.to(wide).unflatten(2, groups)).mul_(scale)
+        return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype)
+
+    def _scores(self, q: Tensor, k: Tensor, causal: bool, scale: float) -> Tensor:
+        wide = accumulating(q.dtype)
+        grouped = q.to(wide).unflatten(2, (k.shape[2], -1))
+        scores = torch.einsum("bigrd,bjgd->bgrij", grouped, k.to(wide)).mul_(scale)
+        if causal:
+            later = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).triu_(1)
+            scores.masked_fill_(later, -torch.inf)
+        return scores
+
+
+class FlashCPU:
+    """torch's flash attention on CPUs."""
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
+        out, lse = _aten._scaled_dot_product_flash_attention_for_cpu(
+            *_turned(q, k, v), 0.0, causal, attn_mask=None, scale=scale
+        )
+        return out.transpose(1, 2), lse
+
+    def backward(
+        self,
+        dout: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        out: Tensor,
+        lse: Tensor,
+        causal: bool,
+        scale: float,
+    ) -> Gradients:
+        # The kernel reads the log-sum-exp in the order in which its forward writes it: b s heads.
+        written = lse.transpose(1, 2).contiguous().transpose(1, 2)
+        return _back(
+            _aten._scaled_dot_product_flash_attention_for_cpu_backward(
+                *_turned(dout, q, k, v, out), written, 0.0, causal, attn_mask=None, scale=scale
+            )
+        )
+
+
+class FlashCUDA:
+    """torch's FlashAttention on GPUs."""
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
+        out, lse, *_ = _aten._scaled_dot_product_flash_attention(
+            *_turned(q, k, v), 0.0, causal, False, scale=scale
+        )
+        return out.transpose(1, 2), lse
+
+    def backward(
+        self,
+        dout: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        out: Tensor,
+        lse: Tensor,
+        causal: bool,
+        scale: float,
+    ) -> Gradients:
+        # The random state is read with dropout alone; of it there are two tensors in every version.
+        random = torch.empty((2,), dtype=torch.int64, device=q.device)
+        gradients = _aten._scaled_dot_product_flash_attention_backward(
+            *_turned(dout, q, k, v, out), lse.contiguous(), None, None, q.shape[1], k.shape[1], 0.0, causal, random, random,
+            scale=scale,
+        )  # fmt: skip
+        return _back(gradients)
+
+
+class CuDNN:
+    """cuDNN's attention, as torch has it."""
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
+        out, lse, *_ = _aten._scaled_dot_product_cudnn_attention(
+            *_turned(q, k, v), None, True, 0.0, causal, False, scale=scale
+        )
+        return out.transpose(1, 2), lse.squeeze(-1) if lse.dim() == 4 else lse
+
+    def backward(
+        self,
+        dout: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        out: Tensor,
+        lse: Tensor,
+        causal: bool,
+        scale: float,
+    ) -> Gradients:
+        # torch keeps the graph that it built for q, k and v of these strides and does not look at those of the output
+        # and its gradient: they must always be the same. The log-sum-exp has a last dim of one.
+        random = torch.empty((1,), dtype=torch.int64, device=q.device)
+        gradients = _aten._scaled_dot_product_cudnn_attention_backward(
+            *_turned(dout.contiguous(), q, k, v, out.contiguous()), lse.contiguous().unsqueeze(-1), random, random,
+            None, None, None, q.shape[1], k.shape[1], 0.0, causal, scale=scale,
+        )  # fmt: skip
+        return _back(gradients)
+
+
+class Efficient:
+    """torch's memory-efficient attention on GPUs: for float32."""
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
+        k, v = self._repeated(q, k, v)
+        out, lse, *_ = _aten._scaled_dot_product_efficient_attention(
+            *_turned(q, k, v), None, True, 0.0, causal, scale=scale
+        )
+        return out.transpose(1, 2), lse[..., : q.shape[1]]
+
+    def backward(
+        self,
+        dout: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        out: Tensor,
+        lse: Tensor,
+        causal: bool,
+        scale: float,
+    ) -> Gradients:
+        heads = (k.shape[2], -1)
+        k, v = self._repeated(q, k, v)
+        # It reads the log-sum-exp in rows of a multiple of 32, as its forward writes them; exp(... - inf) is nothing.
+        padded = F.pad(lse, (0, -q.shape[1] % 32), value=torch.inf).contiguous()
+        random = torch.empty((1,), dtype=torch.int64, device=q.device)
+        *gradients, _ = _aten._scaled_dot_product_efficient_attention_backward(
+            *_turned(dout, q, k, v), None, *_turned(out), padded, random, random, 0.0, [True, True, True, False], causal,
+            scale=scale,
+        )  # fmt: skip
+        dq, dk, dv = _back(gradients)
+        return dq, dk.unflatten(2, heads).sum(3), dv.unflatten(2, heads).sum(3)
+
+    def _repeated(self, q: Tensor, *others: Tensor) -> tuple[Tensor, ...]:
+        times = q.shape[2] // others[0].shape[2]
+        return others if times == 1 else tuple(x.repeat_interleave(times, dim=2) for x in others)
+
+
+def _turned(*tensors: Tensor) -> tuple[Tensor, ...]:
+    """``b s heads d -> b heads s d``, the features side by side in memory."""
+    return tuple((t if t.stride(-1) == 1 else t.contiguous()).transpose(1, 2) for t in tensors)
+
+
+def _back(gradients: Sequence[Tensor]) -> Gradients:
+    dq, dk, dv = (gradient.transpose(1, 2) for gradient in gradients)
+    return dq, dk, dv
+
+
+REFERENCE = Reference()
+_ON: Mapping[tuple[str, str], Kernel] = {
+    ("flash", "cpu"): FlashCPU(),
+    ("flash", "cuda"): FlashCUDA(),
+    ("cudnn", "cuda"): CuDNN(),
+    ("efficient", "cuda"): Efficient(),
+}
+NAMES = ("auto", "flash", "cudnn", "efficient", "reference")
+_WIDEST = {"flash": 256, "cudnn": 128, "efficient": 256}
+
+
+def choose(name: str, q: Tensor, k: Tensor, v: Tensor, shapes: int = 1) -> Kernel:
+    """The kernel for these tensors.
+
+    Args:
+        name: "auto", "flash", "cudnn", "efficient" or "reference". "auto" is cuDNN on Hopper and later GPUs, as long as there are
+            few shapes of tiles (cuDNN builds a graph for each, torch's FlashAttention does not), otherwise flash; for
+            float32 on GPUs efficient; and the reference where none can: float64 on GPUs, values of another head_dim than
+            keys.
+        q, k, v: ``b s heads d``.
+        shapes: how many different shapes of tiles there will be.
+
+    Raises:
+        LayoutError: for an unknown name, or a kernel that cannot take these tensors.
+    """
+    if name not in NAMES:
+        raise LayoutError(
+            f"kernel={name!r}: it must be one of {', '.join(map(repr, NAMES))}.{nearest(str(name), NAMES)}"
+        )
+    if name == "reference":
+        return REFERENCE
+    if name == "auto":
+        few = shapes <= 4 and q.is_cuda and torch.cuda.get_device_capability(q.device)[0] >= 9
+        for candidate in ("cudnn", "flash", "efficient") if few else ("flash", "efficient"):
+            if not obstacle(candidate, q, v):
+                return _ON[candidate, q.device.type]
+        return REFERENCE
+    if reason := obstacle(name, q, v):
+        raise LayoutError(f"kernel={name!r} {reason}: write kernel='auto', which takes what fits")
+    return _ON[name, q.device.type]
+
+
+def obstacle(name: str, q: Tensor, v: Tensor) -> str:
+    """Why a kernel cannot take these tensors; "" if it can."""
+    device, d = q.device.type, q.shape[-1]
+    if (name, device) not in _ON:
+        return f"does not run on {device}"
+    if v.shape[-1] != d:
+        return f"wants values of the head_dim of keys, and they have {v.shape[-1]} and {d}"
+    if device == "cuda":
+        dtypes = [torch.float16, torch.bfloat16] + [torch.float32] * (name == "efficient")
+        if q.dtype not in dtypes:
+            return f"takes {', '.join(str(dtype) for dtype in dtypes)}, not {q.dtype}"
+        if d > _WIDEST[name] or d % 8:
+            return f"takes a head_dim up to {_WIDEST[name]} that is a multiple of 8, not {d}"
+        if name == "cudnn" and not torch.backends.cudnn.is_available():
+            return "needs cuDNN, which is not there"
+    return ""

@@ -1,0 +1,196 @@
+"""How a sequence is dealt to ranks: pure functions of its length and the sizes of the axes.
+
+Contiguous: rank r of P has piece r of P. Zigzag: the sequence is cut into 2 P pieces and rank r has pieces r and
+2 P - 1 - r, an early one and a late one, so that causal attention costs every rank the same. On ``ring`` × ``ulysses``
+the pieces are dealt to the ring, and each of the ranks that share a place in the ring has a contiguous part of what
+was dealt to it. A length that does not divide is padded at the end; padding never counts.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from itertools import pairwise
+
+import torch
+from torch import Tensor
+
+from meshfold.mesh.errors import LayoutError, nearest
+
+ORDERS = ("zigzag", "contiguous")
+
+Pieces = tuple[tuple[int, int], ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Dealing:
+    """A sequence of ``length`` tokens dealt to ``ring · ulysses`` ranks.
+
+    Attributes:
+        length: tokens of the whole sequence, without padding.
+        ring: ranks of the ring.
+        ulysses: ranks that share a place in the ring.
+        order: "zigzag" or "contiguous".
+
+    Rank numbers are row-major: ``ring index · ulysses + ulysses index``.
+    """
+
+    length: int
+    ring: int = 1
+    ulysses: int = 1
+    order: str = "zigzag"
+
+    def __post_init__(self) -> None:
+        if self.length < 1:
+            raise LayoutError(f"a sequence of {self.length} tokens cannot be dealt: give it at least one")
+        check_order(self.order)
+
+    @property
+    def ranks(self) -> int:
+        """How many ranks the sequence is dealt to."""
+        return self.ring * self.ulysses
+
+    @property
+    def unit(self) -> int:
+        """The padded length is a multiple of this, in tokens."""
+        halves = 2 if self.order == "zigzag" and self.ring > 1 else 1
+        return self.ring * math.lcm(halves, self.ulysses)
+
+    @property
+    def padded(self) -> int:
+        """Tokens of the whole sequence with padding at its end."""
+        return -(-self.length // self.unit) * self.unit
+
+    @property
+    def local(self) -> int:
+        """Tokens of each rank."""
+        return self.padded // self.ranks
+
+    def ring_pieces(self, index: int) -> Pieces:
+        """The pieces [start, stop) of a place in the ring, in ascending order."""
+        share = self.padded // self.ring
+        if self.order == "contiguous" or self.ring == 1:
+            return ((index * share, (index + 1) * share),)
+        half, late = share // 2, 2 * self.ring - 1 - index
+        if late == index + 1:
+            return ((index * half, (late + 1) * half),)
+        return ((index * half, (index + 1) * half), (late * half, (late + 1) * half))
+
+    def pieces(self, rank: int) -> Pieces:
+        """The pieces [start, stop) of a rank, in the order in which it holds them, which is ascending."""
+        index, part = divmod(rank, self.ulysses)
+        first, last = part * self.local, (part + 1) * self.local
+        found: list[tuple[int, int]] = []
+        passed = 0
+        for start, stop in self.ring_pieces(index):
+            low, high = max(first - passed, 0), min(last - passed, stop - start)
+            if low < high:
+                found.append((start + low, start + high))
+            passed += stop - start
+        return tuple(found)
+
+    def indices(self, rank: int) -> Tensor:
+        """``local``, int64: which token of the padded sequence each of the rank's tokens is."""
+        return torch.cat([torch.arange(*piece, device="cpu") for piece in self.pieces(rank)])
+
+    def inverse(self) -> Tensor:
+        """``padded``, int64: where each token lies when the shards of all ranks stand one behind the other."""
+        dealt = torch.cat([self.indices(rank) for rank in range(self.ranks)])
+        return torch.empty_like(dealt).scatter_(0, dealt, torch.arange(self.padded, device="cpu"))
+
+    def shard(self, x: Tensor, rank: int, dim: int = 1, pad: float = 0) -> Tensor:
+        """A rank's tokens of a whole sequence: ``b length .. -> b local ..``; differentiable.
+
+        Args:
+            x: whole along ``dim``.
+            rank: which rank's tokens.
+            dim: the sequence dim.
+            pad: the value of padding.
+
+        Raises:
+            LayoutError: if ``x`` is not ``length`` long.
+        """
+        dim = dim % x.dim()
+        if x.shape[dim] != self.length:
+            raise LayoutError(
+                f"dim {dim} of a tensor of shape {tuple(x.shape)} should hold the whole sequence of {self.length} tokens"
+            )
+        if self.ranks == 1:
+            return x
+        parts = [
+            x.narrow(dim, start, min(stop, self.length) - start)
+            for start, stop in self.pieces(rank)
+            if start < self.length
+        ]
+        missing = self.local - sum(part.shape[dim] for part in parts)
+        if missing:
+            parts.append(x.new_full((*x.shape[:dim], missing, *x.shape[dim + 1 :]), pad))
+        return parts[0].contiguous() if len(parts) == 1 else torch.cat(parts, dim)
+
+    def join(self, shards: Sequence[Tensor] | Tensor, dim: int = 1) -> Tensor:
+        """The inverse of :meth:`shard`: the whole sequence, without padding, from the shards of all ranks.
+
+        Args:
+            shards: one a rank, in order, or one tensor in which they stand one behind the other along ``dim``.
+            dim: the sequence dim.
+        """
+        joined = shards if isinstance(shards, Tensor) else torch.cat(list(shards), dim)
+        if joined.shape[dim] != self.padded:
+            raise LayoutError(
+                f"the shards have {joined.shape[dim]} tokens along dim {dim} of {tuple(joined.shape)}, and a "
+                f"sequence of {self.length} dealt to {self.ranks} ranks has {self.padded}"
+            )
+        if self.ring == 1 or self.order == "contiguous":
+            return joined.narrow(dim, 0, self.length)
+        return joined.index_select(dim, inverse_of(self)[: self.length].to(joined.device))
+
+    def positions(self, rank: int, documents: Sequence[int] | None = None) -> Tensor:
+        """``local``, int64: the position of each of the rank's tokens, for rotary tables and learned positions.
+
+        Args:
+            rank: whose tokens.
+            documents: cumulative lengths; positions start again at each document.
+
+        Padding has the position of the last token, so that no table is read beyond its end.
+        """
+        index = self.indices(rank).clamp_(max=self.length - 1)
+        if documents is None:
+            return index
+        bounds = torch.tensor(check_documents(documents, self.length), dtype=torch.int64, device="cpu")
+        return index - bounds[torch.searchsorted(bounds, index, right=True) - 1]
+
+
+@lru_cache(maxsize=64)
+def inverse_of(dealing: Dealing) -> Tensor:
+    """:meth:`Dealing.inverse`, kept."""
+    return dealing.inverse()
+
+
+def check_order(order: str) -> str:
+    """Raise a LayoutError for an order that is none."""
+    if order not in ORDERS:
+        raise LayoutError(
+            f"order={order!r}: a sequence is dealt in the order {' or '.join(map(repr, ORDERS))}."
+            f"{nearest(str(order), ORDERS)}"
+        )
+    return order
+
+
+def check_documents(documents: Sequence[int] | Tensor, length: int) -> tuple[int, ...]:
+    """Cumulative lengths of packed documents as a tuple: 0, the end of the first, ..., the length of the sequence.
+
+    Raises:
+        LayoutError: if they are anything else.
+    """
+    values = documents.tolist() if isinstance(documents, Tensor) else list(documents)
+    bounds = tuple(int(value) for value in values)
+    rising = all(a < b for a, b in pairwise(bounds))
+    if len(bounds) < 2 or bounds[0] != 0 or bounds[-1] != length or not rising:
+        shown = str(values) if len(values) <= 8 else f"[{', '.join(map(str, values[:6]))}, ..., {values[-1]}]"
+        raise LayoutError(
+            f"documents={shown}: cumulative lengths begin with 0, rise, and end with the length of the sequence, "
+            f"here {length}; two documents of 3 and 5 tokens are (0, 3, 8)"
+        )
+    return bounds

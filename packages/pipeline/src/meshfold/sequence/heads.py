@@ -1,0 +1,60 @@
+"""Ulysses: an all-to-all turns a split of the sequence into a split of the heads, and another turns it back.
+
+Source: Jacobs et al., "DeepSpeed Ulysses", arXiv 2309.14509. Queries, keys and values go in one exchange.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from meshfold.mesh import primitives
+from meshfold.mesh.errors import LayoutError
+from meshfold.mesh.mesh import Mesh
+
+
+def repeats(heads: int, kv_heads: int, ranks: int) -> int:
+    """How often each head of keys and values is repeated so that every rank has those of its query heads: least.
+
+    Raises:
+        LayoutError: if the ranks do not divide the query heads.
+    """
+    if heads % ranks:
+        fits = [n for n in range(2, heads + 1) if heads % n == 0][:8]
+        raise LayoutError(
+            f"{heads} query heads cannot be split over {ranks} ranks of ulysses: "
+            + (f"give it {', '.join(map(str, fits))} ranks, " if fits else "")
+            + "use mode='ring', which splits no heads, or 'ring_ulysses' with fewer ulysses ranks"
+        )
+    group = heads // kv_heads
+    return next(n for n in range(1, group + 1) if group % n == 0 and kv_heads * n % ranks == 0)
+
+
+def to_heads(
+    q: Tensor, k: Tensor, v: Tensor, mesh: Mesh, axes: tuple[str, ...]
+) -> tuple[Tensor, Tensor, Tensor]:
+    """``b s heads d`` and twice ``b s kv_heads d`` -> the same over the axes' whole sequence, with this rank's heads.
+
+    Shapes:
+        ``b (u s) (heads / u) d`` and twice ``b (u s) (kv_heads · repeats / u) d`` for u ranks
+    """
+    ranks = mesh.size(*axes)
+    if ranks == 1:
+        return q, k, v
+    times = repeats(q.shape[2], k.shape[2], ranks)
+    if times > 1:
+        k, v = (x.repeat_interleave(times, dim=2) for x in (k, v))
+    sizes = [x.shape[-1] for x in (q, k, v)]
+    if len(set(sizes)) > 1:  # heads of two widths travel as heads of the larger one
+        q, k, v = (F.pad(x, (0, max(sizes) - size)) for x, size in zip((q, k, v), sizes, strict=True))
+    # Packed as it is sent, what goes to each rank in one piece, so that nothing is copied twice.
+    packed = torch.cat([x.unflatten(2, (ranks, -1)).movedim(2, 0) for x in (q, k, v)], 3)
+    arrived = primitives.exchange(packed, mesh, 0, 0, axes).movedim(0, 1).flatten(1, 2)
+    q, k, v = arrived.split([x.shape[2] // ranks for x in (q, k, v)], 2)
+    return q[..., : sizes[0]], k[..., : sizes[1]], v[..., : sizes[2]]
+
+
+def to_sequence(out: Tensor, mesh: Mesh, axes: tuple[str, ...]) -> Tensor:
+    """``b (u s) (heads / u) d -> b s heads d``: the way back."""
+    return primitives.exchange(out, mesh, 1, 2, axes)

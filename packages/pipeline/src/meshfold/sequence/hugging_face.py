@@ -1,0 +1,106 @@
+"""The attention of Hugging Face models, through the registry in which they look it up.
+
+Their own masks are never made: at 128K tokens they would take gigabytes. Imports transformers only for models of it.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from typing import Any
+from weakref import WeakKeyDictionary
+
+from torch import Tensor, nn
+
+from meshfold.mesh.errors import LayoutError
+from meshfold.sequence.call import Settings
+
+NAME = "meshfold_sequence"
+_settings: WeakKeyDictionary[nn.Module, Callable[[], Settings]] = WeakKeyDictionary()
+_UNKNOWN = ("softcap", "position_bias", "s_aux", "head_mask")
+
+
+def parts(model: nn.Module) -> list[nn.Module]:
+    """The model, or the largest parts of it, that are of Hugging Face's transformers."""
+    if "transformers" not in sys.modules:
+        return []
+    from transformers import PreTrainedModel
+
+    if isinstance(model, PreTrainedModel):
+        return [model]
+    return [found for child in model.children() for found in parts(child)]
+
+
+class Registered:
+    """Has the attention of a model's modules run over the ranks until it is removed."""
+
+    def __init__(self, model: nn.Module, settings: Callable[[], Settings]) -> None:
+        from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+        from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+        ALL_ATTENTION_FUNCTIONS.register(NAME, attend)
+        ALL_MASK_ATTENTION_FUNCTIONS.register(NAME, no_mask)
+        self._modules = list(model.modules())
+        configs = {id(m.config): m.config for m in self._modules if hasattr(m, "config")}
+        self._before = [
+            (config, config._attn_implementation)
+            for config in configs.values()
+            if hasattr(config, "_attn_implementation")
+        ]
+        for config, _ in self._before:
+            config._attn_implementation = NAME
+        for module in self._modules:
+            _settings[module] = settings
+
+    def remove(self) -> None:
+        """Leave the model as it was."""
+        for config, before in self._before:
+            config._attn_implementation = before
+        for module in self._modules:
+            _settings.pop(module, None)
+
+
+def attend(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    is_causal: bool | None = None,
+    sliding_window: int | None = None,
+    **others: Any,
+) -> tuple[Tensor, None]:
+    """The registered function: ``b heads s d`` -> ``b s heads d``."""
+    settings = _settings.get(module)
+    if settings is None:
+        raise LayoutError(
+            f"a module {type(module).__name__} has its attention set to {NAME!r}, but is not part of a model that "
+            "sequence_parallel was called on: call it on the whole model"
+        )
+    unknown = [name for name in _UNKNOWN if others.get(name) is not None]
+    if unknown:
+        raise LayoutError(
+            f"{type(module).__name__} wants {', '.join(unknown)}, which attention over a split sequence does not have"
+        )
+    if is_causal is None:
+        is_causal = bool(getattr(module, "is_causal", True))
+    out = settings().attend(
+        query, key, value, masked=attention_mask is not None, causal=is_causal, window=sliding_window,
+        scale=scaling, dropout=dropout,
+    )  # fmt: skip
+    return out, None
+
+
+def no_mask(*args: Any, attention_mask: Tensor | None = None, **others: Any) -> None:
+    """Stands in for the function that makes masks: there is none, but one of padding is refused.
+
+    Raises:
+        LayoutError: if the caller masks tokens.
+    """
+    if attention_mask is not None and not bool(attention_mask.all()):
+        raise LayoutError(
+            "attention_mask hides tokens, and attention over a split sequence knows padding at the end of the whole sequence "
+            "alone: leave attention_mask out, and give sequence_parallel the length without padding"
+        )

@@ -1,0 +1,146 @@
+"""Any model's attention over a split sequence, without a file per model."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from meshfold.mesh.errors import LayoutError
+from meshfold.mesh.mesh import Mesh
+from meshfold.sequence import hugging_face
+from meshfold.sequence.call import Settings
+from meshfold.sequence.functional import Around, Swap
+from meshfold.sequence.modes import find
+from meshfold.sequence.shards import positions
+
+
+class SequenceParallel:
+    """What :func:`sequence_parallel` did to a model: ``remove()`` undoes it, and so does the end of a ``with``."""
+
+    def __init__(self, model: nn.Module, settings: Settings) -> None:
+        self._settings = settings
+        self._local = 0  # tokens of this rank in the last forward, which may be recomputed later
+        self._calls = 0  # of attention in the forward under way
+        self._signature = inspect.signature(model.forward)
+        self._takes_positions = "position_ids" in self._signature.parameters
+        self._shifts_labels = getattr(model, "loss_type", "") == "ForCausalLM" or any(
+            getattr(module, "causal_lm_loss", False) for module in model.modules()
+        )
+        self._changes: list[Any] = [
+            model.register_forward_pre_hook(self._begin, with_kwargs=True),
+            model.register_forward_hook(self._end),
+        ]
+        theirs = hugging_face.parts(model)
+        self._changes += [hugging_face.Registered(part, self._asked) for part in theirs]
+        if theirs != [model]:
+            self._changes.append(Around(model, lambda: Swap(self._asked, self._counted)))
+
+    def set_batch(self, *, length: int | None = None, documents: Sequence[int] | None = None) -> None:
+        """Say of the batches from now on what ``length`` and ``documents`` say of the first."""
+        self._settings = self._settings.with_batch(length, documents)
+
+    def remove(self) -> None:
+        """Leave the model as it was."""
+        for change in self._changes:
+            change.remove()
+        self._changes.clear()
+
+    def __enter__(self) -> SequenceParallel:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.remove()
+
+    def _begin(
+        self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[Any, Any] | None:
+        given = self._signature.bind_partial(*args, **kwargs).arguments
+        given = {**given, **given.get("kwargs", {})}
+        tokens = next((x for x in given.values() if isinstance(x, Tensor) and x.dim() >= 2), None)
+        if tokens is None:
+            raise LayoutError(
+                "sequence_parallel looks for this rank's tokens, [b, s] or [b, s, h], among the model's arguments, and there "
+                "are none: call the model with a batch"
+            )
+        if self._shifts_labels and given.get("labels") is not None and given.get("shift_labels") is None:
+            raise LayoutError(
+                "the model moves labels by one token, which a shard of a sequence cannot: move them before they are dealt, by "
+                "next_tokens(labels), and give the model shift_labels= and num_items_in_batch= as well (Hugging Face), or take "
+                "the loss of its logits by loss_share(logits, targets, mesh, mode)"
+            )
+        self._local, self._calls = tokens.shape[1], 0
+        if not self._takes_positions or given.get("position_ids") is not None:
+            return None
+        mine = self._positions(tokens.device)
+        return args, {**kwargs, "position_ids": mine.unsqueeze(0)}
+
+    def _end(self, model: nn.Module, args: Any, output: Any) -> None:
+        if not self._calls:
+            raise LayoutError(
+                f"{type(model).__name__} attended to nothing that sequence_parallel could see, so each rank saw its own tokens "
+                "alone: let it call torch.nn.functional.scaled_dot_product_attention"
+            )
+
+    def _asked(self) -> Settings:
+        """The settings, for a call of attention."""
+        self._calls += 1
+        return self._settings
+
+    def _counted(self, n: int) -> Tensor | None:
+        """The positions that an arange of n stands for in a model that is not told them."""
+        if self._takes_positions or n != self._local:
+            return None
+        return self._positions("cpu")
+
+    def _positions(self, device: torch.device | str) -> Tensor:
+        s = self._settings
+        length = s.length or self._local * s.mesh.size(*find(s.mode, s.mesh).axes)
+        return positions(length, s.mesh, s.mode, order=s.order, documents=s.documents, device=device)
+
+
+def sequence_parallel(
+    model: nn.Module,
+    mesh: Mesh,
+    mode: str | Callable[..., object] = "ring",
+    *,
+    causal: bool | None = None,
+    window: int | None = None,
+    documents: Sequence[int] | None = None,
+    length: int | None = None,
+    order: str | None = None,
+    kernel: str = "auto",
+) -> SequenceParallel:
+    """From now on, or inside of ``with``, the model computes on this rank's tokens and attends to the whole sequence.
+
+    Models of Hugging Face's transformers get an attention through its registry; in every other model
+    ``torch.nn.functional.scaled_dot_product_attention`` is replaced inside of its forward, activation checkpointing
+    included. Each rank's positions go in as ``position_ids`` where the model takes them; where it does not,
+    ``torch.arange(n)`` for the n tokens of the rank counts the right positions in its forward.
+
+    Call the model with tokens dealt by :func:`meshfold.sequence.shard_sequence`. Labels have to be moved by one token
+    before they are dealt. Gradients of the parameters are to be summed over the sequence axes.
+
+    Args:
+        model: any module with self-attention; its attention dropout must be 0.
+        mesh, mode, order, kernel: as in :func:`meshfold.sequence.attention`.
+        causal: None: what the model asks for at each call; said, it stands for the masks that the model makes.
+        window: None: what the model asks for (Hugging Face's ``sliding_window``).
+        documents: cumulative lengths of packed documents; positions start again at each.
+        length: tokens of the whole sequence where it does not divide; ``set_batch`` says it anew for other batches.
+
+    Raises:
+        LayoutError: for an unknown mode or a mesh that does not fit; in the forward, for what the model wants and
+            attention over a split sequence cannot do.
+    """
+    find(mode, mesh)
+    return SequenceParallel(
+        model,
+        Settings(
+            mesh=mesh, mode=mode, causal=causal, window=window, documents=documents, length=length, order=order,
+            kernel=kernel,
+        ),
+    )  # fmt: skip

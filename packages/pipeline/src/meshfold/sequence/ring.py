@@ -1,0 +1,138 @@
+"""Ring attention: queries stay, keys and values travel.
+
+Forward: at step t a rank attends to the block of the rank t places before it, while that block is already on its way to
+the next rank; partial results are merged by their log-sum-exp. Backward: keys and values travel again, and with each
+block its dK and dV, to which every rank adds its share; after a whole round they are home. The whole ring is one
+autograd function, since only with the global output and log-sum-exp is a tile's backward exact.
+
+Source: Liu, Zaharia and Abbeel, "Ring Attention with Blockwise Transformers", arXiv 2310.01889.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from meshfold.mesh import collectives
+from meshfold.mesh.collectives import Pending
+from meshfold.mesh.mesh import Group
+from meshfold.sequence import tiled
+from meshfold.sequence.blocks import Gradients, Kernel, accumulating
+from meshfold.sequence.tiles import Tile
+
+
+@dataclass(frozen=True, kw_only=True)
+class Round:
+    """One round of keys and values.
+
+    Attributes:
+        group: the ring; blocks travel to the next rank of it.
+        steps: this rank's tiles at each step.
+        kernel: what computes a tile.
+        scale: of the scores.
+    """
+
+    group: Group
+    steps: tuple[tuple[Tile, ...], ...]
+    kernel: Kernel
+    scale: float
+
+
+def ring_attention(q: Tensor, k: Tensor, v: Tensor, job: Round) -> Tensor:
+    """``b s heads d, b s kv_heads d, b s kv_heads d -> b s heads d``, differentiable."""
+    out: Tensor = _Ring.apply(q, k, v, job)
+    return out
+
+
+class _Ring(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, job: Round) -> Tensor:
+        out, lse = _forward(q, k, v, job)
+        ctx.save_for_backward(q, k, v, out, lse)
+        ctx.job = job
+        return out
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, dout: Tensor) -> Any:
+        q, k, v, out, lse = ctx.saved_tensors
+        return *_backward(dout.contiguous(), q, k, v, out, lse, ctx.job), None
+
+
+def _forward(q: Tensor, k: Tensor, v: Tensor, job: Round) -> tuple[Tensor, Tensor]:
+    seen = tiled.Partial((*q.shape[:3], v.shape[3]), q)
+    block = _Travelling(job, k, v)
+    for step, tiles in enumerate(job.steps):
+        k, v = block.arrive(step)
+        for tile, out, lse in tiled.forward(job.kernel, q, k, v, tiles, job.scale):
+            seen.take(tile, out, lse)
+    return seen.result()
+
+
+def _backward(
+    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, job: Round
+) -> Gradients:
+    dq = tiled.Sum(q)
+    block = _Travelling(job, k, v)
+    sums: Pending | None = None  # dK and dV of the block, from the ranks that had it before
+    for step, tiles in enumerate(job.steps):
+        k, v = block.arrive(step)
+        dk, dv = tiled.Sum(k), tiled.Sum(v)
+        for tile, shares in tiled.backward(job.kernel, dout, q, k, v, out, lse, tiles, job.scale):
+            dq.add(tile.q, shares[0])
+            dk.add(tile.k, shares[1])
+            dv.add(tile.k, shares[2])
+        if len(job.steps) > 1:
+            total = _total(
+                dk, dv, None if sums is None else sums.wait()
+            )  # they came while tiles were computed
+            last = step + 1 == len(job.steps)
+            hops = job.group.size - step if last else 1  # home, which is as many ranks back as it has come
+            sums = collectives.shift(total, job.group, hops, async_op=True)
+    if sums is None:
+        return dq.result(), dk.result(), dv.result()
+    dq_done = dq.result()
+    home = _unpacked(sums.wait(), k, v)
+    return dq_done, home[0].to(k.dtype), home[1].to(v.dtype)
+
+
+def _total(dk: tiled.Sum, dv: tiled.Sum, before: Tensor | None) -> Tensor:
+    """This rank's dK and dV of a block on top of what ranks before it found, in one wide tensor."""
+    wide = accumulating(dk.like.dtype)
+    if before is None:
+        before = torch.empty(dk.like.numel() + dv.like.numel(), dtype=wide, device=dk.like.device)
+        for mine, place in zip((dk, dv), _unpacked(before, dk.like, dv.like), strict=True):
+            place.copy_(mine.whole())
+        return before
+    for mine, place in zip((dk, dv), _unpacked(before, dk.like, dv.like), strict=True):
+        mine.onto(place)
+    return before
+
+
+class _Travelling:
+    """Keys and values on their way round: one tensor, so one message a step, sent on before it is used."""
+
+    def __init__(self, job: Round, k: Tensor, v: Tensor) -> None:
+        self._job, self._k, self._v = job, k, v
+        self._packed: Tensor | None = None
+        if len(job.steps) > 1:
+            self._packed = torch.cat((k.reshape(-1), v.reshape(-1)))
+        self._next: Pending | None = None
+
+    def arrive(self, step: int) -> tuple[Tensor, Tensor]:
+        """The block of this step; the one of the next step sets out."""
+        if self._packed is None:
+            return self._k, self._v
+        if self._next is not None:
+            self._packed = self._next.wait()
+        if step + 1 < len(self._job.steps):
+            self._next = collectives.shift(self._packed, self._job.group, async_op=True)
+        return _unpacked(self._packed, self._k, self._v)
+
+
+def _unpacked(packed: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    first, second = packed.split((k.numel(), v.numel()))
+    return first.view(k.shape), second.view(v.shape)

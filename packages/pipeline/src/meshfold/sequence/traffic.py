@@ -1,0 +1,69 @@
+"""What attention over a split sequence sends: pure, exact, and what the recorder sees."""
+
+from __future__ import annotations
+
+from fractions import Fraction
+
+import torch
+
+from meshfold.mesh.mesh import Mesh
+from meshfold.mesh.traffic import moved_bytes
+from meshfold.sequence.blocks import accumulating
+from meshfold.sequence.dealing import check_documents
+from meshfold.sequence.heads import repeats
+from meshfold.sequence.mask import Mask
+from meshfold.sequence.modes import dealing, find
+from meshfold.sequence.steps import steps
+
+
+def traffic(
+    length: int,
+    heads: int,
+    kv_heads: int,
+    head_dim: int,
+    mesh: Mesh,
+    mode: str = "ring",
+    *,
+    batch: int = 1,
+    dtype: torch.dtype = torch.bfloat16,
+    causal: bool = True,
+    window: int | None = None,
+    documents: tuple[int, ...] | None = None,
+    order: str | None = None,
+) -> tuple[Fraction, Fraction]:
+    """Bytes that one rank sends in the forward and in the backward of one attention.
+
+    With P ranks, s tokens a rank, and n = batch · s · kv_heads · head_dim elements of its keys:
+
+    - ring: T - 1 messages of 2 n elements forward, T being the number of steps (P, or fewer under a window);
+      backward the same again, and T messages of 2 n in float32: dK and dV, on their way home.
+    - ulysses: (P - 1) / P of batch · s · (2 heads + 2 kv_heads · repeats) · head_dim elements, either way.
+    - ring_ulysses: both, the ring with the keys that the all-to-all left on a rank.
+    - ring_self: 2 (P - 1) n forward, 6 (P - 1) n backward, of these 4 (P - 1) n in float32 (arXiv 2105.13120).
+
+    Args: as in :func:`meshfold.sequence.attention`.
+
+    Raises:
+        LayoutError: for heads, a mode, a mask or a mesh that do not fit.
+    """
+    found = find(mode, mesh)
+    dealt = dealing(length, mesh, mode, order)
+    size, wide = dtype.itemsize, accumulating(dtype).itemsize
+    if mode == "ring_self":
+        block = 2 * batch * dealt.local * kv_heads * head_dim * (dealt.ring - 1)
+        return Fraction(block * size), Fraction(block * (size + 2 * wide))
+    times = repeats(heads, kv_heads, dealt.ulysses)
+    packed = batch * dealt.local * (heads + 2 * kv_heads * times) * head_dim * size
+    back = batch * dealt.local * heads * head_dim * size
+    exchanges = moved_bytes("all_to_all", packed, dealt.ulysses) + moved_bytes(
+        "all_to_all", back, dealt.ulysses
+    )
+    if documents is not None:
+        documents = check_documents(documents, length)
+    mask = Mask(length=length, causal=causal, window=window, documents=documents)
+    hops = len(steps(dealt, mask, mesh.index(*found.ring))) - 1
+    block = (
+        2 * batch * dealt.local * kv_heads * times * head_dim
+    )  # of a place in the ring: more tokens, fewer heads
+    home = (hops + 1) * block * wide if hops else 0
+    return exchanges + hops * block * size, exchanges + hops * block * size + home
