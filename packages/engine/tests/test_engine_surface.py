@@ -20,6 +20,7 @@ from torch.nn import functional as F
 
 from meshfold.engine import CheckpointError, Engine, TrainingError
 from meshfold.engine.models import GPT, GPTConfig
+from meshfold.engine.names import plain
 from meshfold.engine.precision import LossScaler, ScaleSettings
 from meshfold.mesh import SpecError, all_gather, all_reduce, record
 from meshfold.mesh.testing import ranks, run_on_ranks
@@ -356,6 +357,9 @@ def compare(name: str, pieces: int, specs: list[dict[str, Any]]) -> None:
             if isinstance(theirs, float):
                 assert ours == pytest.approx(theirs, rel=1e-9), (name, parallel)
                 continue
+            theirs = {
+                plain(key): value for key, value in theirs.items()
+            }  # what torch.compile adds is no name's
             assert list(ours) == list(theirs)
             for key, value in theirs.items():
                 torch.testing.assert_close(

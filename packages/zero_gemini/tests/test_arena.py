@@ -12,8 +12,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from meshfold.zero_gemini import arena as arena_module
-from meshfold.zero_gemini.arena import PAGE_BYTES, ROUND_BYTES, Arena, Pool
+from meshfold.zero_gemini.arena import ROUND_BYTES, Arena
 from meshfold.zero_gemini.errors import ArenaError, MemoryPlanError, OutOfBudget
+from meshfold.zero_gemini.page_locked import PAGE_BYTES
 
 DTYPES = [torch.bfloat16, torch.float32, torch.uint8, torch.int16, torch.float64]
 
@@ -121,8 +122,6 @@ def test_wrong_arguments():
         Arena("x", "meta", pinned=True)
     with pytest.raises(ArenaError, match="a block of 0 elements"):
         Arena("x", "cpu").allocate(0, torch.float32)
-    with pytest.raises(ArenaError, match="a pool of 0 buffers"):
-        Pool(Arena("x", "cpu"), 10, torch.float32, 0)
 
 
 @pytest.mark.parametrize(
@@ -264,52 +263,3 @@ def test_threads_share_a_budget():
     assert not failures
     assert arena.peak_bytes <= 20 * 512
     assert arena.used_bytes == sum(block.nbytes for block in arena.blocks) == real_bytes(arena)
-
-
-@given(data=st.data(), count=st.integers(1, 4))
-def test_a_pool_hands_out_each_buffer_to_one(data, count):
-    arena = Arena("gpu", "cpu")
-    pool = Pool(arena, 1000, torch.bfloat16, count)
-    assert arena.used_bytes == pool.nbytes == count * 2048
-    taken, released = [], list(arena.blocks)
-    for _ in range(data.draw(st.integers(0, 20))):
-        if data.draw(st.booleans()):
-            if released:
-                block = pool.acquire("chunk")
-                assert block is released.pop(0)  # the one that has been free longest
-                assert block.purpose == "chunk"
-                taken.append(block)
-            else:
-                with pytest.raises(OutOfBudget, match=f"all {count} buffers of pool 'pool' .* by chunk"):
-                    pool.acquire()
-        elif taken:
-            block = taken.pop(data.draw(st.integers(0, len(taken) - 1)))
-            pool.release(block)
-            released.append(block)
-        assert len({id(block) for block in taken}) == len(taken)
-        assert pool.free_count == count - len(taken) == len(released)
-        assert arena.used_bytes == pool.nbytes
-    for block in taken:
-        with pytest.raises(ArenaError, match="still in use, by chunk"):
-            pool.close()
-        pool.release(block)
-    pool.close()
-    assert arena.used_bytes == pool.count == 0
-    with pytest.raises(OutOfBudget, match="closed"):
-        pool.acquire()
-
-
-def test_a_pool_and_its_buffers_are_used_by_the_rules():
-    arena = Arena("gpu", "cpu", budget_bytes=3 * 512)
-    with pytest.raises(OutOfBudget):
-        Pool(arena, 100, torch.float32, 4)
-    assert arena.used_bytes == 0
-    pool = Pool(arena, 100, torch.float32, 2, "gathered")
-    block = pool.acquire()
-    with pytest.raises(ArenaError, match="belongs to a pool"):
-        block.free()
-    pool.release(block)
-    with pytest.raises(ArenaError, match="was released to pool 'gathered' before"):
-        pool.release(block)
-    with pytest.raises(ArenaError, match="is not of pool 'gathered'"):
-        pool.release(arena.allocate(100, torch.float32))

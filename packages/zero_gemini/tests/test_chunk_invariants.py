@@ -22,6 +22,7 @@ from torch.utils.checkpoint import checkpoint
 
 sys.path.append(str(Path(__file__).parent))  # for the helpers beside this file, on every rank
 
+from parameter_states import State, Tracker
 from training_cases import CPU, in_chunks
 
 from meshfold.mesh import Mesh
@@ -30,7 +31,6 @@ from meshfold.zero_gemini import Gemini, Home, Memory
 from meshfold.zero_gemini.arena import Arena, Block
 from meshfold.zero_gemini.chunk import Chunk
 from meshfold.zero_gemini.errors import ChunkError
-from meshfold.zero_gemini.states import State, Tracker
 from meshfold.zero_gemini.stepping import AdamStepper, DiskSettings
 
 HOMES = [

@@ -97,6 +97,30 @@ def test_the_split_step_shortens_the_forward() -> None:
     assert terms(made, "backward")["host memory"] == pytest.approx(moments)
 
 
+def test_what_passes_through_the_device_is_off_the_cores() -> None:
+    rate, beside = 0.3 * MACHINE.host_memory, 0.9 * MACHINE.host_memory
+    passing = replace(MACHINE, passage=rate, beside_passage=beside, passage_bytes=MiB)
+    alone, made = cpu(work(clipping=True), MACHINE), cpu(work(clipping=True), passing)
+    n = LAYERS * E
+    together = n / (beside / 18 + rate / 26)  # seconds in which both have stepped all
+    assert terms(made, "forward")["host memory"] == pytest.approx(together + 2 * n / MACHINE.host_memory)
+    through = rate * together / 26  # elements that passed through
+    assert terms(made, "forward")["h2d"] == pytest.approx((2 * n + 14 * through) / MACHINE.h2d)
+    left = 18 * (n - through) / MACHINE.host_memory
+    down = terms(alone, "backward")["host memory"] - 18 * n / MACHINE.host_memory
+    assert terms(made, "backward")["host memory"] == pytest.approx(left + down)
+    assert made.peak_gpu_bytes == alone.peak_gpu_bytes + MiB
+
+
+def test_nothing_passes_through_where_all_is_on_the_device() -> None:
+    passing = replace(MACHINE, passage=1e9, beside_passage=1e9, passage_bytes=MiB)
+    assert (
+        cuda(work(clipping=True), passing).peak_gpu_bytes == cuda(work(clipping=True), MACHINE).peak_gpu_bytes
+    )
+    with pytest.raises(SpecError, match="says nothing without beside_passage"):
+        replace(MACHINE, passage=1e9)
+
+
 def test_the_whole_step_in_the_forward_moves_26_bytes() -> None:
     # from disk: 26 bytes of the CPU, 2 of the upload, 20 of the disk's own traffic
     table, phases = seconds_table(work(clipping=True), MACHINE, JUST_IN_TIME)

@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import itertools
+import sys
+from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+sys.path.append(str(Path(__file__).parent))  # for the helpers beside this file
+
+from parameter_states import TRANSITIONS, State, Tracker
+
 from meshfold.zero_gemini.errors import ChunkError
-from meshfold.zero_gemini.states import TRANSITIONS, State, Tracker
 
 FREE, HOLD, COMPUTE = State.FREE, State.HOLD, State.COMPUTE
 AFTER_FWD, AFTER_BWD, READY = State.HOLD_AFTER_FWD, State.HOLD_AFTER_BWD, State.READY_FOR_REDUCE

@@ -5,11 +5,13 @@ from __future__ import annotations
 
 import errno
 import os
+import re
 import signal
 import subprocess
 import sys
 import textwrap
 import threading
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -29,6 +31,8 @@ from meshfold.zero_gemini.placing import Home
 from meshfold.zero_gemini.stepping import AdamStepper, DiskSettings
 from meshfold.zero_gemini.stepping import runs as runs_module
 from meshfold.zero_gemini.stepping.held import Held
+from meshfold.zero_gemini.stepping.on_disk import DiskPlanes
+from meshfold.zero_gemini.stepping.planes import planes_of
 
 PAGE = 4096
 CPU = torch.device("cpu")
@@ -150,11 +154,6 @@ def test_folders_and_files_that_cannot_be_used_are_told_before_anything_starts(t
     with pytest.raises(DiskError, match="is not overwritten"):
         Model(tmp_path)
     assert path.read_bytes() == b"the only copy of a thesis"
-    path.unlink()
-    with model(tmp_path), pytest.raises(DiskError, match="in use by this process"):
-        Model(tmp_path)
-    with model(tmp_path), model(tmp_path, name="second"):
-        assert len(files(tmp_path)) == 2
 
 
 @contextmanager
@@ -228,6 +227,120 @@ def test_settings_that_cannot_be() -> None:
         DiskSettings(folder=".", rank=0, buffers=0)
     with pytest.raises(MemoryPlanError, match="piece_bytes=100"):
         DiskSettings(folder=".", rank=0, piece_bytes=100)
+
+
+# -- many engines in a folder ---------------------------------------------------------------------------------------
+
+
+def notes_of(made: Model) -> tuple[str, ...]:
+    assert made.stepper.disk is not None
+    return made.stepper.disk.notes
+
+
+def test_engines_of_one_process_share_a_folder(tmp_path: Path) -> None:
+    with model(tmp_path) as one, model(tmp_path) as two:
+        assert files(tmp_path) == [
+            "meshfold-optimizer-1-rank00003.blocks",
+            "meshfold-optimizer-rank00003.blocks",
+        ]
+        for _ in range(2):
+            one.step()
+            two.step()
+            one.forward()
+            two.forward()
+        two.step()
+        assert equal(one.bits(), plain_bits(2)) and equal(two.bits(), plain_bits(3))
+        one.stepper.close()
+        assert files(tmp_path) == ["meshfold-optimizer-1-rank00003.blocks"]
+        with model(tmp_path) as three:  # what is free is taken, what is in use is left alone
+            assert len(files(tmp_path)) == 2
+            assert not notes_of(three)
+            two.step()
+            assert equal(two.bits(), plain_bits(4))
+    assert not files(tmp_path)
+
+
+def test_what_killed_processes_left_goes_with_a_word_and_nothing_else(tmp_path: Path) -> None:
+    """Of other ranks too: the next run may have fewer."""
+    script = """
+        import os, sys
+        from meshfold.zero_gemini.disk import DiskStore
+        stores = [DiskStore(sys.argv[1], rank, {"a": 1 << 20}) for rank in (3, 7)]
+        kept = DiskStore(sys.argv[1], 8, {"a": 4096})
+        kept.close(remove=False)
+        os._exit(1)
+    """
+    subprocess.run([sys.executable, "-c", textwrap.dedent(script), str(tmp_path)], timeout=60, check=False)
+    others = {
+        "meshfold-optimizer-rank00009.blocks": b"the only copy of a thesis",
+        "meshfold-optimizer-1-rank00003.blocks": b"MFBLOCKS, and then something else",
+        "thesis.blocks": b"",
+    }
+    for name, text in others.items():
+        (tmp_path / name).write_bytes(text)
+    (tmp_path / "meshfold-optimizer-rank00010.blocks").write_bytes(b"")
+    (tmp_path / "meshfold-optimizer-rank00011.blocks").symlink_to(tmp_path / "thesis.blocks")
+    (tmp_path / "meshfold-optimizer-rank00012.blocks").mkdir()
+    assert len(files(tmp_path)) == 9
+    with DiskStore(tmp_path, 5, {"a": 4096}) as alive, model(tmp_path) as made:
+        found = notes_of(made)
+        assert [note.split("-")[-1].split(".")[0] for note in found] == [
+            "rank00003",
+            "rank00007",
+            "rank00010",
+        ]
+        assert "an empty file" in found[2]
+        made.step()
+        assert equal(made.bits(), plain_bits(1))
+        alive.write("a", torch.ones(4096, dtype=torch.uint8)).wait()
+    assert files(tmp_path) == sorted(
+        [*others, *(f"meshfold-optimizer-rank000{rank}.blocks" for rank in ("08", "11", "12"))]
+    )
+    assert all((tmp_path / name).read_bytes() == text for name, text in others.items())
+
+
+RUN = """
+    import sys
+    from pathlib import Path
+    sys.path.insert(0, sys.argv[2])
+    from test_stepping_disk import equal, files, model, plain_bits
+    for _ in range(10):
+        with model(Path(sys.argv[1]), count=1) as made:
+            made.step()
+            made.forward()
+            made.step()
+            assert equal(made.bits(), plain_bits(2, 1))
+            assert not made.stepper.disk.notes
+"""
+
+
+def test_processes_that_come_and_go_in_one_folder(tmp_path: Path) -> None:
+    """Nobody takes a file of another for one that was left behind, just as it is made."""
+    command = [sys.executable, "-c", textwrap.dedent(RUN), str(tmp_path), str(Path(__file__).parent)]
+    running = [subprocess.Popen(command, stderr=subprocess.PIPE, text=True) for _ in range(3)]
+    for process in running:
+        _, said = process.communicate(timeout=100)
+        assert process.returncode == 0, said
+    assert not files(tmp_path)
+
+
+def test_notes_are_said_once_by_the_first_rank(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    real = os.open
+
+    def refusing(path: Any, flags: int, mode: int = 0o777) -> int:
+        if flags & os.O_DIRECT:
+            raise OSError(errno.EINVAL, "Invalid argument")
+        return real(path, flags, mode)
+
+    monkeypatch.setattr(os, "open", refusing)
+    for rank in (0, 1):
+        planes = DiskPlanes(DiskSettings(folder=tmp_path, rank=rank))
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            planes.reserve([(planes_of(torch.bfloat16, "A"), 4096)])
+        assert len(planes.notes) == 1 and "through the page cache" in planes.notes[0]
+        assert [str(word.message) for word in caught] == [f"State on disk: {planes.notes[0]}"] * (rank == 0)
+        planes.close()
 
 
 # -- while it trains ------------------------------------------------------------------------------------------------
@@ -399,15 +512,23 @@ def test_kill_in_the_middle_and_start_again(tmp_path: Path) -> None:
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
         assert process.stdout.readline() == "training\n"
-        with pytest.raises(DiskError, match=f"in use by process {process.pid}"):
-            Model(tmp_path)
-        process.send_signal(signal.SIGKILL)
+        try:
+            with model(tmp_path) as beside:  # two runs in one folder, at the same time
+                assert len(files(tmp_path)) == 4
+                beside.step()
+                beside.forward()
+                beside.step()
+                assert equal(beside.bits(), plain_bits(2))
+                assert not notes_of(beside)
+            assert len(files(tmp_path)) == 3
+        finally:
+            process.send_signal(signal.SIGKILL)
     assert process.returncode == -signal.SIGKILL
     assert len(files(tmp_path)) == 3
     with model(tmp_path) as made:
         assert files(tmp_path) == ["meshfold-optimizer-rank00003.blocks"]
-        disk = made.stepper.disk
-        assert disk is not None and "replaced the file of process" in disk.notes[0]
+        words = rf"rank00003.blocks: removed, [\d,]+ bytes that process {process.pid} left, which was killed"
+        assert len(notes_of(made)) == 3 and all(re.search(words, note) for note in notes_of(made))
         made.step()
         made.forward()
         made.step()

@@ -12,8 +12,9 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from meshfold.mesh.errors import SpecError
+from meshfold.zero_gemini.arena import Arena
 from meshfold.zero_gemini.runtime import Runtime
-from meshfold.zero_gemini.trace import LiveBytes, OperatorClock, StepTracer, Trace, WallClock, unseen
+from meshfold.zero_gemini.trace import LiveBytes, OperatorClock, StepTracer, Trace, WallClock
 from meshfold.zero_gemini.units import find_units
 
 WIDTH, ROWS = 32, 8
@@ -173,6 +174,52 @@ def test_checkpointing_shows() -> None:
     )  # computed once more, up to the last tensor that backward needs
 
 
+class Watched(nn.Module):
+    """A block that recomputes, and tells."""
+
+    def __init__(self, tracer: list[StepTracer], number: int) -> None:
+        super().__init__()
+        self.block, self.name = Block(), f"blocks.{number}"
+        self.tracer = tracer
+
+    def forward(self, x: Tensor) -> Tensor:
+        again = False
+
+        def run(x: Tensor) -> Tensor:
+            nonlocal again
+            layers, before, again = self.tracer[0].layers, again, True
+            with layers.again(self.name, self, x) if before else layers.forward(self.name):
+                y: Tensor = self.block(x)
+                return y
+
+        y: Tensor = checkpoint(run, x, use_reentrant=False)
+        return y
+
+
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_what_keeping_takes(device: str) -> None:
+    """As the difference between two runs says."""
+    tracers: list[StepTracer] = []
+    numbers = iter(range(4))
+    with torch.device(device):
+        model = Model(lambda: Watched(tracers, next(numbers)))
+    drop_gradients(model)
+    clock = OperatorClock(flops=1e9, bytes_per_second=1e9)
+    tracers.append(StepTracer(model, memory=LiveBytes(), clock=clock))
+    with tracers[0] as tracer:
+        model(batch(device)).backward()
+    trace, plain = tracer.trace(), traced(Model, device)
+    turn = plain.forward_moments - 1
+    kept = plain.moments[turn].left_bytes - trace.moments[turn].left_bytes
+    assert sum(layer.kept_bytes for layer in trace.layers) == kept == 4 * 4 * ROWS * 2 * WIDTH * 2
+    assert [(layer.name, layer.first) for layer in trace.layers] == [(f"blocks.{i}", i + 2) for i in range(4)]
+    assert [trace.moments[layer.last + 1].unit for layer in trace.layers] == [f"blocks.{i}" for i in range(4)]
+    for layer in trace.layers:
+        more = trace.moments[layer.last + 1].seconds - plain.moments[layer.last + 1].seconds
+        assert layer.seconds == pytest.approx(more)
+        assert 0 < layer.before_bytes < trace.moments[layer.last + 1].non_model_bytes
+
+
 def test_seconds_are_those_of_the_operators() -> None:
     model = nn.Sequential(nn.Linear(256, 256, bias=False), nn.ReLU()).to("meta")
     clock = OperatorClock(flops=1e12, bytes_per_second=1e12)
@@ -192,11 +239,11 @@ def test_seconds_are_those_of_the_operators() -> None:
     assert clock.seconds(end, clock.mark()) == pytest.approx(2.0)
 
 
-def test_what_is_made_unseen_is_not_counted() -> None:
-    live = LiveBytes()
+def test_what_an_arena_gives_out_is_not_counted() -> None:
+    """It is model data, which is accounted for there."""
+    live, arena = LiveBytes(), Arena("host", "cpu")
     with live:
-        with unseen():
-            buffer = torch.empty(1000)
+        buffer = arena.allocate(1000, torch.float32).tensor
         buffer[:10].copy_(torch.ones(10))
         assert live.take() == (40, 0)
         other = torch.empty(7)

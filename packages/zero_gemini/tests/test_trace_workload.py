@@ -13,9 +13,21 @@ from torch import nn
 
 from meshfold.mesh import Mesh
 from meshfold.mesh.errors import SpecError
-from meshfold.zero_gemini.planner import EMULATED, REGIMES, Workload, cpu, cuda, exhaustive, plan, static
-from meshfold.zero_gemini.planner.memory import gpu_kinds, windows
-from meshfold.zero_gemini.trace import ChunkUse, Trace, TracedMoment, chunk_uses, workload_of
+from meshfold.zero_gemini.errors import MemoryPlanError
+from meshfold.zero_gemini.planner import (
+    EMULATED,
+    REGIMES,
+    Limits,
+    Workload,
+    cpu,
+    cuda,
+    exhaustive,
+    on_device,
+    plan,
+    static,
+)
+from meshfold.zero_gemini.planner.memory import gpu_kinds, layer_bytes, windows
+from meshfold.zero_gemini.trace import ChunkUse, Trace, TracedLayer, TracedMoment, chunk_uses, workload_of
 
 A = REGIMES["A"]
 
@@ -127,6 +139,52 @@ def test_no_second_is_lost() -> None:
 def test_half_a_step_is_refused() -> None:
     with pytest.raises(SpecError, match="0 of backward"):
         work(Trace(moments=(moment(0, "a", backward=False),)), use("x", a=1))
+
+
+def layer(name: str, kept: int, seconds: float, first: int, last: int, before: int = 0) -> TracedLayer:
+    return TracedLayer(
+        name=name, kept_bytes=kept, seconds=seconds, first=first, last=last, before_bytes=before
+    )
+
+
+def test_layers_are_recomputed_or_kept() -> None:
+    layers = (layer("a", 60, 0.5, 0, 4), layer("b", 60, 0.3, 1, 3, before=90), layer("c", 50, 0.2, 2, 2))
+    found = work(replace(trace("a", "b", "c"), layers=layers), use("x", a=7), use("y", b=7), use("z", c=7))
+    # alike are alike, and what was recomputed in a backward is no part of what it takes without
+    assert [x.recompute_seconds for x in found.layers] == pytest.approx([0.4, 0.4, 0.2])
+    assert [chunk.backward_seconds for chunk in found.chunks] == pytest.approx([0.6, 0.6, 0.8])
+    assert [chunk.forward_seconds for chunk in found.chunks] == [1, 1, 1]
+    # 90 bytes were alive in the moment of 104 before the 60 were there again
+    assert layer_bytes(found)[:, 1].tolist() == [
+        [60, 60, 60, 60, 60, 0],
+        [0, 60, 60, 60, 90 + 60 - 104, 0],
+        [0, 0, 50, 0, 0, 0],
+    ]
+    assert not layer_bytes(found)[:, 0].any()
+    roomy, none = cuda(found, EMULATED, kept=["a", "b", "c"]), cuda(found, EMULATED)
+    spent = [
+        {t.phase: t.seconds for t in made.terms if t.name == "compute"}["backward"] for made in (none, roomy)
+    ]
+    assert spent == pytest.approx([3, 2])
+    assert roomy.gpu_bytes[3] == none.gpu_bytes[3] + 120
+    assert on_device(found, EMULATED).layers == roomy.layers
+
+
+def test_on_the_device_as_many_are_kept_as_fit() -> None:
+    layers = tuple(layer(unit, 60, 0.5, i, 4 - i) for i, unit in enumerate("abc"))
+    found = work(replace(trace("a", "b", "c"), layers=layers), use("x", a=7, b=7, c=7))
+    # the later are there for a shorter time
+    peaks = [cuda(found, EMULATED, kept=kept).peak_gpu_bytes for kept in ("", "c", "bc", "abc")]
+    assert len(set(peaks)) > 2
+    for limit in (*peaks, *(peak - 1 for peak in peaks if peak > peaks[0])):
+        made = on_device(found, EMULATED, Limits(gpu_bytes=limit))
+        count = sum(peak <= limit for peak in peaks) - 1
+        assert [x.name for x in made.layers if x.kept] == list("abc"[3 - count :])
+    with pytest.raises(MemoryPlanError, match="cuda"):
+        on_device(found, EMULATED, Limits(gpu_bytes=peaks[0] - 1))
+    made = on_device(found, EMULATED, Limits(gpu_bytes=peaks[1]))
+    assert "layers (1 of 3 kept)  activations  bytes  seconds to recompute" in str(made)
+    assert "c                     kept         60 B   0.5 saved" in str(made)
 
 
 # -- what our executor does -------------------------------------------------------------------------------------------

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -19,6 +19,9 @@ from meshfold.mesh.initialization import build_on_meta, materialize, retrace_ini
 from meshfold.mesh.metadata import placed
 from meshfold.tensor_parallel import Report, parallelize
 from meshfold.tensor_parallel.rules import check_rules
+
+if TYPE_CHECKING:
+    from meshfold.engine.recompute import RecomputedBlocks
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -103,14 +106,28 @@ def make_states(
     *,
     accumulation: int,
     seed: int,
+    blocks: RecomputedBlocks | None = None,
+    looks_at_all: bool = True,
 ) -> States:
-    """Weights, gradients and optimizer state, as the spec says: whole on every data rank, or in chunks."""
+    """Weights, gradients and optimizer state, as the spec says: whole on every data rank, or in chunks.
+
+    ``blocks``: those whose activations a plan may keep. ``looks_at_all``: something is asked of all gradients together
+    before the first of them may be stepped with.
+    """
     if world.spec.zero is None:
         return PlainStates(built.parameters, Masters(built.parameters.values(), precision), world, make)
     from meshfold.engine.zero import ZeroStates
 
     return ZeroStates(
-        built.model, world, precision, make, accumulation=accumulation, seed=seed, values=built.values
+        built.model,
+        world,
+        precision,
+        make,
+        accumulation=accumulation,
+        seed=seed,
+        values=built.values,
+        blocks=blocks,
+        looks_at_all=looks_at_all,
     )
 
 

@@ -16,10 +16,12 @@ files that are its own. So all ranks must see the folder.
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -66,12 +68,12 @@ def write_checkpoint(
     Raises:
         CheckpointError: if the folder could not be written. A checkpoint that was there before still is.
     """
-    target = Path(path).absolute()
+    target = _place(path)
     writing = target.with_name(f".{target.name}.writing")
     what, first = f"cannot write the checkpoint {target}", world.mesh.rank == 0
     deals = [_deal(name, sources, world) for name, sources in files.items()]
-    try:
-        fail_together(world, _attempt(lambda: _begin(writing, target)) if first else None, what)
+    with ExitStack() as mine:  # of the first rank: the folder, while it is written
+        fail_together(world, _attempt(lambda: _begin(writing, target, mine)) if first else None, what)
         error: Exception | None = None
         for deal, sources in zip(deals, files.values(), strict=True):
             error = _write_tensors(writing, deal, sources, world, all_read=all_read, error=error)
@@ -80,10 +82,6 @@ def write_checkpoint(
         if first:
             error = _attempt(lambda: _finish(writing, target, deals, {"format": FORMAT, **state}, scheduler))
         fail_together(world, error, what)
-    except CheckpointError:
-        if first:
-            shutil.rmtree(writing, ignore_errors=True)
-        raise
 
 
 def _deal(name: str, sources: dict[str, Source], world: World) -> Deal:
@@ -113,7 +111,11 @@ def _write_tensors(
         chosen = deal.writer_of[name]
         if not all_read and chosen not in members:
             continue
-        whole = sources[name].read()  # also after an error: the other ranks are in it
+        try:
+            whole = sources[name].read()  # also after an error: the other ranks are in it
+        except Exception as unread:
+            error = error or unread
+            continue
         if writer is not None and chosen == rank and error is None:
             error = _attempt(partial(writer.write, name, whole))
         del whole
@@ -130,7 +132,7 @@ class Checkpoint:
         """Raises:
         CheckpointError: if there is none, or it was written by a newer version.
         """
-        target = Path(path).absolute()
+        target = _place(path)
         # Between the two renames of a replacement only the old one is there: see _finish.
         old = target.with_name(f".{target.name}.old")
         self.path = old if not (target / STATE).exists() and (old / STATE).exists() else target
@@ -166,11 +168,62 @@ class Checkpoint:
         return found
 
 
-def _begin(writing: Path, target: Path) -> None:
+def _place(path: str | os.PathLike[str]) -> Path:
+    """The folder; of a link to one that which it points to, so that the link stays."""
+    found = Path(path).absolute()
+    return Path(os.path.realpath(found)) if found.is_symlink() else found
+
+
+def _begin(writing: Path, target: Path, mine: ExitStack) -> None:
+    """Make the folder that is written, for this process alone until the end of ``mine``, when what is left of it goes."""
     _check_free(target)
+    _make(writing.parent)
     if writing.exists():  # left by a run that died
-        shutil.rmtree(writing)
-    writing.mkdir(parents=True)
+        with _locked(writing):
+            shutil.rmtree(writing)
+    writing.mkdir()
+    mine.enter_context(_locked(writing))
+    made = writing.stat()
+    mine.callback(lambda: _remove(writing, made))
+
+
+def _remove(folder: Path, made: os.stat_result) -> None:
+    """Remove a folder, unless it has gone and another one has its name."""
+    with suppress(OSError):
+        if os.path.samestat(folder.stat(), made):
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+def _make(folder: Path) -> None:
+    """A folder with its parents, on the disk."""
+    if not folder.is_dir():
+        _make(folder.parent)
+        folder.mkdir(exist_ok=True)
+        _sync(folder.parent)
+
+
+@contextmanager
+def _locked(folder: Path) -> Iterator[None]:
+    """For this process alone, where the file system can tell.
+
+    Raises:
+        OSError: if it is another's.
+    """
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise OSError(
+                "another process is writing it at this moment; give each run a path of its own"
+            ) from None
+        except OSError:  # such as some network file systems
+            pass
+        yield
+    finally:
+        with suppress(OSError):  # a forked child may have the descriptor too
+            fcntl.flock(descriptor, fcntl.LOCK_UN)
+        os.close(descriptor)
 
 
 def _check_free(target: Path) -> None:
@@ -202,8 +255,7 @@ def _finish(
         target.rename(old)
     writing.rename(target)
     _sync(target.parent)
-    if old.exists():
-        shutil.rmtree(old)
+    shutil.rmtree(old, ignore_errors=True)  # the new one is complete, whatever becomes of this
 
 
 def _sync(path: Path) -> None:

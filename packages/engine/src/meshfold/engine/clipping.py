@@ -43,6 +43,11 @@ class Clipping:
             value=None if value is None else settings.positive("clip_grad_value", value),
         )
 
+    @property
+    def needs_all(self) -> bool:
+        """Whether all gradients must be there before any is stepped with."""
+        return self.norm is not None or self.value is not None or self.norm_type != 2.0
+
     def apply(self, states: States) -> Tensor:
         """Clip complete gradients; their norm before."""
         if self.norm is not None:

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from meshfold.engine import batch as batches
 from meshfold.engine import persistence, settings
+from meshfold.engine import recompute as recomputation
 from meshfold.engine.assemble import assemble, make_states
 from meshfold.engine.clipping import Clipping
 from meshfold.engine.cut import cut
@@ -29,6 +30,7 @@ from meshfold.mesh import ParallelSpec, SpecError, all_reduce
 
 if TYPE_CHECKING:
     from meshfold.engine.residency import Residency
+    from meshfold.zero_gemini.backward import Backward
 
 _DATA_PARALLEL: Mapping[str, object] = {}
 
@@ -67,6 +69,7 @@ class Engine:
         seed: int = 0,
         device: torch.device | str | None = None,
         rules: Mapping[str, str] | None = None,
+        recompute: str | None = None,
     ) -> None:
         """Args:
             model: a module (rank 0's weights are used), or a function that builds one, which is then never
@@ -83,6 +86,8 @@ class Engine:
             seed: of initial weights, dropout and the order of data.
             device: by default this rank's GPU, or the CPU.
             rules: roles of submodules that tensor parallelism cannot tell by name and shape.
+            recompute: which activations backward recomputes: None: the model's own business. ``"blocks"``: those of every
+                repeated block. ``"auto"``: under ``zero=dict(placement="auto")``, of the blocks that the plan says.
 
         Raises:
             SpecError: for every setting that is wrong, before anything starts.
@@ -90,6 +95,8 @@ class Engine:
         self._precision = Precision.parse(precision)
         make_optimizer = optimizer_factory(optimizer, whole=has_zero(parallel))
         self._clip = Clipping.parse(clip_grad_norm, clip_norm_type, clip_grad_value)
+        # Whether something is asked of all gradients together before the first of them may be stepped with.
+        self._looks_at_all = self._clip.needs_all or self._precision.scale is not None
         self._accumulation = settings.count("gradient_accumulation", gradient_accumulation)
         self._seed = settings.count("seed", seed, least=0)
         if loss_fn is not None and not callable(loss_fn):
@@ -102,9 +109,11 @@ class Engine:
 
         self._world = join(parallel, device)
         self.spec, self.mesh, self.device = self._world.spec, self._world.mesh, self._world.device
+        recompute = recomputation.check(recompute, self.spec)
         built = assemble(model, self._world, self._precision, self._seed, rules)
         self.model, self.report = built.model, built.report
         self._torch_dropout = built.torch_dropout
+        self._blocks = recomputation.RecomputedBlocks(self.model) if recompute else None
         self._shifted = loss_fn is None and batches.loss_is_shifted(self.model)
         self._states = make_states(
             built,
@@ -113,6 +122,8 @@ class Engine:
             make_optimizer,
             accumulation=self._accumulation,
             seed=self._seed,
+            blocks=self._blocks if recompute == "auto" else None,
+            looks_at_all=self._looks_at_all,
         )
         self._scaler = LossScaler(self._precision.scale, says=self.mesh.rank == 0)
         self._model_state = ModelState(self.model, self._states, self._world)
@@ -167,7 +178,8 @@ class Engine:
             with self._randomness(shares):
                 mine = self._loss(work, shares)
                 share = shares.weight()
-                self._backward(mine * (share / self._accumulation), sync=last)
+                kind: Backward = "more" if not last else "last" if self._looks_at_all else "final"
+                self._backward(mine * (share / self._accumulation), kind)
             return mine.detach() * share
         except RuntimeError as error:
             self._begun = False
@@ -218,14 +230,16 @@ class Engine:
             raise SpecError(
                 f"backward({what}): a loss is a tensor of one element that was computed from the model's parameters"
             )
-        self._backward(loss.double() / self._world.data_size, sync=self._sync, retain_graph=retain_graph)
+        kind: Backward = "last" if self._sync else "apart"
+        self._backward(loss.double() / self._world.data_size, kind, retain_graph=retain_graph)
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
         """Backwards inside are not the last of an accumulation: their gradients are not summed over the data axes yet.
 
-        The sum is made in the first :meth:`backward` outside, or in :meth:`step`. ``zero`` from stage 2 on sums after
-        every backward all the same: it keeps no more than this rank's share.
+        The sum is made in the first :meth:`backward` outside, or in :meth:`step`. Until then every rank holds whole
+        gradients: under ``zero`` from stage 2 on as many times its share of them as there are data ranks, and those where
+        the optimizer's state lives. ``gradient_accumulation`` holds no more than the share, and sums every time.
         """
         before, self._sync = self._sync, False
         try:
@@ -280,10 +294,10 @@ class Engine:
             self._begun = True
             self._states.begin(first=not self._backwards)
 
-    def _backward(self, share: Tensor, *, sync: bool, retain_graph: bool = False) -> None:
+    def _backward(self, share: Tensor, kind: Backward, *, retain_graph: bool = False) -> None:
         """Backward of this rank's share of a loss: gradients are summed over the data ranks."""
         self._begin()
-        with self._states.backward(sync=sync):
+        with self._states.backward(kind):
             (share * self._scaler.scale).backward(retain_graph=retain_graph)
         self._begun = False
         self._backwards += 1
@@ -428,8 +442,12 @@ class Engine:
 
     def close(self) -> None:
         """Give back the mesh's process groups and take the hooks off the model. The processes stay connected."""
-        self._states.close()
-        self.mesh.close()
+        try:
+            self._states.close()
+        finally:  # also if a step that was promised failed
+            if self._blocks is not None:
+                self._blocks.close()
+            self.mesh.close()
 
     def __enter__(self) -> Engine:
         return self

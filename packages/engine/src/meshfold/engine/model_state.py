@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+import torch
 from torch import Tensor, nn
 
 from meshfold.engine.errors import CheckpointError
+from meshfold.engine.names import with_plain_names
 from meshfold.engine.states import Source, States
+from meshfold.engine.together import fail_together
 from meshfold.engine.world import World
 from meshfold.mesh import broadcast
 
@@ -21,7 +24,7 @@ class ModelState:
     def tensors(self) -> dict[str, Tensor]:
         """Every name of the state dict with the model's own tensor; ties share an object."""
         found = self._model.state_dict(keep_vars=True)
-        return {name: value for name, value in found.items() if isinstance(value, Tensor)}
+        return with_plain_names({name: value for name, value in found.items() if isinstance(value, Tensor)})
 
     def sources(self) -> dict[str, Source]:
         """Each tensor once, under its first name."""
@@ -40,24 +43,35 @@ class ModelState:
         return {name: first[tensor] for name, tensor in self.tensors().items() if first[tensor] != name}
 
     def full(self) -> dict[str, Tensor]:
-        """The whole state dict in CPU memory. All ranks must call."""
+        """The whole state dict in CPU memory. All ranks must call.
+
+        Raises:
+            CheckpointError: if a rank cannot read its part.
+        """
         whole: dict[str, Tensor] = {}
+        error: Exception | None = None
         for name, tensor in self.unique().items():
             source = self._states.source(tensor)
-            value = source.read()
+            try:
+                value = source.read()
+            except Exception as unread:  # the other ranks are in what follows too
+                error = error or unread
+                value = torch.zeros(source.shape, dtype=source.dtype, device=self._world.device)
             if not source.alike:
                 value = broadcast(value, self._world.everyone, 0)
             whole[name] = value.to("cpu", copy=True)
+        fail_together(self._world, error, "cannot read the model's state")
         ties = self.ties()
         return {name: whole[ties.get(name, name)] for name in self.tensors()}
 
     def load(self, state: Mapping[str, Tensor]) -> None:
-        """Take a whole state dict; a tied tensor may be there under any of its names.
+        """Take a whole state dict, of a model that was compiled or not; a tied tensor may be there under any of its names.
 
         Raises:
             CheckpointError: for names that are missing or unknown, or a shape that is not the model's.
         """
         tensors, ties = self.tensors(), self.ties()
+        state = with_plain_names(state)
         unknown = [name for name in state if name not in tensors]
         if unknown:
             raise CheckpointError(f"the model has no {_some(unknown)}: this is the state of another model")

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from meshfold.engine.checkpoint import MODEL, OPTIMIZER, Checkpoint, write_checkpoint
 from meshfold.engine.errors import CheckpointError
+from meshfold.engine.names import with_plain_names
 from meshfold.engine.together import fail_together
 
 if TYPE_CHECKING:
@@ -48,7 +49,7 @@ def load(engine: Engine, path: str | os.PathLike[str], *, weights_only: bool) ->
     try:
         found = Checkpoint(path)
         model, optimizer = found.model, found.optimizer if "optimizer" in found.state else {}
-    except CheckpointError as wrong:
+    except Exception as wrong:  # also a folder that this rank alone may not read
         error = wrong
     fail_together(engine._world, error, f"load({str(path)!r})")
     engine._model_state.load(model)
@@ -56,7 +57,9 @@ def load(engine: Engine, path: str | os.PathLike[str], *, weights_only: bool) ->
         return
     state = found.state
     if engine.optimizer is not None and "optimizer" in state:
-        engine._states.load_optimizer(state["optimizer"], optimizer)
+        saved = state["optimizer"]
+        saved["values"] = with_plain_names(saved["values"])
+        engine._states.load_optimizer(saved, with_plain_names(optimizer))
     scheduler = found.scheduler
     if engine.lr_scheduler is not None and scheduler is not None:
         engine.lr_scheduler.load_state_dict(scheduler)

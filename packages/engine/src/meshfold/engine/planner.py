@@ -21,6 +21,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from meshfold.engine.engine import Engine
 from meshfold.engine.machines import MACHINES, Machine
+from meshfold.engine.recompute import check
 from meshfold.engine.shares import Shares
 from meshfold.engine.states import PlainStates
 from meshfold.engine.without_values import WithoutValues, saved_for_backward
@@ -157,6 +158,8 @@ def estimate(
     optimizer: str = "adamw",
     accumulate: int = 1,
     rules: Mapping[str, str] | None = None,
+    recompute: str | None = None,
+    clip: bool = True,
     machine: Machine | None = None,
     name: str = "model",
 ) -> Estimate:
@@ -171,6 +174,8 @@ def estimate(
         optimizer: adamw, adam or sgd.
         accumulate: micro-steps of an optimizer step.
         rules: as the engine takes them.
+        recompute: the same.
+        clip: whether gradients are clipped by their norm, for which all of them are held.
         machine: what ``zero`` plans for; nodes of H200s by default.
         name: of the model, for people.
 
@@ -179,10 +184,19 @@ def estimate(
     """
     if batch_size % accumulate:
         raise SpecError(f"{accumulate} micro-steps do not divide the global batch of {batch_size} sequences")
+    recompute = check(recompute, spec)
     begin = time.perf_counter()
     with start_fake(spec.world_size), WithoutValues() as stand_in:
         plain = replace(spec, zero=None)  # chunks are laid out from the shapes of what they would hold
-        engine = Engine(build, parallel=plain, precision=precision, device="meta", rules=rules)
+        engine = Engine(
+            build,
+            parallel=plain,
+            precision=precision,
+            device="meta",
+            rules=rules,
+            recompute=None if recompute is None else "blocks",
+            clip_grad_norm=1.0 if clip else None,
+        )
         rows = engine.shard_batch(
             torch.empty(batch_size // accumulate, seq_len, dtype=torch.int64, device="meta")
         )
@@ -203,6 +217,7 @@ def estimate(
                 accumulation=accumulate,
                 moments=STATES[optimizer],
                 name=name,
+                blocks=engine._blocks if recompute == "auto" else None,
             )
             entries, flops, memory = zero.entries, zero.flops, zero.memory
         report = engine.report
@@ -272,7 +287,7 @@ def times(found: Estimate, machine: Machine, precision: str) -> Times:
 def _micro_step(engine: Engine, rows: Any, log: Log, *, last: bool) -> None:
     """What ``train_step`` does, but for looking at values, which are not there."""
     engine._states.begin(first=True)
-    _forward_backward(engine, rows, log, engine._states.backward(sync=last))
+    _forward_backward(engine, rows, log, engine._states.backward("last" if last else "more"))
     if last:
         log.phase = "backward"
         engine._states.finish(1.0)

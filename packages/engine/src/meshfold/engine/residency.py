@@ -1,26 +1,28 @@
 """Where a model's state lives, planned: the first steps are watched, then chunks move to where a step is fastest.
 
+With ``recompute="auto"`` the same plan says which blocks keep their activations.
+
 Two optimizer steps are watched, the first of which also pays for what a process does once. What was seen, with the
-rates of this machine, gives the planner its problem; the plan is carried out by moving chunks between two steps, which
-changes no bit of the training.
+rates of this machine, gives the planner its problem; the plan is carried out between two steps, by moving chunks and by a
+switch at every block, which changes no bit of the training.
 """
 
 from __future__ import annotations
 
-import resource
 import time
 import warnings
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from collections.abc import Collection
 from dataclasses import asdict, dataclass, replace
-from pathlib import Path
 from statistics import median
-from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_leaves
 
+from meshfold.engine.allocator import limit_allocator
+from meshfold.engine.pressure import Pressure
+from meshfold.engine.process_memory import ranks_per_host, resident_bytes
+from meshfold.engine.recompute import RecomputedBlocks
+from meshfold.engine.watching import Watcher, as_words, of_words, worst
 from meshfold.engine.world import World
 from meshfold.engine.zero_plan import plan_for
 from meshfold.mesh.spec import ZeroSpec
@@ -31,17 +33,7 @@ from meshfold.zero_gemini.measuring import UNLIMITED, device_bytes, measure
 from meshfold.zero_gemini.memory import Place
 from meshfold.zero_gemini.planner import Limits, Machine, Plan, Regime, Workload
 from meshfold.zero_gemini.planner.policies import placed
-from meshfold.zero_gemini.trace import (
-    CudaBytes,
-    CudaClock,
-    LiveBytes,
-    StepTracer,
-    Trace,
-    TracedMoment,
-    WallClock,
-    peak_of,
-    workload_of,
-)
+from meshfold.zero_gemini.trace import workload_of
 
 WATCHED_STEPS = 2
 MARGIN = 0.03
@@ -83,6 +75,7 @@ class Residency:
         *,
         regime: Regime,
         accumulation: int,
+        blocks: RecomputedBlocks | None = None,
     ) -> None:
         """Args:
         model: what is trained.
@@ -91,62 +84,37 @@ class Residency:
         world: where it lies.
         regime: bytes an element takes.
         accumulation: micro-steps of an optimizer step.
+        blocks: those whose activations the plan may keep; all recompute until there is one.
         """
         self._model, self._gemini, self._spec, self._world = model, gemini, spec, world
         self._regime, self._accumulation = regime, accumulation
-        self._traces: list[Trace] = []
-        self._traced = False  # in this optimizer step
-        self._tokens = 0
-        self._tracer: StepTracer | None = None
-        self._watch = ExitStack()
+        self._blocks = blocks
+        self._watcher = Watcher(model, gemini, world.device, blocks)
+        self._pressure = Pressure(world)
         self._begun = 0.0
         self._took: list[float] = []  # seconds of the steps under the plan
         self._peak_gpu = self._peak_host = 0
         self._corrected, self._shrunk = False, 0.0
         self.plan: Plan | None = None
-        # On a CPU without a limit there is nothing to decide.
-        cuda, limited = world.device.type == "cuda", spec.gpu_memory_limit is not None
+        # On a CPU without a limit there is nothing to decide, but for what to keep.
+        cuda, limited = world.device.type == "cuda", spec.gpu_memory_limit is not None or blocks is not None
         self._wanted = cuda or (limited and world.device.type != "meta")
         if cuda and spec.gpu_memory_limit is not None:
             limit_allocator(world.device, spec.gpu_memory_limit)
 
     def begin(self) -> None:
         """Before a forward whose backward will follow."""
-        self._let_go()
+        self._watcher.let_go()
         if not self._begun:
             self._begun = time.perf_counter()
             if self._wanted and self.plan is not None and self._world.device.type == "cuda":
                 torch.cuda.reset_peak_memory_stats(self._world.device)
-        if not self._wanted or self._traced or self.plan is not None:
-            return
-        device = self._world.device
-        if device.type == "cuda":
-            model_bytes = peak_of(self._gemini.memory.compute)
-            tracer = StepTracer(
-                self._model, memory=CudaBytes(device, model_bytes=model_bytes), clock=CudaClock(device)
-            )
-        else:
-            tracer = StepTracer(self._model, memory=LiveBytes(), clock=WallClock())
-        handle = self._model.register_forward_pre_hook(self._count_tokens, with_kwargs=True)
-        self._watch.callback(handle.remove)
-        self._tracer = self._watch.enter_context(tracer)
+        if self._wanted and self.plan is None:
+            self._watcher.begin()
 
     def end(self) -> None:
         """After the backward."""
-        tracer = self._tracer
-        self._let_go()
-        if tracer is not None:
-            self._traces.append(tracer.trace())
-            self._traced = True
-
-    def _let_go(self) -> None:
-        """Stop watching."""
-        self._tracer = None
-        self._watch.close()
-
-    def _count_tokens(self, module: nn.Module, args: Any, kwargs: Any) -> None:
-        given = [x for x in tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)]
-        self._tokens = max([1, *(x.numel() for x in given if not x.is_floating_point())])
+        self._watcher.end()
 
     def stepped(self) -> None:
         """After each optimizer step: plan if enough was seen, or note how long it took."""
@@ -154,21 +122,23 @@ class Residency:
         if not self._wanted:
             return
         if self.plan is None:
-            self._traced = False
-            if len(self._traces) >= WATCHED_STEPS:
+            self._watcher.step_over()
+            if len(self._watcher.traces) >= WATCHED_STEPS:
                 self._decide()
             return
-        device = self._world.device
+        device, auto = self._world.device, self._spec.placement == "auto"
         self._took.append(took)
         peak = torch.cuda.max_memory_allocated(device) if device.type == "cuda" else 0
         self._peak_gpu, self._peak_host = max(self._peak_gpu, peak), max(self._peak_host, resident_bytes())
-        if (
-            peak
-            and not self._corrected
-            and len(self._took) == WATCHED_STEPS
-            and self._spec.placement == "auto"
-        ):
+        if auto and self._world.mesh.world_size > 1 and self._is_short(peak):
+            self._shrink()
+        elif auto and peak and not self._corrected and len(self._took) == WATCHED_STEPS:
             self._correct()
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """What a person should know of this rank's state on disk; the first rank's are warnings too."""
+        return self._gemini.notes
 
     @property
     def measured(self) -> Measured | None:
@@ -184,7 +154,8 @@ class Residency:
         """
         if not isinstance(error, torch.OutOfMemoryError | OutOfBudget):
             return False
-        if self._world.mesh.world_size == 1 and self._spec.placement == "auto" and self._on_device():
+        alone, auto = self._world.mesh.world_size == 1, self._spec.placement == "auto"
+        if alone and auto and (self._on_device() or self._kept()):
             return True
         error.add_note(
             "The device has not enough memory: give zero=dict(placement='auto', gpu_memory_limit=...) a lower limit, so that "
@@ -194,20 +165,42 @@ class Residency:
 
     def relieve(self) -> None:
         """Make room: by a plan for a little less, or before there is one by taking a part of what is on the device off it."""
-        self._let_go()
+        self._watcher.let_go()
         self._gemini.abandon()
         self._shrunk += SHRINK
-        there = self._on_device()
+        there, kept = self._on_device(), self._kept()
         if not self._replanned():
+            self._keep(())
             gone = there[-max(1, len(there) // 8) :]
             self._gemini.rehome({chunk: Home(parameters="host", state="host") for chunk in gone})
         if self._world.device.type == "cuda":
             torch.cuda.empty_cache()
+        moved, fewer = max(0, len(there) - len(self._on_device())), len(kept) - len(self._kept())
         warnings.warn(
-            f"The device ran out of memory; {len(there) - len(self._on_device())} more of {len(self._gemini.chunks)} chunks live "
-            "off it from now on. A lower gpu_memory_limit would have been planned with.",
+            f"The device ran out of memory; {moved} more of {len(self._gemini.chunks)} chunks live off it"
+            f"{f', and {fewer} more blocks recompute,' if fewer > 0 else ''} from now on. A lower gpu_memory_limit would have been "
+            "planned with.",
             stacklevel=4,
         )
+
+    def _is_short(self, peak: int) -> bool:
+        """Whether a rank came to the end of its memory a little ago. All ranks must call."""
+        plan = self.plan
+        assert plan is not None  # steps are counted from the plan on
+        most = plan.limits.gpu_bytes or UNLIMITED
+        return self._pressure.found(peak_bytes=peak, most_bytes=int(most * (1.0 + MARGIN / 2)))
+
+    def _shrink(self) -> None:
+        """Plan for a little less on all ranks, between two steps: there would be no undoing of one that ran out."""
+        self._shrunk += SHRINK
+        if not self._replanned():
+            self._pressure.forget()
+        elif self._world.mesh.rank == 0:
+            warnings.warn(
+                "A rank came to the end of its device's memory: what lives there was planned again for all, with less. A lower "
+                "gpu_memory_limit would have been planned with.",
+                stacklevel=6,
+            )
 
     def _replanned(self) -> bool:
         """Whether there is a plan, and another one that takes less of the device."""
@@ -218,6 +211,14 @@ class Residency:
         except MemoryPlanError:
             return False
         return True
+
+    def _kept(self) -> tuple[str, ...]:
+        """Blocks that keep their activations."""
+        return () if self._blocks is None else self._blocks.kept
+
+    def _keep(self, names: Collection[str]) -> None:
+        if self._blocks is not None:
+            self._blocks.keep(names)
 
     def _on_device(self) -> list[Chunk]:
         movable = self._spec.stage == 3
@@ -236,12 +237,12 @@ class Residency:
             gpu_bytes=device_bytes(world.device),
         )
         told = tell_all(
-            [[asdict(moment) for moment in self._together().moments], asdict(machine)],
+            [as_words(worst(self._watcher.traces, seconds=min)), asdict(machine)],
             world.everyone,
             world.device,
         )
         # Every rank must come to the same plan: that of the rank that has it worst.
-        trace = _worst([Trace(moments=tuple(TracedMoment(**m) for m in moments)) for moments, _ in told])
+        trace = worst([of_words(words) for words, _ in told])
         machine = replace(
             machine,
             **{
@@ -251,8 +252,9 @@ class Residency:
             },
         )
         workload = workload_of(
-            trace, self._gemini.uses(), name=type(self._model).__name__, regime=self._regime, tokens=max(1, self._tokens),
-            stage=spec.stage, accumulation=self._accumulation, data_ranks=world.data_size, ranks_per_host=ranks_per_host(world),
+            trace, self._gemini.uses(), name=type(self._model).__name__, regime=self._regime, tokens=self._watcher.tokens,
+            clipping=self._gemini.holds_gradients, stage=spec.stage, accumulation=self._accumulation,
+            data_ranks=world.data_size, ranks_per_host=ranks_per_host(world),
             host_base_bytes=max(0, resident_bytes() - self._gemini.memory.home.used_bytes),
         )  # fmt: skip
         try:
@@ -261,11 +263,14 @@ class Residency:
             self._make_do(error)
 
     def _carry_out(self, plan: Plan) -> None:
-        """Move chunks to where a plan wants them."""
+        """Move chunks to where a plan wants them, and let blocks keep what it says."""
         self.plan = plan
+        self._keep([layer.name for layer in plan.layers if layer.kept])
+        self._pressure.forget()
         self._took.clear()
         self._peak_gpu = self._peak_host = 0
         chunks = self._gemini.chunks
+        self._gemini.pass_through(False)
         if self._spec.placement == "auto":  # the others' chunks are where they were told to be
             self._gemini.rehome(
                 {
@@ -275,6 +280,8 @@ class Residency:
                     for made in plan.chunks
                 }
             )
+        passes = plan.machine.passage > 0 and any(made.state == "host" for made in plan.chunks)
+        self._gemini.pass_through(passes)
         limit = plan.limits.gpu_bytes
         if self._world.device.type == "cpu" and limit is not None:  # nothing else would hold chunks to it
             self._gemini.memory.compute.budget_bytes = limit - min(plan.workload.non_model_bytes)
@@ -324,50 +331,6 @@ class Residency:
         named = {name: (_KINDS[home.parameters], _KINDS[home.state]) for name, home in homes.items()}
         return placed(workload, machine, limits, homes=named, policy=spec.placement)
 
-    def _together(self) -> Trace:
-        """What was seen in all watched steps: most bytes, least seconds."""
-        return _worst(self._traces, seconds=min)
-
 
 _KINDS = {"device": "gpu", "host": "host", "disk": "disk"}
 _PLACES: dict[str, Place] = {"gpu": "device", "host": "host", "disk": "disk", "none": "host"}
-
-
-def _worst(traces: Sequence[Trace], *, seconds: Callable[[list[float]], float] = max) -> Trace:
-    """One trace for several of the same step: at every moment the most bytes, and the most or the least seconds.
-
-    Traces with other moments than the first's have only their peak in common with it.
-    """
-    first = traces[0]
-    alike = [trace for trace in traces if trace.order == first.order]
-    peak = max((trace.peak_bytes for trace in traces if trace.order != first.order), default=0)
-    moments = []
-    for i, moment in enumerate(first.moments):
-        same = [trace.moments[i] for trace in alike]
-        moments.append(
-            replace(
-                moment, non_model_bytes=max([peak, *(m.non_model_bytes for m in same)]),
-                left_bytes=max(m.left_bytes for m in same), seconds=seconds([m.seconds for m in same]),
-            )
-        )  # fmt: skip
-    return Trace(moments=tuple(moments))
-
-
-def resident_bytes() -> int:
-    """What this process has of the host's memory; 0 where the system does not say."""
-    try:
-        pages = int(Path("/proc/self/statm").read_text().split()[1])
-    except OSError:
-        return 0
-    return pages * resource.getpagesize()
-
-
-def limit_allocator(device: torch.device, limit: int) -> None:
-    """Let this process take no more than ``limit`` bytes of a GPU, so that a smaller card is what it sees."""
-    total = torch.cuda.get_device_properties(device).total_memory
-    torch.cuda.set_per_process_memory_fraction(min(1.0, limit / total), device)
-
-
-def ranks_per_host(world: World) -> int:
-    """How many ranks share this host's memory."""
-    return min(world.mesh.world_size, torch.cuda.device_count() or world.mesh.world_size)

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from meshfold.engine.blocks import gather, global_shape, put
 from meshfold.engine.data_parallel import GradientReducer
+from meshfold.engine.names import plain
 from meshfold.engine.optimizer_state import OptimizerState
 from meshfold.engine.optimizers import Factory
 from meshfold.engine.precision import Masters
@@ -24,6 +25,7 @@ from meshfold.mesh import clip_gradient_values, clip_gradients, gradient_norm, m
 
 if TYPE_CHECKING:
     from meshfold.engine.residency import Residency
+    from meshfold.zero_gemini.backward import Backward
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,7 +35,8 @@ class Source:
     Attributes:
         dtype: of its elements.
         shape: of the whole.
-        read: makes the whole tensor; a collective over the ranks that ``States.all_read`` says.
+        read: makes the whole tensor; a collective over the ranks that ``States.all_read`` says. What this rank cannot
+            read of it is raised when the others have been served.
         alike: all ranks read the same; else rank 0's counts.
     """
 
@@ -61,11 +64,14 @@ class States(Protocol):
     def begin(self, *, first: bool) -> None:
         """Before a forward whose backward will follow: whether it is the first of an accumulation."""
 
-    def backward(self, *, sync: bool) -> AbstractContextManager[None]:
+    def backward(self, kind: Backward) -> AbstractContextManager[None]:
         """Around a backward: gradients that come inside count.
 
-        ``sync``: they are summed over the data axes at once, with all that were not yet; it is the last of an
-        accumulation, as far as one knows. Without, they wait for one that does, or for ``finish``.
+        Args:
+            kind: ``"last"``: they are summed over the data axes at once, with all that were not yet; it is the last of an
+                accumulation, as far as one knows. ``"more"`` and ``"apart"``: they wait for such a one, or for ``finish``;
+                ``"apart"``: without any communication. ``"final"``: the last for certain, and until ``step`` nothing is done
+                with them but ``finish(1.0)`` and ``norm(2.0)``.
         """
 
     def finish(self, factor: float) -> None:
@@ -139,7 +145,7 @@ class PlainStates:
         make: makes the optimizer.
         """
         self.masters, self._world = masters, world
-        self.targets = {name: masters.of(p) for name, p in parameters.items()}
+        self.targets = {plain(name): masters.of(p) for name, p in parameters.items()}
         self.reducer = GradientReducer(list(parameters.values()), masters, world.mesh)
         self.optimizer = None if make is None else make(list(self.targets.values()))  # type: ignore[arg-type]
 
@@ -147,8 +153,8 @@ class PlainStates:
         if first:
             self.reducer.reset()
 
-    def backward(self, *, sync: bool) -> AbstractContextManager[None]:
-        return self.reducer.backward(last=sync)
+    def backward(self, kind: Backward) -> AbstractContextManager[None]:
+        return self.reducer.backward(last=kind in ("last", "final"))
 
     def finish(self, factor: float) -> None:
         self.reducer.finish(factor)

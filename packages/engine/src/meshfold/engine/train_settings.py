@@ -37,6 +37,7 @@ class TrainSettings:
         weight_decay: of matrices.
         clip: largest norm of the gradient; 0 not to clip.
         precision: fp32, bf16, fp16 or fp64.
+        recompute: ``"blocks"`` or ``"auto"``: which activations backward recomputes; None: the model's own business.
         seed: of weights, dropout and the order of data.
         device: ``"cpu"`` or ``"cuda"``; None for a GPU where there is one for each rank.
         resume: go on from the checkpoint in ``out``.
@@ -72,6 +73,7 @@ class TrainSettings:
     weight_decay: float = 0.1
     clip: float = 1.0
     precision: str = "fp32"
+    recompute: str | None = None
     seed: int = 0
     device: str | None = None
     resume: bool = False

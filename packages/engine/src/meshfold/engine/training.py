@@ -113,6 +113,7 @@ def train(settings: TrainSettings, inputs: Inputs, progress: Progress) -> list[d
         gradient_accumulation=settings.accumulate,
         lr_scheduler=lr_schedule(settings.schedule, warmup=settings.warmup, steps=settings.steps),
         rules=settings.rules,
+        recompute=settings.recompute,
         seed=settings.seed,
         device=settings.device,
     )

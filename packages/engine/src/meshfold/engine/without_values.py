@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -46,7 +46,11 @@ class _Attention(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, count: Callable[[int], None], q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """``b n s d, b n' t d, b n' t e -> b n s e``"""
-        out = q.new_empty((*q.shape[:-1], v.shape[-1]))
+        *lead, heads, rows, _ = (1,) * (4 - q.dim()) + tuple(q.shape)
+        # Heads side by side, so that the projection behind it takes them as they are.
+        out = (
+            q.new_empty((*lead, rows, heads, v.shape[-1])).transpose(-3, -2).view(*q.shape[:-1], v.shape[-1])
+        )
         ctx.save_for_backward(q, k, v, out, q.new_empty(q.shape[:-1], dtype=torch.float32))
         ctx.count = count
         count(_pairs(q, k) * (q.shape[-1] + v.shape[-1]))
@@ -73,9 +77,12 @@ class WithoutValues(TorchFunctionMode):
     whether something holds for all elements (a mask that masks nothing) is told yes, for any element no.
 
     Attributes:
+        active: the one that is entered, if any.
         attention_flops: operations of attention so far, of forwards and backwards.
         on_attention: is told of each as it comes.
     """
+
+    active: ClassVar[WithoutValues | None] = None
 
     def __init__(self) -> None:
         super().__init__()
@@ -91,19 +98,30 @@ class WithoutValues(TorchFunctionMode):
             register_module_forward_hook(self._end, always_call=True),
         ]
         super().__enter__()  # type: ignore[no-untyped-call]
+        WithoutValues.active = self
         return self
 
     def __exit__(self, *error: Any) -> None:
+        WithoutValues.active = None
         super().__exit__(*error)  # type: ignore[no-untyped-call]
         for handle in self._handles:
             handle.remove()
 
-    def _begin(self, module: nn.Module, args: Any) -> None:
+    @contextmanager
+    def inside(self) -> Iterator[None]:
+        """As inside of a module, for code that is called in a backward without one."""
+        self._begin()
+        try:
+            yield
+        finally:
+            self._end()
+
+    def _begin(self, *_: Any) -> None:
         self._depth += 1
         if self._depth == 1:
             super().__enter__()  # type: ignore[no-untyped-call]
 
-    def _end(self, module: nn.Module, args: Any, output: Any) -> None:
+    def _end(self, *_: Any) -> None:
         if self._depth == 1:
             super().__exit__(None, None, None)  # type: ignore[no-untyped-call]
         self._depth -= 1

@@ -74,7 +74,7 @@ def join(parallel: Mapping[str, object] | ParallelSpec, device: torch.device | s
         spec = parallel.with_world_size(size)
     else:
         spec = ParallelSpec.parse(parallel, size)
-    spec.require_installed()
+    require_runnable(spec)
     place = _device(device)
     if alive is None and size > 1:
         process = process_group.start(device=place)
@@ -96,6 +96,25 @@ def join(parallel: Mapping[str, object] | ParallelSpec, device: torch.device | s
         mode=_mode(spec),
         outer_axes=tuple(axis for axis in spec.axes if axis not in tensor_axes),
     )
+
+
+def require_runnable(spec: ParallelSpec) -> None:
+    """Whether the engine can run a spec.
+
+    Raises:
+        SpecError: for what is not installed, and for parts that run by themselves and are not put together here yet.
+    """
+    spec.require_installed()
+    if spec.pipeline is not None and spec.pipeline.size > 1:
+        raise SpecError(
+            f"pipeline={spec.pipeline.to_dict()}: the engine does not run pipelines yet. Leave pipeline out, or run the model by "
+            "meshfold.pipeline.Pipeline"
+        )
+    if spec.sequence is not None and spec.sequence.size > 1:
+        raise SpecError(
+            f"sequence={spec.sequence.mode_name!r}: the engine does not split sequences this way yet. Write "
+            "sequence=dict(mode='megatron') with tensor, or use meshfold.sequence.sequence_parallel in a loop of your own"
+        )
 
 
 def _mode(spec: ParallelSpec) -> object:

@@ -4,17 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from meshfold.engine import optimizer_state
+from meshfold.engine.allocator import grow_segments
 from meshfold.engine.blocks import put
 from meshfold.engine.errors import CheckpointError
+from meshfold.engine.names import plain
 from meshfold.engine.optimizers import Factory
 from meshfold.engine.precision import Precision
-from meshfold.engine.residency import Residency, ranks_per_host
+from meshfold.engine.process_memory import ranks_per_host
+from meshfold.engine.recompute import RecomputedBlocks
+from meshfold.engine.residency import Residency
 from meshfold.engine.states import Source, held
 from meshfold.engine.world import World
 from meshfold.engine.zero_homes import Sizes, first_homes, gradient_dtype
@@ -22,7 +27,10 @@ from meshfold.engine.zero_plan import regime_of
 from meshfold.mesh import SpecError
 from meshfold.mesh.metadata import placed
 from meshfold.zero_gemini import Entry, Gemini, Memory
+from meshfold.zero_gemini.backward import Backward
+from meshfold.zero_gemini.measuring import measure_early
 from meshfold.zero_gemini.stepping import DiskSettings
+from meshfold.zero_gemini.stepping.kinds import kind_of
 
 
 class ZeroStates:
@@ -45,6 +53,8 @@ class ZeroStates:
         accumulation: int,
         seed: int,
         values: Callable[[str, nn.Parameter, torch.dtype], Tensor] | None,
+        blocks: RecomputedBlocks | None = None,
+        looks_at_all: bool = True,
     ) -> None:
         """Args:
         model: real or on the meta device; parameters carry their metadata.
@@ -54,16 +64,24 @@ class ZeroStates:
         accumulation: micro-steps of an optimizer step.
         seed: of stochastic rounding.
         values: the first values of parameters on the meta device.
+        blocks: those whose activations the plan may keep.
+        looks_at_all: something is asked of all gradients together before the first of them may be stepped with.
         """
         spec = world.spec.zero
         if spec is None:
             raise SpecError("this spec has no entry zero")
+        if world.device.type == "cuda":
+            grow_segments()
+            if spec.placement == "auto":
+                measure_early(world.device)
         ranks = world.data_size
         summed = gradient_dtype(precision, accumulation=accumulation, ranks=ranks)
-        sizes = Sizes.of(
-            spec, precision, elements=sum(parameter.numel() for parameter in model.parameters()), ranks=ranks,
-            gradient=summed,
-        )  # fmt: skip
+        regime = regime_of(spec, precision, accumulation=accumulation, ranks=ranks)
+        elements = sum(parameter.numel() for parameter in model.parameters())
+        sizes = Sizes.of(regime, elements=elements, ranks=ranks)
+        sums = accumulation > 1 and spec.stage > 1  # which wait between micro-steps
+        if make is not None and not looks_at_all and not sums and _is_adam(make, precision):
+            sizes = replace(sizes, gradient=0.0)  # stepped with as they come
         local = ranks_per_host(world)
         self._world, self._model, self._owed = world, model, False
         self.gemini = Gemini(
@@ -71,7 +89,7 @@ class ZeroStates:
             world.mesh,
             stage=spec.stage,
             memory=Memory(world.device),
-            homes=first_homes(spec, world.device, sizes, ranks_per_host=local),
+            homes=first_homes(spec, world.device, sizes, ranks_per_host=local, everyone=world.everyone),
             disk=None
             if spec.offload_path is None
             else DiskSettings(folder=spec.offload_path, rank=world.mesh.rank),
@@ -87,7 +105,7 @@ class ZeroStates:
         self.optimizer = self.gemini.optimizer
         self.residency = Residency(
             model, self.gemini, spec, world, accumulation=accumulation,
-            regime=regime_of(spec, precision, accumulation=accumulation, ranks=ranks),
+            regime=regime, blocks=blocks,
         )  # fmt: skip
         self._names = {parameter: name for name, parameter in model.named_parameters()}
 
@@ -98,15 +116,15 @@ class ZeroStates:
         self.residency.begin()
 
     @contextmanager
-    def backward(self, *, sync: bool) -> Iterator[None]:
-        self.gemini.expect(last=sync)
+    def backward(self, kind: Backward) -> Iterator[None]:
+        self.gemini.expect(kind)
         self.gemini.takes = True
         try:
             yield
         finally:
             self.gemini.takes = False  # another engine's backward may go through this model
         self.residency.end()
-        self._owed = not sync
+        self._owed = kind in ("more", "apart")
 
     def finish(self, factor: float) -> None:
         if self._owed:
@@ -144,6 +162,12 @@ class ZeroStates:
             )
 
     def can_relieve(self, error: BaseException) -> bool:
+        if self.gemini.is_half_stepped:
+            error.add_note(
+                "Some chunks had made the optimizer's step by then and others had not, so training cannot go on from here: make "
+                "the engine anew and resume from the last checkpoint."
+            )
+            return False
         return self.residency.can_relieve(error)
 
     def relieve(self) -> None:
@@ -159,7 +183,7 @@ class ZeroStates:
         return Source(
             dtype=self.gemini.true_dtype(tensor),
             shape=meta.placement.shape,
-            read=lambda: meta.placement.gather(self.gemini.read(tensor), self._world.mesh),
+            read=lambda: self._checked(meta.placement.gather(self.gemini.read(tensor), self._world.mesh)),
         )
 
     def write(self, tensor: Tensor, whole: Tensor) -> None:
@@ -171,11 +195,11 @@ class ZeroStates:
 
     def optimizer_sources(self) -> dict[str, Source]:
         found: dict[str, Source] = {}
-        parameters = dict(self._model.named_parameters())
+        parameters = {name: parameter for parameter, name in self._names.items()}
         for name, entries in self.gemini.state_entries().items():
             meta = placed(parameters[name], self._world.mesh)
             for key, entry in entries.items():
-                found[f"{name}/{key}"] = Source(
+                found[f"{plain(name)}/{key}"] = Source(
                     dtype=getattr(torch, entry.dtype),
                     shape=meta.placement.shape if entry.like else tuple(entry.shape),
                     read=self._reader(name, key, entry, parameters[name]),
@@ -187,13 +211,18 @@ class ZeroStates:
 
         def read() -> Tensor:
             block = self.gemini.read_state(name, key, entry)
-            return meta.placement.gather(block, self._world.mesh) if entry.like else block
+            return self._checked(meta.placement.gather(block, self._world.mesh) if entry.like else block)
 
         return read
 
+    def _checked(self, whole: Tensor) -> Tensor:
+        """A whole tensor, after all its collectives: raises what of it this rank could not read."""
+        self.gemini.check()
+        return whole
+
     def optimizer_description(self) -> dict[str, Any]:
         groups = [
-            {"parameters": names, **optimizer_state.plain_settings(group)}
+            {"parameters": [*map(plain, names)], **optimizer_state.plain_settings(group)}
             for names, group in zip(self.gemini.group_names, self._made().param_groups, strict=True)
         ]
         return {"class": type(self.optimizer).__name__, "groups": groups, "values": {}}
@@ -201,7 +230,7 @@ class ZeroStates:
     def load_optimizer(self, description: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
         optimizer = self._made()
         optimizer_state.check(optimizer, description)
-        parameters = dict(self._model.named_parameters())
+        parameters = {plain(name): parameter for parameter, name in self._names.items()}
         self.gemini.clear_state()
         for entry in (*tensors, *description["values"]):
             name, _, key = entry.rpartition("/")
@@ -212,12 +241,18 @@ class ZeroStates:
             value = tensors[entry] if entry in tensors else torch.tensor(description["values"][entry])
             meta = placed(parameters[name], self._world.mesh)
             like = tuple(value.shape) == meta.placement.shape and value.dim() > 0
-            self.gemini.write_state(
-                name, key, meta.placement.shard(value, self._world.mesh) if like else value
-            )
+            block = meta.placement.shard(value, self._world.mesh) if like else value
+            self.gemini.write_state(self._names[parameters[name]], key, block)
+        self.gemini.agree()
         for group, saved in zip(optimizer.param_groups, description["groups"], strict=True):
             group.update(optimizer_state.settings_of(saved))
 
     def _made(self) -> torch.optim.Optimizer:
         assert self.optimizer is not None  # the engine asks only then
         return self.optimizer
+
+
+def _is_adam(make: Factory, precision: Precision) -> bool:
+    """Whether our kernels will carry an optimizer out, which step on each chunk by itself."""
+    made = make([nn.Parameter(torch.empty(1))])
+    return kind_of(made, {(precision.dtype, precision.master_dtype)}) == "adam"

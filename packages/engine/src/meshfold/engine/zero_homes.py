@@ -8,20 +8,20 @@ from dataclasses import dataclass
 import torch
 
 from meshfold.engine.precision import Precision
-from meshfold.mesh import SpecError
+from meshfold.engine.process_memory import PROCESS_BYTES, resident_bytes
+from meshfold.mesh import Group, SpecError, all_reduce
 from meshfold.mesh.spec import ZeroSpec
 from meshfold.zero_gemini import MemoryPlanError, Shares
-from meshfold.zero_gemini.measuring import UNLIMITED, host_bytes
+from meshfold.zero_gemini.measuring import UNLIMITED, device_bytes, host_bytes
 from meshfold.zero_gemini.placing import Boundary, Homes
+from meshfold.zero_gemini.planner import Regime
 
 STATE_SHARE = 0.6
 """How much of the device's memory placement ``auto`` gives to parameters, gradients and optimizer state at first."""
-MOST = 0.95
+MOST = 0.97
 """The same where the host has no room for more."""
 BOUNDARY_BYTES = 2**30
 """Parameters on the device under placement ``const``, unless ``gpu_memory_limit`` says how much."""
-
-_REGIME_BYTES = {"A": 12.0, "B": 8.0, "C": 6.03}
 
 
 def gradient_dtype(precision: Precision, *, accumulation: int, ranks: int) -> torch.dtype:
@@ -48,15 +48,12 @@ class Sizes:
     gradient: float
 
     @classmethod
-    def of(
-        cls, spec: ZeroSpec, precision: Precision, *, elements: int, ranks: int, gradient: torch.dtype
-    ) -> Sizes:
-        """Under an entry ``zero``, with Adam."""
-        width = precision.dtype.itemsize
-        whole = _REGIME_BYTES[spec.regime] if precision.name == "bf16" else 2.0 * width + 8.0
+    def of(cls, regime: Regime, *, elements: int, ranks: int) -> Sizes:
+        """Of so many elements, each with the bytes that a regime says."""
         return cls(
-            elements=elements, ranks=ranks, parameter=width, state=whole - width, gradient=gradient.itemsize
-        )
+            elements=elements, ranks=ranks, parameter=regime.parameter, state=regime.state,
+            gradient=regime.gradient,
+        )  # fmt: skip
 
     @property
     def own(self) -> float:
@@ -69,14 +66,17 @@ class Sizes:
         return self.parameter + self.state + self.gradient
 
 
-def first_homes(spec: ZeroSpec, device: torch.device, sizes: Sizes, *, ranks_per_host: int) -> Homes:
-    """Where a spec puts a model's state; placement ``auto`` looks again when it has seen a step.
+def first_homes(
+    spec: ZeroSpec, device: torch.device, sizes: Sizes, *, ranks_per_host: int, everyone: Group
+) -> Homes:
+    """Where a spec puts a model's state; placement ``auto`` looks again when it has seen a step. All ranks must call.
 
     Args:
         spec: the entry.
         device: where the model computes.
         sizes: of the model.
         ranks_per_host: share a host's memory.
+        everyone: all ranks: the one with the least memory decides for all, since what a chunk does on one it does on all.
 
     Raises:
         SpecError: for shares that cannot be.
@@ -84,6 +84,10 @@ def first_homes(spec: ZeroSpec, device: torch.device, sizes: Sizes, *, ranks_per
     """
     streams = spec.stage == 3
     state = "host" if spec.offload_path is None else "disk"
+    host = _least(spec.host_memory_limit or host_bytes(), everyone, device)
+    # What the process has, or will have once CUDA's libraries are there; emulated limits are for chunks alone.
+    base = max(resident_bytes(), PROCESS_BYTES) + 2**30 if device.type == "cuda" else 0
+    room = math.inf if host >= UNLIMITED else MOST * (host / ranks_per_host - base)
     if spec.placement == "cuda":
         return Shares()
     if spec.placement == "const":
@@ -94,9 +98,16 @@ def first_homes(spec: ZeroSpec, device: torch.device, sizes: Sizes, *, ranks_per
         return Shares(
             host_parameters=parameters,
             host_optimizer=optimizer,
-            disk_optimizer=_beyond_host(spec, sizes, optimizer, ranks_per_host),
+            disk_optimizer=_beyond_host(spec, sizes, optimizer, room),
         )
-    return _by_size(spec, device, sizes, ranks_per_host)
+    budget = spec.gpu_memory_limit or device_bytes(device)
+    return _by_size(spec, float(_least(budget, everyone, device)), sizes, room)
+
+
+def _least(nbytes: int, everyone: Group, device: torch.device) -> int:
+    """The least that any rank has."""
+    where = device if device.type == "cuda" else torch.device("cpu")
+    return int(all_reduce(torch.tensor(nbytes, device=where), everyone, "min"))
 
 
 def _told(spec: ZeroSpec) -> tuple[float, float]:
@@ -115,30 +126,24 @@ def _told(spec: ZeroSpec) -> tuple[float, float]:
     return optimizer, parameters
 
 
-def _host_room(spec: ZeroSpec, ranks_per_host: int) -> float:
-    """Bytes of the host for this rank's chunks."""
-    limit = spec.host_memory_limit or host_bytes()
-    return math.inf if limit >= UNLIMITED else MOST * limit / ranks_per_host
-
-
-def _beyond_host(spec: ZeroSpec, sizes: Sizes, optimizer: float, ranks_per_host: int) -> float:
+def _beyond_host(spec: ZeroSpec, sizes: Sizes, optimizer: float, room: float) -> float:
     """Share of the elements whose state goes to disk where ``optimizer`` is that of those off the device.
 
-    All of it, unless a limit of the host says how much may stay.
+    All of it, unless a limit of the host says how much may stay: ``room`` bytes of this rank.
     """
     if spec.offload_path is None:
         return 0.0
     if spec.host_memory_limit is None:
         return optimizer
-    over = optimizer * sizes.own * sizes.all - _host_room(spec, ranks_per_host)
+    over = optimizer * sizes.own * sizes.all - room
     return min(optimizer, max(0.0, over) / (sizes.own * sizes.state))
 
 
-def _by_size(spec: ZeroSpec, device: torch.device, sizes: Sizes, ranks_per_host: int) -> Shares:
-    """What does not fit on the device goes to the host, from the model's end on, and what does not fit there to disk."""
-    budget = float(
-        spec.gpu_memory_limit or (torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else math.inf)
-    )
+def _by_size(spec: ZeroSpec, budget: float, sizes: Sizes, room: float) -> Shares:
+    """What does not fit on the device goes to the host, from the model's end on, and what does not fit there to disk.
+
+    ``budget`` and ``room``: this rank's bytes of the device and of the host.
+    """
     own, streams = sizes.own, spec.stage == 3
     kept = own if streams else sizes.elements  # elements whose parameters are on the device if they may be
     rest = sizes.state + sizes.gradient
@@ -146,7 +151,7 @@ def _by_size(spec: ZeroSpec, device: torch.device, sizes: Sizes, ranks_per_host:
     if free >= own * rest:
         return Shares()
     optimizer = min(1.0, 1.0 - max(free, 0.0) / (own * rest))
-    disk, room = 0.0, _host_room(spec, ranks_per_host)
+    disk = 0.0
     over = optimizer * own * sizes.all - room
     if over > 0 and spec.offload_path is not None:
         disk = min(optimizer, over / (own * sizes.state))

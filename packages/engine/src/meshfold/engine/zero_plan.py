@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -11,6 +12,7 @@ from torch import Tensor, nn
 
 from meshfold.engine.machines import Machine
 from meshfold.engine.precision import Precision
+from meshfold.engine.process_memory import PROCESS_BYTES
 from meshfold.engine.without_values import WithoutValues
 from meshfold.engine.zero_homes import gradient_dtype
 from meshfold.mesh import Entry, Log, Mesh, SpecError, record
@@ -27,6 +29,7 @@ from meshfold.zero_gemini.planner import (
     const,
     cpu,
     cuda,
+    on_device,
     plan,
     static,
     timeline,
@@ -38,11 +41,10 @@ from meshfold.zero_gemini.trace import LiveBytes, OperatorClock, StepTracer, Tra
 if TYPE_CHECKING:
     from meshfold.engine.engine import Engine
     from meshfold.engine.planner import Memory
+    from meshfold.engine.recompute import RecomputedBlocks
 
 WORKSPACE_BYTES = 66 * 2**20
 """What cuBLAS keeps of a GPU as long as it is used: two workspaces of 32 MiB and a little (measured on an H200)."""
-PROCESS_BYTES = 5 * 2**28
-"""What a process has of the host's memory besides: Python, torch and CUDA (measured: 1.2 to 1.3 GiB)."""
 MATMULS = 0.86
 """Share of one large matmul's rate that those of a model reach, one after the other (measured: OPT-6.7B on an H200)."""
 NEAR = 1.05
@@ -86,7 +88,8 @@ def plan_for(spec: ZeroSpec, workload: Workload, rates: Rates, limits: Limits) -
     """The plan that a spec's placement asks for.
 
     ``auto`` keeps everything on the device where that fits and nothing else is faster by more than a twentieth: to step
-    a few chunks on the host saves a little of the device's time, as long as nothing disturbs the host.
+    a few chunks on the host saves a little of the device's time, as long as nothing disturbs the host. Of the activations
+    that may be recomputed as many are kept there as fit.
 
     Raises:
         MemoryPlanError: if it does not fit; it says the least that would.
@@ -95,7 +98,7 @@ def plan_for(spec: ZeroSpec, workload: Workload, rates: Rates, limits: Limits) -
     if spec.placement == "auto":
         found = plan(workload, rates, limits)
         try:
-            simple = cuda(workload, rates, limits)
+            simple = on_device(workload, rates, limits)
         except MemoryPlanError:
             return found
         return replace(simple, policy="auto") if simple.seconds <= NEAR * found.seconds else found
@@ -142,8 +145,11 @@ def estimate_zero(
     accumulation: int,
     moments: int,
     name: str,
+    blocks: RecomputedBlocks | None = None,
 ) -> ZeroEstimate:
     """Trace a micro-step of an engine without ``zero`` on the meta device, and plan as if it had it.
+
+    Blocks that the plan lets keep their activations do so when this returns.
 
     Args:
         engine: with the model; nobody else takes up gradients.
@@ -155,14 +161,19 @@ def estimate_zero(
         accumulation: micro-steps of an optimizer step.
         moments: numbers that the optimizer keeps for an element.
         name: of the model.
+        blocks: those whose activations the plan may keep.
     """
     world, precision = engine._world, engine._precision
     ranks, local = world.data_size, min(machine.devices, world.mesh.world_size)
-    with record() as log:
-        trace, flops = trace_without_values(
-            engine.model, lambda: micro_step(log), stand_in, machine, precision
-        )
-    trace = _with_collectives(trace, log, world.mesh, machine)
+
+    def traced() -> tuple[Trace, int, Log]:
+        with record() as log:
+            trace, flops = trace_without_values(
+                engine.model, lambda: micro_step(log), stand_in, machine, precision, blocks
+            )
+        return _with_collectives(trace, log, world.mesh, machine), flops, log
+
+    trace, flops, log = traced()
     workload = workload_of(
         trace,
         chunk_uses(engine.model, world.mesh, dtype=precision.dtype, slot_align_elems=slot_align(spec.regime)),
@@ -174,6 +185,8 @@ def estimate_zero(
         data_ranks=ranks,
         ranks_per_host=local,
         host_base_bytes=PROCESS_BYTES,
+        # Adam alone steps chunk by chunk in the backward.
+        clipping=engine._looks_at_all or moments != 2 or precision.name == "fp64",
     )
     rates = machine.rates(precision.name, mesh=world.mesh, axes=world.outer_axes, ranks=local)
     found, refusal = None, ""
@@ -181,6 +194,9 @@ def estimate_zero(
         found = plan_for(spec, workload, rates, limits_of(spec))
     except MemoryPlanError as error:
         refusal = str(error)
+    if found is not None and blocks is not None:
+        blocks.keep([layer.name for layer in found.layers if layer.kept])
+        _, flops, log = traced()  # what is kept is not computed, and its collectives are not made, once more
     roomy = replace(rates, gpu_bytes=_PLENTY, host_bytes=_PLENTY, disk_bytes=_PLENTY)
     return ZeroEstimate(
         entries=[*log.entries * accumulation, *_chunk_entries(workload, world.outer_axes, world.mesh)],
@@ -201,6 +217,7 @@ def trace_without_values(
     stand_in: WithoutValues,
     machine: Machine,
     precision: Precision,
+    blocks: RecomputedBlocks | None = None,
 ) -> tuple[Trace, int]:
     """A trace of a model on the meta device with a machine's rates, and the operations that were counted.
 
@@ -210,6 +227,7 @@ def trace_without_values(
         stand_in: under which it runs.
         machine: whose rates.
         precision: of the model.
+        blocks: whose recomputing is watched.
     """
     base = sum(map(_bytes, model.buffers())) + WORKSPACE_BYTES
     clock = OperatorClock(flops=MATMULS * machine.flops[precision.name], bytes_per_second=machine.memory_rate)
@@ -220,7 +238,11 @@ def trace_without_values(
     ]
     stand_in.on_attention = lambda flop: clock.add(flop=flop, efficiency=ATTENTION)
     try:
-        with StepTracer(model, memory=LiveBytes(base_bytes=base, round_bytes=512), clock=clock) as tracer:
+        with ExitStack() as stack:
+            tracer = StepTracer(model, memory=LiveBytes(base_bytes=base, round_bytes=512), clock=clock)
+            if blocks is not None:
+                stack.enter_context(blocks.watched(tracer.layers))
+            stack.enter_context(tracer)
             micro_step()
     finally:
         stand_in.on_attention = None
@@ -239,7 +261,7 @@ def _bytes(tensor: Tensor) -> int:
 
 def _with_collectives(trace: Trace, log: Log, mesh: Mesh, machine: Machine) -> Trace:
     """With the seconds of what was sent over tensor axes, shared out to the moments of its half like their compute."""
-    moments = list(trace.moments)
+    moments, layers = list(trace.moments), list(trace.layers)
     for phase in ("forward", "backward"):
         sent = [entry for entry in log.entries if entry.phase == phase and entry.group_size > 1]
         spent = sum(
@@ -250,7 +272,9 @@ def _with_collectives(trace: Trace, log: Log, mesh: Mesh, machine: Machine) -> T
         for i in half:
             share = moments[i].seconds / whole if whole else 1 / len(half)
             moments[i] = replace(moments[i], seconds=moments[i].seconds + spent * share)
-    return Trace(moments=tuple(moments))
+        if phase == "backward" and whole:  # recomputing sends what its forward sent
+            layers = [replace(layer, seconds=layer.seconds * (1.0 + spent / whole)) for layer in layers]
+    return Trace(moments=tuple(moments), layers=tuple(layers))
 
 
 def _chunk_entries(workload: Workload, axes: tuple[str, ...], mesh: Mesh) -> list[Entry]:
@@ -282,7 +306,7 @@ def _memory(found: Plan) -> Memory:
         masters=0,
         gradients=kinds["gradients"],
         optimizer=kinds["optimizer state"],
-        activations=kinds["non-model"],
+        activations=kinds["non-model"] + kinds["kept activations"],
         host=found.peak_host_bytes,
         disk=found.peak_disk_bytes,
     )

@@ -6,12 +6,8 @@ machine without a GPU, an arena with a budget stands for the compute device, so 
 
 from __future__ import annotations
 
-import contextlib
-import mmap
-import os
 import threading
-from collections import Counter, deque
-from collections.abc import Callable
+from collections import Counter
 from typing import NoReturn
 
 import torch
@@ -19,20 +15,15 @@ from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
 from meshfold.zero_gemini.errors import ArenaError, MemoryPlanError, OutOfBudget
+from meshfold.zero_gemini.page_locked import PAGE_BYTES, page_locked
 
 # What the CUDA allocator rounds to: storages are made that large, so that its count is ours (but for up to 1 MiB that
 # it leaves to a block rather than split a cached segment).
 ROUND_BYTES = 512
 
-# Host memory is locked in pages, and so is direct I/O done.
-PAGE_BYTES = 4096
-
-_HUGE_PAGE_BYTES = 2**21
-_PORTABLE = 1  # cudaHostRegisterPortable: locked for every CUDA context of the process
-
 
 class Block:
-    """A piece of an arena; comes from :meth:`Arena.allocate` or a :class:`Pool`.
+    """A piece of an arena; comes from :meth:`Arena.allocate` or :meth:`Arena.count`.
 
     Attributes:
         arena: where it lies.
@@ -40,14 +31,13 @@ class Block:
         purpose: what it is for, as :class:`OutOfBudget` will tell.
     """
 
-    __slots__ = ("_pool", "_tensor", "arena", "nbytes", "purpose")
+    __slots__ = ("_tensor", "arena", "nbytes", "purpose")
 
     def __init__(self, arena: Arena, tensor: Tensor, nbytes: int, purpose: str) -> None:
         self.arena = arena
         self.nbytes = nbytes
         self.purpose = purpose
         self._tensor: Tensor | None = tensor
-        self._pool: Pool | None = None
 
     @property
     def tensor(self) -> Tensor:
@@ -98,10 +88,8 @@ class Block:
         have been waited for, and so must a copy to or from a pinned block.
 
         Raises:
-            ArenaError: if it was freed before, or belongs to a pool.
+            ArenaError: if it was freed before.
         """
-        if self._pool is not None:
-            raise ArenaError(f"{self} belongs to a pool: release it there")
         self.arena._give_back(self)
 
     def __repr__(self) -> str:
@@ -237,7 +225,7 @@ class Arena:
 
     def _storage(self, nbytes: int) -> Tensor:
         if self.pinned:
-            return _page_locked(nbytes)
+            return page_locked(nbytes)
         return torch.empty(nbytes, dtype=torch.uint8, device=self.device)
 
     def _give_back(self, block: Block) -> None:
@@ -301,158 +289,6 @@ class Arena:
         return (
             f"Arena({self.name!r}, {self.device}, {_size(self._used)}{budget} in {len(self._blocks)} blocks)"
         )
-
-
-class Pool:
-    """A fixed number of buffers of one size, allocated once and used again and again: for gathered chunks.
-
-    Args:
-        arena: where the buffers lie.
-        numel: elements of each; take ``block.tensor[:n]`` for less.
-        dtype: of the elements.
-        count: buffers.
-        purpose: what free buffers are accounted for.
-
-    Raises:
-        OutOfBudget: if the arena cannot hold them all; it then holds none.
-        ArenaError: if ``count`` is not positive.
-    """
-
-    def __init__(
-        self, arena: Arena, numel: int, dtype: torch.dtype, count: int, purpose: str = "pool"
-    ) -> None:
-        if count <= 0:
-            raise ArenaError(f"a pool of {count} buffers in arena {arena.name!r}; it must have at least 1")
-        self.arena = arena
-        self.numel = numel
-        self.dtype = dtype
-        self.purpose = purpose
-        self._blocks: list[Block] = []
-        try:
-            for _ in range(count):
-                self._blocks.append(arena.allocate(numel, dtype, purpose))
-        except OutOfBudget:
-            for block in self._blocks:
-                block.free()
-            raise
-        for block in self._blocks:
-            block._pool = self
-        # First in, first out: the buffer taken is the one whose last user has had most time to finish.
-        self._free = deque(self._blocks)
-
-    @property
-    def count(self) -> int:
-        """All its buffers."""
-        return len(self._blocks)
-
-    @property
-    def free_count(self) -> int:
-        """Buffers that can be acquired."""
-        return len(self._free)
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of all its buffers."""
-        return sum(block.nbytes for block in self._blocks)
-
-    def acquire(self, purpose: str = "") -> Block:
-        """A buffer; the one that was released first.
-
-        Work of its last user that is still queued on another stream must be waited for before it is written.
-
-        Raises:
-            OutOfBudget: if all are in use; says for what.
-        """
-        if not self._free:
-            users = ", ".join(block.purpose for block in self._blocks) or "nobody: the pool is closed"
-            raise OutOfBudget(
-                f"all {self.count} buffers of pool {self.purpose!r} in arena {self.arena.name!r} are in use, by {users}",
-                wanted_bytes=self.arena.nbytes(self.numel, self.dtype),
-                used_bytes=self.arena.used_bytes,
-                budget_bytes=self.arena.budget_bytes,
-            )
-        block = self._free.popleft()
-        block.purpose = purpose or self.purpose
-        return block
-
-    def release(self, block: Block) -> None:
-        """Take a buffer back.
-
-        Raises:
-            ArenaError: if it is not of this pool, or was released before.
-        """
-        if block._pool is not self:
-            raise ArenaError(f"{block} is not of pool {self.purpose!r} in arena {self.arena.name!r}")
-        if block in self._free:
-            raise ArenaError(f"{block} was released to pool {self.purpose!r} before")
-        block.purpose = self.purpose
-        self._free.append(block)
-
-    def close(self) -> None:
-        """Give all buffers back to the arena.
-
-        Raises:
-            ArenaError: if some are in use; all stay as they are then.
-        """
-        if len(self._free) < len(self._blocks):
-            users = ", ".join(block.purpose for block in self._blocks if block not in self._free)
-            raise ArenaError(
-                f"pool {self.purpose!r} in arena {self.arena.name!r} is still in use, by {users}: release first"
-            )
-        for block in self._blocks:
-            block._pool = None
-            block.free()
-        self._blocks.clear()
-        self._free.clear()
-
-
-class _Pages(mmap.mmap):
-    """Pages that are unlocked just before they are unmapped, which is when nothing refers to them any more."""
-
-    _unlock: Callable[[int], object] | None = None
-    _address = 0
-    _process = 0
-
-    def advise(self, advice: str) -> None:
-        with contextlib.suppress(OSError):  # a kernel that does not know it does as well without
-            if hasattr(mmap, advice):
-                self.madvise(getattr(mmap, advice))
-
-    def lock(self, address: int) -> None:
-        # A fork (the workers of a data loader) would copy locked pages one by one: children do without them.
-        self.advise("MADV_DONTFORK")
-        runtime = torch.cuda.cudart()
-        status = int(runtime.cudaHostRegister(address, len(self), _PORTABLE))
-        if status:
-            raise OSError(
-                f"CUDA could not lock {len(self):,} bytes of host memory (error {status}); ask for less, or raise the "
-                "limit of locked memory (ulimit -l)"
-            )
-        self._unlock, self._address, self._process = runtime.cudaHostUnregister, address, os.getpid()
-
-    def __del__(self) -> None:
-        if self._unlock is not None and self._process == os.getpid():
-            self._unlock(self._address)
-
-
-def _page_locked(nbytes: int) -> Tensor:
-    """Zeros, uint8 ``nbytes``, on pages of their own, locked if there is CUDA.
-
-    ``torch.empty(..., pin_memory=True)`` rounds up to a power of two (17 GiB cost 32) and keeps in a cache what was
-    freed. These are exact, and go back to the system with the last tensor on them.
-
-    Raises:
-        OSError: if the system has not as much memory, or does not let it be locked.
-    """
-    pages = _Pages(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    if nbytes >= _HUGE_PAGE_BYTES:
-        pages.advise("MADV_HUGEPAGE")  # one page fault and one TLB entry for 2 MiB
-    storage = torch.frombuffer(pages, dtype=torch.uint8)
-    # The first write takes the memory from the system: slow, so all of torch's threads share it.
-    storage.fill_(0)
-    if torch.cuda.is_available():
-        pages.lock(storage.data_ptr())
-    return storage
 
 
 def _is_out_of_memory(error: Exception) -> bool:

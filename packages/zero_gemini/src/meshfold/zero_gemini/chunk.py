@@ -189,6 +189,12 @@ class Chunk:
         if self.resident:
             self._pending = all_gather_into(self._whole, self.shard, self.group)
 
+    @torch.no_grad()
+    def spoil(self) -> None:
+        """The optimizer's work on the shard is lost: show NaN in its place, which nobody takes for a result."""
+        self.shard.fill_(torch.nan)
+        self.publish()
+
     def _show(self) -> None:
         for parameter, slot, shape in zip(self.parameters, self.spec.slots, self._shapes, strict=True):
             parameter.data = self._whole[slot.start_elems : slot.start_elems + slot.numel].view(shape)

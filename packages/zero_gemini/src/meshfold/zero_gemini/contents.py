@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Container, Mapping
+from collections.abc import Callable, Container, Mapping
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -11,6 +12,7 @@ from torch import Tensor
 from meshfold.mesh import all_gather, all_reduce
 from meshfold.zero_gemini.agree import tell_all
 from meshfold.zero_gemini.chunk import Chunk
+from meshfold.zero_gemini.faults import Faults
 from meshfold.zero_gemini.stepping import Entry, Stepper
 from meshfold.zero_gemini.stepping.whole import WholeStepper
 
@@ -25,6 +27,7 @@ class Contents:
         trained: Container[Chunk],
         stepper: Stepper | None,
         device: torch.device,
+        faults: Faults,
     ) -> None:
         """Args:
         chunk_of: the chunk that a parameter lies in; may grow later, as ``trained`` may.
@@ -32,9 +35,10 @@ class Contents:
         trained: chunks that the stepper has.
         stepper: keeps true weights and state.
         device: where blocks are put together.
+        faults: keeps what could not be read on this rank; the others have what this one reads as NaN (0 of integers).
         """
         self._chunk_of, self._shapes, self._trained = chunk_of, shapes, trained
-        self._stepper, self._device = stepper, device
+        self._stepper, self._device, self._faults = stepper, device, faults
 
     def _stepper_of(self, name: str) -> Stepper | None:
         """What keeps a parameter's true weights, if it is not the chunk itself."""
@@ -59,7 +63,7 @@ class Contents:
         if mine is None:
             stretch = torch.zeros(0, dtype=self.true_dtype(name), device=self._device)
         elif stepper is not None:
-            stretch = stepper.true(name)
+            stretch = self._attempted(partial(stepper.true, name), mine.length, self.true_dtype(name))
         else:
             stretch = chunk.shard[mine.shard_start : mine.shard_start + mine.length]
         return self._joined(name, stretch)
@@ -89,11 +93,14 @@ class Contents:
         stepper, chunk, dtype = self._stepper, self._chunk_of[name], getattr(torch, entry.dtype)
         if isinstance(stepper, WholeStepper):
             return stepper.gather_state(name, key, entry)
-        value = None if stepper is None or stepper.stretch(name) is None else stepper.read(name, key)
+        value = None
+        if stepper is not None and stepper.stretch(name) is not None:
+            mine = next(part for part in chunk.slices if part.name == name)
+            value = self._attempted(partial(stepper.read, name, key), mine.length if entry.like else 1, dtype)
         if entry.like:
             return self._joined(name, torch.zeros(0, dtype=dtype) if value is None else value)
-        number = torch.full((), -math.inf, dtype=torch.float64) if value is None else value.detach().double()
-        return all_reduce(number.to(self._device), chunk.group, "max").to("cpu", dtype)
+        number = torch.tensor(-math.inf) if value is None else value.detach().reshape(())
+        return all_reduce(number.to(self._device, torch.float64), chunk.group, "max").to("cpu", dtype)
 
     def write_state(self, name: str, key: str, value: Tensor) -> None:
         """Take an optimizer's tensor: this rank's block over the tensor axes, or a number."""
@@ -102,6 +109,13 @@ class Contents:
         whole = isinstance(self._stepper, WholeStepper)
         like = not whole and value.dim() > 0 and value.shape == self._shapes[name]
         self._stepper.write(name, key, self._chunk_of[name].cut(name, value) if like else value)
+
+    def _attempted(self, read: Callable[[], Tensor], length: int, dtype: torch.dtype) -> Tensor:
+        """What is read on this rank alone; something of its length if that fails: the others are in the collective."""
+        found: list[Tensor] = []
+        if not self._faults.keep(lambda: found.append(read())):
+            found = [torch.full((length,), torch.nan if dtype.is_floating_point else 0, dtype=dtype)]
+        return found[0]
 
     def _joined(self, name: str, stretch: Tensor) -> Tensor:
         """A parameter's elements from all ranks of its chunk's group, in its shape."""

@@ -18,7 +18,7 @@ class ChunkLayoutError(MeshfoldError, ValueError):
 
 
 class ArenaError(MeshfoldError, RuntimeError):
-    """Memory of an arena was used against its rules: freed twice, read after it was freed, given to a wrong pool."""
+    """Memory of an arena was used against its rules: freed twice, or read after it was freed."""
 
 
 class OutOfBudget(MeshfoldError, RuntimeError):
@@ -37,6 +37,10 @@ class OutOfBudget(MeshfoldError, RuntimeError):
         self.wanted_bytes = wanted_bytes
         self.used_bytes = used_bytes
         self.budget_bytes = budget_bytes
+
+
+class RankError(MeshfoldError, RuntimeError):
+    """Something failed on one of several ranks, which all of them are told: names the rank and the cause."""
 
 
 class DiskError(MeshfoldError, OSError):

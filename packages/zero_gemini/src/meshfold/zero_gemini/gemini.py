@@ -14,55 +14,43 @@ A training step::
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from meshfold.mesh import Group, Mesh, ParameterMeta
-from meshfold.mesh.metadata import placed
+from meshfold.mesh import Group, Mesh
+from meshfold.zero_gemini.backward import Backward
+from meshfold.zero_gemini.building import (
+    MakeOptimizer,
+    give_stretches,
+    lay_out_known,
+    make_stepper,
+    take_parameters,
+)
 from meshfold.zero_gemini.chunk import Chunk
 from meshfold.zero_gemini.contents import Contents
-from meshfold.zero_gemini.errors import ChunkError, MemoryPlanError
+from meshfold.zero_gemini.early import EarlySteps
+from meshfold.zero_gemini.errors import ChunkError, OutOfBudget
+from meshfold.zero_gemini.faults import Faults
 from meshfold.zero_gemini.gradient_flow import GradientFlow
 from meshfold.zero_gemini.gradients import ChunkGradient
 from meshfold.zero_gemini.layout import ChunkSpec
-from meshfold.zero_gemini.members import Member, lay_out_members, slot_align
-from meshfold.zero_gemini.memory import Memory
-from meshfold.zero_gemini.norm import combine, holders_of, power_sum
+from meshfold.zero_gemini.members import slot_align
+from meshfold.zero_gemini.memory import Memory, Place
+from meshfold.zero_gemini.moving import Move, in_turn
+from meshfold.zero_gemini.norm import combine, power_sum
 from meshfold.zero_gemini.placing import EVERYTHING_ON_THE_DEVICE, Home, Homes
 from meshfold.zero_gemini.runtime import Runtime
 from meshfold.zero_gemini.sharded_init import sharded_values
-from meshfold.zero_gemini.stepping import AdamStepper, DiskSettings, Entry, GeneralStepper, Stepper
-from meshfold.zero_gemini.stepping.kinds import adam_regime, kind_of
-from meshfold.zero_gemini.stepping.whole import WholeStepper
+from meshfold.zero_gemini.stepping import AdamStepper, DiskSettings, Entry, Stepper
+from meshfold.zero_gemini.stepping.passage import Passage
+from meshfold.zero_gemini.stepping.planes import planes_of
 from meshfold.zero_gemini.trace.workload import ChunkUse
 from meshfold.zero_gemini.transfer import synchronize
 from meshfold.zero_gemini.units import Unit, find_units
-
-MakeOptimizer = Callable[[Sequence[nn.Parameter]], torch.optim.Optimizer]
-
-
-@dataclass(frozen=True)
-class _Kind:
-    """What the parameters of a chunk have in common."""
-
-    dtype: torch.dtype
-    trained: bool
-    holders: int  # 0: not the same for all elements
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Known:
-    """What is known of a parameter for good: its tensor comes and goes."""
-
-    parameter: nn.Parameter
-    meta: ParameterMeta
-    shape: torch.Size
-    kind: _Kind
-    holders: int | Tensor = field(compare=False)
 
 
 class Gemini:
@@ -71,6 +59,7 @@ class Gemini:
     Attributes:
         chunks: all of them, in order of registration.
         group_names: names of the parameters in each of the optimizer's groups.
+        holds_gradients: whether the last step began when all gradients were there; else chunks were stepped as theirs came.
     """
 
     def __init__(
@@ -115,70 +104,66 @@ class Gemini:
         """
         self._mesh, self.memory, self._stage = mesh, memory, stage
         self.chunks: list[Chunk] = []
-        self._known: dict[str, _Known] = {}
         self._chunk_of: dict[str, Chunk] = {}
         self._homes: dict[Chunk, Home] = {}
         self._stepper: Stepper | None = None
+        self._faults = Faults(mesh.group(*mesh.names), memory.device)
+        self._promised = False  # a step whose outcome the ranks have not told each other yet
         self._gradients: dict[Chunk, ChunkGradient] = {}
         values = values or sharded_values(model, memory.device)
-        first = {name: p.detach() for name, p in model.named_parameters()}
-        _replace_meta(model, memory.device)
-        for name, parameter in model.named_parameters():
-            meta, shape = placed(parameter, mesh), first[name].shape
-            holders = holders_of(meta, shape, mesh)
-            kind = _Kind(
-                (dtype or parameter.dtype) if parameter.is_floating_point() else parameter.dtype,
-                parameter.requires_grad,
-                holders if isinstance(holders, int) else 0,
-            )
-            self._known[name] = _Known(
-                parameter=parameter, meta=meta, shape=shape, kind=kind, holders=holders
-            )
+        self._known, first = take_parameters(model, mesh, memory.device, dtype)
         self.group_names: list[list[str]] = []
         self._regime = regime
         if make_optimizer is not None:
-            self._stepper = self._make_stepper(make_optimizer, master_dtype, regime, seed, disk)
+            made = make_stepper(
+                make_optimizer, self._known, master_dtype=master_dtype, regime=regime, seed=seed, disk=disk, faults=self._faults
+            )  # fmt: skip
+            self._stepper, self.group_names, self._regime = made.stepper, made.group_names, made.regime
         self._contents = Contents(
             self._chunk_of, {name: known.shape for name, known in self._known.items()}, self._gradients,
-            self._stepper, memory.device,
+            self._stepper, memory.device, self._faults,
         )  # fmt: skip
-        laid = [*self._lay_out(chunk_elems, slot_align(self._regime))]
+        laid = [
+            *lay_out_known(
+                self._known, mesh, chunk_elems=chunk_elems, slot_align_elems=slot_align(self._regime)
+            )
+        ]
         chosen = iter(self._chosen(homes, [spec for _, specs, _ in laid for spec in specs]))
         for group, specs, slices in laid:
             for spec, mine in zip(specs, slices, strict=True):
-                chunk = self._make_chunk(spec, mine, group, next(chosen), master_dtype, gradient_dtype)
-                for name in spec.names:
-                    whole = first.pop(name)
-                    if whole.is_meta:
-                        if values is None:
-                            raise ChunkError(
-                                f"{name!r} is on the meta device and nothing says its first values"
-                            )
-                        whole = values(name, self._known[name].parameter, whole.dtype)
-                    self._contents.fill(name, whole)
+                with self._faults.together():
+                    chunk = self._make_chunk(spec, mine, group, next(chosen), master_dtype, gradient_dtype)
+                    for name in spec.names:
+                        whole = first.pop(name)
+                        if whole.is_meta:
+                            if values is None:
+                                raise ChunkError(
+                                    f"{name!r} is on the meta device and nothing says its first values"
+                                )
+                            whole = values(name, self._known[name].parameter, whole.dtype)
+                        self._contents.fill(name, whole)
                 chunk.publish()
                 chunk.wait_if_resident()
         self._names = {known.parameter: name for name, known in self._known.items()}
-        self._give_stretches()
+        if self._stepper is not None:
+            give_stretches(self._stepper, self.group_names)
         self._units = find_units(model)
-        self._runtime = Runtime(model, self._units, self._chunks_of_unit, prefetch=prefetch)
-        self._flow = GradientFlow(self._gradients, memory.device)
+        self._runtime = Runtime(
+            model, self._units, self._chunks_of_unit, prefetch=prefetch, before_evaluation=self.flush
+        )
+        self._early = (
+            EarlySteps(self._stepper, self._runtime, memory)
+            if isinstance(self._stepper, AdamStepper)
+            else None
+        )
+        self._flow = GradientFlow(self._gradients, memory.device, self._runtime, self._early)
+        if self._early is not None:
+            self._runtime.on_left, self._runtime.check = self._early.go, self._early.check
+        self.holds_gradients = True
         self._scale: float | Tensor = 1.0
         self._finished = False
 
     # -- building -----------------------------------------------------------------------------------------------
-
-    def _lay_out(self, chunk_elems: int | None, slot_align_elems: int) -> Any:
-        """Group, chunks and this rank's slices of each, for every set of axes that gradients are summed over."""
-        members = {
-            name: Member(numel=known.shape.numel(), kind=known.kind, sum_axes=known.meta.sum_axes)
-            for name, known in self._known.items()
-        }
-        for axes, layout in lay_out_members(
-            members, self._mesh, slot_align_elems=slot_align_elems, chunk_elems=chunk_elems
-        ):
-            group = self._mesh.group(*axes)
-            yield group, layout.chunks, [layout.shard_slices(chunk, group.index) for chunk in layout.chunks]
 
     def _chosen(self, homes: Homes, specs: Sequence[ChunkSpec]) -> list[Home]:
         """Where chunks live; there is room on disk for those that go there."""
@@ -193,7 +178,8 @@ class Gemini:
 
     def _reserve(self, shards: Iterable[tuple[torch.dtype, int]]) -> None:
         if self._stepper is not None:
-            self._stepper.reserve(shards)
+            with self._faults.together():
+                self._stepper.reserve(shards)
 
     def _make_chunk(
         self,
@@ -225,54 +211,6 @@ class Gemini:
         """What a home means under this stage: 1 and 2 keep parameters on the device."""
         return home if self._stage == 3 else replace(home, parameters="device")
 
-    def _make_stepper(
-        self, make: MakeOptimizer, master_dtype: torch.dtype | None, regime: str, seed: int,
-        disk: DiskSettings | None,
-    ) -> Stepper:  # fmt: skip
-        """What steps on shards: of the optimizer that is made of parameters of the whole ones' shapes, without memory."""
-        trained = {name: known for name, known in self._known.items() if known.kind.trained}
-        stand_ins = {
-            name: nn.Parameter(torch.empty((), device=self.memory.host).expand(known.shape))
-            for name, known in trained.items()
-        }
-        made = make(list(stand_ins.values()))
-        kind = kind_of(
-            made, {(known.kind.dtype, master_dtype or known.kind.dtype) for known in trained.values()}
-        )
-        names = {parameter: name for name, parameter in stand_ins.items()}
-        self.group_names = [[names[p] for p in group["params"]] for group in made.param_groups]
-        with_state = bool(made.state)
-        made.state.clear()
-        dtypes = {known.kind.dtype for known in trained.values()}
-        if kind == "adam":
-            self._regime, seed = adam_regime(made, regime, seed)
-            return AdamStepper(made, self._regime, seed, disk)
-        if regime != "A":
-            raise MemoryPlanError(
-                f"regime {regime!r} is how Adam keeps its state, and the optimizer is {type(made).__name__} "
-                f"(in {', '.join(map(str, dtypes))}): use adamw or adam with precision='bf16', or regime='A'"
-            )
-        if kind == "matrices":
-            return WholeStepper(
-                made,
-                master_dtype,
-                metas={name: known.meta for name, known in trained.items()},
-                shapes={name: known.shape for name, known in trained.items()},
-                with_state=with_state,
-            )
-        return GeneralStepper(made, master_dtype, with_state=with_state)
-
-    def _give_stretches(self) -> None:
-        """Put this rank's stretches into the optimizer's groups, in place of what they were made with."""
-        if self._stepper is None:
-            return
-        optimizer = self._stepper.optimizer
-        for group, names in zip(optimizer.param_groups, self.group_names, strict=True):
-            found = (self._stepper.stretch(name) for name in names)
-            group["params"] = [stretch for stretch in found if stretch is not None]
-        if isinstance(self._stepper, GeneralStepper | WholeStepper):
-            self._stepper.begin()
-
     @property
     def optimizer(self) -> torch.optim.Optimizer | None:
         """Has the groups with their settings, for schedulers; None if there is none."""
@@ -285,21 +223,39 @@ class Gemini:
     # -- a step -------------------------------------------------------------------------------------------------
 
     def begin(self, *, last: bool) -> None:
-        """Before each micro-step: whether it is the last of an accumulation."""
+        """Before each micro-step: whether it is the last of an accumulation.
+
+        Raises:
+            ChunkError: from when on a step was broken off in the middle, see :meth:`expect`.
+        """
+        self._check()
         if self._flow.was_broken_off:
             self.abandon()
         if self._finished:
             self.forget()
-        self._flow.last = last
+        self._flow.expect("last" if last else "more")
         self._runtime.begin_step()
 
     def finish(self, factor: float = 1.0) -> None:
-        """After the last backward: gradients are complete, and count times the factor."""
-        self._flow.shards()
+        """After the last backward: gradients are complete, and count times the factor.
+
+        Raises:
+            DiskError: on all ranks, if the last step could not be done on one of them, as :meth:`flush` says it.
+        """
+        self._flow.complete()
+        if self._flow.steps_early:
+            self._keep_as_they_are(factor == 1.0, f"to count {factor} times")
+            self._agree()
+        else:
+            self.flush()
         self._scale, self._finished = factor, True
 
     def norm(self, norm_type: float = 2.0) -> Tensor:
         """The norm of the whole model's gradient: float64, the same on every rank."""
+        if self._flow.steps_early:
+            self._faults.check()
+        else:
+            self.flush()
         everyone = self._mesh.group(*self._mesh.names)
         return self._flow.norm(norm_type, self._power_sum, everyone) * self._scale
 
@@ -319,6 +275,7 @@ class Gemini:
 
     def clip(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
         """Let the gradient's norm be at most ``max_norm``, by torch's rule; the norm before."""
+        self._keep_as_they_are(not self._flow.steps_early, "to be clipped")
         norm = self.norm(norm_type)
         self._scale = self._scale * torch.clamp(max_norm / (norm + 1e-6), max=1.0)
         return norm
@@ -327,15 +284,46 @@ class Gemini:
         """Let the optimizer step on every shard, and show the new weights."""
         if self._stepper is None:
             raise ChunkError("this model has no optimizer: give make_optimizer")
-        self._stepper.step(self._flow.shards(), self._scale, self._flow.used())
-        for chunk, gradient in self._gradients.items():
-            gradient.hand_over(partial(self._stepper.done_with, chunk))
+        self.holds_gradients = not self._flow.steps_early
+        if self.holds_gradients:
+            self.flush()
+            self._stepper.step(self._flow.shards(), self._scale, self._flow.used())
+            for chunk, gradient in self._gradients.items():
+                gradient.hand_over(partial(self._stepper.done_with, chunk))
+        else:
+            self._faults.check()
+            self._flow.complete()
+            self._agree()
+        self._promised = any(chunk.due is not None for chunk in self.chunks)
         self._publish(promised=False)
+        if self._early is not None and not self.holds_gradients:
+            self._early.end()
         self.forget()
 
-    def expect(self, *, last: bool) -> None:
-        """Right before a backward: whether it is the last of an accumulation, where ``begin`` could not know."""
-        self._flow.last = last
+    def expect(self, kind: Backward) -> None:
+        """Right before a backward: what it is to the step, where ``begin`` could not know.
+
+        In a ``"final"`` one Adam steps chunks as soon as their gradients are there, and none is held; the norm is known all
+        the same, after ``finish``. If it is broken off when some chunks have made the step, all that trains, reads or moves
+        the model raises from then on: it is between two steps. Other optimizers step when all gradients are there.
+        """
+        self._flow.expect(kind)
+
+    @property
+    def is_half_stepped(self) -> bool:
+        """Whether some chunks have made the step that is under way, and others may not have."""
+        return self._early is not None and self._early.is_half
+
+    def _check(self) -> None:
+        self._faults.check()
+        if self._early is not None:
+            self._early.check()
+
+    def _keep_as_they_are(self, yes: bool, what: str) -> None:
+        if not yes:
+            raise ChunkError(
+                f"gradients were {what}, and they were stepped with as they came: say before the backward that it is not 'final'"
+            )
 
     @property
     def takes(self) -> bool:
@@ -353,6 +341,8 @@ class Gemini:
     @torch.no_grad()
     def clip_value(self, bound: float) -> None:
         """Bring every element of the gradient, times the factor it counts with, into [-bound, bound]."""
+        self._keep_as_they_are(not self._flow.steps_early, "to be clipped")
+        self.flush()
         limit = bound / float(self._scale)
         for shard in self._flow.shards().values():
             shard.clamp_(-limit, limit)
@@ -369,14 +359,28 @@ class Gemini:
         self.forget()
 
     def flush(self) -> None:
-        """Let every step that was only promised be done. All ranks must call."""
+        """Let every step that was only promised be done. All ranks must call.
+
+        Raises:
+            DiskError: if one could not be on some rank: on all of them, naming the rank and the cause. So does every
+                further call: training cannot go on from there.
+        """
+        self._check()
         if self._stepper is not None:
             self._stepper.finish()
             for chunk in self.chunks:
                 chunk.wait_if_resident()
+        self._agree()
+
+    def _agree(self) -> None:
+        """Raise what the last step has come to, on all ranks; it is done."""
+        if self._promised:
+            self._promised = False
+            self._faults.agree()
 
     def publish(self) -> None:
-        """Show the true weights to the model."""
+        """Show the true weights to the model. All ranks must call; they raise what any could not write."""
+        self._faults.agree()
         self._publish(promised=True)
 
     def _publish(self, *, promised: bool) -> None:
@@ -396,6 +400,12 @@ class Gemini:
     def homes(self) -> dict[Chunk, Home]:
         """Where each chunk lives."""
         return dict(self._homes)
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """What a person should know of this rank's files: no direct I/O, what a killed process left and was removed."""
+        disk = self._stepper.disk if isinstance(self._stepper, AdamStepper) else None
+        return () if disk is None else disk.notes
 
     def uses(self) -> list[ChunkUse]:
         """The chunks, in the order of ``chunks``, with the units that need them: what a plan is made of."""
@@ -418,7 +428,8 @@ class Gemini:
     def rehome(self, homes: Mapping[Chunk, Home]) -> None:
         """Let chunks live elsewhere, between steps: training goes on as if nothing had happened. All ranks must call.
 
-        What leaves the device goes first, so that memory does not run out on the way.
+        They go in turns, so that memory does not run out on the way. A chunk that cannot be moved on
+        one of the ranks stays where it was on all, and all raise.
         """
         self.flush()
         self.forget()
@@ -429,17 +440,73 @@ class Gemini:
             if home.state == "disk" != self._homes[chunk].state and chunk in self._gradients
         )
         synchronize(self.memory.device)  # copies that are under way read what is about to go
-        for chunk, home in sorted(homes.items(), key=lambda pair: _weight(pair[1])):
-            home = self._at_home(home)
-            if home == self._homes[chunk]:
-                continue
-            if self._stepper is not None and chunk in self._gradients:
-                self._gradients[chunk].rehome(home.state)
-                self._stepper.move(chunk, home)
-            else:
-                chunk.rehome(home.parameters)
-            self._homes[chunk] = home
+        moves = [
+            self._as_move(chunk, self._at_home(home))
+            for chunk, home in homes.items()
+            if self._at_home(home) != self._homes[chunk]
+        ]
+        for move in in_turn(moves):
+            self._carry(*move.what)
         self._runtime.reread()
+
+    def pass_through(self, on: bool) -> bool:
+        """Let the device step a part of the host's chunks, whose state passes through it: whether it does from now on.
+
+        It takes :data:`~meshfold.zero_gemini.stepping.passage.PASSAGE_BYTES` of the device, and changes no bit. Nothing but
+        Adam is stepped so.
+        """
+        self.flush()
+        if not isinstance(self._stepper, AdamStepper):
+            return False
+        self._stepper.pass_through(None)
+        if on:
+            try:
+                self._stepper.pass_through(Passage(memory=self.memory))
+            except OutOfBudget:
+                return False
+        return on
+
+    def _as_move(self, chunk: Chunk, home: Home) -> Move[tuple[Chunk, Home]]:
+        """What it is to the two memories that a chunk changes homes; of the state that torch's optimizers keep, about."""
+        elements, width, was = chunk.shard.numel(), chunk.dtype.itemsize, self._homes[chunk]
+        state = 0.0
+        if chunk in self._gradients:
+            planes = planes_of(chunk.dtype, self._regime) if isinstance(self._stepper, AdamStepper) else ()
+            state = sum(plane.dtype.itemsize / plane.each for plane in planes) or 2.0 * width
+
+        def more(place: Place) -> int:
+            parameters = (home.parameters == place) - (was.parameters == place)
+            return round(
+                elements * (width * parameters + state * ((home.state == place) - (was.state == place)))
+            )
+
+        return Move(what=(chunk, home), device_bytes=more("device"), host_bytes=more("host"))
+
+    def _carry(self, chunk: Chunk, home: Home) -> None:
+        """Move a chunk, on all ranks or, if one cannot, on none."""
+        was, moved = self._homes[chunk], False
+        try:
+            with self._faults.together():
+                self._move(chunk, home)
+                moved = True
+        except BaseException:
+            if moved:  # here, and not on another rank
+                self._move(chunk, was)
+            self._runtime.reread()  # chunks before this one have moved
+            raise
+        self._homes[chunk] = home
+
+    def _move(self, chunk: Chunk, home: Home) -> None:
+        if self._stepper is None or chunk not in self._gradients:
+            chunk.rehome(home.parameters)
+            return
+        gradient, was = self._gradients[chunk], self._gradients[chunk].home
+        gradient.rehome(home.state)
+        try:
+            self._stepper.move(chunk, home)
+        except BaseException:
+            gradient.rehome(was)
+            raise
 
     # -- state --------------------------------------------------------------------------------------------------
 
@@ -448,9 +515,23 @@ class Gemini:
         return parameter in self._names
 
     def read(self, parameter: Tensor) -> Tensor:
-        """This rank's block over the tensor axes of a parameter's true value. All ranks of its chunk's group must call."""
+        """This rank's block over the tensor axes of a parameter's true value. All ranks of its chunk's group must call.
+
+        What a rank cannot read from its disk is NaN, and :meth:`check` and :meth:`agree` raise then.
+        """
         self.flush()
         return self._contents.read(self._name_of(parameter))
+
+    def check(self) -> None:
+        """Raise what could not be read or written on this rank since all agreed; in its place NaN was read.
+
+        Readers of many tensors go through the collectives of all, and let the other ranks know then.
+        """
+        self._faults.check_own()
+
+    def agree(self) -> None:
+        """Raise on all ranks what could not be read or written on any. All ranks must call."""
+        self._faults.agree()
 
     def true_dtype(self, parameter: Tensor) -> torch.dtype:
         """Of a parameter's true value."""
@@ -459,7 +540,7 @@ class Gemini:
     def write(self, parameter: Tensor, block: Tensor) -> None:
         """Take a parameter's true value, this rank's block over the tensor axes; then ``publish``."""
         self.flush()
-        self._contents.fill(self._name_of(parameter), block)
+        self._faults.keep(partial(self._contents.fill, self._name_of(parameter), block))
 
     def state_entries(self) -> dict[str, dict[str, Entry]]:
         """What tensors the optimizer has, by parameter name and key. All ranks of the chunks' groups must call."""
@@ -474,12 +555,12 @@ class Gemini:
         """Forget the optimizer's state, as if it had not stepped yet."""
         self.flush()
         if self._stepper is not None:
-            self._stepper.reset()
+            self._faults.keep(self._stepper.reset)
 
     def write_state(self, name: str, key: str, value: Tensor) -> None:
         """Take an optimizer's tensor: this rank's block over the tensor axes, or a number."""
         self.flush()
-        self._contents.write_state(name, key, value)
+        self._faults.keep(partial(self._contents.write_state, name, key, value))
 
     def _name_of(self, parameter: Tensor) -> str:
         return self._names[parameter]  # type: ignore[index]
@@ -487,7 +568,7 @@ class Gemini:
     def close(self) -> None:
         """Take all hooks off, and let go of what only training needs: gradients and the optimizer's state."""
         try:
-            if self._stepper is not None:
+            if self._stepper is not None and not self._faults.told and not self.is_half_stepped:
                 self.flush()
         finally:  # also if a step that was promised failed
             self._runtime.close()
@@ -497,21 +578,3 @@ class Gemini:
                 self._stepper.close()
             for chunk in self.chunks:
                 chunk.due = None
-
-
-def _weight(home: Home) -> int:
-    """How much of a chunk is on the device then."""
-    return (home.parameters == "device") + 4 * (home.state == "device")
-
-
-def _replace_meta(model: nn.Module, device: torch.device) -> None:
-    """Put real parameters, without elements yet, in the place of those on the meta device; ties stay ties."""
-    made: dict[Tensor, nn.Parameter] = {}
-    for module in model.modules():
-        for name, parameter in module._parameters.items():
-            if parameter is not None and parameter.is_meta:
-                if parameter not in made:
-                    empty = torch.empty(0, dtype=parameter.dtype, device=device)
-                    made[parameter] = nn.Parameter(empty, requires_grad=parameter.requires_grad)
-                    made[parameter].__dict__.update(parameter.__dict__)
-                module._parameters[name] = made[parameter]

@@ -2,10 +2,11 @@
 
 Stage 1 of ZeRO collects the micro-steps of an accumulation in one flat tensor of the whole chunk and sums it over the
 group once, at the last (1/N of the communication, N times the memory); stages 2 and 3 sum after every micro-step and
-keep 1/N. Chunks are reduced in the same order on every rank, whatever order gradients come in.
+keep 1/N, unless they are told to keep a backward ``"apart"``: then they collect whole chunks too, where the optimizer's
+state lives. Chunks are reduced in the same order on every rank, whatever order gradients come in.
 
 A parameter that no rank used has no gradient, as in a single process. So that ranks which used different parameters
-meet in the same collectives, what is missing counts as zero, and who was used is summed beside it.
+meet in the same collectives, what is missing counts as zero, and who was used is told beside it.
 """
 
 from __future__ import annotations
@@ -17,19 +18,24 @@ from torch import Tensor
 
 from meshfold.mesh import Pending, reduce_scatter
 from meshfold.zero_gemini.arena import Block
+from meshfold.zero_gemini.backward import Backward
 from meshfold.zero_gemini.chunk import Chunk
 from meshfold.zero_gemini.errors import ChunkError
+from meshfold.zero_gemini.flags import Flags
 from meshfold.zero_gemini.memory import Place
-from meshfold.zero_gemini.transfer import beside, mark, queue_behind, stream_of
+from meshfold.zero_gemini.transfer import fetch, send_home, stream_of
 
 
 class ChunkGradient:
     """Collects the gradients of one chunk.
 
     Attributes:
+        home: where the optimizer's state is.
         shard: the sum over the group and over micro-steps of this rank's elements; None before there is one.
         used: places of the parameters that had a gradient on this rank since the last ``clear``.
-        measured: what ``measure`` said of the complete shard on the device, before it went home.
+        measured: what ``measure`` said of the complete shard on the device, before it went home or was handed out.
+        is_settled: all ranks know that no more gradient comes before the next step.
+        is_gone: it was handed out.
     """
 
     def __init__(
@@ -45,13 +51,17 @@ class ChunkGradient:
         """
         self.chunk, self.dtype, self.home = chunk, dtype, home
         self._wants_every_time, self._measure = every_time, measure
-        self._last = False
+        self._kind: Backward = "more"
         self.measured: Tensor | None = None
         self._whole: Block | None = None  # of the elements of all ranks, not reduced yet
         self._filled: set[int] = set()  # places that are in it
         self._arrived: set[int] = set()  # places whose gradient of this backward is there
+        self._apart: Block | None = None  # as ``_whole``, of earlier backwards, at home
+        self._owed = False  # whether something is in it
         self._pending: Pending | None = None
         self._sending: Block | None = None  # what the pending reduction reads
+        self._flags: Flags | None = None  # who was used, and whether more may come
+        self._told: list[bool] = []
         self._here: Block | None = None  # the shard, on the compute device
         self._host: Block | None = None  # the shard, at home: kept for the next step
         self._sent: torch.cuda.Event | None = None
@@ -59,6 +69,7 @@ class ChunkGradient:
         self._name = f"gradients of {chunk.spec.names[0]} to {chunk.spec.names[-1]}"
         self.shard: Tensor | None = None
         self.used: set[int] = set()
+        self.is_settled = self.is_gone = False
 
     @property
     def _every_time(self) -> bool:
@@ -73,6 +84,8 @@ class ChunkGradient:
             self._host = None
         self.home = home
 
+    # -- while backward runs ------------------------------------------------------------------------------------
+
     def begin(self) -> None:
         """Before the next backward."""
         self._arrived.clear()
@@ -82,14 +95,26 @@ class ChunkGradient:
         """Whether every parameter's gradient of this backward is there."""
         return len(self._arrived) == len(self.chunk.parameters)
 
+    @property
+    def is_pending(self) -> bool:
+        """Whether a reduction is under way."""
+        return self._pending is not None
+
     def add(self, place: int, gradient: Tensor) -> None:
-        """Take up a gradient."""
+        """Take up a gradient.
+
+        Raises:
+            ChunkError: if none was to come any more.
+        """
+        if self.is_settled:
+            raise ChunkError(
+                f"{self.chunk.spec.names[place]!r} got a second gradient in one backward, after the optimizer was given the first: "
+                "use torch.utils.checkpoint.checkpoint with use_reentrant=False, or clip by norm, for which gradients are held"
+            )
         if self._pending is not None:  # a second gradient of one backward, after the first was sent
             self.collect()
         if self._whole is None:
-            self._whole = self.chunk.memory.allocate(
-                self.chunk.spec.size_elems, self.dtype, "device", self._name
-            )
+            self._whole = self._allocate(self.chunk.spec.size_elems)
         slot = self.chunk.spec.slots[place]
         part = self._whole.tensor[slot.start_elems : slot.start_elems + slot.numel].view_as(gradient)
         if place in self._filled:
@@ -100,19 +125,45 @@ class ChunkGradient:
         self.used.add(place)
         self._arrived.add(place)
 
-    def reduce(self, *, last: bool) -> None:
-        """Start the sum over the group, if it is time. All of the group must call, in the same order of chunks."""
-        if not (last or self._every_time):
+    def reduce(self, kind: Backward, *, unsure: bool = False) -> None:
+        """Start the sum over the group, if it is time. All of the group must call, in the same order of chunks.
+
+        Args:
+            kind: of the backward.
+            unsure: more of this chunk's gradient may come in this backward; counts in a final one, for all ranks.
+        """
+        if kind == "apart" and self._wants_every_time and self.chunk.group.size > 1:
+            self._put_aside()
+            return
+        if not (kind in ("last", "final") or self._every_time):
             return
         self.collect()
-        self._last = last
+        if self.is_settled:
+            return
+        self._kind = kind
         whole, self._whole = self._complete(), None
         self._filled.clear()
-        if self.chunk.group.size == 1:
-            self._keep(whole)
-        else:
+        if self.chunk.group.size > 1:
             self._pending = reduce_scatter(whole.tensor, self.chunk.group, 0, async_op=True)
             self._sending = whole
+        if kind == "final":
+            mine = [place in self.used for place in range(len(self.chunk.parameters))]
+            if self.chunk.group.size > 1:
+                self._flags = Flags([*mine, unsure], self.chunk.group, self.chunk.device)
+            self._told = [*mine, unsure]
+        if self.chunk.group.size == 1:
+            self._keep(whole)
+
+    def collect(self) -> None:
+        """End a reduction that is under way."""
+        if self._pending is None or self._sending is None:
+            return
+        arrived = self._pending.wait()
+        self._sending.free()
+        self._pending = self._sending = None
+        self._keep(self.chunk.memory.count(arrived, self._name))
+
+    # -- the complete shard -------------------------------------------------------------------------------------
 
     def finish(self) -> Tensor:
         """After the last reduction: the complete shard, at home."""
@@ -122,18 +173,56 @@ class ChunkGradient:
         self._arrive()
         return self.shard
 
+    @property
+    def names_used(self) -> set[str]:
+        """After a final backward: names of the parameters that any rank used."""
+        return {name for name, used in zip(self.chunk.spec.names, self._told, strict=False) if used}
+
+    @property
+    def has_home(self) -> bool:
+        """Whether there is memory of its own for the shard at home."""
+        return self._host is not None
+
+    def send_home(self) -> None:
+        """Let the complete shard wait at home, if that is not the device."""
+        if self._here is not None and self.home != "device":
+            self._send(self._here)
+
+    def hand_out(self) -> Block | None:
+        """The complete shard on the compute device, now the caller's to free; None if it went home: then ``finish`` has it.
+
+        ``measured`` stays.
+        """
+        self.collect()
+        if self.shard is None:
+            raise ChunkError(f"{self.chunk}: its gradient was asked for before any backward")
+        self.is_gone = True
+        if self._here is None:
+            return None
+        block, self._here, self.shard = self._here, None, None
+        return block
+
+    def on_its_way(self) -> Callable[[], None]:
+        """Waits until the shard has arrived at home; from now on that is the caller's to do."""
+        sent, self._sent = self._sent, None
+        return _nothing if sent is None else sent.synchronize
+
     def hand_over(self, until: Callable[[], None]) -> None:
-        """Forget the shard, whose memory is somebody's ``until`` returns."""
+        """Forget the shard at home, whose memory is somebody's ``until`` returns."""
         self._in_use = until
 
     def clear(self) -> None:
         """Forget everything."""
         self.collect()
         self._arrive()
-        for block in (self._whole, self._here):
+        if self._apart is not None and self.chunk.device.type == "cuda":
+            stream_of(self.chunk.device).synchronize()  # copies to it and from it
+        for block in (self._whole, self._here, self._apart):
             if block is not None:
                 block.free()
-        self._whole = self._here = self.shard = self.measured = None
+        self._whole = self._here = self._apart = self.shard = self.measured = self._flags = None
+        self.is_settled = self.is_gone = self._owed = False
+        self._told = []
         self._filled.clear()
         self._arrived.clear()
         self.used.clear()
@@ -146,52 +235,37 @@ class ChunkGradient:
             self._host.free()
             self._host = None
 
-    def collect(self) -> None:
-        """End a reduction that is under way."""
-        if self._pending is None or self._sending is None:
-            return
-        arrived = self._pending.wait()
-        self._sending.free()
-        self._pending = self._sending = None
-        self._keep(self.chunk.memory.count(arrived, self._name))
+    # -- within -------------------------------------------------------------------------------------------------
+
+    def _allocate(self, elements: int, place: Place = "device") -> Block:
+        return self.chunk.memory.allocate(elements, self.dtype, place, self._name)
 
     def _keep(self, arrived: Block) -> None:
-        """Add to the shard what was summed, and send it home."""
+        """Add to the shard what was summed. It goes home, but for a final backward's, which is stepped with from here."""
         tensor = arrived.tensor
         if self._here is not None:
             tensor.add_(self._here.tensor)
             self._here.free()
         elif self.shard is not None:  # an earlier micro-step's, which went home
-            tensor.add_(self._fetched())
+            tensor.add_(fetch(self.shard, self.chunk.device))
         self._here, self.shard, self.measured = arrived, tensor, None
-        if self.home != "device":
-            if self._last:
+        if self._kind == "final":
+            self.measured = self._measure(tensor)
+            if self._flags is not None:
+                self._told, self._flags = self._flags.read(), None
+            self.is_settled = not self._told[-1]
+        elif self.home != "device":
+            if self._kind == "last":
                 self.measured = self._measure(tensor)
             self._send(arrived)
-
-    def _fetched(self) -> Tensor:
-        """The shard that went home, on the compute device again."""
-        assert self.shard is not None  # the caller looked
-        device = self.chunk.device
-        with beside(device):
-            earlier = self.shard.to(device, non_blocking=True)
-            there = mark(device)
-        queue_behind(there, device)
-        if earlier.is_cuda:
-            earlier.record_stream(torch.cuda.current_stream(device))
-        return earlier
 
     def _send(self, here: Block) -> None:
         """Copy the shard home while the device goes on."""
         self._wait_for_user()
         self._arrive()
         if self._host is None:
-            self._host = self.chunk.memory.allocate(here.tensor.numel(), self.dtype, self.home, self._name)
-        with beside(self.chunk.device):
-            self._host.tensor.copy_(here.tensor, non_blocking=True)
-            self._sent = mark(self.chunk.device)
-        if here.tensor.is_cuda:
-            here.tensor.record_stream(stream_of(self.chunk.device))
+            self._host = self._allocate(here.tensor.numel(), self.home)
+        self._sent = send_home(here.tensor, self._host.tensor, self.chunk.device)
         here.free()
         self._here, self.shard = None, self._host.tensor
 
@@ -206,16 +280,33 @@ class ChunkGradient:
             self._in_use()
             self._in_use = None
 
+    # -- whole chunks -------------------------------------------------------------------------------------------
+
+    def _put_aside(self) -> None:
+        """Let what came in this backward wait, whole, where the optimizer's state is: nothing is sent to other ranks."""
+        if self.home == "device" or self._whole is None:
+            return
+        whole, self._whole = self._complete(), None
+        self._filled.clear()
+        if self._apart is None:
+            self._apart = self._allocate(self.chunk.spec.size_elems, self.home)
+        send_home(whole.tensor, self._apart.tensor, self.chunk.device)
+        whole.free()
+        self._owed = True
+
     def _complete(self) -> Block:
-        """The whole chunk's gradient with zeros where there is none, padding included."""
-        if self._whole is None:
-            block = self.chunk.memory.allocate(self.chunk.spec.size_elems, self.dtype, "device", self._name)
-            block.tensor.zero_()
-            return block
-        whole, end = self._whole.tensor, 0
+        """The whole chunk's gradient with zeros where there is none, padding included, and with what was put aside."""
+        whole = self._whole or self._allocate(self.chunk.spec.size_elems)
+        end = 0
         for place, slot in enumerate(self.chunk.spec.slots):
             if place in self._filled:
-                whole[end : slot.start_elems].zero_()
+                whole.tensor[end : slot.start_elems].zero_()
                 end = slot.start_elems + slot.numel
-        whole[end:].zero_()
-        return self._whole
+        whole.tensor[end:].zero_()
+        if self._owed and self._apart is not None:
+            whole.tensor.add_(fetch(self._apart.tensor, self.chunk.device))
+            self._owed = False
+        return whole
+
+
+def _nothing() -> None: ...

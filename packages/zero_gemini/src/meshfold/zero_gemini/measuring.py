@@ -4,23 +4,38 @@ from __future__ import annotations
 
 import functools
 import os
+import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
+from statistics import median
 
 import torch
 from torch import Tensor
 
-from meshfold.kernels import AdamSettings, SplitState, adam_update_parameters
+from meshfold.kernels import AdamSettings, AdamState, SplitState, adam_step, adam_update_parameters
 from meshfold.mesh import Group, all_gather
 from meshfold.zero_gemini.disk import bench, free_bytes
+from meshfold.zero_gemini.faults import Faults
 from meshfold.zero_gemini.memory import Memory
-from meshfold.zero_gemini.planner import H200, GiB, Machine, MiB
+from meshfold.zero_gemini.planner import H200, REGIMES, GiB, Machine, MiB
+from meshfold.zero_gemini.stepping.passage import PASSAGE_BYTES, HostState, Passage
+from meshfold.zero_gemini.stepping.planes import planes_of
+from meshfold.zero_gemini.stepping.worker import threads_for_steps
 from meshfold.zero_gemini.transfer import stream_of, synchronize
 
 _BYTES = 256 * MiB
-_ELEMENTS = 2**25  # of the optimizer's step: 450 MB, more than caches hold
+_ELEMENTS, _ELEMENTS_BESIDE_GPU = (
+    2**25,
+    2**26,
+)  # of the optimizer's step: 450 and 900 MB, more than caches hold
+_REGIME = REGIMES["A"]
+_ADAM = AdamSettings(lr=0.0, beta1=0.9, beta2=0.999, eps=1e-8, weight_decay=0.0, adamw_mode=True)
+_TOGETHER_S = 0.3
+WORTH_IT = 1.05
+"""How much faster the cores and the device must be than the cores alone for state to pass through the device."""
 UNLIMITED = 2**60
 """Bytes of a memory that nobody limits."""
 
@@ -32,12 +47,16 @@ def measure(device: torch.device, *, everyone: Group, disk: str | os.PathLike[st
         device: where models compute.
         everyone: all ranks.
         disk: a folder for optimizer state; its disk is measured with 1 GiB.
+
+    Raises:
+        DiskError: if one of the ranks cannot use it, on all of them.
     """
     found = _rates(device)
     if everyone.size > 1:
         found = replace(found, collective=_collective(device, everyone))
     if disk is not None:
-        rates = bench(disk, GiB)
+        with Faults(everyone, device).together():
+            rates = bench(disk, GiB)
         found = replace(
             found, disk_read=rates.read_bytes_per_s, disk_write=rates.write_bytes_per_s,
             disk_bytes=free_bytes(Path(disk)) or 0,
@@ -45,9 +64,23 @@ def measure(device: torch.device, *, everyone: Group, disk: str | os.PathLike[st
     return found
 
 
+def measure_early(device: torch.device) -> None:
+    """Measure now what :func:`measure` will tell of this process, while the memory that it takes is nobody's yet."""
+    _rates(device)
+
+
 @functools.cache
 def _rates(device: torch.device) -> Machine:
-    host = _adam(device)
+    threads = torch.get_num_threads()
+    torch.set_num_threads(threads_for_steps(threads))
+    try:
+        return _rates_of(device)
+    finally:
+        torch.set_num_threads(threads)
+
+
+def _rates_of(device: torch.device) -> Machine:
+    host, cores_alone = _adam(device)
     machine = replace(
         H200, name=f"this machine ({_name(device)})", host_memory=host, cpu_optimizer={}, gpu_bytes=UNLIMITED,
         host_bytes=host_bytes(), disk_bytes=0,
@@ -58,48 +91,104 @@ def _rates(device: torch.device) -> Machine:
         rate = _BYTES / copy
         return replace(machine, gpu_memory=host, h2d=rate, d2h=rate, pcie_both=rate, collective=rate)
     up, down, both = _copies(device)
+    through, cores = _together(device)
+    gained = through / _REGIME.step + (cores - cores_alone) / _REGIME.first_pass  # elements a second
+    if gained > (WORTH_IT - 1) * cores_alone / _REGIME.first_pass:
+        machine = replace(machine, passage=through, beside_passage=cores, passage_bytes=PASSAGE_BYTES)
     x = torch.empty(_BYTES, dtype=torch.uint8, device=device)
     on_device = 2 * _BYTES / _seconds(lambda a, b: b.copy_(a), device, x)
     return replace(machine, gpu_memory=on_device, h2d=up, d2h=down, pcie_both=both)
 
 
-def _adam(device: torch.device) -> float:
-    """Bytes/s of host memory while the optimizer steps on the host and, with a GPU, parameters go to the device."""
-    memory = Memory(device)
-    blocks = {
-        name: memory.allocate(_ELEMENTS, dtype, "host", "measuring")
-        for name, dtype in (
-            ("hi", torch.bfloat16), ("lo", torch.int16), ("exp_avg", torch.float32), ("exp_avg_sq", torch.float32),
-            ("gradient", torch.bfloat16),
+class _Sample:
+    """Optimizer state on the host, and how fast it is stepped there or through the device."""
+
+    def __init__(self, memory: Memory) -> None:
+        self.elements = _ELEMENTS if memory.device.type == "cpu" else _ELEMENTS_BESIDE_GPU
+        named = {"hi": torch.bfloat16, "gradient": torch.bfloat16}
+        named |= {plane.name: plane.dtype for plane in planes_of(torch.bfloat16, "A")}
+        self._blocks = {
+            name: memory.allocate(self.elements, dtype, "host", "measuring") for name, dtype in named.items()
+        }
+        planes = {name: block.tensor.zero_() for name, block in self._blocks.items()}
+        self.gradient, self._hi = planes.pop("gradient"), planes.pop("hi")
+        self._planes = planes
+
+    def half(self) -> int:
+        """The first half of a step, by the cores: bytes that they move."""
+        state = SplitState(hi=self._hi, **self._planes)
+        adam_update_parameters(state, self.gradient, _ADAM, step=1, grad_scale=1.0, start=0, seed=0)
+        return round(_REGIME.first_pass * self.elements)
+
+    def through(self, passage: Passage) -> Callable[[], None]:
+        """A step, by the device."""
+
+        def piece(_: int, state: AdamState, gradient: Tensor, begin: int) -> None:
+            adam_step(state, gradient, _ADAM, step=1, grad_scale=1.0, start=begin, seed=0)
+
+        host = HostState(
+            weights=self._hi,
+            planes=planes_of(torch.bfloat16, "A"),
+            tensors=self._planes,
+            gradient=self.gradient,
         )
-    }  # fmt: skip
-    planes = {name: block.tensor.zero_() for name, block in blocks.items()}
-    gradient = planes.pop("gradient")
-    state = SplitState(**planes)
-    settings = AdamSettings(lr=0.0, beta1=0.9, beta2=0.999, eps=1e-8, weight_decay=0.0, adamw_mode=True)
-    there = torch.empty_like(gradient, device=device) if device.type == "cuda" else None
-    best = 0.0
-    for _ in range(4):
-        copied = [] if there is None else _copying(there, gradient)
+        return passage.step(host, [(0, self.elements)], piece)
+
+    def free(self) -> None:
+        for block in self._blocks.values():
+            block.free()
+
+
+def _adam(device: torch.device) -> tuple[float, float]:
+    """Bytes/s of host memory while the optimizer steps on the host and its parameters go to a GPU, if there is one.
+
+    Of both together, and of the optimizer alone.
+    """
+    sample = _Sample(Memory(device))
+    there = torch.empty_like(sample.gradient, device=device) if device.type == "cuda" else None
+    rates = []
+    for _ in range(5):
         begin = time.perf_counter()
-        adam_update_parameters(state, gradient, settings, step=1, grad_scale=1.0, start=0, seed=0)
+        if there is not None:  # as large as the parameters
+            there.copy_(sample.gradient, non_blocking=True)
+        moved = sample.half()
         took = time.perf_counter() - begin
-        moved = 18 * _ELEMENTS + sum(event.query() for event in copied) * gradient.nbytes
         synchronize(device)
-        best = max(best, moved / took)
-    for block in blocks.values():
-        block.free()
-    return best
+        rates.append(moved / took)
+    sample.free()
+    alone = median(rates[1:])
+    beside = 1.0 if there is None else 1.0 + _REGIME.parameter / _REGIME.first_pass
+    return alone * beside, alone
 
 
-def _copying(there: Tensor, here: Tensor) -> list[torch.cuda.Event]:
-    """Start more copies to the device than end while the optimizer steps once; what tells that each is done."""
-    events = []
-    with torch.cuda.stream(stream_of(there.device)):
-        for _ in range(40):
-            there.copy_(here, non_blocking=True)
-            events.append(torch.cuda.current_stream(there.device).record_event())
-    return events
+def _together(device: torch.device) -> tuple[float, float]:
+    """Bytes/s of state that passes through the device, and of host memory under the cores' halves meanwhile."""
+    memory = Memory(device)
+    mine, other = _Sample(memory), _Sample(memory)
+    passage = Passage(memory=memory)
+    other.through(passage)()  # once before, so that no kernel is made while the clock runs
+    stop, moved = threading.Event(), 0
+
+    def feed() -> int:
+        done, end = 0, other.through(passage)
+        while not stop.is_set():
+            end = other.through(passage)
+            done += 1
+        end()
+        return done
+
+    with ThreadPoolExecutor(1, "meshfold-feed") as feeder:
+        begin = time.perf_counter()
+        fed = feeder.submit(feed)
+        while time.perf_counter() - begin < _TOGETHER_S:
+            moved += mine.half()
+        cores = moved / (time.perf_counter() - begin)
+        stop.set()
+        through = fed.result() * _REGIME.step * other.elements / (time.perf_counter() - begin)
+    passage.close()
+    for sample in (mine, other):
+        sample.free()
+    return through, cores
 
 
 def _copies(device: torch.device) -> tuple[float, float, float]:

@@ -4,10 +4,14 @@ A unit is *entered* before its forward and, through a hook on what it returned, 
 its forward, and when the gradients of its inputs are there. Entering gathers its chunks, and starts on those of the
 unit that came next the last time; what no entered unit needs is released then. The order of units is learnt from each
 step for the next: a step with another order gathers later than it might, and is right all the same.
+
+It is counted how often a unit was called and left again in backward: what was left as often as it was called is read no
+more before the next step. A recomputation comes between the beginning of backward of a call and its end.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
@@ -25,6 +29,10 @@ class Runtime:
 
     Attributes:
         order: names of the units entered by the last step that was trained, forward and backward.
+        most_chunks: that a unit has.
+        task: autograd's number of the backward that runs, not of one inside of it; None before it came to a unit.
+        on_left: called in a backward whenever a unit was left for the last time.
+        check: called before each forward of the model; raises if there must not be one.
     """
 
     def __init__(
@@ -34,19 +42,33 @@ class Runtime:
         chunks_of: Callable[[Unit], list[Chunk]],
         *,
         prefetch: int,
+        before_evaluation: Callable[[], None] | None = None,
     ) -> None:
         """Args:
         model: the whole model; its forward begins and ends what is done without gradients.
         units: its parts.
         chunks_of: the chunks that a unit's parameters are in.
         prefetch: how many units ahead are gathered.
+        before_evaluation: done before a forward without gradients while steps are due: what comes of it is looked at
+            before the ranks agree again whether all went well. None: nothing.
         """
         self._all = {unit: chunks_of(unit) for unit in units}
+        self._users: dict[Chunk, list[Unit]] = {}
+        for unit, all_ in self._all.items():
+            for chunk in all_:
+                self._users.setdefault(chunk, []).append(unit)
+        self.most_chunks = max(map(len, self._all.values()), default=0)
+        self._open: Counter[Unit] = Counter()  # calls of this step that backward has not left
+        self._unsure: set[Unit] = set()  # called in a way that hides how often backward comes
+        self.task: int | None = None
+        self.on_left: Callable[[], None] | None = None
+        self.check: Callable[[], None] | None = None
         self._chunks: dict[Unit, list[Chunk]] = {}
         self.reread()
-        self._prefetch = prefetch
+        self._prefetch, self._before_evaluation = prefetch, before_evaluation
         self._inside: list[Unit] = []  # entered and not left yet
         self._behind: set[Unit] = set()  # whose backward has begun
+        self._recomputed: set[Unit] = set()  # and whose has not
         self._backwards = 0
         self._held: dict[Chunk, None] = {}  # gathered, or on their way
         self._in_backward = False
@@ -75,6 +97,9 @@ class Runtime:
         """Before each training step: what was seen becomes what is expected."""
         if self._seen:
             self.order, self._seen = self._seen, []
+        self._open.clear()
+        self._unsure.clear()
+        self.task = None
 
     def abandon(self) -> None:
         """Forget a step that raised in the middle."""
@@ -89,12 +114,20 @@ class Runtime:
             chunk.release()
         self._held.clear()
         self._inside.clear()
+        self._recomputed.clear()
 
     # -- hooks --------------------------------------------------------------------------------------------------
 
     def _start(self, module: nn.Module, args: Any) -> None:
+        if self.check is not None and graph_task() < 0:  # else it is recomputed
+            self.check()
         if not self._in_backward:  # a forward that raised may have left units entered
             self._inside.clear()
+            self._recomputed.clear()
+        if self._before_evaluation is None or torch.is_grad_enabled():
+            return
+        if any(chunk.is_due for chunks in self._chunks.values() for chunk in chunks):
+            self._before_evaluation()
 
     def _end(self, module: nn.Module, args: Any, output: Any) -> None:
         if not torch.is_grad_enabled():
@@ -103,7 +136,7 @@ class Runtime:
     def _before(self, unit: Unit) -> Callable[..., Any]:
         def before(module: nn.Module, args: Any, kwargs: Any) -> Any:
             self._enter(unit)
-            return watch_inputs(args, kwargs, lambda: self._left_backward(unit))
+            return watch_inputs(args, kwargs, self._call(unit))
 
         # A compiled block has its graph between hooks, not round them.
         found: Callable[..., Any] = torch.compiler.disable(before)
@@ -113,7 +146,11 @@ class Runtime:
         def after(module: nn.Module, args: Any, output: Any) -> None:
             if unit in self._behind:  # recomputed by activation checkpointing: its backward comes next
                 return
-            if unit in self._inside:
+            if (
+                graph_task() >= 0
+            ):  # recomputed with others: what autograd has saved of it must stay until its backward
+                self._recomputed.add(unit)
+            elif unit in self._inside:
                 self._inside.remove(unit)
             if torch.is_grad_enabled():
                 begin = self._before_backward(unit)
@@ -132,18 +169,48 @@ class Runtime:
             nonlocal begun
             if not self._in_backward:
                 self._in_backward = True
+                self.task = graph_task()
                 self._backwards += 1
                 torch.autograd.Variable._execution_engine.queue_callback(self._after_backward)
             if begun != self._backwards:
                 begun = self._backwards
                 self._behind.add(unit)
+                if unit in self._recomputed:
+                    self._recomputed.remove(unit)
+                    self._inside.remove(unit)
                 self._enter(unit, again=True)
 
         return before_backward
 
-    def _left_backward(self, unit: Unit) -> None:
-        if unit in self._inside:
-            self._inside.remove(unit)
+    def _call(self, unit: Unit) -> Callable[[], None]:
+        """Counts a call of a unit; what is returned is called when backward leaves it."""
+        # Without gradients inside of a forward that has them: reentrant checkpointing, or nothing that backward comes to.
+        if not torch.is_grad_enabled():
+            self._unsure.add(unit)
+        is_open = torch.is_grad_enabled() and graph_task() < 0  # else it is recomputed in a backward
+        self._open[unit] += is_open
+
+        def left() -> None:
+            nonlocal is_open
+            if unit in self._inside:
+                self._inside.remove(unit)
+            if is_open:
+                is_open = False
+                self._open[unit] -= 1
+                if not self._open[unit] and self.on_left is not None:
+                    self.on_left()
+
+        return left
+
+    # -- what is over -------------------------------------------------------------------------------------------
+
+    def is_over(self, chunk: Chunk) -> bool:
+        """Whether nothing in this step reads a chunk's parameters any more, as far as the calls of its units tell."""
+        return not any(self._open[unit] or unit in self._unsure for unit in self._users.get(chunk, ()))
+
+    def is_unsure(self, chunk: Chunk) -> bool:
+        """Whether backward may come to a unit of a chunk in ways that were not seen in forward."""
+        return any(unit in self._unsure for unit in self._users.get(chunk, ()))
 
     def _after_backward(self) -> None:
         self._in_backward = False
@@ -165,6 +232,8 @@ class Runtime:
                 chunk.release()
                 del self._held[chunk]
         for chunk in wanted:
+            if chunk.is_due and chunk not in self._chunks[unit]:
+                continue  # stepped in this backward: nobody inside reads it any more
             chunk.gather()
             self._held[chunk] = None
         for chunk in ahead:
@@ -184,3 +253,8 @@ class Runtime:
     def _next(self) -> list[Unit]:
         place = len(self._seen)
         return self.order[place : place + self._prefetch]
+
+
+def graph_task() -> int:
+    """Autograd's number of the backward in which this is called; below zero outside of one."""
+    return int(torch._C._current_graph_task_id())

@@ -41,6 +41,33 @@ def queue_behind(event: torch.cuda.Event | None, device: torch.device) -> None:
         torch.cuda.current_stream(device).wait_event(event)
 
 
+def send_home(source: torch.Tensor, target: torch.Tensor, device: torch.device) -> torch.cuda.Event | None:
+    """Start copying a tensor of the device to the host, beside the computation; when it is there (None: it is).
+
+    The source's memory may be given back at once. Who waits leaves the core to others.
+    """
+    arrived: torch.cuda.Event | None = None
+    with beside(device):
+        target.copy_(source, non_blocking=True)
+        if device.type == "cuda":
+            arrived = torch.cuda.Event(blocking=True)
+            arrived.record()
+    if source.is_cuda:
+        source.record_stream(stream_of(device))
+    return arrived
+
+
+def fetch(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """A tensor of the host on the device, for what is queued there from now on."""
+    with beside(device):
+        here = tensor.to(device, non_blocking=True)
+        there = mark(device)
+    queue_behind(there, device)
+    if here.is_cuda:
+        here.record_stream(torch.cuda.current_stream(device))
+    return here
+
+
 def synchronize(device: torch.device) -> None:
     """Wait for all that was queued on a device."""
     if device.type == "cuda":

@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING, Any
 from meshfold.engine.cli.failure import Failure
 from meshfold.engine.cli.models import add_model, positive, read_changes, read_rules
 from meshfold.engine.cli.parallel import add_parallel, read_parallel
+from meshfold.engine.cli.train_arguments import RECOMPUTE
 
 if TYPE_CHECKING:
     from meshfold.engine.machines import Machine
@@ -54,6 +55,10 @@ def configure(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--precision", default="bf16", choices=("fp32", "fp64", "bf16", "fp16"), help="(bf16)"
+    )
+    parser.add_argument("--recompute", choices=("blocks", "auto"), help=RECOMPUTE)
+    parser.add_argument(
+        "--no-clip", action="store_true", help="gradients are not clipped, and so none is held"
     )
     parser.add_argument("--optimizer", default="adamw", choices=("adamw", "adam", "sgd"), help="(adamw)")
     parser.add_argument(
@@ -92,11 +97,12 @@ def run(arguments: argparse.Namespace) -> int:
     from meshfold.engine.machines import machine as find_machine
     from meshfold.engine.model_choice import choose_model, longest
     from meshfold.engine.planner import estimate, times
+    from meshfold.engine.world import require_runnable
     from meshfold.mesh import ParallelSpec
 
     spec = ParallelSpec.parse(parallel, arguments.ranks)
     spec = spec.with_world_size(spec.world_size)  # data is 1 where neither it nor --ranks was given
-    spec.require_installed()
+    require_runnable(spec)
     if spec.zero is None and (arguments.timeline or arguments.trace):
         raise Failure("--timeline and --trace show where zero=... keeps things, and this spec has no zero")
     machine = find_machine(arguments.machine or ("h200" if spec.world_size == 1 else "h200x8"))
@@ -115,6 +121,8 @@ def run(arguments: argparse.Namespace) -> int:
         optimizer=arguments.optimizer,
         accumulate=arguments.accumulate,
         rules=rules,
+        recompute=arguments.recompute,
+        clip=not arguments.no_clip,
         machine=machine,
         name=model.name,
     )
@@ -180,6 +188,7 @@ def _answer(found: Estimate, took: Times, machine: Machine) -> dict[str, Any]:
             "peak_host_bytes": plan.peak_host_bytes,
             "peak_disk_bytes": plan.peak_disk_bytes,
             "limits": asdict(plan.limits),
+            "layers": [asdict(layer) for layer in plan.layers],
             "terms": [asdict(term) for term in plan.terms],
             "chunks": [
                 {**asdict(made), "elements": chunk.elems}

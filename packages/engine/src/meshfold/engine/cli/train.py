@@ -72,12 +72,13 @@ def start(
         The exit code.
     """
     from meshfold.engine.progress import make_progress
+    from meshfold.engine.world import require_runnable
     from meshfold.mesh import ParallelSpec
     from meshfold.mesh.launch import launch
 
     spec = ParallelSpec.parse(settings.parallel, ranks)
     spec = spec.with_world_size(spec.world_size)  # data is 1 where neither it nor --ranks was given
-    spec.require_installed()
+    require_runnable(spec)
     progress = make_progress(settings.last_step, show=True, as_json=as_json)
     _check_device(settings, spec.world_size)
     _check_folder(settings, progress)
@@ -96,6 +97,7 @@ def _as_rank(settings: TrainSettings, here: Environment, *, plan: bool, as_json:
     from meshfold.engine.hf import quiet
     from meshfold.engine.progress import Silent, make_progress
     from meshfold.engine.training import open_inputs, train
+    from meshfold.engine.world import require_runnable
     from meshfold.mesh import Mesh, ParallelSpec, barrier
     from meshfold.mesh.process_group import start as join
 
@@ -103,7 +105,7 @@ def _as_rank(settings: TrainSettings, here: Environment, *, plan: bool, as_json:
         quiet()
     progress = make_progress(settings.last_step, show=here.rank == 0, as_json=as_json)
     spec = ParallelSpec.parse(settings.parallel, here.world_size)
-    spec.require_installed()
+    require_runnable(spec)
     _check_folder(settings, progress if plan else Silent())
     if (
         plan
@@ -208,9 +210,11 @@ def _show_plan(
             batch_size=settings.batch_size,
             seq_len=settings.seq_len,
             precision=settings.precision,
+            recompute=settings.recompute,
             optimizer=settings.optimizer,
             accumulate=settings.accumulate,
             rules=settings.rules,
+            clip=settings.clip > 0,
             machine=boundless(),
         )
     except MeshfoldError:

@@ -11,6 +11,8 @@ from meshfold.engine.cli.parallel import add_parallel, read_parallel
 if TYPE_CHECKING:
     from meshfold.engine.train_settings import TrainSettings
 
+RECOMPUTE = "activations in backward: of every block, or of those that the plan of zero says (the model's own business)"
+
 
 def configure(parser: argparse.ArgumentParser) -> None:
     """The arguments of ``meshfold train``."""
@@ -50,6 +52,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
         "--device", choices=("cpu", "cuda"), help="(default: a GPU for each rank where there are as many)"
     )
     work.add_argument("--precision", default="fp32", choices=("fp32", "fp64", "bf16", "fp16"), help="(fp32)")
+    work.add_argument("--recompute", choices=("blocks", "auto"), help=RECOMPUTE)
     # Without defaults: what was not given is the run's own where one goes on, else as in TrainSettings.
     steps = parser.add_argument_group(
         "optimization (with --resume: by default as in the run so far)", argument_default=argparse.SUPPRESS

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import secrets
 import time
 from collections import deque
 from collections.abc import Callable, Iterable
@@ -42,7 +43,7 @@ def bench(
     names = [str(index) for index in range(-(-nbytes // chunk_bytes))]
     sizes = dict.fromkeys(names, chunk_bytes)
     buffers = [aligned_empty(chunk_bytes).random_() for _ in range(in_flight)]
-    with DiskStore(folder, 0, sizes, in_flight, chunk_bytes, name=f"bench-{os.getpid()}") as store:
+    with DiskStore(folder, 0, sizes, in_flight, chunk_bytes, name=f"bench-{secrets.token_hex(8)}") as store:
 
         def write_all() -> None:
             _stream(store.write, names, buffers)

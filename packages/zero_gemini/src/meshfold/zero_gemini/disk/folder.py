@@ -6,12 +6,16 @@ import errno
 import fcntl
 import os
 import stat
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from ..errors import DiskError
 from .layout import MAGIC, Header
 from .memory import ALIGN
 
+_PATIENCE, _PAUSE_SECONDS = 500, 0.01
 _FULL = (errno.ENOSPC, errno.EDQUOT)
 
 
@@ -63,10 +67,9 @@ def lock(path: Path, *, create: bool) -> int:
                 raise DiskError(f"{path} is not a plain file. Delete it, or name another folder.")
             try:
                 fcntl.flock(control, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                raise DiskError(
-                    f"{path} is in use{_by(control)}. Give each run a folder of its own, and each store of a run a name."
-                ) from None
+            except BlockingIOError as error:
+                message = f"{path} is in use{_by(control)}. Give each store of a folder a name of its own."
+                raise disk_error(message, error) from None
             except OSError as error:
                 raise DiskError(
                     f"{path}: its file system has no file locks ({error.strerror}). Name another."
@@ -85,11 +88,17 @@ def claim(path: Path, notes: list[str]) -> int:
     Raises:
         DiskError: as `lock`, or the file is not one of ours.
     """
-    control = lock(path, create=True)
-    start = os.pread(control, ALIGN, 0)
-    if start and start[: len(MAGIC)] != MAGIC:
-        os.close(control)
-        raise DiskError(f"{path} is not a Meshfold block file, and is not overwritten. Move it away.")
+    with alone_in(path.parent):
+        control = lock(path, create=True)
+    try:
+        start = os.pread(control, ALIGN, 0)
+        if start and start[: len(MAGIC)] != MAGIC:
+            raise DiskError(f"{path} is not a Meshfold block file, and is not overwritten. Move it away.")
+    except OSError as error:
+        unlock(control)
+        if isinstance(error, DiskError):
+            raise
+        raise disk_error(f"{path} cannot be read: {error.strerror}. Move it away.", error) from error
     if start:
         try:
             header = Header.unpack(start, str(path))
@@ -97,6 +106,40 @@ def claim(path: Path, notes: list[str]) -> int:
         except DiskError as error:
             notes.append(f"{path}: replaced an unusable file: {error}")
     return control
+
+
+def is_others(error: DiskError, path: Path) -> bool:
+    """Whether a file could not be had since it is another store's, or another user's."""
+    return error.errno == errno.EAGAIN or (error.errno in (errno.EACCES, errno.EPERM) and path.exists())
+
+
+@contextmanager
+def alone_in(folder: Path) -> Iterator[None]:
+    """Files are made here by one process at a time, and not while another sweeps.
+
+    Where folders cannot be locked, or somebody stopped with the lock, that is not so. Then the worst that can happen is
+    that a file which was just made seems to be in use.
+    """
+    try:
+        descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    except OSError:
+        yield
+        return
+    try:
+        for _ in range(_PATIENCE):
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                time.sleep(_PAUSE_SECONDS)
+            except OSError:
+                break
+            else:
+                break
+        yield
+    finally:
+        with suppress(OSError):
+            fcntl.flock(descriptor, fcntl.LOCK_UN)
+        os.close(descriptor)
 
 
 def unlock(control: int) -> None:

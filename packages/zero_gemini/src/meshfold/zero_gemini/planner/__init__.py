@@ -9,7 +9,7 @@
 """
 
 from meshfold.zero_gemini.planner.options import STRATEGIES
-from meshfold.zero_gemini.planner.policies import const, cpu, cuda, exhaustive, plan, static
+from meshfold.zero_gemini.planner.policies import const, cpu, cuda, exhaustive, on_device, plan, static
 from meshfold.zero_gemini.planner.rates import EMULATED, H200, GiB, KiB, Machine, MiB
 from meshfold.zero_gemini.planner.refuse import DoesNotFit
 from meshfold.zero_gemini.planner.result import ChunkPlan, LayerPlan, Plan, Term
@@ -42,6 +42,7 @@ __all__ = [
     "cuda",
     "draw",
     "exhaustive",
+    "on_device",
     "plan",
     "stack",
     "static",

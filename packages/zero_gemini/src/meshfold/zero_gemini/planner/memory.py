@@ -78,6 +78,7 @@ def layer_bytes(workload: Workload) -> Floats:
     out = np.zeros((len(workload.layers), 2, workload.moments))
     for j, layer in enumerate(workload.layers):
         out[j, 1, layer.first : layer.last + 1] = layer.kept_bytes
+        out[j, 1, layer.last + 1 : layer.last + 2] = layer.own_bytes
     return out
 
 
@@ -88,7 +89,7 @@ def home_bytes(workload: Workload, strategy: str) -> tuple[Floats, Floats]:
     trainable = np.array([chunk.trainable for chunk in workload.chunks])
     plane = np.ceil(regime.parameter * elems)
     state = np.ceil(regime.state * elems) * trainable
-    held = np.ceil(regime.gradient * elems) * trainable * workload.clipping
+    held = np.ceil(regime.gradient * elems) * trainable * held_at_home(workload)
     copies = 2 if strategy == OUT_OF_PLACE else 1
     host, disk = np.zeros((len(elems), 5)), np.zeros((len(elems), 5))
     host[:, (1, 2)] = (copies * (plane + state) + held)[:, None]
@@ -101,19 +102,28 @@ def home_bytes(workload: Workload, strategy: str) -> tuple[Floats, Floats]:
     return workload.ranks_per_host * host, workload.ranks_per_host * disk
 
 
+def held_at_home(workload: Workload) -> bool:
+    """Whether gradients of what the host steps wait there: for the norm, or for those of later micro-steps."""
+    return workload.clipping or (workload.accumulation > 1 and workload.stage > 1)
+
+
 def gradient_ring(workload: Workload) -> int:
     """Host bytes for gradients on their way to the CPU step when none is held: two of the largest chunk's."""
-    if workload.clipping:
+    if held_at_home(workload):
         return 0
     sizes = [chunk.elems for chunk in workload.chunks if chunk.trainable]
     return 2 * int(np.ceil(workload.regime.gradient * max(sizes, default=0)))
 
 
-def memory_table(workload: Workload, strategy: str, mode: str, gpu: Floats) -> Table:
-    """Rows: GPU bytes at every moment, then host, then disk. ``gpu`` is the sum of :func:`gpu_kinds`."""
+def memory_table(workload: Workload, strategy: str, mode: str, gpu: Floats, passage_bytes: int = 0) -> Table:
+    """Rows: GPU bytes at every moment, then host, then disk. ``gpu`` is the sum of :func:`gpu_kinds`.
+
+    ``passage_bytes`` are the GPU's as soon as state lives on the host.
+    """
     build = Builder(len(workload.chunks), len(workload.layers))
     moments = [f"gpu at moment {t}" for t in range(workload.moments)]
-    build.add(*moments, base=workload.non_model_bytes, chunk=gpu, layer=layer_bytes(workload))
+    others = np.array(workload.non_model_bytes) + (0 if mode == GPU_ONLY else passage_bytes)
+    build.add(*moments, base=others, chunk=gpu, layer=layer_bytes(workload))
     host, disk = home_bytes(workload, strategy)
     base = workload.host_base_bytes
     if mode != GPU_ONLY:

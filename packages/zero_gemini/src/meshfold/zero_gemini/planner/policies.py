@@ -9,11 +9,13 @@ import numpy as np
 
 from meshfold.mesh.errors import SpecError, nearest
 from meshfold.zero_gemini.errors import MemoryPlanError
+from meshfold.zero_gemini.planner.family import Family, layer_order
 from meshfold.zero_gemini.planner.memory import gpu_kinds
 from meshfold.zero_gemini.planner.options import (
     ALL_GPU,
     DISK_RESIDENT,
     DISK_STREAMED,
+    GPU_ONLY,
     HOST_RESIDENT,
     HOST_STREAMED,
     Choice,
@@ -71,6 +73,19 @@ def cuda(
     """
     chunks = np.full(len(workload.chunks), ALL_GPU)
     return _fixed("cuda", workload, machine, limits, chunks, kept)
+
+
+def on_device(workload: Workload, machine: Machine, limits: Limits | None = None) -> Plan:
+    """Everything on the GPU, and of the activations as many as fit, those first that save most seconds a byte.
+
+    Raises:
+        MemoryPlanError: if it does not fit though nothing is kept.
+    """
+    case = _case(workload, machine, limits)
+    problem, layers = case.problem(case.strategies()[0], GPU_ONLY), layer_order(workload)
+    found = Family(problem, np.arange(len(workload.chunks)), layers).best(np.inf)
+    kept = [] if found is None else [workload.layers[j].name for j in np.flatnonzero(found[1].layers)]
+    return cuda(workload, machine, limits, kept=kept)
 
 
 def cpu(

@@ -111,7 +111,7 @@ class Case:
         if strategy not in self._seconds:
             self._seconds[strategy] = seconds_table(self.workload, self.machine, strategy)
         time, phases = self._seconds[strategy]
-        memory = memory_table(self.workload, strategy, mode, self.gpu)
+        memory = memory_table(self.workload, strategy, mode, self.gpu, self.machine.passage_bytes)
         return Problem(
             strategy=strategy, mode=mode, time=time, phases=phases, memory=memory, limits=self.bounds
         )

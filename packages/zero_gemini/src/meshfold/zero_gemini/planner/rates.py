@@ -12,6 +12,7 @@ from dataclasses import dataclass, field, fields
 from meshfold.mesh.errors import SpecError
 
 KiB, MiB, GiB = 2**10, 2**20, 2**30
+_MAY_BE_NONE = ("disk_bytes", "passage", "beside_passage", "passage_bytes")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,15 +48,26 @@ class Machine:
     """bytes of host memory."""
     disk_bytes: int
     """bytes of disk for optimizer state; 0: no disk."""
+    passage: float = 0.0
+    """bytes/s of state, up and down together, that the device steps for the host while the cores step other chunks; 0: it
+    does not."""
+    beside_passage: float = 0.0
+    """bytes/s of host memory that the cores reach meanwhile."""
+    passage_bytes: int = 0
+    """bytes of GPU memory that state passes through."""
     cpu_optimizer: Mapping[str, float] = field(default_factory=dict)
     """elements/s of a CPU optimizer step in cache, by regime; one that is missing is limited by host memory alone."""
 
     def __post_init__(self) -> None:
         for entry in fields(self):
             value = getattr(self, entry.name)
-            least = 0 if entry.name == "disk_bytes" else 1
+            least = 0 if entry.name in _MAY_BE_NONE else 1
             if isinstance(value, int | float) and not value >= least:
                 raise SpecError(f"machine {self.name!r}: {entry.name}={value!r} must be at least {least}")
+        if self.passage and not self.beside_passage:
+            raise SpecError(
+                f"machine {self.name!r}: passage={self.passage!r} says nothing without beside_passage"
+            )
         for regime, rate in self.cpu_optimizer.items():
             if not rate > 0:
                 raise SpecError(f"machine {self.name!r}: cpu_optimizer[{regime!r}]={rate!r} must be above 0")

@@ -50,7 +50,8 @@ def refusal(case: Case) -> DoesNotFit:
         words.append("No amount of host memory helps.")
     if binds == "gpu":
         words.append(
-            "Raise the GPU's limit, or lower what a moment needs: fewer tokens at once, or activations recomputed."
+            "Raise the GPU's limit, or lower what a moment needs: fewer tokens at once"
+            + ("." if workload.layers else ", or activations recomputed (recompute='blocks').")
         )
     else:
         smaller = {"A": "B (8 bytes an element)", "B": "C (6 bytes an element)", "fp16": "A in bf16"}

@@ -18,6 +18,8 @@ which is short when the earliest chunks, whose gradients come last and which are
 
 With just-in-time clipping a step is two phases, each the largest of its own sums: the backward, and the forward with
 the CPU step inside it: ``backward + max(forward, (26 B · host elements + forward's h2d bytes) / host memory)``.
+Where the device steps some of the host's chunks, as their state passes through it, both work until nothing is left: the
+cores' share of the elements is to the device's as their rates are, and moments are left over of the cores' share alone.
 With several micro-steps to a step, the later ones add a forward and a backward each in which nothing is stepped.
 Out of place it is (1 - q) of the first form and q of the second, with the wasted step in its backward; q is the share of steps
 that clip.
@@ -79,6 +81,7 @@ class Loads:
         self.down = regime.gradient * self.elems
         self.disk = regime.state * elems * train * disk
         self.split = elems * train * (off - disk)
+        self.cores, self.beside = self._dealt()
         self.gpu_step = regime.step * elems * train * (1 - off) / machine.gpu_memory
         self.forward = np.array([chunk.forward_seconds for chunk in chunks])
         self.backward = np.array([chunk.backward_seconds for chunk in chunks])
@@ -104,6 +107,14 @@ class Loads:
         share = (ranks - 1) / ranks / self.machine.collective
         width = self.regime.parameter
         return width * forward * share, width * backward * share, self.regime.gradient * reduced * share
+
+    def _dealt(self) -> tuple[float, float]:
+        """The cores' share of what the host steps before a forward, and the host memory's bytes/s that they have then."""
+        machine = self.machine
+        if not machine.passage:
+            return 1.0, machine.host_memory
+        cores = machine.beside_passage / self.regime.first_pass
+        return cores / (cores + machine.passage / self.regime.step), machine.beside_passage
 
     def cpu(self) -> Floats:
         """Seconds of arithmetic of the CPU step."""
@@ -197,11 +208,14 @@ def _forward(build: Builder, loads: Loads, strategy: str) -> None:
     """The forward with the CPU step of every chunk just before its use; the GPU steps when the norm is known."""
     machine, regime = loads.machine, loads.regime
     split = loads.split if strategy == SPLIT else np.zeros_like(loads.split)
-    step = regime.step * (loads.elems - split) + regime.first_pass * split
+    # in bytes of the rate that the cores have while nothing passes through the device
+    dealt = regime.first_pass * loads.cores * split * machine.host_memory / loads.beside
+    step = regime.step * (loads.elems - split) + dealt
     cpu = loads.cpu() if strategy != SPLIT else loads.cpu_of(step)
     up = loads.up_forward
+    through = (regime.step + regime.gradient) / 2 * (1 - loads.cores) * split
     build.add("compute", base=loads.forward.sum(), chunk=loads.gpu_step)
-    build.add("h2d", chunk=up / machine.h2d)
+    build.add("h2d", chunk=(up + through) / machine.h2d)
     build.add("host memory", chunk=(step + up + 2 * loads.disk) / machine.host_memory)
     build.add("cpu optimizer", chunk=cpu)
     build.add("disk", chunk=loads.disk_seconds())
@@ -220,7 +234,7 @@ def _backward(build: Builder, loads: Loads, strategy: str) -> None:
     up, down = loads.up_backward, loads.down
     step, disk = np.zeros_like(loads.elems), np.zeros_like(loads.elems)
     if strategy == SPLIT:
-        step = regime.second_pass * loads.split
+        step = regime.second_pass * loads.cores * loads.split
     elif strategy == OUT_OF_PLACE:
         step, disk = regime.step * loads.elems, loads.disk
     build.add("compute", base=loads.backward.sum(), layer=loads.recompute)

@@ -7,7 +7,7 @@ from itertools import groupby
 
 from meshfold.zero_gemini.planner.options import STRATEGIES
 from meshfold.zero_gemini.planner.rates import GiB, KiB, MiB
-from meshfold.zero_gemini.planner.result import LayerPlan, Plan
+from meshfold.zero_gemini.planner.result import Plan
 
 
 def table(plan: Plan) -> str:
@@ -26,8 +26,7 @@ def table(plan: Plan) -> str:
         places.append((_span([made.name for made, _ in members]), f"{elems:,}", *where))
     text = [head, "", _aligned(places)]
     if plan.layers:
-        kept = [(_span([x.name for x in run]), "kept" if k else "recomputed") for k, run in _runs(plan)]
-        text += ["", _aligned([("layers", "activations"), *kept])]
+        text += ["", _aligned(_layer_rows(plan))]
     gpu, host, disk = plan.limits.as_tuple()
     peaks = [("memory", "peak", "limit", "at moment")]
     for name, series, limit in (
@@ -64,8 +63,25 @@ def units(count: float) -> str:
     return f"{count:.0f} B"
 
 
-def _runs(plan: Plan) -> list[tuple[bool, list[LayerPlan]]]:
-    return [(kept, list(run)) for kept, run in groupby(plan.layers, key=lambda layer: layer.kept)]
+def _layer_rows(plan: Plan) -> list[tuple[str, ...]]:
+    """Runs of layers that are kept, or recomputed, alike: what keeping takes, and what recomputing takes."""
+    count = sum(made.kept for made in plan.layers)
+    rows: list[tuple[str, ...]] = [
+        (f"layers ({count} of {len(plan.layers)} kept)", "activations", "bytes", "seconds to recompute")
+    ]
+    pairs = zip(plan.layers, plan.workload.layers, strict=True)
+    for kept, run in groupby(pairs, key=lambda pair: pair[0].kept):
+        layers = [layer for _, layer in run]
+        held, seconds = sum(x.kept_bytes for x in layers), sum(x.recompute_seconds for x in layers)
+        rows.append(
+            (
+                _span([x.name for x in layers]),
+                "kept" if kept else "recomputed",
+                units(held),
+                f"{seconds:.4g}{' saved' if kept else ''}",
+            )
+        )
+    return rows
 
 
 def _span(names: Sequence[str]) -> str:

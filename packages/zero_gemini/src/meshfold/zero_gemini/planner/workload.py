@@ -118,6 +118,8 @@ class Layer:
     """the moment of its forward."""
     last: int
     """the last moment before its backward: recomputed activations are in the non-model memory from there on."""
+    own_bytes: int = 0
+    """bytes that keeping adds at the moment after that: what is alive there before anything is recomputed comes on top."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

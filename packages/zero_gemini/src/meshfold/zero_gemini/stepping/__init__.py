@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from meshfold.zero_gemini.stepping.adam import AdamStepper
-from meshfold.zero_gemini.stepping.base import Entry, Stepper
+from meshfold.zero_gemini.stepping.base import EarlyStepper, Entry, Stepper
 from meshfold.zero_gemini.stepping.general import GeneralStepper
 from meshfold.zero_gemini.stepping.on_disk import DiskSettings
 
-__all__ = ["AdamStepper", "DiskSettings", "Entry", "GeneralStepper", "Stepper"]
+__all__ = ["AdamStepper", "DiskSettings", "EarlyStepper", "Entry", "GeneralStepper", "Stepper"]

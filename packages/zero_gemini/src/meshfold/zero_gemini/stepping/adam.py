@@ -20,7 +20,7 @@ stays so).
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -29,12 +29,14 @@ from torch import Tensor, nn
 
 from meshfold.kernels import QuantizedState, WholeState, join_master, split_master
 from meshfold.zero_gemini.chunk import Chunk
-from meshfold.zero_gemini.errors import DiskError, MemoryPlanError
+from meshfold.zero_gemini.errors import MemoryPlanError
+from meshfold.zero_gemini.faults import Faults
 from meshfold.zero_gemini.memory import Place
 from meshfold.zero_gemini.placing import Home
 from meshfold.zero_gemini.stepping.base import Entry
 from meshfold.zero_gemini.stepping.held import Held
 from meshfold.zero_gemini.stepping.on_disk import DiskPlanes, DiskSettings
+from meshfold.zero_gemini.stepping.passage import Passage
 from meshfold.zero_gemini.stepping.planes import MOMENTS, planes_of
 from meshfold.zero_gemini.stepping.ring import Piece
 from meshfold.zero_gemini.stepping.runs import ChunkStep, Run, settings_of
@@ -61,6 +63,7 @@ class AdamStepper:
 
     Attributes:
         disk: where state on disk lies; None without.
+        faults: keeps what fails of a promised step, which nobody can be told of in the middle of a collective.
     """
 
     def __init__(
@@ -80,6 +83,10 @@ class AdamStepper:
         self._steps: dict[str, int] = {}
         self._chunks: dict[str, Chunk] = {}
         self._worker = Worker()
+        self._groups: dict[Tensor, Any] = {}
+        self._coming: list[Piece] = []
+        self._passage: Passage | None = None
+        self.faults = Faults()
 
     def reserve(self, shards: Iterable[tuple[torch.dtype, int]]) -> None:
         """Have room on disk for chunks that are about to be adopted on, or moved to, disk: in one file for all of them.
@@ -114,6 +121,15 @@ class AdamStepper:
             self._chunks[part.name] = chunk
             self._steps[part.name] = 0
 
+    def pass_through(self, passage: Passage | None) -> None:
+        """Let the device step some of the host's chunks, whichever it is ready for before the cores are; None: none.
+
+        Not before it was :meth:`finish`-ed.
+        """
+        before, self._passage = self._passage, passage
+        if before is not None:
+            before.close()
+
     def move(self, chunk: Chunk, home: Home) -> None:
         self.finish()
         self._held[chunk].move(home)
@@ -138,7 +154,8 @@ class AdamStepper:
             return
         held, (begin, end) = self._idle(name), self._range(name)
         weights = held.weights.tensor[begin:end]
-        values = held.chunk.cut(name, block).to(weights.device, torch.float32).contiguous()
+        # Split where the values are: half the bytes go to page-locked memory directly, and no device waits for the host.
+        values = held.chunk.cut(name, block).float().contiguous()
         if weights.dtype == torch.float32:
             weights.copy_(values)
         else:
@@ -168,7 +185,7 @@ class AdamStepper:
         chunk.publish()
 
     def step(self, gradients: Mapping[Chunk, Tensor], scale: float | Tensor, used: set[str]) -> None:
-        groups = {p: group for group in self.optimizer.param_groups for p in group["params"]}
+        groups = self._groups_of()
         self.finish()
         late: dict[Chunk, Halves] = {}
         on_disk = []  # what passes through the buffers, in order
@@ -187,7 +204,7 @@ class AdamStepper:
                 step.at_once()
                 continue
             # Late for every rank of the chunk's group, whatever lies in its shard: showing the chunk is theirs together.
-            late[chunk] = step.halves(self._read_ahead)
+            late[chunk] = step.halves(self._read_ahead, self._passage)
             on_disk += step.held.pieces_of(step.spans)
             chunk.is_due = True
         if late:
@@ -198,6 +215,44 @@ class AdamStepper:
             self._worker.submit(late, list(reversed(late)), then)
         # Schedulers of torch warn if they are stepped before the optimizer, which never steps itself here.
         self.optimizer._opt_called = True  # type: ignore[attr-defined]
+
+    # -- one by one ---------------------------------------------------------------------------------------------
+
+    def begin_steps(self, chunks: Sequence[Chunk]) -> None:
+        for chunk in self._held:
+            chunk.settle()  # of what this step did not use the last step may still be due
+        self._groups = self._groups_of()
+        self._coming = [
+            piece
+            for chunk in chunks
+            for piece in self._held[chunk].pieces_of([(0, chunk.shard.numel())])
+            if chunk.slices
+        ]
+        if self.disk is not None and self._coming:
+            self._worker.submit({}, [], partial(self.disk.ring.expect, self._coming))
+
+    def step_one(self, chunk: Chunk, gradient: Tensor, used: set[str], *, ready: Callable[[], None]) -> None:
+        step = ChunkStep(
+            held=self._held[chunk], gradient=gradient, factor=1.0, first=self._first[chunk], seed=self._seed,
+            runs=self._runs(chunk, used, self._groups),
+        )  # fmt: skip
+        if self._beside(chunk):
+            self._worker.submit({chunk: step.in_one(ready, self._read_ahead)}, [])
+            chunk.is_due = True
+        else:
+            ready()
+            step.at_once()
+
+    def end_steps(self) -> None:
+        if self.disk is not None and self._coming:
+            self._worker.submit({}, [], partial(self._get_ready, self._coming))
+        self.optimizer._opt_called = True  # type: ignore[attr-defined]
+
+    # -- within -------------------------------------------------------------------------------------------------
+
+    def _groups_of(self) -> dict[Tensor, Any]:
+        """The group of each stretch."""
+        return {p: group for group in self.optimizer.param_groups for p in group["params"]}
 
     def _read_ahead(self) -> None:
         if self.disk is not None:
@@ -230,42 +285,44 @@ class AdamStepper:
 
     def _settle(self, chunk: Chunk) -> None:
         """Before a chunk is gathered: its parameters must be there."""
-        self._worker.wait_parameters(chunk)
-        self.publish(chunk)
+        if self.faults.keep(partial(self._worker.wait_parameters, chunk)):
+            self.publish(chunk)
+        else:
+            chunk.spoil()  # the others are in this collective too
 
     def finish(self) -> None:
         """Let every promised step be done, and the model see it.
 
         Raises:
-            DiskError: if a step could not be, now and from then on.
+            DiskError: if a step could not be, now and from then on; of several ranks ``faults`` keeps it.
         """
         for chunk in self._held:
             chunk.settle()
-        self._wait()
-        if self.disk is not None:
-            self.disk.ring.settle()
+        if self.faults.keep(self._wait) and self.disk is not None:
+            self.faults.keep(self.disk.ring.settle)
 
     def _wait(self) -> None:
         self._worker.wait()
 
     def done_with(self, chunk: Chunk) -> None:
         """Return once a chunk's gradient is needed no more."""
-        self._worker.wait_moments(chunk)
+        self.faults.keep(partial(self._worker.wait_moments, chunk))
 
     def close(self) -> None:
         """End the thread, with all steps done; remove what is on disk, and give all memory back.
 
         Raises:
-            DiskError: if a step could not be done, and nobody was told yet.
+            DiskError: or what else kept a step from being done, if nobody was told yet.
         """
-        told = self._worker.failed
+        told = self._worker.failed or self.faults.told
         try:
             self.finish()
-        except DiskError:
+        except Exception:
             if not told:
                 raise
         finally:
             self._worker.close()
+            self.pass_through(None)
             for chunk, held in self._held.items():
                 chunk.due = None
                 held.free()

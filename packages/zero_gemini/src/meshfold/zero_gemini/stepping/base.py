@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import NamedTuple, Protocol
 
 import torch
@@ -103,3 +103,26 @@ class Stepper(Protocol):
 
     def write(self, name: str, key: str, value: Tensor) -> None:
         """Take one of them."""
+
+
+class EarlyStepper(Protocol):
+    """Steps chunks one by one while backward goes on, which not every way of stepping can: no other gradient is there yet."""
+
+    def begin_steps(self, chunks: Sequence[Chunk]) -> None:
+        """Before the backward: these will be stepped, about in this order. All ranks must call."""
+
+    def step_one(self, chunk: Chunk, gradient: Tensor, used: set[str], *, ready: Callable[[], None]) -> None:
+        """Step on one chunk, once after ``begin_steps``; beside the computation where its state is not on the device.
+
+        Args:
+            chunk: which; nothing reads its parameters any more before the next step.
+            gradient: its shard, where the chunk's state is; on the host for one on disk.
+            used: names of the parameters that have a gradient; the others are left as they are.
+            ready: returns when the gradient is there; may be called in another thread.
+        """
+
+    def end_steps(self) -> None:
+        """After the backward: all chunks were stepped, or it is promised."""
+
+    def done_with(self, chunk: Chunk) -> None:
+        """Return once the gradient that a chunk was stepped with is needed no more."""

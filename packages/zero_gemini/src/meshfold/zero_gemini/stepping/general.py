@@ -19,7 +19,8 @@ from meshfold.zero_gemini.stepping.weights import Weights
 class GeneralStepper:
     """See :class:`meshfold.zero_gemini.stepping.base.Stepper`. A parameter without a gradient is left out by torch itself.
 
-    The optimizer makes its state by itself, so that is accounted for once it is there.
+    The optimizer makes its state by itself, so that is accounted for once it is there. It steps on all parameters in one
+    call, so their gradients are held until then, also without clipping.
     """
 
     def __init__(

@@ -15,6 +15,7 @@ from meshfold.zero_gemini.errors import MemoryPlanError
 from meshfold.zero_gemini.memory import Place
 from meshfold.zero_gemini.placing import Home
 from meshfold.zero_gemini.stepping.on_disk import DiskPlanes
+from meshfold.zero_gemini.stepping.passage import HostState
 from meshfold.zero_gemini.stepping.planes import cut, planes_of, state_of
 from meshfold.zero_gemini.stepping.ring import Piece, Ring
 from meshfold.zero_gemini.stepping.weights import Weights
@@ -85,6 +86,11 @@ class Held:
                     if a < z:
                         views = cut(self.planes, tensors, a - piece.begin, z - piece.begin)
                         yield index, a, z, state_of(weights[a:z], views)
+
+    def in_memory(self, gradient: Tensor) -> HostState:
+        """All of it that is in memory, with a gradient of the shard."""
+        tensors = {name: block.tensor for name, block in self._blocks.items()}
+        return HostState(weights=self.weights.tensor, planes=self.planes, tensors=tensors, gradient=gradient)
 
     def pieces_of(self, spans: Sequence[tuple[int, int]]) -> list[Piece]:
         """What of some runs of elements is on disk, in order."""

@@ -6,20 +6,23 @@ shown them every step.
 
 Room is reserved before anything starts: :meth:`DiskPlanes.reserve` makes one file for all chunks that are about to go to
 disk. What is moved there later gets the room that others left, or a new file beside the first, made before anything
-moves; room that was reserved stays so until the end. The files are scratch: what a dead process left is replaced.
+moves; room that was reserved stays so until the end. The files are scratch: what killed processes left is removed first.
+Several engines, of one process or many, may use one folder: each file is locked by whoever made it, and takes a name that
+is free.
 """
 
 from __future__ import annotations
 
-import glob
 import os
+import warnings
 from collections import Counter
 from collections.abc import Iterable
-from contextlib import suppress
 from dataclasses import dataclass
-from pathlib import Path
+from itertools import count
 
 from meshfold.zero_gemini.disk import DiskStore
+from meshfold.zero_gemini.disk.folder import block_path, is_others
+from meshfold.zero_gemini.disk.leftovers import sweep
 from meshfold.zero_gemini.disk.memory import ALIGN, round_up
 from meshfold.zero_gemini.errors import DiskError, MemoryPlanError
 from meshfold.zero_gemini.memory import Memory
@@ -36,7 +39,7 @@ class DiskSettings:
     Attributes:
         folder: an existing folder, best on a local NVMe disk.
         rank: the global rank: each has files of its own.
-        name: tells the files of several engines of one process apart.
+        name: how the names of its files begin.
         buffers: pieces in memory at a time.
         piece_bytes: the most bytes of a piece.
         io_bytes: the most bytes of one system call, a multiple of 4096; several are on their way at a time.
@@ -72,13 +75,14 @@ class DiskPlanes:
         self.settings = settings
         self.ring = Ring(settings.buffers)
         self._stores: list[DiskStore] = []
+        self._notes: list[str] = []
         self._free: dict[int, list[Slot]] = {}  # by their bytes
         self._used: Counter[int] = Counter()
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """What a person should know: no direct I/O, a file that was replaced."""
-        return tuple(note for store in self._stores for note in store.notes)
+        """What a person should know: no direct I/O, what a killed process left and was removed."""
+        return tuple(self._notes)
 
     @property
     def file_bytes(self) -> int:
@@ -98,16 +102,34 @@ class DiskPlanes:
         sizes = [nbytes for nbytes, count in missing.items() for _ in range(count)]
         if not sizes:
             return
-        settings, number = self.settings, len(self._stores)
-        if not number:
-            self._remove_leftovers()
-        store = DiskStore(
-            settings.folder, settings.rank, {str(index): nbytes for index, nbytes in enumerate(sizes)},
-            settings.in_flight, settings.io_bytes, name=f"{settings.name}-{number}" if number else settings.name,
-        )  # fmt: skip
+        if not self._stores:
+            self._say(sweep(self.settings.folder))
+        store = self._made({str(index): nbytes for index, nbytes in enumerate(sizes)})
         self._stores.append(store)
+        self._say(store.notes)
         for index, nbytes in enumerate(sizes):
             self._free.setdefault(nbytes, []).append((store, str(index)))
+
+    def _made(self, sizes: dict[str, int]) -> DiskStore:
+        """A file of those blocks, under the first name that nobody has: other engines may be at work in the folder."""
+        settings = self.settings
+        for number in count():
+            name = f"{settings.name}-{number}" if number else settings.name
+            try:
+                return DiskStore(
+                    settings.folder, settings.rank, sizes, settings.in_flight, settings.io_bytes, name=name
+                )
+            except DiskError as error:
+                if not is_others(error, block_path(settings.folder, name, settings.rank)):
+                    raise
+        raise AssertionError("count() has no end")
+
+    def _say(self, notes: Iterable[str]) -> None:
+        """Note something, and tell the person once, of all ranks the first."""
+        for note in notes:
+            self._notes.append(note)
+            if self.settings.rank == 0:
+                warnings.warn(f"State on disk: {note}", stacklevel=2)
 
     def take(self, what: str, planes: tuple[Plane, ...], elements: int, memory: Memory) -> list[Piece]:
         """Room for a chunk's state, zeros at first, and buffers that are large enough.
@@ -156,13 +178,3 @@ class DiskPlanes:
             end = min(begin + length, elements)
             found.append((begin, end, round_up(lie(planes, end - begin)[1])))
         return found
-
-    def _remove_leftovers(self) -> None:
-        """Remove the further files of a dead process, which a new one may not come to need."""
-        folder, name, rank = Path(self.settings.folder), self.settings.name, self.settings.rank
-        for path in folder.glob(f"meshfold-{glob.escape(name)}-*-rank{rank:05d}.blocks"):
-            number = path.name.removeprefix(f"meshfold-{name}-").split("-")[0]
-            if number.isdigit():
-                with suppress(DiskError):  # in use, or not ours: it will be in nobody's way
-                    # An empty store takes the place of one that nobody uses, and goes.
-                    DiskStore(folder, rank, {}, 1, name=f"{name}-{number}", direct=False).close()

@@ -1,4 +1,4 @@
-"""What an optimizer keeps of one parameter, flat: every tensor and number under a name, and back, to the bit.
+"""What an optimizer keeps of one parameter: flat, every tensor and number under a name, and back, to the bit.
 
 Optimizers that need whole matrices keep lists of them, and numbers of Python beside tensors. A name says how to come
 back: ``gram[0]`` is the first of a list, ``moments(1)`` the second of a tuple, ``sizes.rows`` an entry of a dict;
@@ -47,6 +47,26 @@ def unflatten(leaves: Mapping[str, Tensor]) -> dict[str, Any]:
             node = node.setdefault(key, {"": kind_below})
         node[steps[-1][1]] = _leaf(value, kind)
     return {key: _built(value) for key, value in tree.items()}
+
+
+def tensors_in(value: Any) -> Iterator[Tensor]:
+    """All tensors in a parameter's state, or in a part of it."""
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, dict | list | tuple):
+        for below in value.values() if isinstance(value, dict) else value:
+            yield from tensors_in(below)
+
+
+def moved(value: Any, old: torch.device, new: torch.device) -> Any:
+    """State that was beside its parameter, beside it again."""
+    if isinstance(value, Tensor):
+        return value.to(new) if value.device == old else value
+    if isinstance(value, dict):
+        return {key: moved(below, old, new) for key, below in value.items()}
+    if isinstance(value, list | tuple):
+        return type(value)(moved(below, old, new) for below in value)
+    return value
 
 
 def _leaves(name: str, value: Any) -> Iterator[tuple[str, Tensor]]:

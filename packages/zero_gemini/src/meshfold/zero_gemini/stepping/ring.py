@@ -15,10 +15,11 @@ from itertools import islice
 
 from torch import Tensor, uint8
 
-from meshfold.zero_gemini.arena import PAGE_BYTES, Block
+from meshfold.zero_gemini.arena import Block
 from meshfold.zero_gemini.disk import DiskStore, Pending
 from meshfold.zero_gemini.errors import DiskError
 from meshfold.zero_gemini.memory import Memory
+from meshfold.zero_gemini.page_locked import PAGE_BYTES
 from meshfold.zero_gemini.stepping.planes import Plane, lie
 
 _PAUSE_SECONDS = 2e-4  # a piece is on its way for some 20 ms

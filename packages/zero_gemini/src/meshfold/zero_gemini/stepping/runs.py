@@ -10,8 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from meshfold.kernels import AdamSettings, adam_step, adam_update_moments, adam_update_parameters
+from meshfold.kernels import AdamSettings, AdamState, adam_step, adam_update_moments, adam_update_parameters
 from meshfold.zero_gemini.stepping.held import Held
+from meshfold.zero_gemini.stepping.passage import Passage
 from meshfold.zero_gemini.stepping.worker import Halves, Work
 
 
@@ -74,20 +75,55 @@ class ChunkStep:
                 start=self.first + begin, seed=self.seed,
             )  # fmt: skip
 
-    def halves(self, between: Work) -> Halves:
+    def in_one(self, ready: Work, between: Work) -> Halves:
+        """All of it, in one.
+
+        Args:
+            ready: returns when the gradient is there.
+            between: done afterwards.
+        """
+
+        def work() -> None:
+            ready()
+            self._do(adam_step)
+            between()
+
+        return Halves(work)
+
+    def halves(self, between: Work, passage: Passage | None = None) -> Halves:
         """In two where that can be; what is on disk is read and written once, so in one.
 
         Args:
             between: done after each half.
+            passage: through which the device may step it instead.
         """
 
         def then(kernel: Callable[..., None]) -> None:
             self._do(kernel)
             between()
 
-        if self.held.place == "disk" or not all(run.in_halves for run in self.runs):
+        if self.held.place == "disk":
             return Halves(partial(then, adam_step))
-        return Halves(partial(then, adam_update_parameters), partial(then, adam_update_moments))
+        through = None if passage is None else partial(self._on_device, passage)
+        if not all(run.in_halves for run in self.runs):
+            return Halves(partial(then, adam_step), on_device=through)
+        return Halves(partial(then, adam_update_parameters), partial(then, adam_update_moments), through)
+
+    @torch.no_grad()
+    def _on_device(self, passage: Passage) -> Work:
+        """All of it, by the device: started, and what waits for the end."""
+        factor = float(
+            self.factor
+        )  # it is on the host: to bring it up again would wait for what the device does
+
+        def piece(index: int, state: AdamState, gradient: Tensor, begin: int) -> None:
+            run = self.runs[index]
+            adam_step(
+                state, gradient, run.settings, step=run.number, grad_scale=factor, start=self.first + begin,
+                seed=self.seed,
+            )  # fmt: skip
+
+        return passage.step(self.held.in_memory(self.gradient), self.spans, piece)
 
 
 def settings_of(optimizer: torch.optim.Optimizer, group: Mapping[str, Any]) -> AdamSettings:

@@ -17,20 +17,22 @@ import torch
 from torch import Tensor, nn
 
 from meshfold.mesh import ParameterMeta, broadcast
-from meshfold.zero_gemini.arena import Arena, Block
+from meshfold.zero_gemini.arena import Block
 from meshfold.zero_gemini.chunk import Chunk
 from meshfold.zero_gemini.errors import MemoryPlanError
 from meshfold.zero_gemini.memory import Place
 from meshfold.zero_gemini.placing import Home
 from meshfold.zero_gemini.stepping import paths
 from meshfold.zero_gemini.stepping.base import Entry
+from meshfold.zero_gemini.stepping.counted import STATE, CountedState
 from meshfold.zero_gemini.stepping.owners import Owners, rounds_of
-
-_STATE = "optimizer state"
 
 
 class WholeStepper:
-    """See :class:`meshfold.zero_gemini.stepping.base.Stepper`; a *stretch* here is a whole parameter that this rank owns."""
+    """See :class:`meshfold.zero_gemini.stepping.base.Stepper`; a *stretch* here is a whole parameter that this rank owns.
+
+    The optimizer steps on all parameters in one call, so their gradients are held until then, also without clipping.
+    """
 
     def __init__(
         self,
@@ -60,7 +62,7 @@ class WholeStepper:
         self._chunks: dict[str, Chunk] = {}
         self._places: dict[Chunk, Place] = {}  # in the order of adoption
         self._blocks: dict[Chunk, Block] = {}
-        self._counted: dict[int, Block] = {}  # the optimizer's tensors, by identity
+        self._counted = CountedState(self._tensors_of, self._places)
         self._in_shard: set[Chunk] = set()  # whose shard is all the weights that there are
         self._loaded: dict[str, dict[str, Tensor]] = {}  # what `write` took, by parameter and key
         self._weights: dict[str, nn.Parameter] = {}
@@ -97,7 +99,7 @@ class WholeStepper:
         """Make the optimizer anew where it keeps state from the start; its groups have their parameters by now."""
         if self._made_with_state:
             self.optimizer = type(self.optimizer)(self.optimizer.param_groups, **self.optimizer.defaults)
-            self._count()
+            self._counted.update()
 
     @torch.no_grad()
     def _house(self, chunk: Chunk, place: Place) -> None:
@@ -121,8 +123,8 @@ class WholeStepper:
                 for name, view in views.items():
                     view.copy_(sources[name]) if name in sources else view.zero_()
             weights = [*taken]
-            for value, _ in self._uncounted({chunk: place}).values():
-                taken.append(arena.count(value, _STATE))  # room for it, until it is there
+            for value, _ in self._counted.missing({chunk: place}):
+                taken.append(arena.count(value, STATE))  # room for it, until it is there
         except BaseException:
             for block in taken:
                 block.free()
@@ -138,7 +140,7 @@ class WholeStepper:
         self._places[chunk] = place
         for block in taken[len(weights) :]:
             block.free()
-        self._count()
+        self._counted.update()
 
     def _refuse_disk(self) -> None:
         raise MemoryPlanError(
@@ -165,7 +167,7 @@ class WholeStepper:
                 old, state = self._weights[name].device, self.optimizer.state.get(self._weights[name])
                 if state and old != view.device:
                     moved[name] = {
-                        key: value if key == "step" else _moved(value, old, view.device)
+                        key: value if key == "step" else paths.moved(value, old, view.device)
                         for key, value in state.items()
                     }
         for name, view in views.items():
@@ -249,7 +251,7 @@ class WholeStepper:
                 )
         for parameter in self._weights.values():
             parameter.grad = None
-        self._count()
+        self._counted.update()
 
     def _scaled(self, name: str, flat: Tensor, scale: float | Tensor) -> Tensor:
         parameter = self._weights[name]
@@ -267,7 +269,7 @@ class WholeStepper:
     def close(self) -> None:
         """Give all memory back."""
         self.optimizer.state.clear()
-        self._count()
+        self._counted.update()
         for parameter in self._weights.values():
             parameter.data = parameter.data.new_empty(0)
         for block in self._blocks.values():
@@ -279,38 +281,16 @@ class WholeStepper:
     def reset(self) -> None:
         self.optimizer.state.clear()
         self._loaded.clear()
-        self._count()
+        self._counted.update()
         self.begin()
 
-    def _uncounted(self, places: Mapping[Chunk, Place]) -> dict[int, tuple[Tensor, Arena]]:
-        """The optimizer's tensors of chunks in these places that are not accounted for there, by identity."""
-        return {
-            id(value): (value, arena)
-            for chunk, place in places.items()
-            for arena in [chunk.memory.arena(place)]
-            for value in self._tensors_of(chunk)
-            if id(value) not in self._counted or self._counted[id(value)].arena is not arena
-        }
-
     def _tensors_of(self, chunk: Chunk) -> Iterator[Tensor]:
+        """The optimizer's tensors of a chunk's parameters, numbers left out."""
         for name in chunk.spec.names:
             if name in self._weights:
-                for value in _tensors(self.optimizer.state.get(self._weights[name], {})):
+                for value in paths.tensors_in(self.optimizer.state.get(self._weights[name], {})):
                     if value.numel() > 1:
                         yield value
-
-    def _count(self) -> None:
-        """Account for the optimizer's tensors that are there now, and no more for those that are not.
-
-        Raises:
-            OutOfBudget: if the optimizer took more than there was left.
-        """
-        there = {id(value) for chunk in self._places for value in self._tensors_of(chunk)}
-        uncounted = self._uncounted(self._places)
-        for key in [key for key in self._counted if key not in there or key in uncounted]:
-            self._counted.pop(key).free()
-        for key, (value, arena) in uncounted.items():
-            self._counted[key] = arena.count(value, _STATE)
 
     def entries(self, chunk: Chunk) -> dict[str, dict[str, Entry]]:
         found = {}
@@ -340,7 +320,7 @@ class WholeStepper:
         loaded = self._loaded.setdefault(name, {})  # the parts of a list may come in any order
         loaded[key] = value.detach().to(home, copy=True)
         self.optimizer.state[parameter].update(paths.unflatten(loaded))
-        self._count()
+        self._counted.update()
 
 
 def _refuse_split(optimizer: str, name: str, meta: ParameterMeta, shape: torch.Size) -> None:
@@ -360,23 +340,3 @@ def _refuse_split(optimizer: str, name: str, meta: ParameterMeta, shape: torch.S
 def _entry(value: Tensor, shape: torch.Size) -> Entry:
     like = value.dim() > 0 and value.shape == shape
     return Entry(like, str(value.dtype).removeprefix("torch."), () if like else tuple(value.shape))
-
-
-def _tensors(value: Any) -> Iterator[Tensor]:
-    """All tensors in a parameter's state."""
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, dict | list | tuple):
-        for below in value.values() if isinstance(value, dict) else value:
-            yield from _tensors(below)
-
-
-def _moved(value: Any, old: torch.device, new: torch.device) -> Any:
-    """State that was beside its parameter, beside it again."""
-    if isinstance(value, Tensor):
-        return value.to(new) if value.device == old else value
-    if isinstance(value, dict):
-        return {key: _moved(below, old, new) for key, below in value.items()}
-    if isinstance(value, list | tuple):
-        return type(value)(_moved(below, old, new) for below in value)
-    return value

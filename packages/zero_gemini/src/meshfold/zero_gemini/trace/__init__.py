@@ -12,8 +12,9 @@ On a GPU the same with ``CudaBytes(device, model_bytes=peak_of(arena))`` and ``C
 
 from meshfold.zero_gemini.trace.chunks import chunk_uses
 from meshfold.zero_gemini.trace.clocks import Clock, CudaClock, OperatorClock, WallClock
-from meshfold.zero_gemini.trace.live import CudaBytes, LiveBytes, MemoryProbe, peak_of, unseen
-from meshfold.zero_gemini.trace.moments import Trace, TracedMoment
+from meshfold.zero_gemini.trace.layers import LayerWatch
+from meshfold.zero_gemini.trace.live import CudaBytes, LiveBytes, MemoryProbe, peak_of
+from meshfold.zero_gemini.trace.moments import Trace, TracedLayer, TracedMoment
 from meshfold.zero_gemini.trace.tracer import StepTracer
 from meshfold.zero_gemini.trace.workload import ChunkUse, workload_of
 
@@ -22,15 +23,16 @@ __all__ = [
     "Clock",
     "CudaBytes",
     "CudaClock",
+    "LayerWatch",
     "LiveBytes",
     "MemoryProbe",
     "OperatorClock",
     "StepTracer",
     "Trace",
+    "TracedLayer",
     "TracedMoment",
     "WallClock",
     "chunk_uses",
     "peak_of",
-    "unseen",
     "workload_of",
 ]

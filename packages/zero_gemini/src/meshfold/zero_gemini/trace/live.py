@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
 import torch
@@ -18,29 +17,16 @@ from meshfold.zero_gemini.arena import Arena
 class MemoryProbe(Protocol):
     """Knows bytes that are not model data. A context manager: it watches while it is entered."""
 
+    @property
+    def round_bytes(self) -> int:
+        """Each storage counts in multiples of this."""
+
     def __enter__(self) -> Any: ...
 
     def __exit__(self, kind: Any, error: Any, traceback: Any, /) -> Any: ...
 
     def take(self) -> tuple[int, int]:
         """(the most since the last call, now), in bytes; the next most begins now."""
-
-
-_unseen = 0
-
-
-@contextmanager
-def unseen() -> Iterator[None]:
-    """What is made inside is model data: :class:`LiveBytes` leaves it out for as long as it lives.
-
-    For buffers that are made in the middle of a step and are accounted for elsewhere.
-    """
-    global _unseen
-    _unseen += 1
-    try:
-        yield
-    finally:
-        _unseen -= 1
 
 
 class LiveBytes(TorchDispatchMode):
@@ -58,7 +44,7 @@ class LiveBytes(TorchDispatchMode):
         round_bytes: each storage counts in multiples of this; the CUDA allocator's is 512.
         """
         super().__init__()  # type: ignore[no-untyped-call]
-        self._base, self._round = base_bytes, round_bytes
+        self._base, self.round_bytes = base_bytes, round_bytes
         self._known: dict[int, weakref.finalize[Any, Any]] = {}  # storages that live, by address
         self._now = self._peak = base_bytes
 
@@ -91,7 +77,7 @@ class LiveBytes(TorchDispatchMode):
         made = func(*args, **kwargs)
         for tensor in tree_iter(made):
             if isinstance(tensor, Tensor):
-                self._see(tensor, counts=not _unseen)
+                self._see(tensor, counts=True)
         return made
 
     def _see(self, tensor: Tensor, *, counts: bool) -> None:
@@ -100,7 +86,7 @@ class LiveBytes(TorchDispatchMode):
         key = storage._cdata
         if key in self._known:
             return
-        size = -(-storage.nbytes() // self._round) * self._round if counts else 0
+        size = -(-storage.nbytes() // self.round_bytes) * self.round_bytes if counts else 0
         self._known[key] = weakref.finalize(storage, self._gone, key, size)
         self._now += size
         self._peak = max(self._peak, self._now)
@@ -116,6 +102,9 @@ class CudaBytes:
     It begins the allocator's count of the peak anew at every moment: ``torch.cuda.max_memory_allocated`` means nothing
     to others meanwhile.
     """
+
+    round_bytes = 512
+    """of the caching allocator"""
 
     def __init__(self, device: torch.device, *, model_bytes: Callable[[], int]) -> None:
         """Args:

@@ -29,10 +29,28 @@ class TracedMoment:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class TracedLayer:
+    """A layer whose activations were recomputed in the backward, and may be kept instead."""
+
+    name: str
+    kept_bytes: int
+    """what autograd would keep of it: each storage once, without parameters, buffers and what the layer is given"""
+    seconds: float
+    """of compute that went into recomputing"""
+    first: int
+    """the moment in which its forward began"""
+    last: int
+    """the last before the one in which it was recomputed"""
+    before_bytes: int
+    """the most alive at once in that one, before it was"""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Trace:
     """One micro-step."""
 
     moments: tuple[TracedMoment, ...]
+    layers: tuple[TracedLayer, ...] = ()
 
     @property
     def forward_moments(self) -> int:

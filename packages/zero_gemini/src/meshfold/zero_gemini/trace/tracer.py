@@ -19,6 +19,7 @@ from torch.utils._pytree import tree_flatten
 from meshfold.mesh.errors import SpecError
 from meshfold.zero_gemini.passing import watch_inputs
 from meshfold.zero_gemini.trace.clocks import Clock
+from meshfold.zero_gemini.trace.layers import LayerWatch
 from meshfold.zero_gemini.trace.live import MemoryProbe
 from meshfold.zero_gemini.trace.moments import Trace, TracedMoment
 from meshfold.zero_gemini.units import Unit, find_units
@@ -28,6 +29,9 @@ class StepTracer:
     """Records one micro-step, forward and backward, while it is entered.
 
     Hooks that gather parameters must be on the model before: the tracer puts its own around them.
+
+    Attributes:
+        layers: is told of layers whose activations are recomputed, by whoever does it.
     """
 
     def __init__(
@@ -44,9 +48,15 @@ class StepTracer:
         self._seen: list[_Seen] = []
         self._inside: dict[Unit, _Seen] = {}
         self._in_backward = False
-        self._early = 0  # most bytes before the first entry
+        self._most = 0  # bytes since the running moment began; what was before the first counts to it
         self._arrived: Any = None
         self._stack = ExitStack()
+        self.layers = LayerWatch(
+            clock=clock,
+            place=lambda: max(0, len(self._seen) - 1),
+            most=self._most_so_far,
+            round_bytes=memory.round_bytes,
+        )
 
     def __enter__(self) -> StepTracer:
         for unit in self._units:
@@ -81,7 +91,9 @@ class StepTracer:
                 f"{len(self._seen)} units were entered while the tracer watched, none of them in a backward: run the model "
                 "and its loss's backward inside of `with tracer`"
             )
-        return Trace(moments=tuple(self._moment(i) for i in range(len(self._seen))))
+        return Trace(
+            moments=tuple(self._moment(i) for i in range(len(self._seen))), layers=self.layers.layers()
+        )
 
     # -- hooks --------------------------------------------------------------------------------------------------
 
@@ -162,12 +174,16 @@ class StepTracer:
     def _close_moment(self) -> None:
         """End the last moment, or what came before the first."""
         peak, now = self._memory.take()
+        self._most = max(self._most, peak)
         if self._seen:
             last = self._seen[-1]
-            last.peak, last.now = max(peak, self._early), now
-            self._early = 0
-        else:
-            self._early = peak
+            last.peak, last.now = self._most, now
+            self._most = 0
+
+    def _most_so_far(self) -> int:
+        """Bytes of the running moment."""
+        self._most = max(self._most, self._memory.take()[0])
+        return self._most
 
     def _moment(self, i: int) -> TracedMoment:
         seen, seconds = self._seen[i], self._clock.seconds

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from statistics import mean
 
 from meshfold.mesh.errors import SpecError
 from meshfold.zero_gemini.planner.options import SPLIT
-from meshfold.zero_gemini.planner.workload import ChunkCost, Regime, Workload
-from meshfold.zero_gemini.trace.moments import Trace, TracedMoment
+from meshfold.zero_gemini.planner.workload import ChunkCost, Layer, Regime, Workload
+from meshfold.zero_gemini.trace.moments import Trace, TracedLayer, TracedMoment
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -38,12 +39,14 @@ def workload_of(
     ranks_per_host: int = 1,
     host_base_bytes: int = 0,
     prefetch: int = 1,
+    clipping: bool = True,
 ) -> Workload:
     """What one optimizer step of our executor does.
 
     A chunk is on the device in every moment in which a unit that uses it is inside. A unit's seconds are shared out to
     its chunks by elements; those of units without chunks go to the unit before. A chunk that was never used has its
-    place and its state all the same. No activations are left to be chosen: they are as they were in the trace.
+    place and its state all the same. Activations may be chosen of the layers that the trace saw recomputed; all others
+    are as they were in it.
 
     Args:
         trace: of one micro-step.
@@ -57,6 +60,7 @@ def workload_of(
         ranks_per_host: ranks that share a host's memory.
         host_base_bytes: of this rank's process besides.
         prefetch: units gathered ahead.
+        clipping: gradients are held until all are there; else chunks are stepped in the backward.
 
     Raises:
         SpecError: for a trace without a forward or without a chunk's unit.
@@ -66,6 +70,8 @@ def workload_of(
         raise SpecError(
             f"the trace has {half} moments of forward and {len(moments) - half} of backward: both are needed"
         )
+    layers = _alike(trace.layers)
+    moments = _without_recomputing(moments, layers)
     visits = {chunk.name: _visits(chunk, moments, half) for chunk in chunks}
     forward, backward = _seconds(chunks, moments[:half]), _seconds(chunks, moments[half:])
     costs = []
@@ -91,12 +97,27 @@ def workload_of(
     return Workload(
         name=name,
         chunks=tuple(sorted(costs, key=lambda cost: cost.forward[0])),
+        layers=tuple(
+            Layer(
+                name=layer.name,
+                kept_bytes=layer.kept_bytes,
+                recompute_seconds=layer.seconds,
+                first=layer.first,
+                last=layer.last,
+                own_bytes=max(
+                    0, layer.before_bytes + layer.kept_bytes - moments[_after(moments, layer)].non_model_bytes
+                ),
+            )
+            for layer in layers
+        ),
         non_model_bytes=tuple(moment.non_model_bytes for moment in moments),
         forward_moments=half,
         tokens=tokens,
         regime=regime,
-        clipping=True,  # the norm is always asked for, and known only when backward is over
-        strategies=(SPLIT,),  # of what is on disk the whole step comes before the forward
+        clipping=clipping,
+        strategies=(SPLIT,)
+        if clipping
+        else None,  # of what is on disk the whole step comes before the forward
         stage=stage,
         accumulation=accumulation,
         data_ranks=data_ranks,
@@ -104,6 +125,30 @@ def workload_of(
         host_base_bytes=host_base_bytes,
         prefetch_moments=prefetch,
     )
+
+
+def _alike(layers: Sequence[TracedLayer]) -> list[TracedLayer]:
+    """Layers that keep the same bytes take the same seconds: what differs is noise, and would make their order one."""
+    seconds: dict[int, list[float]] = {}
+    for layer in layers:
+        seconds.setdefault(layer.kept_bytes, []).append(layer.seconds)
+    return [replace(layer, seconds=mean(seconds[layer.kept_bytes])) for layer in layers]
+
+
+def _without_recomputing(
+    moments: Sequence[TracedMoment], layers: Sequence[TracedLayer]
+) -> tuple[TracedMoment, ...]:
+    """The moments without the seconds that a plan adds for each layer that it does not keep."""
+    found = list(moments)
+    for layer in layers:
+        i = _after(found, layer)
+        found[i] = replace(found[i], seconds=max(0.0, found[i].seconds - layer.seconds))
+    return tuple(found)
+
+
+def _after(moments: Sequence[TracedMoment], layer: TracedLayer) -> int:
+    """The moment in which a layer was recomputed."""
+    return min(layer.last + 1, len(moments) - 1)
 
 
 def _visits(chunk: ChunkUse, moments: Sequence[TracedMoment], half: int) -> list[tuple[int, int]]:

@@ -5,8 +5,8 @@ One iteration of a parameter::
     HOLD → COMPUTE → HOLD_AFTER_FWD → COMPUTE → HOLD_AFTER_BWD → READY_FOR_REDUCE → HOLD
            forward                    backward                    gradient is whole   chunk is reduced
 
-A chunk asks its tracker only for totals: it must be gathered while any parameter is COMPUTE, it can be reduced when
-all are READY_FOR_REDUCE.
+This is a specification: nothing in the package keeps such states. :class:`Tracker` watches beside chunks in tests, where a
+chunk must be gathered while any of its parameters is COMPUTE, and can be reduced when all are READY_FOR_REDUCE.
 """
 
 from __future__ import annotations

@@ -1,0 +1,219 @@
+"""Blocks whose activations are recomputed in backward, each with a switch to keep them.
+
+A block's forward is wrapped, under its own name and with all its hooks outside: modules, names and state dicts are as
+before. What a recomputed forward draws and sends is what it drew and sent the first time: the same elements are dropped,
+the same collectives made, running statistics of norms updated once.
+
+Source: Chen et al. 2016, arXiv 1604.06174, by way of torch's non-reentrant checkpoints.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from meshfold.engine.repeated import find_blocks
+from meshfold.engine.without_values import WithoutValues
+from meshfold.mesh import ParallelSpec, SpecError
+from meshfold.mesh.errors import nearest
+from meshfold.tensor_parallel.foreign import recompute_contexts
+
+if TYPE_CHECKING:
+    from meshfold.zero_gemini.trace import LayerWatch
+
+WAYS = ("blocks", "auto")
+_COMPILED = "_compiled_call_impl"
+_CACHES = ("past_key_values", "past_key_value", "layer_past")
+
+Contexts = Callable[[], tuple[AbstractContextManager[Any], AbstractContextManager[Any]]]
+
+
+def check(recompute: object, spec: ParallelSpec) -> str | None:
+    """The engine's argument ``recompute``, checked against the spec.
+
+    Raises:
+        SpecError: for another word, and for ``"auto"`` where no plan could choose.
+    """
+    if recompute is None:
+        return None
+    if recompute not in WAYS:
+        hint = nearest(recompute, WAYS) if isinstance(recompute, str) else ""
+        raise SpecError(
+            f"recompute={recompute!r}: None (the model's own business), 'blocks' (every block recomputes its activations) or "
+            f"'auto' (a plan says which).{hint}"
+        )
+    if recompute == "auto" and (spec.zero is None or spec.zero.placement != "auto"):
+        has = "no entry zero" if spec.zero is None else f"zero=dict(placement={spec.zero.placement!r})"
+        raise SpecError(
+            f"recompute='auto' lets the plan of zero=dict(placement='auto') choose, and this spec has {has}: write that, or "
+            "recompute='blocks'"
+        )
+    return str(recompute)
+
+
+class Recomputed:
+    """Stands where a block's forward was: an attribute of the block itself, before that of its class.
+
+    Attributes:
+        name: of the block.
+        kept: whether its activations are kept; may change between a backward and the next forward.
+        watch: is told of every forward and of every one that is repeated.
+    """
+
+    def __init__(self, name: str, block: nn.Module, contexts: Contexts) -> None:
+        """Args:
+        name: of the block.
+        block: the module; called through this from now on.
+        contexts: what is around a forward, and around its repetition.
+        """
+        self.name, self.kept = name, False
+        self.watch: LayerWatch | None = None
+        self._block, self._contexts = block, contexts
+        # What block.compile() has made stands before its forward.
+        self._place = "forward" if getattr(block, _COMPILED, None) is None else _COMPILED
+        self.forward: Callable[..., Any] = getattr(block, self._place)
+        setattr(block, self._place, self)
+
+    def close(self) -> None:
+        """Give the block its own forward back, unless somebody has wrapped it once more."""
+        if getattr(self._block, self._place) is not self:
+            return
+        if getattr(self.forward, "__self__", None) is self._block:
+            delattr(self._block, self._place)
+        else:
+            setattr(self._block, self._place, self.forward)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if not torch.is_grad_enabled():
+            return self.forward(*args, **kwargs)
+        kwargs = _without_cache(kwargs)
+        if self.kept:
+            return self.forward(*args, **kwargs)
+        watch, run_before = self.watch, False
+
+        def run(*args: Any, **kwargs: Any) -> Any:
+            nonlocal run_before
+            around: AbstractContextManager[Any] = nullcontext()
+            if watch is not None:
+                around = (
+                    watch.again(self.name, self._block, (args, kwargs))
+                    if run_before
+                    else watch.forward(self.name)
+                )
+            run_before = True
+            with around:
+                return self.forward(*args, **kwargs)
+
+        return checkpoint(run, *args, use_reentrant=False, context_fn=self._around, **kwargs)
+
+    def _around(self) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
+        first, again = self._contexts()
+        return first, _Repetition(again, self._block)
+
+
+class _Repetition:
+    """Around a forward that is repeated; may be entered again, for another backward."""
+
+    def __init__(self, contexts: AbstractContextManager[Any], block: nn.Module) -> None:
+        self._contexts, self._block = contexts, block
+        self._stand_in = WithoutValues.active
+        self._open: list[ExitStack] = []
+
+    def __enter__(self) -> None:
+        with ExitStack() as stack:
+            stack.enter_context(_same_statistics(self._block))
+            if self._stand_in is not None:
+                stack.enter_context(self._stand_in.inside())
+            stack.enter_context(self._contexts)
+            self._open.append(stack.pop_all())
+
+    def __exit__(self, *error: Any) -> None:
+        self._open.pop().close()
+
+
+class RecomputedBlocks:
+    """The repeated blocks of a model, from now on recomputed."""
+
+    def __init__(self, model: nn.Module) -> None:
+        """Args:
+        model: this rank's part, as it is trained.
+
+        Raises:
+            SpecError: if it has no list of blocks.
+        """
+        blocks = find_blocks(model)
+        if not blocks:
+            raise SpecError(
+                f"recompute: {type(model).__name__} has no repeated blocks; put them into an nn.ModuleList, or let the model "
+                "recompute by itself and leave recompute out"
+            )
+        # Dynamo goes on inside, where what it was asked to compile may be, and leaves the wrapping alone.
+        torch.compiler.disable(Recomputed.__call__, recursive=False)
+        self._wrapped: dict[str, Recomputed] = {}
+        contexts = recompute_contexts(model)
+        for name, block in blocks.items():
+            self._wrapped[name] = Recomputed(name, block, contexts)
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Of the blocks, in order of registration."""
+        return tuple(self._wrapped)
+
+    @property
+    def kept(self) -> tuple[str, ...]:
+        """Of those that keep their activations."""
+        return tuple(name for name, wrapped in self._wrapped.items() if wrapped.kept)
+
+    def keep(self, names: Collection[str]) -> None:
+        """Let these blocks keep their activations and all others recompute them; between a backward and a forward."""
+        for name, wrapped in self._wrapped.items():
+            wrapped.kept = name in names
+
+    @contextmanager
+    def watched(self, watch: LayerWatch) -> Iterator[None]:
+        """Tell of what happens inside."""
+        for wrapped in self._wrapped.values():
+            wrapped.watch = watch
+        try:
+            yield
+        finally:
+            for wrapped in self._wrapped.values():
+                wrapped.watch = None
+
+    def close(self) -> None:
+        """Give the blocks their own forward back."""
+        for wrapped in self._wrapped.values():
+            wrapped.close()
+        self._wrapped.clear()
+
+
+def _without_cache(kwargs: dict[str, Any]) -> dict[str, Any]:
+    """Arguments without what blocks of the Hugging Face kind add keys and values to: once, not once more in backward."""
+    if kwargs.get("use_cache"):
+        kwargs = {**kwargs, "use_cache": False}
+    if any(kwargs.get(name) is not None for name in _CACHES):
+        kwargs = {name: None if name in _CACHES else value for name, value in kwargs.items()}
+    return kwargs
+
+
+@contextmanager
+def _same_statistics(block: nn.Module) -> Iterator[None]:
+    """Leave the running statistics of norms as they are: the first forward has counted."""
+    norms = [
+        module
+        for module in block.modules()
+        if isinstance(module, nn.modules.batchnorm._NormBase) and module.track_running_stats
+    ]
+    statistics: list[Tensor] = [buffer for norm in norms for buffer in norm.buffers(recurse=False)]
+    before = [buffer.clone() for buffer in statistics]
+    try:
+        yield
+    finally:
+        with torch.no_grad():
+            for buffer, was in zip(statistics, before, strict=True):
+                buffer.copy_(was)

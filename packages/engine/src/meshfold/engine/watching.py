@@ -1,0 +1,136 @@
+"""Watching training steps: what a plan needs to know of a model, seen while it trains, and agreed on by all ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from dataclasses import asdict, replace
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._pytree import tree_leaves
+
+from meshfold.engine.recompute import RecomputedBlocks
+from meshfold.zero_gemini import Gemini
+from meshfold.zero_gemini.trace import (
+    CudaBytes,
+    CudaClock,
+    LiveBytes,
+    StepTracer,
+    Trace,
+    TracedLayer,
+    TracedMoment,
+    WallClock,
+    peak_of,
+)
+
+
+class Watcher:
+    """Traces the first micro-step of every optimizer step, as long as it is told to.
+
+    Attributes:
+        traces: so far.
+        tokens: of the last forward that was traced.
+    """
+
+    def __init__(
+        self, model: nn.Module, gemini: Gemini, device: torch.device, blocks: RecomputedBlocks | None
+    ) -> None:
+        """Args:
+        model: what is trained.
+        gemini: holds it.
+        device: where it computes.
+        blocks: those whose activations a plan may keep.
+        """
+        self._model, self._gemini, self._device, self._blocks = model, gemini, device, blocks
+        self.traces: list[Trace] = []
+        self.tokens = 1
+        self._traced = False  # in this optimizer step
+        self._tracer: StepTracer | None = None
+        self._watch = ExitStack()
+
+    def begin(self) -> None:
+        """Before a forward: watch, if nothing of this optimizer step was watched yet."""
+        self.let_go()
+        if self._traced:
+            return
+        if self._device.type == "cuda":
+            memory = CudaBytes(self._device, model_bytes=peak_of(self._gemini.memory.compute))
+            tracer = StepTracer(self._model, memory=memory, clock=CudaClock(self._device))
+        else:
+            tracer = StepTracer(self._model, memory=LiveBytes(), clock=WallClock())
+        handle = self._model.register_forward_pre_hook(self._count_tokens, with_kwargs=True)
+        self._watch.callback(handle.remove)
+        if self._blocks is not None:
+            self._watch.enter_context(self._blocks.watched(tracer.layers))
+        self._tracer = self._watch.enter_context(tracer)
+
+    def end(self) -> None:
+        """After the backward."""
+        tracer = self._tracer
+        self.let_go()
+        if tracer is not None:
+            self.traces.append(tracer.trace())
+            self._traced = True
+
+    def let_go(self) -> None:
+        """Stop watching."""
+        self._tracer = None
+        self._watch.close()
+
+    def step_over(self) -> None:
+        """After an optimizer step."""
+        self._traced = False
+
+    def _count_tokens(self, module: nn.Module, args: Any, kwargs: Any) -> None:
+        given = [x for x in tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)]
+        self.tokens = max([1, *(x.numel() for x in given if not x.is_floating_point())])
+
+
+def as_words(trace: Trace) -> dict[str, Any]:
+    """A trace as what JSON can say."""
+    return {
+        "moments": [asdict(moment) for moment in trace.moments],
+        "layers": [asdict(x) for x in trace.layers],
+    }
+
+
+def of_words(words: dict[str, Any]) -> Trace:
+    """The way back."""
+    return Trace(
+        moments=tuple(TracedMoment(**moment) for moment in words["moments"]),
+        layers=tuple(TracedLayer(**layer) for layer in words["layers"]),
+    )
+
+
+def worst(traces: Sequence[Trace], *, seconds: Callable[[list[float]], float] = max) -> Trace:
+    """One trace for several of the same step: at every moment the most bytes, and the most or the least seconds.
+
+    Traces with other moments than the first's have only their peak in common with it. Layers are those that all of the
+    others saw recomputed.
+    """
+    first = traces[0]
+    alike = [trace for trace in traces if trace.order == first.order]
+    peak = max((trace.peak_bytes for trace in traces if trace.order != first.order), default=0)
+    moments = []
+    for i, moment in enumerate(first.moments):
+        same = [trace.moments[i] for trace in alike]
+        moments.append(
+            replace(
+                moment, non_model_bytes=max([peak, *(m.non_model_bytes for m in same)]),
+                left_bytes=max(m.left_bytes for m in same), seconds=seconds([m.seconds for m in same]),
+            )
+        )  # fmt: skip
+    layers = []
+    for layer in first.layers:
+        found = [x for trace in alike for x in trace.layers if x.name == layer.name]
+        if len(found) == len(alike):
+            layers.append(
+                replace(
+                    layer, kept_bytes=max(x.kept_bytes for x in found), seconds=seconds([x.seconds for x in found]),
+                    first=min(x.first for x in found), last=max(x.last for x in found),
+                    before_bytes=max(x.before_bytes for x in found),
+                )
+            )  # fmt: skip
+    return Trace(moments=tuple(moments), layers=tuple(layers))

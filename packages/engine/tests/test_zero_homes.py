@@ -1,0 +1,74 @@
+"""Where state begins, by sizes: bytes an element are those that are kept, and all ranks come to the same."""
+
+from __future__ import annotations
+
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+
+from meshfold.engine import Engine, zero_homes
+from meshfold.engine.models import GPT, GPTConfig
+from meshfold.engine.precision import Precision
+from meshfold.engine.zero_homes import Sizes, first_homes
+from meshfold.engine.zero_plan import regime_of
+from meshfold.mesh import Mesh
+from meshfold.mesh.spec import ZeroSpec
+from meshfold.mesh.testing import run_on_ranks
+from meshfold.zero_gemini import Shares
+
+CPU = torch.device("cpu")
+
+
+def gpt() -> GPT:
+    return GPT(GPTConfig(vocab_size=512, hidden=64, layers=2, heads=4, max_positions=64))
+
+
+def sizes_of(precision: str, regime: str, elements: int, ranks: int = 1) -> Sizes:
+    spec = ZeroSpec.parse(dict(regime=regime))
+    found = regime_of(spec, Precision.parse(precision), accumulation=1, ranks=ranks)
+    return Sizes.of(found, elements=elements, ranks=ranks)
+
+
+@pytest.mark.parametrize(
+    ("precision", "regime", "held"),
+    [("fp32", "A", 12), ("bf16", "A", 12), ("bf16", "B", 8), ("bf16", "C", 6.03), ("fp16", "A", 14)],
+)
+def test_sizes_are_those_that_are_kept(precision: str, regime: str, held: float) -> None:
+    zero: dict[str, Any] = dict(zero=dict(stage=3, placement="cuda", regime=regime))
+    with Engine(gpt, zero, optimizer=dict(name="adamw", lr=1e-2), precision=precision) as engine:
+        elements = sum(p.numel() for p in engine.model.parameters())
+        used = engine._states.gemini.memory.compute.used_bytes  # type: ignore[attr-defined]
+    sizes = sizes_of(precision, regime, elements)
+    assert sizes.parameter + sizes.state == pytest.approx(held, rel=1e-3)
+    assert used / elements == pytest.approx(
+        held, rel=0.15 if regime == "C" else 0.03
+    )  # slots of C begin at blocks
+    assert sizes.all == sizes.parameter + sizes.state + sizes.gradient
+
+
+def one_has_less() -> tuple[Shares, Shares]:
+    """Of device and of host."""
+    mesh = Mesh({"data": 2})
+    rank, sizes = mesh.rank, sizes_of("bf16", "A", 10_000_000, 2)
+    found = []
+    for what, zero in (
+        ("device_bytes", dict(stage=3)),
+        ("host_bytes", dict(stage=3, gpu_memory_limit=10**7, offload_path="/scratch")),
+    ):
+        have = 10**8 + rank * 10**6
+        with mock.patch.object(zero_homes, what, lambda *_, have=have: have):
+            spec = ZeroSpec.parse(zero)
+            homes = first_homes(spec, CPU, sizes, ranks_per_host=2, everyone=mesh.group("data"))
+        assert isinstance(homes, Shares)
+        found.append(homes)
+    return found[0], found[1]
+
+
+def test_the_rank_with_the_least_memory_decides() -> None:
+    first, second = run_on_ranks(2, one_has_less)
+    assert first == second
+    device, host = first
+    assert 0 < device.host_optimizer < 1 and device.disk_optimizer == 0
+    assert 0 < host.disk_optimizer < 1

@@ -1,0 +1,171 @@
+"""What Gemini is made of: parameters and what is known of them, how they are laid out, and what steps on them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from meshfold.mesh import Group, Mesh, ParameterMeta
+from meshfold.mesh.metadata import placed
+from meshfold.zero_gemini.errors import MemoryPlanError
+from meshfold.zero_gemini.faults import Faults
+from meshfold.zero_gemini.layout import ChunkSpec, ShardSlice
+from meshfold.zero_gemini.members import Member, lay_out_members
+from meshfold.zero_gemini.norm import holders_of
+from meshfold.zero_gemini.stepping import AdamStepper, DiskSettings, GeneralStepper, Stepper
+from meshfold.zero_gemini.stepping.kinds import adam_regime, kind_of
+from meshfold.zero_gemini.stepping.whole import WholeStepper
+
+MakeOptimizer = Callable[[Sequence[nn.Parameter]], torch.optim.Optimizer]
+
+
+@dataclass(frozen=True)
+class Kind:
+    """What the parameters of a chunk have in common."""
+
+    dtype: torch.dtype
+    trained: bool
+    holders: int  # 0: not the same for all elements
+
+
+@dataclass(frozen=True, kw_only=True)
+class Known:
+    """What is known of a parameter for good: its tensor comes and goes."""
+
+    parameter: nn.Parameter
+    meta: ParameterMeta
+    shape: torch.Size
+    kind: Kind
+    holders: int | Tensor = field(compare=False)
+
+
+def take_parameters(
+    model: nn.Module, mesh: Mesh, device: torch.device, dtype: torch.dtype | None
+) -> tuple[dict[str, Known], dict[str, Tensor]]:
+    """What is known of a model's parameters, and their first values, by name; those on meta are real ones then.
+
+    Args:
+        model: its parameters on meta are replaced, without elements yet.
+        mesh: where blocks over the tensor axes lie.
+        device: of the parameters that take the place of those on meta.
+        dtype: in which the model will compute; None keeps each parameter's.
+    """
+    first = {name: p.detach() for name, p in model.named_parameters()}
+    _replace_meta(model, device)
+    known = {}
+    for name, parameter in model.named_parameters():
+        meta, shape = placed(parameter, mesh), first[name].shape
+        holders = holders_of(meta, shape, mesh)
+        kind = Kind(
+            (dtype or parameter.dtype) if parameter.is_floating_point() else parameter.dtype,
+            parameter.requires_grad,
+            holders if isinstance(holders, int) else 0,
+        )
+        known[name] = Known(parameter=parameter, meta=meta, shape=shape, kind=kind, holders=holders)
+    return known, first
+
+
+def lay_out_known(
+    known: Mapping[str, Known], mesh: Mesh, *, chunk_elems: int | None, slot_align_elems: int
+) -> Iterator[tuple[Group, Sequence[ChunkSpec], list[list[ShardSlice]]]]:
+    """Group, chunks and this rank's slices of each, for every set of axes that gradients are summed over."""
+    members = {
+        name: Member(numel=one.shape.numel(), kind=one.kind, sum_axes=one.meta.sum_axes)
+        for name, one in known.items()
+    }
+    for axes, layout in lay_out_members(
+        members, mesh, slot_align_elems=slot_align_elems, chunk_elems=chunk_elems
+    ):
+        group = mesh.group(*axes)
+        yield group, layout.chunks, [layout.shard_slices(chunk, group.index) for chunk in layout.chunks]
+
+
+@dataclass(frozen=True, kw_only=True)
+class MadeStepper:
+    """What steps on shards.
+
+    Attributes:
+        stepper: it.
+        group_names: names of the parameters in each of the optimizer's groups.
+        regime: what Adam keeps.
+    """
+
+    stepper: Stepper
+    group_names: list[list[str]]
+    regime: str
+
+
+def make_stepper(
+    make: MakeOptimizer,
+    known: Mapping[str, Known],
+    *,
+    master_dtype: torch.dtype | None,
+    regime: str,
+    seed: int,
+    disk: DiskSettings | None,
+    faults: Faults,
+) -> MadeStepper:
+    """Of the optimizer that is made of parameters of the whole ones' shapes, without memory.
+
+    Raises:
+        MemoryPlanError: for a regime that is not this optimizer's, or one that cannot be carried out on chunks.
+    """
+    trained = {name: one for name, one in known.items() if one.kind.trained}
+    stand_ins = {
+        name: nn.Parameter(torch.empty((), device="cpu").expand(one.shape)) for name, one in trained.items()
+    }
+    made = make(list(stand_ins.values()))
+    kind = kind_of(made, {(one.kind.dtype, master_dtype or one.kind.dtype) for one in trained.values()})
+    names = {parameter: name for name, parameter in stand_ins.items()}
+    groups = [[names[p] for p in group["params"]] for group in made.param_groups]
+    with_state = bool(made.state)
+    made.state.clear()
+    stepper: Any
+    if kind == "adam":
+        regime, seed = adam_regime(made, regime, seed)
+        stepper = AdamStepper(made, regime, seed, disk)
+        stepper.faults = faults
+        return MadeStepper(stepper=stepper, group_names=groups, regime=regime)
+    if regime != "A":
+        dtypes = {one.kind.dtype for one in trained.values()}
+        raise MemoryPlanError(
+            f"regime {regime!r} is how Adam keeps its state, and the optimizer is {type(made).__name__} "
+            f"(in {', '.join(map(str, dtypes))}): use adamw or adam with precision='bf16', or regime='A'"
+        )
+    if kind == "matrices":
+        stepper = WholeStepper(
+            made,
+            master_dtype,
+            metas={name: one.meta for name, one in trained.items()},
+            shapes={name: one.shape for name, one in trained.items()},
+            with_state=with_state,
+        )
+    else:
+        stepper = GeneralStepper(made, master_dtype, with_state=with_state)
+    return MadeStepper(stepper=stepper, group_names=groups, regime=regime)
+
+
+def give_stretches(stepper: Stepper, group_names: Sequence[Sequence[str]]) -> None:
+    """Put this rank's stretches into the optimizer's groups, in place of what they were made with."""
+    for group, names in zip(stepper.optimizer.param_groups, group_names, strict=True):
+        found = (stepper.stretch(name) for name in names)
+        group["params"] = [stretch for stretch in found if stretch is not None]
+    if isinstance(stepper, GeneralStepper | WholeStepper):
+        stepper.begin()
+
+
+def _replace_meta(model: nn.Module, device: torch.device) -> None:
+    """Put real parameters, without elements yet, in the place of those on the meta device; ties stay ties."""
+    made: dict[Tensor, nn.Parameter] = {}
+    for module in model.modules():
+        for name, parameter in module._parameters.items():
+            if parameter is not None and parameter.is_meta:
+                if parameter not in made:
+                    empty = torch.empty(0, dtype=parameter.dtype, device=device)
+                    made[parameter] = nn.Parameter(empty, requires_grad=parameter.requires_grad)
+                    made[parameter].__dict__.update(parameter.__dict__)
+                module._parameters[name] = made[parameter]

@@ -1,0 +1,69 @@
+"""What killed processes left in a folder, and how it goes."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import stat
+from pathlib import Path
+
+from ..errors import DiskError
+from .folder import alone_in, is_still, unlock
+from .layout import LIVE, Header
+from .memory import ALIGN
+
+_ANY = "meshfold-*-rank*.blocks"
+
+
+def sweep(folder: str | os.PathLike[str]) -> list[str]:
+    """Remove what killed processes left in a folder: stores of whatever rank that were not closed and that nobody locks.
+
+    Returns:
+        A note on each.
+    """
+    notes = []
+    with alone_in(Path(folder)):
+        for path in sorted(Path(folder).glob(_ANY)):
+            try:
+                control = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
+            except OSError:  # of another user, or gone already
+                continue
+            try:
+                note = _left_behind(path, control)
+                if note and is_still(path, control):
+                    path.unlink(missing_ok=True)
+                    notes.append(note)
+            except OSError:  # somebody uses it
+                continue
+            finally:
+                unlock(control)
+    return notes
+
+
+def _left_behind(path: Path, control: int) -> str:
+    """What to say of a file that nobody wants any more, which is locked then; nothing of any other.
+
+    Raises:
+        OSError: if somebody uses it.
+    """
+    if not stat.S_ISREG(os.fstat(control).st_mode):
+        return ""
+    note = _as_left_behind(path, control)
+    if note:  # if nobody uses it: others are not locked even for a moment, as somebody may be about to
+        fcntl.flock(control, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        note = _as_left_behind(path, control)
+    return note
+
+
+def _as_left_behind(path: Path, control: int) -> str:
+    start = os.pread(control, ALIGN, 0)
+    if not start:
+        return f"{path}: removed, an empty file that a process left which was killed."
+    try:
+        header = Header.unpack(start, str(path))
+    except DiskError:
+        return ""  # not ours, or not whole: left to a person
+    if header.state != LIVE:
+        return ""  # kept for whoever opens it again
+    size = os.fstat(control).st_blocks * 512
+    return f"{path}: removed, {size:,} bytes that process {header.pid} left, which was killed."

@@ -1,0 +1,51 @@
+"""Yes or no, asked of all ranks of a group now and read later."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+
+import torch
+
+from meshfold.mesh import Group, all_reduce
+
+
+class Flags:
+    """Some questions, each answered yes if any rank says so. All of the group must ask, in the same order.
+
+    Reading waits for the answer and for nothing else that was queued on the device.
+    """
+
+    def __init__(self, mine: Sequence[bool], group: Group, device: torch.device) -> None:
+        """Args:
+        mine: what this rank says.
+        group: who answers.
+        device: where its collectives are.
+        """
+        on_gpu = device.type == "cuda"
+        said = torch.tensor([float(flag) for flag in mine], pin_memory=on_gpu).to(device, non_blocking=True)
+        self._pending = all_reduce(said, group, "max", async_op=True)
+        self._answer: torch.Tensor | None = None
+        self._there: torch.cuda.Event | None = None
+        if on_gpu:
+            stream = _stream_of(device)
+            with torch.cuda.stream(stream):
+                answer = self._pending.wait()  # this stream waits, not the one that computes
+                self._answer = torch.empty(len(mine), pin_memory=True)
+                self._answer.copy_(answer, non_blocking=True)
+                self._there = stream.record_event()
+            answer.record_stream(stream)
+
+    def read(self) -> list[bool]:
+        """What the group says."""
+        if self._there is not None:
+            self._there.synchronize()
+            self._there = None
+        if self._answer is None:
+            self._answer = self._pending.wait()
+        return [flag > 0 for flag in self._answer.tolist()]
+
+
+@functools.cache
+def _stream_of(device: torch.device) -> torch.cuda.Stream:
+    return torch.cuda.Stream(device)

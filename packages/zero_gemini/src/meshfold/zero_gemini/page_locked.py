@@ -1,0 +1,66 @@
+"""Host memory that the system does not move: copies between it and a GPU run beside everything else."""
+
+from __future__ import annotations
+
+import contextlib
+import mmap
+import os
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+PAGE_BYTES = 4096
+"""Host memory is locked in pages, and so is direct I/O done."""
+
+_HUGE_PAGE_BYTES = 2**21
+_PORTABLE = 1  # cudaHostRegisterPortable: locked for every CUDA context of the process
+
+
+class _Pages(mmap.mmap):
+    """Pages that are unlocked just before they are unmapped, which is when nothing refers to them any more."""
+
+    _unlock: Callable[[int], object] | None = None
+    _address = 0
+    _process = 0
+
+    def advise(self, advice: str) -> None:
+        with contextlib.suppress(OSError):  # a kernel that does not know it does as well without
+            if hasattr(mmap, advice):
+                self.madvise(getattr(mmap, advice))
+
+    def lock(self, address: int) -> None:
+        # A fork (the workers of a data loader) would copy locked pages one by one: children do without them.
+        self.advise("MADV_DONTFORK")
+        runtime = torch.cuda.cudart()
+        status = int(runtime.cudaHostRegister(address, len(self), _PORTABLE))
+        if status:
+            raise OSError(
+                f"CUDA could not lock {len(self):,} bytes of host memory (error {status}); ask for less, or raise the "
+                "limit of locked memory (ulimit -l)"
+            )
+        self._unlock, self._address, self._process = runtime.cudaHostUnregister, address, os.getpid()
+
+    def __del__(self) -> None:
+        if self._unlock is not None and self._process == os.getpid():
+            self._unlock(self._address)
+
+
+def page_locked(nbytes: int) -> Tensor:
+    """Zeros, uint8 ``nbytes``, on pages of their own, locked if there is CUDA.
+
+    ``torch.empty(..., pin_memory=True)`` rounds up to a power of two (17 GiB cost 32) and keeps in a cache what was
+    freed. These are exact, and go back to the system with the last tensor on them.
+
+    Raises:
+        OSError: if the system has not as much memory, or does not let it be locked.
+    """
+    pages = _Pages(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    if nbytes >= _HUGE_PAGE_BYTES:
+        pages.advise("MADV_HUGEPAGE")  # one page fault and one TLB entry for 2 MiB
+    storage = torch.frombuffer(pages, dtype=torch.uint8)
+    # The first write takes the memory from the system: slow, so all of torch's threads share it.
+    storage.fill_(0)
+    if torch.cuda.is_available():
+        pages.lock(storage.data_ptr())
+    return storage

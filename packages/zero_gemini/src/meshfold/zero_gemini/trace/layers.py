@@ -1,0 +1,122 @@
+"""What keeping a layer's activations would cost, seen where they are recomputed: the bytes that autograd saves, and seconds.
+
+Whoever recomputes layers tells: ``with watch.forward(name)`` round each first forward, ``with watch.again(...)`` round
+each that is repeated in a backward.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.utils._pytree import tree_iter
+
+from meshfold.zero_gemini.trace.clocks import Clock
+from meshfold.zero_gemini.trace.moments import TracedLayer
+
+
+class LayerWatch:
+    """Collects what it is told of layers while one micro-step is traced."""
+
+    def __init__(
+        self, *, clock: Clock, place: Callable[[], int], most: Callable[[], int], round_bytes: int = 1
+    ) -> None:
+        """Args:
+        clock: of the trace.
+        place: says which moment it is.
+        most: says how many bytes were alive in it at most until now.
+        round_bytes: each storage counts in multiples of this.
+        """
+        self._clock, self._place, self._most, self._round = clock, place, most, round_bytes
+        self._seen: dict[str, _Seen] = {}
+
+    @contextmanager
+    def forward(self, name: str) -> Iterator[None]:
+        """Round the first forward of a layer; of several calls the first begins to keep."""
+        self._seen.setdefault(name, _Seen(first=self._place()))
+        yield
+
+    @contextmanager
+    def again(self, name: str, module: nn.Module, given: Any) -> Iterator[None]:
+        """Round a forward that is repeated. Where nothing more is needed it may be ended by an exception.
+
+        Args:
+            name: of the layer.
+            module: its parameters and buffers are there anyway.
+            given: what it is called with: the same.
+        """
+        seen = self._seen.setdefault(name, _Seen(first=self._place()))
+        seen.again, seen.before = self._place(), self._most()
+        inputs = {_key(leaf) for leaf in tree_iter(given) if isinstance(leaf, Tensor)}
+        known: set[int] = set()
+
+        def count(tensor: Tensor) -> None:
+            key = _key(tensor)
+            if key in known or key in inputs or key in {_key(t) for t in _own(module)}:
+                return
+            known.add(key)  # it is kept, so that no other storage gets its address
+            seen.bytes += -(-tensor.untyped_storage().nbytes() // self._round) * self._round
+
+        begin = self._clock.mark()
+        try:
+            with _counting(count):
+                yield
+        finally:
+            seen.marks.append((begin, self._clock.mark()))
+
+    def layers(self) -> tuple[TracedLayer, ...]:
+        """What was seen, in order of first use. A layer that no backward came to has nothing to keep."""
+        return tuple(
+            TracedLayer(
+                name=name,
+                kept_bytes=seen.bytes,
+                seconds=sum(self._clock.seconds(begin, end) for begin, end in seen.marks),
+                first=seen.first,
+                last=max(seen.first, seen.again - 1),
+                before_bytes=seen.before,
+            )
+            for name, seen in self._seen.items()
+            if seen.marks
+        )
+
+
+@dataclass(kw_only=True, slots=True)
+class _Seen:
+    first: int
+    again: int = 0  # the moment in which it is repeated; of several calls' the last
+    before: int = 0
+    bytes: int = 0
+    marks: list[tuple[Any, Any]] = field(default_factory=list)
+
+
+def _key(tensor: Tensor) -> int:
+    return int(tensor.untyped_storage()._cdata)
+
+
+def _own(module: nn.Module) -> Iterator[Tensor]:
+    yield from module.parameters()
+    yield from module.buffers()
+
+
+@contextmanager
+def _counting(count: Callable[[Tensor], None]) -> Iterator[None]:
+    """Show what autograd saves to ``count``, and do with it what would be done without."""
+    # Of nested hooks only the innermost are called, and checkpointing has its own.
+    outer = torch._C._autograd._top_saved_tensors_default_hooks(True)
+    pack, unpack = outer or (_same, _same)
+
+    def show(tensor: Tensor) -> Any:
+        count(tensor)
+        return pack(tensor)
+
+    with saved_tensors_hooks(show, unpack):
+        yield
+
+
+def _same(tensor: Tensor) -> Tensor:
+    return tensor
