@@ -1,0 +1,32 @@
+"""``meshfold reproduce gpipe``: GPipe's speed-ups and idle time, published and simulated."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # so that this file runs on its own, too
+
+from experiments.gpipe.claims import claims, page
+from experiments.gpipe.plot import draw
+from experiments.gpipe.simulated import everything
+from experiments.report import Experiment, parser
+
+FOLDER = Path(__file__).resolve().parent
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the experiment.
+
+    Returns:
+        0 if every claim came out as the page says, else 1.
+    """
+    options = parser("gpipe", "Put GPipe's published numbers beside simulated ones.", FOLDER).parse_args(argv)
+    return EXPERIMENT.run(options)
+
+
+EXPERIMENT = Experiment(name="gpipe", folder=FOLDER, simulate=everything, claims=claims, page=page, draw=draw)
+
+if __name__ == "__main__":
+    sys.exit(main())

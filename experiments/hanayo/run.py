@@ -1,0 +1,36 @@
+"""``meshfold reproduce hanayo``: Hanayo's idle time by waves, published and simulated."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # so that this file runs on its own, too
+
+from experiments.hanayo.claims import claims, page
+from experiments.hanayo.plot import draw
+from experiments.hanayo.simulated import everything
+from experiments.report import Experiment, parser
+
+FOLDER = Path(__file__).resolve().parent
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the experiment.
+
+    Returns:
+        0 if every claim came out as the page says, else 1.
+    """
+    options = parser(
+        "hanayo", "Put what is known of Hanayo's numbers beside simulated ones.", FOLDER
+    ).parse_args(argv)
+    return EXPERIMENT.run(options)
+
+
+EXPERIMENT = Experiment(
+    name="hanayo", folder=FOLDER, simulate=everything, claims=claims, page=page, draw=draw
+)
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,252 @@
+"""One rank of ``meshfold reproduce zero-bubble --measure N``: schedules run for real, beside the clock with measured times."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+import torch
+
+from experiments.report import markdown, rounded
+from experiments.zero_bubble.heuristic import Times, heuristic
+from meshfold.engine.models import GPT, GPTConfig
+from meshfold.mesh import Group, Mesh, all_reduce, barrier, shift, start
+from meshfold.pipeline import Costs, Pipeline
+from meshfold.pipeline.simulate import simulate_costs
+
+SCHEDULES: dict[str, dict[str, Any]] = {
+    "1F1B": {"schedule": "1f1b"},
+    "1F1B-I, 2 chunks": {"schedule": "interleaved", "chunks": 2},
+    "ZB-H1": {"schedule": "zb-h1"},
+    "ZB-H2": {"schedule": "zb-h2"},
+    "ZB-V": {"schedule": "zb-v"},
+}
+PAGE = """<!-- made from measured.json by run.py --measure; edit neither -->
+
+# Zero bubble: schedules that ran
+
+{ranks} ranks on {device}, {kind}; GPT with {layers} layers of {hidden}, {sequence} tokens, {microbatches} micro-batches of {rows};
+median of {repeats} steps. Times of F, B and W were measured stage by stage, a message ({send:.3g} ms) by sending activations
+round the ranks. *Idle*: 1 − work / time between two barriers, measured with everything else that a step takes.
+
+{table}
+
+{verdict}
+"""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run every schedule on this rank; rank 0 writes measured.json and measured.md."""
+    options = arguments().parse_args(argv)
+    process = start()
+    mesh = Mesh({"pipe": process.world_size})
+    group, device = mesh.group("pipe"), torch.device(process.device)
+    found = Measurement(options, mesh, group, device).run()
+    if mesh.rank == 0:
+        options.output.mkdir(parents=True, exist_ok=True)
+        text = json.dumps(rounded(found), indent=1, ensure_ascii=False)
+        (options.output / "measured.json").write_text(text + "\n", encoding="utf-8")
+        (options.output / "measured.md").write_text(page(found), encoding="utf-8")
+        print(page(found).split("-->")[1])
+    mesh.close()
+    return 0
+
+
+def arguments() -> argparse.ArgumentParser:
+    """Sizes; on GPUs by default the paper's 1.5B model with half as many micro-batches, for half as many ranks."""
+    big = torch.cuda.is_available()
+    made = argparse.ArgumentParser(prog="measured.py", description=__doc__)
+    made.add_argument("--output", type=Path, default=Path(__file__).parent / "results")
+    for name, small, large in (
+        ("layers", 8, 22),
+        ("hidden", 128, 2304),
+        ("heads", 4, 24),
+        ("sequence", 128, 1024),
+        ("vocabulary", 512, 50304),
+        ("rows", 2, 6),
+        ("microbatches", 8, 12),
+        ("repeats", 5, 7),
+    ):
+        made.add_argument(f"--{name}", type=int, default=large if big else small)
+    return made
+
+
+class Measurement:
+    """All schedules of one model on the ranks of a mesh."""
+
+    def __init__(self, options: argparse.Namespace, mesh: Mesh, group: Group, device: torch.device) -> None:
+        self.options, self.mesh, self.group, self.device = options, mesh, group, device
+        self.dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+        self.config = GPTConfig(
+            vocab_size=options.vocabulary,
+            hidden=options.hidden,
+            layers=options.layers,
+            heads=options.heads,
+            max_positions=options.sequence,
+            tie=False,
+        )
+        generator = torch.Generator().manual_seed(0)
+        shape = (options.rows * options.microbatches, options.sequence)
+        tokens = torch.randint(options.vocabulary, shape, generator=generator)
+        self.batch = {"input_ids": tokens, "labels": tokens}
+
+    def run(self) -> dict[str, Any]:
+        """Measure a message, then every schedule; ``auto`` and the paper's heuristic with the times that 1F1B's stages took."""
+        options = self.options
+        send = self.message()
+        rows = []
+        first: Costs | None = None
+        for name, how in SCHEDULES.items():
+            row, costs = self.one(name, how, send)
+            first = first or costs
+            rows.append(row)
+        if first is None:
+            raise RuntimeError("nothing was measured")
+        for name, how in searched(first, send, self.group.size).items():
+            rows.append(self.one(name, how, send)[0])
+        names = ("layers", "hidden", "sequence", "microbatches", "rows", "repeats")
+        return {
+            "ranks": self.group.size,
+            "device": torch.cuda.get_device_name(self.device) if self.device.type == "cuda" else "CPU",
+            "kind": str(self.dtype).removeprefix("torch."),
+            "torch": str(torch.__version__),
+            "cores": os.cpu_count(),
+            **{name: getattr(options, name) for name in names},
+            "send": 1e3 * send,
+            "schedules": rows,
+        }
+
+    def message(self) -> float:
+        """Seconds of sending a micro-batch's activations to the next rank."""
+        o = self.options
+        x = torch.zeros(o.rows * o.sequence, o.hidden, dtype=self.dtype, device=self.device)
+        return self.median(lambda: shift(x, self.group), 20)
+
+    def one(self, name: str, how: Mapping[str, Any], send: float) -> tuple[dict[str, Any], Costs]:
+        """A schedule's time, beside what the clock says of its list with the times of its stages."""
+        pipeline = Pipeline(
+            lambda: GPT(self.config),
+            self.mesh,
+            microbatches=self.options.microbatches,
+            device=self.device,
+            dtype=self.dtype,
+            **how,
+        )
+        parameters = list(pipeline.parameters())
+        losses: list[float] = []
+
+        def step() -> None:
+            for parameter in parameters:
+                parameter.grad = None
+            losses.append(float(pipeline.step(self.batch)))
+
+        step()
+        alone = pipeline.measure(self.batch)
+        costs = Costs(
+            forward=alone.forward,
+            backward_input=alone.backward_input,
+            backward_weight=alone.backward_weight,
+            send=send,
+        )
+        seconds = self.median(step, self.options.repeats)
+        made = pipeline.program(self.options.microbatches).schedule
+        clock = simulate_costs(made, costs)
+        row = {
+            "schedule": name,
+            "seconds": seconds,
+            "simulated seconds": clock.makespan,
+            "idle": 1 - sum(clock.busy) / (len(clock.busy) * seconds),
+            "simulated idle": clock.bubble,
+            "activations": max(clock.peak) / made.chunks,
+            "loss": losses[0],
+        }
+        return row, costs
+
+    def median(self, action: Callable[[], object], repeats: int) -> float:
+        """Seconds between two barriers, of the slowest rank, after one run that does not count."""
+        times = []
+        for _ in range(repeats + 1):
+            barrier(self.group, self.device)
+            began = time.perf_counter()
+            action()
+            if self.device.type == "cuda":
+                torch.cuda.synchronize(self.device)
+            times.append(time.perf_counter() - began)
+        slowest = all_reduce(
+            torch.tensor(times[1:], dtype=torch.float64, device=self.device), self.group, op="max"
+        )
+        return float(statistics.median(slowest.tolist()))
+
+
+def searched(costs: Costs, send: float, ranks: int) -> dict[str, dict[str, Any]]:
+    """ZB-2p by the paper's heuristic, which wants one time for all stages, and ``auto``, which takes them as they are."""
+    table = costs.for_stages(ranks).durations
+    f, b, w = (statistics.mean(one[op] for one in table) for op in ("F", "B", "W"))  # type: ignore[index]
+    times = Times(forward=f, backward_input=b, backward_weight=w, send=send)
+    bound = {"costs": costs, "memory": 2 * ranks}
+    return {
+        "ZB-2p (heuristic)": {"schedule": heuristic(times, 2 * ranks), **bound},
+        "auto, 2 p": {"schedule": "auto", **bound},
+    }
+
+
+def page(found: Mapping[str, Any]) -> str:
+    """measured.md."""
+    rows = found["schedules"]
+    base = rows[0]["seconds"]
+    table = markdown(
+        [
+            "schedule",
+            "ms a step",
+            "simulated",
+            "1F1B's time over it",
+            "idle",
+            "simulated",
+            "activations of p",
+        ],
+        [
+            [
+                row["schedule"],
+                f"{1e3 * row['seconds']:.1f}",
+                f"{1e3 * row['simulated seconds']:.1f}",
+                f"{base / row['seconds']:.3f}",
+                f"{row['idle']:.1%}",
+                f"{row['simulated idle']:.1%}",
+                f"{row['activations'] / found['ranks']:.2f}",
+            ]
+            for row in rows
+        ],
+    )
+    return PAGE.format(
+        **{key: value for key, value in found.items() if key != "schedules"}, table=table, verdict=said(found)
+    )
+
+
+def said(found: Mapping[str, Any]) -> str:
+    """How near measured idle time is to the clock's, whether the order of schedules is the clock's, and the losses."""
+    rows = found["schedules"]
+    far = max(abs(row["idle"] - row["simulated idle"]) for row in rows)
+    measured = min(rows, key=lambda row: row["seconds"])["schedule"]
+    clock = min(rows, key=lambda row: row["simulated seconds"])["schedule"]
+    losses = {row["loss"] for row in rows}
+    same = "the same to the bit" if len(losses) == 1 else f"from {min(losses):.8g} to {max(losses):.8g}"
+    crowd = ""
+    if found["device"] == "CPU" and found["ranks"] > (found["cores"] or 1):
+        crowd = f" {found['ranks']} ranks shared {found['cores']} cores: these times say nothing of the schedules."
+    return (
+        f"Idle time is within {100 * far:.1f} points of the clock's. Fastest: {measured}; on the clock: {clock}. "
+        f"First losses are {same}.{crowd}"
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main())
