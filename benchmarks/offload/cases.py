@@ -99,15 +99,16 @@ OFFLOADING = (DEEPSPEED, GEMINI, FSDP2_OFFLOAD)
 MAY_BEAT_US = (*OFFLOADING, DEEPSPEED_PART)  # the last one counts where it is run
 TRAINS = Bar(kind="trains")
 SMALL_LR = 2e-6
-_HOST_125 = 117.0  # of 125 GiB: the rest is the system's
+_HOST_125 = 121.0  # of 125 GiB: the rest is the system's
 
 
 def _largest(model: str, regime: str, clip: float | None) -> Case:
     clipped = "" if clip else ", not clipped"
+    lr = 1e-4 if clip else 1e-5  # what is not clipped is stepped gently: losses of such models jump otherwise
     return Case(
         name=f"largest-{regime}{'' if clip else '-unclipped'}",
         about=f"{model}, regime {regime}{clipped}, no GPU limit, 125 GiB of host memory",
-        model=model, regime=regime, clip=clip, rows=1, warm_up=0, host_gib=_HOST_125, bars=(TRAINS,),
+        model=model, regime=regime, clip=clip, lr=lr, rows=1, host_gib=_HOST_125, bars=(TRAINS,),
     )  # fmt: skip
 
 
@@ -143,12 +144,12 @@ CASES: dict[str, Case] = {
         _largest("32B", "B", None),
         Case(
             name="24B-40", about="24B, GPU limited to 40 GiB, 500 GiB of host memory", model="24B", rows=1,
-            gpu_gib=40, host_gib=480, warm_up=0, bars=(TRAINS,),
+            gpu_gib=40, host_gib=480, bars=(TRAINS,),
             published="Colossal-AI 69.5 s a step, A100 of 40 GB, 500 GB of host memory",
         ),
         Case(
             name="18B-24", about="18B, GPU limited to 24 GiB, 256 GiB of host memory", model="18B", rows=1,
-            gpu_gib=24, host_gib=240, warm_up=0, bars=(TRAINS,),
+            gpu_gib=24, host_gib=240, bars=(TRAINS,),
         ),
         Case(
             name="12B-10", about="12B, GPU limited to 10 GiB, 125 GiB of host memory, and a disk", model="12B",
@@ -156,7 +157,7 @@ CASES: dict[str, Case] = {
         ),
         Case(
             name="1.5B-6", about="1.5B, regime B, GPU limited to 6 GiB, 16 GiB of host memory", model="1.5B",
-            rows=1, gpu_gib=6, host_gib=16, regime="B", warm_up=0, bars=(TRAINS,),
+            rows=1, gpu_gib=6, host_gib=16, regime="B", bars=(TRAINS,),
         ),
         Case(
             name="gpt2-xl-4", about="GPT2-XL on four GPUs, each limited to 40 GiB, largest batch of each",

@@ -88,9 +88,11 @@ def _start(job: Job, place: Path, rank: int, port: int) -> subprocess.Popen[byte
 
 def _watch(job: Job, ranks: list[subprocess.Popen[bytes]], timeout_s: float) -> tuple[str, int]:
     """Why the job was ended, if it was, and the most host memory that it had at a time, in bytes."""
-    begin, peak, failed = time.monotonic(), 0, 0.0
+    begin, peak, before, failed = time.monotonic(), 0, 0, 0.0
     while any(rank.poll() is None for rank in ranks):
-        peak = max(peak, resident(rank.pid for rank in ranks))
+        # Twice in a row: a child that was just forked has all of its parent's pages, for a moment and without taking any.
+        now_there = resident(rank.pid for rank in ranks)
+        peak, before = max(peak, min(before, now_there)), now_there
         now = time.monotonic()
         if job.host_limit and peak > job.host_limit:
             return f"took more than the {job.host_limit / GIB:.0f} GiB of host memory that it may have", peak

@@ -13,6 +13,18 @@ from benchmarks.offload.decoder import count, fill, skeleton
 from benchmarks.offload.job import Job, gpu_or_cpu, merged
 
 
+class _Loss(nn.Module):
+    """The model's loss as a tensor: FSDP2 gathers again, before backward, for the tensors that a forward returned."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.module = module
+
+    def forward(self, ids: Tensor) -> Tensor:
+        loss: Tensor = self.module(ids, ids).loss
+        return loss
+
+
 class FSDP2:
     """See :class:`benchmarks.offload.job.Trainer`."""
 
@@ -35,10 +47,11 @@ class FSDP2:
         }
         if offload:
             options["offload_policy"] = CPUOffloadPolicy(pin_memory=settings["pin_memory"])
-        self.model = skeleton(*job.sizes)
-        self.parameters = count(self.model)
-        for block in cast(nn.ModuleList, self.model.blocks):
+        decoder = skeleton(*job.sizes)
+        self.parameters = count(decoder)
+        for block in cast(nn.ModuleList, decoder.blocks):
             fully_shard(block, **options)
+        self.model = _Loss(decoder)
         fully_shard(self.model, **options)
         self.model.to_empty(device="cpu" if offload else self.device)
         for name, parameter in self.model.named_parameters():
@@ -53,7 +66,7 @@ class FSDP2:
         }
 
     def step(self, ids: Tensor) -> tuple[float, float | None]:
-        loss = self.model(ids, ids).loss
+        loss = self.model(ids)
         loss.backward()
         clip = float("inf") if self.clip is None else self.clip
         norm: Any = nn.utils.clip_grad_norm_(self.model.parameters(), clip)
