@@ -9,11 +9,12 @@
 .PHONY: help install demo test test-all lint format clean
 
 VENV ?= .venv
-TESTS ?= packages integration_tests
+TESTS ?= integration_tests packages
 packages := mesh kernels tensor_parallel zero_gemini pipeline engine
 
-# Two processes, each with files of its own: most tests use one core at a time.
-workers := --numprocesses 2 --dist loadfile
+# Two processes, each with files of its own, in this order: most tests use one core at a time, and the longest files come
+# first, so that no process waits for one at the end.
+workers := --numprocesses 2 --dist loadfile --no-loadscope-reorder
 
 # The first of these that is Python 3.11 or later; a recipe says so where there is none.
 recent = import sys; sys.exit(sys.version_info < (3, 11))

@@ -23,6 +23,8 @@ SPECS: dict[str, dict[str, Any]] = {
     "data": dict(data=4),
     "1d": dict(data=2, tensor=2),
     "sequence": dict(data=2, tensor=2, sequence=dict(mode="megatron")),
+    "ring": dict(data=2, sequence=dict(mode="ring", size=2)),
+    "ring and ulysses": dict(sequence=dict(mode="ring_ulysses", size=4, ulysses=2)),
     "2d": dict(tensor=dict(mode="2d", size=4)),
     "2.5d": dict(tensor=dict(mode="2.5d", size=4, depth=1)),
     "3d": dict(tensor=dict(mode="3d", grid=(2, 2, 1))),

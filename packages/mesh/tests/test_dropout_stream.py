@@ -10,7 +10,14 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from meshfold.mesh import MeshfoldError
-from meshfold.mesh.dropout_stream import checkpoint_contexts, current_dropout_stream, dropout_stream, next_key
+from meshfold.mesh.dropout_stream import (
+    Dealt,
+    checkpoint_contexts,
+    current_dropout_stream,
+    deal_tokens,
+    dropout_stream,
+    next_key,
+)
 from meshfold.mesh.random import uniform
 
 
@@ -125,3 +132,16 @@ def test_checkpointing_without_dropout_needs_no_stream() -> None:
     y = checkpoint(torch.sin, x, use_reentrant=False, context_fn=checkpoint_contexts)
     y.sum().backward()
     assert torch.equal(x.grad, x.detach().cos())
+
+
+def test_tokens_that_are_dealt_have_the_numbers_of_whole_sequences() -> None:
+    """Two sequences of 5 tokens, of which this rank has the first, the last and a third that is padding."""
+    dealt = Dealt(length=5, index=torch.tensor([0, 4, 4]))
+    assert dealt.numbers(torch.arange(6)).tolist() == [0, 4, 4, 5, 9, 9]
+    deal_tokens(dealt)  # without a stream there is nobody to tell
+    with dropout_stream(0, 0):
+        assert current_dropout_stream().dealt is None
+        deal_tokens(dealt)
+        _, again = checkpoint_contexts()
+    with again:
+        assert current_dropout_stream().dealt is dealt

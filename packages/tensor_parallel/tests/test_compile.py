@@ -14,8 +14,11 @@ from tensor_parallel_models import HIDDEN, VOCAB, Classic, Flat, GatedMLP, ViT, 
 from torch import Tensor, nn
 
 from meshfold.mesh import Mesh, dropout_stream
+from meshfold.mesh.dropout_stream import Dealt, deal_tokens
 from meshfold.mesh.testing import fake_world, run_on_ranks
 from meshfold.tensor_parallel import parallelize
+from meshfold.tensor_parallel.layers.dropout import Dropout
+from meshfold.tensor_parallel.modes import find_mode
 
 MODES: tuple[Case, ...] = (
     case("1d", tensor=4),
@@ -182,3 +185,25 @@ def test_compiled_is_eager() -> None:
 @pytest.mark.slow
 def test_compiled_is_eager_in_every_mode() -> None:
     run_on_ranks(4, compare_with_eager, MODES, timeout_s=300)
+
+
+@pytest.mark.parametrize("shape", [(6, 4), (2, 3, 4), (2, 4)], ids=["m h", "b s h", "b h"])
+def test_a_dealt_token_has_its_own_fate(shape: tuple[int, ...]) -> None:
+    """What a rank drops of its tokens 0, 3 and 4 is what a whole sequence drops there, compiled or not."""
+    places = torch.tensor([0, 3, 4])
+    flat = shape[0] == 6
+    with fake_world(2):
+        part = Dropout(0.5, Mesh({"seq": 2, "tensor": 1}), find_mode("1d"), 4, "drop", flat_tokens=flat)
+        whole = Dropout(
+            0.5, Mesh({"seq": 1, "tensor": 1}, rank=0), find_mode("1d"), 4, "drop", flat_tokens=flat
+        )
+        with dropout_stream(0, 0, first_row=1, first_token=5):
+            wanted = whole(torch.ones((10, 4) if flat else (2, 5, 4) if len(shape) == 3 else (2, 4)))
+        if len(shape) == 3:
+            wanted = wanted[:, places]
+        elif flat:
+            wanted = wanted.view(2, 5, 4)[:, places].view(6, 4)
+        for run in (part, compiled(part)):
+            with dropout_stream(0, 0, first_row=1, first_token=5):
+                deal_tokens(Dealt(length=5, index=places))
+                assert torch.equal(run(torch.ones(shape)), wanted)

@@ -24,6 +24,7 @@ from meshfold.engine.model_state import ModelState
 from meshfold.engine.optimizers import optimizer_factory, scheduler_of
 from meshfold.engine.precision import LossScaler, Precision
 from meshfold.engine.randomness import randomness
+from meshfold.engine.sequence import split_sequence
 from meshfold.engine.shares import Shares
 from meshfold.engine.world import has_zero, join
 from meshfold.mesh import ParallelSpec, SpecError, all_reduce
@@ -113,7 +114,9 @@ class Engine:
         built = assemble(model, self._world, self._precision, self._seed, rules)
         self.model, self.report = built.model, built.report
         self._torch_dropout = built.torch_dropout
-        self._blocks = recomputation.RecomputedBlocks(self.model) if recompute else None
+        self._sequence = split_sequence(self.model, self._world, own_loss=loss_fn is not None)
+        around = None if self._sequence is None else self._sequence.repeated
+        self._blocks = recomputation.RecomputedBlocks(self.model, around) if recompute else None
         self._shifted = loss_fn is None and batches.loss_is_shifted(self.model)
         self._states = make_states(
             built,
@@ -365,7 +368,7 @@ class Engine:
 
         Rows are dealt in order and as evenly as possible; a coordinate that gets none has a row that does not count.
         """
-        return cut(global_batch, self._world.data_index, self._world.data_size)
+        return cut(global_batch, self._world.row_index, self._world.row_size)
 
     def dataloader(
         self,
@@ -390,8 +393,8 @@ class Engine:
         loader = ShardedLoader(
             dataset,
             batch_size=batch_size,
-            index=self._world.data_index,
-            blocks=self._world.data_size,
+            index=self._world.row_index,
+            blocks=self._world.row_size,
             shuffle=shuffle,
             seed=self._seed if seed is None else seed,
             **options,
@@ -447,6 +450,8 @@ class Engine:
         finally:  # also if a step that was promised failed
             if self._blocks is not None:
                 self._blocks.close()
+            if self._sequence is not None:
+                self._sequence.close()
             self.mesh.close()
 
     def __enter__(self) -> Engine:

@@ -22,6 +22,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from meshfold.engine.engine import Engine
 from meshfold.engine.machines import MACHINES, Machine
 from meshfold.engine.recompute import check
+from meshfold.engine.sequence import counted_attention
 from meshfold.engine.shares import Shares
 from meshfold.engine.states import PlainStates
 from meshfold.engine.without_values import WithoutValues, saved_for_backward
@@ -186,7 +187,11 @@ def estimate(
         raise SpecError(f"{accumulate} micro-steps do not divide the global batch of {batch_size} sequences")
     recompute = check(recompute, spec)
     begin = time.perf_counter()
-    with start_fake(spec.world_size), WithoutValues() as stand_in:
+    with (
+        start_fake(spec.world_size),
+        WithoutValues() as stand_in,
+        counted_attention(spec, stand_in.add_attention),
+    ):
         plain = replace(spec, zero=None)  # chunks are laid out from the shapes of what they would hold
         engine = Engine(
             build,
@@ -320,8 +325,9 @@ def _summary(entries: list[Entry], outer: tuple[str, ...]) -> Iterator[Traffic]:
     """Equal collectives together, in the order in which the first of them came."""
     found: dict[tuple[str, str, tuple[str, ...], int], list[Fraction]] = {}
     for entry in entries:
-        # Buckets are sent in the middle of backward; they alone go over the data axes there.
-        phase = "gradients" if entry.phase == "backward" and set(entry.axes) <= set(outer) else entry.phase
+        # Buckets are sent in the middle of backward; they alone are summed over the data axes there.
+        bucket = entry.kind == "all_reduce" and set(entry.axes) <= set(outer)
+        phase = "gradients" if entry.phase == "backward" and bucket else entry.phase
         found.setdefault((phase, entry.kind, entry.axes, entry.group_size), []).append(entry.bytes)
     for (phase, kind, axes, ranks), sent in found.items():
         yield Traffic(phase=phase, kind=kind, axes=axes, ranks=ranks, calls=len(sent), bytes=round(sum(sent)))

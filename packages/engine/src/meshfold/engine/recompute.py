@@ -139,9 +139,10 @@ class _Repetition:
 class RecomputedBlocks:
     """The repeated blocks of a model, from now on recomputed."""
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, around: Callable[[Contexts], Contexts] | None = None) -> None:
         """Args:
         model: this rank's part, as it is trained.
+        around: puts more round a forward that is repeated.
 
         Raises:
             SpecError: if it has no list of blocks.
@@ -156,6 +157,8 @@ class RecomputedBlocks:
         torch.compiler.disable(Recomputed.__call__, recursive=False)
         self._wrapped: dict[str, Recomputed] = {}
         contexts = recompute_contexts(model)
+        if around is not None:
+            contexts = around(contexts)
         for name, block in blocks.items():
             self._wrapped[name] = Recomputed(name, block, contexts)
 

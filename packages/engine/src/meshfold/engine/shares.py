@@ -13,8 +13,11 @@ from meshfold.mesh import all_gather
 class Shares:
     """This data coordinate's part of the global batch, which is the batches of all coordinates in order.
 
+    Ranks that have different tokens of the same rows are given the same batch: it counts once, and weighs for each of
+    them its part of what it does for a rank that has it alone.
+
     Attributes:
-        index: this data coordinate.
+        index: this rank's place among those that hold different parts of the batch, rows or tokens.
         count: its targets that count, a scalar int64 on the device.
         first_row: rows of the coordinates before.
         first_token: tokens of the coordinates before.
@@ -33,16 +36,17 @@ class Shares:
         self.count = work.count(shifted=shifted).to(world.device)
         sizes = [torch.full_like(self.count, size) for size in (work.rows, work.tokens)]
         self._pending = all_gather(
-            torch.stack([self.count, *sizes]).view(1, 3), world.data_group, 0, async_op=True
+            torch.stack([self.count, *sizes]).view(1, 3), world.row_group, 0, async_op=True
         )
+        self._sharing = world.data_size // world.row_size
         self.first_row = self.first_token = 0
-        if places and world.data_size > 1:
-            self.first_row, self.first_token = self._pending.wait()[: self.index, 1:].sum(0).tolist()
+        if places and world.row_size > 1:
+            self.first_row, self.first_token = self._pending.wait()[: world.row_index, 1:].sum(0).tolist()
 
     def total(self) -> Tensor:
         """How many targets count in the global batch: a scalar int64."""
         return self._pending.wait()[:, 0].sum()
 
     def weight(self) -> Tensor:
-        """This coordinate's share of them: a scalar float64."""
-        return self.count.double() / self.total().clamp(min=1)
+        """This rank's share of them: a scalar float64."""
+        return self.count.double() / (self.total().clamp(min=1) * self._sharing)

@@ -145,10 +145,11 @@ class WithoutValues(TorchFunctionMode):
         return found
 
     def _attention(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        found: Tensor = _Attention.apply(self._count, q, k, v)
+        found: Tensor = _Attention.apply(self.add_attention, q, k, v)
         return found
 
-    def _count(self, flops: int) -> None:
+    def add_attention(self, flops: int) -> None:
+        """Count so many operations of attention."""
         self.attention_flops += flops
         if self.on_attention is not None:
             self.on_attention(flops)

@@ -23,7 +23,9 @@ class World:
         mesh: has the spec's axes, and those of mode 1d with size 1 where there is no tensor parallelism.
         device: where this rank's tensors are.
         mode: the tensor-parallel mode; None without a tensor entry.
-        outer_axes: those that the batch is split over: all but the tensor axes.
+        outer_axes: those that the batch is split over, by rows or by tokens: all but the tensor axes. Gradients are summed
+            over them, and ``zero`` shares out what its ranks would all hold.
+        row_axes: those of them that its rows are split over; ranks along the others have the same rows and different tokens.
     """
 
     spec: ParallelSpec
@@ -31,6 +33,7 @@ class World:
     device: torch.device
     mode: object
     outer_axes: tuple[str, ...]
+    row_axes: tuple[str, ...]
 
     @property
     def everyone(self) -> Group:
@@ -39,7 +42,7 @@ class World:
 
     @property
     def data_group(self) -> Group:
-        """Ranks that hold the same blocks and different rows of the batch."""
+        """Ranks that hold the same blocks and different parts of the batch."""
         return self.mesh.group(*self.outer_axes)
 
     @property
@@ -57,6 +60,21 @@ class World:
     def data_size(self) -> int:
         """How many data coordinates there are."""
         return self.mesh.size(*self.outer_axes)
+
+    @property
+    def row_group(self) -> Group:
+        """Ranks that have different rows of the batch, and the same tokens of each."""
+        return self.mesh.group(*self.row_axes)
+
+    @property
+    def row_index(self) -> int:
+        """Whose rows of the batch this rank has."""
+        return self.mesh.index(*self.row_axes)
+
+    @property
+    def row_size(self) -> int:
+        """Into how many parts the rows of the batch are split."""
+        return self.mesh.size(*self.row_axes)
 
 
 def join(parallel: Mapping[str, object] | ParallelSpec, device: torch.device | str | None) -> World:
@@ -89,32 +107,16 @@ def join(parallel: Mapping[str, object] | ParallelSpec, device: torch.device | s
             else torch.device("cpu")
         )
     tensor_axes = () if spec.tensor is None else spec.tensor.axis_names
+    outer = tuple(axis for axis in spec.axes if axis not in tensor_axes)
+    sequence_axes = () if spec.sequence is None else tuple(spec.sequence.axes)
     return World(
         spec=spec,
         mesh=Mesh(spec.axes if tensor_axes else {**spec.axes, "tensor": 1}),
         device=place,
         mode=_mode(spec),
-        outer_axes=tuple(axis for axis in spec.axes if axis not in tensor_axes),
+        outer_axes=outer,
+        row_axes=tuple(axis for axis in outer if axis not in sequence_axes),
     )
-
-
-def require_runnable(spec: ParallelSpec) -> None:
-    """Whether the engine can run a spec.
-
-    Raises:
-        SpecError: for what is not installed, and for parts that run by themselves and are not put together here yet.
-    """
-    spec.require_installed()
-    if spec.pipeline is not None and spec.pipeline.size > 1:
-        raise SpecError(
-            f"pipeline={spec.pipeline.to_dict()}: the engine does not run pipelines yet. Leave pipeline out, or run the model by "
-            "meshfold.pipeline.Pipeline"
-        )
-    if spec.sequence is not None and spec.sequence.size > 1:
-        raise SpecError(
-            f"sequence={spec.sequence.mode_name!r}: the engine does not split sequences this way yet. Write "
-            "sequence=dict(mode='megatron') with tensor, or use meshfold.sequence.sequence_parallel in a loop of your own"
-        )
 
 
 def _mode(spec: ParallelSpec) -> object:
@@ -146,3 +148,17 @@ def has_zero(parallel: Mapping[str, object] | ParallelSpec) -> bool:
     if isinstance(parallel, ParallelSpec):
         return parallel.zero is not None
     return isinstance(parallel, Mapping) and parallel.get("zero") is not None
+
+
+def require_runnable(spec: ParallelSpec) -> None:
+    """Whether the engine can run a spec.
+
+    Raises:
+        SpecError: for what is not installed, and for parts that run by themselves and are not put together here yet.
+    """
+    spec.require_installed()
+    if spec.pipeline is not None and spec.pipeline.size > 1:
+        raise SpecError(
+            f"pipeline={spec.pipeline.to_dict()}: the engine does not run pipelines yet. Leave pipeline out, or run the model by "
+            "meshfold.pipeline.Pipeline"
+        )

@@ -12,9 +12,35 @@ from collections import Counter
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
 from contextvars import ContextVar, Token
+from dataclasses import dataclass
+
+from torch import Tensor
 
 from meshfold.mesh.errors import MeshfoldError
 from meshfold.mesh.random import key_of
+
+
+@dataclass(frozen=True, kw_only=True)
+class Dealt:
+    """How the tokens of every sequence are dealt to ranks, which decides what a rank's tokens drop.
+
+    Attributes:
+        length: tokens of a whole sequence.
+        index: ``local``, int64: which token of its sequence each of this rank's is.
+    """
+
+    length: int
+    index: Tensor
+
+    @property
+    def local(self) -> int:
+        """Tokens of a sequence that this rank has."""
+        return self.index.shape[0]
+
+    def numbers(self, tokens: Tensor) -> Tensor:
+        """Numbers among whole sequences, of tokens that are numbered among this rank's parts of them; int64."""
+        index = self.index.to(tokens.device)
+        return tokens // self.local * self.length + index[tokens % self.local]
 
 
 class DropoutStream:
@@ -25,6 +51,7 @@ class DropoutStream:
         step: which forward this is, counted over the whole run (micro-batches and accumulation steps included).
         first_row: number, in the global batch, of the first sequence that this forward is given.
         first_token: number, in the global batch, of its first token.
+        dealt: which tokens of each sequence it is given; None: all of them.
     """
 
     def __init__(
@@ -35,11 +62,13 @@ class DropoutStream:
         *,
         first_row: int = 0,
         first_token: int = 0,
+        dealt: Dealt | None = None,
     ) -> None:
         self.seed = seed
         self.step = step
         self.first_row = first_row
         self.first_token = first_token
+        self.dealt = dealt
         self._calls = Counter(calls or {})
 
     def next_key(self, name: str = "") -> int:
@@ -56,8 +85,8 @@ class DropoutStream:
     def copy(self) -> DropoutStream:
         """A stream that continues from here on its own."""
         return DropoutStream(
-            self.seed, self.step, self._calls, first_row=self.first_row, first_token=self.first_token
-        )
+            self.seed, self.step, self._calls, first_row=self.first_row, first_token=self.first_token, dealt=self.dealt
+        )  # fmt: skip
 
 
 _current: ContextVar[DropoutStream | None] = ContextVar("meshfold_dropout_stream", default=None)
@@ -107,6 +136,13 @@ def current_dropout_stream() -> DropoutStream:
             "run the forward inside `with dropout_stream(seed, step):`, or call model.eval()"
         )
     return stream
+
+
+def deal_tokens(dealt: Dealt | None) -> None:
+    """Say of the current stream, if there is one, which tokens of each sequence its forward is given."""
+    stream = _current.get()
+    if stream is not None:
+        stream.dealt = dealt
 
 
 def next_key(name: str = "") -> int:

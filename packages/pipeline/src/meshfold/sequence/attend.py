@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import cast
 
 from torch import Tensor
@@ -89,6 +90,9 @@ def attention(
     pads = missing > 0 and q.is_cuda and q.dtype.itemsize < 8 and v.shape[-1] == width
     if pads:  # GPU kernels want features by eights; zeros change nothing
         q, k, v = (F.pad(x, (0, missing)) for x in (q, k, v))
+    if q.is_meta and causal and window is None and documents is None:
+        # Plans count all pairs of tokens, as they do where a sequence is whole; there are as many steps.
+        mask = replace(mask, causal=False)
     mine = steps(dealt, mask, mesh.index(*found.ring))
     shapes = len({(tile.shape, tile.rows, tile.columns) for step in mine for tile in step})
     job = Round(

@@ -20,7 +20,7 @@ Tensors are ``b s heads d``, keys and values ``b s kv_heads d`` with kv_heads a 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol
 
 import torch
@@ -101,6 +101,41 @@ class Reference:
             later = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).triu_(1)
             scores.masked_fill_(later, -torch.inf)
         return scores
+
+
+class Shapes:
+    """Tensors without values, as plans have them: what a flash kernel returns, and nothing that it keeps in between.
+
+    Attributes:
+        count: is told the floating point operations of each tile, masked pairs among them.
+    """
+
+    def __init__(self) -> None:
+        self.count: Callable[[int], None] | None = None
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
+        self._tell(q, k, q.shape[-1] + v.shape[-1])
+        lse = q.new_empty((q.shape[0], q.shape[2], q.shape[1]), dtype=accumulating(q.dtype))
+        return q.new_empty((*q.shape[:3], v.shape[-1])), lse
+
+    def backward(
+        self,
+        dout: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        out: Tensor,
+        lse: Tensor,
+        causal: bool,
+        scale: float,
+    ) -> Gradients:
+        # Five matmuls, the scores again among them.
+        self._tell(q, k, 3 * q.shape[-1] + 2 * v.shape[-1])
+        return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
+
+    def _tell(self, q: Tensor, k: Tensor, features: int) -> None:
+        if self.count is not None:
+            self.count(2 * q.shape[:3].numel() * k.shape[1] * features)
 
 
 class FlashCPU:
@@ -240,8 +275,10 @@ def _back(gradients: Sequence[Tensor]) -> Gradients:
 
 
 REFERENCE = Reference()
+SHAPES = Shapes()
 _ON: Mapping[tuple[str, str], Kernel] = {
     ("flash", "cpu"): FlashCPU(),
+    ("flash", "meta"): SHAPES,
     ("flash", "cuda"): FlashCUDA(),
     ("cudnn", "cuda"): CuDNN(),
     ("efficient", "cuda"): Efficient(),

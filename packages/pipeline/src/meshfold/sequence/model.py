@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, ExitStack
 from typing import Any
 
 import torch
@@ -28,7 +29,8 @@ class SequenceParallel:
         self._signature = inspect.signature(model.forward)
         self._takes_positions = "position_ids" in self._signature.parameters
         self._shifts_labels = getattr(model, "loss_type", "") == "ForCausalLM" or any(
-            getattr(module, "causal_lm_loss", False) for module in model.modules()
+            getattr(module, "causal_lm_loss", False) and getattr(module, "shifts", True)
+            for module in model.modules()
         )
         self._changes: list[Any] = [
             model.register_forward_pre_hook(self._begin, with_kwargs=True),
@@ -36,12 +38,20 @@ class SequenceParallel:
         ]
         theirs = hugging_face.parts(model)
         self._changes += [hugging_face.Registered(part, self._asked) for part in theirs]
-        if theirs != [model]:
-            self._changes.append(Around(model, lambda: Swap(self._asked, self._counted)))
+        self._swaps = theirs != [model]
+        if self._swaps:
+            self._changes.append(Around(model, self._swap))
 
     def set_batch(self, *, length: int | None = None, documents: Sequence[int] | None = None) -> None:
         """Say of the batches from now on what ``length`` and ``documents`` say of the first."""
         self._settings = self._settings.with_batch(length, documents)
+
+    def again(self) -> AbstractContextManager[None]:
+        """What has to be around a part of the forward under way when it is repeated, where that is not a module's own.
+
+        For who recomputes activations; may be entered any number of times.
+        """
+        return _Again(self, self._settings, self._local)
 
     def remove(self) -> None:
         """Leave the model as it was."""
@@ -85,6 +95,9 @@ class SequenceParallel:
                 "alone: let it call torch.nn.functional.scaled_dot_product_attention"
             )
 
+    def _swap(self) -> Swap:
+        return Swap(self._asked, self._counted)
+
     def _asked(self) -> Settings:
         """The settings, for a call of attention."""
         self._calls += 1
@@ -100,6 +113,29 @@ class SequenceParallel:
         s = self._settings
         length = s.length or self._local * s.mesh.size(*find(s.mode, s.mesh).axes)
         return positions(length, s.mesh, s.mode, order=s.order, documents=s.documents, device=device)
+
+
+class _Again:
+    """A part of a forward that is repeated: with the batch that it had."""
+
+    def __init__(self, parallel: SequenceParallel, settings: Settings, local: int) -> None:
+        self._parallel, self._batch = parallel, (settings, local)
+        self._open: list[ExitStack] = []
+
+    def __enter__(self) -> None:
+        now = self._parallel._settings, self._parallel._local
+        with ExitStack() as stack:
+            stack.callback(self._say, *now)
+            self._say(*self._batch)
+            if self._parallel._swaps:
+                stack.enter_context(self._parallel._swap())
+            self._open.append(stack.pop_all())
+
+    def __exit__(self, *error: object) -> None:
+        self._open.pop().close()
+
+    def _say(self, settings: Settings, local: int) -> None:
+        self._parallel._settings, self._parallel._local = settings, local
 
 
 def sequence_parallel(

@@ -16,10 +16,12 @@ class CausalLMLoss(nn.Module):
         logits ``m v``, labels ``b s`` with m = b·s -> scalar
 
     ``causal_lm_loss`` tells whoever shards a model that this module may be replaced by a vocab-parallel one with the
-    same forward. Computed by ``torch.nn.functional.cross_entropy``: the reference that the sharded losses meet.
+    same forward. With ``shifts = False`` labels come shifted already, as where the tokens of a sequence are dealt to ranks.
+    Computed by ``torch.nn.functional.cross_entropy``: the reference that the sharded losses meet.
     """
 
     causal_lm_loss = True
+    shifts = True
 
     def __init__(
         self, *, ignore_index: int = -100, label_smoothing: float = 0.0, z_loss: float = 0.0
@@ -44,7 +46,8 @@ class CausalLMLoss(nn.Module):
     def forward(self, logits: Tensor, labels: Tensor) -> Tensor:
         """The mean over the labels that count; 0 where none does."""
         wide = logits if logits.dtype == torch.float64 else logits.float()
-        targets = F.pad(labels[:, 1:], (0, 1), value=self.ignore_index).reshape(-1)
+        shifted = F.pad(labels[:, 1:], (0, 1), value=self.ignore_index) if self.shifts else labels
+        targets = shifted.reshape(-1)
         counts = targets != self.ignore_index
         total = F.cross_entropy(
             wide,

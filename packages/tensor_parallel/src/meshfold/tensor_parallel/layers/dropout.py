@@ -13,8 +13,10 @@ from meshfold import kernels
 from meshfold.mesh import Mesh
 from meshfold.mesh.dropout_stream import current_dropout_stream
 from meshfold.tensor_parallel.layers.base import ShardedLayer
-from meshfold.tensor_parallel.layers.draw import code_of, draw
+from meshfold.tensor_parallel.layers.draw import code_of, dealt_place, dealt_rows, draw
 from meshfold.tensor_parallel.modes import Mode
+
+_SEQUENCE = ("seq", "ring", "ulysses")  # axes that sequences may be dealt to
 
 
 class Dropout(ShardedLayer):
@@ -50,6 +52,7 @@ class Dropout(ShardedLayer):
         self.p, self.mesh, self.hidden, self.name = p, mesh, hidden, name
         self.inner, self.heads, self.flat_tokens = inner, heads, flat_tokens
         self._code = code_of(name)
+        self._dealt = mesh.size(*_SEQUENCE) > 1
         residual, between = mode.layout("residual"), mode.layout("hidden")
         self.residual = ((), ()) if whole else (residual["m"], residual["h"])
         self.between = ((), ()) if whole else (between["m"], between["n"])
@@ -66,14 +69,25 @@ class Dropout(ShardedLayer):
         fits_between = width * size(*self.between[1]) == self.inner
         tokens, columns = self.residual if fits_residual and not fits_between else self.between
         rows, first = x.numel() // width, self.mesh.index(*tokens)
-        seed, key, before = self._draw(x, x.dim() == 2 and self.flat_tokens)
+        column = self.mesh.index(*columns) * width, width * size(*columns)
+        by_tokens = x.dim() == 2 and self.flat_tokens
+        seed, key, before = self._draw(x, by_tokens)
+        shape = [0] if by_tokens else [*x.shape[1:-1]]
         if isinstance(before, int):
             place: int | Tensor = before * x.shape[1:-1].numel() + first * rows
+            if (dealt := current_dropout_stream().dealt) is not None:
+                # Without function modes: to one that counts positions, an arange would be tokens.
+                with torch._C.DisableTorchFunction():
+                    here = torch.arange(first * rows, (first + 1) * rows, device=x.device)
+                    place = dealt_rows(here, before, shape, dealt)
+                    return kernels.dropout(x, p, seed, key, place, *column)
         else:
-            place = before * x.shape[1:-1].numel() + first * rows + torch.arange(rows, device=x.device)
-        return kernels.dropout(
-            x, p, seed, key, place, self.mesh.index(*columns) * width, width * size(*columns)
-        )
+            here = first * rows + torch.arange(rows, device=x.device)
+            if self._dealt:
+                place = dealt_place(here, before, shape)
+            else:
+                place = before * x.shape[1:-1].numel() + here
+        return kernels.dropout(x, p, seed, key, place, *column)
 
     def drop_weights(self, weights: Tensor, p: float) -> Tensor:
         """The same for attention weights ``b heads s t``: each (b, head, s, t) of the whole model has one fate."""

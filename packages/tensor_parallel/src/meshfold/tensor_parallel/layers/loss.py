@@ -139,9 +139,14 @@ def _make(
 
 
 class CausalLMLoss(OnMesh, nn.Module):
-    """Next-token loss of logits split over tokens and vocabulary; labels come whole and are shifted here."""
+    """Next-token loss of logits split over tokens and vocabulary; labels come whole and are shifted here.
+
+    Attributes:
+        shifts: False: labels come shifted already, as where the tokens of a sequence are dealt to ranks.
+    """
 
     causal_lm_loss = True
+    shifts = True
 
     def __init__(
         self,
@@ -172,6 +177,8 @@ class CausalLMLoss(OnMesh, nn.Module):
             num_items_in_batch: divide the sum by this instead of the number of tokens that count.
             shift_labels: labels that are shifted already.
         """
+        if labels is not None and shift_labels is None and not self.shifts:
+            shift_labels = labels
         if labels is not None and shift_labels is None:
             shift_labels = F.pad(labels, (0, 1), value=self.ignore_index)[..., 1:]
         if shift_labels is None:
