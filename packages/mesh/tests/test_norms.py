@@ -162,3 +162,24 @@ def test_what_is_not_a_norm(value: object) -> None:
         gradient_norm([], Mesh({}), value)  # type: ignore[arg-type]
     with pytest.raises(SpecError, match=r"max_norm=.*: the largest norm allowed is a number above 0"):
         clip_gradients([], Mesh({}), value)  # type: ignore[arg-type]
+
+
+def norms_over_stages(norm_type: float) -> float:
+    """A parameter of one stage, split over ``a``, and one that both stages have."""
+    mesh = mesh_of(pipe=2, a=2)
+    stage = mesh.index("pipe")
+    split, tied = Placement(shape=(4,), axes=(("a",),)), Placement(shape=(3,), axes=((),))
+    own = nn.Parameter(torch.zeros(2, dtype=torch.float64))
+    own.grad = split.shard(torch.arange(1.0, 5.0, dtype=torch.float64) * (1 + stage), mesh)
+    annotate(own, ParameterMeta(mesh=mesh, placement=split, only_at={"pipe": (stage,)}))
+    both = nn.Parameter(torch.zeros(3, dtype=torch.float64))
+    both.grad = torch.full((3,), 7.0, dtype=torch.float64)
+    annotate(both, ParameterMeta(mesh=mesh, placement=tied, tie="both", only_at={"pipe": (0, 1)}))
+    return float(gradient_norm([own, both], mesh, norm_type))
+
+
+@pytest.mark.parametrize("norm_type", [1.0, 2.0, math.inf])
+def test_stages_count_what_they_alone_have_and_a_tie_counts_once(norm_type: float) -> None:
+    gradients = torch.tensor([1.0, 2, 3, 4, 2, 4, 6, 8, 7, 7, 7])
+    wanted = float(torch.linalg.vector_norm(gradients, norm_type))
+    assert run_on_ranks(4, norms_over_stages, norm_type) == pytest.approx([wanted] * 4)

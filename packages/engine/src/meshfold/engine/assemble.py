@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from meshfold.engine.optimizers import Factory
+from meshfold.engine.pipelining import PipelinedModel, PipelineSettings
 from meshfold.engine.precision import Masters, Precision, cast_rest
 from meshfold.engine.states import PlainStates, States
 from meshfold.engine.world import World
@@ -34,6 +35,7 @@ class Assembled:
         values: makes the first values of a parameter that is on the meta device still.
         report: what tensor parallelism did; None if the model was left whole.
         torch_dropout: whether dropout is torch's own, which draws from its random state.
+        pipelined: runs the model where it is in stages, of which ``model`` has this rank's; else None.
     """
 
     model: nn.Module
@@ -41,6 +43,7 @@ class Assembled:
     values: FirstValues | None
     report: Report | None
     torch_dropout: bool
+    pipelined: PipelinedModel | None = None
 
 
 def assemble(
@@ -49,8 +52,9 @@ def assemble(
     precision: Precision,
     seed: int,
     rules: Mapping[str, str] | None,
+    stages: PipelineSettings | None = None,
 ) -> Assembled:
-    """Shard, initialise, place and cast.
+    """Shard, cut into stages, initialise, place and cast. ``stages``: what the entry ``pipeline`` needs to know.
 
     A function's model is built without allocating it; then each rank fills its own blocks, from the seed alone. A
     module is taken with rank 0's weights, whatever the others have, and then cut; one on the meta device as a function.
@@ -75,26 +79,39 @@ def assemble(
     dropout = has_dropout(built)
     report = _shard(built, world, rules, dropout)
     in_chunks = world.spec.zero is not None
-    if tape is not None:
-        materialize(
-            built,
-            tape,
-            seed=seed,
-            device=world.device,
-            placement_of=lambda name, tensor: coordinates_of(tensor),
-            parameters=not in_chunks,
-        )
-    _move(built, world.device, parameters=not in_chunks)
+    values = first_values(tape, seed, world.device) if in_chunks and tape is not None else None
+
+    def fill(left: nn.Module) -> None:
+        if tape is not None:
+            materialize(
+                left,
+                tape,
+                seed=seed,
+                device=world.device,
+                placement_of=lambda name, tensor: coordinates_of(tensor),
+                parameters=not in_chunks,
+            )
+        _move(left, world.device, parameters=not in_chunks)
+        if values is not None:
+            _fill_tied(left, values)
+
+    pipelined = None
+    if world.pipelined:
+        pipelined = PipelinedModel(built, world, precision, stages or PipelineSettings(), fill)
+    else:
+        fill(built)
     for parameter in built.parameters():
         annotate(parameter, replace(placed(parameter, world.mesh), sum_axes=world.outer_axes))
-    parameters = {name: p for name, p in built.named_parameters() if p.requires_grad}
+    named = built.named_parameters() if pipelined is None else pipelined.pipeline.named_parameters()
+    parameters = {name: p for name, p in named if p.requires_grad}
     cast_rest(built, precision, set(built.parameters()) if in_chunks else set(parameters.values()))
     return Assembled(
         model=built,
         parameters=parameters,
-        values=first_values(tape, seed, world.device) if in_chunks and tape is not None else None,
+        values=values,
         report=report,
         torch_dropout=dropout and report is None,
+        pipelined=pipelined,
     )
 
 
@@ -128,6 +145,7 @@ def make_states(
         values=built.values,
         blocks=blocks,
         looks_at_all=looks_at_all,
+        names={} if built.pipelined is None else built.pipelined.inventory.first,
     )
 
 
@@ -180,6 +198,22 @@ def _shard(model: nn.Module, world: World, rules: Mapping[str, str] | None, drop
         except LayoutError:
             return None
     return None
+
+
+@torch.no_grad()
+def _fill_tied(model: nn.Module, values: FirstValues) -> None:
+    """Give parameters that other stages keep too their values before all others: their gradients are looked after apart."""
+    made: dict[Tensor, nn.Parameter] = {}
+    for path, module in model.named_modules():
+        for leaf, parameter in list(module._parameters.items()):
+            meta = None if parameter is None else metadata(parameter)
+            if parameter is None or meta is None or not (meta.tie and meta.only_at and parameter.is_meta):
+                continue
+            if parameter not in made:
+                value = values(f"{path}.{leaf}" if path else leaf, parameter, parameter.dtype)
+                made[parameter] = nn.Parameter(value, requires_grad=parameter.requires_grad)
+                made[parameter].__dict__.update(parameter.__dict__)
+            module._parameters[leaf] = made[parameter]
 
 
 @torch.no_grad()

@@ -14,7 +14,7 @@ in one number a parameter: how many ranks used it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -63,8 +63,8 @@ class Bucket:
             summed, self._pending = self._pending.wait(), None
             self._summed = summed if self._summed is None else self._summed.add_(summed)
 
-    def add(self, place: int, gradient: Tensor) -> None:
-        """Take up a gradient, summing over micro-steps.
+    def add(self, place: int, gradient: Tensor, *, whole: bool = True) -> None:
+        """Take up a gradient, summing over micro-steps; ``whole``: no more of it comes in this backward.
 
         Raises:
             TrainingError: if the bucket is on its way already.
@@ -83,6 +83,11 @@ class Bucket:
             home.copy_(gradient)
             self._filled.add(place)
         self._used.add(place)
+        if whole:
+            self._arrived.add(place)
+
+    def complete(self, place: int) -> None:
+        """No more of a parameter's gradient comes in this backward."""
         self._arrived.add(place)
 
     def launch(self) -> None:
@@ -146,8 +151,13 @@ class GradientReducer:
         bucket_bytes: a bucket is closed once it holds so many.
         """
         self.buckets = _fill(parameters, masters, mesh, bucket_bytes)
-        self._listening = self._last = self._owed = False
+        self._listening = self._last = self._owed = self._several = False
         self._next = 0
+        self._places: dict[Tensor, tuple[Bucket, int]] = {
+            parameter: (bucket, place)
+            for bucket in self.buckets
+            for place, parameter in enumerate(bucket.parameters)
+        }
         self._handles = [
             parameter.register_post_accumulate_grad_hook(self._hook(bucket, place))
             for bucket in self.buckets
@@ -161,15 +171,16 @@ class GradientReducer:
         self._owed = False
 
     @contextmanager
-    def backward(self, *, last: bool) -> Iterator[None]:
+    def backward(self, *, last: bool, several: bool = False) -> Iterator[None]:
         """Around each backward. Gradients that come at other times are dropped: they are of somebody else's loss.
 
         Args:
             last: of an accumulation; send buckets as they become full.
+            several: a parameter may get several gradients, until :meth:`complete` says that it has them all.
         """
         for bucket in self.buckets:
             bucket.begin()
-        self._listening, self._last, self._next = True, last, 0
+        self._listening, self._last, self._several, self._next = True, last, several, 0
         try:
             yield
         finally:
@@ -177,6 +188,15 @@ class GradientReducer:
         self._owed = not last
         if last:
             self._launch_rest()
+
+    def complete(self, parameters: Iterable[Tensor]) -> None:
+        """Inside a backward of several: these have all their gradients."""
+        for parameter in parameters:
+            if parameter in self._places:
+                bucket, place = self._places[parameter]
+                bucket.complete(place)
+        if self._last and self._listening:
+            self._launch_ready()
 
     def finish(self, factor: float = 1.0) -> None:
         """After the last backward: targets have their gradients, summed and times the factor."""
@@ -197,7 +217,7 @@ class GradientReducer:
         def arrive(parameter: Tensor) -> None:
             if parameter.grad is not None:
                 if self._listening:
-                    bucket.add(place, parameter.grad)
+                    bucket.add(place, parameter.grad, whole=not self._several)
                 parameter.grad = None
                 if self._last and self._listening:
                     self._launch_ready()
@@ -218,14 +238,18 @@ class GradientReducer:
 def _fill(
     parameters: Sequence[nn.Parameter], masters: Masters, mesh: Mesh, bucket_bytes: int
 ) -> list[Bucket]:
-    """Buckets in the order in which backward tends to fill them, each of one group, dtype and device."""
+    """Buckets in the order in which backward tends to fill them, each of one group, dtype and device.
+
+    Parameters that other stages of a pipeline have too come last: their gradients wait for those stages.
+    """
     filled: list[tuple[tuple[str, ...], list[nn.Parameter]]] = []
     open_buckets: dict[object, tuple[list[nn.Parameter], int]] = {}
-    for parameter in reversed(parameters):
+    order = [*reversed(parameters)]
+    for parameter in sorted(order, key=_is_shared):
         target = masters.of(parameter)
         meta = metadata(parameter)
         axes = meta.sum_axes if meta is not None else ()
-        kind = (axes, target.dtype, target.device)
+        kind = (axes, target.dtype, target.device, _is_shared(parameter))
         if kind not in open_buckets:
             open_buckets[kind] = ([], 0)
             filled.append((axes, open_buckets[kind][0]))
@@ -235,3 +259,9 @@ def _fill(
         if held < bucket_bytes:
             open_buckets[kind] = (members, held)
     return [Bucket(members, [masters.of(p) for p in members], mesh.group(*axes)) for axes, members in filled]
+
+
+def _is_shared(parameter: Tensor) -> bool:
+    """Whether several stages of a pipeline have it."""
+    meta = metadata(parameter)
+    return meta is not None and any(len(places) > 1 for places in meta.only_at.values())

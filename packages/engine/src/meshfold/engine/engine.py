@@ -22,6 +22,8 @@ from meshfold.engine.loader import ShardedLoader
 from meshfold.engine.metrics import StepMetrics
 from meshfold.engine.model_state import ModelState
 from meshfold.engine.optimizers import optimizer_factory, scheduler_of
+from meshfold.engine.pipelined_state import PipelinedState
+from meshfold.engine.pipelining import PipelinedModel, PipelineSettings
 from meshfold.engine.precision import LossScaler, Precision
 from meshfold.engine.randomness import randomness
 from meshfold.engine.sequence import split_sequence
@@ -49,6 +51,7 @@ class Engine:
         report: what tensor parallelism did to each submodule; None if the model was left whole.
         optimizer: over the true weights of this rank's blocks; None for evaluation only.
         lr_scheduler: stepped after each optimizer step; None if none was given.
+        pipeline: runs the model where the spec has ``pipeline``, without gradients if it is called; else None.
         steps: of the optimizer so far; ``skipped_steps`` were left out for an overflow.
         micro_step: forwards that were trained so far: calls of ``train_step``, or of the engine itself.
         last: what the last ``train_step`` or ``step`` did; None before the first.
@@ -71,6 +74,7 @@ class Engine:
         device: torch.device | str | None = None,
         rules: Mapping[str, str] | None = None,
         recompute: str | None = None,
+        example: Any = None,
     ) -> None:
         """Args:
             model: a module (rank 0's weights are used), or a function that builds one, which is then never
@@ -89,6 +93,8 @@ class Engine:
             rules: roles of submodules that tensor parallelism cannot tell by name and shape.
             recompute: which activations backward recomputes: None: the model's own business. ``"blocks"``: those of every
                 repeated block. ``"auto"``: under ``zero=dict(placement="auto")``, of the blocks that the plan says.
+            example: a small batch, for ``pipeline`` with a model that is not called with token ids: to see what comes before
+                its blocks. Values do not matter.
 
         Raises:
             SpecError: for every setting that is wrong, before anything starts.
@@ -111,12 +117,20 @@ class Engine:
         self._world = join(parallel, device)
         self.spec, self.mesh, self.device = self._world.spec, self._world.mesh, self._world.device
         recompute = recomputation.check(recompute, self.spec)
-        built = assemble(model, self._world, self._precision, self._seed, rules)
+        if recompute == "auto" and self._world.pipelined:
+            raise SpecError(
+                "recompute='auto' with pipeline: nothing is planned for stages yet. Write recompute='blocks'"
+            )
+        stages = PipelineSettings(loss_fn=loss_fn, example=example)
+        built = assemble(model, self._world, self._precision, self._seed, rules, stages)
+        self._pipelined = built.pipelined
+        self.pipeline = None if built.pipelined is None else built.pipelined.pipeline
         self.model, self.report = built.model, built.report
         self._torch_dropout = built.torch_dropout
         self._sequence = split_sequence(self.model, self._world, own_loss=loss_fn is not None)
         around = None if self._sequence is None else self._sequence.repeated
-        self._blocks = recomputation.RecomputedBlocks(self.model, around) if recompute else None
+        own_blocks = None if self._pipelined is None else self._pipelined.blocks()
+        self._blocks = recomputation.RecomputedBlocks(self.model, around, own_blocks) if recompute else None
         self._shifted = loss_fn is None and batches.loss_is_shifted(self.model)
         self._states = make_states(
             built,
@@ -129,7 +143,12 @@ class Engine:
             looks_at_all=self._looks_at_all,
         )
         self._scaler = LossScaler(self._precision.scale, says=self.mesh.rank == 0)
-        self._model_state = ModelState(self.model, self._states, self._world)
+        if self._pipelined is None:
+            self._model_state = ModelState(self.model, self._states, self._world)
+        else:
+            self._pipelined.attach(self._states)
+            inventory = self._pipelined.inventory
+            self._model_state = PipelinedState(self.model, self._states, self._world, inventory)
         self.optimizer = self._states.optimizer
         self.lr_scheduler = scheduler_of(lr_scheduler, self.optimizer)
 
@@ -176,6 +195,8 @@ class Engine:
 
     def _forward_backward(self, work: batches.Batch, shares: Shares, *, last: bool) -> Tensor | None:
         """A micro-step's share of the loss; None if memory ran out, nothing was done, and more was made."""
+        if self._pipelined is not None:
+            return self._through_stages(self._pipelined, work, shares, last=last)
         try:
             self._begin()
             with self._randomness(shares):
@@ -191,6 +212,28 @@ class Engine:
         self._states.relieve()  # here, where the error no longer holds on to the graph
         return None
 
+    def _through_stages(
+        self, stages: PipelinedModel, work: batches.Batch, shares: Shares, *, last: bool
+    ) -> Tensor:
+        """A micro-step's share of the loss, of a model in stages: as many backwards as there are micro-batches."""
+        self._begun = False  # also if the one before was broken off
+        self._begin()
+        with self._randomness(shares):
+            stages.look_for_order(work)
+        share = shares.weight()
+        with self._randomness(shares), self._states.backward("last" if last else "more"):
+            mine = stages.step(work, share * (self._scaler.scale / self._accumulation))
+        self._begun = False
+        self._backwards += 1
+        return mine * share
+
+    def _no_loop(self, what: str) -> None:
+        if self._pipelined is not None:
+            raise SpecError(
+                f"{what} under pipeline: forward and backward of micro-batches take turns there, so a loop of one's own "
+                "cannot call them apart. Call engine.train_step(batch), and engine.eval_step(batch) to evaluate"
+            )
+
     # The halves of a train step, for a loop of one's own.
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -200,6 +243,7 @@ class Engine:
         backward each drops other elements. Rows of the first tensor are taken for this data coordinate's part of
         the global batch. For evaluation call ``engine.model`` under ``torch.no_grad()`` in evaluation mode.
         """
+        self._no_loop("engine(...)")
         work = batches.inputs(args, kwargs, self.device, self._precision.dtype)
         self.model.train()
         if torch.is_grad_enabled():
@@ -228,6 +272,7 @@ class Engine:
             SpecError: for a loss that is no scalar that depends on parameters.
             TrainingError: without an optimizer.
         """
+        self._no_loop("engine.backward(loss)")
         if not isinstance(loss, Tensor) or loss.numel() != 1 or not loss.requires_grad:
             what = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else repr(loss)
             raise SpecError(
@@ -244,6 +289,7 @@ class Engine:
         gradients: under ``zero`` from stage 2 on as many times its share of them as there are data ranks, and those where
         the optimizer's state lives. ``gradient_accumulation`` holds no more than the share, and sums every time.
         """
+        self._no_loop("engine.no_sync()")
         before, self._sync = self._sync, False
         try:
             yield
@@ -329,7 +375,7 @@ class Engine:
         training = self.model.training
         self.model.eval()
         try:
-            mine = self._loss(work, shares)
+            mine = self._loss(work, shares) if self._pipelined is None else self._pipelined.assess(work)
         finally:
             self.model.train(training)
         loss = all_reduce(mine * shares.weight(), self._world.data_group)
@@ -355,6 +401,11 @@ class Engine:
         except RuntimeError as error:
             self._states.explain(error)
             raise
+
+    @property
+    def generator(self) -> Any:
+        """What :func:`meshfold.engine.models.generate` can be given on all ranks: the model, or the pipeline of its stages."""
+        return self.model if self.pipeline is None else self.pipeline
 
     @property
     def residency(self) -> Residency | None:

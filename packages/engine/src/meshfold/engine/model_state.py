@@ -1,8 +1,12 @@
-"""The whole model's state, whatever each rank holds of it: names, shapes and values of a single process's model."""
+"""The whole model's state, whatever each rank holds of it: names, shapes and values of a single process's model.
+
+And that of its optimizer, by the names of the whole model's parameters.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -26,12 +30,16 @@ class ModelState:
         found = self._model.state_dict(keep_vars=True)
         return with_plain_names({name: value for name, value in found.items() if isinstance(value, Tensor)})
 
+    def names(self) -> Iterable[str]:
+        """Every name of the whole state dict, in its order."""
+        return self.tensors()
+
     def sources(self) -> dict[str, Source]:
-        """Each tensor once, under its first name."""
+        """Each tensor of the whole model once, under its first name."""
         return {name: self._states.source(tensor) for name, tensor in self.unique().items()}
 
     def unique(self) -> dict[str, Tensor]:
-        """Each tensor once, under its first name."""
+        """Each tensor of which this rank has a part, once, under its first name."""
         first: dict[Tensor, str] = {}
         for name, tensor in self.tensors().items():
             first.setdefault(tensor, name)
@@ -50,8 +58,7 @@ class ModelState:
         """
         whole: dict[str, Tensor] = {}
         error: Exception | None = None
-        for name, tensor in self.unique().items():
-            source = self._states.source(tensor)
+        for name, source in self.sources().items():
             try:
                 value = source.read()
             except Exception as unread:  # the other ranks are in what follows too
@@ -62,7 +69,7 @@ class ModelState:
             whole[name] = value.to("cpu", copy=True)
         fail_together(self._world, error, "cannot read the model's state")
         ties = self.ties()
-        return {name: whole[ties.get(name, name)] for name in self.tensors()}
+        return {name: whole[ties.get(name, name)] for name in self.names()}
 
     def load(self, state: Mapping[str, Tensor]) -> None:
         """Take a whole state dict, of a model that was compiled or not; a tied tensor may be there under any of its names.
@@ -70,22 +77,36 @@ class ModelState:
         Raises:
             CheckpointError: for names that are missing or unknown, or a shape that is not the model's.
         """
-        tensors, ties = self.tensors(), self.ties()
+        names, sources, ties = set(self.names()), self.sources(), self.ties()
         state = with_plain_names(state)
-        unknown = [name for name in state if name not in tensors]
+        unknown = [name for name in state if name not in names]
         if unknown:
             raise CheckpointError(f"the model has no {_some(unknown)}: this is the state of another model")
         given = {ties.get(name, name): value for name, value in state.items()}
-        missing = [name for name in self.unique() if name not in given]
+        missing = [name for name in sources if name not in given]
         if missing:
             raise CheckpointError(
                 f"the state has no {_some(missing)}, which the model needs: it is of another model"
             )
-        for name, tensor in self.unique().items():
-            _check_shape(name, given[name], self._states.source(tensor).shape)
+        for name, source in sources.items():
+            _check_shape(name, given[name], source.shape)
         for name, tensor in self.unique().items():
             self._states.write(tensor, given[name])
         self._states.publish()
+
+    # -- the optimizer's ----------------------------------------------------------------------------------------
+
+    def optimizer_sources(self) -> dict[str, Source]:
+        """The optimizer's tensors by ``parameter/state``. All ranks must call."""
+        return self._states.optimizer_sources()
+
+    def optimizer_description(self) -> dict[str, Any]:
+        """What else of the optimizer a checkpoint keeps. All ranks must call."""
+        return self._states.optimizer_description()
+
+    def load_optimizer(self, description: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
+        """Take the optimizer's state from a checkpoint."""
+        self._states.load_optimizer(description, tensors)
 
 
 def _check_shape(name: str, whole: Tensor, wanted: tuple[int, ...]) -> None:

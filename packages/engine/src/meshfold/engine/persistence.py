@@ -37,8 +37,8 @@ def save(engine: Engine, path: str | os.PathLike[str]) -> None:
         "data": {**engine._positions, **loaders},
     }
     if engine.optimizer is not None:
-        files[OPTIMIZER] = engine._states.optimizer_sources()
-        state["optimizer"] = engine._states.optimizer_description()
+        files[OPTIMIZER] = engine._model_state.optimizer_sources()
+        state["optimizer"] = engine._model_state.optimizer_description()
     scheduler = None if engine.lr_scheduler is None else engine.lr_scheduler.state_dict()
     write_checkpoint(path, engine._world, files, state, scheduler, all_read=engine._states.all_read)
 
@@ -59,7 +59,7 @@ def load(engine: Engine, path: str | os.PathLike[str], *, weights_only: bool) ->
     if engine.optimizer is not None and "optimizer" in state:
         saved = state["optimizer"]
         saved["values"] = with_plain_names(saved["values"])
-        engine._states.load_optimizer(saved, with_plain_names(optimizer))
+        engine._model_state.load_optimizer(saved, with_plain_names(optimizer))
     scheduler = found.scheduler
     if engine.lr_scheduler is not None and scheduler is not None:
         engine.lr_scheduler.load_state_dict(scheduler)

@@ -186,6 +186,11 @@ def estimate(
     if batch_size % accumulate:
         raise SpecError(f"{accumulate} micro-steps do not divide the global batch of {batch_size} sequences")
     recompute = check(recompute, spec)
+    if spec.pipeline is not None and spec.pipeline.size > 1:
+        raise SpecError(
+            f"pipeline={spec.pipeline.to_dict()}: there is no plan for pipelines yet, whose ranks hold and send different things. "
+            "Leave pipeline out to plan the rest; meshfold.pipeline.simulate answers for time and activations of a schedule"
+        )
     begin = time.perf_counter()
     with (
         start_fake(spec.world_size),

@@ -9,7 +9,7 @@ Source: Chen et al. 2016, arXiv 1604.06174, by way of torch's non-reentrant chec
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 
@@ -139,15 +139,22 @@ class _Repetition:
 class RecomputedBlocks:
     """The repeated blocks of a model, from now on recomputed."""
 
-    def __init__(self, model: nn.Module, around: Callable[[Contexts], Contexts] | None = None) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        around: Callable[[Contexts], Contexts] | None = None,
+        blocks: Mapping[str, nn.Module] | None = None,
+    ) -> None:
         """Args:
         model: this rank's part, as it is trained.
         around: puts more round a forward that is repeated.
+        blocks: those of the model, by name, where they are known.
 
         Raises:
             SpecError: if it has no list of blocks.
         """
-        blocks = find_blocks(model)
+        if blocks is None:
+            blocks = find_blocks(model)
         if not blocks:
             raise SpecError(
                 f"recompute: {type(model).__name__} has no repeated blocks; put them into an nn.ModuleList, or let the model "

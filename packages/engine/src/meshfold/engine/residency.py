@@ -99,6 +99,8 @@ class Residency:
         # On a CPU without a limit there is nothing to decide, but for what to keep.
         cuda, limited = world.device.type == "cuda", spec.gpu_memory_limit is not None or blocks is not None
         self._wanted = cuda or (limited and world.device.type != "meta")
+        if world.pipelined:  # stages differ, and a plan is made for ranks that are alike
+            self._wanted = False
         if cuda and spec.gpu_memory_limit is not None:
             limit_allocator(world.device, spec.gpu_memory_limit)
 

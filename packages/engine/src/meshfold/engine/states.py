@@ -6,7 +6,7 @@ that data ranks share.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
@@ -73,6 +73,9 @@ class States(Protocol):
                 ``"apart"``: without any communication. ``"final"``: the last for certain, and until ``step`` nothing is done
                 with them but ``finish(1.0)`` and ``norm(2.0)``.
         """
+
+    def complete(self, parameters: Iterable[Tensor]) -> None:
+        """Inside ``backward`` of a pipeline: these parameters have their gradients of all its micro-batches."""
 
     def finish(self, factor: float) -> None:
         """After the last backward: all gradients are summed over the data axes, times the factor."""
@@ -154,7 +157,11 @@ class PlainStates:
             self.reducer.reset()
 
     def backward(self, kind: Backward) -> AbstractContextManager[None]:
-        return self.reducer.backward(last=kind in ("last", "final"))
+        several = self._world.pipelined  # one for every micro-batch
+        return self.reducer.backward(last=kind in ("last", "final"), several=several)
+
+    def complete(self, parameters: Iterable[Tensor]) -> None:
+        self.reducer.complete(parameters)
 
     def finish(self, factor: float) -> None:
         self.reducer.finish(factor)

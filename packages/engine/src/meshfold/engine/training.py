@@ -224,7 +224,7 @@ def sample(engine: Engine, tokenizer: Tokenizer, settings: TrainSettings) -> str
 
     ids = [int(token) for token in tokenizer.encode(settings.prompt or "")] or [tokenizer.end]
     found = generate(
-        engine.model,
+        engine.generator,
         torch.tensor([ids], device=engine.device),
         settings.sample_tokens,
         temperature=0.8,

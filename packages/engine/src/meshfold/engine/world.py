@@ -13,6 +13,9 @@ from meshfold.mesh import Group, Mesh, ParallelSpec, SpecError, process_group
 from meshfold.mesh import groups as running
 from meshfold.mesh.environment import Environment
 
+PIPE = "pipe"
+"""The axis of a pipeline's stages"""
+
 
 @dataclass(frozen=True, kw_only=True)
 class World:
@@ -23,8 +26,8 @@ class World:
         mesh: has the spec's axes, and those of mode 1d with size 1 where there is no tensor parallelism.
         device: where this rank's tensors are.
         mode: the tensor-parallel mode; None without a tensor entry.
-        outer_axes: those that the batch is split over, by rows or by tokens: all but the tensor axes. Gradients are summed
-            over them, and ``zero`` shares out what its ranks would all hold.
+        outer_axes: those that the batch is split over, by rows or by tokens: all but the tensor axes and the pipeline's.
+            Gradients are summed over them, and ``zero`` shares out what its ranks would all hold.
         row_axes: those of them that its rows are split over; ranks along the others have the same rows and different tokens.
     """
 
@@ -55,6 +58,16 @@ class World:
         """The ranks of this data coordinate: together they hold every tensor."""
         inner = [axis for axis in self.mesh.names if axis not in self.outer_axes]
         return next(tuple(ranks) for ranks in self.mesh.groups(*inner) if self.mesh.rank in ranks)
+
+    @property
+    def pipelined(self) -> bool:
+        """Whether ranks of the axis ``pipe`` hold different layers."""
+        return self.mesh.size(PIPE) > 1
+
+    @property
+    def pipe_group(self) -> Group:
+        """Ranks that together hold all layers, and have the same rows of the batch and the same blocks' places."""
+        return self.mesh.group(PIPE)
 
     @property
     def data_size(self) -> int:
@@ -107,7 +120,7 @@ def join(parallel: Mapping[str, object] | ParallelSpec, device: torch.device | s
             else torch.device("cpu")
         )
     tensor_axes = () if spec.tensor is None else spec.tensor.axis_names
-    outer = tuple(axis for axis in spec.axes if axis not in tensor_axes)
+    outer = tuple(axis for axis in spec.axes if axis not in tensor_axes and axis != PIPE)
     sequence_axes = () if spec.sequence is None else tuple(spec.sequence.axes)
     return World(
         spec=spec,
@@ -117,6 +130,26 @@ def join(parallel: Mapping[str, object] | ParallelSpec, device: torch.device | s
         outer_axes=outer,
         row_axes=tuple(axis for axis in outer if axis not in sequence_axes),
     )
+
+
+def _require_pipelined(spec: ParallelSpec) -> None:
+    """What does not go with a pipeline yet."""
+    zero = spec.zero
+    if spec.sequence is not None and spec.sequence.size > 1:
+        raise SpecError(
+            f"pipeline with sequence={spec.sequence.mode_name!r}: the engine does not split the sequences of a pipeline's "
+            "micro-batches yet. Leave one of the two out; sequence=dict(mode='megatron') with tensor goes with a pipeline"
+        )
+    if zero is not None and zero.stage == 3:
+        raise SpecError(
+            "pipeline with zero=dict(stage=3): stages run in pieces, between which parameters would have to be gathered again "
+            "for every micro-batch; the engine does not do that yet. Write stage=1 or stage=2, or leave pipeline out"
+        )
+    if zero is not None and zero.offload_path is not None:
+        raise SpecError(
+            f"pipeline with zero=dict(offload_path={zero.offload_path!r}): the engine does not keep the state of a pipeline's "
+            "stages on disk yet. Leave offload_path out, or pipeline"
+        )
 
 
 def _mode(spec: ParallelSpec) -> object:
@@ -158,7 +191,4 @@ def require_runnable(spec: ParallelSpec) -> None:
     """
     spec.require_installed()
     if spec.pipeline is not None and spec.pipeline.size > 1:
-        raise SpecError(
-            f"pipeline={spec.pipeline.to_dict()}: the engine does not run pipelines yet. Leave pipeline out, or run the model by "
-            "meshfold.pipeline.Pipeline"
-        )
+        _require_pipelined(spec)

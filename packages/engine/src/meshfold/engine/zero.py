@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
@@ -55,6 +55,7 @@ class ZeroStates:
         values: Callable[[str, nn.Parameter, torch.dtype], Tensor] | None,
         blocks: RecomputedBlocks | None = None,
         looks_at_all: bool = True,
+        names: Mapping[str, str] | None = None,
     ) -> None:
         """Args:
         model: real or on the meta device; parameters carry their metadata.
@@ -66,6 +67,7 @@ class ZeroStates:
         values: the first values of parameters on the meta device.
         blocks: those whose activations the plan may keep.
         looks_at_all: something is asked of all gradients together before the first of them may be stepped with.
+        names: what a parameter is called in the whole model, where this rank has stages of it and calls it otherwise.
         """
         spec = world.spec.zero
         if spec is None:
@@ -75,6 +77,8 @@ class ZeroStates:
             if spec.placement == "auto":
                 measure_early(world.device)
         ranks = world.data_size
+        if world.pipelined:  # gradients are summed over micro-batches
+            accumulation = max(2, accumulation)
         summed = gradient_dtype(precision, accumulation=accumulation, ranks=ranks)
         regime = regime_of(spec, precision, accumulation=accumulation, ranks=ranks)
         elements = sum(parameter.numel() for parameter in model.parameters())
@@ -84,6 +88,7 @@ class ZeroStates:
             sizes = replace(sizes, gradient=0.0)  # stepped with as they come
         local = ranks_per_host(world)
         self._world, self._model, self._owed = world, model, False
+        self._whole_names = names or {}
         self.gemini = Gemini(
             model,
             world.mesh,
@@ -117,6 +122,8 @@ class ZeroStates:
 
     @contextmanager
     def backward(self, kind: Backward) -> Iterator[None]:
+        if self._world.pipelined:  # many backwards, of which none is the last that comes to all parameters
+            kind = "apart"
         self.gemini.expect(kind)
         self.gemini.takes = True
         try:
@@ -125,6 +132,9 @@ class ZeroStates:
             self.gemini.takes = False  # another engine's backward may go through this model
         self.residency.end()
         self._owed = kind in ("more", "apart")
+
+    def complete(self, parameters: Iterable[Tensor]) -> None:
+        """Chunks are reduced when all gradients are there."""
 
     def finish(self, factor: float) -> None:
         if self._owed:
@@ -199,7 +209,7 @@ class ZeroStates:
         for name, entries in self.gemini.state_entries().items():
             meta = placed(parameters[name], self._world.mesh)
             for key, entry in entries.items():
-                found[f"{plain(name)}/{key}"] = Source(
+                found[f"{self._title(name)}/{key}"] = Source(
                     dtype=getattr(torch, entry.dtype),
                     shape=meta.placement.shape if entry.like else tuple(entry.shape),
                     read=self._reader(name, key, entry, parameters[name]),
@@ -222,7 +232,7 @@ class ZeroStates:
 
     def optimizer_description(self) -> dict[str, Any]:
         groups = [
-            {"parameters": [*map(plain, names)], **optimizer_state.plain_settings(group)}
+            {"parameters": [*map(self._title, names)], **optimizer_state.plain_settings(group)}
             for names, group in zip(self.gemini.group_names, self._made().param_groups, strict=True)
         ]
         return {"class": type(self.optimizer).__name__, "groups": groups, "values": {}}
@@ -230,7 +240,7 @@ class ZeroStates:
     def load_optimizer(self, description: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
         optimizer = self._made()
         optimizer_state.check(optimizer, description)
-        parameters = {plain(name): parameter for parameter, name in self._names.items()}
+        parameters = {self._title(name): parameter for parameter, name in self._names.items()}
         self.gemini.clear_state()
         for entry in (*tensors, *description["values"]):
             name, _, key = entry.rpartition("/")
@@ -246,6 +256,10 @@ class ZeroStates:
         self.gemini.agree()
         for group, saved in zip(optimizer.param_groups, description["groups"], strict=True):
             group.update(optimizer_state.settings_of(saved))
+
+    def _title(self, name: str) -> str:
+        """What a parameter is called in the whole model."""
+        return self._whole_names.get(plain(name), plain(name))
 
     def _made(self) -> torch.optim.Optimizer:
         assert self.optimizer is not None  # the engine asks only then

@@ -7,8 +7,8 @@ to know a tensor-parallel mode.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
 
 from torch import Tensor, nn
 
@@ -27,12 +27,14 @@ class ParameterMeta:
         placement: which block of the global tensor each rank holds.
         sum_axes: axes its gradient has still to be summed over after backward (plain data parallelism).
         tie: a name shared by parameters that are one tensor of the model; empty for the rest.
+        only_at: axes whose ranks have different parameters (stages of a pipeline), with the coordinates that have this one.
     """
 
     mesh: Mesh
     placement: Placement
     sum_axes: tuple[str, ...] = ()
     tie: str = ""
+    only_at: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
 
 
 def annotate(parameter: Tensor, meta: ParameterMeta) -> None:

@@ -117,7 +117,8 @@ def clip_gradient_values(parameters: Iterable[Tensor], max_value: float) -> None
 
 def pieces(grad: Tensor, meta: ParameterMeta, mesh: Mesh) -> Iterable[tuple[Tensor, int]]:
     """The gradient in pieces, each with how many ranks hold the same numbers."""
-    replicas = mesh.world_size // meta.mesh.size(*meta.placement.split_axes)
+    replicas = mesh.world_size // meta.mesh.size(*meta.placement.split_axes, *meta.only_at)
+    replicas *= math.prod(map(len, meta.only_at.values()))
     if all(part.repeat == 1 for parts in meta.placement.parts.values() for part in parts):
         yield grad, replicas
         return

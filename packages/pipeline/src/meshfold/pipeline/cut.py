@@ -161,10 +161,13 @@ def cut(
         holders.setdefault(parameter, set()).add(home[stage_of(name)])
         firsts.setdefault(parameter, name)
     ties = []
-    for shared, ranks in holders.items():
-        if len(ranks) > 1 and rank in ranks:
-            ties.append(Tie(name=firsts[shared], ranks=tuple(sorted(ranks))))
-            annotate(shared, replace(placed(shared, mesh), tie=firsts[shared]))
+    for kept, ranks in holders.items():
+        if rank in ranks:
+            where, tied = tuple(sorted(ranks)), len(ranks) > 1
+            if tied:
+                ties.append(Tie(name=firsts[kept], ranks=where))
+            only_at = {axis: where}
+            annotate(kept, replace(placed(kept, mesh), tie=firsts[kept] if tied else "", only_at=only_at))
     names = {name: firsts[p] for name, p in everyone if home[stage_of(name)] == rank}
     users: dict[str, set[int]] = {}
     for name, first in names.items():

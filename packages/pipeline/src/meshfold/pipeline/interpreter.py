@@ -110,7 +110,11 @@ class Interpreter:
     peaks: Peaks = field(default_factory=Peaks)
 
     def run(
-        self, program: Program, works: Sequence[Microbatch], plans: Sequence[Plan], scale: float = 1.0
+        self,
+        program: Program,
+        works: Sequence[Microbatch],
+        plans: Sequence[Plan],
+        scale: float | Tensor = 1.0,
     ) -> Tensor | None:
         """Run this rank's steps; the gradients are in ``.grad`` afterwards.
 
@@ -161,7 +165,7 @@ class _Step:
         interpreter: Interpreter,
         works: Sequence[Microbatch],
         plans: Sequence[Plan],
-        scale: float,
+        scale: float | Tensor,
         *,
         training: bool = True,
     ) -> None:

@@ -151,6 +151,9 @@ class Pipeline:
             together=batched_weights,
             reduce=self._whole if reduce is not None else None,
         )
+        self._ties = TiedGradients(
+            self.cut.ties, [self.cut.parameter(tie.name) for tie in self.cut.ties], self._channels
+        )
         self._plans: dict[object, Plan] = {}
         self._unfinished: set[int] = set()
 
@@ -226,22 +229,18 @@ class Pipeline:
                 work.kwargs.setdefault("use_cache", False)
         return works
 
-    def run(self, works: Sequence[Microbatch], *, scale: float = 1.0) -> Tensor:
+    def run(self, works: Sequence[Microbatch], *, scale: float | Tensor = 1.0) -> Tensor:
         """:meth:`step` for micro-batches that are there already; their weights should add up to 1."""
         program = self.program(len(works))
         plans = [self._plan(work) for work in works]
         self._channels.open(pairs(self.cut.ties), self.device)
-        ties = [self.cut.parameter(tie.name) for tie in self.cut.ties]
-        tied = TiedGradients(self.cut.ties, ties, self._channels)
+        ties = self._ties
         self._unfinished = set(self._stages)
-        try:
+        with ties.collecting():
             loss = self._interpreter.run(program, works, plans, scale)
-        except BaseException:
-            tied.restore()
-            raise
-        tied.sum()
-        if self._reduce is not None and ties:
-            self._reduce([(tie.name, p) for tie, p in zip(self.cut.ties, ties, strict=True)])
+        ties.sum()
+        if self._reduce is not None and ties.parameters:
+            self._reduce([(tie.name, p) for tie, p in zip(ties.ties, ties.parameters, strict=True)])
         return self._everywhere(loss)
 
     def measure(self, batch: Any, repeats: int = 3) -> Costs:
@@ -250,7 +249,10 @@ class Pipeline:
         For ``simulate`` and ``schedule="auto"``, and, by :func:`meshfold.pipeline.measure.costs_of_blocks`, for a better
         cut. Nothing is trained. Without communication: how long that takes is for the caller to say.
         """
-        work = self.split(batch)[0]
+        return self.measure_work(self.split(batch)[0], repeats)
+
+    def measure_work(self, work: Microbatch, repeats: int = 3) -> Costs:
+        """:meth:`measure` for a micro-batch that is there already."""
         return measure(
             self._stages,
             work,
@@ -261,6 +263,11 @@ class Pipeline:
             repeats,
         )
 
+    def replan(self, costs: Costs) -> None:
+        """Let ``schedule="auto"`` find its order anew, for these costs; stages stay where they are. All ranks must give
+        the same."""
+        self._programs.replan(costs)
+
     def program(self, microbatches: int) -> Program:
         """What a step of so many micro-batches does, on every rank."""
         return self._programs.training(microbatches)
@@ -270,7 +277,11 @@ class Pipeline:
     @torch.no_grad()
     def evaluate(self, batch: Any) -> Tensor:
         """The loss of a batch, in eval mode, the same on every rank: a float64 scalar."""
-        works = self.split(batch)
+        return self.assess(self.split(batch))
+
+    @torch.no_grad()
+    def assess(self, works: Sequence[Microbatch]) -> Tensor:
+        """:meth:`evaluate` for micro-batches that are there already."""
         total: Tensor | None = None
         with self._evaluating():
             for work, output in zip(works, self._outputs(works), strict=True):

@@ -11,6 +11,7 @@ from meshfold.pipeline.build import Written, schedule
 from meshfold.pipeline.check import check
 from meshfold.pipeline.communicate import Program, Step, communicate, messages_of
 from meshfold.pipeline.costs import Costs
+from meshfold.pipeline.search import auto
 
 Source = str | Schedule | Callable[..., Written]
 """a schedule by name, a schedule, or a function of one's own"""
@@ -64,7 +65,7 @@ class Programs:
         first = self._make(microbatches or self._fixed or 2 * ranks)
         self.home = first.home
         if source == "auto":  # another number of micro-batches must not ask for another cut
-            self._options["chunks"] = first.chunks
+            self._options.update(chunks=first.chunks, home=first.home)
 
     def count(self, rows: int, *, training: bool = True) -> int:
         """How many micro-batches a batch of so many rows has."""
@@ -93,6 +94,19 @@ class Programs:
             known = self._known[microbatches, True] = communicate(made)
         return known
 
+    def replan(self, costs: Costs) -> None:
+        """Find the orders of ``auto`` anew, for these costs, with stages where they are.
+
+        Raises:
+            SpecError: for another schedule than ``auto``.
+        """
+        if self._source != "auto":
+            raise SpecError(
+                f"costs change nothing about schedule {self._source!r}: only 'auto' looks at them"
+            )
+        self._options["costs"] = costs
+        self._known = {key: known for key, known in self._known.items() if not key[1]}
+
     def forward(self, microbatches: int) -> Program:
         """Forwards alone."""
         known = self._known.get((microbatches, False))
@@ -104,6 +118,8 @@ class Programs:
         if isinstance(self._source, Schedule):
             return self._source
         options = {key: value for key, value in self._options.items() if value is not None}
+        if "home" in options:
+            return auto(ranks=self._ranks, microbatches=microbatches, **options)
         return schedule(self._source, ranks=self._ranks, microbatches=microbatches, **options)
 
 

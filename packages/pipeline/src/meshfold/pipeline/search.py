@@ -53,9 +53,12 @@ def auto(
     chunks: int | None = None,
     costs: Costs | Mapping[int, Costs] | None = None,
     memory: float | Sequence[float] | None = None,
+    home: Sequence[int] | None = None,
 ) -> Schedule:
     """The fastest order found for given costs; see :func:`search`, which also says what it was compared with."""
-    return search(ranks=ranks, microbatches=microbatches, chunks=chunks, costs=costs, memory=memory).schedule
+    return search(
+        ranks=ranks, microbatches=microbatches, chunks=chunks, costs=costs, memory=memory, home=home
+    ).schedule
 
 
 def search(
@@ -66,6 +69,7 @@ def search(
     costs: Costs | Mapping[int, Costs] | None = None,
     memory: float | Sequence[float] | None = None,
     effort: float = 1.0,
+    home: Sequence[int] | None = None,
 ) -> Found:
     """Search for the order with the least makespan.
 
@@ -77,6 +81,7 @@ def search(
         memory: the most activations that a rank may hold at a time, for all or for each, in the unit of
             ``costs.activation``; None: no bound.
         effort: how long to try; with 0 only named schedules are compared.
+        home: the rank of every stage, where that is settled: only orders with stages there.
 
     Raises:
         ScheduleError: if numbers do not fit the ranks, or if nothing within the bound was found.
@@ -94,7 +99,8 @@ def search(
     best: tuple[Candidate, Costs] | None = None
     alone = []
     for count, given in _cuts(ranks, chunks, costs).items():
-        cut = _Cut(ranks, microbatches, count, given.for_stages(ranks * count), limit)
+        settled = None if home is None else tuple(home)
+        cut = _Cut(ranks, microbatches, count, given.for_stages(ranks * count), limit, settled)
         alone.append(cut.least())
         for one in cut.candidates(effort):
             if one.label:
@@ -153,6 +159,7 @@ class _Cut:
     chunks: int
     costs: StageCosts
     limit: Sequence[float] | None
+    home: tuple[int, ...] | None = None
     clocks: dict[tuple[int, ...], Clock] = field(default_factory=dict)
 
     def candidates(self, effort: float) -> Iterator[Candidate]:
@@ -173,7 +180,9 @@ class _Cut:
                 yield from self._judge(one.home, fuse(clock, better), "")
 
     def _judge(self, home: tuple[int, ...], lists: Lists, label: str) -> list[Candidate]:
-        """A candidate, or none where a rank would hold too much."""
+        """A candidate, or none where a rank would hold too much, or stages are not where they have to be."""
+        if self.home not in (None, home):
+            return []
         peaks = [peak_of(actions, self.costs.activation, self.costs.kept) for actions in lists]
         if self.limit and any(p > most * (1 + 1e-9) for p, most in zip(peaks, self.limit, strict=True)):
             return []
@@ -193,6 +202,8 @@ class _Cut:
 
     def _homes(self) -> list[tuple[int, ...]]:
         """The stages round the ranks, and for several chunks in waves."""
+        if self.home is not None:
+            return [self.home]
         homes = [tuple(range(self.ranks)) * self.chunks]
         return homes if self.chunks == 1 else [*homes, wave_home(self.ranks, self.chunks)]
 

@@ -22,6 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from meshfold.mesh import Group, Mesh
+from meshfold.mesh.metadata import placed
 from meshfold.zero_gemini.backward import Backward
 from meshfold.zero_gemini.building import (
     MakeOptimizer,
@@ -107,7 +108,10 @@ class Gemini:
         self._chunk_of: dict[str, Chunk] = {}
         self._homes: dict[Chunk, Home] = {}
         self._stepper: Stepper | None = None
-        self._faults = Faults(mesh.group(*mesh.names), memory.device)
+        # Ranks with other parameters (stages of a pipeline) have other chunks, and do not come where these come.
+        others = {axis for p in model.parameters() for axis in placed(p, mesh).only_at}
+        alike = [axis for axis in mesh.names if axis not in others]
+        self._faults = Faults(mesh.group(*alike), memory.device)
         self._promised = False  # a step whose outcome the ranks have not told each other yet
         self._gradients: dict[Chunk, ChunkGradient] = {}
         values = values or sharded_values(model, memory.device)

@@ -5,14 +5,14 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from meshfold.mesh import SpecError
 
 
 @torch.no_grad()
 def generate(
-    model: nn.Module,
+    model: Any,
     ids: Tensor,
     max_new_tokens: int,
     *,

@@ -1,0 +1,191 @@
+"""The spec's entry ``pipeline``: this rank's stages of the engine's model, and how a batch goes through all of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from meshfold.engine import batch as batches
+from meshfold.engine.names import plain
+from meshfold.engine.precision import Precision
+from meshfold.engine.world import PIPE, World
+from meshfold.mesh import LayoutError, SpecError, all_reduce
+
+if TYPE_CHECKING:
+    from meshfold.engine.states import States
+    from meshfold.pipeline import Costs, Pipeline
+    from meshfold.pipeline.microbatch import Microbatch
+
+
+@dataclass(frozen=True, kw_only=True)
+class PipelineSettings:
+    """What of the engine's settings a pipeline needs.
+
+    Attributes:
+        loss_fn: of the engine.
+        example: a small batch to call the model with once, without values; None: token ids.
+    """
+
+    loss_fn: Callable[[Any, Any], Tensor] | None = None
+    example: Any = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Inventory:
+    """The tensors of the whole model, noted before it was cut.
+
+    Attributes:
+        first: every name of the state dict, in order, to the first name of its tensor.
+        parameters: first names of the parameters.
+    """
+
+    first: dict[str, str]
+    parameters: frozenset[str]
+
+    @classmethod
+    def of(cls, model: nn.Module) -> Inventory:
+        """Of a model, real or meta."""
+        seen: dict[Tensor, str] = {}
+        first = {}
+        for name, value in model.state_dict(keep_vars=True).items():
+            if isinstance(value, Tensor):
+                first[plain(name)] = seen.setdefault(value, plain(name))
+        parameters = {seen[p] for p in model.parameters() if p in seen}
+        return cls(first=first, parameters=frozenset(parameters))
+
+    def called_here(self, names: Sequence[str]) -> dict[str, str]:
+        """From first names to what this rank calls these tensors, of the names that it has."""
+        found: dict[str, str] = {}
+        for name in names:
+            found.setdefault(self.first[plain(name)], name)
+        return found
+
+
+class PipelinedModel:
+    """A model in stages.
+
+    Attributes:
+        pipeline: runs them.
+        inventory: the whole model's tensors.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        world: World,
+        precision: Precision,
+        settings: PipelineSettings,
+        fill: Callable[[nn.Module], None],
+    ) -> None:
+        """Args:
+        model: sharded over the tensor axes, real or on the meta device; it is cut in place.
+        world: where it lies; its spec has ``pipeline``.
+        precision: of floating inputs.
+        settings: the engine's.
+        fill: gives what is left of it its values and its device.
+
+        Raises:
+            SpecError: if it cannot be cut so.
+        """
+        from meshfold.pipeline import Pipeline, ScheduleError
+
+        spec = world.spec.pipeline
+        if spec is None:
+            raise SpecError("this spec has no entry pipeline")
+        self._world, self._loss_fn = world, settings.loss_fn
+        self._states: States | None = None
+        self._measures = spec.schedule == "auto"
+        self.inventory = Inventory.of(model)
+        example = None
+        if settings.example is not None:
+            # The model is cut before it is cast.
+            dtype = next((p.dtype for p in model.parameters() if p.is_floating_point()), precision.dtype)
+            own_loss = settings.loss_fn is not None
+            work = batches.prepare(settings.example, world.device, dtype, own_loss=own_loss)
+            example = work.args, work.kwargs
+        free = callable(spec.schedule) or spec.schedule_name in ("interleaved", "auto")
+        try:
+            self.pipeline: Pipeline = Pipeline(
+                model,
+                world.mesh,
+                schedule=spec.schedule,  # type: ignore[arg-type]
+                microbatches=spec.microbatches,
+                chunks=spec.chunks if free else None,
+                waves=spec.waves,
+                loss_fn=None if settings.loss_fn is None else self._loss,
+                axis=PIPE,
+                example=example,
+                device=world.device,
+                fill=fill,
+                reduce=self._complete,
+            )
+        except (LayoutError, ScheduleError) as error:
+            raise SpecError(f"pipeline={spec.to_dict()}: {error}") from error
+
+    def attach(self, states: States) -> None:
+        """Whom to tell that gradients are complete."""
+        self._states = states
+
+    def blocks(self) -> dict[str, nn.Module]:
+        """The repeated blocks that this rank has, by name."""
+        cut = self.pipeline.cut
+        home, keys = cut.blocks, cut.blocks.keys
+        prefix = f"{home.name}." if home.name else ""
+        here = [index for stage in cut.stages for index in range(cut.bounds[stage], cut.bounds[stage + 1])]
+        return {f"{prefix}{keys[index]}": cut.gates.blocks[index] for index in here}
+
+    def step(self, batch: batches.Batch, scale: Tensor) -> Tensor:
+        """Forward and backward of this data coordinate's batch: its mean loss, float64, on every rank of the pipeline.
+
+        Args:
+            batch: the same on all of them.
+            scale: factor of the gradients.
+        """
+        return self.pipeline.run(self._works(batch), scale=scale)
+
+    def assess(self, batch: batches.Batch) -> Tensor:
+        """The mean loss of this data coordinate's batch, without dropout and without training."""
+        return self.pipeline.assess(self._works(batch))
+
+    def look_for_order(self, batch: batches.Batch) -> None:
+        """Under schedule ``auto``, once: measure the stages on a batch, and let the order be the best for that.
+
+        All ranks must call. They take the times of the slowest of those that do the same, so that all choose alike.
+        """
+        if not self._measures:
+            return
+        self._measures = False
+        costs = self.pipeline.measure_work(self._works(batch)[0])
+        self.pipeline.replan(_slowest(costs, self._world))
+
+    def _works(self, batch: batches.Batch) -> list[Microbatch]:
+        """The batch in micro-batches, each in the form in which the engine calls a model."""
+        works = self.pipeline.split(batch.given)
+        found = []
+        for work in works:
+            kwargs = dict(work.kwargs)
+            args = (kwargs.pop("input_ids"),) if "input_ids" in kwargs and not work.args else work.args
+            found.append(replace(work, args=args, kwargs=kwargs))
+        return found
+
+    def _loss(self, output: Any, given: Any) -> Tensor:
+        """The model's own loss, or what ``loss_fn`` makes of its output."""
+        whole = batches.Batch(args=(), kwargs={}, given=given, rows=1, targets=None)
+        return batches.loss_of(output, whole, self._loss_fn)
+
+    def _complete(self, named: Sequence[tuple[str, nn.Parameter]]) -> None:
+        if self._states is not None:
+            self._states.complete([parameter for _, parameter in named])
+
+
+def _slowest(costs: Costs, world: World) -> Costs:
+    """The same costs on all ranks: the most that any measured."""
+    columns = [costs.forward, costs.backward_input, costs.backward_weight]
+    table = torch.tensor(columns, dtype=torch.float64, device=world.device)
+    table = all_reduce(table, world.everyone, "max")
+    forward, backward_input, backward_weight = table.tolist()
+    return replace(costs, forward=forward, backward_input=backward_input, backward_weight=backward_weight)

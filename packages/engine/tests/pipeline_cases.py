@@ -1,0 +1,89 @@
+"""What tests of the engine's pipelines share: small models, batches, and the same run in one process."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from meshfold.engine import Engine
+from meshfold.engine.models import GPT, GPTConfig, Llama, LlamaConfig
+
+VOCABULARY = 37
+# A large epsilon: Adam divides gradients that are zero but for rounding, such as those of key biases, by themselves.
+ADAMW: dict[str, Any] = dict(name="adamw", lr=1e-2, weight_decay=0.1, no_decay="norms_and_biases", eps=1e-4)
+SIZES: dict[str, Any] = dict(vocab_size=VOCABULARY, hidden=16, layers=4, heads=4, max_positions=16)
+
+
+def gpt(**changes: Any) -> GPT:
+    return GPT(GPTConfig(**{**SIZES, **changes}))
+
+
+def llama(**changes: Any) -> Llama:
+    return Llama(LlamaConfig(**{**SIZES, "kv_heads": 2, "ffn": 24, **changes}))
+
+
+MODELS: dict[str, Any] = {
+    "gpt": gpt,
+    "long": partial(gpt, max_positions=24),
+    "tied": partial(gpt, tie=True),
+    "dropping": partial(gpt, tie=True, dropout=0.2),
+    "llama": llama,
+}
+
+
+def batches(count: int, rows: int = 8, seed: int = 1) -> list[dict[str, Tensor]]:
+    """Rows have different numbers of labels that count; the first one none."""
+    generator = torch.Generator().manual_seed(seed)
+    found = []
+    for _ in range(count):
+        ids = torch.randint(VOCABULARY, (rows, 8), generator=generator)
+        labels = ids.masked_fill(torch.rand(ids.shape, generator=generator) < 0.3, -100)
+        labels[0] = -100
+        found.append({"input_ids": ids, "labels": labels})
+    return found
+
+
+def engine_of(parallel: dict[str, Any], model: str = "gpt", **settings: Any) -> Engine:
+    arguments: dict[str, Any] = {"optimizer": ADAMW, "precision": "fp64", "clip_grad_norm": 0.3}
+    return Engine(MODELS[model], parallel, **{**arguments, **settings})
+
+
+def train(engine: Engine, given: list[dict[str, Tensor]]) -> list[float]:
+    """The loss of every micro-step, the gradient's norm of every step, and losses of evaluations between them."""
+    seen = []
+    for number, batch in enumerate(given):
+        seen.append(engine.train_step(engine.shard_batch(batch)))
+        assert engine.last is not None
+        if engine.last.stepped:
+            assert engine.last.grad_norm is not None
+            seen.append(engine.last.grad_norm)
+        if number == 1:
+            seen.append(engine.eval_step(engine.shard_batch(batch)))
+    return seen
+
+
+def run(
+    parallel: dict[str, Any], model: str, given: list[dict[str, Tensor]], **settings: Any
+) -> tuple[list[float], dict[str, Tensor]]:
+    """What was seen, and the whole model afterwards."""
+    with engine_of(parallel, model, **settings) as engine:
+        return train(engine, given), engine.full_state_dict()
+
+
+def assert_same(
+    found: tuple[list[float], dict[str, Tensor]],
+    wanted: tuple[list[float], dict[str, Tensor]],
+    what: str,
+    tolerance: float = 1e-9,
+) -> None:
+    """Losses, norms and every tensor of the whole model."""
+    seen = [torch.tensor(numbers, dtype=torch.float64) for numbers, _ in (found, wanted)]
+    pairs = {"losses and norms": seen, **{n: [found[1].get(n), value] for n, value in wanted[1].items()}}
+    assert list(found[1]) == list(wanted[1]), what
+    for name, (value, other) in pairs.items():
+        torch.testing.assert_close(
+            value, other, rtol=tolerance, atol=tolerance, msg=partial("{}: {}: {}".format, what, name)
+        )
