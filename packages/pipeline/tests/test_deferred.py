@@ -180,7 +180,7 @@ def test_mistakes_are_told() -> None:
 
 def test_conv1d_of_transformers() -> None:
     if importlib.util.find_spec("transformers") is None:
-        pytest.skip("transformers is not installed")
+        pytest.skip("transformers is not installed: pip install transformers")
     from transformers.pytorch_utils import Conv1D
 
     torch.manual_seed(0)

@@ -23,6 +23,7 @@ from meshfold.engine.world import World
 from meshfold.mesh import LayoutError, ParallelSpec, SpecError
 from meshfold.mesh.dropout_stream import Dealt, deal_tokens
 from meshfold.mesh.primitives import gather
+from meshfold.mesh.spec import SequenceSpec
 from meshfold.tensor_parallel.modes import find_mode
 
 if TYPE_CHECKING:
@@ -60,10 +61,11 @@ class _Forward:
 class SplitSequence:
     """What a model under the entry ``sequence`` has round it."""
 
-    def __init__(self, model: nn.Module, world: World, *, own_loss: bool) -> None:
+    def __init__(self, model: nn.Module, world: World, spec: SequenceSpec, *, own_loss: bool) -> None:
         """Args:
         model: this rank's part.
-        world: its spec has the entry.
+        world: where it lies.
+        spec: the entry.
         own_loss: the engine has a ``loss_fn``.
 
         Raises:
@@ -72,8 +74,6 @@ class SplitSequence:
         from meshfold.sequence import sequence_parallel
         from meshfold.sequence.modes import find
 
-        spec = world.spec.sequence
-        assert spec is not None  # see split_sequence
         self._mesh, self._mode, self._written = world.mesh, spec.mode, world.spec.written or str(world.spec)
         self._axes = find(spec.mode, world.mesh).axes
         signature = inspect.signature(model.forward)
@@ -359,7 +359,7 @@ def split_sequence(model: nn.Module, world: World, *, own_loss: bool) -> SplitSe
     spec = world.spec.sequence
     if spec is None or spec.size == 1:  # megatron's too
         return None
-    return SplitSequence(model, world, own_loss=own_loss)
+    return SplitSequence(model, world, spec, own_loss=own_loss)
 
 
 @contextmanager

@@ -74,7 +74,7 @@ class ZeroStates:
             raise SpecError("this spec has no entry zero")
         if world.device.type == "cuda":
             grow_segments()
-            if spec.placement == "auto":
+            if spec.placement == "auto" and make is not None:  # who only evaluates plans nothing
                 measure_early(world.device)
         ranks = world.data_size
         if world.pipelined:  # gradients are summed over micro-batches

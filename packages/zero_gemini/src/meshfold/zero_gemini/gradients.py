@@ -23,7 +23,7 @@ from meshfold.zero_gemini.chunk import Chunk
 from meshfold.zero_gemini.errors import ChunkError
 from meshfold.zero_gemini.flags import Flags
 from meshfold.zero_gemini.memory import Place
-from meshfold.zero_gemini.transfer import fetch, send_home, stream_of
+from meshfold.zero_gemini.transfer import fetch, send_home, stream_of, waits_for
 
 
 class ChunkGradient:
@@ -205,7 +205,7 @@ class ChunkGradient:
     def on_its_way(self) -> Callable[[], None]:
         """Waits until the shard has arrived at home; from now on that is the caller's to do."""
         sent, self._sent = self._sent, None
-        return _nothing if sent is None else sent.synchronize
+        return waits_for(sent)
 
     def hand_over(self, until: Callable[[], None]) -> None:
         """Forget the shard at home, whose memory is somebody's ``until`` returns."""
@@ -307,6 +307,3 @@ class ChunkGradient:
             whole.tensor.add_(fetch(self._apart.tensor, self.chunk.device))
             self._owed = False
         return whole
-
-
-def _nothing() -> None: ...

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import torch
@@ -39,6 +39,14 @@ def queue_behind(event: torch.cuda.Event | None, device: torch.device) -> None:
     """Let what is queued from now on begin after a point; the host goes on."""
     if event is not None:
         torch.cuda.current_stream(device).wait_event(event)
+
+
+def waits_for(event: torch.cuda.Event | None) -> Callable[[], None]:
+    """What lets the host wait for a point, and does nothing where there is none."""
+    return _nothing if event is None else event.synchronize
+
+
+def _nothing() -> None: ...
 
 
 def send_home(source: torch.Tensor, target: torch.Tensor, device: torch.device) -> torch.cuda.Event | None:

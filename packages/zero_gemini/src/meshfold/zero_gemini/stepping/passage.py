@@ -18,7 +18,8 @@ from torch import Tensor
 from meshfold.kernels import AdamState
 from meshfold.zero_gemini.arena import Block
 from meshfold.zero_gemini.memory import Memory
-from meshfold.zero_gemini.stepping.planes import Plane, cut, lie, state_of
+from meshfold.zero_gemini.stepping.planes import Plane, cut, lie, state_of, views
+from meshfold.zero_gemini.transfer import waits_for
 
 SLOT_BYTES = 32 * 2**20
 SLOTS = 6
@@ -114,13 +115,13 @@ class Passage:
             As soon as the last pieces are on their way up: what returns when all is down again.
         """
         last: torch.cuda.Event | None = None
+        size = self._elements(host)
         for index, (begin, end) in enumerate(spans):
             # Pieces begin where blocks of elements that share a value do, wherever the run begins.
             start = begin // _ALIGN_ELEMS * _ALIGN_ELEMS
-            size = self._elements(host)
             for at in range(start, end, size):
                 last = self._piece(host, max(at, begin), min(at + size, end), partial(do, index))
-        return last.synchronize if last is not None else _nothing
+        return waits_for(last)
 
     def close(self) -> None:
         """Give the memory back; nothing may be on its way."""
@@ -144,7 +145,7 @@ class Passage:
     ) -> torch.cuda.Event | None:
         slot = self._slots[self._turn % self.slots]
         self._turn += 1
-        here = _views(slot.block.tensor, host.planes_up(), end - begin)
+        here = views(slot.block.tensor, host.planes_up(), end - begin)
         weights, gradient = here.pop(""), here.pop("gradient")
         there = cut(host.planes, host.tensors, begin, end)
         home = {"": host.weights[begin:end], **there}
@@ -183,20 +184,8 @@ class Passage:
         return slot.free
 
 
-def _views(buffer: Tensor, planes: tuple[Plane, ...], elements: int) -> dict[str, Tensor]:
-    """The planes of a piece in a place's bytes."""
-    found, _ = lie(planes, elements)
-    return {
-        plane.name: buffer[begin : begin + plane.numel(elements) * plane.dtype.itemsize].view(plane.dtype)
-        for plane, begin, _ in found
-    }
-
-
 def _point(stream: torch.cuda.Stream) -> torch.cuda.Event:
     """A point that a thread waits for without using a core."""
     event = torch.cuda.Event(blocking=True)
     event.record(stream)
     return event
-
-
-def _nothing() -> None: ...

@@ -63,6 +63,11 @@ def lie(planes: tuple[Plane, ...], elements: int) -> tuple[list[tuple[Plane, int
     return found, at
 
 
+def views(buffer: Tensor, planes: tuple[Plane, ...], elements: int) -> dict[str, Tensor]:
+    """Planes that lie so in a buffer of bytes."""
+    return {plane.name: buffer[begin:end].view(plane.dtype) for plane, begin, end in lie(planes, elements)[0]}
+
+
 def state_of(weights: Tensor, planes: Mapping[str, Tensor]) -> AdamState:
     """What the kernels take, of weights and the planes beside them."""
     if weights.dtype == torch.float32:

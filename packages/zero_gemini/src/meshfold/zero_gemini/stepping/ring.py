@@ -20,7 +20,7 @@ from meshfold.zero_gemini.disk import DiskStore, Pending
 from meshfold.zero_gemini.errors import DiskError
 from meshfold.zero_gemini.memory import Memory
 from meshfold.zero_gemini.page_locked import PAGE_BYTES
-from meshfold.zero_gemini.stepping.planes import Plane, lie
+from meshfold.zero_gemini.stepping.planes import Plane, views
 
 _PAUSE_SECONDS = 2e-4  # a piece is on its way for some 20 ms
 
@@ -51,8 +51,7 @@ class Piece:
 
     def views(self, buffer: Tensor) -> dict[str, Tensor]:
         """Its planes in a buffer of bytes."""
-        places, _ = lie(self.planes, self.end - self.begin)
-        return {plane.name: buffer[begin:end].view(plane.dtype) for plane, begin, end in places}
+        return views(buffer, self.planes, self.end - self.begin)
 
 
 @dataclass(eq=False)

@@ -48,7 +48,7 @@ class Worker:
     def __init__(self) -> None:
         self._pool: ThreadPoolExecutor | None = None
         self._feeder: ThreadPoolExecutor | None = None
-        self._parameters: dict[Chunk, Future[Work]] = {}
+        self._parameters: dict[Chunk, Future[Work | None]] = {}
         self._moments: dict[Chunk, Future[None]] = {}
         self._rest: list[Future[None]] = []
         self._failure: BaseException | None = None
@@ -129,7 +129,7 @@ class Worker:
 class _Deal:
     """Chunks of one step, each taken by the cores or by the device, whichever is ready for it first."""
 
-    def __init__(self, steps: dict[Chunk, Halves], done: dict[Chunk, Future[Work]]) -> None:
+    def __init__(self, steps: dict[Chunk, Halves], done: dict[Chunk, Future[Work | None]]) -> None:
         """Args:
         steps: in the order in which they are wanted.
         done: to be told once parameters are written, or on their way: with what waits for them.
@@ -169,12 +169,9 @@ class _Deal:
 
     def _do(self, chunk: Chunk, work: Callable[[], Work | None]) -> None:
         try:
-            self._done[chunk].set_result(work() or _nothing)
+            self._done[chunk].set_result(work())
         except BaseException as error:
             self._done[chunk].set_exception(error)
-
-
-def _nothing() -> None: ...
 
 
 def threads_for_steps(there: int) -> int:
