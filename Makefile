@@ -52,7 +52,7 @@ test: $(installed)
 	@$(venv_python) -m pytest $(workers) -m "not slow" $(TESTS)
 
 test-all: $(installed)
-	@$(venv_python) -m pytest $(workers) $(TESTS)
+	@$(venv_python) -m pytest $(workers) --hypothesis-profile explore $(TESTS)
 
 lint: $(installed)
 	@$(venv_python) -m ruff check .

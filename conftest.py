@@ -18,8 +18,10 @@ from typing import Any
 import pytest
 from hypothesis import settings
 
-# Examples may be slow on a busy machine; a failure prints how to get the same example again.
-settings.register_profile("meshfold", deadline=None, print_blob=True)
+# Examples may be slow on a busy machine. The same ones every time, so that a change is judged by what it changes;
+# `make test-all` looks for new ones, and a failure there prints how to get its example again.
+settings.register_profile("meshfold", deadline=None, derandomize=True)
+settings.register_profile("explore", deadline=None, print_blob=True)
 settings.load_profile("meshfold")
 
 

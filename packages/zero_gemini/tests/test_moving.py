@@ -30,9 +30,9 @@ def test_nothing_is_lost_and_neither_side_has_more_than_it_may(given_moves: list
     device = [0, *accumulate(move.device_bytes for move in order)]
     host = [0, *accumulate(move.host_bytes for move in order)]
     assert max(device) <= max(0, device[-1])
-    largest = max((abs(move.host_bytes) for move in order), default=0)
-    leaving = max((abs(move.device_bytes) for move in order), default=0)
-    assert max(host) <= max(0, host[-1]) + max(largest, leaving)
+    coming = max((-move.host_bytes for move in order if move.device_bytes > 0), default=0)
+    leaving = max((move.host_bytes for move in order if move.device_bytes < 0), default=0)
+    assert max(host) <= max(0, host[-1]) + coming + leaving
 
 
 def test_a_swap_takes_turns() -> None:

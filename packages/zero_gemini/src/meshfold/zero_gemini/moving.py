@@ -27,8 +27,8 @@ class Move(Generic[T]):
 def in_turn(moves: Iterable[Move[T]]) -> list[Move[T]]:
     """An order in which the device never has more than at the start or the end, and the host hardly.
 
-    What leaves and what comes take turns. Where nothing can move without the host having more, the least of what leaves
-    the device goes: the host then has at most as much more as the largest of all moves takes there.
+    What relieves the host goes first wherever it fits. Where nothing fits, the least of what leaves the device makes
+    room: the host then has at most as much more as the largest that comes from it and the largest that leaves.
     """
     left = list(moves)
     most_device = max(0, sum(move.device_bytes for move in left))
@@ -36,14 +36,16 @@ def in_turn(moves: Iterable[Move[T]]) -> list[Move[T]]:
     order: list[Move[T]] = []
     device = host = 0
     while left:
-        chosen = next(
-            (
-                move
-                for move in left
-                if device + move.device_bytes <= most_device and host + move.host_bytes <= most_host
-            ),
-            None,
-        ) or min(left, key=lambda move: (move.device_bytes > 0, move.host_bytes))
+        fitting = [
+            move
+            for move in left
+            if device + move.device_bytes <= most_device
+            and (move.host_bytes <= 0 or host + move.host_bytes <= most_host)
+        ]
+        # With nothing that leaves the device, all that is left fits: the sums above are over it too.
+        chosen = min(
+            fitting or [move for move in left if move.device_bytes < 0], key=lambda move: move.host_bytes
+        )
         left.remove(chosen)
         order.append(chosen)
         device, host = device + chosen.device_bytes, host + chosen.host_bytes
