@@ -10,6 +10,7 @@ from torch import Tensor
 
 from meshfold.engine import Engine
 from meshfold.engine.models import GPT, GPTConfig, Llama, LlamaConfig
+from meshfold.mesh.testing import run_on_ranks
 
 VOCABULARY = 37
 # A large epsilon: Adam divides gradients that are zero but for rounding, such as those of key biases, by themselves.
@@ -25,6 +26,9 @@ def llama(**changes: Any) -> Llama:
     return Llama(LlamaConfig(**{**SIZES, "kv_heads": 2, "ffn": 24, **changes}))
 
 
+Case = tuple[dict[str, Any], str, dict[str, Any]]
+"""spec, model, the engine's other settings"""
+
 MODELS: dict[str, Any] = {
     "gpt": gpt,
     "long": partial(gpt, max_positions=24),
@@ -34,12 +38,12 @@ MODELS: dict[str, Any] = {
 }
 
 
-def batches(count: int, rows: int = 8, seed: int = 1) -> list[dict[str, Tensor]]:
+def batches(count: int, rows: int = 8, seed: int = 1, length: int = 8) -> list[dict[str, Tensor]]:
     """Rows have different numbers of labels that count; the first one none."""
     generator = torch.Generator().manual_seed(seed)
     found = []
     for _ in range(count):
-        ids = torch.randint(VOCABULARY, (rows, 8), generator=generator)
+        ids = torch.randint(VOCABULARY, (rows, length), generator=generator)
         labels = ids.masked_fill(torch.rand(ids.shape, generator=generator) < 0.3, -100)
         labels[0] = -100
         found.append({"input_ids": ids, "labels": labels})
@@ -71,6 +75,18 @@ def run(
     """What was seen, and the whole model afterwards."""
     with engine_of(parallel, model, **settings) as engine:
         return train(engine, given), engine.full_state_dict()
+
+
+def runs(cases: list[Case], given: list[dict[str, Tensor]]) -> list[Any]:
+    return [run(parallel, model, given, **settings) for parallel, model, settings in cases]
+
+
+def compare(size: int, cases: list[Case], given: list[dict[str, Tensor]]) -> None:
+    """Every case on so many ranks, against one process."""
+    wanted = runs([({}, model, settings) for _, model, settings in cases], given)
+    for rank in run_on_ranks(size, runs, cases, given):
+        for found, serial, case in zip(rank, wanted, cases, strict=True):
+            assert_same(found, serial, str(case))
 
 
 def assert_same(

@@ -115,7 +115,6 @@ def test_every_command_has_help(name: str, capsys: pytest.CaptureFixture[str]) -
         ),
         ([*TRAIN, "--parallel", "data=3", "--ranks", "4"], "the world size is 4"),
         ([*TRAIN, "--parallel", "pipeline=2", "zero.stage=3"], "pipeline with zero=dict(stage=3)"),
-        ([*TRAIN, "--parallel", "pipeline=2", "sequence.mode=ring", "sequence.size=2"], "pipeline with sequence='ring'"),
         (["plan", "--parallel", "pipeline=2"], "there is no plan for pipelines yet"),
         ([*TRAIN, "--parallel", "sequence.mode=ulysses", "sequence.size=3"], "4 query heads cannot be split over 3 ranks"),
         ([*TRAIN, "--parallel", "tensor=3"], "heads"),

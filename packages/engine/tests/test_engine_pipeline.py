@@ -16,23 +16,7 @@ from meshfold.mesh import SpecError, gradient_norm, metadata, record
 from meshfold.mesh.testing import ranks, run_on_ranks
 
 sys.path.append(str(Path(__file__).parent))  # for the helpers beside this file, on every rank
-from pipeline_cases import ADAMW, assert_same, batches, engine_of, run, train
-
-Case = tuple[dict[str, Any], str, dict[str, Any]]
-"""spec, model, the engine's other settings"""
-
-
-def runs(cases: list[Case], given: list[dict[str, Tensor]]) -> list[Any]:
-    return [run(parallel, model, given, **settings) for parallel, model, settings in cases]
-
-
-def compare(size: int, cases: list[Case], given: list[dict[str, Tensor]]) -> None:
-    """Every case on so many ranks, against one process."""
-    wanted = runs([({}, model, settings) for _, model, settings in cases], given)
-    for rank in run_on_ranks(size, runs, cases, given):
-        for found, serial, case in zip(rank, wanted, cases, strict=True):
-            assert_same(found, serial, str(case))
-
+from pipeline_cases import ADAMW, Case, assert_same, batches, compare, engine_of, run, train
 
 # -- training is that of one process ----------------------------------------------------------------------------------
 
@@ -262,7 +246,9 @@ LEGS: list[tuple[int, dict[str, Any]]] = [
     (1, {}),
     (4, dict(data=2, pipeline=2, zero=dict(stage=2))),
     (4, dict(tensor=2, pipeline=dict(size=2, schedule="interleaved", microbatches=4))),
+    (4, dict(sequence=dict(mode="ring", size=2), pipeline=2)),
     (2, dict(data=2)),
+    (4, dict(sequence=dict(mode="ulysses", size=2), pipeline=2, zero=dict(stage=2))),
     (4, dict(data=2, pipeline=2)),
 ]
 

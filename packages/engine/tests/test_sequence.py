@@ -6,6 +6,7 @@ import functools
 import math
 import re
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,6 +17,7 @@ from torch.nn import functional as F
 from meshfold.engine import Engine
 from meshfold.engine.models import GPT, GPTConfig, Llama, LlamaConfig
 from meshfold.engine.models.generate import generate
+from meshfold.engine.models.loss import CausalLMLoss
 from meshfold.mesh import Mesh, SpecError
 from meshfold.mesh.primitives import gather
 from meshfold.mesh.testing import fake_world, run_on_ranks
@@ -64,6 +66,62 @@ def hf_llama_as_it_is() -> nn.Module:
     )  # fmt: skip
 
 
+def hf_gpt2_drops_weights() -> nn.Module:
+    model = hf_gpt2()
+    model.config.attn_pdrop = 0.2  # type: ignore[union-attr]
+    for block in model.transformer.h:  # type: ignore[union-attr]
+        block.attn.attn_dropout.p = 0.2  # type: ignore[union-attr]
+    return model
+
+
+class WeightsDrop(nn.Module):
+    """Drops attention weights in its own code, and has fewer heads of keys."""
+
+    def __init__(self, p: float) -> None:
+        super().__init__()
+        self.config = SimpleNamespace(attention_dropout=p, num_attention_heads=4)
+        self.embed, self.head = nn.Embedding(VOCABULARY, 16), nn.Linear(16, VOCABULARY)
+        self.layers = nn.ModuleList(WeightsDropLayer(p) for _ in range(2))
+        self.loss = CausalLMLoss()
+
+    def forward(self, ids: Tensor, labels: Tensor | None = None) -> Any:
+        x = self.embed(ids)
+        for layer in self.layers:
+            x = layer(x)
+        logits = self.head(x)
+        return logits if labels is None else self.loss(logits.flatten(0, 1), labels)
+
+
+class WeightsDropLayer(nn.Module):
+    def __init__(self, p: float) -> None:
+        super().__init__()
+        self.p, self.head_dim = p, 4
+        self.q_proj, self.out_proj = nn.Linear(16, 16), nn.Linear(16, 16)
+        self.k_proj, self.v_proj = nn.Linear(16, 8), nn.Linear(16, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (
+            part(x).unflatten(-1, (-1, 4)).transpose(1, 2) for part in (self.q_proj, self.k_proj, self.v_proj)
+        )
+        p = self.p if self.training else 0.0
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True, dropout_p=p, enable_gqa=True)
+        found: Tensor = x + self.out_proj(y.transpose(1, 2).flatten(2))
+        return found
+
+
+def windowed() -> nn.Module:
+    import transformers as hf
+
+    model = hf.MistralForCausalLM(
+        hf.MistralConfig(
+            vocab_size=VOCABULARY, hidden_size=32, num_hidden_layers=2, intermediate_size=48, sliding_window=4,
+            num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=32,
+        )
+    )  # fmt: skip
+    model.loss_function = their_loss  # type: ignore[assignment]
+    return model
+
+
 def hf_gpt2() -> nn.Module:
     import transformers as hf
 
@@ -82,6 +140,9 @@ MODELS = {
     "hf llama": hf_llama,
     "hf llama as it is": hf_llama_as_it_is,
     "hf gpt2": hf_gpt2,
+    "windowed": windowed,
+    "hf gpt2 drops weights": hf_gpt2_drops_weights,
+    "weights": lambda: WeightsDrop(0.3),
 }
 
 
@@ -193,7 +254,7 @@ def test_the_serial_engine_is_a_plain_loop() -> None:
         torch.testing.assert_close(weights[name], value, rtol=1e-9, atol=1e-9)
 
 
-@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("model", list(MODELS)[:6])
 def test_data_and_ring(model: str) -> None:
     compare(4, model, dict(data=2, sequence=ring(2)))
 
@@ -230,6 +291,8 @@ def test_modes_lengths_and_accumulation(
         ("dropping gpt", dict(tensor=dict(mode="2d", grid=(2, 1)), sequence=ring(2))),
         ("dropping gpt", dict(tensor=dict(mode="2d", grid=(1, 2)), sequence=ring(2))),
         ("hf llama", dict(tensor=dict(mode="2d", grid=(2, 1)), sequence=ring(2))),
+        ("dropping gpt", dict(tensor=dict(mode="3d", grid=(2, 1, 1)), sequence=ulysses(2))),
+        ("hf llama", dict(tensor=dict(mode="3d", grid=(1, 2, 1)), sequence=ring(2))),
     ],
     ids=named,
 )
@@ -243,6 +306,8 @@ def test_tensor_modes(model: str, parallel: dict[str, Any]) -> None:
     [
         dict(tensor=dict(mode="2d", size=4), sequence=ring(2)),
         dict(tensor=dict(mode="2.5d", size=4, depth=1), sequence=ulysses(2)),
+        dict(tensor=dict(mode="3d", grid=(2, 2, 1)), sequence=ring(2)),
+        dict(tensor=dict(mode="3d", grid=(1, 2, 2)), sequence=ulysses(2)),
         dict(data=2, tensor=2, sequence=ring(2), zero=dict(stage=3)),
         dict(data=2, sequence=BOTH, zero=dict(stage=2)),
     ],
@@ -330,6 +395,16 @@ def test_bf16_is_near() -> None:
 
 
 # -- dropout, recomputation ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("model", ["hf gpt2 drops weights", "weights"])
+def test_attention_drops_the_weights_that_one_process_drops(model: str) -> None:
+    assert serial(model, 3, 13, 1)[0] != serial("hf gpt2", 3, 13, 1)[0]
+    compare(4, model, dict(data=2, sequence=ring(2)))
+    compare(4, model, dict(sequence=BOTH), recompute="blocks")
+    compare(4, model, dict(pipeline=2, sequence=ulysses(2)))
+    if model != "weights":
+        compare(4, model, dict(tensor=2, sequence=ring(2)))
 
 
 class Pattern(nn.Module):
@@ -487,6 +562,57 @@ def test_padding_on_the_right_is_left_out() -> None:
     assert run_on_ranks(2, padded, dict(sequence=ring(2))) == pytest.approx([wanted] * 2, rel=1e-9)
 
 
+PACKS: dict[str, list[list[int]]] = {
+    "one row": [[4, 1, 8]],
+    "alike": [[6, 7], [6, 7]],
+    "each row its own": [[4, 9], [13]],
+}
+"""lengths of the documents of each row"""
+
+
+def packed(parallel: dict[str, Any], model: str, pack: str) -> tuple[list[float], dict[str, Tensor]]:
+    """As transformers' DataCollatorWithFlattening packs documents."""
+    ids = batches(1, len(PACKS[pack]), 13)[0]["input_ids"]
+    positions = torch.stack([torch.cat([torch.arange(n) for n in row]) for row in PACKS[pack]])
+    batch = dict(input_ids=ids, position_ids=positions, labels=ids.masked_fill(positions == 0, -100))
+    if pack == "one row":
+        bounds = torch.tensor([0, *PACKS[pack][0]]).cumsum(0)
+        batch |= dict(cu_seq_lens_q=bounds, cu_seq_lens_k=bounds)
+    with Engine(MODELS[model], parallel, precision="fp64", optimizer=ADAMW, seed=3) as engine:
+        return [engine.train_step(batch), engine.eval_step(batch)], engine.full_state_dict()
+
+
+def by_document(model: str, pack: str) -> float:
+    """The loss of the documents one by one, each a sequence of its own."""
+    with Engine(MODELS[model], {}, precision="fp64", seed=3) as engine, torch.no_grad():
+        total, counted = 0.0, 0
+        for ids, lengths in zip(batches(1, len(PACKS[pack]), 13)[0]["input_ids"], PACKS[pack], strict=True):
+            for document in ids.split(lengths):
+                if len(document) > 1:
+                    loss = engine.model(document[None], labels=document[None], use_cache=False).loss
+                    total += float(loss) * (len(document) - 1)
+                    counted += len(document) - 1
+        return total / counted
+
+
+@pytest.mark.parametrize("model", ["hf llama", "windowed"])
+def test_packed_documents_and_windows(model: str) -> None:
+    for pack in PACKS:
+        wanted, weights = packed({}, model, pack)
+        assert wanted[0] == pytest.approx(by_document(model, pack), rel=1e-9)
+        specs = [
+            dict(sequence=ring(4)),
+            dict(tensor=2, sequence=ulysses(2)),
+            dict(pipeline=2, sequence=ring(2)),
+        ]
+        for parallel in specs[:1] if pack == "alike" else specs:
+            near = 1e-6 if "tensor" in parallel else 1e-9  # norms are in float32 there
+            for seen, found in run_on_ranks(4, packed, parallel, model, pack):
+                assert seen == pytest.approx(wanted, rel=near), (parallel, pack)
+                for name, value in weights.items():
+                    torch.testing.assert_close(found[name], value, rtol=near, atol=near)
+
+
 # -- what is refused -------------------------------------------------------------------------------------------------
 
 
@@ -513,12 +639,6 @@ class Pooled(Sums):
         return F.scaled_dot_product_attention(x, x, x, is_causal=True).squeeze(1).mean(1)
 
 
-def hf_gpt2_drops_weights() -> nn.Module:
-    model = hf_gpt2()
-    model.config.attn_pdrop = 0.1  # type: ignore[union-attr]
-    return model
-
-
 class Mixes(Sums):
     def __init__(self) -> None:
         super().__init__()
@@ -535,7 +655,12 @@ REFUSED: list[tuple[Any, dict[str, Any], dict[str, Any], str]] = [
     (Sums, dict(sequence=ring(2)), {}, "the loss inside of Sums cannot be told"),
     (Mixes, dict(sequence=ring(2)), dict(loss_fn=shifted_mean), "mix, a Conv1d, mixes tokens"),
     (hf_of_other_layers, dict(sequence=ring(2)), {}, "layers of type linear_attention"),
-    (hf_gpt2_drops_weights, dict(sequence=ring(2)), {}, "attn_pdrop=0.1: .* Set it to 0.0"),
+    (
+        hf_gpt2_drops_weights,
+        dict(sequence=dict(mode=own_attention, size=2)),
+        {},
+        "attn_pdrop=0.2: an attention of one's own",
+    ),
     (
         llama,
         dict(sequence=ulysses(3)),
@@ -543,7 +668,6 @@ REFUSED: list[tuple[Any, dict[str, Any], dict[str, Any], str]] = [
         "4 query heads cannot be split over 3 ranks of ulysses: give it 2, 4",
     ),
     (llama, dict(tensor=2, sequence=ulysses(4)), {}, "of 4 heads a rank has 2, and 2 query heads"),
-    (gpt, dict(sequence=ring(2), pipeline=2), {}, "the engine does not split the sequences of a pipeline's"),
 ]
 
 
@@ -571,7 +695,19 @@ FORWARDS: list[tuple[Any, Any, dict[str, Any], str]] = [
         dict(input_ids=IDS, labels=IDS, attention_mask=LEFT.flip(1)),
         "attention_mask hides tokens",
     ),
-    (hf_llama, None, dict(input_ids=IDS, position_ids=IDS), "packed documents"),
+    (
+        hf_llama,
+        None,
+        dict(input_ids=IDS, position_ids=IDS, attention_mask=torch.ones_like(IDS)),
+        "leave attention_mask out",
+    ),
+    (hf_llama, None, dict(input_ids=IDS, position_ids=IDS[:, :4]), r"position_ids \[2, 4\] for tokens"),
+    (
+        hf_llama,
+        None,
+        dict(input_ids=IDS[:1], cu_seq_lens_q=torch.tensor([0, 2, 6])),
+        r"cu_seq_lens_q=\[0, 2, 6\] with 1 × 6 tokens, whose position_ids begin anew at \[\[0\]\]",
+    ),
     (hf_llama, None, dict(input_ids=IDS, use_cache=True), "use_cache"),
     (hf_llama, None, dict(input_ids=IDS, logits_to_keep=1), "logits_to_keep=1"),
     (gpt, None, dict(input_ids=IDS, labels=IDS[:, :4]), r"labels \(2, 4\) for tokens \(2, 6\)"),

@@ -12,11 +12,13 @@ from pipeline_checks import VOCAB, WIDTH, Block, Model, model
 from torch import Tensor, nn
 
 from meshfold.mesh import LayoutError, Mesh, SpecError, metadata
+from meshfold.mesh.dropout_stream import Dealt, current_dropout_stream, dropout_stream
 from meshfold.pipeline.blocks import find_blocks, partition
 from meshfold.pipeline.cut import Cut, cut, estimate
 from meshfold.pipeline.ghosts import Ghost
 from meshfold.pipeline.microbatch import rows_of, split
 from meshfold.pipeline.placeholders import Absent
+from meshfold.pipeline.stage import dropout_of
 
 
 def of(rank: int, whole: nn.Module, home: tuple[int, ...] = (0, 1, 2, 3), **settings: Any) -> Cut:
@@ -184,6 +186,11 @@ def test_batches_in_parts() -> None:
     weighed = split((ids, None), 2, own_loss=True, weigh=lambda part: float(part[0].shape[0]) ** 2)
     assert [float(part.weight) for part in weighed] == [9 / 13, 4 / 13]
     assert float(split(ids, 5)[0].weight) == 0.2
+    assert [part.given.shape[0] for part in split(ids, 3, unit=2)] == [2, 2, 1]
+    assert [part.given.shape[0] for part in split(ids, 2, unit=2)] == [4, 1]
+    assert [part.first_row for part in split(ids, 2, unit=2)] == [0, 4]
+    assert [part.given.shape[0] for part in split(ids, 4, unit=2)] == [2, 1, 1, 1]  # too many for pairs
+    assert [part.given.shape[0] for part in split(ids, 1, unit=8)] == [5]
     assert (
         rows_of({"mask": mask, "labels": labels}) == 5
         and rows_of(((), {"mask": mask, "input_ids": ids})) == 5
@@ -194,3 +201,12 @@ def test_batches_in_parts() -> None:
         split((ids, labels), 2)
     with pytest.raises(SpecError, match="without a tensor"):
         split({"flag": True}, 1)
+
+
+def test_a_micro_batch_drops_what_its_rows_and_tokens_drop_in_the_whole_batch() -> None:
+    work = split(torch.arange(32).view(4, 8), 2)[1]
+    dealt = Dealt(length=16, index=torch.arange(8))
+    with dropout_stream(1, 2, first_row=3, first_token=24, dealt=dealt), dropout_of(work):
+        now = current_dropout_stream()
+        assert (now.seed, now.step, now.first_row, now.first_token) == (1, 2, 5, 40)
+        assert now.dealt is dealt

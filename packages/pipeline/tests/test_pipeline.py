@@ -46,6 +46,10 @@ def test_a_smaller_last_batch_and_other_lengths() -> None:
     assert [len(pipeline.split(batch)) for batch in batches] == [4, 3, 1, 4]
     by_itself = Pipeline(model(), Mesh({"pipe": 4}))
     assert [len(by_itself.split(tokens(rows))) for rows in (8, 12, 16, 6, 3)] == [4, 4, 4, 4, 3]
+    # Where two rows have to stay together, and three.
+    assert [len(by_itself.split(tokens(rows), unit=2)) for rows in (8, 6, 7, 2, 1)] == [4, 3, 4, 1, 1]
+    assert [len(part.given["input_ids"]) for part in by_itself.split(tokens(14), unit=3)] == [6, 3, 3, 2]
+    assert [len(part.given["input_ids"]) for part in pipeline.split(tokens(6), unit=2)] == [2, 2, 1, 1]
 
 
 # -- tied parameters ------------------------------------------------------------------------------------------------

@@ -7,6 +7,7 @@ ranks whose batches have more of them weigh more.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -149,6 +150,15 @@ def loss_is_shifted(model: nn.Module) -> bool:
     True unless a Hugging Face model names another kind of loss (masked words, classes, ...).
     """
     return getattr(model, "loss_type", None) in (None, "ForCausalLM")
+
+
+def takes_cache(model: nn.Module) -> bool:
+    """Whether a model of the Hugging Face kind keeps keys and values unless it is told not to.
+
+    Nobody reads those of a step, and beside them transformers does not look for packed documents.
+    """
+    theirs = hasattr(type(model), "loss_function")
+    return theirs and "use_cache" in inspect.signature(model.forward).parameters
 
 
 def loss_of(output: Any, batch: Batch, loss_fn: Callable[[Any, Any], Tensor] | None) -> Tensor:

@@ -132,6 +132,7 @@ class Engine:
         own_blocks = None if self._pipelined is None else self._pipelined.blocks()
         self._blocks = recomputation.RecomputedBlocks(self.model, around, own_blocks) if recompute else None
         self._shifted = loss_fn is None and batches.loss_is_shifted(self.model)
+        self._takes_cache = batches.takes_cache(self.model)
         self._states = make_states(
             built,
             self._world,
@@ -382,7 +383,10 @@ class Engine:
         return float(loss) if int(shares.total()) else float("nan")
 
     def _prepare(self, batch: Any) -> batches.Batch:
-        return batches.prepare(batch, self.device, self._precision.dtype, own_loss=self._loss_fn is not None)
+        work = batches.prepare(batch, self.device, self._precision.dtype, own_loss=self._loss_fn is not None)
+        if self._takes_cache:
+            work.kwargs.setdefault("use_cache", False)
+        return work
 
     def _randomness(self, shares: Shares) -> AbstractContextManager[object]:
         """Dropout of this micro-step: every element of the global batch has one fate, under every spec."""

@@ -12,8 +12,11 @@ from torch import Tensor, nn
 from meshfold.engine import batch as batches
 from meshfold.engine.names import plain
 from meshfold.engine.precision import Precision
+from meshfold.engine.sequence import local_length
+from meshfold.engine.sequence_checks import check_mixing
 from meshfold.engine.world import PIPE, World
 from meshfold.mesh import LayoutError, SpecError, all_reduce
+from meshfold.tensor_parallel.frame import row_unit
 
 if TYPE_CHECKING:
     from meshfold.engine.states import States
@@ -96,6 +99,7 @@ class PipelinedModel:
         spec = world.spec.pipeline
         if spec is None:
             raise SpecError("this spec has no entry pipeline")
+        check_mixing(model, world)
         self._world, self._loss_fn = world, settings.loss_fn
         self._states: States | None = None
         self._measures = spec.schedule == "auto"
@@ -164,7 +168,9 @@ class PipelinedModel:
 
     def _works(self, batch: batches.Batch) -> list[Microbatch]:
         """The batch in micro-batches, each in the form in which the engine calls a model."""
-        works = self.pipeline.split(batch.given)
+        # What the tensor mode would fill up with rows that do not count stays together.
+        length = local_length(batch.tokens // batch.rows, self._world)
+        works = self.pipeline.split(batch.given, unit=row_unit(self.pipeline.module, length))
         found = []
         for work in works:
             kwargs = dict(work.kwargs)

@@ -13,33 +13,31 @@ import inspect
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 from torch import Tensor, nn
 
 from meshfold.engine.batch import IGNORE
+from meshfold.engine.packed import Documents, packed_documents
+from meshfold.engine.sequence_checks import check_mixing
 from meshfold.engine.world import World
 from meshfold.mesh import LayoutError, ParallelSpec, SpecError
 from meshfold.mesh.dropout_stream import Dealt, deal_tokens
 from meshfold.mesh.primitives import gather
 from meshfold.mesh.spec import SequenceSpec
-from meshfold.tensor_parallel.modes import find_mode
+from meshfold.tensor_parallel.foreign import dropout_by_function
 
 if TYPE_CHECKING:
-    from meshfold.sequence import Dealing
+    from meshfold.sequence import Dealing, WeightDropout
+    from meshfold.tensor_parallel.functional import DropoutCalls
 
 Contexts = Callable[[], tuple[AbstractContextManager[Any], AbstractContextManager[Any]]]
 
 _TARGETS = ("targets", "target")
 _CACHES = ("past_key_values", "past_key_value", "layer_past", "use_cache", "cache_position")
 _LAST_TOKENS = ("logits_to_keep", "num_logits_to_keep")
-_HEADS = ("num_attention_heads", "n_head", "heads")
-_ATTENDING = (
-    "full_attention",
-    "sliding_attention",
-    "attention",
-)  # transformers' names of layers that are carried out over ranks
 _UNSHIFTED = ("ForMaskedLM", "ForTokenClassification")  # transformers' names of losses token by token
 
 
@@ -92,12 +90,14 @@ class SplitSequence:
         )
         if self._labels == "" and not own_loss:
             self._no_labels(type(model).__name__)
-        self._check(model, world)
+        check_mixing(model, world)
         for loss in self._losses:
             loss.__dict__["shifts"] = False
         self._now: _Forward | None = None
         self._first = model.register_forward_pre_hook(self._before, with_kwargs=True, prepend=True)
-        self.parallel = sequence_parallel(model, world.mesh, spec.mode)
+        calls = dropout_by_function(model)
+        draw = None if calls is None else partial(_drawn, calls)
+        self.parallel = sequence_parallel(model, world.mesh, spec.mode, draw=draw)
         self._last = model.register_forward_hook(self._after)
 
     def close(self) -> None:
@@ -113,7 +113,8 @@ class SplitSequence:
 
         def both() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
             first, again = contexts()
-            return first, _Both(self.parallel.again(), again)
+            # Attention is asked for before dropout by function is, as in the forward.
+            return first, _Both(again, self.parallel.again())
 
         return both
 
@@ -128,42 +129,6 @@ class SplitSequence:
                 return "as they are"
             return "shift_labels" if kind in (None, "ForCausalLM") and takes_more else ""
         return "moved" if self._losses else ""
-
-    def _check(self, model: nn.Module, world: World) -> None:
-        from meshfold.sequence.heads import repeats
-        from meshfold.sequence.modes import find
-
-        config = getattr(model, "config", None)
-        for name, value in getattr(config, "__dict__", {}).items():
-            if "drop" in name and "att" in name and isinstance(value, float) and value > 0:
-                self._refuse(
-                    f"the model's {name}={value!r}: attention over a split sequence drops no weights, since ranks could not drop "
-                    "what a single process does. Set it to 0.0"
-                )
-        others = sorted(set(getattr(config, "layer_types", None) or ()) - set(_ATTENDING))
-        if others:
-            self._refuse(
-                f"the model has layers of type {', '.join(others)}, and only attention can see the tokens of other ranks"
-            )
-        for name, module in model.named_modules():
-            if isinstance(module, nn.modules.conv._ConvNd | nn.RNNBase):
-                self._refuse(
-                    f"{name}, a {type(module).__name__}, mixes tokens, and only attention can see those of other ranks"
-                )
-        ulysses = world.mesh.size(*find(self._mode, world.mesh).ulysses)
-        heads = next(
-            (getattr(config, name) for name in _HEADS if isinstance(getattr(config, name, None), int)), 0
-        )
-        if heads and ulysses > 1:
-            split = 1
-            if world.mode is not None:
-                split = world.mesh.size(*find_mode(world.mode).layout("hidden")["n"])  # type: ignore[arg-type]
-            try:
-                repeats(heads // split, 1, ulysses)
-            except LayoutError as error:
-                self._refuse(
-                    f"of {heads} heads a rank has {heads // split}, and {error}" if split > 1 else str(error)
-                )
 
     def _refuse(self, why: str) -> NoReturn:
         raise SpecError(f"{self._written}: {why}")
@@ -192,6 +157,7 @@ class SplitSequence:
         dealt = dealing(length, self._mesh, self._mode)
         rank = self._mesh.index(*self._axes)
         self._refuse_parts(given)
+        documents = self._documents(given, rows, length)
         self._drop_mask(given, length)
         share = self._deal_labels(given, dealt, rank, rows)
         for name, value in given.items():
@@ -200,7 +166,7 @@ class SplitSequence:
                 given[name] = dealt.shard(value, rank)
         if self._caches:
             given["use_cache"] = False  # keys and values of a part of the tokens, which nobody could use
-        self.parallel.set_batch(length=length)
+        self.parallel.set_batch(length=length, documents=documents)
         if module.training:
             deal_tokens(Dealt(length=length, index=dealt.indices(rank).to(tokens.device)))
         self._now = _Forward(dealing=dealt, rows=rows, share=share)
@@ -255,7 +221,7 @@ class SplitSequence:
         return (mine != IGNORE).sum().double() / (moved != IGNORE).sum().clamp(min=1)
 
     def _drop_mask(self, given: dict[str, Any], length: int) -> None:
-        """Leave out masks and positions that say nothing, or nothing that counts; refuse the others."""
+        """Leave out masks that say nothing, or nothing that counts; refuse the others."""
         from meshfold.sequence import next_tokens
 
         mask = given.get("attention_mask")
@@ -277,14 +243,26 @@ class SplitSequence:
                     "make sequences of one length"
                 )
             given["attention_mask"] = None
-        positions = given.get("position_ids")
-        if self._is_theirs and isinstance(positions, Tensor):
-            if not bool((positions == torch.arange(length, device=positions.device)).all()):
-                self._refuse(
-                    "position_ids that do not count the tokens from 0 may stand for packed documents, which the engine does not "
-                    "deal to ranks: leave them out, or call meshfold.sequence.sequence_parallel(..., documents=...) by hand"
-                )
-            given["position_ids"] = None
+
+    def _documents(self, given: dict[str, Any], rows: int, length: int) -> Documents | None:
+        """The documents packed into each row, which attention keeps to; None if there are none."""
+        if not self._is_theirs:
+            return None
+        masked = isinstance(given.get("attention_mask"), Tensor)
+        try:
+            found = packed_documents(given, rows, length)
+        except SpecError as error:
+            self._refuse(str(error))
+        if found is not None and self._labels != "shift_labels":
+            self._refuse(
+                "position_ids that do not count the tokens from 0 are for causal models: leave them out"
+            )
+        if found is not None and masked:
+            self._refuse(
+                "position_ids that begin anew at packed documents come with an attention_mask, with which transformers lets "
+                "documents see each other: leave attention_mask out"
+            )
+        return found
 
     # -- out ------------------------------------------------------------------------------------------------------
 
@@ -328,6 +306,16 @@ class SplitSequence:
         return now.dealing.join(gather(value, self._mesh, 1, self._axes), 1)
 
 
+def _drawn(calls: DropoutCalls, q: Tensor, p: float) -> WeightDropout:
+    """Which weights of the next attention fall: those that would in one process."""
+    from meshfold.sequence import WeightDropout
+
+    if calls.part is None:
+        raise LayoutError("attention that drops weights ran outside of the model that it is part of")
+    seed, key, first_row, first_head, heads = calls.part.draw_weights(q)
+    return WeightDropout(p=p, seed=seed, key=key, heads=heads, first_row=first_row, first_head=first_head)
+
+
 class _Both:
     """Two contexts, one in the other, as often as they are entered."""
 
@@ -360,6 +348,16 @@ def split_sequence(model: nn.Module, world: World, *, own_loss: bool) -> SplitSe
     if spec is None or spec.size == 1:  # megatron's too
         return None
     return SplitSequence(model, world, spec, own_loss=own_loss)
+
+
+def local_length(length: int, world: World) -> int:
+    """How many tokens of a sequence of so many each rank has, with padding."""
+    spec = world.spec.sequence
+    if spec is None or spec.size == 1:
+        return length
+    from meshfold.sequence import dealing
+
+    return dealing(length, world.mesh, spec.mode).local
 
 
 @contextmanager

@@ -135,11 +135,6 @@ def join(parallel: Mapping[str, object] | ParallelSpec, device: torch.device | s
 def _require_pipelined(spec: ParallelSpec) -> None:
     """What does not go with a pipeline yet."""
     zero = spec.zero
-    if spec.sequence is not None and spec.sequence.size > 1:
-        raise SpecError(
-            f"pipeline with sequence={spec.sequence.mode_name!r}: the engine does not split the sequences of a pipeline's "
-            "micro-batches yet. Leave one of the two out; sequence=dict(mode='megatron') with tensor goes with a pipeline"
-        )
     if zero is not None and zero.stage == 3:
         raise SpecError(
             "pipeline with zero=dict(stage=3): stages run in pieces, between which parameters would have to be gathered again "

@@ -109,7 +109,7 @@ class _Use:
 
 
 def dropout_stream(
-    seed: int, step: int, *, first_row: int = 0, first_token: int = 0
+    seed: int, step: int, *, first_row: int = 0, first_token: int = 0, dealt: Dealt | None = None
 ) -> AbstractContextManager[DropoutStream]:
     """Draw the keys of one forward, from the first call on. Streams nest: the inner one counts on its own.
 
@@ -119,8 +119,9 @@ def dropout_stream(
         first_row: number, in the global batch, of the first sequence that this forward is given: with data
             parallelism, the sequences of the data coordinates before this one.
         first_token: number, in the global batch, of its first token.
+        dealt: which tokens of each sequence this forward is given; None: all of them.
     """
-    return _Use(DropoutStream(seed, step, first_row=first_row, first_token=first_token))
+    return _Use(DropoutStream(seed, step, first_row=first_row, first_token=first_token, dealt=dealt))
 
 
 def current_dropout_stream() -> DropoutStream:

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -52,6 +53,7 @@ def split(
     own_loss: bool = False,
     shifted: bool = True,
     weigh: Callable[[Any], Tensor | float] | None = None,
+    unit: int = 1,
 ) -> list[Microbatch]:
     """Cut a batch into so many parts of as many rows as can be; the first ones get the rows that are over.
 
@@ -61,6 +63,8 @@ def split(
         own_loss: the loss is a ``loss_fn``'s: labels that are missing stay missing.
         shifted: a position of ``b s`` labels is the target of the one before.
         weigh: how much a part counts, in the user's form, where targets or rows do not tell.
+        unit: rows that stay together if there are as many times as many as parts: what splits the batch once more, as
+            some tensor modes do, fills up any other number of rows with some that do not count.
 
     Raises:
         SpecError: for a batch in none of the three forms, or with fewer rows than parts.
@@ -70,7 +74,7 @@ def split(
         raise SpecError(
             f"a batch of {rows} rows cannot be cut into {count} micro-batches of one row at least"
         )
-    sizes = [rows // count + (part < rows % count) for part in range(count)]
+    sizes = _sizes(rows, count, unit)
     if isinstance(batch, list):
         batch = tuple(batch)
     parts, first = [], 0
@@ -99,6 +103,15 @@ def split(
         )
         for index, ((args, kwargs), part) in enumerate(zip(forms, parts, strict=True))
     ]
+
+
+def _sizes(rows: int, count: int, unit: int) -> list[int]:
+    """Rows of every part: whole units, the last one of which may be short; single rows if there are too few units."""
+    unit = unit if count * unit < rows + unit else 1
+    groups = -(-rows // unit)
+    ends = [unit * (part * (groups // count) + min(part, groups % count)) for part in range(1, count + 1)]
+    ends[-1] = rows
+    return [stop - start for start, stop in pairwise([0, *ends])]
 
 
 def rows_of(batch: Any) -> int:

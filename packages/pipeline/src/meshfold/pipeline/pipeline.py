@@ -213,13 +213,14 @@ class Pipeline:
         works = self.split(batch)
         return self.run(works, scale=scale)
 
-    def split(self, batch: Any) -> list[Microbatch]:
-        """A batch in micro-batches, on the device."""
+    def split(self, batch: Any, *, unit: int = 1) -> list[Microbatch]:
+        """A batch in micro-batches, on the device; ``unit``: see :func:`meshfold.pipeline.microbatch.split`."""
         rows = rows_of(batch)
         moved = _moved(batch, self.device)
         works = split(
             moved,
-            self._programs.count(rows),
+            self._programs.count(rows, unit=unit),
+            unit=unit,
             own_loss=self._loss_fn is not None,
             shifted=self._shifted,
             weigh=self._weigh,

@@ -67,14 +67,14 @@ class Programs:
         if source == "auto":  # another number of micro-batches must not ask for another cut
             self._options.update(chunks=first.chunks, home=first.home)
 
-    def count(self, rows: int, *, training: bool = True) -> int:
-        """How many micro-batches a batch of so many rows has."""
+    def count(self, rows: int, *, training: bool = True, unit: int = 1) -> int:
+        """How many micro-batches a batch of so many rows has; ``unit``: rows that had better stay together."""
         if self._fixed is not None:
             return self._fixed if training else min(self._fixed, rows)
         if self._microbatches is not None:
             return min(self._microbatches, rows)
-        ranks = self._ranks
-        return next((m for m in range(ranks, rows + 1, ranks) if rows % m == 0), min(ranks, rows))
+        ranks, groups = self._ranks, -(-rows // unit)
+        return next((m for m in range(ranks, groups + 1, ranks) if groups % m == 0), min(ranks, groups))
 
     def training(self, microbatches: int) -> Program:
         """Forward and backward.

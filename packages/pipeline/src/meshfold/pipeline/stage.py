@@ -157,6 +157,7 @@ def dropout_of(work: Microbatch) -> AbstractContextManager[object]:
         stream.step,
         first_row=stream.first_row + work.first_row,
         first_token=stream.first_token + work.first_token,
+        dealt=stream.dealt,
     )
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from meshfold.sequence.attend import attention
 from meshfold.sequence.dealing import Dealing
+from meshfold.sequence.drop import WeightDropout
 from meshfold.sequence.loss import loss_share
 from meshfold.sequence.mask import Mask
 from meshfold.sequence.model import SequenceParallel, sequence_parallel
@@ -24,6 +25,7 @@ __all__ = [
     "Mask",
     "SequenceParallel",
     "Tile",
+    "WeightDropout",
     "attention",
     "dealing",
     "gather_sequence",

@@ -14,6 +14,7 @@ from meshfold.mesh.errors import LayoutError
 from meshfold.mesh.mesh import Mesh
 from meshfold.sequence.blocks import choose
 from meshfold.sequence.dealing import Dealing, check_documents
+from meshfold.sequence.drop import RingDropout, WeightDropout
 from meshfold.sequence.heads import to_heads, to_sequence
 from meshfold.sequence.mask import Mask
 from meshfold.sequence.modes import dealing, find
@@ -36,7 +37,7 @@ def attention(
     length: int | None = None,
     order: str | None = None,
     kernel: str = "auto",
-    dropout: float = 0.0,
+    dropout: float | WeightDropout = 0.0,
 ) -> Tensor:
     """Attention of this rank's tokens to the whole sequence: ``b s heads d, b s kv_heads d, b s kv_heads d -> b s heads d``.
 
@@ -58,7 +59,9 @@ def attention(
             nor is seen: its output and gradients are zero. None: no padding.
         order: "zigzag" or "contiguous", as the sequence was dealt; None: the mode's own.
         kernel: "auto", "flash", "cudnn", "efficient" or "reference", see :mod:`meshfold.sequence.blocks`.
-        dropout: must be 0. Kernels draw by the place in a tile, so ranks could not drop what a single process drops.
+        dropout: which weights fall, as :class:`meshfold.sequence.WeightDropout` says it: those that fall in one process. A share
+            alone is refused, since kernels draw by the place in a tile. Computed by the reference kernel, at a rank's share of
+            the memory of all scores.
 
     Returns:
         This rank's tokens, in the dtype of ``q``.
@@ -83,7 +86,10 @@ def attention(
         documents=None if documents is None else check_documents(documents, length),
     )
     scale = 1.0 / math.sqrt(q.shape[-1]) if scale is None else scale
+    drops = isinstance(dropout, WeightDropout) and dropout.p > 0.0 and not q.is_meta
     if mode == "ring_self":
+        if drops:
+            raise LayoutError("mode='ring_self' is a baseline and drops no weights: use mode='ring'")
         whole = Whole(group=mesh.group(*found.ring), dealing=dealt, mask=mask, scale=scale)
         return ring_self_attention(q, k, v, whole)
     width, missing = q.shape[-1], -q.shape[-1] % 8
@@ -95,19 +101,30 @@ def attention(
         mask = replace(mask, causal=False)
     mine = steps(dealt, mask, mesh.index(*found.ring))
     shapes = len({(tile.shape, tile.rows, tile.columns) for step in mine for tile in step})
+    drop = None
+    if isinstance(dropout, WeightDropout) and drops:
+        heads = q.shape[2] // mesh.size(*found.ulysses)
+        weights = dropout.of_heads(heads * mesh.index(*found.ulysses))
+        drop = RingDropout(weights=weights, dealing=dealt, index=mesh.index(*found.ring))
     job = Round(
-        kernel=choose(kernel, q, k, v, shapes), group=mesh.group(*found.ring), steps=mine, scale=scale
+        kernel=choose(kernel, q, k, v, shapes),
+        group=mesh.group(*found.ring),
+        steps=mine,
+        scale=scale,
+        drop=drop,
     )
     q, k, v = to_heads(q, k, v, mesh, found.ulysses)
     out = to_sequence(ring_attention(q, k, v, job), mesh, found.ulysses)
     return out[..., :width] if pads else out
 
 
-def _check(q: Tensor, k: Tensor, v: Tensor, dealt: Dealing, window: int | None, dropout: float) -> None:
-    if dropout:
+def _check(
+    q: Tensor, k: Tensor, v: Tensor, dealt: Dealing, window: int | None, dropout: float | WeightDropout
+) -> None:
+    if dropout and not isinstance(dropout, WeightDropout):
         raise LayoutError(
-            f"dropout={dropout!r}: attention over a split sequence drops no weights, since kernels draw by the place in a "
-            "tile and ranks could not drop what a single process does: set the model's attention dropout to 0"
+            f"dropout={dropout!r}: kernels draw by the place in a tile, and ranks could not drop what a single process does: set "
+            "the model's attention dropout to 0, or say which weights fall by WeightDropout, as the engine does"
         )
     shapes = f"q {list(q.shape)}, k {list(k.shape)}, v {list(v.shape)}"
     if (

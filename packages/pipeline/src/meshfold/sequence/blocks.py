@@ -59,12 +59,17 @@ def accumulating(dtype: torch.dtype) -> torch.dtype:
 
 
 class Reference:
-    """Plain torch; keeps the scores of a whole tile."""
+    """Plain torch; keeps the scores of a whole tile. ``kept``: factors of the weights, ``b heads s t``, where some are dropped."""
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
+    def forward(
+        self, q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float, kept: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
         scores = self._scores(q, k, causal, scale)
         lse = scores.logsumexp(-1)
-        out = torch.einsum("bgrij,bjgd->bigrd", (scores - lse.unsqueeze(-1)).exp_(), v.to(scores.dtype))
+        weights = (scores - lse.unsqueeze(-1)).exp_()
+        if kept is not None:
+            weights.mul_(kept.unflatten(1, weights.shape[1:3]))
+        out = torch.einsum("bgrij,bjgd->bigrd", weights, v.to(scores.dtype))
         return out.flatten(2, 3).to(q.dtype), lse.flatten(1, 2)
 
     def backward(
@@ -77,6 +82,7 @@ class Reference:
         lse: Tensor,
         causal: bool,
         scale: float,
+        kept: Tensor | None = None,
     ) -> Gradients:
         groups = (k.shape[2], -1)
         scores = self._scores(q, k, causal, scale)
@@ -85,10 +91,14 @@ class Reference:
         dout_wide = dout.to(wide)
         delta = (dout_wide * out).sum(-1).transpose(1, 2).unflatten(1, groups)
         grouped = dout_wide.unflatten(2, groups)
-        dv = torch.einsum("bgrij,bigrd->bjgd", weights, grouped)
-        dscores = (
-            torch.einsum("bigrd,bjgd->bgrij", grouped, v.to(wide)).sub_(delta.unsqueeze(-1)).mul_(weights)
-        )
+        dweights = torch.einsum("bigrd,bjgd->bgrij", grouped, v.to(wide))
+        used = weights
+        if kept is not None:
+            kept = kept.unflatten(1, groups)
+            used = weights * kept
+            dweights.mul_(kept)
+        dv = torch.einsum("bgrij,bigrd->bjgd", used, grouped)
+        dscores = dweights.sub_(delta.unsqueeze(-1)).mul_(weights)
         dq = torch.einsum("bgrij,bjgd->bigrd", dscores, k.to(wide)).flatten(2, 3).mul_(scale)
         dk = torch.einsum("bgrij,bigrd->bjgd", dscores, q.to(wide).unflatten(2, groups)).mul_(scale)
         return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack
 from typing import Any
 
@@ -13,7 +13,8 @@ from torch import Tensor, nn
 from meshfold.mesh.errors import LayoutError
 from meshfold.mesh.mesh import Mesh
 from meshfold.sequence import hugging_face
-from meshfold.sequence.call import Settings
+from meshfold.sequence.call import Documents, Settings, by_row
+from meshfold.sequence.drop import Draw
 from meshfold.sequence.functional import Around, Swap
 from meshfold.sequence.modes import find
 from meshfold.sequence.shards import positions
@@ -42,7 +43,7 @@ class SequenceParallel:
         if self._swaps:
             self._changes.append(Around(model, self._swap))
 
-    def set_batch(self, *, length: int | None = None, documents: Sequence[int] | None = None) -> None:
+    def set_batch(self, *, length: int | None = None, documents: Documents | None = None) -> None:
         """Say of the batches from now on what ``length`` and ``documents`` say of the first."""
         self._settings = self._settings.with_batch(length, documents)
 
@@ -85,8 +86,7 @@ class SequenceParallel:
         self._local, self._calls = tokens.shape[1], 0
         if not self._takes_positions or given.get("position_ids") is not None:
             return None
-        mine = self._positions(tokens.device)
-        return args, {**kwargs, "position_ids": mine.unsqueeze(0)}
+        return args, {**kwargs, "position_ids": self._positions(tokens.device)}
 
     def _end(self, model: nn.Module, args: Any, output: Any) -> None:
         if not self._calls:
@@ -107,12 +107,23 @@ class SequenceParallel:
         """The positions that an arange of n stands for in a model that is not told them."""
         if self._takes_positions or n != self._local:
             return None
-        return self._positions("cpu")
+        found = self._positions("cpu")
+        if found.shape[0] > 1:
+            raise LayoutError(
+                "the model counts positions itself, once for all rows, and rows have documents of their own: pack them alike"
+            )
+        return found[0]
 
     def _positions(self, device: torch.device | str) -> Tensor:
+        """``rows local``, or ``1 local`` where all rows have the same."""
         s = self._settings
         length = s.length or self._local * s.mesh.size(*find(s.mode, s.mesh).axes)
-        return positions(length, s.mesh, s.mode, order=s.order, documents=s.documents, device=device)
+        rows: list[tuple[int, ...] | None] = [*by_row(s.documents)]
+        found = [
+            positions(length, s.mesh, s.mode, order=s.order, documents=row, device=device)
+            for row in rows or [None]
+        ]
+        return torch.stack(found)
 
 
 class _Again:
@@ -145,10 +156,11 @@ def sequence_parallel(
     *,
     causal: bool | None = None,
     window: int | None = None,
-    documents: Sequence[int] | None = None,
+    documents: Documents | None = None,
     length: int | None = None,
     order: str | None = None,
     kernel: str = "auto",
+    draw: Draw | None = None,
 ) -> SequenceParallel:
     """From now on, or inside of ``with``, the model computes on this rank's tokens and attends to the whole sequence.
 
@@ -161,12 +173,14 @@ def sequence_parallel(
     before they are dealt. Gradients of the parameters are to be summed over the sequence axes.
 
     Args:
-        model: any module with self-attention; its attention dropout must be 0.
+        model: any module with self-attention; its attention dropout must be 0 unless ``draw`` is given.
         mesh, mode, order, kernel: as in :func:`meshfold.sequence.attention`.
         causal: None: what the model asks for at each call; said, it stands for the masks that the model makes.
         window: None: what the model asks for (Hugging Face's ``sliding_window``).
-        documents: cumulative lengths of packed documents; positions start again at each.
+        documents: cumulative lengths of packed documents, of all rows alike or one for every row (which then attend one
+            after another); positions start again at each.
         length: tokens of the whole sequence where it does not divide; ``set_batch`` says it anew for other batches.
+        draw: says at each attention that drops weights which ones fall; called with queries ``b heads s d`` and the share.
 
     Raises:
         LayoutError: for an unknown mode or a mesh that does not fit; in the forward, for what the model wants and
@@ -177,6 +191,6 @@ def sequence_parallel(
         model,
         Settings(
             mesh=mesh, mode=mode, causal=causal, window=window, documents=documents, length=length, order=order,
-            kernel=kernel,
+            kernel=kernel, draw=draw,
         ),
     )  # fmt: skip

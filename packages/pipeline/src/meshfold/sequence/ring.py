@@ -21,6 +21,7 @@ from meshfold.mesh.collectives import Pending
 from meshfold.mesh.mesh import Group
 from meshfold.sequence import tiled
 from meshfold.sequence.blocks import Gradients, Kernel, accumulating
+from meshfold.sequence.drop import Fates, RingDropout
 from meshfold.sequence.tiles import Tile
 
 
@@ -33,12 +34,18 @@ class Round:
         steps: this rank's tiles at each step.
         kernel: what computes a tile.
         scale: of the scores.
+        drop: which weights fall; None: none.
     """
 
     group: Group
     steps: tuple[tuple[Tile, ...], ...]
     kernel: Kernel
     scale: float
+    drop: RingDropout | None = None
+
+    def fates(self, step: int, q: Tensor) -> Fates | None:
+        """What becomes of the weights of a step's tiles; None if all stay."""
+        return None if self.drop is None else self.drop.at(step, q)
 
 
 def ring_attention(q: Tensor, k: Tensor, v: Tensor, job: Round) -> Tensor:
@@ -67,7 +74,7 @@ def _forward(q: Tensor, k: Tensor, v: Tensor, job: Round) -> tuple[Tensor, Tenso
     block = _Travelling(job, k, v)
     for step, tiles in enumerate(job.steps):
         k, v = block.arrive(step)
-        for tile, out, lse in tiled.forward(job.kernel, q, k, v, tiles, job.scale):
+        for tile, out, lse in tiled.forward(job.kernel, q, k, v, tiles, job.scale, job.fates(step, q)):
             seen.take(tile, out, lse)
     return seen.result()
 
@@ -81,7 +88,8 @@ def _backward(
     for step, tiles in enumerate(job.steps):
         k, v = block.arrive(step)
         dk, dv = tiled.Sum(k), tiled.Sum(v)
-        for tile, shares in tiled.backward(job.kernel, dout, q, k, v, out, lse, tiles, job.scale):
+        found = tiled.backward(job.kernel, dout, q, k, v, out, lse, tiles, job.scale, job.fates(step, q))
+        for tile, shares in found:
             dq.add(tile.q, shares[0])
             dk.add(tile.k, shares[1])
             dv.add(tile.k, shares[2])

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from meshfold.kernels import merge_attention_
-from meshfold.sequence.blocks import Gradients, Kernel, accumulating
+from meshfold.sequence.blocks import REFERENCE, Gradients, Kernel, accumulating
+from meshfold.sequence.drop import Fates
 from meshfold.sequence.tiles import Tile
 
 
@@ -89,14 +90,22 @@ class Sum:
 
 
 def forward(
-    kernel: Kernel, q: Tensor, k: Tensor, v: Tensor, tiles: Sequence[Tile], scale: float
+    kernel: Kernel,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    tiles: Sequence[Tile],
+    scale: float,
+    fates: Fates | None = None,
 ) -> Iterator[tuple[Tile, Tensor, Tensor]]:
-    """Each tile with attention over its keys and the log-sum-exp."""
+    """Each tile with attention over its keys and the log-sum-exp; with ``fates`` by the reference, which can drop weights."""
     for alike in _alike(tiles):
         shape = alike[0].shape
-        out, lse = kernel.forward(
-            _rows(q, alike), _columns(k, alike), _columns(v, alike), shape != "full", scale
-        )
+        given = _rows(q, alike), _columns(k, alike), _columns(v, alike), shape != "full", scale
+        if fates is None:
+            out, lse = kernel.forward(*given)
+        else:
+            out, lse = REFERENCE.forward(*given, kept=_factors(fates, alike))
         if shape == "upper":
             out, lse = out.flip(1), lse.flip(2)
         outs, lses = out.chunk(len(alike)), lse.chunk(len(alike))
@@ -113,21 +122,31 @@ def backward(
     lse: Tensor,
     tiles: Sequence[Tile],
     scale: float,
+    fates: Fates | None = None,
 ) -> Iterator[tuple[Tile, Gradients]]:
     """Each tile with its share of dQ, dK, dV."""
     for alike in _alike(tiles):
         shape = alike[0].shape
         lses = _stack([lse[:, :, t.q : t.q + t.rows] for t in alike])
-        gradients = kernel.backward(
+        given = (
             _rows(dout, alike), _rows(q, alike), _columns(k, alike), _columns(v, alike), _rows(out, alike),
             lses.flip(2) if shape == "upper" else lses, shape != "full", scale,
         )  # fmt: skip
+        if fates is None:
+            gradients = kernel.backward(*given)
+        else:
+            gradients = REFERENCE.backward(*given, kept=_factors(fates, alike))
         if shape == "upper":
             dq, dk, dv = (gradient.flip(1) for gradient in gradients)
             gradients = (dq, dk, dv)
         parts = [gradient.chunk(len(alike)) for gradient in gradients]
         for i, tile in enumerate(alike):
             yield tile, (parts[0][i], parts[1][i], parts[2][i])
+
+
+def _factors(fates: Fates, tiles: Sequence[Tile]) -> Tensor:
+    found = fates(tiles)
+    return found.flip(2, 3) if tiles[0].shape == "upper" else found
 
 
 def _alike(tiles: Sequence[Tile]) -> Iterator[list[Tile]]:

@@ -64,6 +64,12 @@ def recompute_contexts(
     return checkpoint_contexts if found is None else _Contexts(found, None)
 
 
+def dropout_by_function(model: nn.Module) -> DropoutCalls | None:
+    """What sends the dropout that a split model calls by function through the one by global element; None if nothing does."""
+    found: Recomputation | None = model.__dict__.get(_RECOMPUTATION)
+    return None if found is None else found.calls
+
+
 class Recomputation:
     """Lets transformers' activation checkpointing recompute a block as it was: with the same elements dropped, and the
     same batch and sequence dims.

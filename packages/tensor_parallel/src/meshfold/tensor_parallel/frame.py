@@ -27,7 +27,14 @@ _IGNORED = -100
 _LABELS = ("labels", "shift_labels", "targets", "target")
 _NO_LABELS = ("attention_mask", "mask", "position_ids", "token_type_ids", "past_key_values")
 _NOT_ROWS = ("cache_position",)
+_FRAME = "_meshfold_frame"
 _INSIDE = ("output_hidden_states", "output_attentions")
+
+
+def row_unit(model: nn.Module, sequence: int) -> int:
+    """A batch of sequences of so many tokens is filled up to a multiple of this many rows; 1 for a model that is not split."""
+    frame: Frame | None = model.__dict__.get(_FRAME)
+    return 1 if frame is None else frame.padded_rows(1, sequence)
 
 
 class Frame(OnMesh):
@@ -83,6 +90,7 @@ class Frame(OnMesh):
 
     def attach(self) -> None:
         """Register the hooks."""
+        self.model.__dict__[_FRAME] = self
         self.model.register_forward_pre_hook(self._before, with_kwargs=True, prepend=True)
         self.model.register_forward_hook(self._after)
 

@@ -92,14 +92,31 @@ class Dropout(ShardedLayer):
     def drop_weights(self, weights: Tensor, p: float) -> Tensor:
         """The same for attention weights ``b heads s t``: each (b, head, s, t) of the whole model has one fate."""
         b, heads, s, t = weights.shape
-        tokens, columns = self.between
-        all_heads, device = heads * self.mesh.size(*columns), weights.device
-        seed, key, before = self._draw(weights, False)
-        sequence = torch.arange(b, device=device) + (before + self.mesh.index(*tokens) * b)
-        head = torch.arange(heads, device=device) + self.mesh.index(*columns) * heads
+        device = weights.device
+        seed, key, first, first_head, all_heads = self.draw_weights(weights)
+        sequence = torch.arange(b, device=device) + first
+        head = torch.arange(heads, device=device) + first_head
         place = torch.arange(s, device=device)
         rows = ((sequence[:, None, None] * all_heads + head[:, None]) * s + place).reshape(-1)
         return kernels.dropout(weights.reshape(-1, t), p, seed, key, rows, 0, t).view(b, heads, s, t)
+
+    def draw_weights(self, x: Tensor) -> tuple[int | Tensor, int | Tensor, int | Tensor, int, int]:
+        """What the fates of this rank's attention weights follow from, ``b heads ..`` being those of ``x``: draws a key.
+
+        Returns:
+            (seed, key, number of the first sequence in the global batch, number of the first head, heads of the model).
+        """
+        b, heads = x.shape[:2]
+        tokens, columns = self.between
+        seed, key, before = self._draw(x, False)
+        index = self.mesh.index
+        return (
+            seed,
+            key,
+            before + index(*tokens) * b,
+            index(*columns) * heads,
+            heads * self.mesh.size(*columns),
+        )
 
     def _draw(self, x: Tensor, by_tokens: bool) -> tuple[int | Tensor, int | Tensor, int | Tensor]:
         """(seed, key, the rows or tokens of the global batch before this forward's)."""

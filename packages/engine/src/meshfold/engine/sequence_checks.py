@@ -1,0 +1,78 @@
+"""What a model may not do where its sequences are split, as far as can be told before it runs."""
+
+from __future__ import annotations
+
+from torch import nn
+
+from meshfold.engine.world import World
+from meshfold.mesh import LayoutError, SpecError
+from meshfold.mesh.spec import SequenceSpec
+from meshfold.tensor_parallel.foreign import dropout_by_function
+from meshfold.tensor_parallel.modes import find_mode
+
+_HEADS = ("num_attention_heads", "n_head", "heads")
+_ATTENDING = (
+    "full_attention",
+    "sliding_attention",
+    "attention",
+)  # transformers' names of layers that are carried out over ranks
+
+
+def check_mixing(model: nn.Module, world: World) -> None:
+    """Look for what would see the tokens of its own rank alone, and for heads that ranks cannot share.
+
+    Args:
+        model: of all layers: one in stages before it is cut, so that every rank sees the same.
+        world: where it lies; without split sequences nothing is looked for.
+
+    Raises:
+        SpecError: for what is found.
+    """
+    spec = world.spec.sequence
+    if spec is None or spec.size == 1:  # megatron's too
+        return
+    written = world.spec.written or str(world.spec)
+    found = _mixing(model, spec.mode) or _heads(model, world, spec)
+    if found:
+        raise SpecError(f"{written}: {found}")
+
+
+def _mixing(model: nn.Module, mode: object) -> str:
+    config = getattr(model, "config", None)
+    for name, value in getattr(config, "__dict__", {}).items():
+        drops = "drop" in name and "att" in name and isinstance(value, float) and value > 0
+        if drops and callable(mode):
+            return f"the model's {name}={value!r}: an attention of one's own is not told which weights fall. Set it to 0.0"
+        if drops and dropout_by_function(model) is None:
+            return (
+                f"the model's {name}={value!r}: mode 1d cannot place the model's layers, so that its dropout is torch's own, and "
+                "ranks could not drop what a single process does. Set it to 0.0"
+            )
+    others = sorted(set(getattr(config, "layer_types", None) or ()) - set(_ATTENDING))
+    if others:
+        return f"the model has layers of type {', '.join(others)}, and only attention can see the tokens of other ranks"
+    for name, module in model.named_modules():
+        if isinstance(module, nn.modules.conv._ConvNd | nn.RNNBase):
+            return f"{name}, a {type(module).__name__}, mixes tokens, and only attention can see those of other ranks"
+    return ""
+
+
+def _heads(model: nn.Module, world: World, spec: SequenceSpec) -> str:
+    from meshfold.sequence.heads import repeats
+    from meshfold.sequence.modes import find
+
+    config = getattr(model, "config", None)
+    ulysses = world.mesh.size(*find(spec.mode, world.mesh).ulysses)
+    heads = next(
+        (getattr(config, name) for name in _HEADS if isinstance(getattr(config, name, None), int)), 0
+    )
+    if not heads or ulysses == 1:
+        return ""
+    split = 1
+    if world.mode is not None:
+        split = world.mesh.size(*find_mode(world.mode).layout("hidden")["n"])  # type: ignore[arg-type]
+    try:
+        repeats(heads // split, 1, ulysses)
+    except LayoutError as error:
+        return f"of {heads} heads a rank has {heads // split}, and {error}" if split > 1 else str(error)
+    return ""
