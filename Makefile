@@ -1,12 +1,13 @@
 # make demo    train a small GPT on 8 local processes (first run: installs everything into .venv)
 # make test    the test suite, without what is marked slow
 # make lint    style and types
+# make docs    the documentation as a site, in site/
 #
 # VENV=some/folder   use another environment      PYTHON=python3.12   make it with this Python
 # TESTS="packages/mesh -k layout"   run only these tests
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test test-all lint format clean
+.PHONY: help install demo test test-all lint format docs clean
 
 VENV ?= .venv
 TESTS ?= integration_tests packages
@@ -63,6 +64,15 @@ format: $(installed)
 	@$(venv_python) -m ruff check --fix-only .
 	@$(venv_python) -m ruff format .
 
+# Its tools are installed when it is first asked for.
+$(VENV)/.installed-docs: $(installed)
+	@$(pip) install --prefer-binary --constraint constraints.txt --no-build-isolation --editable 'packages/engine[docs]'
+	@touch $@
+
+docs: $(VENV)/.installed-docs
+	@NO_MKDOCS_2_WARNING=1 $(venv_python) -m mkdocs build --strict --quiet
+	@echo "site/index.html; its search needs a server: python -m http.server --directory site"
+
 clean:
-	rm -rf .venv demo .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf .venv demo site .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -not -path './.git/*' -prune -exec rm -rf {} +

@@ -6,12 +6,13 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from meshfold.engine.compat.making import initialize
     from meshfold.engine.engine import Engine
     from meshfold.engine.errors import CheckpointError, TrainingError
     from meshfold.engine.loader import ShardedLoader
     from meshfold.engine.metrics import StepMetrics
 
-__all__ = ["CheckpointError", "Engine", "ShardedLoader", "StepMetrics", "TrainingError"]
+__all__ = ["CheckpointError", "Engine", "ShardedLoader", "StepMetrics", "TrainingError", "initialize"]
 
 _HOMES = {
     "CheckpointError": "errors",
@@ -19,6 +20,7 @@ _HOMES = {
     "ShardedLoader": "loader",
     "StepMetrics": "metrics",
     "TrainingError": "errors",
+    "initialize": "compat.making",
 }
 
 

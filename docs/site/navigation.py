@@ -1,0 +1,198 @@
+"""What the site is made of: the order of its pages, pages from beside ``docs/``, and links between all of them.
+
+Pure Python: ``integration_tests/test_site.py`` checks it without building anything.
+"""
+
+from __future__ import annotations
+
+import ast
+import os
+import posixpath
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+INDEX = "README.md"
+BESIDE = "repository"
+"""Where on the site files lie that are not in ``docs/``."""
+
+STUDIES = (f"{BESIDE}/experiments/", f"{BESIDE}/benchmarks/")
+
+REFERENCE = (
+    "mesh",
+    "kernels",
+    "tensor_parallel",
+    "pipeline",
+    "sequence",
+    "zero_gemini",
+    "engine",
+    "engine.compat",
+)
+"""Public packages, under ``meshfold``."""
+
+_LINK = re.compile(r"(?P<image>!?)\[(?P<text>[^\]]*)\]\((?P<target>[^)\s]+)\)")
+_SECTION = re.compile(r"^## (.+)$", re.MULTILINE)
+_CODE = re.compile(r"(```.*?```|`[^`\n]*`)", re.DOTALL)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Entry:
+    """A page of the navigation, or a section.
+
+    Attributes:
+        title: what is shown; of a page "" lets its heading stand.
+        page: its place on the site; "" for a section.
+        entries: of a section.
+    """
+
+    title: str
+    page: str = ""
+    entries: tuple[Entry, ...] = ()
+
+
+def navigation() -> list[Entry]:
+    """The order of ``docs/README.md``: its sections, and in each the pages that it links to; then the reference.
+
+    Pages in folders (``modes/``) are a section of their own, behind the folder's README.
+    """
+    text = (ROOT / "docs" / INDEX).read_text(encoding="utf-8")
+    parts = _SECTION.split(text)[1:]
+    sections = [Entry(title="Meshfold", page=INDEX)]
+    for title, body in zip(parts[::2], parts[1::2], strict=True):
+        pages = dict.fromkeys(target for target in _targets(body) if target.endswith(".md"))
+        sections.append(Entry(title=title, entries=tuple(_folded(list(pages)))))
+    beside = [page for page in outside() if page.endswith(".md")]
+    studies = [page for page in beside if page.startswith(STUDIES)]
+    reference = tuple(Entry(title=f"meshfold.{name}", page=reference_page(name)) for name in REFERENCE)
+    return [
+        *sections,
+        Entry(title="Experiments and benchmarks", entries=tuple(map(_study, studies))),
+        *(Entry(title="", page=page) for page in beside if page not in studies),
+        Entry(title="Reference", entries=reference),
+    ]
+
+
+def _study(page: str) -> Entry:
+    """A page of an experiment or a benchmark; tables have no heading that could stand for them."""
+    place = Path(page)
+    if place.name == "README.md":
+        return Entry(title="", page=page)
+    name = place.parent.parent.name if place.stem == "table" else place.stem
+    return Entry(title=f"Table: {name.replace('_', ' ')}", page=page)
+
+
+def _folded(pages: list[str]) -> Iterator[Entry]:
+    """Pages in order; those of a folder together, where the first of them stands."""
+    done: set[str] = set()
+    for page in pages:
+        folder = posixpath.dirname(page)
+        if not folder:
+            yield Entry(title="", page=page)
+        elif folder not in done:
+            done.add(folder)
+            inside = tuple(
+                Entry(title="", page=other) for other in pages if posixpath.dirname(other) == folder
+            )
+            yield Entry(title=folder.capitalize(), entries=inside)
+
+
+def reference_page(name: str) -> str:
+    """The place of a package's reference."""
+    return f"reference/{name}.md"
+
+
+def reference(name: str) -> str:
+    """The page of a package: its docstring, then each public name."""
+    module = f"meshfold.{name}"
+    lines = [
+        f"# {module}",
+        "",
+        f"::: {module}",
+        "    options:",
+        "      show_root_heading: false",
+        "      members: false",
+        "",
+    ]
+    for public in public_names(name):
+        lines += [f"::: {module}.{public}", ""]
+    return "\n".join(lines)
+
+
+def public_names(name: str) -> list[str]:
+    """``__all__`` of a package, read without importing it."""
+    tree = ast.parse(source_of(name).read_text(encoding="utf-8"))
+    for node in tree.body:
+        if isinstance(node, ast.Assign) and any(
+            isinstance(t, ast.Name) and t.id == "__all__" for t in node.targets
+        ):
+            found: list[str] = ast.literal_eval(node.value)
+            return found
+    raise ValueError(f"meshfold.{name} has no __all__")
+
+
+def source_of(name: str) -> Path:
+    """A package's ``__init__.py``."""
+    inside = Path("src", "meshfold", *name.split("."), "__init__.py")
+    [found] = [path for folder in (ROOT / "packages").iterdir() if (path := folder / inside).is_file()]
+    return found
+
+
+def outside() -> list[str]:
+    """Files that are not in ``docs/`` and that pages link to, by their place on the site; also those these link to."""
+    found: dict[str, None] = {}
+    waiting = [page.relative_to(ROOT / "docs").as_posix() for page in sorted((ROOT / "docs").rglob("*.md"))]
+    while waiting:
+        page = waiting.pop(0)
+        for target in _targets(file_of(page).read_text(encoding="utf-8")):
+            place = place_of(page, target)
+            if place is not None and place.startswith(f"{BESIDE}/") and place not in found:
+                found[place] = None
+                if place.endswith(".md"):
+                    waiting.append(place)
+    return list(found)
+
+
+def file_of(page: str) -> Path:
+    """The file of a place on the site."""
+    inside = page.removeprefix(f"{BESIDE}/")
+    return ROOT / inside if inside != page else ROOT / "docs" / page
+
+
+def place_of(page: str, target: str) -> str | None:
+    """Where on the site a link leads from a page; None for what is no file of the repository."""
+    if re.match(r"[a-z]+:", target) or target.startswith("#"):
+        return None
+    path = Path(os.path.normpath(file_of(page).parent / target.partition("#")[0]))
+    if not path.is_file() or not path.is_relative_to(ROOT):
+        return None
+    if path.is_relative_to(ROOT / "docs"):
+        return path.relative_to(ROOT / "docs").as_posix()
+    return f"{BESIDE}/{path.relative_to(ROOT).as_posix()}"
+
+
+def with_links(page: str, text: str) -> str:
+    """A page with its links as they lead on the site; one to a folder becomes plain text."""
+
+    def moved(match: re.Match[str]) -> str:
+        target = match["target"]
+        if re.match(r"[a-z]+:", target) or target.startswith("#"):
+            return match[0]
+        place = place_of(page, target)
+        if place is None:
+            return match["text"]
+        anchor = target[target.index("#") :] if "#" in target else ""
+        there = posixpath.relpath(place, posixpath.dirname(page) or ".")
+        return f"{match['image']}[{match['text']}]({there}{anchor})"
+
+    parts = _CODE.split(text)  # code between links stays as it is
+    return "".join(part if number % 2 else _LINK.sub(moved, part) for number, part in enumerate(parts))
+
+
+def _targets(text: str) -> list[str]:
+    return [
+        match["target"].partition("#")[0]
+        for match in _LINK.finditer(_CODE.sub("", text))
+        if match["target"][0] != "#"
+    ]

@@ -1,0 +1,155 @@
+"""What becomes of the arguments of another library: a table a function, and one way to read all of them."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from meshfold.mesh import SpecError
+from meshfold.mesh.errors import nearest
+
+
+class MigrationNote(UserWarning):
+    """An argument of another library that was accepted and does nothing here."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Argument:
+    """What becomes of one argument. Exactly one of ``to``, ``word`` and ``instead`` is there.
+
+    Attributes:
+        default: what it is if it is not given.
+        to: the setting that it becomes, a path such as ``"zero.placement"``; the first part is one of :data:`ROOTS`.
+        by: makes the setting's value of the argument's; where it makes None nothing is set.
+        always: set it by its default too, since ours is another one.
+        word: it does nothing, because of this; said if it is given another value than the default.
+        instead: it is refused if it is given another value than the default; this is what to do instead.
+    """
+
+    default: Any = None
+    to: str = ""
+    by: Callable[[Any], Any] | None = None
+    always: bool = False
+    word: str = ""
+    instead: str = ""
+
+
+Table = Mapping[str, Argument]
+
+ROOTS = ("data", "tensor", "pipeline", "sequence", "zero", "scale", "engine", "aside")
+"""Entries of the spec; settings of the loss scale; arguments of ``Engine``; what the caller looks after."""
+
+
+@dataclass(kw_only=True)
+class Translation:
+    """Settings here, by path, and what is to be said about arguments that became none."""
+
+    settings: dict[str, Any] = field(default_factory=dict)
+    words: list[str] = field(default_factory=list)
+
+    def under(self, root: str) -> dict[str, Any]:
+        """The settings whose paths begin so: ``{"placement": "cpu"}`` under ``"zero"``."""
+        return {
+            path.removeprefix(f"{root}."): value
+            for path, value in self.settings.items()
+            if path.startswith(f"{root}.")
+        }
+
+    def add(self, other: Translation) -> None:
+        """Take another one's settings, over those that are here, and its words."""
+        self.settings.update(other.settings)
+        self.words += other.words
+
+    def say(self, what: str, *, rank: int = 0) -> None:
+        """Warn once of all that does nothing; on the first rank."""
+        if self.words and rank == 0:
+            warnings.warn(f"{what}: " + "; ".join(self.words), MigrationNote, stacklevel=4)
+
+
+def translate(where: str, given: Mapping[str, Any], table: Table) -> Translation:
+    """Look arguments up.
+
+    Args:
+        where: whose they are, for messages: ``"GeminiPlugin"``.
+        given: by name.
+        table: of that function.
+
+    Raises:
+        SpecError: for a name that is not in the table, and for a value that cannot be here.
+    """
+    check_names(where, given, table)
+    found = Translation()
+    for name, argument in table.items():
+        value = given.get(name, argument.default)
+        changed = name in given and not _same(value, argument.default)
+        if argument.instead and changed:
+            raise SpecError(f"{where}: {name}={value!r}: {argument.instead}")
+        if argument.word and changed:
+            found.words.append(f"{name}={value!r} does nothing: {argument.word}")
+        if argument.to and (changed or argument.always):
+            try:
+                made = value if argument.by is None else argument.by(value)
+            except ValueError as error:
+                raise SpecError(f"{where}: {name}={value!r}: {error}") from error
+            if made is not None:
+                found.settings[argument.to] = made
+    return found
+
+
+def check_names(where: str, given: Iterable[str], known: Iterable[str]) -> None:
+    """Raises:
+    SpecError: for the first name that is not known, with the one that is most like it.
+    """
+    names = list(known)
+    for name in given:
+        if name not in names:
+            hint = nearest(str(name), names) or f" Known: {', '.join(names)}"
+            raise SpecError(f"{where}: there is no {name!r}.{hint}")
+
+
+def bind(where: str, table: Table, args: Sequence[Any], given: Mapping[str, Any]) -> dict[str, Any]:
+    """Arguments by name, where some were given by place.
+
+    Raises:
+        SpecError: for too many, or one that is given twice.
+    """
+    names = list(table)
+    if len(args) > len(names):
+        raise SpecError(f"{where}: takes {len(names)} arguments, and {len(args)} were given")
+    by_place = dict(zip(names, args, strict=False))
+    for name in by_place:
+        if name in given:
+            raise SpecError(f"{where}: {name} is given twice, by place and by name")
+    return {**by_place, **given}
+
+
+def one_of(known: Mapping[Any, Any]) -> Callable[[Any], Any]:
+    """Makes a setting by looking the value up."""
+
+    def by(value: Any) -> Any:
+        name = getattr(value, "name", value)  # of an enum of theirs
+        if name not in known:
+            words = [str(key) for key in known]
+            raise ValueError(f"it is one of {', '.join(words)}.{nearest(str(name), words)}")
+        return known[name]
+
+    return by
+
+
+def unless(nothing: Any) -> Callable[[Any], Any]:
+    """The value itself; None where it is what says "nothing" there, as a largest norm of 0 does."""
+
+    def by(value: Any) -> Any:
+        return None if _same(value, nothing) else value
+
+    return by
+
+
+def _same(value: Any, default: Any) -> bool:
+    """Whether a value is the default; True is not 1 here, and 1 is 1.0."""
+    if value is default:
+        return True
+    kinds = {type(value), type(default)}
+    return (len(kinds) == 1 or kinds == {int, float}) and bool(value == default)

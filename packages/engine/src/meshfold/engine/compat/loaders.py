@@ -1,0 +1,111 @@
+"""Deals the batches of a script's data loader to the data coordinates."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+from torch.utils.data import DataLoader, IterableDataset, RandomSampler, SequentialSampler
+
+from meshfold.engine.engine import Engine
+from meshfold.engine.loader import ShardedLoader
+from meshfold.mesh import SpecError
+
+_OPTIONS = (
+    "num_workers", "collate_fn", "pin_memory", "timeout", "worker_init_fn", "multiprocessing_context", "prefetch_factor",
+    "persistent_workers",
+)  # fmt: skip
+
+
+class Dealt:
+    """Serves this data coordinate's rows of the batches that an iterable gives on every rank alike."""
+
+    def __init__(self, batches: Iterable[Any], shard_batch: Callable[[Any], Any]) -> None:
+        """Args:
+        batches: of the whole, the same on every rank.
+        shard_batch: the engine's.
+        """
+        self.batches, self._shard_batch = batches, shard_batch
+
+    def __iter__(self) -> Iterator[Any]:
+        return map(self._shard_batch, self.batches)
+
+    def __len__(self) -> int:
+        return len(self.batches)  # type: ignore[arg-type]
+
+
+def deal(loader: Any, engine: Engine, name: str) -> Any:
+    """A script's loader, each data coordinate's rows of it.
+
+    The batches of a plain loader are global ones, as in the script of one process. It is made again, so that each rank
+    reads its own rows only, shuffles as the others do, and goes on where a checkpoint stopped. One with a distributed
+    sampler is dealt already, and stays as it is if it is dealt as the spec deals; so is one of the engine's own, and one
+    of :func:`get_dataloader`. Of any other iterable the batches are cut: it must give the same ones on every rank.
+
+    Args:
+        loader: what the script has; None stays None.
+        engine: deals.
+        name: under which checkpoints keep its position.
+
+    Raises:
+        SpecError: for a sampler that deals to other ranks, and a last batch with fewer rows than there are coordinates.
+    """
+    if loader is None:
+        return None
+    if isinstance(loader, ShardedLoader):
+        engine._loaders.setdefault(name, loader)
+    if isinstance(loader, ShardedLoader | Dealt):
+        return loader
+    if not isinstance(loader, DataLoader):
+        if not isinstance(loader, Iterable):
+            raise SpecError(f"{name} loader {loader!r}: give a DataLoader, or something that gives batches")
+        return Dealt(loader, engine.shard_batch)
+    sampler, world = loader.sampler, engine._world
+    replicas = getattr(sampler, "num_replicas", None)
+    if replicas is not None:
+        rank = getattr(sampler, "rank", None)
+        if (replicas, rank) != (world.row_size, world.row_index):
+            raise SpecError(
+                f"the {name} loader's sampler deals rows to {replicas} ranks, of which this is number {rank}, and under the spec "
+                f"{dict(engine.spec.axes)} there are {world.row_size} data coordinates, of which this is number {world.row_index}: "
+                "give the DataLoader without a sampler, and batch_size times the data coordinates"
+            )
+        return loader
+    plain = type(sampler) is SequentialSampler or _shuffles(sampler)
+    if loader.batch_size is None or isinstance(loader.dataset, IterableDataset) or not plain:
+        return Dealt(loader, engine.shard_batch)
+    options = {option: getattr(loader, option) for option in _OPTIONS}
+    check_rows(name, len(loader.dataset), loader.batch_size, world.row_size, drop_last=loader.drop_last)  # type: ignore[arg-type]
+    return engine.dataloader(
+        loader.dataset,
+        loader.batch_size,
+        shuffle=type(sampler) is RandomSampler,
+        name=name,
+        drop_last=loader.drop_last,
+        **options,
+    )
+
+
+def check_rows(name: str, rows: int, batch: int, coordinates: int, *, drop_last: bool) -> None:
+    """Whether every data coordinate gets a row of every batch: a mean over none is no number.
+
+    Raises:
+        SpecError: if one does not.
+    """
+    last = rows % batch if not drop_last else 0
+    least = min(batch, last or batch)
+    if least < coordinates:
+        where = "the last batch" if least == last else "a batch"
+        raise SpecError(
+            f"{where} of the {name} loader has {least} row{'' if least == 1 else 's'} for {coordinates} data coordinates: "
+            + (
+                "write drop_last=True"
+                if least == last and batch >= coordinates
+                else "use a larger batch_size"
+            )
+        )
+
+
+def _shuffles(sampler: Any) -> bool:
+    """Whether a sampler is what ``shuffle=True`` makes."""
+    return type(sampler) is RandomSampler and not sampler.replacement and sampler._num_samples is None

@@ -1,0 +1,90 @@
+"""``initialize``: Colossal-AI's way from a model, an optimizer and a config to an engine."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor, nn
+
+from meshfold.engine.compat.arguments import Translation
+from meshfold.engine.compat.config import Config
+from meshfold.engine.compat.context import gpc
+from meshfold.engine.compat.loaders import deal
+from meshfold.engine.compat.optimizers import take_over
+from meshfold.engine.compat.schedulers import hand_over
+from meshfold.engine.compat.settings import Settings, settings_of
+from meshfold.engine.compat.training import TrainingEngine
+from meshfold.mesh import SpecError
+
+
+def initialize(
+    model: nn.Module,
+    optimizer: Any,
+    criterion: Callable[..., Tensor] | None = None,
+    train_dataloader: Any = None,
+    test_dataloader: Any = None,
+    lr_scheduler: Any = None,
+    *,
+    config: object = None,
+    ophooks: object = None,
+    verbose: bool = True,
+) -> tuple[TrainingEngine, Any, Any, Any]:
+    """An engine of what a script for Colossal-AI has made.
+
+    >>> engine, train_dataloader, test_dataloader, lr_scheduler = initialize(                 # doctest: +SKIP
+    ...     model, optimizer, criterion, train_dataloader, test_dataloader, lr_scheduler, config="config.py"
+    ... )
+
+    Args:
+        model: whole, or built under ``LazyInitContext``; it is sharded in place.
+        optimizer: made of ``model.parameters()``: its class, groups and settings are taken over, and the engine's own is
+            ``engine.optimizer``. Or what :class:`meshfold.engine.Engine` takes.
+        criterion: of (output, target); None for models whose output has a ``.loss``.
+        train_dataloader: of global batches; this rank's rows of it come back
+            (:func:`meshfold.engine.compat.loaders.deal`).
+        test_dataloader: likewise.
+        lr_scheduler: of ``optimizer``; the same object comes back, of the engine's optimizer. The script steps it.
+        config: a dict or the path of a Python file, with ``parallel``, ``zero``, ``fp16``, ``clip_grad_norm``,
+            ``gradient_accumulation`` and what else Colossal-AI's configs have. None: what ``launch`` was given.
+        ophooks: none; hooks of torch on the model's modules do as well.
+        verbose: does nothing.
+
+    Returns:
+        Engine, train loader, test loader, schedule; None where None was given.
+
+    Raises:
+        SpecError: for every setting that is wrong.
+    """
+    if not isinstance(model, nn.Module):
+        raise SpecError(f"model={model!r}: an nn.Module; a function that builds one goes into Engine(...)")
+    if ophooks:
+        raise SpecError(
+            f"ophooks={ophooks!r}: register hooks of torch on the model's modules, and leave it out"
+        )
+    read = gpc.config if config is None else Config.of(config)
+    engine, schedule = make_engine(model, optimizer, criterion, lr_scheduler, settings_of(read), "initialize")
+    gpc.show(read, engine.mesh)
+    train, test = deal(train_dataloader, engine, "train"), deal(test_dataloader, engine, "test")
+    return engine, train, test, schedule
+
+
+def make_engine(
+    model: nn.Module,
+    optimizer: Any,
+    criterion: Callable[..., Tensor] | None,
+    lr_scheduler: Any,
+    settings: Settings,
+    what: str,
+) -> tuple[TrainingEngine, Any]:
+    """The engine, and the schedule of its optimizer."""
+    engine = TrainingEngine(
+        model,
+        criterion=criterion,
+        parallel=settings.parallel,
+        optimizer=take_over(optimizer, model),
+        **settings.engine,
+    )
+    Translation(words=list(settings.words)).say(what, rank=engine.mesh.rank)
+    schedule = engine.lr_scheduler = hand_over(lr_scheduler, optimizer, engine.optimizer)
+    return engine, schedule

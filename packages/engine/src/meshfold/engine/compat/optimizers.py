@@ -1,0 +1,119 @@
+"""Takes over an optimizer that was made of a whole model's parameters: its class, its groups, their settings.
+
+The engine replaces parameters by shards of them, so the optimizer is made anew of those, when they are there. Which of
+them belongs to which group is known by its name.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from meshfold.engine.names import plain
+from meshfold.engine.optimizers import Factory
+from meshfold.mesh import SpecError
+
+_NOT_SETTINGS = ("params", "param_names")
+
+
+def take_over(optimizer: object, model: nn.Module) -> object:
+    """What to give the engine as its optimizer: a function that makes it again, of the parameters the engine has.
+
+    Anything but a made optimizer is given back as it is: the engine's own forms. Parameters of the model that the
+    optimizer does not have are frozen, since it would not train them.
+
+    Args:
+        optimizer: of the model's parameters.
+        model: whole; the one that the engine gets.
+
+    Raises:
+        SpecError: for one that has stepped, has parameters of another model, or cannot be made again.
+    """
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        return optimizer
+    name = type(optimizer).__name__
+    if any(_has_moved(state) for state in optimizer.state.values()):
+        raise SpecError(
+            f"optimizer={name}(...) has stepped already, and its state belongs to whole parameters: give a new one, and load "
+            "a checkpoint into the engine"
+        )
+    group_of = _groups(optimizer, model)
+    _freeze(model, group_of)
+    _check(optimizer)
+    return _factory(optimizer, model, group_of)
+
+
+def _groups(optimizer: torch.optim.Optimizer, model: nn.Module) -> dict[str, int]:
+    """The number of the group of each parameter, under each of its names."""
+    names: dict[Tensor, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        names.setdefault(parameter, []).append(plain(name))
+    group_of: dict[str, int] = {}
+    for number, group in enumerate(optimizer.param_groups):
+        for parameter in group["params"]:
+            if parameter not in names:
+                raise SpecError(
+                    f"optimizer={type(optimizer).__name__}(...) has a parameter of shape {tuple(parameter.shape)} that is not the "
+                    "model's: make the optimizer of model.parameters(), after the last change to the model"
+                )
+            group_of.update(dict.fromkeys(names[parameter], number))
+    return group_of
+
+
+def _freeze(model: nn.Module, group_of: dict[str, int]) -> None:
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad and plain(name) not in group_of:
+            parameter.requires_grad_(False)
+
+
+def _factory(optimizer: torch.optim.Optimizer, model: nn.Module, group_of: dict[str, int]) -> Factory:
+    cls, defaults = type(optimizer), _arguments(optimizer)
+    settings = [
+        {key: value for key, value in group.items() if key not in _NOT_SETTINGS}
+        for group in optimizer.param_groups
+    ]
+
+    def make(parameters: Sequence[nn.Parameter]) -> torch.optim.Optimizer:
+        # The engine sharded the model in place, and asks for an optimizer of what it then has to train, in that order.
+        names = [plain(name) for name, p in model.named_parameters() if p.requires_grad]
+        groups: list[dict[str, Any]] = [{"params": [], **own} for own in settings]
+        if len(names) != len(parameters):  # it tries the function on two small parameters first
+            names = [next(iter(group_of))] * len(parameters)
+        for name, parameter in zip(names, parameters, strict=True):
+            groups[group_of[name]]["params"].append(parameter)
+        made: torch.optim.Optimizer = cls(groups, **defaults)
+        return made
+
+    return make
+
+
+def _arguments(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """What its class was called with, as far as it says."""
+    takes = inspect.signature(type(optimizer)).parameters
+    return {name: value for name, value in optimizer.defaults.items() if name in takes}
+
+
+def _check(optimizer: torch.optim.Optimizer) -> None:
+    """Whether its class makes it again."""
+    name = type(optimizer).__name__
+    advice = f"give a function that makes it, optimizer=lambda parameters: {name}(parameters, ...)"
+    try:
+        again = type(optimizer)([nn.Parameter(torch.zeros(1))], **_arguments(optimizer))
+    except Exception as error:
+        raise SpecError(
+            f"optimizer={name}(...) cannot be made again from its defaults ({type(error).__name__}: {error}): {advice}"
+        ) from error
+    if again.defaults != optimizer.defaults:
+        differ = [key for key, value in optimizer.defaults.items() if again.defaults.get(key) != value]
+        raise SpecError(
+            f"optimizer={name}(...): its settings {differ} are not arguments of its class: {advice}"
+        )
+
+
+def _has_moved(state: object) -> bool:
+    """Whether an optimizer's state of a parameter is of a step; some have one before the first, with step 0."""
+    return isinstance(state, dict) and bool(state) and float(state.get("step", 1)) > 0

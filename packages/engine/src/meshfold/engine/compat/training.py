@@ -1,0 +1,228 @@
+"""An engine whose loop is written as Colossal-AI's users wrote theirs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from meshfold.engine import batch as batches
+from meshfold.engine.engine import Engine
+from meshfold.mesh import SpecError
+
+
+class Criterion:
+    """A loss function as the script has it, and as the engine calls it.
+
+    ``criterion(output, target)`` for batches ``(input, target)``; ``criterion(output, batch)`` for all others, as of a
+    pipeline's micro-batches there. Models whose output has a ``.loss`` need none.
+    """
+
+    def __init__(self, function: Callable[..., Tensor]) -> None:
+        """Args:
+            function: or a module without trained parameters.
+
+        Raises:
+            SpecError: for what cannot be called, or would have to be trained.
+        """
+        if not callable(function):
+            raise SpecError(f"criterion={function!r}: a function of the model's output and the target")
+        if isinstance(function, nn.Module) and any(p.requires_grad for p in function.parameters()):
+            raise SpecError(
+                f"criterion={type(function).__name__}(...) has trained parameters, which no optimizer step would reach here: "
+                "make it a part of the model, whose output then has a .loss"
+            )
+        self.function = function
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """As the script calls it."""
+        return self.function(*args, **kwargs)
+
+    def of_batch(self, output: Any, batch: Any) -> Tensor:
+        """As the engine's ``loss_fn``."""
+        if isinstance(batch, tuple | list) and len(batch) == 2:
+            return self._of_target(output, batch[1])
+        return self.function(output, batch)
+
+    def _of_target(self, output: Any, target: Any) -> Tensor:
+        if isinstance(target, Mapping):
+            return self.function(output, **target)
+        if isinstance(target, tuple | list):
+            return self.function(output, *target)
+        return self.function(output, target)
+
+
+class TrainingEngine(Engine):
+    """An :class:`meshfold.engine.Engine` with the methods of Colossal-AI's.
+
+    >>> for image, label in train_dataloader:          # doctest: +SKIP
+    ...     engine.zero_grad()
+    ...     output = engine(image)
+    ...     loss = engine.criterion(output, label)
+    ...     engine.backward(loss)
+    ...     engine.step()
+    ...     lr_scheduler.step()
+
+    With ``gradient_accumulation=n`` the loop is the same: a loss counts 1/n, and of n calls of :meth:`step` the last one
+    steps. The script steps the schedule by itself, as there.
+
+    Attributes:
+        criterion: the script's loss function, if there is one.
+        training: whether a call is a forward to be trained on.
+    """
+
+    def __init__(self, model: nn.Module, *, criterion: Callable[..., Tensor] | None, **settings: Any) -> None:
+        """Args:
+        model: whole.
+        criterion: of (output, target); None for models whose output has a ``.loss``.
+        settings: of :class:`meshfold.engine.Engine`.
+        """
+        self._criterion = (
+            criterion if criterion is None or isinstance(criterion, Criterion) else Criterion(criterion)
+        )
+        if self._criterion is not None:
+            settings["loss_fn"] = self._criterion.of_batch
+        super().__init__(model, **settings)
+        self.training = True
+        self._calls = 0  # of ``step`` since the optimizer's last step
+        self._inside: Literal["", "train_step", "schedule"] = ""
+
+    @property
+    def criterion(self) -> Criterion:
+        """The script's loss function.
+
+        Raises:
+            SpecError: if none was given.
+        """
+        if self._criterion is None:
+            raise SpecError("this engine has no criterion: give one, or use the loss in the model's output")
+        return self._criterion
+
+    @property
+    def uses_pipeline(self) -> bool:
+        """Whether the model is in stages: then :meth:`execute_schedule` takes the place of forward and backward."""
+        return self.pipeline is not None
+
+    def train(self, mode: bool = True) -> TrainingEngine:
+        """Calls are to be trained on: dropout is on."""
+        self.training = mode
+        self.model.train(mode)
+        return self
+
+    def eval(self) -> TrainingEngine:
+        """Calls are to be looked at: no dropout, no gradients."""
+        return self.train(False)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """The model's output, whole on every rank; after :meth:`eval` without gradients."""
+        if self.training and torch.is_grad_enabled() and self.optimizer is not None:
+            return super().__call__(*args, **kwargs)
+        work = batches.inputs(args, kwargs, self.device, self._precision.dtype)
+        runs: Any = self.model if self.pipeline is None else self.pipeline
+        before = self.model.training
+        self.model.eval()
+        try:
+            with torch.no_grad():
+                return runs(*work.args, **work.kwargs)
+        finally:
+            self.model.train(before)
+
+    def backward(self, loss: Tensor, *, retain_graph: bool = False) -> None:
+        """Add a loss's gradient; 1/n of it with ``gradient_accumulation=n``."""
+        with self._waits():
+            super().backward(loss / self._accumulation, retain_graph=retain_graph)
+
+    def step(self) -> bool:
+        """Clip, and let the optimizer step; with ``gradient_accumulation=n`` at each n-th call.
+
+        Returns:
+            Whether the optimizer stepped.
+        """
+        if self._inside == "schedule":
+            return False  # the script calls it
+        if self._inside != "train_step" and self._calls + 1 < self._accumulation:
+            self._calls += 1
+            return False
+        self._calls = 0
+        scheduler, self.lr_scheduler = self.lr_scheduler, None  # the script steps it
+        try:
+            stepped = super().step()
+        finally:
+            self.lr_scheduler = scheduler
+        if stepped and self.optimizer is not None:
+            self.optimizer._opt_called = True  # type: ignore[attr-defined]  # kernels of ours step without its method
+        return stepped
+
+    def zero_grad(self) -> None:
+        """Let go of the gradients; in the middle of an accumulation they stay."""
+        if not self._calls:
+            super().zero_grad()
+
+    def train_step(self, batch: Any) -> float:
+        """See :meth:`meshfold.engine.Engine.train_step`."""
+        before, self._inside = self._inside, self._inside or "train_step"
+        try:
+            return super().train_step(batch)
+        finally:
+            self._inside = before
+
+    def execute_schedule(
+        self,
+        data_iter: Iterator[Any],
+        forward_only: bool = False,
+        return_loss: bool = True,
+        return_output_label: bool = True,
+    ) -> tuple[Any, Any, Tensor | None]:
+        """Forward, loss and backward of the next batch, through the stages of a pipeline or not; then call :meth:`step`.
+
+        Args:
+            data_iter: gives this data coordinate's batches, ``(input, label)`` where there is a criterion.
+            forward_only: no backward, no dropout.
+            return_loss: whether to give the loss: of this rank's rows; under a pipeline of the global batch.
+            return_output_label: whether to give output and label; under a pipeline they are None.
+
+        Returns:
+            Output, label and loss.
+        """
+        batch = next(data_iter)
+        if self.pipeline is not None:
+            found: tuple[Any, Any, Tensor] = (None, None, self._through(batch, forward_only=forward_only))
+        else:
+            found = self._forward_of(batch, forward_only=forward_only)
+        output, label, loss = found
+        if not return_output_label:
+            output = label = None
+        return output, label, loss if return_loss else None
+
+    def _through(self, batch: Any, *, forward_only: bool) -> Tensor:
+        """A batch through the stages; the optimizer does not step."""
+        if forward_only:
+            return torch.tensor(self.eval_step(batch), dtype=torch.float64, device=self.device)
+        before, self._inside = self._inside, "schedule"
+        try:
+            loss = self.train_step(batch)
+        finally:
+            self._inside = before
+        return torch.tensor(loss, dtype=torch.float64, device=self.device)
+
+    def _forward_of(self, batch: Any, *, forward_only: bool) -> tuple[Any, Any, Tensor]:
+        work = self._prepare(batch)
+        label = work.given[1] if isinstance(work.given, tuple | list) else None
+        was, self.training = self.training, not forward_only
+        try:
+            output = self(*work.args, **work.kwargs)
+        finally:
+            self.training = was
+        loss = batches.loss_of(output, work, self._loss_fn)
+        if not forward_only:
+            self.backward(loss)
+        return output, label, loss.detach()
+
+    def _waits(self) -> AbstractContextManager[object]:
+        """Gradients of all but an accumulation's last backward need not travel, where each rank has room for them whole."""
+        zero = self.spec.zero
+        more = self._calls + 1 < self._accumulation
+        return self.no_sync() if more and (zero is None or zero.stage == 1) else nullcontext()
