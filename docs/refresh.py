@@ -4,7 +4,7 @@
     python docs/refresh.py docs/kernels.md     # some of them
 
 A block of text after ``<!-- prints -->`` is what the block of code before it prints, to the letter; a test compares
-(``integration_tests/test_docs_outputs.py``). After ``<!-- printed: reason -->`` it is what one run printed, with the
+(``integration_tests/test_docs.py``). After ``<!-- printed: reason -->`` it is what one run printed, with the
 reason why another run prints something else. What stands between ``<!-- from FILE -->`` and ``<!-- end of FILE -->``
 is that file of the repository. Pictures are made by ``docs/pictures/make.py``.
 """

@@ -81,16 +81,17 @@ def blocks(text: str) -> list[Block]:
     return found
 
 
-def write_script(text: str, path: Path, *, bash: bool = True) -> None:
+def write_script(text: str, path: Path, *, bash: bool = True, watched: bool = False) -> None:
     """The page as one Python script: every line stands where it stands in the page, so tracebacks point there.
 
     Blocks share a namespace. A bash block is written beside the script and called on its first line (left out
-    with ``bash=False``); a process that imports the script again, as spawned ranks do, skips it.
+    with ``bash=False``); a process that imports the script again, as spawned ranks do, skips it. With ``watched`` standard
+    output is told, on the line of a block's fence, that the block begins (``page_server.Printed``).
     """
     script = [""] * (len(text.splitlines()) + 1)
-    for block in blocks(text):
-        if not block.runs:
-            continue
+    for number, block in enumerate(block for block in blocks(text) if block.runs):
+        if watched:
+            script[block.line - 2] = f"__name__ == '__main__' and __import__('sys').stdout.block({number})"
         if block.language == "python":
             for offset, row in enumerate(block.code.splitlines()):
                 script[block.line - 1 + offset] = row

@@ -1,4 +1,4 @@
-"""Every block of code in the documentation runs.
+"""Every block of code in the documentation runs, and prints what the page says.
 
 A page is one script: its Python blocks share a namespace, in order, in a process and a folder of their own. A bash
 block runs where ``<!-- run -->`` stands before it; a Python block is left out where ``<!-- no-run: reason -->`` does.
@@ -6,15 +6,15 @@ block runs where ``<!-- run -->`` stands before it; a Python block is left out w
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from docs.refresh import outputs, tidy
 
 from integration_tests.house import PACKAGES, ROOT, Package
 from integration_tests.markdown import blocks, write_script
+from integration_tests.page_server import PageServer
 
 PAGES = [
     ROOT / "README.md",
@@ -29,48 +29,38 @@ TIMEOUT = 240.0
 each_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
 
 
+RunScript = Callable[..., tuple[str, str]]
+
+
+@pytest.fixture(scope="module")
+def run_script() -> Iterator[RunScript]:
+    """Runs a script in a process of its own: how it ended, and all it printed."""
+    with PageServer() as server:
+        yield server.run
+
+
 @each_page
-def test_page_runs(page: Path, tmp_path: Path) -> None:
-    text = page.read_text()
+def test_page_runs_and_prints_what_it_shows(page: Path, tmp_path: Path, run_script: RunScript) -> None:
+    """Printed text to the letter, for the blocks of Python that promise it."""
+    text = page.read_text(encoding="utf-8")
     known = blocks(text)
     strange = [f"line {block.line}: {block.language}" for block in known if block.language not in LANGUAGES]
     assert not strange, f"unknown languages: {strange}"
-    if not any(block.runs for block in known):
+    code = [block for block in known if block.runs]
+    exact = [output for output in outputs(text) if output.exact]
+    assert all(code[output.source].language == "python" for output in exact), "bash promises no output"
+    if not code:
         return
     script = tmp_path / f"{page.stem}.py"
-    write_script(text, script)
-    code, output = run_script(script, timeout=TIMEOUT)
-    if code:
+    write_script(text, script, watched=True)
+    how, shown = run_script(script, timeout=TIMEOUT)
+    if how:
         pytest.fail(
-            f"{page.relative_to(ROOT)} (line numbers are the page's own) {code}:\n{output}", pytrace=False
+            f"{page.relative_to(ROOT)} (line numbers are the page's own) {how}:\n{shown}", pytrace=False
         )
-
-
-def run_script(script: Path, *, timeout: float) -> tuple[str, str]:
-    """How it ended ("" for well) and all it printed; it runs in a folder of its own, our commands on the path."""
-    folder = script.parent / "work"
-    folder.mkdir()
-    environment = dict(os.environ, MPLBACKEND="agg", PYTHONUNBUFFERED="1")
-    environment["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), environment.get("PATH", "")])
-    with (script.parent / "output").open("w+") as output:
-        # a session of its own, so that at a timeout the ranks it started end with it
-        process = subprocess.Popen(
-            [sys.executable, str(script)],
-            cwd=folder,
-            env=environment,
-            stdout=output,
-            stderr=output,
-            start_new_session=True,
-        )
-        try:
-            code = process.wait(timeout)
-            how = f"ended with {code}" if code else ""
-        except subprocess.TimeoutExpired:
-            os.killpg(process.pid, 9)
-            process.wait()
-            how = f"took more than {timeout:.0f} s"
-        output.seek(0)
-        return how, output.read()
+    for output in exact:
+        printed = (tmp_path / f"printed.{output.source}").read_text(encoding="utf-8")
+        assert output.text == tidy(printed), f"line {output.first}: run python docs/refresh.py"
 
 
 @pytest.mark.parametrize("package", PACKAGES, ids=lambda package: package.name)
@@ -135,10 +125,12 @@ def test_the_harness_reads_a_page() -> None:
     assert all(PAGE.splitlines()[block.line - 1].strip() == block.code.splitlines()[0] for block in found)
 
 
-def test_the_harness_runs_a_page(tmp_path: Path) -> None:
+def test_the_harness_runs_a_page(tmp_path: Path, run_script: RunScript) -> None:
     script = tmp_path / "page.py"
-    write_script(PAGE, script)
+    write_script(PAGE, script, watched=True)
     assert run_script(script, timeout=60) == ("", "read from bash\n\n")
+    printed = [(tmp_path / f"printed.{number}").read_text() for number in range(3)]
+    assert printed == ["", "", "read from bash\n\n"]
 
 
 @pytest.mark.parametrize(
@@ -149,16 +141,34 @@ def test_the_harness_runs_a_page(tmp_path: Path) -> None:
         ("# A\n\n<!-- run -->\n```bash\nfalse\ntrue\n```\n", 5, "exit status 1"),
     ],
 )
-def test_a_broken_page_fails_at_its_own_line(page: str, line: int, message: str, tmp_path: Path) -> None:
+def test_a_broken_page_fails_at_its_own_line(
+    page: str, line: int, message: str, tmp_path: Path, run_script: RunScript
+) -> None:
     script = tmp_path / "page.py"
-    write_script(page, script)
+    write_script(page, script, watched=True)
     how, output = run_script(script, timeout=60)
     assert how == "ended with 1"
     assert f'page.py", line {line}' in output
     assert message in output
 
 
-def test_a_page_that_hangs_ends(tmp_path: Path) -> None:
+def test_pages_know_nothing_of_each_other(tmp_path: Path, run_script: RunScript) -> None:
+    pages = [
+        "```python\nimport os, sys, torch\nsys.left = os.environ['LEFT'] = 'behind'\ntorch.set_default_dtype(torch.float64)\n"
+        "import atexit\natexit.register(print, 'at the end')\n```\n",
+        "```python\nimport os, sys\nassert not hasattr(sys, 'left') and 'LEFT' not in os.environ\n"
+        "import torch\nprint(torch.get_default_dtype(), __name__, sys.argv[0] == __file__)\n```\n",
+    ]
+    said = []
+    for number, page in enumerate(pages):
+        script = tmp_path / str(number) / "page.py"
+        script.parent.mkdir()
+        write_script(page, script, watched=True)
+        said.append(run_script(script, timeout=60))
+    assert said == [("", "at the end\n"), ("", "torch.float32 __main__ True\n")]
+
+
+def test_a_page_that_hangs_ends(tmp_path: Path, run_script: RunScript) -> None:
     script = tmp_path / "page.py"
     write_script("```python\nimport time\nprint('before')\ntime.sleep(60)\n```\n", script)
     assert run_script(script, timeout=2) == ("took more than 2 s", "before\n")

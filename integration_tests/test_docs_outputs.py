@@ -1,4 +1,4 @@
-"""What the pages of ``docs/`` show is what is so: printed text, files, pictures, links."""
+"""What the pages of ``docs/`` show is what is so: files, pictures, links. What code prints: ``test_docs.py``."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from xml.etree import ElementTree
 
 import pytest
 from docs.pictures.make import make, pictures
-from docs.refresh import ROOT, outputs, run_here, running, tidy, with_files
+from docs.refresh import ROOT, outputs, with_files
 
 DOCS = ROOT / "docs"
 PAGES = sorted(DOCS.rglob("*.md"))
@@ -17,22 +17,6 @@ each_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relativ
 
 def read(page: Path) -> str:
     return page.read_text(encoding="utf-8")
-
-
-@each_page
-def test_printed_text_is_what_the_code_prints(
-    page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """To the letter, for the blocks of Python that promise it; the rest of the page is run by ``test_docs.py``."""
-    text = read(page)
-    code, exact = running(text), [output for output in outputs(text) if output.exact]
-    assert all(code[output.source].language == "python" for output in exact), "bash promises no output"
-    if not exact:
-        return
-    monkeypatch.chdir(tmp_path)
-    printed, _ = run_here(text, page.name)
-    for output in exact:
-        assert output.text == tidy(printed[output.source]), f"line {output.first}: run python docs/refresh.py"
 
 
 @each_page

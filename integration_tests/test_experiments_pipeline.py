@@ -1,4 +1,7 @@
-"""The experiments gpipe, zero-bubble and hanayo: simulated anew, the committed numbers, and verdicts that can fail."""
+"""The experiments gpipe, zero-bubble and hanayo: simulated anew, the committed numbers, and verdicts that can fail.
+
+What is common to them is checked of sequence-parallelism, too; its numbers are made anew in test_experiment_sequence.py.
+"""
 
 from __future__ import annotations
 
@@ -18,6 +21,7 @@ from experiments.gpipe.simulated import heaviest_stage, throughput
 from experiments.hanayo import run as hanayo
 from experiments.hanayo.simulated import row as hanayo_row
 from experiments.report import Case, Claim, Experiment, rounded, verdict, with_results
+from experiments.sequence_parallelism import run as sequence_parallelism
 from experiments.zero_bubble import measured, settings
 from experiments.zero_bubble import run as zero_bubble
 from experiments.zero_bubble.claims import published
@@ -27,11 +31,17 @@ from meshfold.mesh import Mesh
 from meshfold.mesh.testing import ranks
 from meshfold.pipeline import ScheduleError, schedule, simulate
 
-ALL = {"gpipe": gpipe.EXPERIMENT, "zero-bubble": zero_bubble.EXPERIMENT, "hanayo": hanayo.EXPERIMENT}
+ALL = {
+    "gpipe": gpipe.EXPERIMENT,
+    "zero-bubble": zero_bubble.EXPERIMENT,
+    "hanayo": hanayo.EXPERIMENT,
+    "sequence-parallelism": sequence_parallelism.EXPERIMENT,
+}
 MAINS: dict[str, Callable[..., int]] = {
     "gpipe": gpipe.main,
     "zero-bubble": zero_bubble.main,
     "hanayo": hanayo.main,
+    "sequence-parallelism": sequence_parallelism.main,
 }
 
 
@@ -168,12 +178,17 @@ def spoil_hanayo(found: dict[str, Any]) -> None:
     found["free messages"][1]["hanayo"]["4"] = 0.3
 
 
+def spoil_sequence_parallelism(found: dict[str, Any]) -> None:
+    found["runs"][4]["dK ratio"] = 0.25
+
+
 @pytest.mark.parametrize(
     ("name", "spoil", "claim"),
     [
         ("gpipe", spoil_gpipe, "idle share (K − 1) / (M + K − 1)"),
         ("zero-bubble", spoil_zero_bubble, "table 5's 1F1B, ZB-H1, ZB-H2"),
         ("hanayo", spoil_hanayo, "more waves idle less"),
+        ("sequence-parallelism", spoil_sequence_parallelism, "dQ, dK and dV whole"),
     ],
 )
 def test_a_wrong_number_is_not_reproduced(

@@ -1,0 +1,251 @@
+"""One rank of ``meshfold reproduce sequence-parallelism --measure N``: table 4's weak scaling, run for real.
+
+For 1, 2, 4, ... up to N ranks the layers of a stage run forward and backward under tensor parallelism, under ring
+self-attention and under our ring, both as batch grows with the ranks and as the sequence does. Where a measurement takes
+fewer ranks than there are, the others do the same beside it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+import torch
+from torch import Tensor
+
+from experiments.report import markdown, rounded
+from experiments.sequence_parallelism.bert import Stack
+from experiments.sequence_parallelism.counting import RING, RING_SELF, TENSOR, split
+from experiments.sequence_parallelism.plan import MB
+from experiments.sequence_parallelism.tables import NAMES
+from meshfold.engine.without_values import saved_for_backward
+from meshfold.mesh import Mesh, all_reduce, barrier, start
+from meshfold.sequence import gather_sequence, shard_sequence
+
+SCHEMES = (TENSOR, RING_SELF, RING)
+PAGE = """<!-- made from measured.json by run.py --measure; edit neither -->
+
+# Ring self-attention: weak scaling that ran
+
+{ranks} ranks on {device}, {kind}; {layers} layers of {hidden} with {heads} heads, dropout 0.1 (rings: none on scores), forward and
+backward, median of {repeats}. *Memory*: {memory}. *Off by*: from the output of one rank with the same weights, dropout off,
+relative to its largest element.
+
+{table}
+
+{verdict}
+"""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Measure on this rank; rank 0 writes measured.json and measured.md."""
+    options = arguments().parse_args(argv)
+    process = start()
+    found = Measurement(options, process.world_size, torch.device(process.device)).run()
+    if process.rank == 0:
+        options.output.mkdir(parents=True, exist_ok=True)
+        text = json.dumps(rounded(found), indent=1, ensure_ascii=False)
+        (options.output / "measured.json").write_text(text + "\n", encoding="utf-8")
+        (options.output / "measured.md").write_text(page(found), encoding="utf-8")
+        print(page(found).split("-->")[1])
+    return 0
+
+
+def arguments() -> argparse.ArgumentParser:
+    """Sizes; on GPUs by default a stage of table 4: three layers of BERT-Large, 64 sequences of 512 tokens a rank."""
+    big = torch.cuda.is_available()
+    made = argparse.ArgumentParser(prog="measured.py", description=__doc__)
+    made.add_argument("--output", type=Path, default=Path(__file__).parent / "results")
+    for name, small, large, help in (
+        ("layers", 2, 3, "of the stage"),
+        ("hidden", 64, 1024, "elements of the residual stream"),
+        ("heads", 4, 16, "of attention; tensor parallelism splits them"),
+        ("batch", 4, 64, "sequences of a rank alone; of all ranks where the sequence grows"),
+        ("length", 32, 512, "tokens; half as many on a rank alone where the sequence grows"),
+        ("repeats", 3, 7, "of every time"),
+    ):
+        made.add_argument(f"--{name}", type=int, default=large if big else small, help=help)
+    return made
+
+
+class Measurement:
+    """All schemes on all numbers of ranks."""
+
+    def __init__(self, options: argparse.Namespace, ranks: int, device: torch.device) -> None:
+        self.options, self.ranks, self.device = options, ranks, device
+        self.dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+        self.world = Mesh({"data": ranks})
+        self.group = self.world.group("data")
+
+    def run(self) -> dict[str, Any]:
+        """Both ways to scale, for all divisors of the ranks that are powers of two."""
+        o = self.options
+        counts = [n for n in (2**power for power in range(10)) if self.ranks % n == 0]
+        rows = [
+            self.one(scheme, n, scaled, batch, length)
+            for scaled in ("batch", "sequence")
+            for n in counts
+            for batch, length in [(o.batch * n, o.length) if scaled == "batch" else (o.batch, o.length // 2 * n)]
+            for scheme in SCHEMES
+            if scheme != TENSOR or o.heads % n == 0
+        ]  # fmt: skip
+        cuda = self.device.type == "cuda"
+        self.world.close()
+        return {
+            "ranks": self.ranks,
+            "device": torch.cuda.get_device_name(self.device) if cuda else "CPU",
+            "kind": str(self.dtype).removeprefix("torch."),
+            "memory": "the most that was allocated, weights and gradients included"
+            if cuda
+            else "what autograd kept, counted, as a CPU has no such meter",
+            "torch": str(torch.__version__),
+            "cores": os.cpu_count(),
+            **{name: getattr(o, name) for name in ("layers", "hidden", "heads", "batch", "length", "repeats")},
+            "rows": rows,
+        }  # fmt: skip
+
+    def one(self, scheme: str, n: int, scaled: str, batch: int, length: int) -> dict[str, Any]:
+        """A scheme on n ranks at a size: memory, time, and how far its output is off."""
+        axis = "tensor" if scheme == TENSOR else "seq"
+        mesh = Mesh({"data": self.ranks // n, axis: n})
+        torch.manual_seed(0)
+        model = Stack(self.options.hidden, self.options.heads, self.options.layers)
+        model = model.to(self.device, self.dtype)
+        x = torch.randn(batch, length, self.options.hidden).to(self.device, self.dtype)
+        small = x[:2]  # outputs are compared on two sequences: one rank need not hold them all
+        wanted = self.output(model.eval(), small)
+        pieces = split(model, mesh, scheme)
+        mine = x if pieces == 1 else shard_sequence(x, mesh, scheme)
+        seen = self.output(model, small if pieces == 1 else shard_sequence(small, mesh, scheme))
+        if pieces > 1:
+            seen = gather_sequence(seen, mesh, scheme)
+        off = float((seen - wanted).abs().max() / wanted.abs().max())
+        model.train()
+        flat = mine.flatten(0, 1).requires_grad_()
+        del x, small, wanted, seen
+
+        def step() -> None:
+            model.zero_grad(set_to_none=True)
+            flat.grad = None
+            y = model(flat, mine.shape[1])
+            y.backward(torch.ones_like(y))
+
+        memory = self.memory(model, step)
+        found = {
+            "scheme": scheme, "N": n, "scaled": scaled, "batch": batch, "length": length,
+            "off": self.largest(off), "bytes": self.largest(memory), "seconds": self.median(step),
+        }  # fmt: skip
+        mesh.close()
+        return found
+
+    def output(self, model: Stack, x: Tensor) -> Tensor:
+        """``b s h -> b s h``, without gradients."""
+        with torch.no_grad():
+            y: Tensor = model(x.flatten(0, 1), x.shape[1]).view_as(x)
+        return y
+
+    def memory(self, model: Stack, step: Callable[[], None]) -> float:
+        """Bytes of one step."""
+        if self.device.type == "cuda":
+            step()
+            torch.cuda.reset_peak_memory_stats(self.device)
+            step()
+            torch.cuda.synchronize(self.device)
+            return float(torch.cuda.max_memory_allocated(self.device))
+        with saved_for_backward(list(model.parameters())) as saved:
+            step()
+        return float(saved.bytes)
+
+    def median(self, action: Callable[[], object]) -> float:
+        """Seconds between two barriers, of the slowest rank, after one run that does not count."""
+        times = []
+        for _ in range(self.options.repeats + 1):
+            barrier(self.group, self.device)
+            began = time.perf_counter()
+            action()
+            if self.device.type == "cuda":
+                torch.cuda.synchronize(self.device)
+            times.append(time.perf_counter() - began)
+        slowest = all_reduce(
+            torch.tensor(times[1:], dtype=torch.float64, device=self.device), self.group, op="max"
+        )
+        return float(statistics.median(slowest.tolist()))
+
+    def largest(self, number: float) -> float:
+        """Over all ranks."""
+        return float(
+            all_reduce(torch.tensor([number], dtype=torch.float64, device=self.device), self.group, op="max")
+        )
+
+
+def page(found: Mapping[str, Any]) -> str:
+    """measured.md."""
+    rows = found["rows"]
+    first = {(row["scheme"], row["scaled"]): row["bytes"] for row in rows if row["N"] == 1}
+    table = markdown(
+        [
+            "grows",
+            "N",
+            "batch",
+            "tokens",
+            "scheme",
+            "MB",
+            "of one rank's",
+            "ms",
+            "thousand tokens/s",
+            "off by",
+        ],
+        [
+            [
+                row["scaled"],
+                *(str(row[name]) for name in ("N", "batch", "length")),
+                NAMES[row["scheme"]],
+                f"{row['bytes'] / MB:.2f}",
+                f"{row['bytes'] / first[row['scheme'], row['scaled']]:.3f}",
+                f"{1e3 * row['seconds']:.1f}",
+                f"{1e-3 * row['batch'] * row['length'] / row['seconds']:.1f}",
+                f"{row['off']:.0e}",
+            ]
+            for row in rows
+        ],
+    )
+    keys = ("ranks", "device", "kind", "layers", "hidden", "heads", "repeats", "memory")
+    return PAGE.format(**{key: found[key] for key in keys}, table=table, verdict=said(found))
+
+
+def said(found: Mapping[str, Any]) -> str:
+    """What the numbers say of the paper's claims: flat memory, and less than tensor parallelism's."""
+    rows = found["rows"]
+    by = {(row["scheme"], row["scaled"], row["N"]): row for row in rows}
+    most = max(row["N"] for row in rows)
+    flat = max(
+        abs(by[RING_SELF, "batch", row["N"]]["bytes"] / by[RING_SELF, "batch", 1]["bytes"] - 1)
+        for row in rows
+    )
+    parts = [f"As the batch grows, memory of ring self-attention is within {flat:.1%} of one rank's."]
+    if (TENSOR, "sequence", most) in by and most > 1:
+        shares = [
+            f"{by[scheme, 'sequence', most]['bytes'] / by[TENSOR, 'sequence', most]['bytes']:.2f}"
+            for scheme in (RING_SELF, RING)
+        ]
+        parts.append(
+            f"On {most} ranks, as the sequence grows, it is {shares[0]} of tensor parallelism's, our ring's {shares[1]}."
+        )
+    far = max(row["off"] for row in rows)
+    parts.append(f"Outputs are at most {far:.0e} off.")
+    if found["device"] == "CPU" and found["ranks"] > (found["cores"] or 1):
+        parts.append(f"{found['ranks']} ranks shared {found['cores']} cores: times say nothing.")
+    return " ".join(parts)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
