@@ -160,7 +160,7 @@ def test_every_command_has_help(name: str, capsys: pytest.CaptureFixture[str]) -
         (["run", "--ranks", "two", "gone.py"], "argument --ranks: 'two' is not a whole number"),
         (["run", "--ranks", "0", "t/0.txt"], "cannot start 0 ranks"),
         (["reproduce", "no-such-paper"], "no 'no-such-paper' in experiments. There are: gpipe, hanayo, "),
-        (["bench"], "say which one; there are: cpu-adam, tensor-parallel, tensor-parallel-checks, zero-offload, zero-placements"),
+        (["bench"], "say which one; there are: cpu-adam, saving, tensor-parallel, tensor-parallel-checks, zero-offload,"),
         (["bench", "tensor-paralel"], "Did you mean 'tensor-parallel'?"),
         (["doctor", "--all"], "unrecognized arguments: --all"),
     ],

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import os
+import random
 import signal
+import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,7 +15,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from meshfold.engine import Engine, checkpoint, tensor_files
+from meshfold.engine import Engine, checkpoint, saving, tensor_files
+from meshfold.engine.checkpoint import Checkpoint
 from meshfold.engine.models import GPT, GPTConfig
 from meshfold.engine.tensor_file import TensorWriter
 from meshfold.mesh.testing import RankFailure, run_on_ranks
@@ -41,8 +45,13 @@ def halving(optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler.LRSche
     return torch.optim.lr_scheduler.MultiStepLR(optimizer, [1, 3], gamma=0.5)
 
 
-def run(parallel: dict[str, Any], path: str, death: str = "", rank: int = 0) -> tuple[int, list[float]]:
+def run(
+    parallel: dict[str, Any], path: str, death: str = "", rank: int = 0, asynchronous: bool = False
+) -> tuple[int, list[float]]:
     """Train to the last step, from the last checkpoint if there is one, unless killed on the way.
+
+    Args:
+        death: where, or after how many seconds from the first save on.
 
     Returns:
         The step that the run began at, and the losses from there on.
@@ -62,13 +71,19 @@ def run(parallel: dict[str, Any], path: str, death: str = "", rank: int = 0) -> 
                 STEP_DEATHS[death](engine)
             losses.append(engine.train_step(batch))
             if engine.steps % EVERY == 0:
-                if me == rank and engine.steps == 4 and death in SAVE_DEATHS:
-                    SAVE_DEATHS[death]()
-                engine.save(path)
+                if death in BEHIND:
+                    engine._saver.finish()  # so that what is counted is of the save at step 4
+                if me == rank and engine.steps == 4 and death in {**SAVE_DEATHS, **BEHIND}:
+                    {**SAVE_DEATHS, **BEHIND}[death]()
+                if me == rank and engine.steps == EVERY and death.endswith(" s"):
+                    threading.Timer(float(death.split()[0]), die).start()
+                engine.save(path, asynchronous=asynchronous)
             if engine.steps == STEPS:
                 break
     tensor_files.LEAST_BYTES = 64 * 2**20
     engine.close()
+    if death.endswith(" s"):
+        time.sleep(60.0)  # it comes
     return first, losses
 
 
@@ -117,6 +132,14 @@ SAVE_DEATHS: dict[str, Callable[[], None]] = {
 }
 # Rank 0 alone does these.
 ONLY_FIRST = tuple(SAVE_DEATHS)[2:]
+# In the background a rank renames its two files first.
+BEHIND: dict[str, Callable[[], None]] = {
+    "in a tensor, behind": SAVE_DEATHS["in a tensor"],
+    "before a file gets its name, behind": lambda: at_call(1, Path, "rename"),
+    "before the index, behind": lambda: at_call(1, saving, "write_index"),
+    "before the old one is moved, behind": lambda: at_call(3, Path, "rename"),
+    "between the renames, behind": lambda: at_call(4, Path, "rename"),
+}
 # The step that the last complete checkpoint is of, where it is another than 2.
 RESUMES = {"before the old one is removed": 4, **dict.fromkeys(STEP_DEATHS, 4)}
 FEW = ("after the optimizer", "in a tensor", "between the renames")
@@ -144,4 +167,56 @@ def test_a_killed_run_goes_on_to_the_same_losses(case: str, tmp_path: Path) -> N
         first, losses = run_on_ranks(size, run, parallel, str(folder / "ckpt"))[0]
         assert first == RESUMES.get(death, 2), death
         assert losses == unbroken[1][first:], death  # to the bit
+        assert [p.name for p in folder.iterdir()] == ["ckpt"], death
+
+
+def slowly(*arguments: Any) -> tuple[int, list[float]]:
+    """A run on a disk that takes its time, so that saves reach into later steps."""
+    original = TensorWriter.write
+
+    def write(self: TensorWriter, name: str, tensor: Tensor) -> None:
+        time.sleep(0.002)
+        original(self, name, tensor)
+
+    TensorWriter.write = write  # type: ignore[method-assign]
+    try:
+        return run(*arguments)
+    finally:
+        TensorWriter.write = original  # type: ignore[method-assign]
+
+
+@pytest.mark.parametrize("trials", [5, pytest.param(50, marks=[pytest.mark.slow, pytest.mark.timeout(1800)])])
+def test_kills_at_random_moments_of_saves_in_the_background(trials: int, tmp_path: Path) -> None:
+    """Any rank, at any moment from the first of three saves to after the last: the last complete one goes on, to the bit."""
+    parallel = dict(data=2, zero=dict(stage=3, placement="cpu")) if trials > 5 else dict(data=2)
+    unbroken = run_on_ranks(2, run, parallel, str(tmp_path / "unbroken" / "ckpt"))[0][1]
+    dice, begun = random.Random(trials), []
+    for trial in range(trials):
+        folder = tmp_path / str(trial)
+        death = f"{dice.uniform(0.0, 0.8):.4f} s"
+        victim = dice.randrange(2)
+        with pytest.raises(RankFailure, match="SIGKILL"):
+            run_on_ranks(2, slowly, parallel, str(folder / "ckpt"), death, victim, True)
+        old = folder / ".ckpt.old"
+        if (folder / "ckpt").exists() or old.exists():
+            Checkpoint(folder / "ckpt").verify()
+        first, losses = run_on_ranks(2, run, parallel, str(folder / "ckpt"), "", 0, True)[0]
+        assert losses == unbroken[first:], (trial, death, victim)
+        assert [p.name for p in folder.iterdir()] == ["ckpt"], (trial, death, victim)
+        assert Checkpoint(folder / "ckpt").state["step"] == STEPS
+        begun.append(first)
+    assert {*begun} <= {0, 2, 4, 6}
+    assert len({*begun}) > 1, begun  # some died early and some late
+
+
+def test_kills_at_chosen_moments_of_saves_in_the_background(tmp_path: Path) -> None:
+    unbroken = run_on_ranks(2, run, dict(data=2), str(tmp_path / "unbroken" / "ckpt"))[0][1]
+    for number, death in enumerate(BEHIND):
+        folder = tmp_path / death
+        victim = 1 if number < 2 else 0  # the index and the folder are rank 0's
+        with pytest.raises(RankFailure, match="SIGKILL"):
+            run_on_ranks(2, run, dict(data=2), str(folder / "ckpt"), death, victim, True)
+        first, losses = run_on_ranks(2, run, dict(data=2), str(folder / "ckpt"), "", 0, True)[0]
+        assert first == 2, death  # that of step 4 was not complete
+        assert losses == unbroken[first:], death
         assert [p.name for p in folder.iterdir()] == ["ckpt"], death

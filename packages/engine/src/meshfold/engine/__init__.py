@@ -6,15 +6,28 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from meshfold.engine.background_save import BackgroundSave
+    from meshfold.engine.checkpoint import Checkpoint
     from meshfold.engine.compat.making import initialize
     from meshfold.engine.engine import Engine
     from meshfold.engine.errors import CheckpointError, TrainingError
     from meshfold.engine.loader import ShardedLoader
     from meshfold.engine.metrics import StepMetrics
 
-__all__ = ["CheckpointError", "Engine", "ShardedLoader", "StepMetrics", "TrainingError", "initialize"]
+__all__ = [
+    "BackgroundSave",
+    "Checkpoint",
+    "CheckpointError",
+    "Engine",
+    "ShardedLoader",
+    "StepMetrics",
+    "TrainingError",
+    "initialize",
+]
 
 _HOMES = {
+    "BackgroundSave": "background_save",
+    "Checkpoint": "checkpoint",
     "CheckpointError": "errors",
     "Engine": "engine",
     "ShardedLoader": "loader",

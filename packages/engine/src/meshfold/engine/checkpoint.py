@@ -5,23 +5,27 @@
     model.safetensors       the model's state dict (float32 masters under bf16 and fp16), tied tensors once
     optimizer.safetensors   the optimizer's tensors, "parameter name/state name", whole like the parameter
     scheduler.pt            the learning-rate scheduler, if there is one
-    state.json              everything else; its presence says that the folder is complete
+    state.json              everything else, and each file's size; its presence says that the folder is complete
 
 A large file is several, with an index (:mod:`meshfold.engine.tensor_files`): tensors are dealt to the ranks, and each
 rank writes its own while the others gather the next. No rank ever holds more than two whole tensors beside its own
 blocks: one that is written and one that is gathered. The folder gets its name once all of it is on the disk, from all
 ranks; an older checkpoint of that name is kept until then. Every rank reads, through a memory map, the parts of the
 files that are its own. So all ranks must see the folder.
+
+A save beside the training (:mod:`meshfold.engine.saving`) has the same tensors in rectangles, as each rank keeps them
+(:mod:`meshfold.engine.block_files`); readers see no difference. Why this is not ``torch.distributed.checkpoint``: a shard
+there has to be a DTensor or a ShardedTensor, which a flat run of a fused and padded block is not, plans are made by
+collectives, which must not meet those of the training, and metadata is a pickle. docs/checkpoints.md has the few lines
+from one to the other.
 """
 
 from __future__ import annotations
 
-import fcntl
 import json
 import os
-import shutil
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager, suppress
+from collections.abc import Mapping
+from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -29,21 +33,30 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from meshfold.engine.checkpoint_place import (
+    SCHEDULER,
+    STATE,
+    advised,
+    attempt,
+    begin,
+    finish,
+    old_of,
+    place_of,
+    writing_of,
+)
 from meshfold.engine.errors import CheckpointError
 from meshfold.engine.states import Source
 from meshfold.engine.tensor_file import Described, writing_order
-from meshfold.engine.tensor_files import Deal, WriterBehind, open_tensors
+from meshfold.engine.tensor_files import Deal, WriterBehind, open_tensors, verify
 from meshfold.engine.together import fail_together
 from meshfold.engine.world import World
 
-FORMAT = 2
-_READ = (1, 2)  # 1 has each file whole
-MODEL, OPTIMIZER, SCHEDULER, STATE = (
-    "model.safetensors",
-    "optimizer.safetensors",
-    "scheduler.pt",
-    "state.json",
-)
+FORMAT, BLOCKS = 2, 3
+"""Whole tensors; tensors in rectangles (:mod:`meshfold.engine.saving`). 1 had each file whole."""
+_READ = (1, FORMAT, BLOCKS)
+MODEL, OPTIMIZER = "model.safetensors", "optimizer.safetensors"
+
+_ELSEWHERE = "Copy the checkpoint again from where it came, or go on from an earlier one"
 
 
 def write_checkpoint(
@@ -68,20 +81,29 @@ def write_checkpoint(
     Raises:
         CheckpointError: if the folder could not be written. A checkpoint that was there before still is.
     """
-    target = _place(path)
-    writing = target.with_name(f".{target.name}.writing")
+    target = place_of(path)
+    writing = writing_of(target)
     what, first = f"cannot write the checkpoint {target}", world.mesh.rank == 0
     deals = [_deal(name, sources, world) for name, sources in files.items()]
     with ExitStack() as mine:  # of the first rank: the folder, while it is written
-        fail_together(world, _attempt(lambda: _begin(writing, target, mine)) if first else None, what)
-        error: Exception | None = None
+        error = attempt(lambda: begin(writing, target, mine)) if first else None
+        fail_together(world, advised(error), what)
+        error = None
         for deal, sources in zip(deals, files.values(), strict=True):
             error = _write_tensors(writing, deal, sources, world, all_read=all_read, error=error)
-        fail_together(world, error, what)
+        fail_together(world, advised(error), what)
         error = None
         if first:
-            error = _attempt(lambda: _finish(writing, target, deals, {"format": FORMAT, **state}, scheduler))
-        fail_together(world, error, what)
+            error = attempt(lambda: _finish(writing, target, deals, {"format": FORMAT, **state}, scheduler))
+        fail_together(world, advised(error), what)
+
+
+def _finish(
+    writing: Path, target: Path, deals: list[Deal], state: dict[str, Any], scheduler: dict[str, Any] | None
+) -> None:
+    for deal in deals:
+        deal.write_index(writing)
+    finish(writing, target, state, scheduler)
 
 
 def _deal(name: str, sources: dict[str, Source], world: World) -> Deal:
@@ -117,10 +139,10 @@ def _write_tensors(
             error = error or unread
             continue
         if writer is not None and chosen == rank and error is None:
-            error = _attempt(partial(writer.write, name, whole))
+            error = attempt(partial(writer.write, name, whole))
         del whole
     if writer is not None:
-        found = _attempt(partial(writer.close, complete=error is None))
+        found = attempt(partial(writer.close, complete=error is None))
         error = error or found
     return error
 
@@ -132,9 +154,9 @@ class Checkpoint:
         """Raises:
         CheckpointError: if there is none, or it was written by a newer version.
         """
-        target = _place(path)
+        target = place_of(path)
         # Between the two renames of a replacement only the old one is there: see _finish.
-        old = target.with_name(f".{target.name}.old")
+        old = old_of(target)
         self.path = old if not (target / STATE).exists() and (old / STATE).exists() else target
         if not (self.path / STATE).exists():
             what = "is no complete checkpoint: it has no state.json" if target.is_dir() else "does not exist"
@@ -145,8 +167,33 @@ class Checkpoint:
             raise CheckpointError(f"cannot read {self.path / STATE}: {error}") from error
         if self.state.get("format") not in _READ:
             raise CheckpointError(
-                f"{self.path} has format {self.state.get('format')!r}, this version of Meshfold reads up to format {FORMAT}"
+                f"{self.path} has format {self.state.get('format')!r}, this version of Meshfold reads up to "
+                f"format {BLOCKS}: take a later one"
             )
+
+        for name, size in self.state.get("files", {}).items():
+            self._check_size(self.path / name, size)
+
+    @staticmethod
+    def _check_size(path: Path, size: int) -> None:
+        try:
+            found = path.stat().st_size
+        except OSError as error:
+            raise CheckpointError(f"cannot read {path}: {error.strerror}. {_ELSEWHERE}") from error
+        if found != size:
+            raise CheckpointError(
+                f"{path} is cut off or changed: it had {size} bytes and has {found}. {_ELSEWHERE}"
+            )
+
+    def verify(self, part: int = 0, parts: int = 1, *, weights_only: bool = False) -> None:
+        """Read every ``parts``-th tensor, from number ``part`` on, and compare it with its checksum.
+
+        Raises:
+            CheckpointError: for one that is not what was written.
+        """
+        verify(self.model, part, parts)
+        if "optimizer" in self.state and not weights_only:
+            verify(self.optimizer, part, parts)
 
     @property
     def model(self) -> Mapping[str, Tensor]:
@@ -166,111 +213,3 @@ class Checkpoint:
             return None
         found: dict[str, Any] = torch.load(path, weights_only=True)
         return found
-
-
-def _place(path: str | os.PathLike[str]) -> Path:
-    """The folder; of a link to one that which it points to, so that the link stays."""
-    found = Path(path).absolute()
-    return Path(os.path.realpath(found)) if found.is_symlink() else found
-
-
-def _begin(writing: Path, target: Path, mine: ExitStack) -> None:
-    """Make the folder that is written, for this process alone until the end of ``mine``, when what is left of it goes."""
-    _check_free(target)
-    _make(writing.parent)
-    if writing.exists():  # left by a run that died
-        with _locked(writing):
-            shutil.rmtree(writing)
-    writing.mkdir()
-    mine.enter_context(_locked(writing))
-    made = writing.stat()
-    mine.callback(lambda: _remove(writing, made))
-
-
-def _remove(folder: Path, made: os.stat_result) -> None:
-    """Remove a folder, unless it has gone and another one has its name."""
-    with suppress(OSError):
-        if os.path.samestat(folder.stat(), made):
-            shutil.rmtree(folder, ignore_errors=True)
-
-
-def _make(folder: Path) -> None:
-    """A folder with its parents, on the disk."""
-    if not folder.is_dir():
-        _make(folder.parent)
-        folder.mkdir(exist_ok=True)
-        _sync(folder.parent)
-
-
-@contextmanager
-def _locked(folder: Path) -> Iterator[None]:
-    """For this process alone, where the file system can tell.
-
-    Raises:
-        OSError: if it is another's.
-    """
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise OSError(
-                "another process is writing it at this moment; give each run a path of its own"
-            ) from None
-        except OSError:  # such as some network file systems
-            pass
-        yield
-    finally:
-        with suppress(OSError):  # a forked child may have the descriptor too
-            fcntl.flock(descriptor, fcntl.LOCK_UN)
-        os.close(descriptor)
-
-
-def _check_free(target: Path) -> None:
-    if target.exists() and not (target / STATE).exists() and (not target.is_dir() or any(target.iterdir())):
-        raise OSError(f"{target} is there and is no checkpoint: remove it or choose another path")
-
-
-def _finish(
-    writing: Path, target: Path, deals: list[Deal], state: dict[str, Any], scheduler: dict[str, Any] | None
-) -> None:
-    """Write what is small, bring the folder to the disk and give it its name."""
-    for deal in deals:
-        deal.write_index(writing)
-    if scheduler is not None:
-        torch.save(scheduler, writing / SCHEDULER)
-    for small in writing.iterdir():
-        if small.suffix != ".safetensors":  # their writers have done it
-            _sync(small)
-    with (writing / STATE).open("w") as file:
-        json.dump(state, file, indent=1)
-        file.flush()
-        os.fsync(file.fileno())
-    _sync(writing)
-    old = target.with_name(f".{target.name}.old")
-    if target.exists():
-        _check_free(target)
-        if old.exists():
-            shutil.rmtree(old)
-        target.rename(old)
-    writing.rename(target)
-    _sync(target.parent)
-    shutil.rmtree(old, ignore_errors=True)  # the new one is complete, whatever becomes of this
-
-
-def _sync(path: Path) -> None:
-    """Bring a file or a folder's entries to the disk."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
-def _attempt(action: Callable[[], None]) -> Exception | None:
-    """What an action without communication raised, if it did: the ranks have to hear of it first."""
-    try:
-        action()
-    except Exception as error:
-        return error
-    return None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from typing import TYPE_CHECKING, Any
@@ -12,12 +13,14 @@ import torch
 from torch import Tensor, nn
 
 from meshfold.engine import batch as batches
-from meshfold.engine import persistence, settings
+from meshfold.engine import exporting, persistence, settings
 from meshfold.engine import recompute as recomputation
 from meshfold.engine.assemble import assemble, make_states
+from meshfold.engine.background_save import BackgroundSave
 from meshfold.engine.clipping import Clipping
 from meshfold.engine.cut import cut
 from meshfold.engine.errors import TrainingError
+from meshfold.engine.hf_folder import SHARD_BYTES
 from meshfold.engine.loader import ShardedLoader
 from meshfold.engine.metrics import StepMetrics
 from meshfold.engine.model_state import ModelState
@@ -26,6 +29,7 @@ from meshfold.engine.pipelined_state import PipelinedState
 from meshfold.engine.pipelining import PipelinedModel, PipelineSettings
 from meshfold.engine.precision import LossScaler, Precision
 from meshfold.engine.randomness import randomness
+from meshfold.engine.saving import Saver
 from meshfold.engine.sequence import split_sequence
 from meshfold.engine.shares import Shares
 from meshfold.engine.world import has_zero, join
@@ -160,6 +164,7 @@ class Engine:
         self._skipped = self._begun = False
         self._backwards = self._place = 0  # since the last step: backwards, micro-steps of ``train_step``
         self._sync = True
+        self._saver = Saver(self._world)
         self._loaders: dict[str, ShardedLoader] = {}
         self._positions: dict[str, dict[str, int]] = {}
 
@@ -310,6 +315,7 @@ class Engine:
         if not self._backwards:
             raise TrainingError("step() without a backward() since the last one: there are no gradients")
         states = self._states
+        self._saver.before_change()
         states.finish(1.0 / self._scaler.scale)
         self._norm = self._clip.apply(states)
         self._lr = float(optimizer.param_groups[0]["lr"])
@@ -323,6 +329,7 @@ class Engine:
                 self.lr_scheduler.step()
         self.zero_grad()
         self.last = self._metrics(math.nan, 0, stepped=True)
+        self._saver.look()
         return not self._skipped
 
     def zero_grad(self) -> None:
@@ -342,6 +349,8 @@ class Engine:
         self._trains()
         if not self._begun:
             self._begun = True
+            if self._states.all_read:  # chunks move, and may be stepped with, before step() is called
+                self._saver.before_change()
             self._states.begin(first=not self._backwards)
 
     def _backward(self, share: Tensor, kind: Backward, *, retain_graph: bool = False) -> None:
@@ -474,32 +483,77 @@ class Engine:
         Raises:
             CheckpointError: if names or shapes are not the model's.
         """
+        self._saver.before_change()
         self._model_state.load(state)
 
-    def save(self, path: str | os.PathLike[str]) -> None:
+    def save(self, path: str | os.PathLike[str], *, asynchronous: bool = False) -> BackgroundSave | None:
         """Write a checkpoint folder that can be loaded under any other spec; all ranks must call.
 
-        Raises:
-            CheckpointError: in the middle of an accumulation, or if rank 0 cannot write.
-        """
-        persistence.save(self, path)
+        Args:
+            path: the folder.
+            asynchronous: copy what this rank keeps to host memory, and write it while training goes on. What comes back has
+                ``wait()``, ``done`` and ``error``; nobody has to ask: what fails is raised on all ranks by the next step, save,
+                load or close, and a later save waits for this one. Until it is complete the checkpoint before stays.
 
-    def load(self, path: str | os.PathLike[str], *, weights_only: bool = False) -> None:
+        Raises:
+            CheckpointError: in the middle of an accumulation, or if a rank cannot write.
+        """
+        return persistence.save(self, path, asynchronous=asynchronous)
+
+    def load(self, path: str | os.PathLike[str], *, weights_only: bool = False, verify: bool = True) -> None:
         """Go on from a checkpoint, saved under whatever spec; all ranks must call.
 
         Args:
             path: the folder.
             weights_only: take the model and leave optimizer, counters and data positions as they are.
+            verify: compare every tensor with its checksum first; the ranks share this out.
 
         Raises:
-            CheckpointError: if there is none, or it is of another model or optimizer.
+            CheckpointError: if there is none, it is damaged, or it is of another model or optimizer.
         """
-        persistence.load(self, path, weights_only=weights_only)
+        persistence.load(self, path, weights_only=weights_only, verify=verify)
+
+    def save_hugging_face(
+        self,
+        folder: str | os.PathLike[str],
+        *,
+        like: str | os.PathLike[str] | None = None,
+        dtype: str | None = None,
+        shard_bytes: int = SHARD_BYTES,
+    ) -> None:
+        """Write the model as a folder that transformers loads; all ranks must call. Tensor by tensor: none holds the whole.
+
+        Our own GPT and Llama are written as GPT-2 and Llama.
+
+        Args:
+            folder: not there yet, or empty.
+            like: a Hugging Face folder, such as the model came from: tokenizer files are taken from it, and the dtype that
+                each tensor has there.
+            dtype: ``"float32"``, ``"bfloat16"`` or ``"float16"`` for all floating tensors; None: as in ``like``, else as they
+                are here, trained ones in float32 under bf16 and fp16.
+            shard_bytes: of a file of weights, at most, unless one tensor is larger.
+
+        Raises:
+            CheckpointError: if it cannot be written, or there is no such model in transformers.
+        """
+        exporting.save_hugging_face(self, folder, like=like, dtype=dtype, shard_bytes=shard_bytes)
 
     # -- the end ------------------------------------------------------------------------------------------------
 
     def close(self) -> None:
-        """Give back the mesh's process groups and take the hooks off the model. The processes stay connected."""
+        """Give back the mesh's process groups and take the hooks off the model. The processes stay connected.
+
+        Waits for a save that is under way; if it failed, that is raised on all ranks.
+        """
+        try:
+            if sys.exc_info()[0] is None:
+                self._saver.finish()
+            else:  # the other ranks may not come
+                self._saver.abandon()
+        finally:
+            self._close()
+
+    def _close(self) -> None:
         try:
             self._states.close()
         finally:  # also if a step that was promised failed

@@ -71,7 +71,7 @@ class OptimizerState:
                     f"the checkpoint's optimizer has state of {name!r}, which is not trained here"
                 )
             target = self._targets[name]
-            if isinstance(value, Tensor):
+            if entry in tensors:
                 value = blocks_of(value, target)
             state.setdefault(number[target], {})[key] = value
         restored = [

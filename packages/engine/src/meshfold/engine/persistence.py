@@ -5,16 +5,18 @@ from __future__ import annotations
 import os
 from typing import TYPE_CHECKING, Any
 
-from meshfold.engine.checkpoint import MODEL, OPTIMIZER, Checkpoint, write_checkpoint
+from meshfold.engine.checkpoint import BLOCKS, MODEL, OPTIMIZER, Checkpoint, write_checkpoint
 from meshfold.engine.errors import CheckpointError
+from meshfold.engine.hf_names import describe
 from meshfold.engine.names import with_plain_names
 from meshfold.engine.together import fail_together
 
 if TYPE_CHECKING:
+    from meshfold.engine.background_save import BackgroundSave
     from meshfold.engine.engine import Engine
 
 
-def save(engine: Engine, path: str | os.PathLike[str]) -> None:
+def save(engine: Engine, path: str | os.PathLike[str], *, asynchronous: bool) -> BackgroundSave | None:
     """See :meth:`Engine.save`."""
     if engine._backwards:
         done = (
@@ -34,21 +36,30 @@ def save(engine: Engine, path: str | os.PathLike[str]) -> None:
         "skipped_steps": engine.skipped_steps,
         "scaler": engine._scaler.state_dict(),
         "ties": engine._model_state.ties(),
+        "model": describe(engine.model),
         "data": {**engine._positions, **loaders},
     }
     if engine.optimizer is not None:
         files[OPTIMIZER] = engine._model_state.optimizer_sources()
         state["optimizer"] = engine._model_state.optimizer_description()
     scheduler = None if engine.lr_scheduler is None else engine.lr_scheduler.state_dict()
+    if asynchronous:
+        return engine._saver.start(path, files, {"format": BLOCKS, **state}, scheduler)
+    engine._saver.finish()  # saves are in the order of their calls
     write_checkpoint(path, engine._world, files, state, scheduler, all_read=engine._states.all_read)
+    return None
 
 
-def load(engine: Engine, path: str | os.PathLike[str], *, weights_only: bool) -> None:
+def load(engine: Engine, path: str | os.PathLike[str], *, weights_only: bool, verify: bool) -> None:
     """See :meth:`Engine.load`."""
+    engine._saver.finish()
+    engine._saver.before_change()
     error: Exception | None = None
     try:
         found = Checkpoint(path)
         model, optimizer = found.model, found.optimizer if "optimizer" in found.state else {}
+        if verify:
+            found.verify(engine.mesh.rank, engine.mesh.world_size, weights_only=weights_only)
     except Exception as wrong:  # also a folder that this rank alone may not read
         error = wrong
     fail_together(engine._world, error, f"load({str(path)!r})")

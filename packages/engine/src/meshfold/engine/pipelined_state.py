@@ -17,9 +17,12 @@ from torch import Tensor, nn
 from meshfold.engine.errors import CheckpointError
 from meshfold.engine.model_state import ModelState
 from meshfold.engine.pipelining import Inventory
+from meshfold.engine.rectangles import Share
 from meshfold.engine.states import Source, States
 from meshfold.engine.world import World
 from meshfold.mesh import SpecError, broadcast
+
+_NOTHING = Share(pieces=(), read=lambda: torch.empty(0))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -136,7 +139,9 @@ class PipelinedState(ModelState):
 
     def _shared(self, kept: Kept, own: Source | None) -> Source:
         read = partial(self._read, kept, own)
-        return Source(dtype=kept.dtype, shape=kept.shape, read=read, alike=kept.alike)
+        owns = own is not None and self._world.pipe_group.index == kept.owner
+        share = own.share if own is not None and owns else lambda name: _NOTHING
+        return Source(dtype=kept.dtype, shape=kept.shape, read=read, share=share, alike=kept.alike)
 
     def _read(self, kept: Kept, own: Source | None) -> Tensor:
         """The owner's; a collective over the pipeline too."""

@@ -20,7 +20,8 @@ from meshfold.engine.names import plain
 from meshfold.engine.optimizer_state import OptimizerState
 from meshfold.engine.optimizers import Factory
 from meshfold.engine.precision import Masters
-from meshfold.engine.world import World
+from meshfold.engine.rectangles import Share, ranks_alike, share_of_block, share_of_whole
+from meshfold.engine.world import PIPE, World
 from meshfold.mesh import clip_gradient_values, clip_gradients, gradient_norm, metadata
 
 if TYPE_CHECKING:
@@ -38,11 +39,13 @@ class Source:
         read: makes the whole tensor; a collective over the ranks that ``States.all_read`` says. What this rank cannot
             read of it is raised when the others have been served.
         alike: all ranks read the same; else rank 0's counts.
+        share: what this rank writes of it, by its name, where nothing is gathered. Without communication.
     """
 
     dtype: torch.dtype
     shape: tuple[int, ...]
     read: Callable[[], Tensor]
+    share: Callable[[str], Share]
     alike: bool = True
 
 
@@ -231,5 +234,18 @@ def held(local: Tensor, like: Tensor, world: World) -> Source:
         dtype=local.dtype,
         shape=global_shape(local, like),
         read=lambda: gather(local, like, world),
+        share=lambda name: _share(name, local, like, world),
         alike=metadata(like) is not None,
     )
+
+
+def _share(name: str, local: Tensor, like: Tensor, world: World) -> Share:
+    meta, mesh = metadata(like), world.mesh
+    if meta is not None and local.shape == like.shape:
+        return share_of_block(name, local, meta)
+    if meta is not None:
+        ranks = ranks_alike(mesh, tuple(meta.only_at))
+    else:
+        others = [axis for axis in mesh.names if axis != PIPE]
+        ranks = [rank for rank in ranks_alike(mesh, (PIPE,)) if mesh.index(*others, rank=rank) == 0]
+    return share_of_whole(name, local.shape, ranks, mesh.rank, local.detach)

@@ -14,6 +14,7 @@ from pathlib import Path
 
 from torch import Tensor
 
+from meshfold.engine.block_files import BlockFiles, index_of
 from meshfold.engine.errors import CheckpointError
 from meshfold.engine.tensor_file import Described, TensorFile, TensorWriter
 
@@ -125,6 +126,11 @@ class TensorFiles(Mapping[str, Tensor]):
     def __getitem__(self, name: str) -> Tensor:
         return self._files[self._where[name]][name]
 
+    @property
+    def files(self) -> list[TensorFile]:
+        """The files."""
+        return [*self._files.values()]
+
     def __iter__(self) -> Iterator[str]:
         return iter(self._where)
 
@@ -138,5 +144,18 @@ def open_tensors(folder: Path, name: str) -> Mapping[str, Tensor]:
     Raises:
         CheckpointError: if there are none, or they are damaged.
     """
+    if (folder / index_of(name)).exists():
+        return BlockFiles(folder / index_of(name))
     index = folder / f"{name}.index.json"
     return TensorFiles(index) if index.exists() else TensorFile(folder / name)
+
+
+def verify(tensors: Mapping[str, Tensor], part: int, parts: int) -> None:
+    """Compare every ``parts``-th tensor of what was opened with its checksum, from number ``part`` on.
+
+    Raises:
+        CheckpointError: for one that is not what was written.
+    """
+    files = [tensors] if isinstance(tensors, TensorFile) else getattr(tensors, "files", [])
+    for number, file in enumerate(files):
+        file.verify((part + number) % parts, parts)

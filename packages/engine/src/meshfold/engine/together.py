@@ -11,13 +11,14 @@ from meshfold.mesh import all_reduce, broadcast
 _LONGEST = 1000  # bytes of a message
 
 
-def fail_together(world: World, error: Exception | None, what: str) -> None:
+def fail_together(world: World, error: Exception | None, what: str, *, name_rank: bool = True) -> None:
     """Raise on every rank what failed on any; all ranks must call, which makes it a barrier too.
 
     Args:
         world: the ranks.
         error: what failed on this one; None for nothing.
         what: could not be done, for the message.
+        name_rank: say which rank it was.
 
     Raises:
         CheckpointError: the same on all ranks, with the message of the first that failed.
@@ -33,4 +34,6 @@ def fail_together(world: World, error: Exception | None, what: str) -> None:
         text[: len(said)] = torch.tensor(said, dtype=torch.uint8)
     text = broadcast(text, world.everyone, failed)
     message = bytes(text.tolist()).rstrip(b"\0").decode(errors="replace")
-    raise CheckpointError(f"{what}: {f'rank {failed}: ' if size > 1 else ''}{message}") from error
+    raise CheckpointError(
+        f"{what}: {f'rank {failed}: ' if size > 1 and name_rank else ''}{message}"
+    ) from error

@@ -44,6 +44,7 @@ class TrainSettings:
         eval_every: steps between evaluations; 0 for one at the end.
         eval_batches: global batches of an evaluation.
         save_every: steps between checkpoints; 0 for one at the end.
+        save_asynchronously: write them while training goes on.
         prompt: what the sample goes on from; None for no sample.
         sample_tokens: its length.
     """
@@ -80,6 +81,7 @@ class TrainSettings:
     eval_every: int = 0
     eval_batches: int = 8
     save_every: int = 0
+    save_asynchronously: bool = False
     prompt: str | None = None
     sample_tokens: int = 200
 

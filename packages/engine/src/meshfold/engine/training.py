@@ -126,7 +126,7 @@ def train(settings: TrainSettings, inputs: Inputs, progress: Progress) -> list[d
         keep(settings)
     metrics = MetricsFile(settings.metrics, keep=first, write=engine.mesh.rank == 0)
 
-    saved = first
+    saved, under_way = first, None
     for step in range(first + 1, settings.last_step + 1):
         begin = time.perf_counter()
         micro_steps = inputs.batches.batch(step - 1).chunk(settings.accumulate)
@@ -145,8 +145,10 @@ def train(settings: TrainSettings, inputs: Inputs, progress: Progress) -> list[d
             metrics.add(step=step, validation_loss=loss)
             progress.say(f"step {step}: validation loss {loss:.4f}")
         if _due(step, settings.save_every, settings.last_step):
-            engine.save(settings.checkpoint)
+            under_way = engine.save(settings.checkpoint, asynchronous=settings.save_asynchronously)
             saved = step
+    if under_way is not None:
+        under_way.wait()
     progress.close()
 
     if saved > first:

@@ -19,6 +19,7 @@ from meshfold.engine.optimizers import Factory
 from meshfold.engine.precision import Precision
 from meshfold.engine.process_memory import ranks_per_host
 from meshfold.engine.recompute import RecomputedBlocks
+from meshfold.engine.rectangles import Share, ranks_alike, share_of_run, share_of_whole
 from meshfold.engine.residency import Residency
 from meshfold.engine.states import Source, held
 from meshfold.engine.world import World
@@ -194,6 +195,7 @@ class ZeroStates:
             dtype=self.gemini.true_dtype(tensor),
             shape=meta.placement.shape,
             read=lambda: self._checked(meta.placement.gather(self.gemini.read(tensor), self._world.mesh)),
+            share=lambda name: self._share(name, tensor, lambda: self.gemini.read_kept(tensor)),
         )
 
     def write(self, tensor: Tensor, whole: Tensor) -> None:
@@ -213,8 +215,32 @@ class ZeroStates:
                     dtype=getattr(torch, entry.dtype),
                     shape=meta.placement.shape if entry.like else tuple(entry.shape),
                     read=self._reader(name, key, entry, parameters[name]),
+                    share=self._sharer(name, key, entry, parameters[name]),
                 )
         return found
+
+    def _share(self, name: str, parameter: Tensor, read: Callable[[], Tensor]) -> Share:
+        """Of what lies like a parameter: this rank's run of it."""
+        gemini, meta = self.gemini, placed(parameter, self._world.mesh)
+        return share_of_run(
+            name, gemini.kept(parameter), meta.placement.local_shape(self._world.mesh), meta, read,
+            dtype=gemini.true_dtype(parameter), over=gemini.axes_over(parameter), on_disk=gemini.is_on_disk(parameter),
+        )  # fmt: skip
+
+    def _sharer(self, name: str, key: str, entry: Entry, parameter: Tensor) -> Callable[[str], Share]:
+        def read() -> Tensor:
+            return self.gemini.read_kept_state(name, key)
+
+        def share(title: str) -> Share:
+            if entry.like:
+                return self._share(title, parameter, read)
+            # A number, which all ranks have that have a part of the parameter; or of a parameter that one rank has whole.
+            mesh, meta = self._world.mesh, placed(parameter, self._world.mesh)
+            run, alike = self.gemini.kept(parameter), (*self.gemini.axes_over(parameter), *meta.only_at)
+            ranks = ranks_alike(mesh, alike) if run and run.start == 0 else [-1]
+            return share_of_whole(title, entry.shape, ranks, mesh.rank, read)
+
+        return share
 
     def _reader(self, name: str, key: str, entry: Entry, parameter: Tensor) -> Callable[[], Tensor]:
         meta = placed(parameter, self._world.mesh)

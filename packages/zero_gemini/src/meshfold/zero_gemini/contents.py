@@ -68,6 +68,28 @@ class Contents:
             stretch = chunk.shard[mine.shard_start : mine.shard_start + mine.length]
         return self._joined(name, stretch)
 
+    def kept(self, name: str) -> range:
+        """Which elements of a parameter's block, flat, this rank keeps of its true value and of what lies like it."""
+        stepper, chunk = self._stepper_of(name), self._chunk_of[name]
+        if isinstance(stepper, WholeStepper):
+            return range(self._shapes[name].numel() if stepper.owns(name) else 0)
+        mine = next((part for part in chunk.slices if part.name == name), None)
+        return range(0) if mine is None else range(mine.parameter_start, mine.parameter_start + mine.length)
+
+    def read_kept(self, name: str) -> Tensor:
+        """These elements of the true value, flat; a view where it can be. Without communication."""
+        stepper, chunk = self._stepper_of(name), self._chunk_of[name]
+        if stepper is not None:
+            return stepper.true(name)
+        mine = next(part for part in chunk.slices if part.name == name)
+        return chunk.shard[mine.shard_start : mine.shard_start + mine.length]
+
+    def read_kept_state(self, name: str, key: str) -> Tensor:
+        """These elements of an optimizer's tensor, or the whole of one that does not lie so. Without communication."""
+        if self._stepper is None:
+            raise KeyError(key)
+        return self._stepper.read(name, key).detach()
+
     def true_dtype(self, name: str) -> torch.dtype:
         """Of a parameter's true value."""
         stepper, chunk = self._stepper_of(name), self._chunk_of[name]

@@ -555,6 +555,31 @@ class Gemini:
         """This rank's block over the tensor axes of an optimizer's tensor; a number as it is. The chunk's group must call."""
         return self._contents.read_state(name, key, entry)
 
+    def kept(self, parameter: Tensor) -> range:
+        """Which elements this rank alone of its chunk's group keeps: of its block over the tensor axes, row by row."""
+        return self._contents.kept(self._name_of(parameter))
+
+    def read_kept(self, parameter: Tensor) -> Tensor:
+        """These elements of a parameter's true value, flat; good until the next step. After ``flush``, no communication.
+
+        Raises:
+            DiskError: if they cannot be read.
+        """
+        return self._contents.read_kept(self._name_of(parameter))
+
+    def read_kept_state(self, name: str, key: str) -> Tensor:
+        """Likewise of an optimizer's tensor; a number as it is."""
+        return self._contents.read_kept_state(name, key)
+
+    def axes_over(self, parameter: Tensor) -> tuple[str, ...]:
+        """The axes whose ranks share a parameter's chunk."""
+        return self._chunk_of[self._name_of(parameter)].group.axes
+
+    def is_on_disk(self, parameter: Tensor) -> bool:
+        """Whether the optimizer's state of a parameter lives on disk."""
+        chunk = self._chunk_of[self._name_of(parameter)]
+        return chunk in self._gradients and self._homes[chunk].state == "disk"
+
     def clear_state(self) -> None:
         """Forget the optimizer's state, as if it had not stepped yet."""
         self.flush()

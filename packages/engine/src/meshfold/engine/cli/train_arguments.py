@@ -93,6 +93,9 @@ def configure(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help="steps between checkpoints (at the end only)",
     )
+    out.add_argument(
+        "--save-asynchronously", action="store_true", help="write checkpoints while training goes on"
+    )
     out.add_argument("--prompt", metavar="TEXT", help="at the end, write how the model goes on from TEXT")
     out.add_argument("--sample-tokens", type=positive, default=200, metavar="N", help="how far (200)")
     out.add_argument("--no-plan", action="store_true", help="do not print the plan first")

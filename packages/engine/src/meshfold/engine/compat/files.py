@@ -10,7 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from meshfold.engine.checkpoint import MODEL, STATE, write_checkpoint
+from meshfold.engine.checkpoint import MODEL, write_checkpoint
+from meshfold.engine.checkpoint_place import STATE
 from meshfold.engine.compat import tables
 from meshfold.engine.compat.arguments import Argument, translate
 from meshfold.engine.compat.training import TrainingEngine

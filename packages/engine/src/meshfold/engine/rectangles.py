@@ -1,0 +1,231 @@
+"""Which rectangles of a whole tensor this rank keeps, and which of them it writes: arithmetic, no communication.
+
+A rank's block of a tensor is some rectangles of the whole (:meth:`meshfold.mesh.placement.Placement.rectangles`). Under
+``zero`` it keeps a flat run of that block, which of a matrix is at most three rectangles of the block: the end of a row, whole
+rows, the beginning of a row. Ranks that keep the same rectangle share it out by rows, or by lot where it is small; each
+computes by itself who writes what, from the mesh alone.
+"""
+
+from __future__ import annotations
+
+import math
+import zlib
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor
+
+from meshfold.mesh import Mesh
+from meshfold.mesh.metadata import ParameterMeta
+from meshfold.mesh.placement import Placement
+
+LEAST_SPLIT_BYTES = 2**20
+"""Of a rectangle, before the ranks that keep it write rows of it each."""
+
+Window = tuple[tuple[int, ...], tuple[int, ...]]
+"""Offsets and sizes, in elements, per dim."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Piece:
+    """A rectangle that this rank writes.
+
+    Attributes:
+        offsets: in the whole tensor, in elements, per dim.
+        sizes: likewise.
+        view: makes it of what the rank keeps.
+    """
+
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+    view: Callable[[Tensor], Tensor]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Share:
+    """What this rank writes of a whole tensor.
+
+    Attributes:
+        pieces: the rectangles.
+        read: what the rank keeps of the tensor, of which the pieces are views. Without communication.
+        on_disk: it is read from a disk, since there is no memory for it.
+    """
+
+    pieces: tuple[Piece, ...]
+    read: Callable[[], Tensor]
+    on_disk: bool = False
+
+
+def share_of_block(name: str, local: Tensor, meta: ParameterMeta) -> Share:
+    """Of a rank that keeps its block whole: ``local``."""
+    whole = (0,) * local.dim(), tuple(local.shape)
+    pieces = _pieces(name, [(whole, lambda kept: kept)], meta, (), local.dtype.itemsize)
+    return Share(pieces=tuple(pieces), read=local.detach)
+
+
+def share_of_run(
+    name: str,
+    run: range,
+    shape: Sequence[int],
+    meta: ParameterMeta,
+    read: Callable[[], Tensor],
+    *,
+    dtype: torch.dtype,
+    over: tuple[str, ...],
+    on_disk: bool = False,
+) -> Share:
+    """Of a rank that keeps a flat run of its block's elements, row by row.
+
+    Args:
+        name: of the tensor.
+        run: which elements.
+        shape: of the block.
+        meta: where the block lies.
+        read: the run, flat.
+        dtype: of the tensor.
+        over: axes whose ranks have the block's other runs.
+        on_disk: see :class:`Share`.
+    """
+    boxes = []
+    for start, (offsets, sizes) in windows_of_run(tuple(shape), run.start, len(run)):
+        count = math.prod(sizes)
+
+        def view(
+            kept: Tensor, start: int = start, count: int = count, sizes: tuple[int, ...] = sizes
+        ) -> Tensor:
+            return kept.reshape(-1)[start : start + count].view(sizes)
+
+        boxes.append(((offsets, sizes), view))
+    return Share(pieces=tuple(_pieces(name, boxes, meta, over, dtype.itemsize)), read=read, on_disk=on_disk)
+
+
+def share_of_whole(
+    name: str, shape: Sequence[int], ranks: Sequence[int], rank: int, read: Callable[[], Tensor]
+) -> Share:
+    """Of a tensor that some ranks have whole: one of them writes it."""
+    piece = Piece(offsets=(0,) * len(shape), sizes=tuple(shape), view=lambda kept: kept)
+    return Share(pieces=(piece,) if rank == _drawn(name, ranks) else (), read=read)
+
+
+def windows_of_run(shape: tuple[int, ...], start: int, length: int) -> Iterator[tuple[int, Window]]:
+    """A flat run of a block as rectangles, each with where in the run it begins: at most three of a matrix.
+
+    >>> [window for _, window in windows_of_run((4, 5), 3, 9)]
+    [((0, 3), (1, 2)), ((1, 0), (1, 5)), ((2, 0), (1, 2))]
+    """
+    if not length:
+        return
+    if not shape:
+        yield 0, ((), ())
+        return
+    inner = math.prod(shape[1:])
+    done = 0
+    while done < length:
+        row, within = divmod(start + done, inner)
+        rows = 0 if within else (length - done) // inner
+        if rows:
+            yield done, ((row, *(0,) * (len(shape) - 1)), (rows, *shape[1:]))
+            done += rows * inner
+            continue
+        some = min(inner - within, length - done)
+        for at, (offsets, sizes) in windows_of_run(shape[1:], within, some):
+            yield done + at, ((row, *offsets), (1, *sizes))
+        done += some
+
+
+def overlap(a: Window, b: Window) -> Window | None:
+    """What two rectangles have in common."""
+    starts = tuple(map(max, a[0], b[0]))
+    sizes = tuple(
+        min(p + n, q + m) - start for p, n, q, m, start in zip(a[0], a[1], b[0], b[1], starts, strict=True)
+    )
+    return (starts, sizes) if all(size > 0 for size in sizes) else None
+
+
+def narrowed(tensor: Tensor, offsets: Sequence[int], sizes: Sequence[int]) -> Tensor:
+    """A window of a tensor."""
+    for dim, (offset, size) in enumerate(zip(offsets, sizes, strict=True)):
+        tensor = tensor.narrow(dim, offset, size)
+    return tensor
+
+
+def _pieces(
+    name: str,
+    boxes: Sequence[tuple[Window, Callable[[Tensor], Tensor]]],
+    meta: ParameterMeta,
+    over: tuple[str, ...],
+    width: int,
+) -> Iterator[Piece]:
+    """What this rank writes of the rectangles that it keeps; ``boxes``: these in its block, with their views."""
+    keepers = _keepers(meta, over)
+    for rectangle in meta.placement.rectangles(meta.mesh):
+        ranks = keepers[rectangle.offsets, rectangle.sizes]
+        mine = _mine(name, (rectangle.offsets, rectangle.sizes), ranks, meta.mesh.rank, width)
+        if mine is None:
+            continue
+        shift = [at - local for at, local in zip(rectangle.offsets, rectangle.local_offsets, strict=True)]
+        for (offsets, sizes), view in boxes:
+            there = tuple(at + by for at, by in zip(offsets, shift, strict=True)), sizes
+            found = overlap(there, mine)
+            if found is not None:
+                inner = tuple(at - begin for at, begin in zip(found[0], there[0], strict=True))
+
+                def cut(
+                    kept: Tensor,
+                    view: Callable[[Tensor], Tensor] = view,
+                    inner: tuple[int, ...] = inner,
+                    sizes: tuple[int, ...] = found[1],
+                ) -> Tensor:
+                    return narrowed(view(kept), inner, sizes)
+
+                yield Piece(offsets=found[0], sizes=found[1], view=cut)
+
+
+def _mine(name: str, window: Window, ranks: Sequence[int], rank: int, width: int) -> Window | None:
+    """The part of a rectangle that falls to a rank, of those that all keep it."""
+    offsets, sizes = window
+    if len(ranks) == 1:
+        return window
+    if not sizes or sizes[0] < len(ranks) or math.prod(sizes) * width < LEAST_SPLIT_BYTES:
+        return window if rank == _drawn(f"{name}{offsets}", ranks) else None
+    place, rows = ranks.index(rank), sizes[0]
+    begin, end = place * rows // len(ranks), (place + 1) * rows // len(ranks)
+    return (offsets[0] + begin, *offsets[1:]), (end - begin, *sizes[1:])
+
+
+def _drawn(name: str, ranks: Sequence[int]) -> int:
+    """One of some ranks, the same for all who ask, another for each name."""
+    return ranks[zlib.crc32(name.encode()) % len(ranks)]
+
+
+# Of meshes that are in use, and no longer.
+_known: WeakKeyDictionary[Mesh, dict[object, dict[Window, list[int]]]] = WeakKeyDictionary()
+
+
+def _keepers(meta: ParameterMeta, over: tuple[str, ...]) -> dict[Window, list[int]]:
+    """Which ranks keep each rectangle of a tensor, of those that stand where this one does on the axes ``over``.
+
+    Where a pipeline's stages share a tensor, those of this rank's own stage count.
+    """
+    alike = (*over, *meta.only_at)
+    known, key = _known.setdefault(meta.mesh, {}), (_key(meta.placement), alike)
+    if key not in known:
+        found: dict[Window, list[int]] = {}
+        for rank in ranks_alike(meta.mesh, alike):
+            for rectangle in meta.placement.rectangles(meta.mesh, rank):
+                found.setdefault((rectangle.offsets, rectangle.sizes), []).append(rank)
+        known[key] = found
+    return known[key]
+
+
+def ranks_alike(mesh: Mesh, axes: Sequence[str]) -> list[int]:
+    """The ranks that stand where this one does on some axes."""
+    here = mesh.index(*axes)
+    return [rank for rank in range(mesh.world_size) if mesh.index(*axes, rank=rank) == here]
+
+
+def _key(placement: Placement) -> object:
+    """Equal for placements that place alike."""
+    return placement.shape, placement.axes, tuple(placement.parts.items()), tuple(placement.multiple.items())
