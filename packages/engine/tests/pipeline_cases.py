@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -11,6 +13,7 @@ from torch import Tensor
 from meshfold.engine import Engine
 from meshfold.engine.models import GPT, GPTConfig, Llama, LlamaConfig
 from meshfold.mesh.testing import run_on_ranks
+from meshfold.zero_gemini import Gemini
 
 VOCABULARY = 37
 # A large epsilon: Adam divides gradients that are zero but for rounding, such as those of key biases, by themselves.
@@ -103,3 +106,21 @@ def assert_same(
         torch.testing.assert_close(
             value, other, rtol=tolerance, atol=tolerance, msg=partial("{}: {}: {}".format, what, name)
         )
+
+
+@contextmanager
+def watched(gemini: Gemini) -> Iterator[list[int]]:
+    """The peak of the device's chunks whenever it is about to be forgotten."""
+    arena, seen = gemini.memory.compute, list[int]()
+    reset = arena.reset_peak
+
+    def note() -> None:
+        seen.append(arena.peak_bytes)
+        reset()
+
+    arena.reset_peak = note  # type: ignore[method-assign]
+    try:
+        yield seen
+    finally:
+        arena.reset_peak = reset  # type: ignore[method-assign]
+    seen.append(arena.peak_bytes)

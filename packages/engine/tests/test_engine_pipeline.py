@@ -221,8 +221,6 @@ def test_gradients_are_summed_over_the_data_axis_alone_and_every_rank_has_its_st
         for parameter in own:
             parameter.grad = torch.ones_like(parameter)
         assert float(gradient_norm(own, engine.mesh)) == pytest.approx(whole**0.5)
-    with pytest.raises(SpecError, match=r"zero=dict\(stage=3\).*stage=1 or stage=2"):
-        engine_of(dict(data=2, pipeline=2, zero=dict(stage=3)))
 
 
 # -- checkpoints ------------------------------------------------------------------------------------------------------
@@ -307,8 +305,8 @@ def test_what_is_refused() -> None:
         )  # eight stages of four blocks
     with pytest.raises(SpecError, match="other parameter groups"):
         engine_of(dict(pipeline=2), "long", optimizer=grouped)
-    with pytest.raises(SpecError, match=r"recompute='auto'|placement"):
-        engine_of(dict(pipeline=2, zero=dict(stage=1)), recompute="auto")
+    with pytest.raises(SpecError, match=r"recompute='auto'.*placement"):
+        engine_of(dict(pipeline=2, zero=dict(stage=1, placement="cpu")), recompute="auto")
 
 
 def grouped(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:

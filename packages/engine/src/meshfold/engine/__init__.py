@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from meshfold.engine.engine import Engine
     from meshfold.engine.errors import CheckpointError, TrainingError
     from meshfold.engine.loader import ShardedLoader
+    from meshfold.engine.memory_plan import plan_memory
     from meshfold.engine.metrics import StepMetrics
 
 __all__ = [
@@ -23,6 +24,7 @@ __all__ = [
     "StepMetrics",
     "TrainingError",
     "initialize",
+    "plan_memory",
 ]
 
 _HOMES = {
@@ -34,6 +36,7 @@ _HOMES = {
     "StepMetrics": "metrics",
     "TrainingError": "errors",
     "initialize": "compat.making",
+    "plan_memory": "memory_plan",
 }
 
 

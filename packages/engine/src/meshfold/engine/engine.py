@@ -121,10 +121,6 @@ class Engine:
         self._world = join(parallel, device)
         self.spec, self.mesh, self.device = self._world.spec, self._world.mesh, self._world.device
         recompute = recomputation.check(recompute, self.spec)
-        if recompute == "auto" and self._world.pipelined:
-            raise SpecError(
-                "recompute='auto' with pipeline: nothing is planned for stages yet. Write recompute='blocks'"
-            )
         stages = PipelineSettings(loss_fn=loss_fn, example=example)
         built = assemble(model, self._world, self._precision, self._seed, rules, stages)
         self._pipelined = built.pipelined
@@ -225,10 +221,10 @@ class Engine:
         self._begun = False  # also if the one before was broken off
         self._begin()
         with self._randomness(shares):
-            stages.look_for_order(work)
+            works = stages.look_ahead(work)
         share = shares.weight()
         with self._randomness(shares), self._states.backward("last" if last else "more"):
-            mine = stages.step(work, share * (self._scaler.scale / self._accumulation))
+            mine = stages.step(works, share * (self._scaler.scale / self._accumulation))
         self._begun = False
         self._backwards += 1
         return mine * share

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -21,6 +22,7 @@ from meshfold.tensor_parallel.frame import row_unit
 if TYPE_CHECKING:
     from meshfold.engine.states import States
     from meshfold.pipeline import Costs, Pipeline
+    from meshfold.pipeline.beside import Beside
     from meshfold.pipeline.microbatch import Microbatch
 
 
@@ -126,6 +128,7 @@ class PipelinedModel:
                 device=world.device,
                 fill=fill,
                 reduce=self._complete,
+                beside=self._beside(),
             )
         except (LayoutError, ScheduleError) as error:
             raise SpecError(f"pipeline={spec.to_dict()}: {error}") from error
@@ -142,29 +145,41 @@ class PipelinedModel:
         here = [index for stage in cut.stages for index in range(cut.bounds[stage], cut.bounds[stage + 1])]
         return {f"{prefix}{keys[index]}": cut.gates.blocks[index] for index in here}
 
-    def step(self, batch: batches.Batch, scale: Tensor) -> Tensor:
+    def step(self, works: Sequence[Microbatch], scale: Tensor) -> Tensor:
         """Forward and backward of this data coordinate's batch: its mean loss, float64, on every rank of the pipeline.
 
         Args:
-            batch: the same on all of them.
+            works: from :meth:`look_ahead`, the same on all of them.
             scale: factor of the gradients.
         """
-        return self.pipeline.run(self._works(batch), scale=scale)
+        try:
+            return self.pipeline.run(works, scale=scale)
+        except RuntimeError as error:
+            if self._states is not None:
+                self._states.explain(error)
+            raise
 
     def assess(self, batch: batches.Batch) -> Tensor:
         """The mean loss of this data coordinate's batch, without dropout and without training."""
         return self.pipeline.assess(self._works(batch))
 
-    def look_for_order(self, batch: batches.Batch) -> None:
-        """Under schedule ``auto``, once: measure the stages on a batch, and let the order be the best for that.
+    def look_ahead(self, batch: batches.Batch) -> list[Microbatch]:
+        """Before a step: its micro-batches. All ranks must call.
 
-        All ranks must call. They take the times of the slowest of those that do the same, so that all choose alike.
+        Under schedule ``auto``, once: measure the stages on a batch, and let the order be the best for that; ranks take the
+        times of the slowest of those that do the same, so that all choose alike. Then the states may try the stages out.
         """
-        if not self._measures:
-            return
-        self._measures = False
-        costs = self.pipeline.measure_work(self._works(batch)[0])
-        self.pipeline.replan(_slowest(costs, self._world))
+        works = self._works(batch)
+        if self._measures:
+            self._measures = False
+            self.pipeline.replan(_slowest(self.pipeline.measure_work(works[0]), self._world))
+        if self._states is not None:
+            self._states.look_at(self.pipeline, works)
+        return works
+
+    def microbatches(self, batch: batches.Batch) -> list[Microbatch]:
+        """The batch in micro-batches."""
+        return self._works(batch)
 
     def _works(self, batch: batches.Batch) -> list[Microbatch]:
         """The batch in micro-batches, each in the form in which the engine calls a model."""
@@ -182,6 +197,23 @@ class PipelinedModel:
         """The model's own loss, or what ``loss_fn`` makes of its output."""
         whole = batches.Batch(args=(), kwargs={}, given=given, rows=1, targets=None)
         return batches.loss_of(output, whole, self._loss_fn)
+
+    def _beside(self) -> Beside:
+        """Under ZeRO stage 3 every use of a stage gathers its parameters from the other data coordinates."""
+        from meshfold.pipeline.beside import ALONE, Beside
+
+        zero = self._world.spec.zero
+        if zero is None or zero.stage < 3:
+            return ALONE
+        group, device = self._world.data_group, self._world.device
+
+        def agree(count: int) -> int:
+            return int(all_reduce(torch.tensor([count], device=device), group, "max"))
+
+        return Beside(agree=agree, looking=self._shapes_only)
+
+    def _shapes_only(self) -> AbstractContextManager[None]:
+        return nullcontext() if self._states is None else self._states.shapes_only()
 
     def _complete(self, named: Sequence[tuple[str, nn.Parameter]]) -> None:
         if self._states is not None:

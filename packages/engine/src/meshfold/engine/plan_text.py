@@ -116,10 +116,10 @@ def memory_table(found: Estimate) -> str:
         ("disk", memory.disk, "for all ranks there"),
     )
     lines += [f"{name:<17}{human_bytes(size):>12}  {note}" for name, size, note in homes if size]
-    title = "a rank holds"
+    title = "a rank holds" if found.pipeline is None else "the fullest rank of the pipeline holds"
     if zero:
         placed = ", with everything on its device" if found.refusal else ""
-        title = f"a rank holds{placed}, at its fullest moment"
+        title = f"{title}{placed}, at its fullest moment"
     return "\n".join([title, *lines])
 
 
@@ -152,17 +152,18 @@ def time_table(found: Estimate, times: Times, machine: Machine, nodes: int) -> s
     fits = found.memory.total <= machine.memory
     lines = [
         f"a step takes at least, on {where} ({machine.source})",
-        f"{'compute':<17}{_seconds(times.compute):>12}  {found.flops / 1e12:,.3g} TFLOP a rank, matmuls alone",
-        f"{'tensor traffic':<17}{_seconds(times.tensor):>12}",
-        f"{'data traffic':<17}{_seconds(times.data):>12}  may run during backward",
-        f"{'together':<17}{_seconds(times.overlapped):>12}  to {_seconds(times.apart)}: "
+        f"{'compute':<17}{seconds_in_words(times.compute):>12}  {found.flops / 1e12:,.3g} TFLOP a rank, matmuls alone",
+        f"{'tensor traffic':<17}{seconds_in_words(times.tensor):>12}",
+        f"{'data traffic':<17}{seconds_in_words(times.data):>12}  may run during backward",
+        f"{'together':<17}{seconds_in_words(times.overlapped):>12}  to {seconds_in_words(times.apart)}: "
         f"{found.tokens / times.apart:,.0f} to {found.tokens / times.overlapped:,.0f} tokens/s",
         f"{'memory':<17}{human_bytes(machine.memory):>12}  a device: {'it fits' if fits else 'it does NOT fit'}",
     ]
     return "\n".join(lines)
 
 
-def _seconds(value: float) -> str:
+def seconds_in_words(value: float) -> str:
+    """``1.23 ms``"""
     for factor, unit in ((1.0, "s"), (1e3, "ms")):
         if value * factor >= 1:
             return f"{value * factor:.3g} {unit}"

@@ -31,6 +31,7 @@ from meshfold.mesh.process_group import start_fake
 from meshfold.tensor_parallel import Report
 
 if TYPE_CHECKING:
+    from meshfold.engine.pipeline_estimate import PipelineEstimate
     from meshfold.engine.zero_plan import ZeroEstimate
     from meshfold.zero_gemini.planner import Plan
 
@@ -107,6 +108,8 @@ class Estimate:
         seconds: how long the measurement took.
         plan: under ``zero``, where everything lives and what a step takes; None without, or if it does not fit.
         refusal: why it does not fit; empty if it does.
+        pipeline: of a spec with one: every stage and rank, and the schedule on a clock. Then what is said of rank 0 here is of
+            the rank of the pipeline that holds most.
     """
 
     spec: ParallelSpec
@@ -123,6 +126,7 @@ class Estimate:
     seconds: float
     plan: Plan | None = None
     refusal: str = ""
+    pipeline: PipelineEstimate | None = None
 
     @property
     def moved(self) -> int:
@@ -187,10 +191,15 @@ def estimate(
         raise SpecError(f"{accumulate} micro-steps do not divide the global batch of {batch_size} sequences")
     recompute = check(recompute, spec)
     if spec.pipeline is not None and spec.pipeline.size > 1:
-        raise SpecError(
-            f"pipeline={spec.pipeline.to_dict()}: there is no plan for pipelines yet, whose ranks hold and send different things. "
-            "Leave pipeline out to plan the rest; meshfold.pipeline.simulate answers for time and activations of a schedule"
-        )
+        from meshfold.engine.pipeline_estimate import estimate_pipeline
+
+        asked: dict[str, Any] = dict(
+            batch_size=batch_size, seq_len=seq_len, precision=precision, optimizer=optimizer, accumulate=accumulate, rules=rules,
+            recompute=recompute, machine=machine or MACHINES["h200x8"], name=name,
+        )  # fmt: skip
+        alone = replace(spec, pipeline=None, zero=None)
+        without = {**asked, "recompute": None if recompute is None else "blocks"}
+        return estimate_pipeline(build, spec, estimate(build, alone, **without), **asked)
     begin = time.perf_counter()
     with (
         start_fake(spec.world_size),
@@ -239,7 +248,7 @@ def estimate(
             local_parameters=local,
             tokens=batch_size * seq_len,
             memory=memory,
-            traffic=tuple(_summary(entries, engine._world.outer_axes)),
+            traffic=tuple(summarised(entries, engine._world.outer_axes)),
             flops=flops,
             shapes={name: source.shape for name, source in engine._model_state.sources().items()},
             summary="" if report is None else _in_a_line(report),
@@ -326,8 +335,8 @@ def _in_a_line(report: Report) -> str:
     return f"mode {report.mode} places {counts}"
 
 
-def _summary(entries: list[Entry], outer: tuple[str, ...]) -> Iterator[Traffic]:
-    """Equal collectives together, in the order in which the first of them came."""
+def summarised(entries: list[Entry], outer: tuple[str, ...]) -> Iterator[Traffic]:
+    """Equal collectives together, in the order in which the first of them came; ``outer`` are the data axes."""
     found: dict[tuple[str, str, tuple[str, ...], int], list[Fraction]] = {}
     for entry in entries:
         # Buckets are sent in the middle of backward; they alone are summed over the data axes there.

@@ -14,7 +14,7 @@ from meshfold.mesh import all_reduce
 
 
 class Pressure:
-    """Asks all ranks of a world after each of their steps."""
+    """Asks all ranks of a world, or of a stage of a pipeline, after each of their steps."""
 
     def __init__(self, world: World) -> None:
         self._world = world
@@ -34,7 +34,7 @@ class Pressure:
         short = now > self._retries or peak_bytes > most_bytes
         self._retries = now
         mine = torch.full((1,), int(short), device=self._world.device)
-        told = all_reduce(mine, self._world.everyone, "max")
+        told = all_reduce(mine, self._world.stage_group, "max")
         if told.is_cuda:
             self._said = torch.empty(1, dtype=told.dtype, pin_memory=True).copy_(told, non_blocking=True)
             self._there = torch.cuda.current_stream(self._world.device).record_event()

@@ -11,9 +11,10 @@ from __future__ import annotations
 
 import time
 import warnings
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from dataclasses import asdict, dataclass, replace
 from statistics import median
+from typing import Any
 
 import torch
 from torch import nn
@@ -22,8 +23,9 @@ from meshfold.engine.allocator import limit_allocator
 from meshfold.engine.pressure import Pressure
 from meshfold.engine.process_memory import ranks_per_host, resident_bytes
 from meshfold.engine.recompute import RecomputedBlocks
+from meshfold.engine.stage_workload import InFlight, workload_of_stages
 from meshfold.engine.watching import Watcher, as_words, of_words, worst
-from meshfold.engine.world import World
+from meshfold.engine.world import PIPE, World
 from meshfold.engine.zero_plan import plan_for
 from meshfold.mesh.spec import ZeroSpec
 from meshfold.zero_gemini import Gemini, Home, MemoryPlanError, OutOfBudget
@@ -95,12 +97,11 @@ class Residency:
         self._took: list[float] = []  # seconds of the steps under the plan
         self._peak_gpu = self._peak_host = 0
         self._corrected, self._shrunk = False, 0.0
+        self._in_flight: InFlight | None = None
         self.plan: Plan | None = None
         # On a CPU without a limit there is nothing to decide, but for what to keep.
         cuda, limited = world.device.type == "cuda", spec.gpu_memory_limit is not None or blocks is not None
         self._wanted = cuda or (limited and world.device.type != "meta")
-        if world.pipelined:  # stages differ, and a plan is made for ranks that are alike
-            self._wanted = False
         if cuda and spec.gpu_memory_limit is not None:
             limit_allocator(world.device, spec.gpu_memory_limit)
 
@@ -111,8 +112,27 @@ class Residency:
             self._begun = time.perf_counter()
             if self._wanted and self.plan is not None and self._world.device.type == "cuda":
                 torch.cuda.reset_peak_memory_stats(self._world.device)
-        if self._wanted and self.plan is None:
+        if self.is_watching and not self._world.pipelined:
             self._watcher.begin()
+
+    @property
+    def is_watching(self) -> bool:
+        """Whether a plan is still to be made of what the next step shows."""
+        return self._wanted and self.plan is None
+
+    def rehearse(self, rehearse: Callable[[], None], *, live: int, stages: int, microbatches: int) -> None:
+        """Of a pipeline, before a step: watch this rank's stages by themselves; all of those that have them must call.
+
+        Args:
+            rehearse: forward and backward of a micro-batch through the stages, whose gradients nobody takes.
+            live: pairs of stage and micro-batch that the rank holds at most in a step.
+            stages: of the rank.
+            microbatches: of the step.
+        """
+        self._in_flight = InFlight(live=live, stages=stages, microbatches=microbatches)
+        self._watcher.begin()
+        rehearse()
+        self._watcher.end()
 
     def end(self) -> None:
         """After the backward."""
@@ -240,10 +260,10 @@ class Residency:
         )
         told = tell_all(
             [as_words(worst(self._watcher.traces, seconds=min)), asdict(machine)],
-            world.everyone,
+            world.stage_group,
             world.device,
         )
-        # Every rank must come to the same plan: that of the rank that has it worst.
+        # Every rank of a stage must come to the same plan: that of the rank that has it worst.
         trace = worst([of_words(words) for words, _ in told])
         machine = replace(
             machine,
@@ -253,16 +273,37 @@ class Residency:
                 if isinstance(value, int | float)
             },
         )
-        workload = workload_of(
-            trace, self._gemini.uses(), name=type(self._model).__name__, regime=self._regime, tokens=self._watcher.tokens,
-            clipping=self._gemini.holds_gradients, stage=spec.stage, accumulation=self._accumulation,
+        common: dict[str, Any] = dict(
+            name=type(self._model).__name__, regime=self._regime, stage=spec.stage, accumulation=self._accumulation,
             data_ranks=world.data_size, ranks_per_host=ranks_per_host(world),
             host_base_bytes=max(0, resident_bytes() - self._gemini.memory.home.used_bytes),
         )  # fmt: skip
+        uses, tokens, flying = self._gemini.uses(), self._watcher.tokens, self._in_flight
+        if flying is None:
+            holds = self._gemini.holds_gradients
+            workload = workload_of(trace, uses, tokens=tokens, clipping=holds, **common)
+        else:
+            workload = workload_of_stages(trace, uses, flying, tokens=tokens * flying.microbatches, **common)
+        plan, refusal = None, None
         try:
-            self._carry_out(self._plan(workload, machine))
+            plan = self._plan(workload, machine)
         except MemoryPlanError as error:
-            self._make_do(error)
+            refusal = error
+        self._raise_together(refusal)
+        if plan is not None:
+            self._carry_out(plan)
+        elif refusal is not None:
+            self._make_do(refusal)
+
+    def _raise_together(self, refusal: MemoryPlanError | None) -> None:
+        """Of a pipeline: a stage that cannot go on stops all of them. All ranks must call."""
+        world = self._world
+        if not world.pipelined or self._can_make_do:
+            return
+        mine = None if refusal is None else f"rank {world.mesh.index(PIPE)} of the pipeline: {refusal}"
+        told = [one for one in tell_all(mine, world.everyone, world.device) if one is not None]
+        if told:
+            raise MemoryPlanError(told[0]) from refusal
 
     def _carry_out(self, plan: Plan) -> None:
         """Move chunks to where a plan wants them, and let blocks keep what it says."""
@@ -299,16 +340,20 @@ class Residency:
         self._corrected = True
         plan, world = self.plan, self._world
         assert plan is not None  # steps are counted from the plan on
-        peak = max(tell_all(self._peak_gpu, world.everyone, world.device))
+        peak = max(tell_all(self._peak_gpu, world.stage_group, world.device))
         spare = plan.peak_gpu_bytes - peak
         if spare <= MARGIN * plan.peak_gpu_bytes:
             return
         less = tuple(max(0, value - spare) for value in plan.workload.non_model_bytes)
         self._carry_out(self._plan(replace(plan.workload, non_model_bytes=less), plan.machine))
 
+    @property
+    def _can_make_do(self) -> bool:
+        return self._world.device.type == "cuda" and self._spec.placement == "auto"
+
     def _make_do(self, error: MemoryPlanError) -> None:
         """No plan fits. A GPU shows soon enough whether it really does not: plans leave some room to the unforeseen."""
-        if self._world.device.type != "cuda" or self._spec.placement != "auto":
+        if not self._can_make_do:
             raise error
         self._wanted = False
         away: Place = "host" if self._spec.offload_path is None else "disk"

@@ -6,8 +6,8 @@ that data ranks share.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -26,6 +26,8 @@ from meshfold.mesh import clip_gradient_values, clip_gradients, gradient_norm, m
 
 if TYPE_CHECKING:
     from meshfold.engine.residency import Residency
+    from meshfold.pipeline import Pipeline
+    from meshfold.pipeline.microbatch import Microbatch
     from meshfold.zero_gemini.backward import Backward
 
 
@@ -115,6 +117,12 @@ class States(Protocol):
 
     def load_optimizer(self, description: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
         """Take the optimizer's state from a checkpoint."""
+
+    def shapes_only(self) -> AbstractContextManager[None]:
+        """Around forwards of which only the shapes are wanted, on some of the ranks perhaps."""
+
+    def look_at(self, pipeline: Pipeline, works: Sequence[Microbatch]) -> None:
+        """Before a pipeline's step: try this rank's stages out, if there is something to learn from it."""
 
     def explain(self, error: BaseException) -> None:
         """Add a note to what a model's forward raised, if the states may have caused it."""
@@ -207,6 +215,12 @@ class PlainStates:
 
     def load_optimizer(self, description: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
         self._optimizer_state().load(description, tensors)
+
+    def shapes_only(self) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    def look_at(self, pipeline: Pipeline, works: Sequence[Microbatch]) -> None:
+        pass
 
     def can_relieve(self, error: BaseException) -> bool:
         return False

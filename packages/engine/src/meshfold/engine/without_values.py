@@ -2,38 +2,48 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import functional as F
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.overrides import TorchFunctionMode
 
 
-@dataclass
 class Saved:
-    """Bytes of the storages that autograd keeps."""
+    """Storages that are kept for backward, each counted once.
 
-    bytes: int = 0
+    Attributes:
+        bytes: of them.
+    """
+
+    def __init__(self, parameters: Iterable[Tensor]) -> None:
+        """Args:
+        parameters: what does not count.
+        """
+        self.bytes = 0
+        self._seen = {parameter.untyped_storage()._cdata for parameter in parameters}
+        self._kept: list[torch.UntypedStorage] = []  # an address must stay its own while others are counted
+
+    def add(self, tensor: Tensor) -> None:
+        """Count what a tensor lies in."""
+        storage = tensor.untyped_storage()
+        if storage._cdata not in self._seen:
+            self._seen.add(storage._cdata)
+            self._kept.append(storage)
+            self.bytes += storage.nbytes()
 
 
 @contextmanager
-def saved_for_backward(parameters: list[nn.Parameter]) -> Iterator[Saved]:
-    """Count what is saved for backward: each storage once, parameters left out."""
-    seen = {parameter.untyped_storage()._cdata for parameter in parameters}
-    kept: list[torch.UntypedStorage] = []  # an address must stay its own while others are counted
-    found = Saved()
+def saved_for_backward(parameters: Iterable[Tensor]) -> Iterator[Saved]:
+    """Count what is saved for backward: each storage once, parameters (and what else is there anyway) left out."""
+    found = Saved(parameters)
 
     def pack(tensor: Tensor) -> Tensor:
-        storage = tensor.untyped_storage()
-        if storage._cdata not in seen:
-            seen.add(storage._cdata)
-            kept.append(storage)
-            found.bytes += storage.nbytes()
+        found.add(tensor)
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):

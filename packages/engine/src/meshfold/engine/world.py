@@ -44,6 +44,11 @@ class World:
         return self.mesh.group(*self.mesh.names)
 
     @property
+    def stage_group(self) -> Group:
+        """Ranks that hold the same layers: all of them without a pipeline."""
+        return self.mesh.group(*(axis for axis in self.mesh.names if axis != PIPE))
+
+    @property
     def data_group(self) -> Group:
         """Ranks that hold the same blocks and different parts of the batch."""
         return self.mesh.group(*self.outer_axes)
@@ -132,21 +137,6 @@ def join(parallel: Mapping[str, object] | ParallelSpec, device: torch.device | s
     )
 
 
-def _require_pipelined(spec: ParallelSpec) -> None:
-    """What does not go with a pipeline yet."""
-    zero = spec.zero
-    if zero is not None and zero.stage == 3:
-        raise SpecError(
-            "pipeline with zero=dict(stage=3): stages run in pieces, between which parameters would have to be gathered again "
-            "for every micro-batch; the engine does not do that yet. Write stage=1 or stage=2, or leave pipeline out"
-        )
-    if zero is not None and zero.offload_path is not None:
-        raise SpecError(
-            f"pipeline with zero=dict(offload_path={zero.offload_path!r}): the engine does not keep the state of a pipeline's "
-            "stages on disk yet. Leave offload_path out, or pipeline"
-        )
-
-
 def _mode(spec: ParallelSpec) -> object:
     if spec.tensor is None:
         return None
@@ -182,8 +172,6 @@ def require_runnable(spec: ParallelSpec) -> None:
     """Whether the engine can run a spec.
 
     Raises:
-        SpecError: for what is not installed, and for parts that run by themselves and are not put together here yet.
+        SpecError: that names the distribution which is not installed.
     """
     spec.require_installed()
-    if spec.pipeline is not None and spec.pipeline.size > 1:
-        _require_pipelined(spec)

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -22,7 +22,8 @@ from meshfold.engine.recompute import RecomputedBlocks
 from meshfold.engine.rectangles import Share, ranks_alike, share_of_run, share_of_whole
 from meshfold.engine.residency import Residency
 from meshfold.engine.states import Source, held
-from meshfold.engine.world import World
+from meshfold.engine.staying import StayingBytes
+from meshfold.engine.world import PIPE, World
 from meshfold.engine.zero_homes import Sizes, first_homes, gradient_dtype
 from meshfold.engine.zero_plan import regime_of
 from meshfold.mesh import SpecError
@@ -32,6 +33,10 @@ from meshfold.zero_gemini.backward import Backward
 from meshfold.zero_gemini.measuring import measure_early
 from meshfold.zero_gemini.stepping import DiskSettings
 from meshfold.zero_gemini.stepping.kinds import kind_of
+
+if TYPE_CHECKING:
+    from meshfold.pipeline import Pipeline
+    from meshfold.pipeline.microbatch import Microbatch
 
 
 class ZeroStates:
@@ -77,7 +82,7 @@ class ZeroStates:
             grow_segments()
             if spec.placement == "auto" and make is not None:  # who only evaluates plans nothing
                 measure_early(world.device)
-        ranks = world.data_size
+        ranks, micro_steps = world.data_size, accumulation
         if world.pipelined:  # gradients are summed over micro-batches
             accumulation = max(2, accumulation)
         summed = gradient_dtype(precision, accumulation=accumulation, ranks=ranks)
@@ -110,10 +115,11 @@ class ZeroStates:
         self.gemini.takes = False
         self.optimizer = self.gemini.optimizer
         self.residency = Residency(
-            model, self.gemini, spec, world, accumulation=accumulation,
+            model, self.gemini, spec, world, accumulation=micro_steps,
             regime=regime, blocks=blocks,
         )  # fmt: skip
         self._names = {parameter: name for name, parameter in model.named_parameters()}
+        self._staying = StayingBytes(self.gemini, spec, world)
 
     def begin(self, *, first: bool) -> None:
         if first:
@@ -131,6 +137,8 @@ class ZeroStates:
             yield
         finally:
             self.gemini.takes = False  # another engine's backward may go through this model
+            if self._world.pipelined:
+                self.gemini.rest()  # what has stayed from micro-batch to micro-batch
         self.residency.end()
         self._owed = kind in ("more", "apart")
 
@@ -155,6 +163,8 @@ class ZeroStates:
     def step(self) -> None:
         self.gemini.step()
         self.residency.stepped()
+        if not self.residency.is_watching:
+            self._staying.stepped()
 
     def forget(self) -> None:
         self.gemini.forget()
@@ -162,6 +172,22 @@ class ZeroStates:
 
     def publish(self) -> None:
         self.gemini.publish()
+
+    def shapes_only(self) -> AbstractContextManager[None]:
+        return self.gemini.shapes_only()
+
+    def look_at(self, pipeline: Pipeline, works: Sequence[Microbatch]) -> None:
+        if self.residency.is_watching:
+            from meshfold.pipeline.simulate import live_at_most
+
+            actions = pipeline.program(len(works)).schedule.ranks[self._world.mesh.index(PIPE)]
+            self.residency.rehearse(
+                lambda: pipeline.rehearse(works[0]),
+                live=live_at_most(actions),
+                stages=len(pipeline.stages),
+                microbatches=len(works),
+            )
+        self.gemini.rest(unlearn=True)
 
     def explain(self, error: BaseException) -> None:
         released = [name for name, p in self._model.named_parameters() if p.numel() == 0]

@@ -171,7 +171,7 @@ def estimate_zero(
             trace, flops = trace_without_values(
                 engine.model, lambda: micro_step(log), stand_in, machine, precision, blocks
             )
-        return _with_collectives(trace, log, world.mesh, machine), flops, log
+        return with_collectives(trace, log, world.mesh, machine), flops, log
 
     trace, flops, log = traced()
     workload = workload_of(
@@ -197,18 +197,18 @@ def estimate_zero(
     if found is not None and blocks is not None:
         blocks.keep([layer.name for layer in found.layers if layer.kept])
         _, flops, log = traced()  # what is kept is not computed, and its collectives are not made, once more
-    roomy = replace(rates, gpu_bytes=_PLENTY, host_bytes=_PLENTY, disk_bytes=_PLENTY)
+    roomy = replace(rates, gpu_bytes=PLENTY, host_bytes=PLENTY, disk_bytes=PLENTY)
     return ZeroEstimate(
-        entries=[*log.entries * accumulation, *_chunk_entries(workload, world.outer_axes, world.mesh)],
+        entries=[*log.entries * accumulation, *chunk_entries(workload, world.outer_axes, world.mesh)],
         flops=flops * accumulation,
-        memory=_memory(found or plan_for(replace(spec, placement="cuda"), workload, roomy, Limits())),
+        memory=memory_of(found or plan_for(replace(spec, placement="cuda"), workload, roomy, Limits())),
         workload=workload,
         plan=found,
         refusal=refusal,
     )
 
 
-_PLENTY = 2**60
+PLENTY = 2**60
 
 
 def trace_without_values(
@@ -259,7 +259,7 @@ def _bytes(tensor: Tensor) -> int:
     return tensor.numel() * tensor.element_size()
 
 
-def _with_collectives(trace: Trace, log: Log, mesh: Mesh, machine: Machine) -> Trace:
+def with_collectives(trace: Trace, log: Log, mesh: Mesh, machine: Machine) -> Trace:
     """With the seconds of what was sent over tensor axes, shared out to the moments of its half like their compute."""
     moments, layers = list(trace.moments), list(trace.layers)
     for phase in ("forward", "backward"):
@@ -277,7 +277,7 @@ def _with_collectives(trace: Trace, log: Log, mesh: Mesh, machine: Machine) -> T
     return Trace(moments=tuple(moments), layers=tuple(layers))
 
 
-def _chunk_entries(workload: Workload, axes: tuple[str, ...], mesh: Mesh) -> list[Entry]:
+def chunk_entries(workload: Workload, axes: tuple[str, ...], mesh: Mesh) -> list[Entry]:
     """The collectives on chunks in an optimizer step."""
     ranks, entries = workload.data_ranks, []
     if ranks == 1:
@@ -290,13 +290,14 @@ def _chunk_entries(workload: Workload, axes: tuple[str, ...], mesh: Mesh) -> lis
             len(windows(chunk, workload)) * workload.accumulation if workload.stage == 3 else chunk.trainable
         )
         entries += [Entry("all_gather", axes, ranks, gathered, "parameters")] * uses
-        sums = (workload.accumulation if workload.stage > 1 else 1) * chunk.trainable
+        once = workload.stage == 1 or workload.whole_gradients
+        sums = (1 if once else workload.accumulation) * chunk.trainable
         entries += [Entry("reduce_scatter", axes, ranks, reduced, "gradients")] * sums
     number = Entry("all_reduce", mesh.names, mesh.world_size, 8, "norm")
     return [*entries, number]
 
 
-def _memory(found: Plan) -> Memory:
+def memory_of(found: Plan) -> Memory:
     """What a plan holds at its fullest moment."""
     from meshfold.engine.planner import Memory
 

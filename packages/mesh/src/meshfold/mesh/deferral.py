@@ -98,7 +98,7 @@ class Queue:
         for key in keys:
             for site, pair in self._waiting.pop(key):
                 pairs.setdefault(site, []).append(pair)
-        with torch.no_grad():
+        with torch.no_grad(), gradients_together():
             while pairs:
                 site = next(iter(pairs))
                 site.add(pairs.pop(site))  # the tensors go before the next site's gradient is made
@@ -112,7 +112,7 @@ class Queue:
     def held_bytes(self) -> int:
         """Bytes of what waits; a tensor that several matmuls read counts once."""
         storages = {
-            tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes()
+            tensor.untyped_storage()._cdata: tensor.untyped_storage().nbytes()
             for entries in self._waiting.values()
             for _, pair in entries
             for tensor in pair
@@ -143,10 +143,47 @@ def put(ticket: Tensor, x: Tensor, dy: Tensor) -> Tensor | None:
     return None
 
 
+def when_made(callback: Callable[[], None]) -> None:
+    """For hooks on parameters: be called when the gradients that are made now are all there.
+
+    That is at the end of the outermost :func:`gradients_together`, else of the backward that runs.
+    """
+    if _together:
+        _together[0].append(callback)
+    else:
+        torch.autograd.Variable._execution_engine.queue_callback(callback)
+
+
+@contextmanager
+def gradients_together() -> Iterator[None]:
+    """Around what makes gradients in several backwards, one inside of the other or one after the other."""
+    callbacks: list[Callable[[], None]] = []
+    _together.append(callbacks)
+    try:
+        yield
+    finally:
+        _together.pop()
+    for callback in callbacks:
+        callback()
+
+
+_together: list[list[Callable[[], None]]] = []  # not of a thread: autograd calls hooks on threads of its own
+
+
 def add_gradient(parameter: nn.Parameter, gradient: Tensor) -> None:
-    """Add to ``.grad`` as autograd does, and run the hooks that wait for it. A first gradient is taken as it is."""
+    """Add to ``.grad`` as autograd does, and run the hooks that wait for it. A first gradient is taken as it is.
+
+    The parameter may be empty meanwhile: ZeRO stage 3 puts values away that nobody computes with, and dw needs none.
+    """
     if parameter._post_accumulate_grad_hooks or parameter._backward_hooks:
-        torch.autograd.backward(parameter, gradient)
+        values = parameter.data
+        if values.shape != gradient.shape:  # autograd compares; one element stands for all
+            parameter.data = values.new_zeros(()).expand(gradient.shape)
+        try:
+            torch.autograd.backward(parameter, gradient)
+        finally:
+            if parameter.data.shape != values.shape:
+                parameter.data = values
     elif parameter.grad is None:
         parameter.grad = gradient
     else:
@@ -165,6 +202,7 @@ def add_product(parameter: nn.Parameter, left: Tensor, right: Tensor) -> None:
 
 def _put(ticket: Tensor, x: Tensor, dy: Tensor) -> None:
     site = _sites[int(ticket)]
+    x, dy = x.detach(), dy.detach()  # else the graph would wait with them, and keep what the stage was given
     if site.queue is None or not site.queue.put(site, (x, dy)):
         with torch.no_grad():
             site.add([(x, dy)])

@@ -52,7 +52,8 @@ class _Deferring:
 
     def forward(self: Any, x: Tensor) -> Tensor:
         weight, bias, site = self.weight, self.bias, self.__dict__.get(_SITE)
-        ordinary = site is None or not torch.is_grad_enabled() or torch.is_autocast_enabled(x.device.type)
+        casts = not x.is_meta and torch.is_autocast_enabled(x.device.type)
+        ordinary = site is None or not torch.is_grad_enabled() or casts
         if ordinary or not weight.requires_grad or (bias is not None and not bias.requires_grad):
             return F.linear(x, weight.t() if self._turned else weight, bias)
         free = None if bias is None else bias.detach()

@@ -78,18 +78,41 @@ def agree(parameters: Sequence[tuple[nn.Module, str]], group: Group, device: tor
         group: whose ranks together keep all of them.
         device: of what is exchanged.
     """
+    if device.type == "meta":  # the other ranks are not there
+        return
     values = [getattr(module, name) for module, name in parameters]
     codes = [
         -1 if value is None or isinstance(value, Ghost) else DTYPES.index(value.dtype) for value in values
     ]
     found = all_reduce(torch.tensor(codes, device=device), group, "max").tolist()
     for (module, name), value, code in zip(parameters, values, found, strict=True):
-        if isinstance(value, Ghost) and code >= 0 and value.dtype != DTYPES[code]:
-            like = torch.empty(value.shape, dtype=DTYPES[code], device="meta")
-            meta = metadata(value)
-            if meta is not None:
-                annotate(like, meta)
-            module.__dict__[name] = Ghost.of(like, value.label, value.device, value.used)
+        if isinstance(value, Ghost) and code >= 0:
+            _recast(module, name, value, DTYPES[code])
+
+
+def recast(parameters: Sequence[tuple[nn.Module, str]], dtype: torch.dtype) -> None:
+    """:func:`agree` where the other ranks are not there: let all that stands for a floating parameter have this dtype.
+
+    Args:
+        parameters: (module, name in it).
+        dtype: of what they stand for.
+    """
+    for module, name in parameters:
+        value = getattr(module, name)
+        if name not in module._parameters and isinstance(value, Tensor) and value.is_floating_point():
+            _recast(module, name, value, dtype)
+
+
+def _recast(module: nn.Module, name: str, value: Tensor, dtype: torch.dtype) -> None:
+    if value.dtype == dtype:
+        return
+    like = torch.empty(value.shape, dtype=dtype, device="meta")
+    meta = metadata(value)
+    if meta is not None:
+        annotate(like, meta)
+    if isinstance(value, Ghost):
+        like = Ghost.of(like, value.label, value.device, value.used)
+    module.__dict__[name] = like
 
 
 @contextmanager

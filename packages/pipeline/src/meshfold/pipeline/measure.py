@@ -54,6 +54,26 @@ def measure(
     return Costs(forward=forward, backward_input=backward_input, backward_weight=backward_weight)
 
 
+def rehearse(stages: Mapping[int, Stage], work: Microbatch, plan: Plan, device: torch.device) -> None:
+    """F of all these stages, in order, then B and W of each, in the other order, on noise.
+
+    Args:
+        stages: a rank's.
+        work: a micro-batch.
+        plan: what travels for it.
+        device: where stages run.
+    """
+    for stage in stages.values():
+        stage.forward(_KEY, work, plan, noise(stage.inputs(plan), device))
+    for stage in reversed([*stages.values()]):
+        stage.backward(_KEY, final(stage, plan, device))
+
+
+def final(stage: Stage, plan: Plan, device: torch.device) -> list[Tensor]:
+    """Something for backward to begin with: noise, or 1 for the loss."""
+    return [torch.ones((), device=device)] if stage.is_last else noise(stage.outputs(plan), device)
+
+
 def costs_of_blocks(costs: Costs, layers: Sequence[int]) -> list[float]:
     """What a model's blocks cost, from what its stages were measured to cost: (before, one for each block, behind).
 
@@ -80,9 +100,7 @@ def costs_of_blocks(costs: Costs, layers: Sequence[int]) -> list[float]:
 
 def _run(stage: Stage, work: Microbatch, plan: Plan, device: torch.device) -> tuple[float, float, float]:
     """Seconds of F, B and W."""
-    received, gradients = _noise(stage.inputs(plan), device), _noise(stage.outputs(plan), device)
-    if stage.is_last:
-        gradients = [torch.ones((), device=device)]
+    received, gradients = noise(stage.inputs(plan), device), final(stage, plan, device)
     return (
         _timed(lambda: stage.forward(_KEY, work, plan, received), device),
         _timed(lambda: stage.backward_input(_KEY, gradients), device),
@@ -90,7 +108,8 @@ def _run(stage: Stage, work: Microbatch, plan: Plan, device: torch.device) -> tu
     )
 
 
-def _noise(slots: Slots, device: torch.device) -> list[Tensor]:
+def noise(slots: Slots, device: torch.device) -> list[Tensor]:
+    """Tensors of these shapes."""
     return [torch.randn(slot.shape, dtype=slot.dtype, device=device) for slot in slots]
 
 

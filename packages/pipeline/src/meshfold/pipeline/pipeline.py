@@ -21,6 +21,7 @@ from torch.utils._pytree import tree_map_only
 from meshfold.mesh import Mesh, SpecError, broadcast, build_on_meta, materialize, retrace_initialization
 from meshfold.mesh.first_values import coordinates_of, origin_of
 from meshfold.pipeline.before import Example
+from meshfold.pipeline.beside import ALONE, Beside
 from meshfold.pipeline.communicate import Program
 from meshfold.pipeline.costs import Costs
 from meshfold.pipeline.cut import Cut, cut
@@ -28,7 +29,7 @@ from meshfold.pipeline.deferred import defer
 from meshfold.pipeline.gates import Plan
 from meshfold.pipeline.ghosts import agree
 from meshfold.pipeline.interpreter import Channels, Interpreter, Peaks
-from meshfold.pipeline.measure import measure
+from meshfold.pipeline.measure import measure, rehearse
 from meshfold.pipeline.microbatch import Microbatch, rows_of, split
 from meshfold.pipeline.outputs import Output, share
 from meshfold.pipeline.placeholders import signature
@@ -73,6 +74,7 @@ class Pipeline:
         blocks: str | None = None,
         batched_weights: bool = False,
         reduce: Callable[[Sequence[tuple[str, nn.Parameter]]], None] | None = None,
+        beside: Beside = ALONE,
     ) -> None:
         """Args:
             model: a module, the same on every rank, or a function that makes one, of which each rank then only allocates
@@ -95,6 +97,7 @@ class Pipeline:
             batched_weights: let the weight gradients of several micro-batches that are due at once be one product.
             reduce: called with parameters as soon as a step has completed their gradients, in the same order on all
                 ranks with the same stages; where gradients over data axes may be summed meanwhile.
+            beside: what is to be agreed with other pipelines that share this one's parameters.
 
         Raises:
             LayoutError: for a model that cannot be cut.
@@ -104,6 +107,7 @@ class Pipeline:
         mesh.require(axis, what="the pipeline")
         self.mesh, self.axis = mesh, axis
         self._loss_fn, self._weigh, self._reduce = loss_fn, weigh, reduce
+        self._beside = beside
         self._programs = Programs(
             schedule, mesh.size(axis), microbatches, chunks=chunks, waves=waves, costs=costs, memory=memory
         )
@@ -194,6 +198,11 @@ class Pipeline:
     def __str__(self) -> str:
         return str(self.cut)
 
+    @property
+    def stages(self) -> dict[int, Stage]:
+        """This rank's, by number, ascending."""
+        return dict(self._stages)
+
     # -- training ---------------------------------------------------------------------------------------------------
 
     def step(self, batch: Any, *, scale: float = 1.0) -> Tensor:
@@ -228,7 +237,7 @@ class Pipeline:
         if self._takes_cache:
             for work in works:
                 work.kwargs.setdefault("use_cache", False)
-        return works
+        return self._beside.filled(works)
 
     def run(self, works: Sequence[Microbatch], *, scale: float | Tensor = 1.0) -> Tensor:
         """:meth:`step` for micro-batches that are there already; their weights should add up to 1."""
@@ -268,6 +277,18 @@ class Pipeline:
         """Let ``schedule="auto"`` find its order anew, for these costs; stages stay where they are. All ranks must give
         the same."""
         self._programs.replan(costs)
+
+    def rehearse(self, work: Microbatch) -> None:
+        """F of this rank's stages on a micro-batch, then B and W from the last one back, on noise; nothing is sent.
+
+        For who watches a rank by itself: hooks see what they see in a step. Gradients come, and are whoever's who takes
+        them up.
+        """
+        rehearse(self._stages, work, self._plan(work), self.device)
+
+    def plan_of(self, work: Microbatch) -> Plan:
+        """What travels between stages for a micro-batch of this shape."""
+        return self._plan(work)
 
     def program(self, microbatches: int) -> Program:
         """What a step of so many micro-batches does, on every rank."""
@@ -316,7 +337,7 @@ class Pipeline:
             )
             for work in works
         ]
-        outputs = list(self._outputs(calls))
+        outputs = list(self._outputs(self._beside.filled(calls)))[: len(calls)]
         source = self.home[-1]
         here = outputs if self._channels.index == source else None
         return share(here, self.mesh.group(self.axis), source, self.device)
@@ -335,9 +356,10 @@ class Pipeline:
             agree(self.cut.beside, self.mesh.group(self.axis), self.device)
         key = signature(work.args, work.kwargs)
         if key not in self._plans:
-            self._plans[key] = self.cut.gates.look(
-                lambda: self.module(*work.args, **work.kwargs), self.cut.loose()
-            )
+            with self._beside.looking():
+                self._plans[key] = self.cut.gates.look(
+                    lambda: self.module(*work.args, **work.kwargs), self.cut.loose()
+                )
         return self._plans[key]
 
     def _everywhere(self, loss: Tensor | None) -> Tensor:

@@ -86,8 +86,7 @@ class Simulation:
     @cached_property
     def peak_microbatches(self) -> tuple[int, ...]:
         """The most pairs of stage and micro-batch that every rank holds from F to the gradient of the weights."""
-        ones = (1.0,) * self.schedule.stages
-        return tuple(round(peak_of([one.action for one in timed], ones, ones)) for timed in self.ranks)
+        return tuple(live_at_most([one.action for one in timed]) for timed in self.ranks)
 
     def __str__(self) -> str:
         lines = [
@@ -199,3 +198,9 @@ def peak_of(actions: Sequence[Action], activation: Sequence[float], kept: Sequen
         else:
             held -= size
     return most
+
+
+def live_at_most(actions: Sequence[Action]) -> int:
+    """The most pairs of stage and micro-batch that are between F and the gradient of the weights, in this order."""
+    ones = (1.0,) * (1 + max((action.stage for action in actions), default=0))
+    return round(peak_of(actions, ones, ones))

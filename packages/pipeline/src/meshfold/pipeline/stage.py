@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from meshfold.mesh import MeshfoldError, SpecError, dropout_stream
-from meshfold.mesh.deferral import Queue
+from meshfold.mesh.deferral import Queue, gradients_together
 from meshfold.mesh.dropout_stream import DropoutStream, current_dropout_stream
 from meshfold.pipeline.cut import Cut
 from meshfold.pipeline.gates import Plan, Slots
@@ -134,7 +134,8 @@ class Stage:
             if output is not None
         ]
         if pairs:
-            torch.autograd.backward([edge for edge, _ in pairs], [gradient for _, gradient in pairs])
+            with gradients_together():
+                torch.autograd.backward([edge for edge, _ in pairs], [gradient for _, gradient in pairs])
         return [torch.zeros_like(x) if x.grad is None else x.grad for x in live.inputs]
 
     def _check(self, output: Sequence[Tensor], plan: Plan) -> None:

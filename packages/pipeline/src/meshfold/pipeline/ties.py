@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from meshfold.mesh import Transfer
+from meshfold.mesh import Transfer, deferral
 from meshfold.pipeline.cut import Tie
 from meshfold.pipeline.interpreter import Channels
 
@@ -25,6 +25,7 @@ class TiedGradients:
 
     def __init__(self, ties: Sequence[Tie], parameters: Sequence[nn.Parameter], channels: Channels) -> None:
         self.ties, self.parameters, self._channels = ties, list(parameters), channels
+        self._shapes = [parameter.shape for parameter in parameters]  # ZeRO stage 3 empties them between uses
         self._own: list[Tensor | None] = [None] * len(self.parameters)
         self._collecting = False
         self._handles: list[RemovableHandle] = [
@@ -55,7 +56,7 @@ class TiedGradients:
         here = self._channels.index
         for place in trained:
             found, parameter = self._own[place], self.parameters[place]
-            gradient = _zeros(parameter) if found is None else found
+            gradient = _zeros(parameter, self._shapes[place]) if found is None else found
             self._own[place] = gradient
             others = [rank for rank in self.ties[place].ranks if rank != here]
             for rank in others:
@@ -68,7 +69,7 @@ class TiedGradients:
             assert own is not None  # set above
             parts = dict([(here, own), *((rank, transfer.wait()) for rank, transfer in transfers)])
             total = _sum([parts[rank] for rank in sorted(parts)])
-            torch.autograd.backward(parameter, total.to(parameter.dtype))
+            deferral.add_gradient(parameter, total.to(parameter.dtype))
         self._channels.finish()
         self._own = [None] * len(self.parameters)
 
@@ -100,8 +101,8 @@ def _wide(gradient: Tensor) -> torch.dtype:
     return torch.promote_types(gradient.dtype, torch.float32)
 
 
-def _zeros(parameter: Tensor) -> Tensor:
-    return torch.zeros(parameter.shape, dtype=_wide(parameter), device=parameter.device)
+def _zeros(parameter: Tensor, shape: torch.Size) -> Tensor:
+    return torch.zeros(shape, dtype=_wide(parameter), device=parameter.device)
 
 
 def _sum(parts: Sequence[Tensor]) -> Tensor:

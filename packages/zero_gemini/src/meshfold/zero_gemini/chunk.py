@@ -136,6 +136,11 @@ class Chunk:
     # -- bringing together, letting go --------------------------------------------------------------------------
 
     @property
+    def gathered_bytes(self) -> int:
+        """What it takes of the compute device while it is gathered."""
+        return self._block.nbytes
+
+    @property
     def is_gathered(self) -> bool:
         """Whether the parameters can be computed with, now or after ``wait``."""
         return self._gathered
@@ -183,6 +188,14 @@ class Chunk:
             parameter.data = self._nothing
         self._block.empty()
         self._gathered = False
+
+    def show_shapes(self, yes: bool) -> None:
+        """Let the parameters of a released chunk have their shapes, and zero for all elements; or nothing, as before."""
+        if self._gathered:
+            return
+        zero = torch.zeros((), dtype=self.dtype, device=self.device)
+        for parameter, shape in zip(self.parameters, self._shapes, strict=True):
+            parameter.data = zero.expand(shape) if yes else self._nothing
 
     def publish(self) -> None:
         """After the shard has changed: start showing it to the group where the chunk is resident; then ``wait``."""

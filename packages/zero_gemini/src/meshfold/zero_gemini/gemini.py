@@ -13,7 +13,8 @@ A training step::
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -397,6 +398,45 @@ class Gemini:
                 chunk.publish()
         for chunk in shown:
             chunk.wait_if_resident()
+
+    # -- several uses in a step ---------------------------------------------------------------------------------
+
+    @property
+    def staying_bytes(self) -> int:
+        """Of gathered chunks that nobody computes with, and that wait on the device for their next use in the step.
+
+        All ranks that share chunks must set the same, between steps. Whoever does lets them go before the optimizer steps,
+        by :meth:`rest`.
+        """
+        return self._runtime.staying.most_bytes
+
+    @staying_bytes.setter
+    def staying_bytes(self, most: int) -> None:
+        self._runtime.staying.most_bytes = most
+
+    def rest(self, *, unlearn: bool = False) -> None:
+        """Release all chunks that come and go.
+
+        Args:
+            unlearn: what was run since the step began was no part of it.
+        """
+        self._runtime.rest()
+        if unlearn:
+            self._runtime.unlearn()
+
+    @contextmanager
+    def shapes_only(self) -> Iterator[None]:
+        """Around forwards of which only the shapes are wanted, on some of the ranks perhaps: nothing is gathered for them."""
+        self.rest()
+        self._runtime.is_quiet = True
+        for chunk in self.chunks:
+            chunk.show_shapes(True)
+        try:
+            yield
+        finally:
+            for chunk in self.chunks:
+                chunk.show_shapes(False)
+            self._runtime.is_quiet = False
 
     # -- where chunks live --------------------------------------------------------------------------------------
 

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from meshfold.mesh import Group, all_reduce
+from meshfold.mesh.deferral import when_made
 from meshfold.mesh.norms import largest_of
 from meshfold.zero_gemini.backward import Backward
 from meshfold.zero_gemini.chunk import Chunk
@@ -78,7 +79,7 @@ class GradientFlow:
             if self.takes and found is not None:
                 if not self._in_backward:
                     self._in_backward = True
-                    torch.autograd.Variable._execution_engine.queue_callback(self._ended)
+                    when_made(self._ended)
                 if self._runtime.task not in (None, graph_task()):
                     self._in_parts.add(gradient)
                 gradient.add(place, found)

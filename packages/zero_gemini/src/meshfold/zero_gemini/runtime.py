@@ -12,7 +12,7 @@ more before the next step. A recomputation comes between the beginning of backwa
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -21,6 +21,7 @@ from torch.utils._pytree import tree_flatten
 
 from meshfold.zero_gemini.chunk import Chunk
 from meshfold.zero_gemini.passing import watch_inputs
+from meshfold.zero_gemini.staying import Staying
 from meshfold.zero_gemini.units import Unit
 
 
@@ -31,6 +32,8 @@ class Runtime:
         order: names of the units entered by the last step that was trained, forward and backward.
         most_chunks: that a unit has.
         task: autograd's number of the backward that runs, not of one inside of it; None before it came to a unit.
+        staying: which chunks stay between two uses.
+        is_quiet: hooks do nothing.
         on_left: called in a backward whenever a unit was left for the last time.
         check: called before each forward of the model; raises if there must not be one.
     """
@@ -70,11 +73,19 @@ class Runtime:
         self._behind: set[Unit] = set()  # whose backward has begun
         self._recomputed: set[Unit] = set()  # and whose has not
         self._backwards = 0
+        self._unfinished: dict[
+            Unit, None
+        ] = {}  # forwards left by an exception, as a pipeline's stages leave them
+        self.staying = Staying()
+        self.is_quiet = False
         self._held: dict[Chunk, None] = {}  # gathered, or on their way
         self._in_backward = False
         self.order: list[Unit] = []
         self._seen: list[Unit] = []
-        self._handles = [model.register_forward_pre_hook(self._start), model.register_forward_hook(self._end)]
+        self._handles = [
+            model.register_forward_pre_hook(self._start),
+            model.register_forward_hook(self._end, always_call=True),
+        ]
         for unit in units:
             if self._all[unit]:
                 self._handles += [
@@ -97,6 +108,13 @@ class Runtime:
         """Before each training step: what was seen becomes what is expected."""
         if self._seen:
             self.order, self._seen = self._seen, []
+            self.staying.learn([self._chunks[unit] for unit in self.order])
+        self.unlearn()
+
+    def unlearn(self) -> None:
+        """Forget what was seen since the step began."""
+        self._seen.clear()
+        self._unfinished.clear()
         self._open.clear()
         self._unsure.clear()
         self.task = None
@@ -110,18 +128,24 @@ class Runtime:
 
     def rest(self) -> None:
         """Release everything."""
-        for chunk in self._held:
-            chunk.release()
-        self._held.clear()
+        self._release([*self._held])
         self._inside.clear()
         self._recomputed.clear()
+
+    def _release(self, chunks: Sequence[Chunk]) -> None:
+        for chunk in chunks:
+            chunk.release()
+            del self._held[chunk]
 
     # -- hooks --------------------------------------------------------------------------------------------------
 
     def _start(self, module: nn.Module, args: Any) -> None:
+        if self.is_quiet:
+            return
         if self.check is not None and graph_task() < 0:  # else it is recomputed
             self.check()
         if not self._in_backward:  # a forward that raised may have left units entered
+            self._unfinished.update(dict.fromkeys(self._inside))
             self._inside.clear()
             self._recomputed.clear()
         if self._before_evaluation is None or torch.is_grad_enabled():
@@ -130,11 +154,13 @@ class Runtime:
             self._before_evaluation()
 
     def _end(self, module: nn.Module, args: Any, output: Any) -> None:
-        if not torch.is_grad_enabled():
+        if not torch.is_grad_enabled() and not self.is_quiet:
             self.rest()
 
     def _before(self, unit: Unit) -> Callable[..., Any]:
         def before(module: nn.Module, args: Any, kwargs: Any) -> Any:
+            if self.is_quiet:
+                return None
             self._enter(unit)
             return watch_inputs(args, kwargs, self._call(unit))
 
@@ -144,6 +170,8 @@ class Runtime:
 
     def _after(self, unit: Unit) -> Callable[..., Any]:
         def after(module: nn.Module, args: Any, output: Any) -> None:
+            if self.is_quiet:
+                return
             if unit in self._behind:  # recomputed by activation checkpointing: its backward comes next
                 return
             if (
@@ -172,6 +200,10 @@ class Runtime:
                 self.task = graph_task()
                 self._backwards += 1
                 torch.autograd.Variable._execution_engine.queue_callback(self._after_backward)
+                # What they compute with themselves, before a block that was not reached, may be wanted at any time.
+                self._unfinished.update(dict.fromkeys(self._inside))
+                for left in self._unfinished:
+                    self._enter(left, again=True)
             if begun != self._backwards:
                 begun = self._backwards
                 self._behind.add(unit)
@@ -215,7 +247,9 @@ class Runtime:
     def _after_backward(self) -> None:
         self._in_backward = False
         self._behind.clear()
-        self.rest()
+        self._inside.clear()
+        self._recomputed.clear()
+        self._release(self._leaving(self._held))
 
     # -- what is held -------------------------------------------------------------------------------------------
 
@@ -227,10 +261,9 @@ class Runtime:
         wanted = dict.fromkeys(chunk for inside in self._inside for chunk in self._chunks[inside])
         coming = [] if not self._expects(unit) else self._next()
         ahead = dict.fromkeys(chunk for later in coming for chunk in self._chunks[later])
-        for chunk in [*self._held]:
-            if chunk not in wanted and chunk not in ahead:
-                chunk.release()
-                del self._held[chunk]
+        self._release(
+            self._leaving(chunk for chunk in self._held if chunk not in wanted and chunk not in ahead)
+        )
         for chunk in wanted:
             if chunk.is_due and chunk not in self._chunks[unit]:
                 continue  # stepped in this backward: nobody inside reads it any more
@@ -244,6 +277,13 @@ class Runtime:
                 self._held[chunk] = None
         for chunk in self._chunks[unit]:
             chunk.wait()
+
+    def _leaving(self, chunks: Iterable[Chunk]) -> list[Chunk]:
+        """Which of the chunks that nobody is inside of go."""
+        chunks, place = [*chunks], len(self._seen)
+        if not self._seen or not self._expects(self._seen[-1]):
+            return chunks
+        return self.staying.leaving(chunks, place)
 
     def _expects(self, unit: Unit) -> bool:
         """Whether this step has gone as the last one until here."""

@@ -30,7 +30,6 @@ from meshfold.engine.cli.train_arguments import RECOMPUTE
 if TYPE_CHECKING:
     from meshfold.engine.machines import Machine
     from meshfold.engine.planner import Estimate, Times
-    from meshfold.zero_gemini.planner import Plan
 
 UNITS = {
     "MB": 10**6, "GB": 10**9, "TB": 10**12, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40,
@@ -73,7 +72,9 @@ def configure(parser: argparse.ArgumentParser) -> None:
         "--host-memory", type=size, metavar="SIZE", help="of a host, if not the machine's: 125GiB"
     )
     parser.add_argument(
-        "--timeline", metavar="FILE", help="draw what is on a device at every moment under zero: .svg, .png"
+        "--timeline",
+        metavar="FILE",
+        help="draw what is on a device at every moment under zero, or a schedule: .svg, .png",
     )
     parser.add_argument("--trace", metavar="FILE.json", help="the same for chrome://tracing")
     parser.add_argument("--report", action="store_true", help="also show what becomes of each submodule")
@@ -103,8 +104,12 @@ def run(arguments: argparse.Namespace) -> int:
     spec = ParallelSpec.parse(parallel, arguments.ranks)
     spec = spec.with_world_size(spec.world_size)  # data is 1 where neither it nor --ranks was given
     require_runnable(spec)
-    if spec.zero is None and (arguments.timeline or arguments.trace):
-        raise Failure("--timeline and --trace show where zero=... keeps things, and this spec has no zero")
+    staged = spec.pipeline is not None and spec.pipeline.size > 1
+    if spec.zero is None and not staged and (arguments.timeline or arguments.trace):
+        raise Failure(
+            "--timeline and --trace show where zero=... keeps things, or who does what when in a pipeline, and this spec "
+            "has no zero and no pipeline"
+        )
     machine = find_machine(arguments.machine or ("h200" if spec.world_size == 1 else "h200x8"))
     if arguments.gpu_memory is not None:
         machine = replace(machine, memory=arguments.gpu_memory)
@@ -127,8 +132,7 @@ def run(arguments: argparse.Namespace) -> int:
         name=model.name,
     )
     took = times(found, machine, arguments.precision)
-    if found.plan is not None:
-        _write_pictures(found.plan, arguments.timeline, arguments.trace)
+    _write_pictures(found, arguments.timeline, arguments.trace)
     if arguments.json:
         words = {
             "model": model.name,
@@ -152,8 +156,17 @@ def _show(found: Estimate, took: Times, machine: Machine, *, report: bool) -> No
     parts = [found.spec.describe(), picture(found.spec.axes)]
     if report and found.report:
         parts.append(found.report)
+    pipeline = found.pipeline
+    if pipeline is not None:
+        from meshfold.engine.pipeline_text import pipeline_time_table, rank_table, stage_table
+
+        parts += [stage_table(pipeline), rank_table(pipeline)]
     parts += [memory_table(found), traffic_table(found)]
-    if found.spec.zero is None:
+    if pipeline is not None:
+        parts.append(pipeline_time_table(found, pipeline, took, machine, nodes))
+        if found.plan is not None:
+            parts.append(f"it fits; rank {pipeline.fullest} of the pipeline holds most\n{found.plan}")
+    elif found.spec.zero is None:
         parts.append(time_table(found, took, machine, nodes))
     elif found.plan is not None:
         parts.append(f"it fits\n{found.plan}")
@@ -176,6 +189,10 @@ def _answer(found: Estimate, took: Times, machine: Machine) -> dict[str, Any]:
         "fits": not found.refusal and found.memory.total <= machine.memory,
         "seconds": {**asdict(took), "apart": took.apart, "overlapped": took.overlapped},
     }
+    if found.pipeline is not None:
+        from meshfold.engine.pipeline_text import answer as of_pipeline
+
+        answer["pipeline"] = of_pipeline(found.pipeline)
     if found.spec.zero is None:
         return answer
     plan = found.plan
@@ -198,13 +215,23 @@ def _answer(found: Estimate, took: Times, machine: Machine) -> dict[str, Any]:
     return {**answer, "zero": shown}
 
 
-def _write_pictures(plan: Plan, timeline: str | None, trace: str | None) -> None:
+def _write_pictures(found: Estimate, timeline: str | None, trace: str | None) -> None:
+    """Of a pipeline the schedule on a clock; else what is on a device at every moment."""
+    from meshfold.engine.pipeline_text import schedule_trace
+    from meshfold.pipeline import draw as draw_schedule
     from meshfold.zero_gemini.planner import chrome_trace, draw
 
     try:
-        if timeline is not None:
-            draw(plan, timeline)
-        if trace is not None:
-            Path(trace).write_text(json.dumps(chrome_trace(plan)))
+        if found.pipeline is not None:
+            simulation = found.pipeline.simulation
+            if timeline is not None:
+                draw_schedule(simulation, timeline)
+            if trace is not None:
+                Path(trace).write_text(json.dumps(schedule_trace(simulation)))
+        elif found.plan is not None:
+            if timeline is not None:
+                draw(found.plan, timeline)
+            if trace is not None:
+                Path(trace).write_text(json.dumps(chrome_trace(found.plan)))
     except OSError as error:
         raise Failure(f"{error.filename}: {error.strerror}") from error

@@ -203,11 +203,6 @@ def _show_plan(
     from meshfold.engine.planner import estimate
     from meshfold.mesh import MeshfoldError
 
-    if spec.pipeline is not None and spec.pipeline.size > 1:
-        if show:
-            said = (spec.describe(), picture(spec.axes), "no plan: there is none for pipelines yet")
-            progress.say("\n" + "\n\n".join(said) + "\n")
-        return
     try:
         found = estimate(
             inputs.model.build,

@@ -58,13 +58,15 @@ def gpu_kinds(workload: Workload) -> dict[str, Floats]:
 def _gradient_bytes(chunk: ChunkCost, workload: Workload) -> Floats:
     """A chunk's gradient on the GPU: whole while its backward goes on, then a shard until it is home; option moment."""
     out = np.zeros((5, workload.moments))
-    shard = int(np.ceil(workload.regime.gradient * chunk.elems))
     whole = int(np.ceil(workload.regime.gradient * chunk.gathered_elems))
+    shard = whole if workload.whole_gradients else int(np.ceil(workload.regime.gradient * chunk.elems))
     start, end = chunk.backward
     summed = (
         workload.accumulation > 1
     )  # the sum of earlier micro-steps is there, or is fetched, to be added to
     out[:, start : end + 1] = whole + shard * summed
+    if workload.whole_gradients:
+        out[0, start : end + 1] = whole  # added to where it lies
     out[:, end + 1 : end + 1 + workload.drain_moments] = shard
     if workload.clipping:
         out[0, end + 1 :] = shard
@@ -89,7 +91,11 @@ def home_bytes(workload: Workload, strategy: str) -> tuple[Floats, Floats]:
     trainable = np.array([chunk.trainable for chunk in workload.chunks])
     plane = np.ceil(regime.parameter * elems)
     state = np.ceil(regime.state * elems) * trainable
-    held = np.ceil(regime.gradient * elems) * trainable * held_at_home(workload)
+    summed = np.array(
+        [c.gathered_elems if workload.whole_gradients else c.elems for c in workload.chunks],
+        dtype=elems.dtype,
+    )
+    held = np.ceil(regime.gradient * summed) * trainable * held_at_home(workload)
     copies = 2 if strategy == OUT_OF_PLACE else 1
     host, disk = np.zeros((len(elems), 5)), np.zeros((len(elems), 5))
     host[:, (1, 2)] = (copies * (plane + state) + held)[:, None]

@@ -154,6 +154,9 @@ class Workload:
     data_ranks: int = 1
     ranks_per_host: int = 1
     """ranks that share a host's memory, its bandwidth and its disk."""
+    whole_gradients: bool = False
+    """the gradients of whole chunks wait where the state is for the end of the step, as a pipeline's micro-batches leave them;
+    else those of shards."""
     prefetch_moments: int = 1
     """a streamed chunk is on the GPU so many moments before its use."""
     drain_moments: int = 1

@@ -40,6 +40,7 @@ def workload_of(
     host_base_bytes: int = 0,
     prefetch: int = 1,
     clipping: bool = True,
+    whole_gradients: bool = False,
 ) -> Workload:
     """What one optimizer step of our executor does.
 
@@ -61,6 +62,7 @@ def workload_of(
         host_base_bytes: of this rank's process besides.
         prefetch: units gathered ahead.
         clipping: gradients are held until all are there; else chunks are stepped in the backward.
+        whole_gradients: those of whole chunks wait for the end of the step.
 
     Raises:
         SpecError: for a trace without a forward or without a chunk's unit.
@@ -123,6 +125,7 @@ def workload_of(
         data_ranks=data_ranks,
         ranks_per_host=ranks_per_host,
         host_base_bytes=host_base_bytes,
+        whole_gradients=whole_gradients,
         prefetch_moments=prefetch,
     )
 

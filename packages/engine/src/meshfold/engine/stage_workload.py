@@ -1,0 +1,69 @@
+"""An optimizer step of one rank of a pipeline, as Gemini's planner sees a step.
+
+The rank makes forward and backward of each micro-batch like an accumulation of as many micro-steps; what it holds besides
+is the activations of the other micro-batches that are under way, and gradients of whole chunks, which are summed over
+the data axes once a step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from meshfold.zero_gemini.planner import Regime, Workload
+from meshfold.zero_gemini.trace import Trace, workload_of
+from meshfold.zero_gemini.trace.workload import ChunkUse
+
+
+@dataclass(frozen=True, kw_only=True)
+class InFlight:
+    """What a schedule lets a rank hold.
+
+    Attributes:
+        live: pairs of stage and micro-batch, at most.
+        stages: of the rank.
+        microbatches: of a micro-step.
+    """
+
+    live: int
+    stages: int
+    microbatches: int
+
+
+def workload_of_stages(
+    trace: Trace,
+    chunks: Sequence[ChunkUse],
+    flying: InFlight,
+    *,
+    accumulation: int,
+    name: str,
+    regime: Regime,
+    tokens: int,
+    stage: int,
+    data_ranks: int,
+    ranks_per_host: int,
+    host_base_bytes: int,
+) -> Workload:
+    """What an optimizer step of one rank does.
+
+    Args:
+        trace: of F of its stages on one micro-batch, in order, and of their backwards.
+        chunks: of the rank.
+        flying: what the schedule lets it hold.
+        accumulation: micro-steps of an optimizer step.
+        name, regime, tokens, stage, data_ranks, ranks_per_host, host_base_bytes: as
+            :func:`meshfold.zero_gemini.trace.workload_of` takes them.
+    """
+    made = workload_of(
+        trace, chunks, name=name, regime=regime, tokens=tokens, stage=stage,
+        accumulation=accumulation * flying.microbatches, data_ranks=data_ranks, ranks_per_host=ranks_per_host,
+        host_base_bytes=host_base_bytes, whole_gradients=data_ranks > 1,
+    )  # fmt: skip
+    at_once = -(-flying.live // flying.stages)  # micro-batches; the trace has counted one of them
+    last, end = trace.moments[trace.forward_moments - 1], trace.moments[-1]
+    others = (at_once - 1) * max(0, last.left_bytes - end.left_bytes)
+    return replace(
+        made,
+        non_model_bytes=tuple(value + others for value in made.non_model_bytes),
+        layers=tuple(replace(layer, kept_bytes=layer.kept_bytes * at_once) for layer in made.layers),
+    )

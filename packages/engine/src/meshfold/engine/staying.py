@@ -1,0 +1,57 @@
+"""How much of the device the gathered parameters of a pipeline's stages may keep from micro-batch to micro-batch."""
+
+from __future__ import annotations
+
+import torch
+
+from meshfold.engine.world import World
+from meshfold.mesh import all_reduce
+from meshfold.mesh.spec import ZeroSpec
+from meshfold.zero_gemini import Gemini
+from meshfold.zero_gemini.measuring import UNLIMITED, device_bytes
+
+ROOM = 0.1
+"""Share of a GPU that is left free: batches differ, and who runs out in the middle of a step cannot undo it."""
+
+
+class StayingBytes:
+    """Under ``zero`` stage 3 and ``pipeline``: lets chunks stay gathered in what the last step has left free.
+
+    The first step gathers each stage's parameters anew for every use, and shows what that takes at most. What a step took
+    beyond the limit is taken back after it.
+    """
+
+    def __init__(self, gemini: Gemini, spec: ZeroSpec, world: World) -> None:
+        self._gemini, self._world, self._limit = gemini, world, spec.gpu_memory_limit
+        self._wanted = world.pipelined and spec.stage == 3 and world.device.type != "meta"
+        self._reset()
+
+    def stepped(self) -> None:
+        """After an optimizer step. All ranks must call."""
+        if not self._wanted:
+            return
+        room = torch.tensor([self._room()], dtype=torch.int64, device=self._world.device)
+        least = -int(all_reduce(-room, self._world.data_group, "max"))  # who shares chunks
+        gathered = sum(chunk.gathered_bytes for chunk in self._gemini.chunks if not chunk.resident)
+        self._gemini.staying_bytes = min(gathered, max(0, self._gemini.staying_bytes + least))
+        self._reset()
+
+    def _room(self) -> int:
+        """Bytes of this rank's device that its last step has left free; below zero if it was short of some.
+
+        On a CPU chunks alone are counted, and held to a budget if there is a limit.
+        """
+        device = self._world.device
+        if device.type == "cuda":
+            limit = min(device_bytes(device), self._limit or UNLIMITED)
+            return int((1.0 - ROOM) * limit) - torch.cuda.max_memory_allocated(device)
+        arena = self._gemini.memory.compute
+        if arena.budget_bytes is not None:
+            return arena.budget_bytes - arena.peak_bytes
+        return UNLIMITED if self._limit is None else self._limit - arena.peak_bytes
+
+    def _reset(self) -> None:
+        if self._wanted and self._world.device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(self._world.device)
+        elif self._wanted:
+            self._gemini.memory.compute.reset_peak()

@@ -1,0 +1,129 @@
+"""Under ``pipeline`` every stage has a plan of its own: what its ranks saw of it, within the limits, or no plan for any."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from torch import Tensor
+
+from meshfold.engine import Engine
+from meshfold.engine.zero import ZeroStates
+from meshfold.mesh.testing import ranks, run_on_ranks
+from meshfold.zero_gemini import Gemini, MemoryPlanError, members
+
+sys.path.append(str(Path(__file__).parent))  # for the helpers beside this file, on every rank
+from pipeline_cases import assert_same, batches, engine_of, run, train
+
+KiB = 2**10
+
+
+def staged(schedule: str = "1f1b", **zero: Any) -> dict[str, Any]:
+    return dict(data=2, pipeline=dict(size=2, schedule=schedule, microbatches=4), zero=dict(stage=3, **zero))
+
+
+def made(parallel: dict[str, Any], model: str, **settings: Any) -> Engine:
+    least, members.LEAST_ELEMS = members.LEAST_ELEMS, 2**9
+    try:
+        return engine_of(parallel, model, **settings)
+    finally:
+        members.LEAST_ELEMS = least
+
+
+def gemini_of(engine: Engine) -> Gemini:
+    assert isinstance(engine._states, ZeroStates)
+    return engine._states.gemini
+
+
+def planned(parallel: dict[str, Any], model: str, given: list[dict[str, Tensor]], **settings: Any) -> Any:
+    """What was seen, the model afterwards, and where this rank's chunks are."""
+    with made(parallel, model, **settings) as engine:
+        seen = train(engine, given)
+        assert engine.residency is not None and engine.residency.plan is not None
+        plan, gemini = engine.residency.plan, gemini_of(engine)
+        state = [(home.parameters, home.state) for home in gemini.homes.values()]
+        most = plan.limits.gpu_bytes
+        words = dict(
+            pipe=engine.mesh.index("pipe"), homes=state, peak=plan.peak_gpu_bytes, most=most, kept=[
+                layer.name for layer in plan.layers if layer.kept
+            ], accumulation=plan.workload.accumulation, non_model=plan.workload.non_model_bytes,
+        )  # fmt: skip
+        return (seen, engine.full_state_dict()), words
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zb-v"])
+def test_every_stage_is_planned_and_training_is_that_of_one_process(schedule: str) -> None:
+    given = batches(5)
+    wanted = run({}, "dropping", given)
+    parallel = staged(schedule, gpu_memory_limit="280KiB")
+    found = run_on_ranks(4, planned, parallel, "dropping", given)
+    for seen, _ in found:
+        assert_same(seen, wanted, schedule)
+    by_stage = {words["pipe"]: words for _, words in found}
+    for _, words in found:
+        assert words == by_stage[words["pipe"]]  # the ranks of a stage agree
+        assert words["peak"] <= words["most"] <= 280 * KiB
+        assert words["accumulation"] == 4
+    away = [place for words in by_stage.values() for home in words["homes"] for place in home]
+    assert "host" in away  # not everything fits
+
+
+def test_activations_of_all_micro_batches_under_way_are_counted() -> None:
+    """1F1B's first rank holds two micro-batches at a time, its last one: GPipe's hold all four."""
+    given = batches(3)
+    most = {}
+    for schedule in ("1f1b", "gpipe"):
+        for _, words in run_on_ranks(
+            4, planned, staged(schedule, gpu_memory_limit="1MiB"), "dropping", given
+        ):
+            most[schedule, words["pipe"]] = max(words["non_model"])
+    assert most["gpipe", 0] > 1.4 * most["1f1b", 0]
+    assert most["gpipe", 1] > 1.8 * most["1f1b", 1]
+
+
+def test_blocks_keep_their_activations_where_they_fit() -> None:
+    given = batches(4)
+    wanted = run({}, "dropping", given)
+    parallel = staged(gpu_memory_limit="100MiB")
+    for seen, words in run_on_ranks(4, planned, parallel, "dropping", given, recompute="auto"):
+        assert_same(seen, wanted, "recompute")
+        assert len(words["kept"]) == 2  # of two blocks of a stage
+
+
+@ranks(4)
+def test_what_no_plan_can_keep_stops_all_stages() -> None:
+    given = batches(3)
+    refused = pytest.raises(MemoryPlanError, match=r"rank \d of the pipeline")
+    with made(staged(gpu_memory_limit="140KiB"), "dropping") as engine, refused:
+        train(engine, given)
+
+
+@ranks(4)
+def test_a_static_placement_is_compared_with_its_limit() -> None:
+    """Chunks live where they were told to; the limit is looked at after two steps."""
+    parallel = staged(placement="cuda", gpu_memory_limit="64KiB")
+    with made(parallel, "dropping") as engine, pytest.raises(MemoryPlanError, match="of GPU memory"):
+        train(engine, batches(3))
+
+
+def on_disk(parallel: dict[str, Any], folder: str, given: list[dict[str, Tensor]]) -> Any:
+    if folder:
+        parallel = {**parallel, "zero": {**parallel["zero"], "offload_path": folder}}
+    with made(parallel, "tied", precision="fp32") as engine:
+        losses = train(engine, given)
+        files = [path for path in Path(folder).rglob("*") if path.is_file()] if folder else []
+        states = {home.state for home in gemini_of(engine).homes.values()} if parallel else set()
+        return (losses, engine.full_state_dict()), states, len(files)
+
+
+@pytest.mark.slow  # compiles the host's kernels
+def test_state_on_a_disk(tmp_path: Path) -> None:
+    given = batches(3)
+    wanted, _, _ = on_disk({}, "", given)
+    parallel = staged("zb-h1", placement="cpu")
+    for rank in run_on_ranks(4, on_disk, parallel, str(tmp_path), given):
+        found, states, files = rank
+        assert states == {"disk"} and files >= 1
+        assert_same(found, wanted, "disk", 1e-4)
