@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from meshfold.engine.optimizers import Factory
 from meshfold.engine.pipelining import PipelinedModel, PipelineSettings
 from meshfold.engine.precision import Masters, Precision, cast_rest
+from meshfold.engine.roots import split_roots
 from meshfold.engine.states import PlainStates, States
 from meshfold.engine.world import World
 from meshfold.mesh import LayoutError, SpecError, annotate, broadcast, metadata
@@ -53,8 +54,13 @@ def assemble(
     seed: int,
     rules: Mapping[str, str] | None,
     stages: PipelineSettings | None = None,
+    *,
+    roots: Sequence[str] | None = None,
 ) -> Assembled:
     """Shard, cut into stages, initialise, place and cast. ``stages``: what the entry ``pipeline`` needs to know.
+
+    ``roots``: names of submodules that tensor parallelism splits one by one, of a module whose own forward is not what is
+    called; None: the model is one.
 
     A function's model is built without allocating it; then each rank fills its own blocks, from the seed alone. A
     module is taken with rank 0's weights, whatever the others have, and then cut; one on the meta device as a function.
@@ -69,15 +75,20 @@ def assemble(
             tape, seed = (
                 (retrace_initialization(model), seed) if origin is None else (origin.tape, origin.seed)
             )
-        else:
-            _share(built, world)
+        _share(built, world)
     elif callable(model):
         built, tape = build_on_meta(lambda: _checked(model))
     else:
         raise SpecError(f"model={model!r}: an nn.Module, or a function without arguments that makes one")
 
     dropout = has_dropout(built)
-    report = _shard(built, world, rules, dropout)
+    if roots is None:
+        report = _shard(built, world, rules, dropout)
+        torch_dropout = dropout and report is None
+    else:
+        report, torch_dropout = split_roots(
+            built, roots, rules, lambda root, own: _shard(root, world, own, has_dropout(root)), has_dropout
+        )
     in_chunks = world.spec.zero is not None
     values = first_values(tape, seed, world.device) if in_chunks and tape is not None else None
 
@@ -88,7 +99,8 @@ def assemble(
                 tape,
                 seed=seed,
                 device=world.device,
-                placement_of=lambda name, tensor: coordinates_of(tensor),
+                # What is real was cut when it was split.
+                placement_of=lambda name, tensor: coordinates_of(tensor) if tensor.is_meta else None,
                 parameters=not in_chunks,
             )
         _move(left, world.device, parameters=not in_chunks)
@@ -110,7 +122,7 @@ def assemble(
         parameters=parameters,
         values=values,
         report=report,
-        torch_dropout=dropout and report is None,
+        torch_dropout=torch_dropout,
         pipelined=pipelined,
     )
 
@@ -223,7 +235,7 @@ def _share(model: nn.Module, world: World) -> None:
         return
     seen: set[Tensor] = set()
     for tensor in (*model.parameters(), *model.buffers()):
-        if tensor not in seen:
+        if tensor not in seen and not tensor.is_meta:
             seen.add(tensor)
             tensor.copy_(broadcast(tensor.detach().to(world.device), world.everyone, 0))
 

@@ -62,7 +62,9 @@ class BackgroundSave:
             try:
                 fail_together(self._world, mine, what, name_rank=False)
             except CheckpointError:
-                if self._world.mesh.rank == 0:  # others were at their files while the folder was removed; no one is now
+                if (
+                    self._world.mesh.rank == 0
+                ):  # others were at their files while the folder was removed; no one is now
                     clear(writing_of(self.path))
                 raise
 

@@ -67,6 +67,7 @@ def write_checkpoint(
     scheduler: dict[str, Any] | None,
     *,
     all_read: bool,
+    more: Mapping[str, Any] | None = None,
 ) -> None:
     """Write a checkpoint. All ranks must call; all of them raise if one could not write.
 
@@ -77,6 +78,7 @@ def write_checkpoint(
         state: what goes into ``state.json``.
         scheduler: the scheduler's state, if any.
         all_read: every rank has a part of the tensors; else each data coordinate has all of them.
+        more: file name to what else is kept in a file of its own, by ``torch.save``; rank 0's counts.
 
     Raises:
         CheckpointError: if the folder could not be written. A checkpoint that was there before still is.
@@ -94,16 +96,17 @@ def write_checkpoint(
         fail_together(world, advised(error), what)
         error = None
         if first:
-            error = attempt(lambda: _finish(writing, target, deals, {"format": FORMAT, **state}, scheduler))
+            small = {**({} if scheduler is None else {SCHEDULER: scheduler}), **(more or {})}
+            error = attempt(lambda: _finish(writing, target, deals, {"format": FORMAT, **state}, small))
         fail_together(world, advised(error), what)
 
 
 def _finish(
-    writing: Path, target: Path, deals: list[Deal], state: dict[str, Any], scheduler: dict[str, Any] | None
+    writing: Path, target: Path, deals: list[Deal], state: dict[str, Any], small_files: Mapping[str, Any]
 ) -> None:
     for deal in deals:
         deal.write_index(writing)
-    finish(writing, target, state, scheduler)
+    finish(writing, target, state, small_files)
 
 
 def _deal(name: str, sources: dict[str, Source], world: World) -> Deal:

@@ -10,7 +10,7 @@ import fcntl
 import json
 import os
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -108,10 +108,17 @@ def clear(writing: Path) -> None:
         shutil.rmtree(writing)
 
 
-def finish(writing: Path, target: Path, state: dict[str, Any], scheduler: dict[str, Any] | None) -> None:
-    """Write what is small, bring the folder to the disk and give it its name."""
-    if scheduler is not None:
-        torch.save(scheduler, writing / SCHEDULER)
+def finish(writing: Path, target: Path, state: dict[str, Any], small_files: Mapping[str, Any]) -> None:
+    """Write what is small, bring the folder to the disk and give it its name.
+
+    Args:
+        writing: the folder.
+        target: its name.
+        state: what goes into ``state.json``.
+        small_files: file name to what ``torch.save`` writes there.
+    """
+    for name, content in small_files.items():
+        torch.save(content, writing / name)
     for small in writing.iterdir():
         if small.suffix != ".safetensors":  # their writers have done it
             sync(small)

@@ -97,7 +97,7 @@ def _from_dict(value: Mapping[str, Any], whole: bool) -> Factory:
     else:
         name, rest = settings.named("optimizer", rest, OPTIMIZERS)
         cls = OPTIMIZERS[name]
-    _refuse(cls, value, whole)
+    refuse(cls, value, whole)
     no_decay = rest.pop("no_decay", None)
     if no_decay not in (None, NO_DECAY):
         raise SpecError(
@@ -126,7 +126,8 @@ def _fast(cls: type[torch.optim.Optimizer]) -> dict[str, bool]:
     return {"fused": True} if cls in OPTIMIZERS.values() else {}
 
 
-def _refuse(cls: object, value: object, whole: bool) -> None:
+def refuse(cls: object, value: object, whole: bool) -> None:
+    """Raise a SpecError for a class that cannot step on shards; ``whole``: it will have whole matrices."""
     name = getattr(cls, "__name__", "")
     known = f"Known: {', '.join(OPTIMIZERS)}, or another elementwise class of torch.optim"
     if name in _NEVER:
@@ -139,7 +140,7 @@ def _refuse(cls: object, value: object, whole: bool) -> None:
 
 
 def _check(factory: Factory, value: object, whole: bool) -> None:
-    _refuse(factory, value, whole)
+    refuse(factory, value, whole)
     try:
         made = factory([nn.Parameter(torch.zeros(1, 1)), nn.Parameter(torch.zeros(1))])
     except (TypeError, ValueError) as error:
@@ -148,4 +149,4 @@ def _check(factory: Factory, value: object, whole: bool) -> None:
         raise SpecError(
             f"optimizer={value!r} made {made!r} of the parameters, which is no torch.optim.Optimizer"
         )
-    _refuse(type(made), value, whole)
+    refuse(type(made), value, whole)

@@ -28,7 +28,7 @@ from torch import Tensor
 
 from meshfold.engine.background_save import BackgroundSave
 from meshfold.engine.block_files import file_of, key_of, write_index
-from meshfold.engine.checkpoint_place import advised, attempt, begin, finish, place_of, writing_of
+from meshfold.engine.checkpoint_place import SCHEDULER, advised, attempt, begin, finish, place_of, writing_of
 from meshfold.engine.errors import CheckpointError
 from meshfold.engine.rectangles import Piece, Share
 from meshfold.engine.states import Source
@@ -276,7 +276,7 @@ def _complete(
         pause = min(2 * pause, 0.5)
     for name, tensors in files.items():
         write_index(writing, name, tensors, ranks)
-    finish(writing, target, state, scheduler)
+    finish(writing, target, state, {} if scheduler is None else {SCHEDULER: scheduler})
 
 
 def _size(path: Path) -> int:

@@ -95,17 +95,25 @@ class World:
         return self.mesh.size(*self.row_axes)
 
 
-def join(parallel: Mapping[str, object] | ParallelSpec, device: torch.device | str | None) -> World:
+def join(
+    parallel: Mapping[str, object] | ParallelSpec,
+    device: torch.device | str | None,
+    environment: Environment | None = None,
+) -> World:
     """Check the spec against the processes that run, start this one's part, and lay the mesh over them.
 
-    A single process needs no process group and gets none.
+    A single process needs no process group and gets none. ``environment``: which rank to be, where variables do not say it.
 
     Raises:
         SpecError: for a spec that is wrong, does not fit the processes, or needs what is not installed.
         LaunchError: when the other processes cannot be met.
     """
     alive = running.world()
-    size = Environment.detect().world_size if alive is None else alive.size
+    if alive is not None:
+        size = alive.size
+    else:
+        environment = environment or Environment.detect()
+        size = environment.world_size
     if isinstance(parallel, ParallelSpec):
         spec = parallel.with_world_size(size)
     else:
@@ -113,7 +121,7 @@ def join(parallel: Mapping[str, object] | ParallelSpec, device: torch.device | s
     require_runnable(spec)
     place = _device(device)
     if alive is None and size > 1:
-        process = process_group.start(device=place)
+        process = process_group.start(environment, device=place)
         atexit.register(_leave, process)
         place = process.device
     elif alive is not None:

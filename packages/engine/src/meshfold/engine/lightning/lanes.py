@@ -1,0 +1,287 @@
+"""Lanes: each optimizer of a module with the weights, gradients and state of what it trains.
+
+Several optimizers (of a GAN, say) have gradients that come, are summed, clipped, stepped with and let go apart from each
+other's. So each has :class:`meshfold.engine.states.States` of its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from meshfold.engine.errors import TrainingError
+from meshfold.engine.optimizers import refuse
+from meshfold.engine.precision import LossScaler
+from meshfold.engine.states import Source, States, held
+from meshfold.engine.world import World
+from meshfold.mesh import SpecError
+
+if TYPE_CHECKING:
+    from meshfold.zero_gemini.backward import Backward
+
+
+class Around(nn.Module):
+    """Stands for a module, or some of its children: a call of it is a call of a function in which they run."""
+
+    def __init__(self, module: nn.Module, children: Sequence[str] | None = None) -> None:
+        """Args:
+        module: whose parts it has, under their names.
+        children: which; None for all, with the module's own parameters.
+        """
+        super().__init__()
+        if children is None:
+            self._parameters, self._modules = module._parameters, module._modules
+            self._buffers = module._buffers
+        else:
+            for name in children:
+                self.add_module(name, module.get_submodule(name))
+
+    def forward(self, run: Any) -> Any:
+        """What the function returns."""
+        return run()
+
+
+class Lane:
+    """One optimizer, and what it trains."""
+
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer | None,
+        states: States,
+        parameters: Mapping[str, nn.Parameter],
+        given: Sequence[Sequence[str]],
+        around: Around | None,
+        watched: Iterable[nn.Parameter] = (),
+    ) -> None:
+        """Args:
+        optimizer: None for evaluation only.
+        states: of the parameters.
+        parameters: those of the module that are in its states, by full name.
+        given: names of all parameters in each of the optimizer's groups as the user made them, frozen ones too.
+        around: what the states have their hooks on; None for none.
+        watched: parameters that must stay frozen or trained, as they are now, for the states to be right.
+        """
+        self.optimizer, self.states, self.around = optimizer, states, around
+        self.parameters, self.given = dict(parameters), [list(names) for names in given]
+        self._watched = {p: p.requires_grad for p in watched}
+        self._begun = self._finished = self._stepping = False
+        self._backwards = 0
+        if optimizer is not None:
+            self._guard = optimizer.register_step_pre_hook(self._before_step)
+
+    @property
+    def is_as_made(self) -> bool:
+        """Whether nobody has frozen or thawed anything, or given the optimizer more, since the lane was made."""
+        groups = 0 if self.optimizer is None else len(self.optimizer.param_groups)
+        return groups == len(self.given) and all(p.requires_grad == was for p, was in self._watched.items())
+
+    def begin(self) -> None:
+        """Before a forward whose backward will follow."""
+        if not self._begun and not self._finished:
+            self._begun = True
+            self.states.begin(first=not self._backwards)
+
+    @contextmanager
+    def backward(self, kind: Backward) -> Iterator[None]:
+        """Around a backward: what gradients come are this lane's."""
+        if self._finished:
+            raise TrainingError(
+                "a backward after clip_gradients() and before step(): gradients are complete once they were clipped. Clip after "
+                "the last backward, or call optimizer.zero_grad() before this one"
+            )
+        self.begin()
+        with self.states.backward(kind):
+            yield
+        self._begun = False
+        self._backwards += 1
+
+    def finish(self, factor: float) -> bool:
+        """All gradients are summed, times the factor, from now on until ``forget``; whether there are any."""
+        if self._backwards and not self._finished:
+            self.states.finish(factor)
+            self._finished = True
+        return self._finished
+
+    def step(self, scaler: LossScaler, options: Mapping[str, Any]) -> None:
+        """Step with complete gradients, unless they overflowed, and let them go; nothing without a backward since the last."""
+        if not self.finish(1.0 / scaler.scale) or self.optimizer is None:
+            return
+        if not (scaler.moves and scaler.update(float(self.states.norm()))):
+            self._stepping = True
+            try:
+                if not options:
+                    self.states.step()
+                elif self.around is None:
+                    self.optimizer.step(**options)
+                    self.states.publish()
+                else:
+                    raise TrainingError(
+                        f"step({', '.join(options)}): under zero an optimizer's step takes no arguments"
+                    )
+            finally:
+                self._stepping = False
+        self.forget()
+
+    def forget(self) -> None:
+        """Let gradients go."""
+        if self._backwards or self._finished:
+            self.states.forget()
+        self._backwards, self._finished, self._begun = 0, False, self._begun and not self._finished
+
+    def close(self) -> None:
+        """Leave the parameters and the optimizer alone from now on."""
+        if self.optimizer is not None:
+            self._guard.remove()
+        self.states.close()
+
+    def _before_step(self, *args: Any) -> None:
+        if not self._stepping:
+            raise TrainingError(
+                f"{type(self.optimizer).__name__}.step() was called behind the strategy's back, where gradients are not summed "
+                "over the ranks yet: call step() of what self.optimizers() returns, and never with use_pl_optimizer=False"
+            )
+
+
+class Lanes:
+    """All of a module's lanes, and what its state needs of them together."""
+
+    def __init__(self, lanes: Iterable[Lane], world: World) -> None:
+        self.all = list(lanes)
+        self._world = world
+        self.sync = True
+        """Whether the next backward is the last of an accumulation, as far as one knows."""
+        self.only: Lane | None = None
+        """The one whose gradients count; None for all."""
+        self._lane_of: dict[Tensor, Lane] = {p: lane for lane in self.all for p in lane.parameters.values()}
+
+    def __iter__(self) -> Iterator[Lane]:
+        return iter(self.all)
+
+    @property
+    def data_size(self) -> int:
+        """Ranks that a loss is a mean over."""
+        return self._world.data_size
+
+    def of(self, optimizer: object) -> Lane | None:
+        """The lane of an optimizer, or of Lightning's wrapper of it."""
+        inner = getattr(optimizer, "_optimizer", optimizer)
+        return next((lane for lane in self.all if lane.optimizer is inner and inner is not None), None)
+
+    def begin(self) -> None:
+        """Before a forward whose backward will follow."""
+        for lane in self._active():
+            lane.begin()
+
+    @contextmanager
+    def backward(self) -> Iterator[None]:
+        """Around a backward: gradients that come inside count, those of optimizers that are toggled off do not."""
+        with ExitStack() as inside:
+            for lane in self._active():
+                inside.enter_context(lane.backward("last" if self.sync else "more"))
+            yield
+
+    def run(self, function: Any) -> Any:
+        """Call a function in which the module's parts run."""
+        call = function
+        for lane in self.all:
+            if lane.around is not None:
+                call = _within(lane.around, call)
+        return call()
+
+    def close(self) -> None:
+        """Leave the module alone from now on."""
+        for lane in self.all:
+            lane.close()
+
+    def _active(self) -> list[Lane]:
+        chosen = self.all if self.only is None else [self.only]
+        return [lane for lane in chosen if lane.optimizer is not None]
+
+    # -- state: what a ModelState asks of States --------------------------------------------------------------------
+
+    @property
+    def all_read(self) -> bool:
+        """Whether every rank must call ``Source.read``."""
+        return any(lane.states.all_read for lane in self.all)
+
+    def source(self, tensor: Tensor) -> Source:
+        """The true value of one of the module's parameters or buffers."""
+        lane = self._lane_of.get(tensor)
+        return held(tensor, tensor, self._world) if lane is None else lane.states.source(tensor)
+
+    def write(self, tensor: Tensor, whole: Tensor) -> None:
+        """Give a parameter or buffer its true value; then ``publish``."""
+        lane = self._lane_of.get(tensor) or self.all[0]
+        lane.states.write(tensor, whole)
+
+    def publish(self) -> None:
+        """Let the module see what was written."""
+        for lane in self.all:
+            lane.states.publish()
+
+
+def _within(around: Around, call: Any) -> Any:
+    return lambda: around(call)
+
+
+def named_groups(optimizer: torch.optim.Optimizer, names: Mapping[Tensor, str]) -> list[list[str]]:
+    """Names of the parameters in each group of an optimizer.
+
+    Raises:
+        SpecError: for a tensor that is no parameter of the module.
+    """
+    for group in optimizer.param_groups:
+        for tensor in group["params"]:
+            if tensor not in names:
+                raise SpecError(
+                    f"configure_optimizers() gave {type(optimizer).__name__} a tensor of shape {tuple(tensor.shape)} that is no "
+                    "parameter of the module: give it what self.parameters() or a submodule's parameters() return then"
+                )
+    return [[names[p] for p in group["params"]] for group in optimizer.param_groups]
+
+
+def check_optimizers(
+    optimizers: Sequence[torch.optim.Optimizer], given: Sequence[Sequence[Sequence[str]]], *, whole: bool
+) -> None:
+    """Refuse what cannot be stepped on shards; ``whole``: those that look at whole matrices will have them.
+
+    Raises:
+        SpecError: for such an optimizer, and for a parameter that two optimizers train.
+    """
+    owner: dict[str, int] = {}
+    for number, (optimizer, groups) in enumerate(zip(optimizers, given, strict=True)):
+        refuse(type(optimizer), type(optimizer).__name__, whole)
+        for name in (name for names in groups for name in names):
+            if owner.setdefault(name, number) != number:
+                raise SpecError(
+                    f"{name!r} is in optimizer {owner[name]} and in optimizer {number}: a parameter's gradient belongs to one "
+                    "optimizer; make one optimizer with two parameter groups, or leave it out of one of them"
+                )
+
+
+def repoint(
+    optimizer: torch.optim.Optimizer, groups: Sequence[Sequence[Tensor]], now: Mapping[Tensor, Tensor]
+) -> None:
+    """Let an optimizer work on other tensors.
+
+    Args:
+        optimizer: stays the object that schedulers know.
+        groups: its parameters from now on, group by group.
+        now: from a tensor that it has state of to the one that has it from now on.
+    """
+    for group, members in zip(optimizer.param_groups, groups, strict=True):
+        group["params"] = list(members)
+    for tensor in list(optimizer.state):
+        if tensor in now and now[tensor] is not tensor:
+            state = optimizer.state.pop(tensor)
+            like = now[tensor]
+            optimizer.state[like] = {
+                key: value.to(like.dtype)
+                if isinstance(value, Tensor) and value.shape == like.shape and value.is_floating_point()
+                else value
+                for key, value in state.items()
+            }

@@ -1,0 +1,32 @@
+"""What ``configure_model`` makes is recorded, so that no rank ever holds the whole of it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from torch import nn
+from torch.nn.modules.module import register_module_parameter_registration_hook
+
+from meshfold.mesh.first_values import Origin, set_origin
+from meshfold.mesh.initialization import record_initialization
+
+
+@contextmanager
+def recorded(seed: int) -> Iterator[None]:
+    """Inside, modules are made on the meta device, and their parameters remember how they are initialised.
+
+    As :class:`meshfold.zero_gemini.ShardedInit`, for those who have not installed it.
+    """
+    with record_initialization() as tape:
+        origin = Origin(tape=tape, seed=seed)
+
+        def note(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
+            if parameter is not None and tape.recording.knows(parameter):
+                set_origin(parameter, origin)
+
+        handle = register_module_parameter_registration_hook(note)
+        try:
+            yield
+        finally:
+            handle.remove()

@@ -1,0 +1,113 @@
+"""A module that is called through its parts: which of them are models, and how each is split by itself.
+
+A user's training loop in a module (Lightning's, say) calls ``self.generator(x)`` and never the module's own forward. So what
+stands at the edge of a model, where inputs are whole and outputs are made whole again, stands round each part.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from fnmatch import fnmatchcase
+
+from torch import nn
+
+from meshfold.mesh import LayoutError, SpecError
+from meshfold.tensor_parallel import Report
+from meshfold.tensor_parallel.rules import check_rules
+
+Split = Callable[[nn.Module, Mapping[str, str] | None], Report | None]
+
+
+def roots_of(module: nn.Module) -> list[str]:
+    """Names of the models in a module: its children that have parameters; a list of models counts as so many.
+
+    Where single layers are children, the module itself is the model, ``[""]``: its own forward is then what is to be called.
+    """
+    found = [*_called("", module)]
+    single = any(not [*part.children()] for _, part in found)
+    own = any(p is not None for p in module._parameters.values())
+    return [""] if single or own or not found else [name for name, _ in found]
+
+
+def callable_parts(module: nn.Module) -> list[nn.Module]:
+    """The children with parameters that are called from outside of them, those of lists one by one."""
+    return [part for _, part in _called("", module)]
+
+
+def _called(prefix: str, module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    for leaf, child in module.named_children():
+        name = f"{prefix}{leaf}"
+        if next(child.parameters(), None) is None:
+            continue
+        if isinstance(child, nn.ModuleList | nn.ModuleDict):
+            yield from _called(f"{name}.", child)
+        else:
+            yield name, child
+
+
+def split_roots(
+    module: nn.Module,
+    roots: Sequence[str],
+    rules: Mapping[str, str] | None,
+    split: Split,
+    drops: Callable[[nn.Module], bool],
+) -> tuple[Report | None, bool]:
+    """Split each root by itself, as ``split(root, rules)`` does.
+
+    Args:
+        module: holds the roots.
+        roots: their names.
+        rules: role by pattern of full names in the module; ``"replicate"`` for a root's own name leaves it whole.
+        split: splits one; None says that it was left as it is.
+        drops: whether a root has dropout.
+
+    Returns:
+        One report of all, None if nothing was split; and whether a root was left as it is that drops by torch's own dropout.
+
+    Raises:
+        SpecError: for a rule that matches nothing.
+    """
+    if rules is not None:
+        try:
+            check_rules(module, rules)
+        except LayoutError as error:
+            raise SpecError(str(error)) from error
+    reports, torch_drops = [], False
+    for name in roots:
+        root = module.get_submodule(name)
+        if name and (rules or {}).get(name) == "replicate":
+            report = None
+        else:
+            report = split(root, _inside(root, name, rules))
+        torch_drops = torch_drops or (report is None and drops(root))
+        if report is not None:
+            prefix = f"{name}." if name else ""
+            for place, entry in enumerate(report.placed):
+                report.placed[place] = replace(entry, name=f"{prefix}{entry.name}".rstrip("."))
+            reports.append(report)
+    return _together(reports), torch_drops
+
+
+def _inside(root: nn.Module, name: str, rules: Mapping[str, str] | None) -> dict[str, str] | None:
+    """The rules by names inside of a root."""
+    if rules is None or not name:
+        return None if rules is None else dict(rules)
+    found = {}
+    for inner, _ in root.named_modules():
+        role = next((role for p, role in rules.items() if fnmatchcase(f"{name}.{inner}", p)), None)
+        if inner and role is not None:
+            found[inner] = role
+    return found or None
+
+
+def _together(reports: Sequence[Report]) -> Report | None:
+    if not reports:
+        return None
+    first, *rest = reports
+    for report in rest:
+        first.placed += report.placed
+        first.notes += report.notes
+        first.parameters += report.parameters
+        first.local_parameters += report.local_parameters
+    return first
