@@ -6,11 +6,13 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from meshfold.engine.adapter import save_adapter
     from meshfold.engine.background_save import BackgroundSave
     from meshfold.engine.checkpoint import Checkpoint
     from meshfold.engine.compat.making import initialize
     from meshfold.engine.engine import Engine
     from meshfold.engine.errors import CheckpointError, TrainingError
+    from meshfold.engine.from_folder import pretrained
     from meshfold.engine.loader import ShardedLoader
     from meshfold.engine.memory_plan import plan_memory
     from meshfold.engine.metrics import StepMetrics
@@ -25,6 +27,8 @@ __all__ = [
     "TrainingError",
     "initialize",
     "plan_memory",
+    "pretrained",
+    "save_adapter",
 ]
 
 _HOMES = {
@@ -37,6 +41,8 @@ _HOMES = {
     "TrainingError": "errors",
     "initialize": "compat.making",
     "plan_memory": "memory_plan",
+    "pretrained": "from_folder",
+    "save_adapter": "adapter",
 }
 
 

@@ -9,11 +9,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from meshfold.engine.from_folder import FolderValues, Loaded, Pretrained
 from meshfold.engine.optimizers import Factory
 from meshfold.engine.pipelining import PipelinedModel, PipelineSettings
 from meshfold.engine.precision import Masters, Precision, cast_rest
 from meshfold.engine.roots import split_roots
 from meshfold.engine.states import PlainStates, States
+from meshfold.engine.together import fail_together
 from meshfold.engine.world import World
 from meshfold.mesh import LayoutError, SpecError, annotate, broadcast, metadata
 from meshfold.mesh.first_values import FirstValues, coordinates_of, first_values, origin_of
@@ -37,6 +39,7 @@ class Assembled:
         report: what tensor parallelism did; None if the model was left whole.
         torch_dropout: whether dropout is torch's own, which draws from its random state.
         pipelined: runs the model where it is in stages, of which ``model`` has this rank's; else None.
+        loaded: what a folder's weights were to the model; None if it is of no folder.
     """
 
     model: nn.Module
@@ -45,6 +48,7 @@ class Assembled:
     report: Report | None
     torch_dropout: bool
     pipelined: PipelinedModel | None = None
+    loaded: Loaded | None = None
 
 
 def assemble(
@@ -81,6 +85,7 @@ def assemble(
     else:
         raise SpecError(f"model={model!r}: an nn.Module, or a function without arguments that makes one")
 
+    folder = _folder(model, built, world)
     dropout = has_dropout(built)
     if roots is None:
         report = _shard(built, world, rules, dropout)
@@ -90,7 +95,11 @@ def assemble(
             built, roots, rules, lambda root, own: _shard(root, world, own, has_dropout(root)), has_dropout
         )
     in_chunks = world.spec.zero is not None
-    values = first_values(tape, seed, world.device) if in_chunks and tape is not None else None
+    values = None
+    if tape is not None and (in_chunks or folder is not None):
+        values = first_values(tape, seed, world.device)
+    if folder is not None and values is not None:
+        values = folder.over(values, world.device)
 
     def fill(left: nn.Module) -> None:
         if tape is not None:
@@ -101,11 +110,13 @@ def assemble(
                 device=world.device,
                 # What is real was cut when it was split.
                 placement_of=lambda name, tensor: coordinates_of(tensor) if tensor.is_meta else None,
-                parameters=not in_chunks,
+                parameters=values is None,
             )
-        _move(left, world.device, parameters=not in_chunks)
         if values is not None:
-            _fill_tied(left, values)
+            _fill(left, values, tied=in_chunks)
+        if folder is not None:
+            folder.fill_buffers(left)
+        _move(left, world.device, parameters=not in_chunks)
 
     pipelined = None
     if world.pipelined:
@@ -120,10 +131,11 @@ def assemble(
     return Assembled(
         model=built,
         parameters=parameters,
-        values=values,
+        values=values if in_chunks else None,
         report=report,
         torch_dropout=torch_dropout,
         pipelined=pipelined,
+        loaded=None if folder is None else folder.report,
     )
 
 
@@ -212,14 +224,38 @@ def _shard(model: nn.Module, world: World, rules: Mapping[str, str] | None, drop
     return None
 
 
+def _folder(model: object, built: nn.Module, world: World) -> FolderValues | None:
+    """The values of a folder's model, whose names are still those of the whole; every rank has them, or none goes on."""
+    if not isinstance(model, Pretrained):
+        return None
+    model.check(world.spec)
+    error: Exception | None = None
+    found: FolderValues | None = None
+    try:
+        found = model.weights(built)
+    except Exception as wrong:  # also a folder that this rank alone may not read
+        error = wrong
+    if isinstance(error, SpecError) and world.mesh.world_size == 1:
+        raise error
+    fail_together(world, error, f"cannot load {str(model.folder)!r}")
+    if found is not None and world.mesh.rank == 0:
+        found.warn()
+    return found
+
+
 @torch.no_grad()
-def _fill_tied(model: nn.Module, values: FirstValues) -> None:
-    """Give parameters that other stages keep too their values before all others: their gradients are looked after apart."""
+def _fill(model: nn.Module, values: FirstValues, *, tied: bool) -> None:
+    """Give parameters on the meta device their values; ``tied``: only those that other stages keep too.
+
+    Of these the gradients are looked after apart from all others, which get theirs in chunks.
+    """
     made: dict[Tensor, nn.Parameter] = {}
     for path, module in model.named_modules():
         for leaf, parameter in list(module._parameters.items()):
             meta = None if parameter is None else metadata(parameter)
-            if parameter is None or meta is None or not (meta.tie and meta.only_at and parameter.is_meta):
+            if parameter is None or not parameter.is_meta:
+                continue
+            if tied and (meta is None or not (meta.tie and meta.only_at)):
                 continue
             if parameter not in made:
                 value = values(f"{path}.{leaf}" if path else leaf, parameter, parameter.dtype)

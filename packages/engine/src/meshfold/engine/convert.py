@@ -218,7 +218,7 @@ def _write_checkpoint(
                 made = step.make([_value(given[name]) for name in step.sources])
                 for name, value in zip(step.results, made, strict=True):
                     writer.write(name, value.to(announced[name].dtype))
-        finish(writing_of(final), final, {"format": FORMAT, **_state(state), "model": described}, None)
+        finish(writing_of(final), final, {"format": FORMAT, **_state(state), "model": described}, {})
     size = sum(one.bytes for one in announced.values())
     return Converted(tensors=len(announced), bytes=size, files=1, kind="checkpoint")
 

@@ -17,11 +17,13 @@ import numpy as np
 import numpy.typing as npt
 
 from meshfold.engine.progress import human_bytes
+from meshfold.engine.records import Part, find_records, texts_of
 from meshfold.engine.tokenizers import Tokenizer
 from meshfold.mesh import SpecError
 from meshfold.mesh.random import key_of
 
 TOKEN_FILES = (".bin", ".npy")
+_PIECE = 1 << 20  # characters that are tokenised together
 _LOOK = 8192  # bytes at the start of a file that tell text from the rest
 Tokens = npt.NDArray[np.integer]
 
@@ -56,6 +58,7 @@ def open_corpus(
     exclude: tuple[str, ...] = (),
     token_dtype: str = "uint16",
     max_bytes: int | None = None,
+    text_column: str | None = None,
     say: Callable[[str], None] = lambda text: None,
 ) -> Corpus:
     """The tokens of a folder or a file.
@@ -64,7 +67,8 @@ def open_corpus(
     chosen by a hash of their names. Of one file the end is set aside.
 
     Args:
-        path: a folder of text, a file of text, or a file of token ids: ``.bin`` (raw) or ``.npy``.
+        path: a folder of text, a file of text, records (:mod:`meshfold.engine.records`), or a file of token ids: ``.bin``
+            (raw) or ``.npy``.
         tokenizer: for text; a file of token ids needs none.
         cache: folder for the tokens of text.
         validation: share of the tokens, or of the bytes of a folder, to set aside.
@@ -72,6 +76,7 @@ def open_corpus(
         exclude: names of folders to leave out.
         token_dtype: of a ``.bin`` file: uint16 or uint32.
         max_bytes: stop reading documents after about so many.
+        text_column: of records (JSON lines, Parquet, Arrow, what datasets saved), the field that holds the text.
         say: told what takes a while.
 
     Raises:
@@ -89,6 +94,8 @@ def open_corpus(
         raise SpecError(
             f"{str(path)!r} is text and needs a tokenizer: 'byte', or a folder with a Hugging Face one"
         )
+    if records := find_records(source):
+        return _records(records, tokenizer, Path(cache), validation, text_column, max_bytes, say)
     documents, skipped = _documents(source, extensions, exclude)
     if not documents:
         raise SpecError(f"no text in {str(path)!r}: {_why_none(source, extensions, skipped)}")
@@ -224,6 +231,82 @@ def _tokenise(
         train_tokens=int(json.loads(about.read_text())["train_tokens"]),
         notes=tuple(notes),
     )
+
+
+def _records(
+    parts: list[Part],
+    tokenizer: Tokenizer,
+    cache: Path,
+    validation: float,
+    column: str | None,
+    max_bytes: int | None,
+    say: Callable[[str], None],
+) -> Corpus:
+    """The tokens of records, read from the cache or written to it."""
+    stamps = [
+        (str(f), f.stat().st_size, f.stat().st_mtime_ns, part.aside) for part in parts for f in part.files
+    ]
+    told = (tokenizer.name, tokenizer.vocab_size, validation, column, max_bytes, stamps)
+    stem = f"tokens-{blake2b(repr(told).encode(), digest_size=8).hexdigest()}"
+    file, about = cache / f"{stem}.npy", cache / f"{stem}.json"
+    if not (about.exists() and file.exists()):
+        say(
+            f"tokenising records of {_files(len(stamps))}, {human_bytes(sum(size for _, size, *_ in stamps))}"
+        )
+        cache.mkdir(parents=True, exist_ok=True)
+        found = [_encode_records(part, tokenizer, column, max_bytes) for part in parts]
+        tokens: Tokens = np.concatenate([made for made, _ in found])
+        if not len(tokens):
+            raise SpecError(
+                f"no text in {_files(len(stamps))} of records: {stamps[0][0] if stamps else 'none'}"
+            )
+        aside = [len(made) for part, (made, _) in zip(parts, found, strict=True) if part.aside]
+        train_tokens = len(tokens) - (sum(aside) if aside else int(validation * len(tokens)))
+        _write(file, lambda path: np.save(path, tokens))
+        numbers = {"train_tokens": train_tokens, "records": sum(count for _, count in found)}
+        _write(about, lambda path: path.write_text(json.dumps(numbers)))
+    known = json.loads(about.read_text())
+    notes = [f"{known['records']:,} records of {_files(len(stamps))}"]
+    if any(part.aside for part in parts):
+        notes.append("validated with the split that is there for it")
+    return Corpus(
+        tokens=np.load(file, mmap_mode="r"), train_tokens=int(known["train_tokens"]), notes=tuple(notes)
+    )
+
+
+def _encode_records(
+    part: Part, tokenizer: Tokenizer, column: str | None, max_bytes: int | None
+) -> tuple[Tokens, int]:
+    """The tokens of some records, and how many these were: an end behind each, save where they are lines of a text."""
+    dtype = np.uint16 if tokenizer.vocab_size <= 1 << 16 else np.uint32
+    end: Tokens = np.full(1, tokenizer.end, dtype)
+    pieces: list[Tokens] = []
+    lines: list[str] = []
+    read = count = held = 0
+
+    def flush() -> None:
+        if lines:
+            pieces.append(tokenizer.encode("".join(lines)).astype(dtype))
+            lines.clear()
+
+    for text in texts_of(part, column):
+        count += 1
+        if not text:
+            continue
+        read, held = read + len(text), held + len(text)
+        lines.append(text)
+        if not text.endswith("\n"):
+            flush()
+            pieces.append(end)
+        elif held > _PIECE:
+            flush()
+        held = held if lines else 0
+        if max_bytes is not None and read >= max_bytes:
+            break
+    if lines:
+        flush()
+        pieces.append(end)
+    return np.concatenate(pieces) if pieces else np.zeros(0, dtype), count
 
 
 def _encode(order: list[Path], tokenizer: Tokenizer, total: int, validation: float) -> tuple[Tokens, int]:

@@ -53,6 +53,7 @@ class Engine:
         mesh: the ranks, by named axes.
         spec: the checked spec.
         report: what tensor parallelism did to each submodule; None if the model was left whole.
+        loaded: what the weights of a Hugging Face folder were to the model; None if it is of no folder.
         optimizer: over the true weights of this rank's blocks; None for evaluation only.
         lr_scheduler: stepped after each optimizer step; None if none was given.
         pipeline: runs the model where the spec has ``pipeline``, without gradients if it is called; else None.
@@ -82,7 +83,8 @@ class Engine:
     ) -> None:
         """Args:
             model: a module (rank 0's weights are used), or a function that builds one, which is then never
-                materialised whole and starts from the same weights under every spec.
+                materialised whole and starts from the same weights under every spec; or
+                :func:`meshfold.engine.pretrained` of a Hugging Face folder, read straight into place.
             parallel: the spec, as in ``dict(data=2, tensor=dict(mode="2d", size=4))``.
             optimizer: ``dict(name="adamw", lr=...)``, or a class or function of the parameters. None: evaluation only.
             precision: ``"fp32"``, ``"fp64"``, ``"bf16"``, ``"fp16"``, or ``dict(name="fp16", initial_scale=...)``.
@@ -125,7 +127,7 @@ class Engine:
         built = assemble(model, self._world, self._precision, self._seed, rules, stages)
         self._pipelined = built.pipelined
         self.pipeline = None if built.pipelined is None else built.pipelined.pipeline
-        self.model, self.report = built.model, built.report
+        self.model, self.report, self.loaded = built.model, built.report, built.loaded
         self._torch_dropout = built.torch_dropout
         self._sequence = split_sequence(self.model, self._world, own_loss=loss_fn is not None)
         around = None if self._sequence is None else self._sequence.repeated

@@ -11,9 +11,9 @@ from typing import Any
 import torch
 from torch import nn
 
+from meshfold.engine.folder_weights import has_weights
+from meshfold.engine.from_folder import Pretrained, pretrained
 from meshfold.mesh import SpecError
-
-_WEIGHTS = ("*.safetensors", "pytorch_model*.bin")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,23 +48,17 @@ class HuggingFaceModel:
         model: nn.Module = AutoModelForCausalLM.from_config(self.config, dtype=torch.float32)
         return model
 
-    def load(self) -> nn.Module:
-        """The model with the folder's weights, float32, on the CPU."""
-        from transformers import AutoModelForCausalLM
+    def load(self) -> Pretrained:
+        """The model with the folder's weights, which an engine reads straight into place.
 
-        try:
-            model: nn.Module = AutoModelForCausalLM.from_pretrained(
-                str(self.folder), config=self.config, dtype=torch.float32, local_files_only=True
-            )
-        except Exception as error:  # also what safetensors raises, which has no common base
-            raise SpecError(
-                f"model {str(self.folder)!r}: its weights cannot be loaded: {_first_line(error)}"
-            ) from error
-        return model
+        Raises:
+            SpecError: if they are damaged.
+        """
+        return pretrained(self.folder, model_class="AutoModelForCausalLM")
 
     @property
-    def source(self) -> nn.Module | Callable[[], nn.Module]:
-        """What to give to the engine as its model: loaded weights, or the function that builds it."""
+    def source(self) -> Callable[[], nn.Module]:
+        """What to give to the engine as its model: one with the folder's weights, or the function that builds it."""
         return self.load() if self.has_weights else self.build
 
 
@@ -90,9 +84,7 @@ def open_model(folder: str | os.PathLike[str]) -> HuggingFaceModel:
             f"model {name!r} is of type {config.model_type!r}, which has no causal language model in transformers"
         )
     config.use_cache = False
-    return HuggingFaceModel(
-        folder=path, config=config, has_weights=any(any(path.glob(pattern)) for pattern in _WEIGHTS)
-    )
+    return HuggingFaceModel(folder=path, config=config, has_weights=has_weights(path))
 
 
 def check_folder(folder: str | os.PathLike[str]) -> None:

@@ -19,17 +19,17 @@ class ModelChoice:
         name: for people.
         vocab_size: token ids are below it.
         build: makes it with fresh weights.
-        load: makes it with the folder's weights; None where there are none.
+        load: opens the folder's weights, for the engine to read; None where there are none.
     """
 
     name: str
     vocab_size: int
     build: Callable[[], nn.Module]
-    load: Callable[[], nn.Module] | None = None
+    load: Callable[[], Callable[[], nn.Module]] | None = None
 
     @property
-    def source(self) -> nn.Module | Callable[[], nn.Module]:
-        """What to give to the engine: the loaded model, or the function that builds it."""
+    def source(self) -> Callable[[], nn.Module]:
+        """What to give to the engine: the folder's model, or the function that builds one."""
         return self.build if self.load is None else self.load()
 
 

@@ -12,7 +12,7 @@ class TrainSettings:
     """What ``meshfold train`` was asked for; its options have the same names.
 
     Attributes:
-        data: a folder of text, a file of text, or a file of token ids.
+        data: a folder of text, a file of text, records, or a file of token ids.
         out: the folder to write to.
         parallel: the spec.
         model: one of our own by name; ``hf`` goes before it.
@@ -23,6 +23,7 @@ class TrainSettings:
         extensions: of the files to read; none for all text.
         token_dtype: of a ``.bin`` file.
         max_bytes: of text to read.
+        text_column: of records, the field that holds the text; None for ``text``, or the only one.
         validation: share of the data to set aside.
         exclude: names of folders to leave out.
         steps: optimizer steps, from the very first on.
@@ -60,6 +61,7 @@ class TrainSettings:
     extensions: tuple[str, ...] = ()
     token_dtype: str = "uint16"
     max_bytes: int | None = None
+    text_column: str | None = None
     validation: float = 0.05
     exclude: tuple[str, ...] = ()
     steps: int = 100

@@ -72,6 +72,7 @@ def open_inputs(settings: TrainSettings, progress: Progress) -> Inputs:
         exclude=settings.exclude,
         token_dtype=settings.token_dtype,
         max_bytes=settings.max_bytes,
+        text_column=settings.text_column,
         say=progress.say,
     )
     batches = Batches(corpus, batch_size=settings.batch_size, seq_len=settings.seq_len, seed=settings.seed)
@@ -117,6 +118,8 @@ def train(settings: TrainSettings, inputs: Inputs, progress: Progress) -> list[d
         seed=settings.seed,
         device=settings.device,
     )
+    if engine.loaded is not None:
+        progress.say(str(engine.loaded).partition("\n")[0])
     first = 0
     if settings.resume:
         _load(engine, settings)

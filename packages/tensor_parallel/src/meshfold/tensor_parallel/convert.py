@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from torch import nn
 
 from meshfold.mesh import LayoutError, Mesh, Placement, metadata
+from meshfold.tensor_parallel.adapters import Adapters, has_adapters
 from meshfold.tensor_parallel.foreign import Recomputation, is_causal_lm, layers_left_out, use_sharded_loss
 from meshfold.tensor_parallel.frame import Frame
 from meshfold.tensor_parallel.functional import DropoutCalls, DropoutPart, drops_by_function
@@ -18,6 +19,7 @@ from meshfold.tensor_parallel.making import Maker, keep_hooks, keep_ties, meta_t
 from meshfold.tensor_parallel.modes import Mode, find_mode
 from meshfold.tensor_parallel.region import Region
 from meshfold.tensor_parallel.report import Report, placed
+from meshfold.tensor_parallel.rules import WHOLE
 from meshfold.tensor_parallel.shared_input import SharedInput
 from meshfold.tensor_parallel.study import Study
 
@@ -25,14 +27,17 @@ _ORDER = (
     "embedding",
     "positions",
     "patch",
+    "source",
     "stem",
     "column",
     "row",
     "head",
     "norm",
     "head_norm",
+    "head_bias",
     "dropout",
     "loss",
+    "mixture",
     "replicate",
 )
 
@@ -60,7 +65,8 @@ def parallelize(
         mesh: has the mode's axes.
         mode: ``"1d"``, ``"1d+sequence"``, ``"2d"``, ``"2.5d"``, ``"3d"`` or a Mode of your own.
         rules: role by pattern of full names, where names and shapes do not tell: ``{"*.router": "replicate"}``. Roles
-            are column, row, head, stem, embedding, positions, norm, head_norm, dropout, loss, patch and replicate.
+            are column, row, head, stem, embedding, positions, norm, head_norm, head_bias, dropout, loss, patch, source,
+            mixture and replicate.
         lowering: how matmuls are carried out: ``"gather"``, ``"stream"``, ``"ring"``, ``"auto"``, where it applies.
 
     Returns:
@@ -73,8 +79,32 @@ def parallelize(
     _check_arguments(module, mesh)
     found = find_mode(mode)
     mesh.require(*found.axes, what=f"mode {found.name!r}")
-    study = Study(module, mesh, found, {} if rules is None else rules)
-    return _Conversion(study, Maker(study, mesh, lowering)).run()
+    if not has_adapters(module):
+        return _split(module, mesh, found, rules, lowering, None)
+    adapters = Adapters(module, found)
+    adapters.take_off()
+    try:
+        return _split(adapters.model, mesh, found, rules, lowering, adapters)
+    finally:
+        adapters.put_back()
+
+
+def _split(
+    module: nn.Module,
+    mesh: Mesh,
+    mode: Mode,
+    rules: Mapping[str, str] | None,
+    lowering: str,
+    adapters: Adapters | None,
+) -> Report:
+    study = Study(module, mesh, mode, {} if rules is None else rules)
+    maker = Maker(study, mesh, lowering)
+    if adapters is not None:
+        adapters.check(study.roles.role)
+    report = _Conversion(study, maker).run()
+    if adapters is not None:
+        adapters.split(mesh, mode, lambda name, p, inner: maker.dropout(name, p, mode, inner=inner), report)
+    return report
 
 
 def _check_arguments(module: object, mesh: object) -> None:
@@ -129,7 +159,7 @@ class _Conversion:
         for role in _ORDER:
             for name in self.roles.named(role):
                 module = self.study.modules[name]
-                if role == "replicate":
+                if role in WHOLE:
                     whole = [
                         (f"{name}.{key}", p, Placement(shape=tuple(p.shape), axes=((),) * p.dim()))
                         for key, p in module.named_parameters()
@@ -162,15 +192,20 @@ class _Conversion:
         for role in _ORDER:
             for name in self.roles.named(role):
                 module = made = self.study.modules[name]
-                if role == "replicate":
-                    self.maker.keep_whole(name, module)
+                said = ""
+                if role in WHOLE:
+                    said = self.maker.keep_whole(name, module, role)
                 else:
                     made = self.maker.make(name, role, module)
                     keep_ties(module, made, blocks)
                     keep_hooks(module, made)
                     for parent, leaf in places[module]:
                         parent._modules[leaf] = made
-                self.report.placed.append(placed(name, role, module, made))
+                self.report.placed.append(placed(name, role, module, made, said))
+        for module in self.model.modules():  # second names of what was split
+            for leaf, parameter in module._parameters.items():
+                if parameter is not None and parameter in blocks:
+                    module._parameters[leaf] = blocks[parameter]
 
     def _split_and_join(self) -> None:
         for blocks, boundary in self.study.boundaries:
@@ -237,7 +272,7 @@ class _Conversion:
             "": self.model,
             **{name: m for blocks in self.study.lists for name, m in blocks.members.items()},
         }
-        whole = {name: self.study.modules[name] for name in self.roles.named("replicate")}
+        whole = {name: self.study.modules[name] for role in WHOLE for name in self.roles.named(role)}
         for name, module in {**parts, **whole}.items():
             part = self.maker.dropout(
                 f"{name}.functional", 0.0, self.study.mode_at(name), whole=name in whole

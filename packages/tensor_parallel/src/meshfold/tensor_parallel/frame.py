@@ -162,7 +162,7 @@ class Frame(OnMesh):
         if not self._attended and not self._stream:
             return given
         made = dict(given)
-        for name in ("attention_mask", "position_ids"):
+        for name in ("attention_mask", "decoder_attention_mask", "position_ids"):
             value = given.get(name)
             if not isinstance(value, Tensor) or value.shape[0] != self._padded:
                 continue

@@ -41,11 +41,14 @@ def norm_kind(module: nn.Module) -> str:
     if isinstance(module, nn.RMSNorm):
         return "rms"
     weight = getattr(module, "weight", None)
-    return (
-        "rms"
-        if type(module).__name__.endswith("RMSNorm") and weight is not None and weight.dim() == 1
-        else ""
+    if not isinstance(weight, Tensor) or weight.dim() != 1:
+        return ""
+    kind = type(module).__name__
+    # T5 calls it LayerNorm. Whether it computes what its name says is tried out: check_norm.
+    alone = [name for name, _ in module.named_parameters()] == ["weight"] and hasattr(
+        module, "variance_epsilon"
     )
+    return "rms" if kind.endswith("RMSNorm") or (kind.endswith("LayerNorm") and alone) else ""
 
 
 def norm_size(module: nn.Module) -> int:

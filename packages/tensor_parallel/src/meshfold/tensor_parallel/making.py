@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import inspect
+import re
 from typing import Any
 
 from torch import nn
@@ -11,7 +13,8 @@ from meshfold.mesh import Mesh, Part
 from meshfold.tensor_parallel import lowerings
 from meshfold.tensor_parallel.kinds import features, is_conv1d, norm_eps, norm_kind
 from meshfold.tensor_parallel.layers.dropout import Dropout
-from meshfold.tensor_parallel.layers.embedding import Embedding, PositionEmbedding
+from meshfold.tensor_parallel.layers.embedding import Embedding, HeadBias, PositionEmbedding
+from meshfold.tensor_parallel.layers.experts import Experts, experts_of
 from meshfold.tensor_parallel.layers.linear import Linear
 from meshfold.tensor_parallel.layers.loss import CausalLMLoss
 from meshfold.tensor_parallel.layers.norm import HeadNorm, LayerNorm, RMSNorm
@@ -50,6 +53,8 @@ class Maker:
         if role == "norm":
             kind: type[LayerNorm | RMSNorm] = LayerNorm if norm_kind(module) == "layer" else RMSNorm
             return kind.convert(module, norm_eps(module), mesh, mode)
+        if role == "head_bias":
+            return HeadBias(module, mesh, mode)
         if role == "head_norm":
             return HeadNorm(module, mesh, mode)
         if role == "patch":
@@ -75,27 +80,53 @@ class Maker:
             flat_tokens=self.study.flat or (self.study.flat_at(name) is not None and not whole),
         )
 
-    def keep_whole(self, name: str, module: nn.Module) -> None:
-        """Join the stream in front of a module and split it behind; what it drops it drops alike on every rank."""
-        mode = self.study.mode_at(name)
-        Replicated(self.mesh, mode, self.study.roles.hidden, self.study.flat_at(name)).around(module)
+    def keep_whole(self, name: str, module: nn.Module, role: str = "replicate") -> str:
+        """Join the stream in front of a module and split it behind; what it drops it drops alike on every rank.
+
+        Args:
+            role: ``"source"``: it makes the stream, and is given none. ``"mixture"``: the experts in it are split.
+
+        Returns:
+            What became of it, for the report.
+        """
+        mode, said = self.study.mode_at(name), "whole on every rank"
+        stream = Replicated(self.mesh, mode, self.study.roles.hidden, self.study.flat_at(name))
+        stream.around(module, begins=role == "source")
+        if role == "mixture":
+            leaf = experts_of(module)
+            experts, splitter = module.get_submodule(leaf), Experts(self.mesh, self.study.mode)
+            if why := splitter.why_not(experts):
+                said = f"whole on every rank: {leaf} cannot be split, {why}"
+            else:
+                splitter.split(experts)
+                said = f"{leaf} split by their inner dim over {', '.join(splitter.axes)}, the rest whole"
         for path, parent in module.named_modules(prefix=name):
             for leaf, child in parent._modules.items():
                 if type(child) is nn.Dropout:
                     parent._modules[leaf] = self.dropout(f"{path}.{leaf}", child.p, mode, whole=True).train(
                         child.training
                     )
+        return said
 
     def _inner_before(self, name: str) -> int:
-        """The width of the column layer that stands directly before a module among the leaves of its parent, if one does."""
+        """The width of the column layer that comes directly before a module among those of its parent, if one does.
+
+        In the order in which the parent's forward calls them, where it can be read (T5 makes its dropout last and calls
+        it before the last layer); else in which they were made.
+        """
         parent = name.rpartition(".")[0]
-        before = 0
-        for other, role in self.study.roles.role.items():
-            if other == name:
-                break
-            if other.rpartition(".")[0] == parent and role in ("column", "row"):
-                before = features(self.study.modules[other])[1] if role == "column" else 0
-        return before
+        roles = self.study.roles.role
+        beside = [
+            other
+            for other, role in roles.items()
+            if other == name or (other.rpartition(".")[0] == parent and role in ("column", "row"))
+        ]
+        calls = _calls(self.study.modules[parent])
+        if all(other.rpartition(".")[2] in calls for other in beside):
+            beside.sort(key=lambda other: calls.index(other.rpartition(".")[2]))
+        place = beside.index(name)
+        before = beside[place - 1] if place else ""
+        return features(self.study.modules[before])[1] if roles.get(before) == "column" else 0
 
     def _parts(self, name: str, module: nn.Module) -> tuple[Part, ...]:
         for heads in self.study.heads.values():
@@ -118,6 +149,15 @@ class Maker:
         if found is None:
             lowerings.lowering(self.lowering, plan)
         return self.lowering if found is not None and not found.refuses(plan) else "gather"
+
+
+def _calls(module: nn.Module) -> list[str]:
+    """The names of children in the order in which a module's forward calls them first, as far as its source tells."""
+    try:
+        source = inspect.getsource(type(module).forward)
+    except (OSError, TypeError):  # a class typed in at a prompt has no source
+        return []
+    return list(dict.fromkeys(re.findall(r"\bself\.(\w+)\(", source)))
 
 
 def meta_twin(module: nn.Module) -> nn.Module:

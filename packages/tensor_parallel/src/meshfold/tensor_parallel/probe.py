@@ -61,7 +61,22 @@ class _Keeps(nn.Module):
 class Probe:
     """One attention module tried with all of its heads, and with those of the first and of the last rank."""
 
-    def __init__(self, name: str, module: nn.Module, heads: Heads, mesh: Mesh, mode: Mode) -> None:
+    def __init__(
+        self,
+        name: str,
+        module: nn.Module,
+        heads: Heads,
+        mesh: Mesh,
+        mode: Mode,
+        tables: tuple[str, ...] = (),
+        biases_split: bool = False,
+    ) -> None:
+        """Args:
+        tables: full names of the module's tables of biases, a column a head, which are split with the heads.
+        biases_split: biases that the module is given come from such a table.
+        """
+        self.tables = [table.rpartition(".")[2] for table in tables]
+        self.biases_split = biases_split
         self.name, self.module, self.heads, self.mesh, self.mode = name, module, heads, mesh, mode
         self.width = heads.heads * heads.head_dim
 
@@ -70,7 +85,7 @@ class Probe:
         kind = type(self.module).__name__
         parameters = inspect.signature(type(self.module).forward).parameters
         for bias in BIASES:
-            if bias in parameters:
+            if bias in parameters and not self.biases_split:
                 return f"{kind} takes {bias}, which is made for all heads outside of it"
         if self.mode.head_divisor(self.mesh) == 1:
             return ""
@@ -160,6 +175,9 @@ class Probe:
                 twin._modules[name.rpartition(".")[2]] = _Gives(share)
             if rank is not None:
                 self.heads.tell(twin, self.mesh, self.mode)
+                for table in self.tables:
+                    weight: Any = twin.get_submodule(table).weight
+                    weight.data = self._share(weight.data, (), rank)
             x = torch.zeros(*tokens, self._features(self.heads.projections[0])[0], dtype=torch.float64)
             forward: Callable[..., Any] = type(self.module).forward
             with torch.no_grad():

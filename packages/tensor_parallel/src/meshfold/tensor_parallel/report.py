@@ -74,12 +74,12 @@ class Report:
         return "\n".join([*lines, *self.notes])
 
 
-def placed(name: str, role: str, was: nn.Module, made: nn.Module) -> Placed:
-    """The entry of a submodule that was replaced, or kept whole."""
+def placed(name: str, role: str, was: nn.Module, made: nn.Module, said: str = "") -> Placed:
+    """The entry of a submodule that was replaced, or kept, of which ``said`` is what became."""
     weight = getattr(made, "weight", None)
     meta = metadata(weight) if weight is not None else None
-    if role == "replicate":
-        return Placed(name=name, role=role, was=type(was).__name__, weights="whole on every rank")
+    if said:
+        return Placed(name=name, role=role, was=type(was).__name__, weights=said)
     if meta is None:
         return Placed(name=name, role=role, was=type(was).__name__, weights="")
     plan = getattr(made, "plan", None)

@@ -16,36 +16,46 @@ from torch import nn
 from meshfold.mesh import LayoutError, metadata
 from meshfold.mesh.errors import nearest
 from meshfold.tensor_parallel.kinds import features, is_linear, is_patch, norm_kind, norm_size, why_not
+from meshfold.tensor_parallel.layers.experts import experts_of
 
-_QUERY = r"q_proj|query|wq|to_q|q_lin"
-_KEY_VALUE = r"k_proj|v_proj|key|value|wk|wv|to_k|to_v|k_lin|v_lin"
+_QUERY = r"q_proj|query|wq|to_q|q_lin|q"
+_KEY_VALUE = r"k_proj|v_proj|key|value|wk|wv|to_k|to_v|k_lin|v_lin|k|v"
 _FUSED_QKV = r"qkv|qkv_proj|c_attn|Wqkv|in_proj"
 _INTERLEAVED_QKV = r"query_key_value"
 _COLUMN_MLP = r"up_proj|gate_proj|gate_up_proj|gate_up|up|gate|fc1|c_fc|w1|w3|wi|wi_0|wi_1|dense_h_to_4h|lin1|linear1|fc_in"
-_ROW = r"o_proj|out_proj|c_proj|proj|out|wo|to_out|out_lin|down_proj|down|fc2|w2|dense_4h_to_h|lin2|linear2|fc_out"
+_ROW = r"o|o_proj|out_proj|c_proj|proj|out|wo|to_out|out_lin|down_proj|down|fc2|w2|dense_4h_to_h|lin2|linear2|fc_out"
 _HEAD = r"lm_head|head|embed_out|output_projection|classifier|score"
 _POSITIONS = r"(.*_)?(positions?|pos|position_embeddings|embed_positions|wpe|pos_emb(ed(ding)?)?)"
+_HEAD_BIAS = r"relative_attention_bias"
 _HEAD_NORM = r"(q|k|v|query|key|value)_?(layer)?_?norm|norm_?(q|k|v)|(q|k)_ln"
 
 QUERY, KEY_VALUE, FUSED_QKV = re.compile(_QUERY), re.compile(_KEY_VALUE), re.compile(_FUSED_QKV)
 INTERLEAVED_QKV = re.compile(_INTERLEAVED_QKV)
 _COLUMN = re.compile("|".join((_QUERY, _KEY_VALUE, _FUSED_QKV, _INTERLEAVED_QKV, _COLUMN_MLP)))
 _ROW_NAMES, _HEAD_NAMES, _POSITION_NAMES = re.compile(_ROW), re.compile(_HEAD), re.compile(_POSITIONS)
-_HEAD_NORM_NAMES = re.compile(_HEAD_NORM)
+_HEAD_NORM_NAMES, _HEAD_BIAS_NAMES = re.compile(_HEAD_NORM), re.compile(_HEAD_BIAS)
 _ROW_PARENTS = ("output", "self_output", "attention", "self_attention", "attn", "self_attn")
 """Where a square layer called ``dense`` (BERT, GPT-NeoX) writes the residual stream."""
 
 _KINDS: dict[str, tuple[str, Callable[[nn.Module], bool]]] = {
     **dict.fromkeys(("column", "row", "head", "stem"), ("a linear layer", is_linear)),
-    **dict.fromkeys(("embedding", "positions"), ("an nn.Embedding", lambda m: isinstance(m, nn.Embedding))),
+    **dict.fromkeys(
+        ("embedding", "positions", "head_bias"), ("an nn.Embedding", lambda m: isinstance(m, nn.Embedding))
+    ),
     **dict.fromkeys(("norm", "head_norm"), ("a LayerNorm or RMSNorm", lambda m: bool(norm_kind(m)))),
     "dropout": ("an nn.Dropout", lambda m: isinstance(m, nn.Dropout)),
     "loss": ("any module", lambda m: True),
     "replicate": ("any module", lambda m: True),
+    "source": ("any module", lambda m: True),
+    "mixture": ("a module round experts whose weights have three dims", lambda m: bool(experts_of(m))),
     "patch": ("a convolution with stride = kernel_size", is_patch),
 }
 ROLES = tuple(_KINDS)
 """What a user's rule may say."""
+
+
+WHOLE = ("replicate", "source", "mixture")
+"""The roles of modules that keep their own code and all that lies in them."""
 
 
 @dataclass
@@ -109,6 +119,8 @@ def classify(model: nn.Module, rules: Mapping[str, str]) -> Roles:
     """
     check_rules(model, rules)
     found = Roles(hidden=_hidden_size(model))
+    # A head may keep its bias under a second name (BERT): it goes where the layer's own goes.
+    shared = {p for m in model.modules() if is_linear(m) for p in m.parameters(recurse=False)}
     for name, module in model.named_modules():
         if _inside(name, found):
             continue
@@ -120,11 +132,11 @@ def classify(model: nn.Module, rules: Mapping[str, str]) -> Roles:
             )
         role = said or _role(name, module, model, found.hidden)
         # A table of positions keeps its forward, and what stays whole keeps everything.
-        reason = "" if role in ("replicate", "loss", "positions") else _refuse(module)
+        reason = "" if role in (*WHOLE, "loss", "positions") else _refuse(module)
         if role and not reason:
             found.role[name] = role
             found.said += [name] if said else []
-        elif reason or any(True for _ in module.parameters(recurse=False)):
+        elif reason or any(is_linear(module) or p not in shared for p in module.parameters(recurse=False)):
             found.refused[name] = reason or _no_rule(name, module, found.hidden)
     return found
 
@@ -146,6 +158,8 @@ def _role(name: str, module: nn.Module, model: nn.Module, hidden: int) -> str:
         return (
             "positions"
             if _POSITION_NAMES.fullmatch(leaf)
+            else "head_bias"
+            if _HEAD_BIAS_NAMES.fullmatch(leaf)
             else "embedding"
             if module.embedding_dim == hidden
             else ""
@@ -160,7 +174,33 @@ def _role(name: str, module: nn.Module, model: nn.Module, hidden: int) -> str:
         return "loss"
     if isinstance(module, nn.Conv2d) and is_patch(module):
         return "patch" if module.out_channels == hidden else ""
-    return ""
+    if _is_mixture(module, hidden):
+        return "mixture"
+    return "source" if _is_source(module, hidden) else ""
+
+
+def _is_mixture(module: nn.Module, hidden: int) -> bool:
+    """Whether a module is a router and its experts, without attention and without norms of the stream."""
+    if not experts_of(module):
+        return False
+    inside = dict(module.named_modules())
+    return not any(
+        QUERY.fullmatch(name.rpartition(".")[2]) or (norm_kind(m) and norm_size(m) == hidden)
+        for name, m in inside.items()
+    )
+
+
+def _is_source(module: nn.Module, hidden: int) -> bool:
+    """Whether a module makes the stream of images: patches, to which parameters of its own are added (ViT)."""
+    own = list(module.parameters(recurse=False))
+    return (
+        bool(own)
+        and all(p.shape[-1] == hidden for p in own if p.dim())
+        and any(
+            isinstance(m, nn.Conv2d) and is_patch(m) and m.out_channels == hidden for m in module.modules()
+        )
+        and not any(is_linear(m) or norm_kind(m) for m in module.modules())
+    )
 
 
 def usual_role(name: str, module: nn.Module, model: nn.Module, hidden: int) -> str:
@@ -188,7 +228,12 @@ def _linear_role(name: str, leaf: str, module: nn.Module, model: nn.Module, hidd
             "row" if any(r == hidden and w == reads for _, r, w in before) else "stem" if not before else ""
         )
     parent = name.rsplit(".", 2)[-2] if "." in name else ""
-    return "row" if reads == writes == hidden and leaf == "dense" and parent in _ROW_PARENTS else ""
+    if reads == writes == hidden and leaf == "dense":
+        if parent in _ROW_PARENTS:
+            return "row"
+        # A pooler, or the transform before a head: one for the whole model, and small beside it.
+        return "" if any(part.isdigit() for part in name.split(".")) else "replicate"
+    return ""
 
 
 def _hidden_size(model: nn.Module) -> int:
@@ -205,7 +250,7 @@ def _hidden_size(model: nn.Module) -> int:
 
 def _inside(name: str, found: Roles) -> bool:
     """Whether a module lies inside one that was placed as a whole."""
-    whole = [placed for placed, role in found.role.items() if role in ("replicate", "loss")]
+    whole = [placed for placed, role in found.role.items() if role in (*WHOLE, "loss")]
     return any(not placed or name.startswith(f"{placed}.") for placed in whole)
 
 

@@ -16,7 +16,7 @@ from meshfold.tensor_parallel.heads import Heads, find_heads
 from meshfold.tensor_parallel.kinds import check_norm, features, is_linear, norm_kind, norm_size
 from meshfold.tensor_parallel.modes import Mode, outside_blocks
 from meshfold.tensor_parallel.probe import BIASES, Probe
-from meshfold.tensor_parallel.rules import classify, is_head_norm, usual_role
+from meshfold.tensor_parallel.rules import WHOLE, classify, is_head_norm, usual_role
 from meshfold.tensor_parallel.shared_input import changes_tokens
 
 
@@ -51,7 +51,7 @@ class Study:
         }
         split = [name for role in ("column", "row") for name in self.roles.named(role)]
         self.lists = find_blocks(self.modules, split)
-        self.begins = any(self.roles.named(role) for role in ("embedding", "patch", "stem"))
+        self.begins = any(self.roles.named(role) for role in ("embedding", "patch", "stem", "source"))
         residual, hidden = mode.layout("residual"), mode.layout("hidden")
         self.by_sequences = bool(hidden["m"]) or not residual["m"]
         self.only_blocks = self.begins and not self.flat and not self.by_sequences
@@ -112,6 +112,7 @@ class Study:
         for name in self.roles.named("replicate"):
             self._check_whole(name)
             self._check_joined(name)
+        self._check_two_streams()
         for name, heads in self.heads.items():
             self._check_code(name, heads)
 
@@ -165,6 +166,17 @@ class Study:
                 return columns
             around, inner = around.rpartition(".")[0], False
 
+    def _check_two_streams(self) -> None:
+        """An encoder's output is read by every block of the decoder, so both streams must lie as attention wants them."""
+        if not getattr(getattr(self.model, "config", None), "is_encoder_decoder", False):
+            return
+        if self.only_blocks or any(self.needs_region(name) for name in self.heads):
+            raise LayoutError(
+                f"{type(self.model).__name__} is an encoder with a decoder, which mode {self.mode.name!r} cannot split: "
+                "attention has other tokens there than the stream, and the encoder's output, which all blocks of the decoder "
+                "read, is not gathered for it. Use mode '1d', '2d' or '2.5d'"
+            )
+
     def _check_projections(self, name: str, heads: Heads) -> None:
         """The projections of attention are split together, or none is."""
         other = [p for p in heads.projections if self.roles.role.get(p) != "column"]
@@ -187,7 +199,9 @@ class Study:
 
     def _check_code(self, name: str, heads: Heads) -> None:
         """Attention's own code must work on the heads of one rank."""
-        if why := Probe(name, self.modules[name], heads, self.mesh, self.mode).why_not():
+        biases = tuple(n for n in self.roles.named("head_bias") if n.rpartition(".")[0] == name)
+        split = bool(self.roles.named("head_bias"))
+        if why := Probe(name, self.modules[name], heads, self.mesh, self.mode, biases, split).why_not():
             where = (
                 ""
                 if not self._splits_rows() or not set(BIASES) & set(_takes(self.modules[name]))
@@ -277,7 +291,7 @@ class Study:
 
     def _is_whole(self, name: str) -> bool:
         """Whether a module is, or lies in, one that stays whole."""
-        whole = self.roles.named("replicate")
+        whole = [name for role in WHOLE for name in self.roles.named(role)]
         return any(not kept or name == kept or name.startswith(f"{kept}.") for kept in whole)
 
     def _vocabulary(self) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import ast
+import os
 from typing import Any
 
 from meshfold.engine.cli.failure import Failure
@@ -13,7 +14,9 @@ def add_model(parser: argparse._ActionsContainer) -> None:
     """``--model``, ``--hf``, ``--set`` and ``--rule``."""
     which = parser.add_mutually_exclusive_group()
     which.add_argument(
-        "--model", metavar="NAME", help="one of our own: gpt-tiny, llama-small, gpt2, ... (default: gpt-tiny)"
+        "--model",
+        metavar="NAME",
+        help="one of our own: gpt-tiny, llama-small, gpt2, ... (default: gpt-tiny), or a folder as for --hf",
     )
     which.add_argument(
         "--hf",
@@ -28,6 +31,13 @@ def add_model(parser: argparse._ActionsContainer) -> None:
         "--rule", action="append", default=[], metavar="PATTERN=ROLE", dest="rules",
         help="what tensor parallelism is to do with submodules of that name, again for each: '*.self_attn=replicate'",
     )  # fmt: skip
+
+
+def read_model(arguments: argparse.Namespace) -> None:
+    """Let ``--model FOLDER`` be ``--hf FOLDER``: what has a separator in it, or a configuration, is no name of ours."""
+    name = arguments.model
+    if name is not None and (os.sep in name or os.path.isfile(os.path.join(name, "config.json"))):
+        arguments.model, arguments.hf = None, name
 
 
 def read_changes(words: list[str]) -> dict[str, Any]:

@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from meshfold.engine.cli.failure import Failure
-from meshfold.engine.cli.models import add_model, positive, read_changes, read_rules
+from meshfold.engine.cli.models import add_model, positive, read_changes, read_model, read_rules
 from meshfold.engine.cli.parallel import add_parallel, read_parallel
 from meshfold.engine.cli.train_arguments import RECOMPUTE
 
@@ -94,6 +94,7 @@ def size(text: str) -> int:
 def run(arguments: argparse.Namespace) -> int:
     """Run ``meshfold plan``."""
     parallel = read_parallel(arguments.parallel)
+    read_model(arguments)
     changes, rules = read_changes(arguments.changes), read_rules(arguments.rules)
     from meshfold.engine.machines import machine as find_machine
     from meshfold.engine.model_choice import choose_model, longest

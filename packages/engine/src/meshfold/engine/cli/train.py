@@ -43,12 +43,15 @@ def run(arguments: argparse.Namespace) -> int:
             ranks=arguments.ranks,
             plan=not arguments.no_plan,
             as_json=arguments.json,
+            report=arguments.report,
         )
     if arguments.ranks not in (None, here.world_size):
         raise Failure(
             f"--ranks {arguments.ranks}, but {here.source} started {here.world_size}: leave --ranks out"
         )
-    return _as_rank(settings, here, plan=not arguments.no_plan, as_json=arguments.json)
+    return _as_rank(
+        settings, here, plan=not arguments.no_plan, as_json=arguments.json, report=arguments.report
+    )
 
 
 def start(
@@ -58,6 +61,7 @@ def start(
     ranks: int | None = None,
     plan: bool = True,
     as_json: bool = False,
+    report: bool = False,
 ) -> int:
     """Check everything, show the plan, and train: here, if the spec has one rank, else on ranks that are started.
 
@@ -67,6 +71,7 @@ def start(
         ranks: how many, if it was said.
         plan: whether to print it.
         as_json: what is printed of each step.
+        report: whether the plan says what becomes of each submodule.
 
     Returns:
         The exit code.
@@ -83,7 +88,7 @@ def start(
     _check_device(settings, spec.world_size)
     _check_folder(settings, progress)
     inputs = _open_inputs(settings, progress)
-    _show_plan(settings, spec, inputs, progress, show=plan)
+    _show_plan(settings, spec, inputs, progress, show=plan, report=report)
     if spec.world_size == 1:
         from meshfold.engine.training import train
 
@@ -92,7 +97,7 @@ def start(
     return launch(["-m", "meshfold.engine.cli", "train", *words, "--no-plan"], spec.world_size)
 
 
-def _as_rank(settings: TrainSettings, here: Environment, *, plan: bool, as_json: bool) -> int:
+def _as_rank(settings: TrainSettings, here: Environment, *, plan: bool, as_json: bool, report: bool) -> int:
     """Be one of the ranks that run already."""
     from meshfold.engine.hf import quiet
     from meshfold.engine.progress import Silent, make_progress
@@ -110,7 +115,7 @@ def _as_rank(settings: TrainSettings, here: Environment, *, plan: bool, as_json:
     if (
         plan
     ):  # on every rank: torch numbers process groups, the fake ones too, and ranks must agree on the numbers
-        _show_plan(settings, spec, _open_inputs(settings, progress), progress, show=True)
+        _show_plan(settings, spec, _open_inputs(settings, progress), progress, show=True, report=report)
     with join(device=settings.device) as process:
         everyone = Mesh({"rank": process.world_size}).group("rank")
         if here.local_rank == 0:
@@ -195,7 +200,13 @@ def _open_inputs(settings: TrainSettings, progress: Progress) -> Inputs:
 
 
 def _show_plan(
-    settings: TrainSettings, spec: ParallelSpec, inputs: Inputs, progress: Progress, *, show: bool
+    settings: TrainSettings,
+    spec: ParallelSpec,
+    inputs: Inputs,
+    progress: Progress,
+    *,
+    show: bool,
+    report: bool = False,
 ) -> None:
     """Set up the engine without values: what it refuses is refused here, in one sentence; the rest is the plan."""
     from meshfold.engine.machines import boundless
@@ -227,7 +238,8 @@ def _show_plan(
         _check_checkpoint(settings, found.shapes)
     if show:
         many = [spec.describe(), picture(spec.axes)] if spec.world_size > 1 else []
-        parts = (*many, found.summary, memory_table(found), traffic_table(found), found.refusal)
+        placed = found.report if report and found.report else found.summary
+        parts = (*many, placed, memory_table(found), traffic_table(found), found.refusal)
         progress.say("\n" + "\n\n".join(part for part in parts if part) + "\n")
 
 

@@ -5,7 +5,15 @@ from __future__ import annotations
 import argparse
 from typing import TYPE_CHECKING, Any
 
-from meshfold.engine.cli.models import add_model, natural, positive, rate, read_changes, read_rules
+from meshfold.engine.cli.models import (
+    add_model,
+    natural,
+    positive,
+    rate,
+    read_changes,
+    read_model,
+    read_rules,
+)
 from meshfold.engine.cli.parallel import add_parallel, read_parallel
 
 if TYPE_CHECKING:
@@ -19,8 +27,12 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.usage = "meshfold train --data PATH --out DIR [options]"
     data = parser.add_argument_group("data")
     data.add_argument(
-        "--data", required=True, metavar="PATH", help="folder or file of text, or token ids: .bin, .npy"
+        "--data",
+        required=True,
+        metavar="PATH",
+        help="folder or file of text; records (.jsonl, .parquet, .arrow, a folder that datasets saved); token ids: .bin, .npy",
     )
+    data.add_argument("--text-column", metavar="NAME", help="of records: the field with the text (text)")
     data.add_argument(
         "--tokenizer",
         metavar="byte|FOLDER",
@@ -99,6 +111,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     out.add_argument("--prompt", metavar="TEXT", help="at the end, write how the model goes on from TEXT")
     out.add_argument("--sample-tokens", type=positive, default=200, metavar="N", help="how far (200)")
     out.add_argument("--no-plan", action="store_true", help="do not print the plan first")
+    out.add_argument("--report", action="store_true", help="with the plan, what becomes of each submodule")
     out.add_argument(
         "--json", action="store_true", help="print a line of JSON a step, all else on standard error"
     )
@@ -106,6 +119,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def settings_of(arguments: argparse.Namespace) -> TrainSettings:
     """The arguments as settings."""
+    read_model(arguments)
     words = vars(arguments)
     parallel = read_parallel(arguments.parallel)
     changes, rules = read_changes(arguments.changes), read_rules(arguments.rules)

@@ -153,6 +153,33 @@ class PositionEmbedding(ShardedLayer):
         return f"{self.num_embeddings}, {self.embedding_dim}, mode={self.mode.name}"
 
 
+class HeadBias(ShardedLayer):
+    """A table ``buckets heads`` of biases that attention adds to its scores (T5): all buckets, this rank's heads."""
+
+    weight: nn.Parameter
+
+    def __init__(self, module: nn.Embedding, mesh: Mesh, mode: Mode) -> None:
+        """Raises:
+        LayoutError: for options that cannot be sharded, or a number of heads that cannot be split.
+        """
+        super().__init__()
+        refuse_options(module)
+        hidden = mode.layout("hidden")
+        self.mesh = mesh
+        self.num_embeddings, self.embedding_dim = module.num_embeddings, module.embedding_dim
+        split_evenly(module.embedding_dim, hidden["n"], mesh, f"{module.embedding_dim} heads")
+        place = Placement(shape=tuple(module.weight.shape), axes=((), hidden["n"]))
+        self.weight = shard_parameter(module.weight, place, mesh)
+        self._enter = bind_enter(mesh, hidden["m"])
+
+    def forward(self, buckets: Tensor) -> Tensor:
+        """``q k`` int64, the same on every rank -> ``q k heads``, local heads."""
+        return F.embedding(buckets, self._enter(self.weight))
+
+    def extra_repr(self) -> str:
+        return f"{self.num_embeddings}, {self.embedding_dim}"
+
+
 def refuse_options(module: nn.Embedding) -> None:
     """Raise a LayoutError for what a table that is split cannot do."""
     for option in ("max_norm", "scale_grad_by_freq", "sparse"):

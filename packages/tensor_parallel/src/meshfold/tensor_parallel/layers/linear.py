@@ -41,7 +41,7 @@ from meshfold.tensor_parallel.modes import Mode, find_mode
 from meshfold.tensor_parallel.operands import bind_sum_repeated
 from meshfold.tensor_parallel.sizes import split_evenly, vocabulary_multiple
 
-Role = Literal["column", "row", "head", "tied_head", "stem"]
+Role = Literal["column", "row", "head", "tied_head", "stem", "adapter"]
 
 
 class Linear(ShardedLayer):
@@ -100,15 +100,19 @@ class Linear(ShardedLayer):
         parts: Sequence[Part] = (),
         stored: Literal["nk", "kn"] = "nk",
         lowering: str = "gather",
+        matmul: MatmulPlan | None = None,
     ) -> Linear:
         """A module with ``weight`` (and ``bias``) as a sharded layer with its blocks; real or meta weights.
 
         Args:
             stored: how the weight lies: ``"nk"`` as in nn.Linear, ``"kn"`` as in transformers' Conv1D.
+            matmul: of a layer whose role is none of the mode's: ``"adapter"``.
         """
         made = cls.__new__(cls)
         nn.Module.__init__(made)
-        made._take_over(module, mesh, mode, role, tuple(parts), stored=stored, lowering=lowering)
+        made._take_over(
+            module, mesh, mode, role, tuple(parts), stored=stored, lowering=lowering, matmul=matmul
+        )
         made.train(module.training)
         return made
 
@@ -122,9 +126,10 @@ class Linear(ShardedLayer):
         *,
         stored: Literal["nk", "kn"],
         lowering: str,
+        matmul: MatmulPlan | None = None,
     ) -> None:
         self.mesh, self.mode, self.role, self.lowering, self.stored = mesh, mode, role, lowering, stored
-        self.plan = stem_plan(mode) if role == "stem" else mode.plans[role]
+        self.plan = matmul or (stem_plan(mode) if role == "stem" else mode.plans[role])
         self.gather_output = self.flat_output = False
         self._enter_input: Primitive | None = None
         self._site: Site | None = None

@@ -48,16 +48,22 @@ class Replicated(OnMesh):
         self._local, self._lead = hidden // mesh.size(*columns), torch.Size()
         self._mask = -1  # its place among the arguments
 
-    def around(self, module: nn.Module) -> None:
+    def around(self, module: nn.Module, *, begins: bool = False) -> None:
         """Stand round a module that takes the stream first and returns a tensor, or a tuple that starts with one.
 
         A mask that it takes as well is joined by rows where the stream is.
         What it returns is split by tokens if it has as many, and by columns if it is as wide as the stream.
+
+        Args:
+            begins: the module takes no stream, but something that is whole on every rank, and returns the stream.
         """
         for parameter in module.parameters():
             shape = tuple(parameter.shape)
             place = Placement(shape=shape, axes=((),) * len(shape))
             annotate(parameter, ParameterMeta(mesh=self.mesh, placement=place))
+        if begins:
+            module.register_forward_hook(self._begin)
+            return
         names = list(inspect.signature(type(module).forward).parameters)[1:]
         self._mask = names.index(MASK) if MASK in names else -1
         module.register_forward_pre_hook(self._before, with_kwargs=True)
@@ -73,6 +79,10 @@ class Replicated(OnMesh):
             if place > 0 and (place < len(args) or MASK in kwargs):
                 values[place] = self._join_mask(values[place], before.shape[0])
         return tuple(values[: len(args)]), dict(zip(kwargs, values[len(args) :], strict=True))
+
+    def _begin(self, module: nn.Module, args: Any, output: Any) -> Any:
+        self._lead = (output[0] if isinstance(output, tuple) else output).shape[:-1]
+        return self._after(module, args, output)
 
     def _after(self, module: nn.Module, args: Any, output: Any) -> Any:
         if isinstance(output, tuple):

@@ -1,0 +1,182 @@
+"""Each Hugging Face family, loaded from a folder under every kind of spec, is transformers' model of one process."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from meshfold.engine import Engine, pretrained
+from meshfold.mesh.testing import run_on_ranks
+
+sys.path.append(str(Path(__file__).parent))  # for the helpers beside this file, on every rank
+from hugging_face_families import FAMILIES, InFloat64, batch_of, folder_of
+
+if importlib.util.find_spec("transformers") is None:  # ranks import it, this process need not
+    pytest.skip("transformers is not installed: pip install meshfold[hf]", allow_module_level=True)
+
+SPECS: dict[str, dict[str, Any]] = {
+    "1d": dict(tensor=4),
+    "1d+sequence": dict(tensor=4, sequence=dict(mode="megatron")),
+    "2d": dict(tensor=dict(mode="2d", size=4)),
+    "2.5d": dict(tensor=dict(mode="2.5d", size=4, depth=1)),
+    "3d": dict(tensor=dict(mode="3d", grid=(1, 2, 2))),
+    "pipeline": dict(data=2, pipeline=dict(size=2, microbatches=2)),
+    "zero 3": dict(data=2, tensor=2, zero=dict(stage=3)),
+}
+EXACT: dict[str, dict[str, Any]] = {"mixtral": dict(experts_implementation="eager")}
+"""Grouped matmuls are not for float64."""
+BERT_SPLIT = "attention has other tokens than the residual stream"
+REFUSED: dict[tuple[str, str], str] = {
+    (kind, mode): "an encoder with a decoder" if kind == "t5" else BERT_SPLIT
+    for kind in ("bert", "bert-classes", "t5")
+    for mode in ("1d+sequence", "3d")
+}
+"""What a family cannot run under, and what is said of it."""
+
+
+def serial(folder: str, kind: str) -> tuple[float, dict[str, Tensor], dict[str, Tensor]]:
+    """transformers' own loss, logits and parameters after a step of plain gradient descent with rate 1."""
+    import transformers
+
+    model = (
+        getattr(transformers, FAMILIES[kind][0])
+        .from_pretrained(folder, dtype=torch.float64, **EXACT.get(kind, {}))
+        .eval()
+    )
+    before = {name: p.detach().clone() for name, p in model.named_parameters()}
+    with InFloat64():
+        output = model(**batch_of(kind), **_no_cache(kind))
+    output.loss.backward()
+    grads = {name: p.grad for name, p in model.named_parameters()}
+    return (
+        float(output.loss.detach()),
+        {"logits": output.logits.detach()},
+        {n: before[n] - grads[n] for n in before},
+    )
+
+
+def _no_cache(kind: str) -> dict[str, Any]:
+    return {} if kind in ("vit", "bert", "bert-classes") else {"use_cache": False}
+
+
+def parallel(
+    folder: str, kind: str, spec: dict[str, Any]
+) -> tuple[float, dict[str, Tensor], dict[str, Tensor]]:
+    """The same of an engine."""
+    source = pretrained(folder, dtype=torch.float64, **EXACT.get(kind, {}))
+    settings: dict[str, Any] = dict(optimizer=dict(name="sgd", lr=1.0), precision="fp64")
+    batch = batch_of(kind)
+    with Engine(source, spec, example=batch if kind in ("vit", "t5") else None, **settings) as engine:
+        given = {name: value for name, value in batch.items() if name != "labels" or kind == "t5"}
+        with InFloat64():
+            engine.model.eval()
+            with torch.no_grad():
+                logits = {"logits": engine.generator(**given).logits}
+            loss = engine.train_step(engine.shard_batch(batch))
+        whole = engine.full_state_dict()
+        names = [name for name in whole if whole[name].is_floating_point()]
+        return loss, logits, {name: whole[name] for name in names}
+
+
+def compare(folder: str, kind: str, spec: dict[str, Any]) -> None:
+    wanted_loss, wanted_logits, wanted = serial(folder, kind)
+    loss, logits, found = parallel(folder, kind, spec)
+    assert abs(loss - wanted_loss) < 1e-9, (loss, wanted_loss)
+    for name, value in logits.items():
+        assert torch.allclose(value, wanted_logits[name], rtol=1e-9, atol=1e-9), name
+    for name, value in wanted.items():
+        off = float((found[name] - value).abs().max())
+        assert off < 1e-9, f"{name}: off by {off:.2e}"
+
+
+def check(kind: str, how: str, root: Path) -> None:
+    folder = str(folder_of(kind, root))
+    if (kind, how) in REFUSED:
+        with pytest.raises(Exception, match=REFUSED[kind, how]):
+            run_on_ranks(4, compare, folder, kind, SPECS[how])
+    else:
+        run_on_ranks(4, compare, folder, kind, SPECS[how])
+
+
+QUICK = {
+    ("opt", "2.5d"), ("gpt2", "1d+sequence"), ("qwen2", "zero 3"), ("mistral", "3d"), ("mixtral", "2d"),
+    ("bert", "1d"), ("bert", "3d"), ("bert-classes", "zero 3"), ("vit", "2d"), ("t5", "2d"), ("t5", "pipeline"),
+}  # fmt: skip
+"""Every family and every spec once or more, in `make test`."""
+
+
+def cases() -> list[Any]:
+    return [
+        pytest.param(kind, how, marks=() if (kind, how) in QUICK else pytest.mark.slow)
+        for kind in FAMILIES
+        for how in SPECS
+    ]
+
+
+@pytest.mark.parametrize(("kind", "how"), cases())
+def test_a_family_is_that_of_one_process(kind: str, how: str, tmp_path: Path) -> None:
+    """Loss, logits, and every gradient: parameters after a step of gradient descent."""
+    check(kind, how, tmp_path)
+
+
+DROPPING: dict[str, dict[str, Any]] = {
+    "bert-classes": dict(hidden_dropout_prob=0.3, attention_probs_dropout_prob=0.3),
+    "t5": dict(dropout_rate=0.3),
+    "vit": dict(hidden_dropout_prob=0.3, attention_probs_dropout_prob=0.3),
+    "mixtral": dict(output_router_logits=True, router_aux_loss_coef=5.0, attention_dropout=0.3),
+}
+"""Settings with which a loss is another; the last adds one of its routers' to that of the tokens."""
+
+
+def losses(folder: str, kind: str, spec: dict[str, Any], **settings: Any) -> list[float]:
+    source = pretrained(folder, dtype=torch.float64, **EXACT.get(kind, {}), **settings)
+    with (
+        Engine(source, spec, optimizer=dict(name="sgd", lr=0.1), precision="fp64", seed=3) as engine,
+        InFloat64(),
+    ):
+        return [engine.train_step(engine.shard_batch(batch_of(kind))) for _ in range(2)]
+
+
+@pytest.mark.parametrize(
+    "kind", [*(pytest.param(k, marks=pytest.mark.slow) for k in ("t5", "vit")), "bert-classes", "mixtral"]
+)
+def test_what_drops_drops_alike_and_routers_add_their_loss(kind: str, tmp_path: Path) -> None:
+    folder = str(folder_of(kind, tmp_path))
+    wanted = losses(folder, kind, {}, **DROPPING[kind])
+    assert abs(wanted[0] - losses(folder, kind, {})[0]) > 1e-4
+    for spec in (dict(tensor=2), dict(tensor=dict(mode="2d", grid=(2, 1)))):
+        for found in run_on_ranks(2, run_losses, folder, kind, spec):
+            assert found == pytest.approx(wanted, abs=1e-9), spec
+
+
+def run_losses(folder: str, kind: str, spec: dict[str, Any]) -> list[float]:
+    return losses(folder, kind, spec, **DROPPING[kind])
+
+
+TITLES = {
+    "opt": "OPT", "gpt2": "GPT-2", "llama": "Llama", "qwen2": "Qwen2", "qwen3": "Qwen3", "mistral": "Mistral",
+    "mixtral": "Mixtral", "bert": "Bert, masked words", "bert-classes": "Bert, classes",
+    "vit": "ViT, classes of images", "t5": "T5",
+}  # fmt: skip
+
+
+def test_the_table_in_the_documentation_is_what_these_tests_hold() -> None:
+    rows = [["", *SPECS], ["---"] * (len(SPECS) + 1)]
+    rows += [
+        [TITLES[kind], *("no" if (kind, how) in REFUSED else "yes" for how in SPECS)] for kind in FAMILIES
+    ]
+    table = "\n".join(f"| {' | '.join(row)} |" for row in rows)
+    page = (Path(__file__).parents[3] / "docs" / "hugging-face.md").read_text()
+    wanted = (
+        table.replace("|  |", "| |", 1)
+        .replace("| --- | ---", "|---|---")
+        .replace(" | ---", "|---")
+        .replace("--- |", "---|")
+    )
+    assert wanted in page, wanted

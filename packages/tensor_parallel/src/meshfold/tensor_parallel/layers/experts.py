@@ -1,0 +1,86 @@
+"""A mixture of experts, each split over all tensor axes like the MLP that it is.
+
+The block round the experts has the whole stream: its router chooses the same experts for the same tokens on every rank,
+and every rank has a share of each expert's inner dim.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from torch import Tensor, nn
+
+from meshfold.mesh import Mesh, Part, Placement
+from meshfold.mesh.primitives import bind_enter, bind_leave
+from meshfold.tensor_parallel.layers.base import OnMesh, shard_parameter
+from meshfold.tensor_parallel.modes import Mode
+
+UP, DOWN = "gate_up_proj", "down_proj"
+"""What transformers calls the experts' weights, ``e n k`` each: gate and up in one, and down."""
+
+
+def experts_of(module: nn.Module) -> str:
+    """The name of a module's child that holds experts' weights, in tensors of three dims; empty if there is none."""
+    for leaf, child in module.named_children():
+        own = list(child.parameters(recurse=False))
+        if len(own) == len(list(child.parameters())) and any(p.dim() == 3 for p in own):
+            return leaf
+    return ""
+
+
+def inner_of(experts: nn.Module) -> int:
+    """The inner dim of experts that can be split by it; 0 for those of another make (biases, transposed weights)."""
+    own = dict(experts.named_parameters(recurse=False))
+    if set(own) != {UP, DOWN} or getattr(experts, "is_transposed", False):
+        return 0
+    up, down = own[UP], own[DOWN]
+    fits = up.dim() == down.dim() == 3 and up.shape[1] == 2 * down.shape[2] and up.shape[2] == down.shape[1]
+    return int(down.shape[2]) if fits else 0
+
+
+class Experts(OnMesh):
+    """Splits the experts of a block whose input is whole on every rank: ``m k -> m k``, whole again.
+
+    What goes in enters (its gradient is summed over the ranks), the weights of the chosen experts too, since each rank's
+    outputs are a share of what they multiply; what comes out is summed.
+    """
+
+    def __init__(self, mesh: Mesh, mode: Mode) -> None:
+        self.mesh, self.axes = mesh, mode.axes
+        self._enter, self._leave = bind_enter(mesh, mode.axes), bind_leave(mesh, mode.axes)
+
+    def why_not(self, experts: nn.Module) -> str:
+        """Why experts stay whole on every rank; empty if they can be split."""
+        blocks, inner = self.mesh.size(*self.axes), inner_of(experts)
+        if not inner:
+            return "their weights are of another form than gate_up_proj and down_proj"
+        if inner % blocks:
+            return f"their inner dim of {inner} does not divide by {blocks}"
+        return ""
+
+    def split(self, experts: nn.Module) -> None:
+        """Put this rank's blocks in the place of the weights, real or meta, and stand round the module."""
+        inner = inner_of(experts)
+        up, down = experts.get_parameter(UP), experts.get_parameter(DOWN)
+        columns = Placement(
+            shape=tuple(up.shape), axes=((), self.axes, ()), parts={1: (Part(inner), Part(inner))}
+        )
+        rows = Placement(shape=tuple(down.shape), axes=((), (), self.axes))
+        experts._parameters[UP] = shard_parameter(up, columns, self.mesh)
+        experts._parameters[DOWN] = shard_parameter(down, rows, self.mesh)
+        local = inner // math.prod(self.mesh.size(axis) for axis in self.axes)
+        for name in ("intermediate_dim", "intermediate_size", "expert_dim"):
+            if getattr(experts, name, None) == inner:
+                setattr(experts, name, local)
+        experts.register_forward_pre_hook(self._before, with_kwargs=True)
+        experts.register_forward_hook(self._after)
+
+    def _before(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        return tuple(map(self._in, args)), {name: self._in(value) for name, value in kwargs.items()}
+
+    def _in(self, value: Any) -> Any:
+        return self._enter(value) if isinstance(value, Tensor) and value.is_floating_point() else value
+
+    def _after(self, module: nn.Module, args: Any, output: Tensor) -> Tensor:
+        return self._leave(output)
