@@ -19,7 +19,7 @@ from meshfold.mesh import ParallelSpec
 from meshfold.mesh.spec.installed import Need, why_missing
 
 # Files of meshfold.mesh that may import torch.distributed: communication, process groups, and the pool of test ranks.
-DISTRIBUTED = ("collectives.py", "groups.py", "launch.py", "process_group.py", "testing/")
+DISTRIBUTED = ("agent.py", "collectives.py", "groups.py", "launch.py", "process_group.py", "testing/")
 
 each_package = pytest.mark.parametrize("package", PACKAGES, ids=lambda package: package.name)
 

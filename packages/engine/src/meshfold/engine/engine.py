@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from meshfold.engine import batch as batches
-from meshfold.engine import exporting, persistence, settings
+from meshfold.engine import exporting, persistence, settings, supervision
 from meshfold.engine import recompute as recomputation
 from meshfold.engine.assemble import assemble, make_states
 from meshfold.engine.background_save import BackgroundSave
@@ -24,6 +24,7 @@ from meshfold.engine.hf_folder import SHARD_BYTES
 from meshfold.engine.loader import ShardedLoader
 from meshfold.engine.metrics import StepMetrics
 from meshfold.engine.model_state import ModelState
+from meshfold.engine.nonfinite import NonFiniteGuard, check_mode
 from meshfold.engine.optimizers import optimizer_factory, scheduler_of
 from meshfold.engine.pipelined_state import PipelinedState
 from meshfold.engine.pipelining import PipelinedModel, PipelineSettings
@@ -33,7 +34,7 @@ from meshfold.engine.saving import Saver
 from meshfold.engine.sequence import split_sequence
 from meshfold.engine.shares import Shares
 from meshfold.engine.world import has_zero, join
-from meshfold.mesh import ParallelSpec, SpecError, all_reduce
+from meshfold.mesh import ParallelSpec, SpecError, all_reduce, flight
 
 if TYPE_CHECKING:
     from meshfold.engine.residency import Residency
@@ -80,6 +81,9 @@ class Engine:
         rules: Mapping[str, str] | None = None,
         recompute: str | None = None,
         example: Any = None,
+        nonfinite: str | None = None,
+        watchdog: float | None = None,
+        check_collectives: bool | None = None,
     ) -> None:
         """Args:
             model: a module (rank 0's weights are used), or a function that builds one, which is then never
@@ -101,6 +105,12 @@ class Engine:
                 repeated block. ``"auto"``: under ``zero=dict(placement="auto")``, of the blocks that the plan says.
             example: a small batch, for ``pipeline`` with a model that is not called with token ids: to see what comes before
                 its blocks. Values do not matter.
+            nonfinite: what to do before a step whose loss or gradient is nan or infinite: ``"error"``, ``"skip"`` (leave it
+                out) or ``"report"`` (and step); each says where it arose. None: do not look.
+            watchdog: seconds after which a collective that does not finish ends the job, naming the ranks that did not
+                come (default: ``MESHFOLD_WATCHDOG``, else 600); 0 for none.
+            check_collectives: compare every collective's shapes, dtypes and kinds between its ranks before it runs; slow
+                (default: whether ``MESHFOLD_DEBUG=collectives``).
 
         Raises:
             SpecError: for every setting that is wrong, before anything starts.
@@ -109,7 +119,8 @@ class Engine:
         make_optimizer = optimizer_factory(optimizer, whole=has_zero(parallel))
         self._clip = Clipping.parse(clip_grad_norm, clip_norm_type, clip_grad_value)
         # Whether something is asked of all gradients together before the first of them may be stepped with.
-        self._looks_at_all = self._clip.needs_all or self._precision.scale is not None
+        guarded = check_mode(nonfinite)
+        self._looks_at_all = self._clip.needs_all or self._precision.scale is not None or guarded is not None
         self._accumulation = settings.count("gradient_accumulation", gradient_accumulation)
         self._seed = settings.count("seed", seed, least=0)
         if loss_fn is not None and not callable(loss_fn):
@@ -119,8 +130,10 @@ class Engine:
                 "lr_scheduler without an optimizer: give Engine(..., optimizer=dict(name='adamw', lr=...))"
             )
         self._loss_fn = loss_fn
+        limit_s, compare = supervision.check(watchdog, check_collectives)
 
         self._world = join(parallel, device)
+        self._watch = supervision.watch_over(self._world, limit_s, compare)
         self.spec, self.mesh, self.device = self._world.spec, self._world.mesh, self._world.device
         recompute = recomputation.check(recompute, self.spec)
         stages = PipelineSettings(loss_fn=loss_fn, example=example)
@@ -165,6 +178,7 @@ class Engine:
         self._saver = Saver(self._world)
         self._loaders: dict[str, ShardedLoader] = {}
         self._positions: dict[str, dict[str, int]] = {}
+        self._guard = None if guarded is None else NonFiniteGuard(self, guarded)
 
     # -- training -----------------------------------------------------------------------------------------------
 
@@ -181,6 +195,7 @@ class Engine:
             SpecError: for a batch the model cannot be called with.
             TrainingError: without an optimizer.
         """
+        flight.at_step(self.steps + self.skipped_steps + 1)
         work = self._prepare(batch)
         last = self._place == self._accumulation - 1
         self.model.train()
@@ -189,6 +204,8 @@ class Engine:
         while loss is None:  # memory ran out, and there is more now
             loss = self._forward_backward(work, shares, last=last)
         loss = all_reduce(loss, self._world.data_group)
+        if self._guard is not None:
+            self._guard.saw(work, loss)
         self.micro_step += 1
         self._place += 1
         if last:
@@ -317,7 +334,8 @@ class Engine:
         states.finish(1.0 / self._scaler.scale)
         self._norm = self._clip.apply(states)
         self._lr = float(optimizer.param_groups[0]["lr"])
-        self._skipped = self._scaler.moves and self._scaler.update(float(self._norm))
+        refused = self._guard is not None and self._guard.refuses(self._norm)
+        self._skipped = (self._scaler.moves and self._scaler.update(float(self._norm))) or refused
         if self._skipped:
             self.skipped_steps += 1
         else:
@@ -334,6 +352,8 @@ class Engine:
         """Let go of the gradients since the last step; :meth:`step` does so by itself."""
         self._states.forget()
         self._backwards = self._place = 0
+        if self._guard is not None:
+            self._guard.forget()
 
     def _trains(self) -> torch.optim.Optimizer:
         if self.optimizer is None:
@@ -560,6 +580,7 @@ class Engine:
             if self._sequence is not None:
                 self._sequence.close()
             self.mesh.close()
+            self._watch.close()
 
     def __enter__(self) -> Engine:
         return self

@@ -11,3 +11,7 @@ class CheckpointError(MeshfoldError, RuntimeError):
 
 class TrainingError(MeshfoldError, RuntimeError):
     """A training step that cannot be carried out, although its settings were right."""
+
+
+class NonFiniteError(TrainingError):
+    """A loss or a gradient that is nan or infinite, where ``nonfinite="error"``; says where it arose."""

@@ -6,6 +6,8 @@ import json
 from pathlib import Path
 from typing import Any
 
+from meshfold.engine.trackers import Tracker
+
 
 class MetricsFile:
     """Collects rows, and on the rank that writes appends each to the file at once."""
@@ -17,6 +19,7 @@ class MetricsFile:
         write: whether to write.
         """
         self._path, self._write = path, write
+        self.trackers: list[Tracker] = []
         self.rows = [row for row in read_metrics(path) if row["step"] <= keep] if keep else []
         if write:
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -28,6 +31,13 @@ class MetricsFile:
         if self._write:
             with self._path.open("a", encoding="utf-8") as file:
                 file.write(json.dumps(row) + "\n")
+        for tracker in self.trackers:
+            tracker.add(row["step"], {name: value for name, value in row.items() if name != "step"})
+
+    def close(self) -> None:
+        """The run is over."""
+        for tracker in self.trackers:
+            tracker.close()
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:

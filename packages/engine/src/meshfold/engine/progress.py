@@ -54,12 +54,32 @@ class _Pace:
         return True
 
 
+class _Clock:
+    """How long the rest will take, at the pace so far; not said of a run of less than a minute."""
+
+    def __init__(self) -> None:
+        self._began: tuple[int, float] | None = None
+
+    def left(self, step: int, steps: int) -> str:
+        """``  1:02:03 left``, or nothing."""
+        now = time.monotonic()
+        if self._began is None:
+            self._began = step, now
+            return ""
+        seconds = (now - self._began[1]) / (step - self._began[0]) * (steps - step)
+        if seconds < 60:
+            return ""
+        minutes, second = divmod(round(seconds), 60)
+        return f"  {minutes // 60}:{minutes % 60:02}:{second:02} left"
+
+
 class Lines:
     """Plain lines."""
 
     def __init__(self, steps: int, file: TextIO | None = None) -> None:
         self._steps, self._file = steps, sys.stdout if file is None else file
         self._pace = _Pace(steps)
+        self._clock = _Clock()
 
     def say(self, text: str) -> None:
         """A line or more."""
@@ -67,8 +87,9 @@ class Lines:
 
     def step(self, step: int, numbers: dict[str, float]) -> None:
         """A line, if it is time for one."""
+        left = self._clock.left(step, self._steps)
         if self._pace.due(step):
-            self.say(line(step, self._steps, numbers))
+            self.say(line(step, self._steps, numbers) + left)
 
     def close(self) -> None:
         """Nothing is left open."""
@@ -151,9 +172,10 @@ def line(step: int, steps: int, numbers: dict[str, float]) -> str:
 
 
 def short(numbers: dict[str, float]) -> str:
-    """Loss, speed and memory."""
+    """Loss, speed and memory, and MFU where the device's peak is known."""
     speed, memory = numbers["tokens_per_s"], numbers["memory_bytes"] / 2**20
-    return f"loss {numbers['loss']:.4f}  {speed:,.0f} tokens/s  {memory:,.0f} MiB"
+    mfu = f"MFU {numbers['mfu']:.1%}  " if "mfu" in numbers else ""
+    return f"loss {numbers['loss']:.4f}  {speed:,.0f} tokens/s  {mfu}{memory:,.0f} MiB"
 
 
 def human_bytes(count: float) -> str:

@@ -41,7 +41,11 @@ class TrainSettings:
         recompute: ``"blocks"`` or ``"auto"``: which activations backward recomputes; None: the model's own business.
         seed: of weights, dropout and the order of data.
         device: ``"cpu"`` or ``"cuda"``; None for a GPU where there is one for each rank.
-        resume: go on from the checkpoint in ``out``.
+        nonfinite: what to do about a loss or a gradient that is nan or infinite: ``"error"``, ``"skip"``, ``"report"``.
+        watchdog: seconds after which a collective that does not finish ends the run; None for the engine's default.
+        track: ``"tensorboard"``, ``"wandb"``: where the numbers go beside ``metrics.jsonl``.
+        peak_tflops: of a device, for MFU; None for the table's.
+        resume: go on from the checkpoint in ``out``; ``"auto"``: if there is one.
         eval_every: steps between evaluations; 0 for one at the end.
         eval_batches: global batches of an evaluation.
         save_every: steps between checkpoints; 0 for one at the end.
@@ -79,7 +83,11 @@ class TrainSettings:
     recompute: str | None = None
     seed: int = 0
     device: str | None = None
-    resume: bool = False
+    nonfinite: str = "report"
+    watchdog: float | None = None
+    track: tuple[str, ...] = ()
+    peak_tflops: float | None = None
+    resume: bool | str = False
     eval_every: int = 0
     eval_batches: int = 8
     save_every: int = 0

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import math
 import time
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -26,10 +26,13 @@ from meshfold.engine.engine import Engine
 from meshfold.engine.kept_settings import keep
 from meshfold.engine.metrics_file import MetricsFile, read_metrics
 from meshfold.engine.model_choice import ModelChoice, choose_model
+from meshfold.engine.model_flops import flops_per_token, peak_flops
 from meshfold.engine.plots import can_plot, plot_loss
 from meshfold.engine.progress import Progress
 from meshfold.engine.schedule import go_on, lr_schedule
+from meshfold.engine.stopping import GracefulStop
 from meshfold.engine.tokenizers import Tokenizer, load_tokenizer, tokenizer_of_model
+from meshfold.engine.trackers import open_trackers
 from meshfold.engine.train_settings import TrainSettings
 from meshfold.mesh import SpecError
 from meshfold.mesh.spec.entry import show
@@ -117,6 +120,8 @@ def train(settings: TrainSettings, inputs: Inputs, progress: Progress) -> list[d
         recompute=settings.recompute,
         seed=settings.seed,
         device=settings.device,
+        nonfinite=settings.nonfinite,
+        watchdog=settings.watchdog,
     )
     if engine.loaded is not None:
         progress.say(str(engine.loaded).partition("\n")[0])
@@ -128,32 +133,52 @@ def train(settings: TrainSettings, inputs: Inputs, progress: Progress) -> list[d
     if engine.mesh.rank == 0:
         keep(settings)
     metrics = MetricsFile(settings.metrics, keep=first, write=engine.mesh.rank == 0)
+    if engine.mesh.rank == 0:
+        metrics.trackers = open_trackers(settings.track, Path(settings.out), asdict(settings), first=first)
+    peak = (
+        settings.peak_tflops * 1e12 if settings.peak_tflops else peak_flops(engine.device, settings.precision)
+    )
+    work = flops_of(inputs, settings) if peak else 0.0
 
-    saved, under_way = first, None
-    for step in range(first + 1, settings.last_step + 1):
-        begin = time.perf_counter()
-        micro_steps = inputs.batches.batch(step - 1).chunk(settings.accumulate)
-        losses = [engine.train_step(engine.shard_batch(rows)) for rows in micro_steps]
-        numbers = measured(engine, sum(losses) / len(losses), settings, time.perf_counter() - begin)
-        metrics.add(step=step, **numbers)
-        progress.step(step, numbers)
-        if not math.isfinite(numbers["loss"]):
-            progress.say(
-                f"warning: the loss of step {step} is {numbers['loss']}; a smaller --lr or --clip may help"
-            )
-        if (
-            _due(step, settings.eval_every, settings.last_step)
-            and (loss := evaluate(engine, inputs, settings)) is not None
-        ):
-            metrics.add(step=step, validation_loss=loss)
-            progress.say(f"step {step}: validation loss {loss:.4f}")
-        if _due(step, settings.save_every, settings.last_step):
-            under_way = engine.save(settings.checkpoint, asynchronous=settings.save_asynchronously)
-            saved = step
+    saved, stopped, under_way = first, False, None
+    with GracefulStop(engine) as stop:
+        for step in range(first + 1, settings.last_step + 1):
+            begin = time.perf_counter()
+            micro_steps = inputs.batches.batch(step - 1).chunk(settings.accumulate)
+            losses = [engine.train_step(engine.shard_batch(rows)) for rows in micro_steps]
+            numbers = measured(engine, sum(losses) / len(losses), settings, time.perf_counter() - begin)
+            if peak and work:
+                numbers["mfu"] = work * numbers["tokens_per_s"] / (peak * engine.mesh.world_size)
+            metrics.add(step=step, **numbers)
+            progress.step(step, numbers)
+            if not math.isfinite(numbers["loss"]):
+                progress.say(
+                    f"warning: the loss of step {step} is {numbers['loss']}; a smaller --lr or --clip may help"
+                )
+            stopped = stop.now() and step < settings.last_step
+            if (
+                not stopped
+                and _due(step, settings.eval_every, settings.last_step)
+                and (loss := evaluate(engine, inputs, settings)) is not None
+            ):
+                metrics.add(step=step, validation_loss=loss)
+                progress.say(f"step {step}: validation loss {loss:.4f}")
+            if stopped or _due(step, settings.save_every, settings.last_step):
+                under_way = engine.save(settings.checkpoint, asynchronous=settings.save_asynchronously)
+                saved = step
+            if stopped:
+                break
     if under_way is not None:
         under_way.wait()
     progress.close()
+    metrics.close()
 
+    if stopped:
+        progress.say(
+            f"stopped on request after step {saved}, checkpoint: {settings.checkpoint}; go on with --resume"
+        )
+        engine.close()
+        return metrics.rows
     if saved > first:
         progress.say(f"checkpoint: {settings.checkpoint}")
     else:
@@ -200,6 +225,14 @@ def measured(engine: Engine, loss: float, settings: TrainSettings, seconds: floa
         memory_bytes=memory_bytes(engine.device),
         **(dict(loss_scale=last.loss_scale, skipped=last.skipped) if settings.precision == "fp16" else {}),
     )
+
+
+def flops_of(inputs: Inputs, settings: TrainSettings) -> float:
+    """Operations of a token; 0 for a model whose code cannot run without values."""
+    try:
+        return flops_per_token(inputs.model.build, settings.seq_len)
+    except Exception:
+        return 0.0
 
 
 def memory_bytes(device: torch.device) -> int:

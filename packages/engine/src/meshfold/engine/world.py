@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 import torch
 
+from meshfold.engine.nodes import warn_of_crossing
 from meshfold.mesh import Group, Mesh, ParallelSpec, SpecError, process_group
 from meshfold.mesh import groups as running
 from meshfold.mesh.environment import Environment
@@ -135,9 +136,11 @@ def join(
     tensor_axes = () if spec.tensor is None else spec.tensor.axis_names
     outer = tuple(axis for axis in spec.axes if axis not in tensor_axes and axis != PIPE)
     sequence_axes = () if spec.sequence is None else tuple(spec.sequence.axes)
+    mesh = Mesh(spec.axes if tensor_axes else {**spec.axes, "tensor": 1})
+    warn_of_crossing(mesh, tensor_axes, Environment.detect())
     return World(
         spec=spec,
-        mesh=Mesh(spec.axes if tensor_axes else {**spec.axes, "tensor": 1}),
+        mesh=mesh,
         device=place,
         mode=_mode(spec),
         outer_axes=outer,

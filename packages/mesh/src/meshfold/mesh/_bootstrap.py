@@ -21,6 +21,8 @@ import traceback
 from typing import Any
 
 _PR_SET_PDEATHSIG = 1
+STOPPED_CODE = 75
+"""What a program ends with that has stopped on request and is to go on later: EX_TEMPFAIL of sysexits.h"""
 
 
 def die_with_parent(parent: int, signal_number: int = signal.SIGKILL) -> None:
@@ -64,9 +66,20 @@ def run(argv: list[str]) -> None:
 
 
 def main() -> None:
-    """``python _bootstrap.py LAUNCHER_PID RECORD_FILE PROGRAM ...``: see :func:`run` for the program."""
+    """``python _bootstrap.py LAUNCHER_PID RECORD PROGRAM ...``: see :func:`run` for the program.
+
+    RECORD is a file; or a folder in which each rank has its own, where an agent of torch.distributed.elastic starts it. To
+    that agent every code but 0 is a failure, after which it starts all ranks anew; one that stopped on request must not be.
+    """
     parent, record, *argv = sys.argv[1:]
     die_with_parent(int(parent))
+    under_agent = os.path.isdir(record)
+    if under_agent:
+        with open(os.path.join(record, "started"), "w"):
+            pass
+        record = os.path.join(record, f"rank{os.environ.get('RANK', '0')}.json")
+        with contextlib.suppress(FileNotFoundError):
+            os.remove(record)  # of an attempt before
     faulthandler.enable()
     try:
         run(argv)
@@ -74,7 +87,8 @@ def main() -> None:
         code = stop.code if isinstance(stop.code, int) else int(stop.code is not None)
         if code:
             _leave(record, code & 255, "")
-            raise
+            if code != STOPPED_CODE or not under_agent:
+                raise
     except BaseException as error:
         code = 128 + signal.SIGINT if isinstance(error, KeyboardInterrupt) else 1
         # The launcher shows the first failing rank's traceback, once; printed here it would drown among the others'.

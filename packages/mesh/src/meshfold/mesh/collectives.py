@@ -19,8 +19,9 @@ import torch.distributed as dist
 import torch.distributed._functional_collectives  # registers the meta kernels that tracing needs
 from torch import Tensor
 
-from meshfold.mesh import recorder
+from meshfold.mesh import flight, recorder
 from meshfold.mesh.errors import CollectiveError
+from meshfold.mesh.flight import Call
 from meshfold.mesh.mesh import Group
 from meshfold.mesh.traffic import Kind
 
@@ -32,27 +33,42 @@ _resolve = _c10d._resolve_process_group
 class Pending:
     """A collective on its way: ``wait()`` gives the tensor, as often as it is asked."""
 
-    __slots__ = ("_finish", "_tensor", "_waits")
+    __slots__ = ("_call", "_finish", "_tensor", "_waits")
 
     def __init__(
-        self, tensor: Tensor, finish: Callable[[Tensor], Tensor] | None, *, waits: bool = True
+        self,
+        tensor: Tensor,
+        finish: Callable[[Tensor], Tensor] | None,
+        *,
+        waits: bool = True,
+        call: Call | None = None,
     ) -> None:
         """Args:
         tensor: the functional collective's output, or the result itself if there is nothing to finish.
         finish: turns the output into the result.
         waits: the tensor has to be waited for; if not, ``finish`` does that.
+        call: for the watchdog, if there is one.
         """
         self._tensor = tensor
         self._finish = finish
         self._waits = waits
+        self._call = call
 
     def wait(self) -> Tensor:
         """The result, ordered after the collective on the current stream."""
         if self._finish is not None:
-            arrived = _ops.wait_tensor(self._tensor) if self._waits else self._tensor
-            self._tensor = self._finish(arrived)
+            if self._call is None or torch.compiler.is_compiling():
+                self._tensor = self._finish(self._arrived())
+            else:
+                with self._call:
+                    self._tensor = self._finish(self._arrived())
+                self._call = None
             self._finish = None
         return self._tensor
+
+    def _arrived(self) -> Tensor:
+        arrived: Tensor = _ops.wait_tensor(self._tensor) if self._waits else self._tensor
+        return arrived
 
 
 @overload
@@ -63,8 +79,8 @@ def all_reduce(x: Tensor, group: Group, op: str = "sum", *, async_op: bool = Fal
     """The sum (or ``"max"``, ``"min"``) over the group, the same bits on every rank. Shape unchanged."""
     if group.size == 1:
         return _ready(x, async_op)
-    _note("all_reduce", group, x)
-    return _issue(_ops.all_reduce(x.contiguous(), op, group.name), _same, async_op)
+    call = _note("all_reduce", group, x, detail=op, later=async_op)
+    return _issue(_ops.all_reduce(x.contiguous(), op, group.name), _same, async_op, call)
 
 
 @overload
@@ -77,12 +93,14 @@ def all_gather(x: Tensor, group: Group, dim: int = 0, *, async_op: bool = False)
         return _ready(x, async_op)
     dim = dim % x.dim()
     shape, size = x.shape, group.size
-    _note("all_gather", group, x, times=size)
+    call = _note("all_gather", group, x, times=size, detail=dim, later=async_op)
     if _leads_in_memory(x, dim):
         turned = x.movedim(dim, 0)
         gathered = _ops.all_gather_into_tensor(turned, size, group.name)
         rest = turned.shape[1:]
-        return _issue(gathered, lambda out: out.view(size * shape[dim], *rest).movedim(0, dim), async_op)
+        return _issue(
+            gathered, lambda out: out.view(size * shape[dim], *rest).movedim(0, dim), async_op, call
+        )
     gathered = _ops.all_gather_into_tensor(x.contiguous(), size, group.name)
     whole = (*shape[:dim], size * shape[dim], *shape[dim + 1 :])
 
@@ -91,7 +109,7 @@ def all_gather(x: Tensor, group: Group, dim: int = 0, *, async_op: bool = False)
             return out.view(whole)
         return out.view(size, *shape).movedim(0, dim).reshape(whole)
 
-    return _issue(gathered, finish, async_op)
+    return _issue(gathered, finish, async_op, call)
 
 
 def all_gather_into(out: Tensor, x: Tensor, group: Group) -> Pending:
@@ -112,9 +130,9 @@ def all_gather_into(out: Tensor, x: Tensor, group: Group) -> Pending:
         if out.data_ptr() != x.data_ptr():
             out.copy_(x)
         return Pending(out, None)
-    _note("all_gather", group, x, times=group.size)
+    call = _note("all_gather", group, x, times=group.size, detail=0, later=True)
     gathered = _ops.all_gather_into_tensor_out(x, group.size, group.name, out=out)
-    return Pending(gathered, _same)
+    return Pending(gathered, _same, call=call)
 
 
 @overload
@@ -135,17 +153,17 @@ def reduce_scatter(x: Tensor, group: Group, dim: int = 0, *, async_op: bool = Fa
         raise CollectiveError(
             f"reduce_scatter of {tuple(shape)} along dim {dim}: {size} ranks do not divide {shape[dim]}"
         )
-    _note("reduce_scatter", group, x)
+    call = _note("reduce_scatter", group, x, detail=dim, later=async_op)
     if _leads_in_memory(x, dim):
         scattered = _ops.reduce_scatter_tensor(x.movedim(dim, 0), "sum", size, group.name)
-        return _issue(scattered, lambda out: out.movedim(0, dim), async_op)
+        return _issue(scattered, lambda out: out.movedim(0, dim), async_op, call)
     block = (*shape[:dim], shape[dim] // size, *shape[dim + 1 :])
     if math.prod(shape[:dim]) == 1:
         stacked = x.contiguous().view(size, *block)
     else:
         stacked = x.reshape(*shape[:dim], size, *block[dim:]).movedim(dim, 0).contiguous()
     scattered = _ops.reduce_scatter_tensor(stacked, "sum", size, group.name)
-    return _issue(scattered, lambda out: out.view(block), async_op)
+    return _issue(scattered, lambda out: out.view(block), async_op, call)
 
 
 def reduce_scatter_inside(x: Tensor, group: Group) -> Pending:
@@ -157,7 +175,7 @@ def reduce_scatter_inside(x: Tensor, group: Group) -> Pending:
     """
     if group.size == 1 or not x.is_cuda or torch.compiler.is_compiling():
         return reduce_scatter(x, group, async_op=True)
-    _note("reduce_scatter", group, x)
+    call = _note("reduce_scatter", group, x, detail=0, later=True)
     rows = x.shape[0] // group.size
     block = x[group.index * rows : (group.index + 1) * rows]
     work = dist.reduce_scatter_tensor(block, x, group=_resolve(group.name), async_op=True)
@@ -166,7 +184,7 @@ def reduce_scatter_inside(x: Tensor, group: Group) -> Pending:
         work.wait()
         return block
 
-    return Pending(block, finish, waits=False)
+    return Pending(block, finish, waits=False, call=call)
 
 
 @overload
@@ -194,13 +212,13 @@ def all_to_all(
         raise CollectiveError(
             f"all_to_all of {tuple(shape)} along dim {split}: {size} ranks do not divide {shape[split]}"
         )
-    _note("all_to_all", group, x)
+    call = _note("all_to_all", group, x, detail=(split, concat), later=async_op)
     block = (*shape[:split], shape[split] // size, *shape[split + 1 :])
     stacked = x.reshape(*shape[:split], size, *block[split:]).movedim(split, 0).contiguous()
     ones = [1] * size
     exchanged = _ops.all_to_all_single(stacked, ones, ones, group.name)
     whole = (*block[:concat], size * block[concat], *block[concat + 1 :])
-    return _issue(exchanged, lambda out: out.movedim(0, concat).reshape(whole), async_op)
+    return _issue(exchanged, lambda out: out.movedim(0, concat).reshape(whole), async_op, call)
 
 
 @overload
@@ -211,8 +229,8 @@ def broadcast(x: Tensor, group: Group, source: int, *, async_op: bool = False) -
     """The tensor of the rank with index ``source`` in the group; the others pass one of the same shape and dtype."""
     if group.size == 1:
         return _ready(x, async_op)
-    _note("broadcast", group, x)
-    return _issue(_ops.broadcast(x.contiguous(), source, group.name), _same, async_op)
+    call = _note("broadcast", group, x, detail=source, later=async_op)
+    return _issue(_ops.broadcast(x.contiguous(), source, group.name), _same, async_op, call)
 
 
 @overload
@@ -224,14 +242,14 @@ def shift(x: Tensor, group: Group, steps: int = 1, *, async_op: bool = False) ->
     size = group.size
     if size == 1 or steps % size == 0:
         return _ready(x, async_op)
-    _note("shift", group, x)
+    call = _note("shift", group, x, detail=steps, later=async_op)
     # A point-to-point exchange written as an all-to-all in which all blocks but one are empty: that is what it
     # becomes on the wire, and unlike isend/irecv it can be traced.
     sends, receives = [0] * size, [0] * size
     sends[(group.index + steps) % size] = receives[(group.index - steps) % size] = x.numel()
     moved = _ops.all_to_all_single(x.contiguous().view(-1), receives, sends, group.name)
     shape = x.shape
-    return _issue(moved, lambda out: out.view(shape), async_op)
+    return _issue(moved, lambda out: out.view(shape), async_op, call)
 
 
 class Transfer(Pending):
@@ -239,12 +257,16 @@ class Transfer(Pending):
 
     __slots__ = ("_work",)
 
-    def __init__(self, tensor: Tensor, work: Any) -> None:
+    def __init__(self, tensor: Tensor, work: Any, call: Call | None = None) -> None:
         self._work = work
-        super().__init__(tensor, self._arrive, waits=False)
+        super().__init__(tensor, self._arrive, waits=False, call=call)
 
     def _arrive(self, tensor: Tensor) -> Tensor:
-        self._work.wait()
+        # Over gloo a group's own limit does not count for one that receives; over NCCL a limit here would block the host.
+        if flight.limit is None or tensor.is_cuda:
+            self._work.wait()
+        else:
+            self._work.wait(flight.limit)
         return tensor
 
     @property
@@ -259,14 +281,19 @@ def send(x: Tensor, group: Group, target: int) -> Transfer:
     What is sent from one rank to another over one group arrives in the order in which it was sent. On a GPU one
     direction must not wait for the other: give each a group of its own (:meth:`meshfold.mesh.Mesh.channel`).
     """
-    _note("send", group, x)
+    call = _note("send", group, x, peer=group.ranks[target], later=True)
     whole = x.contiguous()
-    return Transfer(whole, dist.isend(whole, group=_resolve(group.name), group_dst=target))
+    work = _begun(call, lambda: dist.isend(whole, group=_resolve(group.name), group_dst=target))
+    return Transfer(whole, work, call)
 
 
 def receive(out: Tensor, group: Group, source: int) -> Transfer:
     """Receive from the rank with index ``source`` in the group into ``out``, which is contiguous."""
-    return Transfer(out, dist.irecv(out, group=_resolve(group.name), group_src=source))
+    call = None
+    if flight.active is not None and not torch.compiler.is_compiling():
+        call = flight.active.enter("receive", group, out, None, group.ranks[source], now=False)
+    work = _begun(call, lambda: dist.irecv(out, group=_resolve(group.name), group_src=source))
+    return Transfer(out, work, call)
 
 
 def barrier(group: Group, device: torch.device | str = "cpu") -> None:
@@ -276,8 +303,20 @@ def barrier(group: Group, device: torch.device | str = "cpu") -> None:
         torch.cuda.synchronize(token.device)
 
 
-def _issue(tensor: Tensor, finish: Callable[[Tensor], Tensor], async_op: bool) -> Tensor | Pending:
-    pending = Pending(tensor, finish)
+def _begun(call: Call | None, start: Callable[[], Any]) -> Any:
+    """A message on its way; gloo raises here where the other side has gone."""
+    try:
+        return start()
+    except RuntimeError as error:
+        if call is None:
+            raise
+        raise call.failed(error) from None
+
+
+def _issue(
+    tensor: Tensor, finish: Callable[[Tensor], Tensor], async_op: bool, call: Call | None
+) -> Tensor | Pending:
+    pending = Pending(tensor, finish, call=call)
     return pending if async_op else pending.wait()
 
 
@@ -294,6 +333,19 @@ def _leads_in_memory(x: Tensor, dim: int) -> bool:
     return dim > 0 and not x.is_contiguous() and x.movedim(dim, 0).is_contiguous()
 
 
-def _note(kind: Kind, group: Group, x: Tensor, times: int = 1) -> None:
+def _note(
+    kind: Kind,
+    group: Group,
+    x: Tensor,
+    times: int = 1,
+    *,
+    detail: object = None,
+    peer: int | None = None,
+    later: bool,
+) -> Call | None:
+    """Tell the recorder and the watchdog, where there is one, of a collective; ``later``: it is not waited for yet."""
     if recorder._active:
         recorder.note(kind, group.axes, group.size, times * x.numel() * x.element_size())
+    if torch.compiler.is_compiling() or flight.active is None:
+        return None
+    return flight.active.enter(kind, group, x, detail, peer, now=not later)

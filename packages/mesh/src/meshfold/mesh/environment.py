@@ -41,6 +41,7 @@ class Environment:
         master_addr: host where the processes meet; empty for a single process, which meets nobody.
         master_port: port there; 0 for a single process.
         source: who said so.
+        attempt: how often torchrun has started these processes anew, where the store in which they meet outlives them.
     """
 
     rank: int = 0
@@ -50,6 +51,7 @@ class Environment:
     master_addr: str = ""
     master_port: int = 0
     source: Source = "single"
+    attempt: int = 0
 
     @classmethod
     def detect(cls, variables: Mapping[str, str] | None = None) -> Environment:
@@ -99,6 +101,9 @@ class Environment:
             master_addr=_text(found, "MASTER_ADDR", "torchrun", default="" if alone else None),
             master_port=_port(found, default=0 if alone else None),
             source="torchrun",
+            attempt=_number(found, "TORCHELASTIC_RESTART_COUNT", "torchrun", default=0)
+            if found.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+            else 0,
         )
         environment._check("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
         return environment
@@ -143,6 +148,28 @@ class Environment:
                 raise LaunchError(
                     f"the environment has {small_name}={value} but {large_name}={large}: {_HELP[self.source]}"
                 )
+
+
+def watching(variables: Mapping[str, str] | None = None) -> tuple[float | None, bool]:
+    """What ``MESHFOLD_WATCHDOG`` (seconds; 0 for none) and ``MESHFOLD_DEBUG=collectives`` ask for.
+
+    Returns:
+        The limit in seconds, None if nothing is said; and whether calls are compared between ranks.
+
+    Raises:
+        LaunchError: for values that are neither.
+    """
+    found = os.environ if variables is None else variables
+    text, debug = found.get("MESHFOLD_WATCHDOG"), found.get("MESHFOLD_DEBUG", "")
+    if debug not in ("", "0", "collectives"):
+        raise LaunchError(
+            f"the environment has MESHFOLD_DEBUG={debug!r}: the one thing it knows is 'collectives'"
+        )
+    if text is not None and not re.fullmatch(r"\s*\d+(\.\d*)?\s*", text):
+        raise LaunchError(
+            f"the environment has MESHFOLD_WATCHDOG={text!r}: give seconds, such as 600, or 0 for no watchdog"
+        )
+    return None if text is None else float(text), debug == "collectives"
 
 
 def expand_nodes(nodelist: str) -> list[str]:

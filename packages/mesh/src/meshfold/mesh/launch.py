@@ -30,6 +30,8 @@ def launch(
     log_dir: str | os.PathLike[str] | None = None,
     port: int | None = None,
     grace_s: float = 2.0,
+    stop_s: float = 0.0,
+    stopped_code: int = 0,
 ) -> int:
     """Run a program on local ranks until all have ended, or one has failed and the others were ended.
 
@@ -44,6 +46,8 @@ def launch(
         log_dir: folder for what ranks print: ``rank3.out`` (all but rank 0) and ``rank3.err``.
         port: where the ranks should meet; if it is in use, a free one is taken with a warning.
         grace_s: seconds between asking ranks to end (SIGTERM) and killing them.
+        stop_s: a first SIGTERM or SIGUSR1 goes to the ranks, which get so many seconds to come to an end of their own.
+        stopped_code: what ranks exit with that have stopped so: no failure.
 
     Returns:
         0, or the code of the rank that failed first; 128 + n if signal n ended it, or ended the launcher.
@@ -56,7 +60,10 @@ def launch(
     if logs is not None:
         logs.mkdir(parents=True, exist_ok=True)
     store, meeting_port = _host_store(port)
-    with tempfile.TemporaryDirectory(prefix="meshfold-launch-") as records, Signals() as signals:
+    with (
+        tempfile.TemporaryDirectory(prefix="meshfold-launch-") as records,
+        Signals(gentle=stop_s > 0) as signals,
+    ):
         job: list[Rank] = []
         try:
             for rank in range(ranks):
@@ -70,7 +77,11 @@ def launch(
                     source="torchrun",
                 )
                 job.append(Rank(argv, place, _variables(place, env or {}), Path(records), logs))
-            failure = watch(job, signals)
+            failure = watch(job, signals, calm=stopped_code)
+            if failure is None and signals.caught and signals.caught[0] in signals.gentle:
+                for rank_process in job:
+                    rank_process.send(signals.caught[0], alone=True)
+                failure = watch(job, signals, calm=stopped_code, seconds=stop_s)
         finally:
             end(job, grace_s, signals)
         for rank_process in job:
@@ -79,6 +90,10 @@ def launch(
         if failure is not None:
             report(job[failure.rank], failure, ranks)
             return failure.code
+        codes = {rank_process.process.returncode for rank_process in job}
+        gently = not signals.caught or signals.caught[0] in signals.gentle
+        if gently and stopped_code and stopped_code in codes and codes <= {0, stopped_code}:
+            return stopped_code
         return 128 + signals.caught[0] if signals.caught else 0
 
 
@@ -110,11 +125,15 @@ def _host_store(port: int | None) -> tuple[Any, int]:
     return process_group.serve_store(listener.detach()), number
 
 
+def _cores_each(ranks: int) -> int:
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return max(1, cores // ranks)
+
+
 def _variables(place: Environment, given: Mapping[str, str]) -> dict[str, str]:
     """The environment of a rank. A launcher that torchrun started must not pass its own rank on."""
     variables = {name: value for name, value in os.environ.items() if not name.startswith("TORCHELASTIC_")}
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    variables.setdefault("OMP_NUM_THREADS", str(max(1, cores // place.local_world_size)))
+    variables.setdefault("OMP_NUM_THREADS", str(_cores_each(place.local_world_size)))
     variables.setdefault("PYTHONUNBUFFERED", "1")  # what is printed is seen at once, not lost with the rank
     if sys.platform.startswith("linux"):
         variables.setdefault("GLOO_SOCKET_IFNAME", "lo")  # the host's name may resolve to nowhere

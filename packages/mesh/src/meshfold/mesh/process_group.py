@@ -22,6 +22,7 @@ from meshfold.mesh.errors import LaunchError
 DEFAULT_TIMEOUT = timedelta(minutes=30)
 _LEAVE_TIMEOUT = timedelta(seconds=10)
 _starts = itertools.count()  # all ranks start equally often
+_limit: timedelta | None = None  # of all groups, where a watchdog has set one
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -121,7 +122,9 @@ def start(
             rank=environment.rank,
             world_size=environment.world_size,
             timeout=wait,
-            store=_own_part(_meeting_place(environment, wait) if store is None else store),
+            store=_own_part(
+                _meeting_place(environment, wait) if store is None else store, environment.attempt
+            ),
         )
     except (RuntimeError, ValueError) as error:
         where = "" if store is not None else f" at {environment.master_addr}:{environment.master_port}"
@@ -178,9 +181,11 @@ def new_group(ranks: Sequence[int], name: str) -> Any:
         dist.Backend(backend),
         store,
         c10d.GroupName(name),
-        timeout=c10d._get_default_timeout(dist.Backend(backend)),
+        timeout=max(_limit or timedelta(), c10d._get_default_timeout(dist.Backend(backend))),  # to meet in
     )
     c10d._world.pg_group_ranks[group] = {rank: index for index, rank in enumerate(members)}
+    if _limit is not None:
+        _limit_group(group, _limit)
     return group
 
 
@@ -202,6 +207,44 @@ def join_store(host: str, port: int) -> Any:
     from torch._C._distributed_c10d import TCPStore
 
     return TCPStore(host, port, is_master=False, wait_for_workers=False)
+
+
+def own_store() -> Any:
+    """A connection of its own to the store in which all processes met; None alone, and in a world that is not there."""
+    if not is_started() or dist.get_world_size() == 1 or dist.get_backend() == dist.Backend.FAKE:
+        return None
+    c10d = dist.distributed_c10d
+    store: Any = c10d._world.pg_map[c10d._get_default_group()][1]
+    return store.clone()
+
+
+def limit_groups(limit: timedelta | None) -> None:
+    """How long a collective may take, of all groups there are and will be; None: torch's own limits again."""
+    global _limit
+    _limit = limit
+    for group in list(dist.distributed_c10d._world.pg_map) if is_started() else []:
+        _limit_group(group, limit)
+
+
+def _limit_group(group: Any, limit: timedelta | None) -> None:
+    c10d = dist.distributed_c10d
+    backend = dist.Backend(dist.get_backend(group))
+    if limit is None:
+        limit = c10d._get_default_timeout(backend)
+    elif backend == dist.Backend.NCCL:
+        limit += timedelta(minutes=1)  # torch then ends the process without a word about the others: after us
+    if backend in (dist.Backend.GLOO, dist.Backend.NCCL):
+        c10d._set_pg_timeout(limit, group)
+
+
+def place() -> tuple[int, int]:
+    """This process's rank, and how many take part."""
+    return dist.get_rank(), dist.get_world_size()
+
+
+def world_key() -> Any:
+    """What tells this world of processes from one before it; None without one."""
+    return dist.group.WORLD if is_started() else None
 
 
 def group_count() -> int:
@@ -276,8 +319,9 @@ def _meeting_place(environment: Environment, timeout: timedelta) -> Any:
     return store
 
 
-def _own_part(store: Any) -> Any:
+def _own_part(store: Any, attempt: int) -> Any:
     """A part of the store for this start: a second one would find the addresses of the first, which are dead."""
     from torch._C._distributed_c10d import PrefixStore
 
-    return PrefixStore(f"meshfold start {next(_starts)}", store)
+    again = f" of attempt {attempt}" if attempt else ""
+    return PrefixStore(f"meshfold start {next(_starts)}{again}", store)

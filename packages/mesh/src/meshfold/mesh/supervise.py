@@ -95,10 +95,10 @@ class Rank:
             )
         return Failure(rank=self.rank, time=died, code=code, how=f"exited with code {code}")
 
-    def send(self, number: int) -> None:
-        """Send a signal to the rank and to what it has started."""
+    def send(self, number: int, *, alone: bool = False) -> None:
+        """Send a signal to the rank and, unless to it alone, to what it has started."""
         with suppress(ProcessLookupError, PermissionError):
-            os.killpg(self.process.pid, number)
+            (os.kill if alone else os.killpg)(self.process.pid, number)
 
     def finish(self) -> None:
         """Read what is left of the standard error and close the log."""
@@ -125,15 +125,21 @@ class Rank:
 
 
 class Signals:
-    """Requests to end, caught while the job runs (only the main thread can; elsewhere nothing is caught)."""
+    """Requests to end, caught while the job runs (only the main thread can; elsewhere nothing is caught).
 
-    def __init__(self) -> None:
+    Attributes:
+        caught: in order.
+        gentle: those that ask ranks to stop by themselves.
+    """
+
+    def __init__(self, *, gentle: bool = False) -> None:
         self.caught: list[int] = []
+        self.gentle = (signal.SIGTERM, signal.SIGUSR1) if gentle else ()
         self._before: dict[int, Any] = {}
 
     def __enter__(self) -> Signals:
         if threading.current_thread() is threading.main_thread():
-            for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            for number in sorted({signal.SIGINT, signal.SIGTERM, signal.SIGHUP, *self.gentle}):
                 if signal.getsignal(number) is not signal.SIG_IGN:  # as under nohup
                     self._before[number] = signal.signal(number, self._catch)
         return self
@@ -146,18 +152,33 @@ class Signals:
         self.caught.append(number)
 
 
-def watch(job: list[Rank], signals: Signals) -> Failure | None:
-    """Until all ranks have ended well (None), one has failed (the first that did), or a signal came (None)."""
+def watch(
+    job: list[Rank], signals: Signals, *, calm: int = 0, seconds: float | None = None
+) -> Failure | None:
+    """Until all ranks have ended well (None), one has failed (the first that did), or a signal came (None).
+
+    Args:
+        job: the ranks.
+        signals: what is caught meanwhile.
+        calm: a code that is as good as 0.
+        seconds: look no longer than this; None for as long as it takes.
+    """
     settled: float | None = None
-    while not signals.caught:
-        failures = [failure for rank in job if (failure := rank.failure()) is not None]
+    caught = len(signals.caught)
+    until = None if seconds is None else time.monotonic() + seconds
+    while len(signals.caught) == caught and (until is None or time.monotonic() < until):
+        failures = [
+            failure
+            for rank in job
+            if (failure := rank.failure()) is not None and (not calm or failure.code != calm)
+        ]
         if failures and settled is None:
             settled = time.monotonic() + _SETTLE_S
             for rank in job:
                 rank.quiet = True  # from here on the others only echo it
         if settled is not None and time.monotonic() >= settled:
             return min(failures, key=lambda failure: failure.time)
-        if not failures and all(rank.process.poll() == 0 for rank in job):
+        if not failures and all(rank.process.poll() in (0, calm) for rank in job):
             return None
         time.sleep(_POLL_S)
     return None

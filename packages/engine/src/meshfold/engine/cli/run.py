@@ -1,28 +1,52 @@
-"""Start a script on local ranks.
+"""Start a script on local ranks, or on this node's part of the ranks of several.
 
   meshfold run --ranks 4 train.py --lr 1e-3
   meshfold run --ranks 4 -m my.module --lr 1e-3
+  meshfold run --ranks 8 --nodes 2 --rendezvous node1:29500 --restarts 3 train.py     # on each of the two
 
 The ranks meet on a port of this machine that is free. What rank 0 prints is shown, and every rank's standard error
 with the rank before each line. When one fails the others are ended, and its traceback comes last; Ctrl-C ends all.
+With --grace SIGTERM and SIGUSR1 go to the ranks, for scripts that stop by themselves (meshfold.engine.stopping).
 Under torchrun or srun, which start the ranks themselves, the script is just run.
 """
 
 from __future__ import annotations
 
 import argparse
+import re
+import socket
 import traceback
 from pathlib import Path
 
 from meshfold.engine.cli.failure import Failure
-from meshfold.engine.cli.models import whole
+from meshfold.engine.cli.models import natural, whole
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
     """The arguments of ``meshfold run``."""
-    parser.usage = "meshfold run [--ranks N] [--port PORT] [--log-dir DIR] (script.py | -m MODULE) ..."
+    parser.usage = "meshfold run [--ranks N] [options] (script.py | -m MODULE) ..."
     parser.add_argument(
         "--ranks", type=whole, metavar="N", help="how many processes (default: one for each GPU)"
+    )
+    parser.add_argument(
+        "--nodes", metavar="N|MIN:MAX", help="how many machines; run the same command on each"
+    )
+    parser.add_argument("--rendezvous", metavar="HOST:PORT", help="of one of them, where they meet")
+    parser.add_argument("--job", default="meshfold", metavar="NAME", help="if several jobs meet at one place")
+    parser.add_argument(
+        "--restarts",
+        type=natural,
+        default=0,
+        metavar="N",
+        help="start all ranks anew so often after a failure",
+    )
+    parser.add_argument("--address", metavar="HOST", help="of this machine, as the others see it")
+    parser.add_argument(
+        "--grace",
+        type=natural,
+        default=0,
+        metavar="S",
+        help="seconds that ranks get to end by themselves after a first SIGTERM or SIGUSR1",
     )
     parser.add_argument("--port", type=whole, help="where the ranks meet (default: any free one)")
     parser.add_argument(
@@ -66,7 +90,47 @@ def run(arguments: argparse.Namespace) -> int:
     ranks = torch.cuda.device_count() if arguments.ranks is None else arguments.ranks
     if arguments.ranks is None and ranks == 0:
         raise Failure("this machine has no GPU to tell how many ranks to start: say it with --ranks N")
-    return launch(program, ranks, port=arguments.port, log_dir=arguments.log_dir)
+    if arguments.nodes is not None or arguments.rendezvous is not None or arguments.restarts:
+        return _with_others(arguments, program, ranks)
+    return launch(
+        program,
+        ranks,
+        port=arguments.port,
+        log_dir=arguments.log_dir,
+        stop_s=arguments.grace,
+        stopped_code=_bootstrap.STOPPED_CODE if arguments.grace else 0,
+    )
+
+
+def _with_others(arguments: argparse.Namespace, program: list[str], ranks: int) -> int:
+    """Through torch's agent, which can meet other nodes and start ranks anew."""
+    from meshfold.mesh.agent import launch_node
+
+    for option in ("port", "log_dir"):
+        if getattr(arguments, option) is not None:
+            raise Failure(
+                f"--{option.replace('_', '-')} goes with local ranks alone: leave it out with --nodes and --restarts"
+            )
+    match = re.fullmatch(r"([1-9]\d*)(?::([1-9]\d*))?", arguments.nodes or "1")
+    if match is None:
+        raise Failure(
+            f"--nodes {arguments.nodes!r}: write a number, such as 2, or the least and the most, 2:4"
+        )
+    nodes = int(match[1]), int(match[2] or match[1])
+    if nodes[1] > 1 and arguments.rendezvous is None:
+        raise Failure(
+            f"--nodes {arguments.nodes} without --rendezvous: say where they meet, --rendezvous {socket.gethostname()}:29500"
+        )
+    return launch_node(
+        program,
+        ranks,
+        nodes=nodes,
+        rendezvous=arguments.rendezvous or "localhost:0",
+        job=arguments.job,
+        restarts=arguments.restarts,
+        address=arguments.address,
+        stop_s=arguments.grace or 30,
+    )
 
 
 def _check_file(program: list[str]) -> None:

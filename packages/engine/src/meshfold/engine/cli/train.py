@@ -6,18 +6,21 @@
   meshfold train --data ~/texts --model gpt-small --steps 1000 --out run1 --resume --parallel tensor=2
 
 The ranks are started here; under torchrun or srun those that run are used. OUT gets the checkpoint (loadable under
-any other spec), metrics.jsonl, settings.json, loss.png and the tokens of text.
+any other spec), metrics.jsonl, settings.json, loss.png and the tokens of text. SIGTERM or SIGUSR1 ends the run after the
+step that is made, with a checkpoint and exit code 75.
 """
 
 from __future__ import annotations
 
 import argparse
 import os
+from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from meshfold.engine.cli.failure import Failure
 from meshfold.engine.cli.train_arguments import configure, settings_of
+from meshfold.engine.stopping import STOPPED_CODE
 
 if TYPE_CHECKING:
     from meshfold.engine.progress import Progress
@@ -27,6 +30,8 @@ if TYPE_CHECKING:
     from meshfold.mesh.environment import Environment
 
 __all__ = ["configure", "run", "start"]
+
+_STOP_S = 3600.0  # for the last step and its checkpoint; whoever asked may kill earlier, or ask twice
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -77,24 +82,27 @@ def start(
         The exit code.
     """
     from meshfold.engine.progress import make_progress
+    from meshfold.engine.trackers import check_trackers
     from meshfold.engine.world import require_runnable
     from meshfold.mesh import ParallelSpec
     from meshfold.mesh.launch import launch
 
+    progress = make_progress(settings.last_step, show=True, as_json=as_json)
+    settings = _settled(settings, ranks, progress)
     spec = ParallelSpec.parse(settings.parallel, ranks)
     spec = spec.with_world_size(spec.world_size)  # data is 1 where neither it nor --ranks was given
     require_runnable(spec)
-    progress = make_progress(settings.last_step, show=True, as_json=as_json)
     _check_device(settings, spec.world_size)
+    check_trackers(settings.track)
     _check_folder(settings, progress)
     inputs = _open_inputs(settings, progress)
     _show_plan(settings, spec, inputs, progress, show=plan, report=report)
     if spec.world_size == 1:
         from meshfold.engine.training import train
 
-        train(settings, inputs, progress)
-        return 0
-    return launch(["-m", "meshfold.engine.cli", "train", *words, "--no-plan"], spec.world_size)
+        return _code(settings, train(settings, inputs, progress))
+    program = ["-m", "meshfold.engine.cli", "train", *words, "--no-plan"]
+    return launch(program, spec.world_size, stop_s=_STOP_S, stopped_code=STOPPED_CODE)
 
 
 def _as_rank(settings: TrainSettings, here: Environment, *, plan: bool, as_json: bool, report: bool) -> int:
@@ -109,6 +117,7 @@ def _as_rank(settings: TrainSettings, here: Environment, *, plan: bool, as_json:
     if settings.hf is not None and (here.rank > 0 or not plan):
         quiet()
     progress = make_progress(settings.last_step, show=here.rank == 0, as_json=as_json)
+    settings = _settled(settings, here.world_size, progress if plan else Silent())
     spec = ParallelSpec.parse(settings.parallel, here.world_size)
     require_runnable(spec)
     _check_folder(settings, progress if plan else Silent())
@@ -123,9 +132,36 @@ def _as_rank(settings: TrainSettings, here: Environment, *, plan: bool, as_json:
         barrier(everyone, process.device)
         if here.local_rank != 0:
             inputs = open_inputs(settings, progress)
-        train(settings, inputs, progress)
+        rows = train(settings, inputs, progress)
         barrier(everyone, process.device)  # rank 0 may still be drawing
-    return 0
+    return _code(settings, rows)
+
+
+def _settled(settings: TrainSettings, ranks: int | None, progress: Progress) -> TrainSettings:
+    """What only the folder and the ranks decide: whether there is something to go on from, and with how much ``data``."""
+    from meshfold.engine.checkpoint import Checkpoint
+    from meshfold.engine.errors import CheckpointError
+    from meshfold.engine.resuming import refit
+
+    if settings.resume == "auto":
+        try:
+            Checkpoint(settings.checkpoint)
+            settings = replace(settings, resume=True)
+        except CheckpointError:
+            if settings.checkpoint.exists():
+                raise  # it is damaged: a person has to look at it
+            settings = replace(settings, resume=False)
+    if settings.resume and ranks is not None:
+        parallel, said = refit(settings.parallel, ranks)
+        if said:
+            progress.say(said)
+        settings = replace(settings, parallel=parallel)
+    return settings
+
+
+def _code(settings: TrainSettings, rows: list[dict[str, Any]]) -> int:
+    """0, or that of a run which stopped on request before its last step."""
+    return STOPPED_CODE if rows and rows[-1]["step"] < settings.last_step else 0
 
 
 def _check_device(settings: TrainSettings, ranks: int) -> None:

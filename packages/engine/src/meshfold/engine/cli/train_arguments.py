@@ -64,6 +64,18 @@ def configure(parser: argparse.ArgumentParser) -> None:
         "--device", choices=("cpu", "cuda"), help="(default: a GPU for each rank where there are as many)"
     )
     work.add_argument("--precision", default="fp32", choices=("fp32", "fp64", "bf16", "fp16"), help="(fp32)")
+    work.add_argument(
+        "--nonfinite",
+        default="report",
+        choices=("error", "skip", "report"),
+        help="a loss or gradient that is nan or infinite: stop, leave the step out, or say where it arose (report)",
+    )
+    work.add_argument(
+        "--watchdog",
+        type=rate,
+        metavar="S",
+        help="seconds after which a collective that hangs ends the run, 0 for never (600)",
+    )
     work.add_argument("--recompute", choices=("blocks", "auto"), help=RECOMPUTE)
     # Without defaults: what was not given is the run's own where one goes on, else as in TrainSettings.
     steps = parser.add_argument_group(
@@ -87,7 +99,14 @@ def configure(parser: argparse.ArgumentParser) -> None:
     steps.add_argument("--seed", type=natural, help="of weights, dropout and the order of data (0)")
     out = parser.add_argument_group("output")
     out.add_argument("--out", required=True, metavar="DIR", help="folder to write to")
-    out.add_argument("--resume", action="store_true", help="go on from the checkpoint in DIR")
+    out.add_argument(
+        "--resume",
+        nargs="?",
+        const=True,
+        default=False,
+        choices=("auto",),
+        help="go on from the checkpoint in DIR; 'auto': if there is one, else start (for jobs that are restarted)",
+    )
     out.add_argument(
         "--eval-every",
         type=natural,
@@ -107,6 +126,20 @@ def configure(parser: argparse.ArgumentParser) -> None:
     )
     out.add_argument(
         "--save-asynchronously", action="store_true", help="write checkpoints while training goes on"
+    )
+    out.add_argument(
+        "--metrics",
+        nargs="+",
+        dest="track",
+        default=[],
+        metavar="NAME",
+        help="tensorboard, wandb: beside metrics.jsonl",
+    )
+    out.add_argument(
+        "--peak-tflops",
+        type=rate,
+        metavar="T",
+        help="of a device, for MFU (the data sheet's, where the GPU is known)",
     )
     out.add_argument("--prompt", metavar="TEXT", help="at the end, write how the model goes on from TEXT")
     out.add_argument("--sample-tokens", type=positive, default=200, metavar="N", help="how far (200)")
@@ -131,7 +164,7 @@ def settings_of(arguments: argparse.Namespace) -> TrainSettings:
     given: dict[str, Any] = kept(words["out"]) if words["resume"] else {}
     given.update({field.name: words[field.name] for field in fields(TrainSettings) if field.name in words})
     given.update(parallel=parallel, changes=changes, rules=rules)
-    given.update({name: tuple(words[name]) for name in ("extensions", "exclude")})
+    given.update({name: tuple(words[name]) for name in ("extensions", "exclude", "track")})
     return TrainSettings(**given)
 
 
@@ -142,7 +175,8 @@ def words_of(settings: TrainSettings) -> list[str]:
     words: list[str] = []
     for field in fields(settings):
         value = getattr(settings, field.name)
-        option = "--set" if field.name == "changes" else "--" + field.name.replace("_", "-")
+        named = {"changes": "--set", "track": "--metrics"}
+        option = named.get(field.name, "--" + field.name.replace("_", "-"))
         if value == field.default or value in ((), {}):
             continue
         if field.name == "parallel":

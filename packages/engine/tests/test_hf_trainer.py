@@ -1,0 +1,101 @@
+"""The Trainer of transformers over an engine: the same curve as the Trainer alone, and clear errors. Several ranks and
+resuming under another spec are in docs/ray-and-trainer.md, which is run."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
+
+from meshfold.engine import Engine
+from meshfold.engine.hf_trainer import EngineTrainer
+from meshfold.mesh import SpecError
+
+ROWS = torch.randint(64, (32, 12), generator=torch.Generator().manual_seed(0))
+DATASET = [dict(input_ids=row, labels=row) for row in ROWS]
+
+
+def model() -> LlamaForCausalLM:
+    torch.manual_seed(0)
+    return LlamaForCausalLM(
+        LlamaConfig(
+            vocab_size=64, hidden_size=32, intermediate_size=64, num_hidden_layers=1, num_attention_heads=2
+        )
+    )
+
+
+def arguments(out: Path, **changes: Any) -> TrainingArguments:
+    settings: dict[str, Any] = dict(
+        output_dir=str(out), max_steps=6, per_device_train_batch_size=4, gradient_accumulation_steps=2, learning_rate=1e-2,
+        lr_scheduler_type="linear", warmup_steps=2, max_grad_norm=0.5, logging_steps=1, save_strategy="no", use_cpu=True,
+        disable_tqdm=True, report_to=[], weight_decay=0.0, seed=3,
+    )  # fmt: skip
+    return TrainingArguments(**{**settings, **changes})
+
+
+def engine(**changes: Any) -> Engine:
+    settings: dict[str, Any] = dict(
+        optimizer=dict(name="adamw", lr=1e-2, weight_decay=0.0), clip_grad_norm=0.5, gradient_accumulation=2
+    )
+    return Engine(model(), **{**settings, **changes})
+
+
+class InOrder(Trainer):  # type: ignore[misc]
+    """The Trainer alone, on the batches that an EngineTrainer serves."""
+
+    def get_train_dataloader(self) -> Any:
+        return self.served  # type: ignore[attr-defined]
+
+
+def curve(trainer: Any) -> list[tuple[float, float, float]]:
+    trainer.train()
+    rows = [row for row in trainer.state.log_history if "grad_norm" in row]
+    return [(float(row["loss"]), float(row["grad_norm"]), float(row["learning_rate"])) for row in rows]
+
+
+def test_the_same_curve_as_the_trainer_alone(tmp_path: Path) -> None:
+    ours = EngineTrainer(engine(), args=arguments(tmp_path / "a"), train_dataset=DATASET)
+    alone = InOrder(model(), args=arguments(tmp_path / "b"), train_dataset=DATASET)
+    alone.served = ours.get_train_dataloader()
+    mine, theirs = curve(ours), curve(alone)
+    assert len(mine) == 6 and len({lr for _, _, lr in mine}) > 3
+    for own, other in zip(mine, theirs, strict=True):
+        assert own == pytest.approx(other, rel=1e-4)
+
+
+def test_a_resumed_run_has_the_rest_of_the_curve(tmp_path: Path) -> None:
+    whole = curve(EngineTrainer(engine(), args=arguments(tmp_path / "whole"), train_dataset=DATASET))
+    saving = arguments(tmp_path / "cut", save_strategy="steps", save_steps=3)
+    EngineTrainer(engine(), args=saving, train_dataset=DATASET).train()
+    again = EngineTrainer(engine(), args=saving, train_dataset=DATASET, eval_dataset=DATASET[:8])
+    again.train(resume_from_checkpoint=str(tmp_path / "cut" / "checkpoint-3"))
+    rest = [float(row["loss"]) for row in again.state.log_history if "grad_norm" in row and row["step"] > 3]
+    assert rest == pytest.approx([loss for loss, _, _ in whole[3:]], rel=1e-4)
+    found = again.evaluate()["eval_loss"]
+    assert found == pytest.approx(again.engine.eval_step(dict(input_ids=ROWS[:8], labels=ROWS[:8])), rel=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (
+            dict(gradient_accumulation=1),
+            r"gradient_accumulation=1\) and TrainingArguments\(gradient_accumulation_steps=2",
+        ),
+        (dict(clip_grad_norm=None), r"clip_grad_norm=None\) and TrainingArguments\(max_grad_norm=0.5"),
+        (dict(optimizer=None), "needs an engine with an optimizer"),
+    ],
+    ids=["accumulation", "clipping", "optimizer"],
+)
+def test_two_that_disagree(changes: dict[str, Any], message: str, tmp_path: Path) -> None:
+    with pytest.raises(SpecError, match=message):
+        EngineTrainer(engine(**changes), args=arguments(tmp_path), train_dataset=DATASET)
+
+
+def test_a_dataset_without_a_batch(tmp_path: Path) -> None:
+    trainer = EngineTrainer(engine(), args=arguments(tmp_path), train_dataset=DATASET[:3])
+    with pytest.raises(SpecError, match="a dataset of 3 rows has no global batch of 4 × 1 rows"):
+        trainer.get_train_dataloader()
