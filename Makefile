@@ -53,7 +53,8 @@ test: $(installed)
 	@$(venv_python) -m pytest $(workers) -m "not slow" $(TESTS)
 
 test-all: $(installed)
-	@$(venv_python) -m pytest $(workers) --hypothesis-profile explore $(TESTS)
+	@$(venv_python) -m pytest $(workers) --hypothesis-profile explore \
+		--matrix-results integration_tests/results/matrix.jsonl $(TESTS)
 
 lint: $(installed)
 	@$(venv_python) -m ruff check .

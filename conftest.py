@@ -52,3 +52,10 @@ def no_network() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(socket.socket, "connect", guarded)
         yield
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Where the matrix of specs writes what it found."""
+    parser.addoption(
+        "--matrix-results", default=None, metavar="FILE", help="a file for integration_tests/test_matrix.py"
+    )

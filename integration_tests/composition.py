@@ -19,22 +19,18 @@ from meshfold.engine.zero import ZeroStates
 from meshfold.mesh import Mesh, all_gather
 from meshfold.mesh.metadata import placed
 
-SIZES: dict[str, Any] = dict(vocab_size=37, hidden=32, layers=2, heads=8, max_positions=16)
+SIZES: dict[str, Any] = dict(vocab_size=37, hidden=32, layers=4, heads=8, max_positions=16)
 MODELS: dict[str, Callable[[], nn.Module]] = {
     # Its head is tied to the embedding, it has biases, and drops.
     "gpt": lambda: GPT(GPTConfig(**SIZES, dropout=0.1)),
     # Fewer key/value heads than heads, and than some tensor axes have ranks.
     "llama": lambda: Llama(LlamaConfig(**SIZES, kv_heads=2, ffn=48, tie=False)),
 }
-# A large epsilon: Adam divides gradients that are zero but for rounding, such as those of key biases, by themselves.
-ADAMW: dict[str, Any] = dict(name="adamw", lr=1e-2, weight_decay=0.1, eps=1e-4)
-STEPS, ACCUMULATION, CLIP, ROWS, LENGTH = (
-    3,
-    2,
-    0.5,
-    6,
-    8,
-)  # 6 rows: most specs have to fill up or deal unevenly
+# An epsilon of the size of gradients: rounding is not blown up where they are all but zero, as those of key biases are, and
+# a gradient that is wrong by a factor shows in the weights.
+ADAMW: dict[str, Any] = dict(name="adamw", lr=1e-2, weight_decay=0.1, eps=1e-2)
+# Six rows and nine tokens: most specs have to fill up or deal unevenly.
+STEPS, MORE, ACCUMULATION, CLIP, ROWS, LENGTH = 5, 2, 2, 0.5, 6, 9
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,11 +50,9 @@ class Run:
     differing: list[str]
 
 
-def train(model: str, parallel: Mapping[str, object], precision: str = "fp32") -> Run:
-    """Three steps of two micro-steps each, with clipping."""
-    generator = torch.Generator().manual_seed(1)
-    losses, norms = [], []
-    with Engine(
+def engine_of(model: str, parallel: Mapping[str, object], precision: str = "fp32") -> Engine:
+    """Two micro-steps a step, with clipping."""
+    return Engine(
         MODELS[model],
         parallel,
         optimizer=ADAMW,
@@ -66,16 +60,42 @@ def train(model: str, parallel: Mapping[str, object], precision: str = "fp32") -
         clip_grad_norm=CLIP,
         gradient_accumulation=ACCUMULATION,
         seed=5,
-    ) as engine:
-        for _ in range(STEPS * ACCUMULATION):
-            ids = torch.randint(0, SIZES["vocab_size"], (ROWS, LENGTH), generator=generator)
-            labels = ids.masked_fill(torch.rand(ids.shape, generator=generator) < 0.2, -100)
-            losses.append(engine.train_step(engine.shard_batch({"input_ids": ids, "labels": labels})))
-            if engine.last is not None and engine.last.stepped and engine.last.grad_norm is not None:
-                norms.append(engine.last.grad_norm)
-        return Run(
-            losses=losses, norms=norms, state=engine.full_state_dict(), differing=differing_replicas(engine)
-        )
+    )
+
+
+def train(model: str, parallel: Mapping[str, object], precision: str = "fp32", steps: int = STEPS) -> Run:
+    """Some steps from the start."""
+    with engine_of(model, parallel, precision) as engine:
+        return run(engine, steps)
+
+
+def train_and_go_on(
+    model: str, parallel: Mapping[str, object], then: Mapping[str, object], folder: str
+) -> tuple[Run, Run]:
+    """:data:`STEPS` steps, a checkpoint, and :data:`MORE` steps from it under another spec."""
+    with engine_of(model, parallel) as engine:
+        first = run(engine, STEPS)
+        engine.save(folder)
+    with engine_of(model, then) as engine:
+        engine.load(folder)
+        return first, run(engine, MORE, done=STEPS)
+
+
+def run(engine: Engine, steps: int, done: int = 0) -> Run:
+    """So many steps on, after those that are done."""
+    generator = torch.Generator().manual_seed(1)
+    losses, norms = [], []
+    for number in range((done + steps) * ACCUMULATION):
+        ids = torch.randint(0, SIZES["vocab_size"], (ROWS, LENGTH), generator=generator)
+        labels = ids.masked_fill(torch.rand(ids.shape, generator=generator) < 0.2, -100)
+        if number < done * ACCUMULATION:
+            continue
+        losses.append(engine.train_step(engine.shard_batch({"input_ids": ids, "labels": labels})))
+        if engine.last is not None and engine.last.stepped and engine.last.grad_norm is not None:
+            norms.append(engine.last.grad_norm)
+    return Run(
+        losses=losses, norms=norms, state=engine.full_state_dict(), differing=differing_replicas(engine)
+    )
 
 
 def differing_replicas(engine: Engine) -> list[str]:
@@ -100,10 +120,13 @@ def differing_replicas(engine: Engine) -> list[str]:
 
 def agrees(local: Tensor, parameter: Tensor, mesh: Mesh) -> bool:
     """Whether all ranks that hold an element of a parameter hold the same bits."""
-    placement = placed(parameter, mesh).placement
-    blocks = all_gather(local.unsqueeze(0), mesh.group(*mesh.names), 0)
+    meta = placed(parameter, mesh)
+    placement = meta.placement
+    # Ranks of other stages have other parameters at this place.
+    group = mesh.group(*(axis for axis in mesh.names if axis not in meta.only_at))
+    blocks = all_gather(local.unsqueeze(0), group, 0)
     whole, seen = local.new_zeros(placement.shape), torch.zeros(placement.shape, dtype=torch.bool)
-    for rank, block in enumerate(blocks):
+    for rank, block in zip(group.ranks, blocks, strict=True):
         for box in placement.rectangles(mesh, rank):
             here = tuple(slice(o, o + n) for o, n in zip(box.offsets, box.sizes, strict=True))
             there = tuple(slice(o, o + n) for o, n in zip(box.local_offsets, box.sizes, strict=True))
@@ -122,8 +145,8 @@ def main(argv: list[str]) -> None:
 
     model, parallel, folder = argv
     with start(backend="gloo", device="cpu") as process:
-        run = train(model, json.loads(parallel))
-        torch.save(vars(run), Path(folder) / f"{process.rank}.pt")
+        found = train(model, json.loads(parallel))
+        torch.save(vars(found), Path(folder) / f"{process.rank}.pt")
 
 
 if __name__ == "__main__":
