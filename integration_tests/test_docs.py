@@ -26,7 +26,14 @@ PAGES = [
 LANGUAGES = {"", "python", "bash", "text", "toml", "json", "mermaid"}
 TIMEOUT = 240.0
 
-each_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
+SLOW = {"finetune-opt.md", "long-runs.md", "multi-node.md", "ray-and-trainer.md"}
+"""Pages that start many processes; what they show has quick tests of its own, and `make test-all` runs them"""
+
+each_page = pytest.mark.parametrize(
+    "page",
+    [pytest.param(page, marks=pytest.mark.slow if page.name in SLOW else ()) for page in PAGES],
+    ids=lambda page: page.relative_to(ROOT).as_posix(),
+)
 
 
 RunScript = Callable[..., tuple[str, str]]

@@ -111,7 +111,7 @@ def stopped_in_the_middle(victim: int) -> None:
     engine.train_step(engine.shard_batch(rows(4)))
 
 
-@pytest.mark.parametrize("victim", [0, 3])
+@pytest.mark.parametrize("victim", [pytest.param(0, marks=pytest.mark.slow), 3])
 def test_a_rank_that_is_stopped_is_named(victim: int) -> None:
     began = time.monotonic()
     with pytest.raises(RankFailure) as caught:
@@ -147,7 +147,7 @@ def asked_to_stop(victim: int, folder: str) -> tuple[int, list[float]]:
     return steps, losses
 
 
-@pytest.mark.parametrize("victim", [0, 3])
+@pytest.mark.parametrize("victim", [pytest.param(0, marks=pytest.mark.slow), 3])
 def test_all_ranks_stop_after_the_same_step(victim: int, tmp_path: Path) -> None:
     """Whichever is asked: also one that has no data group in common with another."""
     found = run_on_ranks(4, asked_to_stop, victim, str(tmp_path / "ckpt"))

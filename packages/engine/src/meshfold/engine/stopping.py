@@ -49,7 +49,10 @@ class GracefulStop:
     def __enter__(self) -> GracefulStop:
         if threading.current_thread() is threading.main_thread():  # only there Python can catch signals
             for number in self._signals:
-                self._before[number] = signal.signal(number, self._catch)
+                if (
+                    signal.getsignal(number) is not None
+                ):  # else C code catches it, to which it could not be given back
+                    self._before[number] = signal.signal(number, self._catch)
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *error: object) -> None:
@@ -57,7 +60,7 @@ class GracefulStop:
         if flag is not None and kind is None:
             flag.wait()  # the others have sent theirs
         for number, handler in self._before.items():
-            signal.signal(number, signal.SIG_DFL if handler is None else handler)
+            signal.signal(number, handler)
 
     def _catch(self, number: int, frame: FrameType | None) -> None:
         self.asked = True

@@ -137,7 +137,7 @@ def join(
     outer = tuple(axis for axis in spec.axes if axis not in tensor_axes and axis != PIPE)
     sequence_axes = () if spec.sequence is None else tuple(spec.sequence.axes)
     mesh = Mesh(spec.axes if tensor_axes else {**spec.axes, "tensor": 1})
-    warn_of_crossing(mesh, tensor_axes, Environment.detect())
+    warn_of_crossing(mesh, tensor_axes, environment or Environment.detect())
     return World(
         spec=spec,
         mesh=mesh,

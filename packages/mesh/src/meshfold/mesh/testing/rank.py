@@ -189,6 +189,7 @@ def _reset() -> None:
     torch.set_default_dtype(torch.float32)
     torch.set_grad_enabled(True)
     torch.set_num_threads(1)
+    _show_stacks_on_request()
 
 
 def _redirect(output: str) -> None:
@@ -199,6 +200,11 @@ def _redirect(output: str) -> None:
     sys.stdout = open(1, "w", buffering=1, closefd=False)  # noqa: SIM115  for the life of the process
     sys.stderr = open(2, "w", buffering=1, closefd=False)  # noqa: SIM115
     faulthandler.enable(file=sys.stderr, all_threads=True)
+    _show_stacks_on_request()
+
+
+def _show_stacks_on_request() -> None:
+    faulthandler.unregister(signal.SIGUSR1)  # it would not install itself again over another's handler
     faulthandler.register(signal.SIGUSR1, file=sys.stderr, all_threads=True)
 
 
