@@ -23,8 +23,9 @@ import torch
 from integration_tests import composition
 from integration_tests.composition import ACCUMULATION, CLIP, MORE, STEPS, Run, train, train_and_go_on
 from integration_tests.house import ROOT
-from integration_tests.matrix import Member, long, short
-from integration_tests.results import Found, write
+from integration_tests.matrix import OFF, Member, long, short
+from integration_tests.matrix import members as members_of
+from integration_tests.results import BEGIN, END, PAGE, Found, read, summary, write
 from meshfold.mesh.testing import run_on_ranks
 
 Spec = dict[str, Any]
@@ -111,6 +112,23 @@ def test_it_trains_as_one_process_and_goes_on_under_another_spec(
     found.append(
         Found(member=member, following=following, loss_error=loss, weight_error=weights, seconds=seconds)
     )
+
+
+def test_the_page_shows_what_was_found() -> None:
+    """By the committed results, which are of members that are chosen still."""
+    found = read()
+    assert set(found) <= {*short(), *long()}
+    assert set(short()) <= set(found)
+    shown = PAGE.read_text().split(BEGIN)[1].split(END)[0]
+    assert shown.strip() == summary(found), "run python -m integration_tests.results"
+
+
+def test_what_is_chosen_has_every_pair() -> None:
+    pairs = {pair for ranks in (4, 8) for member in members_of(ranks) for pair in member.combinations(2)}
+    assert pairs == {pair for member in long() for pair in member.combinations(2)}
+    dimensions = {frozenset(d for d, _ in pair) for pair in pairs}
+    alone = [frozenset(d for d, v in member.at.items() if v != OFF) for member in short()]
+    assert {pair for pair in dimensions if "model" not in pair} <= set(alone)
 
 
 def check_bf16_on_rank(cases: list[tuple[Spec, str]]) -> list[Run]:

@@ -116,7 +116,9 @@ def test_what_is_kept_depends_on_the_limit_and_what_is_alive_is_what_was_planned
             turn = plan.workload.forward_moments
             assert all(a <= 1.05 * b for a, b in zip(alive[turn:-2], planned[turn:-2], strict=True))
             assert plan.peak_gpu_bytes <= (limit or 2**60)
-    assert counts[None] == LAYERS > counts[10 * MiB] > counts[8 * MiB] > counts[6 * MiB], counts
+    # Where two blocks would fit, measured seconds may still say that one of them is better computed again.
+    assert counts[None] == LAYERS > counts[10 * MiB] > counts[6 * MiB], counts
+    assert counts[10 * MiB] >= counts[8 * MiB] >= counts[6 * MiB], counts
 
 
 @ranks(1)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import gc
 import re
 from dataclasses import replace
 from pathlib import Path
@@ -155,10 +156,13 @@ def peak_mib(lazily: bool, stage: int) -> tuple[float, float]:
         return int(found[1]) / 1024
 
     # What is freed shall leave the process: how the C library's heap is cut up is not what is asked here.
-    ctypes.CDLL(None).mallopt(-3, MIB)
+    library = ctypes.CDLL(None)
+    library.mallopt(-3, MIB)
     with ShardedInit():
         small: nn.Module = nn.Linear(16, 16)
     shared(small, stage, 1024).close()  # what is loaded at the first use
+    gc.collect()
+    library.malloc_trim(0)  # nor what tests before have left free
     Path("/proc/self/clear_refs").write_text("5")  # the high-water mark is that of now
     before = now("VmRSS")
     if lazily:
