@@ -236,7 +236,10 @@ def theirs_of(config: DecoderConfig) -> dict[str, Any]:
             "embd_pdrop": config.dropout, "resid_pdrop": config.dropout, "attn_pdrop": 0.0,
             "bos_token_id": None, "eos_token_id": None,
         }  # fmt: skip
-    assert isinstance(config, LlamaConfig)  # there are two
+    if not isinstance(config, LlamaConfig):
+        raise CheckpointError(
+            f"a {type(config).__name__} has no config.json of transformers: only {GPTConfig.__name__} and {LlamaConfig.__name__} do"
+        )
     return {
         "architectures": ["LlamaForCausalLM"], "model_type": "llama", **common,
         "hidden_size": config.hidden, "num_hidden_layers": config.layers, "num_attention_heads": config.heads,
