@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -84,7 +85,9 @@ def runs(cases: list[Case], given: list[dict[str, Tensor]]) -> list[Any]:
     return [run(parallel, model, given, **settings) for parallel, model, settings in cases]
 
 
-def compare(size: int, cases: list[Case], given: list[dict[str, Tensor]]) -> None:
+def compare(
+    size: int, cases: list[Case], given: list[dict[str, Tensor]], runs: Callable[..., list[Any]] = runs
+) -> None:
     """Every case on so many ranks, against one process."""
     wanted = runs([({}, model, settings) for _, model, settings in cases], given)
     for rank in run_on_ranks(size, runs, cases, given):
@@ -124,3 +127,26 @@ def watched(gemini: Gemini) -> Iterator[list[int]]:
     finally:
         arena.reset_peak = reset  # type: ignore[method-assign]
     seen.append(arena.peak_bytes)
+
+
+def relay(legs: list[tuple[int, dict[str, Any]]], leg: Callable[..., Any], folder: Path) -> None:
+    """A run handed from spec to spec by checkpoints, two steps each, is the unbroken run of one process.
+
+    ``leg(parallel, load, save, batches)``: its losses, what it loaded, and the whole model afterwards.
+    """
+    given = batches(2 * len(legs))
+    unbroken = leg({}, "", str(folder / "unbroken"), given)
+    losses: list[float] = []
+    state: dict[str, Tensor] = {}
+    for number, (size, parallel) in enumerate(legs):
+        load = str(folder / f"leg{number - 1}") if number else ""
+        arguments = (parallel, load, str(folder / f"leg{number}"), given[2 * number : 2 * number + 2])
+        found = [leg(*arguments)] if size == 1 else run_on_ranks(size, leg, *arguments)
+        for rank in found:
+            assert rank[0] == found[0][0]
+            for loaded in (rank[1],) if number else ():
+                assert list(loaded) == list(state)
+                assert all(torch.equal(loaded[name], state[name]) for name in state)
+        losses += found[0][0]
+        state = found[0][2]
+    assert_same((losses, state), (unbroken[0], unbroken[2]), "relay", 1e-8)

@@ -16,7 +16,7 @@ from meshfold.mesh import SpecError, gradient_norm, metadata, record
 from meshfold.mesh.testing import ranks, run_on_ranks
 
 sys.path.append(str(Path(__file__).parent))  # for the helpers beside this file, on every rank
-from pipeline_cases import ADAMW, Case, assert_same, batches, compare, engine_of, run, train
+from pipeline_cases import ADAMW, Case, assert_same, batches, compare, engine_of, relay, run, train
 
 # -- training is that of one process ----------------------------------------------------------------------------------
 
@@ -252,23 +252,7 @@ LEGS: list[tuple[int, dict[str, Any]]] = [
 
 
 def test_a_run_handed_from_spec_to_spec_is_the_unbroken_run(tmp_path: Path) -> None:
-    given = batches(2 * len(LEGS))
-    unbroken = leg({}, "", str(tmp_path / "unbroken"), given)
-    losses: list[float] = []
-    state: dict[str, Tensor] = {}
-    for number, (size, parallel) in enumerate(LEGS):
-        load = str(tmp_path / f"leg{number - 1}") if number else ""
-        arguments = (parallel, load, str(tmp_path / f"leg{number}"), given[2 * number : 2 * number + 2])
-        found = [leg(*arguments)] if size == 1 else run_on_ranks(size, leg, *arguments)
-        for rank in found:
-            assert rank[0] == found[0][0]
-            for loaded in (rank[1],) if number else ():
-                assert list(loaded) == list(state) and all(
-                    torch.equal(loaded[name], state[name]) for name in state
-                )
-        losses += found[0][0]
-        state = found[0][2]
-    assert_same((losses, state), (unbroken[0], unbroken[2]), "relay", 1e-8)
+    relay(LEGS, leg, tmp_path)
 
 
 # -- evaluation, text, refusals ---------------------------------------------------------------------------------------

@@ -18,15 +18,13 @@ from meshfold.engine import Engine
 from meshfold.engine.models import generate
 from meshfold.engine.zero import ZeroStates
 from meshfold.mesh import all_reduce, record
-from meshfold.mesh.testing import ranks, run_on_ranks
+from meshfold.mesh.testing import ranks
 from meshfold.zero_gemini import Gemini, members
 from meshfold.zero_gemini.chunk import Chunk
 
 sys.path.append(str(Path(__file__).parent))  # for the helpers beside this file, on every rank
-from pipeline_cases import MODELS, VOCABULARY, assert_same, batches, engine_of, gpt, run, watched
+from pipeline_cases import MODELS, VOCABULARY, Case, batches, compare, engine_of, gpt, relay, run, watched
 
-Case = tuple[dict[str, Any], str, dict[str, Any]]
-"""spec, model, the engine's other settings"""
 STEEP: dict[str, Any] = {"optimizer": dict(name="sgd", lr=1.0), "clip_grad_norm": None}
 """A step is the gradient itself."""
 
@@ -91,14 +89,6 @@ def runs(cases: list[Case], given: list[dict[str, Tensor]]) -> list[Any]:
         return [run(parallel, model, given, **settings) for parallel, model, settings in cases]
 
 
-def compare(size: int, cases: list[Case], given: list[dict[str, Tensor]]) -> None:
-    """Every case on so many ranks, against one process."""
-    wanted = runs([({}, model, settings) for _, model, settings in cases], given)
-    for rank in run_on_ranks(size, runs, cases, given):
-        for found, serial, case in zip(rank, wanted, cases, strict=True):
-            assert_same(found, serial, str(case))
-
-
 def ordered(schedule: Any, data: int = 2, **more: Any) -> dict[str, Any]:
     zero = more.pop("zero", {})
     return dict(
@@ -132,7 +122,7 @@ def test_every_gradient() -> None:
         (ordered("dualpipe-v"), "tied", STEEP),
         (ordered("zb-v"), "rooted", STEEP),
     ]
-    compare(4, cases, batches(1))
+    compare(4, cases, batches(1), runs)
 
 
 def test_schedules() -> None:
@@ -140,7 +130,7 @@ def test_schedules() -> None:
         (ordered("zb-h2"), "dropping", {"gradient_accumulation": 2}),
         (ordered("interleaved", chunks=2, zero=dict(placement="cpu")), "tied", {}),
     ]
-    compare(4, cases, batches(4))
+    compare(4, cases, batches(4), runs)
 
 
 @pytest.mark.slow
@@ -159,7 +149,7 @@ def test_more_schedules() -> None:
             {},
         ),
     ]
-    compare(4, cases, batches(4))
+    compare(4, cases, batches(4), runs)
 
 
 @pytest.mark.slow
@@ -168,7 +158,7 @@ def test_with_tensor_parallelism_and_on_more_ranks() -> None:
         (dict(data=2, tensor=2, pipeline=dict(size=2, schedule="zb-h1"), zero=dict(stage=3)), "tied", {}),
         (dict(data=2, pipeline=dict(size=4, schedule="1f1b"), zero=dict(stage=3)), "dropping", {}),
     ]
-    compare(8, cases, batches(4))
+    compare(8, cases, batches(4), runs)
 
 
 def test_data_ranks_with_fewer_micro_batches() -> None:
@@ -181,7 +171,7 @@ def test_data_ranks_with_fewer_micro_batches() -> None:
         # The smaller batch ends where the one before went on with the first chunk again, and evaluation follows.
         (ordered(one_by_one), "gpt", {}),
     ]
-    compare(4, cases, given)
+    compare(4, cases, given, runs)
 
 
 # -- what is gathered, and when ---------------------------------------------------------------------------------------
@@ -302,19 +292,4 @@ LEGS: list[tuple[int, dict[str, Any]]] = [
 
 
 def test_a_run_handed_from_spec_to_spec_is_the_unbroken_run(tmp_path: Path) -> None:
-    given = batches(2 * len(LEGS))
-    unbroken = leg({}, "", str(tmp_path / "unbroken"), given)
-    losses: list[float] = []
-    state: dict[str, Tensor] = {}
-    for number, (size, parallel) in enumerate(LEGS):
-        load = str(tmp_path / f"leg{number - 1}") if number else ""
-        arguments = (parallel, load, str(tmp_path / f"leg{number}"), given[2 * number : 2 * number + 2])
-        found = [leg(*arguments)] if size == 1 else run_on_ranks(size, leg, *arguments)
-        for rank in found:
-            assert rank[0] == found[0][0]
-            for loaded in (rank[1],) if number else ():
-                assert list(loaded) == list(state)
-                assert all(torch.equal(loaded[name], state[name]) for name in state)
-        losses += found[0][0]
-        state = found[0][2]
-    assert_same((losses, state), (unbroken[0], unbroken[2]), "relay", 1e-8)
+    relay(LEGS, leg, tmp_path)
