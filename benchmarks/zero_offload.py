@@ -45,7 +45,7 @@ def main(argv: Sequence[str]) -> int:
     if options.prepare:
         return prepare()
     if options.merge:
-        merge(options.merge, options.out)
+        merge(options.merge, options.out, replace=options.replace)
         report(options.out)
         return 0
     if options.touch:
@@ -55,7 +55,7 @@ def main(argv: Sequence[str]) -> int:
     result = _opened(options.out)
     for case in chosen(options.case):
         _run(_changed(case, options), options, result)
-        write(options.out, result)
+        _write(options.out, result)
     report(options.out)
     return 0
 
@@ -90,6 +90,7 @@ def _arguments() -> argparse.ArgumentParser:
     parser.add_argument(
         "--merge", nargs="+", type=Path, metavar="FILE", help="add the runs of these results to --out"
     )
+    parser.add_argument("--replace", action="store_true", help="with --merge: in place of the runs of these cases")
     parser.add_argument("--list", action="store_true", help="the cases")
     return parser
 
@@ -102,15 +103,31 @@ def _opened(path: Path) -> dict[str, Any]:
     return {"benchmark": "zero-offload", "cases": {}}
 
 
-def merge(paths: Sequence[Path], out: Path) -> None:
-    """Add what was measured elsewhere: runs of a contestant behind those that are there, its settings from the last."""
+def merge(paths: Sequence[Path], out: Path, *, replace: bool = False) -> None:
+    """Add what was measured elsewhere, its settings from the last.
+
+    Args:
+        paths: results.
+        out: the result to add to.
+        replace: these runs take the place of what is there of their cases (measured with older code, say); otherwise
+            runs of a contestant come behind those that are there.
+    """
     result = _opened(out)
     for path in paths:
         for name, case in json.loads(path.read_text())["cases"].items():
+            if replace:
+                result["cases"].pop(name, None)
             kept = result["cases"].setdefault(name, {"rows": {}})
             kept["settings"] = case["settings"]
             for contestant, runs in case["rows"].items():
                 kept["rows"].setdefault(contestant, []).extend(runs)
+    _write(out, result)
+
+
+def _write(out: Path, result: dict[str, Any]) -> None:
+    """Cases in the order in which they are listed, whenever each was run."""
+    cases, listed = result["cases"], list(CASES)
+    result["cases"] = {name: cases[name] for name in sorted(cases, key=lambda name: listed.index(name))}
     write(out, result)
 
 
@@ -139,7 +156,7 @@ def _run(case: Case, options: argparse.Namespace, result: dict[str, Any]) -> Non
             found |= {"wall_seconds": time.monotonic() - begin, "machine": {**machine(), **_versions()}}
             kept["rows"].setdefault(name, []).append(found)
             print(f"  {line(found, case.ranks)}, {found['wall_seconds']:.0f} s in all", flush=True)
-            write(options.out, result)
+            _write(options.out, result)
 
 
 def _job(case: Case, name: str, options: argparse.Namespace, disk: str) -> Job:
