@@ -90,7 +90,9 @@ def _arguments() -> argparse.ArgumentParser:
     parser.add_argument(
         "--merge", nargs="+", type=Path, metavar="FILE", help="add the runs of these results to --out"
     )
-    parser.add_argument("--replace", action="store_true", help="with --merge: in place of the runs of these cases")
+    parser.add_argument(
+        "--replace", action="store_true", help="with --merge: in place of the runs of these cases"
+    )
     parser.add_argument("--list", action="store_true", help="the cases")
     return parser
 

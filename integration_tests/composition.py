@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from meshfold.engine import Engine
 from meshfold.engine.models import GPT, GPTConfig, Llama, LlamaConfig
 from meshfold.engine.states import PlainStates
-from meshfold.engine.zero import ZeroStates
+from meshfold.engine.zero.states import ZeroStates
 from meshfold.mesh import Mesh, all_gather
 from meshfold.mesh.metadata import placed
 

@@ -80,7 +80,10 @@ def owner(name: str) -> str:
         ("from meshfold import engine", "meshfold.engine"),
         ("from ..engine import Engine", "meshfold.engine"),
         ("from ...meshfold import engine", "meshfold.engine"),
-        ("import importlib\nimportlib.import_module('meshfold.engine.demo')", "meshfold.engine.demo"),
+        (
+            "import importlib\nimportlib.import_module('meshfold.engine.training.demo')",
+            "meshfold.engine.training.demo",
+        ),
         ("if TYPE_CHECKING:\n    import meshfold.engine as e", "meshfold.engine"),
     ],
 )

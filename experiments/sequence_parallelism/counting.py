@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from experiments.sequence_parallelism.bert import BASE, LARGE, Layer, Shape, Stack, split_sequence
-from meshfold.engine.without_values import saved_for_backward
+from meshfold.engine.planning.without_values import saved_for_backward
 from meshfold.mesh import Mesh, record
 from meshfold.mesh.testing import fake_world
 from meshfold.sequence import Mask, dealing, work

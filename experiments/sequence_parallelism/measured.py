@@ -27,7 +27,7 @@ from experiments.sequence_parallelism.bert import Stack
 from experiments.sequence_parallelism.counting import RING, RING_SELF, TENSOR, split
 from experiments.sequence_parallelism.plan import MB
 from experiments.sequence_parallelism.tables import NAMES
-from meshfold.engine.without_values import saved_for_backward
+from meshfold.engine.planning.without_values import saved_for_backward
 from meshfold.mesh import Mesh, all_reduce, barrier, start
 from meshfold.sequence import gather_sequence, shard_sequence
 

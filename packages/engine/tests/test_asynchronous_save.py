@@ -14,11 +14,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from meshfold.engine import CheckpointError, Engine, rectangles, saving
-from meshfold.engine.checkpoint import Checkpoint
+from meshfold.engine import CheckpointError, Engine
+from meshfold.engine.checkpoints import rectangles, saving
+from meshfold.engine.checkpoints.checkpoint import Checkpoint
+from meshfold.engine.checkpoints.tensor_file import TensorWriter
 from meshfold.engine.cli import main
 from meshfold.engine.models import GPT, GPTConfig, Llama, LlamaConfig
-from meshfold.engine.tensor_file import TensorWriter
 from meshfold.mesh.testing import run_on_ranks
 
 SIZES: dict[str, Any] = dict(vocab_size=37, hidden=32, layers=4, heads=4, max_positions=16, dropout=0.1)

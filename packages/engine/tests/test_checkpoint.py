@@ -11,10 +11,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from meshfold.engine import CheckpointError, Engine, tensor_files
-from meshfold.engine.loader import ShardedLoader
+from meshfold.engine import CheckpointError, Engine
+from meshfold.engine.batches.loader import ShardedLoader
+from meshfold.engine.checkpoints import tensor_files
+from meshfold.engine.checkpoints.tensor_file import Described, TensorFile, TensorWriter
 from meshfold.engine.models import GPT, GPTConfig, Llama, LlamaConfig
-from meshfold.engine.tensor_file import Described, TensorFile, TensorWriter
 from meshfold.mesh import SpecError
 from meshfold.mesh.testing import ranks, run_on_ranks
 

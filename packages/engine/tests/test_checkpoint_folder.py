@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from meshfold.engine import CheckpointError
-from meshfold.engine.checkpoint_folder import latest, prune, step_folder
+from meshfold.engine.checkpoints.folder import latest, prune, step_folder
 
 
 def checkpoint(folder: Path, step: int, *, name: str = "") -> Path:

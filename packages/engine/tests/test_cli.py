@@ -18,7 +18,7 @@ from meshfold.engine.cli import COMMANDS, main
 from meshfold.engine.cli.failure import Failure
 from meshfold.engine.cli.parallel import read_parallel
 from meshfold.engine.cli.train_arguments import configure, settings_of, words_of
-from meshfold.engine.metrics_file import read_metrics
+from meshfold.engine.training.metrics_file import read_metrics
 
 Run = Callable[..., subprocess.CompletedProcess[str]]
 TRAIN = ["train", "--data", "t", "--out", "x"]
@@ -476,7 +476,7 @@ SABOTAGE = """
 import os
 parallel = dict(data=2)
 if os.environ.get("RANK") == "1":
-    from meshfold.engine.progress import Silent
+    from meshfold.engine.training.progress import Silent
     def step(self, step, numbers):
         if step == 3:
             raise ValueError('a hole in the data')

@@ -10,10 +10,10 @@ import pytest
 import torch
 
 from meshfold.engine import Engine
-from meshfold.engine.hf import open_model
-from meshfold.engine.metrics_file import read_metrics
-from meshfold.engine.model_choice import choose_model
-from meshfold.engine.planner import estimate
+from meshfold.engine.hugging_face.causal_lm import open_model
+from meshfold.engine.planning.planner import estimate
+from meshfold.engine.training.metrics_file import read_metrics
+from meshfold.engine.training.model_choice import choose_model
 from meshfold.mesh import ParallelSpec, SpecError
 from meshfold.mesh.testing import run_on_ranks
 

@@ -11,10 +11,10 @@ import torch
 
 from meshfold.engine import Engine
 from meshfold.engine.cli import main
-from meshfold.engine.machines import MACHINES, Machine, machine
 from meshfold.engine.models import build, preset
-from meshfold.engine.plan_text import memory_table, picture
-from meshfold.engine.planner import Estimate, estimate, times
+from meshfold.engine.planning.machines import MACHINES, Machine, machine
+from meshfold.engine.planning.planner import Estimate, estimate, times
+from meshfold.engine.planning.text import memory_table, picture
 from meshfold.mesh import ParallelSpec, record
 from meshfold.mesh.testing import run_on_ranks
 

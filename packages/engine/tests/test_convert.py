@@ -13,12 +13,12 @@ import torch
 from torch import Tensor
 
 from meshfold.engine import CheckpointError, Engine
+from meshfold.engine.checkpoints.tensor_file import Described, TensorWriter
 from meshfold.engine.cli import main
-from meshfold.engine.convert import convert
-from meshfold.engine.folder_weights import open_weights
-from meshfold.engine.hf import open_model
+from meshfold.engine.hugging_face.causal_lm import open_model
+from meshfold.engine.hugging_face.convert import convert
+from meshfold.engine.hugging_face.folder_weights import open_weights
 from meshfold.engine.models import build
-from meshfold.engine.tensor_file import Described, TensorWriter
 from meshfold.mesh.testing import run_on_ranks
 
 transformers: Any = pytest.importorskip("transformers", reason="needs meshfold[hf]")

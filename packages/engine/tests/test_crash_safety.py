@@ -15,10 +15,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from meshfold.engine import Engine, checkpoint, saving, tensor_files
-from meshfold.engine.checkpoint import Checkpoint
+from meshfold.engine import Engine
+from meshfold.engine.checkpoints import checkpoint, saving, tensor_files
+from meshfold.engine.checkpoints.checkpoint import Checkpoint
+from meshfold.engine.checkpoints.tensor_file import TensorWriter
 from meshfold.engine.models import GPT, GPTConfig
-from meshfold.engine.tensor_file import TensorWriter
 from meshfold.mesh.testing import RankFailure, run_on_ranks
 
 STEPS, EVERY = 6, 2

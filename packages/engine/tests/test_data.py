@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 import torch
 
-from meshfold.engine.corpus import Corpus, largest_id, open_corpus
-from meshfold.engine.cut import cut
-from meshfold.engine.data import Batches
-from meshfold.engine.tokenizers import ByteTokenizer, load_tokenizer
+from meshfold.engine.batches.cut import cut
+from meshfold.engine.data.corpus import Corpus, largest_id, open_corpus
+from meshfold.engine.data.rows import Batches
+from meshfold.engine.data.tokenizers import ByteTokenizer, load_tokenizer
 from meshfold.mesh import SpecError
 
 BYTES = ByteTokenizer()

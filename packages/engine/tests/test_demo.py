@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from meshfold.engine import demo, plots
-from meshfold.engine.metrics_file import MetricsFile, read_metrics
+from meshfold.engine.training import demo, plots
+from meshfold.engine.training.metrics_file import MetricsFile, read_metrics
 
 
 @pytest.mark.parametrize(

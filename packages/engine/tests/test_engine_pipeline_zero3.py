@@ -16,7 +16,7 @@ from torch.nn import functional as F
 
 from meshfold.engine import Engine
 from meshfold.engine.models import generate
-from meshfold.engine.zero import ZeroStates
+from meshfold.engine.zero.states import ZeroStates
 from meshfold.mesh import all_reduce, record
 from meshfold.mesh.testing import ranks
 from meshfold.zero_gemini import Gemini, members

@@ -18,10 +18,10 @@ import torch
 from torch import Tensor
 
 from meshfold.engine import Engine
-from meshfold.engine import zero as zero_module
+from meshfold.engine.checkpoints.tensor_file import TensorWriter
 from meshfold.engine.errors import CheckpointError
 from meshfold.engine.models import GPT, GPTConfig
-from meshfold.engine.tensor_file import TensorWriter
+from meshfold.engine.zero import states as zero_module
 from meshfold.mesh.testing import run_on_ranks
 from meshfold.zero_gemini.errors import DiskError
 from meshfold.zero_gemini.stepping import DiskSettings

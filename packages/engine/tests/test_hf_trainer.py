@@ -11,7 +11,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
 
 from meshfold.engine import Engine
-from meshfold.engine.hf_trainer import EngineTrainer
+from meshfold.engine.hugging_face.trainer import EngineTrainer
 from meshfold.mesh import SpecError
 
 ROWS = torch.randint(64, (32, 12), generator=torch.Generator().manual_seed(0))

@@ -14,8 +14,8 @@ import pytest
 import torch
 
 from meshfold.engine import Engine
+from meshfold.engine.long_runs.stopping import GracefulStop
 from meshfold.engine.models import GPT, GPTConfig
-from meshfold.engine.stopping import GracefulStop
 from meshfold.mesh.testing import RankFailure, ranks, run_on_ranks
 
 STEPS = 16

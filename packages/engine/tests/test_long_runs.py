@@ -16,13 +16,13 @@ import pytest
 import torch
 
 from meshfold.engine.cli import main
-from meshfold.engine.metrics_file import read_metrics
-from meshfold.engine.model_flops import flops_per_token
+from meshfold.engine.long_runs.resuming import refit
 from meshfold.engine.models import build
 from meshfold.engine.nodes import crossing, warn_of_crossing
-from meshfold.engine.progress import Lines, line
-from meshfold.engine.resuming import refit
-from meshfold.engine.trackers import check_trackers
+from meshfold.engine.training.metrics_file import read_metrics
+from meshfold.engine.training.model_flops import flops_per_token
+from meshfold.engine.training.progress import Lines, line
+from meshfold.engine.training.trackers import check_trackers
 from meshfold.mesh import Environment, LaunchError, Mesh, SpecError
 from meshfold.mesh.agent import launch_node
 
@@ -283,7 +283,7 @@ def test_mfu_counts_what_multiplies() -> None:
 def test_progress_shows_mfu_and_what_is_left(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    from meshfold.engine import progress as module
+    from meshfold.engine.training import progress as module
 
     now = [1000.0]
     monkeypatch.setattr(module.time, "monotonic", lambda: now[0])
@@ -380,6 +380,6 @@ def test_a_tracker_that_is_not_there(name: str, message: str, monkeypatch: pytes
 
 
 def test_no_peak_is_known_of_a_cpu() -> None:
-    from meshfold.engine.model_flops import peak_flops
+    from meshfold.engine.training.model_flops import peak_flops
 
     assert peak_flops(torch.device("cpu"), "fp32") is None

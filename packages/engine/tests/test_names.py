@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from meshfold.engine import Engine
-from meshfold.engine.checkpoint import Checkpoint
+from meshfold.engine.checkpoints.checkpoint import Checkpoint
 from meshfold.engine.models import GPT, GPTConfig
 from meshfold.engine.names import plain, with_plain_names
 from meshfold.mesh.testing import run_on_ranks

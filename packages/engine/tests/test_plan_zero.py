@@ -14,12 +14,12 @@ from torch.utils.checkpoint import checkpoint
 
 from meshfold.engine import Engine
 from meshfold.engine.cli import main
-from meshfold.engine.machines import MACHINES, machine
 from meshfold.engine.models import build, preset
-from meshfold.engine.plan_text import memory_table
-from meshfold.engine.planner import Estimate, estimate, times
+from meshfold.engine.planning.machines import MACHINES, machine
+from meshfold.engine.planning.planner import Estimate, estimate, times
+from meshfold.engine.planning.text import memory_table
 from meshfold.engine.precision import Precision
-from meshfold.engine.zero_plan import limits_of, regime_of
+from meshfold.engine.zero.plan import limits_of, regime_of
 from meshfold.mesh import Mesh, ParallelSpec
 from meshfold.mesh.spec import ZeroSpec
 from meshfold.zero_gemini.planner import GiB, MiB

@@ -12,12 +12,12 @@ from torch import Tensor, nn
 
 from meshfold.engine import Engine
 from meshfold.engine.cli import main
-from meshfold.engine.machines import machine
 from meshfold.engine.models import GPT, GPTConfig
-from meshfold.engine.planner import Estimate, estimate
-from meshfold.engine.pressure import Pressure
-from meshfold.engine.residency import Residency
-from meshfold.engine.zero import ZeroStates
+from meshfold.engine.planning.machines import machine
+from meshfold.engine.planning.planner import Estimate, estimate
+from meshfold.engine.zero.pressure import Pressure
+from meshfold.engine.zero.residency import Residency
+from meshfold.engine.zero.states import ZeroStates
 from meshfold.mesh import ParallelSpec
 from meshfold.mesh.testing import ranks
 from meshfold.zero_gemini import MemoryPlanError

@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from meshfold.engine.corpus import Corpus, open_corpus
-from meshfold.engine.tokenizers import ByteTokenizer
+from meshfold.engine.data.corpus import Corpus, open_corpus
+from meshfold.engine.data.tokenizers import ByteTokenizer
 from meshfold.mesh import SpecError
 
 BYTES = ByteTokenizer()
@@ -93,7 +93,7 @@ def test_lines_of_one_text_are_put_together(tmp_path: Path, monkeypatch: pytest.
     path = tmp_path / "wiki.jsonl"
     path.write_text("".join(json.dumps({"text": line}) + "\n" for line in lines))
     for piece in (1 << 20, 12):
-        monkeypatch.setattr("meshfold.engine.corpus._PIECE", piece)
+        monkeypatch.setattr("meshfold.engine.data.corpus._PIECE", piece)
         found = open_corpus(path, BYTES, cache=tmp_path / str(piece), validation=0.0)
         assert_holds(found, ["".join(lines[:5]), lines[5]])
 

@@ -9,9 +9,9 @@ from itertools import product
 import pytest
 import torch
 
-from meshfold.engine import rectangles
-from meshfold.engine.rectangles import Share, share_of_block, share_of_run, windows_of_run
-from meshfold.engine.stored import Block, Stored
+from meshfold.engine.checkpoints import rectangles
+from meshfold.engine.checkpoints.rectangles import Share, share_of_block, share_of_run, windows_of_run
+from meshfold.engine.checkpoints.stored import Block, Stored
 from meshfold.mesh import Mesh, Placement
 from meshfold.mesh.metadata import ParameterMeta
 from meshfold.mesh.placement import Part

@@ -11,8 +11,8 @@ from torch import Tensor
 
 from meshfold.engine import Engine
 from meshfold.engine.models import GPT, GPTConfig
-from meshfold.engine.residency import Residency, resident_bytes
-from meshfold.engine.zero import ZeroStates
+from meshfold.engine.zero.residency import Residency, resident_bytes
+from meshfold.engine.zero.states import ZeroStates
 from meshfold.mesh.testing import ranks, run_on_ranks
 from meshfold.zero_gemini import MemoryPlanError
 from meshfold.zero_gemini.planner import MiB

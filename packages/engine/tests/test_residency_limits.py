@@ -14,9 +14,9 @@ from torch import Tensor, nn
 
 from meshfold.engine import Engine
 from meshfold.engine.models import GPT, GPTConfig
-from meshfold.engine.residency import MARGIN
-from meshfold.engine.zero import ZeroStates
-from meshfold.engine.zero_plan import plan_for
+from meshfold.engine.zero.plan import plan_for
+from meshfold.engine.zero.residency import MARGIN
+from meshfold.engine.zero.states import ZeroStates
 from meshfold.mesh.testing import ranks, run_on_ranks
 from meshfold.zero_gemini import MemoryPlanError
 from meshfold.zero_gemini.planner import Limits, MiB, Plan

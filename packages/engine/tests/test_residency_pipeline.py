@@ -10,7 +10,7 @@ import pytest
 from torch import Tensor
 
 from meshfold.engine import Engine
-from meshfold.engine.zero import ZeroStates
+from meshfold.engine.zero.states import ZeroStates
 from meshfold.mesh.testing import ranks, run_on_ranks
 from meshfold.zero_gemini import Gemini, MemoryPlanError, members
 

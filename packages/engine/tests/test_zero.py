@@ -14,9 +14,9 @@ import torch
 from torch import Tensor, nn
 
 from meshfold.engine import Engine
+from meshfold.engine.checkpoints.tensor_file import TensorFile
 from meshfold.engine.models import GPT, GPTConfig
-from meshfold.engine.tensor_file import TensorFile
-from meshfold.engine.zero import ZeroStates
+from meshfold.engine.zero.states import ZeroStates
 from meshfold.mesh import SpecError
 from meshfold.mesh.testing import fake_world, ranks, run_on_ranks
 from meshfold.zero_gemini import MemoryPlanError, members

@@ -13,11 +13,11 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from meshfold.engine import Engine
-from meshfold.engine.machines import machine
 from meshfold.engine.models import GPT, GPTConfig
-from meshfold.engine.planner import estimate
-from meshfold.engine.zero import ZeroStates
-from meshfold.engine.zero_homes import MOST
+from meshfold.engine.planning.machines import machine
+from meshfold.engine.planning.planner import estimate
+from meshfold.engine.zero.homes import MOST
+from meshfold.engine.zero.states import ZeroStates
 from meshfold.mesh import MeshfoldError, ParallelSpec, record
 from meshfold.mesh.testing import run_on_ranks
 from meshfold.zero_gemini import Gemini, MemoryPlanError, members

@@ -8,11 +8,12 @@ from unittest import mock
 import pytest
 import torch
 
-from meshfold.engine import Engine, zero_homes
+from meshfold.engine import Engine
 from meshfold.engine.models import GPT, GPTConfig
 from meshfold.engine.precision import Precision
-from meshfold.engine.zero_homes import Sizes, first_homes
-from meshfold.engine.zero_plan import regime_of
+from meshfold.engine.zero import homes as zero_homes
+from meshfold.engine.zero.homes import Sizes, first_homes
+from meshfold.engine.zero.plan import regime_of
 from meshfold.mesh import Mesh
 from meshfold.mesh.spec import ZeroSpec
 from meshfold.mesh.testing import run_on_ranks

@@ -6,16 +6,16 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from meshfold.engine.adapter import save_adapter
-    from meshfold.engine.background_save import BackgroundSave
-    from meshfold.engine.checkpoint import Checkpoint
+    from meshfold.engine.batches.loader import ShardedLoader
+    from meshfold.engine.checkpoints.background_save import BackgroundSave
+    from meshfold.engine.checkpoints.checkpoint import Checkpoint
     from meshfold.engine.compat.making import initialize
     from meshfold.engine.engine import Engine
     from meshfold.engine.errors import CheckpointError, TrainingError
-    from meshfold.engine.from_folder import pretrained
-    from meshfold.engine.loader import ShardedLoader
-    from meshfold.engine.memory_plan import plan_memory
+    from meshfold.engine.hugging_face.adapter import save_adapter
+    from meshfold.engine.hugging_face.from_folder import pretrained
     from meshfold.engine.metrics import StepMetrics
+    from meshfold.engine.planning.memory_plan import plan_memory
 
 __all__ = [
     "BackgroundSave",
@@ -32,17 +32,17 @@ __all__ = [
 ]
 
 _HOMES = {
-    "BackgroundSave": "background_save",
-    "Checkpoint": "checkpoint",
+    "BackgroundSave": "checkpoints.background_save",
+    "Checkpoint": "checkpoints.checkpoint",
     "CheckpointError": "errors",
     "Engine": "engine",
-    "ShardedLoader": "loader",
+    "ShardedLoader": "batches.loader",
     "StepMetrics": "metrics",
     "TrainingError": "errors",
     "initialize": "compat.making",
-    "plan_memory": "memory_plan",
-    "pretrained": "from_folder",
-    "save_adapter": "adapter",
+    "plan_memory": "planning.memory_plan",
+    "pretrained": "hugging_face.from_folder",
+    "save_adapter": "hugging_face.adapter",
 }
 
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from meshfold.engine.from_folder import FolderValues, Loaded, Pretrained
+from meshfold.engine.hugging_face.from_folder import FolderValues, Loaded, Pretrained
 from meshfold.engine.optimizers import Factory
 from meshfold.engine.pipelining import PipelinedModel, PipelineSettings
 from meshfold.engine.precision import Masters, Precision, cast_rest
@@ -157,7 +157,7 @@ def make_states(
     """
     if world.spec.zero is None:
         return PlainStates(built.parameters, Masters(built.parameters.values(), precision), world, make)
-    from meshfold.engine.zero import ZeroStates
+    from meshfold.engine.zero.states import ZeroStates
 
     return ZeroStates(
         built.model,

@@ -12,32 +12,35 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from meshfold.engine import batch as batches
-from meshfold.engine import exporting, persistence, settings, supervision
 from meshfold.engine import recompute as recomputation
+from meshfold.engine import settings
 from meshfold.engine.assemble import assemble, make_states
-from meshfold.engine.background_save import BackgroundSave
+from meshfold.engine.batches import batch as batches
+from meshfold.engine.batches.cut import cut
+from meshfold.engine.batches.loader import ShardedLoader
+from meshfold.engine.batches.shares import Shares
+from meshfold.engine.checkpoints import persistence
+from meshfold.engine.checkpoints.background_save import BackgroundSave
+from meshfold.engine.checkpoints.model_state import ModelState
+from meshfold.engine.checkpoints.pipelined_state import PipelinedState
+from meshfold.engine.checkpoints.saving import Saver
 from meshfold.engine.clipping import Clipping
-from meshfold.engine.cut import cut
 from meshfold.engine.errors import TrainingError
-from meshfold.engine.hf_folder import SHARD_BYTES
-from meshfold.engine.loader import ShardedLoader
+from meshfold.engine.hugging_face import exporting
+from meshfold.engine.hugging_face.writing import SHARD_BYTES
+from meshfold.engine.long_runs import supervision
+from meshfold.engine.long_runs.nonfinite import NonFiniteGuard, check_mode
 from meshfold.engine.metrics import StepMetrics
-from meshfold.engine.model_state import ModelState
-from meshfold.engine.nonfinite import NonFiniteGuard, check_mode
 from meshfold.engine.optimizers import optimizer_factory, scheduler_of
-from meshfold.engine.pipelined_state import PipelinedState
 from meshfold.engine.pipelining import PipelinedModel, PipelineSettings
 from meshfold.engine.precision import LossScaler, Precision
 from meshfold.engine.randomness import randomness
-from meshfold.engine.saving import Saver
 from meshfold.engine.sequence import split_sequence
-from meshfold.engine.shares import Shares
 from meshfold.engine.world import has_zero, join
 from meshfold.mesh import ParallelSpec, SpecError, all_reduce, flight
 
 if TYPE_CHECKING:
-    from meshfold.engine.residency import Residency
+    from meshfold.engine.zero.residency import Residency
     from meshfold.zero_gemini.backward import Backward
 
 _DATA_PARALLEL: Mapping[str, object] = {}

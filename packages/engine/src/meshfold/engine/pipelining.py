@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from meshfold.engine import batch as batches
+from meshfold.engine.batches import batch as batches
 from meshfold.engine.names import plain
 from meshfold.engine.precision import Precision
 from meshfold.engine.sequence import local_length

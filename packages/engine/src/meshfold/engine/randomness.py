@@ -7,7 +7,7 @@ from contextlib import contextmanager
 
 import torch
 
-from meshfold.engine.shares import Shares
+from meshfold.engine.batches.shares import Shares
 from meshfold.mesh.dropout_stream import dropout_stream
 from meshfold.mesh.random import key_of
 

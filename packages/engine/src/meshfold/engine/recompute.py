@@ -17,8 +17,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from meshfold.engine.planning.without_values import WithoutValues
 from meshfold.engine.repeated import find_blocks
-from meshfold.engine.without_values import WithoutValues
 from meshfold.mesh import ParallelSpec, SpecError
 from meshfold.mesh.errors import nearest
 from meshfold.tensor_parallel.foreign import recompute_contexts

@@ -19,8 +19,8 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import torch
 from torch import Tensor, nn
 
-from meshfold.engine.batch import IGNORE
-from meshfold.engine.packed import Documents, packed_documents
+from meshfold.engine.batches.batch import IGNORE
+from meshfold.engine.batches.packed import Documents, packed_documents
 from meshfold.engine.sequence_checks import check_mixing
 from meshfold.engine.world import World
 from meshfold.mesh import LayoutError, ParallelSpec, SpecError

@@ -1,6 +1,6 @@
 """Where an engine's weights, gradients and optimizer state are, and what can be done with them.
 
-:class:`PlainStates` keeps them whole on every data rank; :class:`meshfold.engine.zero.ZeroStates` keeps them in chunks
+:class:`PlainStates` keeps them whole on every data rank; :class:`meshfold.engine.zero.states.ZeroStates` keeps them in chunks
 that data ranks share.
 """
 
@@ -15,17 +15,17 @@ import torch
 from torch import Tensor, nn
 
 from meshfold.engine.blocks import gather, global_shape, put
+from meshfold.engine.checkpoints.optimizer_state import OptimizerState
+from meshfold.engine.checkpoints.rectangles import Share, ranks_alike, share_of_block, share_of_whole
 from meshfold.engine.data_parallel import GradientReducer
 from meshfold.engine.names import plain
-from meshfold.engine.optimizer_state import OptimizerState
 from meshfold.engine.optimizers import Factory
 from meshfold.engine.precision import Masters
-from meshfold.engine.rectangles import Share, ranks_alike, share_of_block, share_of_whole
 from meshfold.engine.world import PIPE, World
 from meshfold.mesh import clip_gradient_values, clip_gradients, gradient_norm, metadata
 
 if TYPE_CHECKING:
-    from meshfold.engine.residency import Residency
+    from meshfold.engine.zero.residency import Residency
     from meshfold.pipeline import Pipeline
     from meshfold.pipeline.microbatch import Microbatch
     from meshfold.zero_gemini.backward import Backward

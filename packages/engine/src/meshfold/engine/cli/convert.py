@@ -83,7 +83,7 @@ def run(arguments: argparse.Namespace) -> int:
         )
     if arguments.changes and arguments.model is None:
         raise Failure(f"--set {' '.join(arguments.changes)}: name the preset that it changes with --model")
-    from meshfold.engine.convert import convert
+    from meshfold.engine.hugging_face.convert import convert
     from meshfold.engine.models import preset
 
     config = None

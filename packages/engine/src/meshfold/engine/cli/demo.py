@@ -31,7 +31,7 @@ def run(arguments: argparse.Namespace) -> int:
     """Run ``meshfold demo``."""
     import torch
 
-    from meshfold.engine.demo import clear, compare_with_serial, scene, settings
+    from meshfold.engine.training.demo import clear, compare_with_serial, scene, settings
 
     here = scene(torch.cuda.device_count())
     chosen = settings(here, arguments.out, steps=arguments.steps, sample_tokens=arguments.sample_tokens)

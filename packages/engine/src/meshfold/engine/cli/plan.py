@@ -28,8 +28,8 @@ from meshfold.engine.cli.parallel import add_parallel, read_parallel
 from meshfold.engine.cli.train_arguments import RECOMPUTE
 
 if TYPE_CHECKING:
-    from meshfold.engine.machines import Machine
-    from meshfold.engine.planner import Estimate, Times
+    from meshfold.engine.planning.machines import Machine
+    from meshfold.engine.planning.planner import Estimate, Times
 
 UNITS = {
     "MB": 10**6, "GB": 10**9, "TB": 10**12, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40,
@@ -96,9 +96,9 @@ def run(arguments: argparse.Namespace) -> int:
     parallel = read_parallel(arguments.parallel)
     read_model(arguments)
     changes, rules = read_changes(arguments.changes), read_rules(arguments.rules)
-    from meshfold.engine.machines import machine as find_machine
-    from meshfold.engine.model_choice import choose_model, longest
-    from meshfold.engine.planner import estimate, times
+    from meshfold.engine.planning.machines import machine as find_machine
+    from meshfold.engine.planning.planner import estimate, times
+    from meshfold.engine.training.model_choice import choose_model, longest
     from meshfold.engine.world import require_runnable
     from meshfold.mesh import ParallelSpec
 
@@ -151,7 +151,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _show(found: Estimate, took: Times, machine: Machine, *, report: bool) -> None:
-    from meshfold.engine.plan_text import memory_table, picture, time_table, traffic_table
+    from meshfold.engine.planning.text import memory_table, picture, time_table, traffic_table
 
     nodes = math.ceil(found.world_size / machine.devices)
     parts = [found.spec.describe(), picture(found.spec.axes)]
@@ -159,7 +159,7 @@ def _show(found: Estimate, took: Times, machine: Machine, *, report: bool) -> No
         parts.append(found.report)
     pipeline = found.pipeline
     if pipeline is not None:
-        from meshfold.engine.pipeline_text import pipeline_time_table, rank_table, stage_table
+        from meshfold.engine.planning.pipeline_text import pipeline_time_table, rank_table, stage_table
 
         parts += [stage_table(pipeline), rank_table(pipeline)]
     parts += [memory_table(found), traffic_table(found)]
@@ -191,7 +191,7 @@ def _answer(found: Estimate, took: Times, machine: Machine) -> dict[str, Any]:
         "seconds": {**asdict(took), "apart": took.apart, "overlapped": took.overlapped},
     }
     if found.pipeline is not None:
-        from meshfold.engine.pipeline_text import answer as of_pipeline
+        from meshfold.engine.planning.pipeline_text import answer as of_pipeline
 
         answer["pipeline"] = of_pipeline(found.pipeline)
     if found.spec.zero is None:
@@ -218,7 +218,7 @@ def _answer(found: Estimate, took: Times, machine: Machine) -> dict[str, Any]:
 
 def _write_pictures(found: Estimate, timeline: str | None, trace: str | None) -> None:
     """Of a pipeline the schedule on a clock; else what is on a device at every moment."""
-    from meshfold.engine.pipeline_text import schedule_trace
+    from meshfold.engine.planning.pipeline_text import schedule_trace
     from meshfold.pipeline import draw as draw_schedule
     from meshfold.zero_gemini.planner import chrome_trace, draw
 

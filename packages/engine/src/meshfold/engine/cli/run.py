@@ -6,7 +6,7 @@
 
 The ranks meet on a port of this machine that is free. What rank 0 prints is shown, and every rank's standard error
 with the rank before each line. When one fails the others are ended, and its traceback comes last; Ctrl-C ends all.
-With --grace SIGTERM and SIGUSR1 go to the ranks, for scripts that stop by themselves (meshfold.engine.stopping).
+With --grace SIGTERM and SIGUSR1 go to the ranks, for scripts that stop by themselves (meshfold.engine.long_runs.stopping).
 Under torchrun or srun, which start the ranks themselves, the script is just run.
 """
 

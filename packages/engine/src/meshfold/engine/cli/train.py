@@ -20,12 +20,12 @@ from typing import TYPE_CHECKING, Any
 
 from meshfold.engine.cli.failure import Failure
 from meshfold.engine.cli.train_arguments import configure, settings_of
-from meshfold.engine.stopping import STOPPED_CODE
+from meshfold.engine.long_runs.stopping import STOPPED_CODE
 
 if TYPE_CHECKING:
-    from meshfold.engine.progress import Progress
-    from meshfold.engine.train_settings import TrainSettings
-    from meshfold.engine.training import Inputs
+    from meshfold.engine.training.loop import Inputs
+    from meshfold.engine.training.progress import Progress
+    from meshfold.engine.training.settings import TrainSettings
     from meshfold.mesh import ParallelSpec
     from meshfold.mesh.environment import Environment
 
@@ -81,8 +81,8 @@ def start(
     Returns:
         The exit code.
     """
-    from meshfold.engine.progress import make_progress
-    from meshfold.engine.trackers import check_trackers
+    from meshfold.engine.training.progress import make_progress
+    from meshfold.engine.training.trackers import check_trackers
     from meshfold.engine.world import require_runnable
     from meshfold.mesh import ParallelSpec
     from meshfold.mesh.launch import launch
@@ -98,7 +98,7 @@ def start(
     inputs = _open_inputs(settings, progress)
     _show_plan(settings, spec, inputs, progress, show=plan, report=report)
     if spec.world_size == 1:
-        from meshfold.engine.training import train
+        from meshfold.engine.training.loop import train
 
         return _code(settings, train(settings, inputs, progress))
     program = ["-m", "meshfold.engine.cli", "train", *words, "--no-plan"]
@@ -107,9 +107,9 @@ def start(
 
 def _as_rank(settings: TrainSettings, here: Environment, *, plan: bool, as_json: bool, report: bool) -> int:
     """Be one of the ranks that run already."""
-    from meshfold.engine.hf import quiet
-    from meshfold.engine.progress import Silent, make_progress
-    from meshfold.engine.training import open_inputs, train
+    from meshfold.engine.hugging_face.causal_lm import quiet
+    from meshfold.engine.training.loop import open_inputs, train
+    from meshfold.engine.training.progress import Silent, make_progress
     from meshfold.engine.world import require_runnable
     from meshfold.mesh import Mesh, ParallelSpec, barrier
     from meshfold.mesh.process_group import start as join
@@ -139,9 +139,9 @@ def _as_rank(settings: TrainSettings, here: Environment, *, plan: bool, as_json:
 
 def _settled(settings: TrainSettings, ranks: int | None, progress: Progress) -> TrainSettings:
     """What only the folder and the ranks decide: whether there is something to go on from, and with how much ``data``."""
-    from meshfold.engine.checkpoint import Checkpoint
+    from meshfold.engine.checkpoints.checkpoint import Checkpoint
     from meshfold.engine.errors import CheckpointError
-    from meshfold.engine.resuming import refit
+    from meshfold.engine.long_runs.resuming import refit
 
     if settings.resume == "auto":
         try:
@@ -178,10 +178,10 @@ def _check_device(settings: TrainSettings, ranks: int) -> None:
 
 def _check_folder(settings: TrainSettings, progress: Progress) -> None:
     """Whether the folder can be written to, and has a checkpoint exactly if the run is to go on from one."""
-    from meshfold.engine.checkpoint import Checkpoint
+    from meshfold.engine.checkpoints.checkpoint import Checkpoint
     from meshfold.engine.errors import CheckpointError
-    from meshfold.engine.kept_settings import kept, what_is_new
     from meshfold.engine.optimizers import OPTIMIZERS
+    from meshfold.engine.training.kept_settings import kept, what_is_new
 
     _check_out(settings.out)
     if settings.resume:
@@ -221,7 +221,7 @@ def _check_out(out: str) -> None:
 
 def _open_inputs(settings: TrainSettings, progress: Progress) -> Inputs:
     """Open what the run reads, and say what that is."""
-    from meshfold.engine.training import open_inputs
+    from meshfold.engine.training.loop import open_inputs
 
     inputs = open_inputs(settings, progress)
     corpus = inputs.corpus
@@ -245,9 +245,9 @@ def _show_plan(
     report: bool = False,
 ) -> None:
     """Set up the engine without values: what it refuses is refused here, in one sentence; the rest is the plan."""
-    from meshfold.engine.machines import boundless
-    from meshfold.engine.plan_text import memory_table, picture, traffic_table
-    from meshfold.engine.planner import estimate
+    from meshfold.engine.planning.machines import boundless
+    from meshfold.engine.planning.planner import estimate
+    from meshfold.engine.planning.text import memory_table, picture, traffic_table
     from meshfold.mesh import MeshfoldError
 
     try:
@@ -281,7 +281,7 @@ def _show_plan(
 
 def _check_checkpoint(settings: TrainSettings, shapes: dict[str, tuple[int, ...]]) -> None:
     """Whether the checkpoint to go on from is of this model."""
-    from meshfold.engine.checkpoint import Checkpoint
+    from meshfold.engine.checkpoints.checkpoint import Checkpoint
 
     kept = {name: tuple(tensor.shape) for name, tensor in Checkpoint(settings.checkpoint).model.items()}
     for name in sorted(kept.keys() | shapes.keys()):

@@ -17,7 +17,7 @@ from meshfold.engine.cli.models import (
 from meshfold.engine.cli.parallel import add_parallel, read_parallel
 
 if TYPE_CHECKING:
-    from meshfold.engine.train_settings import TrainSettings
+    from meshfold.engine.training.settings import TrainSettings
 
 RECOMPUTE = "activations in backward: of every block, or of those that the plan of zero says (the model's own business)"
 
@@ -158,8 +158,8 @@ def settings_of(arguments: argparse.Namespace) -> TrainSettings:
     changes, rules = read_changes(arguments.changes), read_rules(arguments.rules)
     from dataclasses import fields
 
-    from meshfold.engine.kept_settings import kept
-    from meshfold.engine.train_settings import TrainSettings
+    from meshfold.engine.training.kept_settings import kept
+    from meshfold.engine.training.settings import TrainSettings
 
     given: dict[str, Any] = kept(words["out"]) if words["resume"] else {}
     given.update({field.name: words[field.name] for field in fields(TrainSettings) if field.name in words})

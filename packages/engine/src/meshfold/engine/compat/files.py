@@ -10,14 +10,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from meshfold.engine.checkpoint import MODEL, write_checkpoint
-from meshfold.engine.checkpoint_place import STATE
+from meshfold.engine.checkpoints.checkpoint import MODEL, write_checkpoint
+from meshfold.engine.checkpoints.place import STATE
+from meshfold.engine.checkpoints.tensor_file import Described, TensorFile, TensorWriter
+from meshfold.engine.checkpoints.tensor_files import open_tensors
 from meshfold.engine.compat import tables
 from meshfold.engine.compat.arguments import Argument, translate
 from meshfold.engine.compat.training import TrainingEngine
 from meshfold.engine.errors import CheckpointError
-from meshfold.engine.tensor_file import Described, TensorFile, TensorWriter
-from meshfold.engine.tensor_files import open_tensors
 from meshfold.engine.together import fail_together
 from meshfold.mesh import Mesh, barrier
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
+from meshfold.engine.batches.loader import ShardedLoader
 from meshfold.engine.compat.context import gpc
 from meshfold.engine.compat.loaders import check_rows
-from meshfold.engine.loader import ShardedLoader
 from meshfold.mesh import SpecError
 
 

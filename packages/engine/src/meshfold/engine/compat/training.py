@@ -9,7 +9,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from meshfold.engine import batch as batches
+from meshfold.engine.batches import batch as batches
 from meshfold.engine.engine import Engine
 from meshfold.mesh import SpecError
 

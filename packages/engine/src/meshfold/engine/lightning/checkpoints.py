@@ -1,6 +1,6 @@
 """Checkpoints of a LightningModule: a folder that all ranks write, or Lightning's own file.
 
-The folder is that of :mod:`meshfold.engine.checkpoint`, with the optimizers' tensors in ``optimizer.safetensors``,
+The folder is that of :mod:`meshfold.engine.checkpoints.checkpoint`, with the optimizers' tensors in ``optimizer.safetensors``,
 ``optimizer-1.safetensors``, ... and what else Lightning keeps (loops, callbacks, schedulers, hyper-parameters) in
 ``lightning.pt``. The file is what a trainer on one device writes: whole tensors, optimizer states by number. Either can be
 loaded under any spec and on any number of ranks, and a file from any other strategy that writes whole tensors too.
@@ -16,16 +16,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from meshfold.engine.checkpoint import MODEL, Checkpoint, write_checkpoint
-from meshfold.engine.checkpoint_place import STATE
+from meshfold.engine.checkpoints.checkpoint import MODEL, Checkpoint, write_checkpoint
+from meshfold.engine.checkpoints.model_state import ModelState
+from meshfold.engine.checkpoints.optimizer_state import plain_settings
+from meshfold.engine.checkpoints.place import STATE
+from meshfold.engine.checkpoints.tensor_files import open_tensors
 from meshfold.engine.errors import CheckpointError
 from meshfold.engine.lightning.lanes import Lane, Lanes
 from meshfold.engine.lightning.session import Session
-from meshfold.engine.model_state import ModelState
 from meshfold.engine.names import plain, with_plain_names
-from meshfold.engine.optimizer_state import plain_settings
 from meshfold.engine.states import Source
-from meshfold.engine.tensor_files import open_tensors
 from meshfold.engine.together import fail_together
 from meshfold.engine.world import World
 

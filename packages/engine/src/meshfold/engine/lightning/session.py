@@ -14,14 +14,14 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
 from meshfold.engine.assemble import assemble, has_dropout
-from meshfold.engine.batch import Batch
+from meshfold.engine.batches.batch import Batch
+from meshfold.engine.batches.shares import Shares
+from meshfold.engine.checkpoints.model_state import ModelState
 from meshfold.engine.lightning.lanes import Lane, Lanes, check_optimizers, named_groups, repoint
-from meshfold.engine.model_state import ModelState
 from meshfold.engine.precision import Masters, Precision, cast_rest
 from meshfold.engine.randomness import randomness
 from meshfold.engine.roots import callable_parts, roots_of
 from meshfold.engine.sequence import split_sequence
-from meshfold.engine.shares import Shares
 from meshfold.engine.states import PlainStates
 from meshfold.engine.world import World
 from meshfold.mesh import SpecError, metadata

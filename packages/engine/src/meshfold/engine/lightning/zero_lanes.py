@@ -13,7 +13,7 @@ from meshfold.engine.names import plain
 from meshfold.engine.optimizers import Factory
 from meshfold.engine.precision import Precision
 from meshfold.engine.world import World
-from meshfold.engine.zero import ZeroStates
+from meshfold.engine.zero.states import ZeroStates
 from meshfold.mesh import SpecError
 from meshfold.mesh.first_values import FirstValues
 from meshfold.mesh.metadata import placed

@@ -1,0 +1,127 @@
+"""Serves each data coordinate its rows of global batches, in an order that does not depend on the mesh."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader
+
+from meshfold.engine import settings
+from meshfold.engine.batches.cut import cut, share
+from meshfold.mesh import SpecError
+from meshfold.mesh.random import key_of
+
+
+class ShardedLoader:
+    """One epoch of batches per iteration; goes on where a checkpoint stopped.
+
+    The rows of global batch n are the same under every spec: only who gets which differs. So a position (epoch,
+    batches served) means the same everywhere too.
+    """
+
+    def __init__(
+        self,
+        dataset: Any,
+        *,
+        batch_size: int,
+        index: int,
+        blocks: int,
+        shuffle: bool = True,
+        seed: int = 0,
+        drop_last: bool = False,
+        **options: Any,
+    ) -> None:
+        """Args:
+            dataset: has a length and gives an example for a number.
+            batch_size: rows of a *global* batch: those of one micro-step over all data coordinates.
+            index: this rank's data coordinate.
+            blocks: how many there are.
+            shuffle: a new order each epoch.
+            seed: of the orders.
+            drop_last: leave out a last batch that is smaller.
+            options: of torch.utils.data.DataLoader: num_workers, collate_fn, pin_memory, ...
+
+        Raises:
+            SpecError: for a dataset without a length or with none, or a batch size that is no whole number.
+        """
+        if not hasattr(dataset, "__len__") or not hasattr(dataset, "__getitem__"):
+            raise SpecError(
+                f"dataset {type(dataset).__name__} must have a length and give an example for a number: dataset[i]"
+            )
+        for taken in ("batch_sampler", "sampler"):
+            if taken in options:
+                raise SpecError(
+                    f"dataloader(..., {taken}=...): the engine decides which rank gets which rows; leave it out"
+                )
+        self.batch_size = settings.count("batch_size", batch_size)
+        self.dataset, self.shuffle, self.seed, self.drop_last = dataset, shuffle, seed, drop_last
+        self._index, self._blocks, self._options = index, blocks, options
+        self.epoch = 0
+        self.served = 0
+        self._resume = 0
+        if len(self) == 0:
+            raise SpecError(
+                f"a dataset of {self._rows} examples gives no batch of {batch_size}: use a smaller batch_size"
+                + (", or drop_last=False" if drop_last and self._rows else "")
+            )
+
+    def __len__(self) -> int:
+        """Global batches an epoch."""
+        return self._rows // self.batch_size if self.drop_last else -(-self._rows // self.batch_size)
+
+    def __iter__(self) -> Iterator[Any]:
+        self.served, self._resume = self._resume, 0
+        batches = _Batches(self, start=self.served)
+        loader: DataLoader[Any] = DataLoader(self.dataset, batch_sampler=batches, **self._options)
+        for number, batch in enumerate(loader, self.served):
+            self.served += 1
+            # A coordinate without rows gets one that does not count: what it would get of one row for two.
+            yield batch if batches.mine(number) else cut(batch, 1, 2)
+        self.epoch, self.served = self.epoch + 1, 0
+
+    def state_dict(self) -> dict[str, int]:
+        """The position: epoch, and batches served in it."""
+        return {"epoch": self.epoch, "served": self.served}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        """Go on from a position: the next iteration serves the rest of that epoch."""
+        self.epoch, self.served = int(state["epoch"]), int(state["served"])
+        if self.served >= len(self):
+            self.epoch, self.served = self.epoch + 1, 0
+        self._resume = self.served
+
+    def share_of(self, rows: int) -> range:
+        """Which rows of a global batch of so many this data coordinate gets."""
+        return share(rows, self._index, self._blocks)
+
+    @property
+    def _rows(self) -> int:
+        return len(self.dataset)
+
+
+class _Batches:
+    """This data coordinate's examples, batch by batch, in the order of the loader's epoch."""
+
+    def __init__(self, loader: ShardedLoader, start: int) -> None:
+        self._loader, self._start = loader, start
+        self._order = torch.arange(loader._rows)
+        if loader.shuffle:
+            generator = torch.Generator().manual_seed(key_of(f"order/{loader.seed}/{loader.epoch}"))
+            self._order = torch.randperm(loader._rows, generator=generator)
+
+    def mine(self, number: int) -> list[int]:
+        """The examples of a batch that this coordinate gets; none where there are fewer rows than coordinates."""
+        rows = self._rows(number)
+        share = self._loader.share_of(len(rows))
+        return rows[share.start : share.stop].tolist()
+
+    def __iter__(self) -> Iterator[list[int]]:
+        for number in range(self._start, len(self._loader)):
+            yield self.mine(number) or self._rows(number)[:1].tolist()
+
+    def _rows(self, number: int) -> Tensor:
+        size = self._loader.batch_size
+        return self._order[number * size : (number + 1) * size]

@@ -1,0 +1,52 @@
+"""What each data coordinate has of a global batch: whose targets weigh how much, and whose rows come first."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from meshfold.engine.batches.batch import Batch
+from meshfold.engine.world import World
+from meshfold.mesh import all_gather
+
+
+class Shares:
+    """This data coordinate's part of the global batch, which is the batches of all coordinates in order.
+
+    Ranks that have different tokens of the same rows are given the same batch: it counts once, and weighs for each of
+    them its part of what it does for a rank that has it alone.
+
+    Attributes:
+        index: this rank's place among those that hold different parts of the batch, rows or tokens.
+        count: its targets that count, a scalar int64 on the device.
+        first_row: rows of the coordinates before.
+        first_token: tokens of the coordinates before.
+    """
+
+    def __init__(self, work: Batch, world: World, *, shifted: bool, places: bool) -> None:
+        """Ask the other data coordinates; all must call.
+
+        Args:
+            work: this data coordinate's batch.
+            world: where the coordinates lie.
+            shifted: as for :meth:`Batch.count`.
+            places: whether rows and tokens are wanted; to know them, the host waits for the device.
+        """
+        self.index = world.data_index
+        self.count = work.count(shifted=shifted).to(world.device)
+        sizes = [torch.full_like(self.count, size) for size in (work.rows, work.tokens)]
+        self._pending = all_gather(
+            torch.stack([self.count, *sizes]).view(1, 3), world.row_group, 0, async_op=True
+        )
+        self._sharing = world.data_size // world.row_size
+        self.first_row = self.first_token = 0
+        if places and world.row_size > 1:
+            self.first_row, self.first_token = self._pending.wait()[: world.row_index, 1:].sum(0).tolist()
+
+    def total(self) -> Tensor:
+        """How many targets count in the global batch: a scalar int64."""
+        return self._pending.wait()[:, 0].sum()
+
+    def weight(self) -> Tensor:
+        """This rank's share of them: a scalar float64."""
+        return self.count.double() / (self.total().clamp(min=1) * self._sharing)

@@ -1,0 +1,91 @@
+"""A save that goes on beside the training: whether it is done, what failed, and waiting for it."""
+
+from __future__ import annotations
+
+import atexit
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+
+from meshfold.engine.checkpoints.place import advised, attempt, clear, writing_of
+from meshfold.engine.errors import CheckpointError
+from meshfold.engine.together import fail_together
+from meshfold.engine.world import World
+
+
+class BackgroundSave:
+    """A save that goes on beside the training.
+
+    Attributes:
+        path: of the checkpoint.
+        blocked_seconds: how long ``save`` held this rank up.
+        seconds: how long it took in all; 0.0 until it is done.
+        bytes: that this rank writes.
+    """
+
+    def __init__(self, path: Path, world: World) -> None:
+        self.path, self._world = path, world
+        self.blocked_seconds = self.seconds = 0.0
+        self.bytes = 0
+        self._begun = time.perf_counter()
+        self._error: Exception | None = None
+        self._told = False
+        self._thread: threading.Thread | None = None
+        self.copied: torch.cuda.Event | None = None  # until then a stream reads what was there at the time
+
+    @property
+    def done(self) -> bool:
+        """Whether this rank has nothing more to do for it. On rank 0: it is complete, or has failed."""
+        return self._thread is not None and not self._thread.is_alive()
+
+    @property
+    def error(self) -> Exception | None:
+        """What failed on this rank so far. On rank 0: anywhere."""
+        return self._error
+
+    def wait(self) -> None:
+        """Return when the checkpoint is complete. All ranks must call.
+
+        Raises:
+            CheckpointError: on all ranks, the same, if any of them could not write; once.
+        """
+        self.join()
+        if not self._told:
+            self._told = True
+            atexit.unregister(self._tell)
+            mine = self._error if self._world.mesh.rank == 0 else None  # who has heard of all
+            what = f"cannot write the checkpoint {self.path} in the background"
+            try:
+                fail_together(self._world, mine, what, name_rank=False)
+            except CheckpointError:
+                if (
+                    self._world.mesh.rank == 0
+                ):  # others were at their files while the folder was removed; no one is now
+                    clear(writing_of(self.path))
+                raise
+
+    def join(self) -> None:
+        """Return when this rank has nothing more to do for it."""
+        if self._thread is not None:
+            self._thread.join()
+
+    def begin(self, work: Callable[[], None]) -> None:
+        """Do the work in a thread, which the interpreter waits for at its end."""
+
+        def keep() -> None:
+            self._error = advised(attempt(work))
+            self.seconds = time.perf_counter() - self._begun
+
+        self._thread = threading.Thread(target=keep, name=f"save {self.path.name}")
+        self._thread.start()
+        self.blocked_seconds = time.perf_counter() - self._begun
+        atexit.register(self._tell)
+
+    def _tell(self) -> None:
+        """At the end of a process in which nobody asked."""
+        if self._error is not None and not self._told:
+            print(f"meshfold: the checkpoint {self.path} was not completed: {self._error}", file=sys.stderr)

@@ -1,0 +1,218 @@
+"""Checkpoints: a folder with whole tensors, whatever the mesh, so that any other spec can load it.
+
+::
+
+    model.safetensors       the model's state dict (float32 masters under bf16 and fp16), tied tensors once
+    optimizer.safetensors   the optimizer's tensors, "parameter name/state name", whole like the parameter
+    scheduler.pt            the learning-rate scheduler, if there is one
+    state.json              everything else, and each file's size; its presence says that the folder is complete
+
+A large file is several, with an index (:mod:`meshfold.engine.checkpoints.tensor_files`): tensors are dealt to the ranks, and each
+rank writes its own while the others gather the next. No rank ever holds more than two whole tensors beside its own
+blocks: one that is written and one that is gathered. The folder gets its name once all of it is on the disk, from all
+ranks; an older checkpoint of that name is kept until then. Every rank reads, through a memory map, the parts of the
+files that are its own. So all ranks must see the folder.
+
+A save beside the training (:mod:`meshfold.engine.checkpoints.saving`) has the same tensors in rectangles, as each rank
+keeps them (:mod:`meshfold.engine.checkpoints.block_files`); readers see no difference. Why this is not
+``torch.distributed.checkpoint``: a shard there has to be a DTensor or a ShardedTensor, which a flat run of a fused and
+padded block is not, plans are made by collectives, which must not meet those of the training, and metadata is a pickle.
+docs/checkpoints.md has the few lines from one to the other.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from contextlib import ExitStack
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from meshfold.engine.checkpoints.place import (
+    SCHEDULER,
+    STATE,
+    advised,
+    attempt,
+    begin,
+    finish,
+    old_of,
+    place_of,
+    writing_of,
+)
+from meshfold.engine.checkpoints.tensor_file import Described, writing_order
+from meshfold.engine.checkpoints.tensor_files import Deal, WriterBehind, open_tensors, verify
+from meshfold.engine.errors import CheckpointError
+from meshfold.engine.states import Source
+from meshfold.engine.together import fail_together
+from meshfold.engine.world import World
+
+FORMAT, BLOCKS = 2, 3
+"""Whole tensors; tensors in rectangles (:mod:`meshfold.engine.checkpoints.saving`). 1 had each file whole."""
+_READ = (1, FORMAT, BLOCKS)
+MODEL, OPTIMIZER = "model.safetensors", "optimizer.safetensors"
+
+_ELSEWHERE = "Copy the checkpoint again from where it came, or go on from an earlier one"
+
+
+def write_checkpoint(
+    path: str | os.PathLike[str],
+    world: World,
+    files: dict[str, dict[str, Source]],
+    state: dict[str, Any],
+    scheduler: dict[str, Any] | None,
+    *,
+    all_read: bool,
+    more: Mapping[str, Any] | None = None,
+) -> None:
+    """Write a checkpoint. All ranks must call; all of them raise if one could not write.
+
+    Args:
+        path: the folder; made with its parents, or replaced.
+        world: where the tensors lie.
+        files: file name to its tensors, alike on every rank.
+        state: what goes into ``state.json``.
+        scheduler: the scheduler's state, if any.
+        all_read: every rank has a part of the tensors; else each data coordinate has all of them.
+        more: file name to what else is kept in a file of its own, by ``torch.save``; rank 0's counts.
+
+    Raises:
+        CheckpointError: if the folder could not be written. A checkpoint that was there before still is.
+    """
+    target = place_of(path)
+    writing = writing_of(target)
+    what, first = f"cannot write the checkpoint {target}", world.mesh.rank == 0
+    deals = [_deal(name, sources, world) for name, sources in files.items()]
+    with ExitStack() as mine:  # of the first rank: the folder, while it is written
+        error = attempt(lambda: begin(writing, target, mine)) if first else None
+        fail_together(world, advised(error), what)
+        error = None
+        for deal, sources in zip(deals, files.values(), strict=True):
+            error = _write_tensors(writing, deal, sources, world, all_read=all_read, error=error)
+        fail_together(world, advised(error), what)
+        error = None
+        if first:
+            small = {**({} if scheduler is None else {SCHEDULER: scheduler}), **(more or {})}
+            error = attempt(lambda: _finish(writing, target, deals, {"format": FORMAT, **state}, small))
+        fail_together(world, advised(error), what)
+
+
+def _finish(
+    writing: Path, target: Path, deals: list[Deal], state: dict[str, Any], small_files: Mapping[str, Any]
+) -> None:
+    for deal in deals:
+        deal.write_index(writing)
+    finish(writing, target, state, small_files)
+
+
+def _deal(name: str, sources: dict[str, Source], world: World) -> Deal:
+    announced = {key: Described(dtype=source.dtype, shape=source.shape) for key, source in sources.items()}
+    differ = [key for key, source in sources.items() if not source.alike]
+    return Deal.make(name, announced, world.mesh.world_size, differ)
+
+
+def _write_tensors(
+    folder: Path,
+    deal: Deal,
+    sources: dict[str, Source],
+    world: World,
+    *,
+    all_read: bool,
+    error: Exception | None,
+) -> Exception | None:
+    """Gather each tensor, once, among ranks that have it together; its writer writes it. What failed here, if anything."""
+    rank, members = world.mesh.rank, world.members
+    writer: WriterBehind | None = None
+    if rank in deal.writers and error is None:
+        try:
+            writer = WriterBehind(folder / deal.file_of(rank), deal.share(rank))
+        except Exception as refused:
+            error = refused
+    for name in writing_order(deal.announced):
+        chosen = deal.writer_of[name]
+        if not all_read and chosen not in members:
+            continue
+        try:
+            whole = sources[name].read()  # also after an error: the other ranks are in it
+        except Exception as unread:
+            error = error or unread
+            continue
+        if writer is not None and chosen == rank and error is None:
+            error = attempt(partial(writer.write, name, whole))
+        del whole
+    if writer is not None:
+        found = attempt(partial(writer.close, complete=error is None))
+        error = error or found
+    return error
+
+
+class Checkpoint:
+    """A checkpoint on disk, open for reading."""
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        """Raises:
+        CheckpointError: if there is none, or it was written by a newer version.
+        """
+        target = place_of(path)
+        # Between the two renames of a replacement only the old one is there: see _finish.
+        old = old_of(target)
+        self.path = old if not (target / STATE).exists() and (old / STATE).exists() else target
+        if not (self.path / STATE).exists():
+            what = "is no complete checkpoint: it has no state.json" if target.is_dir() else "does not exist"
+            raise CheckpointError(f"cannot load {target}: it {what}")
+        try:
+            self.state: dict[str, Any] = json.loads((self.path / STATE).read_text())
+        except (OSError, ValueError) as error:
+            raise CheckpointError(f"cannot read {self.path / STATE}: {error}") from error
+        if self.state.get("format") not in _READ:
+            raise CheckpointError(
+                f"{self.path} has format {self.state.get('format')!r}, this version of Meshfold reads up to "
+                f"format {BLOCKS}: take a later one"
+            )
+
+        for name, size in self.state.get("files", {}).items():
+            self._check_size(self.path / name, size)
+
+    @staticmethod
+    def _check_size(path: Path, size: int) -> None:
+        try:
+            found = path.stat().st_size
+        except OSError as error:
+            raise CheckpointError(f"cannot read {path}: {error.strerror}. {_ELSEWHERE}") from error
+        if found != size:
+            raise CheckpointError(
+                f"{path} is cut off or changed: it had {size} bytes and has {found}. {_ELSEWHERE}"
+            )
+
+    def verify(self, part: int = 0, parts: int = 1, *, weights_only: bool = False) -> None:
+        """Read every ``parts``-th tensor, from number ``part`` on, and compare it with its checksum.
+
+        Raises:
+            CheckpointError: for one that is not what was written.
+        """
+        verify(self.model, part, parts)
+        if "optimizer" in self.state and not weights_only:
+            verify(self.optimizer, part, parts)
+
+    @property
+    def model(self) -> Mapping[str, Tensor]:
+        """The model's tensors, by name."""
+        return open_tensors(self.path, MODEL)
+
+    @property
+    def optimizer(self) -> Mapping[str, Tensor]:
+        """The optimizer's tensors, by ``parameter/state``."""
+        return open_tensors(self.path, OPTIMIZER)
+
+    @property
+    def scheduler(self) -> dict[str, Any] | None:
+        """The scheduler's state, if it was saved."""
+        path = self.path / SCHEDULER
+        if not path.exists():
+            return None
+        found: dict[str, Any] = torch.load(path, weights_only=True)
+        return found

@@ -1,0 +1,85 @@
+"""What of an engine goes into a checkpoint, and how it comes back."""
+
+from __future__ import annotations
+
+import os
+from typing import TYPE_CHECKING, Any
+
+from meshfold.engine.checkpoints.checkpoint import BLOCKS, MODEL, OPTIMIZER, Checkpoint, write_checkpoint
+from meshfold.engine.errors import CheckpointError
+from meshfold.engine.hugging_face.our_names import describe
+from meshfold.engine.names import with_plain_names
+from meshfold.engine.together import fail_together
+
+if TYPE_CHECKING:
+    from meshfold.engine.checkpoints.background_save import BackgroundSave
+    from meshfold.engine.engine import Engine
+
+
+def save(engine: Engine, path: str | os.PathLike[str], *, asynchronous: bool) -> BackgroundSave | None:
+    """See :meth:`Engine.save`."""
+    if engine._backwards:
+        done = (
+            f"{engine._place} of {engine._accumulation} micro-steps of an accumulation: save when engine.last.stepped is true"
+            if engine._place
+            else f"{engine._backwards} backwards without a step: save after engine.step() or engine.zero_grad()"
+        )
+        raise CheckpointError(f"save() would lose the gradients of {done}")
+    files = {MODEL: engine._model_state.sources()}
+    loaders = {name: loader.state_dict() for name, loader in engine._loaders.items()}
+    state: dict[str, Any] = {
+        "spec": str(engine.spec.to_dict()),
+        "precision": engine._precision.name,
+        "seed": engine._seed,
+        "step": engine.steps,
+        "micro_step": engine.micro_step,
+        "skipped_steps": engine.skipped_steps,
+        "scaler": engine._scaler.state_dict(),
+        "ties": engine._model_state.ties(),
+        "model": describe(engine.model),
+        "data": {**engine._positions, **loaders},
+    }
+    if engine.optimizer is not None:
+        files[OPTIMIZER] = engine._model_state.optimizer_sources()
+        state["optimizer"] = engine._model_state.optimizer_description()
+    scheduler = None if engine.lr_scheduler is None else engine.lr_scheduler.state_dict()
+    if asynchronous:
+        return engine._saver.start(path, files, {"format": BLOCKS, **state}, scheduler)
+    engine._saver.finish()  # saves are in the order of their calls
+    write_checkpoint(path, engine._world, files, state, scheduler, all_read=engine._states.all_read)
+    return None
+
+
+def load(engine: Engine, path: str | os.PathLike[str], *, weights_only: bool, verify: bool) -> None:
+    """See :meth:`Engine.load`."""
+    engine._saver.finish()
+    engine._saver.before_change()
+    error: Exception | None = None
+    try:
+        found = Checkpoint(path)
+        model, optimizer = found.model, found.optimizer if "optimizer" in found.state else {}
+        if verify:
+            found.verify(engine.mesh.rank, engine.mesh.world_size, weights_only=weights_only)
+    except Exception as wrong:  # also a folder that this rank alone may not read
+        error = wrong
+    fail_together(engine._world, error, f"load({str(path)!r})")
+    engine._model_state.load(model)
+    if weights_only:
+        return
+    state = found.state
+    if engine.optimizer is not None and "optimizer" in state:
+        saved = state["optimizer"]
+        saved["values"] = with_plain_names(saved["values"])
+        engine._model_state.load_optimizer(saved, with_plain_names(optimizer))
+    scheduler = found.scheduler
+    if engine.lr_scheduler is not None and scheduler is not None:
+        engine.lr_scheduler.load_state_dict(scheduler)
+    if state["precision"] == engine._precision.name:  # others had no loss scale, which is not the scale 1
+        engine._scaler.load_state_dict(state["scaler"])
+    engine._seed = int(state["seed"])
+    engine.steps, engine.micro_step = int(state["step"]), int(state["micro_step"])
+    engine.skipped_steps = int(state["skipped_steps"])
+    engine._positions = dict(state["data"])
+    for name, loader in engine._loaders.items():
+        if name in engine._positions:
+            loader.load_state_dict(engine._positions.pop(name))

@@ -1,0 +1,187 @@
+"""The state of a model whose layers are on different ranks, as one whole: who has it reads, all get it.
+
+Names are those of the whole model, noted before it was cut. What a rank does not have it receives from the first rank
+of the pipeline that does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from meshfold.engine.checkpoints.model_state import ModelState
+from meshfold.engine.checkpoints.rectangles import Share
+from meshfold.engine.errors import CheckpointError
+from meshfold.engine.pipelining import Inventory
+from meshfold.engine.states import Source, States
+from meshfold.engine.world import World
+from meshfold.mesh import SpecError, broadcast
+
+_NOTHING = Share(pieces=(), read=lambda: torch.empty(0))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Kept:
+    """A tensor of the whole model, and where on the pipeline it is read."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    alike: bool
+    owner: int
+
+
+class PipelinedState(ModelState):
+    """See :class:`ModelState`; all ranks of a pipeline must call what reads."""
+
+    def __init__(self, model: nn.Module, states: States, world: World, inventory: Inventory) -> None:
+        """Raises:
+        SpecError: if the ranks' optimizers have not the same groups.
+        """
+        super().__init__(model, states, world)
+        self._inventory = inventory
+        self._local = inventory.called_here([*self.tensors()])
+        tensors = self.tensors()
+        self._trained = {first for first, name in self._local.items() if tensors[name].requires_grad}
+        sources = {name: states.source(tensor) for name, tensor in self.unique().items()}
+        self._kept = self._merged(sources, _used(inventory, self._local))
+        if states.optimizer is not None:
+            self.optimizer_description()
+
+    # -- the model's --------------------------------------------------------------------------------------------
+
+    def names(self) -> Iterable[str]:
+        return self._inventory.first
+
+    def unique(self) -> dict[str, Tensor]:
+        tensors = self.tensors()
+        return {first: tensors[name] for first, name in self._local.items()}
+
+    def ties(self) -> dict[str, str]:
+        return {name: first for name, first in self._inventory.first.items() if name != first}
+
+    def sources(self) -> dict[str, Source]:
+        here = self.unique()
+        found = {}
+        for name in dict.fromkeys(self._inventory.first.values()):
+            own = self._states.source(here[name]) if name in here else None
+            found[name] = self._shared(self._kept[name], own)
+        return found
+
+    # -- the optimizer's ----------------------------------------------------------------------------------------
+
+    def optimizer_sources(self) -> dict[str, Source]:
+        own = self._states.optimizer_sources()
+        merged = self._merged(own, set(own))
+        return {name: self._shared(kept, own.get(name)) for name, kept in merged.items()}
+
+    def optimizer_description(self) -> dict[str, Any]:
+        told = self._tell(self._states.optimizer_description())
+        first = told[0]
+        settings = [[_settings(group) for group in one["groups"]] for one in told]
+        if any(one != settings[0] for one in settings):
+            raise SpecError(
+                "pipeline: the optimizer makes other parameter groups of one stage's parameters than of another's "
+                f"({[len(one) for one in settings]} groups): make the same groups of any parameters, empty ones too"
+            )
+        groups = []
+        for parts in zip(*(one["groups"] for one in told), strict=True):
+            members = {name for part in parts for name in part["parameters"]}
+            groups.append({**parts[0], "parameters": [n for n in self._inventory.first if n in members]})
+        values: dict[str, Any] = {}
+        for one in told:
+            values = {**one["values"], **values}
+        return {"class": first["class"], "groups": groups, "values": values}
+
+    def load_optimizer(self, description: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
+        def mine(entries: Mapping[str, Any]) -> dict[str, Any]:
+            found = {}
+            for entry, value in entries.items():
+                name = entry.rpartition("/")[0]
+                if name not in self._inventory.parameters:
+                    raise CheckpointError(
+                        f"the checkpoint's optimizer has state of {name!r}, which is not trained here"
+                    )
+                if name in self._trained or name in self._local:
+                    found[entry] = value
+            return found
+
+        own = {**description, "values": mine(description["values"])}
+        self._states.load_optimizer(own, mine(tensors))
+
+    # -- within -------------------------------------------------------------------------------------------------
+
+    def _tell(self, mine: Any) -> list[Any]:
+        from meshfold.zero_gemini.agree import tell_all
+
+        return tell_all(mine, self._world.pipe_group, self._world.device)
+
+    def _merged(self, sources: Mapping[str, Source], used: set[str]) -> dict[str, Kept]:
+        """What all have, from what each has; those that use a tensor own it before those that only keep it."""
+        mine = {
+            name: [str(source.dtype).removeprefix("torch."), list(source.shape), source.alike, name in used]
+            for name, source in sources.items()
+        }
+        found: dict[str, Kept] = {}
+        certain: set[str] = set()
+        for owner, told in enumerate(self._tell(mine)):
+            for name, (dtype, shape, alike, uses) in told.items():
+                if name not in found or (uses and name not in certain):
+                    kind = getattr(torch, dtype)
+                    found[name] = Kept(dtype=kind, shape=tuple(shape), alike=alike, owner=owner)
+                if uses:
+                    certain.add(name)
+        return found
+
+    def _shared(self, kept: Kept, own: Source | None) -> Source:
+        read = partial(self._read, kept, own)
+        owns = own is not None and self._world.pipe_group.index == kept.owner
+        share = own.share if own is not None and owns else lambda name: _NOTHING
+        return Source(dtype=kept.dtype, shape=kept.shape, read=read, share=share, alike=kept.alike)
+
+    def _read(self, kept: Kept, own: Source | None) -> Tensor:
+        """The owner's; a collective over the pipeline too."""
+        group, device = self._world.pipe_group, self._world.device
+        error: Exception | None = None
+        value: Tensor | None = None
+        if own is not None and group.index == kept.owner:
+            try:
+                value = own.read().to(device)
+            except Exception as unread:  # the others wait for something
+                error = unread
+        if value is None:
+            value = torch.zeros(kept.shape, dtype=kept.dtype, device=device)
+        value = broadcast(value.contiguous(), group, kept.owner)
+        if error is not None:
+            raise error
+        return value
+
+
+def _used(inventory: Inventory, local: Mapping[str, str]) -> set[str]:
+    """Which of a rank's tensors its stages use: parameters, and buffers of modules of which it has parameters.
+
+    A buffer of a module without any counts for the next module outside of it.
+    """
+    parts = [name for name in inventory.first if inventory.first[name] in inventory.parameters]
+    here = [name for name in local.values() if inventory.first.get(name, name) in inventory.parameters]
+
+    def used(name: str) -> bool:
+        if name in inventory.parameters:
+            return True
+        path = name
+        while path:
+            path = path.rpartition(".")[0]
+            prefix = f"{path}." if path else ""
+            if any(part.startswith(prefix) for part in parts):
+                return any(part.startswith(prefix) for part in here)
+        return True
+
+    return {first for first in local if used(first)}
+
+
+def _settings(group: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in group.items() if key != "parameters"}

@@ -1,0 +1,193 @@
+"""Where a nan or an infinity arose: the first module, in the order of the computation, whose inputs were still finite.
+
+A module's result is the culprit if it has a nan or a +inf that none of its inputs had. (-inf alone may be a mask.) In
+backward it is the module whose input's gradient is the first that is not finite. A compiled module counts as one.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+
+from meshfold.engine.names import plain
+from meshfold.mesh import all_gather
+
+if TYPE_CHECKING:
+    from meshfold.engine.batches.batch import Batch
+    from meshfold.engine.engine import Engine
+
+_BYTES = 512  # of a finding on its way to the other ranks
+
+# In the order in which one follows from another.
+_PHASES = ("parameter", "input", "forward", "loss", "backward")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Finding:
+    """What was not finite first.
+
+    Attributes:
+        phase: ``parameter``, ``input`` (of the batch), ``forward``, ``loss`` (the loss function) or ``backward``.
+        micro_step: counted over the whole run, from 0.
+        rank: that saw it.
+        module: its name in the whole model, and its class; of a parameter its name.
+        stage: of a pipeline.
+        order: in the computation; ranks of one stage run the same modules, so theirs can be compared.
+        values: what was wrong, in words.
+        place: the rank's coordinates.
+    """
+
+    phase: str
+    micro_step: int
+    rank: int
+    module: str = ""
+    stage: int = 0
+    order: int = 0
+    values: str = ""
+    place: str = ""
+
+    @classmethod
+    def of_loss(cls, micro_step: int, rank: int) -> Finding:
+        """Every module was well."""
+        return cls(phase="loss", micro_step=micro_step, rank=rank)
+
+    def key(self) -> tuple[int, int, int, int, int]:
+        """Smaller is earlier."""
+        stage = -self.stage if self.phase == "backward" else self.stage
+        return self.micro_step, _PHASES.index(self.phase), stage, self.order, self.rank
+
+    def __str__(self) -> str:
+        what = {
+            "parameter": f"The parameter {self.module} was not finite before: {self.values}",
+            "input": f"It was in the batch: {self.values}",
+            "forward": f"It arose in the forward of {self.module}: its inputs are finite, its output has {self.values}",
+            "loss": "It arose in the loss function: all modules' outputs are finite",
+            "backward": f"It arose in the backward of {self.module}: the gradient of what goes into it has {self.values}",
+        }[self.phase]
+        return f"{what} (micro-step {self.micro_step}, rank {self.rank}{self.place})"
+
+
+@contextmanager
+def looked_at(engine: Engine, work: Batch, micro_step: int, found: list[Finding]) -> Iterator[None]:
+    """Look at all modules during one micro-step; what this rank finds first goes into the list."""
+    eye = _Eye(engine, micro_step, found)
+    if not found:
+        eye.look_at_inputs(work)
+    with ExitStack() as hooks:
+        if not found:
+            eye.hook(hooks)
+        yield
+
+
+class _Eye:
+    """One rank's look at one micro-step."""
+
+    def __init__(self, engine: Engine, micro_step: int, found: list[Finding]) -> None:
+        self._engine, self._found, self._order = engine, found, 0
+        mesh = engine.mesh
+        at = {axis: index for axis, index in mesh.coordinates().items() if mesh.size(axis) > 1}
+        self._common: dict[str, Any] = dict(
+            micro_step=micro_step,
+            rank=mesh.rank,
+            place="".join(f", {axis} {index}" for axis, index in at.items()),
+        )
+        self._stage = mesh.index("pipe")
+        self._staged = mesh.size("pipe") > 1
+        self._names: dict[nn.Module, str] = {}
+        self._first: Tensor | None = None  # whose gradient was the first that was not finite
+
+    def hook(self, hooks: ExitStack) -> None:
+        """On every module, until the stack is closed."""
+        for name, module in self._engine.model.named_modules():
+            self._names[module] = _title(name, module)
+            for handle in (
+                module.register_forward_pre_hook(self._before, with_kwargs=True),
+                module.register_forward_hook(self._after, with_kwargs=True),
+            ):
+                hooks.callback(handle.remove)
+
+    def look_at_inputs(self, work: Batch) -> None:
+        """The batch."""
+        for value in tree_leaves((work.args, work.kwargs)):
+            if (wrong := _wrong(value)) is not None:
+                self._note("input", "", wrong)
+                return
+
+    def _before(self, module: nn.Module, args: Any, kwargs: Any) -> None:
+        self._order += 1
+        for name, parameter in module._parameters.items():
+            if parameter is not None and (wrong := _wrong(parameter)) is not None:
+                self._note("parameter", f"{self._names[module].partition(' (')[0]}.{name}", wrong)
+        for value in tree_leaves((args, kwargs)):
+            if isinstance(value, Tensor) and value.requires_grad and torch.is_grad_enabled():
+                value.register_hook(self._backward(self._names[module], value))
+
+    def _after(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+        self._order += 1
+        if any(_wrong(value) is not None for value in tree_leaves((args, kwargs))):
+            return
+        for value in tree_leaves(output):
+            if (wrong := _wrong(value)) is not None:
+                self._note("forward", self._names[module], wrong)
+                return
+
+    def _backward(self, name: str, value: Tensor) -> Any:
+        def look(gradient: Tensor) -> None:
+            self._order += 1
+            if (wrong := _wrong(gradient, masks=False)) is None:
+                return
+            # Of several modules that take one tensor the innermost is meant; its hook was set last, and is called last.
+            if self._first is value and self._found and self._found[0].phase == "backward":
+                self._found.clear()
+            if not self._found:
+                self._first = value
+                self._note("backward", name, wrong)
+
+        return look
+
+    def _note(self, phase: str, module: str, wrong: str) -> None:
+        new = Finding(
+            phase=phase, module=module, values=wrong, order=self._order, stage=self._stage, **self._common
+        )
+        if not self._found or new.key() < self._found[0].key():
+            self._found[:] = [new]
+
+
+def first_of_all(mine: list[Finding], engine: Engine) -> Finding | None:
+    """The earliest of what all ranks found, the same on each; all must call. Stages of a pipeline are in its order."""
+    text = json.dumps(asdict(mine[0])).encode() if mine else b""
+    if len(text) > _BYTES:
+        text = json.dumps(
+            asdict(mine[0]) | dict(module=mine[0].module[-100:], values=mine[0].values[:100])
+        ).encode()
+    row = torch.zeros(1, _BYTES, dtype=torch.uint8)
+    row[0, : len(text)] = torch.tensor(list(text), dtype=torch.uint8)
+    rows = all_gather(row.to(engine.device), engine._world.everyone).cpu()
+    said = [bytes(line.tolist()).rstrip(b"\0") for line in rows]
+    found = [Finding(**json.loads(line)) for line in said if line]
+    return min(found, key=Finding.key, default=None)
+
+
+def _title(name: str, module: nn.Module) -> str:
+    kind = type(module).__name__
+    return f"{plain(name)} ({kind})" if name else f"the model ({kind})"
+
+
+def _wrong(value: Any, *, masks: bool = True) -> str | None:
+    """``3 nan, 1 inf of 4096 elements``, if a tensor has any; ``masks``: -inf alone is none."""
+    if not isinstance(value, Tensor) or not value.is_floating_point() or value.is_meta or not value.numel():
+        return None
+    value = value.detach()
+    nan, inf = int(value.isnan().sum()), int((value == torch.inf).sum())
+    minus = int((value == -torch.inf).sum())
+    if not nan and not inf and (masks or not minus):
+        return None
+    parts = [f"{count} {name}" for count, name in ((nan, "nan"), (inf, "inf"), (minus, "-inf")) if count]
+    return f"{', '.join(parts)} of {value.numel():,} elements"

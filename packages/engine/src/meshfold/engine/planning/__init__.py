@@ -1,0 +1,1 @@
+"""What a spec holds, moves and waits for, before anything runs."""

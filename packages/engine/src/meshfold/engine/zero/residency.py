@@ -1,0 +1,383 @@
+"""Where a model's state lives, planned: the first steps are watched, then chunks move to where a step is fastest.
+
+With ``recompute="auto"`` the same plan says which blocks keep their activations.
+
+Two optimizer steps are watched, the first of which also pays for what a process does once. What was seen, with the
+rates of this machine, gives the planner its problem; the plan is carried out between two steps, by moving chunks and by a
+switch at every block, which changes no bit of the training.
+"""
+
+from __future__ import annotations
+
+import time
+import warnings
+from collections.abc import Callable, Collection
+from dataclasses import asdict, dataclass, replace
+from statistics import median
+from typing import Any
+
+import torch
+from torch import nn
+
+from meshfold.engine.recompute import RecomputedBlocks
+from meshfold.engine.world import PIPE, World
+from meshfold.engine.zero.allocator import limit_allocator
+from meshfold.engine.zero.plan import plan_for
+from meshfold.engine.zero.pressure import Pressure
+from meshfold.engine.zero.process_memory import ranks_per_host, resident_bytes
+from meshfold.engine.zero.stage_workload import InFlight, workload_of_stages
+from meshfold.engine.zero.watching import Watcher, as_words, of_words, worst
+from meshfold.mesh.spec import ZeroSpec
+from meshfold.zero_gemini import Gemini, Home, MemoryPlanError, OutOfBudget
+from meshfold.zero_gemini.agree import tell_all
+from meshfold.zero_gemini.chunk import Chunk
+from meshfold.zero_gemini.measuring import UNLIMITED, device_bytes, measure
+from meshfold.zero_gemini.memory import Place
+from meshfold.zero_gemini.planner import Limits, Machine, Plan, Regime, Workload
+from meshfold.zero_gemini.planner.policies import placed
+from meshfold.zero_gemini.trace import workload_of
+
+WATCHED_STEPS = 2
+MARGIN = 0.03
+"""Share of the device's limit that is left to the allocator's gaps."""
+SHRINK = 0.04
+"""How much more of it, each time that was too little."""
+CONTEXT_BYTES = 600 * 2**20
+"""What CUDA and its libraries take of a device besides what the allocator counts."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Measured:
+    """What came of a plan.
+
+    Attributes:
+        seconds: of an optimizer step, from its first micro-step to its end: the median.
+        gpu_bytes: most that tensors took on the device at once, gathered chunks and activations included; 0 on a CPU.
+        host_bytes: most that the process had of the host's memory at the end of a step.
+    """
+
+    seconds: float
+    gpu_bytes: int
+    host_bytes: int
+
+
+class Residency:
+    """Watches, plans, and moves.
+
+    Attributes:
+        plan: what was decided; None until it is.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        gemini: Gemini,
+        spec: ZeroSpec,
+        world: World,
+        *,
+        regime: Regime,
+        accumulation: int,
+        blocks: RecomputedBlocks | None = None,
+    ) -> None:
+        """Args:
+        model: what is trained.
+        gemini: holds it.
+        spec: the entry ``zero``.
+        world: where it lies.
+        regime: bytes an element takes.
+        accumulation: micro-steps of an optimizer step.
+        blocks: those whose activations the plan may keep; all recompute until there is one.
+        """
+        self._model, self._gemini, self._spec, self._world = model, gemini, spec, world
+        self._regime, self._accumulation = regime, accumulation
+        self._blocks = blocks
+        self._watcher = Watcher(model, gemini, world.device, blocks)
+        self._pressure = Pressure(world)
+        self._begun = 0.0
+        self._took: list[float] = []  # seconds of the steps under the plan
+        self._peak_gpu = self._peak_host = 0
+        self._corrected, self._shrunk = False, 0.0
+        self._in_flight: InFlight | None = None
+        self.plan: Plan | None = None
+        # On a CPU without a limit there is nothing to decide, but for what to keep.
+        cuda, limited = world.device.type == "cuda", spec.gpu_memory_limit is not None or blocks is not None
+        self._wanted = cuda or (limited and world.device.type != "meta")
+        if cuda and spec.gpu_memory_limit is not None:
+            limit_allocator(world.device, spec.gpu_memory_limit)
+
+    def begin(self) -> None:
+        """Before a forward whose backward will follow."""
+        self._watcher.let_go()
+        if not self._begun:
+            self._begun = time.perf_counter()
+            if self._wanted and self.plan is not None and self._world.device.type == "cuda":
+                torch.cuda.reset_peak_memory_stats(self._world.device)
+        if self.is_watching and not self._world.pipelined:
+            self._watcher.begin()
+
+    @property
+    def is_watching(self) -> bool:
+        """Whether a plan is still to be made of what the next step shows."""
+        return self._wanted and self.plan is None
+
+    def rehearse(self, rehearse: Callable[[], None], *, live: int, stages: int, microbatches: int) -> None:
+        """Of a pipeline, before a step: watch this rank's stages by themselves; all of those that have them must call.
+
+        Args:
+            rehearse: forward and backward of a micro-batch through the stages, whose gradients nobody takes.
+            live: pairs of stage and micro-batch that the rank holds at most in a step.
+            stages: of the rank.
+            microbatches: of the step.
+        """
+        self._in_flight = InFlight(live=live, stages=stages, microbatches=microbatches)
+        self._watcher.begin()
+        rehearse()
+        self._watcher.end()
+
+    def end(self) -> None:
+        """After the backward."""
+        self._watcher.end()
+
+    def stepped(self) -> None:
+        """After each optimizer step: plan if enough was seen, or note how long it took."""
+        took, self._begun = time.perf_counter() - self._begun, 0.0
+        if not self._wanted:
+            return
+        if self.plan is None:
+            self._watcher.step_over()
+            if len(self._watcher.traces) >= WATCHED_STEPS:
+                self._decide()
+            return
+        device, auto = self._world.device, self._spec.placement == "auto"
+        self._took.append(took)
+        peak = torch.cuda.max_memory_allocated(device) if device.type == "cuda" else 0
+        self._peak_gpu, self._peak_host = max(self._peak_gpu, peak), max(self._peak_host, resident_bytes())
+        if auto and self._world.mesh.world_size > 1 and self._is_short(peak):
+            self._shrink()
+        elif auto and peak and not self._corrected and len(self._took) == WATCHED_STEPS:
+            self._correct()
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """What a person should know of this rank's state on disk; the first rank's are warnings too."""
+        return self._gemini.notes
+
+    @property
+    def measured(self) -> Measured | None:
+        """What came of the plan; None until two steps were made under it: the first still follows a step before it."""
+        if len(self._took) < 2:
+            return None
+        return Measured(seconds=median(self._took[1:]), gpu_bytes=self._peak_gpu, host_bytes=self._peak_host)
+
+    def can_relieve(self, error: BaseException) -> bool:
+        """Whether a micro-step raised for want of memory, and some can be made.
+
+        Of several ranks one may have run out while the others wait for it: then the error stays one.
+        """
+        if not isinstance(error, torch.OutOfMemoryError | OutOfBudget):
+            return False
+        alone, auto = self._world.mesh.world_size == 1, self._spec.placement == "auto"
+        if alone and auto and (self._on_device() or self._kept()):
+            return True
+        error.add_note(
+            "The device has not enough memory: give zero=dict(placement='auto', gpu_memory_limit=...) a lower limit, so that "
+            "more lives on the host, or take fewer tokens at once."
+        )
+        return False
+
+    def relieve(self) -> None:
+        """Make room: by a plan for a little less, or before there is one by taking a part of what is on the device off it."""
+        self._watcher.let_go()
+        self._gemini.abandon()
+        self._shrunk += SHRINK
+        there, kept = self._on_device(), self._kept()
+        if not self._replanned():
+            self._keep(())
+            gone = there[-max(1, len(there) // 8) :]
+            self._gemini.rehome({chunk: Home(parameters="host", state="host") for chunk in gone})
+        if self._world.device.type == "cuda":
+            torch.cuda.empty_cache()
+        moved, fewer = max(0, len(there) - len(self._on_device())), len(kept) - len(self._kept())
+        warnings.warn(
+            f"The device ran out of memory; {moved} more of {len(self._gemini.chunks)} chunks live off it"
+            f"{f', and {fewer} more blocks recompute,' if fewer > 0 else ''} from now on. A lower gpu_memory_limit would have been "
+            "planned with.",
+            stacklevel=4,
+        )
+
+    def _is_short(self, peak: int) -> bool:
+        """Whether a rank came to the end of its memory a little ago. All ranks must call."""
+        plan = self.plan
+        assert plan is not None  # steps are counted from the plan on
+        most = plan.limits.gpu_bytes or UNLIMITED
+        return self._pressure.found(peak_bytes=peak, most_bytes=int(most * (1.0 + MARGIN / 2)))
+
+    def _shrink(self) -> None:
+        """Plan for a little less on all ranks, between two steps: there would be no undoing of one that ran out."""
+        self._shrunk += SHRINK
+        if not self._replanned():
+            self._pressure.forget()
+        elif self._world.mesh.rank == 0:
+            warnings.warn(
+                "A rank came to the end of its device's memory: what lives there was planned again for all, with less. A lower "
+                "gpu_memory_limit would have been planned with.",
+                stacklevel=6,
+            )
+
+    def _replanned(self) -> bool:
+        """Whether there is a plan, and another one that takes less of the device."""
+        if self.plan is None:
+            return False
+        try:
+            self._carry_out(self._plan(self.plan.workload, self.plan.machine))
+        except MemoryPlanError:
+            return False
+        return True
+
+    def _kept(self) -> tuple[str, ...]:
+        """Blocks that keep their activations."""
+        return () if self._blocks is None else self._blocks.kept
+
+    def _keep(self, names: Collection[str]) -> None:
+        if self._blocks is not None:
+            self._blocks.keep(names)
+
+    def _on_device(self) -> list[Chunk]:
+        movable = self._spec.stage == 3
+        return [
+            chunk
+            for chunk, home in self._gemini.homes.items()
+            if home.state == "device" or (movable and home.parameters == "device")
+        ]
+
+    # -- deciding -----------------------------------------------------------------------------------------------
+
+    def _decide(self) -> None:
+        spec, world = self._spec, self._world
+        machine = replace(
+            measure(world.device, everyone=world.everyone, disk=spec.offload_path),
+            gpu_bytes=device_bytes(world.device),
+        )
+        told = tell_all(
+            [as_words(worst(self._watcher.traces, seconds=min)), asdict(machine)],
+            world.stage_group,
+            world.device,
+        )
+        # Every rank of a stage must come to the same plan: that of the rank that has it worst.
+        trace = worst([of_words(words) for words, _ in told])
+        machine = replace(
+            machine,
+            **{
+                key: min(entry[key] for _, entry in told)
+                for key, value in asdict(machine).items()
+                if isinstance(value, int | float)
+            },
+        )
+        common: dict[str, Any] = dict(
+            name=type(self._model).__name__, regime=self._regime, stage=spec.stage, accumulation=self._accumulation,
+            data_ranks=world.data_size, ranks_per_host=ranks_per_host(world),
+            host_base_bytes=max(0, resident_bytes() - self._gemini.memory.home.used_bytes),
+        )  # fmt: skip
+        uses, tokens, flying = self._gemini.uses(), self._watcher.tokens, self._in_flight
+        if flying is None:
+            holds = self._gemini.holds_gradients
+            workload = workload_of(trace, uses, tokens=tokens, clipping=holds, **common)
+        else:
+            workload = workload_of_stages(trace, uses, flying, tokens=tokens * flying.microbatches, **common)
+        plan, refusal = None, None
+        try:
+            plan = self._plan(workload, machine)
+        except MemoryPlanError as error:
+            refusal = error
+        self._raise_together(refusal)
+        if plan is not None:
+            self._carry_out(plan)
+        elif refusal is not None:
+            self._make_do(refusal)
+
+    def _raise_together(self, refusal: MemoryPlanError | None) -> None:
+        """Of a pipeline: a stage that cannot go on stops all of them. All ranks must call."""
+        world = self._world
+        if not world.pipelined or self._can_make_do:
+            return
+        mine = None if refusal is None else f"rank {world.mesh.index(PIPE)} of the pipeline: {refusal}"
+        told = [one for one in tell_all(mine, world.everyone, world.device) if one is not None]
+        if told:
+            raise MemoryPlanError(told[0]) from refusal
+
+    def _carry_out(self, plan: Plan) -> None:
+        """Move chunks to where a plan wants them, and let blocks keep what it says."""
+        self.plan = plan
+        self._keep([layer.name for layer in plan.layers if layer.kept])
+        self._pressure.forget()
+        self._took.clear()
+        self._peak_gpu = self._peak_host = 0
+        chunks = self._gemini.chunks
+        self._gemini.pass_through(False)
+        if self._spec.placement == "auto":  # the others' chunks are where they were told to be
+            self._gemini.rehome(
+                {
+                    chunks[int(made.name)]: Home(
+                        parameters=_PLACES[made.parameters], state=_PLACES[made.state]
+                    )
+                    for made in plan.chunks
+                }
+            )
+        passes = plan.machine.passage > 0 and any(made.state == "host" for made in plan.chunks)
+        self._gemini.pass_through(passes)
+        limit = plan.limits.gpu_bytes
+        if self._world.device.type == "cpu" and limit is not None:  # nothing else would hold chunks to it
+            self._gemini.memory.compute.budget_bytes = limit - min(plan.workload.non_model_bytes)
+        if self._world.device.type == "cuda":
+            torch.cuda.empty_cache()
+
+    def _correct(self) -> None:
+        """Plan once more if steps take less of the device than was planned.
+
+        A trace knows the most at every moment of all that is no model data, and the most of model data, not whether both came
+        at once. What the whole step did not take can be had by chunks.
+        """
+        self._corrected = True
+        plan, world = self.plan, self._world
+        assert plan is not None  # steps are counted from the plan on
+        peak = max(tell_all(self._peak_gpu, world.stage_group, world.device))
+        spare = plan.peak_gpu_bytes - peak
+        if spare <= MARGIN * plan.peak_gpu_bytes:
+            return
+        less = tuple(max(0, value - spare) for value in plan.workload.non_model_bytes)
+        self._carry_out(self._plan(replace(plan.workload, non_model_bytes=less), plan.machine))
+
+    @property
+    def _can_make_do(self) -> bool:
+        return self._world.device.type == "cuda" and self._spec.placement == "auto"
+
+    def _make_do(self, error: MemoryPlanError) -> None:
+        """No plan fits. A GPU shows soon enough whether it really does not: plans leave some room to the unforeseen."""
+        if not self._can_make_do:
+            raise error
+        self._wanted = False
+        away: Place = "host" if self._spec.offload_path is None else "disk"
+        self._gemini.rehome({chunk: Home(parameters="host", state=away) for chunk in self._gemini.chunks})
+        torch.cuda.empty_cache()
+        if self._world.mesh.rank == 0:
+            warnings.warn(f"{error} Everything that can be is off the device now.", stacklevel=6)
+
+    def _plan(self, workload: Workload, machine: Machine) -> Plan:
+        """The plan that the spec's placement asks for, within its limits and what the machine has."""
+        spec, device = self._spec, self._world.device
+        gpu = machine.gpu_bytes
+        if spec.gpu_memory_limit is not None:
+            gpu = min(gpu, spec.gpu_memory_limit - (CONTEXT_BYTES if device.type == "cuda" else 0))
+        limits = Limits(
+            gpu_bytes=int(gpu * (1.0 - MARGIN - self._shrunk)) if gpu < UNLIMITED else None, host_bytes=spec.host_memory_limit,
+            disk_bytes=None if spec.offload_path is not None else 0,
+        )  # fmt: skip
+        if spec.placement == "auto":
+            return plan_for(spec, workload, machine, limits)
+        homes = {str(i): home for i, home in enumerate(self._gemini.homes.values())}
+        named = {name: (_KINDS[home.parameters], _KINDS[home.state]) for name, home in homes.items()}
+        return placed(workload, machine, limits, homes=named, policy=spec.placement)
+
+
+_KINDS = {"device": "gpu", "host": "host", "disk": "disk"}
+_PLACES: dict[str, Place] = {"gpu": "device", "host": "host", "disk": "disk", "none": "host"}

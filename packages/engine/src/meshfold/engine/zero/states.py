@@ -1,0 +1,324 @@
+"""An engine's states in chunks that data ranks share: the entry ``zero`` of the spec."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from meshfold.engine.blocks import put
+from meshfold.engine.checkpoints import optimizer_state
+from meshfold.engine.checkpoints.rectangles import Share, ranks_alike, share_of_run, share_of_whole
+from meshfold.engine.errors import CheckpointError
+from meshfold.engine.names import plain
+from meshfold.engine.optimizers import Factory
+from meshfold.engine.precision import Precision
+from meshfold.engine.recompute import RecomputedBlocks
+from meshfold.engine.states import Source, held
+from meshfold.engine.world import PIPE, World
+from meshfold.engine.zero.allocator import grow_segments
+from meshfold.engine.zero.homes import Sizes, first_homes, gradient_dtype
+from meshfold.engine.zero.plan import regime_of
+from meshfold.engine.zero.process_memory import ranks_per_host
+from meshfold.engine.zero.residency import Residency
+from meshfold.engine.zero.staying import StayingBytes
+from meshfold.mesh import SpecError
+from meshfold.mesh.metadata import placed
+from meshfold.zero_gemini import Entry, Gemini, Memory
+from meshfold.zero_gemini.backward import Backward
+from meshfold.zero_gemini.measuring import measure_early
+from meshfold.zero_gemini.stepping import DiskSettings
+from meshfold.zero_gemini.stepping.kinds import kind_of
+
+if TYPE_CHECKING:
+    from meshfold.pipeline import Pipeline
+    from meshfold.pipeline.microbatch import Microbatch
+
+
+class ZeroStates:
+    """See :class:`meshfold.engine.states.States`; parameters are in chunks, buffers as they were.
+
+    Attributes:
+        gemini: holds the chunks.
+        residency: watches the first steps and moves chunks to where the plan wants them.
+    """
+
+    all_read = True
+
+    def __init__(
+        self,
+        model: nn.Module,
+        world: World,
+        precision: Precision,
+        make: Factory | None,
+        *,
+        accumulation: int,
+        seed: int,
+        values: Callable[[str, nn.Parameter, torch.dtype], Tensor] | None,
+        blocks: RecomputedBlocks | None = None,
+        looks_at_all: bool = True,
+        names: Mapping[str, str] | None = None,
+    ) -> None:
+        """Args:
+        model: real or on the meta device; parameters carry their metadata.
+        world: where it lies; its spec has ``zero``.
+        precision: of the model.
+        make: makes the optimizer.
+        accumulation: micro-steps of an optimizer step.
+        seed: of stochastic rounding.
+        values: the first values of parameters on the meta device.
+        blocks: those whose activations the plan may keep.
+        looks_at_all: something is asked of all gradients together before the first of them may be stepped with.
+        names: what a parameter is called in the whole model, where this rank has stages of it and calls it otherwise.
+        """
+        spec = world.spec.zero
+        if spec is None:
+            raise SpecError("this spec has no entry zero")
+        if world.device.type == "cuda":
+            grow_segments()
+            if spec.placement == "auto" and make is not None:  # who only evaluates plans nothing
+                measure_early(world.device)
+        ranks, micro_steps = world.data_size, accumulation
+        if world.pipelined:  # gradients are summed over micro-batches
+            accumulation = max(2, accumulation)
+        summed = gradient_dtype(precision, accumulation=accumulation, ranks=ranks)
+        regime = regime_of(spec, precision, accumulation=accumulation, ranks=ranks)
+        elements = sum(parameter.numel() for parameter in model.parameters())
+        sizes = Sizes.of(regime, elements=elements, ranks=ranks)
+        sums = accumulation > 1 and spec.stage > 1  # which wait between micro-steps
+        if make is not None and not looks_at_all and not sums and _is_adam(make, precision):
+            sizes = replace(sizes, gradient=0.0)  # stepped with as they come
+        local = ranks_per_host(world)
+        self._world, self._model, self._owed = world, model, False
+        self._whole_names = names or {}
+        self.gemini = Gemini(
+            model,
+            world.mesh,
+            stage=spec.stage,
+            memory=Memory(world.device),
+            homes=first_homes(spec, world.device, sizes, ranks_per_host=local, everyone=world.everyone),
+            disk=None
+            if spec.offload_path is None
+            else DiskSettings(folder=spec.offload_path, rank=world.mesh.rank),
+            dtype=precision.dtype,
+            master_dtype=precision.master_dtype,
+            gradient_dtype=summed,
+            make_optimizer=make,
+            regime=spec.regime,
+            seed=seed,
+            values=values,
+        )
+        self.gemini.takes = False
+        self.optimizer = self.gemini.optimizer
+        self.residency = Residency(
+            model, self.gemini, spec, world, accumulation=micro_steps,
+            regime=regime, blocks=blocks,
+        )  # fmt: skip
+        self._names = {parameter: name for name, parameter in model.named_parameters()}
+        self._staying = StayingBytes(self.gemini, spec, world)
+
+    def begin(self, *, first: bool) -> None:
+        if first:
+            self.gemini.forget()
+        self.gemini.begin(last=True)
+        self.residency.begin()
+
+    @contextmanager
+    def backward(self, kind: Backward) -> Iterator[None]:
+        if self._world.pipelined:  # many backwards, of which none is the last that comes to all parameters
+            kind = "apart"
+        self.gemini.expect(kind)
+        self.gemini.takes = True
+        try:
+            yield
+        finally:
+            self.gemini.takes = False  # another engine's backward may go through this model
+            if self._world.pipelined:
+                self.gemini.rest()  # what has stayed from micro-batch to micro-batch
+        self.residency.end()
+        self._owed = kind in ("more", "apart")
+
+    def complete(self, parameters: Iterable[Tensor]) -> None:
+        """Chunks are reduced when all gradients are there."""
+
+    def finish(self, factor: float) -> None:
+        if self._owed:
+            self.gemini.reduce_rest()
+            self._owed = False
+        self.gemini.finish(factor)
+
+    def norm(self, norm_type: float = 2.0) -> Tensor:
+        return self.gemini.norm(norm_type)
+
+    def clip(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
+        return self.gemini.clip(max_norm, norm_type)
+
+    def clip_value(self, max_value: float) -> None:
+        self.gemini.clip_value(max_value)
+
+    def step(self) -> None:
+        self.gemini.step()
+        self.residency.stepped()
+        if not self.residency.is_watching:
+            self._staying.stepped()
+
+    def forget(self) -> None:
+        self.gemini.forget()
+        self._owed = False
+
+    def publish(self) -> None:
+        self.gemini.publish()
+
+    def shapes_only(self) -> AbstractContextManager[None]:
+        return self.gemini.shapes_only()
+
+    def look_at(self, pipeline: Pipeline, works: Sequence[Microbatch]) -> None:
+        if self.residency.is_watching:
+            from meshfold.pipeline.simulate import live_at_most
+
+            actions = pipeline.program(len(works)).schedule.ranks[self._world.mesh.index(PIPE)]
+            self.residency.rehearse(
+                lambda: pipeline.rehearse(works[0]),
+                live=live_at_most(actions),
+                stages=len(pipeline.stages),
+                microbatches=len(works),
+            )
+        self.gemini.rest(unlearn=True)
+
+    def explain(self, error: BaseException) -> None:
+        released = [name for name, p in self._model.named_parameters() if p.numel() == 0]
+        if released:
+            error.add_note(
+                f"Under zero stage 3 a parameter is there while the module that holds it runs; now {len(released)} are not, such "
+                f"as {released[0]}. If a module computes with a parameter of another one, move the computation into that one's "
+                "forward, or tie the parameter; or use stage 2."
+            )
+
+    def can_relieve(self, error: BaseException) -> bool:
+        if self.gemini.is_half_stepped:
+            error.add_note(
+                "Some chunks had made the optimizer's step by then and others had not, so training cannot go on from here: make "
+                "the engine anew and resume from the last checkpoint."
+            )
+            return False
+        return self.residency.can_relieve(error)
+
+    def relieve(self) -> None:
+        self.residency.relieve()
+
+    def close(self) -> None:
+        self.gemini.close()
+
+    def source(self, tensor: Tensor) -> Source:
+        if tensor not in self._names:
+            return held(tensor, tensor, self._world)
+        meta = placed(tensor, self._world.mesh)
+        return Source(
+            dtype=self.gemini.true_dtype(tensor),
+            shape=meta.placement.shape,
+            read=lambda: self._checked(meta.placement.gather(self.gemini.read(tensor), self._world.mesh)),
+            share=lambda name: self._share(name, tensor, lambda: self.gemini.read_kept(tensor)),
+        )
+
+    def write(self, tensor: Tensor, whole: Tensor) -> None:
+        if tensor in self._names:
+            meta = placed(tensor, self._world.mesh)
+            self.gemini.write(tensor, meta.placement.shard(whole, self._world.mesh))
+        else:
+            put(whole, tensor, tensor)
+
+    def optimizer_sources(self) -> dict[str, Source]:
+        found: dict[str, Source] = {}
+        parameters = {name: parameter for parameter, name in self._names.items()}
+        for name, entries in self.gemini.state_entries().items():
+            meta = placed(parameters[name], self._world.mesh)
+            for key, entry in entries.items():
+                found[f"{self._title(name)}/{key}"] = Source(
+                    dtype=getattr(torch, entry.dtype),
+                    shape=meta.placement.shape if entry.like else tuple(entry.shape),
+                    read=self._reader(name, key, entry, parameters[name]),
+                    share=self._sharer(name, key, entry, parameters[name]),
+                )
+        return found
+
+    def _share(self, name: str, parameter: Tensor, read: Callable[[], Tensor]) -> Share:
+        """Of what lies like a parameter: this rank's run of it."""
+        gemini, meta = self.gemini, placed(parameter, self._world.mesh)
+        return share_of_run(
+            name, gemini.kept(parameter), meta.placement.local_shape(self._world.mesh), meta, read,
+            dtype=gemini.true_dtype(parameter), over=gemini.axes_over(parameter), on_disk=gemini.is_on_disk(parameter),
+        )  # fmt: skip
+
+    def _sharer(self, name: str, key: str, entry: Entry, parameter: Tensor) -> Callable[[str], Share]:
+        def read() -> Tensor:
+            return self.gemini.read_kept_state(name, key)
+
+        def share(title: str) -> Share:
+            if entry.like:
+                return self._share(title, parameter, read)
+            # A number, which all ranks have that have a part of the parameter; or of a parameter that one rank has whole.
+            mesh, meta = self._world.mesh, placed(parameter, self._world.mesh)
+            run, alike = self.gemini.kept(parameter), (*self.gemini.axes_over(parameter), *meta.only_at)
+            ranks = ranks_alike(mesh, alike) if run and run.start == 0 else [-1]
+            return share_of_whole(title, entry.shape, ranks, mesh.rank, read)
+
+        return share
+
+    def _reader(self, name: str, key: str, entry: Entry, parameter: Tensor) -> Callable[[], Tensor]:
+        meta = placed(parameter, self._world.mesh)
+
+        def read() -> Tensor:
+            block = self.gemini.read_state(name, key, entry)
+            return self._checked(meta.placement.gather(block, self._world.mesh) if entry.like else block)
+
+        return read
+
+    def _checked(self, whole: Tensor) -> Tensor:
+        """A whole tensor, after all its collectives: raises what of it this rank could not read."""
+        self.gemini.check()
+        return whole
+
+    def optimizer_description(self) -> dict[str, Any]:
+        groups = [
+            {"parameters": [*map(self._title, names)], **optimizer_state.plain_settings(group)}
+            for names, group in zip(self.gemini.group_names, self._made().param_groups, strict=True)
+        ]
+        return {"class": type(self.optimizer).__name__, "groups": groups, "values": {}}
+
+    def load_optimizer(self, description: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
+        optimizer = self._made()
+        optimizer_state.check(optimizer, description)
+        parameters = {self._title(name): parameter for parameter, name in self._names.items()}
+        self.gemini.clear_state()
+        for entry in (*tensors, *description["values"]):
+            name, _, key = entry.rpartition("/")
+            if name not in parameters or not parameters[name].requires_grad:
+                raise CheckpointError(
+                    f"the checkpoint's optimizer has state of {name!r}, which is not trained here"
+                )
+            value = tensors[entry] if entry in tensors else torch.tensor(description["values"][entry])
+            meta = placed(parameters[name], self._world.mesh)
+            like = tuple(value.shape) == meta.placement.shape and value.dim() > 0
+            block = meta.placement.shard(value, self._world.mesh) if like else value
+            self.gemini.write_state(self._names[parameters[name]], key, block)
+        self.gemini.agree()
+        for group, saved in zip(optimizer.param_groups, description["groups"], strict=True):
+            group.update(optimizer_state.settings_of(saved))
+
+    def _title(self, name: str) -> str:
+        """What a parameter is called in the whole model."""
+        return self._whole_names.get(plain(name), plain(name))
+
+    def _made(self) -> torch.optim.Optimizer:
+        assert self.optimizer is not None  # the engine asks only then
+        return self.optimizer
+
+
+def _is_adam(make: Factory, precision: Precision) -> bool:
+    """Whether our kernels will carry an optimizer out, which step on each chunk by itself."""
+    made = make([nn.Parameter(torch.empty(1))])
+    return kind_of(made, {(precision.dtype, precision.master_dtype)}) == "adam"
