@@ -22,7 +22,7 @@ from meshfold.engine.checkpoints.place import STATE, begin, finish, place_of, wr
 from meshfold.engine.checkpoints.stored import Stored
 from meshfold.engine.checkpoints.tensor_file import TensorWriter
 from meshfold.engine.errors import CheckpointError
-from meshfold.engine.hugging_face import our_names as hf_names
+from meshfold.engine.hugging_face import our_names
 from meshfold.engine.hugging_face.folder_weights import has_weights, open_weights
 from meshfold.engine.hugging_face.layout import model_of, to_files
 from meshfold.engine.hugging_face.our_names import Step, unchanged
@@ -114,7 +114,7 @@ def convert(
         given, state = found.model, found.state
         described = state.get("model")
         if config is not None:
-            described = hf_names.describe_own(config)
+            described = our_names.describe_own(config)
         if described is None and "blocks.0.attn.qkv.weight" in given:
             raise CheckpointError(
                 f"{came} does not say which GPT or Llama it is of: name its preset and what was changed (--model, --set)"
@@ -141,8 +141,8 @@ def convert(
 def _to_theirs(
     given: Mapping[str, Tensor], described: Mapping[str, Any] | None
 ) -> tuple[list[Step], dict[str, Any]]:
-    config = hf_names.own_config(described or {})
-    return hf_names.leave(given, config), {"kind": "hf", "config": hf_names.theirs_of(config)}
+    config = our_names.own_config(described or {})
+    return our_names.leave(given, config), {"kind": "hf", "config": our_names.theirs_of(config)}
 
 
 def _to_ours(
@@ -150,13 +150,13 @@ def _to_ours(
 ) -> tuple[list[Step], dict[str, Any]]:
     if described is None:
         raise CheckpointError("names of ours need the config.json of the model, and there is none")
-    config = hf_names.ours_of(described["config"])
-    full = hf_names.full_names(given, config)
+    config = our_names.ours_of(described["config"])
+    full = our_names.full_names(given, config)
     steps = [
         replace(step, sources=tuple(full[name] for name in step.sources))
-        for step in hf_names.enter(given, config)
+        for step in our_names.enter(given, config)
     ]
-    return steps, hf_names.describe_own(config)
+    return steps, our_names.describe_own(config)
 
 
 def cast_to(steps: list[Step], dtype: str | None) -> list[Step]:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from meshfold.engine.checkpoints.place import advised
 from meshfold.engine.errors import CheckpointError
-from meshfold.engine.hugging_face import our_names as hf_names
+from meshfold.engine.hugging_face import our_names
 from meshfold.engine.hugging_face.convert import DTYPES, cast_to
 from meshfold.engine.hugging_face.folder_weights import has_weights, open_weights
 from meshfold.engine.hugging_face.layout import to_files
@@ -87,11 +87,11 @@ def _steps(engine: Engine, like: Path | None, dtype: str | None) -> tuple[list[S
         name: torch.empty(source.shape, dtype=source.dtype, device="meta")
         for name, source in engine._model_state.sources().items()
     }
-    described = hf_names.describe(engine.model)
+    described = our_names.describe(engine.model)
     if described is not None and described["kind"] != "hf":
-        config = hf_names.own_config(described)
-        steps = hf_names.leave(given, config)
-        theirs: dict[str, Any] | None = hf_names.theirs_of(config)
+        config = our_names.own_config(described)
+        steps = our_names.leave(given, config)
+        theirs: dict[str, Any] | None = our_names.theirs_of(config)
     else:
         steps = to_files(engine.model, given)
         theirs = None if described is None else described["config"]
