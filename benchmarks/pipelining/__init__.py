@@ -1,0 +1,1 @@
+"""The parts of `meshfold bench pipeline`."""
