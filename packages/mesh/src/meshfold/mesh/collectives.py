@@ -96,12 +96,12 @@ def all_gather(x: Tensor, group: Group, dim: int = 0, *, async_op: bool = False)
     call = _note("all_gather", group, x, times=size, detail=dim, later=async_op)
     if _leads_in_memory(x, dim):
         turned = x.movedim(dim, 0)
-        gathered = _ops.all_gather_into_tensor(turned, size, group.name)
+        gathered = _blocks_of_all(turned, group)
         rest = turned.shape[1:]
         return _issue(
             gathered, lambda out: out.view(size * shape[dim], *rest).movedim(0, dim), async_op, call
         )
-    gathered = _ops.all_gather_into_tensor(x.contiguous(), size, group.name)
+    gathered = _blocks_of_all(x.contiguous(), group)
     whole = (*shape[:dim], size * shape[dim], *shape[dim + 1 :])
 
     def finish(out: Tensor) -> Tensor:
@@ -110,6 +110,20 @@ def all_gather(x: Tensor, group: Group, dim: int = 0, *, async_op: bool = False)
         return out.view(size, *shape).movedim(0, dim).reshape(whole)
 
     return _issue(gathered, finish, async_op, call)
+
+
+def _blocks_of_all(x: Tensor, group: Group) -> Tensor:
+    """Begin to gather every rank's block along dim 0, of a contiguous tensor: ``[n, ..] -> [g·n, ..]``, to be waited for."""
+    if x.device.type != "cpu":
+        gathered: Tensor = _ops.all_gather_into_tensor(x, group.size, group.name)
+        return gathered
+    # The same collective into memory of our own, because gloo runs the op above as ALLGATHER_COALESCED, and then corrupts
+    # the heap now and then (seen with torch 2.13): when a collective is over, each of a group's two worker threads
+    # assigns its name to one std::string that they share, without a lock. Up to 15 characters that is a copy in place;
+    # a longer name, and of those we cause this is the only one, lies on the heap and may be freed by both.
+    out = x.new_empty((group.size * x.shape[0], *x.shape[1:]))
+    into: Tensor = _ops.all_gather_into_tensor_out(x, group.size, group.name, out=out)
+    return into
 
 
 def all_gather_into(out: Tensor, x: Tensor, group: Group) -> Pending:
