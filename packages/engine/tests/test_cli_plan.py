@@ -12,8 +12,9 @@ import torch
 from meshfold.engine import Engine
 from meshfold.engine.cli import main
 from meshfold.engine.models import build, preset
+from meshfold.engine.planning.estimate import Estimate, times
 from meshfold.engine.planning.machines import MACHINES, Machine, machine
-from meshfold.engine.planning.planner import Estimate, estimate, times
+from meshfold.engine.planning.planner import estimate
 from meshfold.engine.planning.text import memory_table, picture
 from meshfold.mesh import ParallelSpec, record
 from meshfold.mesh.testing import run_on_ranks

@@ -273,7 +273,7 @@ def test_micro_batches_have_rows_that_the_tensor_mode_can_split(
     """Otherwise each would be filled up with rows that do not count."""
     for sequence, ranks_of in ({}, 4), (dict(sequence=RING), 8):
         with fake_world(ranks_of), engine_of(dict(pipeline=2, tensor=tensor, **sequence)) as engine:
-            batch = engine._prepare(batches(1, rows=rows)[0])
+            batch = engine._forward.prepare(batches(1, rows=rows)[0])
             assert [len(work.given["labels"]) for work in engine._pipelined._works(batch)] == sizes  # type: ignore[union-attr]
 
 

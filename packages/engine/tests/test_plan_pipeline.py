@@ -14,9 +14,10 @@ from torch import Tensor
 
 from meshfold.engine import Engine, plan_memory
 from meshfold.engine.cli import main
+from meshfold.engine.planning.estimate import Estimate
 from meshfold.engine.planning.machines import MACHINES
 from meshfold.engine.planning.pipeline_estimate import PipelineEstimate
-from meshfold.engine.planning.planner import Estimate, estimate
+from meshfold.engine.planning.planner import estimate
 from meshfold.engine.zero.states import ZeroStates
 from meshfold.mesh import ParallelSpec, record
 from meshfold.mesh.testing import run_on_ranks

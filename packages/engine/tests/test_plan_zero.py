@@ -15,8 +15,9 @@ from torch.utils.checkpoint import checkpoint
 from meshfold.engine import Engine
 from meshfold.engine.cli import main
 from meshfold.engine.models import build, preset
+from meshfold.engine.planning.estimate import Estimate, times
 from meshfold.engine.planning.machines import MACHINES, machine
-from meshfold.engine.planning.planner import Estimate, estimate, times
+from meshfold.engine.planning.planner import estimate
 from meshfold.engine.planning.text import memory_table
 from meshfold.engine.precision import Precision
 from meshfold.engine.zero.plan import limits_of, regime_of

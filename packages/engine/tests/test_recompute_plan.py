@@ -13,8 +13,9 @@ from torch import Tensor, nn
 from meshfold.engine import Engine
 from meshfold.engine.cli import main
 from meshfold.engine.models import GPT, GPTConfig
+from meshfold.engine.planning.estimate import Estimate
 from meshfold.engine.planning.machines import machine
-from meshfold.engine.planning.planner import Estimate, estimate
+from meshfold.engine.planning.planner import estimate
 from meshfold.engine.zero.pressure import Pressure
 from meshfold.engine.zero.residency import Residency
 from meshfold.engine.zero.states import ZeroStates

@@ -11,7 +11,8 @@ from torch import Tensor
 
 from meshfold.engine import Engine
 from meshfold.engine.models import GPT, GPTConfig
-from meshfold.engine.zero.residency import Residency, resident_bytes
+from meshfold.engine.zero.process_memory import resident_bytes
+from meshfold.engine.zero.residency import Residency
 from meshfold.engine.zero.states import ZeroStates
 from meshfold.mesh.testing import ranks, run_on_ranks
 from meshfold.zero_gemini import MemoryPlanError

@@ -168,7 +168,7 @@ def test_several_tensors_travel_and_the_batch_does_not() -> None:
             skipping, [tokens(6, s) for s in range(2)], {"pipe": 4}, name, schedule=name, microbatches=3
         )
         work = pipeline.split(tokens(6))[0]
-        assert [len(slots) for slots in pipeline._plan(work).slots.values()] == [1, 2, 2, 2, 2]
+        assert [len(slots) for slots in pipeline.plan_of(work).slots.values()] == [1, 2, 2, 2, 2]
         assert ("scale" in dict(pipeline.named_parameters())) == (pipeline.mesh.rank == 0)
         assert ("shift" in dict(pipeline.named_parameters())) == (pipeline.mesh.rank == 3)
 
@@ -316,9 +316,9 @@ def test_a_step_that_fails_leaves_nothing_behind() -> None:
         works = pipeline.split(bad)
         stage = pipeline._stages[1]
         work = works[0]
-        slot = pipeline._plan(work).slots[stage.first][0]
+        slot = pipeline.plan_of(work).slots[stage.first][0]
         with pytest.raises(IndexError):
-            stage.forward(0, work, pipeline._plan(work), [torch.zeros(slot.shape, dtype=slot.dtype)])
+            stage.forward(0, work, pipeline.plan_of(work), [torch.zeros(slot.shape, dtype=slot.dtype)])
         assert stage.live == () and pipeline.cut.gates.run is None
     pipeline.step(tokens(4))
     for name, p in pipeline.named_parameters():
@@ -377,7 +377,7 @@ def test_refusals() -> None:
         Pipeline(model(), mesh, layers=[8, 1])
     pipeline = Pipeline(Functional().double(), mesh, microbatches=1)
     work, received = pipeline.split(tokens(2))[0], [torch.zeros(2, SEQUENCE, WIDTH, dtype=torch.float64)]
-    plan = pipeline._plan(work)
+    plan = pipeline.plan_of(work)
     if mesh.rank == 1:
         with pytest.raises(LayoutError, match=r"'embed\.weight' belongs to a stage on another rank"):
             pipeline._stages[1].run(work, plan, received)

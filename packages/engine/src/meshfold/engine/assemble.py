@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from meshfold.engine.checkpoints.model_state import ModelState
+from meshfold.engine.checkpoints.pipelined_state import PipelinedState
 from meshfold.engine.hugging_face.from_folder import FolderValues, Loaded, Pretrained
-from meshfold.engine.optimizers import Factory
 from meshfold.engine.pipelining import PipelinedModel, PipelineSettings
 from meshfold.engine.precision import Masters, Precision, cast_rest
 from meshfold.engine.roots import split_roots
@@ -25,6 +26,7 @@ from meshfold.tensor_parallel import Report, parallelize
 from meshfold.tensor_parallel.rules import check_rules
 
 if TYPE_CHECKING:
+    from meshfold.engine.arguments import Arguments
     from meshfold.engine.recompute import RecomputedBlocks
 
 
@@ -49,6 +51,12 @@ class Assembled:
     torch_dropout: bool
     pipelined: PipelinedModel | None = None
     loaded: Loaded | None = None
+
+    def whole_state(self, states: States, world: World) -> ModelState:
+        """The state of the whole model, of which this rank has a part."""
+        if self.pipelined is None:
+            return ModelState(self.model, states, world)
+        return PipelinedState(self.model, states, world, self.pipelined.inventory)
 
 
 def assemble(
@@ -142,35 +150,35 @@ def assemble(
 def make_states(
     built: Assembled,
     world: World,
-    precision: Precision,
-    make: Factory | None,
-    *,
-    accumulation: int,
-    seed: int,
-    blocks: RecomputedBlocks | None = None,
-    looks_at_all: bool = True,
+    asked: Arguments,
+    blocks: RecomputedBlocks | None,
 ) -> States:
     """Weights, gradients and optimizer state, as the spec says: whole on every data rank, or in chunks.
 
-    ``blocks``: those whose activations a plan may keep. ``looks_at_all``: something is asked of all gradients together
-    before the first of them may be stepped with.
+    ``blocks``: those whose activations a plan may keep.
     """
+    precision, make = asked.precision, asked.make_optimizer
+    states: States
     if world.spec.zero is None:
-        return PlainStates(built.parameters, Masters(built.parameters.values(), precision), world, make)
-    from meshfold.engine.zero.states import ZeroStates
+        states = PlainStates(built.parameters, Masters(built.parameters.values(), precision), world, make)
+    else:
+        from meshfold.engine.zero.states import ZeroStates
 
-    return ZeroStates(
-        built.model,
-        world,
-        precision,
-        make,
-        accumulation=accumulation,
-        seed=seed,
-        values=built.values,
-        blocks=blocks,
-        looks_at_all=looks_at_all,
-        names={} if built.pipelined is None else built.pipelined.inventory.first,
-    )
+        states = ZeroStates(
+            built.model,
+            world,
+            precision,
+            make,
+            accumulation=asked.accumulation,
+            seed=asked.seed,
+            values=built.values,
+            blocks=blocks,
+            looks_at_all=asked.looks_at_all,
+            names={} if built.pipelined is None else built.pipelined.inventory.first,
+        )
+    if built.pipelined is not None:
+        built.pipelined.attach(states)
+    return states
 
 
 def _checked(function: Callable[[], nn.Module]) -> nn.Module:

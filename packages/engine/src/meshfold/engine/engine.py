@@ -6,40 +6,38 @@ import math
 import os
 import sys
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
 from meshfold.engine import recompute as recomputation
-from meshfold.engine import settings
+from meshfold.engine.arguments import Arguments
 from meshfold.engine.assemble import assemble, make_states
-from meshfold.engine.batches import batch as batches
 from meshfold.engine.batches.cut import cut
 from meshfold.engine.batches.loader import ShardedLoader
-from meshfold.engine.batches.shares import Shares
 from meshfold.engine.checkpoints import persistence
 from meshfold.engine.checkpoints.background_save import BackgroundSave
-from meshfold.engine.checkpoints.model_state import ModelState
-from meshfold.engine.checkpoints.pipelined_state import PipelinedState
 from meshfold.engine.checkpoints.saving import Saver
-from meshfold.engine.clipping import Clipping
 from meshfold.engine.errors import TrainingError
+from meshfold.engine.forward import Forward, check_loss
 from meshfold.engine.hugging_face import exporting
 from meshfold.engine.hugging_face.writing import SHARD_BYTES
 from meshfold.engine.long_runs import supervision
-from meshfold.engine.long_runs.nonfinite import NonFiniteGuard, check_mode
-from meshfold.engine.metrics import StepMetrics
-from meshfold.engine.optimizers import optimizer_factory, scheduler_of
-from meshfold.engine.pipelining import PipelinedModel, PipelineSettings
-from meshfold.engine.precision import LossScaler, Precision
+from meshfold.engine.long_runs.nonfinite import NonFiniteGuard
+from meshfold.engine.metrics import StepMetrics, metrics_of
+from meshfold.engine.optimizers import scheduler_of
+from meshfold.engine.pipelining import PipelinedModel, PipelineSettings, check_own_loop
+from meshfold.engine.precision import LossScaler
 from meshfold.engine.randomness import randomness
 from meshfold.engine.sequence import split_sequence
-from meshfold.engine.world import has_zero, join
-from meshfold.mesh import ParallelSpec, SpecError, all_reduce, flight
+from meshfold.engine.world import join
+from meshfold.mesh import ParallelSpec, all_reduce, flight
 
 if TYPE_CHECKING:
+    from meshfold.engine.batches.batch import Batch
+    from meshfold.engine.batches.shares import Shares
     from meshfold.engine.zero.residency import Residency
     from meshfold.zero_gemini.backward import Backward
 
@@ -118,70 +116,62 @@ class Engine:
         Raises:
             SpecError: for every setting that is wrong, before anything starts.
         """
-        self._precision = Precision.parse(precision)
-        make_optimizer = optimizer_factory(optimizer, whole=has_zero(parallel))
-        self._clip = Clipping.parse(clip_grad_norm, clip_norm_type, clip_grad_value)
-        # Whether something is asked of all gradients together before the first of them may be stepped with.
-        guarded = check_mode(nonfinite)
-        self._looks_at_all = self._clip.needs_all or self._precision.scale is not None or guarded is not None
-        self._accumulation = settings.count("gradient_accumulation", gradient_accumulation)
-        self._seed = settings.count("seed", seed, least=0)
-        if loss_fn is not None and not callable(loss_fn):
-            raise SpecError(f"loss_fn={loss_fn!r}: a function of the model's output and the batch")
-        if lr_scheduler is not None and make_optimizer is None:
-            raise SpecError(
-                "lr_scheduler without an optimizer: give Engine(..., optimizer=dict(name='adamw', lr=...))"
-            )
-        self._loss_fn = loss_fn
-        limit_s, compare = supervision.check(watchdog, check_collectives)
+        asked = Arguments.check(
+            parallel=parallel, optimizer=optimizer, precision=precision, gradient_accumulation=gradient_accumulation,
+            clip_grad_norm=clip_grad_norm, clip_norm_type=clip_norm_type, clip_grad_value=clip_grad_value, seed=seed,
+            loss_fn=loss_fn, lr_scheduler=lr_scheduler, nonfinite=nonfinite, watchdog=watchdog,
+            check_collectives=check_collectives,
+        )  # fmt: skip
+        self._precision, self._clip, self._looks_at_all = asked.precision, asked.clip, asked.looks_at_all
+        self._accumulation, self._seed = asked.accumulation, asked.seed
+        self._open = ExitStack()  # what is to be closed, the last first
 
-        self._world = join(parallel, device)
-        self._watch = supervision.watch_over(self._world, limit_s, compare)
-        self.spec, self.mesh, self.device = self._world.spec, self._world.mesh, self._world.device
+        # The running processes, as a mesh.
+        self._world = world = join(parallel, device)
+        self._open.callback(supervision.watch_over(world, asked.watchdog, asked.compare).close)
+        self._open.callback(world.mesh.close)
+        self.spec, self.mesh, self.device = world.spec, world.mesh, world.device
         recompute = recomputation.check(recompute, self.spec)
+
+        # This rank's part of the model: split, given its first values, in place.
         stages = PipelineSettings(loss_fn=loss_fn, example=example)
-        built = assemble(model, self._world, self._precision, self._seed, rules, stages)
-        self._pipelined = built.pipelined
-        self.pipeline = None if built.pipelined is None else built.pipelined.pipeline
+        built = assemble(model, world, self._precision, self._seed, rules, stages)
         self.model, self.report, self.loaded = built.model, built.report, built.loaded
-        self._torch_dropout = built.torch_dropout
-        self._sequence = split_sequence(self.model, self._world, own_loss=loss_fn is not None)
-        around = None if self._sequence is None else self._sequence.repeated
-        own_blocks = None if self._pipelined is None else self._pipelined.blocks()
-        self._blocks = recomputation.RecomputedBlocks(self.model, around, own_blocks) if recompute else None
-        self._shifted = loss_fn is None and batches.loss_is_shifted(self.model)
-        self._takes_cache = batches.takes_cache(self.model)
-        self._states = make_states(
-            built,
-            self._world,
-            self._precision,
-            make_optimizer,
-            accumulation=self._accumulation,
-            seed=self._seed,
-            blocks=self._blocks if recompute == "auto" else None,
-            looks_at_all=self._looks_at_all,
-        )
-        self._scaler = LossScaler(self._precision.scale, says=self.mesh.rank == 0)
-        if self._pipelined is None:
-            self._model_state = ModelState(self.model, self._states, self._world)
-        else:
-            self._pipelined.attach(self._states)
-            inventory = self._pipelined.inventory
-            self._model_state = PipelinedState(self.model, self._states, self._world, inventory)
+        self._torch_dropout, self._pipelined = built.torch_dropout, built.pipelined
+        self.pipeline = None if built.pipelined is None else built.pipelined.pipeline
+        sequence = split_sequence(self.model, world, own_loss=loss_fn is not None)
+        if sequence is not None:
+            self._open.callback(sequence.close)
+        self._blocks = recomputation.recompute_blocks(recompute, self.model, sequence, built.pipelined)
+        if self._blocks is not None:
+            self._open.callback(self._blocks.close)
+
+        # Its true weights, their gradients and the optimizer's state, and what works on them.
+        self._states = make_states(built, world, asked, self._blocks if recompute == "auto" else None)
+        self._open.callback(self._states.close)
         self.optimizer = self._states.optimizer
         self.lr_scheduler = scheduler_of(lr_scheduler, self.optimizer)
+        self._scaler = LossScaler(self._precision.scale, says=self.mesh.rank == 0)
+        self._forward = Forward(
+            self.model, world, self._precision, self._states, pipelined=built.pipelined, loss_fn=loss_fn
+        )
+        self._guard = NonFiniteGuard(asked.nonfinite)
+        self._model_state = built.whole_state(self._states, world)
+        self._saver = Saver(world)
+        self._loaders: dict[str, ShardedLoader] = {}
+        self._positions: dict[str, dict[str, int]] = {}  # of loaders that are not made yet
 
         self.steps = self.micro_step = self.skipped_steps = 0
         self.last: StepMetrics | None = None
+        # Of the last step.
         self._norm: Tensor | None = None
         self._lr = 0.0 if self.optimizer is None else float(self.optimizer.param_groups[0]["lr"])
-        self._skipped = self._begun = False
-        self._backwards = self._place = 0  # since the last step: backwards, micro-steps of ``train_step``
-        self._sync = True
-        self._saver = Saver(self._world)
-        self._loaders: dict[str, ShardedLoader] = {}
-        self._positions: dict[str, dict[str, int]] = {}
-        self._guard = None if guarded is None else NonFiniteGuard(self, guarded)
+        self._skipped = False
+        # Since the last step.
+        self._place = 0  # micro-steps of ``train_step``
+        self._backwards = 0
+        self._begun = False  # a forward whose backward did not come yet
+        self._sync = True  # no ``no_sync`` is open
 
     # -- training -----------------------------------------------------------------------------------------------
 
@@ -199,64 +189,55 @@ class Engine:
             TrainingError: without an optimizer.
         """
         flight.at_step(self.steps + self.skipped_steps + 1)
-        work = self._prepare(batch)
+        work = self._forward.prepare(batch)
         last = self._place == self._accumulation - 1
         self.model.train()
-        shares = Shares(work, self._world, shifted=self._shifted, places=True)
-        loss = self._forward_backward(work, shares, last=last)
-        while loss is None:  # memory ran out, and there is more now
-            loss = self._forward_backward(work, shares, last=last)
-        loss = all_reduce(loss, self._world.data_group)
-        if self._guard is not None:
-            self._guard.saw(work, loss)
+        shares = self._forward.shares(work)
+        loss = all_reduce(self._forward_backward(work, shares, last=last), self._world.data_group)
+        self._guard.saw(self.micro_step, work, loss)
         self.micro_step += 1
         self._place += 1
         if last:
             self.step()
         count = int(shares.total())
-        self.last = self._metrics(float(loss) if count else math.nan, count, stepped=last)
+        self.last = metrics_of(self, float(loss) if count else math.nan, count, stepped=last)
         return self.last.loss
 
-    def _forward_backward(self, work: batches.Batch, shares: Shares, *, last: bool) -> Tensor | None:
-        """A micro-step's share of the loss; None if memory ran out, nothing was done, and more was made."""
+    def _forward_backward(self, work: Batch, shares: Shares, *, last: bool) -> Tensor:
+        """A micro-step: this rank's share of the global loss; its gradient is added to those since the last step."""
         if self._pipelined is not None:
             return self._through_stages(self._pipelined, work, shares, last=last)
-        try:
-            self._begin()
-            with self._randomness(shares):
-                mine = self._loss(work, shares)
-                share = shares.weight()
-                kind: Backward = "more" if not last else "last" if self._looks_at_all else "final"
-                self._backward(mine * (share / self._accumulation), kind)
-            return mine.detach() * share
-        except RuntimeError as error:
-            self._begun = False
-            if self._backwards or not self._states.can_relieve(error):
-                raise
-        self._states.relieve()  # here, where the error no longer holds on to the graph
-        return None
+        while True:
+            try:
+                return self._in_one_piece(work, shares, last=last)
+            except RuntimeError as error:
+                self._begun = False
+                if self._backwards or not self._states.can_relieve(error):
+                    raise
+            # Memory ran out, and more can be made: here, where the error no longer holds on to the graph.
+            self._states.relieve()
 
-    def _through_stages(
-        self, stages: PipelinedModel, work: batches.Batch, shares: Shares, *, last: bool
-    ) -> Tensor:
-        """A micro-step's share of the loss, of a model in stages: as many backwards as there are micro-batches."""
+    def _in_one_piece(self, work: Batch, shares: Shares, *, last: bool) -> Tensor:
+        """Forward, then backward, of the whole batch."""
+        self._begin()
+        with self._randomness(shares):
+            mine = self._forward.loss(work, shares)
+            share = shares.weight()
+            # The final one, where nobody looks at the gradients before the optimizer does: it may step as they come.
+            kind: Backward = "more" if not last else "last" if self._looks_at_all else "final"
+            self._backward(mine * (share / self._accumulation), kind)
+        return mine.detach() * share
+
+    def _through_stages(self, stages: PipelinedModel, work: Batch, shares: Shares, *, last: bool) -> Tensor:
+        """Forwards and backwards of micro-batches take turns."""
         self._begun = False  # also if the one before was broken off
         self._begin()
         with self._randomness(shares):
             works = stages.look_ahead(work)
         share = shares.weight()
-        with self._randomness(shares), self._states.backward("last" if last else "more"):
+        with self._randomness(shares), self._gradients("last" if last else "more"):
             mine = stages.step(works, share * (self._scaler.scale / self._accumulation))
-        self._begun = False
-        self._backwards += 1
         return mine * share
-
-    def _no_loop(self, what: str) -> None:
-        if self._pipelined is not None:
-            raise SpecError(
-                f"{what} under pipeline: forward and backward of micro-batches take turns there, so a loop of one's own "
-                "cannot call them apart. Call engine.train_step(batch), and engine.eval_step(batch) to evaluate"
-            )
 
     # The halves of a train step, for a loop of one's own.
 
@@ -267,14 +248,13 @@ class Engine:
         backward each drops other elements. Rows of the first tensor are taken for this data coordinate's part of
         the global batch. For evaluation call ``engine.model`` under ``torch.no_grad()`` in evaluation mode.
         """
-        self._no_loop("engine(...)")
-        work = batches.inputs(args, kwargs, self.device, self._precision.dtype)
+        check_own_loop(self._pipelined, "engine(...)")
+        work = self._forward.inputs(args, kwargs)
         self.model.train()
         if torch.is_grad_enabled():
             self._begin()
-        shares = Shares(work, self._world, shifted=False, places=True)
-        with self._randomness(shares):
-            output = self._forward(work)
+        with self._randomness(self._forward.shares(work)):
+            output = self._forward.output(work)
         self.micro_step += 1
         return output
 
@@ -296,12 +276,8 @@ class Engine:
             SpecError: for a loss that is no scalar that depends on parameters.
             TrainingError: without an optimizer.
         """
-        self._no_loop("engine.backward(loss)")
-        if not isinstance(loss, Tensor) or loss.numel() != 1 or not loss.requires_grad:
-            what = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else repr(loss)
-            raise SpecError(
-                f"backward({what}): a loss is a tensor of one element that was computed from the model's parameters"
-            )
+        check_own_loop(self._pipelined, "engine.backward(loss)")
+        check_loss(loss)
         kind: Backward = "last" if self._sync else "apart"
         self._backward(loss.double() / self._world.data_size, kind, retain_graph=retain_graph)
 
@@ -313,7 +289,7 @@ class Engine:
         gradients: under ``zero`` from stage 2 on as many times its share of them as there are data ranks, and those where
         the optimizer's state lives. ``gradient_accumulation`` holds no more than the share, and sums every time.
         """
-        self._no_loop("engine.no_sync()")
+        check_own_loop(self._pipelined, "engine.no_sync()")
         before, self._sync = self._sync, False
         try:
             yield
@@ -337,7 +313,7 @@ class Engine:
         states.finish(1.0 / self._scaler.scale)
         self._norm = self._clip.apply(states)
         self._lr = float(optimizer.param_groups[0]["lr"])
-        refused = self._guard is not None and self._guard.refuses(self._norm)
+        refused = self._guard.refuses(self, self._norm)
         self._skipped = (self._scaler.moves and self._scaler.update(float(self._norm))) or refused
         if self._skipped:
             self.skipped_steps += 1
@@ -347,7 +323,7 @@ class Engine:
             if self.lr_scheduler is not None:
                 self.lr_scheduler.step()
         self.zero_grad()
-        self.last = self._metrics(math.nan, 0, stepped=True)
+        self.last = metrics_of(self, math.nan, 0, stepped=True)
         self._saver.look()
         return not self._skipped
 
@@ -355,8 +331,7 @@ class Engine:
         """Let go of the gradients since the last step; :meth:`step` does so by itself."""
         self._states.forget()
         self._backwards = self._place = 0
-        if self._guard is not None:
-            self._guard.forget()
+        self._guard.forget()
 
     def _trains(self) -> torch.optim.Optimizer:
         if self.optimizer is None:
@@ -374,67 +349,33 @@ class Engine:
                 self._saver.before_change()
             self._states.begin(first=not self._backwards)
 
-    def _backward(self, share: Tensor, kind: Backward, *, retain_graph: bool = False) -> None:
-        """Backward of this rank's share of a loss: gradients are summed over the data ranks."""
+    @contextmanager
+    def _gradients(self, kind: Backward) -> Iterator[None]:
+        """Around a backward: what gradients come inside are summed over the data ranks, now or later."""
         self._begin()
         with self._states.backward(kind):
-            (share * self._scaler.scale).backward(retain_graph=retain_graph)
+            yield
         self._begun = False
         self._backwards += 1
 
-    def _metrics(self, loss: float, tokens: int, *, stepped: bool) -> StepMetrics:
-        return StepMetrics(
-            step=self.steps,
-            micro_step=self.micro_step,
-            loss=loss,
-            tokens=tokens,
-            stepped=stepped,
-            grad_norm=None if self._norm is None else float(self._norm),
-            lr=self._lr,
-            loss_scale=self._scaler.scale,
-            skipped=self._skipped,
-            skipped_steps=self.skipped_steps,
-        )
+    def _backward(self, share: Tensor, kind: Backward, *, retain_graph: bool = False) -> None:
+        """Backward of this rank's share of a loss."""
+        with self._gradients(kind):
+            (share * self._scaler.scale).backward(retain_graph=retain_graph)
+
+    def _randomness(self, shares: Shares) -> AbstractContextManager[object]:
+        """Dropout of this micro-step: every element of the global batch has one fate, under every spec."""
+        return randomness(self._seed, self.micro_step, shares, self.device, torch_too=self._torch_dropout)
 
     # -- evaluation ---------------------------------------------------------------------------------------------
 
     @torch.no_grad()
     def eval_step(self, batch: Any) -> float:
         """The mean loss over all tokens of the global batch, without dropout and without training."""
-        work = self._prepare(batch)
-        shares = Shares(work, self._world, shifted=self._shifted, places=False)
-        training = self.model.training
-        self.model.eval()
-        try:
-            mine = self._loss(work, shares) if self._pipelined is None else self._pipelined.assess(work)
-        finally:
-            self.model.train(training)
-        loss = all_reduce(mine * shares.weight(), self._world.data_group)
-        return float(loss) if int(shares.total()) else float("nan")
-
-    def _prepare(self, batch: Any) -> batches.Batch:
-        work = batches.prepare(batch, self.device, self._precision.dtype, own_loss=self._loss_fn is not None)
-        if self._takes_cache:
-            work.kwargs.setdefault("use_cache", False)
-        return work
-
-    def _randomness(self, shares: Shares) -> AbstractContextManager[object]:
-        """Dropout of this micro-step: every element of the global batch has one fate, under every spec."""
-        return randomness(self._seed, self.micro_step, shares, self.device, torch_too=self._torch_dropout)
-
-    def _loss(self, work: batches.Batch, shares: Shares) -> Tensor:
-        """This data coordinate's mean loss in float64; 0 if nothing counts here."""
-        output = self._forward(work)
-        loss = batches.loss_of(output, work, self._loss_fn).double()
-        # Where nothing counts the loss is 0/0, and so may be its gradient: neither must get through.
-        return torch.where(shares.count > 0, loss, 0.0)
-
-    def _forward(self, work: batches.Batch) -> Any:
-        try:
-            return self.model(*work.args, **work.kwargs)
-        except RuntimeError as error:
-            self._states.explain(error)
-            raise
+        work = self._forward.prepare(batch)
+        shares = self._forward.shares(work, places=False)
+        loss = all_reduce(self._forward.assess(work, shares) * shares.weight(), self._world.data_group)
+        return float(loss) if int(shares.total()) else math.nan
 
     @property
     def generator(self) -> Any:
@@ -572,18 +513,7 @@ class Engine:
             else:  # the other ranks may not come
                 self._saver.abandon()
         finally:
-            self._close()
-
-    def _close(self) -> None:
-        try:
-            self._states.close()
-        finally:  # also if a step that was promised failed
-            if self._blocks is not None:
-                self._blocks.close()
-            if self._sequence is not None:
-                self._sequence.close()
-            self.mesh.close()
-            self._watch.close()
+            self._open.close()
 
     def __enter__(self) -> Engine:
         return self

@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from meshfold.engine.engine import Engine
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -32,3 +36,19 @@ class StepMetrics:
     loss_scale: float
     skipped: bool
     skipped_steps: int
+
+
+def metrics_of(engine: Engine, loss: float, tokens: int, *, stepped: bool) -> StepMetrics:
+    """What an engine's call did, as it stands: its loss and tokens are told, all else is known."""
+    return StepMetrics(
+        step=engine.steps,
+        micro_step=engine.micro_step,
+        loss=loss,
+        tokens=tokens,
+        stepped=stepped,
+        grad_norm=None if engine._norm is None else float(engine._norm),
+        lr=engine._lr,
+        loss_scale=engine._scaler.scale,
+        skipped=engine._skipped,
+        skipped_steps=engine.skipped_steps,
+    )

@@ -220,6 +220,23 @@ class PipelinedModel:
             self._states.complete([parameter for _, parameter in named])
 
 
+def check_own_loop(pipelined: PipelinedModel | None, what: str) -> None:
+    """Whether a loop of the user's own can call forward and backward apart.
+
+    Args:
+        pipelined: the engine's model, if it is in stages.
+        what: the call.
+
+    Raises:
+        SpecError: if it is.
+    """
+    if pipelined is not None:
+        raise SpecError(
+            f"{what} under pipeline: forward and backward of micro-batches take turns there, so a loop of one's own "
+            "cannot call them apart. Call engine.train_step(batch), and engine.eval_step(batch) to evaluate"
+        )
+
+
 def _slowest(costs: Costs, world: World) -> Costs:
     """The same costs on all ranks: the most that any measured."""
     columns = [costs.forward, costs.backward_input, costs.backward_weight]

@@ -24,6 +24,8 @@ from meshfold.mesh.errors import nearest
 from meshfold.tensor_parallel.foreign import recompute_contexts
 
 if TYPE_CHECKING:
+    from meshfold.engine.pipelining import PipelinedModel
+    from meshfold.engine.sequence import SplitSequence
     from meshfold.zero_gemini.trace import LayerWatch
 
 WAYS = ("blocks", "auto")
@@ -54,6 +56,26 @@ def check(recompute: object, spec: ParallelSpec) -> str | None:
             "recompute='blocks'"
         )
     return str(recompute)
+
+
+def recompute_blocks(
+    way: str | None, model: nn.Module, sequence: SplitSequence | None, pipelined: PipelinedModel | None
+) -> RecomputedBlocks | None:
+    """The blocks of an engine's model, from now on recomputed; None if none is to be.
+
+    Args:
+        way: from :func:`check`.
+        model: this rank's part, as it is trained.
+        sequence: what was done to it for split sequences.
+        pipelined: it, where it is in stages.
+
+    Raises:
+        SpecError: if it has no list of blocks.
+    """
+    if way is None:
+        return None
+    around = None if sequence is None else sequence.repeated
+    return RecomputedBlocks(model, around, None if pipelined is None else pipelined.blocks())
 
 
 class Recomputed:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from meshfold.mesh import LayoutError, Mesh
+from meshfold.pipeline.evaluating import evaluating
 from meshfold.pipeline.gates import Gates
 from meshfold.pipeline.ghosts import standing_in
 
@@ -26,12 +27,10 @@ def parameters_before(
     device: torch.device,
 ) -> set[str]:
     """Full names of the parameters that are used before the blocks."""
-    training = {module: module.training for module in model.modules()}
     within = {module for block in gates.blocks for module in block.modules()}
     outside = [module for module in model.modules() if module not in within]
-    model.eval()
     try:
-        with standing_in(outside, device):
+        with evaluating(model), standing_in(outside, device):
             loose = [getattr(module, name) for module, name in weights]
             try:
                 gates.look(lambda: model(*example[0], **example[1]), loose, only_first=True)
@@ -46,8 +45,6 @@ def parameters_before(
             reached = _leaves(gates.entering)
             early = [id(tensor) in reached for tensor in loose]
     finally:
-        for module, was in training.items():
-            module.training = was
         gates.entering = []
         gates._shapes.clear()
     called = [module for module in beside if module in gates.called]

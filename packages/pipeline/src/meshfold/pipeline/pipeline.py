@@ -8,34 +8,30 @@ optimizer.step()
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_map_only
 
-from meshfold.mesh import Mesh, SpecError, broadcast, build_on_meta, materialize, retrace_initialization
-from meshfold.mesh.first_values import coordinates_of, origin_of
+from meshfold.mesh import Mesh, broadcast
+from meshfold.pipeline.batches import Batches
 from meshfold.pipeline.before import Example
 from meshfold.pipeline.beside import ALONE, Beside
 from meshfold.pipeline.communicate import Program
 from meshfold.pipeline.costs import Costs
-from meshfold.pipeline.cut import Cut, cut
-from meshfold.pipeline.deferred import defer
+from meshfold.pipeline.evaluating import evaluating
 from meshfold.pipeline.gates import Plan
-from meshfold.pipeline.ghosts import agree
 from meshfold.pipeline.interpreter import Channels, Interpreter, Peaks
 from meshfold.pipeline.measure import measure, rehearse
-from meshfold.pipeline.microbatch import Microbatch, rows_of, split
+from meshfold.pipeline.microbatch import Microbatch
 from meshfold.pipeline.outputs import Output, share
-from meshfold.pipeline.placeholders import signature
+from meshfold.pipeline.plans import Plans
 from meshfold.pipeline.programs import Programs, Source
 from meshfold.pipeline.stage import Stage, loss_in
+from meshfold.pipeline.staged import stage_model
 from meshfold.pipeline.ties import TiedGradients, pairs
+from meshfold.pipeline.whole_gradients import WholeGradients
 
 
 class Pipeline:
@@ -106,60 +102,46 @@ class Pipeline:
         """
         mesh.require(axis, what="the pipeline")
         self.mesh, self.axis = mesh, axis
-        self._loss_fn, self._weigh, self._reduce = loss_fn, weigh, reduce
-        self._beside = beside
+        self._loss_fn, self._beside = loss_fn, beside
         self._programs = Programs(
             schedule, mesh.size(axis), microbatches, chunks=chunks, waves=waves, costs=costs, memory=memory
         )
         self.home = self._programs.home
-        built, tape, seed = _built(model, seed) if fill is None else (model, None, seed)
-        if not isinstance(built, nn.Module):
-            raise SpecError(f"fill=... goes with a module on the meta device, and model is {model!r}")
-        self.device = _device(device, built)
-        self.cut: Cut = cut(
-            built,
+        staged = stage_model(
+            model,
             mesh,
             self.home,
             axis=axis,
             example=example,
-            device=self.device,
+            device=device,
+            dtype=dtype,
+            seed=seed,
+            fill=fill,
             costs=block_costs,
             layers=layers,
             blocks=blocks,
+            batched_weights=batched_weights,
+            loss_fn=loss_fn,
         )
-        if fill is not None:
-            fill(built)
-        elif tape is not None:
-            materialize(
-                built,
-                tape,
-                seed=seed,
-                device=self.device,
-                dtype=dtype,
-                placement_of=lambda name, tensor: coordinates_of(tensor),
-            )
-        else:
-            built.to(self.device)
-        self.module = built
-        self._takes_cache = "use_cache" in _arguments(built)
-        self._shifted = getattr(built, "loss_type", None) in (None, "ForCausalLM")
-        queue = defer(built, batched=batched_weights)
-        loss_of = partial(loss_in, loss_fn=loss_fn)
-        self._stages = {number: Stage(self.cut, number, queue, loss_of) for number in self.cut.stages}
+        self.cut, self.module, self.device = staged.cut, staged.module, staged.device
+        self._stages = staged.stages
+        self._batches = Batches(
+            self.module, self._programs, self.device, own_loss=loss_fn is not None, weigh=weigh
+        )
+        self._plans = Plans(staged, mesh, axis, beside)
         self._channels = Channels(mesh, axis)
+        self._ties = TiedGradients(
+            self.cut.ties, [self.cut.parameter(tie.name) for tie in self.cut.ties], self._channels
+        )
+        self._whole = None if reduce is None else WholeGradients(self.cut, self._ties, reduce)
         self._interpreter = Interpreter(
             stages=self._stages,
             home=self.home,
             channels=self._channels,
             device=self.device,
             together=batched_weights,
-            reduce=self._whole if reduce is not None else None,
+            reduce=None if self._whole is None else self._whole.of_stage,
         )
-        self._ties = TiedGradients(
-            self.cut.ties, [self.cut.parameter(tie.name) for tie in self.cut.ties], self._channels
-        )
-        self._plans: dict[object, Plan] = {}
-        self._unfinished: set[int] = set()
 
     # -- a module's surface -----------------------------------------------------------------------------------------
 
@@ -224,33 +206,20 @@ class Pipeline:
 
     def split(self, batch: Any, *, unit: int = 1) -> list[Microbatch]:
         """A batch in micro-batches, on the device; ``unit``: see :func:`meshfold.pipeline.microbatch.split`."""
-        rows = rows_of(batch)
-        moved = _moved(batch, self.device)
-        works = split(
-            moved,
-            self._programs.count(rows, unit=unit),
-            unit=unit,
-            own_loss=self._loss_fn is not None,
-            shifted=self._shifted,
-            weigh=self._weigh,
-        )
-        if self._takes_cache:
-            for work in works:
-                work.kwargs.setdefault("use_cache", False)
-        return self._beside.filled(works)
+        return self._beside.filled(self._batches.to_train(batch, unit=unit))
 
     def run(self, works: Sequence[Microbatch], *, scale: float | Tensor = 1.0) -> Tensor:
         """:meth:`step` for micro-batches that are there already; their weights should add up to 1."""
         program = self.program(len(works))
-        plans = [self._plan(work) for work in works]
+        plans = [self._plans.of(work) for work in works]
         self._channels.open(pairs(self.cut.ties), self.device)
-        ties = self._ties
-        self._unfinished = set(self._stages)
-        with ties.collecting():
+        if self._whole is not None:
+            self._whole.begin()
+        with self._ties.collecting():
             loss = self._interpreter.run(program, works, plans, scale)
-        ties.sum()
-        if self._reduce is not None and ties.parameters:
-            self._reduce([(tie.name, p) for tie, p in zip(ties.ties, ties.parameters, strict=True)])
+        self._ties.sum()
+        if self._whole is not None:
+            self._whole.of_ties()
         return self._everywhere(loss)
 
     def measure(self, batch: Any, repeats: int = 3) -> Costs:
@@ -266,7 +235,7 @@ class Pipeline:
         return measure(
             self._stages,
             work,
-            self._plan(work),
+            self._plans.of(work),
             self.mesh.group(self.axis),
             len(self.home),
             self.device,
@@ -284,11 +253,11 @@ class Pipeline:
         For who watches a rank by itself: hooks see what they see in a step. Gradients come, and are whoever's who takes
         them up.
         """
-        rehearse(self._stages, work, self._plan(work), self.device)
+        rehearse(self._stages, work, self._plans.of(work), self.device)
 
     def plan_of(self, work: Microbatch) -> Plan:
         """What travels between stages for a micro-batch of this shape."""
-        return self._plan(work)
+        return self._plans.of(work)
 
     def program(self, microbatches: int) -> Program:
         """What a step of so many micro-batches does, on every rank."""
@@ -305,7 +274,7 @@ class Pipeline:
     def assess(self, works: Sequence[Microbatch]) -> Tensor:
         """:meth:`evaluate` for micro-batches that are there already."""
         total: Tensor | None = None
-        with self._evaluating():
+        with evaluating(self.module):
             for work, output in zip(works, self._outputs(works), strict=True):
                 if output is not None:
                     loss = loss_in(output, work.given, self._loss_fn)
@@ -321,22 +290,7 @@ class Pipeline:
         A tensor, or an object with the tensors among the output's fields as attributes, ``logits`` for one. So
         ``meshfold.engine.models.generate(pipeline, ids, 20)`` writes text.
         """
-        given = _moved((args, kwargs), self.device)
-        rows = rows_of(given)
-        works = split(
-            given, self._programs.count(rows, training=False), own_loss=True, weigh=lambda part: 1.0
-        )
-        calls = [
-            Microbatch(
-                args=work.given[0],
-                kwargs={**({"use_cache": False} if self._takes_cache else {}), **work.given[1]},
-                given=None,
-                first_row=work.first_row,
-                first_token=work.first_token,
-                weight=work.weight,
-            )
-            for work in works
-        ]
+        calls = self._batches.to_call(args, kwargs)
         outputs = list(self._outputs(self._beside.filled(calls)))[: len(calls)]
         source = self.home[-1]
         here = outputs if self._channels.index == source else None
@@ -344,89 +298,14 @@ class Pipeline:
 
     def _outputs(self, works: Sequence[Microbatch]) -> Iterator[Any]:
         """Outputs of the model where the last stage is, None elsewhere."""
-        plans = [self._plan(work) for work in works]
+        plans = [self._plans.of(work) for work in works]
         program = self._programs.forward(len(works))
         return iter(self._interpreter.evaluate(program, works, plans))
-
-    # -- inside -----------------------------------------------------------------------------------------------------
-
-    def _plan(self, work: Microbatch) -> Plan:
-        """What travels for a micro-batch of this shape."""
-        if not self._plans:  # dtypes may have been changed since the model was cut
-            agree(self.cut.beside, self.mesh.group(self.axis), self.device)
-        key = signature(work.args, work.kwargs)
-        if key not in self._plans:
-            with self._beside.looking():
-                self._plans[key] = self.cut.gates.look(
-                    lambda: self.module(*work.args, **work.kwargs), self.cut.loose()
-                )
-        return self._plans[key]
 
     def _everywhere(self, loss: Tensor | None) -> Tensor:
         """The last stage's scalar on all ranks."""
         here = torch.zeros((), dtype=torch.float64, device=self.device) if loss is None else loss
         return broadcast(here, self.mesh.group(self.axis), self.home[-1])
-
-    def _whole(self, stage: int) -> None:
-        """The gradients of a stage are whole: hand on what no other stage of this rank, and no other rank, adds to."""
-        if self._reduce is None:
-            return
-        self._unfinished.discard(stage)
-        tied = {tie.name for tie in self.cut.ties}
-        done = [
-            (name, parameter)
-            for name, parameter in self.cut.named_parameters()
-            if stage in (stages := self.cut.users[name])
-            and not stages & self._unfinished
-            and name not in tied
-        ]
-        if done:
-            self._reduce(done)
-
-    @contextmanager
-    def _evaluating(self) -> Iterator[None]:
-        training = {module: module.training for module in self.module.modules()}
-        self.module.eval()
-        try:
-            yield
-        finally:
-            for module, was in training.items():
-                module.training = was
-
-
-def _built(model: nn.Module | Callable[[], nn.Module], seed: int) -> tuple[nn.Module, Any, int]:
-    """(the model, its tape if it is on the meta device, the seed of its values)"""
-    if not isinstance(model, nn.Module):
-        if not callable(model):
-            raise SpecError(f"model={model!r}: an nn.Module, or a function without arguments that makes one")
-        return (*build_on_meta(model), seed)
-    if not any(p.is_meta for p in model.parameters()):
-        return model, None, seed
-    origin = origin_of(model)
-    return (
-        (model, retrace_initialization(model), seed) if origin is None else (model, origin.tape, origin.seed)
-    )
-
-
-def _device(device: torch.device | str | None, model: nn.Module) -> torch.device:
-    if device is not None:
-        return torch.device(device)
-    first = next((p.device for p in model.parameters() if not p.is_meta), None)
-    if first is not None:
-        return first
-    return (
-        torch.device("cuda", torch.cuda.current_device())
-        if torch.cuda.is_available()
-        else torch.device("cpu")
-    )
-
-
-def _moved(batch: Any, device: torch.device) -> Any:
-    return tree_map_only(Tensor, lambda tensor: tensor.to(device, non_blocking=True), batch)
-
-
-def _arguments(model: nn.Module) -> set[str]:
-    return set(inspect.signature(model.forward).parameters)
 
 
 __all__ = ["Output", "Pipeline"]

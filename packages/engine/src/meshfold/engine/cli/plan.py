@@ -28,8 +28,8 @@ from meshfold.engine.cli.parallel import add_parallel, read_parallel
 from meshfold.engine.cli.train_arguments import RECOMPUTE
 
 if TYPE_CHECKING:
+    from meshfold.engine.planning.estimate import Estimate, Times
     from meshfold.engine.planning.machines import Machine
-    from meshfold.engine.planning.planner import Estimate, Times
 
 UNITS = {
     "MB": 10**6, "GB": 10**9, "TB": 10**12, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40,
@@ -96,8 +96,9 @@ def run(arguments: argparse.Namespace) -> int:
     parallel = read_parallel(arguments.parallel)
     read_model(arguments)
     changes, rules = read_changes(arguments.changes), read_rules(arguments.rules)
+    from meshfold.engine.planning.estimate import times
     from meshfold.engine.planning.machines import machine as find_machine
-    from meshfold.engine.planning.planner import estimate, times
+    from meshfold.engine.planning.planner import estimate
     from meshfold.engine.training.model_choice import choose_model, longest
     from meshfold.engine.world import require_runnable
     from meshfold.mesh import ParallelSpec

@@ -9,8 +9,8 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from meshfold.engine.batches import batch as batches
 from meshfold.engine.engine import Engine
+from meshfold.engine.forward import evaluating
 from meshfold.mesh import SpecError
 
 
@@ -120,15 +120,10 @@ class TrainingEngine(Engine):
         """The model's output, whole on every rank; after :meth:`eval` without gradients."""
         if self.training and torch.is_grad_enabled() and self.optimizer is not None:
             return super().__call__(*args, **kwargs)
-        work = batches.inputs(args, kwargs, self.device, self._precision.dtype)
+        work = self._forward.inputs(args, kwargs)
         runs: Any = self.model if self.pipeline is None else self.pipeline
-        before = self.model.training
-        self.model.eval()
-        try:
-            with torch.no_grad():
-                return runs(*work.args, **work.kwargs)
-        finally:
-            self.model.train(before)
+        with evaluating(self.model):
+            return runs(*work.args, **work.kwargs)
 
     def backward(self, loss: Tensor, *, retain_graph: bool = False) -> None:
         """Add a loss's gradient; 1/n of it with ``gradient_accumulation=n``."""
@@ -209,14 +204,14 @@ class TrainingEngine(Engine):
         return torch.tensor(loss, dtype=torch.float64, device=self.device)
 
     def _forward_of(self, batch: Any, *, forward_only: bool) -> tuple[Any, Any, Tensor]:
-        work = self._prepare(batch)
+        work = self._forward.prepare(batch)
         label = work.given[1] if isinstance(work.given, tuple | list) else None
         was, self.training = self.training, not forward_only
         try:
             output = self(*work.args, **work.kwargs)
         finally:
             self.training = was
-        loss = batches.loss_of(output, work, self._loss_fn)
+        loss = self._forward.loss_of(output, work)
         if not forward_only:
             self.backward(loss)
         return output, label, loss.detach()

@@ -17,12 +17,12 @@ from meshfold.engine.assemble import assemble, has_dropout
 from meshfold.engine.batches.batch import Batch
 from meshfold.engine.batches.shares import Shares
 from meshfold.engine.checkpoints.model_state import ModelState
-from meshfold.engine.lightning.lanes import Lane, Lanes, check_optimizers, named_groups, repoint
-from meshfold.engine.precision import Masters, Precision, cast_rest
+from meshfold.engine.lightning.lanes import Lanes, check_optimizers, named_groups
+from meshfold.engine.lightning.plain_lanes import PlainLanes
+from meshfold.engine.precision import Precision
 from meshfold.engine.randomness import randomness
 from meshfold.engine.roots import callable_parts, roots_of
 from meshfold.engine.sequence import split_sequence
-from meshfold.engine.states import PlainStates
 from meshfold.engine.world import World
 from meshfold.mesh import SpecError, metadata
 
@@ -84,11 +84,11 @@ class Session:
         self._steps = 0
         self.lanes = Lanes([], world)
         self._toggled: list[nn.Parameter] = []
-        self._zero: ZeroLanes | None = None
+        self._maker: PlainLanes | ZeroLanes = PlainLanes(module, world, precision)
         if world.spec.zero is not None:
             from meshfold.engine.lightning.zero_lanes import ZeroLanes
 
-            self._zero = ZeroLanes(module, world, precision, seed=seed, values=built.values)
+            self._maker = ZeroLanes(module, world, precision, seed=seed, values=built.values)
         self._handles = []
 
         def enter(
@@ -150,58 +150,19 @@ class Session:
         Raises:
             SpecError: for optimizers that cannot be stepped with on shards.
         """
-        if self._zero is None:
-            self._dissolve()
-        with nullcontext() if self._zero is None else self._zero.stand_ins():
+        self.lanes = self._maker.let_go(self.lanes)
+        with self._maker.stand_ins():
             optimizers = make()
             names: dict[Tensor, str] = {p: name for name, p in self.module.named_parameters()}
             given = [named_groups(optimizer, names) for optimizer in optimizers]
-        check_optimizers(optimizers, given, whole=self._zero is not None)
+        check_optimizers(optimizers, given, whole=self._maker.in_chunks)
         self._replace_lanes(optimizers, given, accumulation=accumulation)
 
     def _replace_lanes(
         self, optimizers: Optimizers, given: Sequence[list[list[str]]], *, accumulation: int
     ) -> None:
-        if self._zero is not None:
-            made = self._zero.make(optimizers, given, before=self.lanes.all, accumulation=accumulation)
-        else:
-            made = [self._plain(*pair) for pair in zip(optimizers, given, strict=True)]
-            made = made or [self._plain(None, [])]
-            cast_rest(self.module, self.precision, {p for lane in made for p in lane.parameters.values()})
+        made = self._maker.make(optimizers, given, before=self.lanes.all, accumulation=accumulation)
         self.lanes = Lanes(made, self.world)
-
-    def _plain(self, optimizer: torch.optim.Optimizer | None, given: list[list[str]]) -> Lane:
-        """A lane whose weights are whole on every data rank; without an optimizer, of all that could be trained."""
-        by_name = dict(self.module.named_parameters())
-        chosen = [by_name[name] for names in given for name in names] if optimizer else [*by_name.values()]
-        mine = {name: p for name, p in by_name.items() if p.requires_grad and any(p is c for c in chosen)}
-        masters = Masters(mine.values(), self.precision)
-
-        def made(targets: Any) -> torch.optim.Optimizer:
-            assert optimizer is not None  # else nothing is to be made
-            groups = [[masters.of(mine[name]) for name in names if name in mine] for names in given]
-            repoint(optimizer, groups, {p: masters.of(p) for p in mine.values()})
-            return optimizer
-
-        states = PlainStates(mine, masters, self.world, made if optimizer else None)
-        return Lane(optimizer, states, mine, given, None, chosen if optimizer else ())
-
-    def _dissolve(self) -> None:
-        """Let parameters be the true weights again, and optimizers be of parameters; there are no lanes then."""
-        by_name = dict(self.module.named_parameters())
-        for lane in self.lanes:
-            lane.close()
-            if not isinstance(lane.states, PlainStates):
-                continue
-            masters = lane.states.masters
-            back: dict[Tensor, Tensor] = {masters.of(p): p for p in lane.parameters.values()}
-            for true, parameter in back.items():
-                parameter.data = true.detach()
-            if lane.optimizer is not None:
-                added = [group["params"] for group in lane.optimizer.param_groups[len(lane.given) :]]
-                groups = [[by_name[name] for name in names] for names in lane.given]
-                repoint(lane.optimizer, [*groups, *added], back)
-        self.lanes = Lanes([], self.world)
 
     def refresh(self) -> None:
         """Between steps: follow what was frozen or thawed since the lanes were made, or added to an optimizer.
@@ -211,13 +172,12 @@ class Session:
         """
         if self.lanes.only is not None or all(lane.is_as_made for lane in self.lanes):
             return
-        if self._zero is not None:
+        if self._maker.in_chunks:
             raise SpecError(
                 "parameters were frozen, thawed or added to an optimizer while the fit runs: under zero what is trained is laid "
                 "out when the fit starts. Do it before trainer.fit(), or leave zero out of the spec"
             )
         optimizers = [lane.optimizer for lane in self.lanes if lane.optimizer is not None]
-        self._dissolve()
         self.train(lambda: optimizers, accumulation=1)
 
     def toggle(self, optimizer: Any) -> None:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
 from torch import Tensor, nn
 
-from meshfold.engine.lightning.lanes import Around, Lane
+from meshfold.engine.lightning.lanes import Around, Lane, Lanes, repoint
 from meshfold.engine.names import plain
 from meshfold.engine.optimizers import Factory
 from meshfold.engine.precision import Precision
@@ -20,7 +20,13 @@ from meshfold.mesh.metadata import placed
 
 
 class ZeroLanes:
-    """Makes lanes whose weights, gradients and optimizer state are in chunks, and makes them anew from those before."""
+    """Makes lanes whose weights, gradients and optimizer state are in chunks, and makes them anew from those before.
+
+    Attributes:
+        in_chunks: True; lanes stay as they are while a fit runs.
+    """
+
+    in_chunks = True
 
     def __init__(
         self,
@@ -43,6 +49,10 @@ class ZeroLanes:
         self._held_back: set[str] = (
             set()
         )  # parameters that no optimizer has, which are frozen for the time being
+
+    def let_go(self, lanes: Lanes) -> Lanes:
+        """They stay until :meth:`make` has taken their weights over."""
+        return lanes
 
     @contextmanager
     def stand_ins(self) -> Iterator[None]:
@@ -194,9 +204,9 @@ def _factory(around: Around, optimizer: torch.optim.Optimizer, groups: Sequence[
     names = [name for name, p in around.named_parameters() if p.requires_grad]
 
     def make(parameters: Sequence[nn.Parameter]) -> torch.optim.Optimizer:
-        by_name: Mapping[str, nn.Parameter] = dict(zip(names, parameters, strict=True))
-        for group, members in zip(optimizer.param_groups, groups, strict=True):
-            group["params"] = [by_name[name] for name in members if name in by_name]
+        by_name = dict(zip(names, parameters, strict=True))
+        members = [[by_name[name] for name in group if name in by_name] for group in groups]
+        repoint(optimizer, members, {})
         return optimizer
 
     return make

@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Literal, get_args
 import torch
 from torch import Tensor
 
-from meshfold.engine.batches.shares import Shares
 from meshfold.engine.errors import NonFiniteError
 from meshfold.engine.long_runs.provenance import Finding, first_of_all, looked_at
 from meshfold.mesh import SpecError
@@ -49,29 +48,34 @@ class NonFiniteGuard:
         finding: of the last one that was not finite: where it arose.
     """
 
-    def __init__(self, engine: Engine, mode: Mode) -> None:
-        self._engine, self._mode = engine, mode
+    def __init__(self, mode: Mode | None) -> None:
+        """Args:
+        mode: what to do; None: nothing is looked at.
+        """
+        self._mode = mode
         self._seen: list[tuple[int, Batch, Tensor]] = []
         self._looking = self._known = False
         self.finding: Finding | None = None
 
-    def saw(self, work: Batch, loss: Tensor) -> None:
-        """A micro-step of ``train_step``: its batch and its global loss."""
-        if not self._looking:
-            self._seen.append((self._engine.micro_step, work, loss))
+    def saw(self, micro_step: int, work: Batch, loss: Tensor) -> None:
+        """A micro-step of ``train_step``: its number, its batch and its global loss."""
+        if self._mode is not None and not self._looking:
+            self._seen.append((micro_step, work, loss))
 
     def forget(self) -> None:
         """The accumulation is over."""
         if not self._looking:
             self._seen.clear()
 
-    def refuses(self, norm: Tensor) -> bool:
+    def refuses(self, engine: Engine, norm: Tensor) -> bool:
         """Whether the step must be left out. Under fp16 a gradient that overflows is the loss scale's business.
 
         Raises:
             NonFiniteError: in mode ``"error"``, on every rank, with what was found.
         """
-        engine, mode = self._engine, self._mode
+        mode = self._mode
+        if mode is None:
+            return False
         loss = next((value for _, _, value in self._seen if not math.isfinite(value)), None)
         scaled = engine._scaler.moves
         if loss is None and (scaled or math.isfinite(norm)):
@@ -82,7 +86,7 @@ class NonFiniteGuard:
         if mode == "report" and self._known:  # it was said of the step before: nan begets nan
             return False
         self._known = True
-        self.finding = self._look() if self._seen else None
+        self.finding = self._look(engine) if self._seen else None
         found = f"{place}. {self.finding or _OWN_LOOP}"
         if mode == "error":
             engine.zero_grad()
@@ -95,9 +99,8 @@ class NonFiniteGuard:
             print(f"warning: {found}{end}", file=sys.stderr, flush=True)
         return mode == "skip"
 
-    def _look(self) -> Finding | None:
+    def _look(self, engine: Engine) -> Finding | None:
         """Repeat the micro-steps, with an eye on every module; gradients are as they were, then."""
-        engine = self._engine
         self._looking = True
         now, place = engine.micro_step, engine._place
         engine._states.forget()
@@ -106,12 +109,10 @@ class NonFiniteGuard:
         try:
             for number, (micro_step, work, _) in enumerate(self._seen):
                 engine.micro_step = micro_step
-                shares = Shares(work, engine._world, shifted=engine._shifted, places=True)
+                shares = engine._forward.shares(work)
                 with looked_at(engine, work, micro_step, mine):
                     last = number == len(self._seen) - 1
                     loss = engine._forward_backward(work, shares, last=last)
-                    while loss is None:  # memory ran out, and there is more now
-                        loss = engine._forward_backward(work, shares, last=last)
                 if not torch.isfinite(loss) and (not mine or mine[0].phase == "backward"):
                     mine[:] = [Finding.of_loss(micro_step, engine.mesh.rank)]  # from which the gradients come
         finally:

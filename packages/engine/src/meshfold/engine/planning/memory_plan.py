@@ -7,7 +7,8 @@ from typing import Any
 
 from torch import nn
 
-from meshfold.engine.planning.planner import Memory, estimate
+from meshfold.engine.planning.estimate import Memory
+from meshfold.engine.planning.planner import estimate
 from meshfold.mesh import ParallelSpec
 
 

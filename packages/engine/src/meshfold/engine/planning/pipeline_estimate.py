@@ -20,12 +20,13 @@ from meshfold.engine.batches import batch as batches
 from meshfold.engine.batches.cut import cut
 from meshfold.engine.batches.shares import Shares
 from meshfold.engine.pipelining import PipelinedModel, PipelineSettings
+from meshfold.engine.planning.estimate import Estimate, Memory, summarised
 from meshfold.engine.planning.machines import Machine
-from meshfold.engine.planning.planner import STATES, Estimate, Memory, summarised, tensor_bytes
+from meshfold.engine.planning.planner import STATES, tensor_bytes
 from meshfold.engine.planning.stage_costs import StageCosts, held_at_most, stage_costs
 from meshfold.engine.planning.without_values import WithoutValues
 from meshfold.engine.precision import Masters, Precision
-from meshfold.engine.recompute import RecomputedBlocks
+from meshfold.engine.recompute import recompute_blocks
 from meshfold.engine.sequence import counted_attention, split_sequence
 from meshfold.engine.states import PlainStates
 from meshfold.engine.world import PIPE, World, join
@@ -188,9 +189,7 @@ def _seen(asked: _Asked, rank: int) -> _Rank:
         if stages is None:
             raise SpecError(f"{asked.spec.written or asked.spec}: no pipeline to estimate")
         sequence = split_sequence(built.model, world, own_loss=False)
-        around = None if sequence is None else sequence.repeated
-        recomputes = asked.recompute is not None
-        blocks = RecomputedBlocks(built.model, around, stages.blocks()) if recomputes else None
+        blocks = recompute_blocks(asked.recompute, built.model, sequence, stages)
         built.model.train()
         recast(stages.pipeline.cut.beside, asked.precision.dtype)
         if asked.spec.zero is not None:

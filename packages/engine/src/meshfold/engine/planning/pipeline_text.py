@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
+from meshfold.engine.planning.estimate import Estimate, Times
 from meshfold.engine.planning.machines import Machine
 from meshfold.engine.planning.pipeline_estimate import PipelineEstimate
-from meshfold.engine.planning.planner import Estimate, Times
 from meshfold.engine.planning.text import seconds_in_words
 from meshfold.engine.training.progress import human_bytes
 from meshfold.pipeline import Simulation

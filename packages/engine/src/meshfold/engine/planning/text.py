@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
+from meshfold.engine.planning.estimate import Estimate, Times
 from meshfold.engine.planning.machines import Machine
-from meshfold.engine.planning.planner import Estimate, Times
 from meshfold.engine.training.progress import human_bytes
 
 _WIDTH = 100

@@ -40,7 +40,7 @@ from meshfold.zero_gemini.trace import LiveBytes, OperatorClock, StepTracer, Tra
 
 if TYPE_CHECKING:
     from meshfold.engine.engine import Engine
-    from meshfold.engine.planning.planner import Memory
+    from meshfold.engine.planning.estimate import Memory
     from meshfold.engine.recompute import RecomputedBlocks
 
 WORKSPACE_BYTES = 66 * 2**20
@@ -124,7 +124,7 @@ def limits_of(spec: ZeroSpec) -> Limits:
 
 @dataclass(frozen=True, kw_only=True)
 class ZeroEstimate:
-    """A spec with ``zero``, measured without running; fields as those of :class:`meshfold.engine.planning.planner.Estimate`."""
+    """A spec with ``zero``, measured without running; fields as those of :class:`meshfold.engine.planning.estimate.Estimate`."""
 
     entries: list[Entry]
     flops: int
@@ -299,7 +299,7 @@ def chunk_entries(workload: Workload, axes: tuple[str, ...], mesh: Mesh) -> list
 
 def memory_of(found: Plan) -> Memory:
     """What a plan holds at its fullest moment."""
-    from meshfold.engine.planning.planner import Memory
+    from meshfold.engine.planning.estimate import Memory
 
     kinds = max(timeline(found), key=lambda moment: moment.bytes).kinds
     return Memory(

@@ -12,9 +12,8 @@ from __future__ import annotations
 import time
 import warnings
 from collections.abc import Callable, Collection
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from statistics import median
-from typing import Any
 
 import torch
 from torch import nn
@@ -22,28 +21,22 @@ from torch import nn
 from meshfold.engine.recompute import RecomputedBlocks
 from meshfold.engine.world import PIPE, World
 from meshfold.engine.zero.allocator import limit_allocator
-from meshfold.engine.zero.plan import plan_for
+from meshfold.engine.zero.measured_plans import MARGIN, MeasuredPlans
 from meshfold.engine.zero.pressure import Pressure
-from meshfold.engine.zero.process_memory import ranks_per_host, resident_bytes
-from meshfold.engine.zero.stage_workload import InFlight, workload_of_stages
-from meshfold.engine.zero.watching import Watcher, as_words, of_words, worst
+from meshfold.engine.zero.process_memory import resident_bytes
+from meshfold.engine.zero.stage_workload import InFlight
+from meshfold.engine.zero.watching import Watcher
 from meshfold.mesh.spec import ZeroSpec
 from meshfold.zero_gemini import Gemini, Home, MemoryPlanError, OutOfBudget
 from meshfold.zero_gemini.agree import tell_all
 from meshfold.zero_gemini.chunk import Chunk
-from meshfold.zero_gemini.measuring import UNLIMITED, device_bytes, measure
+from meshfold.zero_gemini.measuring import UNLIMITED
 from meshfold.zero_gemini.memory import Place
-from meshfold.zero_gemini.planner import Limits, Machine, Plan, Regime, Workload
-from meshfold.zero_gemini.planner.policies import placed
-from meshfold.zero_gemini.trace import workload_of
+from meshfold.zero_gemini.planner import Plan, Regime
 
 WATCHED_STEPS = 2
-MARGIN = 0.03
-"""Share of the device's limit that is left to the allocator's gaps."""
 SHRINK = 0.04
 """How much more of it, each time that was too little."""
-CONTEXT_BYTES = 600 * 2**20
-"""What CUDA and its libraries take of a device besides what the allocator counts."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -88,9 +81,8 @@ class Residency:
         accumulation: micro-steps of an optimizer step.
         blocks: those whose activations the plan may keep; all recompute until there is one.
         """
-        self._model, self._gemini, self._spec, self._world = model, gemini, spec, world
-        self._regime, self._accumulation = regime, accumulation
-        self._blocks = blocks
+        self._gemini, self._spec, self._world, self._blocks = gemini, spec, world, blocks
+        self._plans = MeasuredPlans(model, gemini, spec, world, regime=regime, accumulation=accumulation)
         self._watcher = Watcher(model, gemini, world.device, blocks)
         self._pressure = Pressure(world)
         self._begun = 0.0
@@ -229,7 +221,7 @@ class Residency:
         if self.plan is None:
             return False
         try:
-            self._carry_out(self._plan(self.plan.workload, self.plan.machine))
+            self._carry_out(self._plans.plan(self.plan.workload, self.plan.machine, shrunk=self._shrunk))
         except MemoryPlanError:
             return False
         return True
@@ -253,40 +245,10 @@ class Residency:
     # -- deciding -----------------------------------------------------------------------------------------------
 
     def _decide(self) -> None:
-        spec, world = self._spec, self._world
-        machine = replace(
-            measure(world.device, everyone=world.everyone, disk=spec.offload_path),
-            gpu_bytes=device_bytes(world.device),
-        )
-        told = tell_all(
-            [as_words(worst(self._watcher.traces, seconds=min)), asdict(machine)],
-            world.stage_group,
-            world.device,
-        )
-        # Every rank of a stage must come to the same plan: that of the rank that has it worst.
-        trace = worst([of_words(words) for words, _ in told])
-        machine = replace(
-            machine,
-            **{
-                key: min(entry[key] for _, entry in told)
-                for key, value in asdict(machine).items()
-                if isinstance(value, int | float)
-            },
-        )
-        common: dict[str, Any] = dict(
-            name=type(self._model).__name__, regime=self._regime, stage=spec.stage, accumulation=self._accumulation,
-            data_ranks=world.data_size, ranks_per_host=ranks_per_host(world),
-            host_base_bytes=max(0, resident_bytes() - self._gemini.memory.home.used_bytes),
-        )  # fmt: skip
-        uses, tokens, flying = self._gemini.uses(), self._watcher.tokens, self._in_flight
-        if flying is None:
-            holds = self._gemini.holds_gradients
-            workload = workload_of(trace, uses, tokens=tokens, clipping=holds, **common)
-        else:
-            workload = workload_of_stages(trace, uses, flying, tokens=tokens * flying.microbatches, **common)
+        workload, machine = self._plans.problem(self._watcher, self._in_flight)
         plan, refusal = None, None
         try:
-            plan = self._plan(workload, machine)
+            plan = self._plans.plan(workload, machine, shrunk=self._shrunk)
         except MemoryPlanError as error:
             refusal = error
         self._raise_together(refusal)
@@ -345,7 +307,8 @@ class Residency:
         if spare <= MARGIN * plan.peak_gpu_bytes:
             return
         less = tuple(max(0, value - spare) for value in plan.workload.non_model_bytes)
-        self._carry_out(self._plan(replace(plan.workload, non_model_bytes=less), plan.machine))
+        workload = replace(plan.workload, non_model_bytes=less)
+        self._carry_out(self._plans.plan(workload, plan.machine, shrunk=self._shrunk))
 
     @property
     def _can_make_do(self) -> bool:
@@ -362,22 +325,5 @@ class Residency:
         if self._world.mesh.rank == 0:
             warnings.warn(f"{error} Everything that can be is off the device now.", stacklevel=6)
 
-    def _plan(self, workload: Workload, machine: Machine) -> Plan:
-        """The plan that the spec's placement asks for, within its limits and what the machine has."""
-        spec, device = self._spec, self._world.device
-        gpu = machine.gpu_bytes
-        if spec.gpu_memory_limit is not None:
-            gpu = min(gpu, spec.gpu_memory_limit - (CONTEXT_BYTES if device.type == "cuda" else 0))
-        limits = Limits(
-            gpu_bytes=int(gpu * (1.0 - MARGIN - self._shrunk)) if gpu < UNLIMITED else None, host_bytes=spec.host_memory_limit,
-            disk_bytes=None if spec.offload_path is not None else 0,
-        )  # fmt: skip
-        if spec.placement == "auto":
-            return plan_for(spec, workload, machine, limits)
-        homes = {str(i): home for i, home in enumerate(self._gemini.homes.values())}
-        named = {name: (_KINDS[home.parameters], _KINDS[home.state]) for name, home in homes.items()}
-        return placed(workload, machine, limits, homes=named, policy=spec.placement)
 
-
-_KINDS = {"device": "gpu", "host": "host", "disk": "disk"}
 _PLACES: dict[str, Place] = {"gpu": "device", "host": "host", "disk": "disk", "none": "host"}

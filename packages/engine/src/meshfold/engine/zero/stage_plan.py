@@ -7,8 +7,8 @@ from dataclasses import dataclass, replace
 
 from torch import nn
 
+from meshfold.engine.planning.estimate import Memory
 from meshfold.engine.planning.machines import Machine
-from meshfold.engine.planning.planner import Memory
 from meshfold.engine.planning.without_values import WithoutValues
 from meshfold.engine.precision import Precision
 from meshfold.engine.recompute import RecomputedBlocks

@@ -1,0 +1,92 @@
+"""The engine's arguments, each checked before anything starts."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from meshfold.engine import settings
+from meshfold.engine.clipping import Clipping
+from meshfold.engine.long_runs import supervision
+from meshfold.engine.long_runs.nonfinite import Mode, check_mode
+from meshfold.engine.optimizers import Factory, optimizer_factory
+from meshfold.engine.precision import Precision
+from meshfold.engine.world import has_zero
+from meshfold.mesh import ParallelSpec, SpecError
+
+
+@dataclass(frozen=True, kw_only=True)
+class Arguments:
+    """What ``Engine(...)`` was asked for, save what cannot be checked before the model and the other processes are there.
+
+    Attributes:
+        precision: of the model.
+        make_optimizer: of its parameters; None for evaluation only.
+        clip: how gradients are clipped.
+        accumulation: micro-steps of an optimizer step.
+        seed: of initial weights, dropout and the order of data.
+        nonfinite: what to do about what is nan or infinite; None: do not look.
+        watchdog: seconds; None is left to the environment.
+        compare: whether every collective is compared between its ranks.
+    """
+
+    precision: Precision
+    make_optimizer: Factory | None
+    clip: Clipping
+    accumulation: int
+    seed: int
+    nonfinite: Mode | None
+    watchdog: float | None
+    compare: bool
+
+    @classmethod
+    def check(
+        cls,
+        *,
+        parallel: Mapping[str, object] | ParallelSpec,
+        optimizer: object,
+        precision: object,
+        clip_grad_norm: object,
+        clip_norm_type: object,
+        clip_grad_value: object,
+        gradient_accumulation: object,
+        loss_fn: object,
+        lr_scheduler: object,
+        seed: object,
+        nonfinite: object,
+        watchdog: object,
+        check_collectives: object,
+    ) -> Arguments:
+        """See :class:`meshfold.engine.Engine`, whose arguments have these names.
+
+        Raises:
+            SpecError: for the first that is wrong.
+        """
+        checked_precision = Precision.parse(precision)
+        make_optimizer = optimizer_factory(optimizer, whole=has_zero(parallel))
+        clip = Clipping.parse(clip_grad_norm, clip_norm_type, clip_grad_value)
+        mode = check_mode(nonfinite)
+        accumulation = settings.count("gradient_accumulation", gradient_accumulation)
+        checked_seed = settings.count("seed", seed, least=0)
+        if loss_fn is not None and not callable(loss_fn):
+            raise SpecError(f"loss_fn={loss_fn!r}: a function of the model's output and the batch")
+        if lr_scheduler is not None and make_optimizer is None:
+            raise SpecError(
+                "lr_scheduler without an optimizer: give Engine(..., optimizer=dict(name='adamw', lr=...))"
+            )
+        limit_s, compare = supervision.check(watchdog, check_collectives)
+        return cls(
+            precision=checked_precision,
+            make_optimizer=make_optimizer,
+            clip=clip,
+            accumulation=accumulation,
+            seed=checked_seed,
+            nonfinite=mode,
+            watchdog=limit_s,
+            compare=compare,
+        )
+
+    @property
+    def looks_at_all(self) -> bool:
+        """Whether something is asked of all gradients together before the first of them may be stepped with."""
+        return self.clip.needs_all or self.precision.scale is not None or self.nonfinite is not None

@@ -1,0 +1,126 @@
+"""How an engine calls its model: a batch in, its mean loss out."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from meshfold.engine.batches import batch as batches
+from meshfold.engine.batches.shares import Shares
+from meshfold.engine.pipelining import PipelinedModel
+from meshfold.engine.precision import Precision
+from meshfold.engine.states import States
+from meshfold.engine.world import World
+from meshfold.mesh import SpecError
+
+
+class Forward:
+    """Calls of a model on this data coordinate's batches."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        world: World,
+        precision: Precision,
+        states: States,
+        *,
+        pipelined: PipelinedModel | None,
+        loss_fn: Callable[[Any, Any], Tensor] | None,
+    ) -> None:
+        """Args:
+        model: this rank's part.
+        world: where it lies.
+        precision: of floating inputs.
+        states: the model's, which may know why a forward failed.
+        pipelined: runs the model where it is in stages.
+        loss_fn: for outputs without a loss.
+        """
+        self._model, self._world, self._precision, self._states = model, world, precision, states
+        self._pipelined, self._loss_fn = pipelined, loss_fn
+        self._shifted = loss_fn is None and batches.loss_is_shifted(model)
+        self._takes_cache = batches.takes_cache(model)
+
+    # -- before a call ----------------------------------------------------------------------------------------------
+
+    def prepare(self, batch: Any) -> batches.Batch:
+        """The user's batch as the model is called with it, checked and on the device.
+
+        Raises:
+            SpecError: for a batch the model cannot be called with.
+        """
+        own_loss = self._loss_fn is not None
+        work = batches.prepare(batch, self._world.device, self._precision.dtype, own_loss=own_loss)
+        if self._takes_cache:
+            work.kwargs.setdefault("use_cache", False)
+        return work
+
+    def inputs(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> batches.Batch:
+        """What the user calls the model with directly, on the device."""
+        return batches.inputs(args, kwargs, self._world.device, self._precision.dtype)
+
+    def shares(self, work: batches.Batch, *, places: bool = True) -> Shares:
+        """How much the batch counts in the global one, and where its rows lie there; all data ranks must call.
+
+        Args:
+            work: from :meth:`prepare` or :meth:`inputs`.
+            places: whether places are wanted, as dropout does; for them the host waits for the device.
+        """
+        return Shares(work, self._world, shifted=self._shifted, places=places)
+
+    # -- calls ------------------------------------------------------------------------------------------------------
+
+    def output(self, work: batches.Batch) -> Any:
+        """The model's output."""
+        try:
+            return self._model(*work.args, **work.kwargs)
+        except RuntimeError as error:
+            self._states.explain(error)
+            raise
+
+    def loss_of(self, output: Any, work: batches.Batch) -> Tensor:
+        """The scalar loss in the model's output, or what ``loss_fn`` makes of it.
+
+        Raises:
+            SpecError: if there is none.
+        """
+        return batches.loss_of(output, work, self._loss_fn)
+
+    def loss(self, work: batches.Batch, shares: Shares) -> Tensor:
+        """This data coordinate's mean loss in float64; 0 if nothing counts here."""
+        loss = self.loss_of(self.output(work), work).double()
+        # Where nothing counts the loss is 0/0, and so may be its gradient: neither must get through.
+        return torch.where(shares.count > 0, loss, 0.0)
+
+    def assess(self, work: batches.Batch, shares: Shares) -> Tensor:
+        """:meth:`loss`, of a model in stages too, without dropout and without training."""
+        with evaluating(self._model):
+            return self.loss(work, shares) if self._pipelined is None else self._pipelined.assess(work)
+
+
+@contextmanager
+def evaluating(model: nn.Module) -> Iterator[None]:
+    """Inside, without dropout and gradients; the model's mode is as it was, then."""
+    training = model.training
+    model.eval()
+    try:
+        with torch.no_grad():
+            yield
+    finally:
+        model.train(training)
+
+
+def check_loss(loss: object) -> None:
+    """Whether backward can begin with it.
+
+    Raises:
+        SpecError: for what is no scalar that depends on parameters.
+    """
+    if not isinstance(loss, Tensor) or loss.numel() != 1 or not loss.requires_grad:
+        what = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else repr(loss)
+        raise SpecError(
+            f"backward({what}): a loss is a tensor of one element that was computed from the model's parameters"
+        )

@@ -1,0 +1,113 @@
+"""Plans of where a model's state lives, from what was watched of its steps and measured of this machine."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, replace
+from typing import Any
+
+from torch import nn
+
+from meshfold.engine.world import World
+from meshfold.engine.zero.plan import plan_for
+from meshfold.engine.zero.process_memory import ranks_per_host, resident_bytes
+from meshfold.engine.zero.stage_workload import InFlight, workload_of_stages
+from meshfold.engine.zero.watching import Watcher, as_words, of_words, worst
+from meshfold.mesh.spec import ZeroSpec
+from meshfold.zero_gemini import Gemini
+from meshfold.zero_gemini.agree import tell_all
+from meshfold.zero_gemini.measuring import UNLIMITED, device_bytes, measure
+from meshfold.zero_gemini.planner import Limits, Machine, Plan, Regime, Workload
+from meshfold.zero_gemini.planner.policies import placed
+from meshfold.zero_gemini.trace import workload_of
+
+MARGIN = 0.03
+"""Share of the device's limit that is left to the allocator's gaps."""
+CONTEXT_BYTES = 600 * 2**20
+"""What CUDA and its libraries take of a device besides what the allocator counts."""
+_KINDS = {"device": "gpu", "host": "host", "disk": "disk"}
+
+
+class MeasuredPlans:
+    """Puts the planner's problem, and has it solved."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        gemini: Gemini,
+        spec: ZeroSpec,
+        world: World,
+        *,
+        regime: Regime,
+        accumulation: int,
+    ) -> None:
+        """Args:
+        model: what is trained.
+        gemini: holds it.
+        spec: the entry ``zero``.
+        world: where it lies.
+        regime: bytes an element takes.
+        accumulation: micro-steps of an optimizer step.
+        """
+        self._model, self._gemini, self._spec, self._world = model, gemini, spec, world
+        self._regime, self._accumulation = regime, accumulation
+
+    def problem(self, watcher: Watcher, flying: InFlight | None) -> tuple[Workload, Machine]:
+        """What a step does and what this machine can, the same on all ranks of a stage, which must all call.
+
+        Args:
+            watcher: has traces of some steps.
+            flying: what a pipeline's step holds besides; None without.
+        """
+        spec, world = self._spec, self._world
+        machine = replace(
+            measure(world.device, everyone=world.everyone, disk=spec.offload_path),
+            gpu_bytes=device_bytes(world.device),
+        )
+        told = tell_all(
+            [as_words(worst(watcher.traces, seconds=min)), asdict(machine)],
+            world.stage_group,
+            world.device,
+        )
+        # Every rank of a stage must come to the same plan: that of the rank that has it worst.
+        trace = worst([of_words(words) for words, _ in told])
+        machine = replace(
+            machine,
+            **{
+                key: min(entry[key] for _, entry in told)
+                for key, value in asdict(machine).items()
+                if isinstance(value, int | float)
+            },
+        )
+        common: dict[str, Any] = dict(
+            name=type(self._model).__name__, regime=self._regime, stage=spec.stage, accumulation=self._accumulation,
+            data_ranks=world.data_size, ranks_per_host=ranks_per_host(world),
+            host_base_bytes=max(0, resident_bytes() - self._gemini.memory.home.used_bytes),
+        )  # fmt: skip
+        uses, tokens = self._gemini.uses(), watcher.tokens
+        if flying is None:
+            holds = self._gemini.holds_gradients
+            return workload_of(trace, uses, tokens=tokens, clipping=holds, **common), machine
+        tokens *= flying.microbatches
+        return workload_of_stages(trace, uses, flying, tokens=tokens, **common), machine
+
+    def plan(self, workload: Workload, machine: Machine, *, shrunk: float) -> Plan:
+        """The plan that the spec's placement asks for, within its limits and what the machine has.
+
+        ``shrunk``: share of the device's limit that is left free besides the margin.
+
+        Raises:
+            MemoryPlanError: if there is none.
+        """
+        spec, device = self._spec, self._world.device
+        gpu = machine.gpu_bytes
+        if spec.gpu_memory_limit is not None:
+            gpu = min(gpu, spec.gpu_memory_limit - (CONTEXT_BYTES if device.type == "cuda" else 0))
+        limits = Limits(
+            gpu_bytes=int(gpu * (1.0 - MARGIN - shrunk)) if gpu < UNLIMITED else None, host_bytes=spec.host_memory_limit,
+            disk_bytes=None if spec.offload_path is not None else 0,
+        )  # fmt: skip
+        if spec.placement == "auto":
+            return plan_for(spec, workload, machine, limits)
+        homes = {str(i): home for i, home in enumerate(self._gemini.homes.values())}
+        named = {name: (_KINDS[home.parameters], _KINDS[home.state]) for name, home in homes.items()}
+        return placed(workload, machine, limits, homes=named, policy=spec.placement)

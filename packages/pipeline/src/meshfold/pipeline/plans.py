@@ -1,0 +1,38 @@
+"""What travels between the stages of a model, for every shape that its micro-batches have."""
+
+from __future__ import annotations
+
+from meshfold.mesh import Mesh
+from meshfold.pipeline.beside import Beside
+from meshfold.pipeline.gates import Plan
+from meshfold.pipeline.ghosts import agree
+from meshfold.pipeline.microbatch import Microbatch
+from meshfold.pipeline.placeholders import signature
+from meshfold.pipeline.staged import Staged
+
+
+class Plans:
+    """Found out when a shape is first seen, by running the model's forward without values."""
+
+    def __init__(self, staged: Staged, mesh: Mesh, axis: str, beside: Beside) -> None:
+        """Args:
+        staged: the model.
+        mesh: where it lies.
+        axis: of the pipeline; all its ranks must ask for the first plan.
+        beside: the other pipelines.
+        """
+        self._staged, self._mesh, self._axis, self._beside = staged, mesh, axis, beside
+        self._known: dict[object, Plan] = {}
+
+    def of(self, work: Microbatch) -> Plan:
+        """For a micro-batch of this shape."""
+        cut = self._staged.cut
+        if not self._known:  # dtypes may have been changed since the model was cut
+            agree(cut.beside, self._mesh.group(self._axis), self._staged.device)
+        key = signature(work.args, work.kwargs)
+        if key not in self._known:
+            with self._beside.looking():
+                self._known[key] = cut.gates.look(
+                    lambda: self._staged.module(*work.args, **work.kwargs), cut.loose()
+                )
+        return self._known[key]
