@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import threading
+import time
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -16,7 +19,10 @@ from meshfold.engine.zero.residency import Residency
 from meshfold.engine.zero.states import ZeroStates
 from meshfold.mesh.testing import ranks, run_on_ranks
 from meshfold.zero_gemini import MemoryPlanError
+from meshfold.zero_gemini.chunk import Chunk
 from meshfold.zero_gemini.planner import MiB
+from meshfold.zero_gemini.stepping import runs
+from meshfold.zero_gemini.stepping.worker import Worker
 
 STEPS = 5
 
@@ -232,3 +238,36 @@ def test_of_several_ranks_one_that_runs_out_says_what_to_change() -> None:
         engine.train_step(engine.shard_batch(torch.zeros(4, 16, dtype=torch.int64)))
     assert "gpu_memory_limit" in "".join(raised.value.__notes__)
     engine.close()
+
+
+def waits_are_watched() -> None:
+    """Moments are stepped when a backward waits for them, which takes a while; the watched backward takes it off."""
+    wanted, took = threading.Event(), 0.05
+    wait, step = Worker.wait_moments, runs.adam_update_moments
+
+    def waiting(worker: Worker, chunk: Chunk) -> None:
+        wanted.set()
+        wait(worker, chunk)
+        wanted.clear()
+
+    def late(*args: Any, **settings: Any) -> None:
+        wanted.wait()
+        time.sleep(took)
+        step(*args, **settings)
+
+    with (
+        mock.patch.object(Worker, "wait_moments", waiting),
+        mock.patch.object(runs, "adam_update_moments", late),
+    ):
+        _, _, engine = trained(dict(stage=3, gpu_memory_limit=10 * MiB), steps=2)
+        states = engine._states
+        assert isinstance(states, ZeroStates)
+        first, second = states.residency._watcher.traces
+        assert sum(moment.stalled_seconds for moment in second.moments if moment.backward) >= took
+        assert all(moment.stalled_seconds == 0.0 for moment in second.moments if not moment.backward)
+        assert first.order == second.order and states.gemini.memory.waiting.watch is None
+        engine.close()
+
+
+def test_what_a_watched_backward_waits_for_is_no_compute() -> None:
+    run_on_ranks(1, waits_are_watched)

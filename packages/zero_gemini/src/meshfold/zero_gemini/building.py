@@ -1,46 +1,25 @@
-"""What Gemini is made of: parameters and what is known of them, how they are laid out, and what steps on them."""
+"""What Gemini is made of: a model's parameters, how they are laid out, and what steps on them."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from meshfold.mesh import Group, Mesh, ParameterMeta
-from meshfold.mesh.metadata import placed
+from meshfold.mesh import Group, Mesh
 from meshfold.zero_gemini.errors import MemoryPlanError
 from meshfold.zero_gemini.faults import Faults
+from meshfold.zero_gemini.known import Known, known_of, members_of
 from meshfold.zero_gemini.layout import ChunkSpec, ShardSlice
-from meshfold.zero_gemini.members import Member, lay_out_members
-from meshfold.zero_gemini.norm import holders_of
+from meshfold.zero_gemini.members import lay_out_members
 from meshfold.zero_gemini.stepping import AdamStepper, DiskSettings, GeneralStepper, Stepper
 from meshfold.zero_gemini.stepping.kinds import adam_regime, kind_of
 from meshfold.zero_gemini.stepping.whole import WholeStepper
 
 MakeOptimizer = Callable[[Sequence[nn.Parameter]], torch.optim.Optimizer]
-
-
-@dataclass(frozen=True)
-class Kind:
-    """What the parameters of a chunk have in common."""
-
-    dtype: torch.dtype
-    trained: bool
-    holders: int  # 0: not the same for all elements
-
-
-@dataclass(frozen=True, kw_only=True)
-class Known:
-    """What is known of a parameter for good: its tensor comes and goes."""
-
-    parameter: nn.Parameter
-    meta: ParameterMeta
-    shape: torch.Size
-    kind: Kind
-    holders: int | Tensor = field(compare=False)
 
 
 def take_parameters(
@@ -55,30 +34,18 @@ def take_parameters(
         dtype: in which the model will compute; None keeps each parameter's.
     """
     first = {name: p.detach() for name, p in model.named_parameters()}
+    known = known_of(model, mesh, dtype)
     _replace_meta(model, device)
-    known = {}
-    for name, parameter in model.named_parameters():
-        meta, shape = placed(parameter, mesh), first[name].shape
-        holders = holders_of(meta, shape, mesh)
-        kind = Kind(
-            (dtype or parameter.dtype) if parameter.is_floating_point() else parameter.dtype,
-            parameter.requires_grad,
-            holders if isinstance(holders, int) else 0,
-        )
-        known[name] = Known(parameter=parameter, meta=meta, shape=shape, kind=kind, holders=holders)
-    return known, first
+    here = dict(model.named_parameters())
+    return {name: replace(one, parameter=here[name]) for name, one in known.items()}, first
 
 
 def lay_out_known(
     known: Mapping[str, Known], mesh: Mesh, *, chunk_elems: int | None, slot_align_elems: int
 ) -> Iterator[tuple[Group, Sequence[ChunkSpec], list[list[ShardSlice]]]]:
     """Group, chunks and this rank's slices of each, for every set of axes that gradients are summed over."""
-    members = {
-        name: Member(numel=one.shape.numel(), kind=one.kind, sum_axes=one.meta.sum_axes)
-        for name, one in known.items()
-    }
     for axes, layout in lay_out_members(
-        members, mesh, slot_align_elems=slot_align_elems, chunk_elems=chunk_elems
+        members_of(known), mesh, slot_align_elems=slot_align_elems, chunk_elems=chunk_elems
     ):
         group = mesh.group(*axes)
         yield group, layout.chunks, [layout.shard_slices(chunk, group.index) for chunk in layout.chunks]

@@ -162,7 +162,8 @@ class Chunk:
         """Wait for the optimizer, if it is still at work on the shard."""
         if self.is_due and self.due is not None:
             self.is_due = False
-            self.due()
+            with self.memory.waiting("the optimizer's step"):
+                self.due()
 
     def wait(self) -> None:
         """End what ``gather`` started: parameters may be used.

@@ -34,6 +34,10 @@ class GradientRing:
         """
         if nbytes == self.nbytes:
             return
+        with self._memory.waiting("the gradients' ring"):
+            self._renew(nbytes)
+
+    def _renew(self, nbytes: int) -> None:
         self.close()
         try:
             for _ in range(BUFFERS if nbytes else 0):
@@ -54,7 +58,8 @@ class GradientRing:
             dtype: of the elements.
             until: returns when whoever gets the buffer needs it no more.
         """
-        self._wait(self._turn)
+        with self._memory.waiting("the gradients' ring"):
+            self._wait(self._turn)
         buffer = self._blocks[self._turn].tensor[: elements * dtype.itemsize].view(dtype)
         self._in_use[self._turn] = until
         self._turn = (self._turn + 1) % len(self._blocks)

@@ -261,10 +261,11 @@ class ChunkGradient:
 
     def _send(self, here: Block) -> None:
         """Copy the shard home while the device goes on."""
-        self._wait_for_user()
-        self._arrive()
-        if self._host is None:
-            self._host = self._allocate(here.tensor.numel(), self.home)
+        with self.chunk.memory.waiting("a gradient's place at home"):
+            self._wait_for_user()
+            self._arrive()
+            if self._host is None:
+                self._host = self._allocate(here.tensor.numel(), self.home)
         self._sent = send_home(here.tensor, self._host.tensor, self.chunk.device)
         here.free()
         self._here, self.shard = None, self._host.tensor

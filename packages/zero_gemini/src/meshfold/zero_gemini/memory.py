@@ -7,6 +7,7 @@ from typing import Literal
 import torch
 
 from meshfold.zero_gemini.arena import Arena, Block
+from meshfold.zero_gemini.waiting import Waiting
 
 Place = Literal["device", "host", "disk"]
 """Where something is between its uses; what is on disk visits the host."""
@@ -20,6 +21,7 @@ class Memory:
         home: the arena of the host; page-locked if the model computes on a GPU.
         device: of ``compute``.
         host: of ``home``.
+        waiting: goes round what the host waits for before memory can be used again.
     """
 
     def __init__(
@@ -33,6 +35,7 @@ class Memory:
         self.device, self.host = device, torch.device("cpu")
         self.compute = Arena(f"compute device {device}", device, device_bytes)
         self.home = Arena("host", self.host, host_bytes, pinned=device.type == "cuda")
+        self.waiting = Waiting()
 
     def arena(self, place: Place) -> Arena:
         """Where what belongs to a place is held."""

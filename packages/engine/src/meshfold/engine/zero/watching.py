@@ -64,6 +64,9 @@ class Watcher:
         self._watch.callback(handle.remove)
         if self._blocks is not None:
             self._watch.enter_context(self._blocks.watched(tracer.layers))
+        waiting = self._gemini.memory.waiting
+        waiting.watch = tracer.waiting
+        self._watch.callback(setattr, waiting, "watch", None)
         self._tracer = self._watch.enter_context(tracer)
 
     def end(self) -> None:

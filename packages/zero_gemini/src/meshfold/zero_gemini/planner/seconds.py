@@ -1,8 +1,9 @@
 """Seconds of a choice, as the largest of named sums.
 
-Without clipping (source: design, section "Gemini, planned"), a step is one phase and takes the largest of
+Without clipping (source: design, section "Gemini, planned"), a step whose gradients have a place at home each, as those of
+several micro-steps have, is one phase and takes the largest of
 
-    compute                 GPU compute, recompute and the GPU's own optimizer step
+    compute                 GPU compute, recompute, the GPU's own optimizer step, and copies that compute waits for
     h2d, d2h, pcie          bytes up / down / both over their rates
     host memory             (CPU step + both PCIe directions + disk traffic) bytes / host memory bandwidth
     cpu optimizer, disk, collectives
@@ -15,6 +16,13 @@ are due no later (the condition of earliest-deadline-first scheduling). So a ste
     forward from k on + backward until k's gradient + work of those chunks + k's own way down and up
 
 which is short when the earliest chunks, whose gradients come last and which are needed first, step on the GPU.
+
+Where gradients go through a ring of buffers instead, backward waits for the step that frees one: no more than the ring holds
+is left for the forward, and nothing is counted on there. Such a step is two phases, a forward in which nothing is stepped
+and a backward with the whole step in it.
+
+In a forward that follows a step, what the optimizer may still be at work on is not brought up ahead of its use, so copies of
+chunks that the host steps and compute take turns: they are one sum.
 
 With just-in-time clipping a step is two phases, each the largest of its own sums: the backward, and the forward with
 the CPU step inside it: ``backward + max(forward, (26 B · host elements + forward's h2d bytes) / host memory)``.
@@ -31,23 +39,11 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from meshfold.zero_gemini.planner.memory import windows
-from meshfold.zero_gemini.planner.options import (
-    JUST_IN_TIME,
-    NONE,
-    OUT_OF_PLACE,
-    PARAMETERS,
-    SPLIT,
-    STATE,
-    Builder,
-    Floats,
-    Table,
-)
+from meshfold.zero_gemini.planner.loads import Loads
+from meshfold.zero_gemini.planner.memory import gradient_ring
+from meshfold.zero_gemini.planner.options import JUST_IN_TIME, NONE, OUT_OF_PLACE, SPLIT, Builder, Table
 from meshfold.zero_gemini.planner.rates import Machine
-from meshfold.zero_gemini.planner.workload import ChunkCost, Workload
-
-TAIL = "tail"
-"""the first word of the rows that are cycles through a chunk"""
+from meshfold.zero_gemini.planner.workload import Workload
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,94 +54,6 @@ class Phase:
     weight: float
     start: int
     stop: int
-
-
-class Loads:
-    """What every option of every chunk puts on every resource; arrays are: chunk option."""
-
-    def __init__(self, workload: Workload, machine: Machine) -> None:
-        chunks, regime = workload.chunks, workload.regime
-        self.workload, self.machine, self.regime = workload, machine, regime
-        elems = np.array([chunk.elems for chunk in chunks], dtype=float)[:, None]
-        train = np.array([chunk.trainable for chunk in chunks], dtype=float)[:, None]
-        loads = np.array([_loads(chunk, workload) for chunk in chunks], dtype=float)
-        off = np.array([state != "gpu" for state in STATE], dtype=float)
-        streamed = np.array([home != "gpu" and workload.stage == 3 for home in PARAMETERS], dtype=float)
-        disk = np.array([state == "disk" for state in STATE], dtype=float)
-        self.elems = elems * train * off
-        # streamed: loaded for each window; resident: refreshed once after the CPU's step
-        refreshed = (off - streamed) * train
-        self.up_again = regime.parameter * elems * streamed * loads[:, :1]
-        self.up_forward = self.up_again + regime.parameter * elems * refreshed
-        self.up_backward = regime.parameter * elems * streamed * loads[:, 1:]
-        self.down = regime.gradient * self.elems
-        self.disk = regime.state * elems * train * disk
-        self.split = elems * train * (off - disk)
-        self.cores, self.beside = self._dealt()
-        self.gpu_step = regime.step * elems * train * (1 - off) / machine.gpu_memory
-        self.forward = np.array([chunk.forward_seconds for chunk in chunks])
-        self.backward = np.array([chunk.backward_seconds for chunk in chunks])
-        self.first = np.array([chunk.forward[0] for chunk in chunks])
-        self.done = np.array([chunk.backward[1] for chunk in chunks])
-        recompute = np.array([layer.recompute_seconds for layer in workload.layers])
-        self.recompute = np.stack([recompute, np.zeros_like(recompute)], axis=1)
-        self.recompute_at = np.array([layer.last + 1 for layer in workload.layers])
-        self.gather_forward, self.gather_backward, self.reduce = self._collectives()
-
-    def _collectives(self) -> tuple[float, float, float]:
-        """Seconds in which a rank receives parameters in the forward and in the backward, and sums gradients."""
-        workload, half, ranks = self.workload, self.workload.forward_moments, self.workload.data_ranks
-        forward = backward = reduced = 0
-        for chunk in workload.chunks:
-            uses = [first < half for first, _ in chunk.uses]
-            if workload.stage == 3:
-                forward += chunk.gathered_elems * sum(uses)
-                backward += chunk.gathered_elems * (len(uses) - sum(uses))
-            else:  # once, when they have been stepped
-                forward += chunk.gathered_elems * chunk.trainable
-            reduced += chunk.gathered_elems * chunk.trainable
-        share = (ranks - 1) / ranks / self.machine.collective
-        width = self.regime.parameter
-        return width * forward * share, width * backward * share, self.regime.gradient * reduced * share
-
-    def _dealt(self) -> tuple[float, float]:
-        """The cores' share of what the host steps before a forward, and the host memory's bytes/s that they have then."""
-        machine = self.machine
-        if not machine.passage:
-            return 1.0, machine.host_memory
-        cores = machine.beside_passage / self.regime.first_pass
-        return cores / (cores + machine.passage / self.regime.step), machine.beside_passage
-
-    def cpu(self) -> Floats:
-        """Seconds of arithmetic of the CPU step."""
-        return self.cpu_of(self.regime.step * self.elems)
-
-    def cpu_of(self, traffic: Floats) -> Floats:
-        """The same for a pass that moves so many bytes of the step's."""
-        rate = self.machine.cpu_optimizer.get(self.regime.name)
-        seconds: Floats = traffic / self.regime.step / rate if rate else np.zeros_like(traffic)
-        return seconds
-
-    def disk_seconds(self) -> Floats:
-        seconds: Floats = self.disk / self.machine.disk_read + self.disk / self.machine.disk_write
-        return seconds
-
-    def own(self) -> Floats:
-        """Seconds of a chunk's own way down and up, which only others' work can hide; chunk option chunk."""
-        up = self.regime.parameter * self.elems / self.machine.h2d
-        latency: Floats = (self.down / self.machine.d2h + up)[:, :, None] * np.eye(len(up))[:, None, :]
-        return latency
-
-    def tails(self, resource: str) -> list[str]:
-        return [f"{TAIL} {resource} {chunk.name}" for chunk in self.workload.chunks]
-
-
-def _loads(chunk: ChunkCost, workload: Workload) -> tuple[int, int]:
-    """How often a streamed chunk is loaded in the forward, or ahead of it, and in the backward."""
-    turn = workload.forward_moments - workload.prefetch_moments
-    found = windows(chunk, workload)
-    forward = sum(first < turn or first == 0 for first, _ in found)
-    return forward, len(found) - forward
 
 
 def seconds_table(workload: Workload, machine: Machine, strategy: str) -> tuple[Table, tuple[Phase, ...]]:
@@ -159,7 +67,12 @@ def seconds_table(workload: Workload, machine: Machine, strategy: str) -> tuple[
         phases.append(Phase(name=name, weight=weight, start=start, stop=len(build.names)))
 
     q = workload.clip_probability
-    if strategy == NONE or (strategy == OUT_OF_PLACE and q < 1):
+    if strategy == NONE and gradient_ring(workload):
+        _forward_alone(build, loads)
+        close("forward", 1.0)
+        _stepped_backward(build, loads)
+        close("backward", 1.0)
+    elif strategy == NONE or (strategy == OUT_OF_PLACE and q < 1):
         _overlapped(build, loads)
         close("step", 1.0 if strategy == NONE else 1 - q)
     if strategy in (JUST_IN_TIME, SPLIT) or (strategy == OUT_OF_PLACE and q > 0):
@@ -182,7 +95,7 @@ def _overlapped(build: Builder, loads: Loads) -> None:
     up, down = loads.up_forward + loads.up_backward, loads.down
     step = loads.regime.step * loads.elems
     compute = loads.forward.sum() + loads.backward.sum()
-    build.add("compute", base=compute, chunk=loads.gpu_step, layer=loads.recompute)
+    build.add("compute", base=compute, chunk=loads.gpu_step + loads.renewed, layer=loads.recompute)
     build.add("h2d", chunk=up / machine.h2d)
     build.add("d2h", chunk=down / machine.d2h)
     build.add("pcie", chunk=(up + down) / machine.pcie_both)
@@ -197,11 +110,44 @@ def _overlapped(build: Builder, loads: Loads) -> None:
     path = later @ loads.forward + before @ loads.backward
     on_gpu = loads.gpu_step[:, :, None] * before.T[:, None, :]
     recompute = loads.recompute[:, :, None] * (loads.recompute_at[:, None] <= done[None, :])[:, None, :]
-    renewed = loads.regime.parameter * loads.elems
-    host = np.maximum((step + renewed + down + 2 * loads.disk) / machine.host_memory, loads.cpu())
+    fresh = loads.regime.parameter * loads.elems
+    host = np.maximum((step + fresh + down + 2 * loads.disk) / machine.host_memory, loads.cpu())
     for resource, work in (("host", host), ("disk", loads.disk_seconds())):
-        chunk = on_gpu + work[:, :, None] * inside.T[:, None, :] + loads.own()
+        chunk = on_gpu + work[:, :, None] * inside.T[:, None, :] + loads.copies_after() + loads.own()
         build.add(*loads.tails(resource), base=path, chunk=chunk, layer=recompute)
+
+
+def _forward_alone(build: Builder, loads: Loads) -> None:
+    """A forward with what the backward before it has stepped: it comes up, and nothing else is done."""
+    machine, up = loads.machine, loads.up_forward
+    build.add("compute", base=loads.forward.sum(), chunk=loads.renewed)
+    build.add("h2d", chunk=up / machine.h2d)
+    build.add("host memory", chunk=up / machine.host_memory)
+    build.add("collectives", base=loads.gather_forward)
+
+
+def _stepped_backward(build: Builder, loads: Loads) -> None:
+    """A backward that does not end before the CPU has stepped: buffers for gradients are few."""
+    machine = loads.machine
+    up, down, step = loads.up_backward, loads.down, loads.regime.step * loads.elems
+    build.add("compute", base=loads.backward.sum(), chunk=loads.gpu_step, layer=loads.recompute)
+    build.add("h2d", chunk=up / machine.h2d)
+    build.add("d2h", chunk=down / machine.d2h)
+    build.add("pcie", chunk=(up + down) / machine.pcie_both)
+    build.add("host memory", chunk=(step + up + down + 2 * loads.disk) / machine.host_memory)
+    build.add("cpu optimizer", chunk=loads.cpu())
+    build.add("disk", chunk=loads.disk_seconds())
+    build.add("collectives", base=loads.gather_backward + loads.reduce)
+    done = loads.done
+    before = done[None, :] <= done[:, None]  # k j: j's gradient is not after k's
+    after = done[None, :] >= done[:, None]  # k j: nor before it, so its step is
+    on_gpu = loads.gpu_step[:, :, None] * before.T[:, None, :]
+    recompute = loads.recompute[:, :, None] * (loads.recompute_at[:, None] <= done[None, :])[:, None, :]
+    host = np.maximum((step + down + 2 * loads.disk) / machine.host_memory, loads.cpu())
+    arriving = (loads.down / machine.d2h)[:, :, None] * np.eye(len(done))[:, None, :]
+    for resource, work in (("host", host), ("disk", loads.disk_seconds())):
+        chunk = on_gpu + work[:, :, None] * after.T[:, None, :] + arriving
+        build.add(*loads.tails(resource), base=before @ loads.backward, chunk=chunk, layer=recompute)
 
 
 def _forward(build: Builder, loads: Loads, strategy: str) -> None:
@@ -214,7 +160,7 @@ def _forward(build: Builder, loads: Loads, strategy: str) -> None:
     cpu = loads.cpu() if strategy != SPLIT else loads.cpu_of(step)
     up = loads.up_forward
     through = (regime.step + regime.gradient) / 2 * (1 - loads.cores) * split
-    build.add("compute", base=loads.forward.sum(), chunk=loads.gpu_step)
+    build.add("compute", base=loads.forward.sum(), chunk=loads.gpu_step + loads.renewed)
     build.add("h2d", chunk=(up + through) / machine.h2d)
     build.add("host memory", chunk=(step + up + 2 * loads.disk) / machine.host_memory)
     build.add("cpu optimizer", chunk=cpu)
@@ -225,7 +171,8 @@ def _forward(build: Builder, loads: Loads, strategy: str) -> None:
     earlier = (first[None, :] <= first[:, None]).T[:, None, :]
     host = np.maximum((step + regime.parameter * loads.elems + 2 * loads.disk) / machine.host_memory, cpu)
     for resource, work in (("host", host), ("disk", loads.disk_seconds())):
-        build.add(*loads.tails(resource), base=path, chunk=work[:, :, None] * earlier + loads.own())
+        chunk = work[:, :, None] * earlier + loads.copies_after() + loads.own()
+        build.add(*loads.tails(resource), base=path, chunk=chunk)
 
 
 def _backward(build: Builder, loads: Loads, strategy: str) -> None:

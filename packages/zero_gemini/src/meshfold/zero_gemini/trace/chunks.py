@@ -1,16 +1,55 @@
-"""The chunks that a model's parameters would lie in, and the units that use them: from shapes alone."""
+"""The chunks that a model's parameters lie in, or would, and the units that use them: from shapes alone."""
 
 from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from meshfold.mesh import Mesh
-from meshfold.mesh.metadata import placed
-from meshfold.zero_gemini.members import Member, lay_out_members
-from meshfold.zero_gemini.norm import holders_of
+from meshfold.zero_gemini.known import Known, known_of, members_of
+from meshfold.zero_gemini.layout import ChunkSpec
+from meshfold.zero_gemini.members import lay_out_members
 from meshfold.zero_gemini.trace.workload import ChunkUse
-from meshfold.zero_gemini.units import find_units
+from meshfold.zero_gemini.units import Unit, find_units
+
+
+class Named(NamedTuple):
+    """A chunk: what to call it, what lies in it, and whether it is trained."""
+
+    name: str
+    spec: ChunkSpec
+    trained: bool
+
+
+def uses_of(chunks: Iterable[Named], units: Iterable[Unit], known: Mapping[str, Known]) -> list[ChunkUse]:
+    """The chunks, with the units that need them: what a plan is made of.
+
+    Args:
+        chunks: in any order.
+        units: of the model.
+        known: its parameters, by name.
+    """
+    names: dict[Tensor, str] = {one.parameter: name for name, one in known.items()}
+    users: dict[str, list[str]] = {name: [] for name in known}  # of each parameter
+    for unit in units:
+        for used in unit.parameters:
+            users[names[used]].append(unit.name)
+    uses = []
+    for chunk in chunks:
+        needed: dict[str, int] = {}
+        for name in chunk.spec.names:
+            for unit_name in users[name]:
+                needed[unit_name] = needed.get(unit_name, 0) + known[name].shape.numel()
+        uses.append(
+            ChunkUse(
+                name=chunk.name, elems=chunk.spec.shard_elems, gathered_elems=chunk.spec.size_elems, units=needed,
+                trainable=chunk.trained,
+            )
+        )  # fmt: skip
+    return uses
 
 
 def chunk_uses(
@@ -24,33 +63,11 @@ def chunk_uses(
         dtype: in which it computes; None keeps each parameter's.
         slot_align_elems: 256 under regime C.
     """
-    members = {}
-    parameters = dict(model.named_parameters())
-    for name, parameter in parameters.items():
-        meta = placed(parameter, mesh)
-        holders = holders_of(meta, parameter.shape, mesh)
-        computes = (dtype or parameter.dtype) if parameter.is_floating_point() else parameter.dtype
-        kind = (computes, parameter.requires_grad, holders if isinstance(holders, int) else 0)
-        members[name] = Member(numel=parameter.numel(), kind=kind, sum_axes=meta.sum_axes)
-    names: dict[Tensor, str] = {parameter: name for name, parameter in parameters.items()}
-    users: dict[str, dict[str, int]] = {name: {} for name in members}  # of each parameter
-    for unit in find_units(model):
-        for used in unit.parameters:
-            users[names[used]][unit.name] = used.numel()
-    uses = []
-    for _, layout in lay_out_members(members, mesh, slot_align_elems=slot_align_elems):
-        for chunk in layout.chunks:
-            units: dict[str, int] = {}
-            for name in chunk.names:
-                for unit_name, elems in users[name].items():
-                    units[unit_name] = units.get(unit_name, 0) + elems
-            uses.append(
-                ChunkUse(
-                    name=chunk.names[0],
-                    elems=chunk.shard_elems,
-                    gathered_elems=chunk.size_elems,
-                    units=units,
-                    trainable=parameters[chunk.names[0]].requires_grad,
-                )
-            )
-    return uses
+    known = known_of(model, mesh, dtype)
+    laid = lay_out_members(members_of(known), mesh, slot_align_elems=slot_align_elems)
+    chunks = (
+        Named(chunk.names[0], chunk, known[chunk.names[0]].kind.trained)
+        for _, layout in laid
+        for chunk in layout.chunks
+    )
+    return uses_of(chunks, find_units(model), known)

@@ -26,6 +26,8 @@ class TracedMoment:
     """of compute"""
     waited_seconds: float
     """before it, between arriving at the unit and entering it: for its parameters"""
+    stalled_seconds: float = 0.0
+    """in it, while the host waited for the optimizer or for memory; not in ``seconds``"""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

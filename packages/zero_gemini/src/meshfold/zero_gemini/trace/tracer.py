@@ -3,13 +3,16 @@
 A unit is *arrived at*, then *entered* (in between, whoever gathers parameters waits for them), and *left*, in the forward
 through hooks on its module, in the backward through hooks on what it returned and on what it was given. Those are the
 same places at which the runtime gathers and releases: moments of a trace are moments of the executor.
+
+Where the host waits inside of a moment (:mod:`meshfold.zero_gemini.waiting`) the time is not that of compute: it is taken
+off, so that a plan is made of what the model needs wherever its chunks are, and not of where they were while it was watched.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -50,6 +53,7 @@ class StepTracer:
         self._in_backward = False
         self._most = 0  # bytes since the running moment began; what was before the first counts to it
         self._arrived: Any = None
+        self._arriving = False  # between arriving at a unit and entering it
         self._stack = ExitStack()
         self.layers = LayerWatch(
             clock=clock,
@@ -79,6 +83,22 @@ class StepTracer:
         self._close_moment()
         self._stop = self._clock.mark()
         self._stack.close()
+
+    @contextmanager
+    def waiting(self, what: str) -> Iterator[None]:
+        """Round what the host waits for: what it does not wait for before a unit is entered counts as stalled.
+
+        Args:
+            what: it is; all are alike here.
+        """
+        if self._arriving or not self._seen:
+            yield
+            return
+        begin = self._clock.mark()
+        try:
+            yield
+        finally:
+            self._seen[-1].stalls.append((begin, self._clock.mark()))
 
     def trace(self) -> Trace:
         """What was seen.
@@ -148,6 +168,7 @@ class StepTracer:
     def _arrive(self, unit: Unit) -> None:
         if unit not in self._inside:
             self._arrived = self._clock.mark()
+            self._arriving = True
 
     def _enter_forward(self, unit: Unit) -> None:
         self._enter(unit, by_forward=True)
@@ -155,6 +176,7 @@ class StepTracer:
     def _enter(self, unit: Unit, *, by_forward: bool = False) -> None:
         if unit in self._inside:
             return
+        self._arriving = False
         self._close_moment()
         seen = _Seen(
             unit=unit.name,
@@ -190,14 +212,18 @@ class StepTracer:
         last = len(self._seen) - 1
         begin = self._start if i == 0 else seen.entered
         end = self._stop if i == last else self._seen[i + 1].arrived
+        waited = seconds(seen.arrived, seen.entered)
+        stalled = sum(seconds(*stall) for stall in seen.stalls)
+        spent = seconds(begin, end) - stalled - (waited if i == 0 else 0.0)
         return TracedMoment(
             unit=seen.unit,
             backward=seen.backward,
             until=last if seen.until is None else seen.until,
             non_model_bytes=seen.peak,
             left_bytes=seen.now,
-            seconds=seconds(begin, end),
-            waited_seconds=seconds(seen.arrived, seen.entered),
+            seconds=max(0.0, spent),
+            waited_seconds=waited,
+            stalled_seconds=stalled,
         )
 
 
@@ -213,3 +239,4 @@ class _Seen:
     until: int | None = None
     peak: int = 0
     now: int = 0
+    stalls: list[tuple[Any, Any]] = field(default_factory=list)
