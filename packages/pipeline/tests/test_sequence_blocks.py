@@ -48,12 +48,13 @@ def test_tiles_make_attention(
     tiles = [Tile(*row) for row in (CAUSAL if window is None else WINDOW)]  # type: ignore[arg-type]
     kernel = blocks.choose(name, *on_device[:3])
     seen = tiled.Partial((2, 128, 4, 64), on_device[0])
-    for tile, part, part_lse in tiled.forward(kernel, *on_device[:3], tiles, 0.125):
+    met = tiled.Met(kernel, *on_device[:3], tiles, 0.125)
+    for tile, part, part_lse in met.forward():
         assert part_lse.dtype is blocks.accumulating(dtype)
         seen.take(tile, part, part_lse)
     out, lse = seen.result()
     sums = [torch.zeros(x.shape, dtype=lse.dtype, device=device) for x in on_device[:3]]
-    for tile, shares in tiled.backward(kernel, on_device[3], *on_device[:3], out, lse, tiles, 0.125):
+    for tile, shares in met.backward(on_device[3], out, lse):
         rows, columns = slice(tile.q, tile.q + tile.rows), slice(tile.k, tile.k + tile.columns)
         for total, share, part in zip(sums, shares, (rows, columns, columns), strict=True):
             total[:, part] += share
@@ -69,7 +70,8 @@ def test_rows_that_see_nothing_are_zero() -> None:
     seen = tiled.Partial((1, 4, 2, 8), q)
     out, lse = seen.result()
     assert not out.any() and torch.isinf(lse).all()
-    for tile, part, part_lse in tiled.forward(blocks.REFERENCE, q, k, k, [Tile("full", 1, 0, 2, 3)], 1.0):
+    met = tiled.Met(blocks.REFERENCE, q, k, k, [Tile("full", 1, 0, 2, 3)], 1.0)
+    for tile, part, part_lse in met.forward():
         seen.take(tile, part, part_lse)
     out, lse = seen.result()
     assert not out[:, [0, 3]].any() and out[:, 1:3].all()

@@ -96,9 +96,10 @@ def test_gpu_operations_take_these_arguments(kernel: blocks.Kernel, kv_heads: in
         return torch.empty(2, s, heads, 16, dtype=torch.bfloat16, device="meta")
 
     q, k = empty(8, 4), empty(12, kv_heads)
-    out, lse = kernel.forward(q, k, k, False, 0.25)
+    pairs = blocks.Pairs(q, k, k, False, 0.25)
+    out, lse = kernel.forward(pairs)
     assert out.shape == q.shape and lse.shape == (2, 4, 8) and lse.dtype is torch.float32
-    gradients = kernel.backward(q, q, k, k, q, lse, False, 0.25)
+    gradients = kernel.backward(pairs, q, q, lse)
     assert [x.shape for x in gradients] == [q.shape, k.shape, k.shape]
 
 

@@ -485,7 +485,7 @@ class Engine:
     ) -> None:
         """Write the model as a folder that transformers loads; all ranks must call. Tensor by tensor: none holds the whole.
 
-        Our own GPT and Llama are written as GPT-2 and Llama.
+        Our own GPT and Llama are written as GPT-2 and Llama, or Mistral if it has a window.
 
         Args:
             folder: not there yet, or empty.

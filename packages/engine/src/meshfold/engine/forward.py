@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from meshfold.engine.batches import batch as batches
+from meshfold.engine.batches.packed import OwnDocuments
 from meshfold.engine.batches.shares import Shares
 from meshfold.engine.pipelining import PipelinedModel
 from meshfold.engine.precision import Precision
@@ -43,6 +44,7 @@ class Forward:
         self._pipelined, self._loss_fn = pipelined, loss_fn
         self._shifted = loss_fn is None and batches.loss_is_shifted(model)
         self._takes_cache = batches.takes_cache(model)
+        self._documents = OwnDocuments(model, own_loss=loss_fn is not None)
 
     # -- before a call ----------------------------------------------------------------------------------------------
 
@@ -53,6 +55,7 @@ class Forward:
             SpecError: for a batch the model cannot be called with.
         """
         own_loss = self._loss_fn is not None
+        batch = self._documents.settle(batch)
         work = batches.prepare(batch, self._world.device, self._precision.dtype, own_loss=own_loss)
         if self._takes_cache:
             work.kwargs.setdefault("use_cache", False)

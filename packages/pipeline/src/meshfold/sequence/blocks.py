@@ -21,7 +21,7 @@ Tensors are ``b s heads d``, keys and values ``b s kv_heads d`` with kv_heads a 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -33,23 +33,32 @@ _aten = torch.ops.aten
 Gradients = tuple[Tensor, Tensor, Tensor]
 
 
-class Kernel(Protocol):
-    """Attention of a tile: all keys are seen, or with ``causal`` query x sees keys 0 to x of as many as queries."""
+class Pairs(NamedTuple):
+    """Queries and the keys that they see in one tile, or in several of one shape.
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
+    Attributes:
+        q: ``b s heads d``.
+        k, v: ``b t kv_heads d``.
+        causal: query x sees keys 0 to x, of as many as there are queries; else each sees all.
+        scale: of the scores.
+        kept: factors of the weights, ``b heads s t``, where some are dropped: for the reference kernel alone.
+    """
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    causal: bool
+    scale: float
+    kept: Tensor | None = None
+
+
+class Kernel(Protocol):
+    """Attention of a tile."""
+
+    def forward(self, x: Pairs) -> tuple[Tensor, Tensor]:
         """The output ``b s heads d`` over these keys alone, and its log-sum-exp ``b heads s``."""
 
-    def backward(
-        self,
-        dout: Tensor,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        out: Tensor,
-        lse: Tensor,
-        causal: bool,
-        scale: float,
-    ) -> Gradients:
+    def backward(self, x: Pairs, dout: Tensor, out: Tensor, lse: Tensor) -> Gradients:
         """The tile's share of dQ, dK, dV, for the output and log-sum-exp over all keys."""
 
 
@@ -59,33 +68,21 @@ def accumulating(dtype: torch.dtype) -> torch.dtype:
 
 
 class Reference:
-    """Plain torch; keeps the scores of a whole tile. ``kept``: factors of the weights, ``b heads s t``, where some are dropped."""
+    """Plain torch; keeps the scores of a whole tile."""
 
-    def forward(
-        self, q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float, kept: Tensor | None = None
-    ) -> tuple[Tensor, Tensor]:
-        scores = self._scores(q, k, causal, scale)
+    def forward(self, x: Pairs) -> tuple[Tensor, Tensor]:
+        scores = self._scores(x)
         lse = scores.logsumexp(-1)
         weights = (scores - lse.unsqueeze(-1)).exp_()
-        if kept is not None:
-            weights.mul_(kept.unflatten(1, weights.shape[1:3]))
-        out = torch.einsum("bgrij,bjgd->bigrd", weights, v.to(scores.dtype))
-        return out.flatten(2, 3).to(q.dtype), lse.flatten(1, 2)
+        if x.kept is not None:
+            weights.mul_(x.kept.unflatten(1, weights.shape[1:3]))
+        out = torch.einsum("bgrij,bjgd->bigrd", weights, x.v.to(scores.dtype))
+        return out.flatten(2, 3).to(x.q.dtype), lse.flatten(1, 2)
 
-    def backward(
-        self,
-        dout: Tensor,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        out: Tensor,
-        lse: Tensor,
-        causal: bool,
-        scale: float,
-        kept: Tensor | None = None,
-    ) -> Gradients:
+    def backward(self, x: Pairs, dout: Tensor, out: Tensor, lse: Tensor) -> Gradients:
+        q, k, v, _, scale, kept = x
         groups = (k.shape[2], -1)
-        scores = self._scores(q, k, causal, scale)
+        scores = self._scores(x)
         wide = scores.dtype
         weights = (scores - lse.unflatten(1, groups).unsqueeze(-1)).exp_()
         dout_wide = dout.to(wide)
@@ -103,12 +100,12 @@ class Reference:
         dk = torch.einsum("bgrij,bigrd->bjgd", dscores, q.to(wide).unflatten(2, groups)).mul_(scale)
         return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype)
 
-    def _scores(self, q: Tensor, k: Tensor, causal: bool, scale: float) -> Tensor:
-        wide = accumulating(q.dtype)
-        grouped = q.to(wide).unflatten(2, (k.shape[2], -1))
-        scores = torch.einsum("bigrd,bjgd->bgrij", grouped, k.to(wide)).mul_(scale)
-        if causal:
-            later = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).triu_(1)
+    def _scores(self, x: Pairs) -> Tensor:
+        wide = accumulating(x.q.dtype)
+        grouped = x.q.to(wide).unflatten(2, (x.k.shape[2], -1))
+        scores = torch.einsum("bigrd,bjgd->bgrij", grouped, x.k.to(wide)).mul_(x.scale)
+        if x.causal:
+            later = torch.ones(scores.shape[-2:], dtype=torch.bool, device=x.q.device).triu_(1)
             scores.masked_fill_(later, -torch.inf)
         return scores
 
@@ -123,56 +120,37 @@ class Shapes:
     def __init__(self) -> None:
         self.count: Callable[[int], None] | None = None
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
-        self._tell(q, k, q.shape[-1] + v.shape[-1])
+    def forward(self, x: Pairs) -> tuple[Tensor, Tensor]:
+        q, _, v, *_ = x
+        self._tell(x, q.shape[-1] + v.shape[-1])
         lse = q.new_empty((q.shape[0], q.shape[2], q.shape[1]), dtype=accumulating(q.dtype))
         return q.new_empty((*q.shape[:3], v.shape[-1])), lse
 
-    def backward(
-        self,
-        dout: Tensor,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        out: Tensor,
-        lse: Tensor,
-        causal: bool,
-        scale: float,
-    ) -> Gradients:
+    def backward(self, x: Pairs, dout: Tensor, out: Tensor, lse: Tensor) -> Gradients:
         # Five matmuls, the scores again among them.
-        self._tell(q, k, 3 * q.shape[-1] + 2 * v.shape[-1])
-        return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
+        self._tell(x, 3 * x.q.shape[-1] + 2 * x.v.shape[-1])
+        return torch.empty_like(x.q), torch.empty_like(x.k), torch.empty_like(x.v)
 
-    def _tell(self, q: Tensor, k: Tensor, features: int) -> None:
+    def _tell(self, x: Pairs, features: int) -> None:
         if self.count is not None:
-            self.count(2 * q.shape[:3].numel() * k.shape[1] * features)
+            self.count(2 * x.q.shape[:3].numel() * x.k.shape[1] * features)
 
 
 class FlashCPU:
     """torch's flash attention on CPUs."""
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
+    def forward(self, x: Pairs) -> tuple[Tensor, Tensor]:
         out, lse = _aten._scaled_dot_product_flash_attention_for_cpu(
-            *_turned(q, k, v), 0.0, causal, attn_mask=None, scale=scale
+            *_turned(x.q, x.k, x.v), 0.0, x.causal, attn_mask=None, scale=x.scale
         )
         return out.transpose(1, 2), lse
 
-    def backward(
-        self,
-        dout: Tensor,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        out: Tensor,
-        lse: Tensor,
-        causal: bool,
-        scale: float,
-    ) -> Gradients:
+    def backward(self, x: Pairs, dout: Tensor, out: Tensor, lse: Tensor) -> Gradients:
         # The kernel reads the log-sum-exp in the order in which its forward writes it: b s heads.
         written = lse.transpose(1, 2).contiguous().transpose(1, 2)
         return _back(
             _aten._scaled_dot_product_flash_attention_for_cpu_backward(
-                *_turned(dout, q, k, v, out), written, 0.0, causal, attn_mask=None, scale=scale
+                *_turned(dout, x.q, x.k, x.v, out), written, 0.0, x.causal, attn_mask=None, scale=x.scale
             )
         )
 
@@ -180,28 +158,18 @@ class FlashCPU:
 class FlashCUDA:
     """torch's FlashAttention on GPUs."""
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
+    def forward(self, x: Pairs) -> tuple[Tensor, Tensor]:
         out, lse, *_ = _aten._scaled_dot_product_flash_attention(
-            *_turned(q, k, v), 0.0, causal, False, scale=scale
+            *_turned(x.q, x.k, x.v), 0.0, x.causal, False, scale=x.scale
         )
         return out.transpose(1, 2), lse
 
-    def backward(
-        self,
-        dout: Tensor,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        out: Tensor,
-        lse: Tensor,
-        causal: bool,
-        scale: float,
-    ) -> Gradients:
+    def backward(self, x: Pairs, dout: Tensor, out: Tensor, lse: Tensor) -> Gradients:
         # The random state is read with dropout alone; of it there are two tensors in every version.
-        random = torch.empty((2,), dtype=torch.int64, device=q.device)
+        random = torch.empty((2,), dtype=torch.int64, device=x.q.device)
         gradients = _aten._scaled_dot_product_flash_attention_backward(
-            *_turned(dout, q, k, v, out), lse.contiguous(), None, None, q.shape[1], k.shape[1], 0.0, causal, random, random,
-            scale=scale,
+            *_turned(dout, x.q, x.k, x.v, out), lse.contiguous(), None, None, x.q.shape[1], x.k.shape[1], 0.0, x.causal,
+            random, random, scale=x.scale,
         )  # fmt: skip
         return _back(gradients)
 
@@ -209,29 +177,19 @@ class FlashCUDA:
 class CuDNN:
     """cuDNN's attention, as torch has it."""
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
+    def forward(self, x: Pairs) -> tuple[Tensor, Tensor]:
         out, lse, *_ = _aten._scaled_dot_product_cudnn_attention(
-            *_turned(q, k, v), None, True, 0.0, causal, False, scale=scale
+            *_turned(x.q, x.k, x.v), None, True, 0.0, x.causal, False, scale=x.scale
         )
         return out.transpose(1, 2), lse.squeeze(-1) if lse.dim() == 4 else lse
 
-    def backward(
-        self,
-        dout: Tensor,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        out: Tensor,
-        lse: Tensor,
-        causal: bool,
-        scale: float,
-    ) -> Gradients:
+    def backward(self, x: Pairs, dout: Tensor, out: Tensor, lse: Tensor) -> Gradients:
         # torch keeps the graph that it built for q, k and v of these strides and does not look at those of the output
         # and its gradient: they must always be the same. The log-sum-exp has a last dim of one.
-        random = torch.empty((1,), dtype=torch.int64, device=q.device)
+        random = torch.empty((1,), dtype=torch.int64, device=x.q.device)
         gradients = _aten._scaled_dot_product_cudnn_attention_backward(
-            *_turned(dout.contiguous(), q, k, v, out.contiguous()), lse.contiguous().unsqueeze(-1), random, random,
-            None, None, None, q.shape[1], k.shape[1], 0.0, causal, scale=scale,
+            *_turned(dout.contiguous(), x.q, x.k, x.v, out.contiguous()), lse.contiguous().unsqueeze(-1), random, random,
+            None, None, None, x.q.shape[1], x.k.shape[1], 0.0, x.causal, scale=x.scale,
         )  # fmt: skip
         return _back(gradients)
 
@@ -239,39 +197,31 @@ class CuDNN:
 class Efficient:
     """torch's memory-efficient attention on GPUs: for float32."""
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
-        k, v = self._repeated(q, k, v)
+    def forward(self, x: Pairs) -> tuple[Tensor, Tensor]:
+        k, v = self._repeated(x)
         out, lse, *_ = _aten._scaled_dot_product_efficient_attention(
-            *_turned(q, k, v), None, True, 0.0, causal, scale=scale
+            *_turned(x.q, k, v), None, True, 0.0, x.causal, scale=x.scale
         )
-        return out.transpose(1, 2), lse[..., : q.shape[1]]
+        return out.transpose(1, 2), lse[..., : x.q.shape[1]]
 
-    def backward(
-        self,
-        dout: Tensor,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        out: Tensor,
-        lse: Tensor,
-        causal: bool,
-        scale: float,
-    ) -> Gradients:
-        heads = (k.shape[2], -1)
-        k, v = self._repeated(q, k, v)
+    def backward(self, x: Pairs, dout: Tensor, out: Tensor, lse: Tensor) -> Gradients:
+        heads = (x.k.shape[2], -1)
+        k, v = self._repeated(x)
         # It reads the log-sum-exp in rows of a multiple of 32, as its forward writes them; exp(... - inf) is nothing.
-        padded = F.pad(lse, (0, -q.shape[1] % 32), value=torch.inf).contiguous()
-        random = torch.empty((1,), dtype=torch.int64, device=q.device)
+        padded = F.pad(lse, (0, -x.q.shape[1] % 32), value=torch.inf).contiguous()
+        random = torch.empty((1,), dtype=torch.int64, device=x.q.device)
         *gradients, _ = _aten._scaled_dot_product_efficient_attention_backward(
-            *_turned(dout, q, k, v), None, *_turned(out), padded, random, random, 0.0, [True, True, True, False], causal,
-            scale=scale,
+            *_turned(dout, x.q, k, v), None, *_turned(out), padded, random, random, 0.0, [True, True, True, False], x.causal,
+            scale=x.scale,
         )  # fmt: skip
         dq, dk, dv = _back(gradients)
         return dq, dk.unflatten(2, heads).sum(3), dv.unflatten(2, heads).sum(3)
 
-    def _repeated(self, q: Tensor, *others: Tensor) -> tuple[Tensor, ...]:
-        times = q.shape[2] // others[0].shape[2]
-        return others if times == 1 else tuple(x.repeat_interleave(times, dim=2) for x in others)
+    def _repeated(self, x: Pairs) -> tuple[Tensor, Tensor]:
+        times = x.q.shape[2] // x.k.shape[2]
+        if times == 1:
+            return x.k, x.v
+        return x.k.repeat_interleave(times, dim=2), x.v.repeat_interleave(times, dim=2)
 
 
 def _turned(*tensors: Tensor) -> tuple[Tensor, ...]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -39,6 +40,9 @@ class SequenceParallel:
         ]
         theirs = hugging_face.parts(model)
         self._changes += [hugging_face.Registered(part, self._asked) for part in theirs]
+        self._changes.append(_NoMasks(model))
+        if settings.window is None:
+            self._settings = replace(settings, window=self._changes[-1].window)
         self._swaps = theirs != [model]
         if self._swaps:
             self._changes.append(Around(model, self._swap))
@@ -126,6 +130,31 @@ class SequenceParallel:
         return torch.stack(found)
 
 
+class _NoMasks:
+    """Lets modules that make causal masks of whole sequences (``makes_masks = True``) make none.
+
+    Attributes:
+        window: of what they would have let through; None if there is none.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._masks = [module for module in model.modules() if getattr(module, "makes_masks", False)]
+        windows = {getattr(module, "window", None) for module in self._masks}
+        if len(windows) > 1:
+            raise LayoutError(
+                f"the model's masks have the windows {sorted(map(str, windows))}, and attention over a split sequence has one "
+                "for all layers: give them one"
+            )
+        self.window: int | None = next(iter(windows), None)
+        for module in self._masks:
+            module.__dict__["makes_masks"] = False
+
+    def remove(self) -> None:
+        """Leave the modules as they were."""
+        for module in self._masks:
+            module.__dict__["makes_masks"] = True
+
+
 class _Again:
     """A part of a forward that is repeated: with the batch that it had."""
 
@@ -176,7 +205,7 @@ def sequence_parallel(
         model: any module with self-attention; its attention dropout must be 0 unless ``draw`` is given.
         mesh, mode, order, kernel: as in :func:`meshfold.sequence.attention`.
         causal: None: what the model asks for at each call; said, it stands for the masks that the model makes.
-        window: None: what the model asks for (Hugging Face's ``sliding_window``).
+        window: None: what the model asks for (Hugging Face's ``sliding_window``, own models' ``window``).
         documents: cumulative lengths of packed documents, of all rows alike or one for every row (which then attend one
             after another); positions start again at each.
         length: tokens of the whole sequence where it does not divide; ``set_batch`` says it anew for other batches.

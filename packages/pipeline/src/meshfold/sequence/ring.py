@@ -74,7 +74,8 @@ def _forward(q: Tensor, k: Tensor, v: Tensor, job: Round) -> tuple[Tensor, Tenso
     block = _Travelling(job, k, v)
     for step, tiles in enumerate(job.steps):
         k, v = block.arrive(step)
-        for tile, out, lse in tiled.forward(job.kernel, q, k, v, tiles, job.scale, job.fates(step, q)):
+        met = tiled.Met(job.kernel, q, k, v, tiles, job.scale, job.fates(step, q))
+        for tile, out, lse in met.forward():
             seen.take(tile, out, lse)
     return seen.result()
 
@@ -88,8 +89,8 @@ def _backward(
     for step, tiles in enumerate(job.steps):
         k, v = block.arrive(step)
         dk, dv = tiled.Sum(k), tiled.Sum(v)
-        found = tiled.backward(job.kernel, dout, q, k, v, out, lse, tiles, job.scale, job.fates(step, q))
-        for tile, shares in found:
+        met = tiled.Met(job.kernel, q, k, v, tiles, job.scale, job.fates(step, q))
+        for tile, shares in met.backward(dout, out, lse):
             dq.add(tile.q, shares[0])
             dk.add(tile.k, shares[1])
             dv.add(tile.k, shares[2])

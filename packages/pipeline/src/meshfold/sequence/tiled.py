@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from meshfold.kernels import merge_attention_
-from meshfold.sequence.blocks import REFERENCE, Gradients, Kernel, accumulating
+from meshfold.sequence.blocks import REFERENCE, Gradients, Kernel, Pairs, accumulating
 from meshfold.sequence.drop import Fates
 from meshfold.sequence.tiles import Tile
 
@@ -89,59 +89,58 @@ class Sum:
         return total
 
 
-def forward(
-    kernel: Kernel,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    tiles: Sequence[Tile],
-    scale: float,
-    fates: Fates | None = None,
-) -> Iterator[tuple[Tile, Tensor, Tensor]]:
-    """Each tile with attention over its keys and the log-sum-exp; with ``fates`` by the reference, which can drop weights."""
-    for alike in _alike(tiles):
-        shape = alike[0].shape
-        given = _rows(q, alike), _columns(k, alike), _columns(v, alike), shape != "full", scale
-        if fates is None:
-            out, lse = kernel.forward(*given)
-        else:
-            out, lse = REFERENCE.forward(*given, kept=_factors(fates, alike))
-        if shape == "upper":
-            out, lse = out.flip(1), lse.flip(2)
-        outs, lses = out.chunk(len(alike)), lse.chunk(len(alike))
-        yield from zip(alike, outs, lses, strict=True)
+@dataclass(frozen=True, slots=True)
+class Met:
+    """A block of queries that meets one of keys.
 
+    Attributes:
+        kernel: what computes a tile.
+        q: ``b s heads d``.
+        k, v: ``b t kv_heads d``.
+        tiles: what is seen of the keys.
+        scale: of the scores.
+        fates: which weights are dropped, by the reference kernel then, which alone can; None: none.
+    """
 
-def backward(
-    kernel: Kernel,
-    dout: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    tiles: Sequence[Tile],
-    scale: float,
-    fates: Fates | None = None,
-) -> Iterator[tuple[Tile, Gradients]]:
-    """Each tile with its share of dQ, dK, dV."""
-    for alike in _alike(tiles):
-        shape = alike[0].shape
-        lses = _stack([lse[:, :, t.q : t.q + t.rows] for t in alike])
-        given = (
-            _rows(dout, alike), _rows(q, alike), _columns(k, alike), _columns(v, alike), _rows(out, alike),
-            lses.flip(2) if shape == "upper" else lses, shape != "full", scale,
-        )  # fmt: skip
-        if fates is None:
-            gradients = kernel.backward(*given)
-        else:
-            gradients = REFERENCE.backward(*given, kept=_factors(fates, alike))
-        if shape == "upper":
-            dq, dk, dv = (gradient.flip(1) for gradient in gradients)
-            gradients = (dq, dk, dv)
-        parts = [gradient.chunk(len(alike)) for gradient in gradients]
-        for i, tile in enumerate(alike):
-            yield tile, (parts[0][i], parts[1][i], parts[2][i])
+    kernel: Kernel
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    tiles: Sequence[Tile]
+    scale: float
+    fates: Fates | None = None
+
+    def forward(self) -> Iterator[tuple[Tile, Tensor, Tensor]]:
+        """Each tile with attention over its keys and the log-sum-exp."""
+        for alike in _alike(self.tiles):
+            kernel, pairs = self._pairs(alike)
+            out, lse = kernel.forward(pairs)
+            if alike[0].shape == "upper":
+                out, lse = out.flip(1), lse.flip(2)
+            yield from zip(alike, out.chunk(len(alike)), lse.chunk(len(alike)), strict=True)
+
+    def backward(self, dout: Tensor, out: Tensor, lse: Tensor) -> Iterator[tuple[Tile, Gradients]]:
+        """Each tile with its share of dQ, dK, dV, for the output and the log-sum-exp over all keys."""
+        for alike in _alike(self.tiles):
+            kernel, pairs = self._pairs(alike)
+            upper = alike[0].shape == "upper"
+            lses = _stack([lse[:, :, t.q : t.q + t.rows] for t in alike])
+            gradients = kernel.backward(
+                pairs, _rows(dout, alike), _rows(out, alike), lses.flip(2) if upper else lses
+            )
+            if upper:
+                dq, dk, dv = (gradient.flip(1) for gradient in gradients)
+                gradients = (dq, dk, dv)
+            parts = [gradient.chunk(len(alike)) for gradient in gradients]
+            for i, tile in enumerate(alike):
+                yield tile, (parts[0][i], parts[1][i], parts[2][i])
+
+    def _pairs(self, alike: Sequence[Tile]) -> tuple[Kernel, Pairs]:
+        """Tiles of one shape as one batch, and what computes them."""
+        kept = None if self.fates is None else _factors(self.fates, alike)
+        columns = _columns(self.k, alike), _columns(self.v, alike)
+        pairs = Pairs(_rows(self.q, alike), *columns, alike[0].shape != "full", self.scale, kept)
+        return self.kernel if kept is None else REFERENCE, pairs
 
 
 def _factors(fates: Fates, tiles: Sequence[Tile]) -> Tensor:

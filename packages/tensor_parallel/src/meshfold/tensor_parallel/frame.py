@@ -4,6 +4,8 @@
   output that belong to them are cut off.
 - Logits stay split when the model computes its own loss, and come out whole when it does not.
 - The residual stream comes out whole of a model that has no head.
+- A model whose modules say ``attended_rows = True`` gets its positions whole, and these modules, which make masks and rotary
+  tables of them, the rows that attention has.
 """
 
 from __future__ import annotations
@@ -83,6 +85,7 @@ class Frame(OnMesh):
             bind_collect(mesh, 0, residual["m"]),
             bind_collect(mesh, -1, residual["h"]),
         )
+        self._of_attention = [m for m in model.modules() if getattr(m, "attended_rows", False)]
         self._rows = self._padded = 0
         self._parameters = _positional(type(model).forward)
         for head in heads:
@@ -93,6 +96,8 @@ class Frame(OnMesh):
         self.model.__dict__[_FRAME] = self
         self.model.register_forward_pre_hook(self._before, with_kwargs=True, prepend=True)
         self.model.register_forward_hook(self._after)
+        for module in self._of_attention:
+            module.register_forward_pre_hook(self._attended_rows)
 
     def padded_rows(self, rows: int, sequence: int) -> int:
         """The smallest batch from ``rows`` up that can be split, for sequences of so many tokens."""
@@ -162,7 +167,8 @@ class Frame(OnMesh):
         if not self._attended and not self._stream:
             return given
         made = dict(given)
-        for name in ("attention_mask", "decoder_attention_mask", "position_ids"):
+        names = ("attention_mask", "decoder_attention_mask", "position_ids")
+        for name in names[:2] if self._of_attention else names:
             value = given.get(name)
             if not isinstance(value, Tensor) or value.shape[0] != self._padded:
                 continue
@@ -175,6 +181,12 @@ class Frame(OnMesh):
                 )
             made[name] = take_block(value, self.mesh, 0, self._attended)
         return made
+
+    def _attended_rows(self, module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...] | None:
+        """Positions of all rows: those of the sequences that attention has here."""
+        if not args or not isinstance(args[0], Tensor) or args[0].shape[0] != self._padded:
+            return None
+        return take_block(args[0], self.mesh, 0, self._attended), *args[1:]
 
     def _pad(self, name: str, value: Any) -> Any:
         """More rows, copies of the last: whatever the model computes of them is as tame as what it computes of that."""

@@ -1,4 +1,4 @@
-"""Documents packed into the rows of a batch, as models of the Hugging Face kind are told of them.
+"""Documents packed into the rows of a batch, as models of the Hugging Face kind and our own are told of them.
 
 Their ``position_ids`` begin anew at each document, and attention keeps to documents where no attention_mask is given
 (transformers, ``masking_utils.find_packed_sequence_indices``). A batch of one row may bring ``cu_seq_lens_q`` and its like as
@@ -7,11 +7,15 @@ well, as ``DataCollatorWithFlattening(return_flash_attn_kwargs=True)`` makes the
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from itertools import pairwise
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from meshfold.engine.models.config import GPTConfig
+from meshfold.engine.models.visible import without_first_tokens
 from meshfold.mesh import SpecError
 
 _BOUNDS = ("cu_seq_lens_q", "cu_seq_lens_k")
@@ -48,6 +52,66 @@ def packed_documents(given: dict[str, Any], rows: int, length: int) -> Documents
             "or let both say the same of one row"
         )
     return by_positions
+
+
+class OwnDocuments:
+    """What becomes of the documents in a batch for a model of our own, before anything runs.
+
+    Positions have to count the tokens of each document from 0, and labels leave out each document's first token, so that the
+    loss of a batch, and how much a rank's batch weighs, is that of the documents one by one.
+    """
+
+    def __init__(self, model: nn.Module, *, own_loss: bool) -> None:
+        """Args:
+        model: asked whether it keeps to documents, and how many positions it has learned.
+        own_loss: the engine has a ``loss_fn``: labels that are missing stay missing.
+        """
+        self._keeps = any(hasattr(module, "makes_masks") for module in model.modules())
+        config = getattr(model, "config", None)
+        self._longest = config.max_positions if isinstance(config, GPTConfig) else None
+        self._own_loss = own_loss
+
+    def settle(self, batch: Any) -> Any:
+        """The batch in the same form; as it is where there are no documents, or the model is not ours.
+
+        Raises:
+            SpecError: for positions that do not count each document's tokens from 0, or more than the model knows.
+        """
+        if (
+            not self._keeps
+            or not isinstance(batch, Mapping)
+            or not isinstance(batch.get("input_ids"), Tensor)
+        ):
+            return batch
+        ids: Tensor = batch["input_ids"]
+        if ids.dim() != 2 or not any(name in batch for name in ("position_ids", *_BOUNDS, *_LENGTHS)):
+            return batch
+        given = dict(batch)
+        rows, length = ids.shape
+        documents = packed_documents(given, rows, length)
+        if documents is None:
+            given.pop("position_ids", None)
+            return given
+        positions: Tensor = given["position_ids"]
+        self._check(positions.cpu(), documents)
+        labels = given.get("labels", None if self._own_loss else ids)
+        if isinstance(labels, Tensor) and labels.shape == ids.shape:
+            given["labels"] = without_first_tokens(labels, positions)
+        return given
+
+    def _check(self, positions: Tensor, documents: Documents) -> None:
+        for row, bounds in enumerate(documents):
+            for start, stop in pairwise(bounds):
+                if int(positions[row, start]) != 0:
+                    raise SpecError(
+                        f"position_ids of row {row} go on with {int(positions[row, start])} at token {start}: they count the "
+                        "tokens of each document from 0"
+                    )
+                if self._longest is not None and stop - start > self._longest:
+                    raise SpecError(
+                        f"a document of {stop - start} tokens in row {row}, and the model has learned positions for "
+                        f"{self._longest}: cut it, or give the model max_positions={stop - start}"
+                    )
 
 
 def _by_positions(given: dict[str, Any], rows: int, length: int) -> Documents | None:

@@ -224,6 +224,10 @@ def theirs_of(config: DecoderConfig) -> dict[str, Any]:
     """
     common: dict[str, Any] = {"vocab_size": config.vocab_size, "tie_word_embeddings": config.tie}
     if isinstance(config, GPTConfig):
+        if config.window is not None:
+            raise CheckpointError(
+                f"GPT-2 of transformers has no sliding window, and this model has window={config.window}"
+            )
         if config.n_kv_heads != config.heads or config.heads * config.d != config.hidden:
             raise CheckpointError(
                 f"GPT-2 of transformers has as many key/value heads as heads, which together have the hidden size; this model has "
@@ -240,13 +244,27 @@ def theirs_of(config: DecoderConfig) -> dict[str, Any]:
         raise CheckpointError(
             f"a {type(config).__name__} has no config.json of transformers: only {GPTConfig.__name__} and {LlamaConfig.__name__} do"
         )
+    # Mistral is Llama with a window, to the last operation; it has no biases to be spoken of.
+    if config.window is None:
+        common |= {
+            "architectures": ["LlamaForCausalLM"],
+            "model_type": "llama",
+            "attention_bias": False,
+            "mlp_bias": False,
+        }
+    else:
+        common |= {
+            "architectures": ["MistralForCausalLM"],
+            "model_type": "mistral",
+            "sliding_window": config.window,
+        }
     return {
-        "architectures": ["LlamaForCausalLM"], "model_type": "llama", **common,
+        **common,
         "hidden_size": config.hidden, "num_hidden_layers": config.layers, "num_attention_heads": config.heads,
         "num_key_value_heads": config.n_kv_heads, "head_dim": config.d, "intermediate_size": config.inner,
         "max_position_embeddings": config.max_positions, "hidden_act": "silu", "rms_norm_eps": config.norm_eps,
         "rope_theta": config.rope_theta, "rope_parameters": {"rope_type": "default", "rope_theta": config.rope_theta},
-        "attention_bias": False, "mlp_bias": False, "attention_dropout": 0.0,
+        "attention_dropout": 0.0,
         "bos_token_id": None, "eos_token_id": None,
     }  # fmt: skip
 
@@ -266,7 +284,7 @@ def ours_of(theirs: Mapping[str, Any]) -> DecoderConfig:
             ffn=theirs.get("n_inner") or 4 * theirs["n_embd"], max_positions=theirs.get("n_positions", 1024),
             tie=theirs.get("tie_word_embeddings", True), dropout=theirs.get("resid_pdrop", 0.1),
         )  # fmt: skip
-    if kind == "llama":
+    if kind in ("llama", "mistral"):
         _same(theirs, hidden_act="silu", attention_bias=False, mlp_bias=False)
         rope = theirs.get("rope_parameters") or theirs.get("rope_scaling") or {}
         scaled = rope.get("rope_type", rope.get("type", "default"))
@@ -274,16 +292,19 @@ def ours_of(theirs: Mapping[str, Any]) -> DecoderConfig:
             raise CheckpointError(
                 f"rotary positions scaled by {scaled!r} are not in our Llama: keep Hugging Face's names"
             )
+        # What a file leaves out is what transformers takes: Mistral's are those of its 7B model.
+        mistral = kind == "mistral"
         return LlamaConfig(
             vocab_size=theirs["vocab_size"], hidden=theirs["hidden_size"], layers=theirs["num_hidden_layers"],
-            heads=theirs["num_attention_heads"], kv_heads=theirs.get("num_key_value_heads"),
+            heads=theirs["num_attention_heads"], kv_heads=theirs.get("num_key_value_heads", 8 if mistral else None),
             head_dim=theirs.get("head_dim"), ffn=theirs["intermediate_size"],
-            max_positions=theirs.get("max_position_embeddings", 2048), tie=theirs.get("tie_word_embeddings", False),
+            max_positions=theirs.get("max_position_embeddings", 4096 * 32 if mistral else 2048),
+            window=theirs.get("sliding_window", 4096) if mistral else None, tie=theirs.get("tie_word_embeddings", False),
             rope_theta=rope.get("rope_theta", theirs.get("rope_theta", 10000.0)),
             norm_eps=theirs.get("rms_norm_eps", 1e-6),
         )  # fmt: skip
     raise CheckpointError(
-        f"there is no model of ours like {kind!r}, only gpt2 and llama: keep Hugging Face's names"
+        f"there is no model of ours like {kind!r}, only gpt2, llama and mistral: keep Hugging Face's names"
     )
 
 

@@ -19,18 +19,24 @@ def fused(linear: nn.Linear, parts: Sequence[int]) -> nn.Linear:
 
 
 class Rotary(nn.Module):
-    """Tables of cosines and sines for rotary positions (Su et al., arXiv 2104.09864), recomputed for each length."""
+    """Tables of cosines and sines for rotary positions (Su et al., arXiv 2104.09864), recomputed for each batch.
+
+    ``attended_rows = True`` tells whoever shards a model to give it the positions of the rows that attention has.
+    """
+
+    attended_rows = True
 
     def __init__(self, head_dim: int, theta: float) -> None:
         super().__init__()
         self.head_dim, self.theta = head_dim, theta
 
-    def forward(self, seq_len: int, device: torch.device) -> tuple[Tensor, Tensor]:
-        """Two tables ``s d``, float32, both halves alike as ``rotate_half`` wants them."""
+    def forward(
+        self, position_ids: Tensor | None, seq_len: int, device: torch.device
+    ) -> tuple[Tensor, Tensor]:
+        """Two tables ``s d``, or ``b s d`` for positions ``b s``; float32, both halves alike as ``rotate_half`` wants them."""
         exponents = torch.arange(0, self.head_dim, 2, dtype=torch.float32, device=device) / self.head_dim
-        angles = torch.outer(
-            torch.arange(seq_len, dtype=torch.float32, device=device), self.theta**-exponents
-        )
+        positions = torch.arange(seq_len, device=device) if position_ids is None else position_ids
+        angles = positions.to(torch.float32).unsqueeze(-1) * self.theta**-exponents
         angles = torch.cat((angles, angles), dim=-1)
         return angles.cos(), angles.sin()
 
@@ -39,7 +45,7 @@ class Rotary(nn.Module):
 
 
 class Attention(nn.Module):
-    """``m h -> m h``: each sequence attends to its own past.
+    """``m h -> m h``: each sequence attends to its own past, or to what a mask leaves of it.
 
     ``n_heads`` and ``n_kv_heads`` are the heads of this module's own projection; who shards it sets them to the
     local numbers.
@@ -52,18 +58,28 @@ class Attention(nn.Module):
         self.qkv = fused(nn.Linear(config.hidden, sum(parts), bias=bias), parts)
         self.out = nn.Linear(config.heads * config.d, config.hidden, bias=bias)
 
-    def forward(self, x: Tensor, seq_len: int, rotary: tuple[Tensor, Tensor] | None = None) -> Tensor:
+    def forward(
+        self,
+        x: Tensor,
+        seq_len: int,
+        rotary: tuple[Tensor, Tensor] | None = None,
+        mask: Tensor | None = None,
+    ) -> Tensor:
         heads, kv_heads, d = self.n_heads, self.n_kv_heads, self.head_dim
         qkv = self.qkv(x).view(-1, seq_len, heads + 2 * kv_heads, d)
         q, k, v = qkv.split((heads, kv_heads, kv_heads), dim=2)
         if rotary is not None:
             q, k = apply_rotary(q, k, *rotary)
+        if mask is not None and heads != kv_heads:
+            # On GPUs the kernel that takes a mask wants as many heads of keys; without it all scores would be kept.
+            k, v = (t.repeat_interleave(heads // kv_heads, dim=2) for t in (k, v))
         y = F.scaled_dot_product_attention(
             q.transpose(1, 2),
             k.transpose(1, 2),
             v.transpose(1, 2),
-            is_causal=True,
-            enable_gqa=heads != kv_heads,
+            attn_mask=mask,
+            is_causal=mask is None,
+            enable_gqa=heads != kv_heads and mask is None,
         )
         out: Tensor = self.out(y.transpose(1, 2).reshape(-1, heads * d))
         return out

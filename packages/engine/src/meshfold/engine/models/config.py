@@ -20,6 +20,7 @@ class DecoderConfig:
         head_dim: elements of a head; None for ``hidden / heads``.
         ffn: inner size of the MLP; None for the family's usual one.
         max_positions: longest sequence, in tokens.
+        window: a token sees itself and ``window - 1`` before (Mistral's sliding window, arXiv 2310.06825); None: all before.
         tie: whether the head is the token embedding, transposed.
         dropout: probability with which the embedding and what each block adds are dropped.
         label_smoothing: of the loss.
@@ -37,6 +38,7 @@ class DecoderConfig:
     head_dim: int | None = None
     ffn: int | None = None
     max_positions: int = 1024
+    window: int | None = None
     tie: bool = True
     dropout: float = 0.0
     label_smoothing: float = 0.0
@@ -52,9 +54,10 @@ class DecoderConfig:
             "head_dim",
             "ffn",
             "max_positions",
+            "window",
         ):
             value = getattr(self, name)
-            optional = name in ("kv_heads", "head_dim", "ffn")
+            optional = name in ("kv_heads", "head_dim", "ffn", "window")
             if value is None and optional:
                 continue
             if isinstance(value, bool) or not isinstance(value, int) or value < 1:
@@ -106,9 +109,11 @@ class DecoderConfig:
         """Floating point operations of forward and backward for one token of a sequence that long, in tokens.
 
         6 for each parameter of a matmul and 12 · layers · heads · head_dim · length for attention, causality not
-        taken off: the count behind "model FLOPs utilisation" (Chowdhery et al., arXiv 2204.02311, appendix B).
+        taken off: the count behind "model FLOPs utilisation" (Chowdhery et al., arXiv 2204.02311, appendix B). A window
+        shorter than the sequence stands in place of its length.
         """
-        return 6 * self.matmul_parameters() + 12 * self.layers * self.heads * self.d * sequence_length
+        seen = sequence_length if self.window is None else min(self.window, sequence_length)
+        return 6 * self.matmul_parameters() + 12 * self.layers * self.heads * self.d * seen
 
 
 @dataclass(frozen=True, kw_only=True)

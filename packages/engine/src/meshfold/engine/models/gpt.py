@@ -11,6 +11,7 @@ from meshfold.engine.models.config import GPTConfig
 from meshfold.engine.models.initialize import initialize
 from meshfold.engine.models.loss import CausalLMLoss
 from meshfold.engine.models.output import CausalLMOutput
+from meshfold.engine.models.visible import CausalMask, check_positions, without_first_tokens
 
 
 class MLP(nn.Module):
@@ -38,8 +39,8 @@ class Block(nn.Module):
         self.mlp = MLP(config.hidden, config.inner)
         self.dropout2 = nn.Dropout(config.dropout)
 
-    def forward(self, x: Tensor, seq_len: int) -> Tensor:
-        x = x + self.dropout1(self.attn(self.norm1(x), seq_len))
+    def forward(self, x: Tensor, seq_len: int, mask: Tensor | None = None) -> Tensor:
+        x = x + self.dropout1(self.attn(self.norm1(x), seq_len, mask=mask))
         y: Tensor = x + self.dropout2(self.mlp(self.norm2(x)))
         return y
 
@@ -55,6 +56,7 @@ class GPT(nn.Module):
         self.embed = nn.Embedding(config.vocab_size, config.hidden)
         self.positions = nn.Embedding(config.max_positions, config.hidden)
         self.dropout = nn.Dropout(config.dropout)
+        self.mask = CausalMask(config.window)
         self.blocks = nn.ModuleList(Block(config) for _ in range(config.layers))
         self.norm = nn.LayerNorm(config.hidden)
         self.head = nn.Linear(config.hidden, config.vocab_size, bias=False)
@@ -63,14 +65,28 @@ class GPT(nn.Module):
             self.head.weight = self.embed.weight
         initialize(self, ("out", "down"), config.layers)
 
-    def forward(self, input_ids: Tensor, labels: Tensor | None = None) -> CausalLMOutput:
-        """``b s`` int64 -> the loss if labels ``b s`` are given (not shifted; -100 does not count), logits."""
+    def forward(
+        self, input_ids: Tensor, labels: Tensor | None = None, position_ids: Tensor | None = None
+    ) -> CausalLMOutput:
+        """``b s`` int64 -> the loss if labels ``b s`` are given (not shifted; -100 does not count), logits.
+
+        Documents packed into a row are told by ``position_ids`` (``b s`` or ``1 s``) that begin anew at 0 with each: tokens see
+        their own, and none predicts another's first.
+
+        Raises:
+            SpecError: for position_ids of another shape.
+        """
+        check_positions(position_ids, input_ids)
         batch, seq_len = input_ids.shape
-        positions = torch.arange(seq_len, device=input_ids.device).repeat(batch)
+        counted = torch.arange(seq_len, device=input_ids.device) if position_ids is None else position_ids
+        positions = counted.expand(batch, seq_len).reshape(-1)
         x = self.dropout(self.embed(input_ids.reshape(-1)) + self.positions(positions))
+        mask = self.mask(position_ids, x, seq_len)
         for block in self.blocks:
-            x = block(x, seq_len)
+            x = block(x, seq_len, mask)
         logits = self.head(self.norm(x))
         if labels is not None:
+            if position_ids is not None and self.loss.shifts:
+                labels = without_first_tokens(labels, position_ids)
             return CausalLMOutput(loss=self.loss(logits, labels), logits=logits)
         return CausalLMOutput(loss=None, logits=logits.view(-1, seq_len, logits.shape[-1]))

@@ -51,17 +51,19 @@ def saved_for_backward(parameters: Iterable[Tensor]) -> Iterator[Saved]:
 
 
 class _Attention(torch.autograd.Function):
-    """Attention without values that keeps what flash attention keeps: its inputs, its output, a number a row."""
+    """Attention without values that keeps what flash attention keeps: its inputs, its output, a number a row, its mask."""
 
     @staticmethod
-    def forward(ctx: Any, count: Callable[[int], None], q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def forward(
+        ctx: Any, count: Callable[[int], None], q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None
+    ) -> Tensor:
         """``b n s d, b n' t d, b n' t e -> b n s e``"""
         *lead, heads, rows, _ = (1,) * (4 - q.dim()) + tuple(q.shape)
         # Heads side by side, so that the projection behind it takes them as they are.
         out = (
             q.new_empty((*lead, rows, heads, v.shape[-1])).transpose(-3, -2).view(*q.shape[:-1], v.shape[-1])
         )
-        ctx.save_for_backward(q, k, v, out, q.new_empty(q.shape[:-1], dtype=torch.float32))
+        ctx.save_for_backward(q, k, v, out, q.new_empty(q.shape[:-1], dtype=torch.float32), mask)
         ctx.count = count
         count(_pairs(q, k) * (q.shape[-1] + v.shape[-1]))
         return out
@@ -72,7 +74,7 @@ class _Attention(torch.autograd.Function):
         q, k, v, *_ = ctx.saved_tensors
         # Five matmuls, the scores again among them.
         ctx.count(_pairs(q, k) * (3 * q.shape[-1] + 2 * v.shape[-1]))
-        return None, torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
+        return None, torch.empty_like(q), torch.empty_like(k), torch.empty_like(v), None
 
 
 def _pairs(q: Tensor, k: Tensor) -> int:
@@ -138,9 +140,10 @@ class WithoutValues(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is F.scaled_dot_product_attention:
-            named = dict(zip(("query", "key", "value"), args, strict=False)) | (kwargs or {})
+            names = ("query", "key", "value", "attn_mask")
+            named = dict(zip(names, args, strict=False)) | (kwargs or {})
             if named["query"].is_meta:  # what tries a module out does so with values, and gets them
-                return self._attention(named["query"], named["key"], named["value"])
+                return self._attention(*(named.get(name) for name in names))
         if func in (Tensor.__bool__, Tensor.item) and hasattr(args[0], "_holds"):
             return args[0]._holds
         if func is Tensor.__contains__ and args[0].is_meta:
@@ -154,8 +157,8 @@ class WithoutValues(TorchFunctionMode):
             found._holds = func in (torch.all, Tensor.all)  # type: ignore[attr-defined]
         return found
 
-    def _attention(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        found: Tensor = _Attention.apply(self.add_attention, q, k, v)
+    def _attention(self, *given: Tensor | None) -> Tensor:
+        found: Tensor = _Attention.apply(self.add_attention, *given)
         return found
 
     def add_attention(self, flops: int) -> None:

@@ -1,0 +1,62 @@
+"""The entry ``sequence`` of the spec: whole sequences go into a model, each rank computes on its own tokens, whole
+sequences come out."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+from torch import nn
+
+from meshfold.engine.world import World
+from meshfold.mesh import ParallelSpec
+
+if TYPE_CHECKING:
+    from meshfold.engine.sequence.split import SplitSequence
+
+__all__ = ["counted_attention", "local_length", "split_sequence"]
+
+
+def split_sequence(model: nn.Module, world: World, *, own_loss: bool) -> SplitSequence | None:
+    """Let a model's ranks share its sequences if the spec says so; None if it does not.
+
+    Args:
+        model: this rank's part, tensor parallelism done.
+        world: where it lies.
+        own_loss: the engine has a ``loss_fn``.
+
+    Raises:
+        SpecError: for what the model cannot do on a part of a sequence.
+    """
+    spec = world.spec.sequence
+    if spec is None or spec.size == 1:  # megatron's too
+        return None
+    from meshfold.engine.sequence.split import SplitSequence
+
+    return SplitSequence(model, world, spec, own_loss=own_loss)
+
+
+def local_length(length: int, world: World) -> int:
+    """How many tokens of a sequence of so many each rank has, with padding."""
+    spec = world.spec.sequence
+    if spec is None or spec.size == 1:
+        return length
+    from meshfold.sequence import dealing
+
+    return dealing(length, world.mesh, spec.mode).local
+
+
+@contextmanager
+def counted_attention(spec: ParallelSpec, count: Callable[[int], None]) -> Iterator[None]:
+    """Tell of the operations of attention over split sequences, for tensors without values."""
+    if spec.sequence is None or spec.sequence.size == 1:
+        yield
+        return
+    from meshfold.sequence.blocks import SHAPES
+
+    SHAPES.count = count
+    try:
+        yield
+    finally:
+        SHAPES.count = None

@@ -1,0 +1,163 @@
+"""The way in: what a model is called with is cut into what this rank has of it."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, NoReturn
+
+from torch import Tensor, nn
+
+from meshfold.engine.batches.batch import IGNORE
+from meshfold.engine.batches.packed import Documents, packed_documents
+from meshfold.engine.models.visible import without_first_tokens
+from meshfold.engine.sequence.labels import Labels
+from meshfold.mesh import Mesh, SpecError
+from meshfold.mesh.dropout_stream import Dealt, deal_tokens
+from meshfold.sequence import Dealing, dealing
+from meshfold.sequence.modes import find
+
+_TARGETS = ("targets", "target")
+_CACHES = ("past_key_values", "past_key_value", "layer_past", "use_cache", "cache_position")
+_LAST_TOKENS = ("logits_to_keep", "num_logits_to_keep")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Forward:
+    """The forward under way.
+
+    Attributes:
+        dealing: of its sequences.
+        rows: of the batch.
+        share: this rank's share of the targets that count, float64; None if the model was given no labels.
+        documents: packed into each row, which attention keeps to; None if there are none.
+    """
+
+    dealing: Dealing
+    rows: int
+    share: Tensor | None
+    documents: Documents | None
+
+
+class Incoming:
+    """Cuts tokens, labels and positions; leaves out or refuses what a part of a sequence cannot have."""
+
+    def __init__(
+        self, model: nn.Module, mesh: Mesh, mode: str | Callable[..., object], labels: Labels, written: str
+    ) -> None:
+        """Args:
+        model: that is called.
+        mesh, mode: how sequences are dealt.
+        labels: of the model.
+        written: the spec, for messages.
+        """
+        self._mesh, self._mode, self._labels, self._written = mesh, mode, labels, written
+        self._axes = find(mode, mesh).axes
+        parameters = inspect.signature(model.forward).parameters
+        positional = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+        self._names = [name for name, p in parameters.items() if p.kind in positional]
+        self._caches = "use_cache" in parameters
+        self._theirs = hasattr(type(model), "loss_function")  # of the Hugging Face kind
+        self._own = any(hasattr(module, "makes_masks") for module in model.modules())
+
+    def take(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], *, training: bool
+    ) -> tuple[tuple[Any, ...], dict[str, Any], Forward]:
+        """This rank's part of the model's arguments.
+
+        Raises:
+            SpecError: for arguments that cannot be cut.
+        """
+        names = [*self._names, *map(str, range(len(self._names), len(args)))][: len(args)]
+        given = {**dict(zip(names, args, strict=True)), **kwargs}
+        if "position_ids" in names:  # others may be put in their place, by name
+            names = names[: names.index("position_ids")]
+        tokens = next((x for x in given.values() if isinstance(x, Tensor) and x.dim() > 1), None)
+        if tokens is None:
+            self._refuse(
+                "the model was called without a tensor [batch, tokens, ...], and tokens are what is split"
+            )
+        rows, length = tokens.shape[:2]
+        dealt = dealing(length, self._mesh, self._mode)
+        rank = self._mesh.index(*self._axes)
+        self._refuse_parts(given)
+        documents = self._documents(given, rows, length)
+        self._drop_mask(given, length)
+        share = self._labels.deal(given, dealt, rank, rows)
+        for name, value in given.items():
+            along = isinstance(value, Tensor) and value.dim() > 1 and value.shape[1] == length
+            if along and value.shape[0] in (1, rows) and name not in ("labels", "shift_labels"):
+                given[name] = dealt.shard(value, rank)
+        if self._caches:
+            given["use_cache"] = False  # keys and values of a part of the tokens, which nobody could use
+        if training:
+            deal_tokens(Dealt(length=length, index=dealt.indices(rank).to(tokens.device)))
+        now = Forward(dealing=dealt, rows=rows, share=share, documents=documents)
+        return tuple(given.pop(name, None) for name in names), given, now
+
+    def _refuse(self, why: str) -> NoReturn:
+        raise SpecError(f"{self._written}: {why}")
+
+    def _refuse_parts(self, given: Mapping[str, Any]) -> None:
+        for name in _CACHES:
+            if given.get(name) is not None and given[name] is not False:
+                self._refuse(
+                    f"the model was called with {name}, and a split sequence goes through it as a whole: generate by "
+                    "meshfold.engine.models.generate, or with use_cache=False"
+                )
+        for name in _LAST_TOKENS:
+            if given.get(name):
+                self._refuse(
+                    f"the model was called with {name}={given[name]!r}, and the last tokens are another rank's"
+                )
+        for name in _TARGETS:
+            if isinstance(given.get(name), Tensor):
+                self._refuse(
+                    f"the model was called with {name!r}: give labels that are not moved yet as 'labels', or use a loss_fn"
+                )
+
+    def _drop_mask(self, given: dict[str, Any], length: int) -> None:
+        """Leave out masks that say nothing, or nothing that counts; refuse the others."""
+        mask = given.get("attention_mask")
+        if isinstance(mask, Tensor):
+            if mask.dim() != 2 or mask.shape[1] != length:
+                self._refuse(
+                    f"an attention_mask {list(mask.shape)} cannot be dealt with the tokens: leave it out, and pad on the right"
+                )
+            real = mask.bool()
+            # A causal model's tokens do not see padding behind them.
+            behind = self._labels.kind == "shift_labels" and bool((real[:, 1:] <= real[:, :-1]).all())
+            targets = self._labels.moved(given)
+            counted = targets is None or bool(((targets != IGNORE) & ~real).any())
+            if not bool(real.all()) and (counted or not behind):
+                self._refuse(
+                    f"attention_mask hides tokens that count, or that others see: pad on the right, with the label {IGNORE}, or "
+                    "make sequences of one length"
+                )
+            given["attention_mask"] = None
+
+    def _documents(self, given: dict[str, Any], rows: int, length: int) -> Documents | None:
+        """The documents packed into each row; None if there are none."""
+        if not self._theirs and not self._own:
+            return None
+        masked = isinstance(given.get("attention_mask"), Tensor)
+        try:
+            found = packed_documents(given, rows, length)
+        except SpecError as error:
+            self._refuse(str(error))
+        if found is None:
+            return None
+        if not self._labels.causal:
+            self._refuse(
+                "position_ids that do not count the tokens from 0 are for causal models: leave them out"
+            )
+        if masked:
+            self._refuse(
+                "position_ids that begin anew at packed documents come with an attention_mask, with which transformers lets "
+                "documents see each other: leave attention_mask out"
+            )
+        labels = given.get("labels")
+        if self._own and isinstance(labels, Tensor) and labels.shape == (rows, length):
+            given["labels"] = without_first_tokens(labels, given["position_ids"])
+        return found
