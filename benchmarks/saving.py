@@ -3,6 +3,14 @@
 A plain run, one that saves at once and one that saves asynchronously take turns, each a window of steps with a save at its
 beginning. `meshfold run --ranks 2 benchmarks/saving.py` measures it on several ranks, `meshfold bench saving` on one. The disk's
 speed is part of what is measured, and is printed.
+
+The bar: an asynchronous save costs the step it falls in less than 5 %. What it costs is how much longer its window took than one
+without a save: all of it, the time in which ``save`` holds the training up, what the copies take of its memory and bus, and what
+the optimizer waits for them. The copies have one forward and backward to run beside; only then may the optimizer change what is
+copied. So the bar can be met where the copies take less time than that, whatever the model: bytes kept by the rank over the speed
+of the bus, against the step. Where they take longer (few tokens a step, or a slow bus) the optimizer waits for the rest, in that
+one step; then the table says so, and the bar holds for the save's cost spread over the steps from one save to the next. Not to
+wait would take a second copy of the state on the device, which is memory that training would rather have.
 """
 
 from __future__ import annotations
@@ -26,7 +34,7 @@ from meshfold.engine.models import build
 
 WAYS = ("no save", "at once", "asynchronous")
 BAR = 0.05
-"""Of a step's time: the most that starting an asynchronous save may take."""
+"""The most that an asynchronous save may cost, as a share of the step it falls in."""
 
 
 def main(argv: list[str]) -> int:
@@ -39,12 +47,20 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--precision", default="fp32")
     parser.add_argument("--zero", type=int, choices=(1, 2, 3), help="stage (none)")
+    parser.add_argument("--placement", default="cuda", help="of the state under --zero: cuda, cpu, auto")
+    parser.add_argument(
+        "--clip", type=float, default=1.0, help="norm; 0: none, and chunks of --zero are stepped in backward"
+    )
     parser.add_argument("--folder", type=Path, help="where to save (a temporary folder)")
     parser.add_argument("--out", type=Path, help="write the numbers as JSON")
     args = parser.parse_args(argv)
-    parallel = {} if args.zero is None else dict(zero=dict(stage=args.zero))
+    parallel = {} if args.zero is None else dict(zero=dict(stage=args.zero, placement=args.placement))
     engine = Engine(
-        lambda: build(args.model), parallel, optimizer=dict(name="adamw", lr=1e-4), precision=args.precision
+        lambda: build(args.model),
+        parallel,
+        optimizer=dict(name="adamw", lr=1e-4),
+        precision=args.precision,
+        clip_grad_norm=args.clip or None,
     )
     rows = torch.randint(256, (args.batch_size, args.seq_len), generator=torch.Generator().manual_seed(0))
     batch = engine.shard_batch(rows)
@@ -66,7 +82,7 @@ def main(argv: list[str]) -> int:
 def measure(engine: Engine, batch: Any, folder: Path, *, window: int, rounds: int) -> dict[str, Any]:
     """Seconds of windows of each way, in turns, and what this rank's asynchronous saves say of themselves."""
     seconds: dict[str, list[float]] = {way: [] for way in WAYS}
-    held, whole, nbytes = [], [], 0
+    held, copied, whole, nbytes = [], [], [], 0
     for number in range(rounds + 1):  # the first warms up: memory for the copy is taken once
         for way in WAYS:
             synchronize()
@@ -83,31 +99,54 @@ def measure(engine: Engine, batch: Any, folder: Path, *, window: int, rounds: in
                 seconds[way].append(spent)
                 if save is not None:
                     held.append(returned)
+                    copied.append(save.copied_seconds)
                     whole.append(save.seconds)
                     nbytes = save.bytes
     step = median(seconds["no save"]) / window
+    windows = {way: median(found) for way, found in seconds.items()}
+    cost = {way: windows[way] - windows["no save"] for way in WAYS[1:]}
     return {
+        "window": window,
         "step_seconds": step,
-        "window_seconds": {way: median(found) for way, found in seconds.items()},
+        "window_seconds": windows,
         "held_up_seconds": median(held),
+        "copied_seconds": median(copied),
         "save_seconds": median(whole),
         "rank_bytes": nbytes,
-        "held_up_share": median(held) / step,
+        "cost_seconds": cost,
+        "share_of_its_step": {way: value / step for way, value in cost.items()},
+        "share_of_its_window": {way: value / windows["no save"] for way, value in cost.items()},
     }
 
 
 def table(result: dict[str, Any]) -> str:
     """The numbers as a person wants them."""
-    step, windows = result["step_seconds"], result["window_seconds"]
+    step, window = result["step_seconds"], result["window"]
     speed = result["rank_bytes"] / result["save_seconds"] / 2**20
-    verdict = "below" if result["held_up_share"] < BAR else "ABOVE"
     lines = [
-        f"a step {step * 1e3:,.0f} ms; a checkpoint {result['rank_bytes'] / 2**20:,.1f} MiB a rank, written at {speed:,.0f} MiB/s",
-        f"saved at once:   {(windows['at once'] - windows['no save']) / step:8.1%} of a step",
-        f"asynchronously:  {(windows['asynchronous'] - windows['no save']) / step:8.1%} of a step, over the steps beside it",
-        f"  held up by it: {result['held_up_share']:8.1%} of a step ({result['held_up_seconds'] * 1e3:,.1f} ms), "
-        f"{verdict} {BAR:.0%}",
+        f"a step {step * 1e3:,.0f} ms; a checkpoint {result['rank_bytes'] / 2**20:,.1f} MiB a rank, "
+        f"written at {speed:,.0f} MiB/s; a save every {window} steps",
+        f"{'a save':16}{'ms':>10}{'of its step':>14}{f'of {window} steps':>16}",
     ]
+    for way in WAYS[1:]:
+        cost, one, all_ = (
+            result[key][way] for key in ("cost_seconds", "share_of_its_step", "share_of_its_window")
+        )
+        lines.append(f"{way:16}{cost * 1e3:10,.1f}{one:14.1%}{all_:16.2%}")
+    lines.append(
+        f"asynchronously: save() returned after {result['held_up_seconds'] * 1e3:,.1f} ms, all was copied after "
+        f"{result['copied_seconds'] * 1e3:,.1f} ms"
+    )
+    one, all_ = (result[key]["asynchronous"] for key in ("share_of_its_step", "share_of_its_window"))
+    if one < BAR:
+        lines.append(f"below {BAR:.0%} of the step it falls in")
+    elif result["copied_seconds"] < step:
+        lines.append(f"ABOVE {BAR:.0%} of the step it falls in, in which it was copied")
+    else:
+        verdict = "below" if all_ < BAR else "ABOVE"
+        lines.append(
+            f"the copies take longer than a step: spread over {window} steps it is {verdict} {BAR:.0%}"
+        )
     return "\n".join(lines)
 
 

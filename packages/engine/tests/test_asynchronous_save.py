@@ -17,6 +17,7 @@ from torch import Tensor
 from meshfold.engine import CheckpointError, Engine
 from meshfold.engine.checkpoints import rectangles, saving
 from meshfold.engine.checkpoints.checkpoint import Checkpoint
+from meshfold.engine.checkpoints.rank_file import RankFile
 from meshfold.engine.checkpoints.tensor_file import TensorWriter
 from meshfold.engine.cli import main
 from meshfold.engine.models import GPT, GPTConfig, Llama, LlamaConfig
@@ -179,7 +180,9 @@ def test_state_on_a_disk_is_not_copied_to_memory(tmp_path: Path) -> None:
         engine.train_step(batches()[0])
         sources = engine._model_state.optimizer_sources()
         wanted = {name: source.read().clone() for name, source in sources.items()}
-        engine.save(tmp_path / "ckpt", asynchronous=True)
+        under_way = engine.save(tmp_path / "ckpt", asynchronous=True)
+        assert under_way is not None
+        under_way.wait_until_copied()
         assert not any("exp_avg" in key for key in engine._saver._buffers)
         assert any("embed.weight" in key for key in engine._saver._buffers)
         engine.train_step(batches()[1])
@@ -288,16 +291,16 @@ def silent(path: str) -> str:
     """A rank that never ends its file, as one that has died."""
     me = torch.distributed.get_rank()
     patience, saving.PATIENCE = saving.PATIENCE, 0.5
-    original = saving._File.rename
+    original = RankFile.rename
     if me == 1:
-        saving._File.rename = lambda self: self.writer.abandon()  # type: ignore[method-assign]
+        RankFile.rename = lambda self: self.abandon()  # type: ignore[method-assign]
     try:
         engine = engine_of("gpt", dict(data=2))
         engine.save(path, asynchronous=True).wait()
     except CheckpointError as error:
         return str(error)
     finally:
-        saving.PATIENCE, saving._File.rename = patience, original  # type: ignore[method-assign]
+        saving.PATIENCE, RankFile.rename = patience, original  # type: ignore[method-assign]
     return ""
 
 

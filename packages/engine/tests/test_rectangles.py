@@ -10,7 +10,12 @@ import pytest
 import torch
 
 from meshfold.engine.checkpoints import rectangles
-from meshfold.engine.checkpoints.rectangles import Share, share_of_block, share_of_run, windows_of_run
+from meshfold.engine.checkpoints.rectangles import (
+    Piece,
+    pieces_of_block,
+    pieces_of_run,
+    windows_of_run,
+)
 from meshfold.engine.checkpoints.stored import Block, Stored
 from meshfold.mesh import Mesh, Placement
 from meshfold.mesh.metadata import ParameterMeta
@@ -30,13 +35,13 @@ PLACEMENTS = {
 }
 
 
-def written(placement: Placement, shares: list[tuple[Share, torch.Tensor]]) -> None:
+def written(placement: Placement, shares: list[tuple[tuple[Piece, ...], torch.Tensor]]) -> None:
     """That the pieces of all ranks are the tensor, each element once."""
     whole = torch.arange(math.prod(placement.shape), dtype=torch.float64).reshape(placement.shape)
     count = torch.zeros(placement.shape, dtype=torch.int64)
     blocks = []
-    for share, kept in shares:
-        for piece in share.pieces:
+    for pieces, kept in shares:
+        for piece in pieces:
             value = piece.view(kept)
             place = tuple(slice(at, at + size) for at, size in zip(piece.offsets, piece.sizes, strict=True))
             assert tuple(value.shape) == piece.sizes
@@ -60,10 +65,11 @@ def test_blocks_are_written_once(case: str, least: int, monkeypatch: pytest.Monk
     for rank in range(24):
         mesh = Mesh(AXES, rank=rank)
         local = placement.shard(whole, mesh)
-        shares.append((share_of_block(case, local, ParameterMeta(mesh=mesh, placement=placement)), local))
+        meta = ParameterMeta(mesh=mesh, placement=placement)
+        shares.append((pieces_of_block(case, local.shape, meta, dtype=local.dtype), local))
     written(placement, shares)
     if case == "replicated" and least == 1:
-        assert sum(bool(share.pieces) for share, _ in shares) == 1  # 24 ranks cannot have a row each of 7
+        assert sum(bool(pieces) for pieces, _ in shares) == 1  # 24 ranks cannot have a row each of 7
 
 
 @pytest.mark.parametrize("over", [("data",), ("data", "row"), ()], ids=str)
@@ -81,10 +87,7 @@ def test_runs_are_written_once(case: str, over: tuple[str, ...]) -> None:
         run = range(cuts[index], cuts[index + 1])
         kept = local.reshape(-1)[run.start : run.stop]
         meta = ParameterMeta(mesh=mesh, placement=placement)
-        share = share_of_run(
-            case, run, local.shape, meta, lambda kept=kept: kept, dtype=torch.float64, over=over
-        )  # fmt: skip
-        shares.append((share, kept))
+        shares.append((pieces_of_run(case, run, local.shape, meta, dtype=torch.float64, over=over), kept))
     written(placement, shares)
 
 

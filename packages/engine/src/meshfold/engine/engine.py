@@ -215,6 +215,7 @@ class Engine:
                 if self._backwards or not self._states.can_relieve(error):
                     raise
             # Memory ran out, and more can be made: here, where the error no longer holds on to the graph.
+            self._saver.before_change()  # chunks move
             self._states.relieve()
 
     def _in_one_piece(self, work: Batch, shares: Shares, *, last: bool) -> Tensor:
@@ -345,14 +346,14 @@ class Engine:
         self._trains()
         if not self._begun:
             self._begun = True
-            if self._states.all_read:  # chunks move, and may be stepped with, before step() is called
-                self._saver.before_change()
             self._states.begin(first=not self._backwards)
 
     @contextmanager
     def _gradients(self, kind: Backward) -> Iterator[None]:
         """Around a backward: what gradients come inside are summed over the data ranks, now or later."""
         self._begin()
+        if kind == "final" and self._states.all_read:  # chunks may be stepped with before step() is called
+            self._saver.before_change()
         with self._states.backward(kind):
             yield
         self._begun = False

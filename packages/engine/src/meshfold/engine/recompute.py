@@ -25,7 +25,7 @@ from meshfold.tensor_parallel.foreign import recompute_contexts
 
 if TYPE_CHECKING:
     from meshfold.engine.pipelining import PipelinedModel
-    from meshfold.engine.sequence import SplitSequence
+    from meshfold.engine.sequence.split import SplitSequence
     from meshfold.zero_gemini.trace import LayerWatch
 
 WAYS = ("blocks", "auto")

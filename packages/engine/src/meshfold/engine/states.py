@@ -16,13 +16,14 @@ from torch import Tensor, nn
 
 from meshfold.engine.blocks import gather, global_shape, put
 from meshfold.engine.checkpoints.optimizer_state import OptimizerState
-from meshfold.engine.checkpoints.rectangles import Share, ranks_alike, share_of_block, share_of_whole
+from meshfold.engine.checkpoints.rectangles import Piece, pieces_of_block, pieces_of_whole, ranks_alike
 from meshfold.engine.data_parallel import GradientReducer
 from meshfold.engine.names import plain
 from meshfold.engine.optimizers import Factory
 from meshfold.engine.precision import Masters
 from meshfold.engine.world import PIPE, World
 from meshfold.mesh import clip_gradient_values, clip_gradients, gradient_norm, metadata
+from meshfold.mesh.parts import Parts
 
 if TYPE_CHECKING:
     from meshfold.engine.zero.residency import Residency
@@ -40,15 +41,19 @@ class Source:
         shape: of the whole.
         read: makes the whole tensor; a collective over the ranks that ``States.all_read`` says. What this rank cannot
             read of it is raised when the others have been served.
-        alike: all ranks read the same; else rank 0's counts.
-        share: what this rank writes of it, by its name, where nothing is gathered. Without communication.
+        pieces: what this rank writes of it, by its name, where nothing is gathered. Without communication.
+        parts: what this rank keeps of it, of which the pieces are views; none where there are no pieces. Likewise.
+        alike: all ranks read the same, and it does not change before a step; else rank 0's counts.
+        on_disk: what this rank keeps is on a disk, for want of memory: ``parts`` reads it.
     """
 
     dtype: torch.dtype
     shape: tuple[int, ...]
     read: Callable[[], Tensor]
-    share: Callable[[str], Share]
+    pieces: Callable[[str], tuple[Piece, ...]]
+    parts: Callable[[], Parts]
     alike: bool = True
+    on_disk: bool = False
 
 
 class States(Protocol):
@@ -248,18 +253,19 @@ def held(local: Tensor, like: Tensor, world: World) -> Source:
         dtype=local.dtype,
         shape=global_shape(local, like),
         read=lambda: gather(local, like, world),
-        share=lambda name: _share(name, local, like, world),
+        pieces=lambda name: _pieces(name, local, like, world),
+        parts=lambda: Parts((local.detach(),)),
         alike=metadata(like) is not None,
     )
 
 
-def _share(name: str, local: Tensor, like: Tensor, world: World) -> Share:
+def _pieces(name: str, local: Tensor, like: Tensor, world: World) -> tuple[Piece, ...]:
     meta, mesh = metadata(like), world.mesh
     if meta is not None and local.shape == like.shape:
-        return share_of_block(name, local, meta)
+        return pieces_of_block(name, local.shape, meta, dtype=local.dtype)
     if meta is not None:
         ranks = ranks_alike(mesh, tuple(meta.only_at))
     else:
         others = [axis for axis in mesh.names if axis != PIPE]
         ranks = [rank for rank in ranks_alike(mesh, (PIPE,)) if mesh.index(*others, rank=rank) == 0]
-    return share_of_whole(name, local.shape, ranks, mesh.rank, local.detach)
+    return pieces_of_whole(name, local.shape, ranks, mesh.rank)

@@ -24,6 +24,10 @@ def fail_together(world: World, error: Exception | None, what: str, *, name_rank
         CheckpointError: the same on all ranks, with the message of the first that failed.
     """
     size, rank = world.mesh.world_size, world.mesh.rank
+    if size == 1:  # without the device, which may be busy
+        if error is not None:
+            raise CheckpointError(f"{what}: {error}") from error
+        return
     worst = torch.tensor(0 if error is None else size - rank, device=world.device)
     failed = size - int(all_reduce(worst, world.everyone, "max"))
     if failed == size:
@@ -34,6 +38,4 @@ def fail_together(world: World, error: Exception | None, what: str, *, name_rank
         text[: len(said)] = torch.tensor(said, dtype=torch.uint8)
     text = broadcast(text, world.everyone, failed)
     message = bytes(text.tolist()).rstrip(b"\0").decode(errors="replace")
-    raise CheckpointError(
-        f"{what}: {f'rank {failed}: ' if size > 1 and name_rank else ''}{message}"
-    ) from error
+    raise CheckpointError(f"{what}: {f'rank {failed}: ' if name_rank else ''}{message}") from error

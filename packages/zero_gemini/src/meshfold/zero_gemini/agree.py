@@ -12,8 +12,11 @@ from meshfold.mesh import Group, all_gather, all_reduce
 
 def tell_all(mine: Any, group: Group, device: torch.device) -> list[Any]:
     """What every rank of the group has to say, in group order. All of it must call."""
-    text = torch.tensor(list(json.dumps(mine).encode()), dtype=torch.uint8, device=device)
+    words = json.dumps(mine).encode()
+    if group.size == 1:  # without the device, which may be busy
+        return [json.loads(words)]
+    text = torch.frombuffer(bytearray(words), dtype=torch.uint8).to(device)
     longest = int(all_reduce(torch.tensor([text.numel()], device=device), group, "max"))
     padded = torch.full((1, longest), ord(" "), dtype=torch.uint8, device=device)
     padded[0, : text.numel()] = text
-    return [json.loads(bytes(row.tolist()).decode()) for row in all_gather(padded, group, 0)]
+    return [json.loads(row.numpy().tobytes()) for row in all_gather(padded, group, 0).cpu()]

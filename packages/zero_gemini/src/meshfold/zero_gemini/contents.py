@@ -9,7 +9,8 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from meshfold.mesh import all_gather, all_reduce
+from meshfold.mesh import Group, all_gather, all_reduce
+from meshfold.mesh.parts import Parts
 from meshfold.zero_gemini.agree import tell_all
 from meshfold.zero_gemini.chunk import Chunk
 from meshfold.zero_gemini.faults import Faults
@@ -76,19 +77,18 @@ class Contents:
         mine = next((part for part in chunk.slices if part.name == name), None)
         return range(0) if mine is None else range(mine.parameter_start, mine.parameter_start + mine.length)
 
-    def read_kept(self, name: str) -> Tensor:
-        """These elements of the true value, flat; a view where it can be. Without communication."""
-        stepper, chunk = self._stepper_of(name), self._chunk_of[name]
-        if stepper is not None:
-            return stepper.true(name)
-        mine = next(part for part in chunk.slices if part.name == name)
-        return chunk.shard[mine.shard_start : mine.shard_start + mine.length]
+    def parts(self, name: str, key: str | None = None) -> Parts:
+        """These elements of the true value, or of an optimizer's tensor (the whole of one that does not lie so).
 
-    def read_kept_state(self, name: str, key: str) -> Tensor:
-        """These elements of an optimizer's tensor, or the whole of one that does not lie so. Without communication."""
-        if self._stepper is None:
-            raise KeyError(key)
-        return self._stepper.read(name, key).detach()
+        Flat, as they lie in memory; none where this rank keeps none. Without communication.
+        """
+        stepper, chunk = self._stepper_of(name), self._chunk_of[name]
+        if not self.kept(name):
+            return Parts(())
+        if stepper is not None:
+            return stepper.parts(name, key)
+        mine = next(part for part in chunk.slices if part.name == name)
+        return Parts((chunk.shard[mine.shard_start : mine.shard_start + mine.length],))
 
     def true_dtype(self, name: str) -> torch.dtype:
         """Of a parameter's true value."""
@@ -102,10 +102,15 @@ class Contents:
         found: dict[str, dict[str, Entry]] = {}
         if self._stepper is None:
             return found
+        mine: dict[
+            tuple[int, ...], tuple[Group, dict[str, dict[str, Entry]]]
+        ] = {}  # by the group that is told
         for chunk in dict.fromkeys(self._chunk_of.values()):
-            if chunk not in self._trained:
-                continue
-            for told in tell_all(self._stepper.entries(chunk), chunk.group, self._device):
+            if chunk in self._trained:
+                _, entries_of = mine.setdefault(chunk.group.ranks, (chunk.group, {}))
+                entries_of.update(self._stepper.entries(chunk))
+        for group, entries_of in mine.values():
+            for told in tell_all(entries_of, group, self._device):
                 for name, entries in told.items():
                     found.setdefault(name, {}).update({key: Entry(*entry) for key, entry in entries.items()})
         return {name: dict(sorted(found[name].items())) for name in self._shapes if found.get(name)}

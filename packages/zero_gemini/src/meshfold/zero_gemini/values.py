@@ -8,6 +8,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from meshfold.mesh.parts import Parts
 from meshfold.zero_gemini.chunk import Chunk
 from meshfold.zero_gemini.contents import Contents
 from meshfold.zero_gemini.faults import Faults
@@ -76,26 +77,28 @@ class ParameterValues(ABC):
         """Which elements this rank alone of its chunk's group keeps: of its block over the tensor axes, row by row."""
         return self._contents.kept(self._name_of(parameter))
 
-    def read_kept(self, parameter: Tensor) -> Tensor:
-        """These elements of a parameter's true value, flat; good until the next step. After ``flush``, no communication.
+    def parts(self, parameter: Tensor, key: str | None = None) -> Parts:
+        """These elements of a parameter's true value, or of an optimizer's tensor, flat and as they lie in memory.
+
+        A number as it is. After ``flush``, no communication. They change with the next step, and mean nothing after
+        ``rehome``; what lives on disk was read.
 
         Raises:
             DiskError: if they cannot be read.
         """
-        return self._contents.read_kept(self._name_of(parameter))
-
-    def read_kept_state(self, name: str, key: str) -> Tensor:
-        """Likewise of an optimizer's tensor; a number as it is."""
-        return self._contents.read_kept_state(name, key)
+        return self._contents.parts(self._name_of(parameter), key)
 
     def axes_over(self, parameter: Tensor) -> tuple[str, ...]:
         """The axes whose ranks share a parameter's chunk."""
         return self._chunk_of[self._name_of(parameter)].group.axes
 
-    def is_on_disk(self, parameter: Tensor) -> bool:
-        """Whether the optimizer's state of a parameter lives on disk."""
+    def is_on_disk(self, parameter: Tensor, key: str | None = None) -> bool:
+        """Whether some of a parameter's true value, or of one of the optimizer's tensors of it, lives on disk."""
         chunk = self._chunk_of[self._name_of(parameter)]
-        return chunk in self._gradients and self._residents.homes[chunk].state == "disk"
+        if chunk not in self._gradients or self._residents.homes[chunk].state != "disk":
+            return False
+        # What the model computes with never does, and how often it was stepped is a number.
+        return chunk.dtype != self.true_dtype(parameter) if key is None else key != "step"
 
     def clear_state(self) -> None:
         """Forget the optimizer's state, as if it had not stepped yet."""

@@ -9,8 +9,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-import torch
-
+from meshfold.engine.checkpoints.copying import Copying
 from meshfold.engine.checkpoints.place import advised, attempt, clear, writing_of
 from meshfold.engine.errors import CheckpointError
 from meshfold.engine.together import fail_together
@@ -23,19 +22,21 @@ class BackgroundSave:
     Attributes:
         path: of the checkpoint.
         blocked_seconds: how long ``save`` held this rank up.
+        copied_seconds: how long it took until all was copied, from its beginning on; 0.0 until it is.
         seconds: how long it took in all; 0.0 until it is done.
-        bytes: that this rank writes.
+        bytes: that this rank writes; 0 until it is known.
+        copying: keeps what is copied from being changed; None before it has begun.
     """
 
     def __init__(self, path: Path, world: World) -> None:
         self.path, self._world = path, world
-        self.blocked_seconds = self.seconds = 0.0
+        self.blocked_seconds = self.copied_seconds = self.seconds = 0.0
         self.bytes = 0
         self._begun = time.perf_counter()
         self._error: Exception | None = None
         self._told = False
         self._thread: threading.Thread | None = None
-        self.copied: torch.cuda.Event | None = None  # until then a stream reads what was there at the time
+        self.copying: Copying | None = None
 
     @property
     def done(self) -> bool:
@@ -67,6 +68,18 @@ class BackgroundSave:
                 ):  # others were at their files while the folder was removed; no one is now
                     clear(writing_of(self.path))
                 raise
+
+    def wait_until_copied(self) -> None:
+        """Return when what was saved may be changed. The engine does so before it steps or loads.
+
+        Who changes parameters in another way, while a save is under way, calls it before; on a GPU on the stream that does it.
+        """
+        if self.copying is not None:
+            self.copying.hold()
+
+    def note_copied(self) -> None:
+        """Its thread has copied everything."""
+        self.copied_seconds = time.perf_counter() - self._begun
 
     def join(self) -> None:
         """Return when this rank has nothing more to do for it."""

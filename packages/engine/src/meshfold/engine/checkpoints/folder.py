@@ -14,6 +14,8 @@ import json
 import os
 import re
 import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from meshfold.engine.errors import CheckpointError
@@ -36,7 +38,7 @@ def step_folder(folder: Path, step: int) -> Path:
 
 def latest(folder: Path) -> Path | None:
     """The complete checkpoint of the highest step, if there is any. What is damaged or half-written is passed over."""
-    return next(iter(_complete(Path(folder))), None)
+    return next(iter(complete(folder)), None)
 
 
 def prune(folder: Path, keep: int) -> list[Path]:
@@ -53,32 +55,49 @@ def prune(folder: Path, keep: int) -> list[Path]:
     if isinstance(keep, bool) or not isinstance(keep, int) or keep < 1:
         raise CheckpointError(f"keep={keep!r}: how many checkpoints stay, a whole number from 1 up")
     folder = Path(folder)
-    found = _complete(folder)
+    found = complete(folder)
     if not found:
         return []
     gone = found[keep:][::-1]
-    try:
-        for path in gone:
-            for place in (_old(path), path):
-                if place.exists():
-                    removing = path.with_name(f".{path.name}.removing")
-                    shutil.rmtree(removing, ignore_errors=True)
-                    place.rename(removing)
-                    shutil.rmtree(removing)
+    for path in gone:
+        remove(path)
+    with _removing(folder):
         for path in folder.iterdir():
             named = _HIDDEN.fullmatch(path.name)
-            earlier = named is not None and int(named[1]) <= _step(found[0])
+            earlier = named is not None and int(named[1]) <= step_of(found[0])
             if earlier and path.name != _old(found[0]).name and not _is_held(path):
                 shutil.rmtree(path, ignore_errors=True)
+    return gone
+
+
+def remove(path: Path) -> None:
+    """Remove a checkpoint, which at no moment looks like one that is whole and is not. One rank calls.
+
+    Raises:
+        CheckpointError: if it cannot be removed.
+    """
+    with _removing(path.parent):
+        for place in (_old(path), path):
+            if place.exists():
+                removing = path.with_name(f".{path.name}.removing")
+                shutil.rmtree(removing, ignore_errors=True)
+                place.rename(removing)
+                shutil.rmtree(removing)
+
+
+@contextmanager
+def _removing(folder: Path) -> Iterator[None]:
+    try:
+        yield
     except OSError as error:
         raise CheckpointError(
             f"cannot remove an old checkpoint in {folder}: {error}; remove it by hand, or let this user write there"
         ) from error
-    return gone
 
 
-def _complete(folder: Path) -> list[Path]:
-    """The complete checkpoints, the last first."""
+def complete(folder: Path) -> list[Path]:
+    """The complete checkpoints, the last first. What is damaged or half-written is passed over."""
+    folder = Path(folder)
     if not folder.is_dir():
         return []
     names = {entry.name for entry in folder.iterdir()}
@@ -87,7 +106,7 @@ def _complete(folder: Path) -> list[Path]:
         f"step-{named[1]}" for name in names if (named := _HIDDEN.fullmatch(name)) and named[2] == "old"
     }
     found = [folder / name for name in names if _NAME.fullmatch(name)]
-    return sorted((path for path in found if is_complete(path) or is_complete(_old(path))), key=_step)[::-1]
+    return sorted((path for path in found if is_complete(path) or is_complete(_old(path))), key=step_of)[::-1]
 
 
 def is_complete(path: Path) -> bool:
@@ -103,7 +122,8 @@ def _old(path: Path) -> Path:
     return path.with_name(f".{path.name}.old")
 
 
-def _step(path: Path) -> int:
+def step_of(path: Path) -> int:
+    """The step that a folder is named after."""
     return int(path.name.partition("-")[2])
 
 

@@ -47,8 +47,9 @@ class ModelState:
 
     def ties(self) -> dict[str, str]:
         """Further names of a tensor to its first one."""
-        first = {tensor: name for name, tensor in self.unique().items()}
-        return {name: first[tensor] for name, tensor in self.tensors().items() if first[tensor] != name}
+        first: dict[Tensor, str] = {}
+        names = {name: first.setdefault(tensor, name) for name, tensor in self.tensors().items()}
+        return {name: known for name, known in names.items() if known != name}
 
     def full(self) -> dict[str, Tensor]:
         """The whole state dict in CPU memory. All ranks must call.

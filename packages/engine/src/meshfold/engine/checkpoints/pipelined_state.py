@@ -15,14 +15,12 @@ import torch
 from torch import Tensor, nn
 
 from meshfold.engine.checkpoints.model_state import ModelState
-from meshfold.engine.checkpoints.rectangles import Share
 from meshfold.engine.errors import CheckpointError
 from meshfold.engine.pipelining import Inventory
 from meshfold.engine.states import Source, States
 from meshfold.engine.world import World
 from meshfold.mesh import SpecError, broadcast
-
-_NOTHING = Share(pieces=(), read=lambda: torch.empty(0))
+from meshfold.mesh.parts import Parts
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -140,8 +138,14 @@ class PipelinedState(ModelState):
     def _shared(self, kept: Kept, own: Source | None) -> Source:
         read = partial(self._read, kept, own)
         owns = own is not None and self._world.pipe_group.index == kept.owner
-        share = own.share if own is not None and owns else lambda name: _NOTHING
-        return Source(dtype=kept.dtype, shape=kept.shape, read=read, share=share, alike=kept.alike)
+        if own is not None and owns:
+            return Source(
+                dtype=kept.dtype, shape=kept.shape, read=read, pieces=own.pieces, parts=own.parts, alike=kept.alike,
+                on_disk=own.on_disk,
+            )  # fmt: skip
+        return Source(
+            dtype=kept.dtype, shape=kept.shape, read=read, pieces=lambda name: (), parts=lambda: Parts(()), alike=kept.alike
+        )  # fmt: skip
 
     def _read(self, kept: Kept, own: Source | None) -> Tensor:
         """The owner's; a collective over the pipeline too."""

@@ -43,50 +43,32 @@ class Piece:
     view: Callable[[Tensor], Tensor]
 
 
-@dataclass(frozen=True, kw_only=True)
-class Share:
-    """What this rank writes of a whole tensor.
-
-    Attributes:
-        pieces: the rectangles.
-        read: what the rank keeps of the tensor, of which the pieces are views. Without communication.
-        on_disk: it is read from a disk, since there is no memory for it.
-    """
-
-    pieces: tuple[Piece, ...]
-    read: Callable[[], Tensor]
-    on_disk: bool = False
+def pieces_of_block(
+    name: str, shape: Sequence[int], meta: ParameterMeta, *, dtype: torch.dtype
+) -> tuple[Piece, ...]:
+    """What this rank writes of a tensor of which it keeps its block whole; ``shape``: of the block."""
+    whole = (0,) * len(shape), tuple(shape)
+    return tuple(_pieces(name, [(whole, lambda kept: kept)], meta, (), dtype.itemsize))
 
 
-def share_of_block(name: str, local: Tensor, meta: ParameterMeta) -> Share:
-    """Of a rank that keeps its block whole: ``local``."""
-    whole = (0,) * local.dim(), tuple(local.shape)
-    pieces = _pieces(name, [(whole, lambda kept: kept)], meta, (), local.dtype.itemsize)
-    return Share(pieces=tuple(pieces), read=local.detach)
-
-
-def share_of_run(
+def pieces_of_run(
     name: str,
     run: range,
     shape: Sequence[int],
     meta: ParameterMeta,
-    read: Callable[[], Tensor],
     *,
     dtype: torch.dtype,
     over: tuple[str, ...],
-    on_disk: bool = False,
-) -> Share:
-    """Of a rank that keeps a flat run of its block's elements, row by row.
+) -> tuple[Piece, ...]:
+    """What this rank writes of a tensor of which it keeps a flat run of its block's elements, row by row.
 
     Args:
         name: of the tensor.
         run: which elements.
         shape: of the block.
         meta: where the block lies.
-        read: the run, flat.
         dtype: of the tensor.
         over: axes whose ranks have the block's other runs.
-        on_disk: see :class:`Share`.
     """
     boxes = []
     for start, (offsets, sizes) in windows_of_run(tuple(shape), run.start, len(run)):
@@ -98,15 +80,13 @@ def share_of_run(
             return kept.reshape(-1)[start : start + count].view(sizes)
 
         boxes.append(((offsets, sizes), view))
-    return Share(pieces=tuple(_pieces(name, boxes, meta, over, dtype.itemsize)), read=read, on_disk=on_disk)
+    return tuple(_pieces(name, boxes, meta, over, dtype.itemsize))
 
 
-def share_of_whole(
-    name: str, shape: Sequence[int], ranks: Sequence[int], rank: int, read: Callable[[], Tensor]
-) -> Share:
-    """Of a tensor that some ranks have whole: one of them writes it."""
+def pieces_of_whole(name: str, shape: Sequence[int], ranks: Sequence[int], rank: int) -> tuple[Piece, ...]:
+    """What a rank writes of a tensor that some ranks have whole: one of them writes it."""
     piece = Piece(offsets=(0,) * len(shape), sizes=tuple(shape), view=lambda kept: kept)
-    return Share(pieces=(piece,) if rank == _drawn(name, ranks) else (), read=read)
+    return (piece,) if rank == _drawn(name, ranks) else ()
 
 
 def windows_of_run(shape: tuple[int, ...], start: int, length: int) -> Iterator[tuple[int, Window]]:

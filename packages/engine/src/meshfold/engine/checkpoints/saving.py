@@ -1,15 +1,20 @@
-"""Saving beside the training: a copy of what this rank keeps is made at once, and written while the next steps run.
+"""Saving beside the training: a copy of what this rank keeps is made, and written, while the next steps run.
 
-1. ``Saver.start``, on all ranks: the folder is made, each rank begins files of its own, and copies the rectangles that it
-   writes (:mod:`meshfold.engine.checkpoints.rectangles`) to host memory. What lives on a disk, for want of memory, is written now.
-2. In the background, on each rank: the copies are written, and a file is given its name when it is on the disk. There is no
-   collective in this, which could meet those of the training: ranks see each other's files in the folder that all can see.
+1. ``Saver.start``, on all ranks: the folder is made, each rank begins files of its own, and notes which tensors it keeps.
+   What may change in a forward (buffers) is copied where it is. What lives on a disk, for want of memory, is written now.
+2. In the background, on each rank: the rectangles that it writes (:mod:`meshfold.engine.checkpoints.rectangles`) are copied to
+   host memory (:mod:`meshfold.engine.checkpoints.copying`), the copies are written, and a file is given its name when it is on
+   the disk. There is no collective in this, which could meet those of the training: ranks see each other's files in the folder
+   that all can see.
 3. In the background, on rank 0: when all files are there it looks whether every element of every tensor is in one of them,
    writes the index and ``state.json``, and gives the folder its name.
 
-Until then the checkpoint before is the last one. If a rank fails, its file says so; if a file has not grown for
+What changes a tensor that is copied calls ``Saver.before_change``: the optimizer's step, a load, chunks that move. Forward and
+backward do not, and run beside the copies.
+
+Until a checkpoint is complete the one before is the last one. If a rank fails, its file says so; if a file has not grown for
 ``PATIENCE`` seconds its rank is taken for dead. Then rank 0 removes the folder, and all ranks raise the same error in their next
-step, save, load or close. On a GPU the copy is made by a stream of its own; kernels that change what is copied wait for it.
+step, save, load or close.
 """
 
 from __future__ import annotations
@@ -18,8 +23,8 @@ import copy
 import json
 import os
 import time
-from contextlib import ExitStack, suppress
-from dataclasses import dataclass
+from collections.abc import Iterator
+from contextlib import ExitStack, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -27,10 +32,11 @@ import torch
 from torch import Tensor
 
 from meshfold.engine.checkpoints.background_save import BackgroundSave
-from meshfold.engine.checkpoints.block_files import file_of, key_of, write_index
+from meshfold.engine.checkpoints.block_files import file_of, write_index
+from meshfold.engine.checkpoints.copying import Copying, Lane, lane_of
 from meshfold.engine.checkpoints.place import SCHEDULER, advised, attempt, begin, finish, place_of, writing_of
-from meshfold.engine.checkpoints.rectangles import Piece, Share
-from meshfold.engine.checkpoints.tensor_file import Described, TensorWriter
+from meshfold.engine.checkpoints.rank_file import RankFile
+from meshfold.engine.checkpoints.tensor_file import Described
 from meshfold.engine.errors import CheckpointError
 from meshfold.engine.states import Source
 from meshfold.engine.together import fail_together
@@ -39,58 +45,6 @@ from meshfold.mesh import all_reduce
 
 PATIENCE = 120.0
 """Seconds without any file growing, after which rank 0 gives a save up."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Written:
-    """A rectangle on its way to a file.
-
-    Attributes:
-        key: its name there.
-        described: what it is.
-        share: of which it is a piece.
-        piece: which one.
-        settled: it does not change before a step, as buffers may in a forward.
-    """
-
-    key: str
-    described: Described
-    share: Share
-    piece: Piece
-    settled: bool
-
-
-class _File:
-    """A file of this rank: what goes into it, and its writer."""
-
-    def __init__(self, folder: Path, name: str, sources: dict[str, Source], world: World) -> None:
-        rank, size = world.mesh.rank, world.mesh.world_size
-        self.path = folder / file_of(name, rank, size)
-        self.part = self.path.with_name(f"{self.path.name}.part")
-        self.rectangles: list[_Written] = []
-        for tensor, source in sources.items():
-            share = source.share(tensor)
-            for piece in share.pieces:
-                described = Described(dtype=source.dtype, shape=piece.sizes)
-                key = key_of(tensor, piece.offsets, piece.sizes)
-                one = _Written(key=key, described=described, share=share, piece=piece, settled=source.alike)
-                self.rectangles.append(one)
-        # What is on a disk is written first. Wide dtypes first, so that each begins at a multiple of its elements.
-        self.rectangles.sort(key=lambda one: (not one.share.on_disk, -one.described.dtype.itemsize))
-        announced = {one.key: one.described for one in self.rectangles}
-        self.writer = TensorWriter(self.part, announced, order=[*announced])
-
-    def rename(self) -> None:
-        self.writer.close()
-        self.part.rename(self.path)
-
-    def give_up(self, error: Exception) -> None:
-        """Let rank 0 know, in the place of what was written: that room is there."""
-        self.writer.abandon()
-        with suppress(OSError):
-            self.part.write_text(str(error))
-        with suppress(OSError):
-            self.part.rename(self.path.with_name(f"{self.path.name}.failed"))
 
 
 class Saver:
@@ -103,7 +57,7 @@ class Saver:
         self._world = world
         self._under_way: BackgroundSave | None = None
         self._buffers: dict[str, Tensor] = {}
-        self._stream: torch.cuda.Stream | None = None
+        self._lane: Lane | None = None
 
     def start(
         self,
@@ -112,7 +66,7 @@ class Saver:
         state: dict[str, Any],
         scheduler: dict[str, Any] | None,
     ) -> BackgroundSave:
-        """Copy, and begin to write. All ranks must call. Waits for a save before that is still under way.
+        """Begin to copy, and to write. All ranks must call. Waits for a save before that is still under way.
 
         Args:
             path: the folder; made with its parents, or replaced.
@@ -130,21 +84,24 @@ class Saver:
         what = f"cannot write the checkpoint {target}"
         small = json.loads(json.dumps(state)), copy.deepcopy(scheduler)  # as they are now
         mine = ExitStack()  # of the first rank: the folder, while it is written
-        made: list[_File] = []
+        made: list[RankFile] = []
         try:
             error = attempt(lambda: begin(writing, target, mine)) if first else None
             fail_together(self._world, advised(error), what)
             error = attempt(lambda: made.extend(self._begun(writing, files)))
-            error = error or attempt(lambda: self._copy(made, save))
             fail_together(self._world, advised(error), what)
         except BaseException:
             for file in made:
-                file.writer.abandon()
+                file.abandon()
             mine.close()
             raise
+        # From here on this rank waits for nothing of its GPU: the copies may take as long as a step.
+        self._lane = self._lane or lane_of(self._world.device)
+        save.copying = Copying(self._lane)
 
         def work() -> None:
             with mine:
+                self._copy(made, save)
                 self._write(made, save)
                 if first:
                     tensors = {name: _described(sources) for name, sources in files.items()}
@@ -159,8 +116,11 @@ class Saver:
         save = self._under_way
         if save is None:
             return
-        ended = torch.tensor(int(save.done), device=self._world.device)
-        if int(all_reduce(ended, self._world.everyone, "min")):
+        ended = int(save.done)
+        if self._world.mesh.world_size > 1:
+            told = torch.tensor(ended, device=self._world.device)
+            ended = int(all_reduce(told, self._world.everyone, "min"))
+        if ended:
             self.finish()
 
     def finish(self) -> None:
@@ -180,62 +140,54 @@ class Saver:
             save.join()
 
     def before_change(self) -> None:
-        """Before what was copied changes: let the device's kernels wait until a stream has copied it."""
+        """Before what is copied changes: what is done from now on comes after the copies."""
         save = self._under_way
-        if save is not None and save.copied is not None:
-            torch.cuda.current_stream(self._world.device).wait_event(save.copied)
+        if save is not None:
+            save.wait_until_copied()
 
     # -- within -------------------------------------------------------------------------------------------------
 
-    def _begun(self, folder: Path, files: dict[str, dict[str, Source]]) -> list[_File]:
-        return [_File(folder, name, sources, self._world) for name, sources in files.items()]
+    def _begun(self, folder: Path, files: dict[str, dict[str, Source]]) -> Iterator[RankFile]:
+        for name, sources in files.items():
+            file = RankFile(folder, name, sources, self._world)
+            yield file
+            if file.has_some_on_disk:  # the training goes on to read and write there
+                file.lay_out()
 
-    @torch.no_grad()
-    def _copy(self, files: list[_File], save: BackgroundSave) -> None:
-        """Copy to host memory what is in memory, and write what is on a disk."""
-        device = self._world.device
-        if device.type == "cuda":
-            self._stream = self._stream or torch.cuda.Stream(device)
-            self._stream.wait_stream(torch.cuda.current_stream(device))
-        for file in files:
-            kept: tuple[Share, Tensor] | None = None
-            for one in file.rectangles:
-                if kept is None or kept[0] is not one.share:
-                    kept = one.share, one.share.read()
-                value = one.piece.view(kept[1])
-                save.bytes += one.described.bytes
-                if one.share.on_disk:
-                    file.writer.write(one.key, value)
-                else:
-                    self._keep(f"{file.path.name}/{one.key}", value, settled=one.settled)
-        if self._stream is not None:
-            self._stream.wait_stream(torch.cuda.current_stream(device))
-            save.copied = torch.cuda.Event()
-            save.copied.record(self._stream)
+    def _copy(self, files: list[RankFile], save: BackgroundSave) -> None:
+        """Copy to host memory what is not on a disk; files that cannot be begun say so."""
+        copying, device = save.copying, self._world.device
+        assert copying is not None  # whoever begins a save has made it
+        with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
+            try:
+                for file in files:
+                    file.lay_out()
+                save.bytes = sum(file.bytes for file in files)
+                copying.run([pair for file in files for pair in file.copies(self._buffer)])
+                save.note_copied()
+                for file in files:
+                    file.let_go()
+            except Exception as error:
+                for file in files:
+                    file.give_up(advised(error) or error)
+                raise
+            finally:
+                copying.over()
 
-    def _keep(self, key: str, value: Tensor, *, settled: bool) -> None:
-        on_gpu = value.device.type == "cuda"
+    def _buffer(self, key: str, like: Tensor) -> Tensor:
+        """Host memory for a copy, which later saves use again."""
         buffer = self._buffers.get(key)
-        if buffer is None or buffer.shape != value.shape or buffer.dtype != value.dtype:
-            buffer = torch.empty(value.shape, dtype=value.dtype, device="cpu", pin_memory=on_gpu)
+        fits = buffer is not None and (buffer.shape, buffer.dtype) == (like.shape, like.dtype)
+        if buffer is None or not fits or (like.is_cuda and not buffer.is_pinned()):
+            buffer = torch.empty(like.shape, dtype=like.dtype, device="cpu", pin_memory=like.is_cuda)
             self._buffers[key] = buffer
-        if not on_gpu or not settled:  # in the order of what comes before and after
-            buffer.copy_(value, non_blocking=on_gpu)
-            return
-        with torch.cuda.stream(self._stream):
-            buffer.copy_(value, non_blocking=True)
-        value.record_stream(self._stream)  # type: ignore[arg-type]
+        return buffer
 
-    def _write(self, files: list[_File], save: BackgroundSave) -> None:
+    def _write(self, files: list[RankFile], save: BackgroundSave) -> None:
         """Write the copies; a file that cannot be written says so."""
-        if save.copied is not None:
-            save.copied.synchronize()
         for number, file in enumerate(files):
             try:
-                for one in file.rectangles:
-                    if not one.share.on_disk:
-                        file.writer.write(one.key, self._buffers[f"{file.path.name}/{one.key}"])
-                file.rename()
+                file.write()
             except Exception as error:
                 for rest in files[number:]:
                     rest.give_up(advised(error) or error)

@@ -139,18 +139,10 @@ def _as_rank(settings: TrainSettings, here: Environment, *, plan: bool, as_json:
 
 def _settled(settings: TrainSettings, ranks: int | None, progress: Progress) -> TrainSettings:
     """What only the folder and the ranks decide: whether there is something to go on from, and with how much ``data``."""
-    from meshfold.engine.checkpoints.checkpoint import Checkpoint
-    from meshfold.engine.errors import CheckpointError
     from meshfold.engine.long_runs.resuming import refit
 
-    if settings.resume == "auto":
-        try:
-            Checkpoint(settings.checkpoint)
-            settings = replace(settings, resume=True)
-        except CheckpointError:
-            if settings.checkpoint.exists():
-                raise  # it is damaged: a person has to look at it
-            settings = replace(settings, resume=False)
+    if settings.resume == "auto":  # if there are some, and all are damaged, a person has to look at them
+        settings = replace(settings, resume=settings.checkpoints.to_go_on_from() is not None)
     if settings.resume and ranks is not None:
         parallel, said = refit(settings.parallel, ranks)
         if said:
@@ -179,32 +171,30 @@ def _check_device(settings: TrainSettings, ranks: int) -> None:
 def _check_folder(settings: TrainSettings, progress: Progress) -> None:
     """Whether the folder can be written to, and has a checkpoint exactly if the run is to go on from one."""
     from meshfold.engine.checkpoints.checkpoint import Checkpoint
-    from meshfold.engine.errors import CheckpointError
     from meshfold.engine.optimizers import OPTIMIZERS
     from meshfold.engine.training.kept_settings import kept, what_is_new
 
     _check_out(settings.out)
+    there = settings.checkpoints.there()
     if settings.resume:
-        try:
-            found = Checkpoint(settings.checkpoint)
-        except CheckpointError:
-            if settings.checkpoint.exists():
-                raise
+        path = settings.checkpoints.to_go_on_from()
+        if path is None:
             raise Failure(
                 f"--resume: there is no checkpoint in {settings.out!r} to go on from; leave --resume out to start anew"
-            ) from None
+            )
+        found = Checkpoint(path)
+        for damaged in settings.checkpoints.damaged():
+            progress.say(f"warning: {damaged} is not complete, and is passed over")
         trained_with = str(found.state.get("optimizer", {}).get("class")).lower()
         if trained_with in OPTIMIZERS and trained_with != settings.optimizer:
             raise Failure(
-                f"--optimizer {settings.optimizer}: {settings.checkpoint} holds the state of {trained_with}; type "
+                f"--optimizer {settings.optimizer}: {path} holds the state of {trained_with}; type "
                 f"--optimizer {trained_with}, or start anew in another --out"
             )
         for sentence in what_is_new(settings, kept(settings.out)):
             progress.say(sentence)
-    elif settings.checkpoint.exists():
-        raise Failure(
-            f"{settings.checkpoint} is there already: go on from it with --resume, or choose another --out"
-        )
+    elif there:
+        raise Failure(f"{there[0]} is there already: go on from it with --resume, or choose another --out")
 
 
 def _check_out(out: str) -> None:
@@ -283,11 +273,13 @@ def _check_checkpoint(settings: TrainSettings, shapes: dict[str, tuple[int, ...]
     """Whether the checkpoint to go on from is of this model."""
     from meshfold.engine.checkpoints.checkpoint import Checkpoint
 
-    kept = {name: tuple(tensor.shape) for name, tensor in Checkpoint(settings.checkpoint).model.items()}
+    path = settings.checkpoints.to_go_on_from()
+    assert path is not None  # the folder was looked at
+    kept = {name: tuple(tensor.shape) for name, tensor in Checkpoint(path).model.items()}
     for name in sorted(kept.keys() | shapes.keys()):
         here, there = shapes.get(name, "nothing of that name"), kept.get(name, "nothing of that name")
         if here != there:
             raise Failure(
-                f"{settings.checkpoint} is of another model: {name!r} is {there} there and {here} here; give the "
+                f"{path} is of another model: {name!r} is {there} there and {here} here; give the "
                 "--model, --set and --tokenizer that it was trained with"
             )

@@ -105,7 +105,8 @@ def configure(parser: argparse.ArgumentParser) -> None:
         const=True,
         default=False,
         choices=("auto",),
-        help="go on from the checkpoint in DIR; 'auto': if there is one, else start (for jobs that are restarted)",
+        help="go on from the newest complete checkpoint in DIR; 'auto': if there is one, else start (for jobs that are "
+        "restarted)",
     )
     out.add_argument(
         "--eval-every",
@@ -123,6 +124,13 @@ def configure(parser: argparse.ArgumentParser) -> None:
         default=0,
         metavar="N",
         help="steps between checkpoints (at the end only)",
+    )
+    out.add_argument(
+        "--keep",
+        type=positive,
+        default=argparse.SUPPRESS,
+        metavar="N",
+        help="keep the newest N checkpoints, each in DIR/checkpoints/step-... (1, in DIR/checkpoint)",
     )
     out.add_argument(
         "--save-asynchronously", action="store_true", help="write checkpoints while training goes on"

@@ -24,6 +24,7 @@ KEPT = (
     "weight_decay",
     "clip",
     "seed",
+    "keep",
 )
 # The place in the data is a number of batches, in an order that the seed makes: with others it would be another place.
 _FIXED = ("batch_size", "seq_len", "seed")

@@ -3,7 +3,8 @@
 Every rank runs :func:`train` with the same settings. The engine does what is parallel about it; what is left is a
 loop as for a single device. What rank 0 writes into the folder ``out``::
 
-    checkpoint/      the model, the optimizer and the step, loadable under any other spec
+    checkpoint/      the model, the optimizer and the step, loadable under any other spec; where several are kept
+                     checkpoints/step-00000120/ and its like
     metrics.jsonl    a line a step, and a line an evaluation
     settings.json    the settings of the optimization, for a run that goes on from here
     loss.png         the curves, if matplotlib is installed
@@ -24,7 +25,9 @@ from meshfold.engine.data.corpus import Corpus, largest_id, open_corpus
 from meshfold.engine.data.rows import Batches
 from meshfold.engine.data.tokenizers import Tokenizer, load_tokenizer, tokenizer_of_model
 from meshfold.engine.engine import Engine
+from meshfold.engine.errors import CheckpointError
 from meshfold.engine.long_runs.stopping import GracefulStop
+from meshfold.engine.training.kept_checkpoints import KeptCheckpoints
 from meshfold.engine.training.kept_settings import keep
 from meshfold.engine.training.metrics_file import MetricsFile, read_metrics
 from meshfold.engine.training.model_choice import ModelChoice, choose_model
@@ -125,11 +128,13 @@ def train(settings: TrainSettings, inputs: Inputs, progress: Progress) -> list[d
     )
     if engine.loaded is not None:
         progress.say(str(engine.loaded).partition("\n")[0])
-    first = 0
+    first, checkpoints = 0, settings.checkpoints
+    path = checkpoints.place(0)
     if settings.resume:
-        _load(engine, settings)
+        path = checkpoints.to_go_on_from() or path
+        _load(engine, settings, path)
         first = engine.steps + engine.skipped_steps
-        progress.say(f"going on from step {first} of {settings.checkpoint}")
+        progress.say(f"going on from step {first} of {path}")
     if engine.mesh.rank == 0:
         keep(settings)
     metrics = MetricsFile(settings.metrics, keep=first, write=engine.mesh.rank == 0)
@@ -140,7 +145,7 @@ def train(settings: TrainSettings, inputs: Inputs, progress: Progress) -> list[d
     )
     work = flops_of(inputs, settings) if peak else 0.0
 
-    saved, stopped, under_way = first, False, None
+    saved, stopped, under_way, to_prune = first, False, None, False
     with GracefulStop(engine) as stop:
         for step in range(first + 1, settings.last_step + 1):
             begin = time.perf_counter()
@@ -164,23 +169,27 @@ def train(settings: TrainSettings, inputs: Inputs, progress: Progress) -> list[d
                 metrics.add(step=step, validation_loss=loss)
                 progress.say(f"step {step}: validation loss {loss:.4f}")
             if stopped or _due(step, settings.save_every, settings.last_step):
-                under_way = engine.save(settings.checkpoint, asynchronous=settings.save_asynchronously)
-                saved = step
+                path = checkpoints.place(step)
+                under_way = engine.save(path, asynchronous=settings.save_asynchronously)
+                saved, to_prune = step, engine.mesh.rank == 0
+            if to_prune and (under_way is None or under_way.done):  # a newer one is complete
+                _prune(checkpoints, progress)
+                to_prune = False
             if stopped:
                 break
     if under_way is not None:
         under_way.wait()
+    if to_prune:
+        _prune(checkpoints, progress)
     progress.close()
     metrics.close()
 
     if stopped:
-        progress.say(
-            f"stopped on request after step {saved}, checkpoint: {settings.checkpoint}; go on with --resume"
-        )
+        progress.say(f"stopped on request after step {saved}, checkpoint: {path}; go on with --resume")
         engine.close()
         return metrics.rows
     if saved > first:
-        progress.say(f"checkpoint: {settings.checkpoint}")
+        progress.say(f"checkpoint: {path}")
     else:
         progress.say(
             f"nothing to do: the checkpoint is at step {first}, and step {settings.last_step} is the last"
@@ -196,14 +205,22 @@ def train(settings: TrainSettings, inputs: Inputs, progress: Progress) -> list[d
     return metrics.rows
 
 
-def _load(engine: Engine, settings: TrainSettings) -> None:
+def _load(engine: Engine, settings: TrainSettings, path: Path) -> None:
     """Take the checkpoint, and of it neither the learning rate nor the weight decay: they are those of the settings."""
     assert engine.optimizer is not None and engine.lr_scheduler is not None  # train gives both
     decay = [group["weight_decay"] for group in engine.optimizer.param_groups]
-    engine.load(settings.checkpoint)
+    engine.load(path)
     for group, wanted in zip(engine.optimizer.param_groups, decay, strict=True):
         group["weight_decay"] = wanted
     go_on(engine.lr_scheduler, step=engine.steps, lr=settings.lr)
+
+
+def _prune(checkpoints: KeptCheckpoints, progress: Progress) -> None:
+    """Let older checkpoints go; one that cannot be removed is no reason to stop."""
+    try:
+        checkpoints.prune()
+    except CheckpointError as error:
+        progress.say(f"warning: {error}")
 
 
 def optimizer_of(settings: TrainSettings) -> dict[str, Any]:

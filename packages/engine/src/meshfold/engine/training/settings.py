@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from meshfold.engine.training.kept_checkpoints import KeptCheckpoints
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,6 +52,7 @@ class TrainSettings:
         eval_every: steps between evaluations; 0 for one at the end.
         eval_batches: global batches of an evaluation.
         save_every: steps between checkpoints; 0 for one at the end.
+        keep: how many checkpoints stay, the newest; 1 is one that the next one replaces.
         save_asynchronously: write them while training goes on.
         prompt: what the sample goes on from; None for no sample.
         sample_tokens: its length.
@@ -91,6 +95,7 @@ class TrainSettings:
     eval_every: int = 0
     eval_batches: int = 8
     save_every: int = 0
+    keep: int = 1
     save_asynchronously: bool = False
     prompt: str | None = None
     sample_tokens: int = 200
@@ -101,9 +106,11 @@ class TrainSettings:
         return self.steps if self.stop_after is None else min(self.stop_after, self.steps)
 
     @property
-    def checkpoint(self) -> Path:
-        """Where the checkpoint is."""
-        return Path(self.out) / "checkpoint"
+    def checkpoints(self) -> KeptCheckpoints:
+        """Where checkpoints are."""
+        from meshfold.engine.training.kept_checkpoints import KeptCheckpoints
+
+        return KeptCheckpoints(self.out, self.keep)
 
     @property
     def metrics(self) -> Path:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -12,7 +13,7 @@ from torch import Tensor, nn
 
 from meshfold.engine.blocks import put
 from meshfold.engine.checkpoints import optimizer_state
-from meshfold.engine.checkpoints.rectangles import Share, ranks_alike, share_of_run, share_of_whole
+from meshfold.engine.checkpoints.rectangles import Piece, pieces_of_run, pieces_of_whole, ranks_alike
 from meshfold.engine.errors import CheckpointError
 from meshfold.engine.names import plain
 from meshfold.engine.optimizers import Factory
@@ -221,7 +222,9 @@ class ZeroStates:
             dtype=self.gemini.true_dtype(tensor),
             shape=meta.placement.shape,
             read=lambda: self._checked(meta.placement.gather(self.gemini.read(tensor), self._world.mesh)),
-            share=lambda name: self._share(name, tensor, lambda: self.gemini.read_kept(tensor)),
+            pieces=lambda name: self._pieces(name, tensor),
+            parts=lambda: self.gemini.parts(tensor),
+            on_disk=self.gemini.is_on_disk(tensor),
         )
 
     def write(self, tensor: Tensor, whole: Tensor) -> None:
@@ -241,32 +244,28 @@ class ZeroStates:
                     dtype=getattr(torch, entry.dtype),
                     shape=meta.placement.shape if entry.like else tuple(entry.shape),
                     read=self._reader(name, key, entry, parameters[name]),
-                    share=self._sharer(name, key, entry, parameters[name]),
+                    pieces=partial(self._pieces_of_state, entry, parameters[name]),
+                    parts=partial(self.gemini.parts, parameters[name], key),
+                    on_disk=self.gemini.is_on_disk(parameters[name], key),
                 )
         return found
 
-    def _share(self, name: str, parameter: Tensor, read: Callable[[], Tensor]) -> Share:
+    def _pieces(self, name: str, parameter: Tensor) -> tuple[Piece, ...]:
         """Of what lies like a parameter: this rank's run of it."""
         gemini, meta = self.gemini, placed(parameter, self._world.mesh)
-        return share_of_run(
-            name, gemini.kept(parameter), meta.placement.local_shape(self._world.mesh), meta, read,
-            dtype=gemini.true_dtype(parameter), over=gemini.axes_over(parameter), on_disk=gemini.is_on_disk(parameter),
+        return pieces_of_run(
+            name, gemini.kept(parameter), meta.placement.local_shape(self._world.mesh), meta,
+            dtype=gemini.true_dtype(parameter), over=gemini.axes_over(parameter),
         )  # fmt: skip
 
-    def _sharer(self, name: str, key: str, entry: Entry, parameter: Tensor) -> Callable[[str], Share]:
-        def read() -> Tensor:
-            return self.gemini.read_kept_state(name, key)
-
-        def share(title: str) -> Share:
-            if entry.like:
-                return self._share(title, parameter, read)
-            # A number, which all ranks have that have a part of the parameter; or of a parameter that one rank has whole.
-            mesh, meta = self._world.mesh, placed(parameter, self._world.mesh)
-            run, alike = self.gemini.kept(parameter), (*self.gemini.axes_over(parameter), *meta.only_at)
-            ranks = ranks_alike(mesh, alike) if run and run.start == 0 else [-1]
-            return share_of_whole(title, entry.shape, ranks, mesh.rank, read)
-
-        return share
+    def _pieces_of_state(self, entry: Entry, parameter: Tensor, title: str) -> tuple[Piece, ...]:
+        if entry.like:
+            return self._pieces(title, parameter)
+        # A number, which all ranks have that have a part of the parameter; or of a parameter that one rank has whole.
+        mesh, meta = self._world.mesh, placed(parameter, self._world.mesh)
+        run, alike = self.gemini.kept(parameter), (*self.gemini.axes_over(parameter), *meta.only_at)
+        ranks = ranks_alike(mesh, alike) if run and run.start == 0 else [-1]
+        return pieces_of_whole(title, entry.shape, ranks, mesh.rank)
 
     def _reader(self, name: str, key: str, entry: Entry, parameter: Tensor) -> Callable[[], Tensor]:
         meta = placed(parameter, self._world.mesh)

@@ -166,10 +166,13 @@ class QuantizedState:
 
     def moment(self, name: str) -> Tensor:
         """``exp_avg`` or ``exp_avg_sq`` as float32 ``n``, in a new tensor."""
+        return self.decoded(name, getattr(self, name), getattr(self, f"{name}_scale"))
+
+    @staticmethod
+    def decoded(name: str, codes: Tensor, scale: Tensor) -> Tensor:
+        """``n, ceil(n / 256) -> n``: a moment as float32, of its codes and scales, on any device."""
         code = _SIGNED if name == "exp_avg" else _UNSIGNED
-        stored: Tensor = getattr(self, name)
-        scale: Tensor = getattr(self, f"{name}_scale")
-        q = stored.to(torch.int64)
+        q = codes.to(torch.int64)
         magnitude = q & 127 if code is _SIGNED else q
         value = float_bits.decode(magnitude, scale.repeat_interleave(BLOCK)[: q.numel()], code)
         return torch.where(q > 127, -value, value) if code is _SIGNED else value

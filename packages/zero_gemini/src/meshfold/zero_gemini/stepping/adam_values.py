@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from functools import partial
 
 import torch
 from torch import Tensor, nn
 
 from meshfold.kernels import QuantizedState, WholeState, join_master, split_master
+from meshfold.mesh.parts import Parts
 from meshfold.zero_gemini.chunk import Chunk
 from meshfold.zero_gemini.stepping.base import Entry
 from meshfold.zero_gemini.stepping.held import Held
@@ -94,6 +96,24 @@ class AdamValues(ABC):
             for _, _, _, state in held.sections([self._range(name)], change=False)
         )
 
+    def parts(self, name: str, key: str | None) -> Parts:
+        held = self._idle(name)
+        if key == "step":
+            return Parts((self.read(name, key),))
+        if held.place == "disk":
+            return Parts((self.true(name) if key is None else self.read(name, key),))
+        if key is None and held.chunk.dtype == torch.float32:
+            return Parts((self.true(name),))
+        begin, end = self._range(name)
+        planes = held.cut(begin, end, ("parameter", "lo") if key is None else (key, f"{key}_scale"))
+        if key is None:
+            if held.chunk.dtype == torch.float16:
+                return Parts(planes)
+            return Parts((held.weights.tensor[begin:end], *planes), _master)
+        if len(planes) > 1:
+            return Parts(planes, partial(_moment, key))
+        return Parts(planes) if planes[0].dtype == torch.float32 else Parts(planes, _widened)
+
     @torch.no_grad()
     def write(self, name: str, key: str, value: Tensor) -> None:
         if key == "step":
@@ -115,6 +135,21 @@ class AdamValues(ABC):
     def _range(self, name: str) -> tuple[int, int]:
         part = next(part for part in self._chunks[name].slices if part.name == name)
         return part.shard_start, part.shard_start + part.length
+
+
+def _master(planes: Sequence[Tensor]) -> Tensor:
+    """True weights of their two planes."""
+    return join_master(*planes)
+
+
+def _moment(key: str, planes: Sequence[Tensor]) -> Tensor:
+    """A moment of its codes and scales."""
+    return QuantizedState.decoded(key, *planes)
+
+
+def _widened(planes: Sequence[Tensor]) -> Tensor:
+    """A moment that is kept in fewer bits."""
+    return planes[0].float()
 
 
 def _joined(parts: Iterable[Tensor]) -> Tensor:

@@ -8,6 +8,7 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor, nn
 
+from meshfold.mesh.parts import Parts
 from meshfold.zero_gemini.chunk import Chunk
 from meshfold.zero_gemini.memory import Place
 from meshfold.zero_gemini.placing import Home
@@ -100,6 +101,9 @@ class Stepper(Protocol):
 
     def read(self, name: str, key: str) -> Tensor:
         """One of them: this rank's elements, flat, or a number."""
+
+    def parts(self, name: str, key: str | None) -> Parts:
+        """One of them, or for None the true values, as it lies in memory; what is on disk is read."""
 
     def write(self, name: str, key: str, value: Tensor) -> None:
         """Take one of them."""

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping
 import torch
 from torch import Tensor, nn
 
+from meshfold.mesh.parts import Parts
 from meshfold.zero_gemini.arena import Arena, Block
 from meshfold.zero_gemini.chunk import Chunk
 from meshfold.zero_gemini.errors import MemoryPlanError
@@ -163,6 +164,9 @@ class GeneralStepper:
     def read(self, name: str, key: str) -> Tensor:
         value: Tensor = self.optimizer.state[self.stretch(name)][key]  # type: ignore[index]
         return value.detach()
+
+    def parts(self, name: str, key: str | None) -> Parts:
+        return Parts((self.true(name) if key is None else self.read(name, key),))
 
     def write(self, name: str, key: str, value: Tensor) -> None:
         stretch = self._weights[self._chunks[name]].stretches[name]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -91,6 +91,14 @@ class Held:
         """All of it that is in memory, with a gradient of the shard."""
         tensors = {name: block.tensor for name, block in self._blocks.items()}
         return HostState(weights=self.weights.tensor, planes=self.planes, tensors=tensors, gradient=gradient)
+
+    def cut(self, begin: int, end: int, names: Collection[str]) -> tuple[Tensor, ...]:
+        """The elements from ``begin`` up to ``end`` of those of some planes that there are, of state in memory: views."""
+        return tuple(
+            self._blocks[plane.name].tensor[begin // plane.each : plane.numel(end)]
+            for plane in self.planes
+            if plane.name in names
+        )
 
     def pieces_of(self, spans: Sequence[tuple[int, int]]) -> list[Piece]:
         """What of some runs of elements is on disk, in order."""

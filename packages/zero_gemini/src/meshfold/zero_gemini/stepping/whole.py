@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from meshfold.mesh import ParameterMeta, broadcast
+from meshfold.mesh.parts import Parts
 from meshfold.zero_gemini.arena import Block
 from meshfold.zero_gemini.chunk import Chunk
 from meshfold.zero_gemini.errors import MemoryPlanError
@@ -309,6 +310,10 @@ class WholeStepper:
     def read(self, name: str, key: str) -> Tensor:
         """One of them, in its shape, on the rank that owns the parameter."""
         return self._leaves(name)[key]
+
+    def parts(self, name: str, key: str | None) -> Parts:
+        """On the rank that owns the parameter."""
+        return Parts((self.true(name) if key is None else self.read(name, key).detach(),))
 
     def write(self, name: str, key: str, value: Tensor) -> None:
         """Take one of them: the whole tensor, on the rank that owns the parameter; elsewhere nothing is done."""

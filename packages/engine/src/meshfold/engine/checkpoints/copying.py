@@ -1,0 +1,178 @@
+"""Copies of tensors in host memory, made beside the training: what changes a tensor waits until it was copied, all else goes on.
+
+Three things have an order::
+
+    what was queued before save()   <   the copies   <   what changes what is copied
+
+On a GPU the copies are queued on a stream of their own, by the thread of the save, a few at a time: a copy to the host waits
+for all those that were queued before it, on any stream, and the training copies too (its loss, the norm of a gradient). What
+lives on the host, and everything where there is no GPU, is copied by that thread itself.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+SLICE_BYTES = 32 * 2**20
+"""Of what is queued at once: a millisecond or so of a bus, which is what a copy of the training may have to wait."""
+
+AT_ONCE = 2
+"""Slices on their way: one that the bus is at, and one for it to go on with."""
+
+Pair = tuple[Tensor, Tensor]
+"""Where a copy goes, on the host, and of what it is."""
+
+
+class Lane(Protocol):
+    """Where copies are queued that the host does not make itself."""
+
+    def takes(self, tensor: Tensor) -> bool:
+        """Whether a tensor is copied here."""
+
+    def begin(self) -> None:
+        """Called by the training: copies come after what it has queued until now."""
+
+    def queue(self, pairs: Sequence[Pair]) -> Callable[[], None]:
+        """Queue copies. What comes back lets the host wait for them."""
+
+    def settle(self) -> None:
+        """Let the host wait for what was queued before ``begin``."""
+
+    def hold(self) -> None:
+        """Called by the training: what it queues from now on comes after the copies that were queued."""
+
+
+class HostLane:
+    """Without a GPU there is none."""
+
+    def takes(self, tensor: Tensor) -> bool:
+        return False
+
+    def begin(self) -> None: ...
+
+    def queue(self, pairs: Sequence[Pair]) -> Callable[[], None]:
+        raise RuntimeError("without a GPU the host copies by itself")
+
+    def settle(self) -> None: ...
+
+    def hold(self) -> None: ...
+
+
+class StreamLane:
+    """A stream of a GPU."""
+
+    def __init__(self, device: torch.device) -> None:
+        """Args:
+        device: on which the training computes.
+        """
+        self._device = device
+        self._stream = torch.cuda.Stream(device)
+        self._before: torch.cuda.Event | None = None
+        self._last: torch.cuda.Event | None = None
+
+    def takes(self, tensor: Tensor) -> bool:
+        return tensor.is_cuda
+
+    def begin(self) -> None:
+        self._last = None
+        self._before = torch.cuda.Event(blocking=True)
+        self._before.record(torch.cuda.current_stream(self._device))
+
+    def queue(self, pairs: Sequence[Pair]) -> Callable[[], None]:
+        with torch.cuda.stream(self._stream):
+            if self._last is None and self._before is not None:
+                self._stream.wait_event(self._before)
+            for to, of in pairs:
+                to.copy_(of, non_blocking=True)
+            self._last = torch.cuda.Event(blocking=True)
+            self._last.record(self._stream)
+        return self._last.synchronize
+
+    def settle(self) -> None:
+        if self._before is not None:
+            self._before.synchronize()
+
+    def hold(self) -> None:
+        if self._last is not None:
+            torch.cuda.current_stream(self._device).wait_event(self._last)
+
+
+def lane_of(device: torch.device) -> Lane:
+    """The lane of a device that one trains on."""
+    return StreamLane(device) if device.type == "cuda" else HostLane()
+
+
+class Copying:
+    """The copies of one save."""
+
+    def __init__(self, lane: Lane) -> None:
+        """The training calls: what it has queued until now is in the copies."""
+        self._lane = lane
+        self._queued = threading.Event()  # all that is, and what the host copies itself is copied
+        self._is_held = False
+        lane.begin()
+
+    @torch.no_grad()
+    def run(self, pairs: Iterable[Pair]) -> None:
+        """Make the copies, in a thread of one's own; they are there on return. The tensors live until then."""
+        queued: deque[Callable[[], None]] = deque()
+        try:
+            pairs = list(pairs)
+            for some in _slices([pair for pair in pairs if self._lane.takes(pair[1])]):
+                if len(queued) == AT_ONCE:
+                    queued.popleft()()
+                queued.append(self._lane.queue(some))
+            mine = [pair for pair in pairs if not self._lane.takes(pair[1])]
+            if mine:
+                self._lane.settle()  # the host's memory may be what a GPU was to write
+            for to, of in mine:
+                to.copy_(of)
+        finally:
+            self.over()
+        for wait in queued:
+            wait()
+
+    def over(self) -> None:
+        """No more is queued, also if something failed."""
+        self._queued.set()
+
+    def hold(self) -> None:
+        """The training calls before it changes what is copied: what it queues from now on comes after the copies.
+
+        The host waits until the last of them was queued. A GPU has its forward and backward to do meanwhile.
+        """
+        if not self._is_held:
+            self._queued.wait()
+            self._lane.hold()
+            self._is_held = True
+
+
+def _slices(pairs: Sequence[Pair]) -> Iterator[list[Pair]]:
+    """Pairs, cut or put together to about ``SLICE_BYTES`` each."""
+    some: list[Pair] = []
+    nbytes = 0
+    for pair in pairs:
+        for part in _cut(*pair):
+            if some and nbytes + part[1].nbytes > SLICE_BYTES:
+                yield some
+                some, nbytes = [], 0
+            some.append(part)
+            nbytes += part[1].nbytes
+    if some:
+        yield some
+
+
+def _cut(to: Tensor, of: Tensor) -> Iterator[Pair]:
+    if of.nbytes <= SLICE_BYTES:
+        yield to, of
+        return
+    if of.is_contiguous() and to.is_contiguous():
+        to, of = to.view(-1), of.view(-1)
+    rows = max(1, SLICE_BYTES * len(of) // of.nbytes)
+    yield from zip(to.split(rows), of.split(rows), strict=True)
