@@ -22,7 +22,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # so that this fil
 import torch
 from torch import Tensor
 
-from benchmarks.common import Contestant, interleave, machine, median, ratios, write
+from benchmarks.common import Contestant, interleave, label_bars, machine, median, ratios, save_plot, write
 
 RESULTS = Path(__file__).parent / "results"
 HYPER: dict[str, Any] = {"lr": 1e-3, "eps": 1e-8, "weight_decay": 0.01}
@@ -258,16 +258,12 @@ def report(path: Path) -> int:
             ]
         )
         panel.set_xlabel("ms a step")
-        panel.bar_label(panel.containers[0], fmt="%.1f", padding=3)
-        panel.margins(x=0.15)
-        panel.spines[["top", "right"]].set_visible(False)
+        label_bars(panel)
     s = result["settings"]
     figure.suptitle(
         f"Adam on {s['parameters'] / 1e6:.0f} M parameters, {s['threads']} threads: ours blue, peers grey"
     )
-    figure.tight_layout()
-    figure.savefig(path.with_suffix(".png"), dpi=130)
-    print(f"wrote {path.with_suffix('.md')} and {path.with_suffix('.png')}")
+    save_plot(figure, path)
     return 0
 
 

@@ -22,7 +22,17 @@ import torch
 import torch._dynamo
 from torch import Tensor, nn
 
-from benchmarks.common import Contestant, interleave, machine, median, ratios, synchronize, write
+from benchmarks.common import (
+    Contestant,
+    interleave,
+    label_bars,
+    machine,
+    median,
+    ratios,
+    save_plot,
+    synchronize,
+    write,
+)
 
 RESULTS = Path(__file__).parent / "results"
 MODES: dict[str, tuple[str, dict[str, int]]] = {
@@ -399,18 +409,14 @@ def report(path: Path) -> int:
     right.barh(names, [result["peak_bytes"][name] / 2**30 for name in names], color=colours)
     right.set_xlabel("peak GiB a rank")
     left.invert_yaxis()
-    for axis in (left, right):
-        axis.bar_label(axis.containers[0], fmt="%.1f", padding=3)
-        axis.margins(x=0.15)
-        axis.spines[["top", "right"]].set_visible(False)
+    for panel in (left, right):
+        label_bars(panel)
     settings = result["settings"]
     figure.suptitle(
         f"{settings['layers']} Llama blocks, {settings['ranks']} × {result['machine'].get('gpu', 'CPU')}: "
         "ours blue, DTensor grey"
     )
-    figure.tight_layout()
-    figure.savefig(path.with_suffix(".png"), dpi=130)
-    print(f"wrote {path.with_suffix('.md')} and {path.with_suffix('.png')}")
+    save_plot(figure, path)
     return 0
 
 

@@ -85,42 +85,14 @@ def _check(args: argparse.Namespace) -> int:
         plain = {
             dtype: error(gradients(copy.deepcopy(serial).to(dtype), ids, labels), exact) for dtype in DTYPES
         }
+        variants: list[tuple[torch.dtype, dict[str, Any]]] = [(dtype, {}) for dtype in DTYPES]
+        if name in ("gpt", "llama"):
+            variants.append((torch.float32, {"compiled": True}))
+        if name == "llama":
+            variants += [(torch.float32, {"lowering": lowering}) for lowering in ("stream", "ring")]
         for mode, axes in cases(args.ranks):
-            for dtype in DTYPES:
-                rows.append(
-                    one(name, serial, mode, axes, dtype, ids, labels, exact, plain[dtype], compiled=False)
-                )
-            if name in ("gpt", "llama"):
-                rows.append(
-                    one(
-                        name,
-                        serial,
-                        mode,
-                        axes,
-                        torch.float32,
-                        ids,
-                        labels,
-                        exact,
-                        plain[torch.float32],
-                        compiled=True,
-                    )
-                )
-            if name == "llama":
-                for lowering in ("stream", "ring"):
-                    rows.append(
-                        one(
-                            name,
-                            serial,
-                            mode,
-                            axes,
-                            torch.float32,
-                            ids,
-                            labels,
-                            exact,
-                            plain[torch.float32],
-                            lowering=lowering,
-                        )
-                    )
+            for dtype, how in variants:
+                rows.append(one(name, serial, mode, axes, dtype, ids, labels, exact, plain[dtype], **how))
         if world.rank == 0:
             for row in rows:
                 if row["model"] == name:

@@ -170,27 +170,60 @@ class Experiment:
 
     Attributes:
         name: as it is called on the command line.
+        about: a sentence for ``--help``.
         folder: its own.
         simulate: makes all numbers, of what JSON can hold.
         claims: from the numbers.
         page: results/table.md, from numbers and claims.
         draw: the plot, to a path; it may raise ImportError.
+        measures: what ``--measure RANKS`` runs for real: the folder's measured.py. Empty where there is none.
     """
 
     name: str
+    about: str
     folder: Path
     simulate: Callable[[], dict[str, Any]]
     claims: Callable[[Mapping[str, Any]], list[Claim]]
     page: Callable[[Mapping[str, Any], Sequence[Claim]], str]
     draw: Callable[[Mapping[str, Any], Path], None]
+    measures: str = ""
+
+    def arguments(self) -> argparse.ArgumentParser:
+        """What it takes on the command line."""
+        made = parser(self.name, self.about, self.folder)
+        if self.measures:
+            made.add_argument("--measure", type=int, metavar="RANKS", help=self.measures)
+        return made
+
+    def parse(
+        self, argv: Sequence[str] | None, arguments: argparse.ArgumentParser | None = None
+    ) -> argparse.Namespace:
+        """The options of a command line; ``sizes`` among them: the words that ``--measure RANKS`` passes on.
+
+        Args:
+            argv: the words; None: the process's.
+            arguments: where it takes more than :meth:`arguments` says.
+        """
+        arguments = arguments or self.arguments()
+        arguments.set_defaults(measure=None)
+        options, sizes = arguments.parse_known_args(argv)
+        if sizes and options.measure is None:
+            arguments.error(f"unrecognized arguments: {' '.join(sizes)}")
+        options.sizes = sizes
+        return options
 
     def run(self, options: argparse.Namespace) -> int:
-        """Numbers, table, plot, verdict.
+        """Numbers, table, plot, verdict; or, where it is to be measured, what the ranks do.
 
         Returns:
             0 if every claim came out as it was expected to, 1 if one did not, or files could not be read or written.
         """
         folder: Path = options.output
+        if options.measure is not None:
+            from meshfold.mesh.launch import launch
+
+            program = [str(self.folder / "measured.py"), "--output", str(folder.resolve()), *options.sizes]
+            return launch(program, options.measure)
         numbers = folder / "simulated.json"
         try:
             if not options.render:

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from experiments.report import with_results
 from experiments.tensor_parallel_volume import closed_forms, counting, run, tables
 from experiments.tensor_parallel_volume.checks import checks
 from experiments.tensor_parallel_volume.published import MARKS, Published, published
@@ -101,7 +102,7 @@ def test_the_committed_counts_are_what_is_counted_today(counted: Results, commit
 def test_the_committed_table_is_made_from_the_committed_counts(committed: Results) -> None:
     assert tables.page(committed).encode() == (COMMITTED / "table.md").read_bytes()
     readme = (FOLDER / "README.md").read_text(encoding="utf-8")
-    assert run.with_results(readme, checks(committed)) == readme
+    assert with_results(readme, tables.checks_table(checks(committed))) == readme
 
 
 def test_counts_survive_the_file(counted: Results, tmp_path: Path) -> None:

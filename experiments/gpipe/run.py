@@ -11,9 +11,19 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # so that this fil
 from experiments.gpipe.claims import claims, page
 from experiments.gpipe.plot import draw
 from experiments.gpipe.simulated import everything
-from experiments.report import Experiment, parser
+from experiments.report import Experiment
 
 FOLDER = Path(__file__).resolve().parent
+
+EXPERIMENT = Experiment(
+    name="gpipe",
+    about="Put GPipe's published numbers beside simulated ones.",
+    folder=FOLDER,
+    simulate=everything,
+    claims=claims,
+    page=page,
+    draw=draw,
+)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -22,11 +32,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     Returns:
         0 if every claim came out as the page says, else 1.
     """
-    options = parser("gpipe", "Put GPipe's published numbers beside simulated ones.", FOLDER).parse_args(argv)
-    return EXPERIMENT.run(options)
+    return EXPERIMENT.run(EXPERIMENT.parse(argv))
 
-
-EXPERIMENT = Experiment(name="gpipe", folder=FOLDER, simulate=everything, claims=claims, page=page, draw=draw)
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -11,9 +11,19 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # so that this fil
 from experiments.hanayo.claims import claims, page
 from experiments.hanayo.plot import draw
 from experiments.hanayo.simulated import everything
-from experiments.report import Experiment, parser
+from experiments.report import Experiment
 
 FOLDER = Path(__file__).resolve().parent
+
+EXPERIMENT = Experiment(
+    name="hanayo",
+    about="Put what is known of Hanayo's numbers beside simulated ones.",
+    folder=FOLDER,
+    simulate=everything,
+    claims=claims,
+    page=page,
+    draw=draw,
+)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -22,15 +32,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     Returns:
         0 if every claim came out as the page says, else 1.
     """
-    options = parser(
-        "hanayo", "Put what is known of Hanayo's numbers beside simulated ones.", FOLDER
-    ).parse_args(argv)
-    return EXPERIMENT.run(options)
+    return EXPERIMENT.run(EXPERIMENT.parse(argv))
 
-
-EXPERIMENT = Experiment(
-    name="hanayo", folder=FOLDER, simulate=everything, claims=claims, page=page, draw=draw
-)
 
 if __name__ == "__main__":
     sys.exit(main())

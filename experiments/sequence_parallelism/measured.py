@@ -8,11 +8,7 @@ fewer ranks than there are, the others do the same beside it.
 from __future__ import annotations
 
 import argparse
-import json
-import os
-import statistics
 import sys
-import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -22,13 +18,14 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 import torch
 from torch import Tensor
 
-from experiments.report import markdown, rounded
+from experiments.measuring import median, publish, shared_cores, sizes, surroundings
+from experiments.report import markdown
 from experiments.sequence_parallelism.bert import Stack
 from experiments.sequence_parallelism.counting import RING, RING_SELF, TENSOR, split
 from experiments.sequence_parallelism.plan import MB
 from experiments.sequence_parallelism.tables import NAMES
 from meshfold.engine.planning.without_values import saved_for_backward
-from meshfold.mesh import Mesh, all_reduce, barrier, start
+from meshfold.mesh import Mesh, all_reduce, start
 from meshfold.sequence import gather_sequence, shard_sequence
 
 SCHEMES = (TENSOR, RING_SELF, RING)
@@ -52,29 +49,21 @@ def main(argv: Sequence[str] | None = None) -> int:
     process = start()
     found = Measurement(options, process.world_size, torch.device(process.device)).run()
     if process.rank == 0:
-        options.output.mkdir(parents=True, exist_ok=True)
-        text = json.dumps(rounded(found), indent=1, ensure_ascii=False)
-        (options.output / "measured.json").write_text(text + "\n", encoding="utf-8")
-        (options.output / "measured.md").write_text(page(found), encoding="utf-8")
-        print(page(found).split("-->")[1])
+        publish(found, page, options.output)
     return 0
 
 
 def arguments() -> argparse.ArgumentParser:
     """Sizes; on GPUs by default a stage of table 4: three layers of BERT-Large, 64 sequences of 512 tokens a rank."""
-    big = torch.cuda.is_available()
-    made = argparse.ArgumentParser(prog="measured.py", description=__doc__)
-    made.add_argument("--output", type=Path, default=Path(__file__).parent / "results")
-    for name, small, large, help in (
+    table = [
         ("layers", 2, 3, "of the stage"),
         ("hidden", 64, 1024, "elements of the residual stream"),
         ("heads", 4, 16, "of attention; tensor parallelism splits them"),
         ("batch", 4, 64, "sequences of a rank alone; of all ranks where the sequence grows"),
         ("length", 32, 512, "tokens; half as many on a rank alone where the sequence grows"),
         ("repeats", 3, 7, "of every time"),
-    ):
-        made.add_argument(f"--{name}", type=int, default=large if big else small, help=help)
-    return made
+    ]
+    return sizes(__doc__, Path(__file__).parent, table)
 
 
 class Measurement:
@@ -102,13 +91,10 @@ class Measurement:
         self.world.close()
         return {
             "ranks": self.ranks,
-            "device": torch.cuda.get_device_name(self.device) if cuda else "CPU",
-            "kind": str(self.dtype).removeprefix("torch."),
+            **surroundings(self.device, self.dtype),
             "memory": "the most that was allocated, weights and gradients included"
             if cuda
             else "what autograd kept, counted, as a CPU has no such meter",
-            "torch": str(torch.__version__),
-            "cores": os.cpu_count(),
             **{name: getattr(o, name) for name in ("layers", "hidden", "heads", "batch", "length", "repeats")},
             "rows": rows,
         }  # fmt: skip
@@ -140,9 +126,10 @@ class Measurement:
             y.backward(torch.ones_like(y))
 
         memory = self.memory(model, step)
+        seconds = median(step, self.options.repeats, self.group, self.device)
         found = {
             "scheme": scheme, "N": n, "scaled": scaled, "batch": batch, "length": length,
-            "off": self.largest(off), "bytes": self.largest(memory), "seconds": self.median(step),
+            "off": self.largest(off), "bytes": self.largest(memory), "seconds": seconds,
         }  # fmt: skip
         mesh.close()
         return found
@@ -164,21 +151,6 @@ class Measurement:
         with saved_for_backward(list(model.parameters())) as saved:
             step()
         return float(saved.bytes)
-
-    def median(self, action: Callable[[], object]) -> float:
-        """Seconds between two barriers, of the slowest rank, after one run that does not count."""
-        times = []
-        for _ in range(self.options.repeats + 1):
-            barrier(self.group, self.device)
-            began = time.perf_counter()
-            action()
-            if self.device.type == "cuda":
-                torch.cuda.synchronize(self.device)
-            times.append(time.perf_counter() - began)
-        slowest = all_reduce(
-            torch.tensor(times[1:], dtype=torch.float64, device=self.device), self.group, op="max"
-        )
-        return float(statistics.median(slowest.tolist()))
 
     def largest(self, number: float) -> float:
         """Over all ranks."""
@@ -242,9 +214,7 @@ def said(found: Mapping[str, Any]) -> str:
         )
     far = max(row["off"] for row in rows)
     parts.append(f"Outputs are at most {far:.0e} off.")
-    if found["device"] == "CPU" and found["ranks"] > (found["cores"] or 1):
-        parts.append(f"{found['ranks']} ranks shared {found['cores']} cores: times say nothing.")
-    return " ".join(parts)
+    return " ".join([*parts, *shared_cores(found)])
 
 
 if __name__ == "__main__":

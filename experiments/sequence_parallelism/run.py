@@ -8,13 +8,25 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # so that this file runs on its own, too
 
-from experiments.report import Experiment, parser
+from experiments.report import Experiment
 from experiments.sequence_parallelism.claims import claims
 from experiments.sequence_parallelism.plot import draw
 from experiments.sequence_parallelism.simulated import everything
 from experiments.sequence_parallelism.tables import page
 
 FOLDER = Path(__file__).resolve().parent
+
+EXPERIMENT = Experiment(
+    name="sequence-parallelism",
+    about="Put the ring self-attention paper's numbers beside what is counted, planned and run here.",
+    folder=FOLDER,
+    simulate=everything,
+    claims=claims,
+    page=page,
+    draw=draw,
+    measures="run weak scaling for real on up to so many ranks (GPUs, if there are as many), and write measured.md "
+    "instead; --hidden, --batch and others (see measured.py --help) say how large",
+)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -23,32 +35,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     Returns:
         0 if every claim came out as the page says, else 1.
     """
-    arguments = parser(
-        "sequence-parallelism",
-        "Put the ring self-attention paper's numbers beside what is counted, planned and run here.",
-        FOLDER,
-    )
-    arguments.add_argument(
-        "--measure",
-        type=int,
-        metavar="RANKS",
-        help="run weak scaling for real on up to so many ranks (GPUs, if there are as many), and write measured.md instead; "
-        "--hidden, --batch and others (see measured.py --help) say how large",
-    )
-    options, sizes = arguments.parse_known_args(argv)
-    if sizes and options.measure is None:
-        arguments.error(f"unrecognized arguments: {' '.join(sizes)}")
-    if options.measure is not None:
-        from meshfold.mesh.launch import launch
+    return EXPERIMENT.run(EXPERIMENT.parse(argv))
 
-        program = [str(FOLDER / "measured.py"), "--output", str(options.output.resolve()), *sizes]
-        return launch(program, options.measure)
-    return EXPERIMENT.run(options)
-
-
-EXPERIMENT = Experiment(
-    name="sequence-parallelism", folder=FOLDER, simulate=everything, claims=claims, page=page, draw=draw
-)
 
 if __name__ == "__main__":
     sys.exit(main())

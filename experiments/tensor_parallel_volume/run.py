@@ -15,6 +15,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # so that this fil
 
 import torch
 
+from experiments.report import parser, with_results
 from experiments.tensor_parallel_volume import counting, plots, tables
 from experiments.tensor_parallel_volume.checks import Check, checks
 from experiments.tensor_parallel_volume.config import (
@@ -29,7 +30,6 @@ from experiments.tensor_parallel_volume.config import (
 from experiments.tensor_parallel_volume.records import Record, Results
 
 FOLDER = Path(__file__).resolve().parent
-BEGIN, END = "<!-- results: made by run.py -->", "<!-- end of results -->"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -92,22 +92,14 @@ def render(results: Results, folder: Path, *, plot: bool = True) -> list[Check]:
     (folder / "table.md").write_text(tables.page(results), encoding="utf-8")
     if folder.resolve() == FOLDER / "results":
         readme = FOLDER / "README.md"
-        readme.write_text(with_results(readme.read_text(encoding="utf-8"), found), encoding="utf-8")
+        text = with_results(readme.read_text(encoding="utf-8"), tables.checks_table(found))
+        readme.write_text(text, encoding="utf-8")
     if plot:
         try:
             plots.draw(results, folder)
         except ImportError:
             print("no plots: matplotlib is missing; pip install 'meshfold[plot]'", file=sys.stderr)
     return found
-
-
-def with_results(readme: str, found: Sequence[Check]) -> str:
-    """The README with its generated part made new."""
-    head, _, rest = readme.partition(BEGIN)
-    _, mark, tail = rest.partition(END)
-    if not mark:
-        raise ValueError(f"README.md has lost its marks {BEGIN} and {END}")
-    return f"{head}{BEGIN}\n\n{tables.checks_table(found)}\n\n{END}{tail}"
 
 
 def _jobs(config: Config) -> Iterator[counting.Job]:
@@ -132,21 +124,15 @@ def _jobs(config: Config) -> Iterator[counting.Job]:
 
 
 def _options(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        prog="meshfold reproduce tensor-parallel-volume",
-        description="Count what 1d, 1d+sequence, 2d, 2.5d and 3d tensor parallelism send, beside the papers' formulas.",
+    made = parser(
+        "tensor-parallel-volume",
+        "Count what 1d, 1d+sequence, 2d, 2.5d and 3d tensor parallelism send, beside the papers' formulas.",
+        FOLDER,
     )
-    parser.add_argument(
+    made.add_argument(
         "--max-ranks", type=int, choices=RANKS[1:], default=RANKS[-1], help="largest mesh (default 512)"
     )
-    parser.add_argument(
-        "--output", type=Path, default=FOLDER / "results", help="folder for counts, table and plots"
-    )
-    parser.add_argument(
-        "--render", action="store_true", help="only make table and plots from the counts that are there"
-    )
-    parser.add_argument("--no-plots", action="store_true", help="leave out the plots")
-    return parser.parse_args(argv)
+    return made.parse_args(argv)
 
 
 if __name__ == "__main__":

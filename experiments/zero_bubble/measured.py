@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import argparse
-import json
-import os
 import statistics
 import sys
-import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,10 +13,11 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import torch
 
-from experiments.report import markdown, rounded
+from experiments.measuring import median, publish, shared_cores, sizes, surroundings
+from experiments.report import markdown
 from experiments.zero_bubble.heuristic import Times, heuristic
 from meshfold.engine.models import GPT, GPTConfig
-from meshfold.mesh import Group, Mesh, all_reduce, barrier, shift, start
+from meshfold.mesh import Group, Mesh, shift, start
 from meshfold.pipeline import Costs, Pipeline
 from meshfold.pipeline.simulate import simulate_costs
 
@@ -52,32 +50,24 @@ def main(argv: Sequence[str] | None = None) -> int:
     group, device = mesh.group("pipe"), torch.device(process.device)
     found = Measurement(options, mesh, group, device).run()
     if mesh.rank == 0:
-        options.output.mkdir(parents=True, exist_ok=True)
-        text = json.dumps(rounded(found), indent=1, ensure_ascii=False)
-        (options.output / "measured.json").write_text(text + "\n", encoding="utf-8")
-        (options.output / "measured.md").write_text(page(found), encoding="utf-8")
-        print(page(found).split("-->")[1])
+        publish(found, page, options.output)
     mesh.close()
     return 0
 
 
 def arguments() -> argparse.ArgumentParser:
     """Sizes; on GPUs by default the paper's 1.5B model with half as many micro-batches, for half as many ranks."""
-    big = torch.cuda.is_available()
-    made = argparse.ArgumentParser(prog="measured.py", description=__doc__)
-    made.add_argument("--output", type=Path, default=Path(__file__).parent / "results")
-    for name, small, large in (
-        ("layers", 8, 22),
-        ("hidden", 128, 2304),
-        ("heads", 4, 24),
-        ("sequence", 128, 1024),
-        ("vocabulary", 512, 50304),
-        ("rows", 2, 6),
-        ("microbatches", 8, 12),
-        ("repeats", 5, 7),
-    ):
-        made.add_argument(f"--{name}", type=int, default=large if big else small)
-    return made
+    table = [
+        ("layers", 8, 22, None),
+        ("hidden", 128, 2304, None),
+        ("heads", 4, 24, None),
+        ("sequence", 128, 1024, None),
+        ("vocabulary", 512, 50304, None),
+        ("rows", 2, 6, None),
+        ("microbatches", 8, 12, None),
+        ("repeats", 5, 7, None),
+    ]
+    return sizes(__doc__, Path(__file__).parent, table)
 
 
 class Measurement:
@@ -116,10 +106,7 @@ class Measurement:
         names = ("layers", "hidden", "sequence", "microbatches", "rows", "repeats")
         return {
             "ranks": self.group.size,
-            "device": torch.cuda.get_device_name(self.device) if self.device.type == "cuda" else "CPU",
-            "kind": str(self.dtype).removeprefix("torch."),
-            "torch": str(torch.__version__),
-            "cores": os.cpu_count(),
+            **surroundings(self.device, self.dtype),
             **{name: getattr(options, name) for name in names},
             "send": 1e3 * send,
             "schedules": rows,
@@ -129,7 +116,7 @@ class Measurement:
         """Seconds of sending a micro-batch's activations to the next rank."""
         o = self.options
         x = torch.zeros(o.rows * o.sequence, o.hidden, dtype=self.dtype, device=self.device)
-        return self.median(lambda: shift(x, self.group), 20)
+        return median(lambda: shift(x, self.group), 20, self.group, self.device)
 
     def one(self, name: str, how: Mapping[str, Any], send: float) -> tuple[dict[str, Any], Costs]:
         """A schedule's time, beside what the clock says of its list with the times of its stages."""
@@ -157,7 +144,7 @@ class Measurement:
             backward_weight=alone.backward_weight,
             send=send,
         )
-        seconds = self.median(step, self.options.repeats)
+        seconds = median(step, self.options.repeats, self.group, self.device)
         made = pipeline.program(self.options.microbatches).schedule
         clock = simulate_costs(made, costs)
         row = {
@@ -170,21 +157,6 @@ class Measurement:
             "loss": losses[0],
         }
         return row, costs
-
-    def median(self, action: Callable[[], object], repeats: int) -> float:
-        """Seconds between two barriers, of the slowest rank, after one run that does not count."""
-        times = []
-        for _ in range(repeats + 1):
-            barrier(self.group, self.device)
-            began = time.perf_counter()
-            action()
-            if self.device.type == "cuda":
-                torch.cuda.synchronize(self.device)
-            times.append(time.perf_counter() - began)
-        slowest = all_reduce(
-            torch.tensor(times[1:], dtype=torch.float64, device=self.device), self.group, op="max"
-        )
-        return float(statistics.median(slowest.tolist()))
 
 
 def searched(costs: Costs, send: float, ranks: int) -> dict[str, dict[str, Any]]:
@@ -239,12 +211,12 @@ def said(found: Mapping[str, Any]) -> str:
     clock = min(rows, key=lambda row: row["simulated seconds"])["schedule"]
     losses = {row["loss"] for row in rows}
     same = "the same to the bit" if len(losses) == 1 else f"from {min(losses):.8g} to {max(losses):.8g}"
-    crowd = ""
-    if found["device"] == "CPU" and found["ranks"] > (found["cores"] or 1):
-        crowd = f" {found['ranks']} ranks shared {found['cores']} cores: these times say nothing of the schedules."
-    return (
-        f"Idle time is within {100 * far:.1f} points of the clock's. Fastest: {measured}; on the clock: {clock}. "
-        f"First losses are {same}.{crowd}"
+    return " ".join(
+        [
+            f"Idle time is within {100 * far:.1f} points of the clock's. Fastest: {measured}; on the clock: {clock}.",
+            f"First losses are {same}.",
+            *shared_cores(found),
+        ]
     )
 
 

@@ -10,13 +10,25 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # so that this file runs on its own, too
 
-from experiments.report import Experiment, parser
+from experiments.report import Experiment
 from experiments.zero_bubble.claims import claims
 from experiments.zero_bubble.plot import draw
 from experiments.zero_bubble.simulated import AUTO_RANKS, everything
 from experiments.zero_bubble.tables import page
 
 FOLDER = Path(__file__).resolve().parent
+
+EXPERIMENT = Experiment(
+    name="zero-bubble",
+    about="Put the zero-bubble paper's published numbers beside simulated ones.",
+    folder=FOLDER,
+    simulate=everything,
+    claims=claims,
+    page=page,
+    draw=draw,
+    measures="run the schedules for real on so many ranks (GPUs, if there are as many), and write measured.md instead; "
+    "--layers, --hidden and others (see measured.py --help) say how large",
+)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -25,36 +37,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     Returns:
         0 if every claim came out as the page says, else 1.
     """
-    arguments = parser(
-        "zero-bubble", "Put the zero-bubble paper's published numbers beside simulated ones.", FOLDER
-    )
+    arguments = EXPERIMENT.arguments()
     arguments.add_argument(
         "--auto-ranks",
         type=int,
         default=AUTO_RANKS,
         help="search with auto for pipelines of up to so many ranks (default 8; 16 and 32 take minutes)",
     )
-    arguments.add_argument(
-        "--measure",
-        type=int,
-        metavar="RANKS",
-        help="run the schedules for real on so many ranks (GPUs, if there are as many), and write measured.md instead; "
-        "--layers, --hidden and others (see measured.py --help) say how large",
-    )
-    options, sizes = arguments.parse_known_args(argv)
-    if sizes and options.measure is None:
-        arguments.error(f"unrecognized arguments: {' '.join(sizes)}")
-    if options.measure is not None:
-        from meshfold.mesh.launch import launch
-
-        program = [str(FOLDER / "measured.py"), "--output", str(options.output.resolve()), *sizes]
-        return launch(program, options.measure)
+    options = EXPERIMENT.parse(argv, arguments)
     return replace(EXPERIMENT, simulate=partial(everything, options.auto_ranks)).run(options)
 
-
-EXPERIMENT = Experiment(
-    name="zero-bubble", folder=FOLDER, simulate=everything, claims=claims, page=page, draw=draw
-)
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import re
 from collections.abc import Callable
@@ -18,6 +19,7 @@ from meshfold.engine.compat import (
     Booster,
     GeminiPlugin,
     HybridParallelPlugin,
+    LazyInitContext,
     LowLevelZeroPlugin,
     MigrationNote,
     TorchDDPPlugin,
@@ -26,7 +28,7 @@ from meshfold.engine.compat import (
 )
 from meshfold.engine.compat.plugins import Plugin
 from meshfold.engine.models import GPT, GPTConfig
-from meshfold.mesh import SpecError, all_reduce
+from meshfold.mesh import Mesh, SpecError, all_reduce, barrier, process_group
 from meshfold.mesh.testing import ranks, run_on_ranks
 
 VOCABULARY, ROWS, STEPS, CLIP = 37, 8, 3, 0.5
@@ -223,6 +225,17 @@ def test_several_backwards_before_a_step() -> None:
         torch.testing.assert_close(boosted.state_dict()[name], value, rtol=1e-9, atol=1e-11)
 
 
+def write_as_colossalai(folder: Path, state: dict[str, torch.Tensor]) -> None:
+    """What its ``save_model(..., shard=True)`` writes by default: shards of torch with an index; rank 0 alone."""
+    if process_group.place()[0] == 0:
+        folder.mkdir()
+        where = {name: f"pytorch_model-{1 + i % 2:05}.bin" for i, name in enumerate(state)}
+        for file in set(where.values()):
+            torch.save({name: value for name, value in state.items() if where[name] == file}, folder / file)
+        index = {"metadata": {"total_size": 0.1}, "weight_map": where}
+        (folder / "pytorch_model.bin.index.json").write_text(json.dumps(index, indent=2))
+
+
 @ranks(2)
 def test_files(tmp_path: Path) -> None:
     ids = torch.stack([row["input_ids"] for row in rows()[:4]])
@@ -250,11 +263,12 @@ def test_files(tmp_path: Path) -> None:
     booster.save_optimizer(optimizer, tmp_path / "optimizer", shard=True)
     booster.save_lr_scheduler(schedule, tmp_path / "schedule")
     saved = model.state_dict()
+    write_as_colossalai(tmp_path / "theirs", saved)
     wanted = [step(booster, model, optimizer, schedule) for _ in range(2)]
 
     hybrid = HybridParallelPlugin(tp_size=2, pp_size=1, precision="fp64")
     again, other, steps, rates = start(hybrid)
-    for place in ("one.safetensors", "one.bin", "folder"):
+    for place in ("one.safetensors", "one.bin", "folder", "theirs"):
         other.load_state_dict({name: torch.zeros_like(value) for name, value in saved.items()})
         again.load_model(other, tmp_path / place)
         assert all(torch.equal(value, saved[name]) for name, value in other.state_dict().items()), place
@@ -268,6 +282,33 @@ def test_files(tmp_path: Path) -> None:
         again.load_optimizer(steps, tmp_path / "optimizer", low_cpu_mem=True)
     with pytest.raises(SpecError, match="prefix='x': files are called"):
         again.save_model(other, tmp_path / "folder", prefix="x")
+
+
+@ranks(2)
+def test_a_pretrained_model_that_is_made_in_a_lazy_context(tmp_path: Path) -> None:
+    """Its weights are real then, and its rotary tables, which are in no file, still to be made."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    if process_group.place()[0] == 0:
+        torch.manual_seed(1)
+        sizes = dict(vocab_size=VOCABULARY, hidden_size=32, intermediate_size=32, num_hidden_layers=1)
+        LlamaForCausalLM(LlamaConfig(**sizes, num_attention_heads=4)).save_pretrained(tmp_path)
+    barrier(Mesh(dict(data=2)).group("data"))
+    plain = LlamaForCausalLM.from_pretrained(tmp_path).eval()
+    ids = torch.stack([row["input_ids"] for row in rows()[:2]])
+    wanted = float(plain(ids, labels=ids).loss)
+    for plugin in (
+        GeminiPlugin(precision="fp32"),
+        HybridParallelPlugin(tp_size=2, pp_size=1, precision="fp32"),
+    ):
+        with LazyInitContext():
+            model = LlamaForCausalLM.from_pretrained(tmp_path)
+        assert any(buffer.is_meta for buffer in model.buffers())
+        boosted, *_ = Booster(plugin=plugin).boost(model, adamw(model))
+        assert all(
+            torch.equal(value, plain.state_dict()[name]) for name, value in boosted.state_dict().items()
+        )
+        assert float(boosted(ids, labels=ids).loss.detach()) == pytest.approx(wanted, rel=1e-6)
 
 
 @pytest.mark.parametrize(

@@ -87,6 +87,9 @@ def assemble(
             tape, seed = (
                 (retrace_initialization(model), seed) if origin is None else (origin.tape, origin.seed)
             )
+        elif (origin := origin_of(model, buffers=True)) is not None:
+            # Weights were loaded inside ShardedInit; tables that are in no file were not made.
+            materialize(model, origin.tape, seed=origin.seed, device="cpu", parameters=False)
         _share(built, world)
     elif callable(model):
         built, tape = build_on_meta(lambda: _checked(model))

@@ -34,6 +34,7 @@ from meshfold.engine.randomness import randomness
 from meshfold.engine.sequence import split_sequence
 from meshfold.engine.world import join
 from meshfold.mesh import ParallelSpec, all_reduce, flight
+from meshfold.mesh.failure import told_to_all
 
 if TYPE_CHECKING:
     from meshfold.engine.batches.batch import Batch
@@ -64,6 +65,7 @@ class Engine:
         last: what the last ``train_step`` or ``step`` did; None before the first.
     """
 
+    @told_to_all
     def __init__(
         self,
         model: nn.Module | Callable[[], nn.Module],
@@ -175,6 +177,7 @@ class Engine:
 
     # -- training -----------------------------------------------------------------------------------------------
 
+    @told_to_all
     def train_step(self, batch: Any) -> float:
         """One micro-step on this data coordinate's batch; every ``gradient_accumulation``-th call steps the optimizer.
 
@@ -242,6 +245,7 @@ class Engine:
 
     # The halves of a train step, for a loop of one's own.
 
+    @told_to_all
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """The model's output, to be trained on: on this rank's inputs, in training mode, with dropout.
 
@@ -259,6 +263,7 @@ class Engine:
         self.micro_step += 1
         return output
 
+    @told_to_all
     def backward(self, loss: Tensor, *, retain_graph: bool = False) -> None:
         """Add a loss's gradient to what the next :meth:`step` steps with; call it as often as there are losses.
 
@@ -297,6 +302,7 @@ class Engine:
         finally:
             self._sync = before
 
+    @told_to_all
     def step(self) -> bool:
         """End an accumulation: unscale, clip, and let optimizer and scheduler step; gradients are gone then.
 
@@ -370,6 +376,7 @@ class Engine:
 
     # -- evaluation ---------------------------------------------------------------------------------------------
 
+    @told_to_all
     @torch.no_grad()
     def eval_step(self, batch: Any) -> float:
         """The mean loss over all tokens of the global batch, without dropout and without training."""

@@ -35,20 +35,24 @@ class Origin:
 
 
 def set_origin(parameter: Tensor, origin: Origin) -> None:
-    """Let a parameter remember where its values come from."""
+    """Let a parameter, or a buffer, remember where its values come from."""
     setattr(parameter, _ATTRIBUTE, origin)
 
 
-def origin_of(model: nn.Module) -> Origin | None:
+def origin_of(model: nn.Module, *, buffers: bool = False) -> Origin | None:
     """Where the values of a model's meta parameters come from, with the tape bound to the model; None if nobody said.
+
+    Args:
+        model: whole, or some of its stages.
+        buffers: ask for those of its meta buffers instead.
 
     Raises:
         MeshfoldError: for a model whose parts were built under several tapes.
     """
     found: dict[Origin, str] = {}
-    for name, parameter in model.named_parameters():
-        origin = getattr(parameter, _ATTRIBUTE, None)
-        if isinstance(origin, Origin) and parameter.is_meta:
+    for name, tensor in model.named_buffers() if buffers else model.named_parameters():
+        origin = getattr(tensor, _ATTRIBUTE, None)
+        if isinstance(origin, Origin) and tensor.is_meta:
             found.setdefault(origin, name)
     if len(found) > 1:
         one, other, *_ = found.values()

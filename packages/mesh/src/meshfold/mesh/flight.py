@@ -35,6 +35,9 @@ class Watcher(Protocol):
     def failed(self, call: Call, error: RuntimeError) -> Exception:
         """What to raise for a call that failed."""
 
+    def tell(self, error: BaseException) -> None:
+        """An error of this rank that the others should hear of."""
+
 
 class Call:
     """One collective of this rank; a context manager around waiting for it.
@@ -75,8 +78,8 @@ class Call:
             self.event = torch.cuda.Event()
 
     def __enter__(self) -> None:
-        self.since = time.monotonic()
         self._flight.waiting[id(self)] = self
+        self.since = time.monotonic()  # from here on: a call with a time that is not in ``waiting`` is over
         if not self.checked:
             self._flight.watcher.before(self)
 

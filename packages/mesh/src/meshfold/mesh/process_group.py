@@ -21,6 +21,7 @@ from meshfold.mesh.errors import LaunchError
 
 DEFAULT_TIMEOUT = timedelta(minutes=30)
 _LEAVE_TIMEOUT = timedelta(seconds=10)
+_NEVER_SENT = 0x5EED  # the tag of no message
 _starts = itertools.count()  # all ranks start equally often
 _limit: timedelta | None = None  # of all groups, where a watchdog has set one
 
@@ -235,6 +236,20 @@ def _limit_group(group: Any, limit: timedelta | None) -> None:
         limit += timedelta(minutes=1)  # torch then ends the process without a word about the others: after us
     if backend in (dist.Backend.GLOO, dist.Backend.NCCL):
         c10d._set_pg_timeout(limit, group)
+
+
+def break_off() -> None:
+    """Have every collective over gloo that this process is in, and every later one, fail at once; of any thread.
+
+    gloo has no call for that, but closes all connections of a group when one of its messages is not there in time.
+    """
+    for group in list(dist.distributed_c10d._world.pg_map) if is_started() else []:
+        if group.size() == 1 or dist.get_backend(group) != dist.Backend.GLOO:
+            continue
+        with contextlib.suppress(RuntimeError):
+            neighbour = (group.rank() + 1) % group.size()
+            never = group.recv([torch.empty(1)], neighbour, _NEVER_SENT)
+            never.wait(timedelta(milliseconds=1))
 
 
 def place() -> tuple[int, int]:

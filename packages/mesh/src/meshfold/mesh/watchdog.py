@@ -11,6 +11,8 @@ what it found, and every rank ends with that.
   can be raised in a program that waits for its GPU.
 - A rank that is not in a collective at all (it reads data, say) ends ten seconds after the others have found it
   missing, if it has not come to one by then.
+- A rank that has failed (:mod:`meshfold.mesh.failure`) is not waited for until the limit: over gloo the others' call
+  raises after a few seconds, over NCCL their processes end.
 
 The limit also becomes that of every process group (torch's own, a minute later, for NCCL).
 """
@@ -31,12 +33,26 @@ from typing import Any, NoReturn
 from meshfold.mesh import flight, process_group
 from meshfold.mesh.agreement import Agreement
 from meshfold.mesh.errors import CollectiveError
+from meshfold.mesh.failure import Failures
 from meshfold.mesh.flight import Call, Flight
-from meshfold.mesh.whereabouts import State, Waiting, behind, main_line, oldest, process_of, told, waiting_of
+from meshfold.mesh.whereabouts import (
+    State,
+    Waiting,
+    behind,
+    main_line,
+    oldest,
+    process_of,
+    told,
+    waited_for,
+    waiting_of,
+)
 
 DEFAULT_LIMIT_S = 600.0
 STUCK_CODE = 124
 """The exit code of a process that the watchdog has ended, as that of timeout(1)"""
+
+FAILED_CODE = 1
+"""That of one that it has ended because another rank had failed"""
 
 _BEAT_S = 1.0
 _GRACE_S = 10.0
@@ -59,6 +75,7 @@ class Watchdog:
         self._store, self._lock = store, threading.Lock()
         store.set_timeout(_STORE_LIMIT)
         self._checks, self._agreement = checks, Agreement(checks, rank)
+        self._failures = Failures(rank, store, self._lock, self.flight)
         self.comparing = False
         self._host, self._beat, self._ended = socket.gethostname(), 0, False
         self._raising = False
@@ -86,8 +103,8 @@ class Watchdog:
         if not self.comparing or call.checked:
             return
         call.checked = True
-        call.since = time.monotonic()
         self.flight.waiting[id(call)] = call
+        call.since = time.monotonic()
         try:
             self._agreement.compare(call)
         except CollectiveError:
@@ -121,6 +138,11 @@ class Watchdog:
             "answer. The process that serves it is stopped or gone: rank 0, or the launcher's"
         )
 
+    def tell(self, error: BaseException) -> None:
+        """An error of this rank's own; not what it was told by others."""
+        if not self._raising:
+            self._failures.tell(error)
+
     # -- finding out -----------------------------------------------------------------------------------------------
 
     def _what(self, call: Call, error: Exception | None) -> str:
@@ -134,6 +156,9 @@ class Watchdog:
         """Why a call does not end: what the first rank found that looked."""
         with suppress(RuntimeError):
             self._publish()
+        failure = self._failures.elsewhere()
+        if failure is not None:
+            return failure.told(self.rank, call)
         states, how = self._look(waiting_of(call))
         text = f"{self._what(call, error)}\n{self._who(waiting_of(call), states, how)}"
         with self._lock:
@@ -143,18 +168,9 @@ class Watchdog:
 
     def _who(self, waiting: Waiting, states: dict[int, State], how: dict[int, str]) -> str:
         missing = behind(waiting, states, self.rank)
-        lines = [told(rank, states.get(rank), how.get(rank, ""), states) for rank in missing]
-        # Whoever waits for others is no cause: go on to those, and to processes that are gone.
-        seen, rest = {self.rank, *missing}, list(missing)
-        while rest:
-            state = states.get(rest.pop())
-            if state is None or state.waiting is None:
-                continue
-            for rank in behind(state.waiting, states, self.rank):
-                if rank not in seen:
-                    seen.add(rank)
-                    rest.append(rank)
-                    lines.append(told(rank, states.get(rank), how.get(rank, ""), states))
+        causes = waited_for(waiting, states, self.rank)
+        lines = [told(rank, states.get(rank), how.get(rank, ""), states) for rank in causes]
+        seen = {self.rank, *causes}
         lines += [
             told(rank, states[rank], found, states)
             for rank, found in sorted(how.items())
@@ -220,7 +236,9 @@ class Watchdog:
                 continue
             with suppress(RuntimeError):  # the store may be gone: then every rank's next collective fails
                 self._publish()
+                self._failures.renew()
                 self._heed()
+                self._wait_no_longer()
             if not self._raising and (stuck := self._stuck()) is not None:
                 with suppress(RuntimeError):
                     self._give_up(self._verdict(stuck, None))
@@ -230,7 +248,7 @@ class Watchdog:
         """End this process some time after others have ended theirs."""
         with self._lock:
             there = self._store.check([_VERDICT])
-        if not there or self._raising:
+        if not there or self._raising or self._failures.stands:
             return
         now = time.monotonic()
         if self._condemned is None:
@@ -239,6 +257,25 @@ class Watchdog:
             with self._lock:
                 text = self._store.get(_VERDICT).decode()
             self._give_up(f"{text}\n(Rank {self.rank} was at {main_line()}.)")
+
+    def _wait_no_longer(self) -> None:
+        """End what this rank waits in, if that is for one that has failed and does not go on."""
+        long = 2 * self._interval  # a rank that catches its error and goes on has the time to say so
+        failure = self._failures.lasting(long)
+        if failure is None or self._raising:
+            return
+        now = time.monotonic()
+        call = oldest(self.flight)
+        if call is None and self.flight.on_device and now - self._moved > long:
+            call = self.flight.on_device[0]
+        if call is None or now - (call.since or now) < long:
+            return
+        if failure.rank not in waited_for(waiting_of(call), self._read(), self.rank):
+            return
+        if call.event is None:
+            process_group.break_off()
+        else:
+            self._give_up(failure.told(self.rank, call), FAILED_CODE)
 
     def _stuck(self) -> Call | None:
         """A call that should have ended long ago, or behind which the GPU has not come further."""
@@ -254,14 +291,17 @@ class Watchdog:
             self._moved = now
         return queue[0] if queue and now - self._moved > self.limit_s else None
 
-    def _give_up(self, text: str) -> NoReturn:
+    def _give_up(self, text: str, code: int = STUCK_CODE) -> NoReturn:
         sys.stderr.write(f"\nmeshfold watchdog, rank {self.rank}: {text}\n")
         sys.stderr.flush()
-        os._exit(STUCK_CODE)
+        os._exit(code)
 
     def _end(self) -> None:
         self._ended = True
         with suppress(Exception):  # the store may have ended first
+            failed = getattr(sys, "last_value", None)  # what the program ends with
+            if isinstance(failed, Exception):
+                self.tell(failed)
             self._publish()
 
 

@@ -113,6 +113,16 @@ def behind(waiting: Waiting, states: dict[int, State], me: int) -> list[int]:
     ]
 
 
+def waited_for(waiting: Waiting, states: dict[int, State], me: int) -> list[int]:
+    """The ranks that a call waits for, then those that these wait for, and so on: whoever waits is no cause."""
+    found = behind(waiting, states, me)
+    for rank in found:  # grows
+        state = states.get(rank)
+        if state is not None and state.waiting is not None:
+            found += [one for one in behind(state.waiting, states, me) if one not in found]
+    return found
+
+
 def told(rank: int, state: State | None, how: str, states: dict[int, State]) -> str:
     """A line about a rank. ``how``: see :func:`process_of`, or ``silent``."""
     if state is None:

@@ -178,6 +178,13 @@ class _Step:
 
     def take(self, steps: Sequence[object], at: int) -> int:
         """Do the step at a place; how many were done."""
+        try:
+            return self._do(steps, at)
+        except Exception as error:
+            error.add_note(f"in {_told(steps[at])}")
+            raise
+
+    def _do(self, steps: Sequence[object], at: int) -> int:
         step = steps[at]
         if isinstance(step, Send):
             for tensor in self._here.pop((step.kind, step.stage, step.microbatch)):
@@ -250,6 +257,25 @@ class _Step:
                 break
             keys.append(step.microbatch)
         return keys
+
+
+_WORK = {
+    Op.F: "the forward",
+    Op.B: "the gradient of the input",
+    Op.W: "the gradient of the weights",
+    Op.BW: "the backward",
+}
+
+
+def _told(step: object) -> str:
+    """``the forward of stage 1 on micro-batch 0 (1F0)``."""
+    if isinstance(step, Action):
+        return f"{_WORK[step.op]} of stage {step.stage} on micro-batch {step.microbatch} ({step})"
+    if isinstance(step, Send | Receive):
+        verb, towards = ("sending", "to") if isinstance(step, Send) else ("receiving", "from")
+        what = f"{step.kind} for stage {step.stage} of micro-batch {step.microbatch}"
+        return f"{verb} the {what} {towards} rank {step.peer} of it"
+    return str(step)
 
 
 def _pairs(program: Program) -> set[tuple[int, int]]:

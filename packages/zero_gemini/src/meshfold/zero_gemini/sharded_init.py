@@ -7,7 +7,10 @@ from types import TracebackType
 
 import torch
 from torch import nn
-from torch.nn.modules.module import register_module_parameter_registration_hook
+from torch.nn.modules.module import (
+    register_module_buffer_registration_hook,
+    register_module_parameter_registration_hook,
+)
 
 from meshfold.mesh import SpecError
 from meshfold.mesh.first_values import (
@@ -54,11 +57,12 @@ class ShardedInit:
         tape = self._inside.enter_context(record_initialization())
         origin = Origin(tape=tape, seed=self._seed)
 
-        def note(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
-            if parameter is not None and tape.recording.knows(parameter):
-                set_origin(parameter, origin)
+        def note(module: nn.Module, name: str, tensor: torch.Tensor | None) -> None:
+            if tensor is not None and tape.recording.knows(tensor):
+                set_origin(tensor, origin)
 
         self._inside.callback(register_module_parameter_registration_hook(note).remove)
+        self._inside.callback(register_module_buffer_registration_hook(note).remove)
         return self
 
     def __exit__(

@@ -15,6 +15,7 @@ from __future__ import annotations
 import argparse
 import re
 import socket
+import sys
 import traceback
 from pathlib import Path
 
@@ -82,8 +83,9 @@ def run(arguments: argparse.Namespace) -> int:
         _check_file(program)
         try:
             _bootstrap.run(program)
-        except Exception:
+        except Exception as error:
             traceback.print_exc()  # whatever it is, the person who wrote the script wants to see where
+            sys.last_value = error  # as Python sets it: what runs at exit can tell that the program failed
             return 1
         return 0
     _check_file(program)

@@ -12,16 +12,15 @@ from torch import Tensor
 
 from meshfold.engine.checkpoints.checkpoint import MODEL, write_checkpoint
 from meshfold.engine.checkpoints.place import STATE
-from meshfold.engine.checkpoints.tensor_file import Described, TensorFile, TensorWriter
-from meshfold.engine.checkpoints.tensor_files import open_tensors
+from meshfold.engine.checkpoints.tensor_file import Described, TensorWriter
 from meshfold.engine.compat import tables
 from meshfold.engine.compat.arguments import Argument, translate
 from meshfold.engine.compat.training import TrainingEngine
 from meshfold.engine.errors import CheckpointError
+from meshfold.engine.hugging_face.folder_weights import ENDING, open_weights
 from meshfold.engine.together import fail_together
 from meshfold.mesh import Mesh, barrier
 
-SAFE = ".safetensors"
 _Path = str | os.PathLike[str]
 
 
@@ -40,13 +39,13 @@ def save_model(engine: TrainingEngine, path: _Path, given: Mapping[str, Any]) ->
         write_checkpoint(path, engine._world, files, state, None, all_read=engine._states.all_read)
         return
     whole = engine.full_state_dict()
-    safe = bool(aside.get("use_safetensors")) or str(path).endswith(SAFE)
+    safe = bool(aside.get("use_safetensors")) or str(path).endswith(ENDING)
     _first_writes(engine, Path(path), lambda target: _write(target, whole, safe, engine._model_state.ties()))
 
 
 def load_model(engine: TrainingEngine, path: _Path, given: Mapping[str, Any]) -> None:
-    """Take weights from a file or a folder: one of :func:`save_model`, of ``engine.save``, or with safetensors of
-    Hugging Face under the model's own names."""
+    """Take weights from a file or a folder: one of :func:`save_model`, of ``engine.save``, of Colossal-AI's ``save_model``, or
+    of Hugging Face under the model's own names; safetensors or torch's own."""
     translate("load_model", given, tables.LOAD).say("load_model", rank=engine.mesh.rank)
     place = Path(path)
     if (place / STATE).exists():
@@ -55,7 +54,7 @@ def load_model(engine: TrainingEngine, path: _Path, given: Mapping[str, Any]) ->
     error: Exception | None = None
     state: Mapping[str, Tensor] = {}
     try:
-        state = _read(place)
+        state = open_weights(place)
     except Exception as unread:  # on this rank alone, say
         error = unread
     fail_together(engine._world, error, f"load_model({str(path)!r})")
@@ -116,15 +115,6 @@ def _write(target: Path, whole: Mapping[str, Tensor], safe: bool, ties: Mapping[
     with TensorWriter(target, announced) as writer:
         for name in writer.order:
             writer.write(name, once[name])
-
-
-def _read(place: Path) -> Mapping[str, Tensor]:
-    if place.is_dir():
-        return open_tensors(place, MODEL)
-    if place.suffix == SAFE:
-        return TensorFile(place)
-    state: Mapping[str, Tensor] = torch.load(place, weights_only=True, mmap=True)
-    return state
 
 
 def _first_writes(engine: TrainingEngine, path: Path, write: Callable[[Path], None]) -> None:

@@ -1,4 +1,4 @@
-"""The weights in a Hugging Face folder, by the names of its files and without reading them: safetensors or torch's own.
+"""The weights in a Hugging Face folder or in one file, by their names there and without reading them: safetensors or torch's own.
 
 A tensor is mapped into memory: what a rank takes of it is what is read.
 """
@@ -12,10 +12,12 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from meshfold.engine.checkpoints.tensor_file import TensorFile
 from meshfold.engine.checkpoints.tensor_files import open_tensors
 from meshfold.engine.errors import CheckpointError
 
 SAFE, TORCH = "model.safetensors", "pytorch_model.bin"
+ENDING = ".safetensors"
 
 
 class TorchFiles(Mapping[str, Tensor]):
@@ -43,21 +45,8 @@ class TorchFiles(Mapping[str, Tensor]):
     def _file(self, name: str) -> Mapping[str, Tensor]:
         if name in self._open:
             return self._open[name]
-        path = self._folder / name
-        try:
-            found = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
-            self._open[name] = found
-        except Exception as error:  # also of the pickle's own
-            try:
-                found = torch.load(path, map_location="cpu", weights_only=True)
-            except Exception:
-                reason = str(error).strip().partition("\n")[0]
-                raise CheckpointError(f"cannot read {path}: {reason}") from error
-            self._open = {name: found}
-        if not isinstance(found, dict):
-            raise CheckpointError(
-                f"{path} holds a {type(found).__name__}, not tensors by name (a state dict)"
-            )
+        found, mapped = _torch_file(self._folder / name)
+        self._open = {**(self._open if mapped else {}), name: found}
         return found
 
     def __getitem__(self, name: str) -> Tensor:
@@ -75,20 +64,39 @@ class TorchFiles(Mapping[str, Tensor]):
         return len(self._where)
 
 
+def _torch_file(path: Path) -> tuple[Mapping[str, Tensor], bool]:
+    """The tensors of a file of torch, and whether they are mapped into memory."""
+    mapped = True
+    try:
+        found = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
+    except Exception as error:  # also of the pickle's own
+        mapped = False
+        try:
+            found = torch.load(path, map_location="cpu", weights_only=True)
+        except Exception:
+            reason = str(error).strip().partition("\n")[0]
+            raise CheckpointError(f"cannot read {path}: {reason}") from error
+    if not isinstance(found, dict):
+        raise CheckpointError(f"{path} holds a {type(found).__name__}, not tensors by name (a state dict)")
+    return found, mapped
+
+
 def has_weights(folder: Path) -> bool:
     """Whether a folder has weights in a form that :func:`open_weights` reads."""
     names = (SAFE, f"{SAFE}.index.json", TORCH, f"{TORCH}.index.json")
     return any((folder / name).exists() for name in names)
 
 
-def open_weights(folder: Path) -> Mapping[str, Tensor]:
-    """The tensors of a folder by their names in its files; safetensors where there are both kinds.
+def open_weights(place: Path) -> Mapping[str, Tensor]:
+    """The tensors of a folder by their names in its files, safetensors where there are both kinds; or those of one file.
 
     Raises:
         CheckpointError: if there are none, or they are damaged or incomplete.
     """
-    if (folder / SAFE).exists() or (folder / f"{SAFE}.index.json").exists():
-        return open_tensors(folder, SAFE)
-    if has_weights(folder):
-        return TorchFiles(folder)
-    raise CheckpointError(f"{folder} has no weights: no {SAFE} and no {TORCH}, nor an index of several")
+    if not place.is_dir():
+        return TensorFile(place) if place.suffix == ENDING else _torch_file(place)[0]
+    if (place / SAFE).exists() or (place / f"{SAFE}.index.json").exists():
+        return open_tensors(place, SAFE)
+    if has_weights(place):
+        return TorchFiles(place)
+    raise CheckpointError(f"{place} has no weights: no {SAFE} and no {TORCH}, nor an index of several")

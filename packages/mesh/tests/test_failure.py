@@ -1,0 +1,166 @@
+"""An error on one rank alone ends the others too, at once and with its cause; one that they share, or that it survives, not."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+
+from meshfold.mesh import CollectiveError, Group, Mesh, all_reduce, barrier, receive, watchdog
+from meshfold.mesh.failure import Failure, told_to_all
+from meshfold.mesh.testing import close_pools, ranks, run_on_ranks
+
+BEAT_S = 0.1
+LONG_S = 1.0
+"""Much more than a rank that has failed is given to go on"""
+
+
+WRONG = "the labels are wrong"
+
+
+class Trouble(Exception):
+    """Of the tests."""
+
+
+@told_to_all
+def step(*, fails: bool) -> None:
+    if fails:
+        raise Trouble(WRONG)
+
+
+def caught(*, fails: bool) -> None:
+    try:
+        step(fails=fails)
+    except Trouble:
+        return
+    assert not fails
+
+
+@contextmanager
+def watched() -> Iterator[Group]:
+    usual, watchdog._BEAT_S = watchdog._BEAT_S, BEAT_S
+    watching = watchdog.watch(60.0)
+    try:
+        yield Mesh(dict(pipe=4)).group("pipe")
+    finally:
+        watchdog._BEAT_S = usual
+        watching.close()
+
+
+def heard_of(rank: int) -> Failure:
+    """Wait until that rank has failed once more than this one."""
+    while True:
+        found = watchdog._running[1]._failures.elsewhere()  # type: ignore[index]
+        if found is not None and found.rank == rank:
+            return found
+        time.sleep(BEAT_S)
+
+
+def one_fails(how: str) -> tuple[str, float]:
+    watchdog._BEAT_S = BEAT_S  # of this pool's ranks, which end with the test
+    watchdog.watch(60.0)
+    group = Mesh(dict(pipe=4)).group("pipe")
+    barrier(group)
+    began = time.monotonic()
+    try:
+        if group.index == 3:
+            if how == "at the end of its program":
+                sys.last_value = Trouble(WRONG)
+                watchdog._running[1]._end()  # type: ignore[index]  # what runs when Python ends
+            else:
+                step(fails=True)
+        elif how == "messages":  # a chain: 0 waits for 1, that for 2, that for 3
+            receive(torch.empty(2), group, group.index + 1).wait()
+        else:
+            all_reduce(torch.ones(2), group)
+    except (CollectiveError, Trouble) as error:
+        return f"{type(error).__name__}: {error}", time.monotonic() - began
+    return "no error", time.monotonic() - began
+
+
+def check(how: str) -> None:
+    try:
+        found = run_on_ranks(4, one_fails, how)
+    finally:
+        close_pools()  # its connections are broken now
+    for rank, (text, seconds) in enumerate(found[:3]):
+        assert text.startswith(f"CollectiveError: rank 3 failed, so the others end: Trouble: {WRONG}\n"), text
+        assert (
+            f"(Rank {rank} was in {'receive' if how == 'messages' else 'all_reduce'} of (2,) float32" in text
+        )
+        assert seconds < 20.0
+        if how != "at the end of its program":
+            assert "raise Trouble(WRONG)" in text and "test_failure.py:" in text
+
+
+def test_those_in_a_collective_end_with_the_cause() -> None:
+    check("collective")
+
+
+def test_those_who_wait_through_others_end_with_it_too() -> None:
+    check("messages")
+
+
+def test_an_error_that_ends_a_program_is_told() -> None:
+    check("at the end of its program")
+
+
+@ranks(4)
+def test_an_error_that_all_have_and_catch_ends_nobody() -> None:
+    with watched() as group:
+        for late in (0, 3):  # the first is the one that serves the store
+            if (
+                group.index != late
+            ):  # its error is the one that stands, and those that wait for it have had their own
+                heard_of(late)
+            caught(fails=True)
+            if group.index == late:
+                time.sleep(LONG_S)
+            assert all_reduce(torch.ones(1), group).item() == 4.0
+
+
+@ranks(4)
+def test_an_error_after_which_a_rank_goes_on_is_taken_back() -> None:
+    with watched() as group:
+        caught(fails=group.index == 1)
+        barrier(group)
+        failures = watchdog._running[1]._failures  # type: ignore[index]
+        while failures.stands:  # rank 1 takes it back at its next beat
+            time.sleep(BEAT_S)
+        barrier(group)
+        assert failures.elsewhere() is None
+        if group.index == 1:
+            time.sleep(LONG_S)
+        assert all_reduce(torch.ones(1), group).item() == 4.0
+        # The next one counts again.
+        caught(fails=group.index == 1)
+        assert group.index == 1 or heard_of(1).error == f"Trouble: {WRONG}"
+        assert all_reduce(torch.ones(1), group).item() == 4.0
+
+
+@ranks(2)
+def test_nothing_is_told_where_nobody_watches() -> None:
+    group = Mesh(dict(pipe=2)).group("pipe")
+    caught(fails=group.index == 0)
+    assert all_reduce(torch.ones(1), group).item() == 2.0
+
+
+def test_a_failure_says_where_and_no_more_than_its_end() -> None:
+    def deep(levels: int) -> None:
+        if levels:
+            exec(f"# {'long ' * 50}\ndeep(levels - 1)", {"deep": deep, "levels": levels})
+        else:
+            raise Trouble("x" * 30_000)
+
+    try:
+        deep(3)
+    except Trouble as error:
+        found = Failure.of(error, 2, 1, 7)
+    assert found == Failure.read(found.written())
+    assert found.error.startswith("Trouble: xxx") and found.traceback.startswith("...\n")
+    assert len(found.traceback) == 20_004
+    assert "(Rank 0 was in a call.)" in found.told(0, "a call")  # type: ignore[arg-type]
+    assert found.told(0, "a call").startswith("rank 2 failed in step 7, so the others end: ")  # type: ignore[arg-type]
