@@ -49,6 +49,9 @@ install: $(installed)
 demo: $(installed)
 	@$(VENV)/bin/meshfold demo
 
+# The hundreds of processes that tests start import what the first of them compiled.
+test test-all: export PYTHONDONTWRITEBYTECODE :=
+
 test: $(installed)
 	@$(venv_python) -m pytest $(workers) -m "not slow" $(TESTS)
 

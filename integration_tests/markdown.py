@@ -86,7 +86,7 @@ def write_script(text: str, path: Path, *, bash: bool = True, watched: bool = Fa
 
     Blocks share a namespace. A bash block is written beside the script and called on its first line (left out
     with ``bash=False``); a process that imports the script again, as spawned ranks do, skips it. With ``watched`` standard
-    output is told, on the line of a block's fence, that the block begins (``page_server.Printed``).
+    output is told, on the line of a block's fence, that the block begins (``page.Printed``).
     """
     script = [""] * (len(text.splitlines()) + 1)
     for number, block in enumerate(block for block in blocks(text) if block.runs):

@@ -24,7 +24,7 @@ from typing import Any
 from meshfold.mesh._bootstrap import die_with_parent
 
 _LINE = 65536
-# Not torch's own: some parts of it start threads or processes when imported. What ranks need of it, they import.
+# Not torch's own: some parts of it start threads or processes when imported. What most ranks need of it, `_preload` imports.
 _WORTH_PRELOADING = frozenset(
     {"meshfold", "numpy", "einops", "numba", "transformers", "safetensors", "hypothesis"}
 )
@@ -54,9 +54,17 @@ class Nursery:
             )
 
         self._preloaded: set[str] = set()
+        self._looked_at = 0
 
-    def preload(self) -> None:
-        """Import what this process has imported of the slow packages, once here instead of in every rank."""
+    def preload(self) -> float:
+        """Import what this process has imported of the slow packages, once there instead of in every rank.
+
+        Returns:
+            the CPU seconds that it took: about what every rank that was forked before will take to do the same.
+        """
+        if len(sys.modules) == self._looked_at:  # nothing new: tests ask for ranks thousands of times
+            return 0.0
+        self._looked_at = len(sys.modules)
         names = [
             name
             for name, module in list(sys.modules.items())
@@ -65,8 +73,7 @@ class Nursery:
             and module is not None
         ]
         self._preloaded.update(names)
-        if names:
-            self._ask({"do": "preload", "modules": names})
+        return float(self._ask({"do": "preload", "modules": names})) if names else 0.0
 
     def fork(self, connection: int, listener: int | None, **settings: Any) -> int:
         """Fork a rank that serves on ``connection``; its process id. ``settings``: see :func:`rank.serve`."""
@@ -127,6 +134,7 @@ def main(descriptor: str, parent: str) -> None:
 def _preload() -> None:
     """Import what ranks will want; nothing here may start a thread."""
     import torch
+    import torch._dynamo  # every optimizer imports it, and it takes as long as torch itself
     import torch.distributed
     import torch.nn.functional
 
@@ -152,12 +160,13 @@ def _answer(
         children[pid] = None
         return pid
     if request["do"] == "preload":
+        begin = time.process_time()
         for name in request["modules"]:
             with contextlib.suppress(
                 Exception
             ):  # it came about in another way there; ranks import it if they can
                 importlib.import_module(name)
-        return None
+        return time.process_time() - begin
     if request["do"] == "signal":
         for pid in request["pids"]:
             if children.get(pid, 0) is None:

@@ -29,6 +29,8 @@ _START_TIMEOUT_S = 120.0
 _MOST_POOLS = 3  # the sizes that suites use; idle ranks share most of their memory with the nursery
 # Process groups that a rank may pile up before its pool is renewed; each costs about 5 descriptors and 3 threads.
 _MOST_GROUPS = 64
+# Ranks that lack modules which take longer than that to import are forked anew, from the nursery that has them by now.
+_WORTH_FORKING_S = 0.4
 _GRACE_S = 0.1  # after the first sign of failure, how long to listen for an earlier one
 _SHOWN_OUTPUT = 8000  # characters
 
@@ -215,13 +217,17 @@ class Pools:
                 self._nursery = None
 
     def _take(self, size: int) -> Pool:
+        if self._nursery is None:
+            self._nursery = Nursery()
+        if self._nursery.preload() > _WORTH_FORKING_S:
+            for lacking in self._pools.values():
+                lacking.worn = True
+        if size in self._pools and self._pools[size].worn:
+            self._drop(size)
         pool = self._pools.pop(size, None)
         if pool is None:
             while len(self._pools) >= _MOST_POOLS:
                 self._pools.pop(next(iter(self._pools))).close()
-            if self._nursery is None:
-                self._nursery = Nursery()
-            self._nursery.preload()
             pool = Pool(size, self._nursery)
         self._pools[size] = pool
         return pool

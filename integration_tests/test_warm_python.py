@@ -1,0 +1,127 @@
+"""The stand-in for Python does what Python does, and what it starts ends with it."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from integration_tests.warm_python import WarmPython
+
+SHOW = """
+import os, sys
+print(__name__, sys.argv[1:], os.getcwd(), os.environ["MINE"], sys.stdin.read(), "torch" in sys.modules)
+print(os.getppid() == int(os.environ["CALLER"]), sys.executable, file=sys.stderr)
+os.write(int(sys.argv[1]), b"through a pipe")
+raise SystemExit(7)
+"""
+
+
+@pytest.fixture(scope="module")
+def warm() -> Iterator[WarmPython]:
+    with WarmPython() as server:
+        yield server
+
+
+@pytest.mark.parametrize("form", ["script", "-m", "-c", "-P script"])
+def test_a_program_sees_what_its_caller_gave(form: str, warm: WarmPython, tmp_path: Path) -> None:
+    (tmp_path / "show.py").write_text(SHOW)
+    words = {"script": ["show.py"], "-m": ["-m", "show"], "-c": ["-c", SHOW], "-P script": ["-P", "show.py"]}[
+        form
+    ]
+    reading, writing = os.pipe()
+    done = subprocess.run(
+        [warm.python, *words, str(writing)],
+        cwd=tmp_path,
+        env={**os.environ, "MINE": "here", "CALLER": str(os.getpid())},
+        input="typed",
+        capture_output=True,
+        text=True,
+        pass_fds=[writing],
+    )
+    os.close(writing)
+    with os.fdopen(reading, "rb") as pipe:
+        assert pipe.read() == b"through a pipe"
+    assert done.returncode == 7
+    assert done.stdout == f"__main__ {[str(writing)]} {tmp_path} here typed True\n"
+    assert done.stderr == f"True {warm.python}\n"
+
+
+def test_programs_know_nothing_of_each_other(warm: WarmPython) -> None:
+    found = [
+        subprocess.run([warm.python, "-c", code], capture_output=True, text=True, env=os.environ | own).stdout
+        for code, own in (
+            (
+                "import os, sys, random; sys.left = 1; print('LEFT' in os.environ, random.random())",
+                {"LEFT": "1"},
+            ),
+            (
+                "import os, sys, random; print(hasattr(sys, 'left'), 'LEFT' in os.environ, random.random())",
+                {},
+            ),
+        )
+    ]
+    first, second = (text.split() for text in found)
+    assert (first[0], second[:2]) == ("True", ["False", "False"])
+    assert first[-1] != second[-1]
+
+
+def test_an_error_is_shown_and_is_a_failure(warm: WarmPython, tmp_path: Path) -> None:
+    (tmp_path / "wrong.py").write_text("x = 1\nraise ValueError('no such thing')\n")
+    done = subprocess.run([warm.python, str(tmp_path / "wrong.py")], capture_output=True, text=True)
+    assert done.returncode == 1
+    assert 'wrong.py", line 2' in done.stderr and done.stderr.endswith("ValueError: no such thing\n")
+
+
+def test_the_command_is_there(warm: WarmPython) -> None:
+    code = "import subprocess; subprocess.run(['meshfold', 'run', '--help'], check=True)"
+    done = subprocess.run(
+        [warm.python, "-c", code], capture_output=True, text=True, env=warm.environment(), check=True
+    )
+    assert done.stdout.startswith("usage: meshfold run")
+
+
+def test_signals_go_through_and_the_end_is_the_same(warm: WarmPython) -> None:
+    caught = (
+        "import signal, sys, time\nsignal.signal(signal.SIGTERM, lambda *_: sys.exit(5))\n"
+        "print('up', flush=True)\ntime.sleep(60)"
+    )
+    process = subprocess.Popen([warm.python, "-c", caught], stdout=subprocess.PIPE)
+    assert process.stdout is not None and process.stdout.readline() == b"up\n"
+    process.terminate()
+    assert process.wait(30) == 5
+    process.stdout.close()
+    died = subprocess.run([warm.python, "-c", "import os, signal; os.kill(os.getpid(), signal.SIGKILL)"])
+    assert died.returncode == -signal.SIGKILL
+
+
+def test_what_a_program_started_ends_with_its_stand_in(warm: WarmPython) -> None:
+    code = (
+        "import subprocess, sys\n"
+        "other = subprocess.Popen([sys.executable, '-c', 'import os, time; print(os.getpid(), flush=True); time.sleep(60)'])\n"
+        "other.wait()"
+    )
+    process = subprocess.Popen([warm.python, "-c", code], stdout=subprocess.PIPE)
+    assert process.stdout is not None
+    inner = int(process.stdout.readline())
+    process.kill()
+    process.wait()
+    deadline = time.monotonic() + 30
+    while Path(f"/proc/{inner}").exists() if sys.platform == "linux" else _runs(inner):
+        assert time.monotonic() < deadline, "it goes on"
+        time.sleep(0.02)
+    process.stdout.close()
+
+
+def _runs(process: int) -> bool:
+    try:
+        os.kill(process, 0)
+    except ProcessLookupError:
+        return False
+    return True

@@ -1,0 +1,198 @@
+"""Python that has torch imported when it starts: a stand-in for the interpreter, for the commands that pages type.
+
+Importing torch takes longer than most commands do, and each of the ranks that they start imports it again. The stand-in
+(``stand_in.py``) is called as ``python`` or ``meshfold`` is. It hands arguments, environment, folder and open files to a
+process that has imported torch and run nothing; a fork of that runs the program, with the stand-in as ``sys.executable``.
+The stand-in waits for it, passes signals on and ends as it ended. That a start from nothing works is tested in the packages.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import random
+import runpy
+import shlex
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from select import select
+from types import ModuleType, TracebackType
+from typing import Any
+
+from integration_tests import stand_in
+from integration_tests.house import ROOT
+
+_MOST_FILES = 64  # that a program inherits
+
+
+class WarmPython:
+    """Starts the process that forks; closing it ends that and what it forked.
+
+    Attributes:
+        folder: to be put first on the path of commands: ``python`` and ``meshfold`` are in it.
+        python: what to call instead of ``sys.executable``.
+    """
+
+    def __init__(self) -> None:
+        self.folder = Path(tempfile.mkdtemp(prefix="meshfold-warm-"))
+        self.python = str(self.folder / "python")
+        address = str(self.folder / "socket")
+        scripts = Path(sys.executable).parent
+        for name in ("python", "meshfold"):
+            words = [sys.executable, "-IS", stand_in.__file__, address]
+            if name != "python":
+                words.append(str(scripts / name))
+            command = self.folder / name
+            command.write_text(f'#!/bin/sh\nexec {shlex.join(words)} "$@"\n')
+            command.chmod(0o755)
+        environment = dict(os.environ, MPLBACKEND="agg", PYTHONUNBUFFERED="1")
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", __name__, address, self.python],
+            cwd=ROOT,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            env=environment,
+        )
+        assert self._process.stdout is not None
+        if self._process.stdout.readline() != b"ready\n":
+            raise RuntimeError(f"the process that forks programs ended: {self._process.wait()}")
+
+    def environment(self) -> dict[str, str]:
+        """This process's own, with the stand-ins first on the path of commands."""
+        path = os.pathsep.join(
+            [str(self.folder), str(Path(sys.executable).parent), os.environ.get("PATH", "")]
+        )
+        return dict(os.environ, PATH=path, MPLBACKEND="agg", PYTHONUNBUFFERED="1")
+
+    def close(self) -> None:
+        """End it."""
+        assert self._process.stdin is not None and self._process.stdout is not None
+        self._process.stdin.close()
+        self._process.wait()
+        self._process.stdout.close()
+        shutil.rmtree(self.folder, ignore_errors=True)
+
+    def __enter__(self) -> WarmPython:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+def _reap(number: int, frame: object) -> None:
+    """Wait for those that wait for a program."""
+    with contextlib.suppress(ChildProcessError):
+        while os.waitpid(-1, os.WNOHANG)[0]:
+            pass
+
+
+def _serve(listener: socket.socket) -> dict[str, Any] | None:
+    """Fork for each call; in the process that was forked, its job; None when the owner has closed its end."""
+    signal.signal(signal.SIGCHLD, _reap)
+    while True:
+        ready = select([listener.fileno(), sys.stdin.fileno()], [], [])[0]
+        if sys.stdin.fileno() in ready:
+            return None
+        caller = listener.accept()[0]
+        if os.fork() == 0:
+            signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+            listener.close()
+            return _accompany(caller)
+        caller.close()
+
+
+def _accompany(caller: socket.socket) -> dict[str, Any]:
+    """Fork the program, tell the caller how it ended, and end it should the caller be gone; its job, in the program."""
+    files = socket.recv_fds(caller, 1, _MOST_FILES)[1]
+    with caller.makefile() as lines:
+        job: dict[str, Any] = json.loads(lines.readline())
+    ended, wake = os.pipe()
+    os.set_blocking(wake, False)
+    signal.set_wakeup_fd(wake)
+    signal.signal(signal.SIGCHLD, lambda number, frame: None)
+    program = os.fork()
+    if program == 0:
+        signal.set_wakeup_fd(-1)
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+        for other in (ended, wake):
+            os.close(other)
+        caller.close()
+        os.setsid()
+        _take_over(files, job["files"])
+        return job
+    for file in files:
+        os.close(file)
+    with contextlib.suppress(OSError):
+        caller.sendall(f"{program}\n".encode())
+    if ended not in select([ended, caller.fileno()], [], [])[0]:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(program, signal.SIGKILL)
+    code = os.waitstatus_to_exitcode(os.waitpid(program, 0)[1])
+    with contextlib.suppress(OSError):
+        caller.sendall(f"{code}\n".encode())
+    os._exit(0)
+
+
+def _take_over(files: list[int], numbers: list[int]) -> None:
+    """Give open files the numbers that they have in the caller, and close what the caller does not have."""
+    import fcntl
+
+    above = max(*files, *numbers) + 1
+    moved = [fcntl.fcntl(file, fcntl.F_DUPFD_CLOEXEC, above) for file in files]
+    for file in {0, *files} - set(numbers):
+        os.close(file)
+    for file, number in zip(moved, numbers, strict=True):
+        os.dup2(file, number)
+        os.close(file)
+
+
+def _become(job: dict[str, Any], executable: str) -> None:
+    """Do what the interpreter does with such words, to this process's own end."""
+    os.environ.clear()
+    os.environ.update(job["environment"])
+    os.chdir(job["folder"])
+    parent: int = job["parent"]
+    vars(os)["getppid"] = lambda: parent  # who called; ranks look whether that is still there when they begin
+    sys.executable = executable
+    random.seed()
+    words: list[str] = job["words"]
+    sys.orig_argv = [executable, *words]
+    safe = words[:1] == ["-P"]
+    option, *rest = words[safe:]
+    del sys.path[0]
+    if option == "-c":
+        sys.path[:0] = [] if safe else [""]
+        sys.argv = ["-c", *rest[1:]]
+        main = sys.modules["__main__"] = ModuleType("__main__")
+        exec(compile(rest[0], "<string>", "exec"), main.__dict__)
+    elif option == "-m":
+        sys.path[:0] = [] if safe else [os.getcwd()]
+        sys.argv = rest
+        runpy.run_module(rest[0], run_name="__main__", alter_sys=True)
+    elif option.startswith("-"):
+        raise SystemExit(f"warm_python.py does not know {option!r}: it takes -P, -c, -m or a script")
+    else:
+        sys.path[:0] = [] if safe else [str(Path(option).resolve().parent)]
+        sys.argv = [option, *rest]
+        runpy.run_path(option, run_name="__main__")
+
+
+if __name__ == "__main__":
+    import torch
+    import torch._dynamo  # every optimizer imports it, and it takes as long as torch itself  # noqa: F401
+
+    with socket.socket(socket.AF_UNIX) as calls:
+        calls.bind(sys.argv[1])
+        calls.listen(64)
+        print("ready", flush=True)
+        work = _serve(calls)
+    if work is not None:
+        _become(work, sys.argv[2])
