@@ -159,8 +159,9 @@ def _become(job: dict[str, Any], executable: str) -> None:
     os.environ.clear()
     os.environ.update(job["environment"])
     os.chdir(job["folder"])
-    parent: int = job["parent"]
-    vars(os)["getppid"] = lambda: parent  # who called; ranks look whether that is still there when they begin
+    # Ranks look whether who called them is still there when they begin; a fork of this program asks for itself.
+    program, parent, really = os.getpid(), int(job["parent"]), os.getppid
+    vars(os)["getppid"] = lambda: parent if os.getpid() == program else really()
     sys.executable = executable
     random.seed()
     words: list[str] = job["words"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import importlib.util
 import json
 import sys
@@ -310,6 +311,7 @@ def peak_of(folder: str, parallel: dict[str, Any]) -> int:
     )  # once before: what libraries take for good is not the model's
     engine.close()
     del engine
+    gc.collect()  # a model in chunks and its hooks refer to each other
     with Peak() as peak:
         engine = Engine(pretrained(folder), parallel)
     engine.close()

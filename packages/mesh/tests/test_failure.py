@@ -82,6 +82,7 @@ def one_fails(how: str) -> tuple[str, float]:
 
 
 def check(how: str) -> None:
+    close_pools()  # ranks of other tests have had errors and steps of their own
     try:
         found = run_on_ranks(4, one_fails, how)
     finally:
