@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import gc
 import importlib.util
 import json
@@ -283,8 +284,14 @@ def test_what_one_rank_cannot_read_fails_on_all(tmp_path: Path) -> None:
 # -- memory ---------------------------------------------------------------------------------------------------------
 
 
+LIBC = ctypes.CDLL(None)
+
+
 class Peak:
-    """The most anonymous memory of this process while it is entered, above what there was, in bytes."""
+    """The most anonymous memory of this process while it is entered, above what there was, in bytes.
+
+    What malloc keeps of freed tensors is given back before each look: it hangs on which tests ran here before.
+    """
 
     def __enter__(self) -> Peak:
         self._before, self.bytes, self._done = self._now(), 0, threading.Event()
@@ -301,14 +308,15 @@ class Peak:
             self.bytes = max(self.bytes, self._now() - self._before)
 
     def _now(self) -> int:
+        if hasattr(LIBC, "malloc_trim"):  # glibc's
+            LIBC.malloc_trim(0)
         lines = Path("/proc/self/status").read_text().splitlines()
         return 1024 * next(int(line.split()[1]) for line in lines if line.startswith("RssAnon"))
 
 
 def peak_of(folder: str, parallel: dict[str, Any]) -> int:
-    engine = Engine(
-        pretrained(folder), parallel
-    )  # once before: what libraries take for good is not the model's
+    # once before: what libraries take for good is not the model's
+    engine = Engine(pretrained(folder), parallel)
     engine.close()
     del engine
     gc.collect()  # a model in chunks and its hooks refer to each other
@@ -336,5 +344,6 @@ def test_no_rank_ever_holds_the_whole_model(how: str, tmp_path: Path) -> None:
     whole = (folder / "model.safetensors").stat().st_size
     largest = 4 * 512 * 2048
     assert whole > 140e6
+    beside = 12 if how == "zero 3" else 5  # the chunk that is being filled has up to a quarter of the model
     for used in run_on_ranks(4, peak_of, str(folder), SHARED[how]):
-        assert used < whole / 4 + 8 * largest, f"{used / whole:.2f} of the model"
+        assert used < whole / 4 + beside * largest, f"{used / whole:.2f} of the model"
