@@ -1,4 +1,4 @@
-"""What every benchmark does: describe the machine, time contestants interleaved, write JSON, make table and plot."""
+"""What every benchmark does: describe the machine, time contestants interleaved, write JSON."""
 
 from __future__ import annotations
 
@@ -116,17 +116,3 @@ def write(path: Path, result: Mapping[str, Any]) -> None:
     """One JSON file, readable."""
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(result, indent=1, allow_nan=True) + "\n")
-
-
-def label_bars(panel: Any) -> None:
-    """The value at the end of each bar of a plot, and no frame above and on the right."""
-    panel.bar_label(panel.containers[0], fmt="%.1f", padding=3)
-    panel.margins(x=0.15)
-    panel.spines[["top", "right"]].set_visible(False)
-
-
-def save_plot(figure: Any, path: Path) -> None:
-    """Write the plot beside the table of a result; ``path``: of its JSON."""
-    figure.tight_layout()
-    figure.savefig(path.with_suffix(".png"), dpi=130)
-    print(f"wrote {path.with_suffix('.md')} and {path.with_suffix('.png')}")

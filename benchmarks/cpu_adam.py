@@ -22,7 +22,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # so that this fil
 import torch
 from torch import Tensor
 
-from benchmarks.common import Contestant, interleave, label_bars, machine, median, ratios, save_plot, write
+from benchmarks import reports
+from benchmarks.common import Contestant, interleave, machine, median, ratios, write
 
 RESULTS = Path(__file__).parent / "results"
 HYPER: dict[str, Any] = {"lr": 1e-3, "eps": 1e-8, "weight_decay": 0.01}
@@ -189,7 +190,7 @@ def _versions() -> dict[str, Any]:
 
 def table(result: dict[str, Any]) -> str:
     """Markdown: ratios first, then times and rates, then the bars."""
-    times, n = result["milliseconds"], result["settings"]["parameters"]
+    times = result["milliseconds"]
     head = [
         "contestant",
         "torch fused ÷ this",
@@ -199,71 +200,52 @@ def table(result: dict[str, Any]) -> str:
         "useful GB/s",
         "error",
     ]
-    lines = ["| " + " | ".join(head) + " |", "|" + " --- |" * len(head)]
-    for name, (comparison, size) in CONTESTANTS.items():
-        if name not in times:
-            lines.append(f"| {name} | {result['notes'].get(name, 'not measured')} | | | | | |")
-            continue
-        against = []
-        for peer in PEERS[comparison]:
-            if peer in times:
-                middle, low, high = ratios(times[name], times[peer])
-                against.append(f"{middle:.2f} ({low:.2f}–{high:.2f})")
-            else:
-                against.append("–")
-        middle = median(times[name])
-        lines.append(
-            f"| {name} | {' | '.join(against)} | {middle:.1f} | {middle * 1e6 / n:.2f} | "
-            f"{size * n / middle / 1e6:.1f} | {result['relative_error'][name]:.1e} |"
-        )
-    lines.append("")
+    lines = [*reports.table(head, (_row(result, name) for name in CONTESTANTS)), ""]
     for ours, peers, bar in BARS:
         for peer in peers:
+            what = f"- {ours} at least {bar} times as fast as {peer.partition(': ')[2]}"
             if ours in times and peer in times:
                 middle = ratios(times[ours], times[peer])[0]
-                verdict = "met" if middle >= bar else "not met"
-                lines.append(
-                    f"- {ours} at least {bar} times as fast as {peer.partition(': ')[2]}: {middle:.2f}, {verdict}"
-                )
+                lines.append(f"{what}: {middle:.2f}, {reports.met(middle >= bar)}")
             else:
-                lines.append(
-                    f"- {ours} at least {bar} times as fast as {peer.partition(': ')[2]}: not measured"
-                )
+                lines.append(f"{what}: not measured")
     return "\n".join(lines)
+
+
+def _row(result: dict[str, Any], name: str) -> list[str]:
+    times, n = result["milliseconds"], result["settings"]["parameters"]
+    if name not in times:
+        return [name, result["notes"].get(name, "not measured")]
+    comparison, size = CONTESTANTS[name]
+    middle = median(times[name])
+    return [
+        name,
+        *(reports.ratio(times[name], times[peer], 2) if peer in times else "–" for peer in PEERS[comparison]),
+        f"{middle:.1f}",
+        f"{middle * 1e6 / n:.2f}",
+        f"{size * n / middle / 1e6:.1f}",
+        f"{result['relative_error'][name]:.1e}",
+    ]
 
 
 def report(path: Path) -> int:
     """Write the table and the plot next to a result."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
     result = json.loads(path.read_text())
-    path.with_suffix(".md").write_text(_described(result) + "\n\n" + table(result) + "\n")
     times = result["milliseconds"]
-    figure, panels = pyplot.subplots(1, 2, figsize=(12, 3.4))
-    for panel, (comparison, peers) in zip(panels, PEERS.items(), strict=True):
+    figure, panels = reports.panels(1, 2, (12, 3.4))
+    titles = {"raw": "float32 in, float32 out", "real": "bfloat16 gradient in, bfloat16 parameter out"}
+    for panel, (comparison, peers) in zip(panels[0], PEERS.items(), strict=True):
         names = [name for name in CONTESTANTS if CONTESTANTS[name][0] == comparison and name in times]
         names.sort(key=lambda name: median(times[name]))
-        panel.barh(
-            [name.partition(": ")[2] for name in names],
-            [median(times[name]) for name in names],
-            color=["#888888" if name in peers else "#2266bb" for name in names],
-        )
-        panel.invert_yaxis()
-        panel.set_title(
-            {"raw": "float32 in, float32 out", "real": "bfloat16 gradient in, bfloat16 parameter out"}[
-                comparison
-            ]
-        )
-        panel.set_xlabel("ms a step")
-        label_bars(panel)
+        shown = {name.partition(": ")[2]: median(times[name]) for name in names}
+        ours = [name.partition(": ")[2] for name in names if name not in peers]
+        reports.draw_bars(panel, shown, ours, "ms a step")
+        panel.set_title(titles[comparison])
     s = result["settings"]
     figure.suptitle(
         f"Adam on {s['parameters'] / 1e6:.0f} M parameters, {s['threads']} threads: ours blue, peers grey"
     )
-    save_plot(figure, path)
+    reports.save(figure, [_described(result), "", table(result)], path)
     return 0
 
 

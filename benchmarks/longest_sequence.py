@@ -15,17 +15,19 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # so that this file runs on its own
 
+from benchmarks import reports
 from benchmarks.common import machine, write
 
 RESULTS = Path(__file__).parent / "results"
 GIB = 2**30
 BAR = 3.8
+HEAD = ("ranks", "foretold tokens", "trained", "refused", "against 1 rank", "s a step", "peak GiB")
 TINY = dict(layers=2, hidden=64, heads=4, kv_heads=2, ffn=96, vocab=256, dtype="float32", memory=0.01, short=128,
             piece=64, multiple=16)  # fmt: skip
 
@@ -183,26 +185,17 @@ def described(result: dict[str, Any]) -> str:
         f"tokens; sequence={s['mode']!r}, kernel {s['kernel']}; {limit}; {m.get('gpu', 'CPU')}, torch {m['torch']}. A length "
         "fits when a whole training step of that length ran, and is refused when the step ran out of memory.",
         "",
-        "| ranks | foretold tokens | trained | refused | against 1 rank | s a step | peak GiB |",
-        "| --- | --- | --- | --- | --- | --- | --- |",
+        *reports.table(HEAD, _rows(result["counts"])),
     ]
     counts = result["counts"]
     one = counts.get("1", {}).get("fits", 0)
-    for count, found in sorted(counts.items(), key=lambda item: int(item[0])):
-        best = next((a for a in found["attempts"] if a["fits"] and a["tokens"] == found["fits"]), None)
-        ratio = f"{found['fits'] / one:.2f}" if one else "–"
-        foretold = f"{found['line']['foretold']:,}" if found["line"] else "–"
-        lines.append(
-            f"| {count} | {foretold} | {found['fits']:,} | {found['refused']:,} | {ratio} | "
-            + (f"{best['seconds']:.1f} | {best['peak_bytes'] / GIB:.2f} |" if best else "– | – |")
-        )
     notes = [f"- {count} ranks: {found['note']}" for count, found in counts.items() if found.get("note")]
     lines += ["", *notes] if notes else []
     if one and "4" in counts:
         ratio = counts["4"]["fits"] / one
         lines += [
             "",
-            f"- from 1 to 4 ranks: {ratio:.2f} (bar {BAR:g}): {'met' if ratio >= BAR else '**not met**'}",
+            f"- from 1 to 4 ranks: {ratio:.2f} (bar {BAR:g}): {reports.met(ratio >= BAR)}",
         ]
     elif one and len(counts) > 1:
         most = max(counts, key=int)
@@ -211,39 +204,40 @@ def described(result: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
+def _rows(counts: dict[str, Any]) -> Iterator[list[str]]:
+    one = counts.get("1", {}).get("fits", 0)
+    for count, found in sorted(counts.items(), key=lambda item: int(item[0])):
+        best = next((a for a in found["attempts"] if a["fits"] and a["tokens"] == found["fits"]), None)
+        yield [
+            count,
+            f"{found['line']['foretold']:,}" if found["line"] else "–",
+            f"{found['fits']:,}",
+            f"{found['refused']:,}",
+            f"{found['fits'] / one:.2f}" if one else "–",
+            f"{best['seconds']:.1f}" if best else "–",
+            f"{best['peak_bytes'] / GIB:.2f}" if best else "–",
+        ]
+
+
 def report(path: Path) -> int:
     """Write the table and the plot next to a result."""
-    import matplotlib as mpl
-
-    mpl.use("Agg")
-    from matplotlib import pyplot as plt
-
     result = json.loads(path.read_text())
-    path.with_suffix(".md").write_text(described(result) + "\n")
     counts = {int(count): found for count, found in result["counts"].items()}
-    figure, panel = plt.subplots(figsize=(5.5, 3.6), layout="constrained")
-    for name, colour in (("fits", "#2266bb"), ("refused", "#bb4422")):
+    figure, panels = reports.panels(1, 1, (5.5, 3.6))
+    panel = panels[0][0]
+    for name, mark, colour in (("fits", "o-", reports.OURS), ("refused", "x", "#bb4422")):
         shown = {count: counts[count][name] for count in sorted(counts) if counts[count][name]}
-        panel.plot(
-            list(shown), list(shown.values()), "o-" if name == "fits" else "x", color=colour, label=name
-        )
+        panel.plot(list(shown), list(shown.values()), mark, color=colour, label=name)
     if counts.get(1, {}).get("fits"):
-        panel.plot(
-            sorted(counts),
-            [counts[1]["fits"] * c for c in sorted(counts)],
-            ":",
-            color="#888888",
-            label="proportional",
-        )
+        proportional = [counts[1]["fits"] * count for count in sorted(counts)]
+        panel.plot(sorted(counts), proportional, ":", color=reports.PEER, label="proportional")
     panel.set_xlabel("ranks")
     panel.set_ylabel("tokens of one sequence")
     panel.set_xticks(sorted(counts))
     panel.set_ylim(bottom=0)
     panel.legend()
-    panel.spines[["top", "right"]].set_visible(False)
-    figure.savefig(path.with_suffix(".png"), dpi=130)
-    plt.close(figure)
-    print(f"wrote {path.with_suffix('.md')} and {path.with_suffix('.png')}")
+    reports.frame_open(panel)
+    reports.save(figure, [described(result)], path)
     return 0
 
 

@@ -22,17 +22,8 @@ import torch
 import torch._dynamo
 from torch import Tensor, nn
 
-from benchmarks.common import (
-    Contestant,
-    interleave,
-    label_bars,
-    machine,
-    median,
-    ratios,
-    save_plot,
-    synchronize,
-    write,
-)
+from benchmarks import reports
+from benchmarks.common import Contestant, interleave, machine, median, synchronize, write
 
 RESULTS = Path(__file__).parent / "results"
 MODES: dict[str, tuple[str, dict[str, int]]] = {
@@ -377,46 +368,38 @@ def table(result: dict[str, Any]) -> str:
     teraflops = result["flops_per_step_per_rank"] / 1e9
     peers = [name for name in PEERS if name in times]
     head = ["contestant", *(f"{peer} ÷ this" for peer in peers), "ms", "TFLOP/s a rank", "peak GiB", "error"]
-    lines = ["| " + " | ".join(head) + " |", "|" + " --- |" * len(head)]
-    for name, values in times.items():
-        against = []
-        for peer in peers:
-            middle, low, high = ratios(values, times[peer])
-            against.append(f"{middle:.3f} ({low:.3f}–{high:.3f})")
-        middle = median(values)
-        lines.append(
-            f"| {name} | {' | '.join(against)} | {middle:.1f} | {teraflops / middle:.0f} | "
-            f"{result['peak_bytes'][name] / 2**30:.2f} | {result['relative_error'][name]:.4f} |"
-        )
-    lines += [f"| {name} | {note} |" for name, note in result["notes"].items()]
-    return "\n".join(lines)
+    rows = [
+        [
+            name,
+            *(reports.ratio(values, times[peer]) for peer in peers),
+            f"{median(values):.1f}",
+            f"{teraflops / median(values):.0f}",
+            f"{result['peak_bytes'][name] / 2**30:.2f}",
+            f"{result['relative_error'][name]:.4f}",
+        ]
+        for name, values in times.items()
+    ]
+    return "\n".join(reports.table(head, [*rows, *result["notes"].items()]))
 
 
 def report(path: Path) -> int:
     """Write the table and the plot next to a result."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
     result = json.loads(path.read_text())
-    path.with_suffix(".md").write_text(_described(result) + "\n\n" + table(result) + "\n")
-    names = sorted(result["milliseconds"], key=lambda name: median(result["milliseconds"][name]))
-    figure, (left, right) = pyplot.subplots(1, 2, figsize=(11, 0.42 * len(names) + 1.6), sharey=True)
-    colours = ["#888888" if name in PEERS else "#2266bb" for name in names]
-    left.barh(names, [median(result["milliseconds"][name]) for name in names], color=colours)
-    left.set_xlabel("ms a step (forward + backward)")
-    right.barh(names, [result["peak_bytes"][name] / 2**30 for name in names], color=colours)
-    right.set_xlabel("peak GiB a rank")
-    left.invert_yaxis()
-    for panel in (left, right):
-        label_bars(panel)
+    times = {name: median(values) for name, values in result["milliseconds"].items()}
+    names = sorted(times, key=times.__getitem__)
+    ours = [name for name in names if name not in PEERS]
+    figure, panels = reports.panels(1, 2, (11, 0.42 * len(names) + 1.6))
+    left, right = panels[0]
+    reports.draw_bars(left, {name: times[name] for name in names}, ours, "ms a step (forward + backward)")
+    peaks = {name: result["peak_bytes"][name] / 2**30 for name in names}
+    reports.draw_bars(right, peaks, ours, "peak GiB a rank")
+    right.set_yticks([])
     settings = result["settings"]
     figure.suptitle(
         f"{settings['layers']} Llama blocks, {settings['ranks']} × {result['machine'].get('gpu', 'CPU')}: "
         "ours blue, DTensor grey"
     )
-    save_plot(figure, path)
+    reports.save(figure, [_described(result), "", table(result)], path)
     return 0
 
 

@@ -22,10 +22,12 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # so that this fil
 import torch
 from torch import nn
 
+from benchmarks import reports
 from benchmarks.common import machine, median, synchronize, write
 from benchmarks.offload.decoder import SHAPES, WORDS, decoder
 
 RESULTS = Path(__file__).parent / "results"
+HEAD = ("state lives", "seconds a step", "GPU peak, GiB", "host peak, GiB", "loss after the last step")
 PLACEMENTS: dict[str, dict[str, Any] | None] = {
     "everything on the GPU, no zero": None,
     "cuda": dict(placement="cuda"),
@@ -148,42 +150,39 @@ def report(path: Path) -> None:
         f"{result['machine']['torch']}; bfloat16, every block recomputed, clipped at 1.0. Median of the timed steps, lowest and "
         "highest in brackets.",
         "",
-        "| state lives | seconds a step | GPU peak, GiB | host peak, GiB | loss after the last step |",
-        "| --- | --- | --- | --- | --- |",
+        *reports.table(HEAD, (_row(name, row) for name, row in rows.items())),
     ]
-    for name, row in rows.items():
-        if "error" in row:
-            lines.append(f"| {name} | – | – | – | {row['error']} |")
-            continue
-        times = row["seconds"]
-        lines.append(
-            f"| {name} | {median(times):.3f} ({min(times):.3f}–{max(times):.3f}) | {row['gpu_peak_bytes'] / 2**30:.1f} | "
-            f"{row['host_peak_bytes'] / 2**30:.1f} | {row['losses'][-1]:.3f} |"
-        )
-    path.with_suffix(".md").write_text("\n".join(lines) + "\n")
-    draw(path.with_suffix(".png"), about, {name: row for name, row in rows.items() if "error" not in row})
+    reports.save(drawn(about, {name: row for name, row in rows.items() if "error" not in row}), lines, path)
 
 
-def draw(path: Path, about: dict[str, Any], rows: dict[str, dict[str, Any]]) -> None:
+def _row(name: str, row: dict[str, Any]) -> list[str]:
+    if "error" in row:
+        return [name, "–", "–", "–", row["error"]]
+    times = row["seconds"]
+    return [
+        name,
+        reports.spread((median(times), min(times), max(times)), 3),
+        f"{row['gpu_peak_bytes'] / 2**30:.1f}",
+        f"{row['host_peak_bytes'] / 2**30:.1f}",
+        f"{row['losses'][-1]:.3f}",
+    ]
+
+
+def drawn(about: dict[str, Any], rows: dict[str, dict[str, Any]]) -> Any:
     """Seconds a step against GPU memory: each row a point."""
-    import matplotlib as mpl
-
-    mpl.use("Agg")
-    from matplotlib import pyplot as plt
-
-    figure, axes = plt.subplots(figsize=(8, 4.5), layout="constrained")
+    figure, panels = reports.panels(1, 1, (8, 4.5))
+    panel = panels[0][0]
     for name, row in rows.items():
-        axes.plot(row["gpu_peak_bytes"] / 2**30, median(row["seconds"]), "o", markersize=9, label=name)
-    axes.set(
+        panel.plot(row["gpu_peak_bytes"] / 2**30, median(row["seconds"]), "o", markersize=9, label=name)
+    panel.set(
         xlabel="peak of GPU memory, GiB", ylabel="seconds a step",
         title=f"{about['model']}, {about['rows']} × {about['seq_len']} tokens: less GPU memory, longer steps",
     )  # fmt: skip
-    axes.set_ylim(bottom=0)
-    axes.set_xlim(left=0)
-    axes.legend(loc="lower left", title="state lives", fontsize=9)
-    axes.grid(alpha=0.3)
-    figure.savefig(path, dpi=120)
-    plt.close(figure)
+    panel.set_ylim(bottom=0)
+    panel.set_xlim(left=0)
+    panel.legend(loc="lower left", title="state lives", fontsize=9)
+    panel.grid(alpha=0.3)
+    return figure
 
 
 if __name__ == "__main__":

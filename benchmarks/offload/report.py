@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+from benchmarks import reports
 from benchmarks.common import median
 from benchmarks.offload import verdict
 from benchmarks.offload.cases import CASES, MINE
@@ -20,9 +21,7 @@ HEAD = (
 def report(path: Path) -> None:
     """Write table and plot beside a result."""
     result = json.loads(path.read_text())
-    path.with_suffix(".md").write_text("\n".join(_lines(result)) + "\n")
-    _draw(path.with_suffix(".png"), result)
-    print(f"wrote {path.with_suffix('.md')} and {path.with_suffix('.png')}")
+    reports.save(_drawn(result), _lines(result), path)
 
 
 def line(row: dict[str, Any], ranks: int) -> str:
@@ -48,9 +47,9 @@ def _lines(result: dict[str, Any]) -> list[str]:
         settings = case["settings"]
         rows = verdict.rows(result, name)
         found += ["", f"## {name}: {settings['about']}", "", _about(case), ""]
-        found += ["| " + " | ".join(HEAD) + " |", "|" + " --- |" * len(HEAD)]
         ours = next((rows[mine] for mine in MINE if mine in rows and verdict.all_seconds(rows[mine])), None)
-        found += [_row(contestant, runs, ours, settings) for contestant, runs in rows.items()]
+        cells = (_row(contestant, runs, ours, settings) for contestant, runs in rows.items())
+        found += reports.table(HEAD, cells)
         if settings.get("published"):
             found += ["", f"Published: {settings['published']}."]
         found += ["", *verdict.bars(CASES[name], rows)] if name in CASES else []
@@ -76,23 +75,21 @@ def _about(case: dict[str, Any]) -> str:
 
 def _row(
     contestant: str, runs: list[dict[str, Any]], ours: list[dict[str, Any]] | None, settings: dict[str, Any]
-) -> str:
+) -> list[str]:
     times = verdict.all_seconds(runs)
     if not times:
-        return f"| {contestant} | {runs[-1].get('error', 'no timed step').replace('|', '/')} |" + " |" * (
-            len(HEAD) - 2
-        )
+        return [contestant, str(runs[-1].get("error", "no timed step"))]
     last = next(run for run in reversed(runs) if verdict.seconds(run))
     middle, ranks = median(times), settings["ranks"]
     ratio = "–"
     if ours is not None and ours is not runs:
         values = verdict.ratios(ours, runs)
-        ratio = f"{median(values):.2f} ({min(values):.2f}–{max(values):.2f})"
+        ratio = reports.spread((median(values), min(values), max(values)), 2)
     tokens = last["rows"] * settings["seq_len"]
-    cells = [
+    return [
         contestant,
         ratio,
-        f"{middle:.3f} ({min(times):.3f}–{max(times):.3f})",
+        reports.spread((middle, min(times), max(times)), 3),
         f"{last['rows'] * ranks / middle:.2f} at {last['rows']} a GPU",
         f"{6 * last['parameters'] * tokens / middle / 1e12:.0f}",
         _factors(last),
@@ -101,7 +98,6 @@ def _row(
         _predicted(last),
         f"{last['steps'][0]['loss']:.3f} → {last['steps'][-1]['loss']:.3f}",
     ]
-    return "| " + " | ".join(cells) + " |"
 
 
 def _factors(row: dict[str, Any]) -> str:
@@ -120,14 +116,9 @@ def _predicted(row: dict[str, Any]) -> str:
     return f"{'–' if seconds is None else f'{seconds:.3f}'}, {'–' if gpu is None else f'{gpu / GIB:.1f}'}"
 
 
-def _draw(path: Path, result: dict[str, Any]) -> None:
-    """For each case TFLOP/s and the peak of GPU memory, ours blue."""
-    import matplotlib as mpl
-
-    mpl.use("Agg")
-    from matplotlib import pyplot as plt
-
-    names, speeds, peaks, limits, colours = [], [], [], [], []
+def _drawn(result: dict[str, Any]) -> Any:
+    """For each case TFLOP/s and the peak of GPU memory, with its limit."""
+    speeds, peaks, limits, ours = {}, {}, [], []
     for name, case in result["cases"].items():
         settings = case["settings"]
         for contestant, runs in verdict.rows(result, name).items():
@@ -135,29 +126,17 @@ def _draw(path: Path, result: dict[str, Any]) -> None:
             if not times:
                 continue
             last = next(run for run in reversed(runs) if verdict.seconds(run))
-            names.append(f"{name}: {contestant}")
+            row = f"{name}: {contestant}"
             work = 6 * last["parameters"] * last["rows"] * settings["seq_len"]
-            speeds.append(work / median(times) / 1e12)
-            peaks.append(verdict.peak(runs, "gpu_peak_bytes"))
+            speeds[row] = work / median(times) / 1e12
+            peaks[row] = verdict.peak(runs, "gpu_peak_bytes")
             limits.append(settings["gpu_gib"])
-            colours.append("#2266bb" if contestant in MINE else "#888888")
-    if not names:
-        return
-    figure, (left, right) = plt.subplots(
-        1, 2, figsize=(11, 0.34 * len(names) + 1.6), sharey=True, layout="constrained"
-    )
-    left.barh(range(len(names)), speeds, color=colours)
-    left.set_yticks(range(len(names)), names)
-    left.bar_label(left.containers[0], fmt="%.0f", padding=3)
-    left.set_xlabel("TFLOP/s a GPU (6 · parameters · tokens)")
-    right.barh(range(len(names)), peaks, color=colours)
-    right.plot([limit or None for limit in limits], range(len(names)), "k|", markersize=12, label="limit")
-    right.bar_label(right.containers[0], fmt="%.1f", padding=3)
-    right.set_xlabel("peak of GPU memory, GiB")
+            ours += [row] if contestant in MINE else []
+    figure, panels = reports.panels(1, 2, (11, 0.34 * len(speeds) + 1.6))
+    left, right = panels[0]
+    reports.draw_bars(left, speeds, ours, "TFLOP/s a GPU (6 · parameters · tokens)", digits=0)
+    reports.draw_bars(right, peaks, ours, "peak of GPU memory, GiB")
+    right.plot([limit or None for limit in limits], list(peaks), "k|", markersize=12, label="limit")
+    right.set_yticks([])
     right.legend(loc="upper right")
-    left.invert_yaxis()
-    for panel in (left, right):
-        panel.margins(x=0.15)
-        panel.spines[["top", "right"]].set_visible(False)
-    figure.savefig(path, dpi=120)
-    plt.close(figure)
+    return figure

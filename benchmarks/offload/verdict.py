@@ -7,6 +7,7 @@ from typing import Any
 from benchmarks.common import median
 from benchmarks.offload.cases import CASES, MINE, Bar, Case
 from benchmarks.offload.job import GIB
+from benchmarks.reports import met
 
 Runs = list[dict[str, Any]]
 
@@ -78,27 +79,27 @@ def _judged(bar: Bar, ours: Runs, found: dict[str, Runs]) -> str:
     if bar.kind == "tflops":
         sequence = next(iter(CASES.values())).seq_len
         speed = 6 * last["parameters"] * last["rows"] * sequence / median(all_seconds(ours)) / 1e12
-        return f"{speed:.0f}, {_met(speed >= bar.value)}"
+        return f"{speed:.0f}, {met(speed >= bar.value)}"
     if bar.kind == "gpu_gib":
         gib = peak(ours, "gpu_peak_bytes")
-        return f"{gib:.1f}, {_met(gib <= bar.value)}"
+        return f"{gib:.1f}, {met(gib <= bar.value)}"
     if bar.kind == "trains":
         losses = [step["loss"] for step in last["steps"]]
         done = all("error" not in run for run in ours)
-        return f"{losses[0]:.3f} → {losses[-1]:.3f}, {_met(done and losses[-1] < losses[0])}"
+        return f"{losses[0]:.3f} → {losses[-1]:.3f}, {met(done and losses[-1] < losses[0])}"
     if not peers:
         return "no peer measured"
     if bar.kind == "largest":
         slower = all(median(ratios(ours, runs)) > 1 for runs in peers.values())
         most = min(peak(runs, "gpu_peak_bytes") for runs in peers.values())
-        return f"{_met(slower)} in speed, {_met(peak(ours, 'gpu_peak_bytes') <= most)} in memory"
+        return f"{met(slower)} in speed, {met(peak(ours, 'gpu_peak_bytes') <= most)} in memory"
     if bar.factor and not _factor_is(bar.factor, ours):
         return f"does not apply: factors were {', '.join(f'{f:.3g}' for f in factors(last)) or 'not known'}"
     name, runs = min(peers.items(), key=lambda item: median(ratios(ours, item[1])))
     value = median(ratios(ours, runs))
     missing = [peer for peer in bar.than if peer not in peers]
     without = f" (without {', '.join(missing)})" if missing else ""
-    return f"{value:.2f} against {name}{without}, {_met(value >= bar.value)}"
+    return f"{value:.2f} against {name}{without}, {met(value >= bar.value)}"
 
 
 def _factor_is(wanted: str, runs: Runs) -> bool:
@@ -117,9 +118,5 @@ def _predictions(ours: Runs) -> list[str]:
         value = said.get(key)
         if value is not None and measured:
             off = value / measured - 1
-            lines.append(f"- predicted {key} within {bar:.0%}: {off:+.1%}, {_met(abs(off) <= bar)}")
+            lines.append(f"- predicted {key} within {bar:.0%}: {off:+.1%}, {met(abs(off) <= bar)}")
     return lines
-
-
-def _met(yes: bool) -> str:
-    return "met" if yes else "not met"

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from benchmarks import reports
 from benchmarks.common import median, ratios
 from benchmarks.pipelining.contestants import LIKE, OURS, PEERS
 
@@ -19,9 +19,7 @@ BEHIND = ("ms", "TFLOP/s a rank", "peak GiB", "bubble", "simulated", "from costs
 def report(path: Path) -> int:
     """Write the table and the plot next to a result."""
     result = json.loads(path.read_text())
-    path.with_suffix(".md").write_text(described(result) + "\n")
-    _draw(path.with_suffix(".png"), result)
-    print(f"wrote {path.with_suffix('.md')} and {path.with_suffix('.png')}")
+    reports.save(_drawn(result), [described(result)], path)
     return 0
 
 
@@ -39,79 +37,61 @@ def described(result: dict[str, Any]) -> str:
     ]
     for microbatches, case in result["cases"].items():
         lines += ["", f"## {microbatches} micro-batches", "", *_table(case), "", *bars(case, s["ranks"])]
-    if result.get("notes"):
-        lines += ["", "| contestant | why not |", "| --- | --- |"]
-        lines += [f"| {name} | {note.replace('|', '/')} |" for name, note in result["notes"].items()]
-    return "\n".join(lines)
+    return "\n".join([*lines, *reports.notes(result.get("notes", {}), "why not")])
 
 
-def _table(case: dict[str, Any]) -> Iterator[str]:
-    times = case["milliseconds"]
-    peers = [name for name in times if name.startswith("torch")]
+def _table(case: dict[str, Any]) -> list[str]:
+    peers = [name for name in case["milliseconds"] if name.startswith("torch")]
     head = ("contestant", *(f"{peer} ÷ this" for peer in peers), *BEHIND)
-    yield "| " + " | ".join(head) + " |"
-    yield "|" + " --- |" * len(head)
-    for name, values in times.items():
-        against = []
-        for peer in peers:
-            found = ratios(values, times[peer])
-            against.append(f"{found[0]:.3f} ({found[1]:.3f}–{found[2]:.3f})")
-        bubble = case["bubbles"].get(name)
-        shares = ("measured", "simulated", "simulated_from_run")
-        cells = [
-            name,
-            *against,
-            f"{median(values):.1f}",
-            f"{case['flops_per_rank'] / median(values) / 1e9:.0f}",
-            f"{case['peak_bytes'][name] / 2**30:.2f}",
-            *(f"{bubble[share]:.1%}" if bubble else "–" for share in shares),
-            f"{case['loss'][name]:.4f}",
-            f"{case['norm_error'][name]:.1e}",
-        ]
-        yield "| " + " | ".join(cells) + " |"
+    return reports.table(head, (_row(case, name, peers) for name in case["milliseconds"]))
+
+
+def _row(case: dict[str, Any], name: str, peers: list[str]) -> list[str]:
+    times, bubble = case["milliseconds"], case["bubbles"].get(name)
+    shares = ("measured", "simulated", "simulated_from_run")
+    return [
+        name,
+        *(reports.ratio(times[name], times[peer]) for peer in peers),
+        f"{median(times[name]):.1f}",
+        f"{case['flops_per_rank'] / median(times[name]) / 1e9:.0f}",
+        f"{case['peak_bytes'][name] / 2**30:.2f}",
+        *(f"{bubble[share]:.1%}" if bubble else "–" for share in shares),
+        f"{case['loss'][name]:.4f}",
+        f"{case['norm_error'][name]:.1e}",
+    ]
 
 
 def bars(case: dict[str, Any], ranks: int) -> list[str]:
     """What was aimed at, and whether it was reached: aims are for four ranks, elsewhere there are only the ratios."""
     times = case["milliseconds"]
-    found = (
-        [] if ranks == AIMED_AT else [f"- the bars are for {AIMED_AT} ranks and are not judged on {ranks}"]
-    )
+    judged = ranks == AIMED_AT
+    found = [] if judged else [f"- the bars are for {AIMED_AT} ranks and are not judged on {ranks}"]
+
+    def faster(one: str, other: str) -> float:
+        return ratios(times[one], times[other])[0]
+
     for ours, peer in LIKE.items():
         if ours in times and peer in times:
-            ratio = ratios(times[ours], times[peer])[0]
-            found.append(_bar(f"{ours} against {peer}", ratio, 1.0, ranks))
+            found.append(reports.bar(f"{ours} against {peer}", faster(ours, peer), 1.0, judged=judged))
         one, other = f"{ours} compiled", f"{peer} compiled"
         if one in times and other in times:
-            found.append(f"- {one} against {other}: {ratios(times[one], times[other])[0]:.3f} (no bar)")
+            found.append(f"- {one} against {other}: {faster(one, other):.3f} (no bar)")
     best = _best(times, OURS)
-    if best and "torch 1f1b" in times:
-        found.append(
-            _bar(
-                f"our best ({best}) against torch 1f1b",
-                ratios(times[best], times["torch 1f1b"])[0],
-                1.2,
-                ranks,
-            )
-        )
     rival = _best(times, [peer for peer in PEERS if peer != "torch 1f1b"])
+    if best and "torch 1f1b" in times:
+        what = f"our best ({best}) against torch 1f1b"
+        found.append(reports.bar(what, faster(best, "torch 1f1b"), 1.2, judged=judged))
     if best and rival:
-        found.append(
-            _bar(
-                f"our best ({best}) against torch's best ({rival})",
-                ratios(times[best], times[rival])[0],
-                1.03,
-                ranks,
-            )
-        )
+        what = f"our best ({best}) against torch's best ({rival})"
+        found.append(reports.bar(what, faster(best, rival), 1.03, judged=judged))
     for name, bubble in case["bubbles"].items():
         off = 100 * abs(bubble["measured"] - bubble["simulated"])
         what = f"- bubble of {name}: {off:.1f} points from the simulator's"
-        found.append(f"{what} (bar 3): {_met(off <= 3)}" if ranks == AIMED_AT else what)
+        found.append(f"{what} (bar 3): {reports.met(off <= 3)}" if judged else what)
     for name in times:
         plain = name.removesuffix(" compiled")
         if plain != name and plain in times:
-            found.append(f"- compiling {plain}: {ratios(times[name], times[plain])[0]:.3f} times as fast")
+            found.append(f"- compiling {plain}: {faster(name, plain):.3f} times as fast")
     return found
 
 
@@ -119,46 +99,22 @@ def _best(times: dict[str, list[float]], names: Any) -> str | None:
     return min((name for name in names if name in times), key=lambda name: median(times[name]), default=None)
 
 
-def _bar(what: str, ratio: float, bar: float, ranks: int) -> str:
-    if ranks != AIMED_AT:
-        return f"- {what}: {ratio:.3f}"
-    return f"- {what}: {ratio:.3f} (bar {bar:g}): {_met(ratio >= bar)}"
-
-
-def _met(yes: bool) -> str:
-    return "met" if yes else "**not met**"
-
-
-def _draw(path: Path, result: dict[str, Any]) -> None:
-    """For each number of micro-batches times and peaks; ours blue."""
-    import matplotlib as mpl
-
-    mpl.use("Agg")
-    from matplotlib import pyplot as plt
-
+def _drawn(result: dict[str, Any]) -> Any:
+    """For each number of micro-batches times and peaks."""
     cases = result["cases"]
     most = max((len(case["milliseconds"]) for case in cases.values()), default=1)
-    figure, panels = plt.subplots(
-        len(cases), 2, figsize=(11, len(cases) * (0.34 * most + 1.3)), squeeze=False, layout="constrained"
-    )
+    figure, panels = reports.panels(len(cases), 2, (11, len(cases) * (0.34 * most + 1.3)))
     for (left, right), (microbatches, case) in zip(panels, cases.items(), strict=True):
-        times = case["milliseconds"]
-        names = sorted(times, key=lambda name: median(times[name]))
-        colours = ["#888888" if name.startswith("torch") else "#2266bb" for name in names]
-        left.barh(names, [median(times[name]) for name in names], color=colours)
-        left.set_xlabel("ms a step (forward + backward)")
+        times = {name: median(values) for name, values in case["milliseconds"].items()}
+        names = sorted(times, key=times.__getitem__)
+        ours = [name for name in names if not name.startswith("torch")]
+        reports.draw_bars(left, {name: times[name] for name in names}, ours, "ms a step (forward + backward)")
+        peaks = {name: case["peak_bytes"][name] / 2**30 for name in names}
+        reports.draw_bars(right, peaks, ours, "peak GiB, fullest rank")
         left.set_title(f"{microbatches} micro-batches", loc="left")
-        right.barh(names, [case["peak_bytes"][name] / 2**30 for name in names], color=colours)
-        right.set_xlabel("peak GiB, fullest rank")
         right.set_yticks([])
-        for panel in (left, right):
-            panel.invert_yaxis()
-            panel.bar_label(panel.containers[0], fmt="%.1f", padding=3)
-            panel.margins(x=0.15)
-            panel.spines[["top", "right"]].set_visible(False)
     s = result["settings"]
     figure.suptitle(
         f"{s['layers']} Llama blocks, {s['ranks']} × {result['machine'].get('gpu', 'CPU')}: ours blue, torch grey"
     )
-    figure.savefig(path, dpi=130)
-    plt.close(figure)
+    return figure

@@ -1,0 +1,87 @@
+"""What reports of results share: tables in Markdown that put ratios first, bars that are judged, plots with ours in blue."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from benchmarks.common import ratios
+
+OURS, PEER = "#2266bb", "#888888"
+"""colours"""
+
+
+def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
+    """The lines of a table; a row shorter than the head is filled up with empty cells."""
+    lines = [f"| {' | '.join(head)} |", "|" + " --- |" * len(head)]
+    for row in rows:
+        cells = [cell.replace("|", "/") for cell in row]
+        lines.append(f"| {' | '.join(cells)} |" + " |" * (len(head) - len(cells)))
+    return lines
+
+
+def notes(found: Mapping[str, str], head: str = "note") -> list[str]:
+    """What is to be said of contestants, as a table of its own below an empty line; nothing if there is nothing."""
+    return ["", *table(("contestant", head), found.items())] if found else []
+
+
+def ratio(values: Sequence[float], peer: Sequence[float], digits: int = 3) -> str:
+    """A cell: the peer's time by this, with the lowest and the highest round."""
+    return spread(ratios(values, peer), digits)
+
+
+def spread(found: tuple[float, float, float], digits: int) -> str:
+    """A cell: the median, with the lowest and the highest in brackets."""
+    middle, low, high = (f"{value:.{digits}f}" for value in found)
+    return f"{middle} ({low}–{high})"
+
+
+def met(yes: bool) -> str:
+    """The verdict on a bar."""
+    return "met" if yes else "**not met**"
+
+
+def bar(what: str, value: float, least: float, *, judged: bool = True) -> str:
+    """A line: a ratio and whether it reached what was aimed at; the ratio alone where the aim is not for this machine."""
+    found = f"- {what}: {value:.3f}"
+    return f"{found} (bar {least:g}): {met(value >= least)}" if judged else found
+
+
+def panels(rows: int, columns: int, size: tuple[float, float], **settings: Any) -> tuple[Any, Any]:
+    """A figure in inches that no window shows, and its panels ``rows columns``."""
+    import matplotlib as mpl
+
+    mpl.use("Agg")
+    from matplotlib import pyplot as plt
+
+    return plt.subplots(rows, columns, figsize=size, squeeze=False, layout="constrained", **settings)
+
+
+def draw_bars(
+    panel: Any, values: Mapping[str, float], ours: Iterable[str], label: str, digits: int = 1
+) -> None:
+    """A bar for each name from the top down, its value at its end; ``ours`` are blue."""
+    blue = set(ours)
+    colours = [OURS if name in blue else PEER for name in values]
+    labelled = panel.barh(list(values), list(values.values()), color=colours)
+    panel.bar_label(labelled, fmt=f"%.{digits}f", padding=3)
+    panel.set_xlabel(label)
+    panel.invert_yaxis()
+    panel.margins(x=0.15)
+    frame_open(panel)
+
+
+def frame_open(panel: Any) -> None:
+    """No frame above and on the right."""
+    panel.spines[["top", "right"]].set_visible(False)
+
+
+def save(figure: Any, text: Iterable[str], path: Path) -> None:
+    """Write the plot and the lines of the report beside a result; ``path``: of its JSON."""
+    from matplotlib import pyplot as plt
+
+    path.with_suffix(".md").write_text("\n".join(text) + "\n")
+    figure.savefig(path.with_suffix(".png"), dpi=130)
+    plt.close(figure)
+    print(f"wrote {path.with_suffix('.md')} and {path.with_suffix('.png')}")
