@@ -17,6 +17,7 @@ from meshfold.engine.arguments import Arguments
 from meshfold.engine.assemble import assemble, make_states
 from meshfold.engine.batches.cut import cut
 from meshfold.engine.batches.loader import ShardedLoader
+from meshfold.engine.batches.positions import DataPositions
 from meshfold.engine.checkpoints import persistence
 from meshfold.engine.checkpoints.background_save import BackgroundSave
 from meshfold.engine.checkpoints.saving import Saver
@@ -160,8 +161,7 @@ class Engine:
         self._guard = NonFiniteGuard(asked.nonfinite)
         self._model_state = built.whole_state(self._states, world)
         self._saver = Saver(world)
-        self._loaders: dict[str, ShardedLoader] = {}
-        self._positions: dict[str, dict[str, int]] = {}  # of loaders that are not made yet
+        self._data = DataPositions()
 
         self.steps = self.micro_step = self.skipped_steps = 0
         self.last: StepMetrics | None = None
@@ -433,9 +433,7 @@ class Engine:
             seed=self._seed if seed is None else seed,
             **options,
         )
-        if name in self._positions:
-            loader.load_state_dict(self._positions.pop(name))
-        self._loaders[name] = loader
+        self._data.follow(name, loader)
         return loader
 
     # -- state --------------------------------------------------------------------------------------------------

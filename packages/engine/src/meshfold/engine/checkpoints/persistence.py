@@ -26,7 +26,6 @@ def save(engine: Engine, path: str | os.PathLike[str], *, asynchronous: bool) ->
         )
         raise CheckpointError(f"save() would lose the gradients of {done}")
     files = {MODEL: engine._model_state.sources()}
-    loaders = {name: loader.state_dict() for name, loader in engine._loaders.items()}
     state: dict[str, Any] = {
         "spec": str(engine.spec.to_dict()),
         "precision": engine._precision.name,
@@ -37,7 +36,7 @@ def save(engine: Engine, path: str | os.PathLike[str], *, asynchronous: bool) ->
         "scaler": engine._scaler.state_dict(),
         "ties": engine._model_state.ties(),
         "model": describe(engine.model),
-        "data": {**engine._positions, **loaders},
+        "data": engine._data.state_dict(),
     }
     if engine.optimizer is not None:
         files[OPTIMIZER] = engine._model_state.optimizer_sources()
@@ -79,7 +78,4 @@ def load(engine: Engine, path: str | os.PathLike[str], *, weights_only: bool, ve
     engine._seed = int(state["seed"])
     engine.steps, engine.micro_step = int(state["step"]), int(state["micro_step"])
     engine.skipped_steps = int(state["skipped_steps"])
-    engine._positions = dict(state["data"])
-    for name, loader in engine._loaders.items():
-        if name in engine._positions:
-            loader.load_state_dict(engine._positions.pop(name))
+    engine._data.load_state_dict(state["data"])

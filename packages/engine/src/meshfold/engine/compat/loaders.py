@@ -52,8 +52,8 @@ def deal(loader: Any, engine: Engine, name: str) -> Any:
     """
     if loader is None:
         return None
-    if isinstance(loader, ShardedLoader):
-        engine._loaders.setdefault(name, loader)
+    if isinstance(loader, ShardedLoader) and name not in engine._data:
+        engine._data.follow(name, loader)
     if isinstance(loader, ShardedLoader | Dealt):
         return loader
     if not isinstance(loader, DataLoader):
