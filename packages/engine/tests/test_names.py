@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,8 @@ from torch import nn
 from meshfold.engine import Engine
 from meshfold.engine.checkpoints.checkpoint import Checkpoint
 from meshfold.engine.models import GPT, GPTConfig
-from meshfold.engine.names import plain, with_plain_names
+from meshfold.engine.names import with_plain_names
+from meshfold.mesh.names import plain
 from meshfold.mesh.testing import run_on_ranks
 
 ZEROS: list[dict[str, Any]] = [
@@ -94,6 +96,26 @@ def of_ranks(folder: str) -> None:
 @pytest.mark.slow
 def test_checkpoints_of_compiled_blocks_on_two_ranks(tmp_path: Path) -> None:
     run_on_ranks(2, of_ranks, str(tmp_path))
+
+
+def made_here(compiled: bool) -> GPT:
+    made = GPT(GPTConfig(vocab_size=37, hidden=32, layers=2, heads=4, max_positions=16, dropout=0.2))
+    if compiled:
+        compile_blocks(made)
+    return made
+
+
+def losses_of_one_made_here(compiled: bool) -> list[float]:
+    optimizer = dict(name="adamw", lr=1e-2)
+    with Engine(
+        partial(made_here, compiled), dict(tensor=2), optimizer=optimizer, precision="fp64"
+    ) as engine:
+        return [engine.train_step(dict(input_ids=batch(step), labels=batch(step))) for step in range(3)]
+
+
+def test_compiled_blocks_begin_with_the_same_weights_and_drop_the_same_elements() -> None:
+    eager, compiled = (run_on_ranks(2, losses_of_one_made_here, way)[0] for way in (False, True))
+    assert compiled == pytest.approx(eager, rel=1e-12)
 
 
 def test_a_state_dict_of_a_compiled_model_goes_in() -> None:

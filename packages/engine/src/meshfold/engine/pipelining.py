@@ -11,12 +11,12 @@ import torch
 from torch import Tensor, nn
 
 from meshfold.engine.batches import batch as batches
-from meshfold.engine.names import plain
 from meshfold.engine.precision import Precision
 from meshfold.engine.sequence import local_length
 from meshfold.engine.sequence.checks import check_mixing
 from meshfold.engine.world import PIPE, World
 from meshfold.mesh import LayoutError, SpecError, all_reduce
+from meshfold.mesh.names import plain
 from meshfold.tensor_parallel.frame import row_unit
 
 if TYPE_CHECKING:

@@ -18,11 +18,11 @@ from meshfold.engine.blocks import gather, global_shape, put
 from meshfold.engine.checkpoints.optimizer_state import OptimizerState
 from meshfold.engine.checkpoints.rectangles import Piece, pieces_of_block, pieces_of_whole, ranks_alike
 from meshfold.engine.data_parallel import GradientReducer
-from meshfold.engine.names import plain
 from meshfold.engine.optimizers import Factory
 from meshfold.engine.precision import Masters
 from meshfold.engine.world import PIPE, World
 from meshfold.mesh import clip_gradient_values, clip_gradients, gradient_norm, metadata
+from meshfold.mesh.names import plain
 from meshfold.mesh.parts import Parts
 
 if TYPE_CHECKING:

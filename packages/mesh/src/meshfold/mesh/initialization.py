@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import _disable_current_modes
 
 from meshfold.mesh.errors import MeshfoldError
+from meshfold.mesh.names import plain
 from meshfold.mesh.random import key_of
 from meshfold.mesh.replay import Replay, take_block
 from meshfold.mesh.tape import Reader, Recorder, Recording, Ref, Write, noting_truncated_normal
@@ -43,7 +44,8 @@ class Tape:
     def bind(self, model: nn.Module) -> None:
         """Give random numbers their keys: `key_of` the name of the parameter they are for.
 
-        A second draw into the same parameter has the key of ``name#1``, and so on.
+        A second draw into the same parameter has the key of ``name#1``, and so on. What `torch.compile` adds to names is
+        no part of them: a model draws the same numbers however it is run.
         `build_on_meta` and `materialize` do this. Binding again, after modules were renamed, changes nothing that
         was bound before.
         """
@@ -62,7 +64,7 @@ class Tape:
             for name, ref in fresh.items():
                 for storage, write in self._draws(ref, set(), deep=deep):
                     if write not in self._keys:
-                        owner = owners.get(storage, name)
+                        owner = plain(owners.get(storage, name))
                         count = draws.get(owner, 0)
                         draws[owner] = count + 1
                         self._keys[write] = key_of(f"{owner}#{count}" if count else owner)

@@ -13,9 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from meshfold.engine.names import plain
 from meshfold.engine.optimizers import Factory
 from meshfold.mesh import SpecError
+from meshfold.mesh.names import plain
 
 _NOT_SETTINGS = ("params", "param_names")
 

@@ -24,10 +24,11 @@ from meshfold.engine.checkpoints.tensor_files import open_tensors
 from meshfold.engine.errors import CheckpointError
 from meshfold.engine.lightning.lanes import Lane, Lanes
 from meshfold.engine.lightning.session import Session
-from meshfold.engine.names import plain, with_plain_names
+from meshfold.engine.names import with_plain_names
 from meshfold.engine.states import Source
 from meshfold.engine.together import fail_together
 from meshfold.engine.world import World
+from meshfold.mesh.names import plain
 
 REST = "lightning.pt"
 _STATE, _OPTIMIZERS = "state_dict", "optimizer_states"

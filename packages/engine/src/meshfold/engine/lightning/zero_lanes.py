@@ -9,7 +9,6 @@ import torch
 from torch import Tensor, nn
 
 from meshfold.engine.lightning.lanes import Around, Lane, Lanes, repoint
-from meshfold.engine.names import plain
 from meshfold.engine.optimizers import Factory
 from meshfold.engine.precision import Precision
 from meshfold.engine.world import World
@@ -17,6 +16,7 @@ from meshfold.engine.zero.states import ZeroStates
 from meshfold.mesh import SpecError
 from meshfold.mesh.first_values import FirstValues
 from meshfold.mesh.metadata import placed
+from meshfold.mesh.names import plain
 
 
 class ZeroLanes:

@@ -16,8 +16,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from meshfold.engine.names import plain
 from meshfold.mesh import all_gather
+from meshfold.mesh.names import plain
 
 if TYPE_CHECKING:
     from meshfold.engine.batches.batch import Batch

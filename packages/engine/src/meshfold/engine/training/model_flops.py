@@ -45,9 +45,11 @@ def flops_per_token(build: Callable[[], nn.Module], seq_len: int) -> float:
 
 def peak_flops(device: torch.device, precision: str) -> float | None:
     """The data sheet's operations a second of this rank's device; None for one that is not in the table."""
-    if device.type != "cuda":
-        return None
-    name = torch.cuda.get_device_name(device)
+    return peak_of_gpu(torch.cuda.get_device_name(device), precision) if device.type == "cuda" else None
+
+
+def peak_of_gpu(name: str, precision: str) -> float | None:
+    """The same by the name that a GPU gives itself."""
     found = next((peaks for key, peaks in _PEAKS.items() if re.search(rf"\b{key}\b", name)), None)
     return None if found is None else found[precision] * 1e12
 

@@ -15,7 +15,6 @@ from meshfold.engine.blocks import put
 from meshfold.engine.checkpoints import optimizer_state
 from meshfold.engine.checkpoints.rectangles import Piece, pieces_of_run, pieces_of_whole, ranks_alike
 from meshfold.engine.errors import CheckpointError
-from meshfold.engine.names import plain
 from meshfold.engine.optimizers import Factory
 from meshfold.engine.precision import Precision
 from meshfold.engine.recompute import RecomputedBlocks
@@ -29,6 +28,7 @@ from meshfold.engine.zero.residency import Residency
 from meshfold.engine.zero.staying import StayingBytes
 from meshfold.mesh import SpecError
 from meshfold.mesh.metadata import placed
+from meshfold.mesh.names import plain
 from meshfold.zero_gemini import Entry, Gemini, Memory
 from meshfold.zero_gemini.backward import Backward
 from meshfold.zero_gemini.measuring import measure_early

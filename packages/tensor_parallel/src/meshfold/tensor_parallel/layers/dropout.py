@@ -12,6 +12,7 @@ from torch import Tensor
 from meshfold import kernels
 from meshfold.mesh import Mesh
 from meshfold.mesh.dropout_stream import current_dropout_stream
+from meshfold.mesh.names import plain
 from meshfold.tensor_parallel.layers.base import ShardedLayer
 from meshfold.tensor_parallel.layers.draw import code_of, dealt_place, dealt_rows, draw
 from meshfold.tensor_parallel.modes import Mode
@@ -49,9 +50,9 @@ class Dropout(ShardedLayer):
         flat_tokens: a tensor of two dims is ``m h``, tokens; else ``b h``, one vector a sequence.
         """
         super().__init__()
-        self.p, self.mesh, self.hidden, self.name = p, mesh, hidden, name
+        self.p, self.mesh, self.hidden, self.name = p, mesh, hidden, plain(name)
         self.inner, self.heads, self.flat_tokens = inner, heads, flat_tokens
-        self._code = code_of(name)
+        self._code = code_of(self.name)
         self._dealt = mesh.size(*_SEQUENCE) > 1
         residual, between = mode.layout("residual"), mode.layout("hidden")
         self.residual = ((), ()) if whole else (residual["m"], residual["h"])
