@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import subprocess
 import sys
 import tempfile
 import time
@@ -23,6 +22,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # so that this fil
 
 from benchmarks import reports
 from benchmarks.common import machine, write
+from benchmarks.starting import how_it_ended, start_ranks
 
 RESULTS = Path(__file__).parent / "results"
 GIB = 2**30
@@ -143,26 +143,12 @@ def _started(
     with tempfile.TemporaryDirectory(prefix="longest-sequence-") as folder:
         job = {**job, "folder": folder}
         rest = [*argv, "--rank-job", json.dumps(job)]
-        code = (
-            "import sys; from meshfold.mesh.launch import launch; "
-            f"raise SystemExit(launch(sys.argv[1:], {job['count']}))"
-        )
-        command = [sys.executable, "-c", code, str(Path(__file__).resolve()), *rest]
-        log = Path(folder) / "said"
-        with log.open("w") as out:
-            running = subprocess.Popen(command, stdout=out, stderr=subprocess.STDOUT)
-            try:
-                ended = running.wait(args.timeout)
-            except subprocess.TimeoutExpired:
-                running.terminate()
-                running.wait(30)
-                ended = -1
+        ended, said = start_ranks(Path(__file__), rest, job["count"], args.timeout)
         notes = [
             json.loads(text)
             for file in sorted(Path(folder).glob("rank*.jsonl"))
             for text in file.read_text().splitlines()
         ]
-        said = log.read_text()
     found = [note for note in notes if note["kind"] == "line" or note["fits"]]
     refusals = [note for note in notes if note["kind"] == "step" and not note["fits"]]
     if refusals:
@@ -170,9 +156,7 @@ def _started(
     if refusals or (found and ended == 0):
         return found, ""
     print(said[-3000:], file=sys.stderr, flush=True)
-    lines = said.strip().splitlines() or [""]
-    how = f"stopped after {args.timeout:g} s" if ended == -1 else f"ended with {ended}: {lines[-1][:200]}"
-    return found, f"no refusal; the ranks {how}"
+    return found, f"no refusal; the ranks {how_it_ended(ended, said, args.timeout)}"
 
 
 def described(result: dict[str, Any]) -> str:

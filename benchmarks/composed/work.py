@@ -1,0 +1,57 @@
+"""What every contestant trains: a Llama of one shape, the same first weights, the same batches in the same order."""
+
+from __future__ import annotations
+
+import argparse
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from meshfold.engine.models import build, preset
+from meshfold.engine.models.llama import Llama
+
+
+class Work:
+    """The model and the batches.
+
+    Attributes:
+        args: of the benchmark.
+        vocab: words.
+    """
+
+    def __init__(self, args: argparse.Namespace) -> None:
+        self.args = args
+        self._config = preset(args.model, max_positions=args.seq_len)
+        self.vocab = self._config.vocab_size
+        generator = torch.Generator().manual_seed(11)
+        self._follows = torch.randint(self.vocab, (self.vocab,), generator=generator)
+        # Zipf's law: how often a word comes falls with its rank.
+        self._shares = (1 / torch.arange(1, self.vocab + 1, dtype=torch.float64)).cumsum(0)
+        self._shares /= self._shares[-1].clone()
+
+    def model(self) -> Llama:
+        """A new one; made on the meta device it takes no memory."""
+        made = build(self._config)
+        assert isinstance(made, Llama)  # the command takes no other
+        return made
+
+    def compiled(self) -> Llama:
+        """The same, each block compiled."""
+        made = self.model()
+        for i, block in enumerate(made.blocks):
+            made.blocks[i] = torch.compile(block)  # type: ignore[assignment]
+        return made
+
+    def maker(self, *, compiled: bool) -> partial[Llama]:
+        """A function without arguments that makes the model."""
+        return partial(Work.compiled if compiled else Work.model, self)
+
+    def batch(self, step: int) -> Tensor:
+        """Token ids of a step's whole batch, ``rows seq_len``: words by Zipf's law, each followed by the one that always
+        follows it, so that there is something to learn from the first step on."""
+        generator = torch.Generator().manual_seed(1000 + step)
+        shape = (self.args.rows, self.args.seq_len // 2)
+        first = torch.searchsorted(self._shares, torch.rand(shape, generator=generator, dtype=torch.float64))
+        first = first.clamp(max=self.vocab - 1)
+        return torch.stack((first, self._follows[first]), dim=-1).flatten(1)

@@ -1,0 +1,81 @@
+"""torch's FSDP2, each block a group, everything on the GPU, its blocks compiled or not."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from benchmarks.composed.work import Work
+from benchmarks.offload.job import gpu_or_cpu
+
+
+class FSDP2:
+    """See :class:`benchmarks.composed.worker.Trainer`."""
+
+    def __init__(self, work: Work, *, compiled: bool, reshard: bool) -> None:
+        from torch.distributed.device_mesh import init_device_mesh
+        from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+        from meshfold.mesh import build_on_meta, materialize
+
+        args = work.args
+        self.device = gpu_or_cpu(int(os.environ["LOCAL_RANK"]))
+        if self.device.type == "cuda":
+            torch.cuda.set_device(self.device)
+        dist.init_process_group("cpu:gloo,cuda:nccl" if self.device.type == "cuda" else "gloo")
+        self.rank, self.ranks = dist.get_rank(), dist.get_world_size()
+        # The first weights are those that the engine draws: whole here for a moment, which is no part of what is timed.
+        model, tape = build_on_meta(work.model)
+        materialize(model, tape, seed=0, device=self.device)
+        low = {"bf16": torch.bfloat16, "fp32": torch.float32}[args.precision]
+        options: dict[str, Any] = {
+            "mesh": init_device_mesh(self.device.type, (self.ranks,)),
+            "reshard_after_forward": reshard,
+            "mp_policy": MixedPrecisionPolicy(param_dtype=low, reduce_dtype=torch.float32),
+        }
+        for block in model.blocks:
+            if compiled:
+                block.compile()
+            fully_shard(block, **options)
+        self.model = _Loss(model)
+        fully_shard(self.model, **options)
+        self.clip = args.clip
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=args.lr, fused=True)
+        self.flags = {
+            "MixedPrecisionPolicy": {"param_dtype": str(low), "reduce_dtype": "torch.float32"},
+            "reshard_after_forward": reshard,
+            "compiled blocks": compiled,
+            "optimizer": "AdamW(fused=True)",
+        }
+
+    def prepare(self, batch: Tensor) -> Tensor:
+        return batch.chunk(self.ranks)[self.rank].to(self.device)
+
+    def step(self, ids: Tensor) -> float:
+        loss = self.model(ids)
+        loss.backward()
+        nn.utils.clip_grad_norm_(self.model.parameters(), self.clip)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        mean = loss.detach().float() / self.ranks  # every rank has as many tokens
+        dist.all_reduce(mean)
+        return float(mean)
+
+    def close(self) -> None:
+        dist.destroy_process_group()
+
+
+class _Loss(nn.Module):
+    """The model's loss as a tensor: FSDP2 gathers again, before backward, for the tensors that a forward returned."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.module = module
+
+    def forward(self, ids: Tensor) -> Tensor:
+        loss: Tensor = self.module(ids, ids).loss
+        return loss
