@@ -91,7 +91,7 @@ def _arguments() -> argparse.ArgumentParser:
         "--merge", nargs="+", type=Path, metavar="FILE", help="add the runs of these results to --out"
     )
     parser.add_argument(
-        "--replace", action="store_true", help="with --merge: in place of the runs of these cases"
+        "--replace", action="store_true", help="with --merge: in place of these contestants' runs of a case"
     )
     parser.add_argument("--list", action="store_true", help="the cases")
     return parser
@@ -111,17 +111,17 @@ def merge(paths: Sequence[Path], out: Path, *, replace: bool = False) -> None:
     Args:
         paths: results.
         out: the result to add to.
-        replace: these runs take the place of what is there of their cases (measured with older code, say); otherwise
-            runs of a contestant come behind those that are there.
+        replace: these runs take the place of what is there of their contestants (measured with older code, say) in their
+            cases; otherwise they come behind.
     """
     result = _opened(out)
     for path in paths:
         for name, case in json.loads(path.read_text())["cases"].items():
-            if replace:
-                result["cases"].pop(name, None)
             kept = result["cases"].setdefault(name, {"rows": {}})
             kept["settings"] = case["settings"]
             for contestant, runs in case["rows"].items():
+                if replace:
+                    kept["rows"].pop(contestant, None)
                 kept["rows"].setdefault(contestant, []).extend(runs)
     _write(out, result)
 

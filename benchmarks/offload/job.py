@@ -94,8 +94,8 @@ class Trainer(Protocol):
     def step(self, ids: Tensor) -> tuple[float, float | None]:
         """Train on ``b s`` ids: the loss, and the gradient's norm before clipping."""
 
-    def predicted(self) -> dict[str, float | None]:
-        """What it said beforehand of a step: ``seconds``, ``peak_gpu_bytes``, ``peak_host_bytes``."""
+    def predicted(self) -> dict[str, Any]:
+        """What it said beforehand of a step: ``seconds``, ``peak_gpu_bytes``, ``peak_host_bytes``, and what from."""
 
     def close(self) -> None:
         """Give everything back."""

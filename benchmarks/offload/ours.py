@@ -10,6 +10,19 @@ from torch import Tensor
 from benchmarks.offload.decoder import decoder
 from benchmarks.offload.job import Job
 
+RATES = (
+    "host_memory",
+    "passage",
+    "beside_passage",
+    "h2d",
+    "d2h",
+    "pcie_both",
+    "gpu_memory",
+    "disk_read",
+    "disk_write",
+)
+"""Of the planner's machine, bytes/s."""
+
 
 class Ours:
     """See :class:`benchmarks.offload.job.Trainer`."""
@@ -37,13 +50,28 @@ class Ours:
         loss = self.engine.train_step({"input_ids": ids, "labels": ids})
         return loss, None if self.engine.last is None else self.engine.last.grad_norm
 
-    def predicted(self) -> dict[str, float | None]:
-        plan = None if self.engine.residency is None else self.engine.residency.plan
+    def predicted(self) -> dict[str, Any]:
+        residency = self.engine.residency
+        plan = None if residency is None else residency.plan
         names = ("seconds", "peak_gpu_bytes", "peak_host_bytes")
-        return {name: getattr(plan, name, None) for name in names}
+        said: dict[str, Any] = {name: getattr(plan, name, None) for name in names}
+        if residency is None or plan is None:
+            return said
+        # What the seconds were made from, and the host's steps as they were: where the two differ, and why.
+        said["rates"] = {name: getattr(plan.machine, name) for name in RATES}
+        said["terms"] = {f"{term.phase}: {term.name}": term.seconds for term in plan.terms if term.seconds}
+        said["host_elements"] = _on_host(plan)
+        measured = residency.measured
+        return said | {"host_steps_seen": {} if measured is None else dict(measured.host_steps)}
 
     def close(self) -> None:
         self.engine.close()
+
+
+def _on_host(plan: Any) -> int:
+    """Elements whose optimizer state is in the host's memory."""
+    pairs = zip(plan.workload.chunks, plan.chunks, strict=True)
+    return sum(chunk.elems for chunk, made in pairs if made.state == "host")
 
 
 build = Ours

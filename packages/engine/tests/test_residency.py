@@ -18,7 +18,7 @@ from meshfold.engine.zero.process_memory import resident_bytes
 from meshfold.engine.zero.residency import Residency
 from meshfold.engine.zero.states import ZeroStates
 from meshfold.mesh.testing import ranks, run_on_ranks
-from meshfold.zero_gemini import MemoryPlanError
+from meshfold.zero_gemini import MemoryPlanError, seen
 from meshfold.zero_gemini.chunk import Chunk
 from meshfold.zero_gemini.planner import MiB
 from meshfold.zero_gemini.stepping import runs
@@ -94,6 +94,21 @@ def limits_are_kept(folder: str, tight: int) -> None:
         engine.close()
     wanted[2].close()
     assert ("device", "device") in seen and {("host", "host"), ("device", "host")} & seen, seen
+
+
+def test_the_host_is_as_fast_as_the_watched_steps_showed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(seen, "ENOUGH_ELEMS", 1)  # the model is small
+    losses, _, engine = trained(dict(gpu_memory_limit=10 * MiB))
+    found = residency(engine)
+    paces, plan, measured = found._watcher.paces, found.plan, found.measured
+    assert plan is not None and measured is not None
+    # of the first step, which the second, the last that is watched, made
+    assert paces["parameters"].elements == paces["moments"].elements > 0
+    rate = (18 + 2) * paces["parameters"].elements / paces["parameters"].seconds
+    assert plan.machine.host_memory == pytest.approx(rate)
+    assert {*measured.host_steps} == {"parameters", "moments"} and min(measured.host_steps.values()) > 0
+    assert len(losses) == STEPS
+    engine.close()
 
 
 def _host_limit() -> int:

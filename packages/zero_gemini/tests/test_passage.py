@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import sys
 import time
+from collections.abc import Callable
+from concurrent.futures import Future
 from pathlib import Path
+from typing import Any, cast
 
 import pytest
 import torch
@@ -13,26 +16,33 @@ sys.path.append(str(Path(__file__).parent))  # for the helpers beside this file,
 
 from stepping_cases import Small, adam, kinds, same
 
+from meshfold.zero_gemini.chunk import Chunk
 from meshfold.zero_gemini.errors import OutOfBudget
 from meshfold.zero_gemini.memory import Memory
 from meshfold.zero_gemini.placing import Home
 from meshfold.zero_gemini.stepping import AdamStepper
 from meshfold.zero_gemini.stepping.passage import HostState, Passage
 from meshfold.zero_gemini.stepping.planes import planes_of
-from meshfold.zero_gemini.stepping.worker import _Deal
+from meshfold.zero_gemini.stepping.worker import Halves, _Deal
 
 HOST = Home(parameters="host", state="host")
 SLOT_BYTES = 2**14 * 16  # one piece of the smallest size, or a part of one more
 
 
 def trained(
-    dtype: torch.dtype, regime: str, *, through: bool, homes: tuple[Home, ...] = (HOST,)
+    dtype: torch.dtype,
+    regime: str,
+    *,
+    through: bool,
+    homes: tuple[Home, ...] = (HOST,),
+    halves: bool = False,
 ) -> list[torch.Tensor]:
     small = Small(adam(regime), dtype, homes)
     if through:
         stepper = small.stepper
         assert isinstance(stepper, AdamStepper)
-        stepper.pass_through(Passage(memory=small.memory, slot_bytes=4 * SLOT_BYTES, slots=2))
+        passage = Passage(memory=small.memory, halves=halves, slot_bytes=4 * SLOT_BYTES, slots=2)
+        stepper.pass_through(passage)
     for used in ("abcdefg", "acg", "bdef", "abcdefg"):
         small.step(used)
     found = small.bits()
@@ -63,12 +73,13 @@ def taken_by(monkeypatch: pytest.MonkeyPatch, who: str) -> dict[str, int]:
 
 @kinds
 @pytest.mark.parametrize("who", ["device", "both"])
+@pytest.mark.parametrize("halves", [False, True], ids=["all", "parameters"])
 def test_the_device_steps_to_the_same_bits(
-    dtype: torch.dtype, regime: str, who: str, monkeypatch: pytest.MonkeyPatch
+    dtype: torch.dtype, regime: str, halves: bool, who: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     expected = trained(dtype, regime, through=False)
     count = taken_by(monkeypatch, who)
-    found = trained(dtype, regime, through=True)
+    found = trained(dtype, regime, through=True, halves=halves)
     assert same(found, expected)
     assert count["device"] + count["cores"] == 4 * 3  # every chunk of every step, once
     assert count["device"] > 0 and (count["cores"] > 0) == (who == "both")
@@ -80,6 +91,43 @@ def test_chunks_on_the_device_are_none_of_its_business(monkeypatch: pytest.Monke
     found = trained(torch.bfloat16, "A", through=True, homes=(Home(), HOST, HOST))
     assert same(found, expected)
     assert count["device"] == 4 * 2
+
+
+def test_moments_wait_for_what_still_reads_them() -> None:
+    """Of a chunk whose parameters alone the device writes, the moments are the cores', when its way through is over."""
+    log: list[str] = []
+
+    def note(what: str) -> Callable[[], None]:
+        return lambda: log.append(what)
+
+    chunk = cast(Chunk, object())
+    for does_all in (True, False):
+        steps = Halves(note("cores"), note("moments"), lambda: note("is down"), device_does_all=does_all)
+        deal = _Deal({chunk: steps}, {chunk: Future()})
+        deal.to_device()
+        deal.to_cores()  # finds nothing left
+        deal.moments(chunk)
+    assert log == ["is down", "moments"]
+
+
+@pytest.mark.parametrize("regime", ["A", "B", "C"])
+def test_moments_stay_where_only_parameters_are_written(regime: str) -> None:
+    planes = planes_of(torch.bfloat16, regime)
+    tensors = {plane.name: torch.zeros(plane.numel(2**14), dtype=plane.dtype) for plane in planes}
+    host = HostState(
+        weights=torch.zeros(2**14, dtype=torch.bfloat16), planes=planes, tensors=tensors,
+        gradient=torch.zeros(2**14),
+    )  # fmt: skip
+    passage = Passage(memory=Memory(torch.device("cpu")), slot_bytes=SLOT_BYTES, slots=1)
+
+    def piece(index: int, state: Any, gradient: torch.Tensor, begin: int) -> None:
+        for tensor in vars(state).values():
+            tensor.add_(1)
+
+    passage.step(host, [(0, 2**14)], piece, moments=False)()
+    assert bool(host.weights.all()) and bool(tensors.pop("lo").all())
+    assert len(tensors) == (4 if regime == "C" else 2) and not any(bool(x.any()) for x in tensors.values())
+    passage.close()
 
 
 @pytest.mark.parametrize("elements", [1, 2**14, 100_001])

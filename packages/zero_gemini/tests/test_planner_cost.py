@@ -25,7 +25,7 @@ from meshfold.zero_gemini.planner import (
     static,
 )
 from meshfold.zero_gemini.planner.memory import windows
-from meshfold.zero_gemini.planner.options import JUST_IN_TIME
+from meshfold.zero_gemini.planner.options import JUST_IN_TIME, SPLIT
 from meshfold.zero_gemini.planner.seconds import seconds_table
 
 MACHINE = replace(EMULATED, cpu_optimizer={}, gpu_bytes=GiB, host_bytes=GiB)
@@ -129,19 +129,49 @@ def test_the_split_step_shortens_the_forward() -> None:
     assert terms(made, "backward")["host memory"] == pytest.approx(moments)
 
 
+def split(machine: Machine) -> Workload:
+    """Of what training does: the step in halves."""
+    return replace(work(machine=machine, clipping=True), strategies=(SPLIT,))
+
+
 def test_what_passes_through_the_device_is_off_the_cores() -> None:
     rate, beside = 0.3 * MACHINE.host_memory, 0.9 * MACHINE.host_memory
+    short = split(replace(MACHINE, flops=1e15))  # the backward has no time for more moments
     passing = replace(MACHINE, passage=rate, beside_passage=beside, passage_bytes=MiB)
-    alone, made = cpu(work(clipping=True), MACHINE), cpu(work(clipping=True), passing)
+    alone, made = cpu(short, MACHINE), cpu(short, passing)
+    assert alone.strategy == made.strategy == "just_in_time_split"
     n = LAYERS * E
     together = n / (beside / 18 + rate / 26)  # seconds in which both have stepped all
-    assert terms(made, "forward")["host memory"] == pytest.approx(together + 2 * n / MACHINE.host_memory)
+    # the rate of the cores was one while both halves of the parameters went up
+    assert terms(made, "forward")["host memory"] == pytest.approx(together)
     through = rate * together / 26  # elements that passed through
     assert terms(made, "forward")["h2d"] == pytest.approx((2 * n + 14 * through) / MACHINE.h2d)
     left = 18 * (n - through) / MACHINE.host_memory
     down = terms(alone, "backward")["host memory"] - 18 * n / MACHINE.host_memory
     assert terms(made, "backward")["host memory"] == pytest.approx(left + down)
     assert made.peak_gpu_bytes == alone.peak_gpu_bytes + MiB
+
+
+def test_the_device_leaves_moments_where_the_backward_has_time_for_them() -> None:
+    """A third fewer bytes before the forward, for more in the backward: worth it while compute is longer there."""
+    rate, n = 0.3 * MACHINE.host_memory, LAYERS * E
+    passing = replace(MACHINE, passage=rate, beside_passage=rate, passage_bytes=MiB, h2d=1e12)
+    busy = replace(passing, flops=4e11)
+    long = cpu(split(busy), busy)
+    assert long.strategy == "just_in_time_split_on_device"
+    together = n / (rate / 18 + rate / 18)
+    assert terms(long, "forward")["host memory"] == pytest.approx(together)
+    assert terms(long, "forward")["h2d"] == pytest.approx((2 * n + 14 * n / 2) / 1e12)
+    down = 2 * (n - E) + 2 * n
+    assert terms(long, "backward")["host memory"] == pytest.approx((18 * n + down) / MACHINE.host_memory)
+    assert "backward: compute" in long.binding
+
+    assert cpu(split(replace(MACHINE, flops=1e15)), passing).strategy == "just_in_time_split"
+    narrow = replace(
+        busy, h2d=rate / 2
+    )  # no more goes up than there is room for: 14 bytes of state, 2 of parameters
+    shared = terms(cpu(split(narrow), narrow), "forward")
+    assert shared["h2d"] <= 1.001 * max(shared["host memory"], 16 * n / narrow.h2d)
 
 
 def test_nothing_passes_through_where_all_is_on_the_device() -> None:

@@ -36,6 +36,7 @@ from meshfold.zero_gemini.rehoming import Residents
 from meshfold.zero_gemini.runtime import Runtime
 from meshfold.zero_gemini.sharded_init import sharded_values
 from meshfold.zero_gemini.stepping import AdamStepper, DiskSettings, Stepper
+from meshfold.zero_gemini.stepping.paces import Pace, What
 from meshfold.zero_gemini.trace.chunks import Named, uses_of
 from meshfold.zero_gemini.trace.workload import ChunkUse
 from meshfold.zero_gemini.units import Unit, find_units
@@ -211,6 +212,10 @@ class HeldModel(ParameterValues):
         disk = self._stepper.disk if isinstance(self._stepper, AdamStepper) else None
         return () if disk is None else disk.notes
 
+    def take_paces(self) -> dict[What, Pace]:
+        """How fast Adam stepped chunks on the host since the last call; nothing of other optimizers."""
+        return self._stepper.paces.take() if isinstance(self._stepper, AdamStepper) else {}
+
     # -- what was promised --------------------------------------------------------------------------------------
 
     def flush(self) -> None:
@@ -254,11 +259,15 @@ class HeldModel(ParameterValues):
         )
         return uses_of(chunks, self._units, self._known)
 
-    def pass_through(self, on: bool) -> bool:
+    def pass_through(self, on: bool, *, halves: bool = False) -> bool:
         """Let the device step a part of the host's chunks, whose state passes through it: whether it does from now on.
 
         It takes :data:`~meshfold.zero_gemini.stepping.passage.PASSAGE_BYTES` of the device, and changes no bit. Nothing but
         Adam is stepped so.
+
+        Args:
+            on: or not.
+            halves: the device writes parameters alone, and the cores the moments, beside the backward.
         """
         self.flush()
-        return self._residents.pass_through(on)
+        return self._residents.pass_through(on, halves=halves)

@@ -10,19 +10,18 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
-from statistics import median
 
 import torch
 from torch import Tensor
 
-from meshfold.kernels import AdamSettings, AdamState, SplitState, adam_step, adam_update_parameters
+from meshfold.kernels import AdamSettings, AdamState, adam_step, adam_update_parameters
 from meshfold.mesh import Group, all_gather
 from meshfold.zero_gemini.disk import bench, free_bytes
 from meshfold.zero_gemini.faults import Faults
 from meshfold.zero_gemini.memory import Memory
-from meshfold.zero_gemini.planner import H200, REGIMES, GiB, Machine, MiB
+from meshfold.zero_gemini.planner import H200, REGIMES, GiB, Machine, MiB, Regime
 from meshfold.zero_gemini.stepping.passage import PASSAGE_BYTES, HostState, Passage
-from meshfold.zero_gemini.stepping.planes import planes_of
+from meshfold.zero_gemini.stepping.planes import Plane, planes_of, state_of
 from meshfold.zero_gemini.stepping.worker import threads_for_steps
 from meshfold.zero_gemini.transfer import stream_of, synchronize
 
@@ -31,27 +30,35 @@ _ELEMENTS, _ELEMENTS_BESIDE_GPU = (
     2**25,
     2**26,
 )  # of the optimizer's step: 450 and 900 MB, more than caches hold
-_REGIME = REGIMES["A"]
+_DTYPES = {"fp16": torch.float16, "fp32": torch.float32}
 _ADAM = AdamSettings(lr=0.0, beta1=0.9, beta2=0.999, eps=1e-8, weight_decay=0.0, adamw_mode=True)
-_TOGETHER_S = 0.3
+_TOGETHER_S = 0.5
+_STEADY_S, _MOST_S = 0.15, 1.5
 WORTH_IT = 1.05
 """How much faster the cores and the device must be than the cores alone for state to pass through the device."""
 UNLIMITED = 2**60
 """Bytes of a memory that nobody limits."""
 
 
-def measure(device: torch.device, *, everyone: Group, disk: str | os.PathLike[str] | None = None) -> Machine:
+def measure(
+    device: torch.device,
+    *,
+    everyone: Group,
+    disk: str | os.PathLike[str] | None = None,
+    regime: str = "A",
+) -> Machine:
     """This rank's share of the machine. All ranks must call, so that those of one host are measured side by side.
 
     Args:
         device: where models compute.
         everyone: all ranks.
         disk: a folder for optimizer state; its disk is measured with 1 GiB.
+        regime: of the optimizer's step, whose kernels measure the host; where there are none, those of ``"A"``.
 
     Raises:
         DiskError: if one of the ranks cannot use it, on all of them.
     """
-    found = _rates(device)
+    found = _rates(device, _known(regime))
     if everyone.size > 1:
         found = replace(found, collective=_collective(device, everyone))
     if disk is not None:
@@ -64,23 +71,27 @@ def measure(device: torch.device, *, everyone: Group, disk: str | os.PathLike[st
     return found
 
 
-def measure_early(device: torch.device) -> None:
+def measure_early(device: torch.device, regime: str = "A") -> None:
     """Measure now what :func:`measure` will tell of this process, while the memory that it takes is nobody's yet."""
-    _rates(device)
+    _rates(device, _known(regime))
+
+
+def _known(regime: str) -> str:
+    return regime if regime in REGIMES else "A"
 
 
 @functools.cache
-def _rates(device: torch.device) -> Machine:
+def _rates(device: torch.device, regime: str) -> Machine:
     threads = torch.get_num_threads()
     torch.set_num_threads(threads_for_steps(threads))
     try:
-        return _rates_of(device)
+        return _rates_of(device, REGIMES[regime])
     finally:
         torch.set_num_threads(threads)
 
 
-def _rates_of(device: torch.device) -> Machine:
-    host, cores_alone = _adam(device)
+def _rates_of(device: torch.device, regime: Regime) -> Machine:
+    host, cores_alone = _adam(device, regime)
     machine = replace(
         H200, name=f"this machine ({_name(device)})", host_memory=host, cpu_optimizer={}, gpu_bytes=UNLIMITED,
         host_bytes=host_bytes(), disk_bytes=0,
@@ -91,9 +102,9 @@ def _rates_of(device: torch.device) -> Machine:
         rate = _BYTES / copy
         return replace(machine, gpu_memory=host, h2d=rate, d2h=rate, pcie_both=rate, collective=rate)
     up, down, both = _copies(device)
-    through, cores = _together(device)
-    gained = through / _REGIME.step + (cores - cores_alone) / _REGIME.first_pass  # elements a second
-    if gained > (WORTH_IT - 1) * cores_alone / _REGIME.first_pass:
+    through, cores = _together(device, regime)
+    gained = through / regime.step + (cores - cores_alone) / regime.first_pass  # elements a second
+    if gained > (WORTH_IT - 1) * cores_alone / regime.first_pass:
         machine = replace(machine, passage=through, beside_passage=cores, passage_bytes=PASSAGE_BYTES)
     x = torch.empty(_BYTES, dtype=torch.uint8, device=device)
     on_device = 2 * _BYTES / _seconds(lambda a, b: b.copy_(a), device, x)
@@ -103,79 +114,106 @@ def _rates_of(device: torch.device) -> Machine:
 class _Sample:
     """Optimizer state on the host, and how fast it is stepped there or through the device."""
 
-    def __init__(self, memory: Memory) -> None:
+    def __init__(self, memory: Memory, regime: Regime) -> None:
         self.elements = _ELEMENTS if memory.device.type == "cpu" else _ELEMENTS_BESIDE_GPU
-        named = {"hi": torch.bfloat16, "gradient": torch.bfloat16}
-        named |= {plane.name: plane.dtype for plane in planes_of(torch.bfloat16, "A")}
+        self._regime = regime
+        dtype = _DTYPES.get(regime.name, torch.bfloat16)
+        self._kept = planes_of(dtype, regime.name)
+        planes = (Plane("weights", dtype), Plane("gradient", dtype), *self._kept)
         self._blocks = {
-            name: memory.allocate(self.elements, dtype, "host", "measuring") for name, dtype in named.items()
+            plane.name: memory.allocate(plane.numel(self.elements), plane.dtype, "host", "measuring")
+            for plane in planes
         }
-        planes = {name: block.tensor.zero_() for name, block in self._blocks.items()}
-        self.gradient, self._hi = planes.pop("gradient"), planes.pop("hi")
-        self._planes = planes
+        tensors = {name: block.tensor.zero_() for name, block in self._blocks.items()}
+        self.gradient, self.weights = tensors.pop("gradient"), tensors.pop("weights")
+        self._planes = tensors
+        # Where parameters go when they have been stepped.
+        self._there = (
+            torch.empty_like(self.weights, device=memory.device) if memory.device.type == "cuda" else None
+        )
 
     def half(self) -> int:
-        """The first half of a step, by the cores: bytes that they move."""
-        state = SplitState(hi=self._hi, **self._planes)
+        """The first half of a step, by the cores, while as many parameters go to a GPU: bytes that the cores move."""
+        self._show()
+        state = state_of(self.weights, self._planes)
         adam_update_parameters(state, self.gradient, _ADAM, step=1, grad_scale=1.0, start=0, seed=0)
-        return round(_REGIME.first_pass * self.elements)
+        return round(self._regime.first_pass * self.elements)
 
     def through(self, passage: Passage) -> Callable[[], None]:
-        """A step, by the device."""
+        """A step, by the device, and as many parameters behind it."""
 
         def piece(_: int, state: AdamState, gradient: Tensor, begin: int) -> None:
             adam_step(state, gradient, _ADAM, step=1, grad_scale=1.0, start=begin, seed=0)
 
         host = HostState(
-            weights=self._hi,
-            planes=planes_of(torch.bfloat16, "A"),
+            weights=self.weights,
+            planes=self._kept,
             tensors=self._planes,
             gradient=self.gradient,
         )
-        return passage.step(host, [(0, self.elements)], piece)
+        end = passage.step(host, [(0, self.elements)], piece)
+        self._show()
+        return end
 
     def free(self) -> None:
         for block in self._blocks.values():
             block.free()
 
+    def _show(self) -> None:
+        if self._there is not None:
+            self._there.copy_(self.weights, non_blocking=True)
 
-def _adam(device: torch.device) -> tuple[float, float]:
+
+def _adam(device: torch.device, regime: Regime) -> tuple[float, float]:
     """Bytes/s of host memory while the optimizer steps on the host and its parameters go to a GPU, if there is one.
 
     Of both together, and of the optimizer alone.
     """
-    sample = _Sample(Memory(device))
-    there = torch.empty_like(sample.gradient, device=device) if device.type == "cuda" else None
-    rates = []
-    for _ in range(5):
-        begin = time.perf_counter()
-        if there is not None:  # as large as the parameters
-            there.copy_(sample.gradient, non_blocking=True)
-        moved = sample.half()
-        took = time.perf_counter() - begin
-        synchronize(device)
-        rates.append(moved / took)
+    sample = _Sample(Memory(device), regime)
+    sample.half()  # makes the kernel
+    alone = _steady(sample.half)
+    synchronize(device)
     sample.free()
-    alone = median(rates[1:])
-    beside = 1.0 if there is None else 1.0 + _REGIME.parameter / _REGIME.first_pass
+    beside = 1.0 if device.type == "cpu" else 1.0 + regime.parameter / regime.first_pass
     return alone * beside, alone
 
 
-def _together(device: torch.device) -> tuple[float, float]:
-    """Bytes/s of state that passes through the device, and of host memory under the cores' halves meanwhile."""
+def _steady(work: Callable[[], int]) -> float:
+    """Bytes/s of work when it has gone on for a while: the best, once nothing was faster for some time.
+
+    A step's threads are awake and its processor's clocks are up; those of a process that has just begun are not. What
+    else the machine does meanwhile only makes it slower.
+    """
+    best, begin = 0.0, time.perf_counter()
+    better = now = begin
+    while now - better < _STEADY_S and now - begin < _MOST_S:
+        before = now
+        moved = work()
+        now = time.perf_counter()
+        rate = moved / max(now - before, 1e-9)
+        if rate > best:
+            best, better = rate, now
+    return best
+
+
+def _together(device: torch.device, regime: Regime) -> tuple[float, float]:
+    """Bytes/s of state that passes through the device, and of host memory under the cores' halves meanwhile.
+
+    What both have stepped goes to the device all the time.
+    """
     memory = Memory(device)
-    mine, other = _Sample(memory), _Sample(memory)
+    mine, other = _Sample(memory, regime), _Sample(memory, regime)
     passage = Passage(memory=memory)
     other.through(passage)()  # once before, so that no kernel is made while the clock runs
     stop, moved = threading.Event(), 0
 
-    def feed() -> int:
-        done, end = 0, other.through(passage)
-        while not stop.is_set():
-            end = other.through(passage)
-            done += 1
-        end()
-        return done
+    def feed() -> float:
+        begin, done = time.perf_counter(), 0
+        while True:
+            end, done = other.through(passage), done + 1
+            if stop.is_set():
+                end()
+                return done * regime.step * other.elements / (time.perf_counter() - begin)
 
     with ThreadPoolExecutor(1, "meshfold-feed") as feeder:
         begin = time.perf_counter()
@@ -184,7 +222,8 @@ def _together(device: torch.device) -> tuple[float, float]:
             moved += mine.half()
         cores = moved / (time.perf_counter() - begin)
         stop.set()
-        through = fed.result() * _REGIME.step * other.elements / (time.perf_counter() - begin)
+        through = fed.result()
+    synchronize(device)
     passage.close()
     for sample in (mine, other):
         sample.free()

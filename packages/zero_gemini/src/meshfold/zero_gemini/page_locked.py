@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import mmap
 import os
 from collections.abc import Callable
@@ -14,6 +15,8 @@ PAGE_BYTES = 4096
 """Host memory is locked in pages, and so is direct I/O done."""
 
 _HUGE_PAGE_BYTES = 2**21
+_PLACES = 16
+_turns = itertools.count()
 _PORTABLE = 1  # cudaHostRegisterPortable: locked for every CUDA context of the process
 
 
@@ -29,14 +32,14 @@ class _Pages(mmap.mmap):
             if hasattr(mmap, advice):
                 self.madvise(getattr(mmap, advice))
 
-    def lock(self, address: int) -> None:
+    def lock(self, address: int, nbytes: int) -> None:
         # A fork (the workers of a data loader) would copy locked pages one by one: children do without them.
         self.advise("MADV_DONTFORK")
         runtime = torch.cuda.cudart()
-        status = int(runtime.cudaHostRegister(address, len(self), _PORTABLE))
+        status = int(runtime.cudaHostRegister(address, nbytes, _PORTABLE))
         if status:
             raise OSError(
-                f"CUDA could not lock {len(self):,} bytes of host memory (error {status}); ask for less, or raise the "
+                f"CUDA could not lock {nbytes:,} bytes of host memory (error {status}); ask for less, or raise the "
                 "limit of locked memory (ulimit -l)"
             )
         self._unlock, self._address, self._process = runtime.cudaHostUnregister, address, os.getpid()
@@ -52,15 +55,22 @@ def page_locked(nbytes: int) -> Tensor:
     ``torch.empty(..., pin_memory=True)`` rounds up to a power of two (17 GiB cost 32) and keeps in a cache what was
     freed. These are exact, and go back to the system with the last tensor on them.
 
+    Equally large ones follow each other in the address space, so what a kernel reads of several at a time would be whole
+    powers of two apart where they are as large: the same bank of memory, or set of a cache, for all of them at every moment.
+    (A step of Adam on planes 256 MiB apart reached 10 to 12 GB/s of a core's 40.) So they begin by turns on one of 16
+    pages; those before and behind are never touched, so no memory is behind them.
+
     Raises:
         OSError: if the system has not as much memory, or does not let it be locked.
     """
-    pages = _Pages(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    if nbytes >= _HUGE_PAGE_BYTES:
+    is_large = nbytes >= _HUGE_PAGE_BYTES
+    room, front = (_PLACES * PAGE_BYTES, next(_turns) % _PLACES * PAGE_BYTES) if is_large else (0, 0)
+    pages = _Pages(-1, room + nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    if is_large:
         pages.advise("MADV_HUGEPAGE")  # one page fault and one TLB entry for 2 MiB
-    storage = torch.frombuffer(pages, dtype=torch.uint8)
+    storage = torch.frombuffer(pages, dtype=torch.uint8, count=nbytes, offset=front)
     # The first write takes the memory from the system: slow, so all of torch's threads share it.
     storage.fill_(0)
     if torch.cuda.is_available():
-        pages.lock(storage.data_ptr())
+        pages.lock(storage.data_ptr(), nbytes)
     return storage

@@ -81,14 +81,17 @@ class Residents:
         for move in in_turn(moves):
             self._carry(*move.what)
 
-    def pass_through(self, on: bool) -> bool:
-        """Let the device step a part of the host's chunks, or none; whether it does from now on. No step may be due."""
+    def pass_through(self, on: bool, *, halves: bool = False) -> bool:
+        """Let the device step a part of the host's chunks, or none; whether it does from now on. No step may be due.
+
+        ``halves``: it does first halves alone.
+        """
         if not isinstance(self._stepper, AdamStepper):
             return False
         self._stepper.pass_through(None)
         if on:
             try:
-                self._stepper.pass_through(Passage(memory=self._memory))
+                self._stepper.pass_through(Passage(memory=self._memory, halves=halves))
             except OutOfBudget:
                 return False
         return on

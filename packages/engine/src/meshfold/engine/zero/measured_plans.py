@@ -18,6 +18,7 @@ from meshfold.zero_gemini.agree import tell_all
 from meshfold.zero_gemini.measuring import UNLIMITED, device_bytes, measure
 from meshfold.zero_gemini.planner import Limits, Machine, Plan, Regime, Workload
 from meshfold.zero_gemini.planner.policies import placed
+from meshfold.zero_gemini.seen import as_seen
 from meshfold.zero_gemini.trace import workload_of
 
 MARGIN = 0.03
@@ -60,9 +61,10 @@ class MeasuredPlans:
         """
         spec, world = self._spec, self._world
         machine = replace(
-            measure(world.device, everyone=world.everyone, disk=spec.offload_path),
+            measure(world.device, everyone=world.everyone, disk=spec.offload_path, regime=self._regime.name),
             gpu_bytes=device_bytes(world.device),
         )
+        machine = as_seen(machine, self._regime, watcher.paces)
         told = tell_all(
             [as_words(worst(watcher.traces, seconds=min)), asdict(machine)],
             world.stage_group,

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import time
 import warnings
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
 from statistics import median
 
@@ -33,6 +33,8 @@ from meshfold.zero_gemini.chunk import Chunk
 from meshfold.zero_gemini.measuring import UNLIMITED
 from meshfold.zero_gemini.memory import Place
 from meshfold.zero_gemini.planner import Plan, Regime
+from meshfold.zero_gemini.planner.options import SPLIT_ON_DEVICE
+from meshfold.zero_gemini.stepping.paces import Pace, What
 
 WATCHED_STEPS = 2
 SHRINK = 0.04
@@ -47,11 +49,14 @@ class Measured:
         seconds: of an optimizer step, from its first micro-step to its end: the median.
         gpu_bytes: most that tensors took on the device at once, gathered chunks and activations included; 0 on a CPU.
         host_bytes: most that the process had of the host's memory at the end of a step.
+        host_steps: elements a second that the optimizer stepped on the host, by what was done (see
+            :mod:`meshfold.zero_gemini.stepping.paces`); empty for other optimizers than Adam.
     """
 
     seconds: float
     gpu_bytes: int
     host_bytes: int
+    host_steps: Mapping[str, float]
 
 
 class Residency:
@@ -87,6 +92,7 @@ class Residency:
         self._pressure = Pressure(world)
         self._begun = 0.0
         self._took: list[float] = []  # seconds of the steps under the plan
+        self._paces: dict[What, Pace] = {}  # of the host's optimizer in them, from the second on
         self._peak_gpu = self._peak_host = 0
         self._corrected, self._shrunk = False, 0.0
         self._in_flight: InFlight | None = None
@@ -141,6 +147,9 @@ class Residency:
                 self._decide()
             return
         device, auto = self._world.device, self._spec.placement == "auto"
+        paces = self._gemini.take_paces()
+        if self._took:
+            self._paces |= {what: pace + self._paces.get(what, Pace()) for what, pace in paces.items()}
         self._took.append(took)
         peak = torch.cuda.max_memory_allocated(device) if device.type == "cuda" else 0
         self._peak_gpu, self._peak_host = max(self._peak_gpu, peak), max(self._peak_host, resident_bytes())
@@ -159,7 +168,12 @@ class Residency:
         """What came of the plan; None until two steps were made under it: the first still follows a step before it."""
         if len(self._took) < 2:
             return None
-        return Measured(seconds=median(self._took[1:]), gpu_bytes=self._peak_gpu, host_bytes=self._peak_host)
+        steps: dict[str, float] = {
+            what: pace.elements / pace.seconds for what, pace in self._paces.items() if pace.seconds
+        }
+        return Measured(
+            seconds=median(self._took[1:]), gpu_bytes=self._peak_gpu, host_bytes=self._peak_host, host_steps=steps
+        )  # fmt: skip
 
     def can_relieve(self, error: BaseException) -> bool:
         """Whether a micro-step raised for want of memory, and some can be made.
@@ -273,6 +287,7 @@ class Residency:
         self._keep([layer.name for layer in plan.layers if layer.kept])
         self._pressure.forget()
         self._took.clear()
+        self._paces = {}
         self._peak_gpu = self._peak_host = 0
         chunks = self._gemini.chunks
         self._gemini.pass_through(False)
@@ -286,7 +301,7 @@ class Residency:
                 }
             )
         passes = plan.machine.passage > 0 and any(made.state == "host" for made in plan.chunks)
-        self._gemini.pass_through(passes)
+        self._gemini.pass_through(passes, halves=plan.strategy == SPLIT_ON_DEVICE)
         limit = plan.limits.gpu_bytes
         if self._world.device.type == "cpu" and limit is not None:  # nothing else would hold chunks to it
             self._gemini.memory.compute.budget_bytes = limit - min(plan.workload.non_model_bytes)

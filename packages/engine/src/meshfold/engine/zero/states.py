@@ -81,13 +81,13 @@ class ZeroStates:
             raise SpecError("this spec has no entry zero")
         if world.device.type == "cuda":
             grow_segments()
-            if spec.placement == "auto" and make is not None:  # who only evaluates plans nothing
-                measure_early(world.device)
         ranks, micro_steps = world.data_size, accumulation
         if world.pipelined:  # gradients are summed over micro-batches
             accumulation = max(2, accumulation)
         summed = gradient_dtype(precision, accumulation=accumulation, ranks=ranks)
         regime = regime_of(spec, precision, accumulation=accumulation, ranks=ranks)
+        if world.device.type == "cuda" and spec.placement == "auto" and make is not None:
+            measure_early(world.device, regime.name)  # who only evaluates plans nothing
         elements = sum(parameter.numel() for parameter in model.parameters())
         sizes = Sizes.of(regime, elements=elements, ranks=ranks)
         sums = accumulation > 1 and spec.stage > 1  # which wait between micro-steps

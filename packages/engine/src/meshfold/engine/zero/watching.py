@@ -13,6 +13,7 @@ from torch.utils._pytree import tree_leaves
 
 from meshfold.engine.recompute import RecomputedBlocks
 from meshfold.zero_gemini import Gemini
+from meshfold.zero_gemini.stepping.paces import Pace, What
 from meshfold.zero_gemini.trace import (
     CudaBytes,
     CudaClock,
@@ -32,6 +33,7 @@ class Watcher:
     Attributes:
         traces: so far.
         tokens: of the last forward that was traced.
+        paces: of the optimizer's steps on the host, during the last step that was traced.
     """
 
     def __init__(
@@ -46,6 +48,7 @@ class Watcher:
         self._model, self._gemini, self._device, self._blocks = model, gemini, device, blocks
         self.traces: list[Trace] = []
         self.tokens = 1
+        self.paces: dict[What, Pace] = {}
         self._traced = False  # in this optimizer step
         self._tracer: StepTracer | None = None
         self._watch = ExitStack()
@@ -85,6 +88,7 @@ class Watcher:
     def step_over(self) -> None:
         """After an optimizer step."""
         self._traced = False
+        self.paces = self._gemini.take_paces()
 
     def _count_tokens(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         given = [x for x in tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from meshfold.zero_gemini.planner.memory import windows
-from meshfold.zero_gemini.planner.options import PARAMETERS, STATE, Floats
+from meshfold.zero_gemini.planner.options import PARAMETERS, SPLIT_ON_DEVICE, STATE, Floats
 from meshfold.zero_gemini.planner.rates import Machine
 from meshfold.zero_gemini.planner.workload import ChunkCost, Workload
 
@@ -16,7 +16,7 @@ TAIL = "tail"
 class Loads:
     """What every option of every chunk puts on every resource; arrays are: chunk option."""
 
-    def __init__(self, workload: Workload, machine: Machine) -> None:
+    def __init__(self, workload: Workload, machine: Machine, strategy: str) -> None:
         chunks, regime = workload.chunks, workload.regime
         self.workload, self.machine, self.regime = workload, machine, regime
         elems = np.array([chunk.elems for chunk in chunks], dtype=float)[:, None]
@@ -36,7 +36,9 @@ class Loads:
         self.down = regime.gradient * self.elems
         self.disk = regime.state * elems * train * disk
         self.split = elems * train * (off - disk)
-        self.cores, self.beside = self._dealt()
+        self.cores, self.beside = self._dealt(strategy)
+        # Share of the elements whose moments the cores write.
+        self.moments = 1.0 if strategy == SPLIT_ON_DEVICE else self.cores
         self.gpu_step = regime.step * elems * train * (1 - off) / machine.gpu_memory
         self.forward = np.array([chunk.forward_seconds for chunk in chunks])
         self.backward = np.array([chunk.backward_seconds for chunk in chunks])
@@ -63,13 +65,16 @@ class Loads:
         width = self.regime.parameter
         return width * forward * share, width * backward * share, self.regime.gradient * reduced * share
 
-    def _dealt(self) -> tuple[float, float]:
+    def _dealt(self, strategy: str) -> tuple[float, float]:
         """The cores' share of what the host steps before a forward, and the host memory's bytes/s that they have then."""
-        machine = self.machine
+        machine, regime = self.machine, self.regime
         if not machine.passage:
             return 1.0, machine.host_memory
-        cores = machine.beside_passage / self.regime.first_pass
-        return cores / (cores + machine.passage / self.regime.step), machine.beside_passage
+        cores = machine.beside_passage / regime.first_pass
+        passed = regime.first_pass if strategy == SPLIT_ON_DEVICE else regime.step
+        # of what only the parameters come down of more goes up: no more than there is room for, beside the parameters
+        most = machine.h2d / ((regime.step + regime.gradient) / 2 + regime.parameter)
+        return cores / (cores + min(machine.passage / passed, most)), machine.beside_passage
 
     def cpu(self) -> Floats:
         """Seconds of arithmetic of the CPU step."""

@@ -17,6 +17,7 @@ from meshfold.zero_gemini.planner.options import (
     NONE,
     OUT_OF_PLACE,
     SPLIT,
+    SPLIT_ON_DEVICE,
     WITH_DISK,
     WITH_HOST,
     Choice,
@@ -103,9 +104,10 @@ class Case:
         return {}
 
     def strategies(self) -> tuple[str, ...]:
-        if self.workload.strategies is not None:
-            return self.workload.strategies
-        return (JUST_IN_TIME, SPLIT, OUT_OF_PLACE) if self.workload.clipping else (NONE,)
+        found = self.workload.strategies
+        if found is None:
+            found = (JUST_IN_TIME, SPLIT, OUT_OF_PLACE) if self.workload.clipping else (NONE,)
+        return (*found, SPLIT_ON_DEVICE) if SPLIT in found and self.machine.passage else found
 
     def problem(self, strategy: str, mode: str) -> Problem:
         if strategy not in self._seconds:

@@ -52,7 +52,7 @@ class Machine:
     """bytes/s of state, up and down together, that the device steps for the host while the cores step other chunks; 0: it
     does not."""
     beside_passage: float = 0.0
-    """bytes/s of host memory that the cores reach meanwhile."""
+    """bytes/s of host memory that the cores reach meanwhile, while the parameters that both have stepped go up as well."""
     passage_bytes: int = 0
     """bytes of GPU memory that state passes through."""
     cpu_optimizer: Mapping[str, float] = field(default_factory=dict)

@@ -28,6 +28,8 @@ With just-in-time clipping a step is two phases, each the largest of its own sum
 the CPU step inside it: ``backward + max(forward, (26 B · host elements + forward's h2d bytes) / host memory)``.
 Where the device steps some of the host's chunks, as their state passes through it, both work until nothing is left: the
 cores' share of the elements is to the device's as their rates are, and moments are left over of the cores' share alone.
+Where the backward has time for it, the device too leaves the moments: a third fewer bytes go through the host's memory
+before the forward, and the cores write all moments beside the backward.
 With several micro-steps to a step, the later ones add a forward and a backward each in which nothing is stepped.
 Out of place it is (1 - q) of the first form and q of the second, with the wasted step in its backward; q is the share of steps
 that clip.
@@ -41,7 +43,16 @@ import numpy as np
 
 from meshfold.zero_gemini.planner.loads import Loads
 from meshfold.zero_gemini.planner.memory import gradient_ring
-from meshfold.zero_gemini.planner.options import JUST_IN_TIME, NONE, OUT_OF_PLACE, SPLIT, Builder, Table
+from meshfold.zero_gemini.planner.options import (
+    JUST_IN_TIME,
+    NONE,
+    OUT_OF_PLACE,
+    SPLIT,
+    SPLIT_ON_DEVICE,
+    Builder,
+    Floats,
+    Table,
+)
 from meshfold.zero_gemini.planner.rates import Machine
 from meshfold.zero_gemini.planner.workload import Workload
 
@@ -58,7 +69,7 @@ class Phase:
 
 def seconds_table(workload: Workload, machine: Machine, strategy: str) -> tuple[Table, tuple[Phase, ...]]:
     """The sums and the phases of a strategy."""
-    loads = Loads(workload, machine)
+    loads = Loads(workload, machine, strategy)
     build = Builder(len(workload.chunks), len(workload.layers))
     phases: list[Phase] = []
 
@@ -75,7 +86,7 @@ def seconds_table(workload: Workload, machine: Machine, strategy: str) -> tuple[
     elif strategy == NONE or (strategy == OUT_OF_PLACE and q < 1):
         _overlapped(build, loads)
         close("step", 1.0 if strategy == NONE else 1 - q)
-    if strategy in (JUST_IN_TIME, SPLIT) or (strategy == OUT_OF_PLACE and q > 0):
+    if strategy in (JUST_IN_TIME, SPLIT, SPLIT_ON_DEVICE) or (strategy == OUT_OF_PLACE and q > 0):
         weight = q if strategy == OUT_OF_PLACE else 1.0
         _forward(build, loads, strategy)
         close("forward", weight)
@@ -91,17 +102,10 @@ def seconds_table(workload: Workload, machine: Machine, strategy: str) -> tuple[
 
 def _overlapped(build: Builder, loads: Loads) -> None:
     """One phase: the CPU steps while the backward goes on."""
-    machine = loads.machine
-    up, down = loads.up_forward + loads.up_backward, loads.down
-    step = loads.regime.step * loads.elems
+    machine, down, step = loads.machine, loads.down, loads.regime.step * loads.elems
     compute = loads.forward.sum() + loads.backward.sum()
     build.add("compute", base=compute, chunk=loads.gpu_step + loads.renewed, layer=loads.recompute)
-    build.add("h2d", chunk=up / machine.h2d)
-    build.add("d2h", chunk=down / machine.d2h)
-    build.add("pcie", chunk=(up + down) / machine.pcie_both)
-    build.add("host memory", chunk=(step + up + down + 2 * loads.disk) / machine.host_memory)
-    build.add("cpu optimizer", chunk=loads.cpu())
-    build.add("disk", chunk=loads.disk_seconds())
+    _beside(build, loads, up=loads.up_forward + loads.up_backward, step=step, disk=loads.disk)
     build.add("collectives", base=loads.gather_forward + loads.gather_backward + loads.reduce)
     first, done = loads.first, loads.done
     later = first[None, :] >= first[:, None]  # k j: j's forward is not before k's
@@ -117,6 +121,17 @@ def _overlapped(build: Builder, loads: Loads) -> None:
         build.add(*loads.tails(resource), base=path, chunk=chunk, layer=recompute)
 
 
+def _beside(build: Builder, loads: Loads, *, up: Floats, step: Floats, disk: Floats) -> None:
+    """What goes on beside a backward: copies both ways, the host's step and what of it is on disk; bytes, chunk option."""
+    machine, down = loads.machine, loads.down
+    build.add("h2d", chunk=up / machine.h2d)
+    build.add("d2h", chunk=down / machine.d2h)
+    build.add("pcie", chunk=(up + down) / machine.pcie_both)
+    build.add("host memory", chunk=(step + up + down + 2 * disk) / machine.host_memory)
+    build.add("cpu optimizer", chunk=loads.cpu_of(step))
+    build.add("disk", chunk=disk / machine.disk_read + disk / machine.disk_write)
+
+
 def _forward_alone(build: Builder, loads: Loads) -> None:
     """A forward with what the backward before it has stepped: it comes up, and nothing else is done."""
     machine, up = loads.machine, loads.up_forward
@@ -128,15 +143,9 @@ def _forward_alone(build: Builder, loads: Loads) -> None:
 
 def _stepped_backward(build: Builder, loads: Loads) -> None:
     """A backward that does not end before the CPU has stepped: buffers for gradients are few."""
-    machine = loads.machine
-    up, down, step = loads.up_backward, loads.down, loads.regime.step * loads.elems
+    machine, down, step = loads.machine, loads.down, loads.regime.step * loads.elems
     build.add("compute", base=loads.backward.sum(), chunk=loads.gpu_step, layer=loads.recompute)
-    build.add("h2d", chunk=up / machine.h2d)
-    build.add("d2h", chunk=down / machine.d2h)
-    build.add("pcie", chunk=(up + down) / machine.pcie_both)
-    build.add("host memory", chunk=(step + up + down + 2 * loads.disk) / machine.host_memory)
-    build.add("cpu optimizer", chunk=loads.cpu())
-    build.add("disk", chunk=loads.disk_seconds())
+    _beside(build, loads, up=loads.up_backward, step=step, disk=loads.disk)
     build.add("collectives", base=loads.gather_backward + loads.reduce)
     done = loads.done
     before = done[None, :] <= done[:, None]  # k j: j's gradient is not after k's
@@ -144,7 +153,7 @@ def _stepped_backward(build: Builder, loads: Loads) -> None:
     on_gpu = loads.gpu_step[:, :, None] * before.T[:, None, :]
     recompute = loads.recompute[:, :, None] * (loads.recompute_at[:, None] <= done[None, :])[:, None, :]
     host = np.maximum((step + down + 2 * loads.disk) / machine.host_memory, loads.cpu())
-    arriving = (loads.down / machine.d2h)[:, :, None] * np.eye(len(done))[:, None, :]
+    arriving = (down / machine.d2h)[:, :, None] * np.eye(len(done))[:, None, :]
     for resource, work in (("host", host), ("disk", loads.disk_seconds())):
         chunk = on_gpu + work[:, :, None] * after.T[:, None, :] + arriving
         build.add(*loads.tails(resource), base=before @ loads.backward, chunk=chunk, layer=recompute)
@@ -153,23 +162,27 @@ def _stepped_backward(build: Builder, loads: Loads) -> None:
 def _forward(build: Builder, loads: Loads, strategy: str) -> None:
     """The forward with the CPU step of every chunk just before its use; the GPU steps when the norm is known."""
     machine, regime = loads.machine, loads.regime
-    split = loads.split if strategy == SPLIT else np.zeros_like(loads.split)
+    halves = strategy in (SPLIT, SPLIT_ON_DEVICE)
+    split = loads.split if halves else np.zeros_like(loads.split)
     # in bytes of the rate that the cores have while nothing passes through the device
     dealt = regime.first_pass * loads.cores * split * machine.host_memory / loads.beside
     step = regime.step * (loads.elems - split) + dealt
-    cpu = loads.cpu() if strategy != SPLIT else loads.cpu_of(step)
+    cpu = loads.cpu_of(step) if halves else loads.cpu()
     up = loads.up_forward
+    # The cores' rate beside the device's steps is one while what both have stepped goes up too.
+    within = regime.parameter * split * (machine.passage > 0)
+    fresh, more = regime.parameter * loads.elems - within, up - np.minimum(up, within)
     through = (regime.step + regime.gradient) / 2 * (1 - loads.cores) * split
     build.add("compute", base=loads.forward.sum(), chunk=loads.gpu_step + loads.renewed)
     build.add("h2d", chunk=(up + through) / machine.h2d)
-    build.add("host memory", chunk=(step + up + 2 * loads.disk) / machine.host_memory)
+    build.add("host memory", chunk=(step + more + 2 * loads.disk) / machine.host_memory)
     build.add("cpu optimizer", chunk=cpu)
     build.add("disk", chunk=loads.disk_seconds())
     build.add("collectives", base=loads.gather_forward)
     first = loads.first
     path = (first[None, :] >= first[:, None]) @ loads.forward
     earlier = (first[None, :] <= first[:, None]).T[:, None, :]
-    host = np.maximum((step + regime.parameter * loads.elems + 2 * loads.disk) / machine.host_memory, cpu)
+    host = np.maximum((step + fresh + 2 * loads.disk) / machine.host_memory, cpu)
     for resource, work in (("host", host), ("disk", loads.disk_seconds())):
         chunk = work[:, :, None] * earlier + loads.copies_after() + loads.own()
         build.add(*loads.tails(resource), base=path, chunk=chunk)
@@ -177,20 +190,14 @@ def _forward(build: Builder, loads: Loads, strategy: str) -> None:
 
 def _backward(build: Builder, loads: Loads, strategy: str) -> None:
     """The backward of a step that clips, with the moments of the last step or with a step that will be dropped."""
-    machine, regime = loads.machine, loads.regime
-    up, down = loads.up_backward, loads.down
+    regime = loads.regime
     step, disk = np.zeros_like(loads.elems), np.zeros_like(loads.elems)
-    if strategy == SPLIT:
-        step = regime.second_pass * loads.cores * loads.split
+    if strategy in (SPLIT, SPLIT_ON_DEVICE):
+        step = regime.second_pass * loads.moments * loads.split
     elif strategy == OUT_OF_PLACE:
         step, disk = regime.step * loads.elems, loads.disk
     build.add("compute", base=loads.backward.sum(), layer=loads.recompute)
-    build.add("h2d", chunk=up / machine.h2d)
-    build.add("d2h", chunk=down / machine.d2h)
-    build.add("pcie", chunk=(up + down) / machine.pcie_both)
-    build.add("host memory", chunk=(step + up + down + 2 * disk) / machine.host_memory)
-    build.add("cpu optimizer", chunk=loads.cpu_of(step))
-    build.add("disk", chunk=disk / machine.disk_read + disk / machine.disk_write)
+    _beside(build, loads, up=loads.up_backward, step=step, disk=disk)
     build.add("collectives", base=loads.gather_backward + loads.reduce)
 
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from math import ceil
 
 from meshfold.mesh.errors import SpecError
-from meshfold.zero_gemini.planner.options import JUST_IN_TIME, NONE, OUT_OF_PLACE, SPLIT, STRATEGIES
+from meshfold.zero_gemini.planner.options import NONE, STRATEGIES
 from meshfold.zero_gemini.planner.rates import Machine
 
 
@@ -201,7 +201,7 @@ class Workload:
                 f"workload {self.name!r}: data_ranks and tokens are at least 1, moments at least 0"
             )
 
-        known = set(STRATEGIES) - ({NONE} if self.clipping else {JUST_IN_TIME, SPLIT, OUT_OF_PLACE})
+        known = set(STRATEGIES) - {NONE} if self.clipping else {NONE}
         if self.strategies is not None and not (self.strategies and set(self.strategies) <= known):
             raise SpecError(f"strategies={self.strategies}: some of {', '.join(sorted(known))}")
         if self.stage not in (1, 2, 3) or min(self.accumulation, self.ranks_per_host) < 1:

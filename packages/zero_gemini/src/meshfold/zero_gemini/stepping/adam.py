@@ -35,6 +35,7 @@ from meshfold.zero_gemini.placing import Home
 from meshfold.zero_gemini.stepping.adam_values import AdamValues
 from meshfold.zero_gemini.stepping.held import Held
 from meshfold.zero_gemini.stepping.on_disk import DiskPlanes, DiskSettings
+from meshfold.zero_gemini.stepping.paces import Paces
 from meshfold.zero_gemini.stepping.passage import Passage
 from meshfold.zero_gemini.stepping.planes import planes_of
 from meshfold.zero_gemini.stepping.ring import Piece
@@ -63,6 +64,7 @@ class AdamStepper(AdamValues):
     Attributes:
         disk: where state on disk lies; None without.
         faults: keeps what fails of a promised step, which nobody can be told of in the middle of a collective.
+        paces: of steps on the host.
     """
 
     def __init__(
@@ -85,7 +87,7 @@ class AdamStepper(AdamValues):
         self._groups: dict[Tensor, Any] = {}
         self._coming: list[Piece] = []
         self._passage: Passage | None = None
-        self.faults = Faults()
+        self.faults, self.paces = Faults(), Paces()
 
     def reserve(self, shards: Iterable[tuple[torch.dtype, int]]) -> None:
         """Have room on disk for chunks that are about to be adopted on, or moved to, disk: in one file for all of them.
@@ -159,7 +161,7 @@ class AdamStepper(AdamValues):
                 factor = factors[gradient.device]
             step = ChunkStep(
                 held=self._held[chunk], gradient=gradient, factor=factor, first=self._first[chunk],
-                seed=self._seed, runs=self._runs(chunk, used, groups),
+                seed=self._seed, runs=self._runs(chunk, used, groups), paces=self.paces,
             )  # fmt: skip
             if not self._beside(chunk):
                 step.at_once()
@@ -195,7 +197,7 @@ class AdamStepper(AdamValues):
     def step_one(self, chunk: Chunk, gradient: Tensor, used: set[str], *, ready: Callable[[], None]) -> None:
         step = ChunkStep(
             held=self._held[chunk], gradient=gradient, factor=1.0, first=self._first[chunk], seed=self._seed,
-            runs=self._runs(chunk, used, self._groups),
+            runs=self._runs(chunk, used, self._groups), paces=self.paces,
         )  # fmt: skip
         if self._beside(chunk):
             self._worker.submit({chunk: step.in_one(ready, self._read_ahead)}, [])

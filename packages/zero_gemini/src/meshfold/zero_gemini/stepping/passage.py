@@ -74,9 +74,11 @@ class Passage:
 
     Attributes:
         memory: whose compute device it is.
+        halves: the device does first halves alone where it can: parameters come down, and the moments are left to the cores.
     """
 
     memory: Memory
+    halves: bool = False
     slot_bytes: int = SLOT_BYTES
     slots: int = SLOTS
     _slots: list[_Slot] = field(default_factory=list)
@@ -103,13 +105,16 @@ class Passage:
             # what was queued before may still use this memory
             up.wait_stream(torch.cuda.current_stream(self.memory.device))
 
-    def step(self, host: HostState, spans: list[tuple[int, int]], do: StepPiece) -> Callable[[], None]:
+    def step(
+        self, host: HostState, spans: list[tuple[int, int]], do: StepPiece, *, moments: bool = True
+    ) -> Callable[[], None]:
         """Step some runs of elements.
 
         Args:
             host: their state, which nobody else touches until the end.
             spans: from and to which element of the shard they go, in order.
             do: steps a piece of one of them on the device.
+            moments: it changes them too, so they come down.
 
         Returns:
             As soon as the last pieces are on their way up: what returns when all is down again.
@@ -120,7 +125,7 @@ class Passage:
             # Pieces begin where blocks of elements that share a value do, wherever the run begins.
             start = begin // _ALIGN_ELEMS * _ALIGN_ELEMS
             for at in range(start, end, size):
-                last = self._piece(host, max(at, begin), min(at + size, end), partial(do, index))
+                last = self._piece(host, max(at, begin), min(at + size, end), partial(do, index), moments)
         return waits_for(last)
 
     def close(self) -> None:
@@ -141,7 +146,12 @@ class Passage:
         return elements
 
     def _piece(
-        self, host: HostState, begin: int, end: int, do: Callable[[AdamState, Tensor, int], None]
+        self,
+        host: HostState,
+        begin: int,
+        end: int,
+        do: Callable[[AdamState, Tensor, int], None],
+        moments: bool,
     ) -> torch.cuda.Event | None:
         slot = self._slots[self._turn % self.slots]
         self._turn += 1
@@ -150,6 +160,7 @@ class Passage:
         there = cut(host.planes, host.tensors, begin, end)
         home = {"": host.weights[begin:end], **there}
         arrived = {"": weights, **here}
+        changed = ["", *(plane.name for plane in host.planes if moments or not plane.is_of_moments)]
 
         def up() -> None:
             gradient.copy_(host.gradient[begin:end], non_blocking=True)
@@ -157,8 +168,8 @@ class Passage:
                 tensor.copy_(home[name], non_blocking=True)
 
         def down() -> None:
-            for name, tensor in home.items():
-                tensor.copy_(arrived[name], non_blocking=True)
+            for name in changed:
+                home[name].copy_(arrived[name], non_blocking=True)
 
         streams = self._streams
         if streams is None:

@@ -14,6 +14,7 @@ BLOCK_ELEMS = 256
 """Elements that share the scale of an 8-bit moment."""
 
 _LINE_BYTES = 64
+_SCALE = "_scale"
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 
@@ -35,6 +36,11 @@ class Plane(NamedTuple):
         """Values that so many elements of a chunk have."""
         return -(-elements // self.each)
 
+    @property
+    def is_of_moments(self) -> bool:
+        """Whether the first half of a step leaves it as it was."""
+        return self.name.removesuffix(_SCALE) in MOMENTS
+
 
 def planes_of(dtype: torch.dtype, regime: str) -> tuple[Plane, ...]:
     """What is kept beside the weights of a model that computes in ``dtype``."""
@@ -49,7 +55,7 @@ def planes_of(dtype: torch.dtype, regime: str) -> tuple[Plane, ...]:
     if regime == "B":
         return (lo, *(Plane(name, torch.bfloat16) for name in MOMENTS))
     codes = (Plane(name, torch.uint8) for name in MOMENTS)
-    scales = (Plane(f"{name}_scale", torch.float32, BLOCK_ELEMS) for name in MOMENTS)
+    scales = (Plane(f"{name}{_SCALE}", torch.float32, BLOCK_ELEMS) for name in MOMENTS)
     return (lo, *codes, *scales)
 
 

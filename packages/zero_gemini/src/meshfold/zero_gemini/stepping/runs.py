@@ -12,6 +12,7 @@ from torch import Tensor
 
 from meshfold.kernels import AdamSettings, AdamState, adam_step, adam_update_moments, adam_update_parameters
 from meshfold.zero_gemini.stepping.held import Held
+from meshfold.zero_gemini.stepping.paces import Paces, What
 from meshfold.zero_gemini.stepping.passage import Passage
 from meshfold.zero_gemini.stepping.worker import Halves, Work
 
@@ -49,6 +50,7 @@ class ChunkStep:
         first: global number of the shard's first element.
         seed: of stochastic rounding.
         runs: in order.
+        paces: told how long steps of what is in the host's memory take.
     """
 
     held: Held
@@ -57,6 +59,7 @@ class ChunkStep:
     first: int
     seed: int
     runs: list[Run]
+    paces: Paces
 
     @property
     def spans(self) -> list[tuple[int, int]]:
@@ -66,6 +69,17 @@ class ChunkStep:
     def at_once(self) -> None:
         """All of it, now."""
         self._do(adam_step)
+
+    @property
+    def _elements(self) -> int:
+        return sum(run.end - run.begin for run in self.runs)
+
+    def _do_on_host(self, what: What, kernel: Callable[..., None]) -> None:
+        if self.held.place == "disk":  # waits for it too
+            self._do(kernel)
+            return
+        with self.paces.clock(what, self._elements):
+            self._do(kernel)
 
     def _do(self, kernel: Callable[..., None]) -> None:
         for index, begin, end, state in self.held.sections(self.spans, change=True, now=True):
@@ -85,7 +99,7 @@ class ChunkStep:
 
         def work() -> None:
             ready()
-            self._do(adam_step)
+            self._do_on_host("whole", adam_step)
             between()
 
         return Halves(work)
@@ -98,32 +112,39 @@ class ChunkStep:
             passage: through which the device may step it instead.
         """
 
-        def then(kernel: Callable[..., None]) -> None:
-            self._do(kernel)
+        def then(what: What, kernel: Callable[..., None]) -> None:
+            self._do_on_host(what, kernel)
             between()
 
         if self.held.place == "disk":
-            return Halves(partial(then, adam_step))
+            return Halves(partial(then, "whole", adam_step))
         through = None if passage is None else partial(self._on_device, passage)
         if not all(run.in_halves for run in self.runs):
-            return Halves(partial(then, adam_step), on_device=through)
-        return Halves(partial(then, adam_update_parameters), partial(then, adam_update_moments), through)
+            return Halves(partial(then, "whole", adam_step), on_device=through)
+        first, second = (
+            partial(then, "parameters", adam_update_parameters),
+            partial(then, "moments", adam_update_moments),
+        )
+        return Halves(first, second, through, device_does_all=passage is None or not passage.halves)
 
     @torch.no_grad()
     def _on_device(self, passage: Passage) -> Work:
-        """All of it, by the device: started, and what waits for the end."""
+        """All of it, or its first half, by the device: started, and what waits for the end."""
+        first = passage.halves and all(run.in_halves for run in self.runs)
+        kernel = adam_update_parameters if first else adam_step
         factor = float(
             self.factor
         )  # it is on the host: to bring it up again would wait for what the device does
 
         def piece(index: int, state: AdamState, gradient: Tensor, begin: int) -> None:
             run = self.runs[index]
-            adam_step(
+            kernel(
                 state, gradient, run.settings, step=run.number, grad_scale=factor, start=self.first + begin,
                 seed=self.seed,
             )  # fmt: skip
 
-        return passage.step(self.held.in_memory(self.gradient), self.spans, piece)
+        with self.paces.clock("passage", self._elements):  # until the last pieces are going up
+            return passage.step(self.held.in_memory(self.gradient), self.spans, piece, moments=not first)
 
 
 def settings_of(optimizer: torch.optim.Optimizer, group: Mapping[str, Any]) -> AdamSettings:

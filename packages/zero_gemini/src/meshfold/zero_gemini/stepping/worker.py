@@ -30,13 +30,15 @@ class Halves(NamedTuple):
     Attributes:
         parameters: writes its parameters.
         moments: writes its moments; None if the first does all.
-        on_device: instead of both: starts the whole step on the device, and returns what waits for its end; None if that
-            cannot be.
+        on_device: instead of both, or of the first: starts it on the device, and returns what waits for its end; None if
+            that cannot be.
+        device_does_all: ``on_device`` is instead of both.
     """
 
     parameters: Work
     moments: Work | None = None
     on_device: Callable[[], Work] | None = None
+    device_does_all: bool = True
 
 
 class Worker:
@@ -152,10 +154,14 @@ class _Deal:
             self._do(chunk, start)
 
     def moments(self, chunk: Chunk) -> None:
-        """The second half of a chunk that the cores took."""
-        half = self._steps[chunk].moments
-        if chunk not in self._on_device and half is not None:
-            half()
+        """The second half of a chunk, where the device has not done it."""
+        steps = self._steps[chunk]
+        if steps.moments is None or (chunk in self._on_device and steps.device_does_all):
+            return
+        on_its_way = self._done[chunk].result()
+        if on_its_way is not None:  # the device still reads the moments as they were
+            on_its_way()
+        steps.moments()
 
     def _next(self, *, on_device: bool) -> Chunk | None:
         with self._lock:

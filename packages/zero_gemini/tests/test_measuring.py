@@ -1,0 +1,155 @@
+"""The rates that plans are made from: a sample that has warmed up, the model's own kernels, and what steps showed."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+sys.path.append(str(Path(__file__).parent))  # for the helpers beside this file, on every rank
+
+from stepping_cases import SHAPES, Small, adam
+
+from meshfold.zero_gemini import measuring
+from meshfold.zero_gemini.arena import Arena
+from meshfold.zero_gemini.page_locked import PAGE_BYTES, page_locked
+from meshfold.zero_gemini.placing import Home
+from meshfold.zero_gemini.planner import EMULATED, REGIMES
+from meshfold.zero_gemini.seen import ENOUGH_ELEMS, as_seen
+from meshfold.zero_gemini.stepping import AdamStepper, paces
+from meshfold.zero_gemini.stepping.paces import Pace, Paces
+from meshfold.zero_gemini.stepping.passage import Passage
+
+HOST = Home(parameters="host", state="host")
+
+
+class Clock:
+    """Time that passes only when it is told."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def perf_counter(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    made = Clock()
+    monkeypatch.setattr(measuring, "time", made)
+    monkeypatch.setattr(paces, "time", made)
+    return made
+
+
+def test_a_sample_goes_on_until_nothing_is_faster(clock: Clock) -> None:
+    took = iter([0.05, 0.04, 0.03, 0.02, 0.025, 0.025, 0.025, 0.025, 0.06, 0.06, 0.06, 0.001])
+    done = []
+
+    def work() -> int:
+        clock.now += next(took)
+        done.append(clock.now)
+        return 100
+
+    # The fourth is the best; 0.16 s later it still is, and the last is not waited for.
+    assert measuring._steady(work) == pytest.approx(100 / 0.02)
+    assert len(done) == 9
+
+
+def test_a_sample_that_keeps_getting_faster_ends(clock: Clock) -> None:
+    calls = 0
+
+    def work() -> int:
+        nonlocal calls
+        calls += 1
+        clock.now += 0.1
+        return calls
+
+    assert measuring._steady(work) == pytest.approx(calls / 0.1)
+    assert calls == 15
+
+
+@pytest.mark.parametrize("regime", sorted(REGIMES))
+def test_every_regime_is_measured_with_its_own_planes(regime: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(measuring, "_ELEMENTS", 2**16)
+    allocated: list[int] = []
+    make = Arena.allocate
+
+    def allocate(arena: Arena, numel: int, dtype: torch.dtype, purpose: str = "") -> object:
+        allocated.append(numel * dtype.itemsize)
+        return make(arena, numel, dtype, purpose)
+
+    monkeypatch.setattr(Arena, "allocate", allocate)
+    known = REGIMES[regime]
+    both, alone = measuring._adam(torch.device("cpu"), known)
+    assert sum(allocated) == pytest.approx((known.parameter + known.state + known.gradient) * 2**16)
+    assert both == alone > 0  # nothing goes to a device of its own
+
+
+def test_what_has_no_kernels_is_measured_with_those_of_regime_a() -> None:
+    assert [measuring._known(name) for name in ("B", "fp32", "3 moments")] == ["B", "fp32", "A"]
+
+
+def test_equally_large_blocks_begin_on_different_pages() -> None:
+    """Else the planes of a chunk of 2**26 elements lie whole powers of two apart."""
+    blocks = [page_locked(2**21 * times) for times in (1, 2, 2, 1, 1)]
+    places = [block.data_ptr() // PAGE_BYTES % 16 for block in blocks]
+    assert len(set(places)) == 5
+    assert all(block.data_ptr() % PAGE_BYTES == 0 for block in blocks)
+    assert [block.untyped_storage().nbytes() for block in blocks] == [2**21 * t for t in (1, 2, 2, 1, 1)]
+
+
+def test_paces_add_up_and_begin_anew(clock: Clock) -> None:
+    found = Paces()
+    for elements, seconds in ((100, 2.0), (300, 1.0)):
+        with found.clock("moments", elements):
+            clock.now += seconds
+    with pytest.raises(ValueError, match="no"), found.clock("whole", 5):
+        raise ValueError("no")
+    assert found.take() == {"moments": Pace(400, 3.0)}
+    assert found.take() == {}
+
+
+@pytest.mark.parametrize("through", [False, True], ids=["cores", "device"])
+def test_steps_on_the_host_are_clocked_by_what_they_do(through: bool) -> None:
+    small = Small(adam("A"), torch.bfloat16, (HOST, Home(), HOST))
+    stepper = small.stepper
+    assert isinstance(stepper, AdamStepper)
+    if through:
+        stepper.pass_through(Passage(memory=small.memory, slot_bytes=2**20, slots=2))
+    for _ in range(3):
+        small.step("".join(SHAPES))
+    small.stepper.finish()
+    found = stepper.paces.take()
+    small.stepper.close()
+    on_host = sum(chunk.spec.size_elems for chunk in (small.chunks[0], small.chunks[2]))
+    passed = found.get("passage", Pace()).elements
+    assert (passed > 0) <= through
+    # each chunk's parameters and moments by the cores, or all of it by the device; none of the device's own
+    for half in ("parameters", "moments"):
+        assert found.get(half, Pace()).elements + passed == 3 * on_host
+    assert all(pace.seconds > 0 for pace in found.values())
+
+
+def test_a_plan_takes_the_rates_that_steps_showed() -> None:
+    regime, n = REGIMES["A"], ENOUGH_ELEMS
+    machine = replace(EMULATED, passage=5e9, beside_passage=6e9)
+    seen = as_seen(machine, regime, {"parameters": Pace(n, 1.0), "moments": Pace(n, 99.0)})
+    assert seen.host_memory == pytest.approx((18 + 2) * n)  # with the parameters that go up
+    assert seen.beside_passage / machine.beside_passage == pytest.approx(
+        seen.host_memory / machine.host_memory
+    )
+    assert replace(seen, host_memory=machine.host_memory, beside_passage=6e9) == machine
+    whole = as_seen(machine, regime, {"whole": Pace(3 * n, 2.0), "parameters": Pace(n, 1.0)})
+    assert whole.host_memory == pytest.approx((30 * 3 * n + 20 * n) / 3)
+
+
+@pytest.mark.parametrize(
+    "few",
+    [{}, {"moments": Pace(2**40, 1.0)}, {"parameters": Pace(ENOUGH_ELEMS - 1, 1e-3)}],
+    ids=["none", "moments", "few"],
+)
+def test_a_few_elements_say_nothing_of_the_memory(few: dict[paces.What, Pace]) -> None:
+    assert as_seen(EMULATED, REGIMES["A"], few) is EMULATED
