@@ -33,13 +33,14 @@ HEAD = (
 def described(result: dict[str, Any]) -> str:
     """The table in Markdown, the bars below it."""
     s, m = result["settings"], result["machine"]
+    gpu = m.get("gpu", "CPU")
     lines = [
         f"{s['model']}, {s['rows']} × {s['seq_len']} tokens a step over {s['ranks']} ranks, {s['precision']}, AdamW at "
-        f"{s['lr']:g}, clipped at {s['clip']:g}, nothing recomputed; {m.get('gpu', 'CPU')}, torch {m['torch']}. Each "
-        f"contestant in processes of its own, from the same weights, on the same batches. Times are medians of all steps but the first {s['warm_up']} of "
-        "each start, lowest and highest in brackets; ratios above 1 say that the row is faster than FSDP2 compiled. MFU counts "
-        "6 · parameters + 12 · layers · hidden · length operations a token. A curve is off by its largest distance from the "
-        "mean of all curves, relative to that.",
+        f"{s['lr']:g}, clipped at {s['clip']:g}, nothing recomputed; {gpu}, torch {m['torch']}. Each contestant in processes of "
+        "its own, from the same weights, on the same batches. Times are medians of all steps but the first "
+        f"{s['warm_up']} of each start, lowest and highest in brackets; ratios above 1 say that the row is faster than FSDP2 "
+        "compiled. MFU counts 6 · parameters + 12 · layers · hidden · length operations a token. A curve is off by its largest "
+        "distance from the mean of all curves, relative to that.",
         "",
         *reports.table(HEAD, _rows(result)),
         "",
