@@ -11,7 +11,7 @@ from torch import Tensor
 
 from meshfold.engine import Engine
 from meshfold.engine.models import GPT, GPTConfig
-from meshfold.mesh import CollectiveError, watchdog
+from meshfold.mesh import CollectiveError, inquiry
 from meshfold.mesh.testing import close_pools, run_on_ranks
 
 LIMIT_S = 300.0
@@ -36,7 +36,7 @@ def wrong_block(*given: Any, **named: Any) -> Tensor:
 
 def step_in_which_one_fails(parallel: dict[str, Any], victim: int, where: str) -> tuple[str, float]:
     """What a rank's second step ends with, and after how many seconds. The rank that fails lives on."""
-    watchdog._BEAT_S = 0.1  # of this pool's ranks, which end after the test
+    inquiry._BEAT_S = 0.1  # of this pool's ranks, which end after the test
     healthy = True
 
     def loss_fn(output: Any, batch: Any) -> Tensor:

@@ -7,10 +7,11 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+import pytest
 import torch
 
-from meshfold.mesh import CollectiveError, Group, Mesh, all_reduce, barrier, receive, watchdog
-from meshfold.mesh.failure import Failure, told_to_all
+from meshfold.mesh import CollectiveError, Group, Mesh, all_reduce, barrier, inquiry, receive, watching
+from meshfold.mesh.failure import Failure, Place, told_to_all
 from meshfold.mesh.testing import close_pools, ranks, run_on_ranks
 
 BEAT_S = 0.1
@@ -41,37 +42,50 @@ def caught(*, fails: bool) -> None:
 
 @contextmanager
 def watched() -> Iterator[Group]:
-    usual, watchdog._BEAT_S = watchdog._BEAT_S, BEAT_S
-    watching = watchdog.watch(60.0)
+    usual, inquiry._BEAT_S = inquiry._BEAT_S, BEAT_S
+    watch = watching.watch(60.0)
     try:
         yield Mesh(dict(pipe=4)).group("pipe")
     finally:
-        watchdog._BEAT_S = usual
-        watching.close()
+        inquiry._BEAT_S = usual
+        watch.close()
 
 
 def heard_of(rank: int) -> Failure:
     """Wait until that rank has failed once more than this one."""
     while True:
-        found = watchdog._running[1]._failures.elsewhere()  # type: ignore[index]
-        if found is not None and found.rank == rank:
-            return found
+        for found in watching._running[1]._failures.elsewhere():  # type: ignore[index]
+            if found.rank == rank:
+                return found
         time.sleep(BEAT_S)
 
 
 def one_fails(how: str) -> tuple[str, float]:
-    watchdog._BEAT_S = BEAT_S  # of this pool's ranks, which end with the test
-    watchdog.watch(60.0)
+    inquiry._BEAT_S = BEAT_S  # of this pool's ranks, which end with the test
+    watching.watch(60.0)
     group = Mesh(dict(pipe=4)).group("pipe")
     barrier(group)
+    if how == "after errors of their own":
+        for _ in range(0 if group.index == 3 else 3):
+            caught(fails=True)
+        barrier(group)
     began = time.monotonic()
     try:
         if group.index == 3:
-            if how == "at the end of its program":
+            if how == "one that the others survive":
+                try:
+                    step(fails=True)
+                except Trouble as error:
+                    sys.last_value = error
+                watching._running[1]._end()  # type: ignore[index]
+            elif how == "at the end of its program":
                 sys.last_value = Trouble(WRONG)
-                watchdog._running[1]._end()  # type: ignore[index]  # what runs when Python ends
+                watching._running[1]._end()  # type: ignore[index]  # what runs when Python ends
             else:
                 step(fails=True)
+        elif how == "one that the others survive":
+            caught(fails=True)
+            all_reduce(torch.ones(2), group)
         elif how == "messages":  # a chain: 0 waits for 1, that for 2, that for 3
             receive(torch.empty(2), group, group.index + 1).wait()
         else:
@@ -109,6 +123,11 @@ def test_an_error_that_ends_a_program_is_told() -> None:
     check("at the end of its program")
 
 
+@pytest.mark.parametrize("how", ["after errors of their own", "one that the others survive"])
+def test_errors_of_ones_own_make_nobody_deaf(how: str) -> None:
+    check(how)
+
+
 @ranks(4)
 def test_an_error_that_all_have_and_catch_ends_nobody() -> None:
     with watched() as group:
@@ -128,11 +147,11 @@ def test_an_error_after_which_a_rank_goes_on_is_taken_back() -> None:
     with watched() as group:
         caught(fails=group.index == 1)
         barrier(group)
-        failures = watchdog._running[1]._failures  # type: ignore[index]
+        failures = watching._running[1]._failures  # type: ignore[index]
         while failures.stands:  # rank 1 takes it back at its next beat
             time.sleep(BEAT_S)
         barrier(group)
-        assert failures.elsewhere() is None
+        assert failures.elsewhere() == []
         if group.index == 1:
             time.sleep(LONG_S)
         assert all_reduce(torch.ones(1), group).item() == 4.0
@@ -159,7 +178,8 @@ def test_a_failure_says_where_and_no_more_than_its_end() -> None:
     try:
         deep(3)
     except Trouble as error:
-        found = Failure.of(error, 2, 1, 7)
+        place = Place(kind="Trouble", step=7, counts=(("all", 3), ("row", 1)))
+        found = Failure.of(error, 2, place, order=5)
     assert found == Failure.read(found.written())
     assert found.error.startswith("Trouble: xxx") and found.traceback.startswith("...\n")
     assert len(found.traceback) == 20_004

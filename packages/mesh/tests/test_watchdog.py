@@ -14,8 +14,9 @@ from meshfold.mesh import CollectiveError, LaunchError, Mesh, all_gather, all_re
 from meshfold.mesh.environment import watching
 from meshfold.mesh.flight import Call, Flight
 from meshfold.mesh.mesh import Group
+from meshfold.mesh.progress import Progress
 from meshfold.mesh.testing import close_pools, fake_world, ranks, run_on_ranks
-from meshfold.mesh.watchdog import watch
+from meshfold.mesh.watching import watch
 
 LIMIT_S = 1.0
 
@@ -213,29 +214,33 @@ class Moment:
 
 def test_a_gpu_that_comes_no_further_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     """Events stand behind the calls; what counts is that the first that is not over stays the first."""
-    from meshfold.mesh import watchdog as module
+    from meshfold.mesh import progress as module
 
     now = [100.0]
     monkeypatch.setattr(module.time, "monotonic", lambda: now[0])
-    dog = object.__new__(module.Watchdog)
-    dog.limit_s, dog._moved = 60.0, now[0]
-    dog.flight = Flight(dog)
+    recorder = Flight(None)  # type: ignore[arg-type]  # nobody looks
+    progress = Progress(recorder)
+
+    def stuck() -> Call | None:
+        progress.look()
+        return progress.held_up_by(60.0)
+
     group = Group(axes=("data",), ranks=(0, 1), index=0, name="g")
     moments = [Moment() for _ in range(3)]
-    calls = [Call(dog.flight, "all_reduce", group, torch.ones(2), "sum", None) for _ in moments]
+    calls = [Call(recorder, "all_reduce", group, torch.ones(2), "sum", None) for _ in moments]
     for call, moment in zip(calls, moments, strict=True):
         call.event = moment  # type: ignore[assignment]
-        dog.flight.on_device.append(call)
-    assert dog._stuck() is None
+        recorder.on_device.append(call)
+    assert stuck() is None
     now[0] += 50
     moments[0].over = True
-    assert dog._stuck() is None  # it has come one further
+    assert stuck() is None  # it has come one further
     now[0] += 50
-    assert dog._stuck() is None
+    assert stuck() is None
     now[0] += 11
-    assert dog._stuck() is calls[1]
+    assert stuck() is calls[1]
     moments[1].over = moments[2].over = True
-    assert dog._stuck() is None and not dog.flight.on_device
+    assert stuck() is None and not recorder.on_device
 
 
 def test_nothing_is_watched_where_nobody_communicates() -> None:

@@ -8,20 +8,20 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
 
 from meshfold.engine.blocks import gather, global_shape, put
 from meshfold.engine.checkpoints.optimizer_state import OptimizerState
-from meshfold.engine.checkpoints.rectangles import Piece, pieces_of_block, pieces_of_whole, ranks_alike
+from meshfold.engine.checkpoints.rectangles import Cut, Piece, pieces_of_block, pieces_of_whole, ranks_alike
 from meshfold.engine.data_parallel import GradientReducer
 from meshfold.engine.optimizers import Factory
 from meshfold.engine.precision import Masters
 from meshfold.engine.world import PIPE, World
-from meshfold.mesh import clip_gradient_values, clip_gradients, gradient_norm, metadata
+from meshfold.mesh import Mesh, clip_gradient_values, clip_gradients, gradient_norm, metadata
+from meshfold.mesh.metadata import ParameterMeta
 from meshfold.mesh.names import plain
 from meshfold.mesh.parts import Parts
 
@@ -32,16 +32,15 @@ if TYPE_CHECKING:
     from meshfold.zero_gemini.backward import Backward
 
 
-@dataclass(frozen=True, kw_only=True)
-class Source:
-    """A whole tensor that ranks hold parts of.
+class Source(NamedTuple):
+    """A whole tensor that ranks hold parts of. A tuple, since every save makes one of each tensor while the training waits.
 
     Attributes:
         dtype: of its elements.
         shape: of the whole.
         read: makes the whole tensor; a collective over the ranks that ``States.all_read`` says. What this rank cannot
             read of it is raised when the others have been served.
-        pieces: what this rank writes of it, by its name, where nothing is gathered. Without communication.
+        cut: how what this rank writes of it, where nothing is gathered, is found by its name. Without communication.
         parts: what this rank keeps of it, of which the pieces are views; none where there are no pieces. Likewise.
         alike: all ranks read the same, and it does not change before a step; else rank 0's counts.
         on_disk: what this rank keeps is on a disk, for want of memory: ``parts`` reads it.
@@ -50,7 +49,7 @@ class Source:
     dtype: torch.dtype
     shape: tuple[int, ...]
     read: Callable[[], Tensor]
-    pieces: Callable[[str], tuple[Piece, ...]]
+    cut: Callable[[], Cut]
     parts: Callable[[], Parts]
     alike: bool = True
     on_disk: bool = False
@@ -244,28 +243,50 @@ class PlainStates:
         return OptimizerState(self.optimizer, self.targets)
 
 
+class _Held:
+    """A tensor that lies like another; see :func:`held`."""
+
+    __slots__ = ("_like", "_local", "_world")
+
+    def __init__(self, local: Tensor, like: Tensor, world: World) -> None:
+        self._local, self._like, self._world = local, like, world
+
+    def read(self) -> Tensor:
+        return gather(self._local, self._like, self._world)
+
+    def parts(self) -> Parts:
+        return Parts((self._local.detach(),))
+
+    def cut(self) -> Cut:
+        meta, shape = metadata(self._like), tuple(self._local.shape)
+        if meta is not None and shape == self._like.shape:
+            return Cut(pieces_of_block, (shape, meta, self._local.dtype))
+        return Cut(_pieces_of_same, (shape, meta, self._world.mesh))
+
+
 def held(local: Tensor, like: Tensor, world: World) -> Source:
     """A tensor that lies like another (a parameter's optimizer state, say); one of another shape as it is.
 
     One that no mesh knows is a buffer, which training may have moved apart (statistics of batch norm).
     """
+    found, alike = _Held(local, like, world), metadata(like) is not None
     return Source(
         dtype=local.dtype,
         shape=global_shape(local, like),
-        read=lambda: gather(local, like, world),
-        pieces=lambda name: _pieces(name, local, like, world),
-        parts=lambda: Parts((local.detach(),)),
-        alike=metadata(like) is not None,
+        read=found.read,
+        cut=found.cut,
+        parts=found.parts,
+        alike=alike,
     )
 
 
-def _pieces(name: str, local: Tensor, like: Tensor, world: World) -> tuple[Piece, ...]:
-    meta, mesh = metadata(like), world.mesh
-    if meta is not None and local.shape == like.shape:
-        return pieces_of_block(name, local.shape, meta, dtype=local.dtype)
+def _pieces_of_same(
+    name: str, shape: tuple[int, ...], meta: ParameterMeta | None, mesh: Mesh
+) -> tuple[Piece, ...]:
+    """Of a tensor that ranks have whole, and alike; ``meta``: of the parameter that it belongs to."""
     if meta is not None:
         ranks = ranks_alike(mesh, tuple(meta.only_at))
     else:
         others = [axis for axis in mesh.names if axis != PIPE]
         ranks = [rank for rank in ranks_alike(mesh, (PIPE,)) if mesh.index(*others, rank=rank) == 0]
-    return pieces_of_whole(name, local.shape, ranks, mesh.rank)
+    return pieces_of_whole(name, shape, ranks, mesh.rank)

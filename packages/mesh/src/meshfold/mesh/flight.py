@@ -70,7 +70,10 @@ class Call:
             me = group.ranks[group.index]
             source, target = (me, peer) if kind == "send" else (peer, me)
             self.channel = f"{group.name} {source}>{target}"
-        self.number = flight.counts[self.channel] = flight.counts.get(self.channel, 0) + 1
+        before = flight.counts.get(self.channel, 0)
+        if not before:
+            flight.members[self.channel] = group.ranks if peer is None else (source, target)
+        self.number = flight.counts[self.channel] = before + 1
         self.since: float | None = None
         self.checked = False
         self.event: torch.cuda.Event | None = None
@@ -108,12 +111,23 @@ class Call:
 
 
 class Flight:
-    """The calls of this rank so far."""
+    """The calls of this rank so far.
+
+    Attributes:
+        watcher: looks at them.
+        step: the optimizer step; None if nobody said.
+        counts: of calls, by channel.
+        members: the ranks of each channel.
+        last: the newest calls.
+        waiting: those that are waited for.
+        on_device: those whose end on a GPU was not seen yet.
+    """
 
     def __init__(self, watcher: Watcher) -> None:
         self.watcher = watcher
         self.step: int | None = None
         self.counts: dict[str, int] = {}
+        self.members: dict[str, tuple[int, ...]] = {}
         self.last: deque[Call] = deque(maxlen=_KEPT)
         self.waiting: dict[int, Call] = {}
         self.on_device: deque[Call] = deque(maxlen=_ON_DEVICE)

@@ -89,14 +89,20 @@ class BackgroundSave:
     def begin(self, work: Callable[[], None]) -> None:
         """Do the work in a thread, which the interpreter waits for at its end."""
 
+        returned = threading.Event()
+
         def keep() -> None:
+            returned.wait()
             self._error = advised(attempt(work))
             self.seconds = time.perf_counter() - self._begun
 
         self._thread = threading.Thread(target=keep, name=f"save {self.path.name}")
-        self._thread.start()
-        self.blocked_seconds = time.perf_counter() - self._begun
-        atexit.register(self._tell)
+        try:
+            self._thread.start()  # waits for the thread, which would go on to work for as long as the interpreter lets it
+            self.blocked_seconds = time.perf_counter() - self._begun
+            atexit.register(self._tell)
+        finally:
+            returned.set()
 
     def _tell(self) -> None:
         """At the end of a process in which nobody asked."""

@@ -21,6 +21,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
+from meshfold.engine.checkpoints.politely import politely
 from meshfold.engine.checkpoints.stored import Block, Stored
 from meshfold.engine.checkpoints.tensor_file import Described, TensorFile
 from meshfold.engine.errors import CheckpointError
@@ -63,7 +64,7 @@ def write_index(folder: Path, name: str, tensors: Mapping[str, Described], ranks
     for rank in range(ranks):
         path = folder / file_of(name, rank, ranks)
         found = TensorFile(path)
-        for key in found:
+        for key in politely(found):
             tensor, _, place = key.rpartition("[")
             bounds = [tuple(map(int, part.split(":"))) for part in place.rstrip("]").split(", ") if part]
             entry = {
@@ -74,7 +75,7 @@ def write_index(folder: Path, name: str, tensors: Mapping[str, Described], ranks
             blocks.setdefault(tensor, []).append(entry)
         if not found:
             path.unlink()
-    for tensor, described in tensors.items():
+    for tensor, described in politely(tensors.items()):
         written, wanted = (
             sum(math.prod(block["sizes"]) for block in blocks[tensor]),
             math.prod(described.shape),
@@ -89,7 +90,7 @@ def write_index(folder: Path, name: str, tensors: Mapping[str, Described], ranks
             "shape": list(described.shape),
             "blocks": blocks[tensor],
         }
-        for tensor, described in tensors.items()
+        for tensor, described in politely(tensors.items())
     }
     (folder / index_of(name)).write_text(json.dumps({"tensors": described_as}))
 

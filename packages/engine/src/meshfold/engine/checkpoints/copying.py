@@ -88,8 +88,8 @@ class StreamLane:
         with torch.cuda.stream(self._stream):
             if self._last is None and self._before is not None:
                 self._stream.wait_event(self._before)
-            for to, of in pairs:
-                to.copy_(of, non_blocking=True)
+            to, of = zip(*pairs, strict=True)
+            torch._foreach_copy_(to, of, non_blocking=True)  # one by one, without Python
             self._last = torch.cuda.Event(blocking=True)
             self._last.record(self._stream)
         return self._last.synchronize
@@ -123,12 +123,11 @@ class Copying:
         """Make the copies, in a thread of one's own; they are there on return. The tensors live until then."""
         queued: deque[Callable[[], None]] = deque()
         try:
-            pairs = list(pairs)
-            for some in _slices([pair for pair in pairs if self._lane.takes(pair[1])]):
+            mine: list[Pair] = []
+            for some in _slices(self._taken(pairs, mine)):
                 if len(queued) == AT_ONCE:
                     queued.popleft()()
                 queued.append(self._lane.queue(some))
-            mine = [pair for pair in pairs if not self._lane.takes(pair[1])]
             if mine:
                 self._lane.settle()  # the host's memory may be what a GPU was to write
             for to, of in mine:
@@ -137,6 +136,14 @@ class Copying:
             self.over()
         for wait in queued:
             wait()
+
+    def _taken(self, pairs: Iterable[Pair], rest: list[Pair]) -> Iterator[Pair]:
+        """Those that the lane takes, each found when it is wanted: the first copies do not wait for the last ones' views."""
+        for pair in pairs:
+            if self._lane.takes(pair[1]):
+                yield pair
+            else:
+                rest.append(pair)
 
     def over(self) -> None:
         """No more is queued, also if something failed."""
@@ -153,7 +160,7 @@ class Copying:
             self._is_held = True
 
 
-def _slices(pairs: Sequence[Pair]) -> Iterator[list[Pair]]:
+def _slices(pairs: Iterable[Pair]) -> Iterator[list[Pair]]:
     """Pairs, cut or put together to about ``SLICE_BYTES`` each."""
     some: list[Pair] = []
     nbytes = 0

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from meshfold.engine.checkpoints.model_state import ModelState
+from meshfold.engine.checkpoints.rectangles import Cut, no_pieces
 from meshfold.engine.errors import CheckpointError
 from meshfold.engine.pipelining import Inventory
 from meshfold.engine.states import Source, States
@@ -140,11 +141,11 @@ class PipelinedState(ModelState):
         owns = own is not None and self._world.pipe_group.index == kept.owner
         if own is not None and owns:
             return Source(
-                dtype=kept.dtype, shape=kept.shape, read=read, pieces=own.pieces, parts=own.parts, alike=kept.alike,
+                dtype=kept.dtype, shape=kept.shape, read=read, cut=own.cut, parts=own.parts, alike=kept.alike,
                 on_disk=own.on_disk,
             )  # fmt: skip
         return Source(
-            dtype=kept.dtype, shape=kept.shape, read=read, pieces=lambda name: (), parts=lambda: Parts(()), alike=kept.alike
+            dtype=kept.dtype, shape=kept.shape, read=read, cut=lambda: Cut(no_pieces), parts=lambda: Parts(()), alike=kept.alike
         )  # fmt: skip
 
     def _read(self, kept: Kept, own: Source | None) -> Tensor:

@@ -4,36 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from meshfold.engine.checkpoints.block_files import file_of, key_of
+from meshfold.engine.checkpoints.block_files import file_of
 from meshfold.engine.checkpoints.copying import Pair
-from meshfold.engine.checkpoints.rectangles import Piece
-from meshfold.engine.checkpoints.tensor_file import Described, TensorWriter
+from meshfold.engine.checkpoints.file_plan import FilePlan, Written, plan_of
+from meshfold.engine.checkpoints.politely import politely
+from meshfold.engine.checkpoints.tensor_file import TensorWriter
 from meshfold.engine.states import Source
 from meshfold.engine.world import World
 from meshfold.mesh.parts import Parts
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Written:
-    """A rectangle on its way to a file.
-
-    Attributes:
-        tensor: of which it is a piece.
-        key: its name in the file.
-        described: what it is.
-        piece: which one.
-    """
-
-    tensor: str
-    key: str
-    described: Described
-    piece: Piece
 
 
 class RankFile:
@@ -50,7 +33,7 @@ class RankFile:
         self._copies: dict[str, tuple[Tensor, ...]] = {}
         self._made: tuple[str, Tensor] | None = None
         self._writer: TensorWriter | None = None
-        self.rectangles: list[_Written] = []
+        self._plan: FilePlan | None = None
         self.part.touch()
 
     @property
@@ -60,31 +43,35 @@ class RankFile:
 
     @property
     def bytes(self) -> int:
-        """Of its tensors."""
-        return sum(one.described.bytes for one in self.rectangles)
+        """Of its tensors; 0 before they are laid out."""
+        return 0 if self._plan is None else self._plan.bytes
 
-    def lay_out(self) -> None:
-        """Find out which rectangles this rank writes, and begin the file, with what is on a disk."""
-        if self._writer is not None:
-            return
-        for tensor, source in self._sources.items():
-            for piece in source.pieces(tensor):
-                described = Described(dtype=source.dtype, shape=piece.sizes)
-                key = key_of(tensor, piece.offsets, piece.sizes)
-                self.rectangles.append(_Written(tensor=tensor, key=key, described=described, piece=piece))
-        # What is on a disk is written first. Wide dtypes first, so that each begins at a multiple of its elements.
-        self.rectangles.sort(
-            key=lambda one: (not self._sources[one.tensor].on_disk, -one.described.dtype.itemsize)
-        )
-        announced = {one.key: one.described for one in self.rectangles}
-        self._writer = TensorWriter(self.part, announced, order=[*announced])
-        for one in self.rectangles:
-            source = self._sources[one.tensor]
-            if source.on_disk:
-                if self._made is None or self._made[0] != one.tensor:
-                    self._made = one.tensor, source.parts().made()
-                self._writer.write(one.key, one.piece.view(self._made[1]))
+    def lay_out(self, before: FilePlan | None) -> FilePlan:
+        """Find out which rectangles this rank writes, and begin the file, with what is on a disk.
+
+        Args:
+            before: how it was in the last save.
+        """
+        if self._plan is not None:
+            return self._plan
+        self._plan = plan_of(self._sources, before)
+        self._writer = TensorWriter(self.part, self._plan.header)
+        for one in self._plan.rectangles:
+            if not one.on_disk:
+                break
+            if self._made is None or self._made[0] != one.tensor:
+                self._made = one.tensor, self._sources[one.tensor].parts().made()
+            self._writer.write(one.key, one.piece.view(self._made[1]))
         self._made = None
+        return self._plan
+
+    @property
+    def _to_copy(self) -> Iterator[tuple[Written, Parts]]:
+        """What is not on a disk, with what is kept of it."""
+        assert self._plan is not None  # it was laid out
+        for one in politely(self._plan.rectangles):
+            if not one.on_disk:
+                yield one, self._kept[one.tensor]
 
     def copies(self, buffer: Callable[[str, Tensor], Tensor]) -> Iterator[Pair]:
         """What is copied to the host, and where to.
@@ -92,10 +79,7 @@ class RankFile:
         Args:
             buffer: memory of the host for the copy of a tensor, by a name of its own.
         """
-        for one in self.rectangles:
-            parts = self._kept.get(one.tensor)
-            if parts is None:
-                continue
+        for one, parts in self._to_copy:
             name, found = one.tensor, parts.tensors
             if parts.is_plain:  # else a view of what is made of them is no view of each
                 name, found = one.key, (one.piece.view(parts.tensors[0]),)
@@ -111,10 +95,7 @@ class RankFile:
     def write(self) -> None:
         """Write the copies, and give the file its name."""
         assert self._writer is not None  # it was laid out
-        for one in self.rectangles:
-            parts = self._kept.get(one.tensor)
-            if parts is None:
-                continue
+        for one, parts in self._to_copy:
             if parts.is_plain:
                 self._writer.write(one.key, parts.whole(self._copies[one.key]))
                 continue

@@ -12,6 +12,7 @@ import math
 import zlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 from weakref import WeakKeyDictionary
 
 import torch
@@ -43,8 +44,29 @@ class Piece:
     view: Callable[[Tensor], Tensor]
 
 
+class Cut(NamedTuple):
+    """How a rank's pieces of a tensor are found, as a value: equal cuts of a name make equal pieces.
+
+    Attributes:
+        function: gives the pieces for a name and the arguments, and depends on nothing else that may change.
+        arguments: values, none of them a tensor.
+    """
+
+    function: Callable[..., tuple[Piece, ...]]
+    arguments: tuple[object, ...] = ()
+
+    def pieces(self, name: str) -> tuple[Piece, ...]:
+        """What this rank writes of the tensor with that name."""
+        return self.function(name, *self.arguments)
+
+
+def no_pieces(name: str) -> tuple[Piece, ...]:
+    """What a rank writes of a tensor of which it keeps nothing."""
+    return ()
+
+
 def pieces_of_block(
-    name: str, shape: Sequence[int], meta: ParameterMeta, *, dtype: torch.dtype
+    name: str, shape: Sequence[int], meta: ParameterMeta, dtype: torch.dtype
 ) -> tuple[Piece, ...]:
     """What this rank writes of a tensor of which it keeps its block whole; ``shape``: of the block."""
     whole = (0,) * len(shape), tuple(shape)
@@ -56,7 +78,6 @@ def pieces_of_run(
     run: range,
     shape: Sequence[int],
     meta: ParameterMeta,
-    *,
     dtype: torch.dtype,
     over: tuple[str, ...],
 ) -> tuple[Piece, ...]:
@@ -127,7 +148,8 @@ def overlap(a: Window, b: Window) -> Window | None:
 def narrowed(tensor: Tensor, offsets: Sequence[int], sizes: Sequence[int]) -> Tensor:
     """A window of a tensor."""
     for dim, (offset, size) in enumerate(zip(offsets, sizes, strict=True)):
-        tensor = tensor.narrow(dim, offset, size)
+        if size != tensor.shape[dim]:
+            tensor = tensor.narrow(dim, offset, size)
     return tensor
 
 

@@ -34,6 +34,7 @@ from torch import Tensor
 from meshfold.engine.checkpoints.background_save import BackgroundSave
 from meshfold.engine.checkpoints.block_files import file_of, write_index
 from meshfold.engine.checkpoints.copying import Copying, Lane, lane_of
+from meshfold.engine.checkpoints.file_plan import FilePlan
 from meshfold.engine.checkpoints.place import SCHEDULER, advised, attempt, begin, finish, place_of, writing_of
 from meshfold.engine.checkpoints.rank_file import RankFile
 from meshfold.engine.checkpoints.tensor_file import Described
@@ -57,6 +58,7 @@ class Saver:
         self._world = world
         self._under_way: BackgroundSave | None = None
         self._buffers: dict[str, Tensor] = {}
+        self._plans: dict[str, FilePlan] = {}  # by file
         self._lane: Lane | None = None
 
     def start(
@@ -152,7 +154,11 @@ class Saver:
             file = RankFile(folder, name, sources, self._world)
             yield file
             if file.has_some_on_disk:  # the training goes on to read and write there
-                file.lay_out()
+                self._lay_out(file)
+
+    def _lay_out(self, file: RankFile) -> None:
+        name = file.path.name
+        self._plans[name] = file.lay_out(self._plans.get(name))
 
     def _copy(self, files: list[RankFile], save: BackgroundSave) -> None:
         """Copy to host memory what is not on a disk; files that cannot be begun say so."""
@@ -161,9 +167,9 @@ class Saver:
         with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
             try:
                 for file in files:
-                    file.lay_out()
+                    self._lay_out(file)
                 save.bytes = sum(file.bytes for file in files)
-                copying.run([pair for file in files for pair in file.copies(self._buffer)])
+                copying.run(pair for file in files for pair in file.copies(self._buffer))
                 save.note_copied()
                 for file in files:
                     file.let_go()

@@ -13,6 +13,7 @@ from __future__ import annotations
 import json
 import os
 import zlib
+from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -55,33 +56,31 @@ class Described:
         return torch.Size(self.shape).numel() * self.dtype.itemsize
 
 
-class TensorWriter:
-    """Writes the tensors that were announced, in ``order``."""
+class Header:
+    """How a file begins: what will be in it, and where.
+
+    Attributes:
+        announced: every tensor that will come.
+        order: in which they come.
+        text: the first bytes of the file.
+        sums_at: where in them the checksums go when they are known.
+    """
 
     def __init__(
         self,
-        path: Path,
         announced: Mapping[str, Described],
         notes: Mapping[str, str] | None = None,
         *,
         order: Sequence[str] | None = None,
     ) -> None:
-        """Args:
-            path: a file that is made anew.
-            announced: every tensor that will come.
-            notes: free text for the header.
-            order: in which they come; None: wide dtypes first.
-
-        Raises:
-            CheckpointError: for a dtype that the format does not have.
-        """
+        """See :class:`TensorWriter`."""
         self.order = writing_order(announced) if order is None else list(order)
-        self._announced, self._path = dict(announced), path
+        self.announced = dict(announced)
         unknown_sums = "0" * (_DIGITS * len(self.order))  # to be written over when they are known
         header: dict[str, object] = {"__metadata__": {_SUMS: unknown_sums, **(notes or {"format": "pt"})}}
         offset = 0
         for name in self.order:
-            described = self._announced[name]
+            described = self.announced[name]
             if described.dtype not in _NAMES:
                 raise CheckpointError(
                     f"{name!r} is of {described.dtype}, which safetensors files cannot hold"
@@ -95,12 +94,38 @@ class TensorWriter:
             offset = end
         text = json.dumps(header).encode()
         text += b" " * (-len(text) % _ALIGN)
-        self._left = list(self.order)
+        self.text = len(text).to_bytes(8, "little") + text
+        self.sums_at = self.text.index(unknown_sums.encode()) if unknown_sums else 0
+
+
+class TensorWriter:
+    """Writes the tensors that were announced, in ``order``."""
+
+    def __init__(
+        self,
+        path: Path,
+        announced: Mapping[str, Described] | Header,
+        notes: Mapping[str, str] | None = None,
+        *,
+        order: Sequence[str] | None = None,
+    ) -> None:
+        """Args:
+            path: a file that is made anew.
+            announced: every tensor that will come; or a header that was made of these, then it says all.
+            notes: free text for the header.
+            order: in which they come; None: wide dtypes first.
+
+        Raises:
+            CheckpointError: for a dtype that the format does not have.
+        """
+        header = announced if isinstance(announced, Header) else Header(announced, notes, order=order)
+        self.order, self._announced, self._path = header.order, header.announced, path
+        self._left = deque(header.order)
         self._sums: list[str] = []
-        self._sums_at = 8 + text.index(unknown_sums.encode()) if unknown_sums else 0
+        self._sums_at = header.sums_at
         with _naming(path):
             self._file = path.open("wb")
-            self._file.write(len(text).to_bytes(8, "little") + text)
+            self._file.write(header.text)
 
     def write(self, name: str, tensor: Tensor) -> None:
         """Append a tensor: the next in ``order``."""
@@ -113,7 +138,7 @@ class TensorWriter:
             raise CheckpointError(
                 f"{name!r} ({tensor.dtype}, {tuple(tensor.shape)}) is not what was announced to be written next"
             )
-        del self._left[0]
+        self._left.popleft()
         summed = 0
         if tensor.numel():
             data = tensor.detach().to("cpu").contiguous().reshape(-1).view(torch.uint8).numpy().data

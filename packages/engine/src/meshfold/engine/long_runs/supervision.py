@@ -7,7 +7,8 @@ import math
 from meshfold.engine.world import World
 from meshfold.mesh import SpecError
 from meshfold.mesh.environment import watching
-from meshfold.mesh.watchdog import DEFAULT_LIMIT_S, Watch, watch
+from meshfold.mesh.inquiry import DEFAULT_LIMIT_S
+from meshfold.mesh.watching import Watch, watch
 
 
 def check(watchdog: object, check_collectives: object) -> tuple[float | None, bool]:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from meshfold.engine.blocks import put
 from meshfold.engine.checkpoints import optimizer_state
-from meshfold.engine.checkpoints.rectangles import Piece, pieces_of_run, pieces_of_whole, ranks_alike
+from meshfold.engine.checkpoints.rectangles import Cut, Piece, pieces_of_run, pieces_of_whole, ranks_alike
 from meshfold.engine.errors import CheckpointError
 from meshfold.engine.optimizers import Factory
 from meshfold.engine.precision import Precision
@@ -26,7 +26,7 @@ from meshfold.engine.zero.plan import regime_of
 from meshfold.engine.zero.process_memory import ranks_per_host
 from meshfold.engine.zero.residency import Residency
 from meshfold.engine.zero.staying import StayingBytes
-from meshfold.mesh import SpecError
+from meshfold.mesh import Mesh, SpecError
 from meshfold.mesh.metadata import placed
 from meshfold.mesh.names import plain
 from meshfold.zero_gemini import Entry, Gemini, Memory
@@ -222,7 +222,7 @@ class ZeroStates:
             dtype=self.gemini.true_dtype(tensor),
             shape=meta.placement.shape,
             read=lambda: self._checked(meta.placement.gather(self.gemini.read(tensor), self._world.mesh)),
-            pieces=lambda name: self._pieces(name, tensor),
+            cut=lambda: self._cut(tensor),
             parts=lambda: self.gemini.parts(tensor),
             on_disk=self.gemini.is_on_disk(tensor),
         )
@@ -244,28 +244,25 @@ class ZeroStates:
                     dtype=getattr(torch, entry.dtype),
                     shape=meta.placement.shape if entry.like else tuple(entry.shape),
                     read=self._reader(name, key, entry, parameters[name]),
-                    pieces=partial(self._pieces_of_state, entry, parameters[name]),
+                    cut=partial(self._cut_of_state, entry, parameters[name]),
                     parts=partial(self.gemini.parts, parameters[name], key),
                     on_disk=self.gemini.is_on_disk(parameters[name], key),
                 )
         return found
 
-    def _pieces(self, name: str, parameter: Tensor) -> tuple[Piece, ...]:
+    def _cut(self, parameter: Tensor) -> Cut:
         """Of what lies like a parameter: this rank's run of it."""
         gemini, meta = self.gemini, placed(parameter, self._world.mesh)
-        return pieces_of_run(
-            name, gemini.kept(parameter), meta.placement.local_shape(self._world.mesh), meta,
-            dtype=gemini.true_dtype(parameter), over=gemini.axes_over(parameter),
-        )  # fmt: skip
+        shape = meta.placement.local_shape(self._world.mesh)
+        run, dtype, over = gemini.kept(parameter), gemini.true_dtype(parameter), gemini.axes_over(parameter)
+        return Cut(pieces_of_run, (run, shape, meta, dtype, over))
 
-    def _pieces_of_state(self, entry: Entry, parameter: Tensor, title: str) -> tuple[Piece, ...]:
+    def _cut_of_state(self, entry: Entry, parameter: Tensor) -> Cut:
         if entry.like:
-            return self._pieces(title, parameter)
-        # A number, which all ranks have that have a part of the parameter; or of a parameter that one rank has whole.
-        mesh, meta = self._world.mesh, placed(parameter, self._world.mesh)
-        run, alike = self.gemini.kept(parameter), (*self.gemini.axes_over(parameter), *meta.only_at)
-        ranks = ranks_alike(mesh, alike) if run and run.start == 0 else [-1]
-        return pieces_of_whole(title, entry.shape, ranks, mesh.rank)
+            return self._cut(parameter)
+        meta, run = placed(parameter, self._world.mesh), self.gemini.kept(parameter)
+        alike = (*self.gemini.axes_over(parameter), *meta.only_at)
+        return Cut(_pieces_of_number, (run, entry.shape, alike, self._world.mesh))
 
     def _reader(self, name: str, key: str, entry: Entry, parameter: Tensor) -> Callable[[], Tensor]:
         meta = placed(parameter, self._world.mesh)
@@ -315,6 +312,14 @@ class ZeroStates:
     def _made(self) -> torch.optim.Optimizer:
         assert self.optimizer is not None  # the engine asks only then
         return self.optimizer
+
+
+def _pieces_of_number(
+    name: str, run: range, shape: tuple[int, ...], alike: tuple[str, ...], mesh: Mesh
+) -> tuple[Piece, ...]:
+    """A number, which all ranks have that have a part of the parameter; or of a parameter that one rank has whole."""
+    ranks = ranks_alike(mesh, alike) if run and run.start == 0 else [-1]
+    return pieces_of_whole(name, shape, ranks, mesh.rank)
 
 
 def _is_adam(make: Factory, precision: Precision) -> bool:

@@ -1,0 +1,84 @@
+"""What a rank writes into a file, worked out once: which rectangles in which order, and the file's header.
+
+It takes tens of microseconds of Python a rectangle, which the training would have to do without. So the next save takes it
+over if its tensors are cut alike. It holds no tensor.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+
+from meshfold.engine.checkpoints.block_files import key_of
+from meshfold.engine.checkpoints.politely import politely
+from meshfold.engine.checkpoints.rectangles import Cut, Piece
+from meshfold.engine.checkpoints.tensor_file import Described, Header
+from meshfold.engine.states import Source
+
+Tensors = list[tuple[str, torch.dtype, bool, Cut]]
+"""All that a plan hangs on: each tensor's name, dtype, whether it is on a disk, and its cut."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Written:
+    """A rectangle on its way to a file.
+
+    Attributes:
+        tensor: of which it is a piece.
+        key: its name in the file.
+        described: what it is.
+        piece: which one.
+        on_disk: whether its tensor is on a disk.
+    """
+
+    tensor: str
+    key: str
+    described: Described
+    piece: Piece
+    on_disk: bool
+
+
+class FilePlan:
+    """Of one file of this rank; :func:`plan_of` makes it.
+
+    Attributes:
+        rectangles: in the order of the file.
+        header: of the file.
+        bytes: of all rectangles.
+    """
+
+    def __init__(self, tensors: Tensors) -> None:
+        self.tensors = tensors
+        # What is on a disk is written first. Wide dtypes first, so that each begins at a multiple of its elements.
+        self.rectangles = sorted(
+            (
+                Written(
+                    tensor=tensor,
+                    key=key_of(tensor, piece.offsets, piece.sizes),
+                    described=Described(dtype=dtype, shape=piece.sizes),
+                    piece=piece,
+                    on_disk=on_disk,
+                )
+                for tensor, dtype, on_disk, cut in politely(tensors)
+                for piece in cut.pieces(tensor)
+            ),
+            key=lambda one: (not one.on_disk, -one.described.dtype.itemsize),
+        )
+        announced = {one.key: one.described for one in politely(self.rectangles)}
+        self.header = Header(announced, order=[*announced])
+        self.bytes = sum(described.bytes for described in announced.values())
+
+
+def plan_of(sources: Mapping[str, Source], before: FilePlan | None) -> FilePlan:
+    """The plan of a file of these tensors: the one before where it is the same.
+
+    Args:
+        sources: the tensors by name.
+        before: of the last save of such a file.
+    """
+    tensors = [
+        (name, source.dtype, source.on_disk, source.cut()) for name, source in politely(sources.items())
+    ]
+    return before if before is not None and before.tensors == tensors else FilePlan(tensors)
