@@ -395,6 +395,39 @@ def test_data_goes_on_where_the_checkpoint_stopped(tmp_path: Path) -> None:
     assert found == pytest.approx(unbroken, rel=1e-8)
 
 
+def served(loader: ShardedLoader, count: int) -> list[int]:
+    """The rows of so many batches, or of what is left of the epoch."""
+    return [
+        int(row) for _, batch in zip(range(count), loader, strict=False) for row in batch["input_ids"][:, 0]
+    ]
+
+
+def test_a_position_means_the_same_rows_in_batches_of_another_size() -> None:
+    def of(rows: int = 24, batch_size: int = 4, **more: Any) -> ShardedLoader:
+        return ShardedLoader(Numbers(rows), batch_size=batch_size, index=0, blocks=1, **more)
+
+    whole = served(of(seed=3), 6)
+    first = of(seed=3)
+    begun = served(first, 3)
+    position = first.state_dict()
+    for size in (4, 2, 6, 12):
+        later = of(batch_size=size, seed=8)  # the order is the position's
+        later.load_state_dict(position)
+        assert [*begun, *served(later, 24)] == whole, size
+        assert later.epoch == 1
+    for other, message in (
+        (of(batch_size=8), "12 examples into an epoch of 24 examples, shuffled, in batches of 4.*divides 12"),
+        (of(rows=25), "this is one of 25 examples"),
+        (of(shuffle=False), "24 examples, in order"),
+    ):
+        with pytest.raises(SpecError, match=message):
+            other.load_state_dict(position)
+    served(first, 6)
+    for other in (of(batch_size=8), of(rows=25)):  # an epoch is over: the next one may be another
+        other.load_state_dict({**position, "served": 6})
+        assert (other.epoch, other.served) == (1, 0)
+
+
 # -- several files ----------------------------------------------------------------------------------------------------
 
 

@@ -20,9 +20,9 @@ from torch.nn import functional as F
 
 from meshfold.engine import CheckpointError, Engine, TrainingError
 from meshfold.engine.models import GPT, GPTConfig
-from meshfold.engine.names import plain
 from meshfold.engine.precision import LossScaler, ScaleSettings
 from meshfold.mesh import SpecError, all_gather, all_reduce, record
+from meshfold.mesh.names import plain
 from meshfold.mesh.testing import ranks, run_on_ranks
 
 # A large epsilon: Adam divides gradients that are zero but for rounding by themselves.

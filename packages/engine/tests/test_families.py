@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import importlib.util
 import sys
 from pathlib import Path
@@ -15,7 +16,7 @@ from meshfold.engine import Engine, pretrained
 from meshfold.mesh.testing import run_on_ranks
 
 sys.path.append(str(Path(__file__).parent))  # for the helpers beside this file, on every rank
-from hugging_face_families import FAMILIES, InFloat64, batch_of, folder_of
+from hugging_face_families import FAMILIES, InFloat64, batch_of, folder_of, model_of
 
 if importlib.util.find_spec("transformers") is None:  # ranks import it, this process need not
     pytest.skip("transformers is not installed: pip install meshfold[hf]", allow_module_level=True)
@@ -180,3 +181,46 @@ def test_the_table_in_the_documentation_is_what_these_tests_hold() -> None:
         .replace("--- |", "---|")
     )
     assert wanted in page, wanted
+
+
+def labels_of_their_own(kind: str) -> list[dict[str, Tensor]]:
+    """What a decoder says, of another length than what its encoder reads; or a number for each class. Uneven rows."""
+    found = []
+    for seed in (1, 2):
+        batch = batch_of(kind, rows=7, seed=seed)
+        if kind == "t5":
+            batch["labels"] = batch["labels"][:, :5].clone()
+            batch["labels"][:3, 0] = batch["labels"][4, 2:] = -100
+        else:
+            batch["labels"] = (torch.arange(21).view(7, 3) % 2).double()
+        found.append(batch)
+    return found
+
+
+def compare_labels(kind: str, spec: dict[str, Any]) -> None:
+    made = model_of(
+        kind, **({} if kind == "t5" else dict(problem_type="multi_label_classification"))
+    ).double()
+    wanted, batches = copy.deepcopy(made), labels_of_their_own(kind)
+    settings: dict[str, Any] = dict(optimizer=dict(name="sgd", lr=0.5), precision="fp64", example=batches[0])
+    with InFloat64(), Engine(made, spec, **settings) as engine:
+        for batch in batches:
+            loss = engine.train_step(engine.shard_batch(batch))
+            output = wanted(**batch).loss
+            output.backward()
+            assert abs(loss - float(output.detach())) < 1e-9
+            with torch.no_grad():
+                for parameter in wanted.parameters():
+                    if parameter.grad is not None:
+                        parameter -= 0.5 * parameter.grad
+                        parameter.grad = None
+        found = engine.full_state_dict()
+    for name, value in wanted.state_dict().items():
+        assert torch.allclose(found[name], value, rtol=1e-9, atol=1e-9), name
+
+
+@pytest.mark.parametrize("kind", ["t5", "bert-classes"])
+@pytest.mark.parametrize("spec", [dict(data=4), dict(data=2, pipeline=2)], ids=["data", "data × pipeline"])
+def test_labels_that_are_not_one_a_token(kind: str, spec: dict[str, Any]) -> None:
+    """Each counts, also the first of a row: nothing is shifted."""
+    run_on_ranks(4, compare_labels, kind, spec)

@@ -12,8 +12,10 @@ from torch import Tensor, nn
 from meshfold.engine.checkpoints.model_state import ModelState
 from meshfold.engine.checkpoints.pipelined_state import PipelinedState
 from meshfold.engine.hugging_face.from_folder import FolderValues, Loaded, Pretrained
+from meshfold.engine.optimizers import of_any_stage
 from meshfold.engine.pipelining import PipelinedModel, PipelineSettings
 from meshfold.engine.precision import Masters, Precision, cast_rest
+from meshfold.engine.refusals import refuse_complex, require_trained
 from meshfold.engine.roots import split_roots
 from meshfold.engine.states import PlainStates, States
 from meshfold.engine.together import fail_together
@@ -22,6 +24,7 @@ from meshfold.mesh import LayoutError, SpecError, annotate, broadcast, metadata
 from meshfold.mesh.first_values import FirstValues, coordinates_of, first_values, origin_of
 from meshfold.mesh.initialization import build_on_meta, materialize, retrace_initialization
 from meshfold.mesh.metadata import placed
+from meshfold.mesh.parameter_hooks import keep_parameter_hooks
 from meshfold.tensor_parallel import Report, parallelize
 from meshfold.tensor_parallel.rules import check_rules
 
@@ -96,6 +99,7 @@ def assemble(
     else:
         raise SpecError(f"model={model!r}: an nn.Module, or a function without arguments that makes one")
 
+    refuse_complex(built)
     folder = _folder(model, built, world)
     dropout = has_dropout(built)
     if roots is None:
@@ -159,8 +163,14 @@ def make_states(
     """Weights, gradients and optimizer state, as the spec says: whole on every data rank, or in chunks.
 
     ``blocks``: those whose activations a plan may keep.
+
+    Raises:
+        SpecError: for an optimizer of a model that is frozen altogether; a stage of one may be.
     """
     precision, make = asked.precision, asked.make_optimizer
+    if make is not None:
+        require_trained(built.model, len(built.parameters), world)
+        make = of_any_stage(make) if world.pipelined else make
     states: States
     if world.spec.zero is None:
         states = PlainStates(built.parameters, Masters(built.parameters.values(), precision), world, make)
@@ -272,6 +282,7 @@ def _fill(model: nn.Module, values: FirstValues, *, tied: bool) -> None:
                 value = values(f"{path}.{leaf}" if path else leaf, parameter, parameter.dtype)
                 made[parameter] = nn.Parameter(value, requires_grad=parameter.requires_grad)
                 made[parameter].__dict__.update(parameter.__dict__)
+                keep_parameter_hooks(parameter, made[parameter])
             module._parameters[leaf] = made[parameter]
 
 

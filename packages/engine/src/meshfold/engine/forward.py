@@ -17,6 +17,7 @@ from meshfold.engine.precision import Precision
 from meshfold.engine.states import States
 from meshfold.engine.world import World
 from meshfold.mesh import SpecError
+from meshfold.mesh.targets import has_encoder_apart, labels_are_shifted
 
 
 class Forward:
@@ -42,7 +43,8 @@ class Forward:
         """
         self._model, self._world, self._precision, self._states = model, world, precision, states
         self._pipelined, self._loss_fn = pipelined, loss_fn
-        self._shifted = loss_fn is None and batches.loss_is_shifted(model)
+        self._shifted = loss_fn is None and labels_are_shifted(model)
+        self._aligned = not has_encoder_apart(model)
         self._takes_cache = batches.takes_cache(model)
         self._documents = OwnDocuments(model, own_loss=loss_fn is not None)
 
@@ -56,7 +58,9 @@ class Forward:
         """
         own_loss = self._loss_fn is not None
         batch = self._documents.settle(batch)
-        work = batches.prepare(batch, self._world.device, self._precision.dtype, own_loss=own_loss)
+        work = batches.prepare(
+            batch, self._world.device, self._precision.dtype, own_loss=own_loss, aligned=self._aligned
+        )
         if self._takes_cache:
             work.kwargs.setdefault("use_cache", False)
         return work
@@ -94,8 +98,9 @@ class Forward:
 
     def loss(self, work: batches.Batch, shares: Shares) -> Tensor:
         """This data coordinate's mean loss in float64; 0 if nothing counts here."""
+        # Where nothing counts a mean is 0/0, and so may be its gradient: neither must get through.
+        work = work.countable(shares.count)
         loss = self.loss_of(self.output(work), work).double()
-        # Where nothing counts the loss is 0/0, and so may be its gradient: neither must get through.
         return torch.where(shares.count > 0, loss, 0.0)
 
     def assess(self, work: batches.Batch, shares: Shares) -> Tensor:

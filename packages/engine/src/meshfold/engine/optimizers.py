@@ -16,6 +16,7 @@ from torch import nn
 
 from meshfold.engine import settings
 from meshfold.mesh import SpecError
+from meshfold.mesh.elementwise import TrialError, sight_of
 from meshfold.mesh.errors import nearest
 
 Scheduler: TypeAlias = torch.optim.lr_scheduler.LRScheduler
@@ -69,6 +70,77 @@ def optimizer_factory(value: object, *, whole: bool = False) -> Factory | None:
     return factory
 
 
+def of_any_stage(factory: Factory) -> Factory:
+    """The same function, refused if it deals parameters to groups by their place in the list: each stage has a list of its own.
+
+    One that knows better has an attribute ``knows_stages``.
+
+    Raises:
+        SpecError: when it is called, if parameters in another order get other settings.
+    """
+    if getattr(factory, "knows_stages", False):
+        return factory
+
+    def make(parameters: Sequence[nn.Parameter]) -> torch.optim.Optimizer:
+        # Backwards, and from the second to the first.
+        others = [
+            _settings_of(factory([*some]))
+            for some in (reversed(parameters), [*parameters[1:], parameters[0]])
+        ]
+        made = factory(parameters)
+        if any(_settings_of(made) != other for other in others):
+            raise SpecError(
+                "pipeline: the optimizer deals parameters to groups by their place in the list, and each stage has a list of its "
+                "own: tell groups apart by what parameters are, as by p.dim(), or leave pipeline out"
+            )
+        return made
+
+    return make
+
+
+def _settings_of(optimizer: torch.optim.Optimizer) -> dict[int, dict[str, Any]]:
+    return {
+        id(p): {name: value for name, value in group.items() if name != "params"}
+        for group in optimizer.param_groups
+        for p in group["params"]
+    }
+
+
+def check_sight(optimizer: torch.optim.Optimizer, *, split: Sequence[str], stages: bool) -> None:
+    """Whether an optimizer steps as in one process where this rank does not have everything.
+
+    Those of torch are known by name. Others may say ``elementwise = True`` or ``False``, or are tried out.
+
+    Args:
+        optimizer: of this rank's blocks.
+        split: names of parameters of which it has a part.
+        stages: other ranks have other parameters.
+
+    Raises:
+        SpecError: for one that looks at what is elsewhere.
+    """
+    if not (split or stages) or type(optimizer).__module__.startswith("torch.optim"):
+        return
+    name, declared = type(optimizer).__name__, getattr(optimizer, "elementwise", None)
+    if declared is True:
+        return
+    try:
+        seen = {"matrices"} if declared is False else {sight_of(optimizer, g) for g in optimizer.param_groups}
+    except TrialError as error:
+        raise SpecError(f"optimizer: {error}") from error
+    if "others" in seen:
+        raise SpecError(
+            f"optimizer: {name} steps on a parameter in a way that depends on others (or on chance), and no rank has them all: if "
+            "only clipping by a global norm does that, use clip_grad_norm; if it draws random numbers for each element, let its "
+            "class say elementwise = True"
+        )
+    if split and "matrices" in seen:
+        raise SpecError(
+            f"optimizer: {name} looks at whole parameters, and of {split[0]!r} a rank has a part: its step on that would not be "
+            "that of the whole. Use an elementwise one such as adamw, or leave tensor parallelism out"
+        )
+
+
 def scheduler_of(factory: object, optimizer: torch.optim.Optimizer | None) -> Scheduler | None:
     """The learning-rate scheduler that a function makes of the optimizer.
 
@@ -86,6 +158,11 @@ def scheduler_of(factory: object, optimizer: torch.optim.Optimizer | None) -> Sc
     if not isinstance(made, Scheduler):
         raise SpecError(
             f"lr_scheduler made {made!r} of the optimizer, which is no torch.optim.lr_scheduler.LRScheduler"
+        )
+    if isinstance(made, torch.optim.lr_scheduler.ReduceLROnPlateau):
+        raise SpecError(
+            "lr_scheduler made ReduceLROnPlateau, which is stepped with a loss of validation, and the engine's is stepped by "
+            "itself: make it of engine.optimizer in your loop, and call its step(engine.eval_step(batch))"
         )
     return made
 
@@ -113,9 +190,8 @@ def _from_dict(value: Mapping[str, Any], whole: bool) -> Factory:
                 {"params": [p for p in parameters if p.dim() > 1]},
                 {"params": [p for p in parameters if p.dim() <= 1], "weight_decay": 0.0},
             ]
-        made: torch.optim.Optimizer = cls(
-            [group for group in groups if group["params"]], **rest, **_fast(cls)
-        )
+        # Also empty ones: which there are must not depend on what a stage of a pipeline happens to have.
+        made: torch.optim.Optimizer = cls(groups, **rest, **_fast(cls))
         return made
 
     return make

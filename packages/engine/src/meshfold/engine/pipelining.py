@@ -17,6 +17,7 @@ from meshfold.engine.sequence.checks import check_mixing
 from meshfold.engine.world import PIPE, World
 from meshfold.mesh import LayoutError, SpecError, all_reduce
 from meshfold.mesh.names import plain
+from meshfold.mesh.targets import has_encoder_apart
 from meshfold.tensor_parallel.frame import row_unit
 
 if TYPE_CHECKING:
@@ -110,8 +111,8 @@ class PipelinedModel:
         if settings.example is not None:
             # The model is cut before it is cast.
             dtype = next((p.dtype for p in model.parameters() if p.is_floating_point()), precision.dtype)
-            own_loss = settings.loss_fn is not None
-            work = batches.prepare(settings.example, world.device, dtype, own_loss=own_loss)
+            own_loss, aligned = settings.loss_fn is not None, not has_encoder_apart(model)
+            work = batches.prepare(settings.example, world.device, dtype, own_loss=own_loss, aligned=aligned)
             example = work.args, work.kwargs
         free = callable(spec.schedule) or spec.schedule_name in ("interleaved", "auto")
         try:

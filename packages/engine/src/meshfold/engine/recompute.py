@@ -2,7 +2,7 @@
 
 A block's forward is wrapped, under its own name and with all its hooks outside: modules, names and state dicts are as
 before. What a recomputed forward draws and sends is what it drew and sent the first time: the same elements are dropped,
-the same collectives made, running statistics of norms updated once.
+the same collectives made, running statistics of norms and other buffers changed once.
 
 Source: Chen et al. 2016, arXiv 1604.06174, by way of torch's non-reentrant checkpoints.
 """
@@ -14,10 +14,11 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager, nullco
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from meshfold.engine.planning.without_values import WithoutValues
+from meshfold.engine.recomputed_buffers import Buffers
 from meshfold.engine.repeated import find_blocks
 from meshfold.mesh import ParallelSpec, SpecError
 from meshfold.mesh.errors import nearest
@@ -135,20 +136,21 @@ class Recomputed:
 
     def _around(self) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
         first, again = self._contexts()
-        return first, _Repetition(again, self._block)
+        buffers = Buffers(self._block)
+        return buffers.noted(first), _Repetition(again, buffers)
 
 
 class _Repetition:
     """Around a forward that is repeated; may be entered again, for another backward."""
 
-    def __init__(self, contexts: AbstractContextManager[Any], block: nn.Module) -> None:
-        self._contexts, self._block = contexts, block
+    def __init__(self, contexts: AbstractContextManager[Any], buffers: Buffers) -> None:
+        self._contexts, self._buffers = contexts, buffers
         self._stand_in = WithoutValues.active
         self._open: list[ExitStack] = []
 
     def __enter__(self) -> None:
         with ExitStack() as stack:
-            stack.enter_context(_same_statistics(self._block))
+            stack.enter_context(self._buffers.as_before())
             if self._stand_in is not None:
                 stack.enter_context(self._stand_in.inside())
             stack.enter_context(self._contexts)
@@ -231,21 +233,3 @@ def _without_cache(kwargs: dict[str, Any]) -> dict[str, Any]:
     if any(kwargs.get(name) is not None for name in _CACHES):
         kwargs = {name: None if name in _CACHES else value for name, value in kwargs.items()}
     return kwargs
-
-
-@contextmanager
-def _same_statistics(block: nn.Module) -> Iterator[None]:
-    """Leave the running statistics of norms as they are: the first forward has counted."""
-    norms = [
-        module
-        for module in block.modules()
-        if isinstance(module, nn.modules.batchnorm._NormBase) and module.track_running_stats
-    ]
-    statistics: list[Tensor] = [buffer for norm in norms for buffer in norm.buffers(recurse=False)]
-    before = [buffer.clone() for buffer in statistics]
-    try:
-        yield
-    finally:
-        with torch.no_grad():
-            for buffer, was in zip(statistics, before, strict=True):
-                buffer.copy_(was)

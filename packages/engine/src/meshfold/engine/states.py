@@ -17,7 +17,7 @@ from meshfold.engine.blocks import gather, global_shape, put
 from meshfold.engine.checkpoints.optimizer_state import OptimizerState
 from meshfold.engine.checkpoints.rectangles import Cut, Piece, pieces_of_block, pieces_of_whole, ranks_alike
 from meshfold.engine.data_parallel import GradientReducer
-from meshfold.engine.optimizers import Factory
+from meshfold.engine.optimizers import Factory, check_sight
 from meshfold.engine.precision import Masters
 from meshfold.engine.world import PIPE, World
 from meshfold.mesh import Mesh, clip_gradient_values, clip_gradients, gradient_norm, metadata
@@ -165,7 +165,10 @@ class PlainStates:
         self.masters, self._world = masters, world
         self.targets = {plain(name): masters.of(p) for name, p in parameters.items()}
         self.reducer = GradientReducer(list(parameters.values()), masters, world.mesh)
-        self.optimizer = None if make is None else make(list(self.targets.values()))  # type: ignore[arg-type]
+        self.optimizer = None if make is None else _optimizer(make, list(self.targets.values()))
+        if self.optimizer is not None:
+            split = [name for name, target in self.targets.items() if _is_split(target)]
+            check_sight(self.optimizer, split=split, stages=world.pipelined)
 
     def begin(self, *, first: bool) -> None:
         if first:
@@ -262,6 +265,22 @@ class _Held:
         if meta is not None and shape == self._like.shape:
             return Cut(pieces_of_block, (shape, meta, self._local.dtype))
         return Cut(_pieces_of_same, (shape, meta, self._world.mesh))
+
+
+def _is_split(parameter: Tensor) -> bool:
+    meta = metadata(parameter)
+    return meta is not None and any(meta.mesh.size(axis) > 1 for axis in meta.placement.split_axes)
+
+
+def _optimizer(make: Factory, targets: Sequence[Tensor]) -> torch.optim.Optimizer:
+    """Of these; also of none, as a stage of a pipeline has them whose layers are frozen, with the same groups."""
+    if targets:
+        return make(targets)  # type: ignore[arg-type]
+    made = make([nn.Parameter(torch.empty(0))])  # torch refuses to make one of nothing
+    made.state.clear()
+    for group in made.param_groups:
+        group["params"] = []
+    return made
 
 
 def held(local: Tensor, like: Tensor, world: World) -> Source:

@@ -20,6 +20,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from meshfold.mesh.errors import MeshfoldError
 from meshfold.mesh.names import plain
+from meshfold.mesh.parameter_hooks import keep_parameter_hooks
 from meshfold.mesh.random import key_of
 from meshfold.mesh.replay import Replay, take_block
 from meshfold.mesh.tape import Reader, Recorder, Recording, Ref, Write, noting_truncated_normal
@@ -283,6 +284,7 @@ def materialize(
                     block = block_of(path + name, parameter)
                     made[parameter] = nn.Parameter(block, requires_grad=parameter.requires_grad)
                     made[parameter].__dict__.update(parameter.__dict__)
+                    keep_parameter_hooks(parameter, made[parameter])
                 module._parameters[name] = made[parameter]
         for name, buffer in module._buffers.items():
             if buffer is not None:

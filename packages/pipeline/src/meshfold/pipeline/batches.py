@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
+from meshfold.mesh.targets import labels_are_shifted
 from meshfold.pipeline.microbatch import Microbatch, rows_of, split
 from meshfold.pipeline.programs import Programs
 
@@ -37,7 +38,7 @@ class Batches:
         self._programs, self._device = programs, device
         self._own_loss, self._weigh = own_loss, weigh
         self._takes_cache = "use_cache" in inspect.signature(model.forward).parameters
-        self._shifted = getattr(model, "loss_type", None) in (None, "ForCausalLM")
+        self._shifted = labels_are_shifted(model)
 
     def to_train(self, batch: Any, *, unit: int = 1) -> list[Microbatch]:
         """Of a batch with a loss; ``unit``: see :func:`meshfold.pipeline.microbatch.split`."""

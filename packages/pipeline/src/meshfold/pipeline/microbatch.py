@@ -18,8 +18,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from meshfold.mesh import SpecError
-
-IGNORE = -100
+from meshfold.mesh.targets import IGNORE, name_of_targets, with_one_at_least
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -88,6 +87,9 @@ def split(
         else _count(args, kwargs, part, size, own_loss=own_loss, shifted=shifted)
         for (args, kwargs), part, size in zip(forms, parts, sizes, strict=True)
     ]
+    if weigh is None:
+        parts = [_countable(part, n, own_loss=own_loss) for part, n in zip(parts, counts, strict=True)]
+        forms = [form(part, own_loss=own_loss) for part in parts]
     device = next(leaf.device for leaf in tree_leaves(batch) if isinstance(leaf, Tensor) and leaf.dim())
     shares = torch.stack([one.to(device) for one in counts]).double()
     shares = shares / shares.sum().clamp(min=1e-300)
@@ -155,7 +157,7 @@ def form(batch: Any, *, own_loss: bool) -> tuple[tuple[Any, ...], dict[str, Any]
         return (batch,), {"labels": batch}
     if isinstance(batch, Mapping):
         fields = dict(batch)
-        if "labels" not in fields and "input_ids" in fields and not own_loss:
+        if "labels" not in fields and not name_of_targets(fields) and "input_ids" in fields and not own_loss:
             fields["labels"] = fields["input_ids"]
         return (), fields
     if isinstance(batch, tuple) and len(batch) == 2:
@@ -178,12 +180,22 @@ def _count(
     args: Sequence[Any], kwargs: Mapping[str, Any], part: Any, rows: int, *, own_loss: bool, shifted: bool
 ) -> Tensor:
     """How many targets of a part count: scalar."""
-    targets = part[1] if own_loss and isinstance(part, tuple) else kwargs.get("labels")
+    name = name_of_targets(kwargs)
+    targets = part[1] if own_loss and isinstance(part, tuple) else kwargs.get(name)
     if not isinstance(targets, Tensor) or targets.is_floating_point():
         return torch.tensor(rows)
-    if shifted and not own_loss and targets.dim() > 1:
+    if shifted and not own_loss and name == "labels" and targets.dim() > 1:
         targets = targets[:, 1:]
     return (targets != IGNORE).sum()
+
+
+def _countable(part: Any, count: Tensor, *, own_loss: bool) -> Any:
+    """A part with a target that counts, if it has none: the gradient of a mean over nothing is not 0, times its weight."""
+    if isinstance(part, Mapping) and (name := name_of_targets(part)):
+        return {**part, name: with_one_at_least(part[name], count, part.get("attention_mask"))}
+    if own_loss and isinstance(part, tuple) and isinstance(part[1], Tensor):
+        return part[0], with_one_at_least(part[1], count)
+    return part
 
 
 def _tokens_a_row(call: tuple[tuple[Any, ...], dict[str, Any]]) -> int:

@@ -31,6 +31,7 @@ from meshfold.pipeline.programs import Programs, Source
 from meshfold.pipeline.stage import Stage, loss_in
 from meshfold.pipeline.staged import stage_model
 from meshfold.pipeline.ties import TiedGradients, pairs
+from meshfold.pipeline.untouched import untouched_buffers
 from meshfold.pipeline.whole_gradients import WholeGradients
 
 
@@ -232,15 +233,9 @@ class Pipeline:
 
     def measure_work(self, work: Microbatch, repeats: int = 3) -> Costs:
         """:meth:`measure` for a micro-batch that is there already."""
-        return measure(
-            self._stages,
-            work,
-            self._plans.of(work),
-            self.mesh.group(self.axis),
-            len(self.home),
-            self.device,
-            repeats,
-        )
+        plan, group = self._plans.of(work), self.mesh.group(self.axis)
+        with untouched_buffers(self.module):
+            return measure(self._stages, work, plan, group, len(self.home), self.device, repeats)
 
     def replan(self, costs: Costs) -> None:
         """Let ``schedule="auto"`` find its order anew, for these costs; stages stay where they are. All ranks must give
@@ -253,7 +248,9 @@ class Pipeline:
         For who watches a rank by itself: hooks see what they see in a step. Gradients come, and are whoever's who takes
         them up.
         """
-        rehearse(self._stages, work, self._plans.of(work), self.device)
+        plan = self._plans.of(work)
+        with untouched_buffers(self.module):
+            rehearse(self._stages, work, plan, self.device)
 
     def plan_of(self, work: Microbatch) -> Plan:
         """What travels between stages for a micro-batch of this shape."""

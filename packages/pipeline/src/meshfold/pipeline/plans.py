@@ -9,6 +9,7 @@ from meshfold.pipeline.ghosts import agree
 from meshfold.pipeline.microbatch import Microbatch
 from meshfold.pipeline.placeholders import signature
 from meshfold.pipeline.staged import Staged
+from meshfold.pipeline.untouched import untouched_buffers
 
 
 class Plans:
@@ -31,7 +32,7 @@ class Plans:
             agree(cut.beside, self._mesh.group(self._axis), self._staged.device)
         key = signature(work.args, work.kwargs)
         if key not in self._known:
-            with self._beside.looking():
+            with self._beside.looking(), untouched_buffers(self._staged.module):
                 self._known[key] = cut.gates.look(
                     lambda: self._staged.module(*work.args, **work.kwargs), cut.loose()
                 )

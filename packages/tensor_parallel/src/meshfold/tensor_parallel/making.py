@@ -10,6 +10,7 @@ from typing import Any
 from torch import nn
 
 from meshfold.mesh import Mesh, Part
+from meshfold.mesh.parameter_hooks import keep_parameter_hooks
 from meshfold.tensor_parallel import lowerings
 from meshfold.tensor_parallel.kinds import features, is_conv1d, norm_eps, norm_kind
 from meshfold.tensor_parallel.layers.dropout import Dropout
@@ -173,8 +174,11 @@ def meta_twin(module: nn.Module) -> nn.Module:
 def keep_hooks(module: nn.Module, made: nn.Module) -> None:
     """Let a layer keep the hooks that were registered on the one it stands for."""
     for name, hooks in vars(module).items():
-        if name.startswith(("_forward_hooks", "_forward_pre_hooks")):
+        if name.startswith(
+            ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+        ):
             getattr(made, name).update(hooks)
+    made._is_full_backward_hook = module._is_full_backward_hook
 
 
 def keep_ties(module: nn.Module, made: nn.Module, blocks: dict[nn.Parameter, nn.Parameter]) -> None:
@@ -182,4 +186,6 @@ def keep_ties(module: nn.Module, made: nn.Module, blocks: dict[nn.Parameter, nn.
     for name, whole in module._parameters.items():
         block = made._parameters.get(name)
         if whole is not None and block is not None:
+            if whole not in blocks:
+                keep_parameter_hooks(whole, block)
             made._parameters[name] = blocks.setdefault(whole, block)

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from meshfold.mesh import Group, Mesh
+from meshfold.mesh.parameter_hooks import keep_parameter_hooks
 from meshfold.zero_gemini.errors import MemoryPlanError
 from meshfold.zero_gemini.faults import Faults
 from meshfold.zero_gemini.known import Known, known_of, members_of
@@ -85,10 +86,12 @@ def make_stepper(
     stand_ins = {
         name: nn.Parameter(torch.empty((), device="cpu").expand(one.shape)) for name, one in trained.items()
     }
-    made = make(list(stand_ins.values()))
-    kind = kind_of(made, {(one.kind.dtype, master_dtype or one.kind.dtype) for one in trained.values()})
+    # torch refuses to make an optimizer of nothing, which is all that a stage has whose layers are frozen.
+    made = make(list(stand_ins.values()) or [nn.Parameter(torch.empty(0))])
+    looked_at = (trained or known).values()
+    kind = kind_of(made, {(one.kind.dtype, master_dtype or one.kind.dtype) for one in looked_at})
     names = {parameter: name for name, parameter in stand_ins.items()}
-    groups = [[names[p] for p in group["params"]] for group in made.param_groups]
+    groups = [[names[p] for p in group["params"] if p in names] for group in made.param_groups]
     with_state = bool(made.state)
     made.state.clear()
     stepper: Any
@@ -135,4 +138,5 @@ def _replace_meta(model: nn.Module, device: torch.device) -> None:
                     empty = torch.empty(0, dtype=parameter.dtype, device=device)
                     made[parameter] = nn.Parameter(empty, requires_grad=parameter.requires_grad)
                     made[parameter].__dict__.update(parameter.__dict__)
+                    keep_parameter_hooks(parameter, made[parameter])
                 module._parameters[name] = made[parameter]

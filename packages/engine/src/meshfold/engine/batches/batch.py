@@ -9,15 +9,14 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from meshfold.mesh import SpecError
-
-IGNORE = -100
+from meshfold.mesh.targets import IGNORE, name_of_targets, with_one_at_least
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,6 +29,7 @@ class Batch:
         given: the batch in the user's form, for ``loss_fn(output, batch)``.
         rows: its size along dim 0.
         targets: the labels that the loss is a mean over; None if there are none, then rows count.
+        name: under which a dict has them; those that are not called labels are never shifted.
     """
 
     args: tuple[Any, ...]
@@ -37,6 +37,7 @@ class Batch:
     given: Any
     rows: int
     targets: Tensor | None
+    name: str = "labels"
 
     @property
     def tokens(self) -> int:
@@ -58,11 +59,32 @@ class Batch:
             return torch.tensor(self.rows)
         if self.targets.is_floating_point():
             return torch.tensor(self.targets.shape[0])
-        targets = self.targets[:, 1:] if shifted and self.targets.dim() > 1 else self.targets
+        moves = shifted and self.name == "labels" and self.targets.dim() > 1
+        targets = self.targets[:, 1:] if moves else self.targets
         return (targets != IGNORE).sum()
 
+    def countable(self, count: Tensor) -> Batch:
+        """The batch with a target that counts, if it has none: see :func:`meshfold.mesh.targets.with_one_at_least`.
 
-def prepare(batch: Any, device: torch.device, dtype: torch.dtype, *, own_loss: bool) -> Batch:
+        Args:
+            count: from :meth:`count`.
+        """
+        if self.targets is None:
+            return self
+        targets = with_one_at_least(self.targets, count, self.kwargs.get("attention_mask"))
+        kwargs, given = self.kwargs, self.given
+        if self.name in kwargs:
+            kwargs = {**kwargs, self.name: targets}
+        if isinstance(given, Mapping) and self.name in given:
+            given = {**given, self.name: targets}
+        elif isinstance(given, tuple):
+            given = (given[0], targets)
+        return replace(self, kwargs=kwargs, given=given, targets=targets)
+
+
+def prepare(
+    batch: Any, device: torch.device, dtype: torch.dtype, *, own_loss: bool, aligned: bool = True
+) -> Batch:
     """Check a batch and bring it to the device; floating inputs take the model's dtype.
 
     Args:
@@ -70,6 +92,7 @@ def prepare(batch: Any, device: torch.device, dtype: torch.dtype, *, own_loss: b
         device: where to.
         dtype: of floating inputs.
         own_loss: whether a ``loss_fn`` was given: then labels that are missing stay missing.
+        aligned: labels ``b s`` are of the tokens that come in; not those of a decoder behind an encoder.
 
     Raises:
         SpecError: for anything that is none of the three forms.
@@ -86,40 +109,46 @@ def prepare(batch: Any, device: torch.device, dtype: torch.dtype, *, own_loss: b
         return Batch(args=(inputs,), kwargs={}, given=inputs, rows=_rows(batch), targets=None)
     if isinstance(batch, Mapping | Tensor):
         form = batch if isinstance(batch, Mapping) else {"input_ids": batch}
+        named = name_of_targets(form) or "labels"
         fields = {name: move(value, cast=name != "labels") for name, value in form.items()}
         ids = fields.get("input_ids")
         if ids is not None:
             _check_ids(ids)
-            if "labels" not in fields and not own_loss:
+            if named not in fields and not own_loss:
                 fields["labels"] = ids
         labels = fields.get("labels")
         if (
             isinstance(labels, Tensor)
             and isinstance(ids, Tensor)
             and labels.dim() > 1
+            and aligned
+            and not labels.is_floating_point()  # a number for each class, say
             and labels.shape != ids.shape
         ):
             raise SpecError(
                 f"labels of shape {tuple(labels.shape)} for input_ids of shape {tuple(ids.shape)}: one label a token, "
                 f"{IGNORE} where none counts"
             )
+        targets = fields.get(named)
         rest = {name: value for name, value in fields.items() if name != "input_ids"}
         return Batch(
             args=() if ids is None else (ids,),
             kwargs=rest,
             given=fields if isinstance(batch, Mapping) else ids,
             rows=_rows(next((value for value in fields.values() if isinstance(value, Tensor)), None)),
-            targets=labels if isinstance(labels, Tensor) else None,
+            targets=targets if isinstance(targets, Tensor) else None,
+            name=named,
         )
     if isinstance(batch, tuple | list) and len(batch) == 2:
         if not own_loss:
             raise SpecError(
                 "a batch of (inputs, targets) needs Engine(..., loss_fn=lambda output, batch: ...)"
             )
-        inputs, targets = move(batch[0]), move(batch[1], cast=False)
-        args = tuple(inputs) if isinstance(inputs, tuple | list) else (inputs,)
+        several = isinstance(batch[0], tuple | list)
+        args = tuple(move(value) for value in (batch[0] if several else batch[:1]))
+        inputs, targets = args if several else args[0], move(batch[1], cast=False)
         return Batch(
-            args=tuple(move(value) for value in args),
+            args=args,
             kwargs={},
             given=(inputs, targets),
             rows=_rows(next((value for value in args if isinstance(value, Tensor)), None)),
@@ -142,14 +171,6 @@ def inputs(args: tuple[Any, ...], kwargs: dict[str, Any], device: torch.device, 
     moved = tuple(move(value) for value in args), {name: move(value) for name, value in kwargs.items()}
     rows = next((v.shape[0] for v in (*moved[0], *moved[1].values()) if isinstance(v, Tensor) and v.dim()), 1)
     return Batch(args=moved[0], kwargs=moved[1], given=None, rows=rows, targets=None)
-
-
-def loss_is_shifted(model: nn.Module) -> bool:
-    """Whether the model's own loss predicts the next token.
-
-    True unless a Hugging Face model names another kind of loss (masked words, classes, ...).
-    """
-    return getattr(model, "loss_type", None) in (None, "ForCausalLM")
 
 
 def takes_cache(model: nn.Module) -> bool:

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from meshfold.engine.batches.batch import IGNORE
 from meshfold.mesh import SpecError
+from meshfold.mesh.targets import IGNORE, name_of_targets
 
 _INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 
@@ -47,11 +47,12 @@ def cut(batch: Any, index: int, blocks: int) -> Any:
         }
         if len(share(rows, index, blocks)):
             return fields
-        labels = batch.get("labels", batch.get("input_ids"))
+        named = name_of_targets(batch) or "labels"
+        labels = batch.get(named, batch.get("input_ids"))
         if not (isinstance(labels, Tensor) and labels.dtype in _INTEGERS):
             raise _too_few(rows, blocks)
         filler = {name: value[:1] if name in sizes else value for name, value in batch.items()}
-        return {**filler, "labels": torch.full_like(labels[:1], IGNORE)}
+        return {**filler, named: torch.full_like(labels[:1], IGNORE)}
     if isinstance(batch, tuple | list) and len(batch) == 2:
         inputs, targets = batch
         if isinstance(targets, Tensor) and isinstance(inputs, Tensor):
@@ -63,8 +64,12 @@ def cut(batch: Any, index: int, blocks: int) -> Any:
             if targets.dtype not in _INTEGERS:
                 raise _too_few(inputs.shape[0], blocks)
             return inputs[:1], torch.full_like(targets[:1], IGNORE)
+        if isinstance(targets, Tensor) and isinstance(inputs, tuple | list) and inputs:
+            each = [cut((one, targets), index, blocks) for one in inputs]  # says what is wrong with one
+            return tuple(one for one, _ in each), each[0][1]
     raise SpecError(
-        f"a batch of type {type(batch).__name__} cannot be cut: give a tensor, a dict of tensors or a pair of them"
+        f"a batch of type {type(batch).__name__} cannot be cut: give a tensor, a dict of tensors, or a pair "
+        "(inputs, targets) of tensors, of which inputs may be a tuple"
     )
 
 

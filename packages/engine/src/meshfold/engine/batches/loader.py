@@ -83,15 +83,32 @@ class ShardedLoader:
         self.epoch, self.served = self.epoch + 1, 0
 
     def state_dict(self) -> dict[str, int]:
-        """The position: epoch, and batches served in it."""
-        return {"epoch": self.epoch, "served": self.served}
+        """The position: epoch, and batches served in it; and what it is a position in."""
+        return {"epoch": self.epoch, "served": self.served, **self._order()}
 
     def load_state_dict(self, state: dict[str, int]) -> None:
-        """Go on from a position: the next iteration serves the rest of that epoch."""
-        self.epoch, self.served = int(state["epoch"]), int(state["served"])
-        if self.served >= len(self):
-            self.epoch, self.served = self.epoch + 1, 0
-        self._resume = self.served
+        """Go on from a position: the next iteration serves the rest of that epoch, in its order.
+
+        Raises:
+            SpecError: within an epoch, for another dataset, or batches that do not begin where the position is: rows would be
+                left out or come twice.
+        """
+        epoch, served = int(state["epoch"]), int(state["served"])
+        self.seed = int(state.get("seed", self.seed))
+        own = self._order()
+        was = {name: int(state.get(name, value)) for name, value in own.items()}
+        done = served * was["batch_size"]
+        if (was["batch_size"] == own["batch_size"] and served >= len(self)) or done >= was["examples"]:
+            epoch, served = epoch + 1, 0
+        elif served and was != own:
+            if {**was, "batch_size": 0} != {**own, "batch_size": 0} or done % self.batch_size:
+                raise SpecError(
+                    f"the loader's position is {done} examples into an epoch of {_told(was)}, and this is one of {_told(own)}: "
+                    "examples would be left out or come twice. Go on with the same, or with a batch_size that divides "
+                    f"{done}; or save at the end of an epoch"
+                )
+            served = done // self.batch_size
+        self.epoch, self.served, self._resume = epoch, served, served
 
     def share_of(self, rows: int) -> range:
         """Which rows of a global batch of so many this data coordinate gets."""
@@ -100,6 +117,17 @@ class ShardedLoader:
     @property
     def _rows(self) -> int:
         return len(self.dataset)
+
+    def _order(self) -> dict[str, int]:
+        """What the order of an epoch's batches depends on."""
+        return {
+            "batch_size": self.batch_size, "examples": self._rows, "shuffle": int(self.shuffle), "seed": self.seed
+        }  # fmt: skip
+
+
+def _told(order: dict[str, int]) -> str:
+    shuffled = "shuffled" if order["shuffle"] else "in order"
+    return f"{order['examples']} examples, {shuffled}, in batches of {order['batch_size']}"
 
 
 class _Batches:

@@ -88,6 +88,7 @@ def _factory(optimizer: torch.optim.Optimizer, model: nn.Module, group_of: dict[
         made: torch.optim.Optimizer = cls(groups, **defaults)
         return made
 
+    make.knows_stages = True  # type: ignore[attr-defined]
     return make
 
 

@@ -9,8 +9,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from meshfold.engine.batches.batch import IGNORE
 from meshfold.mesh import SpecError
+from meshfold.mesh.targets import IGNORE
 
 
 def check_positions(position_ids: Tensor | None, input_ids: Tensor) -> None:

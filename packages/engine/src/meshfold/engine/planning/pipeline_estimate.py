@@ -32,6 +32,7 @@ from meshfold.engine.states import PlainStates
 from meshfold.engine.world import PIPE, World, join
 from meshfold.mesh import Entry, Mesh, ParallelSpec, SpecError, all_reduce, dropout_stream, record
 from meshfold.mesh.process_group import start_fake
+from meshfold.mesh.targets import labels_are_shifted
 from meshfold.pipeline import Costs, Simulation
 from meshfold.pipeline.ghosts import recast
 from meshfold.pipeline.microbatch import Microbatch
@@ -246,7 +247,7 @@ def _run(
         cut(ids, world.row_index, world.row_size), world.device, asked.precision.dtype, own_loss=False
     )
     with record() as log:
-        shares = Shares(given, world, shifted=batches.loss_is_shifted(model), places=False)
+        shares = Shares(given, world, shifted=labels_are_shifted(model), places=False)
         log.phase = "loss"
         all_reduce(shares.weight(), world.data_group)
     pipe, cut_here = world.mesh.size(PIPE), stages.pipeline.cut

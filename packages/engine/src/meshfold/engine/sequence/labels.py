@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from meshfold.engine.batches.batch import IGNORE
 from meshfold.mesh import SpecError
+from meshfold.mesh.targets import IGNORE
 from meshfold.sequence import Dealing, next_tokens
 
 _UNSHIFTED = ("ForMaskedLM", "ForTokenClassification")  # transformers' names of losses token by token

@@ -18,6 +18,7 @@ from meshfold.engine.errors import CheckpointError
 from meshfold.engine.optimizers import Factory
 from meshfold.engine.precision import Precision
 from meshfold.engine.recompute import RecomputedBlocks
+from meshfold.engine.refusals import refuse_empty
 from meshfold.engine.states import Source, held
 from meshfold.engine.world import PIPE, World
 from meshfold.engine.zero.allocator import grow_segments
@@ -79,6 +80,7 @@ class ZeroStates:
         spec = world.spec.zero
         if spec is None:
             raise SpecError("this spec has no entry zero")
+        refuse_empty(model, world)
         if world.device.type == "cuda":
             grow_segments()
         ranks, micro_steps = world.data_size, accumulation

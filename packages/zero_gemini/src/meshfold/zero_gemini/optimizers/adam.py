@@ -33,6 +33,7 @@ class FlatAdam(torch.optim.Optimizer):
 
     # torch.amp.GradScaler then sets `grad_scale` and `found_inf` here in place of two more passes over gradients.
     _step_supports_amp_scaling = True
+    elementwise = True
 
     def __init__(
         self,

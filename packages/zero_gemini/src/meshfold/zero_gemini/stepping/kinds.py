@@ -5,14 +5,12 @@ Known ones are looked up, those that declare it are believed, and others are tri
 
 from __future__ import annotations
 
-import copy
-from collections import OrderedDict, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Literal
 
 import torch
-from torch import Tensor, nn
 
+from meshfold.mesh.elementwise import TrialError, sight_of
 from meshfold.zero_gemini.errors import MemoryPlanError
 from meshfold.zero_gemini.optimizers import FlatAdam
 from meshfold.zero_gemini.stepping.adam import suits
@@ -116,104 +114,15 @@ def _of_ours(optimizer: FlatAdam, pairs: Sequence[tuple[torch.dtype, torch.dtype
     return "elementwise"
 
 
-# -- trying out -------------------------------------------------------------------------------------------------
-
-_STEPS = 24  # some look at the whole matrix only every few steps
-_SHAPES = ((6, 5), (4, 3))
-_CUT = 13  # in the middle of a row
-_WIDTH = 1e-9  # how far apart the same may be: they differ by the order of some additions at most
-
-
 def _tried(optimizer: torch.optim.Optimizer, group: Mapping[str, Any]) -> Kind:
-    generator = torch.Generator().manual_seed(0)
-    first, *gradients = (
-        [torch.randn(shape, dtype=torch.float64, generator=generator) for shape in _SHAPES]
-        for _ in range(_STEPS + 1)
-    )
-    name = type(optimizer).__name__
     try:
-        with torch.random.fork_rng(devices=[]):
-            together, _ = _run(optimizer, group, first, gradients)
-            alone = [
-                _run(optimizer, group, [first[i]], [[g[i]] for g in gradients]) for i in range(len(first))
-            ]
-    except Exception as error:
+        sight = sight_of(optimizer, group)
+    except TrialError as error:
+        raise MemoryPlanError(str(error)) from error
+    if sight == "others":
         raise MemoryPlanError(
-            f"{name} is not known, and trying it out on two small matrices failed ({type(error).__name__}: {error}): let its "
-            "class say elementwise = True (each element is stepped on its own) or elementwise = False (it needs whole matrices)"
-        ) from error
-    if not _same(together, [weights[0] for weights, _ in alone]):
-        raise MemoryPlanError(
-            f"{name} steps on a parameter in a way that depends on others (or on chance), and with ZeRO no rank has them all: "
-            "if only clipping by a global norm does that, use the engine's clip_grad_norm; if it draws random numbers for each "
-            "element, let its class say elementwise = True"
+            f"{type(optimizer).__name__} steps on a parameter in a way that depends on others (or on chance), and with ZeRO no "
+            "rank has them all: if only clipping by a global norm does that, use the engine's clip_grad_norm; if it draws random "
+            "numbers for each element, let its class say elementwise = True"
         )
-    if any(_looks_wider(state, weights.shape) for (weights,), states in alone for state in states):
-        return "matrices"
-    try:
-        with torch.random.fork_rng(devices=[]):
-            for i, start in enumerate(first):
-                pieces = []
-                for cut in (slice(None, _CUT), slice(_CUT, None)):
-                    flat = [[g[i].flatten()[cut]] for g in gradients]
-                    if flat[0][0].numel():
-                        pieces.append(_run(optimizer, group, [start.flatten()[cut]], flat)[0][0])
-                if not _same([torch.cat(pieces)], [together[i].flatten()]):
-                    return "matrices"
-    except Exception:  # it takes matrices alone
-        return "matrices"
-    return "elementwise"
-
-
-def _run(
-    optimizer: torch.optim.Optimizer,
-    group: Mapping[str, Any],
-    values: Sequence[Tensor],
-    gradients: Sequence[Sequence[Tensor]],
-) -> tuple[list[Tensor], list[dict[str, Any]]]:
-    """What becomes of values in some steps of an optimizer like the one given, and the state it then has of each."""
-    parameters = [nn.Parameter(value.clone()) for value in values]
-    twin = _twin(optimizer, group, parameters)
-    with torch.enable_grad():
-        for step in gradients:
-            for parameter, gradient in zip(parameters, step, strict=True):
-                parameter.grad = gradient.clone()
-            twin.step()
-    return [p.detach() for p in parameters], [dict(twin.state.get(p, {})) for p in parameters]
-
-
-def _twin(
-    optimizer: torch.optim.Optimizer, group: Mapping[str, Any], parameters: list[nn.Parameter]
-) -> torch.optim.Optimizer:
-    """An optimizer with the same settings as a given one, for other parameters."""
-    own = {**group, "params": parameters}
-    if optimizer.state:  # it makes state when it is made
-        return type(optimizer)([own], **optimizer.defaults)
-    twin: torch.optim.Optimizer = object.__new__(type(optimizer))
-    # Its copied attributes must not copy the model's parameters; those it holds are replaced by ours.
-    memo = {id(p): parameters[0] for g in optimizer.param_groups for p in g["params"]}
-    for key, value in vars(optimizer).items():
-        if key.endswith("_hooks"):
-            vars(twin)[key] = OrderedDict()
-        elif key not in ("param_groups", "state", "step"):
-            vars(twin)[key] = copy.deepcopy(value, memo)
-    twin.state = defaultdict(dict)
-    twin.param_groups = [own]
-    return twin
-
-
-def _same(found: Sequence[Tensor], wanted: Sequence[Tensor]) -> bool:
-    return all(
-        torch.allclose(a, b, rtol=_WIDTH, atol=_WIDTH, equal_nan=True)
-        for a, b in zip(found, wanted, strict=True)
-    )
-
-
-def _looks_wider(state: Mapping[str, Any], shape: torch.Size) -> bool:
-    """Whether something in a matrix's state is neither of its shape nor a number: then it is not for each element."""
-    return any(
-        bool(value)
-        if isinstance(value, list | tuple | dict)
-        else isinstance(value, Tensor) and value.numel() > 1 and value.shape != shape
-        for value in state.values()
-    )
+    return "elementwise" if sight == "elements" else "matrices"

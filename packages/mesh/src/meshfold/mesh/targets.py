@@ -1,0 +1,54 @@
+"""Targets of a loss, and parts of a batch that have none that counts."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+IGNORE = -100
+"""The target of what does not count"""
+
+
+_NAMES = ("labels", "targets", "target")
+
+
+def name_of_targets(fields: Mapping[str, Any]) -> str:
+    """Under which name a batch in the form of a dict has the targets of its loss; "" if under none that is known."""
+    return next((name for name in _NAMES if isinstance(fields.get(name), Tensor)), "")
+
+
+def labels_are_shifted(model: nn.Module) -> bool:
+    """Whether a model's own loss takes each position of ``b s`` labels for the target of the one before.
+
+    True unless it names another kind of loss, as ``transformers`` does (``model.loss_type``: masked words, classes, ...), or
+    has an encoder apart.
+    """
+    return getattr(model, "loss_type", None) in (None, "ForCausalLM") and not has_encoder_apart(model)
+
+
+def has_encoder_apart(model: nn.Module) -> bool:
+    """Whether its labels are what a decoder says, of another length than what an encoder reads."""
+    return getattr(getattr(model, "config", None), "is_encoder_decoder", False) is True
+
+
+def with_one_at_least(targets: Tensor, count: Tensor, mask: Any = None) -> Tensor:
+    """Targets of any shape; where none counts, the last one is class 0, so that a mean over them is finite.
+
+    For a part of a batch that has no share in the loss: 0 times its gradient is 0, and 0 times that of a mean over nothing
+    is not.
+
+    Args:
+        targets: integers, -100 where none counts; others are left as they are.
+        count: how many do: a scalar, on whatever device.
+        mask: an attention_mask of the same shape, if there is one: then the last that it does not hide.
+    """
+    if targets.is_floating_point() or not targets.numel():
+        return targets
+    place = torch.full((), targets.numel() - 1, device=targets.device)  # without a copy from the host
+    if isinstance(mask, Tensor) and mask.shape == targets.shape:
+        place = mask.reshape(-1).bool().long().cumsum(0).argmax()
+    one = targets.reshape(-1).index_fill(0, place, 0).view(targets.shape)
+    return torch.where(count.to(targets.device) > 0, targets, one)

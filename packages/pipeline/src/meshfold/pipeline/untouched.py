@@ -1,0 +1,28 @@
+"""A model's buffers as they were, after forwards that are no part of the training."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from torch import nn
+
+
+@contextmanager
+def untouched_buffers(model: nn.Module) -> Iterator[None]:
+    """Inside, forwards change copies of the buffers: running statistics of norms, counters."""
+    before = [
+        (module, name, buffer)
+        for module in model.modules()
+        for name, buffer in module._buffers.items()
+        if buffer is not None
+    ]
+    for module, name, buffer in before:
+        copy = buffer.clone()
+        copy.__dict__.update(buffer.__dict__)  # where it lies on the mesh
+        module._buffers[name] = copy
+    try:
+        yield
+    finally:
+        for module, name, buffer in before:
+            module._buffers[name] = buffer
