@@ -48,7 +48,8 @@ def main(argv: Sequence[str]) -> int:
     result = _opened(args)
     for number in range(args.rounds):
         for name in chosen:
-            runs = result["contestants"].setdefault(name, [])
+            known = result["contestants"].get(name, [])
+            runs = result["contestants"][name] = [run for run in known if "error" not in run]
             steps = args.steps if number == 0 else args.warm_up + args.later_steps
             begin = time.monotonic()
             runs.append(_run(args, list(argv), name, steps))

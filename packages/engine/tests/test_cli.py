@@ -159,7 +159,7 @@ def test_every_command_has_help(name: str, capsys: pytest.CaptureFixture[str]) -
         (["run", "--ranks", "two", "gone.py"], "argument --ranks: 'two' is not a whole number"),
         (["run", "--ranks", "0", "t/0.txt"], "cannot start 0 ranks"),
         (["reproduce", "no-such-paper"], "no 'no-such-paper' in experiments. There are: gpipe, hanayo, "),
-        (["bench"], "say which one; there are: attention, cpu-adam, longest-sequence, pipeline, saving, tensor-parallel,"),
+        (["bench"], "say which one; there are: attention, cpu-adam, longest-sequence, pipeline, saving, saving-launches, specs, "),
         (["bench", "tensor-paralel"], "Did you mean 'tensor-parallel'?"),
         (["doctor", "--all"], "unrecognized arguments: --all"),
     ],
