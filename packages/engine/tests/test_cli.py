@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from importlib.metadata import PackageNotFoundError
 from pathlib import Path
 from typing import Any
 
@@ -89,6 +90,18 @@ def test_every_command_has_help(name: str, capsys: pytest.CaptureFixture[str]) -
     assert capsys.readouterr().out.startswith(f"usage: meshfold {name}")
 
 
+def test_the_version_is_there_without_an_installation(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("importlib.metadata.version", _not_installed)
+    assert main(["--version"]) == 0
+    assert capsys.readouterr().out == "meshfold from source\n"
+
+
+def _not_installed(name: str) -> str:
+    raise PackageNotFoundError(name)
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [
@@ -97,6 +110,9 @@ def test_every_command_has_help(name: str, capsys: pytest.CaptureFixture[str]) -
         (["train", "--data", "nowhere", "--out", "x"], "there is no file or folder 'nowhere' to train on"),
         (["train", "--data", "empty", "--out", "x"], "no text in 'empty': it has no files"),
         ([*TRAIN, "--steps", "0"], "argument --steps: 0 is not a whole number from 1 up"),
+        ([*TRAIN, "--seq-len", "1"], "argument --seq-len: 1 is not a whole number from 2 up"),
+        ([*TRAIN, "--config", "c.yaml"], "unrecognized arguments: --config c.yaml. See meshfold train --help"),
+        (["demo", "--out", "t/0.txt"], "--out 't/0.txt' is a file; give a folder"),
         ([*TRAIN, "--lr", "fast"], "argument --lr: 'fast' is not a number from 0 up"),
         ([*TRAIN, "--precision", "fp8"], "argument --precision: invalid choice: 'fp8'"),
         ([*TRAIN, "--parallel", "data:2"], "--parallel 'data:2' is not a spec: write"),

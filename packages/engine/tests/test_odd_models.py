@@ -225,8 +225,18 @@ def test_what_cannot_be_trained_is_refused() -> None:
         return model
 
     for make, parallel, settings, message in (
-        (lambda: frozen(lambda name: False), dict(pipeline=2), {}, "no parameter of Model has requires_grad"),
-        (lambda: frozen(lambda name: False), {}, {}, "no parameter of Model has requires_grad"),
+        (
+            lambda: frozen(lambda name: False),
+            dict(pipeline=2),
+            {},
+            "no parameter of Model is to be trained: all are frozen",
+        ),
+        (
+            lambda: frozen(lambda name: False),
+            {},
+            {},
+            "no parameter of Model is to be trained: all are frozen",
+        ),
         (empty, dict(zero=dict(stage=1)), {}, r"parameter 'extra' of shape \(0, 3\) has no elements"),
         (phased, {}, {}, "parameter 'phase' is of torch.complex64"),
         (Model, {}, dict(lr_scheduler=PLATEAU), "stepped with a loss of validation"),

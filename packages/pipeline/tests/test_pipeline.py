@@ -364,6 +364,48 @@ class Pyramid(nn.Module):
         return {"loss": x.square().mean()}
 
 
+class Residual(nn.Module):
+    """What is made before the blocks is used behind them, by the model's own code."""
+
+    def __init__(self, *, again: bool) -> None:
+        super().__init__()
+        self.again = again
+        self.embed, self.head = nn.Embedding(VOCAB, WIDTH), nn.Linear(WIDTH, VOCAB)
+        self.blocks = nn.Sequential(*(Reads(again) for _ in range(3)))
+
+    def forward(self, input_ids: Tensor, labels: Tensor) -> dict[str, Tensor]:
+        first = x = self.embed(input_ids)
+        for block in self.blocks:
+            x = block(x, first) if self.again else block(x)
+        logits = self.head(first + x)
+        return {"logits": logits, "loss": logits.square().mean()}
+
+
+class Reads(nn.Module):
+    def __init__(self, again: bool) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor, first: Tensor | None = None) -> Tensor:
+        y: Tensor = self.linear(x)
+        return y
+
+
+@ranks(2)
+def test_what_does_not_travel_is_refused_and_travels_as_an_argument() -> None:
+    mesh = Mesh({"pipe": 2})
+    pipeline = Pipeline(Residual(again=False), mesh, microbatches=1)
+    work = pipeline.split(tokens(2))[0]
+    plan = pipeline.plan_of(work)
+    if mesh.rank == 1:
+        received = [torch.zeros(2, SEQUENCE, WIDTH)]
+        with pytest.raises(
+            LayoutError, match=r"nothing but nan of finite inputs.*between the blocks of blocks"
+        ):
+            pipeline._stages[1].forward(0, work, plan, received)
+    assert Pipeline(Residual(again=True), mesh, microbatches=2).step(tokens(4)).isfinite()
+
+
 @ranks(2)
 def test_refusals() -> None:
     mesh = Mesh({"pipe": 2})

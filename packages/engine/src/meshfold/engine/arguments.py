@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from meshfold.engine import settings
+from meshfold.engine.batches import own_loss
 from meshfold.engine.clipping import Clipping
 from meshfold.engine.long_runs import supervision
 from meshfold.engine.long_runs.nonfinite import Mode, check_mode
@@ -68,8 +69,7 @@ class Arguments:
         mode = check_mode(nonfinite)
         accumulation = settings.count("gradient_accumulation", gradient_accumulation)
         checked_seed = settings.count("seed", seed, least=0)
-        if loss_fn is not None and not callable(loss_fn):
-            raise SpecError(f"loss_fn={loss_fn!r}: a function of the model's output and the batch")
+        own_loss.check(loss_fn)
         if lr_scheduler is not None and make_optimizer is None:
             raise SpecError(
                 "lr_scheduler without an optimizer: give Engine(..., optimizer=dict(name='adamw', lr=...))"

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from meshfold.engine.checkpoints.model_state import ModelState
 from meshfold.engine.checkpoints.pipelined_state import PipelinedState
+from meshfold.engine.given_model import check_model
 from meshfold.engine.hugging_face.from_folder import FolderValues, Loaded, Pretrained
 from meshfold.engine.optimizers import of_any_stage
 from meshfold.engine.pipelining import PipelinedModel, PipelineSettings
@@ -83,6 +84,7 @@ def assemble(
     Raises:
         SpecError: if ``model`` is neither, or its sizes do not fit the spec.
     """
+    check_model(model)
     if isinstance(model, nn.Module):
         built, tape = model, None
         if any(p.is_meta for p in model.parameters()):
@@ -94,10 +96,8 @@ def assemble(
             # Weights were loaded inside ShardedInit; tables that are in no file were not made.
             materialize(model, origin.tape, seed=origin.seed, device="cpu", parameters=False)
         _share(built, world)
-    elif callable(model):
-        built, tape = build_on_meta(lambda: _checked(model))
     else:
-        raise SpecError(f"model={model!r}: an nn.Module, or a function without arguments that makes one")
+        built, tape = build_on_meta(lambda: _checked(model))
 
     refuse_complex(built)
     folder = _folder(model, built, world)

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from weakref import ref
 
 import torch
 from torch import Tensor, nn
@@ -214,13 +215,16 @@ class GradientReducer:
             handle.remove()
 
     def _hook(self, bucket: Bucket, place: int) -> Callable[[Tensor], None]:
+        reducer = ref(self)  # one that is gone without close() takes nothing from who trains the model now
+
         def arrive(parameter: Tensor) -> None:
-            if parameter.grad is not None:
-                if self._listening:
-                    bucket.add(place, parameter.grad, whole=not self._several)
+            me = reducer()
+            if me is not None and parameter.grad is not None:
+                if me._listening:
+                    bucket.add(place, parameter.grad, whole=not me._several)
                 parameter.grad = None
-                if self._last and self._listening:
-                    self._launch_ready()
+                if me._last and me._listening:
+                    me._launch_ready()
 
         return arrive
 

@@ -29,12 +29,13 @@ from meshfold.engine.long_runs import supervision
 from meshfold.engine.long_runs.nonfinite import NonFiniteGuard
 from meshfold.engine.metrics import StepMetrics, metrics_of
 from meshfold.engine.optimizers import scheduler_of
+from meshfold.engine.ownership import check_free, claim
 from meshfold.engine.pipelining import PipelinedModel, PipelineSettings, check_own_loop
 from meshfold.engine.precision import LossScaler
 from meshfold.engine.randomness import randomness
 from meshfold.engine.sequence import split_sequence
 from meshfold.engine.world import join
-from meshfold.mesh import ParallelSpec, all_reduce, flight
+from meshfold.mesh import ParallelSpec, SpecError, all_reduce, flight
 from meshfold.mesh.failure import told_to_all
 
 if TYPE_CHECKING:
@@ -137,6 +138,8 @@ class Engine:
         recompute = recomputation.check(recompute, self.spec)
 
         # This rank's part of the model: split, given its first values, in place.
+        if asked.make_optimizer is not None:
+            check_free(model)
         stages = PipelineSettings(loss_fn=loss_fn, example=example)
         built = assemble(model, world, self._precision, self._seed, rules, stages)
         self.model, self.report, self.loaded = built.model, built.report, built.loaded
@@ -153,7 +156,13 @@ class Engine:
         self._states = make_states(built, world, asked, self._blocks if recompute == "auto" else None)
         self._open.callback(self._states.close)
         self.optimizer = self._states.optimizer
-        self.lr_scheduler = scheduler_of(lr_scheduler, self.optimizer)
+        try:
+            self.lr_scheduler = scheduler_of(lr_scheduler, self.optimizer)
+        except SpecError:
+            self._states.close()  # the model is free for another try
+            raise
+        if self.optimizer is not None:
+            self._open.callback(claim(self.model, self, in_chunks=self.spec.zero is not None).close)
         self._scaler = LossScaler(self._precision.scale, says=self.mesh.rank == 0)
         self._forward = Forward(
             self.model, world, self._precision, self._states, pipelined=built.pipelined, loss_fn=loss_fn
@@ -477,7 +486,7 @@ class Engine:
             verify: compare every tensor with its checksum first; the ranks share this out.
 
         Raises:
-            CheckpointError: if there is none, it is damaged, or it is of another model or optimizer.
+            CheckpointError: if there is none, it is damaged, it is of another model or optimizer, or it has the model alone.
         """
         persistence.load(self, path, weights_only=weights_only, verify=verify)
 

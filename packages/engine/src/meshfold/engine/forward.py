@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from meshfold.engine.batches import batch as batches
 from meshfold.engine.batches.packed import OwnDocuments
 from meshfold.engine.batches.shares import Shares
+from meshfold.engine.batches.shown import called
 from meshfold.engine.pipelining import PipelinedModel
 from meshfold.engine.precision import Precision
 from meshfold.engine.states import States
@@ -84,8 +85,10 @@ class Forward:
         """The model's output."""
         try:
             return self._model(*work.args, **work.kwargs)
-        except RuntimeError as error:
-            self._states.explain(error)
+        except Exception as error:
+            if isinstance(error, RuntimeError):
+                self._states.explain(error)
+            error.add_note(f"the model was called with {called(work.args, work.kwargs)}")
             raise
 
     def loss_of(self, output: Any, work: batches.Batch) -> Tensor:
@@ -97,10 +100,19 @@ class Forward:
         return batches.loss_of(output, work, self._loss_fn)
 
     def loss(self, work: batches.Batch, shares: Shares) -> Tensor:
-        """This data coordinate's mean loss in float64; 0 if nothing counts here."""
+        """This data coordinate's mean loss in float64; 0 if nothing counts here.
+
+        Raises:
+            SpecError: if there is none, or one that nothing can be trained on.
+        """
         # Where nothing counts a mean is 0/0, and so may be its gradient: neither must get through.
         work = work.countable(shares.count)
         loss = self.loss_of(self.output(work), work).double()
+        if torch.is_grad_enabled() and not loss.requires_grad:
+            raise SpecError(
+                "the loss does not depend on any parameter that is trained: it was computed with .detach(), .data or "
+                "torch.no_grad(), or of something else than the model's output"
+            )
         return torch.where(shares.count > 0, loss, 0.0)
 
     def assess(self, work: batches.Batch, shares: Shares) -> Tensor:

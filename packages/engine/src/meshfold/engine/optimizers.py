@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeAlias
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from meshfold.engine import settings
 from meshfold.mesh import SpecError
@@ -35,6 +35,7 @@ _NEVER = {
     "LBFGS": "needs all gradients as one vector, and evaluates the loss several times a step",
     "SparseAdam": "is for sparse gradients, and gradients are summed over ranks as dense ones",
 }
+_SCHEDULER = "a function of the optimizer: lambda optimizer: torch.optim.lr_scheduler.StepLR(optimizer, 1000)"
 _OURS = {"params", "self", "foreach", "fused", "capturable", "differentiable"}
 
 
@@ -145,16 +146,16 @@ def scheduler_of(factory: object, optimizer: torch.optim.Optimizer | None) -> Sc
     """The learning-rate scheduler that a function makes of the optimizer.
 
     Raises:
-        SpecError: if it is no function, or makes something else.
+        SpecError: if it is no function, or makes something else, or a scheduler that wants a metric.
     """
     if factory is None or optimizer is None:
         return None
     if not callable(factory):
-        raise SpecError(
-            f"lr_scheduler={factory!r}: a function of the optimizer, such as "
-            "lambda optimizer: torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 1000)"
-        )
-    made = factory(optimizer)
+        raise SpecError(f"lr_scheduler={factory!r}: {_SCHEDULER}")
+    try:
+        made = factory(optimizer)
+    except (TypeError, ValueError) as error:
+        raise SpecError(f"lr_scheduler, called with the optimizer: {error}. Give {_SCHEDULER}") from error
     if not isinstance(made, Scheduler):
         raise SpecError(
             f"lr_scheduler made {made!r} of the optimizer, which is no torch.optim.lr_scheduler.LRScheduler"
@@ -164,6 +165,8 @@ def scheduler_of(factory: object, optimizer: torch.optim.Optimizer | None) -> Sc
             "lr_scheduler made ReduceLROnPlateau, which is stepped with a loss of validation, and the engine's is stepped by "
             "itself: make it of engine.optimizer in your loop, and call its step(engine.eval_step(batch))"
         )
+    if made.optimizer is not optimizer:
+        raise SpecError(f"lr_scheduler made a {type(made).__name__} of another optimizer. Give {_SCHEDULER}")
     return made
 
 
@@ -180,8 +183,10 @@ def _from_dict(value: Mapping[str, Any], whole: bool) -> Factory:
         raise SpecError(
             f"optimizer={value!r}: no_decay is {NO_DECAY!r} or left out.{nearest(str(no_decay), [NO_DECAY])}"
         )
-    known = {name: None for name in inspect.signature(cls).parameters if name not in _OURS}
-    settings.known_keys("optimizer", value, rest, {**known, "no_decay": None})
+    defaults = {name: p.default for name, p in inspect.signature(cls).parameters.items() if name not in _OURS}
+    settings.known_keys("optimizer", value, rest, {**defaults, "no_decay": None})
+    for key, setting in rest.items():
+        _check_setting(value, key, setting, defaults[key])
 
     def make(parameters: Sequence[nn.Parameter]) -> torch.optim.Optimizer:
         groups: list[dict[str, Any]] = [{"params": list(parameters)}]
@@ -195,6 +200,23 @@ def _from_dict(value: Mapping[str, Any], whole: bool) -> Factory:
         return made
 
     return make
+
+
+def _check_setting(value: object, key: str, setting: object, default: object) -> None:
+    """Whether a setting is of the kind of its default: torch compares numbers, and does not say which is none."""
+    if isinstance(default, tuple):
+        if not isinstance(setting, tuple | list) or len(setting) != len(default):
+            raise SpecError(
+                f"optimizer={value!r}: {key}={setting!r}: {len(default)} values, as in {key}={default!r}"
+            )
+    elif _is_number(default) and not _is_number(setting):
+        raise SpecError(
+            f"optimizer={value!r}: {key}={setting!r} is no number; its default is {default!r}, which it has if you leave it out"
+        )
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float | Tensor) and not isinstance(value, bool)
 
 
 def _fast(cls: type[torch.optim.Optimizer]) -> dict[str, bool]:
@@ -217,8 +239,9 @@ def refuse(cls: object, value: object, whole: bool) -> None:
 
 def _check(factory: Factory, value: object, whole: bool) -> None:
     refuse(factory, value, whole)
+    tried = [nn.Parameter(torch.zeros(1, 1)), nn.Parameter(torch.zeros(1))]
     try:
-        made = factory([nn.Parameter(torch.zeros(1, 1)), nn.Parameter(torch.zeros(1))])
+        made = factory(tried)
     except (TypeError, ValueError) as error:
         raise SpecError(f"optimizer={value!r}: {error}") from error
     if not isinstance(made, torch.optim.Optimizer):
@@ -226,3 +249,9 @@ def _check(factory: Factory, value: object, whole: bool) -> None:
             f"optimizer={value!r} made {made!r} of the parameters, which is no torch.optim.Optimizer"
         )
     refuse(type(made), value, whole)
+    stepped = {id(parameter) for group in made.param_groups for parameter in group["params"]}
+    if not stepped <= {id(parameter) for parameter in tried}:
+        raise SpecError(
+            f"optimizer={value!r} makes a {type(made).__name__} of other parameters than it is called with, which are this "
+            f"rank's shards: write lambda parameters: {type(made).__name__}(parameters, lr=...)"
+        )

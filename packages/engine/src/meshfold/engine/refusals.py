@@ -40,10 +40,16 @@ def require_trained(model: nn.Module, count: int, world: World) -> None:
         count: of its parameters that are trained.
         world: all ranks of a pipeline must call.
     """
-    if world.pipelined:
+    if world.pipelined and world.device.type != "meta":
         count = int(all_reduce(torch.tensor(count, device=world.device), world.pipe_group))
     if count == 0:
+        there = next(model.parameters(), None) is not None
+        why = (
+            "all are frozen (requires_grad=False): unfreeze some"
+            if there
+            else "there are none: give a model that has some"
+        )
         raise SpecError(
-            f"optimizer=... and no parameter of {type(model).__name__} has requires_grad: unfreeze what is to be trained, or leave "
-            "optimizer out to evaluate"
+            f"an optimizer, and no parameter of {type(model).__name__} is to be trained: {why}, or leave optimizer out, for "
+            "evaluation only"
         )

@@ -164,11 +164,13 @@ class PlainStates:
         """
         self.masters, self._world = masters, world
         self.targets = {plain(name): masters.of(p) for name, p in parameters.items()}
-        self.reducer = GradientReducer(list(parameters.values()), masters, world.mesh)
         self.optimizer = None if make is None else _optimizer(make, list(self.targets.values()))
         if self.optimizer is not None:
             split = [name for name, target in self.targets.items() if _is_split(target)]
             check_sight(self.optimizer, split=split, stages=world.pipelined)
+        # Who only evaluates leaves gradients alone.
+        trained = [] if make is None else list(parameters.values())
+        self.reducer = GradientReducer(trained, masters, world.mesh)
 
     def begin(self, *, first: bool) -> None:
         if first:

@@ -236,6 +236,12 @@ class Gates:
             if asks and not any(leaf is other for other in travels.values()):
                 travels[place] = leaf
         run.plan.slots[index] = tuple(Slot(p, tuple(t.shape), t.dtype) for p, t in travels.items())
+        if not travels and index == 0:
+            raise LayoutError(
+                "no layer runs before block 0, which is called with the model's input as it is, and what travels between "
+                "stages is what layers make: leave the first layer out of the list of blocks (an embedding, or a first "
+                "nn.Linear, called before it)"
+            )
         if not travels:
             raise LayoutError(
                 f"nothing that block {index} is called with depends on what runs before it: its blocks are no chain, and "

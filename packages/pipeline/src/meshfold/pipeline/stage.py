@@ -14,8 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
+from torch.utils._pytree import tree_leaves
 
-from meshfold.mesh import MeshfoldError, SpecError, dropout_stream
+from meshfold.mesh import LayoutError, MeshfoldError, SpecError, dropout_stream
 from meshfold.mesh.deferral import Queue, gradients_together
 from meshfold.mesh.dropout_stream import DropoutStream, current_dropout_stream
 from meshfold.pipeline.cut import Cut
@@ -56,6 +57,7 @@ class Stage:
         self._cut, self._loss_of = cut, loss_of
         self._held: dict[int, _Live] = {}
         self.kept: set[int] = set()
+        self._looked_at = False
 
     @property
     def live(self) -> tuple[int, ...]:
@@ -89,8 +91,12 @@ class Stage:
 
         Raises:
             MeshfoldError: if what comes out has another shape than was foreseen.
+            LayoutError: if what stands for tensors of other stages got into it.
         """
         output, inputs = self.run(work, plan, received)
+        if not self._looked_at:
+            self._looked_at = True
+            self._check_values(output, received)
         loss = None
         if self.is_last:
             loss = self._loss_of(output, work.given)
@@ -137,6 +143,22 @@ class Stage:
             with gradients_together():
                 torch.autograd.backward([edge for edge, _ in pairs], [gradient for _, gradient in pairs])
         return [torch.zeros_like(x) if x.grad is None else x.grad for x in live.inputs]
+
+    def _check_values(self, output: Any, received: Sequence[Tensor]) -> None:
+        """Of the first micro-batch: nothing but NaN of finite inputs is what stands for a tensor that did not travel."""
+        made = [
+            leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor) and leaf.dim() and leaf.numel()
+        ]
+        if not received or any(tensor.is_meta for tensor in (*made, *received)):
+            return
+        lost = [tensor for tensor in made if tensor.is_floating_point() and bool(tensor.isnan().all())]
+        if lost and all(bool(tensor.isfinite().all()) for tensor in received):
+            blocks = self._cut.blocks.name or "the model"
+            raise LayoutError(
+                f"stage {self.number} makes nothing but nan of finite inputs. The model is cut between the blocks of {blocks}, "
+                "and hands on what these are called with: what it makes before them (a residual round all of them, say) is not "
+                "there behind them. Call the blocks with it too, and it travels; or put what repeats into an nn.ModuleList"
+            )
 
     def _check(self, output: Sequence[Tensor], plan: Plan) -> None:
         for tensor, slot in zip(output, self.outputs(plan), strict=True):

@@ -95,7 +95,8 @@ class Study:
             )
         if self.roles.role.get("", "replicate") != "replicate":
             raise LayoutError(
-                "the module to parallelize is a single layer: put it in a module of its own (nn.Sequential(layer)), or make "
+                f"{type(self.model).__name__}, the module to parallelize, is taken for a single layer (role "
+                f"{self.roles.role['']!r}): put it in a module of its own (nn.Sequential(layer)), or make "
                 "meshfold.tensor_parallel.Linear and its like directly"
             )
         for name, heads in self.heads.items():

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from meshfold.engine.batches.own_loss import call
 from meshfold.mesh import SpecError
 from meshfold.mesh.targets import IGNORE, name_of_targets, with_one_at_least
 
@@ -190,8 +191,8 @@ def loss_of(output: Any, batch: Batch, loss_fn: Callable[[Any, Any], Tensor] | N
     """
     loss = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
     if loss is None and loss_fn is not None:
-        loss = loss_fn(output, batch.given)
-    elif loss is None and isinstance(output, Tensor) and output.dim() == 0:
+        return call(loss_fn, output, batch.given)
+    if loss is None and isinstance(output, Tensor) and output.dim() == 0:
         loss = output
     if not isinstance(loss, Tensor) or loss.dim() != 0:
         found = (
@@ -218,5 +219,13 @@ def _check_ids(ids: Any) -> None:
 
 def _rows(value: Tensor | None) -> int:
     if value is None or value.dim() == 0:
-        raise SpecError("a batch without a tensor that has rows: its first dim is the batch")
+        raise SpecError(
+            "a batch without a tensor that has rows: its first dim is the batch; torch.as_tensor(...) makes one of an "
+            "array or a list"
+        )
+    if not value.shape[0]:
+        raise SpecError(
+            f"a batch of 0 rows, of shape {tuple(value.shape)}: give one at least; engine.shard_batch and "
+            "engine.dataloader deal a rank without rows one that does not count"
+        )
     return value.shape[0]

@@ -24,6 +24,8 @@ def cut(batch: Any, index: int, blocks: int) -> Any:
         SpecError: if rows are too few and there are no labels to say that one does not count, or tensors of the
             batch disagree about the rows.
     """
+    if isinstance(batch, Tensor) and not batch.dim():
+        raise SpecError("a batch of one number cannot be cut: the first dim of a tensor is its rows")
     if isinstance(batch, Tensor):
         mine = _cut_tensor(batch, index, blocks)
         if mine is None and batch.dtype not in _INTEGERS:

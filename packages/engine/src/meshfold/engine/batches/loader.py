@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterator
 from typing import Any
 
@@ -13,6 +14,9 @@ from meshfold.engine import settings
 from meshfold.engine.batches.cut import cut, share
 from meshfold.mesh import SpecError
 from meshfold.mesh.random import key_of
+
+# Of torch's loader, what the engine's has under these names or does by itself.
+_OURS = ("dataset", "batch_size", "shuffle", "drop_last", "sampler", "batch_sampler")
 
 
 class ShardedLoader:
@@ -45,7 +49,8 @@ class ShardedLoader:
             options: of torch.utils.data.DataLoader: num_workers, collate_fn, pin_memory, ...
 
         Raises:
-            SpecError: for a dataset without a length or with none, or a batch size that is no whole number.
+            SpecError: for a dataset without a length or with none, a batch size that is no whole number, or options that
+                torch's loader does not take.
         """
         if not hasattr(dataset, "__len__") or not hasattr(dataset, "__getitem__"):
             raise SpecError(
@@ -56,17 +61,28 @@ class ShardedLoader:
                 raise SpecError(
                     f"dataloader(..., {taken}=...): the engine decides which rank gets which rows; leave it out"
                 )
+        for name, value in (("shuffle", shuffle), ("drop_last", drop_last)):
+            if not isinstance(value, bool):
+                raise SpecError(f"dataloader(..., {name}={value!r}): True or False")
         self.batch_size = settings.count("batch_size", batch_size)
         self.dataset, self.shuffle, self.seed, self.drop_last = dataset, shuffle, seed, drop_last
         self._index, self._blocks, self._options = index, blocks, options
         self.epoch = 0
         self.served = 0
         self._resume = 0
+        if not self._rows:
+            raise SpecError("a dataset of 0 examples gives no batch: len(dataset) is 0")
         if len(self) == 0:
             raise SpecError(
-                f"a dataset of {self._rows} examples gives no batch of {batch_size}: use a smaller batch_size"
-                + (", or drop_last=False" if drop_last and self._rows else "")
+                f"a dataset of {self._rows} examples gives no batch of {batch_size}: use a smaller batch_size, or "
+                "drop_last=False"
             )
+        known = {name: None for name in inspect.signature(DataLoader).parameters if name not in _OURS}
+        settings.known_keys("dataloader", options, options, known)
+        try:
+            self._serve(_Batches(self, start=0))  # what torch refuses of the options shows now
+        except (TypeError, ValueError) as error:
+            raise SpecError(f"dataloader(..., {options}): {error}") from error
 
     def __len__(self) -> int:
         """Global batches an epoch."""
@@ -75,12 +91,14 @@ class ShardedLoader:
     def __iter__(self) -> Iterator[Any]:
         self.served, self._resume = self._resume, 0
         batches = _Batches(self, start=self.served)
-        loader: DataLoader[Any] = DataLoader(self.dataset, batch_sampler=batches, **self._options)
-        for number, batch in enumerate(loader, self.served):
+        for number, batch in enumerate(self._serve(batches), self.served):
             self.served += 1
             # A coordinate without rows gets one that does not count: what it would get of one row for two.
             yield batch if batches.mine(number) else cut(batch, 1, 2)
         self.epoch, self.served = self.epoch + 1, 0
+
+    def _serve(self, batches: _Batches) -> DataLoader[Any]:
+        return DataLoader(self.dataset, batch_sampler=batches, **self._options)
 
     def state_dict(self) -> dict[str, int]:
         """The position: epoch, and batches served in it; and what it is a position in."""

@@ -162,8 +162,7 @@ class Checkpoint:
         old = old_of(target)
         self.path = old if not (target / STATE).exists() and (old / STATE).exists() else target
         if not (self.path / STATE).exists():
-            what = "is no complete checkpoint: it has no state.json" if target.is_dir() else "does not exist"
-            raise CheckpointError(f"cannot load {target}: it {what}")
+            raise CheckpointError(f"cannot load {target}: it {_what_it_is(target)}")
         try:
             self.state: dict[str, Any] = json.loads((self.path / STATE).read_text())
         except (OSError, ValueError) as error:
@@ -216,3 +215,17 @@ class Checkpoint:
             return None
         found: dict[str, Any] = torch.load(path, weights_only=True)
         return found
+
+
+def _what_it_is(path: Path) -> str:
+    """What is there that is no checkpoint, and what reads it."""
+    if (path / "config.json").exists():
+        return "is a Hugging Face folder: Engine(pretrained(folder), ...) reads it, or meshfold convert"
+    if path.is_dir():
+        return "is no complete checkpoint: it has no state.json"
+    if path.exists():
+        return (
+            "is a file, and a checkpoint is a folder; the state dict of a model, saved by torch, goes into "
+            "engine.load_state_dict(torch.load(file))"
+        )
+    return "does not exist"

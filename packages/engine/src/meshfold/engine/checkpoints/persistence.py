@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import warnings
 from typing import TYPE_CHECKING, Any
 
 from meshfold.engine.checkpoints.checkpoint import BLOCKS, MODEL, OPTIMIZER, Checkpoint, write_checkpoint
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
 
 def save(engine: Engine, path: str | os.PathLike[str], *, asynchronous: bool) -> BackgroundSave | None:
     """See :meth:`Engine.save`."""
+    _check_path(path, "save")
     if engine._backwards:
         done = (
             f"{engine._place} of {engine._accumulation} micro-steps of an accumulation: save when engine.last.stepped is true"
@@ -51,6 +53,7 @@ def save(engine: Engine, path: str | os.PathLike[str], *, asynchronous: bool) ->
 
 def load(engine: Engine, path: str | os.PathLike[str], *, weights_only: bool, verify: bool) -> None:
     """See :meth:`Engine.load`."""
+    _check_path(path, "load")
     engine._saver.finish()
     engine._saver.before_change()
     error: Exception | None = None
@@ -59,6 +62,11 @@ def load(engine: Engine, path: str | os.PathLike[str], *, weights_only: bool, ve
         model, optimizer = found.model, found.optimizer if "optimizer" in found.state else {}
         if verify:
             found.verify(engine.mesh.rank, engine.mesh.world_size, weights_only=weights_only)
+        if engine.optimizer is not None and not weights_only and "optimizer" not in found.state:
+            raise CheckpointError(
+                f"it has no state of an optimizer, and this engine has {type(engine.optimizer).__name__}: "
+                "load(path, weights_only=True) takes its weights"
+            )
     except Exception as wrong:  # also a folder that this rank alone may not read
         error = wrong
     fail_together(engine._world, error, f"load({str(path)!r})")
@@ -71,6 +79,8 @@ def load(engine: Engine, path: str | os.PathLike[str], *, weights_only: bool, ve
         saved["values"] = with_plain_names(saved["values"])
         engine._model_state.load_optimizer(saved, with_plain_names(optimizer))
     scheduler = found.scheduler
+    if (engine.lr_scheduler is None) != (scheduler is None) and engine.mesh.rank == 0:
+        warnings.warn(_of_one_scheduler(engine, str(path)), stacklevel=3)
     if engine.lr_scheduler is not None and scheduler is not None:
         engine.lr_scheduler.load_state_dict(scheduler)
     if state["precision"] == engine._precision.name:  # others had no loss scale, which is not the scale 1
@@ -79,3 +89,14 @@ def load(engine: Engine, path: str | os.PathLike[str], *, weights_only: bool, ve
     engine.steps, engine.micro_step = int(state["step"]), int(state["micro_step"])
     engine.skipped_steps = int(state["skipped_steps"])
     engine._data.load_state_dict(state["data"])
+
+
+def _check_path(path: object, what: str) -> None:
+    if not isinstance(path, str | os.PathLike):
+        raise CheckpointError(f"{what}({path!r}): the path of a folder, a str or a Path")
+
+
+def _of_one_scheduler(engine: Engine, path: str) -> str:
+    if engine.lr_scheduler is None:
+        return f"{path} has the state of an lr_scheduler, and this engine has none: the learning rate stays as it is"
+    return f"{path} has no state of an lr_scheduler: that of this engine begins at its first step"

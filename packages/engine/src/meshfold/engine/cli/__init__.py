@@ -37,9 +37,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(_overview())
         return 0
     if name in ("-V", "--version"):
-        from importlib.metadata import version
+        from meshfold.engine.cli.doctor import version
 
-        print(f"meshfold {version('meshfold')}")
+        print(f"meshfold {version('meshfold') or 'from source'}")
         return 0
     if name not in COMMANDS:
         return _fail(
@@ -97,8 +97,9 @@ def _overview() -> str:
 def _nearest(name: str, known: Iterable[str]) -> str:
     import difflib
 
-    found = difflib.get_close_matches(name, list(known), n=1)
-    return f" Did you mean {found[0]!r}?" if found else ""
+    bare = {word.lstrip("-"): word for word in known}  # dashes are no likeness
+    found = difflib.get_close_matches(name.lstrip("-"), list(bare), n=1)
+    return f" Did you mean {bare[found[0]]!r}?" if found else ""
 
 
 def _fail(prog: str, failure: Failure) -> int:

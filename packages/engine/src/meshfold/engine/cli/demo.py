@@ -29,6 +29,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Run ``meshfold demo``."""
+    train.check_out(arguments.out)
     import torch
 
     from meshfold.engine.training.demo import clear, compare_with_serial, scene, settings

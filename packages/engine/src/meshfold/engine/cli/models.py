@@ -92,6 +92,14 @@ def positive(text: str) -> int:
     return number
 
 
+def several(text: str) -> int:
+    """An argument that is a whole number from 2 up."""
+    number = whole(text)
+    if number < 2:
+        raise argparse.ArgumentTypeError(f"{text} is not a whole number from 2 up")
+    return number
+
+
 def natural(text: str) -> int:
     """An argument that is a whole number from 0 up."""
     number = whole(text)

@@ -174,7 +174,7 @@ def _check_folder(settings: TrainSettings, progress: Progress) -> None:
     from meshfold.engine.optimizers import OPTIMIZERS
     from meshfold.engine.training.kept_settings import kept, what_is_new
 
-    _check_out(settings.out)
+    check_out(settings.out)
     there = settings.checkpoints.there()
     if settings.resume:
         path = settings.checkpoints.to_go_on_from()
@@ -197,7 +197,7 @@ def _check_folder(settings: TrainSettings, progress: Progress) -> None:
         raise Failure(f"{there[0]} is there already: go on from it with --resume, or choose another --out")
 
 
-def _check_out(out: str) -> None:
+def check_out(out: str) -> None:
     """Whether the folder is one that can be written to, or could be made."""
     path = Path(out).absolute()
     there = next(folder for folder in (path, *path.parents) if folder.exists())

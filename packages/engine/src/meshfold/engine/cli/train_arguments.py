@@ -13,6 +13,7 @@ from meshfold.engine.cli.models import (
     read_changes,
     read_model,
     read_rules,
+    several,
 )
 from meshfold.engine.cli.parallel import add_parallel, read_parallel
 
@@ -88,7 +89,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     steps.add_argument(
         "--batch-size", type=positive, metavar="N", help="sequences of a step, over all ranks (8)"
     )
-    steps.add_argument("--seq-len", type=positive, metavar="N", help="tokens of a sequence (128)")
+    steps.add_argument("--seq-len", type=several, metavar="N", help="tokens of a sequence (128)")
     steps.add_argument("--accumulate", type=positive, metavar="N", help="micro-steps of a step (1)")
     steps.add_argument("--optimizer", choices=("adamw", "adam", "sgd"), help="(adamw)")
     steps.add_argument("--lr", type=rate, help="highest learning rate (3e-4)")

@@ -73,10 +73,11 @@ class Incoming:
         given = {**dict(zip(names, args, strict=True)), **kwargs}
         if "position_ids" in names:  # others may be put in their place, by name
             names = names[: names.index("position_ids")]
-        tokens = next((x for x in given.values() if isinstance(x, Tensor) and x.dim() > 1), None)
+        tokens = next((x for x in given.values() if isinstance(x, Tensor) and _has_tokens(x)), None)
         if tokens is None:
             self._refuse(
-                "the model was called without a tensor [batch, tokens, ...], and tokens are what is split"
+                "the model was called without a tensor of ids [batch, tokens] or of features [batch, tokens, ...], and tokens "
+                "are what is split"
             )
         rows, length = tokens.shape[:2]
         dealt = dealing(length, self._mesh, self._mode)
@@ -161,3 +162,8 @@ class Incoming:
         if self._own and isinstance(labels, Tensor) and labels.shape == (rows, length):
             given["labels"] = without_first_tokens(labels, given["position_ids"])
         return found
+
+
+def _has_tokens(value: Tensor) -> bool:
+    """Whether its second dim may be that of the tokens: of a floating matrix it is that of features."""
+    return value.dim() > 2 or (value.dim() == 2 and not value.is_floating_point())

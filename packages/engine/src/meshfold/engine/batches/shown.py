@@ -1,0 +1,47 @@
+"""Values in messages: tensors by shape and dtype, what holds them by what is in it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from torch import Tensor
+
+_MOST = 8  # parts of one value
+_LONGEST = 60  # characters of what is no tensor
+
+
+def shown(value: Any) -> str:
+    """A value in a few words.
+
+    >>> import torch
+    >>> shown((torch.zeros(2, 8), {"labels": torch.zeros(2, dtype=torch.int64)}))
+    "(2×8 float32, {'labels': 2 int64})"
+    """
+    if isinstance(value, Tensor):
+        size = "×".join(map(str, value.shape)) or "scalar"
+        return f"{size} {str(value.dtype).removeprefix('torch.')}"
+    if isinstance(value, Mapping):
+        return "{" + _listed([f"{name!r}: {shown(part)}" for name, part in value.items()]) + "}"
+    if isinstance(value, tuple | list):
+        inside = _listed([shown(part) for part in value])
+        return f"({inside})" if isinstance(value, tuple) else f"[{inside}]"
+    if value is None or isinstance(value, bool | int | float | str):
+        text = repr(value)
+        return text if len(text) <= _LONGEST else f"{text[:_LONGEST]}..."
+    return f"a {type(value).__name__}"
+
+
+def called(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> str:
+    """The arguments of a call.
+
+    >>> import torch
+    >>> called((torch.zeros(2, 8),), {"labels": None})
+    '(2×8 float32, labels=None)'
+    """
+    return f"({_listed([*map(shown, args), *(f'{name}={shown(value)}' for name, value in kwargs.items())])})"
+
+
+def _listed(parts: list[str]) -> str:
+    more = [f"{len(parts) - _MOST} more"] if len(parts) > _MOST else []
+    return ", ".join(parts[:_MOST] + more)
