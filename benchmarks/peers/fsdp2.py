@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from benchmarks.composed.work import Work
 from benchmarks.offload.job import gpu_or_cpu
+from benchmarks.peers.fsdp2_offload import LossAlone
 
 
 class FSDP2:
@@ -41,7 +42,7 @@ class FSDP2:
             if compiled:
                 block.compile()
             fully_shard(block, **options)
-        self.model = _Loss(model)
+        self.model = LossAlone(model)
         fully_shard(self.model, **options)
         self.clip = args.clip
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=args.lr, fused=True)
@@ -67,15 +68,3 @@ class FSDP2:
 
     def close(self) -> None:
         dist.destroy_process_group()
-
-
-class _Loss(nn.Module):
-    """The model's loss as a tensor: FSDP2 gathers again, before backward, for the tensors that a forward returned."""
-
-    def __init__(self, module: nn.Module) -> None:
-        super().__init__()
-        self.module = module
-
-    def forward(self, ids: Tensor) -> Tensor:
-        loss: Tensor = self.module(ids, ids).loss
-        return loss

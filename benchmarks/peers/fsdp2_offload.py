@@ -13,7 +13,7 @@ from benchmarks.offload.decoder import count, fill, skeleton
 from benchmarks.offload.job import Job, gpu_or_cpu, merged
 
 
-class _Loss(nn.Module):
+class LossAlone(nn.Module):
     """The model's loss as a tensor: FSDP2 gathers again, before backward, for the tensors that a forward returned."""
 
     def __init__(self, module: nn.Module) -> None:
@@ -51,7 +51,7 @@ class FSDP2:
         self.parameters = count(decoder)
         for block in cast(nn.ModuleList, decoder.blocks):
             fully_shard(block, **options)
-        self.model = _Loss(decoder)
+        self.model = LossAlone(decoder)
         fully_shard(self.model, **options)
         self.model.to_empty(device="cpu" if offload else self.device)
         for name, parameter in self.model.named_parameters():
