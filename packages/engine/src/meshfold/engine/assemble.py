@@ -173,7 +173,9 @@ def make_states(
         make = of_any_stage(make) if world.pipelined else make
     states: States
     if world.spec.zero is None:
-        states = PlainStates(built.parameters, Masters(built.parameters.values(), precision), world, make)
+        masters = Masters(built.parameters.values(), precision)
+        trains = make is not None or world.device.type == "meta"  # a plan is one of training
+        states = PlainStates(built.parameters, masters, world, make, trains=trains)
     else:
         from meshfold.engine.zero.states import ZeroStates
 

@@ -154,13 +154,20 @@ class PlainStates:
     all_read = False
 
     def __init__(
-        self, parameters: Mapping[str, nn.Parameter], masters: Masters, world: World, make: Factory | None
+        self,
+        parameters: Mapping[str, nn.Parameter],
+        masters: Masters,
+        world: World,
+        make: Factory | None,
+        *,
+        trains: bool = True,
     ) -> None:
         """Args:
         parameters: those that are trained, by name.
         masters: their true weights.
         world: where they lie.
-        make: makes the optimizer.
+        make: makes the optimizer; None: another steps, or nobody.
+        trains: whether gradients are taken and summed; who only evaluates leaves them alone.
         """
         self.masters, self._world = masters, world
         self.targets = {plain(name): masters.of(p) for name, p in parameters.items()}
@@ -168,9 +175,7 @@ class PlainStates:
         if self.optimizer is not None:
             split = [name for name, target in self.targets.items() if _is_split(target)]
             check_sight(self.optimizer, split=split, stages=world.pipelined)
-        # Who only evaluates leaves gradients alone.
-        trained = [] if make is None else list(parameters.values())
-        self.reducer = GradientReducer(trained, masters, world.mesh)
+        self.reducer = GradientReducer(list(parameters.values()) if trains else [], masters, world.mesh)
 
     def begin(self, *, first: bool) -> None:
         if first:
