@@ -12,6 +12,7 @@ os.environ["TRANSFORMERS_OFFLINE"] = "1"
 
 import ipaddress
 import socket
+import sys
 from collections.abc import Iterator
 from typing import Any
 
@@ -52,6 +53,21 @@ def no_network() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(socket.socket, "connect", guarded)
         yield
+
+
+@pytest.fixture(scope="session")
+def warm_python() -> Iterator[str]:
+    """A stand-in for ``sys.executable`` that starts with torch imported: ``integration_tests/warm_python.py``."""
+    from integration_tests.warm_python import WarmPython
+
+    with WarmPython() as server:
+        yield server.python
+
+
+@pytest.fixture
+def warm_commands(warm_python: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have ``sys.executable`` be that, for tests of what commands and ranks do and not of how they start."""
+    monkeypatch.setattr(sys, "executable", warm_python)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

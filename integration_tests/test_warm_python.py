@@ -79,6 +79,29 @@ def test_an_error_is_shown_and_is_a_failure(warm: WarmPython, tmp_path: Path) ->
     assert 'wrong.py", line 2' in done.stderr and done.stderr.endswith("ValueError: no such thing\n")
 
 
+@pytest.mark.parametrize(
+    ("last", "code", "said"),
+    [
+        ("sys.exit('not so')", 1, "not so\n"),
+        ("sys.exit()", 0, ""),
+        ("sys.exit(3)", 3, ""),
+        ("raise KeyboardInterrupt", -signal.SIGINT, "KeyboardInterrupt\n"),
+        ("", 0, ""),
+    ],
+    ids=["words", "nothing", "number", "Ctrl-C", "the end"],
+)
+def test_a_program_ends_as_it_does_in_python(last: str, code: int, said: str, warm: WarmPython) -> None:
+    """Threads come to their end, then what is to run at exit; what was printed is not lost."""
+    program = (
+        "import atexit, sys, threading, time\natexit.register(print, 'at exit', end='')\n"
+        "threading.Thread(target=lambda: (time.sleep(0.2), print('thread'))).start()\n" + last
+    )
+    for python in (sys.executable, warm.python):
+        done = subprocess.run([python, "-c", program], capture_output=True, text=True)
+        assert (done.returncode, done.stdout) == (code, "thread\nat exit"), python
+        assert done.stderr.endswith(said) and bool(done.stderr) == bool(said), python
+
+
 def test_the_command_is_there(warm: WarmPython) -> None:
     code = "import subprocess; subprocess.run(['meshfold', 'run', '--help'], check=True)"
     done = subprocess.run(

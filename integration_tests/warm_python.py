@@ -1,14 +1,17 @@
-"""Python that has torch imported when it starts: a stand-in for the interpreter, for the commands that pages type.
+"""Python that has torch imported when it starts: a stand-in for the interpreter, for the commands that pages and tests type.
 
-Importing torch takes longer than most commands do, and each of the ranks that they start imports it again. The stand-in
-(``stand_in.py``) is called as ``python`` or ``meshfold`` is. It hands arguments, environment, folder and open files to a
-process that has imported torch and run nothing; a fork of that runs the program, with the stand-in as ``sys.executable``.
-The stand-in waits for it, passes signals on and ends as it ended. That a start from nothing works is tested in the packages.
+Importing torch and what training needs beside it takes longer than most commands do, and each of the ranks that they start
+imports it again. The stand-in (``stand_in.py``) is called as ``python`` or ``meshfold`` is. It hands arguments, environment,
+folder and open files to a process that has imported all that and run nothing; a fork of that runs the program, with the
+stand-in as ``sys.executable``. The stand-in waits for it, passes signals on and ends as it ended. That a start from nothing
+works is tested in ``packages/engine/tests/test_cli.py`` and ``packages/mesh/tests/test_launch.py``.
 """
 
 from __future__ import annotations
 
+import atexit
 import contextlib
+import importlib
 import json
 import os
 import random
@@ -20,15 +23,32 @@ import socket
 import subprocess
 import sys
 import tempfile
+import threading
 from pathlib import Path
 from select import select
 from types import ModuleType, TracebackType
-from typing import Any
+from typing import Any, NoReturn
 
 from integration_tests import stand_in
 from integration_tests.house import ROOT
 
 _MOST_FILES = 64  # that a program inherits
+# What the programs import, dearest first; nothing here starts a thread. Every optimizer of torch imports its compiler, and
+# every training draws its losses.
+_IMPORTED = (
+    "torch",
+    "torch._dynamo",
+    "torch.distributed.checkpoint",
+    "numba",
+    "transformers.modeling_utils",
+    "matplotlib.backends.backend_agg",
+    "matplotlib.figure",
+    "matplotlib.ticker",
+    "meshfold.engine.cli.train",
+    "meshfold.engine.training.loop",
+    "meshfold.engine.training.plots",
+    "meshfold.engine.planning.planner",
+)
 
 
 class WarmPython:
@@ -166,8 +186,11 @@ def _become(job: dict[str, Any], executable: str) -> None:
     random.seed()
     words: list[str] = job["words"]
     sys.orig_argv = [executable, *words]
-    safe = words[:1] == ["-P"]
-    option, *rest = words[safe:]
+    safe, unbuffered = words[:1] == ["-P"], words[:1] == ["-u"]
+    if unbuffered:
+        for stream in (sys.stdout, sys.stderr):
+            stream.reconfigure(write_through=True)  # type: ignore[union-attr]
+    option, *rest = words[safe or unbuffered :]
     del sys.path[0]
     if option == "-c":
         sys.path[:0] = [] if safe else [""]
@@ -179,21 +202,48 @@ def _become(job: dict[str, Any], executable: str) -> None:
         sys.argv = rest
         runpy.run_module(rest[0], run_name="__main__", alter_sys=True)
     elif option.startswith("-"):
-        raise SystemExit(f"warm_python.py does not know {option!r}: it takes -P, -c, -m or a script")
+        raise SystemExit(f"warm_python.py does not know {option!r}: it takes -P or -u, -c, -m or a script")
     else:
         sys.path[:0] = [] if safe else [str(Path(option).resolve().parent)]
         sys.argv = [option, *rest]
         runpy.run_path(option, run_name="__main__")
 
 
-if __name__ == "__main__":
-    import torch
-    import torch._dynamo  # every optimizer imports it, and it takes as long as torch itself  # noqa: F401
+def _end(error: BaseException | None) -> NoReturn:
+    """What Python does at the end of a program, but for taking down all that is imported, which takes more than a second."""
+    code = 0
+    if isinstance(error, SystemExit):
+        code = error.code if isinstance(error.code, int) else int(error.code is not None)
+        if not isinstance(error.code, int | None):
+            print(error.code, file=sys.stderr)
+    elif error is not None:
+        code = 1
+        sys.last_type, sys.last_value, sys.last_traceback = type(error), error, error.__traceback__
+        sys.excepthook(type(error), error, error.__traceback__)
+    threading._shutdown()  # type: ignore[attr-defined]  # waits for threads, as Python does first
+    atexit._run_exitfuncs()
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError, ValueError, AttributeError):  # closed, or nobody reads any more
+            stream.flush()
+    if isinstance(error, KeyboardInterrupt):
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+        os.kill(os.getpid(), signal.SIGINT)
+    os._exit(code & 255)
 
+
+if __name__ == "__main__":
+    for name in _IMPORTED:
+        with contextlib.suppress(ImportError):  # an extra that is not installed
+            importlib.import_module(name)
     with socket.socket(socket.AF_UNIX) as calls:
         calls.bind(sys.argv[1])
         calls.listen(64)
         print("ready", flush=True)
         work = _serve(calls)
     if work is not None:
-        _become(work, sys.argv[2])
+        ended: BaseException | None = None
+        try:
+            _become(work, sys.argv[2])
+        except BaseException as error:
+            ended = error
+        _end(ended)

@@ -350,6 +350,7 @@ engine.save(sys.argv[1], asynchronous=True)
 """
 
 
+@pytest.mark.usefixtures("warm_commands")
 def test_the_end_of_a_process_waits_for_its_save(tmp_path: Path) -> None:
     path = tmp_path / "ckpt"
     ended = subprocess.run([sys.executable, "-c", SCRIPT, str(path), ""], capture_output=True, text=True)

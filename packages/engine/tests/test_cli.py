@@ -48,12 +48,12 @@ def text(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def meshfold(tmp_path: Path) -> Run:
+def meshfold(tmp_path: Path, warm_python: str) -> Run:
     """Runs a command in a process of its own, in a folder of its own."""
 
     def run(*words: object, **environment: str) -> subprocess.CompletedProcess[str]:
         return subprocess.run(
-            [sys.executable, "-m", "meshfold.engine.cli", *map(str, words)],
+            [warm_python, "-m", "meshfold.engine.cli", *map(str, words)],
             cwd=tmp_path,
             env={**os.environ, **environment},
             capture_output=True,
@@ -449,6 +449,7 @@ def torchrun(ranks: int, *words: object) -> subprocess.CompletedProcess[str]:
     return subprocess.run([*command, *map(str, words)], capture_output=True, text=True, timeout=120)
 
 
+@pytest.mark.usefixtures("warm_commands")
 def test_a_mistake_under_torchrun_is_a_sentence_of_each_rank(text: Path, tmp_path: Path) -> None:
     found = torchrun(3, "--data", text, *TINY, "--out", tmp_path / "out", "--parallel", "tensor=2")
     assert found.returncode != 0
@@ -457,6 +458,7 @@ def test_a_mistake_under_torchrun_is_a_sentence_of_each_rank(text: Path, tmp_pat
     assert "SpecError" not in found.stderr and "engine/cli/train.py" not in found.stderr
 
 
+@pytest.mark.usefixtures("warm_commands")
 def test_train_under_torchrun(text: Path, tmp_path: Path) -> None:
     words = ("--data", text, *TINY, "--steps", 2, "--out", tmp_path / "out", "--parallel", "tensor=2")
     found = torchrun(2, *words)

@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 
-from integration_tests.warm_python import WarmPython
 from meshfold.engine.training import demo, plots
 from meshfold.engine.training.metrics_file import MetricsFile, read_metrics
 
@@ -76,17 +75,16 @@ def test_dots_lie_on_the_line_that_has_the_name(tmp_path: Path, monkeypatch: pyt
     assert all(float(tick).is_integer() for tick in short.get_xticks())
 
 
-def test_a_short_demo(tmp_path: Path) -> None:
+def test_a_short_demo(tmp_path: Path, warm_python: str) -> None:
     words = ["demo", "--steps", "4", "--serial-steps", "3", "--sample-tokens", "8"]
-    with WarmPython() as warm:  # half of the time of eight ranks is the import of torch
-        found = subprocess.run(
-            [warm.python, "-m", "meshfold.engine.cli", *words],
-            cwd=tmp_path,
-            env={**os.environ, "CUDA_VISIBLE_DEVICES": ""},
-            capture_output=True,
-            text=True,
-            timeout=240,
-        )
+    found = subprocess.run(
+        [warm_python, "-m", "meshfold.engine.cli", *words],
+        cwd=tmp_path,
+        env={**os.environ, "CUDA_VISIBLE_DEVICES": ""},
+        capture_output=True,
+        text=True,
+        timeout=240,
+    )
     assert found.returncode == 0, found.stderr
     out = tmp_path / "demo"
     for part in ("8 processes share the CPU", "mode 2d places", "step 4/4  loss", "tokens/s", "MiB", "def "):

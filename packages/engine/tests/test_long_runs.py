@@ -39,6 +39,7 @@ SMALL = [
     "4",
 ]
 LIMIT_S = 120.0
+pytestmark = pytest.mark.usefixtures("warm_commands")
 
 
 @pytest.fixture
@@ -74,16 +75,16 @@ def wait_for_steps(out: Path, steps: int, *jobs: subprocess.Popen[bytes]) -> Non
         time.sleep(0.02)
 
 
-def ranks_of(job: subprocess.Popen[bytes]) -> list[int]:
-    """The processes of its ranks."""
+def ranks_in(work: Path) -> list[int]:
+    """The processes of the ranks that were started in a folder."""
     found = []
     for folder in Path("/proc").glob("[0-9]*"):
         try:
-            parent = int((folder / "stat").read_text().rpartition(")")[2].split()[1])
+            there = (folder / "cwd").readlink()
             command = (folder / "cmdline").read_bytes()
         except OSError:
             continue
-        if parent == job.pid and b"_bootstrap" in command:
+        if there == work and b"_bootstrap" in command:
             found.append(int(folder.name))
     return sorted(found)
 
@@ -183,7 +184,7 @@ def test_a_restart_goes_on_with_the_same_losses(text: Path, tmp_path: Path) -> N
         "--parallel", "data=2", "--out", "run", "--save-every", 1, "--resume", "auto",
     )  # fmt: skip
     wait_for_steps(tmp_path / "run", 4, job)
-    os.kill(ranks_of(job)[1], signal.SIGKILL)
+    os.kill(ranks_in(tmp_path)[1], signal.SIGKILL)
     assert job.wait(LIMIT_S) == 0, (tmp_path / "log.txt").read_text()[-3000:]
     assert "going on from step " in (tmp_path / "log.txt").read_text()
     assert main([*train, "--out", str(tmp_path / "whole")]) == 0
@@ -200,7 +201,7 @@ def test_two_nodes_meet_and_meet_again_after_a_kill(text: Path, tmp_path: Path) 
     jobs = [started(tmp_path, *node, log=f"node{number}.txt") for number in range(2)]
     try:
         wait_for_steps(tmp_path / "run", 4, *jobs)
-        os.kill(ranks_of(jobs[1])[0], signal.SIGKILL)
+        os.kill(ranks_in(tmp_path)[0], signal.SIGKILL)
         codes = [job.wait(2 * LIMIT_S) for job in jobs]
     finally:
         for job in jobs:

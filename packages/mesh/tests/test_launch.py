@@ -152,6 +152,7 @@ sys.exit(0)
     assert "no end of line" in capfd.readouterr().out
 
 
+@pytest.mark.usefixtures("warm_commands")
 def test_ranks_meet_in_the_store_of_the_launcher_even_on_a_port_in_use(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -175,6 +176,7 @@ def test_ranks_meet_in_the_store_of_the_launcher_even_on_a_port_in_use(
     assert f"warning: port {port} cannot be used" in err
 
 
+@pytest.mark.usefixtures("warm_commands")
 def test_a_process_group_can_be_started_again_in_the_same_job(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:

@@ -241,6 +241,7 @@ def test_what_cannot_travel_is_refused() -> None:
         run_on_ranks(2, return_function)
 
 
+@pytest.mark.usefixtures("warm_commands")
 def test_a_helper_beside_the_test_can_be_imported(tmp_path: Path) -> None:
     (tmp_path / "beside.py").write_text("WORD = 'beside'\n")
     (tmp_path / "test_it.py").write_text(
@@ -304,6 +305,7 @@ def test_no_rank_outlives_the_test_process(tmp_path: Path, how: str) -> None:
     assert left == []
 
 
+@pytest.mark.usefixtures("warm_commands")
 def test_a_script_without_a_main_guard_is_told_so(tmp_path: Path) -> None:
     file = tmp_path / "script.py"
     file.write_text("from meshfold.mesh.testing import run_on_ranks\ndef f(): ...\nrun_on_ranks(2, f)\n")

@@ -99,6 +99,7 @@ def test_a_disk_that_fills_while_it_is_reserved(
     assert nothing_in(tmp_path)
 
 
+@pytest.mark.usefixtures("warm_commands")
 def test_a_limit_on_the_size_of_files(tmp_path: Path) -> None:
     """The system itself refuses the reservation: RLIMIT_FSIZE of a process of its own."""
     script = f"""

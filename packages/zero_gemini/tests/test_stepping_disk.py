@@ -260,6 +260,7 @@ def test_engines_of_one_process_share_a_folder(tmp_path: Path) -> None:
     assert not files(tmp_path)
 
 
+@pytest.mark.usefixtures("warm_commands")
 def test_what_killed_processes_left_goes_with_a_word_and_nothing_else(tmp_path: Path) -> None:
     """Of other ranks too: the next run may have fewer."""
     script = """
@@ -314,6 +315,7 @@ RUN = """
 """
 
 
+@pytest.mark.usefixtures("warm_commands")
 def test_processes_that_come_and_go_in_one_folder(tmp_path: Path) -> None:
     """Nobody takes a file of another for one that was left behind, just as it is made."""
     command = [sys.executable, "-c", textwrap.dedent(RUN), str(tmp_path), str(Path(__file__).parent)]

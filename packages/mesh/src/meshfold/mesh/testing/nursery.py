@@ -19,6 +19,7 @@ import subprocess
 import sys
 import time
 import traceback
+from collections.abc import Iterable
 from typing import Any
 
 from meshfold.mesh._bootstrap import die_with_parent
@@ -28,6 +29,15 @@ _LINE = 65536
 _WORTH_PRELOADING = frozenset(
     {"meshfold", "numpy", "einops", "numba", "transformers", "safetensors", "hypothesis"}
 )
+
+
+def worth_preloading() -> list[str]:
+    """What this process has imported of the slow packages, in the order in which it did."""
+    return [
+        name
+        for name, module in list(sys.modules.items())
+        if name.partition(".")[0] in _WORTH_PRELOADING and module is not None
+    ]
 
 
 class Nursery:
@@ -65,13 +75,11 @@ class Nursery:
         if len(sys.modules) == self._looked_at:  # nothing new: tests ask for ranks thousands of times
             return 0.0
         self._looked_at = len(sys.modules)
-        names = [
-            name
-            for name, module in list(sys.modules.items())
-            if name.partition(".")[0] in _WORTH_PRELOADING
-            and name not in self._preloaded
-            and module is not None
-        ]
+        return self.preload_what(worth_preloading())
+
+    def preload_what(self, modules: Iterable[str]) -> float:
+        """Import these, unless it has; the CPU seconds that it took. Ranks that are forked from now on have them."""
+        names = [name for name in modules if name not in self._preloaded]
         self._preloaded.update(names)
         return float(self._ask({"do": "preload", "modules": names})) if names else 0.0
 

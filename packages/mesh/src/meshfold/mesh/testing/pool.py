@@ -55,6 +55,7 @@ class Pool:
     def __init__(self, size: int, nursery: Nursery) -> None:
         self.size = size
         self.worn = False
+        self.imported: tuple[str, ...] = ()  # by the last call, of the slow packages
         self._nursery = nursery
         self._folder = Path(tempfile.mkdtemp(prefix="meshfold-ranks-"))
         self._connections: list[Connection] = []
@@ -91,6 +92,7 @@ class Pool:
                 connection.send_bytes(message)
         answers = self._collect(what, timeout_s, starts)
         self.worn = max(answer.groups for answer in answers) > _MOST_GROUPS
+        self.imported = answers[0].imported
         skipped = [answer.summary for answer in answers if answer.kind == "skip"]
         if skipped:
             import pytest
@@ -189,6 +191,7 @@ class Pools:
         self._lock = threading.RLock()
         self._nursery: Nursery | None = None
         self._pools: dict[int, Pool] = {}
+        self._imported: dict[str, None] = {}  # by functions on ranks; new ranks shall have it
         self._owner = os.getpid()
 
     def run(self, size: int, call: Call, what: str, timeout_s: float) -> list[Any]:
@@ -200,18 +203,26 @@ class Pools:
                 if isinstance(error, Exception) or type(error).__name__ != "Skipped":
                     self._drop(size)
                 raise
+            self._imported.update(dict.fromkeys(pool.imported))
             if pool.worn:
                 self._drop(size)
             return values
 
-    def close(self) -> None:
-        """End everything; a later call starts afresh."""
+    def end_ranks(self) -> None:
+        """End all ranks; a later call has new ones forked, by the process that forked these."""
         if os.getpid() != self._owner:  # a forked copy of the test process must not end its parent's ranks
             return
         with self._lock:
             for pool in self._pools.values():
                 pool.close()
             self._pools.clear()
+
+    def close(self) -> None:
+        """End everything; a later call starts afresh."""
+        if os.getpid() != self._owner:
+            return
+        with self._lock:
+            self.end_ranks()
             if self._nursery is not None:
                 self._nursery.close()
                 self._nursery = None
@@ -228,6 +239,7 @@ class Pools:
         if pool is None:
             while len(self._pools) >= _MOST_POOLS:
                 self._pools.pop(next(iter(self._pools))).close()
+            self._nursery.preload_what(self._imported)
             pool = Pool(size, self._nursery)
         self._pools[size] = pool
         return pool

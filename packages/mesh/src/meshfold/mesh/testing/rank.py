@@ -15,7 +15,7 @@ import time
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from multiprocessing.connection import Connection
 from pathlib import Path
 from types import FunctionType, ModuleType, TracebackType
@@ -25,6 +25,7 @@ import torch
 
 from meshfold.mesh import process_group
 from meshfold.mesh.environment import Environment
+from meshfold.mesh.testing.nursery import worth_preloading
 
 #: The bodies of functions decorated with ``@ranks``, by module and qualified name. The module's own attribute is
 #: the wrapper that asks the pool, perhaps wrapped again by other decorators; a rank wants what is inside.
@@ -57,6 +58,7 @@ class Answer:
         traceback: the error in full.
         time: ``time.monotonic()`` at the end, which is one clock for all processes of a machine.
         groups: how many process groups this rank has open.
+        imported: what the call has had rank 0 import of the slow packages; functions often do so when they first need them.
     """
 
     kind: str
@@ -65,6 +67,7 @@ class Answer:
     traceback: str = ""
     time: float = field(default_factory=time.monotonic)
     groups: int = field(default_factory=process_group.group_count)
+    imported: tuple[str, ...] = ()
 
 
 def serve(
@@ -98,6 +101,7 @@ def serve(
     else:
         store = process_group.serve_store(listener)
     process_group.start(environment, backend="gloo", device="cpu", store=store)
+    had, modules = set(worth_preloading()), len(sys.modules)
     with Connection(connection) as parent:
         parent.send(Answer(kind="value"))
         while True:
@@ -105,7 +109,13 @@ def serve(
                 call: Call = pickle.loads(parent.recv_bytes())
             except EOFError:
                 return
-            parent.send(_answer(call))
+            answer = _answer(call)
+            if rank == 0 and len(sys.modules) != modules:
+                modules = len(sys.modules)
+                new = tuple(name for name in worth_preloading() if name not in had)
+                had.update(new)
+                answer = replace(answer, imported=new)
+            parent.send(answer)
 
 
 def _answer(call: Call) -> Answer:

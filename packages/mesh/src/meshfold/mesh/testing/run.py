@@ -22,8 +22,8 @@ DEFAULT_TIMEOUT_S = 120.0
 
 
 def close_pools() -> None:
-    """End all ranks now (it happens by itself at exit)."""
-    POOLS.close()
+    """End all ranks now (it happens by itself at exit); a later call has new ones."""
+    POOLS.end_ranks()
 
 
 def run_on_ranks(
