@@ -196,17 +196,20 @@ def test_two_nodes_meet_and_meet_again_after_a_kill(text: Path, tmp_path: Path) 
     train = ["train", "--data", str(text), *SMALL, "--no-plan", "--steps", "40"]
     node = [
         "run", "--ranks", 2, "--nodes", 2, "--rendezvous", "127.0.0.1:29713", "--restarts", 3, "-m", "meshfold.engine.cli",
-        *train, "--parallel", "data=2", "tensor=2", "--out", "run", "--save-every", 1, "--resume", "auto",
+        *train, "--parallel", "data=2", "tensor=2", "--out", tmp_path / "run", "--save-every", 1, "--resume", "auto",
     ]  # fmt: skip
-    jobs = [started(tmp_path, *node, log=f"node{number}.txt") for number in range(2)]
+    folders = [tmp_path / f"node{number}" for number in range(2)]
+    for folder in folders:
+        folder.mkdir()
+    jobs = [started(folder, *node) for folder in folders]
     try:
         wait_for_steps(tmp_path / "run", 4, *jobs)
-        os.kill(ranks_in(tmp_path)[0], signal.SIGKILL)
+        os.kill(ranks_in(folders[1])[-1], signal.SIGKILL)  # not rank 0, which serves the store
         codes = [job.wait(2 * LIMIT_S) for job in jobs]
     finally:
         for job in jobs:
             job.kill()
-    logs = [(tmp_path / f"node{number}.txt").read_text() for number in range(2)]
+    logs = [(folder / "log.txt").read_text() for folder in folders]
     assert codes == [0, 0], logs
     assert any("is gone" in log for log in logs) and any("going on from step " in log for log in logs)
     assert main([*train, "--out", str(tmp_path / "whole")]) == 0

@@ -112,9 +112,12 @@ class Watchdog:
         self.flight.waiting[id(call)] = (
             call  # it is still what this rank is in, as far as others are concerned
         )
-        thread = threading.Thread(
-            target=lambda: found.append(self._inquiry.verdict(call, error)), daemon=True
-        )
+
+        def ask() -> None:
+            with suppress(RuntimeError):  # the store is gone; said below
+                found.append(self._inquiry.verdict(call, error))
+
+        thread = threading.Thread(target=ask, daemon=True)
         thread.start()
         thread.join(_STORE_LIMIT.total_seconds() + 5 * self._inquiry.interval_s)
         self.flight.waiting.pop(id(call), None)
