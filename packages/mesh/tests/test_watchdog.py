@@ -279,19 +279,22 @@ def test_what_the_environment_must_not_say(variables: dict[str, str], message: s
 
 @ranks(2)
 def test_watching_costs_microseconds() -> None:
-    """The least of many calls, with and without, of a collective of one number."""
+    """CPU time of this thread, which other work on the machine does not add to: the least of many calls of a collective of one
+    number, with and without, by turns."""
     group, x = Mesh(dict(tensor=2)).group("tensor"), torch.ones(1)
 
     def least() -> float:
         best = 1.0
-        for _ in range(300):
-            began = time.perf_counter()
+        for _ in range(100):
+            began = time.thread_time()
             all_reduce(x, group)
-            best = min(best, time.perf_counter() - began)
+            best = min(best, time.thread_time() - began)
         return best
 
-    without = least()
-    watching = watch(60.0)
-    with_it = least()
-    watching.close()
+    without = with_it = 1.0
+    for _ in range(4):
+        without = min(without, least())
+        watching = watch(60.0)
+        with_it = min(with_it, least())
+        watching.close()
     assert with_it - without < 100e-6, (without, with_it)
