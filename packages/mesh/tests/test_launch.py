@@ -17,7 +17,7 @@ import pytest
 from meshfold.mesh.errors import LaunchError
 from meshfold.mesh.launch import launch
 
-SECONDS = 8.0  # far below what the ranks would sleep, with room for a busy machine
+SECONDS = 40.0  # far below what the ranks would sleep, with room for a busy machine
 
 # Every rank notes its process, and rank 0 one that it started itself, so that the test can look for what is left.
 NOTE = """

@@ -200,7 +200,7 @@ def test_a_rank_that_dies_is_named_not_those_it_left_alone(code: int, said: str)
     with pytest.raises(RankFailure, match=f"rank 1 of 4 failed in die_on: the process {said}") as caught:
         run_on_ranks(4, die_on, 1, code)
     assert "last words" in str(caught.value)
-    assert time.monotonic() - begin < 10
+    assert time.monotonic() - begin < 60
     run_on_ranks(4, total, 0.0)
 
 
@@ -213,7 +213,7 @@ def test_ranks_that_do_not_answer_show_their_stacks() -> None:
     begin = time.monotonic()
     with pytest.raises(RankFailure, match=r"rank 1 of 2 did not end leave_out within 1 s") as caught:
         run_on_ranks(2, leave_out, 0, timeout_s=1.0)
-    assert time.monotonic() - begin < 10
+    assert time.monotonic() - begin < 60
     assert "in leave_out" in str(caught.value) and "in barrier" in str(caught.value)
     run_on_ranks(2, total, 0.0)
 
@@ -334,6 +334,6 @@ def test_a_fake_world_of_512_ranks_with_many_groups() -> None:
         x = torch.ones(4)
         dist.all_reduce(x, group=dist.new_group(list(range(1, 512, 2))))
     assert not process_group.is_started()
-    assert time.monotonic() - begin < 5
+    assert time.monotonic() - begin < 30
     with pytest.raises(LaunchError, match="rank 4 is outside a fake world of 4"), fake_world(4, rank=4):
         pass
