@@ -64,10 +64,13 @@ def page_locked(nbytes: int) -> Tensor:
         OSError: if the system has not as much memory, or does not let it be locked.
     """
     is_large = nbytes >= _HUGE_PAGE_BYTES
-    room, front = (_PLACES * PAGE_BYTES, next(_turns) % _PLACES * PAGE_BYTES) if is_large else (0, 0)
+    room, front = (_PLACES * PAGE_BYTES if is_large else 0), 0
     pages = _Pages(-1, room + nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     if is_large:
         pages.advise("MADV_HUGEPAGE")  # one page fault and one TLB entry for 2 MiB
+        # Wherever the system has put it.
+        begin = torch.frombuffer(pages, dtype=torch.uint8).data_ptr() // PAGE_BYTES
+        front = (next(_turns) - begin) % _PLACES * PAGE_BYTES
     storage = torch.frombuffer(pages, dtype=torch.uint8, count=nbytes, offset=front)
     # The first write takes the memory from the system: slow, so all of torch's threads share it.
     storage.fill_(0)
