@@ -26,7 +26,7 @@ from benchmarks.composed.report import described, report
 from benchmarks.starting import how_it_ended, start_ranks
 
 RESULTS = Path(__file__).parent / "results"
-TINY = dict(model="llama-tiny", seq_len=32, lr=1e-3, precision="fp32", steps=6, warm_up=2)
+TINY = dict(model="llama-tiny", seq_len=32, lr=1e-3, rise=2, precision="fp32", steps=6, warm_up=2)
 NOT_SETTINGS = ("out", "report", "list", "only", "rounds", "timeout", "rank_job", "tiny")
 
 
@@ -70,7 +70,10 @@ def _arguments(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--warm-up", type=int, default=5, help="steps of each start that are not timed")
     parser.add_argument("--later-steps", type=int, default=10, help="timed steps of later starts")
     parser.add_argument("--rounds", type=int, default=1, help="starts of each contestant: A B A B")
-    parser.add_argument("--lr", type=float, default=1e-4)
+    parser.add_argument("--lr", type=float, default=1e-5, help="of AdamW, once it has risen")
+    parser.add_argument(
+        "--rise", type=int, default=10, help="steps in which the learning rate rises from zero"
+    )
     parser.add_argument("--clip", type=float, default=1.0, help="largest norm of the gradient")
     parser.add_argument("--precision", default="bf16", choices=["bf16", "fp32"])
     parser.add_argument("--only", nargs="+", metavar="CONTESTANT", help="see --list")
@@ -85,6 +88,8 @@ def _arguments(argv: Sequence[str]) -> argparse.Namespace:
     args = parser.parse_args(argv)
     if not args.model.startswith("llama"):
         raise SystemExit(f"--model {args.model}: a Llama, as in llama-8b")
+    if args.rise < 1:
+        raise SystemExit(f"--rise {args.rise}: steps in which the learning rate rises, at least 1")
     if args.seq_len % 2 or args.rows % args.ranks or args.steps <= args.warm_up:
         raise SystemExit(
             f"--seq-len {args.seq_len} must be even, --rows {args.rows} a multiple of --ranks {args.ranks}, and --steps "

@@ -16,7 +16,7 @@ PEERS: dict[str, dict[str, Any]] = {
     "FSDP2 compiled": dict(compiled=True, reshard=True),
     "FSDP2 compiled, kept whole": dict(compiled=True, reshard=False),
 }
-"""``kept whole``: parameters are gathered once a step (``reshard_after_forward=False``), as ZeRO stage 2 does"""
+"""``kept whole``: parameters are gathered once a step (``reshard_after_forward=False``)"""
 
 
 def names(ranks: int) -> list[str]:

@@ -14,6 +14,7 @@ SPECS: dict[int, dict[str, dict[str, Any]]] = {
         "tensor 2": dict(tensor=2),
         "pipeline 2": dict(pipeline=dict(size=2, schedule="zb-h1", microbatches=4)),
         "zero 3": dict(data=2, zero=dict(stage=3, placement="cuda")),
+        "zero 3, kept whole": dict(data=2, zero=dict(stage=3, placement="cuda", reshard_after_forward=False)),
         "zero 2": dict(data=2, zero=dict(stage=2, placement="cuda")),
         "sequence 2 × zero 3": dict(sequence=dict(mode="ring", size=2), zero=dict(stage=3, placement="cuda")),
     },
@@ -25,6 +26,7 @@ SPECS: dict[int, dict[str, dict[str, Any]]] = {
             data=2, sequence=dict(mode="ring", size=2), zero=dict(stage=3, placement="cuda")
         ),
         "zero 3": dict(data=4, zero=dict(stage=3, placement="cuda")),
+        "zero 3, kept whole": dict(data=4, zero=dict(stage=3, placement="cuda", reshard_after_forward=False)),
         "zero 2": dict(data=4, zero=dict(stage=2, placement="cuda")),
     },
 }
@@ -40,7 +42,7 @@ class Ours:
         args = work.args
         self.engine = Engine(
             work.maker(compiled=compiled), spec, optimizer=dict(name="adamw", lr=args.lr), precision=args.precision,
-            clip_grad_norm=args.clip,
+            clip_grad_norm=args.clip, lr_scheduler=work.rates,
         )  # fmt: skip
         self.device, self.rank = self.engine.device, self.engine.mesh.rank
         self.flags = {"parallel": dict(spec), "precision": args.precision, "compiled blocks": compiled}

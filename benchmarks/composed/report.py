@@ -36,8 +36,9 @@ def described(result: dict[str, Any]) -> str:
     gpu = m.get("gpu", "CPU")
     lines = [
         f"{s['model']}, {s['rows']} × {s['seq_len']} tokens a step over {s['ranks']} ranks, {s['precision']}, AdamW at "
-        f"{s['lr']:g}, clipped at {s['clip']:g}, nothing recomputed; {gpu}, torch {m['torch']}. Each contestant in processes of "
-        "its own, from the same weights, on the same batches. Times are medians of all steps but the first "
+        f"{s['lr']:g} after a rise of {s['rise']} steps, clipped at {s['clip']:g}, nothing recomputed; {gpu}, torch "
+        f"{m['torch']}. Each contestant in processes of its own, from the same weights, on the same batches. Times are "
+        "medians of all steps but the first "
         f"{s['warm_up']} of each start, lowest and highest in brackets; ratios above 1 say that the row is faster than FSDP2 "
         "compiled. MFU counts 6 · parameters + 12 · layers · hidden · length operations a token. A curve is off by its largest "
         "distance from the mean of all curves, relative to that.",

@@ -1,4 +1,5 @@
-"""What every contestant trains: a Llama of one shape, the same first weights, the same batches in the same order."""
+"""What every contestant trains: a Llama of one shape, the same first weights, the same batches in the same order, and the
+learning rate of each step."""
 
 from __future__ import annotations
 
@@ -46,6 +47,13 @@ class Work:
     def maker(self, *, compiled: bool) -> partial[Llama]:
         """A function without arguments that makes the model."""
         return partial(Work.compiled if compiled else Work.model, self)
+
+    def rates(self, optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler.LRScheduler:
+        """Of the learning rate: it rises in a straight line over the first ``--rise`` steps and then stays. Without that the
+        first steps of Adam, which all have the same length, throw a large model so far off that no two runs agree."""
+        return torch.optim.lr_scheduler.LambdaLR(
+            optimizer, lambda done: min(1.0, (done + 1) / self.args.rise)
+        )
 
     def batch(self, step: int) -> Tensor:
         """Token ids of a step's whole batch, ``rows seq_len``: words by Zipf's law, each followed by the one that always

@@ -46,6 +46,7 @@ class FSDP2:
         fully_shard(self.model, **options)
         self.clip = args.clip
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=args.lr, fused=True)
+        self.rates = work.rates(self.optimizer)
         self.flags = {
             "MixedPrecisionPolicy": {"param_dtype": str(low), "reduce_dtype": "torch.float32"},
             "reshard_after_forward": reshard,
@@ -61,6 +62,7 @@ class FSDP2:
         loss.backward()
         nn.utils.clip_grad_norm_(self.model.parameters(), self.clip)
         self.optimizer.step()
+        self.rates.step()
         self.optimizer.zero_grad()
         mean = loss.detach().float() / self.ranks  # every rank has as many tokens
         dist.all_reduce(mean)
