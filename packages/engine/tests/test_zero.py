@@ -17,7 +17,7 @@ from meshfold.engine import Engine
 from meshfold.engine.checkpoints.tensor_file import TensorFile
 from meshfold.engine.models import GPT, GPTConfig
 from meshfold.engine.zero.states import ZeroStates
-from meshfold.mesh import SpecError
+from meshfold.mesh import SpecError, record
 from meshfold.mesh.testing import fake_world, ranks, run_on_ranks
 from meshfold.zero_gemini import MemoryPlanError, members
 
@@ -87,6 +87,7 @@ ZEROS: list[dict[str, Any]] = [
     dict(stage=3, placement="static", offload_optim_frac=0.5, offload_param_frac=0.3),
     dict(stage=1, placement="cpu"),
     dict(stage=2, placement="static", offload_optim_frac=0.5),
+    dict(stage=3, placement="cuda", reshard_after_forward=False),
 ]
 MESHES: list[tuple[int, dict[str, Any]]] = [
     (1, {}),
@@ -101,12 +102,12 @@ MESHES: list[tuple[int, dict[str, Any]]] = [
 # Number of the mesh, precision, numbers of the zeros, micro-steps of a step.
 CHOSEN: list[tuple[int, str, tuple[int, ...], int]] = [
     (0, "fp64", (0, 3), 2),
-    (1, "fp64", (0, 1, 4, 6), 2),
+    (1, "fp64", (0, 1, 4, 6, 7), 2),
     (3, "fp64", (0, 2, 3), 1),
     (5, "fp64", (1, 2), 1),
     (1, "fp32", (2, 5), 2),
     (0, "bf16", (2, 3), 1),
-    (3, "bf16", (1, 4), 2),
+    (3, "bf16", (1, 4, 7), 2),
     (1, "fp16", (0, 3), 2),
 ]
 ALL = [
@@ -560,6 +561,30 @@ def test_neither_a_function_nor_a_step_is_ever_whole(monkeypatch: pytest.MonkeyP
             engine.train_step(batch)
         assert peak.bytes < 3 * elements, peak.bytes / elements
         assert sum(p.numel() for p in engine.model.parameters()) == 0
+
+
+@ranks(2)
+def test_what_is_gathered_for_a_forward_may_stay_for_its_backward(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(members, "LEAST_ELEMS", 2**11)
+    gathers: dict[bool, int] = {}
+    for reshards in (True, False):
+        zero = dict(stage=3, placement="cuda", reshard_after_forward=reshards)
+        with engine_of(dict(data=2, zero=zero), deep) as engine:
+            given = [engine.shard_batch(batch) for batch in batches(4)]
+            for batch in given[:2]:
+                engine.train_step(batch)
+            with record() as log:
+                engine.train_step(given[2])
+            found = [entry for entry in log.entries if entry.kind == "all_gather"]
+            gathers[reshards] = sum(entry.block_bytes > 1000 for entry in found)  # not how many tokens each has
+            assert isinstance(engine._states, ZeroStates)
+            chunks = engine._states.gemini.chunks
+            assert not any(chunk.is_gathered for chunk in chunks)
+            engine.model(given[3]["input_ids"])  # of which no backward comes
+            engine.train_step(given[3])
+            assert not any(chunk.is_gathered for chunk in chunks)
+    assert gathers[False] == len(chunks) > 3
+    assert gathers[True] > 1.5 * len(chunks)
 
 
 class Mixed(nn.Module):

@@ -249,6 +249,15 @@ MALFORMED: list[tuple[Any, list[str]]] = [
     (zero(offload_path=3), ["offload_path=3 is an int, not a path"]),
     (zero(offload_path=b"x"), ["a bytes, not a path"]),
     (zero(placement="cuda", offload_path="disk"), ["nothing would reach offload_path", "placement='auto'"]),
+    (
+        zero(placement="cuda", reshard_after_forward=0),
+        ["reshard_after_forward=0 is an int, not a bool", "Write True"],
+    ),
+    (
+        zero(stage=2, placement="cuda", reshard_after_forward=False),
+        ["stage 2 keeps whole parameters", "write stage=3"],
+    ),
+    (zero(reshard_after_forward=False), ["placement 'auto' decides itself", "write placement='cuda'"]),
     (zero(gpu_memory_limit=0), ["gpu_memory_limit=0 is zero"]),
     (zero(gpu_memory_limit=-1), ["gpu_memory_limit=-1 is negative"]),
     (zero(gpu_memory_limit=24e9), ["a float, neither whole bytes nor a string"]),

@@ -22,19 +22,19 @@ class Flags:
         group: who answers.
         device: where its collectives are.
         """
-        on_gpu = device.type == "cuda"
-        said = torch.tensor([float(flag) for flag in mine], pin_memory=on_gpu).to(device, non_blocking=True)
-        self._pending = all_reduce(said, group, "max", async_op=True)
+        said = torch.tensor([float(flag) for flag in mine], pin_memory=device.type == "cuda")
         self._answer: torch.Tensor | None = None
         self._there: torch.cuda.Event | None = None
-        if on_gpu:
-            stream = _stream_of(device)
-            with torch.cuda.stream(stream):
-                answer = self._pending.wait()  # this stream waits, not the one that computes
-                self._answer = torch.empty(len(mine), pin_memory=True)
-                self._answer.copy_(answer, non_blocking=True)
-                self._there = stream.record_event()
-            answer.record_stream(stream)
+        if device.type != "cuda":
+            self._pending = all_reduce(said.to(device), group, "max", async_op=True)
+            return
+        stream = _stream_of(device)  # it waits for the answer, and the answer not for what is computed
+        with torch.cuda.stream(stream):
+            here = said.to(device, non_blocking=True)
+            self._pending = all_reduce(here, group, "max", async_op=True)
+            self._answer = torch.empty(len(mine), pin_memory=True)
+            self._answer.copy_(self._pending.wait(), non_blocking=True)
+            self._there = stream.record_event()
 
     def read(self) -> list[bool]:
         """What the group says."""

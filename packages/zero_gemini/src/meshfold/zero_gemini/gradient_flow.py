@@ -20,9 +20,12 @@ from meshfold.zero_gemini.backward import Backward
 from meshfold.zero_gemini.chunk import Chunk
 from meshfold.zero_gemini.early import EarlySteps
 from meshfold.zero_gemini.errors import ChunkError
+from meshfold.zero_gemini.flags import Flags
 from meshfold.zero_gemini.gradients import ChunkGradient
 from meshfold.zero_gemini.norm import combine
 from meshfold.zero_gemini.runtime import Runtime, graph_task
+
+_MOST_UNDER_WAY = 6  # reductions at a time, of a unit that has more chunks
 
 
 class GradientFlow:
@@ -51,7 +54,10 @@ class GradientFlow:
         self.kind: Backward = "last"
         self._waiting = [*reversed(gradients.values())]  # in the order of reductions
         self._next = 0  # how many of them were reduced in this backward
-        self._under_way: deque[ChunkGradient] = deque()
+        # Reductions that have begun, with how many units were entered before.
+        self._under_way: deque[tuple[int, ChunkGradient]] = deque()
+        sizes = (chunk.spec.size_elems * gradient.dtype.itemsize for chunk, gradient in gradients.items())
+        self._largest_bytes = max(sizes, default=0)
         self._in_parts: set[ChunkGradient] = set()  # of which some came in a backward inside of this one
         self._in_backward = False
         self._handles = [
@@ -94,14 +100,25 @@ class GradientFlow:
             self._next += 1
 
     def _reduce(self, gradient: ChunkGradient) -> None:
-        """Start one reduction, and end the one before the last: it is over by now, and what it read can go."""
+        """Start one reduction, and end those of units before this one: they are over by now, and what they read can go."""
         unsure = gradient in self._in_parts or self._runtime.is_unsure(gradient.chunk)
         if not gradient.is_full:  # the end of a backward, and perhaps of one inside of another
             unsure |= not self._runtime.is_over(gradient.chunk)
         gradient.reduce(self.kind, unsure=unsure)
-        self._under_way.append(gradient)
-        while len(self._under_way) > 2 or (self._under_way and not self._under_way[0].is_pending):
-            self._collect(self._under_way.popleft())
+        self._under_way.append((self._runtime.place, gradient))
+        while self._under_way and self._ends(*self._under_way[0]):
+            self._collect_first()
+
+    def _ends(self, place: int, gradient: ChunkGradient) -> bool:
+        """Whether to end the oldest reduction. The chunks of a compiled block are ready all at once: to end the first of
+        them for the last would be to wait for it."""
+        if not gradient.is_pending or place < self._runtime.place or len(self._under_way) > _MOST_UNDER_WAY:
+            return True
+        free = gradient.chunk.memory.compute.free_bytes
+        return len(self._under_way) > 2 and free is not None and free < 2 * self._largest_bytes
+
+    def _collect_first(self) -> None:
+        self._collect(self._under_way.popleft()[1])
 
     def _collect(self, gradient: ChunkGradient) -> None:
         gradient.collect()
@@ -113,7 +130,7 @@ class GradientFlow:
             self._reduce(gradient)
         if self.kind == "final":
             while self._under_way:
-                self._collect(self._under_way.popleft())
+                self._collect_first()
         self._reset()
         for gradient in self._gradients.values():
             gradient.begin()
@@ -178,19 +195,17 @@ class GradientFlow:
 
     def used(self) -> set[str]:
         """Names of the parameters that had a gradient on some rank. All ranks must call."""
-        used: set[str] = set()
-        for chunk, gradient in self._gradients.items():
-            names = chunk.spec.names
-            if chunk.group.size > 1:
-                flags = torch.zeros(len(names), device=self._device)
-                for place in gradient.used:
-                    flags[place] = 1.0
-                flags = all_reduce(flags, chunk.group, "max")
-                if len(gradient.used) < len(names):
-                    used.update(names[place] for place in flags.nonzero().flatten().tolist())
-                    continue
-            used.update(names[place] for place in gradient.used)
-        return used
+        asked: dict[tuple[int, ...], list[Chunk]] = {}  # chunks by who shares them: one question each
+        for chunk in self._gradients:
+            asked.setdefault(chunk.group.ranks, []).append(chunk)
+        told: set[str] = set()
+        for chunks in asked.values():
+            names = [name for chunk in chunks for name in chunk.spec.names]
+            mine = [place in self._gradients[c].used for c in chunks for place in range(len(c.parameters))]
+            if chunks[0].group.size > 1:
+                mine = Flags(mine, chunks[0].group, self._device).read()
+            told.update(name for name, used in zip(names, mine, strict=True) if used)
+        return told
 
     def forget(self) -> None:
         """Let all gradients go."""

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from meshfold.mesh import Group, Mesh
 from meshfold.mesh.metadata import placed
+from meshfold.zero_gemini.ahead import light_ones
 from meshfold.zero_gemini.building import (
     MakeOptimizer,
     give_stretches,
@@ -132,8 +133,9 @@ class HeldModel(ParameterValues):
             give_stretches(self._stepper, self.group_names)
         self._units = find_units(model)
         self._runtime = Runtime(
-            model, self._units, self._chunks_of_unit, prefetch=prefetch, before_evaluation=self.flush
-        )
+            model, self._units, self._chunks_of_unit, prefetch=prefetch, light=self._light_units(),
+            before_evaluation=self.flush,
+        )  # fmt: skip
         self._early = (
             EarlySteps(self._stepper, self._runtime, memory)
             if isinstance(self._stepper, AdamStepper)
@@ -200,6 +202,13 @@ class HeldModel(ParameterValues):
     def _chunks_of_unit(self, unit: Unit) -> list[Chunk]:
         names = (self._names[parameter] for parameter in unit.parameters)
         return list(dict.fromkeys(self._chunk_of[name] for name in names if name in self._chunk_of))
+
+    def _light_units(self) -> frozenset[Unit]:
+        def elems(unit: Unit) -> int:
+            names = (self._names.get(parameter) for parameter in unit.parameters)
+            return sum(self._known[name].shape.numel() for name in names if name in self._chunk_of)
+
+        return light_ones({unit: elems(unit) for unit in self._units})
 
     @property
     def optimizer(self) -> torch.optim.Optimizer | None:

@@ -12,13 +12,15 @@ more before the next step. A recomputation comes between the beginning of backwa
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
+from itertools import islice
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten
 
+from meshfold.zero_gemini.ahead import reach
 from meshfold.zero_gemini.chunk import Chunk
 from meshfold.zero_gemini.passing import watch_inputs
 from meshfold.zero_gemini.staying import Staying
@@ -45,13 +47,15 @@ class Runtime:
         chunks_of: Callable[[Unit], list[Chunk]],
         *,
         prefetch: int,
+        light: Collection[Unit] = (),
         before_evaluation: Callable[[], None] | None = None,
     ) -> None:
         """Args:
         model: the whole model; its forward begins and ends what is done without gradients.
         units: its parts.
         chunks_of: the chunks that a unit's parameters are in.
-        prefetch: how many units ahead are gathered.
+        prefetch: how many units ahead are gathered,
+        light: not counting these (:mod:`meshfold.zero_gemini.ahead`).
         before_evaluation: done before a forward without gradients while steps are due: what comes of it is looked at
             before the ranks agree again whether all went well. None: nothing.
         """
@@ -68,7 +72,8 @@ class Runtime:
         self.check: Callable[[], None] | None = None
         self._chunks: dict[Unit, list[Chunk]] = {}
         self.reread()
-        self._prefetch, self._before_evaluation = prefetch, before_evaluation
+        self._prefetch, self._light = prefetch, light
+        self._before_evaluation = before_evaluation
         self._inside: list[Unit] = []  # entered and not left yet
         self._behind: set[Unit] = set()  # whose backward has begun
         self._recomputed: set[Unit] = set()  # and whose has not
@@ -92,6 +97,11 @@ class Runtime:
                     unit.module.register_forward_pre_hook(self._before(unit), with_kwargs=True),
                     unit.module.register_forward_hook(self._after(unit)),
                 ]
+
+    @property
+    def place(self) -> int:
+        """How many units this step has entered, in forward and in backward."""
+        return len(self._seen)
 
     def close(self) -> None:
         """Take the hooks off."""
@@ -280,19 +290,20 @@ class Runtime:
 
     def _leaving(self, chunks: Iterable[Chunk]) -> list[Chunk]:
         """Which of the chunks that nobody is inside of go."""
-        chunks, place = [*chunks], len(self._seen)
+        chunks, place = [*chunks], self.place
         if not self._seen or not self._expects(self._seen[-1]):
             return chunks
         return self.staying.leaving(chunks, place)
 
     def _expects(self, unit: Unit) -> bool:
         """Whether this step has gone as the last one until here."""
-        place = len(self._seen)
+        place = self.place
         return 0 < place <= len(self.order) and self.order[place - 1] is unit
 
     def _next(self) -> list[Unit]:
-        place = len(self._seen)
-        return self.order[place : place + self._prefetch]
+        place = self.place
+        coming = (unit in self._light for unit in islice(self.order, place, None))
+        return self.order[place : place + reach(coming, self._prefetch)]
 
 
 def graph_task() -> int:

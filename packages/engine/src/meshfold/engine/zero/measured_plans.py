@@ -82,7 +82,7 @@ class MeasuredPlans:
         )
         common: dict[str, Any] = dict(
             name=type(self._model).__name__, regime=self._regime, stage=spec.stage, accumulation=self._accumulation,
-            data_ranks=world.data_size, ranks_per_host=ranks_per_host(world),
+            data_ranks=world.data_size, ranks_per_host=ranks_per_host(world), reshards=spec.reshard_after_forward,
             host_base_bytes=max(0, resident_bytes() - self._gemini.memory.home.used_bytes),
         )  # fmt: skip
         uses, tokens = self._gemini.uses(), watcher.tokens

@@ -185,6 +185,7 @@ def estimate_zero(
         data_ranks=ranks,
         ranks_per_host=local,
         host_base_bytes=PROCESS_BYTES,
+        reshards=spec.reshard_after_forward,
         # Adam alone steps chunk by chunk in the backward.
         clipping=engine._looks_at_all or moments != 2 or precision.name == "fp64",
     )

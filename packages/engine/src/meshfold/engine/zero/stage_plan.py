@@ -72,6 +72,7 @@ class StageProblem:
             self.trace, self.chunks, InFlight(live=live, stages=stages, microbatches=microbatches),
             accumulation=self.accumulation, name=self.name, regime=self.regime, tokens=self.tokens, stage=self.spec.stage,
             data_ranks=self.world.data_size, ranks_per_host=self.ranks_per_host, host_base_bytes=PROCESS_BYTES,
+            reshards=self.spec.reshard_after_forward,
         )  # fmt: skip
         found, refusal = None, ""
         try:

@@ -43,6 +43,7 @@ def workload_of_stages(
     data_ranks: int,
     ranks_per_host: int,
     host_base_bytes: int,
+    reshards: bool = True,
 ) -> Workload:
     """What an optimizer step of one rank does.
 
@@ -51,13 +52,13 @@ def workload_of_stages(
         chunks: of the rank.
         flying: what the schedule lets it hold.
         accumulation: micro-steps of an optimizer step.
-        name, regime, tokens, stage, data_ranks, ranks_per_host, host_base_bytes: as
+        name, regime, tokens, stage, data_ranks, ranks_per_host, host_base_bytes, reshards: as
             :func:`meshfold.zero_gemini.trace.workload_of` takes them.
     """
     made = workload_of(
         trace, chunks, name=name, regime=regime, tokens=tokens, stage=stage,
         accumulation=accumulation * flying.microbatches, data_ranks=data_ranks, ranks_per_host=ranks_per_host,
-        host_base_bytes=host_base_bytes, whole_gradients=data_ranks > 1,
+        host_base_bytes=host_base_bytes, reshards=reshards, whole_gradients=data_ranks > 1,
     )  # fmt: skip
     at_once = -(-flying.live // flying.stages)  # micro-batches; the trace has counted one of them
     last, end = trace.moments[trace.forward_moments - 1], trace.moments[-1]

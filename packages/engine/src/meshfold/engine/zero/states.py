@@ -140,8 +140,8 @@ class ZeroStates:
             yield
         finally:
             self.gemini.takes = False  # another engine's backward may go through this model
-            if self._world.pipelined:
-                self.gemini.rest()  # what has stayed from micro-batch to micro-batch
+            if self._staying.some and kind != "more":
+                self.gemini.rest()  # what has stayed from use to use
         self.residency.end()
         self._owed = kind in ("more", "apart")
 
@@ -164,6 +164,8 @@ class ZeroStates:
         self.gemini.clip_value(max_value)
 
     def step(self) -> None:
+        if self._staying.some:
+            self.gemini.rest()  # a forward without a backward has left something, perhaps
         self.gemini.step()
         self.residency.stepped()
         if not self.residency.is_watching:

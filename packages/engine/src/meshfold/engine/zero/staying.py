@@ -1,4 +1,4 @@
-"""How much of the device the gathered parameters of a pipeline's stages may keep from micro-batch to micro-batch."""
+"""How much of the device gathered parameters may keep from one use to the next, and from micro-batch to micro-batch."""
 
 from __future__ import annotations
 
@@ -18,12 +18,19 @@ class StayingBytes:
     """Under ``zero`` stage 3 and ``pipeline``: lets chunks stay gathered in what the last step has left free.
 
     The first step gathers each stage's parameters anew for every use, and shows what that takes at most. What a step took
-    beyond the limit is taken back after it.
+    beyond the limit is taken back after it. With ``reshard_after_forward=False`` all stay, with and without a pipeline.
+
+    Attributes:
+        some: whether chunks may stay at all. Then they must be let go before the optimizer steps.
     """
 
     def __init__(self, gemini: Gemini, spec: ZeroSpec, world: World) -> None:
         self._gemini, self._world, self._limit = gemini, world, spec.gpu_memory_limit
         self._wanted = world.pipelined and spec.stage == 3 and world.device.type != "meta"
+        self.some = self._wanted
+        if not spec.reshard_after_forward:
+            self._wanted, self.some = False, True
+            gemini.staying_bytes = UNLIMITED
         self._reset()
 
     def stepped(self) -> None:

@@ -60,6 +60,7 @@ def _zero(spec: ParallelSpec) -> str:
         return ""
     zero = spec.zero
     parts = [f"stage {zero.stage}", f"placement {zero.placement}", f"regime {zero.regime}"]
+    parts += [] if zero.reshard_after_forward else ["gathered from forward to backward"]
     parts += [] if zero.offload_path is None else [f"offload to {zero.offload_path}"]
     limits = ((zero.gpu_memory_limit, "GPU"), (zero.host_memory_limit, "host"))
     parts += [f"{where} at most {limit / 2**30:.3g} GiB" for limit, where in limits if limit is not None]

@@ -15,7 +15,7 @@ PLACEMENTS = ("auto", "cuda", "cpu", "static", "const")
 REGIMES = ("A", "B", "C")
 _FRACTIONS = ("offload_optim_frac", "offload_param_frac")
 _LIMITS = ("gpu_memory_limit", "host_memory_limit")
-KEYS = ("stage", "placement", "regime", "offload_path", *_LIMITS, *_FRACTIONS)
+KEYS = ("stage", "placement", "regime", "reshard_after_forward", "offload_path", *_LIMITS, *_FRACTIONS)
 UNITS = {
     "B": 1,
     "KB": 10**3,
@@ -34,14 +34,16 @@ class ZeroSpec:
     """The checked entry ``zero``.
 
     Shards optimizer state (stage 1), gradients too (2), parameters too (3). ``placement`` says where chunks
-    live, ``regime`` how many bytes a parameter's state takes (A: exact). ``offload_path`` is a folder on a
-    disk. The limits, in bytes, are for one rank's GPU and for one host. The fractions are shares of bytes
+    live, ``regime`` how many bytes a parameter's state takes (A: exact). ``reshard_after_forward=False`` keeps
+    what stage 3 has gathered for a forward until its backward. ``offload_path`` is a folder on a disk. The limits,
+    in bytes, are for one rank's GPU and for one host. The fractions are shares of bytes
     on the host, set for placement static only. Rajbhandari et al. 2020, arXiv 1910.02054.
     """
 
     stage: int = 3
     placement: str = "auto"
     regime: str = "A"
+    reshard_after_forward: bool = True
     offload_path: str | None = None
     gpu_memory_limit: int | None = None
     host_memory_limit: int | None = None
@@ -57,10 +59,12 @@ class ZeroSpec:
         placement = entry.choice("placement", fields.get("placement", "auto"), PLACEMENTS)
         fractions = _fractions(entry, placement, fields)
         limits = {key: _bytes(entry, key, fields[key]) for key in _LIMITS if key in fields}
+        stage = _stage(entry, fields.get("stage", 3))
         return cls(
-            stage=_stage(entry, fields.get("stage", 3)),
+            stage=stage,
             placement=placement,
             regime=entry.choice("regime", fields.get("regime", "A"), REGIMES),
+            reshard_after_forward=_reshards(entry, stage, placement, fields),
             offload_path=_path(entry, placement, fields),
             gpu_memory_limit=limits.get("gpu_memory_limit"),
             host_memory_limit=limits.get("host_memory_limit"),
@@ -70,7 +74,10 @@ class ZeroSpec:
 
     def to_dict(self) -> dict[str, object]:
         """The entry that parses to this."""
-        return {key: getattr(self, key) for key in KEYS if getattr(self, key) is not None}
+        said = {key: getattr(self, key) for key in KEYS if getattr(self, key) is not None}
+        if self.reshard_after_forward:
+            del said["reshard_after_forward"]
+        return said
 
 
 def _stage(entry: Entry, value: object) -> int:
@@ -79,6 +86,22 @@ def _stage(entry: Entry, value: object) -> int:
         change = "Write stage=1 (optimizer state), 2 (and gradients) or 3 (and parameters)."
         raise entry.error(f"there is no stage {stage}.", change)
     return stage
+
+
+def _reshards(entry: Entry, stage: int, placement: str, fields: Mapping[str, object]) -> bool:
+    value = fields.get("reshard_after_forward", True)
+    if not isinstance(value, bool):
+        problem = f"reshard_after_forward={show(value)} is {kind(value)}, not a bool."
+        raise entry.error(
+            problem, "Write True, or False to keep what is gathered from a forward until its backward."
+        )
+    if not value and stage < 3:
+        problem = f"stage {stage} keeps whole parameters on the device, so there is nothing to reshard."
+        raise entry.error(problem, "Leave reshard_after_forward out, or write stage=3.")
+    if not value and placement != "cuda":
+        problem = f"placement {placement!r} decides itself how long what is gathered stays."
+        raise entry.error(problem, "Leave reshard_after_forward out, or write placement='cuda'.")
+    return value
 
 
 def _fractions(entry: Entry, placement: str, fields: Mapping[str, object]) -> dict[str, float]:

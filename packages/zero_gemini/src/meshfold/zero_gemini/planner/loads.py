@@ -108,7 +108,7 @@ class Loads:
 
 def _loads(chunk: ChunkCost, workload: Workload) -> tuple[int, int]:
     """How often a streamed chunk is loaded in the forward, or ahead of it, and in the backward."""
-    turn = workload.forward_moments - workload.prefetch_moments
+    turn = workload.ready_from(workload.forward_moments)
     found = windows(chunk, workload)
     forward = sum(first < turn or first == 0 for first, _ in found)
     return forward, len(found) - forward

@@ -24,11 +24,12 @@ KINDS = ("non-model", "kept activations", "resident parameters", "gathered", "gr
 
 
 def windows(chunk: ChunkCost, workload: Workload) -> tuple[tuple[int, int], ...]:
-    """The moments, first and last, at which the chunk is gathered: one window a use, or one for uses that meet."""
+    """The moments, first and last, at which the chunk is gathered: one window a use, or one for uses that meet or between which
+    it stays."""
     found: list[tuple[int, int]] = []
     for first, last in chunk.uses:
-        begin = max(0, first - workload.prefetch_moments)
-        if found and begin <= found[-1][1] + 1:
+        begin = workload.ready_from(first)
+        if found and (begin <= found[-1][1] + 1 or not workload.reshards):
             found[-1] = (found[-1][0], last)
         else:
             found.append((begin, last))

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from math import ceil
 
 from meshfold.mesh.errors import SpecError
+from meshfold.zero_gemini.ahead import ready_from
 from meshfold.zero_gemini.planner.options import NONE, STRATEGIES
 from meshfold.zero_gemini.planner.rates import Machine
 
@@ -158,7 +159,11 @@ class Workload:
     """the gradients of whole chunks wait where the state is for the end of the step, as a pipeline's micro-batches leave them;
     else those of shards."""
     prefetch_moments: int = 1
-    """a streamed chunk is on the GPU so many moments before its use."""
+    """a streamed chunk is on the GPU so many moments before its use,"""
+    light_moments: frozenset[int] = frozenset()
+    """not counting these, in which next to nothing is computed (:mod:`meshfold.zero_gemini.ahead`)."""
+    reshards: bool = True
+    """a streamed chunk leaves the GPU between two uses; else it stays from its first to its last of a micro-step."""
     drain_moments: int = 1
     """a gradient leaves the GPU within so many moments after the chunk's backward."""
     host_base_bytes: int = 0
@@ -218,6 +223,10 @@ class Workload:
     @property
     def moments(self) -> int:
         return len(self.non_model_bytes)
+
+    def ready_from(self, moment: int) -> int:
+        """From which moment on what is used at ``moment`` is on the GPU."""
+        return ready_from(moment, self.light_moments, self.prefetch_moments)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from statistics import mean
 
 from meshfold.mesh.errors import SpecError
+from meshfold.zero_gemini.ahead import light_ones
 from meshfold.zero_gemini.planner.options import SPLIT
 from meshfold.zero_gemini.planner.workload import ChunkCost, Layer, Regime, Workload
 from meshfold.zero_gemini.trace.moments import Trace, TracedLayer, TracedMoment
@@ -39,6 +41,7 @@ def workload_of(
     ranks_per_host: int = 1,
     host_base_bytes: int = 0,
     prefetch: int = 1,
+    reshards: bool = True,
     clipping: bool = True,
     whole_gradients: bool = False,
 ) -> Workload:
@@ -61,6 +64,7 @@ def workload_of(
         ranks_per_host: ranks that share a host's memory.
         host_base_bytes: of this rank's process besides.
         prefetch: units gathered ahead.
+        reshards: chunks are let go between two uses.
         clipping: gradients are held until all are there; else chunks are stepped in the backward.
         whole_gradients: those of whole chunks wait for the end of the step.
 
@@ -127,7 +131,18 @@ def workload_of(
         host_base_bytes=host_base_bytes,
         whole_gradients=whole_gradients,
         prefetch_moments=prefetch,
+        light_moments=_light(chunks, moments),
+        reshards=reshards,
     )
+
+
+def _light(chunks: Sequence[ChunkUse], moments: Sequence[TracedMoment]) -> frozenset[int]:
+    """The moments of units that next to nothing is computed with."""
+    elems: Counter[str] = Counter()
+    for chunk in chunks:
+        elems.update(chunk.units)
+    light = light_ones(elems)
+    return frozenset(i for i, moment in enumerate(moments) if moment.unit in light)
 
 
 def _alike(layers: Sequence[TracedLayer]) -> list[TracedLayer]:
