@@ -12,6 +12,7 @@ from benchmarks.offload.job import Job
 
 RATES = (
     "host_memory",
+    "moments_memory",
     "passage",
     "beside_passage",
     "h2d",

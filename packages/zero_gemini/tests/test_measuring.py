@@ -6,6 +6,7 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
@@ -17,7 +18,9 @@ from meshfold.zero_gemini import measuring
 from meshfold.zero_gemini.arena import Arena
 from meshfold.zero_gemini.page_locked import PAGE_BYTES, page_locked
 from meshfold.zero_gemini.placing import Home
-from meshfold.zero_gemini.planner import EMULATED, REGIMES
+from meshfold.zero_gemini.planner import EMULATED, REGIMES, Machine, stack
+from meshfold.zero_gemini.planner.options import HOST_STREAMED, SPLIT, Choice
+from meshfold.zero_gemini.planner.seconds import seconds_table
 from meshfold.zero_gemini.seen import ENOUGH_ELEMS, as_seen
 from meshfold.zero_gemini.stepping import AdamStepper, paces
 from meshfold.zero_gemini.stepping.paces import Pace, Paces
@@ -141,15 +144,39 @@ def test_a_plan_takes_the_rates_that_steps_showed() -> None:
     assert seen.beside_passage / machine.beside_passage == pytest.approx(
         seen.host_memory / machine.host_memory
     )
-    assert replace(seen, host_memory=machine.host_memory, beside_passage=6e9) == machine
+    assert seen.moments_memory == pytest.approx(
+        (18 + 2 + 2) * n / 99.0
+    )  # with the gradients that come down as well
+    assert replace(seen, host_memory=machine.host_memory, beside_passage=6e9, moments_memory=0.0) == machine
     whole = as_seen(machine, regime, {"whole": Pace(3 * n, 2.0), "parameters": Pace(n, 1.0)})
     assert whole.host_memory == pytest.approx((30 * 3 * n + 20 * n) / 3)
+    assert whole.moments_memory == 0.0
+
+
+def test_moments_are_hidden_as_fast_as_they_were_seen() -> None:
+    """The host memory of a backward, and of nothing else, has the rate of moments where that is known."""
+    machine = replace(EMULATED, cpu_optimizer={})
+    work = stack(machine=machine, layers=4, layer_elems=2**20, tokens=64)
+    host = Choice(chunks=np.full(4, HOST_STREAMED), layers=np.zeros(4, dtype=int))
+
+    def seconds(machine: Machine) -> list[tuple[str, float]]:
+        table, phases = seconds_table(work, machine, SPLIT)
+        rows = table.at(host)
+        return [
+            (f"{phase.name} {table.names[row]}", float(rows[row]))
+            for phase in phases
+            for row in range(phase.start, phase.stop)
+        ]
+
+    before, after = seconds(machine), seconds(replace(machine, moments_memory=2 * machine.host_memory))
+    changed = [(name, was / now) for (name, was), (_, now) in zip(before, after, strict=True) if was != now]
+    assert changed == [("backward host memory", pytest.approx(2.0))]
 
 
 @pytest.mark.parametrize(
     "few",
-    [{}, {"moments": Pace(2**40, 1.0)}, {"parameters": Pace(ENOUGH_ELEMS - 1, 1e-3)}],
-    ids=["none", "moments", "few"],
+    [{}, {"parameters": Pace(ENOUGH_ELEMS - 1, 1e-3)}, {"moments": Pace(ENOUGH_ELEMS - 1, 1e-3)}],
+    ids=["none", "few", "few moments"],
 )
 def test_a_few_elements_say_nothing_of_the_memory(few: dict[paces.What, Pace]) -> None:
     assert as_seen(EMULATED, REGIMES["A"], few) is EMULATED

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, fields
 from meshfold.mesh.errors import SpecError
 
 KiB, MiB, GiB = 2**10, 2**20, 2**30
-_MAY_BE_NONE = ("disk_bytes", "passage", "beside_passage", "passage_bytes")
+_MAY_BE_NONE = ("disk_bytes", "passage", "beside_passage", "passage_bytes", "moments_memory")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,6 +53,8 @@ class Machine:
     does not."""
     beside_passage: float = 0.0
     """bytes/s of host memory that the cores reach meanwhile, while the parameters that both have stepped go up as well."""
+    moments_memory: float = 0.0
+    """bytes/s of host memory beside a backward in which the cores step moments; 0: ``host_memory``."""
     passage_bytes: int = 0
     """bytes of GPU memory that state passes through."""
     cpu_optimizer: Mapping[str, float] = field(default_factory=dict)

@@ -121,13 +121,19 @@ def _overlapped(build: Builder, loads: Loads) -> None:
         build.add(*loads.tails(resource), base=path, chunk=chunk, layer=recompute)
 
 
-def _beside(build: Builder, loads: Loads, *, up: Floats, step: Floats, disk: Floats) -> None:
-    """What goes on beside a backward: copies both ways, the host's step and what of it is on disk; bytes, chunk option."""
+def _beside(
+    build: Builder, loads: Loads, *, up: Floats, step: Floats, disk: Floats, memory: float = 0.0
+) -> None:
+    """What goes on beside a backward: copies both ways, the host's step and what of it is on disk; bytes, chunk option.
+
+    ``memory``: bytes/s of the host's meanwhile; 0: as ever.
+    """
     machine, down = loads.machine, loads.down
+    memory = memory or machine.host_memory
     build.add("h2d", chunk=up / machine.h2d)
     build.add("d2h", chunk=down / machine.d2h)
     build.add("pcie", chunk=(up + down) / machine.pcie_both)
-    build.add("host memory", chunk=(step + up + down + 2 * disk) / machine.host_memory)
+    build.add("host memory", chunk=(step + up + down + 2 * disk) / memory)
     build.add("cpu optimizer", chunk=loads.cpu_of(step))
     build.add("disk", chunk=disk / machine.disk_read + disk / machine.disk_write)
 
@@ -191,13 +197,13 @@ def _forward(build: Builder, loads: Loads, strategy: str) -> None:
 def _backward(build: Builder, loads: Loads, strategy: str) -> None:
     """The backward of a step that clips, with the moments of the last step or with a step that will be dropped."""
     regime = loads.regime
-    step, disk = np.zeros_like(loads.elems), np.zeros_like(loads.elems)
+    step, disk, memory = np.zeros_like(loads.elems), np.zeros_like(loads.elems), 0.0
     if strategy in (SPLIT, SPLIT_ON_DEVICE):
-        step = regime.second_pass * loads.moments * loads.split
+        step, memory = regime.second_pass * loads.moments * loads.split, loads.machine.moments_memory
     elif strategy == OUT_OF_PLACE:
         step, disk = regime.step * loads.elems, loads.disk
     build.add("compute", base=loads.backward.sum(), layer=loads.recompute)
-    _beside(build, loads, up=loads.up_backward, step=step, disk=disk)
+    _beside(build, loads, up=loads.up_backward, step=step, disk=disk, memory=memory)
     build.add("collectives", base=loads.gather_backward + loads.reduce)
 
 
