@@ -60,7 +60,9 @@ class _Ring(torch.autograd.Function):
         out, lse = _forward(q, k, v, job)
         ctx.save_for_backward(q, k, v, out, lse)
         ctx.job = job
-        return out
+        # A tensor of its own: torch 2.11 compiles a function whose result is what an operator has returned unchanged, or
+        # changed in place, without its backward, and the gradients are zero.
+        return out.view_as(out)
 
     @staticmethod
     @torch.autograd.function.once_differentiable
