@@ -14,10 +14,13 @@ import ipaddress
 import socket
 import sys
 from collections.abc import Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 from hypothesis import settings
+
+if TYPE_CHECKING:
+    from integration_tests.warm_python import WarmPython
 
 # Examples may be slow on a busy machine. The same ones every time, so that a change is judged by what it changes;
 # `make test-all` looks for new ones, and a failure there prints how to get its example again.
@@ -56,12 +59,18 @@ def no_network() -> Iterator[None]:
 
 
 @pytest.fixture(scope="session")
-def warm_python() -> Iterator[str]:
-    """A stand-in for ``sys.executable`` that starts with torch imported: ``integration_tests/warm_python.py``."""
+def warm() -> Iterator[WarmPython]:
+    """Python that has torch imported when it starts, and the folder of its commands."""
     from integration_tests.warm_python import WarmPython
 
     with WarmPython() as server:
-        yield server.python
+        yield server
+
+
+@pytest.fixture(scope="session")
+def warm_python(warm: WarmPython) -> str:
+    """A stand-in for ``sys.executable`` that starts with torch imported: ``integration_tests/warm_python.py``."""
+    return warm.python
 
 
 @pytest.fixture

@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import subprocess
 from pathlib import Path
-from types import TracebackType
 
 from integration_tests import page
 from integration_tests.warm_python import WarmPython
 
 
 class PageServer:
-    """The end that asks; closing it ends the process that forks."""
+    """The end that asks.
 
-    def __init__(self) -> None:
-        self._warm = WarmPython()
+    Args:
+        warm: what the pages and their commands are run by.
+    """
+
+    def __init__(self, warm: WarmPython) -> None:
+        self._warm = warm
 
     def run(self, script: Path, *, timeout: float) -> tuple[str, str]:
         """How a script ended ("" for well) and all it printed; it runs in a folder of its own, our commands on the path.
@@ -41,11 +44,3 @@ class PageServer:
             process.wait()
             how = f"took more than {timeout:.0f} s"
         return how, output.read_text(encoding="utf-8", errors="replace")
-
-    def __enter__(self) -> PageServer:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._warm.close()

@@ -6,7 +6,7 @@ block runs where ``<!-- run -->`` stands before it; a Python block is left out w
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -15,6 +15,7 @@ from docs.refresh import outputs, tidy
 from integration_tests.house import PACKAGES, ROOT, Package
 from integration_tests.markdown import blocks, write_script
 from integration_tests.page_server import PageServer
+from integration_tests.warm_python import WarmPython
 
 PAGES = [
     ROOT / "README.md",
@@ -39,11 +40,10 @@ each_page = pytest.mark.parametrize(
 RunScript = Callable[..., tuple[str, str]]
 
 
-@pytest.fixture(scope="module")
-def run_script() -> Iterator[RunScript]:
+@pytest.fixture
+def run_script(warm: WarmPython) -> RunScript:
     """Runs a script in a process of its own: how it ended, and all it printed."""
-    with PageServer() as server:
-        yield server.run
+    return PageServer(warm).run
 
 
 @each_page

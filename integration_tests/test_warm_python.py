@@ -7,7 +7,6 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -21,12 +20,6 @@ print(os.getppid() == int(os.environ["CALLER"]), sys.executable, file=sys.stderr
 os.write(int(sys.argv[1]), b"through a pipe")
 raise SystemExit(7)
 """
-
-
-@pytest.fixture(scope="module")
-def warm() -> Iterator[WarmPython]:
-    with WarmPython() as server:
-        yield server
 
 
 @pytest.mark.parametrize("form", ["script", "-m", "-c", "-P script"])

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import gc
 import importlib
 import json
 import os
@@ -238,6 +239,7 @@ if __name__ == "__main__":
     with socket.socket(socket.AF_UNIX) as calls:
         calls.bind(sys.argv[1])
         calls.listen(64)
+        gc.freeze()  # no program looks for garbage in what it shares with this process, which would copy all of it
         print("ready", flush=True)
         work = _serve(calls)
     if work is not None:

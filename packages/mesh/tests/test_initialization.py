@@ -528,3 +528,11 @@ def test_a_block_of_a_large_tensor_is_not_computed_whole(monkeypatch: pytest.Mon
         tape.materialize("lineer", torch.empty(6, 12), seed=0)
     with pytest.raises(MeshfoldError, match="not made while"):
         tape.materialize(torch.empty(3, device="meta"), torch.empty(3), seed=0)
+
+
+@pytest.mark.parametrize(("dtype", "std"), [(torch.float32, -1.0), (torch.int64, 1.0)])
+def test_normal_refuses_while_recording_what_it_refuses_without(dtype: torch.dtype, std: float) -> None:
+    with pytest.raises((RuntimeError, NotImplementedError)):
+        torch.empty(3, dtype=dtype).normal_(0.0, std)
+    with pytest.raises((RuntimeError, NotImplementedError)), record_initialization():
+        torch.empty(3, dtype=dtype).normal_(0.0, std)

@@ -7,6 +7,7 @@ worked out later, from these lists, for those elements that a rank holds: see `m
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -198,22 +199,22 @@ class Recorder(TorchDispatchMode):
             return self._record(func, args, dict(kwargs or {}))
 
     def _record(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
-        places = [argument.name for argument in func._schema.arguments]
-        factory = not tensors and "device" in places
+        tensors = _tensors((*args, *kwargs.values()))
+        operator = _operator(func)
+        factory = not tensors and operator.takes_device
         if not factory and not any(tensor.is_meta for tensor in tensors):
             return func(*args, **kwargs)
-        written = _written(func, args, kwargs)
-        if any(not tensor.is_meta for tensor in written) or not _makes_tensors(func):
+        written = operator.written(args, kwargs)
+        if any(not tensor.is_meta for tensor in written) or not operator.makes_tensors:
             return self._compute(func, args, kwargs)
         if factory or kwargs.get("device") is not None:
             kwargs["device"] = META
         for name in ("pin_memory", "generator"):
             if name in kwargs:
                 kwargs[name] = None
-        noted_args, noted_kwargs = self._noted((args, kwargs), written)
+        noted_args, noted_kwargs = self._noted(args, kwargs, written)
         try:
-            result = func(*_on_meta(args), **_on_meta(kwargs))
+            result = written[0] if _is_plain_normal(func, args) else func(*_on_meta(args), **_on_meta(kwargs))
         except NotImplementedError:  # it depends on values
             if not written:
                 return self._compute(func, args, kwargs)
@@ -221,12 +222,12 @@ class Recorder(TorchDispatchMode):
         for tensor in written:
             self._recording.write(tensor, func, noted_args, noted_kwargs)
         known = {tensor.untyped_storage()._cdata for tensor in tensors}
-        for place, leaf in enumerate(tree_leaves(result)):
+        for place, leaf in enumerate((result,) if isinstance(result, Tensor) else tree_leaves(result)):
             if isinstance(leaf, Tensor) and leaf.untyped_storage()._cdata not in known:
                 self._recording.write(leaf, func, noted_args, noted_kwargs, output=place)
         return result
 
-    def _noted(self, tree: Any, written: Sequence[Tensor]) -> Any:
+    def _noted(self, args: Any, kwargs: Any, written: Sequence[Tensor]) -> tuple[Any, Any]:
         targets = {id(tensor) for tensor in written}
 
         def note(tensor: Tensor) -> Any:
@@ -234,7 +235,7 @@ class Recorder(TorchDispatchMode):
                 return TARGET
             return self._recording.ref(tensor) if tensor.is_meta else tensor.detach().clone()
 
-        return tree_map_only(Tensor, note, tree)
+        return _changed(note, args), _changed(note, kwargs)
 
     def _compute(self, func: Any, args: Any, kwargs: Any) -> Any:
         args, kwargs = tree_map_only(
@@ -287,27 +288,82 @@ def noting_truncated_normal(recording: Recording) -> Iterator[None]:
         torch.nn.init._no_grad_trunc_normal_ = original
 
 
-def _written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
-    """The tensors that an operator writes in place."""
-    found = []
-    for place, argument in enumerate(func._schema.arguments):
-        if argument.alias_info is not None and argument.alias_info.is_write:
-            value = args[place] if place < len(args) else kwargs.get(argument.name)
+@dataclass(frozen=True, slots=True)
+class _Operator:
+    """What a schema says that recording asks for with every call.
+
+    Attributes:
+        takes_device: whether it could make a tensor where it is told to.
+        makes_tensors: whether it returns tensors, or nothing.
+        writes: place and name of the arguments that it writes in place.
+    """
+
+    func: Any
+    takes_device: bool
+    makes_tensors: bool
+    writes: tuple[tuple[int, str], ...]
+
+    def written(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
+        """The tensors that a call writes in place."""
+        found = []
+        for place, name in self.writes:
+            value = args[place] if place < len(args) else kwargs.get(name)
             if isinstance(value, (list, tuple)):
                 raise MeshfoldError(
-                    f"{func} writes a list of tensors at once, which a recorded initialisation cannot follow: "
+                    f"{self.func} writes a list of tensors at once, which a recorded initialisation cannot follow: "
                     "write them one by one, or build the model for real and pass that"
                 )
             if isinstance(value, Tensor):
                 found.append(value)
-    return found
+        return found
 
 
-def _makes_tensors(func: Any) -> bool:
-    return not func._schema.returns or any(
-        "Tensor" in str(returned.type) for returned in func._schema.returns
+@functools.cache
+def _operator(func: Any) -> _Operator:
+    schema = func._schema
+    return _Operator(
+        func,
+        takes_device=any(argument.name == "device" for argument in schema.arguments),
+        makes_tensors=not schema.returns or any("Tensor" in str(made.type) for made in schema.returns),
+        writes=tuple(
+            (place, argument.name)
+            for place, argument in enumerate(schema.arguments)
+            if argument.alias_info is not None and argument.alias_info.is_write
+        ),
     )
 
 
+def _is_plain_normal(func: Any, args: tuple[Any, ...]) -> bool:
+    """Whether a call does nothing on the meta device, for which torch needs as long as for some hundred other operators."""
+    return (
+        func is torch.ops.aten.normal_.default
+        and args[0].is_floating_point()
+        and (len(args) < 3 or args[2] >= 0)
+    )
+
+
+def _tensors(values: Sequence[Any]) -> list[Tensor]:
+    """Those among arguments, and in lists among them."""
+    found: list[Tensor] = []
+    for value in values:
+        if isinstance(value, Tensor):
+            found.append(value)
+        elif isinstance(value, (list, tuple)):
+            found += _tensors(value)
+    return found
+
+
+def _changed(change: Callable[[Tensor], Any], value: Any) -> Any:
+    """Arguments with every tensor changed; as torch's ``tree_map_only``, which takes longer than most operators here."""
+    if isinstance(value, Tensor):
+        return change(value)
+    if isinstance(value, (list, tuple)):
+        changed = [_changed(change, each) for each in value]
+        return changed if isinstance(value, list) else tuple(changed)
+    if isinstance(value, dict):
+        return {name: _changed(change, each) for name, each in value.items()}
+    return value
+
+
 def _on_meta(tree: Any) -> Any:
-    return tree_map_only(Tensor, lambda tensor: tensor if tensor.is_meta else tensor.to(META), tree)
+    return _changed(lambda tensor: tensor if tensor.is_meta else tensor.to(META), tree)

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import copy
+import functools
 import inspect
 import re
+from collections.abc import Callable
 from typing import Any
 
 from torch import nn
@@ -152,13 +154,18 @@ class Maker:
         return self.lowering if found is not None and not found.refuses(plan) else "gather"
 
 
-def _calls(module: nn.Module) -> list[str]:
+def _calls(module: nn.Module) -> tuple[str, ...]:
     """The names of children in the order in which a module's forward calls them first, as far as its source tells."""
+    return _called_in(type(module).forward)
+
+
+@functools.lru_cache(maxsize=256)  # every layer of a model asks for the same few
+def _called_in(forward: Callable[..., object]) -> tuple[str, ...]:
     try:
-        source = inspect.getsource(type(module).forward)
+        source = inspect.getsource(forward)
     except (OSError, TypeError):  # a class typed in at a prompt has no source
-        return []
-    return list(dict.fromkeys(re.findall(r"\bself\.(\w+)\(", source)))
+        return ()
+    return tuple(dict.fromkeys(re.findall(r"\bself\.(\w+)\(", source)))
 
 
 def meta_twin(module: nn.Module) -> nn.Module:

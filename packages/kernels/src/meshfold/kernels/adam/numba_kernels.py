@@ -17,6 +17,7 @@ from torch import Tensor
 from meshfold.kernels import float_bits as plain
 from meshfold.kernels.adam.interface import MOMENTS, PARAMETERS
 from meshfold.kernels.adam.scalars import Scalars
+from meshfold.kernels.compiling import one_process_compiles
 from meshfold.kernels.float_bits.numba_kernels import (
     BFLOAT16,
     DTYPES,
@@ -95,6 +96,7 @@ def _whole_piece(p, m, v, g, c, l2, writes):
             m[i], v[i] = _moment(m[i], x, c), _square(v[i], x, c)
 
 
+@one_process_compiles
 @njit(nogil=True, parallel=True, cache=True, error_model="numpy")
 def _step_whole(p, m, v, copy, copy_dtype, grad, dtype, c, l2, writes):
     for block in prange((p.size + _BLOCK - 1) // _BLOCK):
@@ -140,6 +142,7 @@ def _split_piece(hi, lo, m, v, g, c, l2, writes):
             m[i], v[i] = _moment(m[i], x, c), _square(v[i], x, c)
 
 
+@one_process_compiles
 @njit(nogil=True, parallel=True, cache=True, error_model="numpy")
 def _step_split(hi, lo, m, v, grad, dtype, c, l2, writes):
     for block in prange((hi.size + _BLOCK - 1) // _BLOCK):
@@ -180,6 +183,7 @@ def _split16_piece(hi, lo, m, v, g, c, l2, writes, place, key_1, key_2):
             m[i], v[i] = stochastic(a, U(random >> _16)), stochastic(b, U(random & _LOW16))
 
 
+@one_process_compiles
 @njit(nogil=True, parallel=True, cache=True, error_model="numpy")
 def _step_split16(hi, lo, m, v, grad, dtype, c, l2, writes, state, start):
     for block in prange(start // _BLOCK, (start + hi.size + _BLOCK - 1) // _BLOCK):
@@ -236,6 +240,7 @@ def _quantized_piece(
         m_scale[block], v_scale[block] = m_new, v_new
 
 
+@one_process_compiles
 @njit(nogil=True, parallel=True, cache=True, error_model="numpy")
 def _step_quantized(hi, lo, m, m_scale, v, v_scale, grad, dtype, c, l2, writes, state, start):
     for block in prange(start // _BLOCK, (start + hi.size + _BLOCK - 1) // _BLOCK):
@@ -255,6 +260,7 @@ def _step_quantized(hi, lo, m, m_scale, v, v_scale, grad, dtype, c, l2, writes, 
             )  # fmt: skip
 
 
+@one_process_compiles
 @njit(nogil=True, parallel=True, cache=True)
 def _split(x, hi, lo):
     for block in prange((x.size + _BLOCK - 1) // _BLOCK):
@@ -262,6 +268,7 @@ def _split(x, hi, lo):
             _store_master(hi, lo, i, x[i])
 
 
+@one_process_compiles
 @njit(nogil=True, parallel=True, cache=True)
 def _join(hi, lo, x):
     for block in prange((x.size + _BLOCK - 1) // _BLOCK):

@@ -7,6 +7,7 @@ import torch
 from numba import njit, prange
 from torch import Tensor
 
+from meshfold.kernels.compiling import one_process_compiles
 from meshfold.kernels.float_bits.numba_kernels import DTYPES, bits, from_bits, narrow, widen
 from meshfold.kernels.gradients.interface import LANES, LARGEST, SQUARES
 from meshfold.kernels.gradients.reference import touched
@@ -50,6 +51,7 @@ def _combined(lanes, tops, norm):
     return lanes[0]
 
 
+@one_process_compiles
 @njit(nogil=True, parallel=True, cache=True, error_model="numpy")
 def _pass(found, source, dtype, n, out, out_dtype, scale, norm, block, start):
     """One partial for each block; ``out_dtype`` < 0: nothing is written."""

@@ -7,12 +7,14 @@ import torch
 from numba import njit
 from torch import Tensor
 
+from meshfold.kernels.compiling import one_process_compiles
 from meshfold.kernels.masks import reference
 from meshfold.kernels.random_bits.numba_kernels import bits_at
 
 _TO_24 = np.uint64(40)
 
 
+@one_process_compiles
 @njit(cache=True, nogil=True)
 def _fill_kept(keep, rows, state, threshold, col_offset, global_cols):
     for r in range(keep.shape[0]):

@@ -9,7 +9,9 @@ Requests and replies are one JSON line each over a socket; a request to fork car
 from __future__ import annotations
 
 import contextlib
+import gc
 import importlib
+import inspect
 import json
 import os
 import resource
@@ -159,6 +161,7 @@ def _answer(
     children: dict[int, int | None],
 ) -> Any:
     if request["do"] == "fork":
+        gc.freeze()  # no rank looks for garbage in what it shares with this process, which would copy all of it
         parent = os.getpid()
         pid = os.fork()
         if pid == 0:
@@ -174,6 +177,8 @@ def _answer(
                 Exception
             ):  # it came about in another way there; ranks import it if they can
                 importlib.import_module(name)
+        # `inspect` looks once at every module that there is, for the first source that torch or we ask it for.
+        inspect.getmodule(compile("", "a file of no module", "exec"))
         return time.process_time() - begin
     if request["do"] == "signal":
         for pid in request["pids"]:
