@@ -284,6 +284,20 @@ def test_mfu_counts_what_multiplies() -> None:
     assert blocks > 12 * h * h * layers
 
 
+def test_mfu_counts_the_heads_there_are_and_not_the_width_of_the_stream() -> None:
+    narrow, wide = (
+        build("gpt-tiny", hidden=32, heads=4, head_dim=head_dim) for head_dim in (8, 32)
+    )  # the second attends with 4 times the stream's width
+
+    def attention(model: torch.nn.Module, length: int) -> float:
+        return flops_per_token(lambda: model, length) - flops_per_token(lambda: model, 0)
+
+    assert attention(wide, 64) == 4 * attention(narrow, 64) > 0
+    for model in (narrow, wide):
+        counted = model.config.flops_per_token(64) - model.config.flops_per_token(0)
+        assert attention(model, 64) == counted
+
+
 def test_progress_shows_mfu_and_what_is_left(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

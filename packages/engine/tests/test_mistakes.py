@@ -91,6 +91,25 @@ def test_a_wrong_setting(settings: dict[str, Any], message: str) -> None:
         engine_of(**settings)
 
 
+@pytest.mark.parametrize(
+    ("example", "message"),
+    [
+        ("rows", "a batch of type str"),
+        (
+            dict(features=INPUTS),
+            r"example: Net takes \(x.*\).*, and would be called with \(features=6×4 float32\)",
+        ),
+        (((INPUTS, INPUTS), TARGETS), r"example: Net takes .* called with \(6×4 float32, 6×4 float32\)"),
+    ],
+    ids=["no batch", "another name", "one too many"],
+)
+@pytest.mark.parametrize("place", PLACES)
+def test_a_wrong_example_shows_without_a_pipeline_too(example: Any, message: str, place: str) -> None:
+    with pytest.raises(SpecError, match=message):
+        engine_of(parallel=PLACES[place], example=example)
+    engine_of(parallel=PLACES[place], example=BATCH).close()
+
+
 def test_a_scheduler_of_another_optimizer() -> None:
     with pytest.raises(SpecError, match="made a ConstantLR of another optimizer"):
         engine_of(lr_scheduler=step(engine_of()))

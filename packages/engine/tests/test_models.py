@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from meshfold.engine import Engine
 from meshfold.engine.models import (
     GPT,
     PRESETS,
@@ -199,13 +200,24 @@ def test_generated_text_is_repeatable_and_obeys_its_settings() -> None:
     greedy = generate(model, start, 4, temperature=0.0)
     assert torch.equal(greedy, generate(model, start, 4, top_k=1))
     assert torch.equal(greedy[:, 3], model.eval()(start).logits[:, -1].argmax(-1))
-    model.train()
-    assert model.training
-    for wrong, message in ((dict(temperature=-1.0), "temperature"), (dict(top_k=0), "top_k")):
+    for wrong, message in (
+        (dict(temperature=-1.0), "temperature"),
+        (dict(top_k=0), "top_k"),
+        (dict(max_new_tokens=-1), "max_new_tokens=-1"),
+    ):
         with pytest.raises(SpecError, match=message):
-            generate(model, start, 1, **wrong)  # type: ignore[arg-type]
+            generate(model, start, **{"max_new_tokens": 1, **wrong})  # type: ignore[arg-type]
     with pytest.raises(SpecError, match="ids of shape"):
         generate(model, torch.zeros(2, 0, dtype=torch.int64), 1)
+
+
+def test_generating_and_evaluating_leave_each_module_in_its_own_mode() -> None:
+    model, ids = build("gpt-tiny").train(), ids_of(2, 3, 256)
+    first = model.get_submodule("blocks.0").eval()  # the user's choice
+    generate(model, ids, 2)
+    Engine(model).eval_step(ids)
+    inside = set(first.modules())
+    assert all(module.training != (module in inside) for module in model.modules())
 
 
 def test_wrong_shapes_are_clear_errors() -> None:

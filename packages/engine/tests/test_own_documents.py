@@ -326,6 +326,11 @@ IDS = torch.zeros(2, 6, dtype=torch.int64)
 SECOND = torch.tensor([[0, 1, 2, 0, 1, 2], [0, 1, 2, 3, 5, 6]])
 REFUSED: list[tuple[Any, dict[str, Any], str]] = [
     (gpt, dict(position_ids=SECOND), "position_ids of row 1 go on with 5 at token 4"),
+    (
+        gpt,
+        dict(position_ids=torch.stack((torch.arange(6), torch.arange(3, 9)))),
+        "of row 1 go on with 3 at token 0",
+    ),
     (llama, dict(position_ids=SECOND[:, 1:]), r"position_ids \[2, 5\] for tokens \[2, 6\]"),
     (llama, dict(position_ids=torch.arange(3, 9)[None]), "row 0 go on with 3 at token 0"),
     (

@@ -184,6 +184,7 @@ def test_a_closed_mesh_has_no_groups_but_still_answers() -> None:
         assert mesh.groups("row") == [[0, 2], [1, 3]]
         with pytest.raises(MeshfoldError, match="is closed: make a new Mesh"):
             mesh.group("row")
+        assert mesh.is_closed and mesh.group("depth").size == 1  # who is alone need not communicate
         assert Mesh({"row": 2, "col": 2}).group("row").size == 2
 
 

@@ -156,6 +156,14 @@ def test_without_gradients_the_norm_is_zero() -> None:
     assert clip_gradients([], Mesh({}), 1.0, math.inf).item() == 0.0
 
 
+def test_a_rank_without_gradients_says_where_the_norm_is_wanted() -> None:
+    """Over a GPU's back end its zero must be on the GPU as well, where the others' sums are."""
+    frozen, mesh = [nn.Parameter(torch.ones(3), requires_grad=False)], Mesh({"data": 1})
+    assert gradient_norm(frozen, mesh).device == torch.device("cpu")
+    assert gradient_norm(frozen, mesh, device="meta").is_meta
+    assert clip_gradients(frozen, mesh, 1.0, device="meta").is_meta
+
+
 @pytest.mark.parametrize("value", [0, -1.0, "2", True, None, math.nan])
 def test_what_is_not_a_norm(value: object) -> None:
     with pytest.raises(SpecError, match=r"norm_type=.*: a norm is 1, 2, any number above 0, or math.inf"):

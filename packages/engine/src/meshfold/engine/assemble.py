@@ -133,10 +133,11 @@ def assemble(
             folder.fill_buffers(left)
         _move(left, world.device, parameters=not in_chunks)
 
-    pipelined = None
+    pipelined, stages = None, stages or PipelineSettings()
     if world.pipelined:
-        pipelined = PipelinedModel(built, world, precision, stages or PipelineSettings(), fill)
+        pipelined = PipelinedModel(built, world, precision, stages, fill)
     else:
+        stages.called(built, world.device, precision)
         fill(built)
     for parameter in built.parameters():
         annotate(parameter, replace(placed(parameter, world.mesh), sum_axes=world.outer_axes))

@@ -34,8 +34,9 @@ from meshfold.engine.pipelining import PipelinedModel, PipelineSettings, check_o
 from meshfold.engine.precision import LossScaler
 from meshfold.engine.randomness import randomness
 from meshfold.engine.sequence import split_sequence
+from meshfold.engine.step_guard import StepGuard
 from meshfold.engine.world import join
-from meshfold.mesh import ParallelSpec, SpecError, all_reduce, flight
+from meshfold.mesh import ParallelSpec, all_reduce, flight
 from meshfold.mesh.failure import told_to_all
 
 if TYPE_CHECKING:
@@ -45,6 +46,10 @@ if TYPE_CHECKING:
     from meshfold.zero_gemini.backward import Backward
 
 _DATA_PARALLEL: Mapping[str, object] = {}
+_BY_HAND = (
+    "was called by hand, and the engine has the gradients: call engine.step() after engine.backward(loss), which sums them over "
+    "the ranks, unscales, clips and steps, or engine.train_step(batch), which does all of it"
+)
 
 
 class Engine:
@@ -59,7 +64,8 @@ class Engine:
         spec: the checked spec.
         report: what tensor parallelism did to each submodule; None if the model was left whole.
         loaded: what the weights of a Hugging Face folder were to the model; None if it is of no folder.
-        optimizer: over the true weights of this rank's blocks; None for evaluation only.
+        optimizer: over the true weights of this rank's blocks; :meth:`step` steps it, and its own ``step()`` raises a
+            TrainingError. None for evaluation only.
         lr_scheduler: stepped after each optimizer step; None if none was given.
         pipeline: runs the model where the spec has ``pipeline``, without gradients if it is called; else None.
         steps: of the optimizer so far; ``skipped_steps`` were left out for an overflow.
@@ -101,7 +107,8 @@ class Engine:
             clip_norm_type: which norm: 2.0, 1.0 or math.inf.
             clip_grad_value: largest absolute value of a gradient's element; not with ``clip_grad_norm``.
             gradient_accumulation: calls of ``train_step`` to one optimizer step.
-            loss_fn: ``loss_fn(output, batch)``, for models whose output has no loss: a mean over the batch's targets.
+            loss_fn: ``loss_fn(output, batch)``: a mean over the batch's targets; a model that can do without ``labels`` is then
+                not given them. None: ``output.loss``, the model's own.
             lr_scheduler: makes a torch scheduler of the optimizer.
             seed: of initial weights, dropout and the order of data.
             device: by default this rank's GPU, or the CPU.
@@ -109,7 +116,7 @@ class Engine:
             recompute: which activations backward recomputes: None: the model's own business. ``"blocks"``: those of every
                 repeated block. ``"auto"``: under ``zero=dict(placement="auto")``, of the blocks that the plan says.
             example: a small batch, for ``pipeline`` with a model that is not called with token ids: to see what comes before
-                its blocks. Values do not matter.
+                its blocks. Values do not matter. Under other specs the model's signature is all that it is held against.
             nonfinite: what to do before a step whose loss or gradient is nan or infinite: ``"error"``, ``"skip"`` (leave it
                 out) or ``"report"`` (and step); each says where it arose. None: do not look.
             watchdog: seconds after which a collective that does not finish ends the job, naming the ranks that did not
@@ -126,9 +133,30 @@ class Engine:
             loss_fn=loss_fn, lr_scheduler=lr_scheduler, nonfinite=nonfinite, watchdog=watchdog,
             check_collectives=check_collectives,
         )  # fmt: skip
+        with ExitStack() as self._open:  # what is to be closed, the last first
+            self._set_up(
+                model, parallel, asked, loss_fn=loss_fn, lr_scheduler=lr_scheduler, device=device, rules=rules,
+                recompute=recompute, example=example,
+            )  # fmt: skip
+            self._open = self._open.pop_all()  # it stands: not before close()
+
+    @told_to_all  # once more, inside: an error is told before the watchdog is closed
+    def _set_up(
+        self,
+        model: nn.Module | Callable[[], nn.Module],
+        parallel: Mapping[str, object] | ParallelSpec,
+        asked: Arguments,
+        *,
+        loss_fn: Callable[[Any, Any], Tensor] | None,
+        lr_scheduler: Callable[[torch.optim.Optimizer], Any] | None,
+        device: torch.device | str | None,
+        rules: Mapping[str, str] | None,
+        recompute: str | None,
+        example: Any,
+    ) -> None:
+        """What ``__init__`` does once its arguments are checked; what it opens goes on the stack."""
         self._precision, self._clip, self._looks_at_all = asked.precision, asked.clip, asked.looks_at_all
         self._accumulation, self._seed = asked.accumulation, asked.seed
-        self._open = ExitStack()  # what is to be closed, the last first
 
         # The running processes, as a mesh.
         self._world = world = join(parallel, device)
@@ -156,11 +184,9 @@ class Engine:
         self._states = make_states(built, world, asked, self._blocks if recompute == "auto" else None)
         self._open.callback(self._states.close)
         self.optimizer = self._states.optimizer
-        try:
-            self.lr_scheduler = scheduler_of(lr_scheduler, self.optimizer)
-        except SpecError:
-            self._states.close()  # the model is free for another try
-            raise
+        self._own_step = StepGuard(self.optimizer, _BY_HAND)
+        self._open.callback(self._own_step.close)
+        self.lr_scheduler = scheduler_of(lr_scheduler, self.optimizer)
         if self.optimizer is not None:
             self._open.callback(claim(self.model, self, in_chunks=self.spec.zero is not None).close)
         self._scaler = LossScaler(self._precision.scale, says=self.mesh.rank == 0)
@@ -334,7 +360,8 @@ class Engine:
         if self._skipped:
             self.skipped_steps += 1
         else:
-            states.step()
+            with self._own_step.opened():
+                states.step()
             self.steps += 1
             if self.lr_scheduler is not None:
                 self.lr_scheduler.step()
@@ -371,6 +398,7 @@ class Engine:
             self._saver.before_change()
         with self._states.backward(kind):
             yield
+            self._states.end_backward(kind)
         self._begun = False
         self._backwards += 1
 
@@ -478,7 +506,7 @@ class Engine:
         return persistence.save(self, path, asynchronous=asynchronous)
 
     def load(self, path: str | os.PathLike[str], *, weights_only: bool = False, verify: bool = True) -> None:
-        """Go on from a checkpoint, saved under whatever spec; all ranks must call.
+        """Go on from a checkpoint, saved under whatever spec; all ranks must call. Gradients since the last step are let go.
 
         Args:
             path: the folder.
@@ -519,6 +547,9 @@ class Engine:
 
     def close(self) -> None:
         """Give back the mesh's process groups and take the hooks off the model. The processes stay connected.
+
+        The model keeps what this rank has of it: all, or with ``tensor`` and ``pipeline`` its part; under ``zero`` stage 3 its
+        share of the chunks goes too. Ask for :meth:`full_state_dict` before.
 
         Waits for a save that is under way; if it failed, that is raised on all ranks.
         """

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from meshfold.engine.batches import batch as batches
+from meshfold.engine.batches.own_loss import leave_out_targets
 from meshfold.engine.batches.packed import OwnDocuments
 from meshfold.engine.batches.shares import Shares
 from meshfold.engine.batches.shown import called
@@ -18,6 +19,7 @@ from meshfold.engine.precision import Precision
 from meshfold.engine.states import States
 from meshfold.engine.world import World
 from meshfold.mesh import SpecError
+from meshfold.mesh.evaluating import evaluating
 from meshfold.mesh.targets import has_encoder_apart, labels_are_shifted
 
 
@@ -40,7 +42,7 @@ class Forward:
         precision: of floating inputs.
         states: the model's, which may know why a forward failed.
         pipelined: runs the model where it is in stages.
-        loss_fn: for outputs without a loss.
+        loss_fn: the user's own; None: the loss is in the model's output.
         """
         self._model, self._world, self._precision, self._states = model, world, precision, states
         self._pipelined, self._loss_fn = pipelined, loss_fn
@@ -64,7 +66,7 @@ class Forward:
         )
         if self._takes_cache:
             work.kwargs.setdefault("use_cache", False)
-        return work
+        return replace(work, kwargs=leave_out_targets(work.kwargs, self._model, self._loss_fn))
 
     def inputs(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> batches.Batch:
         """What the user calls the model with directly, on the device."""
@@ -117,20 +119,8 @@ class Forward:
 
     def assess(self, work: batches.Batch, shares: Shares) -> Tensor:
         """:meth:`loss`, of a model in stages too, without dropout and without training."""
-        with evaluating(self._model):
+        with evaluating(self._model), torch.no_grad():
             return self.loss(work, shares) if self._pipelined is None else self._pipelined.assess(work)
-
-
-@contextmanager
-def evaluating(model: nn.Module) -> Iterator[None]:
-    """Inside, without dropout and gradients; the model's mode is as it was, then."""
-    training = model.training
-    model.eval()
-    try:
-        with torch.no_grad():
-            yield
-    finally:
-        model.train(training)
 
 
 def check_loss(loss: object) -> None:

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import inspect
-
 from torch import nn
 
-from meshfold.mesh import SpecError
+from meshfold.engine import settings
+from meshfold.mesh import SpecError, metadata
 
 # By name: importing what wraps costs more than all of this library.
 _WRAPPERS = {
@@ -22,7 +21,7 @@ def check_model(model: object) -> None:
     """Whether it is one of the two, as far as can be told before it is called.
 
     Raises:
-        SpecError: if it is neither, is wrapped by another library, or wants arguments.
+        SpecError: if it is neither, is wrapped by another library, is what an engine has left of one, or wants arguments.
     """
     if isinstance(model, nn.Module):
         wrapper = next((cls.__name__ for cls in type(model).__mro__ if cls.__name__ in _WRAPPERS), None)
@@ -31,17 +30,28 @@ def check_model(model: object) -> None:
                 f"the model is a {wrapper} already, which sums gradients by itself: give the module as it was written "
                 "(model.module), and leave the rest to parallel=dict(data=...)"
             )
+        partial = next((name for name, parameter in model.named_parameters() if _is_partial(parameter)), None)
+        if partial is not None:
+            raise SpecError(
+                f"model={type(model).__name__}(...): an engine that had it before has left this rank a part of it; {partial!r} is "
+                "not whole. Make the model anew, with the weights of engine.full_state_dict() before close(), or of a checkpoint"
+            )
         return
     if not callable(model):
         raise SpecError(f"model={model!r}: an nn.Module, or a function without arguments that makes one")
-    try:
-        signature = inspect.signature(model)
-    except ValueError:  # it does not say
-        return
-    try:
-        signature.bind()
-    except TypeError as error:
+    signature = settings.refused(model)
+    if signature is not None:
         name = getattr(model, "__name__", type(model).__name__)
         raise SpecError(
             f"model={name} is called without arguments, and takes {signature}: write lambda: {name}(...)"
-        ) from error
+        )
+
+
+def _is_partial(parameter: nn.Parameter) -> bool:
+    """Whether it was in chunks that are gone, is a block over a mesh that is closed, or of a stage that this rank had."""
+    meta = metadata(parameter)
+    if meta is None:
+        return False
+    gone = parameter.numel() == 0 and 0 not in meta.placement.shape
+    split = meta.mesh.is_closed and meta.mesh.size(*meta.placement.split_axes) > 1
+    return gone or split or meta.mesh.size(*meta.only_at) > 1

@@ -11,9 +11,12 @@ import torch
 from torch import Tensor, nn
 
 from meshfold.engine.batches import batch as batches
+from meshfold.engine.batches.own_loss import leave_out_targets
+from meshfold.engine.batches.shown import called
 from meshfold.engine.precision import Precision
 from meshfold.engine.sequence import local_length
 from meshfold.engine.sequence.checks import check_mixing
+from meshfold.engine.settings import refused
 from meshfold.engine.world import PIPE, World
 from meshfold.mesh import LayoutError, SpecError, all_reduce
 from meshfold.mesh.names import plain
@@ -38,6 +41,29 @@ class PipelineSettings:
 
     loss_fn: Callable[[Any, Any], Tensor] | None = None
     example: Any = None
+
+    def called(
+        self, model: nn.Module, device: torch.device, precision: Precision
+    ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+        """The arguments that the example calls the whole model with, before it is cast; None if there is none.
+
+        Under every spec, so that a slip shows not only under those with ``pipeline``.
+
+        Raises:
+            SpecError: for what is no batch, or one that the model cannot be called with.
+        """
+        if self.example is None:
+            return None
+        dtype = next((p.dtype for p in model.parameters() if p.is_floating_point()), precision.dtype)
+        own_loss, aligned = self.loss_fn is not None, not has_encoder_apart(model)
+        work = batches.prepare(self.example, device, dtype, own_loss=own_loss, aligned=aligned)
+        signature = refused(model.forward, *work.args, **work.kwargs)
+        if signature is not None:
+            raise SpecError(
+                f"example: {type(model).__name__} takes {signature}, and would be called with "
+                f"{called(work.args, work.kwargs)}: give a batch as train_step is given"
+            )
+        return work.args, work.kwargs
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -107,13 +133,7 @@ class PipelinedModel:
         self._states: States | None = None
         self._measures = spec.schedule == "auto"
         self.inventory = Inventory.of(model)
-        example = None
-        if settings.example is not None:
-            # The model is cut before it is cast.
-            dtype = next((p.dtype for p in model.parameters() if p.is_floating_point()), precision.dtype)
-            own_loss, aligned = settings.loss_fn is not None, not has_encoder_apart(model)
-            work = batches.prepare(settings.example, world.device, dtype, own_loss=own_loss, aligned=aligned)
-            example = work.args, work.kwargs
+        example = settings.called(model, world.device, precision)
         free = callable(spec.schedule) or spec.schedule_name in ("interleaved", "auto")
         try:
             self.pipeline: Pipeline = Pipeline(
@@ -189,7 +209,7 @@ class PipelinedModel:
         works = self.pipeline.split(batch.given, unit=row_unit(self.pipeline.module, length))
         found = []
         for work in works:
-            kwargs = dict(work.kwargs)
+            kwargs = {**leave_out_targets(work.kwargs, self.pipeline.module, self._loss_fn)}
             args = (kwargs.pop("input_ids"),) if "input_ids" in kwargs and not work.args else work.args
             found.append(replace(work, args=args, kwargs=kwargs))
         return found

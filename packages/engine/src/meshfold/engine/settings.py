@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import inspect
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from meshfold.mesh import SpecError
@@ -50,3 +51,16 @@ def known_keys(entry: str, value: object, keys: Mapping[str, Any], known: Mappin
             raise SpecError(
                 f"{entry}={value!r}: there is no key {key!r}.{hint} Known: {', '.join(known) or 'none'}"
             )
+
+
+def refused(function: Callable[..., object], *args: object, **kwargs: object) -> inspect.Signature | None:
+    """The signature of a function that cannot be called so; None if it can, or does not say what it takes."""
+    try:
+        signature = inspect.signature(function)
+    except ValueError:  # of a built-in function
+        return None
+    try:
+        signature.bind(*args, **kwargs)
+    except TypeError:
+        return signature
+    return None

@@ -83,6 +83,9 @@ class States(Protocol):
                 with them but ``finish(1.0)`` and ``norm(2.0)``.
         """
 
+    def end_backward(self, kind: Backward) -> None:
+        """Inside ``backward``, last, if all ranks make this one: parameters that it did not come to here count as zero."""
+
     def complete(self, parameters: Iterable[Tensor]) -> None:
         """Inside ``backward`` of a pipeline: these parameters have their gradients of all its micro-batches."""
 
@@ -185,6 +188,9 @@ class PlainStates:
         several = self._world.pipelined  # one for every micro-batch
         return self.reducer.backward(last=kind in ("last", "final"), several=several)
 
+    def end_backward(self, kind: Backward) -> None:
+        pass  # whoever leaves ``backward`` sends all buckets
+
     def complete(self, parameters: Iterable[Tensor]) -> None:
         self.reducer.complete(parameters)
 
@@ -192,10 +198,12 @@ class PlainStates:
         self.reducer.finish(factor)
 
     def norm(self, norm_type: float = 2.0) -> Tensor:
-        return gradient_norm(self.targets.values(), self._world.mesh, norm_type)
+        world = self._world
+        return gradient_norm(self.targets.values(), world.mesh, norm_type, device=world.device)
 
     def clip(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
-        return clip_gradients(self.targets.values(), self._world.mesh, max_norm, norm_type)
+        world = self._world
+        return clip_gradients(self.targets.values(), world.mesh, max_norm, norm_type, device=world.device)
 
     def clip_value(self, max_value: float) -> None:
         clip_gradient_values(self.targets.values(), max_value)

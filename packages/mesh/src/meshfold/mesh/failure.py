@@ -7,7 +7,8 @@ to end:
 - one that all ranks raise alike, and may catch. It was raised at one place of the program, which is told by the optimizer
   step and the calls made until then: whoever has had as many errors of that type there does not heed it. Errors that a rank
   had elsewhere, or of other types, do not count.
-- one after which the rank goes on: it takes its error back once a later collective has ended.
+- one after which the rank goes on: it takes its error back as soon as a later collective has ended, before it does anything
+  else.
 
 An error that ended the program of its rank is always heeded: that rank goes on nowhere.
 """

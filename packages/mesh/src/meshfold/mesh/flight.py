@@ -32,6 +32,9 @@ class Watcher(Protocol):
     def before(self, call: Call) -> None:
         """A call that is waited for from here on."""
 
+    def ended(self, call: Call) -> None:
+        """A call that was waited for is over."""
+
     def failed(self, call: Call, error: RuntimeError) -> Exception:
         """What to raise for a call that failed."""
 
@@ -91,9 +94,11 @@ class Call:
         if error is not None:
             if isinstance(error, RuntimeError) and not isinstance(error, MeshfoldError):
                 raise self.failed(error) from None
-        elif self.event is not None and not torch.cuda.is_current_stream_capturing():
+            return
+        if self.event is not None and not torch.cuda.is_current_stream_capturing():
             self.event.record()  # only the stream has waited so far
             self._flight.on_device.append(self)
+        self._flight.watcher.ended(self)
 
     def failed(self, error: RuntimeError) -> Exception:
         """What to raise in place of torch's error."""

@@ -211,11 +211,16 @@ class Mesh:
         return found
 
     def close(self) -> None:
-        """Communicate no more. The mesh still answers questions about ranks; its process groups stay with the world,
-        for the next mesh that wants the same ranks."""
+        """Communicate no more. The mesh still answers questions about ranks, and has groups of one; its process groups stay
+        with the world, for the next mesh that wants the same ranks."""
         self._handles.clear()
         self._groups.clear()
         self._closed = True
+
+    @property
+    def is_closed(self) -> bool:
+        """Whether :meth:`close` was called."""
+        return self._closed
 
     def require(self, *axes: str, what: str) -> None:
         """Raise a LayoutError if the mesh lacks one of the axes (where a missing axis must be a mistake)."""
@@ -232,9 +237,6 @@ class Mesh:
     def _make_group(self, axes: tuple[str, ...]) -> Group:
         from meshfold.mesh import groups
 
-        if self._closed:
-            raise MeshfoldError(f"{self} is closed: make a new Mesh")
-
         spanned = self.spanned(*axes)
         coordinates = self.coordinates()
         here = self._elsewhere(coordinates, spanned)
@@ -245,6 +247,8 @@ class Mesh:
         )
         if len(ranks) == 1:
             return Group(axes=(), ranks=ranks, index=0, name="")
+        if self._closed:
+            raise MeshfoldError(f"{self} is closed: make a new Mesh")
         if ranks not in self._handles:
             self._handles[ranks] = groups.create(ranks)
         return Group(

@@ -19,7 +19,13 @@ from meshfold.mesh.mesh import Group, Mesh
 from meshfold.mesh.metadata import ParameterMeta, placed
 
 
-def gradient_norm(parameters: Iterable[Tensor], mesh: Mesh, norm_type: float = 2.0) -> Tensor:
+def gradient_norm(
+    parameters: Iterable[Tensor],
+    mesh: Mesh,
+    norm_type: float = 2.0,
+    *,
+    device: torch.device | str | None = None,
+) -> Tensor:
     """The norm over all gradients of the global model: a float64 scalar, equal on every rank of the mesh.
 
     Gradients must already be summed over their ``sum_axes``. Padding counts as nothing (its gradient is zero).
@@ -28,6 +34,8 @@ def gradient_norm(parameters: Iterable[Tensor], mesh: Mesh, norm_type: float = 2
         parameters: this rank's blocks; those without a gradient are left out.
         mesh: where they lie.
         norm_type: 1, 2, any p > 0, or infinity.
+        device: where this rank computes; None: where its gradients are. One without gradients, such as a stage whose layers
+            are frozen, has to say it where ranks communicate from a GPU.
 
     Raises:
         SpecError: for a norm type that is not a positive number.
@@ -41,7 +49,8 @@ def gradient_norm(parameters: Iterable[Tensor], mesh: Mesh, norm_type: float = 2
         for piece, holders in pieces(parameter.grad.detach(), placed(parameter, mesh), mesh):
             if piece.numel():
                 found.setdefault((holders, piece.dtype), []).append(piece)
-    device = next((piece.device for alike in found.values() for piece in alike), torch.device("cpu"))
+    if device is None:
+        device = next((piece.device for alike in found.values() for piece in alike), torch.device("cpu"))
     total = torch.zeros((), dtype=torch.float64, device=device)
     largest = math.isinf(norm_type)
     for (holders, dtype), alike in found.items():
@@ -66,12 +75,17 @@ def largest_of(value: Tensor, group: Group) -> Tensor:
 
 
 def clip_gradients(
-    parameters: Iterable[Tensor], mesh: Mesh, max_norm: float, norm_type: float = 2.0
+    parameters: Iterable[Tensor],
+    mesh: Mesh,
+    max_norm: float,
+    norm_type: float = 2.0,
+    *,
+    device: torch.device | str | None = None,
 ) -> Tensor:
     """Scale all gradients so that their norm is at most ``max_norm``; return the norm before.
 
     The same rule as ``torch.nn.utils.clip_grad_norm_``, over the global model, in place, without waiting for the
-    device.
+    device. ``device``: as of :func:`gradient_norm`.
 
     Raises:
         SpecError: for a ``max_norm`` that is not a positive number.
@@ -81,7 +95,7 @@ def clip_gradients(
             f"max_norm={max_norm!r}: the largest norm allowed is a number above 0; leave it out not to clip"
         )
     chosen = [p for p in parameters if p.grad is not None]
-    norm = gradient_norm(chosen, mesh, norm_type)
+    norm = gradient_norm(chosen, mesh, norm_type, device=device)
     scale = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
     grads: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
     for parameter in chosen:

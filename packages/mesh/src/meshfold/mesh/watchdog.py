@@ -105,6 +105,12 @@ class Watchdog:
             self._agreement.announce(call)
             self._agreement.look(call)
 
+    def ended(self, call: Call) -> None:
+        """Take this rank's error back, if it had one and has gone on: here, where no thread can be late for it."""
+        if self._failures.stands:
+            with suppress(RuntimeError):  # the store may be gone
+                self._failures.renew()
+
     def failed(self, call: Call, error: RuntimeError) -> CollectiveError:
         """What to raise for a call that did not come to its end."""
         self._raising = True
@@ -142,7 +148,6 @@ class Watchdog:
                 continue
             with suppress(RuntimeError):  # the store may be gone: then every rank's next collective fails
                 self._inquiry.publish()
-                self._failures.renew()
                 self._heed()
                 self._wait_no_longer()
             if not self._raising and (stuck := self._stuck()) is not None:

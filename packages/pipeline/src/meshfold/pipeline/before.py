@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from meshfold.mesh import LayoutError, Mesh
-from meshfold.pipeline.evaluating import evaluating
+from meshfold.mesh.evaluating import evaluating
 from meshfold.pipeline.gates import Gates
 from meshfold.pipeline.ghosts import standing_in
 

@@ -15,12 +15,12 @@ import torch
 from torch import Tensor, nn
 
 from meshfold.mesh import Mesh, broadcast
+from meshfold.mesh.evaluating import evaluating
 from meshfold.pipeline.batches import Batches
 from meshfold.pipeline.before import Example
 from meshfold.pipeline.beside import ALONE, Beside
 from meshfold.pipeline.communicate import Program
 from meshfold.pipeline.costs import Costs
-from meshfold.pipeline.evaluating import evaluating
 from meshfold.pipeline.gates import Plan
 from meshfold.pipeline.interpreter import Channels, Interpreter, Peaks
 from meshfold.pipeline.measure import measure, rehearse
@@ -81,8 +81,8 @@ class Pipeline:
             microbatches: in a step. By default the smallest multiple of the ranks that divides the batch, or as many as
                 there are ranks where none does. A batch of fewer rows has as many as it has rows.
             chunks, waves, costs, memory: for a schedule by name or function, as :func:`meshfold.pipeline.schedule` takes them.
-            loss_fn: makes a scalar of (output, micro-batch as it was given) where the model's output has no ``.loss``.
-                It is a mean over what counts in the micro-batch.
+            loss_fn: makes a scalar of (output, micro-batch as it was given), a mean over what counts in the micro-batch;
+                None: the model's own, its output's ``.loss``.
             weigh: how much a micro-batch counts, where neither labels nor rows tell.
             axis: of the pipeline.
             example: what to call the model with, once, to see what it does before its blocks; by default token ids.

@@ -34,18 +34,22 @@ class SequenceParallel:
             getattr(module, "causal_lm_loss", False) and getattr(module, "shifts", True)
             for module in model.modules()
         )
-        self._changes: list[Any] = [
-            model.register_forward_pre_hook(self._begin, with_kwargs=True),
-            model.register_forward_hook(self._end),
-        ]
+        self._changes: list[Any] = []
         theirs = hugging_face.parts(model)
-        self._changes += [hugging_face.Registered(part, self._asked) for part in theirs]
-        self._changes.append(_NoMasks(model))
-        if settings.window is None:
-            self._settings = replace(settings, window=self._changes[-1].window)
         self._swaps = theirs != [model]
-        if self._swaps:
-            self._changes.append(Around(model, self._swap))
+        with ExitStack() as refused:  # a model that is not taken is left as it was
+            refused.callback(self.remove)
+            self._changes.append(model.register_forward_pre_hook(self._begin, with_kwargs=True))
+            self._changes.append(model.register_forward_hook(self._end))
+            for part in theirs:
+                self._changes.append(hugging_face.Registered(part, self._asked))
+            masks = _NoMasks(model)
+            self._changes.append(masks)
+            if settings.window is None:
+                self._settings = replace(settings, window=masks.window)
+            if self._swaps:
+                self._changes.append(Around(model, self._swap))
+            refused.pop_all()
 
     def set_batch(self, *, length: int | None = None, documents: Documents | None = None) -> None:
         """Say of the batches from now on what ``length`` and ``documents`` say of the first."""

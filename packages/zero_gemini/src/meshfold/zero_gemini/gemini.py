@@ -83,6 +83,21 @@ class Gemini(HeldModel):
         """
         self._flow.expect(kind)
 
+    def end_backward(self) -> None:
+        """Right after a backward that other ranks made too: where it came to no parameter of this rank, all count as zero.
+
+        Without this call such a rank, whose loss depends on nothing that is trained, would be missing where gradients are summed.
+
+        Raises:
+            ChunkError: for such a rank where parameters come and go: the others have gathered them in their backward.
+        """
+        if not self._flow.came and any(chunk.group.size > 1 and not chunk.resident for chunk in self.chunks):
+            raise ChunkError(
+                "this rank's loss depends on no parameter that is trained, and with stage 3 all ranks gather parameters in their "
+                "backward: let it depend on the model's output, as loss + 0 * output.sum() does, or use stage 2"
+            )
+        self._flow.end()
+
     def finish(self, factor: float = 1.0) -> None:
         """After the last backward: gradients are complete, and count times the factor.
 

@@ -60,6 +60,7 @@ class GradientFlow:
         self._largest_bytes = max(sizes, default=0)
         self._in_parts: set[ChunkGradient] = set()  # of which some came in a backward inside of this one
         self._in_backward = False
+        self._came = False  # a gradient did, since ``expect``
         self._handles = [
             parameter.register_post_accumulate_grad_hook(self._arrival(gradient, place))
             for chunk, gradient in gradients.items()
@@ -73,6 +74,7 @@ class GradientFlow:
 
     def expect(self, kind: Backward) -> None:
         """Before a backward; whose chunks are stepped in it where it is final and that can be."""
+        self._came = False
         self.kind = "last" if kind == "final" and self._early is None else kind
         if self.kind == "final" and self._early is not None:
             self._early.begin(self._waiting)
@@ -84,7 +86,7 @@ class GradientFlow:
             found, parameter.grad = parameter.grad, None  # whatever happens: what stayed would be added to
             if self.takes and found is not None:
                 if not self._in_backward:
-                    self._in_backward = True
+                    self._in_backward = self._came = True
                     when_made(self._ended)
                 if self._runtime.task not in (None, graph_task()):
                     self._in_parts.add(gradient)
@@ -134,6 +136,17 @@ class GradientFlow:
         self._reset()
         for gradient in self._gradients.values():
             gradient.begin()
+
+    @property
+    def came(self) -> bool:
+        """Whether the backward has come to a parameter."""
+        return self._came
+
+    def end(self) -> None:
+        """After a backward: one that came to no parameter takes part in the sums all the same."""
+        if not self._came:
+            self._came = True
+            self._ended()
 
     def _reset(self) -> None:
         self._under_way.clear()

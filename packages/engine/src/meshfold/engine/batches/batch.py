@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from meshfold.engine.batches.own_loss import call
+from meshfold.engine.batches.own_loss import GivesWay, call
 from meshfold.mesh import SpecError
 from meshfold.mesh.targets import IGNORE, name_of_targets, with_one_at_least
 
@@ -184,13 +184,13 @@ def takes_cache(model: nn.Module) -> bool:
 
 
 def loss_of(output: Any, batch: Batch, loss_fn: Callable[[Any, Any], Tensor] | None) -> Tensor:
-    """The scalar loss in a model's output, or what ``loss_fn`` makes of it.
+    """What ``loss_fn`` makes of a model's output, or without one the scalar loss in it.
 
     Raises:
         SpecError: if there is none.
     """
     loss = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
-    if loss is None and loss_fn is not None:
+    if loss_fn is not None and (loss is None or not isinstance(loss_fn, GivesWay)):
         return call(loss_fn, output, batch.given)
     if loss is None and isinstance(output, Tensor) and output.dim() == 0:
         loss = output

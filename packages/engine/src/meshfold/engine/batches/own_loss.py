@@ -8,8 +8,25 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from meshfold.engine import settings
 from meshfold.engine.batches.shown import shown
 from meshfold.mesh import SpecError
+from meshfold.mesh.targets import has_encoder_apart
+
+_TARGETS = ("labels", "shift_labels", "targets", "target")
+
+
+class GivesWay:
+    """A ``loss_fn`` for outputs without a loss: a model that makes one keeps its labels, and that counts."""
+
+    def __init__(self, function: Callable[[Any, Any], Tensor]) -> None:
+        """Args:
+        function: of the model's output and the batch.
+        """
+        self._function = function
+
+    def __call__(self, output: Any, batch: Any) -> Tensor:
+        return self._function(output, batch)
 
 
 def check(loss_fn: object) -> None:
@@ -27,17 +44,33 @@ def check(loss_fn: object) -> None:
             f"loss_fn={loss_fn.__name__} is a class: make one, and write loss_fn=lambda output, batch: "
             f"criterion(output, batch[1]) with criterion = {loss_fn.__name__}()"
         )
-    try:
-        signature = inspect.signature(loss_fn)
-    except ValueError:  # of a built-in function, which does not say
-        return
-    try:
-        signature.bind(None, None)
-    except TypeError as error:
+    signature = settings.refused(loss_fn, None, None)
+    if signature is not None:
         raise SpecError(
             f"loss_fn takes {signature}: it is called with the model's output and the batch, as in "
             "loss_fn=lambda output, batch: ..."
-        ) from error
+        )
+
+
+def leave_out_targets(kwargs: dict[str, Any], model: nn.Module, loss_fn: object) -> dict[str, Any]:
+    """A model's keyword arguments where the loss is not its own: without targets, if it can do without.
+
+    With them it would make a loss that nobody asked for, and hand out no more of its logits than that takes.
+
+    Raises:
+        SpecError: for an encoder and a decoder, which makes the decoder's input of them.
+    """
+    if loss_fn is None or isinstance(loss_fn, GivesWay):
+        return kwargs
+    parameters = inspect.signature(model.forward).parameters
+    found = [name for name in _TARGETS if name in parameters and kwargs.get(name) is not None]
+    if found and has_encoder_apart(model):
+        raise SpecError(
+            f"loss_fn with {found[0]} for {type(model).__name__}, an encoder and a decoder: it makes the decoder's input of them, "
+            "and a loss of its own. Leave loss_fn out"
+        )
+    spared = [name for name in found if parameters[name].default is not inspect.Parameter.empty]
+    return {name: value for name, value in kwargs.items() if name not in spared}
 
 
 def call(loss_fn: Callable[[Any, Any], Tensor], output: Any, batch: Any) -> Tensor:

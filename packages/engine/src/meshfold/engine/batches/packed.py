@@ -100,8 +100,8 @@ class OwnDocuments:
         return given
 
     def _check(self, positions: Tensor, documents: Documents) -> None:
-        for row, bounds in enumerate(documents):
-            for start, stop in pairwise(bounds):
+        for row in range(len(positions)):
+            for start, stop in pairwise(documents[row if len(documents) > 1 else 0]):
                 if int(positions[row, start]) != 0:
                     raise SpecError(
                         f"position_ids of row {row} go on with {int(positions[row, start])} at token {start}: they count the "

@@ -7,6 +7,7 @@ import warnings
 from typing import TYPE_CHECKING, Any
 
 from meshfold.engine.checkpoints.checkpoint import BLOCKS, MODEL, OPTIMIZER, Checkpoint, write_checkpoint
+from meshfold.engine.checkpoints.optimizer_state import check
 from meshfold.engine.errors import CheckpointError
 from meshfold.engine.hugging_face.our_names import describe
 from meshfold.engine.names import with_plain_names
@@ -67,9 +68,12 @@ def load(engine: Engine, path: str | os.PathLike[str], *, weights_only: bool, ve
                 f"it has no state of an optimizer, and this engine has {type(engine.optimizer).__name__}: "
                 "load(path, weights_only=True) takes its weights"
             )
+        if engine.optimizer is not None and not weights_only:
+            check(engine.optimizer, found.state["optimizer"])  # while the model is still as it was
     except Exception as wrong:  # also a folder that this rank alone may not read
         error = wrong
     fail_together(engine._world, error, f"load({str(path)!r})")
+    engine.zero_grad()  # those since the last step are of other weights
     engine._model_state.load(model)
     if weights_only:
         return

@@ -9,9 +9,10 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
+from meshfold.engine.batches.own_loss import GivesWay
 from meshfold.engine.engine import Engine
-from meshfold.engine.forward import evaluating
 from meshfold.mesh import SpecError
+from meshfold.mesh.evaluating import evaluating
 
 
 class Criterion:
@@ -84,7 +85,7 @@ class TrainingEngine(Engine):
             criterion if criterion is None or isinstance(criterion, Criterion) else Criterion(criterion)
         )
         if self._criterion is not None:
-            settings["loss_fn"] = self._criterion.of_batch
+            settings["loss_fn"] = GivesWay(self._criterion.of_batch)
         super().__init__(model, **settings)
         self.training = True
         self._calls = 0  # of ``step`` since the optimizer's last step
@@ -122,7 +123,7 @@ class TrainingEngine(Engine):
             return super().__call__(*args, **kwargs)
         work = self._forward.inputs(args, kwargs)
         runs: Any = self.model if self.pipeline is None else self.pipeline
-        with evaluating(self.model):
+        with evaluating(self.model), torch.no_grad():
             return runs(*work.args, **work.kwargs)
 
     def backward(self, loss: Tensor, *, retain_graph: bool = False) -> None:

@@ -17,11 +17,17 @@ from meshfold.engine.errors import TrainingError
 from meshfold.engine.optimizers import refuse
 from meshfold.engine.precision import LossScaler
 from meshfold.engine.states import Source, States, held
+from meshfold.engine.step_guard import StepGuard
 from meshfold.engine.world import World
 from meshfold.mesh import SpecError
 
 if TYPE_CHECKING:
     from meshfold.zero_gemini.backward import Backward
+
+_BEHIND = (
+    "was called behind the strategy's back, where gradients are not summed over the ranks yet: call step() of what "
+    "self.optimizers() returns, and never with use_pl_optimizer=False"
+)
 
 
 class Around(nn.Module):
@@ -68,10 +74,9 @@ class Lane:
         self.optimizer, self.states, self.around = optimizer, states, around
         self.parameters, self.given = dict(parameters), [list(names) for names in given]
         self._watched = {p: p.requires_grad for p in watched}
-        self._begun = self._finished = self._stepping = False
+        self._begun = self._finished = False
         self._backwards = 0
-        if optimizer is not None:
-            self._guard = optimizer.register_step_pre_hook(self._before_step)
+        self._guard = StepGuard(optimizer, _BEHIND)
 
     @property
     def is_as_made(self) -> bool:
@@ -111,8 +116,7 @@ class Lane:
         if not self.finish(1.0 / scaler.scale) or self.optimizer is None:
             return
         if not (scaler.moves and scaler.update(float(self.states.norm()))):
-            self._stepping = True
-            try:
+            with self._guard.opened():
                 if not options:
                     self.states.step()
                 elif self.around is None:
@@ -122,8 +126,6 @@ class Lane:
                     raise TrainingError(
                         f"step({', '.join(options)}): under zero an optimizer's step takes no arguments"
                     )
-            finally:
-                self._stepping = False
         self.forget()
 
     def forget(self) -> None:
@@ -134,16 +136,8 @@ class Lane:
 
     def close(self) -> None:
         """Leave the parameters and the optimizer alone from now on."""
-        if self.optimizer is not None:
-            self._guard.remove()
+        self._guard.close()
         self.states.close()
-
-    def _before_step(self, *args: Any) -> None:
-        if not self._stepping:
-            raise TrainingError(
-                f"{type(self.optimizer).__name__}.step() was called behind the strategy's back, where gradients are not summed "
-                "over the ranks yet: call step() of what self.optimizers() returns, and never with use_pl_optimizer=False"
-            )
 
 
 class Lanes:

@@ -5,9 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from meshfold.engine import settings
 from meshfold.mesh import SpecError
+from meshfold.mesh.evaluating import evaluating
 
 
 @torch.no_grad()
@@ -27,7 +29,7 @@ def generate(
     cost grows with the square of the length.
 
     Args:
-        model: returns logits ``b s v`` in ``.logits`` (or as they are) for ids alone.
+        model: returns logits ``b s v`` in ``.logits`` (or as they are) for ids alone; a module, or a pipeline of its stages.
         ids: ``b s`` int64, at least one token each.
         max_new_tokens: how many tokens to add.
         temperature: divides the logits; 0 takes the likeliest token.
@@ -44,6 +46,7 @@ def generate(
         raise SpecError(
             f"ids of shape {tuple(ids.shape)} and {ids.dtype}: give int64 token ids [batch, length ≥ 1]"
         )
+    settings.count("max_new_tokens", max_new_tokens, least=0)
     if not temperature >= 0.0:
         raise SpecError(f"temperature={temperature!r}: a number from 0 up")
     if top_k is not None and top_k < 1:
@@ -52,15 +55,11 @@ def generate(
         generator = torch.Generator().manual_seed(generator or 0)
     config: Any = getattr(model, "config", None)
     longest: int | None = getattr(config, "max_positions", getattr(config, "max_position_embeddings", None))
-    training = model.training
-    model.eval()
-    try:
+    with evaluating(model if isinstance(model, nn.Module) else model.module):
         for _ in range(max_new_tokens):
             output = model(ids if longest is None else ids[:, -longest:])
             logits = getattr(output, "logits", output)[:, -1].double().cpu()
             ids = torch.cat((ids, _draw(logits, temperature, top_k, generator).to(ids.device)), dim=1)
-    finally:
-        model.train(training)
     return ids
 
 

@@ -8,6 +8,7 @@ gradient of what comes out is summed over the ranks, as if each had used the who
 
 from __future__ import annotations
 
+from contextlib import ExitStack
 from typing import Any
 
 from torch import nn
@@ -18,6 +19,7 @@ from meshfold.engine.sequence.incoming import Forward, Incoming
 from meshfold.engine.sequence.labels import Labels, next_token_losses
 from meshfold.engine.sequence.outgoing import Outgoing
 from meshfold.engine.world import World
+from meshfold.mesh import LayoutError, SpecError
 from meshfold.mesh.spec import SequenceSpec
 
 
@@ -39,23 +41,27 @@ class SplitSequence:
         if not own_loss:
             labels.require(type(model).__name__)
         check_mixing(model, world)
-        self._losses = next_token_losses(model)
-        for loss in self._losses:
-            loss.__dict__["shifts"] = False
         self._incoming = Incoming(model, world.mesh, spec.mode, labels, written)
         self._outgoing = Outgoing(world.mesh, spec.mode, written)
         self._now: Forward | None = None
-        self._first = model.register_forward_pre_hook(self._before, with_kwargs=True, prepend=True)
-        self._attention = SplitAttention(model, world, spec.mode)
-        self._last = model.register_forward_hook(self._after)
+        with ExitStack() as undo:
+            for loss in next_token_losses(model):
+                loss.__dict__["shifts"] = False
+                undo.callback(loss.__dict__.update, shifts=True)
+            undo.callback(
+                model.register_forward_pre_hook(self._before, with_kwargs=True, prepend=True).remove
+            )
+            try:
+                self._attention = SplitAttention(model, world, spec.mode)
+            except LayoutError as error:
+                raise SpecError(f"{written}: {error}") from error
+            undo.callback(self._attention.close)
+            undo.callback(model.register_forward_hook(self._after).remove)
+            self._undo = undo.pop_all()
 
     def close(self) -> None:
         """Leave the model as it was."""
-        self._first.remove()
-        self._attention.close()
-        self._last.remove()
-        for loss in self._losses:
-            loss.__dict__["shifts"] = True
+        self._undo.close()
 
     def repeated(self, contexts: Contexts) -> Contexts:
         """The contexts of a checkpoint with what repeated attention needs."""

@@ -2,8 +2,8 @@
 Modeling with Pathways", arXiv 2204.02311, appendix B).
 
 A token costs ``6 N + 12 L h s`` operations, forward and backward: N parameters that multiply (all but tables that are only
-looked up), L layers of attention of width h over s tokens, of which a causal mask is not taken off; a ``window`` that is
-shorter stands in place of s. What recomputation does is not counted: it is no work of the model's.
+looked up), L layers of attention of width h (all heads together) over s tokens, of which a causal mask is not taken off; a
+``window`` that is shorter stands in place of s. What recomputation does is not counted: it is no work of the model's.
 """
 
 from __future__ import annotations
@@ -38,9 +38,10 @@ def flops_per_token(build: Callable[[], nn.Module], seq_len: int) -> float:
             parameters.pop(id(module.weight), None)
     config = getattr(model, "config", None)
     layers = _first(config, "layers", "num_hidden_layers", "n_layer")
-    hidden = _first(config, "hidden", "hidden_size", "n_embd")
+    width = _first(config, "heads", "num_attention_heads", "n_head") * _first(config, "head_dim")
+    width = width or _first(config, "hidden", "hidden_size", "n_embd")
     seen = min(seq_len, getattr(config, "window", None) or seq_len)
-    return 6.0 * sum(parameters.values()) + 12.0 * layers * hidden * seen
+    return 6.0 * sum(parameters.values()) + 12.0 * layers * width * seen
 
 
 def peak_flops(device: torch.device, precision: str) -> float | None:

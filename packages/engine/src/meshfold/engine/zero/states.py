@@ -145,6 +145,10 @@ class ZeroStates:
         self.residency.end()
         self._owed = kind in ("more", "apart")
 
+    def end_backward(self, kind: Backward) -> None:
+        if kind != "apart" and not self._world.pipelined:
+            self.gemini.end_backward()
+
     def complete(self, parameters: Iterable[Tensor]) -> None:
         """Chunks are reduced when all gradients are there."""
 

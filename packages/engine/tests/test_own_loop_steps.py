@@ -1,0 +1,73 @@
+"""The engine's optimizer is stepped by the engine: by hand it would find no gradients, so it says what to call."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from meshfold.engine import Engine, TrainingError
+from meshfold.engine.models import GPT, GPTConfig
+from meshfold.mesh.testing import ranks
+
+IDS = torch.arange(16).view(2, 8)
+SPECS: dict[str, dict[str, Any]] = {
+    "data": dict(data=2),
+    "tensor": dict(tensor=2),
+    "pipeline": dict(pipeline=dict(size=2, microbatches=2)),
+    "zero 1": dict(data=2, zero=dict(stage=1)),
+    "zero 3": dict(data=2, zero=dict(stage=3)),
+}
+OPTIMIZERS: dict[str, Any] = {
+    "our kernels under zero": dict(name="adamw", lr=0.1),
+    "torch's own": dict(name=torch.optim.RMSprop, lr=0.1),
+    "state from the start": dict(name=torch.optim.Adagrad, lr=0.1),
+}
+
+
+def gpt() -> GPT:
+    return GPT(GPTConfig(vocab_size=37, hidden=16, layers=2, heads=2, max_positions=16))
+
+
+def backward(engine: Engine) -> None:
+    """A backward without a step."""
+    mine = engine.shard_batch(IDS)
+    if engine.pipeline is None:
+        engine.backward(engine(mine, labels=mine).loss)
+    else:
+        engine.train_step(mine)
+
+
+def unchanged(before: dict[str, Tensor], engine: Engine) -> bool:
+    return all(torch.equal(value, before[name]) for name, value in engine.full_state_dict().items())
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize("spec", SPECS)
+@ranks(2)
+def test_a_step_by_hand_says_what_to_call(spec: str, optimizer: str, precision: str) -> None:
+    engine = Engine(
+        gpt, SPECS[spec], optimizer=OPTIMIZERS[optimizer], precision=precision, gradient_accumulation=2
+    )
+    before = engine.full_state_dict()
+    backward(engine)
+    assert engine.optimizer is not None
+    with pytest.raises(TrainingError, match=r"\.step\(\) was called by hand.* call engine\.step\(\)"):
+        engine.optimizer.step()
+    assert unchanged(before, engine)
+    assert engine.step() and not unchanged(before, engine)  # the gradients are still there
+    engine.close()
+
+
+def test_a_closed_engine_lets_its_optimizer_go() -> None:
+    model = torch.nn.Linear(4, 1, bias=False)
+    engine = Engine(model, optimizer=dict(name="sgd", lr=1.0))
+    engine.close()
+    model(torch.ones(1, 4)).sum().backward()
+    before = model.weight.detach().clone()
+    assert engine.optimizer is not None
+    engine.optimizer.step()
+    assert torch.equal(model.weight, before - 1.0)
