@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from meshfold.engine import CheckpointError
-from meshfold.engine.checkpoints.folder import latest, prune, step_folder
+from meshfold.engine.checkpoints.folder import latest, present, prune, step_folder, tidy
 
 
 def checkpoint(folder: Path, step: int, *, name: str = "") -> Path:
@@ -66,6 +66,46 @@ def test_old_ones_go_and_what_is_under_way_stays(tmp_path: Path) -> None:
     for keep in (0, -1, True, 1.5):
         with pytest.raises(CheckpointError, match=f"keep={keep!r}: how many"):
             prune(tmp_path, keep)  # type: ignore[arg-type]
+
+
+def test_one_that_stays_and_is_aside_stays(tmp_path: Path) -> None:
+    """The run that replaced it died between two renames; it may not be the newest."""
+    checkpoint(tmp_path, 10)
+    checkpoint(tmp_path, 20, name=".step-00000020.old")
+    checkpoint(tmp_path, 30)
+    checkpoint(tmp_path, 30, name=".step-00000030.old")  # goes when there is a newer one
+    assert present(tmp_path) == [step_folder(tmp_path, step) for step in (30, 20, 10)]
+    assert prune(tmp_path, 2) == [tmp_path / "step-00000010"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == [
+        ".step-00000020.old", ".step-00000030.old", "step-00000030",
+    ]  # fmt: skip
+    checkpoint(tmp_path, 40)
+    prune(tmp_path, 2)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["step-00000030", "step-00000040"]
+
+
+def test_what_dead_processes_left_beside_a_complete_one_goes(tmp_path: Path) -> None:
+    hidden = [".mine.old", ".mine.removing", ".mine.writing"]
+    for name in hidden:
+        checkpoint(tmp_path, 0, name=name)
+    tidy(tmp_path / "mine")  # which is not there
+    (tmp_path / "mine").mkdir()
+    tidy(tmp_path / "mine")  # nor complete
+    assert sorted(path.name for path in tmp_path.iterdir()) == [*hidden, "mine"]
+    (tmp_path / "mine").rmdir()
+    checkpoint(tmp_path, 0, name="mine")
+    held = os.open(tmp_path / ".mine.writing", os.O_RDONLY)
+    fcntl.flock(held, fcntl.LOCK_EX)
+    tidy(tmp_path / "mine")
+    os.close(held)
+    assert sorted(path.name for path in tmp_path.iterdir()) == [".mine.writing", "mine"]
+    held = os.open(tmp_path / "mine", os.O_RDONLY)  # a run is about to replace it
+    fcntl.flock(held, fcntl.LOCK_EX)
+    tidy(tmp_path / "mine")
+    assert (tmp_path / ".mine.writing").exists()
+    os.close(held)
+    tidy(tmp_path / "mine")
+    assert [path.name for path in tmp_path.iterdir()] == ["mine"]
 
 
 def test_one_that_cannot_be_removed_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

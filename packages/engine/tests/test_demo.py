@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from meshfold.engine.training import demo, plots
+from meshfold.engine.cli import main
+from meshfold.engine.training import demo, demo_files, plots
 from meshfold.engine.training.metrics_file import MetricsFile, read_metrics
 
 
@@ -31,21 +32,71 @@ def test_scenes(gpus: int, ranks: int, device: str, data: int) -> None:
     assert ("GPU" in here.why) and (("NCCL" in here.why) == (device == "cuda"))
 
 
+OUTPUT = ("checkpoint/model.safetensors", "serial/checkpoint/state.json", "metrics.jsonl", "settings.json")
+
+
+def files(folder: Path) -> set[str]:
+    return {path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()}
+
+
+def some_output(folder: Path) -> None:
+    for name in (*OUTPUT, "tokens/a.npy", "mine.txt"):
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text("x")
+
+
 def test_a_new_demo_clears_what_an_old_one_left_and_nothing_else(tmp_path: Path) -> None:
-    for name in (
-        "checkpoint/model.safetensors",
-        "serial/metrics.jsonl",
-        "metrics.jsonl",
-        "settings.json",
-        "tokens/a.npy",
-        "mine.txt",
-    ):
-        (tmp_path / name).parent.mkdir(exist_ok=True)
-        (tmp_path / name).write_text("x")
-    demo.clear(tmp_path)
-    demo.clear(tmp_path / "not there")
-    left = {path.relative_to(tmp_path).as_posix() for path in tmp_path.rglob("*") if path.is_file()}
-    assert left == {"tokens/a.npy", "mine.txt"}
+    some_output(tmp_path)
+    assert {path.relative_to(tmp_path).as_posix() for path in demo_files.of_others(tmp_path)} == {*OUTPUT}
+    demo_files.sign(tmp_path)
+    assert demo_files.of_others(tmp_path) == []
+    for out in (tmp_path, tmp_path / "not there"):
+        demo_files.clear(out)
+        assert demo_files.of_others(out) == []
+    assert files(tmp_path) == {"tokens/a.npy", "mine.txt", ".demo.json"}
+    assert not (tmp_path / "checkpoint").exists() and not (tmp_path / "serial").exists()
+    demo_files.sign(tmp_path / "not there")
+    assert not (tmp_path / "not there").exists()
+
+
+@pytest.mark.parametrize(
+    ("what", "theirs"),
+    [
+        ("another file", "out/checkpoint/thesis.tex"),
+        ("trained on", "out/checkpoint/model.safetensors"),
+        ("replaced by a link", "elsewhere/model.safetensors"),
+        ("an odd list", "out/checkpoint/model.safetensors"),
+        ("no list", "out/checkpoint/model.safetensors"),
+    ],
+)
+def test_a_demo_removes_nothing_that_is_not_a_demos(
+    what: str, theirs: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Not even what it knows by name: the user may have gone on from the demo's checkpoint, or trained where no demo was."""
+    out = tmp_path / "out"
+    some_output(out)
+    weights = out / "checkpoint" / "model.safetensors"
+    if what != "no list":
+        demo_files.sign(out)
+    if what == "another file":
+        (out / "checkpoint" / "thesis.tex").touch()
+    elif what == "trained on":  # in as many bytes, at the same time
+        was = weights.stat()
+        weights.with_name("new").write_text("y")
+        weights.with_name("new").replace(weights)
+        os.utime(weights, ns=(was.st_atime_ns, was.st_mtime_ns))
+    elif what == "replaced by a link":
+        (out / "checkpoint").rename(tmp_path / "elsewhere")
+        (out / "checkpoint").symlink_to(tmp_path / "elsewhere")
+    elif what == "an odd list":
+        (out / ".demo.json").write_text("[]")
+    before = files(tmp_path) | {theirs}
+    assert main(["demo", "--out", str(out)]) != 0
+    said = capfd.readouterr().err
+    assert f"--out {str(out)!r}: {out}/checkpoint" in said and "choose another --out, or move it away" in said
+    assert files(tmp_path) == before
+    demo_files.clear(out)  # nor where nobody has looked first
+    assert theirs in files(tmp_path)
 
 
 def test_a_comparison_in_words() -> None:
@@ -77,6 +128,9 @@ def test_dots_lie_on_the_line_that_has_the_name(tmp_path: Path, monkeypatch: pyt
 
 def test_a_short_demo(tmp_path: Path, warm_python: str) -> None:
     words = ["demo", "--steps", "4", "--serial-steps", "3", "--sample-tokens", "8"]
+    (tmp_path / "demo").mkdir()
+    (tmp_path / "demo" / "sample.txt").write_text("of the demo before")
+    demo_files.sign(tmp_path / "demo")
     found = subprocess.run(
         [warm_python, "-m", "meshfold.engine.cli", *words],
         cwd=tmp_path,
@@ -98,6 +152,7 @@ def test_a_short_demo(tmp_path: Path, warm_python: str) -> None:
     }
     assert (len(losses[""]), len(losses["serial"])) == (4, 3)
     assert losses["serial"] == pytest.approx(losses[""][:3], abs=1e-4)
+    assert demo_files.of_others(out) == []  # so that the next may begin
     largest = max(abs(a - b) for a, b in zip(losses[""], losses["serial"], strict=False))
     assert f"largest difference in these 3 steps {largest:.1e}" in found.stdout
 

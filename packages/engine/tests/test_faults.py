@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from meshfold.engine import Engine
+from meshfold.engine.checkpoints import place
 from meshfold.engine.checkpoints.tensor_file import TensorWriter
 from meshfold.engine.errors import CheckpointError
 from meshfold.engine.models import GPT, GPTConfig
@@ -202,19 +203,25 @@ def test_a_folder_that_takes_nothing(tmp_path: Path) -> None:
             engine.save(path)
 
 
-def test_what_was_there_is_removed_as_far_as_that_can_be(tmp_path: Path) -> None:
+@pytest.mark.parametrize("exchanges", [True, False], ids=["exchange", "renames"])
+def test_what_was_there_is_removed_as_far_as_that_can_be(
+    exchanges: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The new checkpoint is complete by then, so it is no error."""
+    if not exchanges:
+        monkeypatch.setattr(place, "exchange", lambda *_: False)
     engine, real = engine_of(None), os.rmdir
     engine.save(tmp_path / "ckpt")
     train(engine, 0)
 
     def busy(path: Any, **options: Any) -> None:
-        if str(path).endswith(".old"):
+        if str(path).endswith((".old", ".writing")):
             raise OSError(errno.EBUSY, "somebody reads it")
         real(path, **options)
 
     with mock.patch.object(os, "rmdir", busy):
         engine.save(tmp_path / "ckpt")
+    assert len([*tmp_path.iterdir()]) == 2
     again = engine_of(None)
     again.load(tmp_path / "ckpt")
     assert again.steps == 1

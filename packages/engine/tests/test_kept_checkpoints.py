@@ -38,6 +38,10 @@ def test_the_command_keeps_the_newest_few(tmp_path: Path, capfd: pytest.CaptureF
 
     assert main([*words, "--resume", "auto", "--stop-after", "2"]) == 0
     assert [path.name for path in out.glob("checkpoint*")] == ["checkpoint"]  # one, unless more are asked for
+    (out / ".checkpoint.old").mkdir()  # left by a death at the end of the last save
+    assert main([*words, "--resume", "auto", "--stop-after", "2"]) == 0
+    assert "nothing to do: the checkpoint is at step 2" in capfd.readouterr().out
+    assert not [*out.glob(".checkpoint*")]
     assert main([*words, "--resume", "auto", "--stop-after", "3", "--keep", "2"]) == 0
     assert f"going on from step 2 of {out}/checkpoint\n" in capfd.readouterr().out
     assert (there(), Checkpoint(out / "checkpoint").state["step"]) == (["step-00000003"], 2)  # two in all
@@ -72,6 +76,9 @@ def test_older_checkpoints_stay_until_a_newer_one_is_complete(tmp_path: Path) ->
     assert (kept.to_go_on_from(), kept.damaged()) == (kept.place(2), [kept.place(3)])
     engine.save(kept.place(4))
     assert kept.prune() == [kept.place(1)]
+    kept.place(4).rename(kept.place(4).with_name(".step-00000004.old"))  # a death between two renames
+    assert (kept.there()[:2], kept.to_go_on_from()) == ([kept.place(4), kept.place(3)], kept.place(4))
+    kept.place(4).with_name(".step-00000004.old").rename(kept.place(4))
     one = KeptCheckpoints(tmp_path, 1)
     engine.steps = 5
     engine.save(one.place(5))

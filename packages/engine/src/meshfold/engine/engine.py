@@ -514,7 +514,8 @@ class Engine:
             verify: compare every tensor with its checksum first; the ranks share this out.
 
         Raises:
-            CheckpointError: if there is none, it is damaged, it is of another model or optimizer, or it has the model alone.
+            CheckpointError: if there is none, it is damaged, it is of another model or optimizer, or it has the model alone;
+                then nothing has changed.
         """
         persistence.load(self, path, weights_only=weights_only, verify=verify)
 

@@ -122,6 +122,9 @@ class States(Protocol):
     def optimizer_description(self) -> dict[str, Any]:
         """What else of the optimizer a checkpoint keeps."""
 
+    def check_optimizer(self, description: Mapping[str, Any], entries: Iterable[str]) -> None:
+        """Raise a CheckpointError for what ``load_optimizer`` would refuse; ``entries`` are ``parameter/state``."""
+
     def load_optimizer(self, description: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
         """Take the optimizer's state from a checkpoint."""
 
@@ -234,6 +237,9 @@ class PlainStates:
 
     def optimizer_description(self) -> dict[str, Any]:
         return self._optimizer_state().description()
+
+    def check_optimizer(self, description: Mapping[str, Any], entries: Iterable[str]) -> None:
+        self._optimizer_state().check(description, entries)
 
     def load_optimizer(self, description: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
         self._optimizer_state().load(description, tensors)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -111,9 +111,13 @@ class ShardedLoader:
             SpecError: within an epoch, for another dataset, or batches that do not begin where the position is: rows would be
                 left out or come twice.
         """
+        self.seed, self.epoch, self.served = self.position(state)
+        self._resume = self.served
+
+    def position(self, state: Mapping[str, int]) -> tuple[int, int, int]:
+        """Seed, epoch and batches served, of a saved position; raises what :meth:`load_state_dict` does, and changes nothing."""
         epoch, served = int(state["epoch"]), int(state["served"])
-        self.seed = int(state.get("seed", self.seed))
-        own = self._order()
+        own = {**self._order(), "seed": int(state.get("seed", self.seed))}
         was = {name: int(state.get(name, value)) for name, value in own.items()}
         done = served * was["batch_size"]
         if (was["batch_size"] == own["batch_size"] and served >= len(self)) or done >= was["examples"]:
@@ -126,7 +130,7 @@ class ShardedLoader:
                     f"{done}; or save at the end of an epoch"
                 )
             served = done // self.batch_size
-        self.epoch, self.served, self._resume = epoch, served, served
+        return own["seed"], epoch, served
 
     def share_of(self, rows: int) -> range:
         """Which rows of a global batch of so many this data coordinate gets."""

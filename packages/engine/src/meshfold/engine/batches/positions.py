@@ -27,6 +27,12 @@ class DataPositions:
         """The position of each, by name."""
         return {**self._waiting, **{name: loader.state_dict() for name, loader in self._loaders.items()}}
 
+    def check(self, state: Mapping[str, dict[str, int]]) -> None:
+        """Raise what :meth:`load_state_dict` would, and change nothing."""
+        for name, loader in self._loaders.items():
+            if name in state:
+                loader.position(state[name])
+
     def load_state_dict(self, state: Mapping[str, dict[str, int]]) -> None:
         """Bring the loaders that are here to their positions; the other positions wait."""
         self._waiting = dict(state)

@@ -24,6 +24,7 @@ from __future__ import annotations
 
 import json
 import os
+import zlib
 from collections.abc import Mapping
 from contextlib import ExitStack
 from functools import partial
@@ -151,22 +152,30 @@ def _write_tensors(
 
 
 class Checkpoint:
-    """A checkpoint on disk, open for reading."""
+    """A checkpoint on disk, open for reading.
+
+    Attributes:
+        path: the folder that is read.
+        state: what ``state.json`` says.
+        mark: the CRC-32 of ``state.json``, which names the step: ranks see by it that they read the same one.
+    """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         """Raises:
         CheckpointError: if there is none, or it was written by a newer version.
         """
         target = place_of(path)
-        # Between the two renames of a replacement only the old one is there: see _finish.
+        # Between the two renames of a replacement only the old one is there: see place.py.
         old = old_of(target)
         self.path = old if not (target / STATE).exists() and (old / STATE).exists() else target
         if not (self.path / STATE).exists():
             raise CheckpointError(f"cannot load {target}: it {_what_it_is(target)}")
         try:
-            self.state: dict[str, Any] = json.loads((self.path / STATE).read_text())
+            text = (self.path / STATE).read_bytes()
+            self.state: dict[str, Any] = json.loads(text)
         except (OSError, ValueError) as error:
             raise CheckpointError(f"cannot read {self.path / STATE}: {error}") from error
+        self.mark = zlib.crc32(text)
         if self.state.get("format") not in _READ:
             raise CheckpointError(
                 f"{self.path} has format {self.state.get('format')!r}, this version of Meshfold reads up to "
@@ -200,12 +209,39 @@ class Checkpoint:
     @property
     def model(self) -> Mapping[str, Tensor]:
         """The model's tensors, by name."""
-        return open_tensors(self.path, MODEL)
+        return self.tensors(MODEL)
 
     @property
     def optimizer(self) -> Mapping[str, Tensor]:
         """The optimizer's tensors, by ``parameter/state``."""
-        return open_tensors(self.path, OPTIMIZER)
+        return self.tensors(OPTIMIZER)
+
+    def tensors(self, name: str) -> Mapping[str, Tensor]:
+        """The tensors of a file, by name; what was opened stays, whatever becomes of the folder.
+
+        Raises:
+            CheckpointError: if they are damaged, or another checkpoint has taken this one's place.
+        """
+        try:
+            found = open_tensors(self.path, name)
+        finally:
+            self.check_still_there()
+        return found
+
+    def check_still_there(self) -> None:
+        """What was read so far is all of one checkpoint.
+
+        Raises:
+            CheckpointError: if a run that goes on has put another one in its place meanwhile.
+        """
+        try:
+            now = zlib.crc32((self.path / STATE).read_bytes())
+        except OSError:
+            now = None
+        if now != self.mark:
+            raise CheckpointError(
+                f"{self.path} was replaced while it was read: another process saves there. Load it again, when that one has ended"
+            )
 
     @property
     def scheduler(self) -> dict[str, Any] | None:
@@ -214,6 +250,7 @@ class Checkpoint:
         if not path.exists():
             return None
         found: dict[str, Any] = torch.load(path, weights_only=True)
+        self.check_still_there()
         return found
 
 

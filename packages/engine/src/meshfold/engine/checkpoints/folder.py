@@ -15,14 +15,16 @@ import os
 import re
 import shutil
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
+from meshfold.engine.checkpoints.place import locked
 from meshfold.engine.errors import CheckpointError
 
 _STATE = "state.json"
 _NAME = re.compile(r"step-(\d{8,})")
-_HIDDEN = re.compile(r"\.step-(\d{8,})\.(writing|old|removing)")
+_ENDINGS = ("writing", "old", "removing")
+_HIDDEN = re.compile(rf"\.step-(\d{{8,}})\.({'|'.join(_ENDINGS)})")
 
 
 def step_folder(folder: Path, step: int) -> Path:
@@ -59,13 +61,15 @@ def prune(folder: Path, keep: int) -> list[Path]:
     if not found:
         return []
     gone = found[keep:][::-1]
+    # Of one that stays it may be all there is: its process died between two renames.
+    spared = {_old(path).name for path in found[:keep] if path == found[0] or not is_complete(path)}
     for path in gone:
         remove(path)
     with _removing(folder):
         for path in folder.iterdir():
             named = _HIDDEN.fullmatch(path.name)
             earlier = named is not None and int(named[1]) <= step_of(found[0])
-            if earlier and path.name != _old(found[0]).name and not _is_held(path):
+            if earlier and path.name not in spared and not _is_held(path):
                 shutil.rmtree(path, ignore_errors=True)
     return gone
 
@@ -85,6 +89,16 @@ def remove(path: Path) -> None:
                 shutil.rmtree(removing)
 
 
+def tidy(path: Path) -> None:
+    """Remove what dead processes have left beside a checkpoint, if it is complete under its own name. One rank calls."""
+    with suppress(OSError), locked(path):
+        if is_complete(path):
+            for ending in _ENDINGS:
+                left = path.with_name(f".{path.name}.{ending}")
+                if left.is_dir() and not _is_held(left):
+                    shutil.rmtree(left, ignore_errors=True)
+
+
 @contextmanager
 def _removing(folder: Path) -> Iterator[None]:
     try:
@@ -97,6 +111,11 @@ def _removing(folder: Path) -> Iterator[None]:
 
 def complete(folder: Path) -> list[Path]:
     """The complete checkpoints, the last first. What is damaged or half-written is passed over."""
+    return [path for path in present(folder) if is_complete(path) or is_complete(_old(path))]
+
+
+def present(folder: Path) -> list[Path]:
+    """The checkpoints, whole or damaged, the last first. What is under way is none."""
     folder = Path(folder)
     if not folder.is_dir():
         return []
@@ -105,8 +124,7 @@ def complete(folder: Path) -> list[Path]:
     names |= {
         f"step-{named[1]}" for name in names if (named := _HIDDEN.fullmatch(name)) and named[2] == "old"
     }
-    found = [folder / name for name in names if _NAME.fullmatch(name)]
-    return sorted((path for path in found if is_complete(path) or is_complete(_old(path))), key=step_of)[::-1]
+    return sorted((folder / name for name in names if _NAME.fullmatch(name)), key=step_of)[::-1]
 
 
 def is_complete(path: Path) -> bool:

@@ -78,6 +78,20 @@ class ModelState:
         Raises:
             CheckpointError: for names that are missing or unknown, or a shape that is not the model's.
         """
+        given = self.check(state)
+        for name, tensor in self.unique().items():
+            self._states.write(tensor, given[name])
+        self._states.publish()
+
+    def check(self, state: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+        """Whether :meth:`load` would take a state dict; nothing is changed.
+
+        Returns:
+            It, with each tied tensor under its first name.
+
+        Raises:
+            CheckpointError: for names that are missing or unknown, or a shape that is not the model's.
+        """
         names, sources, ties = set(self.names()), self.sources(), self.ties()
         state = with_plain_names(state)
         unknown = [name for name in state if name not in names]
@@ -91,9 +105,7 @@ class ModelState:
             )
         for name, source in sources.items():
             _check_shape(name, given[name], source.shape)
-        for name, tensor in self.unique().items():
-            self._states.write(tensor, given[name])
-        self._states.publish()
+        return given
 
     # -- the optimizer's ----------------------------------------------------------------------------------------
 
@@ -104,6 +116,10 @@ class ModelState:
     def optimizer_description(self) -> dict[str, Any]:
         """What else of the optimizer a checkpoint keeps. All ranks must call."""
         return self._states.optimizer_description()
+
+    def check_optimizer(self, description: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
+        """Raise a CheckpointError for what :meth:`load_optimizer` would refuse; nothing is changed."""
+        self._states.check_optimizer(description, (*tensors, *description["values"]))
 
     def load_optimizer(self, description: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
         """Take the optimizer's state from a checkpoint."""

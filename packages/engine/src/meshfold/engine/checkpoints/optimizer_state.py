@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Container, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -49,13 +49,22 @@ class OptimizerState:
         }
         return {"class": type(self._optimizer).__name__, "groups": groups, "values": values}
 
+    def check(self, description: Mapping[str, Any], entries: Iterable[str]) -> None:
+        """Whether :meth:`load` would take a state with these entries; nothing is changed.
+
+        Raises:
+            CheckpointError: for the state of another optimizer, or of other parameters.
+        """
+        check(self._optimizer, description)
+        check_names(entries, self._targets)
+
     def load(self, description: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
         """Take whole tensors and settings; as in torch, the learning rate and its like are those that were saved.
 
         Raises:
             CheckpointError: for the state of another optimizer, or of other parameters.
         """
-        check(self._optimizer, description)
+        self.check(description, (*tensors, *description["values"]))
         groups = self._optimizer.state_dict()["param_groups"]
         number = {
             p: place
@@ -66,10 +75,6 @@ class OptimizerState:
         entries = {**{name: tensors[name] for name in tensors}, **description["values"]}
         for entry, value in entries.items():
             name, _, key = entry.rpartition("/")
-            if name not in self._targets:
-                raise CheckpointError(
-                    f"the checkpoint's optimizer has state of {name!r}, which is not trained here"
-                )
             target = self._targets[name]
             if entry in tensors:
                 value = blocks_of(value, target)
@@ -94,6 +99,16 @@ def check(optimizer: torch.optim.Optimizer, description: Mapping[str, Any]) -> N
             f"the checkpoint's optimizer has {len(description['groups'])} parameter groups, this one has "
             f"{groups}: give the optimizer the same settings, or load(path, weights_only=True)"
         )
+
+
+def check_names(entries: Iterable[str], trained: Container[str]) -> None:
+    """Raise a CheckpointError if an entry, ``parameter/state``, is of a parameter that is not trained."""
+    for entry in entries:
+        name = entry.rpartition("/")[0]
+        if name not in trained:
+            raise CheckpointError(
+                f"the checkpoint's optimizer has state of {name!r}, which is not trained here"
+            )
 
 
 def plain_settings(group: Mapping[str, Any]) -> dict[str, Any]:

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import copy
 import os
 import warnings
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
+import torch
+from torch import Tensor
+
 from meshfold.engine.checkpoints.checkpoint import BLOCKS, MODEL, OPTIMIZER, Checkpoint, write_checkpoint
-from meshfold.engine.checkpoints.optimizer_state import check
 from meshfold.engine.errors import CheckpointError
 from meshfold.engine.hugging_face.our_names import describe
 from meshfold.engine.names import with_plain_names
 from meshfold.engine.together import fail_together
+from meshfold.mesh import all_reduce
 
 if TYPE_CHECKING:
     from meshfold.engine.checkpoints.background_save import BackgroundSave
@@ -57,42 +62,92 @@ def load(engine: Engine, path: str | os.PathLike[str], *, weights_only: bool, ve
     _check_path(path, "load")
     engine._saver.finish()
     engine._saver.before_change()
+    optimizer: Mapping[str, Tensor] = {}
+    scheduler: dict[str, Any] | None = None
     error: Exception | None = None
+    mark = 0
     try:
         found = Checkpoint(path)
-        model, optimizer = found.model, found.optimizer if "optimizer" in found.state else {}
+        state, model, mark = found.state, found.model, found.mark
+        if not weights_only:
+            scheduler = found.scheduler
+            if "optimizer" in state:
+                optimizer = with_plain_names(found.optimizer)
         if verify:
             found.verify(engine.mesh.rank, engine.mesh.world_size, weights_only=weights_only)
-        if engine.optimizer is not None and not weights_only and "optimizer" not in found.state:
-            raise CheckpointError(
-                f"it has no state of an optimizer, and this engine has {type(engine.optimizer).__name__}: "
-                "load(path, weights_only=True) takes its weights"
-            )
-        if engine.optimizer is not None and not weights_only:
-            check(engine.optimizer, found.state["optimizer"])  # while the model is still as it was
+        engine._model_state.check(model)
+        if not weights_only:
+            _check_rest(engine, state, optimizer)
     except Exception as wrong:  # also a folder that this rank alone may not read
         error = wrong
-    fail_together(engine._world, error, f"load({str(path)!r})")
-    engine.zero_grad()  # those since the last step are of other weights
+    what = f"load({str(path)!r})"
+    fail_together(engine._world, error, what)
+    _check_same(engine, mark, what)
+    if not weights_only:
+        engine._data.check(state["data"])
+        if engine.lr_scheduler is not None and scheduler is not None:
+            _take_schedule(engine.lr_scheduler, scheduler, what)
+    # What can be refused was refused: from here on the engine changes.
+    engine.zero_grad()  # gradients since the last step are of other weights
     engine._model_state.load(model)
     if weights_only:
         return
-    state = found.state
-    if engine.optimizer is not None and "optimizer" in state:
-        saved = state["optimizer"]
-        saved["values"] = with_plain_names(saved["values"])
-        engine._model_state.load_optimizer(saved, with_plain_names(optimizer))
-    scheduler = found.scheduler
+    if engine.optimizer is not None:
+        engine._model_state.load_optimizer(state["optimizer"], optimizer)
     if (engine.lr_scheduler is None) != (scheduler is None) and engine.mesh.rank == 0:
         warnings.warn(_of_one_scheduler(engine, str(path)), stacklevel=3)
-    if engine.lr_scheduler is not None and scheduler is not None:
-        engine.lr_scheduler.load_state_dict(scheduler)
     if state["precision"] == engine._precision.name:  # others had no loss scale, which is not the scale 1
         engine._scaler.load_state_dict(state["scaler"])
     engine._seed = int(state["seed"])
     engine.steps, engine.micro_step = int(state["step"]), int(state["micro_step"])
     engine.skipped_steps = int(state["skipped_steps"])
     engine._data.load_state_dict(state["data"])
+
+
+_COUNTERS = ("precision", "scaler", "seed", "step", "micro_step", "skipped_steps", "data")
+
+
+def _check_rest(engine: Engine, state: dict[str, Any], optimizer: Mapping[str, Tensor]) -> None:
+    """Whether what else than weights is in a checkpoint is of such an engine; nothing of the engine is changed."""
+    takes = "load(path, weights_only=True) takes its weights"
+    if lacking := [name for name in _COUNTERS if name not in state]:
+        by = "a Lightning trainer has written it" if state.get("kind") == "lightning" else "it is damaged"
+        raise CheckpointError(f"its state.json has no {', '.join(lacking)}: {by}; {takes}")
+    if engine.optimizer is None:
+        return
+    if "optimizer" not in state:
+        raise CheckpointError(
+            f"it has no state of an optimizer, and this engine has {type(engine.optimizer).__name__}: {takes}"
+        )
+    saved = state["optimizer"]
+    saved["values"] = with_plain_names(saved["values"])
+    engine._model_state.check_optimizer(saved, optimizer)
+
+
+def _check_same(engine: Engine, mark: int, what: str) -> None:
+    """Whether all ranks have opened the same checkpoint: a run that still goes on may have replaced it in between."""
+    if engine.mesh.world_size == 1:
+        return
+    marks = torch.tensor([mark, -mark], device=engine.device)
+    least, most = all_reduce(marks, engine._world.everyone, "min").tolist()
+    if least != -most:
+        raise CheckpointError(
+            f"{what}: it was replaced while the ranks opened it, and they have opened different ones: another process saves "
+            "there. Load it again, when that one has ended"
+        )
+
+
+def _take_schedule(scheduler: Any, state: dict[str, Any], what: str) -> None:
+    """Bring a scheduler to a saved state, or leave it as it was."""
+    before = copy.deepcopy(scheduler.state_dict())
+    try:
+        scheduler.load_state_dict(state)
+    except Exception as error:
+        scheduler.load_state_dict(before)
+        raise CheckpointError(
+            f"{what}: the state of its lr_scheduler is of another kind than {type(scheduler).__name__} "
+            f"({type(error).__name__}: {error}): give the one that it was saved with, or load(path, weights_only=True)"
+        ) from error
 
 
 def _check_path(path: object, what: str) -> None:

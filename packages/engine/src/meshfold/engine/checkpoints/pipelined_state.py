@@ -9,19 +9,21 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 
 from meshfold.engine.checkpoints.model_state import ModelState
+from meshfold.engine.checkpoints.optimizer_state import check_names
 from meshfold.engine.checkpoints.rectangles import Cut, no_pieces
-from meshfold.engine.errors import CheckpointError
 from meshfold.engine.pipelining import Inventory
 from meshfold.engine.states import Source, States
 from meshfold.engine.world import World
 from meshfold.mesh import SpecError, broadcast
 from meshfold.mesh.parts import Parts
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -96,23 +98,27 @@ class PipelinedState(ModelState):
             values = {**one["values"], **values}
         return {"class": first["class"], "groups": groups, "values": values}
 
-    def load_optimizer(self, description: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
-        def mine(entries: Mapping[str, Any]) -> dict[str, Any]:
-            found = {}
-            for entry, value in entries.items():
-                name = entry.rpartition("/")[0]
-                if name not in self._inventory.parameters:
-                    raise CheckpointError(
-                        f"the checkpoint's optimizer has state of {name!r}, which is not trained here"
-                    )
-                if name in self._trained or name in self._local:
-                    found[entry] = value
-            return found
+    def check_optimizer(self, description: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
+        super().check_optimizer(*self._mine(description, tensors))
 
-        own = {**description, "values": mine(description["values"])}
-        self._states.load_optimizer(own, mine(tensors))
+    def load_optimizer(self, description: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
+        super().load_optimizer(*self._mine(description, tensors))
 
     # -- within -------------------------------------------------------------------------------------------------
+
+    def _mine(
+        self, description: Mapping[str, Any], tensors: Mapping[str, Tensor]
+    ) -> tuple[dict[str, Any], dict[str, Tensor]]:
+        """What of the optimizer's state is of this rank's parameters."""
+        check_names((*tensors, *description["values"]), self._inventory.parameters)
+
+        def here(entries: Mapping[str, T]) -> dict[str, T]:
+            names = {entry: entry.rpartition("/")[0] for entry in entries}
+            return {
+                entry: entries[entry] for entry, n in names.items() if n in self._trained or n in self._local
+            }
+
+        return {**description, "values": here(description["values"])}, here(tensors)
 
     def _tell(self, mine: Any) -> list[Any]:
         from meshfold.zero_gemini.agree import tell_all

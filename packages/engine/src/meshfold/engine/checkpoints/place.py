@@ -1,6 +1,8 @@
 """The folder of a checkpoint: made under another name, brought to the disk, and given its own name when all of it is there.
 
-At any instant there is a complete checkpoint under the name, or the one before under ``.NAME.old``, which readers then take.
+At any instant there is a complete checkpoint under the name: the new one and the one before change places, where the file system
+can do that. Where it cannot, there is an instant between two renames at which the one before is under ``.NAME.old``, and
+readers take that. What a process that dies then leaves beside the checkpoint, the next save removes.
 """
 
 from __future__ import annotations
@@ -16,6 +18,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
+
+from meshfold.engine.checkpoints.exchange import exchange
 
 STATE, SCHEDULER = "state.json", "scheduler.pt"
 
@@ -40,10 +44,10 @@ def begin(writing: Path, target: Path, mine: ExitStack) -> None:
     _check_free(target)
     make(writing.parent)
     if writing.exists():  # left by a run that died
-        with _locked(writing):
+        with locked(writing):
             shutil.rmtree(writing)
     writing.mkdir()
-    mine.enter_context(_locked(writing))
+    mine.enter_context(locked(writing))
     made = writing.stat()
     mine.callback(lambda: _remove(writing, made))
 
@@ -64,7 +68,7 @@ def make(folder: Path) -> None:
 
 
 @contextmanager
-def _locked(folder: Path) -> Iterator[None]:
+def locked(folder: Path) -> Iterator[None]:
     """For this process alone, where the file system can tell.
 
     Raises:
@@ -104,7 +108,7 @@ def writing_of(target: Path) -> Path:
 
 def clear(writing: Path) -> None:
     """Remove what is left of a save that failed, unless another process writes there now."""
-    with suppress(OSError), _locked(writing):
+    with suppress(OSError), locked(writing):
         shutil.rmtree(writing)
 
 
@@ -128,15 +132,34 @@ def finish(writing: Path, target: Path, state: dict[str, Any], small_files: Mapp
         file.flush()
         os.fsync(file.fileno())
     sync(writing)
+    gone = [old_of(target)]  # which may be there since a process died
+    with ExitStack() as others:
+        if (target / STATE).exists():
+            # Until it is gone, so that no other process puts something in its place under the name that it has then.
+            others.enter_context(locked(target))
+            gone.append(_replace(target, writing))
+        else:
+            _check_free(target)
+            writing.rename(target)
+        sync(target.parent)
+        for left in gone:  # the new one is complete, whatever becomes of these
+            shutil.rmtree(left, ignore_errors=True)
+
+
+def _replace(target: Path, writing: Path) -> Path:
+    """Give the folder the name of a complete checkpoint; where that one is then."""
+    if exchange(writing, target):
+        return writing
     old = old_of(target)
-    if target.exists():
-        _check_free(target)
-        if old.exists():
-            shutil.rmtree(old)
-        target.rename(old)
-    writing.rename(target)
-    sync(target.parent)
-    shutil.rmtree(old, ignore_errors=True)  # the new one is complete, whatever becomes of this
+    if old.exists():
+        shutil.rmtree(old)
+    target.rename(old)
+    try:
+        writing.rename(target)
+    except OSError:
+        old.rename(target)
+        raise
+    return old
 
 
 def sync(path: Path) -> None:

@@ -1,7 +1,12 @@
-"""A file that one rank writes of a checkpoint: which rectangles of which tensors, their copies on the host, and the writing."""
+"""A file that one rank writes of a checkpoint: which rectangles of which tensors, their copies on the host, and the writing.
+
+Names are looked up in the folder that was there at the beginning, by its descriptor. A rank that outlives its run would else
+write into the folder that a run started since has under the same name.
+"""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -34,7 +39,12 @@ class RankFile:
         self._made: tuple[str, Tensor] | None = None
         self._writer: TensorWriter | None = None
         self._plan: FilePlan | None = None
-        self.part.touch()
+        self._folder: int | None = os.open(folder, os.O_RDONLY)
+        try:
+            os.close(self._open(os.O_WRONLY | os.O_CREAT | os.O_EXCL))
+        except OSError as error:
+            self.abandon()
+            raise OSError(error.errno, error.strerror, str(self.part)) from error
 
     @property
     def has_some_on_disk(self) -> bool:
@@ -55,7 +65,9 @@ class RankFile:
         if self._plan is not None:
             return self._plan
         self._plan = plan_of(self._sources, before)
-        self._writer = TensorWriter(self.part, self._plan.header)
+        self._writer = TensorWriter(
+            self.part, self._plan.header, opener=lambda _, flags: self._open(flags & ~os.O_CREAT)
+        )
         for one in self._plan.rectangles:
             if not one.on_disk:
                 break
@@ -107,20 +119,35 @@ class RankFile:
     def rename(self) -> None:
         assert self._writer is not None
         self._writer.close()
-        self.part.rename(self.path)
+        self._rename(self.path.name)
+        self.abandon()
 
     def abandon(self) -> None:
         """Close it as it is."""
         if self._writer is not None:
             self._writer.abandon()
+        if self._folder is not None:
+            os.close(self._folder)
+            self._folder = None
 
     def give_up(self, error: Exception) -> None:
         """Let rank 0 know, in the place of what was written: that room is there."""
+        if self._folder is None:  # it has its name already
+            return
+        if self._writer is not None:
+            self._writer.abandon()
+        with suppress(OSError), open(self._open(os.O_WRONLY | os.O_TRUNC), "w") as file:
+            file.write(str(error))
+        with suppress(OSError):
+            self._rename(f"{self.path.name}.failed")
         self.abandon()
-        with suppress(OSError):
-            self.part.write_text(str(error))
-        with suppress(OSError):
-            self.part.rename(self.path.with_name(f"{self.path.name}.failed"))
+
+    def _open(self, flags: int) -> int:
+        assert self._folder is not None  # nobody opens it after its end
+        return os.open(self.part.name, flags, 0o666, dir_fd=self._folder)
+
+    def _rename(self, name: str) -> None:
+        os.rename(self.part.name, name, src_dir_fd=self._folder, dst_dir_fd=self._folder)
 
 
 def _noted(source: Source) -> Parts:

@@ -14,7 +14,7 @@ import json
 import os
 import zlib
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -108,12 +108,14 @@ class TensorWriter:
         notes: Mapping[str, str] | None = None,
         *,
         order: Sequence[str] | None = None,
+        opener: Callable[[str, int], int] | None = None,
     ) -> None:
         """Args:
             path: a file that is made anew.
             announced: every tensor that will come; or a header that was made of these, then it says all.
             notes: free text for the header.
             order: in which they come; None: wide dtypes first.
+            opener: opens the file, as Python's ``open`` asks for it.
 
         Raises:
             CheckpointError: for a dtype that the format does not have.
@@ -124,7 +126,7 @@ class TensorWriter:
         self._sums: list[str] = []
         self._sums_at = header.sums_at
         with _naming(path):
-            self._file = path.open("wb")
+            self._file = open(path, "wb", opener=opener)  # noqa: SIM115 - close() and abandon() close it
             self._file.write(header.text)
 
     def write(self, name: str, tensor: Tensor) -> None:

@@ -7,6 +7,7 @@ The names are those of Hugging Face: ``model.safetensors`` alone, or ``model-000
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Collection, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
@@ -78,10 +79,10 @@ class WriterBehind:
 
     def __init__(self, path: Path, announced: Mapping[str, Described]) -> None:
         """Raises:
-        OSError: if the file cannot be made.
+        OSError: if the file cannot be made, or is there already: another process writes it.
         CheckpointError: for a dtype that files cannot hold.
         """
-        self._writer = TensorWriter(path, announced)
+        self._writer = TensorWriter(path, announced, opener=_anew)
         self._thread = ThreadPoolExecutor(1)
         self._pending: Future[None] | None = None
 
@@ -105,6 +106,10 @@ class WriterBehind:
         finally:
             self._thread.shutdown()
             self._writer.abandon()
+
+
+def _anew(path: str, flags: int) -> int:
+    return os.open(path, flags | os.O_EXCL, 0o666)
 
 
 class TensorFiles(Mapping[str, Tensor]):

@@ -11,6 +11,7 @@ import argparse
 from pathlib import Path
 
 from meshfold.engine.cli import train
+from meshfold.engine.cli.failure import Failure
 from meshfold.engine.cli.models import positive
 from meshfold.engine.cli.train_arguments import words_of
 
@@ -32,17 +33,36 @@ def run(arguments: argparse.Namespace) -> int:
     train.check_out(arguments.out)
     import torch
 
-    from meshfold.engine.training.demo import clear, compare_with_serial, scene, settings
+    from meshfold.engine.training.demo import compare_with_serial, scene, settings
+    from meshfold.engine.training.demo_files import clear, sign
 
+    out = Path(arguments.out)
+    _check_free(out)
     here = scene(torch.cuda.device_count())
     chosen = settings(here, arguments.out, steps=arguments.steps, sample_tokens=arguments.sample_tokens)
     print(f"Meshfold's demo: {here.why}.\n")
-    clear(Path(arguments.out))
-    code = train.start(chosen, words_of(chosen))
-    if code:
-        return code
-    serial_steps = min(arguments.serial_steps, arguments.steps)
-    print(f"the first {serial_steps} steps again, with the serial model on one process ...", flush=True)
-    print(compare_with_serial(chosen, serial_steps))
+    clear(out)
+    try:
+        code = train.start(chosen, words_of(chosen))
+        if code:
+            return code
+        serial_steps = min(arguments.serial_steps, arguments.steps)
+        print(f"the first {serial_steps} steps again, with the serial model on one process ...", flush=True)
+        print(compare_with_serial(chosen, serial_steps))
+    finally:  # also of one that is broken off
+        sign(out)
     print(f"\nAll of it is in {arguments.out}/: checkpoint/, metrics.jsonl, loss.png and sample.txt.")
     return 0
+
+
+def _check_free(out: Path) -> None:
+    """Whether all that is where the demo writes is an earlier demo's, which may go."""
+    from meshfold.engine.training.demo_files import of_others
+
+    found = of_others(out)
+    if found:
+        more = f" and {len(found) - 1} more" if len(found) > 1 else ""
+        raise Failure(
+            f"--out {str(out)!r}: {found[0]}{more} would be replaced, and was not written by a demo that came to its end, or has "
+            "changed since; choose another --out, or move it away"
+        )

@@ -20,7 +20,6 @@ from meshfold.engine.checkpoints.checkpoint import MODEL, Checkpoint, write_chec
 from meshfold.engine.checkpoints.model_state import ModelState
 from meshfold.engine.checkpoints.optimizer_state import plain_settings
 from meshfold.engine.checkpoints.place import STATE
-from meshfold.engine.checkpoints.tensor_files import open_tensors
 from meshfold.engine.errors import CheckpointError
 from meshfold.engine.lightning.lanes import Lane, Lanes
 from meshfold.engine.lightning.session import Session
@@ -159,11 +158,11 @@ def read_folder(path: str | os.PathLike[str], *, weights_only: bool | None = Non
         )
     except (OSError, RuntimeError, EOFError) as error:
         raise CheckpointError(f"cannot read {found.path / REST}: {error}") from error
-    model = found.model
+    model = found.model  # sees whether the folder is the same still
     whole = {name: model[name] for name in model}
     whole.update({name: whole[first] for name, first in found.state["ties"].items()})
     optimizers = [
-        {"description": description, "tensors": open_tensors(found.path, optimizer_file(number))}
+        {"description": description, "tensors": found.tensors(optimizer_file(number))}
         for number, description in enumerate(found.state["optimizers"])
     ]
     kept = {_STATE: whole, "meshfold_micro_step": found.state["micro_step"]}

@@ -6,7 +6,6 @@ with 4 to 7 the tensor part runs alone on 4 of them; with fewer 8 processes shar
 
 from __future__ import annotations
 
-import shutil
 import sysconfig
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -82,15 +81,6 @@ def settings(here: Scene, out: str, *, steps: int, sample_tokens: int) -> TrainS
         prompt="def ",
         sample_tokens=sample_tokens,
     )
-
-
-def clear(out: Path) -> None:
-    """Remove what an earlier demo left, and nothing else; tokens are kept."""
-    for name in ("checkpoint", "serial"):
-        if (out / name).is_dir():
-            shutil.rmtree(out / name)
-    for name in ("metrics.jsonl", "settings.json", "loss.png", "sample.txt"):
-        (out / name).unlink(missing_ok=True)
 
 
 @dataclass(frozen=True, kw_only=True)

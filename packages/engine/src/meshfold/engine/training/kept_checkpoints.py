@@ -12,7 +12,16 @@ import json
 from pathlib import Path
 
 from meshfold.engine.checkpoints.checkpoint import Checkpoint
-from meshfold.engine.checkpoints.folder import complete, is_complete, prune, remove, step_folder, step_of
+from meshfold.engine.checkpoints.folder import (
+    complete,
+    is_complete,
+    present,
+    prune,
+    remove,
+    step_folder,
+    step_of,
+    tidy,
+)
 from meshfold.engine.checkpoints.place import STATE, old_of
 
 
@@ -37,8 +46,8 @@ class KeptCheckpoints:
 
     def there(self) -> list[Path]:
         """The checkpoints of the run, whole or damaged; what is under way is none."""
-        places = [*sorted(self._several.glob("step-*"))[::-1], self._single]
-        return [path for path in places if path.exists() or old_of(path).exists()]
+        single = [self._single] if self._single.exists() or old_of(self._single).exists() else []
+        return present(self._several) + single
 
     def damaged(self) -> list[Path]:
         """Those that are not complete."""
@@ -60,7 +69,9 @@ class KeptCheckpoints:
         return damaged[0] if damaged else None
 
     def prune(self) -> list[Path]:
-        """Remove all but the newest complete ones; one rank calls. What is under way does not count.
+        """Remove all but the newest complete ones, and what dead processes have left beside them; one rank calls.
+
+        What is under way does not count, and stays.
 
         Returns:
             Those that went.
@@ -75,6 +86,8 @@ class KeptCheckpoints:
             prune(self._several, several)  # and what dead processes have left there
         for path in gone:
             remove(path)
+        if self._single in stay:
+            tidy(self._single)
         return gone
 
     def _complete(self) -> list[Path]:

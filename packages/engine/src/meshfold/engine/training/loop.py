@@ -145,7 +145,8 @@ def train(settings: TrainSettings, inputs: Inputs, progress: Progress) -> list[d
     )
     work = flops_of(inputs, settings) if peak else 0.0
 
-    saved, stopped, under_way, to_prune = first, False, None, False
+    saved, stopped, under_way = first, False, None
+    to_prune = settings.resume and engine.mesh.rank == 0  # the run before may have died at it
     with GracefulStop(engine) as stop:
         for step in range(first + 1, settings.last_step + 1):
             begin = time.perf_counter()

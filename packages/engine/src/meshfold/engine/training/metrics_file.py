@@ -23,7 +23,10 @@ class MetricsFile:
         self.rows = [row for row in read_metrics(path) if row["step"] <= keep] if keep else []
         if write:
             path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_text("".join(json.dumps(row) + "\n" for row in self.rows), encoding="utf-8")
+            # A process that dies here leaves the rows that were there.
+            new = path.with_name(f".{path.name}.writing")
+            new.write_text("".join(json.dumps(row) + "\n" for row in self.rows), encoding="utf-8")
+            new.replace(path)
 
     def add(self, **row: Any) -> None:
         """One more row."""

@@ -14,7 +14,6 @@ from torch import Tensor, nn
 from meshfold.engine.blocks import put
 from meshfold.engine.checkpoints import optimizer_state
 from meshfold.engine.checkpoints.rectangles import Cut, Piece, pieces_of_run, pieces_of_whole, ranks_alike
-from meshfold.engine.errors import CheckpointError
 from meshfold.engine.optimizers import Factory
 from meshfold.engine.precision import Precision
 from meshfold.engine.recompute import RecomputedBlocks
@@ -293,17 +292,18 @@ class ZeroStates:
         ]
         return {"class": type(self.optimizer).__name__, "groups": groups, "values": {}}
 
+    def check_optimizer(self, description: Mapping[str, Any], entries: Iterable[str]) -> None:
+        optimizer_state.check(self._made(), description)
+        trained = {self._title(name) for parameter, name in self._names.items() if parameter.requires_grad}
+        optimizer_state.check_names(entries, trained)
+
     def load_optimizer(self, description: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
         optimizer = self._made()
-        optimizer_state.check(optimizer, description)
+        self.check_optimizer(description, (*tensors, *description["values"]))
         parameters = {self._title(name): parameter for parameter, name in self._names.items()}
         self.gemini.clear_state()
         for entry in (*tensors, *description["values"]):
             name, _, key = entry.rpartition("/")
-            if name not in parameters or not parameters[name].requires_grad:
-                raise CheckpointError(
-                    f"the checkpoint's optimizer has state of {name!r}, which is not trained here"
-                )
             value = tensors[entry] if entry in tensors else torch.tensor(description["values"][entry])
             meta = placed(parameters[name], self._world.mesh)
             like = tuple(value.shape) == meta.placement.shape and value.dim() > 0

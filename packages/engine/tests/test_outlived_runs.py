@@ -1,0 +1,116 @@
+"""A rank or a run that goes on although another has begun: it spoils nothing of the other's checkpoint."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from meshfold.engine import CheckpointError, Engine
+from meshfold.engine.checkpoints import place
+from meshfold.engine.checkpoints.checkpoint import MODEL, Checkpoint
+from meshfold.engine.checkpoints.rank_file import RankFile
+from meshfold.engine.checkpoints.tensor_files import WriterBehind
+from meshfold.engine.models import build
+
+WAYS = pytest.mark.parametrize("exchanges", [True, False], ids=["exchange", "renames"])
+
+
+def engine_of() -> Engine:
+    return Engine(lambda: build("gpt-tiny"), optimizer=dict(name="sgd", lr=1e-2))
+
+
+@pytest.fixture
+def sources() -> Iterator[tuple[Any, Any]]:
+    engine = engine_of()
+    yield engine._model_state.sources(), engine._world
+    engine.close()
+
+
+@pytest.mark.parametrize("done", ["noted", "laid out", "failed"])
+def test_a_rank_that_outlives_its_run_writes_nothing_into_the_folder_of_the_next(
+    done: str, sources: Any, tmp_path: Path
+) -> None:
+    """It has begun a file in a folder that is gone, and one of the same name is there, with a file of the same name."""
+    folder = tmp_path / ".ckpt.writing"
+    folder.mkdir()
+    outlived = RankFile(folder, MODEL, *sources)
+    if done == "laid out":
+        outlived.lay_out(None)
+        for copy, tensor in outlived.copies(lambda _, like: torch.empty_like(like)):
+            copy.copy_(tensor)
+    shutil.rmtree(folder)
+    folder.mkdir()
+    mine = RankFile(folder, MODEL, *sources)
+    mine.part.write_text("mine")
+    if done == "failed":
+        outlived.give_up(OSError("no room"))
+    else:
+        with pytest.raises(OSError, match="No such file"):
+            outlived.lay_out(None) if done == "noted" else outlived.write()
+        outlived.abandon()
+    assert {path.name: path.read_text() for path in folder.iterdir()} == {mine.part.name: "mine"}
+    mine.abandon()
+
+
+def test_a_file_that_is_there_is_not_written_over(tmp_path: Path) -> None:
+    """Each rank begins a file of its own in a new folder: what is there is another run's."""
+    (tmp_path / MODEL).write_text("mine")
+    with pytest.raises(OSError, match="File exists"):
+        WriterBehind(tmp_path / MODEL, {})
+    assert (tmp_path / MODEL).read_text() == "mine"
+
+
+@WAYS
+def test_while_one_removes_what_was_there_no_other_takes_its_place(
+    exchanges: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It goes by name, and that would be what the other has just moved aside."""
+    engine, other = engine_of(), engine_of()
+    engine.save(tmp_path / "ckpt")
+    if not exchanges:
+        monkeypatch.setattr(place, "exchange", lambda *_: False)
+    remove, refused = shutil.rmtree, []
+
+    def late(path: Any, *arguments: Any, **options: Any) -> None:
+        monkeypatch.setattr(shutil, "rmtree", remove)
+        with pytest.raises(CheckpointError, match="another process is writing it at this moment") as caught:
+            other.save(tmp_path / "ckpt")
+        refused.append(caught.value)
+        remove(path, *arguments, **options)
+
+    monkeypatch.setattr(shutil, "rmtree", late)
+    engine.save(tmp_path / "ckpt")
+    assert len(refused) == 1
+    Checkpoint(tmp_path / "ckpt").verify()
+    other.save(tmp_path / "ckpt")
+    assert [path.name for path in tmp_path.iterdir()] == ["ckpt"]
+
+
+@WAYS
+@pytest.mark.parametrize("before", [True, False], ids=["again", "first"])
+def test_what_another_begins_while_one_ends_stays(
+    before: bool, exchanges: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The name that was written under may be another's by then."""
+    engine = engine_of()
+    if before:
+        engine.save(tmp_path / "ckpt")
+    if not exchanges:
+        monkeypatch.setattr(place, "exchange", lambda *_: False)
+    real, writing = place.sync, tmp_path / ".ckpt.writing"
+
+    def late(path: Path) -> None:
+        real(path)
+        if path == tmp_path and not writing.exists():
+            writing.mkdir()
+            (writing / "mine").touch()
+
+    monkeypatch.setattr(place, "sync", late)
+    engine.save(tmp_path / "ckpt")
+    assert (tmp_path / "ckpt" / "state.json").exists()
+    assert (writing / "mine").exists() == (not (before and exchanges))  # then it had the name itself
