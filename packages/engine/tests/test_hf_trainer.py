@@ -95,6 +95,17 @@ def test_two_that_disagree(changes: dict[str, Any], message: str, tmp_path: Path
         EngineTrainer(engine(**changes), args=arguments(tmp_path), train_dataset=DATASET)
 
 
+def test_what_would_be_left_out_is_refused(tmp_path: Path) -> None:
+    half = arguments(tmp_path, bf16=True)
+    with pytest.raises(
+        SpecError, match=r"bf16=True\), and the engine computes in fp32: write .*precision='bf16'"
+    ):
+        EngineTrainer(engine(), args=half, train_dataset=DATASET)
+    EngineTrainer(engine(precision="bf16"), args=half, train_dataset=DATASET)
+    with pytest.raises(SpecError, match=r"compute_metrics=\.\.\.\) would never be called"):
+        EngineTrainer(engine(), args=arguments(tmp_path), train_dataset=DATASET, compute_metrics=dict)
+
+
 def test_a_dataset_without_a_batch(tmp_path: Path) -> None:
     trainer = EngineTrainer(engine(), args=arguments(tmp_path), train_dataset=DATASET[:3])
     with pytest.raises(SpecError, match="a dataset of 3 rows has no global batch of 4 × 1 rows"):

@@ -58,7 +58,12 @@ def launch(
     _check(argv, ranks, port)
     logs = None if log_dir is None else Path(log_dir)
     if logs is not None:
-        logs.mkdir(parents=True, exist_ok=True)
+        try:
+            logs.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise LaunchError(
+                f"log_dir={str(logs)!r} cannot be made ({error.strerror}): give a folder that can be written to"
+            ) from error
     store, meeting_port = _host_store(port)
     with (
         tempfile.TemporaryDirectory(prefix="meshfold-launch-") as records,

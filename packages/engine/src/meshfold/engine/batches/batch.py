@@ -214,7 +214,12 @@ def _check_ids(ids: Any) -> None:
             if isinstance(ids, Tensor)
             else f"type {type(ids).__name__}"
         )
-        raise SpecError(f"input_ids of {shape}: give an int64 tensor [batch, sequence], neither of them 0")
+        pair = ""
+        if isinstance(ids, Tensor) and ids.is_floating_point():
+            pair = "; for a model of other inputs a pair (inputs, targets), and Engine(..., loss_fn=...)"
+        raise SpecError(
+            f"input_ids of {shape}: give an int64 tensor [batch, sequence], neither of them 0{pair}"
+        )
 
 
 def _rows(value: Tensor | None) -> int:

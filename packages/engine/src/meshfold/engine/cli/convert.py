@@ -20,7 +20,7 @@ from pathlib import Path
 from meshfold.engine.cli.failure import Failure
 from meshfold.engine.cli.models import read_changes
 
-_UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
+_UNITS = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -71,7 +71,8 @@ def size(text: str) -> int:
     """An argument that is a number of bytes."""
     found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([A-Za-z]*)", text)
     if found is None or found[2].upper() not in _UNITS or float(found[1]) <= 0:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a size: write 5GB, or 200MiB")
+        what = "has no unit" if found is not None and not found[2] else "is not a size"
+        raise argparse.ArgumentTypeError(f"{text!r} {what}: write 5GB, or 200MiB")
     return max(1, int(float(found[1]) * _UNITS[found[2].upper()]))
 
 

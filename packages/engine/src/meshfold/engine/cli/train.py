@@ -93,6 +93,7 @@ def start(
     spec = spec.with_world_size(spec.world_size)  # data is 1 where neither it nor --ranks was given
     require_runnable(spec)
     _check_device(settings, spec.world_size)
+    _check_warmup(settings)
     check_trackers(settings.track)
     _check_folder(settings, progress)
     inputs = _open_inputs(settings, progress)
@@ -120,6 +121,7 @@ def _as_rank(settings: TrainSettings, here: Environment, *, plan: bool, as_json:
     settings = _settled(settings, here.world_size, progress if plan else Silent())
     spec = ParallelSpec.parse(settings.parallel, here.world_size)
     require_runnable(spec)
+    _check_warmup(settings)
     _check_folder(settings, progress if plan else Silent())
     if (
         plan
@@ -166,6 +168,15 @@ def _check_device(settings: TrainSettings, ranks: int) -> None:
             raise Failure(
                 f"--device cuda wants a GPU for each of {ranks} ranks, and torch sees {gpus}: use --device cpu"
             )
+
+
+def _check_warmup(settings: TrainSettings) -> None:
+    """Whether the learning rate gets to where it is to rise to."""
+    if settings.warmup > settings.steps:
+        raise Failure(
+            f"--warmup {settings.warmup} with --steps {settings.steps}: the learning rate would never reach "
+            f"--lr {settings.lr:g}; write a --warmup of {settings.steps} at most"
+        )
 
 
 def _check_folder(settings: TrainSettings, progress: Progress) -> None:

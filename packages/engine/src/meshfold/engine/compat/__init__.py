@@ -10,7 +10,7 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from meshfold.engine.compat.elsewhere import ELSEWHERE
+from meshfold.engine.compat.elsewhere import instead_of
 
 if TYPE_CHECKING:
     from meshfold.engine.compat.amp import AMP_TYPE
@@ -43,7 +43,17 @@ if TYPE_CHECKING:
         TorchFSDPPlugin,
     )
     from meshfold.engine.compat.sampling import get_dataloader
+    from meshfold.engine.compat.script_tools import (
+        DistributedLogger,
+        disable_existing_loggers,
+        get_current_device,
+        get_default_parser,
+        get_dist_logger,
+        is_using_ddp,
+        is_using_pp,
+    )
     from meshfold.engine.compat.training import TrainingEngine
+    from meshfold.engine.compat.warm_ups import CosineAnnealingWarmupLR, LinearWarmupLR
     from meshfold.zero_gemini import CPUAdam, HybridAdam
 
 __all__ = [
@@ -53,11 +63,14 @@ __all__ = [
     "CPUAdam",
     "ColoInitContext",
     "Config",
+    "CosineAnnealingWarmupLR",
     "DistCoordinator",
+    "DistributedLogger",
     "GeminiPlugin",
     "HybridAdam",
     "HybridParallelPlugin",
     "LazyInitContext",
+    "LinearWarmupLR",
     "LowLevelZeroPlugin",
     "MigrationNote",
     "ParallelMode",
@@ -66,10 +79,16 @@ __all__ = [
     "TorchFSDPPlugin",
     "TrainingEngine",
     "ZeroInitContext",
+    "disable_existing_loggers",
     "from_deepspeed",
+    "get_current_device",
     "get_dataloader",
+    "get_default_parser",
+    "get_dist_logger",
     "gpc",
     "initialize",
+    "is_using_ddp",
+    "is_using_pp",
     "launch",
     "launch_from_openmpi",
     "launch_from_slurm",
@@ -84,11 +103,14 @@ _HOMES = {
     "CPUAdam": "meshfold.zero_gemini",
     "ColoInitContext": f"{_HERE}contexts",
     "Config": f"{_HERE}config",
+    "CosineAnnealingWarmupLR": f"{_HERE}warm_ups",
     "DistCoordinator": f"{_HERE}coordinator",
+    "DistributedLogger": f"{_HERE}script_tools",
     "GeminiPlugin": f"{_HERE}plugins",
     "HybridAdam": "meshfold.zero_gemini",
     "HybridParallelPlugin": f"{_HERE}plugins",
     "LazyInitContext": f"{_HERE}contexts",
+    "LinearWarmupLR": f"{_HERE}warm_ups",
     "LowLevelZeroPlugin": f"{_HERE}plugins",
     "MigrationNote": f"{_HERE}arguments",
     "ParallelMode": f"{_HERE}context",
@@ -97,10 +119,16 @@ _HOMES = {
     "TorchFSDPPlugin": f"{_HERE}plugins",
     "TrainingEngine": f"{_HERE}training",
     "ZeroInitContext": f"{_HERE}contexts",
+    "disable_existing_loggers": f"{_HERE}script_tools",
     "from_deepspeed": f"{_HERE}deepspeed",
+    "get_current_device": f"{_HERE}script_tools",
     "get_dataloader": f"{_HERE}sampling",
+    "get_default_parser": f"{_HERE}script_tools",
+    "get_dist_logger": f"{_HERE}script_tools",
     "gpc": f"{_HERE}context",
     "initialize": f"{_HERE}making",
+    "is_using_ddp": f"{_HERE}script_tools",
+    "is_using_pp": f"{_HERE}script_tools",
     "launch": f"{_HERE}context",
     "launch_from_openmpi": f"{_HERE}context",
     "launch_from_slurm": f"{_HERE}context",
@@ -114,8 +142,8 @@ def __getattr__(name: str) -> Any:
     Raises:
         ImportError: for a name of theirs that is not here: with what to write.
     """
-    if name in ELSEWHERE:
-        raise ImportError(f"there is no {name} here; write {ELSEWHERE[name]}")
     if name not in _HOMES:
+        if (instead := instead_of(name)) is not None:
+            raise ImportError(f"there is no {name} here; write {instead}")
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(import_module(_HOMES[name]), name)

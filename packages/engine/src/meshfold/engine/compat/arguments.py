@@ -132,6 +132,8 @@ def one_of(known: Mapping[Any, Any]) -> Callable[[Any], Any]:
         name = getattr(value, "name", value)  # of an enum of theirs
         if name not in known:
             words = [str(key) for key in known]
+            if str(name) in words:
+                raise ValueError(f"write {name} without quotes")
             raise ValueError(f"it is one of {', '.join(words)}.{nearest(str(name), words)}")
         return known[name]
 

@@ -103,7 +103,16 @@ class Booster:
         return boosted, steps, criterion, deal(dataloader, engine, "train"), schedule
 
     def backward(self, loss: Tensor, optimizer: BoostedOptimizer) -> None:
-        """Add a loss's gradient, a mean over this rank's rows; under several backwards they are summed."""
+        """Add a loss's gradient, a mean over this rank's rows; under several backwards they are summed.
+
+        Raises:
+            SpecError: for an optimizer that was not boosted.
+        """
+        if not isinstance(optimizer, BoostedOptimizer):
+            raise SpecError(
+                f"booster.backward(loss, {type(optimizer).__name__}): give the optimizer that boost(...) gave back: "
+                "model, optimizer, *_ = booster.boost(model, optimizer)"
+            )
         optimizer.backward(loss)
 
     def execute_pipeline(

@@ -15,7 +15,13 @@ _DROPPED = (ModuleType, FunctionType, type)  # what a file imports or defines on
 
 
 class Config(dict[str, Any]):
-    """A dict whose names are attributes too: ``config.BATCH_SIZE``."""
+    """A dict whose names are attributes too, and those of the dicts in it: ``config.fp16.mode``."""
+
+    def __init__(self, *args: Any, **given: Any) -> None:
+        super().__init__(*args, **given)
+        for name, value in self.items():
+            if type(value) is dict:
+                self[name] = Config(value)
 
     def __getattr__(self, name: str) -> Any:
         try:

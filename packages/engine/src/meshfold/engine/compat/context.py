@@ -142,6 +142,10 @@ class ParallelContext:
         """Ranks that share a matrix."""
         return self.get_world_size(ParallelMode.TENSOR)
 
+    def destroy(self) -> None:
+        """Forget mesh and config; the process group ends with the process."""
+        self.config, self._mesh = Config(), None
+
     def _axes(self, mode: ParallelMode) -> tuple[str, ...]:
         if not isinstance(mode, ParallelMode):
             raise SpecError(

@@ -27,7 +27,9 @@ ZERO: Table = {  # the first three are in every script and mean what happens any
     ),
 }
 
-COLO: Table = {"device": Argument(), "dtype": _DTYPE}
+_SPLIT = Argument(word="parallel=dict(tensor=...) says how parameters are split")
+
+COLO: Table = {"device": Argument(), "dtype": _DTYPE, "default_pg": _SPLIT, "default_dist_spec": _SPLIT}
 
 
 class LazyInitContext(ShardedInit):

@@ -12,6 +12,7 @@ from meshfold.engine.compat.arguments import Argument, Table, one_of, translate,
 from meshfold.engine.compat.settings import engine_settings
 from meshfold.mesh import SpecError
 
+_WHAT = "the config of DeepSpeed"
 _ROWS = "rows are those of the batches that you hand to train_step, or batch_size of engine.dataloader"
 _CHUNKS = "chunks are searched for the least waste, and moved when they are needed"
 _SAYS = "engine.last has loss, norm, rate and scale of a step; meshfold train writes them to a file"
@@ -96,13 +97,10 @@ def from_deepspeed(config: Mapping[str, Any] | str | os.PathLike[str], *, say: b
     Raises:
         SpecError: for a key that is not known, and for what cannot be here: with what to write instead.
     """
-    try:
-        entries = (
-            config if isinstance(config, Mapping) else json.loads(Path(config).read_text(encoding="utf-8"))
-        )
-    except (OSError, ValueError) as error:
-        raise SpecError(f"from_deepspeed({str(config)!r}): {error}") from error
-    found = translate("the config of DeepSpeed", _flat(entries, ""), TABLE)
+    entries = config if isinstance(config, Mapping) else _read(config)
+    found = translate(_WHAT, _flat(entries, ""), TABLE)
+    if all(_on(entries.get(name)) for name in ("bf16", "fp16")):
+        raise SpecError(f"{_WHAT}: bf16 and fp16 are both enabled: leave one of them out")
     if say:
         found.say("from_deepspeed")
     aside = found.under("aside")
@@ -117,6 +115,29 @@ def from_deepspeed(config: Mapping[str, Any] | str | os.PathLike[str], *, say: b
     return {"parallel": parallel, **optimizer, **engine_settings(found)}
 
 
+def _read(file: object) -> Mapping[str, Any]:
+    """The entries of a JSON file."""
+    if not isinstance(file, str | os.PathLike):
+        raise SpecError(f"from_deepspeed({file!r}): a dict, or the path of a JSON file")
+    try:
+        entries = json.loads(Path(file).read_text(encoding="utf-8"))
+    except OSError as error:
+        raise SpecError(
+            f"from_deepspeed({str(file)!r}): cannot be read: {error.strerror or error}"
+        ) from error
+    except ValueError as error:
+        raise SpecError(f"from_deepspeed({str(file)!r}): it is no JSON: {error}") from error
+    if not isinstance(entries, dict):
+        raise SpecError(
+            f"from_deepspeed({str(file)!r}): it holds a {type(entries).__name__}, and not an object {{...}}"
+        )
+    return entries
+
+
+def _on(entry: object) -> bool:
+    return isinstance(entry, Mapping) and entry.get("enabled") is True
+
+
 def _flat(value: Mapping[str, Any], prefix: str) -> dict[str, Any]:
     """Every entry by its path, down to those that the table has."""
     found: dict[str, Any] = {}
@@ -124,6 +145,11 @@ def _flat(value: Mapping[str, Any], prefix: str) -> dict[str, Any]:
         path = f"{prefix}{key}"
         if path not in TABLE and isinstance(entry, Mapping):
             found.update(_flat(entry, f"{path}."))
+        elif path not in TABLE and any(name.startswith(f"{path}.") for name in TABLE):
+            names = [
+                name.removeprefix(f"{path}.").split(".")[0] for name in TABLE if name.startswith(f"{path}.")
+            ]
+            raise SpecError(f"{_WHAT}: {path}={entry!r}: a dict, with {names[0]!r} for one")
         elif entry != "auto":
             found[path] = entry
     return found

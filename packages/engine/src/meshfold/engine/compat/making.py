@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from meshfold.engine.compat.arguments import Translation
 from meshfold.engine.compat.config import Config
 from meshfold.engine.compat.context import gpc
+from meshfold.engine.compat.handed_over import follow
 from meshfold.engine.compat.loaders import deal
 from meshfold.engine.compat.optimizers import take_over
 from meshfold.engine.compat.schedulers import hand_over
@@ -87,4 +88,6 @@ def make_engine(
     )
     Translation(words=list(settings.words)).say(what, rank=engine.mesh.rank)
     schedule = engine.lr_scheduler = hand_over(lr_scheduler, optimizer, engine.optimizer)
+    given = "engine.step()" if what == "initialize" else "that of the optimizer that boost(...) gave back"
+    follow(optimizer, engine, given)
     return engine, schedule

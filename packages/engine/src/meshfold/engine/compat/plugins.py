@@ -12,8 +12,9 @@ from meshfold.engine.compat import tables
 from meshfold.engine.compat.arguments import Table, Translation, bind, translate
 from meshfold.engine.compat.sampling import shared_loader
 from meshfold.engine.compat.settings import Settings, engine_settings
+from meshfold.engine.compat.stages import StageManager
 from meshfold.engine.world import World, join
-from meshfold.mesh import SpecError
+from meshfold.mesh import ParallelSpec, SpecError
 
 
 class Plugin:
@@ -43,9 +44,10 @@ class Plugin:
         named = bind(name, self.table, args, given)
         self._missing(name, named)
         self.translation = translate(name, named, self.table)
+        self._given = named
         self._engine = dict(engine or {})
         self._rows: int | None = None  # of a rank's batch
-        self._parallel(self.translation)  # what is wrong shows here
+        ParallelSpec.parse(self._parallel(self.translation))  # what is wrong shows here
 
     def __init_subclass__(cls) -> None:
         """Let ``help`` and editors see the arguments of the table."""
@@ -55,6 +57,22 @@ class Plugin:
             for name, argument in cls.table.items()
         ]
         cls.__signature__ = inspect.Signature([*shown, kinds("engine", kinds.KEYWORD_ONLY, default=None)])  # type: ignore[attr-defined]
+
+    def __getattr__(self, name: str) -> Any:
+        """An argument as it was given, or its default: ``plugin.pp_size``.
+
+        Raises:
+            AttributeError: for all else: with what to ask.
+        """
+        if name in type(self).table and "_given" in vars(self):
+            return self._given.get(name, type(self).table[name].default)
+        word = _ASK.get(name, "")
+        raise AttributeError(f"{type(self).__name__} has no {name!r}{f': {word}' if word else ''}")
+
+    @property
+    def stage_manager(self) -> StageManager:
+        """Which stage of the pipeline this rank has."""
+        return StageManager(self._world().mesh)
 
     def settings(self, *, rows: int | None = None, sampler: object = None) -> Settings:
         """The spec, and the arguments of the engine.
@@ -211,6 +229,16 @@ class HybridParallelPlugin(Plugin):
                 "loader with plugin.prepare_dataloader(...), or write num_microbatches=... in its place"
             )
 
+
+_ASK = {
+    "dp_size": "ask gpc.get_world_size(ParallelMode.DATA), after boost(...)",
+    **{
+        f"{short}_{what}": f"ask gpc.get_{call}(ParallelMode.{mode}), after boost(...)"
+        for short, mode in (("tp", "TENSOR"), ("dp", "DATA"), ("pp", "PIPELINE"), ("sp", "SEQUENCE"))
+        for what, call in (("group", "local_rank"), ("rank", "local_rank"))
+    },
+    "pg_mesh": "ask gpc.get_ranks_in_group(ParallelMode.PIPELINE), after boost(...)",
+}
 
 _SEQUENCE_MODES = ("split_gather", "ring", "all_to_all", "ring_attn")
 

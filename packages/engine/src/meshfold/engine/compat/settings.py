@@ -70,11 +70,13 @@ def _known(config: Config) -> dict[str, Any]:
     Raises:
         SpecError: for a name that is not known.
     """
-    for name in config:
-        if name not in tables.CONFIG and not name.isupper():
+    for name, value in config.items():
+        # what the script makes by itself: optimizer = dict(type=HybridAdam, lr=1e-3)
+        component = isinstance(value, Mapping) and "type" in value
+        if name not in tables.CONFIG and not name.isupper() and not component:
             raise SpecError(
                 f"config: there is no {name!r}.{nearest(name, tables.CONFIG)} Known: {', '.join(tables.CONFIG)}. Names of your "
-                f"own are in capitals, {name.upper()}, or begin with an underscore"
+                f"own are in capitals, {name.upper()}, begin with an underscore, or are dicts with a 'type'"
             )
     return {name: value for name, value in config.items() if name in tables.CONFIG}
 

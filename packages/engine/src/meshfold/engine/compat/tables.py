@@ -8,6 +8,7 @@ from typing import Any
 from meshfold.engine.compat.arguments import Argument, Table, one_of, unless
 
 _KERNELS = "kernels are chosen by device and shape (meshfold doctor lists them)"
+_PLAN = "print(engine.residency.plan) tells where what lives, once two steps were watched"
 _OVERLAP = "communication runs beside computation wherever it can"
 _CHUNKS = "the chunk size is searched for the least waste"
 _LINKS = "gradients travel in buckets while backward runs"
@@ -97,8 +98,9 @@ GEMINI: Table = {
     **_SEQUENCE,
     "enable_async_reduce": Argument(default=True, word=_OVERLAP),
     "use_fp8": Argument(default=False, instead=_NO_FP8),
-    "verbose": Argument(default=False, word="print(engine.residency) tells where what lives"),
+    "verbose": Argument(default=False, word=_PLAN),
     "fp8_communication": Argument(default=False, instead=_NO_FP8),
+    "device": Argument(word="the engine knows the device of this rank"),
 }  # fmt: skip
 
 LOW_LEVEL_ZERO: Table = {
@@ -113,7 +115,7 @@ LOW_LEVEL_ZERO: Table = {
     "overlap_allgather": Argument(default=False, word=_OVERLAP),
     "cpu_offload": Argument(default=False, to="zero.placement", always=True, by=one_of({True: "cpu", False: "cuda"})),
     "master_weights": Argument(default=True, instead=_MASTERS),
-    "verbose": Argument(default=False, word="print(engine.residency) tells where what lives"),
+    "verbose": Argument(default=False, word=_PLAN),
     "cast_inputs": Argument(default=True, word="floating inputs take the model's dtype"),
     "fp8_communication": Argument(default=False, instead=_NO_FP8),
     "use_fp8": Argument(default=False, instead=_NO_FP8),
@@ -169,9 +171,18 @@ HYBRID: Table = {
 
 
 def _dtype_name(value: Any) -> str:
-    """The precision of a ``MixedPrecision`` of torch."""
+    """The precision of a ``MixedPrecision`` of torch.
+
+    Raises:
+        ValueError: for anything else, and for another dtype.
+    """
     names = {"torch.bfloat16": "bf16", "torch.float16": "fp16", "torch.float32": "fp32", "None": "fp32"}
-    return names[str(getattr(value, "param_dtype", None))]
+    found = names.get(str(getattr(value, "param_dtype", value)))
+    if found is None or isinstance(value, str):
+        raise ValueError(
+            "give MixedPrecision(param_dtype=torch.bfloat16) of torch; a name goes to Booster(mixed_precision='bf16')"
+        )
+    return found
 
 
 TORCH_FSDP: Table = {
@@ -250,7 +261,7 @@ ZERO_OPTIMIZER: Table = {
     **{name: Argument(to=f"scale.{name}") for name in _MOVES},
     "gpu_margin_mem_ratio": Argument(default=0.0, word="a plan is made in place of ratios"),
     "cpu_offload": Argument(default=False, to="zero.placement", by=lambda value: "cpu" if value else None),
-    "verbose": Argument(default=False, word="print(engine.residency) tells where what lives"),
+    "verbose": Argument(default=False, word=_PLAN),
 }
 
 FP16: Table = {

@@ -18,6 +18,11 @@ from transformers import Trainer
 from meshfold.engine.engine import Engine
 from meshfold.mesh import SpecError
 
+_NEVER_CALLED = {
+    "compute_loss_func": "the loss is the engine's, write Engine(..., loss_fn=...)",
+    "compute_metrics": "evaluation gives the engine's loss alone, other numbers take engine(...) in a loop of your own",
+}
+
 _FOLDER = "meshfold"  # inside of the Trainer's checkpoint folder
 
 
@@ -28,7 +33,8 @@ class EngineTrainer(Trainer):  # type: ignore[misc]  # transformers is not typed
     the engine has none of its own. Checkpoints load under any other spec.
 
     Raises:
-        SpecError: where the engine was made for another accumulation or clipping than the arguments say.
+        SpecError: where the engine was made for another accumulation, clipping or precision than the arguments say, and for
+            functions that nobody would call.
     """
 
     control: Any
@@ -53,9 +59,22 @@ class EngineTrainer(Trainer):  # type: ignore[misc]  # transformers is not typed
                     f"Engine(..., {name}={here!r}) and TrainingArguments({option}={there!r}): the engine does this, so give "
                     "both the same"
                 )
+        self._check_precision()
+        for name, instead in _NEVER_CALLED.items():
+            if settings.get(name) is not None:
+                raise SpecError(f"EngineTrainer(..., {name}=...) would never be called: {instead}")
         rates = {"lr": self.args.learning_rate, "initial_lr": self.args.learning_rate}
         for group in engine.optimizer.param_groups:
             group.update(rates)
+
+    def _check_precision(self) -> None:
+        """Whether the arguments ask for a precision that the engine does not have."""
+        here = self.engine._precision.name
+        for name in ("bf16", "fp16"):
+            if getattr(self.args, name) and here != name:
+                raise SpecError(
+                    f"TrainingArguments({name}=True), and the engine computes in {here}: write Engine(..., precision={name!r})"
+                )
 
     # -- the loop's parts ------------------------------------------------------------------------------------------
 
