@@ -576,7 +576,9 @@ def test_what_is_gathered_for_a_forward_may_stay_for_its_backward(monkeypatch: p
             with record() as log:
                 engine.train_step(given[2])
             found = [entry for entry in log.entries if entry.kind == "all_gather"]
-            gathers[reshards] = sum(entry.block_bytes > 1000 for entry in found)  # not how many tokens each has
+            gathers[reshards] = sum(
+                entry.block_bytes > 1000 for entry in found
+            )  # not how many tokens each has
             assert isinstance(engine._states, ZeroStates)
             chunks = engine._states.gemini.chunks
             assert not any(chunk.is_gathered for chunk in chunks)

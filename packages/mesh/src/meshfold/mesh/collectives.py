@@ -28,6 +28,8 @@ from meshfold.mesh.traffic import Kind
 _ops = torch.ops._c10d_functional
 _c10d: Any = dist.distributed_c10d  # its private parts have no exported types
 _resolve = _c10d._resolve_process_group
+# AOTAutograd of torch 2.11 refuses collectives that write into a tensor they are given.
+_TRACES_NO_OUT = torch.__version__ < "2.13"
 
 
 class Pending:
@@ -121,6 +123,11 @@ def _blocks_of_all(x: Tensor, group: Group) -> Tensor:
     # the heap now and then (seen with torch 2.13): when a collective is over, each of a group's two worker threads
     # assigns its name to one std::string that they share, without a lock. Up to 15 characters that is a copy in place;
     # a longer name, and of those we cause this is the only one, lies on the heap and may be freed by both.
+    if _TRACES_NO_OUT and torch.compiler.is_compiling():  # the same messages as an exchange of equal blocks
+        rows = [x.shape[0]] * group.size
+        sent = x.repeat(group.size, *[1] * (x.dim() - 1))
+        exchanged: Tensor = _ops.all_to_all_single(sent, rows, rows, group.name)
+        return exchanged
     out = x.new_empty((group.size * x.shape[0], *x.shape[1:]))
     into: Tensor = _ops.all_gather_into_tensor_out(x, group.size, group.name, out=out)
     return into

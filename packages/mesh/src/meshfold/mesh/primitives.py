@@ -27,6 +27,7 @@ import torch
 from torch import Tensor
 
 from meshfold.mesh import collectives
+from meshfold.mesh.compiling import as_result
 from meshfold.mesh.errors import LayoutError
 from meshfold.mesh.mesh import Mesh
 
@@ -88,7 +89,7 @@ def adjoint_pair(forward: Primitive, backward: Primitive) -> Primitive:
         @staticmethod
         def forward(ctx: Any, x: Tensor) -> Tensor:
             y = forward(x)
-            return x.view_as(x) if y is x else y
+            return x.view_as(x) if y is x else as_result(y)
 
         @staticmethod
         def backward(ctx: Any, grad: Tensor) -> Tensor:

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from meshfold.mesh import collectives
 from meshfold.mesh.collectives import Pending
+from meshfold.mesh.compiling import as_result
 from meshfold.mesh.mesh import Group
 from meshfold.sequence import tiled
 from meshfold.sequence.blocks import Gradients, Kernel, accumulating
@@ -60,9 +61,7 @@ class _Ring(torch.autograd.Function):
         out, lse = _forward(q, k, v, job)
         ctx.save_for_backward(q, k, v, out, lse)
         ctx.job = job
-        # A tensor of its own: torch 2.11 compiles a function whose result is what an operator has returned unchanged, or
-        # changed in place, without its backward, and the gradients are zero.
-        return out.detach()
+        return as_result(out)
 
     @staticmethod
     @torch.autograd.function.once_differentiable

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from meshfold.mesh import collectives
+from meshfold.mesh.compiling import as_result
 from meshfold.mesh.mesh import Group
 from meshfold.sequence.blocks import Gradients, accumulating
 from meshfold.sequence.dealing import Dealing
@@ -56,7 +57,7 @@ class _RingSelf(torch.autograd.Function):
             out += torch.einsum("bgrij,bjgd->bigrd", _of(weights, source, block), block.to(wide))
         ctx.save_for_backward(q, k, v, weights)
         ctx.job = job
-        return out.flatten(2, 3).to(q.dtype)
+        return as_result(out.flatten(2, 3).to(q.dtype))
 
     @staticmethod
     @torch.autograd.function.once_differentiable

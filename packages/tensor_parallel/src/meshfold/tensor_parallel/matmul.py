@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from meshfold.mesh import LayoutError, Mesh, deferral
+from meshfold.mesh.compiling import as_result
 from meshfold.tensor_parallel.algebra import MatmulPlan
 from meshfold.tensor_parallel.lowerings import Lowering
 from meshfold.tensor_parallel.lowerings import lowering as find_lowering
@@ -90,7 +91,7 @@ def _make_deferred_product(plan: MatmulPlan, mesh: Mesh, chosen: Lowering) -> De
         def forward(ctx: Any, x: Tensor, w: Tensor, ticket: Tensor) -> Tensor:
             y, _, _ = chosen.forward(plan, mesh, x, w, frozenset())
             ctx.save_for_backward(x, w, ticket)
-            return y
+            return as_result(y)
 
         @staticmethod
         def backward(ctx: Any, dy: Tensor) -> Any:
@@ -114,13 +115,14 @@ def _make_product(plan: MatmulPlan, mesh: Mesh, chosen: Lowering, keep: frozense
             y, x_whole, w_whole = chosen.forward(plan, mesh, x, w, keep)
             kept = [whole for whole in (x_whole, w_whole) if whole is not None]
             ctx.save_for_backward(x, w, *kept)
-            return y
+            return as_result(y)
 
         @staticmethod
         def backward(ctx: Any, dy: Tensor) -> Any:
-            x, w, *rest = ctx.saved_tensors
-            x_whole = rest.pop(0) if "x" in keep else None
-            w_whole = rest.pop(0) if "w" in keep else None
+            x, w = ctx.saved_tensors[:2]
+            # By place and from the end: what a starred name collects is no list to torch.compile everywhere.
+            x_whole = ctx.saved_tensors[2] if "x" in keep else None
+            w_whole = ctx.saved_tensors[-1] if "w" in keep else None
             return chosen.backward(
                 plan,
                 mesh,

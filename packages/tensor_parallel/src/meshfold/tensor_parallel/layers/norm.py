@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from meshfold import kernels
 from meshfold.mesh import Mesh, Placement, collectives
+from meshfold.mesh.compiling import as_result
 from meshfold.mesh.primitives import bind_enter
 from meshfold.tensor_parallel.kinds import norm_eps, norm_kind, norm_size
 from meshfold.tensor_parallel.layers.base import ShardedLayer, shard_parameter
@@ -165,7 +166,7 @@ def bind_rms_norm(mesh: Mesh, columns: tuple[str, ...], hidden: int, eps: float)
             squares = collectives.all_reduce(kernels.rms_norm_stats(x), mesh.group(*columns))
             rstd = torch.rsqrt(squares / hidden + eps)
             ctx.save_for_backward(x, weight, rstd)
-            return kernels.rms_norm_apply(x, weight, rstd)
+            return as_result(kernels.rms_norm_apply(x, weight, rstd))
 
         @staticmethod
         def backward(ctx: Any, dy: Tensor) -> Any:
@@ -198,7 +199,7 @@ def bind_layer_norm(mesh: Mesh, columns: tuple[str, ...], hidden: int, eps: floa
             rstd = torch.rsqrt(variance + eps)
             ctx.save_for_backward(x, weight, mean, rstd)
             ctx.has_bias = bias is not None
-            return kernels.layer_norm_apply(x, weight, bias, mean, rstd)
+            return as_result(kernels.layer_norm_apply(x, weight, bias, mean, rstd))
 
         @staticmethod
         def backward(ctx: Any, dy: Tensor) -> Any:

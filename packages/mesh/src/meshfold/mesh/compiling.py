@@ -1,0 +1,18 @@
+"""What the forward of a :class:`torch.autograd.Function` returns where torch.compile traces it."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def as_result(y: Tensor) -> Tensor:
+    """What a forward computed, for it to return: ``y`` itself, and in a traced graph a tensor of its own in y's memory.
+
+    Torch 2.11 gives the graph of a forward every tensor on the way as a further result. Where an operator returned its
+    operand (``x.to(x.dtype)``, ``x.contiguous()``, ``x.add_(..)``, waiting for a collective), two of them are one and
+    the same tensor, autograd ties it to the last, and the gradient of the first, which the model has, is zero without
+    a word. A forward that returns what other code gave it, which may have done so, returns it through here.
+    ``detach`` and not a view: what becomes of a view in place autograd refuses.
+    """
+    return y.detach() if torch.compiler.is_compiling() else y
