@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import os
-import secrets
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from hashlib import blake2b
@@ -19,6 +18,7 @@ import numpy.typing as npt
 from meshfold.engine.data.records import Part, find_records, texts_of
 from meshfold.engine.data.tokenizers import Tokenizer
 from meshfold.engine.training.progress import human_bytes
+from meshfold.engine.whole_file import write_whole
 from meshfold.mesh import SpecError
 from meshfold.mesh.random import key_of
 
@@ -217,8 +217,8 @@ def _tokenise(
         say(f"tokenising {_files(len(order))}, {human_bytes(total)}")
         cache.mkdir(parents=True, exist_ok=True)
         tokens, train_tokens = _encode(order, tokenizer, total, validation)
-        _write(file, lambda path: np.save(path, tokens))
-        _write(about, lambda path: path.write_text(json.dumps({"train_tokens": train_tokens})))
+        write_whole(file, lambda path: np.save(path, tokens))
+        write_whole(about, lambda path: path.write_text(json.dumps({"train_tokens": train_tokens})))
     notes = [f"{_files(len(order))} of text"]
     if skipped:
         notes.append(f"{_files(skipped)} skipped: empty or not UTF-8 text")
@@ -262,9 +262,9 @@ def _records(
             )
         aside = [len(made) for part, (made, _) in zip(parts, found, strict=True) if part.aside]
         train_tokens = len(tokens) - (sum(aside) if aside else int(validation * len(tokens)))
-        _write(file, lambda path: np.save(path, tokens))
+        write_whole(file, lambda path: np.save(path, tokens))
         numbers = {"train_tokens": train_tokens, "records": sum(count for _, count in found)}
-        _write(about, lambda path: path.write_text(json.dumps(numbers)))
+        write_whole(about, lambda path: path.write_text(json.dumps(numbers)))
     known = json.loads(about.read_text())
     notes = [f"{known['records']:,} records of {_files(len(stamps))}"]
     if any(part.aside for part in parts):
@@ -326,16 +326,6 @@ def _encode(order: list[Path], tokenizer: Tokenizer, total: int, validation: flo
     if train_tokens is None:  # one document, or the last is too large to be set aside
         train_tokens = len(tokens) - int(validation * len(tokens))
     return tokens, train_tokens
-
-
-def _write(path: Path, write: Callable[[Path], object]) -> None:
-    """Write a file so that nobody ever sees half of it: several processes may do so at once."""
-    part = path.with_name(f".{secrets.token_hex(4)}-{path.name}")
-    try:
-        write(part)
-        part.replace(path)
-    finally:
-        part.unlink(missing_ok=True)
 
 
 def _sums(sizes: list[int]) -> Iterator[int]:

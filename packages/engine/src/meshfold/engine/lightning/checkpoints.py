@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,7 @@ from meshfold.engine.lightning.session import Session
 from meshfold.engine.names import with_plain_names
 from meshfold.engine.states import Source
 from meshfold.engine.together import fail_together
+from meshfold.engine.whole_file import write_whole
 from meshfold.engine.world import World
 from meshfold.mesh.names import plain
 
@@ -252,9 +254,7 @@ def consolidate(folder: str | os.PathLike[str], file: str | os.PathLike[str]) ->
     if _OPTIMIZERS in found:
         found[_OPTIMIZERS] = [_as_torch(state) for state in found[_OPTIMIZERS]]
     target = Path(file)
-    part = target.with_name(f".{target.name}.writing")
-    torch.save(found, part)
-    part.replace(target)
+    write_whole(target, partial(torch.save, found))
 
 
 def _as_torch(state: Mapping[str, Any]) -> dict[str, Any]:

@@ -10,6 +10,8 @@ import json
 from collections.abc import Iterator
 from pathlib import Path
 
+from meshfold.engine.whole_file import write_whole
+
 LIST = ".demo.json"
 WRITTEN = ("checkpoint", "serial", "metrics.jsonl", "settings.json", "loss.png", "sample.txt")
 """All that a demo writes, but for the tokens, which are kept."""
@@ -20,9 +22,7 @@ def sign(out: Path) -> None:
     if not out.is_dir():
         return
     listed = {_name(path, out): _seen(path) for path in _there(out) if not _is_folder(path)}
-    new = out / f"{LIST}.part"
-    new.write_text(json.dumps(listed, indent=1))
-    new.replace(out / LIST)
+    write_whole(out / LIST, lambda part: part.write_text(json.dumps(listed, indent=1)))
 
 
 def of_others(out: Path) -> list[Path]:

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import json
-import secrets
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from meshfold.engine.training.settings import TrainSettings
+from meshfold.engine.whole_file import write_whole
 from meshfold.mesh import SpecError
 
 FILE = "settings.json"
@@ -34,9 +34,8 @@ def keep(settings: TrainSettings) -> None:
     """Write down the optimization settings of a run; rank 0 calls."""
     path = Path(settings.out) / FILE
     path.parent.mkdir(parents=True, exist_ok=True)
-    part = path.with_name(f".{secrets.token_hex(4)}-{path.name}")
-    part.write_text(json.dumps({name: getattr(settings, name) for name in KEPT}, indent=1))
-    part.replace(path)
+    text = json.dumps({name: getattr(settings, name) for name in KEPT}, indent=1)
+    write_whole(path, lambda part: part.write_text(text))
 
 
 def kept(out: str) -> dict[str, Any]:

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from meshfold.engine.training.trackers import Tracker
+from meshfold.engine.whole_file import write_whole
 
 
 class MetricsFile:
@@ -24,9 +25,8 @@ class MetricsFile:
         if write:
             path.parent.mkdir(parents=True, exist_ok=True)
             # A process that dies here leaves the rows that were there.
-            new = path.with_name(f".{path.name}.writing")
-            new.write_text("".join(json.dumps(row) + "\n" for row in self.rows), encoding="utf-8")
-            new.replace(path)
+            text = "".join(json.dumps(row) + "\n" for row in self.rows)
+            write_whole(path, lambda part: part.write_text(text, encoding="utf-8"))
 
     def add(self, **row: Any) -> None:
         """One more row."""
