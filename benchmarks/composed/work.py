@@ -4,6 +4,7 @@ learning rate of each step."""
 from __future__ import annotations
 
 import argparse
+from collections.abc import Callable
 from functools import partial
 
 import torch
@@ -11,6 +12,7 @@ from torch import Tensor
 
 from meshfold.engine.models import build, preset
 from meshfold.engine.models.llama import Llama
+from meshfold.engine.training.schedule import lr_schedule
 
 
 class Work:
@@ -48,12 +50,12 @@ class Work:
         """A function without arguments that makes the model."""
         return partial(Work.compiled if compiled else Work.model, self)
 
-    def rates(self, optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler.LRScheduler:
-        """Of the learning rate: it rises in a straight line over the first ``--rise`` steps and then stays. Without that the
-        first steps of Adam, which all have the same length, throw a large model so far off that no two runs agree."""
-        return torch.optim.lr_scheduler.LambdaLR(
-            optimizer, lambda done: min(1.0, (done + 1) / self.args.rise)
-        )
+    @property
+    def rates(self) -> Callable[[torch.optim.Optimizer], torch.optim.lr_scheduler.LRScheduler]:
+        """Makes the schedule of the learning rate: it rises in a straight line over the first ``--rise`` steps and then stays.
+        Without that the first steps of Adam, which all have the same length, throw a large model so far off that no two runs
+        agree."""
+        return lr_schedule("constant", warmup=self.args.rise, steps=self.args.steps)
 
     def batch(self, step: int) -> Tensor:
         """Token ids of a step's whole batch, ``rows seq_len``: words by Zipf's law, each followed by the one that always

@@ -119,15 +119,15 @@ def _blocks_of_all(x: Tensor, group: Group) -> Tensor:
     if x.device.type != "cpu":
         gathered: Tensor = _ops.all_gather_into_tensor(x, group.size, group.name)
         return gathered
-    # The same collective into memory of our own, because gloo runs the op above as ALLGATHER_COALESCED, and then corrupts
-    # the heap now and then (seen with torch 2.13): when a collective is over, each of a group's two worker threads
-    # assigns its name to one std::string that they share, without a lock. Up to 15 characters that is a copy in place;
-    # a longer name, and of those we cause this is the only one, lies on the heap and may be freed by both.
     if _TRACES_NO_OUT and torch.compiler.is_compiling():  # the same messages as an exchange of equal blocks
         rows = [x.shape[0]] * group.size
         sent = x.repeat(group.size, *[1] * (x.dim() - 1))
         exchanged: Tensor = _ops.all_to_all_single(sent, rows, rows, group.name)
         return exchanged
+    # The same collective into memory of our own, because gloo runs the op above as ALLGATHER_COALESCED, and then corrupts
+    # the heap now and then (seen with torch 2.13): when a collective is over, each of a group's two worker threads
+    # assigns its name to one std::string that they share, without a lock. Up to 15 characters that is a copy in place;
+    # a longer name, and of those we cause this is the only one, lies on the heap and may be freed by both.
     out = x.new_empty((group.size * x.shape[0], *x.shape[1:]))
     into: Tensor = _ops.all_gather_into_tensor_out(x, group.size, group.name, out=out)
     return into

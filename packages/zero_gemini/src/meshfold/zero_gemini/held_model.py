@@ -13,7 +13,6 @@ from torch import Tensor, nn
 
 from meshfold.mesh import Group, Mesh
 from meshfold.mesh.metadata import placed
-from meshfold.zero_gemini.ahead import light_ones
 from meshfold.zero_gemini.building import (
     MakeOptimizer,
     give_stretches,
@@ -39,7 +38,7 @@ from meshfold.zero_gemini.sharded_init import sharded_values
 from meshfold.zero_gemini.stepping import AdamStepper, DiskSettings, Stepper
 from meshfold.zero_gemini.stepping.paces import Pace, What
 from meshfold.zero_gemini.trace.chunks import Named, uses_of
-from meshfold.zero_gemini.trace.workload import ChunkUse
+from meshfold.zero_gemini.trace.workload import ChunkUse, light_units
 from meshfold.zero_gemini.units import Unit, find_units
 from meshfold.zero_gemini.values import ParameterValues
 
@@ -132,9 +131,10 @@ class HeldModel(ParameterValues):
         if self._stepper is not None:
             give_stretches(self._stepper, self.group_names)
         self._units = find_units(model)
+        light = light_units(self.uses())
         self._runtime = Runtime(
-            model, self._units, self._chunks_of_unit, prefetch=prefetch, light=self._light_units(),
-            before_evaluation=self.flush,
+            model, self._units, self._chunks_of_unit, prefetch=prefetch, before_evaluation=self.flush,
+            light=frozenset(unit for unit in self._units if unit.name in light),
         )  # fmt: skip
         self._early = (
             EarlySteps(self._stepper, self._runtime, memory)
@@ -202,13 +202,6 @@ class HeldModel(ParameterValues):
     def _chunks_of_unit(self, unit: Unit) -> list[Chunk]:
         names = (self._names[parameter] for parameter in unit.parameters)
         return list(dict.fromkeys(self._chunk_of[name] for name in names if name in self._chunk_of))
-
-    def _light_units(self) -> frozenset[Unit]:
-        def elems(unit: Unit) -> int:
-            names = (self._names.get(parameter) for parameter in unit.parameters)
-            return sum(self._known[name].shape.numel() for name in names if name in self._chunk_of)
-
-        return light_ones({unit: elems(unit) for unit in self._units})
 
     @property
     def optimizer(self) -> torch.optim.Optimizer | None:

@@ -26,10 +26,10 @@ class StayingBytes:
 
     def __init__(self, gemini: Gemini, spec: ZeroSpec, world: World) -> None:
         self._gemini, self._world, self._limit = gemini, world, spec.gpu_memory_limit
-        self._wanted = world.pipelined and spec.stage == 3 and world.device.type != "meta"
-        self.some = self._wanted
+        self.some = world.pipelined or not spec.reshard_after_forward
+        on_device = world.device.type != "meta"
+        self._wanted = world.pipelined and spec.stage == 3 and spec.reshard_after_forward and on_device
         if not spec.reshard_after_forward:
-            self._wanted, self.some = False, True
             gemini.staying_bytes = UNLIMITED
         self._reset()
 

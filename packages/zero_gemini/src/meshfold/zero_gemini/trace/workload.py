@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from statistics import mean
 
@@ -80,6 +80,7 @@ def workload_of(
     moments = _without_recomputing(moments, layers)
     visits = {chunk.name: _visits(chunk, moments, half) for chunk in chunks}
     forward, backward = _seconds(chunks, moments[:half]), _seconds(chunks, moments[half:])
+    light = light_units(chunks)
     costs = []
     for chunk in chunks:
         seen = visits[chunk.name]
@@ -131,18 +132,17 @@ def workload_of(
         host_base_bytes=host_base_bytes,
         whole_gradients=whole_gradients,
         prefetch_moments=prefetch,
-        light_moments=_light(chunks, moments),
+        light_moments=frozenset(i for i, moment in enumerate(moments) if moment.unit in light),
         reshards=reshards,
     )
 
 
-def _light(chunks: Sequence[ChunkUse], moments: Sequence[TracedMoment]) -> frozenset[int]:
-    """The moments of units that next to nothing is computed with."""
+def light_units(chunks: Iterable[ChunkUse]) -> frozenset[str]:
+    """Names of the units that next to nothing is computed with, for the plan and for who carries it out."""
     elems: Counter[str] = Counter()
     for chunk in chunks:
         elems.update(chunk.units)
-    light = light_ones(elems)
-    return frozenset(i for i, moment in enumerate(moments) if moment.unit in light)
+    return light_ones(elems)
 
 
 def _alike(layers: Sequence[TracedLayer]) -> list[TracedLayer]:
