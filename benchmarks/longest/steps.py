@@ -33,7 +33,7 @@ class Decoder(nn.Module):
     def forward(self, ids: Tensor, targets: Tensor, counted: Tensor) -> Tensor:
         """``1 s`` ids and targets that are moved already -> the sum of the losses over ``counted``."""
         of, s = self.llama, ids.shape[1]
-        rotary = of.rotary(s, ids.device)
+        rotary = of.rotary(None, s, ids.device)
         x = of.embed(ids.reshape(-1))
         for block in of.blocks:
             x = checkpoint(block, x, s, rotary, use_reentrant=False)

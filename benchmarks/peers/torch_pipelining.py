@@ -80,7 +80,7 @@ def start(
     name, chunks, _ = SCHEDULES[schedule]
     count = work.args.ranks * chunks
     for module in modules.values():  # once; torch looks at shapes with tensors of its own
-        module.tables = module.rotary(work.args.seq_len, work.device)
+        module.tables = module.rotary(None, work.args.seq_len, work.device)
     made = [PipelineStage(module, stage, count, work.device) for stage, module in modules.items()]
     kind = getattr(pipelining, name)
     loss = work.model().loss
