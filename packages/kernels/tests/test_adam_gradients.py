@@ -119,6 +119,20 @@ def test_pack_in_place_and_overflow(implementation: str) -> None:
         assert bool(K.is_finite(x)) and not bool(K.is_finite(out))
 
 
+@both
+@pytest.mark.parametrize("out_dtype", [*DTYPES, torch.float64], ids=str)
+@pytest.mark.parametrize("dtype", [*DTYPES, torch.float64], ids=str)
+def test_written_is_what_torch_writes(
+    implementation: str, dtype: torch.dtype, out_dtype: torch.dtype
+) -> None:
+    x, there = normal(5000, 7, dtype), normal(5000, 8, out_dtype)
+    with K.use(implementation):
+        K.write_gradient(x, out := there.clone())
+        assert torch.equal(out, x.to(out_dtype))
+        K.write_gradient(x, out := there.clone(), add=True)
+        assert torch.equal(out, (there + x).to(out_dtype))
+
+
 def test_wrong_arguments_are_refused() -> None:
     x = torch.zeros(8)
     with pytest.raises(ValueError, match="block is 1000; it must be a multiple of 1024"):
@@ -133,5 +147,9 @@ def test_wrong_arguments_are_refused() -> None:
         K.pack_gradient(x, x[:7])
     with pytest.raises(TypeError, match="out is int16"):
         K.pack_gradient(x, torch.zeros(8, dtype=torch.int16))
+    with pytest.raises(TypeError, match="out is int16"):
+        K.write_gradient(x, torch.zeros(8, dtype=torch.int16))
+    with pytest.raises(ValueError, match=r"source has shape \[2, 4\]"):
+        K.write_gradient(x.view(2, 4), x)
     with pytest.raises(TypeError, match="scale is float64"):
         K.pack_gradient(x, x, torch.ones((), dtype=torch.float64))

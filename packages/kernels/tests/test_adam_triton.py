@@ -126,6 +126,24 @@ def test_gradients(
         assert torch.equal(raw(got), raw(wanted))
 
 
+@settings(max_examples=EXAMPLES, deadline=None)
+@given(
+    n=st.integers(0, 5000), dtype=st.sampled_from(DTYPES), out_dtype=st.sampled_from(DTYPES), add=st.booleans(),
+    bad=st.sampled_from([0.0, math.inf, math.nan]),
+)  # fmt: skip
+def test_written_gradients(n: int, dtype: torch.dtype, out_dtype: torch.dtype, add: bool, bad: float) -> None:
+    x = normal(n, 4, dtype, DEVICE)
+    if n:
+        x[n // 2] = bad
+    results = []
+    for implementation in ("triton", "reference"):
+        out = normal(n, 5, out_dtype, DEVICE)
+        with K.use(implementation):
+            K.write_gradient(x, out, add=add)
+        results.append(out)
+    assert torch.equal(raw(results[0]), raw(results[1]))
+
+
 def test_gradients_in_whole_blocks() -> None:
     x = normal(70_000, 8, torch.bfloat16, DEVICE)
     got = K.sum_of_squares(x, start=65_536 - 100)

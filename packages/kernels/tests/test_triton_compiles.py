@@ -128,9 +128,12 @@ def test_all_kernels_compile(compiler: Compiler) -> None:
     for dtype in (torch.float32, torch.bfloat16, torch.float16):
         K.sum_of_squares(p.to(dtype))
         K.pack_gradient(grad, p.to(dtype), torch.tensor(0.5), norm=1)
+        K.write_gradient(grad.to(dtype), torch.zeros(h), add=True)
+        K.write_gradient(p.to(torch.bfloat16), torch.zeros(h, dtype=dtype))
     assert compiler.compiled == {
         "norms._normalise", "norms._row_sums", "norms._gradient_sums", "norms._gradients",
         "activations._gated", "activations._gated_gradients", "activations._gelu", "activations._gelu_gradients",
         "rotary._rotate", "attention._merge", "losses._sums", "losses._gradient", "masks._dropout",
         "adam._elementwise", "adam._quantized", "adam._split", "adam._join", "gradients._pass",
+        "gradients._write",
     }  # fmt: skip

@@ -14,11 +14,12 @@ sys.path.append(str(Path(__file__).parent))  # for the helpers beside this file,
 
 from stepping_cases import SHAPES, Small, adam
 
+from meshfold.mesh import Group
 from meshfold.zero_gemini import measuring
 from meshfold.zero_gemini.arena import Arena
 from meshfold.zero_gemini.page_locked import PAGE_BYTES, page_locked
 from meshfold.zero_gemini.placing import Home
-from meshfold.zero_gemini.planner import EMULATED, REGIMES, Machine, stack
+from meshfold.zero_gemini.planner import EMULATED, H200, REGIMES, Machine, stack
 from meshfold.zero_gemini.planner.options import HOST_STREAMED, SPLIT, Choice
 from meshfold.zero_gemini.planner.seconds import seconds_table
 from meshfold.zero_gemini.seen import ENOUGH_ELEMS, as_seen
@@ -93,6 +94,23 @@ def test_every_regime_is_measured_with_its_own_planes(regime: str, monkeypatch: 
 
 def test_what_has_no_kernels_is_measured_with_those_of_regime_a() -> None:
     assert [measuring._known(name) for name in ("B", "fp32", "3 moments")] == ["B", "fp32", "A"]
+
+
+def test_a_host_that_does_not_matter_is_not_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its samples lock GiBs of memory, which takes seconds."""
+
+    def refuse(*_: object) -> None:
+        raise AssertionError("the host was measured")
+
+    for name in ("_adam", "_together", "_copies"):
+        monkeypatch.setattr(measuring, name, refuse)
+    monkeypatch.setattr(measuring, "_gpu_memory", lambda device: 123.0)
+    monkeypatch.setattr(measuring, "_name", lambda device: "a GPU")
+    alone = Group(axes=(), ranks=(0,), index=0, name="")
+    found = measuring.measure(torch.device("cuda", 7), everyone=alone, host=False)
+    assert found.gpu_memory == 123.0 and found.h2d == H200.h2d
+    with pytest.raises(AssertionError, match="the host was measured"):
+        measuring.measure(torch.device("cuda", 7), everyone=alone)
 
 
 def test_equally_large_blocks_begin_on_different_pages() -> None:

@@ -31,6 +31,7 @@ from meshfold.kernels.gradients import (
     pack_gradient,
     sum_of_magnitudes,
     sum_of_squares,
+    write_gradient,
 )
 from meshfold.kernels.losses import (
     cross_entropy,
@@ -112,4 +113,5 @@ __all__ = [
     "swiglu",
     "swiglu2",
     "use",
+    "write_gradient",
 ]

@@ -16,6 +16,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from meshfold.kernels import write_gradient
 from meshfold.mesh import Pending, reduce_scatter
 from meshfold.zero_gemini.arena import Block
 from meshfold.zero_gemini.backward import Backward
@@ -116,12 +117,9 @@ class ChunkGradient:
         if self._whole is None:
             self._whole = self._allocate(self.chunk.spec.size_elems)
         slot = self.chunk.spec.slots[place]
-        part = self._whole.tensor[slot.start_elems : slot.start_elems + slot.numel].view_as(gradient)
-        if place in self._filled:
-            part.add_(gradient)
-        else:
-            part.copy_(gradient)
-            self._filled.add(place)
+        part = self._whole.tensor[slot.start_elems : slot.start_elems + slot.numel]
+        write_gradient(gradient.reshape(-1), part, add=place in self._filled)
+        self._filled.add(place)
         self.used.add(place)
         self._arrived.add(place)
 

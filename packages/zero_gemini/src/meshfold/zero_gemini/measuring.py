@@ -46,6 +46,7 @@ def measure(
     everyone: Group,
     disk: str | os.PathLike[str] | None = None,
     regime: str = "A",
+    host: bool = True,
 ) -> Machine:
     """This rank's share of the machine. All ranks must call, so that those of one host are measured side by side.
 
@@ -54,11 +55,13 @@ def measure(
         everyone: all ranks.
         disk: a folder for optimizer state; its disk is measured with 1 GiB.
         regime: of the optimizer's step, whose kernels measure the host; where there are none, those of ``"A"``.
+        host: whether a GPU's host matters. It takes seconds, most of them to lock memory for the samples, and several GiB of
+            it; without, the rates of the host and of the way to it are those of an H200's.
 
     Raises:
         DiskError: if one of the ranks cannot use it, on all of them.
     """
-    found = _rates(device, _known(regime))
+    found = _rates(device, _known(regime)) if host or device.type != "cuda" else _of_gpu_alone(device)
     if everyone.size > 1:
         found = replace(found, collective=_collective(device, everyone))
     if disk is not None:
@@ -90,6 +93,20 @@ def _rates(device: torch.device, regime: str) -> Machine:
         torch.set_num_threads(threads)
 
 
+@functools.cache
+def _of_gpu_alone(device: torch.device) -> Machine:
+    return replace(
+        H200, name=f"this machine ({_name(device)}), its host not measured", gpu_memory=_gpu_memory(device),
+        cpu_optimizer={}, gpu_bytes=UNLIMITED, host_bytes=host_bytes(), disk_bytes=0,
+    )  # fmt: skip
+
+
+def _gpu_memory(device: torch.device) -> float:
+    """Bytes/s of a copy on the device, reads and writes together."""
+    x = torch.empty(_BYTES, dtype=torch.uint8, device=device)
+    return 2 * _BYTES / _seconds(lambda a, b: b.copy_(a), device, x)
+
+
 def _rates_of(device: torch.device, regime: Regime) -> Machine:
     host, cores_alone = _adam(device, regime)
     machine = replace(
@@ -106,9 +123,7 @@ def _rates_of(device: torch.device, regime: Regime) -> Machine:
     gained = through / regime.step + (cores - cores_alone) / regime.first_pass  # elements a second
     if gained > (WORTH_IT - 1) * cores_alone / regime.first_pass:
         machine = replace(machine, passage=through, beside_passage=cores, passage_bytes=PASSAGE_BYTES)
-    x = torch.empty(_BYTES, dtype=torch.uint8, device=device)
-    on_device = 2 * _BYTES / _seconds(lambda a, b: b.copy_(a), device, x)
-    return replace(machine, gpu_memory=on_device, h2d=up, d2h=down, pcie_both=both)
+    return replace(machine, gpu_memory=_gpu_memory(device), h2d=up, d2h=down, pcie_both=both)
 
 
 class _Sample:

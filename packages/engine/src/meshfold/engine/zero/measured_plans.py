@@ -61,7 +61,13 @@ class MeasuredPlans:
         """
         spec, world = self._spec, self._world
         machine = replace(
-            measure(world.device, everyone=world.everyone, disk=spec.offload_path, regime=self._regime.name),
+            measure(
+                world.device,
+                everyone=world.everyone,
+                disk=spec.offload_path,
+                regime=self._regime.name,
+                host=self._wants_host,
+            ),
             gpu_bytes=device_bytes(world.device),
         )
         machine = as_seen(machine, self._regime, watcher.paces)
@@ -91,6 +97,13 @@ class MeasuredPlans:
             return workload_of(trace, uses, tokens=tokens, clipping=holds, **common), machine
         tokens *= flying.microbatches
         return workload_of_stages(trace, uses, flying, tokens=tokens, **common), machine
+
+    @property
+    def _wants_host(self) -> bool:
+        """Whether anything lives on the host, or may come to."""
+        homes = self._gemini.homes.values()
+        away = any(home.parameters != "device" or home.state != "device" for home in homes)
+        return away or self._spec.placement == "auto"
 
     def plan(self, workload: Workload, machine: Machine, *, shrunk: float) -> Plan:
         """The plan that the spec's placement asks for, within its limits and what the machine has.

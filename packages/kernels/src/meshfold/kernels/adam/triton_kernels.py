@@ -31,7 +31,9 @@ if TYPE_CHECKING:
     from meshfold.kernels.adam.states import QuantizedState, SplitState, WholeState
 
 _TILE = 1024
-_RUNTIME = ["n", "start", "noise", "grad_scale"]
+# Not the number of elements: that 16 divides it lets the compiler load and store many at a time under the mask (4.1 TB/s
+# on an H200, 3.4 without).
+_RUNTIME = ["start", "noise", "grad_scale"]
 
 
 @triton.jit
@@ -145,7 +147,7 @@ def _quantized(
         tl.store(exp_avg_sq_scale + row, scale, mask=full)
 
 
-@triton.jit(do_not_specialize=["n"])
+@triton.jit
 def _split(x, hi, lo, n, TILE: tl.constexpr):
     place = tl.program_id(0).to(tl.int64) * TILE + tl.arange(0, TILE)
     mask = place < n
@@ -154,7 +156,7 @@ def _split(x, hi, lo, n, TILE: tl.constexpr):
     tl.store(lo + place, lower, mask=mask)
 
 
-@triton.jit(do_not_specialize=["n"])
+@triton.jit
 def _join(hi, lo, x, n, TILE: tl.constexpr):
     place = tl.program_id(0).to(tl.int64) * TILE + tl.arange(0, TILE)
     mask = place < n

@@ -20,3 +20,6 @@ class GradientKernels(Protocol):
         self, source: Tensor, out: Tensor, scale: float | Tensor, norm: int, block: int, start: int
     ) -> Tensor:
         """Writes ``source * scale``, rounded once, to ``out`` and returns the partials of what it wrote."""
+
+    def write(self, source: Tensor, out: Tensor, add: bool) -> None:
+        """Writes ``source``, in the dtype of ``out``, or adds it to what is there: in float32 at least, rounded once."""

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from meshfold.kernels.compiling import one_process_compiles
 from meshfold.kernels.float_bits.numba_kernels import DTYPES, bits, from_bits, narrow, widen
+from meshfold.kernels.gradients import reference
 from meshfold.kernels.gradients.interface import LANES, LARGEST, SQUARES
 from meshfold.kernels.gradients.reference import touched
 from meshfold.kernels.threads import as_bytes, torch_threads
@@ -90,3 +91,7 @@ def pack(source: Tensor, out: Tensor, scale: float | Tensor, norm: int, block: i
             np.float32(float(scale)), norm, block, start,
         )  # fmt: skip
     return found
+
+
+def write(source: Tensor, out: Tensor, add: bool) -> None:
+    reference.write(source, out, add)  # torch's own is as fast as the memory here

@@ -37,3 +37,11 @@ def pack(source: Tensor, out: Tensor, scale: float | Tensor, norm: int, block: i
     """Writes ``out`` and returns its partials."""
     out.copy_(source.float() * scale)
     return partials(out, norm, block, start)
+
+
+def write(source: Tensor, out: Tensor, add: bool) -> None:
+    """Writes or adds to ``out``."""
+    if add:
+        out.add_(source)
+    else:
+        out.copy_(source)

@@ -13,10 +13,11 @@ from meshfold.kernels.gradients.reference import touched
 from meshfold.kernels.launch import launch
 
 _OUT = {torch.float32: 1, torch.bfloat16: 2, torch.float16: 3}
+_TILE = 1024  # elements that a program writes
 _ROWS = 4  # that a program loads at a time: with one it waits for the memory at every row (0.9 TB/s on an H200, 3.2 with four)
 
 
-@triton.jit(do_not_specialize=["n", "start", "scale"])
+@triton.jit(do_not_specialize=["scale"])
 def _pass(
     source, out, found, scale, n, start,
     BLOCK: tl.constexpr, LANES: tl.constexpr, BF16: tl.constexpr, OUT: tl.constexpr, SCALE_IN_MEMORY: tl.constexpr,
@@ -63,6 +64,25 @@ def _pass(
         tl.store(found + tl.program_id(0) + tl.arange(0, 1), total)
 
 
+@triton.jit
+def _write(
+    source, out, n, BF16: tl.constexpr, OUT: tl.constexpr, ADD: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
+    place = tl.program_id(0).to(tl.int64) * TILE + tl.arange(0, TILE)
+    mask = place < n
+    x = tl.load(source + place, mask=mask, other=0)
+    x = from_bfloat16(x) if BF16 else x.to(tl.float32)
+    if ADD:
+        there = tl.load(out + place, mask=mask, other=0)
+        x = (from_bfloat16(there) if OUT == 2 else there.to(tl.float32)) + x
+    if OUT == 1:
+        tl.store(out + place, x, mask=mask)
+    if OUT == 2:
+        tl.store(out + place, to_bfloat16(x), mask=mask)
+    if OUT == 3:
+        tl.store(out + place, x.to(tl.float16), mask=mask)
+
+
 def _raw(x: Tensor) -> Tensor:
     return x.view(torch.int16) if x.dtype is torch.bfloat16 else x
 
@@ -87,3 +107,12 @@ def partials(x: Tensor, norm: int, block: int, start: int) -> Tensor:
 
 def pack(source: Tensor, out: Tensor, scale: float | Tensor, norm: int, block: int, start: int) -> Tensor:
     return _run(source, out, scale, norm, block, start)
+
+
+def write(source: Tensor, out: Tensor, add: bool) -> None:
+    n = source.numel()
+    launch(
+        _write, (triton.cdiv(n, _TILE),), source,
+        _raw(source), _raw(out), n, BF16=source.dtype is torch.bfloat16, OUT=_OUT[out.dtype], ADD=add, TILE=_TILE, num_warps=4,
+        enable_fp_fusion=False,
+    )  # fmt: skip
