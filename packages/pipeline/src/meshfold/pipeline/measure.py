@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from itertools import pairwise
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -47,9 +49,12 @@ def measure(
         for parameter in parameters:
             parameter.grad = None
         runs = [_run(stage, work, plan, device) for _ in range(repeats + 1)][1:]
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
         for parameter, gradient in parameters.items():
             parameter.grad = gradient
-        table[number] = torch.tensor([statistics.median(column) for column in zip(*runs, strict=True)])
+        seconds = [[_between(*pair) for pair in pairwise(points)] for points in runs]
+        table[number] = torch.tensor([statistics.median(column) for column in zip(*seconds, strict=True)])
     forward, backward_input, backward_weight = all_reduce(table, group).t().tolist()
     return Costs(forward=forward, backward_input=backward_input, backward_weight=backward_weight)
 
@@ -98,14 +103,20 @@ def costs_of_blocks(costs: Costs, layers: Sequence[int]) -> list[float]:
     return [before, *([block] * sum(layers)), behind]
 
 
-def _run(stage: Stage, work: Microbatch, plan: Plan, device: torch.device) -> tuple[float, float, float]:
-    """Seconds of F, B and W."""
+def _run(stage: Stage, work: Microbatch, plan: Plan, device: torch.device) -> list[Any]:
+    """The points in time before F, between F, B and W, and behind W.
+
+    On a GPU nobody waits in between: what launching takes is hidden there, as it is in a step.
+    """
     received, gradients = noise(stage.inputs(plan), device), final(stage, plan, device)
-    return (
-        _timed(lambda: stage.forward(_KEY, work, plan, received), device),
-        _timed(lambda: stage.backward_input(_KEY, gradients), device),
-        _timed(lambda: stage.backward_weight(_KEY), device),
-    )
+    points = [_now(device)]
+    stage.forward(_KEY, work, plan, received)
+    points.append(_now(device))
+    stage.backward_input(_KEY, gradients)
+    points.append(_now(device))
+    stage.backward_weight(_KEY)
+    points.append(_now(device))
+    return points
 
 
 def noise(slots: Slots, device: torch.device) -> list[Tensor]:
@@ -113,11 +124,15 @@ def noise(slots: Slots, device: torch.device) -> list[Tensor]:
     return [torch.randn(slot.shape, dtype=slot.dtype, device=device) for slot in slots]
 
 
-def _timed(action: Callable[[], object], device: torch.device) -> float:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-    start = time.perf_counter()
-    action()
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-    return time.perf_counter() - start
+def _now(device: torch.device) -> Any:
+    """A point in time: an event in the order of a GPU's stream, elsewhere what the clock says."""
+    if device.type != "cuda":
+        return time.perf_counter()
+    event = torch.cuda.Event(enable_timing=True)
+    event.record(torch.cuda.current_stream(device))
+    return event
+
+
+def _between(begin: Any, end: Any) -> float:
+    """Seconds, once both have happened."""
+    return float(end - begin) if isinstance(begin, float) else float(begin.elapsed_time(end)) / 1e3
