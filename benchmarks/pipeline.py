@@ -3,12 +3,14 @@
 Forward and backward of a whole step; all contestants hold the same weights in stages of equal size, run in one process
 group, and are timed in interleaved rounds, from a barrier to the end of the slowest rank. Beside the times: the bubble as
 events around every action show it, and as the simulator foretells it from costs measured before. `meshfold bench
-pipeline --ranks 4` writes JSON with the raw times; `--report FILE.json` makes the table, the bars and the plot from it.
+pipeline --ranks 4` writes JSON with the raw times, to which other numbers of micro-batches are added; `--report FILE.json`
+makes the table, the bars and the plot from it.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import statistics
 import sys
@@ -109,13 +111,10 @@ def _measure(args: argparse.Namespace) -> int:
             if name in ("1f1b", "zb-v"):  # the cuts that `auto` may choose between
                 costs[1 if name == "1f1b" else 2] = found
         say(f"{name:<28} {made.note or 'built'} after {time.monotonic() - begin:.1f} s", flush=True)
-    result: dict[str, Any] = {
-        "area": "pipeline",
-        "machine": machine(),
-        "settings": {k: v for k, v in vars(args).items() if k not in ("out", "report", "list")},
+    result = _opened(args)
+    result |= {
         "send_milliseconds": send,
         "costs": {runner.name: runner.costs for runner in runners if runner.costs},
-        "cases": {},
     }
 
     def save() -> None:  # whenever there is more: a contestant that hangs takes the rest with it
@@ -138,6 +137,20 @@ def _measure(args: argparse.Namespace) -> int:
         print(f"written to {args.out}")
     world.close()
     return 0
+
+
+_NOT_SETTINGS = ("out", "report", "list", "microbatches", "rounds")
+
+
+def _opened(args: argparse.Namespace) -> dict[str, Any]:
+    """The result to add cases to: what is there if it was measured with the same settings on such a machine, else a new one."""
+    settings = {name: value for name, value in vars(args).items() if name not in _NOT_SETTINGS}
+    fresh: dict[str, Any] = {"area": "pipeline", "machine": machine(), "settings": settings, "cases": {}}
+    if not args.out.exists():
+        return fresh
+    known: dict[str, Any] = json.loads(args.out.read_text())
+    same = known["settings"] == settings and known["machine"] == fresh["machine"]
+    return known if same else fresh
 
 
 def _silent(*words: object, **options: object) -> None:

@@ -46,11 +46,12 @@ def main(argv: Sequence[str]) -> int:
     if unknown := [name for name in chosen if name not in names(args.ranks)]:
         raise SystemExit(f"there is no contestant {unknown[0]!r}; there are: {', '.join(names(args.ranks))}")
     result = _opened(args)
-    for number in range(args.rounds):
+    for _ in range(args.rounds):
         for name in chosen:
             known = result["contestants"].get(name, [])
             runs = result["contestants"][name] = [run for run in known if "error" not in run]
-            steps = args.steps if number == 0 else args.warm_up + args.later_steps
+            # The first start gives the curve, later ones only times.
+            steps = args.warm_up + args.later_steps if runs else args.steps
             begin = time.monotonic()
             runs.append(_run(args, list(argv), name, steps))
             print(f"{name:<32} {_summary(args, runs[-1])}; {time.monotonic() - begin:.0f} s", flush=True)

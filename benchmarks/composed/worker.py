@@ -9,11 +9,19 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from benchmarks.common import synchronize
 from benchmarks.composed.contestants import builder
 from benchmarks.composed.work import Work
+
+
+def _meet() -> None:
+    """Begin a step together: ranks make their batches in times that differ, and who waits for them is not at work."""
+    if dist.is_initialized():
+        dist.barrier()
+    synchronize()
 
 
 class Trainer(Protocol):
@@ -55,7 +63,7 @@ def run(args: argparse.Namespace, job: dict[str, Any]) -> int:
     }
     for step in range(job["steps"]):
         batch = trainer.prepare(work.batch(step))
-        synchronize()
+        _meet()
         begin = time.perf_counter()
         found["losses"].append(trainer.step(batch))
         synchronize()

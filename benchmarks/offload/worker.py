@@ -17,7 +17,7 @@ from typing import Any, NoReturn
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # so that this file runs on its own
 
 DOES_NOT_FIT = 42
-"""Exit code of a search whose last try did not fit: memory after that is in no state to go on from."""
+"""Exit code where memory was too small: after that it is in no state to go on from."""
 
 
 def main(path: str) -> NoReturn:
@@ -34,7 +34,7 @@ def main(path: str) -> NoReturn:
     except BaseException as error:
         traceback.print_exc()
         found["error"] = f"{type(error).__name__}: {(str(error).strip().splitlines() or [''])[0]}"[:500]
-        code = DOES_NOT_FIT if job.search and _is_memory(error) else 1
+        code = DOES_NOT_FIT if _is_memory(error) else 1
     found |= _peaks(job, rank)
     _write(job, rank, found)
     sys.stdout.flush()
@@ -69,8 +69,8 @@ def _train(job: Any, rank: int, found: dict[str, Any]) -> None:
         "steps": [],
     }
     if job.search:
-        job = dataclasses.replace(job, rows=_search(job, rank, trainer, found))
-    found["rows"] = job.rows
+        _search(job, rank, trainer, found)
+        return
     ids = _ids(job, rank, trainer.device)
     for number in range(job.warm_up + job.steps):
         found["steps"].append(_step(job, trainer, ids, timed=number >= job.warm_up))
@@ -94,10 +94,12 @@ def _step(job: Any, trainer: Any, ids: Any, *, timed: bool) -> dict[str, Any]:
     }
 
 
-def _search(job: Any, rank: int, trainer: Any, found: dict[str, Any]) -> int:
-    """About the largest number of rows that trains, within a sixteenth; raises where a try does not fit.
+def _search(job: Any, rank: int, trainer: Any, found: dict[str, Any]) -> None:
+    """Note about the largest number of rows that trains, within a sixteenth; raises where a try does not fit.
 
-    By doubling, then bisecting; where the peaks of two sizes say that less than the double will fit, by those.
+    By doubling, then bisecting; where the peaks of two sizes say that less than the double will fit, by those. Rows with which
+    the allocator has to give back in every step what it had cached, and to ask for it again, are too many: a step of GPT2-XL
+    takes a fifth longer then.
     """
     low: int = job.low
     high: int = job.high
@@ -108,15 +110,37 @@ def _search(job: Any, rank: int, trainer: Any, found: dict[str, Any]) -> int:
         _free()
         ids = _ids(dataclasses.replace(job, rows=rows), rank, trainer.device)
         for _ in range(2):  # the second finds the optimizer's state in its way
+            before = _retries(rank)
             trainer.step(ids)
+        if _anywhere(_retries(rank) > before):
+            high = rows
+            _free()
+            continue
         low = rows
         peaks.append((rows, _peaks(job, rank)["gpu_peak_bytes"]))
         found["fits"] = low
         _write(job, rank, found)
     if low == 0:
         raise RuntimeError("not one row fits")
-    _free()
-    return low
+    found["fits"] = low
+
+
+def _retries(rank: int) -> int:
+    """How often the allocator had to give cached memory back so as to get other."""
+    import torch
+
+    return int(torch.cuda.memory_stats(rank)["num_alloc_retries"]) if torch.cuda.is_available() else 0
+
+
+def _anywhere(here: bool) -> bool:
+    """Whether it is so on any rank."""
+    import torch.distributed as dist
+
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        return here
+    told: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(told, here)
+    return any(told)
 
 
 def _next(low: int, high: int, peaks: list[tuple[int, int]], limit: int) -> int:
@@ -165,6 +189,7 @@ def _peaks(job: Any, rank: int) -> dict[str, Any]:
     return {
         "gpu_peak_bytes": torch.cuda.max_memory_allocated(rank) if gpu else 0,
         "gpu_reserved_peak_bytes": torch.cuda.max_memory_reserved(rank) if gpu else 0,
+        "allocator_retries": _retries(rank),
         "own_host_peak_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
         "ended_children_host_peak_bytes": resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss * 1024,
     }

@@ -30,13 +30,21 @@ def described(result: dict[str, Any]) -> str:
         f"{s['layers']} Llama blocks, hidden {s['hidden']}, {s['heads']} heads, {s['kv_heads']} key/value heads, inner "
         f"{s['ffn']}, {s['vocab']} words; micro-batches of {s['rows']} × {s['seq_len']} tokens, {s['dtype']}, forward and "
         f"backward on {s['ranks']} ranks; {m.get('gpu', 'CPU')}, torch {m['torch']}, Triton {m['triton']}. Median of "
-        f"{s['rounds']} interleaved rounds, from a barrier to the end of the slowest rank; ratios above 1 say that the row is "
+        "interleaved rounds, from a barrier to the end of the slowest rank; ratios above 1 say that the row is "
         "faster than that peer (lowest and highest round in brackets). The bubble is what events around the actions of "
         "every rank leave of the time to the last one's end; simulated: from costs of each stage by itself, and from the "
         f"durations in the run itself. A message takes {result['send_milliseconds']:.3f} ms."
     ]
     for microbatches, case in result["cases"].items():
-        lines += ["", f"## {microbatches} micro-batches", "", *_table(case), "", *bars(case, s["ranks"])]
+        rounds = max((len(times) for times in case["milliseconds"].values()), default=0)
+        lines += [
+            "",
+            f"## {microbatches} micro-batches, {rounds} rounds",
+            "",
+            *_table(case),
+            "",
+            *bars(case, s["ranks"]),
+        ]
     return "\n".join([*lines, *reports.notes(result.get("notes", {}), "why not")])
 
 
