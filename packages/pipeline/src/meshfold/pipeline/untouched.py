@@ -1,4 +1,4 @@
-"""A model's buffers as they were, after forwards that are no part of the training."""
+"""A model's buffers and caches as they were, after forwards that are no part of the training."""
 
 from __future__ import annotations
 
@@ -10,7 +10,10 @@ from torch import nn
 
 @contextmanager
 def untouched_buffers(model: nn.Module) -> Iterator[None]:
-    """Inside, forwards change copies of the buffers: running statistics of norms, counters."""
+    """Inside, forwards change copies of the buffers: running statistics of norms, counters.
+
+    And attention adds nothing to its ``kv_cache``, the keys and values of the text that is being generated.
+    """
     before = [
         (module, name, buffer)
         for module in model.modules()
@@ -21,8 +24,13 @@ def untouched_buffers(model: nn.Module) -> Iterator[None]:
         copy = buffer.clone()
         copy.__dict__.update(buffer.__dict__)  # where it lies on the mesh
         module._buffers[name] = copy
+    caches = [(m, m.__dict__["kv_cache"]) for m in model.modules() if m.__dict__.get("kv_cache") is not None]
+    for module, _ in caches:
+        module.__dict__["kv_cache"] = None
     try:
         yield
     finally:
+        for module, cache in caches:
+            module.__dict__["kv_cache"] = cache
         for module, name, buffer in before:
             module._buffers[name] = buffer

@@ -12,7 +12,8 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -39,8 +40,27 @@ def row_unit(model: nn.Module, sequence: int) -> int:
     return 1 if frame is None else frame.padded_rows(1, sequence)
 
 
+@contextmanager
+def filled_for_one_token(model: nn.Module) -> Iterator[None]:
+    """Inside, batches are filled up as if each row had one token, whatever it has: every rank's attention has the same rows
+    when further tokens come one at a time. Nothing changes for a model that is not split.
+    """
+    frames = [frame for m in model.modules() if isinstance(frame := m.__dict__.get(_FRAME), Frame)]
+    for frame in frames:
+        frame.one_by_one = True
+    try:
+        yield
+    finally:
+        for frame in frames:
+            frame.one_by_one = False
+
+
 class Frame(OnMesh):
-    """Hooks before and after a model's forward."""
+    """Hooks before and after a model's forward.
+
+    Attributes:
+        one_by_one: batches are filled up as if each row had one token.
+    """
 
     def __init__(
         self,
@@ -68,6 +88,7 @@ class Frame(OnMesh):
         self.model, self.mesh, self.mode = model, mesh, mode
         self.heads, self.positions, self.loss, self.hidden = heads, positions, loss, hidden
         self._whole = whole
+        self.one_by_one = False
         residual, logits = outer.layout("residual"), outer.layout("logits")
         blocks = [mesh.size(*mode.layout("residual")["m"]), mesh.size(*logits["m"])]
         # Where the stream is split by tokens, batch times sequence has to be a multiple; else the batch has.
@@ -136,7 +157,7 @@ class Frame(OnMesh):
         if first is None:
             return
         sequence = first.shape[1] if first.dim() == (3 if first.is_floating_point() else 2) else 1
-        if given.get("use_cache"):
+        if self.one_by_one or given.get("use_cache"):
             sequence = 1  # the batch must stay the same when further tokens come one at a time
         self._rows, self._padded = first.shape[0], self.padded_rows(first.shape[0], sequence)
         for table in self.positions:

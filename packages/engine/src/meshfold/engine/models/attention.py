@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
@@ -10,6 +11,9 @@ from torch.nn import functional as F
 
 from meshfold.engine.models.config import DecoderConfig
 from meshfold.kernels import apply_rotary
+
+if TYPE_CHECKING:
+    from meshfold.engine.models.cache import KeyValueCache
 
 
 def fused(linear: nn.Linear, parts: Sequence[int]) -> nn.Linear:
@@ -48,11 +52,12 @@ class Attention(nn.Module):
     """``m h -> m h``: each sequence attends to its own past, or to what a mask leaves of it.
 
     ``n_heads`` and ``n_kv_heads`` are the heads of this module's own projection; who shards it sets them to the
-    local numbers.
+    local numbers. While text is generated ``kv_cache`` has the keys and values of earlier tokens.
     """
 
     def __init__(self, config: DecoderConfig, *, bias: bool) -> None:
         super().__init__()
+        self.kv_cache: KeyValueCache | None = None
         self.n_heads, self.n_kv_heads, self.head_dim = config.heads, config.n_kv_heads, config.d
         parts = config.qkv_parts
         self.qkv = fused(nn.Linear(config.hidden, sum(parts), bias=bias), parts)
@@ -70,6 +75,10 @@ class Attention(nn.Module):
         q, k, v = qkv.split((heads, kv_heads, kv_heads), dim=2)
         if rotary is not None:
             q, k = apply_rotary(q, k, *rotary)
+        causal = mask is None
+        if self.kv_cache is not None:
+            k, v = self.kv_cache.add(k, v)
+            causal = causal and seq_len > 1  # a token that comes alone sees all that is kept
         if mask is not None and heads != kv_heads:
             # On GPUs the kernel that takes a mask wants as many heads of keys; without it all scores would be kept.
             k, v = (t.repeat_interleave(heads // kv_heads, dim=2) for t in (k, v))
@@ -78,7 +87,7 @@ class Attention(nn.Module):
             k.transpose(1, 2),
             v.transpose(1, 2),
             attn_mask=mask,
-            is_causal=mask is None,
+            is_causal=causal,
             enable_gqa=heads != kv_heads and mask is None,
         )
         out: Tensor = self.out(y.transpose(1, 2).reshape(-1, heads * d))

@@ -49,6 +49,7 @@ class GPT(nn.Module):
     """A GPT-2-like decoder with its language model head and loss."""
 
     flat_tokens = True
+    caches_keys = True
 
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()

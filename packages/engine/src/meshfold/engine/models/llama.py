@@ -50,6 +50,7 @@ class Llama(nn.Module):
     """A Llama-like decoder with its language model head and loss."""
 
     flat_tokens = True
+    caches_keys = True
 
     def __init__(self, config: LlamaConfig) -> None:
         super().__init__()

@@ -57,7 +57,7 @@ class CausalMask(nn.Module):
         self.window = window
 
     def forward(self, position_ids: Tensor | None, like: Tensor, length: int) -> Tensor | None:
-        """One mask for all layers; None where a token sees all before it.
+        """One mask for all layers; None where a token sees all before it, or is alone.
 
         Args:
             position_ids: ``b s`` or ``1 s``, begin anew at each document; None: each row is one.
@@ -65,7 +65,7 @@ class CausalMask(nn.Module):
             length: s, tokens of a row.
         """
         window = None if self.window is None or self.window >= length else self.window
-        if not self.makes_masks or (window is None and position_ids is None):
+        if not self.makes_masks or length == 1 or (window is None and position_ids is None):
             return None
         token = torch.arange(length, device=like.device)
         back = token[:, None] - token
