@@ -113,7 +113,7 @@ class Characterwise(LightningModule):
 
 
 RULES = {"model.transformer": "replicate"}
-"""nn.MultiheadAttention hides its projections, so the blocks stay whole; embedding and decoder are split."""
+"""The blocks stay whole; embedding and decoder are split."""
 
 MODULES: dict[str, Callable[[], LightningModule]] = {
     "boring": Boring,

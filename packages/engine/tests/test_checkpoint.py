@@ -358,7 +358,7 @@ def test_batches_do_not_depend_on_the_mesh() -> None:
     loader = ShardedLoader(Numbers(8), batch_size=4, index=0, blocks=1)
     first, second = ([batch["input_ids"].tolist() for batch in loader] for _ in range(2))
     assert first != second
-    assert sum(1 for _ in zip(loader, range(1), strict=False)) == 1
+    next(iter(loader))
     assert len(list(loader)) == 2  # breaking off does not shorten the next epoch
     for wrong, message in [
         (dict(batch_size=0), "batch_size=0"),

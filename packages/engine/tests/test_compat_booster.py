@@ -25,6 +25,7 @@ from meshfold.engine.compat import (
     TorchDDPPlugin,
     TorchFSDPPlugin,
     gpc,
+    initialize,
 )
 from meshfold.engine.compat.plugins import Plugin
 from meshfold.engine.models import GPT, GPTConfig
@@ -204,6 +205,107 @@ def test_a_criterion_that_comes_with_the_batch() -> None:
     with pytest.raises(SpecError, match="outputs of micro-batches are let go of"):
         booster.execute_pipeline(
             iter([(x, y)]), boosted, nn.functional.mse_loss, optimizer, return_outputs=True
+        )
+
+
+class Pictures(nn.Module):
+    """A small ViT, which is not called with token ids."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.patches = nn.Conv2d(3, 8, 4, 4)
+        self.blocks = nn.ModuleList(nn.Sequential(nn.LayerNorm(8), nn.Linear(8, 8)) for _ in range(2))
+        self.head = nn.Linear(8, 5)
+
+    def forward(self, pictures: Tensor) -> Tensor:
+        x = self.patches(pictures).flatten(2).transpose(1, 2)
+        for block in self.blocks:
+            x = x + block(x)
+        return self.head(x.mean(1))
+
+
+class Album(torch.utils.data.Dataset[tuple[Tensor, int]]):
+    """Pictures, with a transform that draws a random number."""
+
+    def __init__(self) -> None:
+        self.read: list[int] = []
+        self.pictures = torch.randn(
+            8, 3, 8, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(1)
+        )
+
+    def __len__(self) -> int:
+        return len(self.pictures)
+
+    def __getitem__(self, index: int) -> tuple[Tensor, int]:
+        self.read.append(index)
+        return self.pictures[index] + 0 * torch.rand(()), index % 5
+
+
+def pictures() -> Pictures:
+    torch.manual_seed(0)
+    return Pictures().double()
+
+
+def serial_pictures() -> list[float]:
+    model, losses = pictures(), []
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for x, y in torch.utils.data.DataLoader(Album(), batch_size=4):
+        loss = nn.functional.cross_entropy(model(x), y)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+@ranks(2)
+def test_a_pipeline_finds_its_example_in_the_loader() -> None:
+    wanted = serial_pictures()
+    plain: Any = torch.utils.data.DataLoader(Album(), batch_size=4)
+    plugin = HybridParallelPlugin(1, 2, num_microbatches=2, precision="fp64")
+    for loader in (plain, plugin.prepare_dataloader(Album(), batch_size=4)):
+        model, losses = pictures(), []
+        before = torch.get_rng_state()
+        booster, optimizer = Booster(plugin=plugin), torch.optim.SGD(model.parameters(), lr=0.1)
+        boosted, stepped, _, dealt, _ = booster.boost(model, optimizer, nn.functional.cross_entropy, loader)
+        assert torch.equal(torch.get_rng_state(), before)
+        assert loader.dataset.read == [0]
+        batches = iter(dealt)
+        for _ in wanted:
+            found = booster.execute_pipeline(batches, boosted, None, stepped)
+            assert stepped is not None
+            stepped.step()
+            stepped.zero_grad()
+            losses.append(float(found["loss"]))
+        assert losses == pytest.approx(wanted, rel=1e-9)
+
+    model = pictures()
+    config = dict(parallel=dict(pipeline=2), NUM_MICRO_BATCHES=2, precision="fp64")
+    engine, train, _, _ = initialize(
+        model, torch.optim.SGD(model.parameters(), lr=0.1), nn.functional.cross_entropy, plain, config=config
+    )
+    batches = iter(train)
+    for loss in wanted:
+        assert float(engine.execute_schedule(batches)[2]) == pytest.approx(loss, rel=1e-9)
+        engine.step()
+
+
+@ranks(2)
+def test_without_a_loader_the_error_says_where_to_write_an_example() -> None:
+    plugin, model = HybridParallelPlugin(1, 2, num_microbatches=2, precision="fp64"), pictures()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    once: Any = iter([])
+    for loader in (None, once):
+        with pytest.raises(
+            SpecError, match=r"HybridParallelPlugin\(\.\.\., engine=dict\(example=next\(iter\(dataloader\)\)"
+        ):
+            Booster(plugin=plugin).boost(model, optimizer, nn.functional.cross_entropy, loader)
+    with pytest.raises(SpecError, match=r"example=next\(iter\(dataloader\)\) in the config"):
+        initialize(
+            model,
+            optimizer,
+            nn.functional.cross_entropy,
+            config=dict(parallel=dict(pipeline=2), precision="fp64"),
         )
 
 

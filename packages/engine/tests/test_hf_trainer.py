@@ -1,8 +1,9 @@
-"""The Trainer of transformers over an engine: the same curve as the Trainer alone, and clear errors. Several ranks and
+"""The Trainer of transformers over an engine: the same curve as the Trainer alone, and clear errors. Training on several ranks and
 resuming under another spec are in docs/ray-and-trainer.md, which is run."""
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArgumen
 from meshfold.engine import Engine
 from meshfold.engine.hugging_face.trainer import EngineTrainer
 from meshfold.mesh import SpecError
+from meshfold.mesh.testing import run_on_ranks
 
 ROWS = torch.randint(64, (32, 12), generator=torch.Generator().manual_seed(0))
 DATASET = [dict(input_ids=row, labels=row) for row in ROWS]
@@ -22,7 +24,7 @@ def model() -> LlamaForCausalLM:
     torch.manual_seed(0)
     return LlamaForCausalLM(
         LlamaConfig(
-            vocab_size=64, hidden_size=32, intermediate_size=64, num_hidden_layers=1, num_attention_heads=2
+            vocab_size=64, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=2
         )
     )
 
@@ -76,6 +78,44 @@ def test_a_resumed_run_has_the_rest_of_the_curve(tmp_path: Path) -> None:
     assert rest == pytest.approx([loss for loss, _, _ in whole[3:]], rel=1e-4)
     found = again.evaluate()["eval_loss"]
     assert found == pytest.approx(again.engine.eval_step(dict(input_ids=ROWS[:8], labels=ROWS[:8])), rel=1e-5)
+
+
+def rows_to_evaluate(count: int) -> list[dict[str, Any]]:
+    """Rows of which more and more targets count, from none on."""
+    labels = [
+        torch.where(torch.arange(12) < 2 * number, row, -100) for number, row in enumerate(ROWS[:count])
+    ]
+    return [dict(input_ids=row, labels=label) for row, label in zip(ROWS, labels, strict=False)]
+
+
+def evaluated(parallel: dict[str, Any], out: str, count: int, each: int) -> float:
+    with engine(parallel=parallel) as made:
+        args = arguments(Path(out), per_device_eval_batch_size=each)
+        return EngineTrainer(made, args=args, eval_dataset=rows_to_evaluate(count)).evaluate()["eval_loss"]
+
+
+@pytest.mark.parametrize(("count", "each"), [(6, 4), (5, 2), (3, 2), (1, 4)])
+@pytest.mark.parametrize(
+    ("ranks", "parallel"),
+    [(1, {}), (2, dict(data=2)), (4, dict(data=2, pipeline=dict(size=2, microbatches=2)))],
+    ids=["alone", "data", "data and pipeline"],
+)
+def test_every_target_is_evaluated_once(
+    ranks: int, parallel: dict[str, Any], count: int, each: int, tmp_path: Path
+) -> None:
+    rows = {
+        name: torch.stack([row[name] for row in rows_to_evaluate(count)]) for name in ("input_ids", "labels")
+    }
+    wanted = engine().eval_step(rows)
+    found = (
+        run_on_ranks(ranks, evaluated, parallel, str(tmp_path), count, each)
+        if ranks > 1
+        else [evaluated(parallel, str(tmp_path), count, each)]
+    )
+    assert found == pytest.approx(
+        [wanted] * ranks, rel=1e-5, nan_ok=count == 1
+    )  # of the first row nothing counts
+    assert math.isnan(wanted) == (count == 1)
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ pytest.importorskip("lightning", reason="needs meshfold[lightning]")
 from meshfold.mesh.testing import run_on_ranks
 
 sys.path.append(str(Path(__file__).parent))  # for the helpers beside this file, on every rank
-from lightning_cases import MODULES, RULES, assert_same, parallel_run, serial
+from lightning_cases import MODULES, assert_same, parallel_run, serial
 
 SPECS: dict[str, dict[str, Any]] = {
     "data 4": {},
@@ -35,11 +35,7 @@ def wanted(kind: str) -> tuple[list[float], dict[str, Tensor]]:
 
 
 def runs(parallel: dict[str, Any]) -> dict[str, tuple[list[float], dict[str, Tensor]]]:
-    strategy = {"rules": RULES}
-    return {
-        kind: parallel_run(kind, parallel, strategy=strategy if kind == "transformer" else None)
-        for kind in MODULES
-    }
+    return {kind: parallel_run(kind, parallel) for kind in MODULES}
 
 
 @pytest.mark.parametrize("spec", SPECS)

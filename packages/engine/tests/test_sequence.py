@@ -647,6 +647,14 @@ class Mixes(Sums):
         self.mix = nn.Conv1d(8, 8, 3)
 
 
+class Attends(Sums):
+    """Attends by torch's own module."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.attend = nn.MultiheadAttention(8, 2)
+
+
 def hf_of_other_layers() -> nn.Module:
     model = hf_llama()
     model.config.layer_types = ["linear_attention", "full_attention"]  # type: ignore[union-attr]
@@ -656,6 +664,18 @@ def hf_of_other_layers() -> nn.Module:
 REFUSED: list[tuple[Any, dict[str, Any], dict[str, Any], str]] = [
     (Sums, dict(sequence=ring(2)), {}, "the loss inside of Sums cannot be told"),
     (Mixes, dict(sequence=ring(2)), dict(loss_fn=shifted_mean), "mix, a Conv1d, mixes tokens"),
+    (
+        Attends,
+        dict(sequence=ring(2)),
+        dict(loss_fn=shifted_mean),
+        "attend, an nn.MultiheadAttention, attends in a way",
+    ),
+    (
+        Attends,
+        dict(sequence=ring(2), tensor=2),
+        dict(loss_fn=shifted_mean),
+        "attend, an nn.MultiheadAttention, attends in a way",
+    ),
     (hf_of_other_layers, dict(sequence=ring(2)), {}, "layers of type linear_attention"),
     (
         hf_gpt2_drops_weights,

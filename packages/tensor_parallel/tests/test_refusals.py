@@ -43,6 +43,10 @@ def decoder(**more: nn.Module) -> Model:
     return Model(embed=nn.Embedding(32, HIDDEN), block=Block(), **more)
 
 
+class OwnAttention(nn.MultiheadAttention):
+    """Derived, so that it may have another forward."""
+
+
 class GroupedAttention(nn.Module):
     def __init__(self, heads: int, kv_heads: int, head_dim: int = 4, hidden: int = HIDDEN) -> None:
         super().__init__()
@@ -219,8 +223,11 @@ REFUSALS: dict[str, Refusal] = {
         lambda: Model(patch=nn.Conv2d(3, 9, 2, 2), norm=nn.LayerNorm(9)), ("patch: out_channels=9", "8 or 10"), SQUARE, "2d"
     ),
     # kinds of modules
-    "nn.MultiheadAttention": Refusal(
-        lambda: decoder(attn=nn.MultiheadAttention(HIDDEN, 4)), ("attn: MultiheadAttention hides its projections", "q_proj")
+    "nn.MultiheadAttention of another width": Refusal(
+        lambda: decoder(attn=nn.MultiheadAttention(8, 4)), ("attn: MultiheadAttention is 8 wide, not 16 like the residual stream",)
+    ),
+    "a MultiheadAttention of one's own": Refusal(
+        lambda: decoder(attn=OwnAttention(HIDDEN, 4)), ("attn: OwnAttention hides its projections", "q_proj")
     ),
     "unknown module": Refusal(lambda: decoder(mix=nn.Bilinear(4, 4, 4)), ("mix: Bilinear has parameters", "weight", "replicate")),
     "bare parameter": Refusal(Bare, ("(root): Bare has parameters of its own (cls)",)),

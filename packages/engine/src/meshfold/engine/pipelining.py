@@ -124,6 +124,7 @@ class PipelinedModel:
             SpecError: if it cannot be cut so.
         """
         from meshfold.pipeline import Pipeline, ScheduleError
+        from meshfold.pipeline.errors import ExampleError
 
         spec = world.spec.pipeline
         if spec is None:
@@ -151,6 +152,11 @@ class PipelinedModel:
                 reduce=self._complete,
                 beside=self._beside(),
             )
+        except ExampleError as error:
+            raise SpecError(
+                f"pipeline={spec.to_dict()}: {error.what}. Give Engine(..., example=batch): a small batch such as train_step is "
+                "given, whose values do not matter"
+            ) from error
         except (LayoutError, ScheduleError) as error:
             raise SpecError(f"pipeline={spec.to_dict()}: {error}") from error
 

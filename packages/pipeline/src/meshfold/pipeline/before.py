@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from meshfold.mesh import LayoutError, Mesh
 from meshfold.mesh.evaluating import evaluating
+from meshfold.pipeline.errors import ExampleError
 from meshfold.pipeline.gates import Gates
 from meshfold.pipeline.ghosts import standing_in
 
@@ -37,10 +38,9 @@ def parameters_before(
             except LayoutError:
                 raise
             except Exception as error:
-                raise LayoutError(
+                raise ExampleError(
                     f"to see what {type(model).__name__} does before its blocks it was called with "
-                    f"{_described(example)}, and raised {type(error).__name__}: {error}. Give "
-                    f"example=((arguments), dict(keywords)) that it can be called with"
+                    f"{_described(example)}, and raised {type(error).__name__}: {error}"
                 ) from error
             reached = _leaves(gates.entering)
             early = [id(tensor) in reached for tensor in loose]

@@ -2,8 +2,20 @@
 
 from __future__ import annotations
 
-from meshfold.mesh.errors import MeshfoldError
+from meshfold.mesh.errors import LayoutError, MeshfoldError
 
 
 class ScheduleError(MeshfoldError, ValueError):
     """A schedule that cannot be made, read or run: what is wrong, where it stands, what to change."""
+
+
+class ExampleError(LayoutError):
+    """What a model was called with, to see what comes before its blocks, is nothing for it.
+
+    Attributes:
+        what: happened, without what to change.
+    """
+
+    def __init__(self, what: str) -> None:
+        super().__init__(f"{what}. Give example=((arguments), dict(keywords)) that it can be called with")
+        self.what = what

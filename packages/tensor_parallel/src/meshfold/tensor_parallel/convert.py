@@ -38,6 +38,7 @@ _ORDER = (
     "dropout",
     "loss",
     "mixture",
+    "attention",
     "replicate",
 )
 
@@ -145,6 +146,7 @@ class _Conversion:
         self._replace()
         for name, heads in self.study.heads.items():
             heads.tell(self.study.modules[name], self.mesh, self.mode)
+        self._tell_torchs_own()
         self._split_and_join()
         self._share_inputs()
         self._make_frame()
@@ -188,11 +190,11 @@ class _Conversion:
             for leaf, child in parent._modules.items():
                 if child is not None:
                     places.setdefault(child, []).append((parent, leaf))
-        blocks: dict[nn.Parameter, nn.Parameter] = {}
+        blocks = self.maker.blocks
         for role in _ORDER:
             for name in self.roles.named(role):
                 module = made = self.study.modules[name]
-                said = ""
+                said, was = "", type(module).__name__
                 if role in WHOLE:
                     said = self.maker.keep_whole(name, module, role)
                 else:
@@ -201,11 +203,22 @@ class _Conversion:
                     keep_hooks(module, made)
                     for parent, leaf in places[module]:
                         parent._modules[leaf] = made
-                self.report.placed.append(placed(name, role, module, made, said))
+                self.report.placed.append(placed(name, role, was, made, said))
         for module in self.model.modules():  # second names of what was split
             for leaf, parameter in module._parameters.items():
                 if parameter is not None and parameter in blocks:
                     module._parameters[leaf] = blocks[parameter]
+
+    def _tell_torchs_own(self) -> None:
+        """Let torch's own transformers expect what their layers are given here."""
+        for name, module in self.study.modules.items():
+            if isinstance(
+                module, nn.TransformerEncoder
+            ):  # in evaluation it would make nested tensors for them
+                module.use_nested_tensor = False
+            if isinstance(module, nn.Transformer) and self.study.begins:
+                columns = self.study.mode_at(name).layout("residual")["h"]
+                module.d_model = self.roles.hidden // self.mesh.size(*columns)
 
     def _split_and_join(self) -> None:
         for blocks, boundary in self.study.boundaries:

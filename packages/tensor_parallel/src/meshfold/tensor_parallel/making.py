@@ -20,6 +20,7 @@ from meshfold.tensor_parallel.layers.embedding import Embedding, HeadBias, Posit
 from meshfold.tensor_parallel.layers.experts import Experts, experts_of
 from meshfold.tensor_parallel.layers.linear import Linear
 from meshfold.tensor_parallel.layers.loss import CausalLMLoss
+from meshfold.tensor_parallel.layers.multihead import SplitMultiheadAttention, why_torchs, why_whole
 from meshfold.tensor_parallel.layers.norm import HeadNorm, LayerNorm, RMSNorm
 from meshfold.tensor_parallel.layers.patch import PatchEmbedding
 from meshfold.tensor_parallel.layers.replicated import Replicated
@@ -32,6 +33,8 @@ class Maker:
 
     def __init__(self, study: Study, mesh: Mesh, lowering: str) -> None:
         self.study, self.mesh, self.lowering = study, mesh, lowering
+        self.blocks: dict[nn.Parameter, nn.Parameter] = {}
+        """of whole parameters, what this rank has of them"""
 
     def make(self, name: str, role: str, module: Any) -> nn.Module:
         """The sharded twin of a module, which may be a meta twin of the model's."""
@@ -88,13 +91,18 @@ class Maker:
 
         Args:
             role: ``"source"``: it makes the stream, and is given none. ``"mixture"``: the experts in it are split.
+                ``"attention"``: torch's own, whose heads are.
 
         Returns:
             What became of it, for the report.
         """
         mode, said = self.study.mode_at(name), "whole on every rank"
         stream = Replicated(self.mesh, mode, self.study.roles.hidden, self.study.flat_at(name))
-        stream.around(module, begins=role == "source")
+        streams, whole = 3 if isinstance(module, nn.MultiheadAttention) else 1, ""
+        stream.around(module, begins=role == "source", streams=streams)
+        if isinstance(module, nn.MultiheadAttention) and role == "attention":
+            whole = why_whole(module, self.mesh, self.study.mode)
+            said = f"{said}: {whole}" if whole else f"heads split over {', '.join(self.study.mode.axes)}"
         if role == "mixture":
             leaf = experts_of(module)
             experts, splitter = module.get_submodule(leaf), Experts(self.mesh, self.study.mode)
@@ -104,6 +112,10 @@ class Maker:
                 splitter.split(experts)
                 said = f"{leaf} split by their inner dim over {', '.join(splitter.axes)}, the rest whole"
         for path, parent in module.named_modules(prefix=name):
+            if isinstance(parent, nn.MultiheadAttention) and not why_torchs(parent):
+                axes = self.study.mode.axes if role == "attention" and not whole else ()
+                dropout = self.dropout(f"{path}.functional", 0.0, mode, whole=True)
+                SplitMultiheadAttention.split(parent, self.mesh, axes, dropout, self.blocks)
             for leaf, child in parent._modules.items():
                 if type(child) is nn.Dropout:
                     parent._modules[leaf] = self.dropout(f"{path}.{leaf}", child.p, mode, whole=True).train(

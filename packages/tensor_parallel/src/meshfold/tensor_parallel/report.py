@@ -74,20 +74,20 @@ class Report:
         return "\n".join([*lines, *self.notes])
 
 
-def placed(name: str, role: str, was: nn.Module, made: nn.Module, said: str = "") -> Placed:
-    """The entry of a submodule that was replaced, or kept, of which ``said`` is what became."""
+def placed(name: str, role: str, was: str, made: nn.Module, said: str = "") -> Placed:
+    """The entry of a submodule that was of the class ``was``, or was kept: ``said`` is what became of it then."""
     weight = getattr(made, "weight", None)
     meta = metadata(weight) if weight is not None else None
     if said:
-        return Placed(name=name, role=role, was=type(was).__name__, weights=said)
+        return Placed(name=name, role=role, was=was, weights=said)
     if meta is None:
-        return Placed(name=name, role=role, was=type(was).__name__, weights="")
+        return Placed(name=name, role=role, was=was, weights="")
     plan = getattr(made, "plan", None)
     by_dim = " ".join(",".join(axes) or "–" for axes in meta.placement.axes)
     return Placed(
         name=name,
         role=getattr(made, "role", role),
-        was=type(was).__name__,
+        was=was,
         weights=by_dim if plan is None else str(plan.w),
         shape=meta.placement.shape,
         local=meta.placement.local_shape(meta.mesh),

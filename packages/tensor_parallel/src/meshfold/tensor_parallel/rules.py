@@ -54,8 +54,8 @@ ROLES = tuple(_KINDS)
 """What a user's rule may say."""
 
 
-WHOLE = ("replicate", "source", "mixture")
-"""The roles of modules that keep their own code and all that lies in them."""
+WHOLE = ("replicate", "source", "mixture", "attention")
+"""The roles of modules that keep all that lies in them, before a stream that is whole."""
 
 
 @dataclass
@@ -174,6 +174,8 @@ def _role(name: str, module: nn.Module, model: nn.Module, hidden: int) -> str:
         return "loss"
     if isinstance(module, nn.Conv2d) and is_patch(module):
         return "patch" if module.out_channels == hidden else ""
+    if type(module) is nn.MultiheadAttention:
+        return "attention" if module.embed_dim == hidden else ""
     if _is_mixture(module, hidden):
         return "mixture"
     return "source" if _is_source(module, hidden) else ""
@@ -257,6 +259,8 @@ def _inside(name: str, found: Roles) -> bool:
 def _no_rule(name: str, module: nn.Module, hidden: int) -> str:
     kind = type(module).__name__
     if isinstance(module, nn.MultiheadAttention):
+        if type(module) is nn.MultiheadAttention:
+            return f"{kind} is {module.embed_dim} wide, not {hidden} like the residual stream"
         return f"{kind} hides its projections: write attention with nn.Linear layers q_proj, k_proj, v_proj, out_proj"
     if is_linear(module):
         reads, writes = features(module)

@@ -14,6 +14,7 @@ from meshfold.tensor_parallel.blocks import Blocks, find_blocks
 from meshfold.tensor_parallel.boundary import Boundary
 from meshfold.tensor_parallel.heads import Heads, find_heads
 from meshfold.tensor_parallel.kinds import check_norm, features, is_linear, norm_kind, norm_size
+from meshfold.tensor_parallel.layers.multihead import why_torchs
 from meshfold.tensor_parallel.modes import Mode, outside_blocks
 from meshfold.tensor_parallel.probe import BIASES, Probe
 from meshfold.tensor_parallel.rules import WHOLE, classify, is_head_norm, usual_role
@@ -113,6 +114,7 @@ class Study:
         for name in self.roles.named("replicate"):
             self._check_whole(name)
             self._check_joined(name)
+        self._check_torchs_attention()
         self._check_two_streams()
         for name, heads in self.heads.items():
             self._check_code(name, heads)
@@ -166,6 +168,19 @@ class Study:
             if columns or not around:
                 return columns
             around, inner = around.rpartition(".")[0], False
+
+    def _check_torchs_attention(self) -> None:
+        """Attention that keeps torch's own forward would drop other weights on every rank."""
+        for name, module in self.modules.items():
+            if (
+                isinstance(module, nn.MultiheadAttention)
+                and module.dropout > 0
+                and (why := why_torchs(module))
+            ):
+                raise LayoutError(
+                    f"{name}: {type(module).__name__} with dropout={module.dropout} would drop other weights on every rank, since "
+                    f"it keeps torch's own code: {why}. Set its dropout to 0"
+                )
 
     def _check_two_streams(self) -> None:
         """An encoder's output is read by every block of the decoder, so both streams must lie as attention wants them."""

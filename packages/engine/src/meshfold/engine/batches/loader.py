@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, default_collate
 
 from meshfold.engine import settings
 from meshfold.engine.batches.cut import cut, share
@@ -24,6 +24,14 @@ class ShardedLoader:
 
     The rows of global batch n are the same under every spec: only who gets which differs. So a position (epoch,
     batches served) means the same everywhere too.
+
+    A loop that ends by ``break`` ends its epoch: the next loop is the next epoch, in another order if rows are shuffled, so that
+    ``next(iter(loader))`` costs nothing but an order and a few steps an epoch do not always see the same rows. The position
+    stays where the ``break`` was until then: a checkpoint of it goes on in the middle.
+
+    Attributes:
+        epoch: which one is served, from 0.
+        served: global batches of it that were given out: the number of the one to come.
     """
 
     def __init__(
@@ -69,7 +77,8 @@ class ShardedLoader:
         self._index, self._blocks, self._options = index, blocks, options
         self.epoch = 0
         self.served = 0
-        self._resume = 0
+        self._current: object = None  # the iteration that moves the position
+        self._loaded = False  # the position is one that was loaded
         if not self._rows:
             raise SpecError("a dataset of 0 examples gives no batch: len(dataset) is 0")
         if len(self) == 0:
@@ -89,13 +98,25 @@ class ShardedLoader:
         return self._rows // self.batch_size if self.drop_last else -(-self._rows // self.batch_size)
 
     def __iter__(self) -> Iterator[Any]:
-        self.served, self._resume = self._resume, 0
+        if (
+            self.served and not self._loaded
+        ):  # a loop was broken off, or took the last batch and did not ask for one more
+            self.epoch, self.served = self.epoch + 1, 0
+        self._loaded = False
+        mine = self._current = object()
         batches = _Batches(self, start=self.served)
         for number, batch in enumerate(self._serve(batches), self.served):
-            self.served += 1
+            if self._current is mine:  # no later loop, and no position that was loaded, has taken its place
+                self.served = number + 1
             # A coordinate without rows gets one that does not count: what it would get of one row for two.
             yield batch if batches.mine(number) else cut(batch, 1, 2)
-        self.epoch, self.served = self.epoch + 1, 0
+        if self._current is mine:
+            self.epoch, self.served = self.epoch + 1, 0
+
+    @property
+    def collate(self) -> Callable[[list[Any]], Any]:
+        """Makes a batch of rows."""
+        return self._options.get("collate_fn") or default_collate
 
     def _serve(self, batches: _Batches) -> DataLoader[Any]:
         return DataLoader(self.dataset, batch_sampler=batches, **self._options)
@@ -112,7 +133,7 @@ class ShardedLoader:
                 left out or come twice.
         """
         self.seed, self.epoch, self.served = self.position(state)
-        self._resume = self.served
+        self._current, self._loaded = None, True
 
     def position(self, state: Mapping[str, int]) -> tuple[int, int, int]:
         """Seed, epoch and batches served, of a saved position; raises what :meth:`load_state_dict` does, and changes nothing."""

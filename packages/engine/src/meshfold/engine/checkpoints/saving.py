@@ -49,7 +49,7 @@ PATIENCE = 120.0
 
 
 class Saver:
-    """Saves of an engine, one at a time; host memory for a copy of what this rank keeps is taken once, and kept."""
+    """Saves of an engine, one at a time; host memory for a copy of what this rank keeps is taken once, and kept between them."""
 
     def __init__(self, world: World) -> None:
         """Args:
@@ -79,7 +79,7 @@ class Saver:
         Raises:
             CheckpointError: on all ranks, if the save before has failed, or this one cannot begin on one of them.
         """
-        self.finish()
+        self._settle()
         target = place_of(path)
         save = BackgroundSave(target, self._world)
         writing, first = writing_of(target), self._world.mesh.rank == 0
@@ -123,23 +123,25 @@ class Saver:
             told = torch.tensor(ended, device=self._world.device)
             ended = int(all_reduce(told, self._world.everyone, "min"))
         if ended:
-            self.finish()
+            self._settle()
 
     def finish(self) -> None:
-        """Wait for the save that is under way, if there is one. All ranks must call.
+        """Wait for the save that is under way, if there is one, and give the memory of copies back. All ranks must call.
 
         Raises:
             CheckpointError: on all ranks, if it has failed and nobody was told yet.
         """
-        save, self._under_way = self._under_way, None
-        if save is not None:
-            save.wait()
+        try:
+            self._settle()
+        finally:
+            self._buffers.clear()
 
     def abandon(self) -> None:
-        """Wait for this rank's part alone, where others may not come: an error is told at the end of the process."""
+        """:meth:`finish` for this rank's part alone, where others may not come: an error is told at the end of the process."""
         save, self._under_way = self._under_way, None
         if save is not None:
             save.join()
+        self._buffers.clear()
 
     def before_change(self) -> None:
         """Before what is copied changes: what is done from now on comes after the copies."""
@@ -148,6 +150,11 @@ class Saver:
             save.wait_until_copied()
 
     # -- within -------------------------------------------------------------------------------------------------
+
+    def _settle(self) -> None:
+        save, self._under_way = self._under_way, None
+        if save is not None:
+            save.wait()
 
     def _begun(self, folder: Path, files: dict[str, dict[str, Source]]) -> Iterator[RankFile]:
         for name, sources in files.items():

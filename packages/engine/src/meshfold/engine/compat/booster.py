@@ -78,7 +78,9 @@ class Booster:
             optimizer: made of ``model.parameters()``; None to evaluate.
             criterion: comes back as it is. Under a pipeline it is called with (output, micro-batch), unless the model's
                 output has a ``.loss``.
-            dataloader: of ``plugin.prepare_dataloader``; or a plain one, of global batches.
+            dataloader: of ``plugin.prepare_dataloader``; or a plain one, of global batches. A pipeline looks up there what a
+                model that is not called with token ids is called with; without one write
+                ``HybridParallelPlugin(..., engine=dict(example=batch))``.
             lr_scheduler: of ``optimizer``; the same object comes back, of the engine's optimizer. The script steps it.
 
         Raises:
@@ -96,6 +98,7 @@ class Booster:
             lr_scheduler,
             settings,
             type(self.plugin).__name__,
+            dataloader,
         )
         gpc.show(Config(parallel=settings.parallel), engine.mesh)
         boosted = BoostedModel(engine)

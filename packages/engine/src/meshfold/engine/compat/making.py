@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from meshfold.engine.compat.arguments import Translation
 from meshfold.engine.compat.config import Config
 from meshfold.engine.compat.context import gpc
+from meshfold.engine.compat.examples import example_of
 from meshfold.engine.compat.handed_over import follow
 from meshfold.engine.compat.loaders import deal
 from meshfold.engine.compat.optimizers import take_over
@@ -43,7 +44,8 @@ def initialize(
             ``engine.optimizer``. Or what :class:`meshfold.engine.Engine` takes.
         criterion: of (output, target); None for models whose output has a ``.loss``.
         train_dataloader: of global batches; this rank's rows of it come back
-            (:func:`meshfold.engine.compat.loaders.deal`).
+            (:func:`meshfold.engine.compat.loaders.deal`). A pipeline looks up there what a model that is not called with token
+            ids is called with; without one write ``example=batch`` into the config.
         test_dataloader: likewise.
         lr_scheduler: of ``optimizer``; the same object comes back, of the engine's optimizer. The script steps it.
         config: a dict or the path of a Python file, with ``parallel``, ``zero``, ``fp16``, ``clip_grad_norm``,
@@ -64,7 +66,9 @@ def initialize(
             f"ophooks={ophooks!r}: register hooks of torch on the model's modules, and leave it out"
         )
     read = gpc.config if config is None else Config.of(config)
-    engine, schedule = make_engine(model, optimizer, criterion, lr_scheduler, settings_of(read), "initialize")
+    engine, schedule = make_engine(
+        model, optimizer, criterion, lr_scheduler, settings_of(read), "initialize", train_dataloader
+    )
     gpc.show(read, engine.mesh)
     train, test = deal(train_dataloader, engine, "train"), deal(test_dataloader, engine, "test")
     return engine, train, test, schedule
@@ -77,15 +81,35 @@ def make_engine(
     lr_scheduler: Any,
     settings: Settings,
     what: str,
+    dataloader: Any = None,
 ) -> tuple[TrainingEngine, Any]:
-    """The engine, and the schedule of its optimizer."""
-    engine = TrainingEngine(
-        model,
-        criterion=criterion,
-        parallel=settings.parallel,
-        optimizer=take_over(optimizer, model),
-        **settings.engine,
-    )
+    """The engine, and the schedule of its optimizer.
+
+    Args:
+        what: the name of the plugin that says the settings, or ``initialize``.
+        dataloader: the script's, in whose data an example for a pipeline may be found.
+    """
+    asked = dict(settings.engine)
+    if "pipeline" in settings.parallel and asked.get("example") is None:
+        asked["example"] = example_of(dataloader, model, criterion)
+    try:
+        engine = TrainingEngine(
+            model,
+            criterion=criterion,
+            parallel=settings.parallel,
+            optimizer=take_over(optimizer, model),
+            **asked,
+        )
+    except SpecError as error:
+        if error.__cause__ is None:
+            raise
+        from meshfold.pipeline.errors import ExampleError
+
+        if not isinstance(error.__cause__, ExampleError):
+            raise
+        batch = "example=next(iter(dataloader))"
+        write = f"{batch} in the config" if what == "initialize" else f"{what}(..., engine=dict({batch}))"
+        raise SpecError(f"{error}. Here: {write}, of batches as the model is to be called with") from error
     Translation(words=list(settings.words)).say(what, rank=engine.mesh.rank)
     schedule = engine.lr_scheduler = hand_over(lr_scheduler, optimizer, engine.optimizer)
     given = "engine.step()" if what == "initialize" else "that of the optimizer that boost(...) gave back"

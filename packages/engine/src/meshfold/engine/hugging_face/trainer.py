@@ -6,6 +6,7 @@ evaluates and decides when to save. Accelerate, beneath the Trainer, must not wr
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Sampler
 from transformers import Trainer
 
+from meshfold.engine.batches.loader import ShardedLoader
 from meshfold.engine.engine import Engine
 from meshfold.mesh import SpecError
 
@@ -85,32 +87,13 @@ class EngineTrainer(Trainer):  # type: ignore[misc]  # transformers is not typed
         return torch.tensor(loss / self.args.gradient_accumulation_steps, device=self.args.device)
 
     def get_train_dataloader(self) -> DataLoader[Any]:
-        return self._loader(
-            self.train_dataset,
-            self.args.per_device_train_batch_size,
-            seed=self.args.data_seed or self.args.seed,
-        )
-
-    def get_eval_dataloader(self, eval_dataset: Any = None) -> DataLoader[Any]:
-        dataset = self.eval_dataset if eval_dataset is None else eval_dataset
-        return self._loader(dataset, self.args.per_device_eval_batch_size, seed=None)
-
-    def evaluate(
-        self, eval_dataset: Any = None, ignore_keys: object = None, metric_key_prefix: str = "eval"
-    ) -> dict[str, float]:
-        losses = [self.engine.eval_step(dict(batch)) for batch in self.get_eval_dataloader(eval_dataset)]
-        metrics = {f"{metric_key_prefix}_loss": sum(losses) / max(1, len(losses))}
-        self.log(metrics)
-        self.control = self.callback_handler.on_evaluate(self.args, self.state, self.control, metrics)
-        return metrics
-
-    def _loader(self, dataset: Any, rows: int, seed: int | None) -> DataLoader[Any]:
-        world = self.engine._world
+        world, dataset, rows = self.engine._world, self.train_dataset, self.args.per_device_train_batch_size
         if len(dataset) < rows * world.row_size:
             raise SpecError(
                 f"a dataset of {len(dataset)} rows has no global batch of {rows} × {world.row_size} rows: use a smaller "
                 "batch size for each device"
             )
+        seed = self.args.data_seed or self.args.seed
         batches = _RowsOfBatches(len(dataset), rows, world.row_index, world.row_size, seed)
         return _Loader(
             dataset,
@@ -118,6 +101,40 @@ class EngineTrainer(Trainer):  # type: ignore[misc]  # transformers is not typed
             collate_fn=self.data_collator,
             num_workers=self.args.dataloader_num_workers,
         )
+
+    def get_eval_dataloader(self, eval_dataset: Any = None) -> ShardedLoader:
+        """Every row once, in order; of a last batch that is smaller each data coordinate has its part, which may be none."""
+        world = self.engine._world
+        return ShardedLoader(
+            self.eval_dataset if eval_dataset is None else eval_dataset,
+            batch_size=self.args.per_device_eval_batch_size * world.row_size,
+            index=world.row_index,
+            blocks=world.row_size,
+            shuffle=False,
+            collate_fn=self.data_collator,
+            num_workers=self.args.dataloader_num_workers,
+        )
+
+    def evaluate(
+        self, eval_dataset: Any = None, ignore_keys: object = None, metric_key_prefix: str = "eval"
+    ) -> dict[str, float]:
+        """``eval_loss``: the mean over all targets of the dataset that count, however many ranks and rows a batch; all ranks
+        call. nan if none counts."""
+        total, count = 0.0, 0
+        for fields in self.get_eval_dataloader(eval_dataset):
+            batch = dict(fields)
+            if targets := self._targets(batch):
+                total += self.engine.eval_step(batch) * targets
+                count += targets
+        metrics = {f"{metric_key_prefix}_loss": total / count if count else math.nan}
+        self.log(metrics)
+        self.control = self.callback_handler.on_evaluate(self.args, self.state, self.control, metrics)
+        return metrics
+
+    def _targets(self, batch: dict[str, Any]) -> int:
+        """How many of the global batch count, which its loss is a mean over."""
+        forward = self.engine._forward
+        return int(forward.shares(forward.prepare(batch), places=False).total())
 
     # -- what accelerate would do ----------------------------------------------------------------------------------
 
@@ -179,10 +196,10 @@ class _Stepped(torch.optim.Optimizer):
 
 
 class _RowsOfBatches(Sampler[list[int]]):
-    """This data coordinate's rows of global batches; what does not fill one is left out."""
+    """This data coordinate's rows of global batches to train on; what does not fill one is left out of the epoch."""
 
-    def __init__(self, length: int, rows: int, index: int, blocks: int, seed: int | None) -> None:
-        """``seed``: of the order, another one each epoch; None: as they come."""
+    def __init__(self, length: int, rows: int, index: int, blocks: int, seed: int) -> None:
+        """``seed``: of the order, another one each epoch."""
         self._length, self._rows, self._index, self._blocks, self._seed = length, rows, index, blocks, seed
         self.epoch = 0
 
@@ -190,11 +207,7 @@ class _RowsOfBatches(Sampler[list[int]]):
         return self._length // (self._rows * self._blocks)
 
     def __iter__(self) -> Iterator[list[int]]:
-        order = torch.arange(self._length)
-        if self._seed is not None:
-            order = torch.randperm(
-                self._length, generator=torch.Generator().manual_seed(self._seed + self.epoch)
-            )
+        order = torch.randperm(self._length, generator=torch.Generator().manual_seed(self._seed + self.epoch))
         for number in range(len(self)):
             start = (number * self._blocks + self._index) * self._rows
             yield order[start : start + self._rows].tolist()

@@ -54,6 +54,11 @@ def _mixing(model: nn.Module, mode: object) -> str:
     for name, module in model.named_modules():
         if isinstance(module, nn.modules.conv._ConvNd | nn.RNNBase):
             return f"{name}, a {type(module).__name__}, mixes tokens, and only attention can see those of other ranks"
+        if isinstance(module, nn.MultiheadAttention):
+            return (
+                f"{name}, an nn.MultiheadAttention, attends in a way that cannot be carried out over ranks: write the attention "
+                "with torch.nn.functional.scaled_dot_product_attention, or use a spec without sequence"
+            )
     return ""
 
 

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import math
 import time
+from contextlib import closing
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -38,6 +39,7 @@ from meshfold.engine.training.schedule import go_on, lr_schedule
 from meshfold.engine.training.settings import TrainSettings
 from meshfold.engine.training.trackers import open_trackers
 from meshfold.mesh import SpecError
+from meshfold.mesh.failure import told_to_all
 from meshfold.mesh.spec.entry import show
 
 
@@ -107,11 +109,14 @@ def _tokenizer(settings: TrainSettings, is_text: bool) -> tuple[Tokenizer | None
 def train(settings: TrainSettings, inputs: Inputs, progress: Progress) -> list[dict[str, Any]]:
     """Train; every rank calls, and gets the numbers of all steps.
 
+    Whatever ends it, nothing is left open: a checkpoint that is being written beside the training is completed, or, where
+    other ranks may not come any more, left out as a whole; the one before stays.
+
     Raises:
         SpecError: for settings that the engine refuses.
         CheckpointError: if there is nothing to resume from, or it cannot be written.
     """
-    engine = Engine(
+    with Engine(
         inputs.model.source,
         parallel=settings.parallel,
         optimizer=optimizer_of(settings),
@@ -125,7 +130,15 @@ def train(settings: TrainSettings, inputs: Inputs, progress: Progress) -> list[d
         device=settings.device,
         nonfinite=settings.nonfinite,
         watchdog=settings.watchdog,
-    )
+    ) as engine:
+        return _train(engine, settings, inputs, progress)
+
+
+@told_to_all  # inside of the engine: what fails here on one rank is told before its watchdog is closed
+def _train(
+    engine: Engine, settings: TrainSettings, inputs: Inputs, progress: Progress
+) -> list[dict[str, Any]]:
+    """What :func:`train` does with its engine."""
     if engine.loaded is not None:
         progress.say(str(engine.loaded).partition("\n")[0])
     first, checkpoints = 0, settings.checkpoints
@@ -147,47 +160,45 @@ def train(settings: TrainSettings, inputs: Inputs, progress: Progress) -> list[d
 
     saved, stopped, under_way = first, False, None
     to_prune = settings.resume and engine.mesh.rank == 0  # the run before may have died at it
-    with GracefulStop(engine) as stop:
-        for step in range(first + 1, settings.last_step + 1):
-            begin = time.perf_counter()
-            micro_steps = inputs.batches.batch(step - 1).chunk(settings.accumulate)
-            losses = [engine.train_step(engine.shard_batch(rows)) for rows in micro_steps]
-            numbers = measured(engine, sum(losses) / len(losses), settings, time.perf_counter() - begin)
-            if peak and work:
-                numbers["mfu"] = work * numbers["tokens_per_s"] / (peak * engine.mesh.world_size)
-            metrics.add(step=step, **numbers)
-            progress.step(step, numbers)
-            if not math.isfinite(numbers["loss"]):
-                progress.say(
-                    f"warning: the loss of step {step} is {numbers['loss']}; a smaller --lr or --clip may help"
-                )
-            stopped = stop.now() and step < settings.last_step
-            if (
-                not stopped
-                and _due(step, settings.eval_every, settings.last_step)
-                and (loss := evaluate(engine, inputs, settings)) is not None
-            ):
-                metrics.add(step=step, validation_loss=loss)
-                progress.say(f"step {step}: validation loss {loss:.4f}")
-            if stopped or _due(step, settings.save_every, settings.last_step):
-                path = checkpoints.place(step)
-                under_way = engine.save(path, asynchronous=settings.save_asynchronously)
-                saved, to_prune = step, engine.mesh.rank == 0
-            if to_prune and (under_way is None or under_way.done):  # a newer one is complete
-                _prune(checkpoints, progress)
-                to_prune = False
-            if stopped:
-                break
-    if under_way is not None:
-        under_way.wait()
-    if to_prune:
-        _prune(checkpoints, progress)
-    progress.close()
-    metrics.close()
+    with closing(metrics), closing(progress):
+        with GracefulStop(engine) as stop:
+            for step in range(first + 1, settings.last_step + 1):
+                begin = time.perf_counter()
+                micro_steps = inputs.batches.batch(step - 1).chunk(settings.accumulate)
+                losses = [engine.train_step(engine.shard_batch(rows)) for rows in micro_steps]
+                numbers = measured(engine, sum(losses) / len(losses), settings, time.perf_counter() - begin)
+                if peak and work:
+                    numbers["mfu"] = work * numbers["tokens_per_s"] / (peak * engine.mesh.world_size)
+                metrics.add(step=step, **numbers)
+                progress.step(step, numbers)
+                if not math.isfinite(numbers["loss"]):
+                    progress.say(
+                        f"warning: the loss of step {step} is {numbers['loss']}; a smaller --lr or --clip may help"
+                    )
+                stopped = stop.now() and step < settings.last_step
+                if (
+                    not stopped
+                    and _due(step, settings.eval_every, settings.last_step)
+                    and (loss := evaluate(engine, inputs, settings)) is not None
+                ):
+                    metrics.add(step=step, validation_loss=loss)
+                    progress.say(f"step {step}: validation loss {loss:.4f}")
+                if stopped or _due(step, settings.save_every, settings.last_step):
+                    path = checkpoints.place(step)
+                    under_way = engine.save(path, asynchronous=settings.save_asynchronously)
+                    saved, to_prune = step, engine.mesh.rank == 0
+                if to_prune and (under_way is None or under_way.done):  # a newer one is complete
+                    _prune(checkpoints, progress)
+                    to_prune = False
+                if stopped:
+                    break
+        if under_way is not None:
+            under_way.wait()
+        if to_prune:
+            _prune(checkpoints, progress)
 
     if stopped:
         progress.say(f"stopped on request after step {saved}, checkpoint: {path}; go on with --resume")
-        engine.close()
         return metrics.rows
     if saved > first:
         progress.say(f"checkpoint: {path}")
@@ -202,7 +213,6 @@ def train(settings: TrainSettings, inputs: Inputs, progress: Progress) -> list[d
         if engine.mesh.rank == 0:
             (Path(settings.out) / "sample.txt").write_text(text, encoding="utf-8")
         progress.say(f"\na sample of what it writes after {settings.prompt!r}:\n\n{text}\n")
-    engine.close()
     return metrics.rows
 
 

@@ -44,6 +44,13 @@ def attention(
             q, k, v, attn_mask=mask, is_causal=causal, scale=scale, enable_gqa=groups > 1
         )
     k, v = k.repeat_interleave(groups, 1), v.repeat_interleave(groups, 1)
+    return dropout.drop_weights(attention_weights(q, k, mask=mask, causal=causal, scale=scale), p) @ v
+
+
+def attention_weights(
+    q: Tensor, k: Tensor, *, mask: Tensor | None = None, causal: bool = False, scale: float | None = None
+) -> Tensor:
+    """The weights of :func:`attention` in full, ``b heads s t``; as many heads of keys as of queries."""
     scores = (q @ k.transpose(-1, -2)) * (q.shape[-1] ** -0.5 if scale is None else scale)
     if causal:
         seen = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).tril()
@@ -51,5 +58,4 @@ def attention(
     if mask is not None:
         scores = scores.masked_fill(~mask, float("-inf")) if mask.dtype == torch.bool else scores + mask
     wide = torch.float64 if q.dtype == torch.float64 else torch.float32
-    weights = torch.softmax(scores, -1, dtype=wide).to(q.dtype)
-    return dropout.drop_weights(weights, p) @ v
+    return torch.softmax(scores, -1, dtype=wide).to(q.dtype)

@@ -47,8 +47,9 @@ class Replicated(OnMesh):
         self._take_rows, self._take_columns = bind_take(mesh, 0, tokens), bind_take(mesh, -1, columns)
         self._local, self._lead = hidden // mesh.size(*columns), torch.Size()
         self._mask = -1  # its place among the arguments
+        self._count, self._streams = 1, frozenset[str]()  # arguments that may be of a stream, and their names
 
-    def around(self, module: nn.Module, *, begins: bool = False) -> None:
+    def around(self, module: nn.Module, *, begins: bool = False, streams: int = 1) -> None:
         """Stand round a module that takes the stream first and returns a tensor, or a tuple that starts with one.
 
         A mask that it takes as well is joined by rows where the stream is.
@@ -56,6 +57,8 @@ class Replicated(OnMesh):
 
         Args:
             begins: the module takes no stream, but something that is whole on every rank, and returns the stream.
+            streams: how many of its first arguments may be of a stream (query, key, value); the others are joined where they lie
+                as the first does.
         """
         for parameter in module.parameters():
             shape = tuple(parameter.shape)
@@ -66,6 +69,7 @@ class Replicated(OnMesh):
             return
         names = list(inspect.signature(type(module).forward).parameters)[1:]
         self._mask = names.index(MASK) if MASK in names else -1
+        self._count, self._streams = streams, frozenset(names[:streams])
         module.register_forward_pre_hook(self._before, with_kwargs=True)
         module.register_forward_hook(self._after)
 
@@ -73,12 +77,21 @@ class Replicated(OnMesh):
         values: list[Any] = [*args, *kwargs.values()]
         if not values:
             return args, kwargs
-        before, values[0] = values[0], self._join(values[0])
-        if self.boundary is None and values[0] is not before:
+        given = list(values)
+        values[0] = self._join(given[0])
+        for place in self._others(args, kwargs):
+            same = next((i for i in range(place) if given[i] is given[place]), None)
+            values[place] = self._join_other(given[place]) if same is None else values[same]
+        if self.boundary is None and values[0] is not given[0]:
             place = len(args) + list(kwargs).index(MASK) if MASK in kwargs else self._mask
             if place > 0 and (place < len(args) or MASK in kwargs):
-                values[place] = self._join_mask(values[place], before.shape[0])
+                values[place] = self._join_mask(values[place], given[0].shape[0])
         return tuple(values[: len(args)]), dict(zip(kwargs, values[len(args) :], strict=True))
+
+    def _others(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[int]:
+        """The places of further arguments that may be of a stream."""
+        named = [len(args) + i for i, name in enumerate(kwargs) if name in self._streams]
+        return [place for place in (*range(1, min(len(args), self._count)), *named) if place > 0]
 
     def _begin(self, module: nn.Module, args: Any, output: Any) -> Any:
         self._lead = (output[0] if isinstance(output, tuple) else output).shape[:-1]
@@ -97,6 +110,16 @@ class Replicated(OnMesh):
             x = x.view(*self.boundary.lead, x.shape[-1])
         self._lead = x.shape[:-1]
         return x
+
+    def _join_other(self, x: Any) -> Any:
+        """What is of a stream as the first argument is; of one that is flat here another may be whole, with its batch dim."""
+        if not isinstance(x, Tensor) or not x.is_floating_point() or x.shape[-1] != self._local:
+            return x
+        if self.boundary is None:
+            return self._collect_rows(self._collect_columns(x))
+        if x.dim() != 2:
+            return x
+        return self._collect_rows(self._collect_columns(x)).view(*self.boundary.lead, self.hidden)
 
     def _join_mask(self, mask: Any, rows: int) -> Any:
         """A mask for this rank's rows, for those of all. All ranks have one, or none has: the frame sees to it."""
