@@ -8,6 +8,7 @@ is a row here, and is then tried with everything else.
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -163,11 +164,12 @@ class Member:
         yield from map(frozenset, itertools.combinations(kinds, count))
 
 
-def members(ranks: int) -> list[Member]:
+@functools.cache
+def members(ranks: int) -> tuple[Member, ...]:
     """All that fill so many ranks and are not refused."""
     choices = itertools.product(*([OFF, *values] for values in DIMENSIONS.values()))
     found = [Member(values=values, model=model) for values in choices for model in MODELS]
-    return [member for member in found if member.ranks == ranks and member.refusal is None]
+    return tuple(member for member in found if member.ranks == ranks and member.refusal is None)
 
 
 def covering(candidates: Iterable[Member], wanted: Callable[[Member], Iterable[Any]]) -> list[Member]:
@@ -177,17 +179,17 @@ def covering(candidates: Iterable[Member], wanted: Callable[[Member], Iterable[A
         candidates: the members to choose from; of equally good ones the first.
         wanted: what a member has.
     """
-    has = [(member, frozenset(wanted(member))) for member in candidates]
-    left = frozenset[Any]().union(*(found for _, found in has))
+    has = [(member, frozenset(wanted(member))) for member in candidates]  # what it has and no chosen one
     chosen: list[Member] = []
-    while left:
-        best, covered = max(has, key=lambda pair: len(pair[1] & left))
+    while has := [pair for pair in has if pair[1]]:
+        best, covered = max(has, key=lambda pair: len(pair[1]))
         chosen.append(best)
-        left -= covered
+        has = [(member, found - covered) for member, found in has]
     return chosen
 
 
-def short() -> list[Member]:
+@functools.cache
+def short() -> tuple[Member, ...]:
     """On four ranks: every pair of dimensions with nothing else, and every value that four ranks can have."""
 
     def wanted(member: Member) -> Iterator[Any]:
@@ -197,12 +199,13 @@ def short() -> list[Member]:
             yield frozenset(d for d, _ in on)
 
     chosen = covering(members(4), wanted)
-    return [
+    return tuple(
         replace(member, model=model) for member, model in zip(chosen, itertools.cycle(MODELS), strict=False)
-    ]
+    )
 
 
-def long() -> list[Member]:
+@functools.cache
+def long() -> tuple[Member, ...]:
     """Every pair of values, on four ranks or else on eight; on eight every triple and quadruple of kinds of values."""
     four = covering(members(4), lambda member: member.combinations(2))
     seen = {pair for member in four for pair in member.combinations(2)}
@@ -212,4 +215,4 @@ def long() -> list[Member]:
         yield from member.meetings(3)
         yield from member.meetings(4)
 
-    return [*four, *covering(members(8), wanted)]
+    return (*four, *covering(members(8), wanted))

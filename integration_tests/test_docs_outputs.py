@@ -89,5 +89,5 @@ def test_pictures_can_be_drawn_anew(tmp_path: Path) -> None:
         name: words for name, (words, _) in pictures().items()
     }
     first = (tmp_path / "mesh.svg").read_bytes()
-    make(tmp_path)
+    make(tmp_path, "mesh.svg")
     assert (tmp_path / "mesh.svg").read_bytes() == first

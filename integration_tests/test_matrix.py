@@ -13,7 +13,7 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -41,7 +41,7 @@ def members() -> list[Any]:
     ]
 
 
-def successors(chosen: list[Member]) -> list[tuple[Member, Member]]:
+def successors(chosen: Sequence[Member]) -> list[tuple[Member, Member]]:
     """Each member with the next one on as many ranks."""
     by_ranks: dict[int, list[Member]] = {}
     for member in chosen:

@@ -135,10 +135,11 @@ def draw_dropout() -> Figure:
     return figure
 
 
-def make(folder: Path) -> list[Path]:
-    """Draw everything into a folder; the same input gives the same bytes."""
-    made = []
-    for name, (words, draw) in pictures().items():
+def make(folder: Path, *names: str) -> list[Path]:
+    """Draw the pictures of these names, by default all, into a folder; the same input gives the same bytes."""
+    made, known = [], pictures()
+    for name in names or known:
+        words, draw = known[name]
         stamp = (
             "Date" if name.endswith(".svg") else "Software"
         )  # what else differs from run to run, or version to version

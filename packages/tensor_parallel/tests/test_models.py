@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -82,14 +83,21 @@ def compare_language_model(
 ) -> None:
     """Loss, gradients and logits of a model under each mode."""
     serial = seeded(make)
-    for mode, axes in cases:
-        mesh, what = mesh_of(axes), f"{mode if isinstance(mode, str) else mode.name} on {dict(axes)}"
-        shares = mesh.size("data")
+
+    @functools.cache
+    def batch_and_serial(shares: int) -> tuple[Tensor, Tensor, Tensor, dict[str, Tensor], Tensor]:
+        """ids and labels of as many shares; the serial model's loss, gradients and logits."""
         # With data parallelism the mean over the batch is the mean of the shares only if they count equally.
         ids, labels = tokens(rows * shares, vocab, ignored=shares == 1)
         reference = copy.deepcopy(serial)
-        wanted = loss_of(reference, ids, labels, **settings)
-        wanted.backward()
+        loss = loss_of(reference, ids, labels, **settings)
+        loss.backward()
+        return ids, labels, loss, gradients(reference), logits_of(reference, ids, **settings)
+
+    for mode, axes in cases:
+        mesh, what = mesh_of(axes), f"{mode if isinstance(mode, str) else mode.name} on {dict(axes)}"
+        shares = mesh.size("data")
+        ids, labels, wanted, exact, logits = batch_and_serial(shares)
         model = copy.deepcopy(serial)
         report = parallelize(model, mesh, mode)
         assert report.parameters == sum(p.numel() for p in serial.parameters())
@@ -97,10 +105,10 @@ def compare_language_model(
         (loss / shares).backward()
         if shares == 1:
             assert_gradients_equal({"loss": loss}, {"loss": wanted}, what)
-        assert_gradients_equal(whole_gradients(model, mesh), gradients(reference), what)
+        assert_gradients_equal(whole_gradients(model, mesh), exact, what)
         assert_gradients_equal(
             {"logits": logits_of(model, share_of_data(ids, mesh), **settings)},
-            {"logits": share_of_data(logits_of(reference, ids, **settings), mesh)},
+            {"logits": share_of_data(logits, mesh)},
             what,
         )
 

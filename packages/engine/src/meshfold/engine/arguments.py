@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
 
 from meshfold.engine import settings
 from meshfold.engine.batches import own_loss
@@ -26,6 +30,8 @@ class Arguments:
         clip: how gradients are clipped.
         accumulation: micro-steps of an optimizer step.
         seed: of initial weights, dropout and the order of data.
+        loss_fn: of the model's output and the batch; None: the model's own loss.
+        lr_scheduler: makes a torch scheduler of the optimizer; None for none.
         nonfinite: what to do about what is nan or infinite; None: do not look.
         watchdog: seconds; None is left to the environment.
         compare: whether every collective is compared between its ranks.
@@ -36,6 +42,8 @@ class Arguments:
     clip: Clipping
     accumulation: int
     seed: int
+    loss_fn: Callable[[Any, Any], Tensor] | None
+    lr_scheduler: Callable[[torch.optim.Optimizer], Any] | None
     nonfinite: Mode | None
     watchdog: float | None
     compare: bool
@@ -51,8 +59,8 @@ class Arguments:
         clip_norm_type: object,
         clip_grad_value: object,
         gradient_accumulation: object,
-        loss_fn: object,
-        lr_scheduler: object,
+        loss_fn: Callable[[Any, Any], Tensor] | None,
+        lr_scheduler: Callable[[torch.optim.Optimizer], Any] | None,
         seed: object,
         nonfinite: object,
         watchdog: object,
@@ -81,6 +89,8 @@ class Arguments:
             clip=clip,
             accumulation=accumulation,
             seed=checked_seed,
+            loss_fn=loss_fn,
+            lr_scheduler=lr_scheduler,
             nonfinite=mode,
             watchdog=limit_s,
             compare=compare,

@@ -5,37 +5,30 @@ from __future__ import annotations
 import math
 import os
 import sys
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, ExitStack
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
-from meshfold.engine import recompute as recomputation
+from meshfold.engine.accumulation import Accumulation
 from meshfold.engine.arguments import Arguments
-from meshfold.engine.assemble import assemble, make_states
 from meshfold.engine.batches.cut import cut
 from meshfold.engine.batches.loader import ShardedLoader
 from meshfold.engine.batches.positions import DataPositions
+from meshfold.engine.build import build
 from meshfold.engine.checkpoints import persistence
 from meshfold.engine.checkpoints.background_save import BackgroundSave
 from meshfold.engine.checkpoints.saving import Saver
-from meshfold.engine.errors import TrainingError
-from meshfold.engine.forward import Forward, check_loss
+from meshfold.engine.forward import check_loss
 from meshfold.engine.hugging_face import exporting
 from meshfold.engine.hugging_face.writing import SHARD_BYTES
-from meshfold.engine.long_runs import supervision
 from meshfold.engine.long_runs.nonfinite import NonFiniteGuard
 from meshfold.engine.metrics import StepMetrics, metrics_of
-from meshfold.engine.optimizers import scheduler_of
-from meshfold.engine.ownership import check_free, claim
-from meshfold.engine.pipelining import PipelinedModel, PipelineSettings, check_own_loop
+from meshfold.engine.pipelining import PipelinedModel, check_own_loop
 from meshfold.engine.precision import LossScaler
 from meshfold.engine.randomness import randomness
-from meshfold.engine.sequence import split_sequence
-from meshfold.engine.step_guard import StepGuard
-from meshfold.engine.world import join
 from meshfold.mesh import ParallelSpec, all_reduce, flight
 from meshfold.mesh.failure import told_to_all
 
@@ -46,10 +39,6 @@ if TYPE_CHECKING:
     from meshfold.zero_gemini.backward import Backward
 
 _DATA_PARALLEL: Mapping[str, object] = {}
-_BY_HAND = (
-    "was called by hand, and the engine has the gradients: call engine.step() after engine.backward(loss), which sums them over "
-    "the ranks, unscales, clips and steps, or engine.train_step(batch), which does all of it"
-)
 
 
 class Engine:
@@ -134,81 +123,36 @@ class Engine:
             check_collectives=check_collectives,
         )  # fmt: skip
         with ExitStack() as self._open:  # what is to be closed, the last first
-            self._set_up(
-                model, parallel, asked, loss_fn=loss_fn, lr_scheduler=lr_scheduler, device=device, rules=rules,
-                recompute=recompute, example=example,
+            built = build(
+                self, model, parallel, asked, self._open, device=device, rules=rules, recompute=recompute, example=example
             )  # fmt: skip
+            self._precision, self._clip, self._looks_at_all = asked.precision, asked.clip, asked.looks_at_all
+            self._accumulation, self._seed = asked.accumulation, asked.seed
+            self._world, part = built.world, built.part
+            self.spec, self.mesh, self.device = built.world.spec, built.world.mesh, built.world.device
+            self.model, self.report, self.loaded = part.model, part.report, part.loaded
+            self._torch_dropout, self._pipelined, self._blocks = (
+                part.torch_dropout,
+                part.pipelined,
+                built.blocks,
+            )
+            self.pipeline = None if part.pipelined is None else part.pipelined.pipeline
+            self._states, self._model_state, self._forward = built.states, built.model_state, built.forward
+            self.optimizer, self.lr_scheduler = built.states.optimizer, built.lr_scheduler
+            self._own_step = built.step_guard
+            self._scaler = LossScaler(asked.precision.scale, says=self.mesh.rank == 0)
+            self._guard = NonFiniteGuard(asked.nonfinite)
+            self._saver = Saver(built.world)
+            self._gradients = Accumulation(built.states, self._scaler, self._saver)
+            self._data = DataPositions()
+
+            self.steps = self.micro_step = self.skipped_steps = 0
+            self.last: StepMetrics | None = None
+            # Of the last step.
+            self._norm: Tensor | None = None
+            self._lr = 0.0 if self.optimizer is None else float(self.optimizer.param_groups[0]["lr"])
+            self._skipped = False
             self._open = self._open.pop_all()  # it stands: not before close()
-
-    @told_to_all  # once more, inside: an error is told before the watchdog is closed
-    def _set_up(
-        self,
-        model: nn.Module | Callable[[], nn.Module],
-        parallel: Mapping[str, object] | ParallelSpec,
-        asked: Arguments,
-        *,
-        loss_fn: Callable[[Any, Any], Tensor] | None,
-        lr_scheduler: Callable[[torch.optim.Optimizer], Any] | None,
-        device: torch.device | str | None,
-        rules: Mapping[str, str] | None,
-        recompute: str | None,
-        example: Any,
-    ) -> None:
-        """What ``__init__`` does once its arguments are checked; what it opens goes on the stack."""
-        self._precision, self._clip, self._looks_at_all = asked.precision, asked.clip, asked.looks_at_all
-        self._accumulation, self._seed = asked.accumulation, asked.seed
-
-        # The running processes, as a mesh.
-        self._world = world = join(parallel, device)
-        self._open.callback(supervision.watch_over(world, asked.watchdog, asked.compare).close)
-        self._open.callback(world.mesh.close)
-        self.spec, self.mesh, self.device = world.spec, world.mesh, world.device
-        recompute = recomputation.check(recompute, self.spec)
-
-        # This rank's part of the model: split, given its first values, in place.
-        if asked.make_optimizer is not None:
-            check_free(model)
-        stages = PipelineSettings(loss_fn=loss_fn, example=example)
-        built = assemble(model, world, self._precision, self._seed, rules, stages)
-        self.model, self.report, self.loaded = built.model, built.report, built.loaded
-        self._torch_dropout, self._pipelined = built.torch_dropout, built.pipelined
-        self.pipeline = None if built.pipelined is None else built.pipelined.pipeline
-        sequence = split_sequence(self.model, world, own_loss=loss_fn is not None)
-        if sequence is not None:
-            self._open.callback(sequence.close)
-        self._blocks = recomputation.recompute_blocks(recompute, self.model, sequence, built.pipelined)
-        if self._blocks is not None:
-            self._open.callback(self._blocks.close)
-
-        # Its true weights, their gradients and the optimizer's state, and what works on them.
-        self._states = make_states(built, world, asked, self._blocks if recompute == "auto" else None)
-        self._open.callback(self._states.close)
-        self.optimizer = self._states.optimizer
-        self._own_step = StepGuard(self.optimizer, _BY_HAND)
-        self._open.callback(self._own_step.close)
-        self.lr_scheduler = scheduler_of(lr_scheduler, self.optimizer)
-        if self.optimizer is not None:
-            self._open.callback(claim(self.model, self, in_chunks=self.spec.zero is not None).close)
-        self._scaler = LossScaler(self._precision.scale, says=self.mesh.rank == 0)
-        self._forward = Forward(
-            self.model, world, self._precision, self._states, pipelined=built.pipelined, loss_fn=loss_fn
-        )
-        self._guard = NonFiniteGuard(asked.nonfinite)
-        self._model_state = built.whole_state(self._states, world)
-        self._saver = Saver(world)
-        self._data = DataPositions()
-
-        self.steps = self.micro_step = self.skipped_steps = 0
-        self.last: StepMetrics | None = None
-        # Of the last step.
-        self._norm: Tensor | None = None
-        self._lr = 0.0 if self.optimizer is None else float(self.optimizer.param_groups[0]["lr"])
-        self._skipped = False
-        # Since the last step.
-        self._place = 0  # micro-steps of ``train_step``
-        self._backwards = 0
-        self._begun = False  # a forward whose backward did not come yet
-        self._sync = True  # no ``no_sync`` is open
 
     # -- training -----------------------------------------------------------------------------------------------
 
@@ -228,13 +172,13 @@ class Engine:
         """
         flight.at_step(self.steps + self.skipped_steps + 1)
         work = self._forward.prepare(batch)
-        last = self._place == self._accumulation - 1
+        last = self._gradients.place == self._accumulation - 1
         self.model.train()
         shares = self._forward.shares(work)
         loss = all_reduce(self._forward_backward(work, shares, last=last), self._world.data_group)
         self._guard.saw(self.micro_step, work, loss)
         self.micro_step += 1
-        self._place += 1
+        self._gradients.place += 1
         if last:
             self.step()
         count = int(shares.total())
@@ -249,8 +193,8 @@ class Engine:
             try:
                 return self._in_one_piece(work, shares, last=last)
             except RuntimeError as error:
-                self._begun = False
-                if self._backwards or not self._states.can_relieve(error):
+                self._gradients.break_off()
+                if self._gradients.backwards or not self._states.can_relieve(error):
                     raise
             # Memory ran out, and more can be made: here, where the error no longer holds on to the graph.
             self._saver.before_change()  # chunks move
@@ -258,23 +202,22 @@ class Engine:
 
     def _in_one_piece(self, work: Batch, shares: Shares, *, last: bool) -> Tensor:
         """Forward, then backward, of the whole batch."""
-        self._begin()
+        self._gradients.begin()
         with self._randomness(shares):
             mine = self._forward.loss(work, shares)
             share = shares.weight()
             # The final one, where nobody looks at the gradients before the optimizer does: it may step as they come.
             kind: Backward = "more" if not last else "last" if self._looks_at_all else "final"
-            self._backward(mine * (share / self._accumulation), kind)
+            self._gradients.backward(mine * (share / self._accumulation), kind)
         return mine.detach() * share
 
     def _through_stages(self, stages: PipelinedModel, work: Batch, shares: Shares, *, last: bool) -> Tensor:
         """Forwards and backwards of micro-batches take turns."""
-        self._begun = False  # also if the one before was broken off
-        self._begin()
+        self._gradients.begin(anew=True)
         with self._randomness(shares):
             works = stages.look_ahead(work)
         share = shares.weight()
-        with self._randomness(shares), self._gradients("last" if last else "more"):
+        with self._randomness(shares), self._gradients.taking("last" if last else "more"):
             mine = stages.step(works, share * (self._scaler.scale / self._accumulation))
         return mine * share
 
@@ -292,7 +235,7 @@ class Engine:
         work = self._forward.inputs(args, kwargs)
         self.model.train()
         if torch.is_grad_enabled():
-            self._begin()
+            self._gradients.begin()
         with self._randomness(self._forward.shares(work)):
             output = self._forward.output(work)
         self.micro_step += 1
@@ -319,11 +262,10 @@ class Engine:
         """
         check_own_loop(self._pipelined, "engine.backward(loss)")
         check_loss(loss)
-        kind: Backward = "last" if self._sync else "apart"
-        self._backward(loss.double() / self._world.data_size, kind, retain_graph=retain_graph)
+        kind: Backward = "last" if self._gradients.summed else "apart"
+        self._gradients.backward(loss.double() / self._world.data_size, kind, retain_graph=retain_graph)
 
-    @contextmanager
-    def no_sync(self) -> Iterator[None]:
+    def no_sync(self) -> AbstractContextManager[None]:
         """Backwards inside are not the last of an accumulation: their gradients are not summed over the data axes yet.
 
         The sum is made in the first :meth:`backward` outside, or in :meth:`step`. Until then every rank holds whole
@@ -331,11 +273,7 @@ class Engine:
         the optimizer's state lives. ``gradient_accumulation`` holds no more than the share, and sums every time.
         """
         check_own_loop(self._pipelined, "engine.no_sync()")
-        before, self._sync = self._sync, False
-        try:
-            yield
-        finally:
-            self._sync = before
+        return self._gradients.no_sync()
 
     @told_to_all
     def step(self) -> bool:
@@ -347,13 +285,8 @@ class Engine:
         Raises:
             TrainingError: if there was no backward since the last step.
         """
-        optimizer = self._trains()
-        if not self._backwards:
-            raise TrainingError("step() without a backward() since the last one: there are no gradients")
-        states = self._states
-        self._saver.before_change()
-        states.finish(1.0 / self._scaler.scale)
-        self._norm = self._clip.apply(states)
+        optimizer = self._gradients.finish()
+        self._norm = self._clip.apply(self._states)
         self._lr = float(optimizer.param_groups[0]["lr"])
         refused = self._guard.refuses(self, self._norm)
         self._skipped = (self._scaler.moves and self._scaler.update(float(self._norm))) or refused
@@ -361,7 +294,7 @@ class Engine:
             self.skipped_steps += 1
         else:
             with self._own_step.opened():
-                states.step()
+                self._states.step()
             self.steps += 1
             if self.lr_scheduler is not None:
                 self.lr_scheduler.step()
@@ -372,40 +305,8 @@ class Engine:
 
     def zero_grad(self) -> None:
         """Let go of the gradients since the last step; :meth:`step` does so by itself."""
-        self._states.forget()
-        self._backwards = self._place = 0
+        self._gradients.forget()
         self._guard.forget()
-
-    def _trains(self) -> torch.optim.Optimizer:
-        if self.optimizer is None:
-            raise TrainingError(
-                "this engine has no optimizer: give Engine(..., optimizer=dict(name='adamw', lr=...))"
-            )
-        return self.optimizer
-
-    def _begin(self) -> None:
-        """Before a forward whose backward will follow."""
-        self._trains()
-        if not self._begun:
-            self._begun = True
-            self._states.begin(first=not self._backwards)
-
-    @contextmanager
-    def _gradients(self, kind: Backward) -> Iterator[None]:
-        """Around a backward: what gradients come inside are summed over the data ranks, now or later."""
-        self._begin()
-        if kind == "final" and self._states.all_read:  # chunks may be stepped with before step() is called
-            self._saver.before_change()
-        with self._states.backward(kind):
-            yield
-            self._states.end_backward(kind)
-        self._begun = False
-        self._backwards += 1
-
-    def _backward(self, share: Tensor, kind: Backward, *, retain_graph: bool = False) -> None:
-        """Backward of this rank's share of a loss."""
-        with self._gradients(kind):
-            (share * self._scaler.scale).backward(retain_graph=retain_graph)
 
     def _randomness(self, shares: Shares) -> AbstractContextManager[object]:
         """Dropout of this micro-step: every element of the global batch has one fate, under every spec."""

@@ -23,7 +23,8 @@ from meshfold.mesh.names import plain
 from meshfold.mesh.parameter_hooks import keep_parameter_hooks
 from meshfold.mesh.random import key_of
 from meshfold.mesh.replay import Replay, take_block
-from meshfold.mesh.tape import Reader, Recorder, Recording, Ref, Write, noting_truncated_normal
+from meshfold.mesh.tape import Reader, Recorder, noting_truncated_normal
+from meshfold.mesh.writes import Recording, Ref, Write
 
 Module = TypeVar("Module", bound=nn.Module)
 PlacementOf = Callable[[str, Tensor], Sequence[Tensor] | None]

@@ -18,8 +18,8 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from meshfold.mesh.errors import MeshfoldError
 from meshfold.mesh.random import fill_normal_, fill_truncated_normal_, fill_uniform_
-from meshfold.mesh.tape import EMPTY, TRUNCATED_NORMAL, Geometry, Recording, Ref, Target, Write
 from meshfold.mesh.window import Window
+from meshfold.mesh.writes import EMPTY, TRUNCATED_NORMAL, Geometry, Recording, Ref, Target, Write
 
 _WHOLE_LIMIT = 1 << 26  # elements of a tensor that may be computed whole where only a block of it is wanted
 _SMALL = 1 << 16  # elements up to which an argument is computed whole, once

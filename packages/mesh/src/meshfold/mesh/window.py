@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from meshfold.mesh.tape import Geometry
+from meshfold.mesh.writes import Geometry
 
 
 @dataclass(frozen=True, slots=True)

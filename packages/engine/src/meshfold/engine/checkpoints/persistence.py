@@ -26,11 +26,12 @@ if TYPE_CHECKING:
 def save(engine: Engine, path: str | os.PathLike[str], *, asynchronous: bool) -> BackgroundSave | None:
     """See :meth:`Engine.save`."""
     _check_path(path, "save")
-    if engine._backwards:
+    place, backwards = engine._gradients.place, engine._gradients.backwards
+    if backwards:
         done = (
-            f"{engine._place} of {engine._accumulation} micro-steps of an accumulation: save when engine.last.stepped is true"
-            if engine._place
-            else f"{engine._backwards} backwards without a step: save after engine.step() or engine.zero_grad()"
+            f"{place} of {engine._accumulation} micro-steps of an accumulation: save when engine.last.stepped is true"
+            if place
+            else f"{backwards} backwards without a step: save after engine.step() or engine.zero_grad()"
         )
         raise CheckpointError(f"save() would lose the gradients of {done}")
     files = {MODEL: engine._model_state.sources()}

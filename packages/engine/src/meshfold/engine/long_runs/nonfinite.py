@@ -102,9 +102,8 @@ class NonFiniteGuard:
     def _look(self, engine: Engine) -> Finding | None:
         """Repeat the micro-steps, with an eye on every module; gradients are as they were, then."""
         self._looking = True
-        now, place = engine.micro_step, engine._place
-        engine._states.forget()
-        engine._backwards = 0
+        now, place = engine.micro_step, engine._gradients.place
+        engine._gradients.forget()
         mine: list[Finding] = []
         try:
             for number, (micro_step, work, _) in enumerate(self._seen):
@@ -116,7 +115,7 @@ class NonFiniteGuard:
                 if not torch.isfinite(loss) and (not mine or mine[0].phase == "backward"):
                     mine[:] = [Finding.of_loss(micro_step, engine.mesh.rank)]  # from which the gradients come
         finally:
-            engine.micro_step, engine._place = now, place
+            engine.micro_step, engine._gradients.place = now, place
             self._looking = False
         found = first_of_all(mine, engine)
         if self._mode == "report":

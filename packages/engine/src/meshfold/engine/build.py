@@ -1,0 +1,122 @@
+"""From the arguments of ``Engine(...)`` to what its train step works with: ranks, model, states, optimizer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from meshfold.engine import recompute as recomputation
+from meshfold.engine.arguments import Arguments
+from meshfold.engine.assemble import Assembled, assemble, make_states
+from meshfold.engine.checkpoints.model_state import ModelState
+from meshfold.engine.forward import Forward
+from meshfold.engine.long_runs import supervision
+from meshfold.engine.optimizers import scheduler_of
+from meshfold.engine.ownership import check_free, claim
+from meshfold.engine.pipelining import PipelineSettings
+from meshfold.engine.recompute import RecomputedBlocks
+from meshfold.engine.sequence import split_sequence
+from meshfold.engine.states import States
+from meshfold.engine.step_guard import StepGuard
+from meshfold.engine.world import World, join
+from meshfold.mesh import ParallelSpec
+from meshfold.mesh.failure import told_to_all
+
+_BY_HAND = (
+    "was called by hand, and the engine has the gradients: call engine.step() after engine.backward(loss), which sums them over "
+    "the ranks, unscales, clips and steps, or engine.train_step(batch), which does all of it"
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Built:
+    """What an engine consists of.
+
+    Attributes:
+        world: the running processes, as a mesh.
+        part: this rank's part of the model.
+        blocks: those of its blocks that backward recomputes; None if none is.
+        states: its true weights, their gradients and the optimizer's state.
+        step_guard: lets nobody but the engine step the optimizer.
+        lr_scheduler: of the optimizer; None if none was given.
+        forward: calls the model.
+        model_state: of the whole model, as checkpoints have it.
+    """
+
+    world: World
+    part: Assembled
+    blocks: RecomputedBlocks | None
+    states: States
+    step_guard: StepGuard
+    lr_scheduler: Any
+    forward: Forward
+    model_state: ModelState
+
+
+@told_to_all  # an error is told before the watchdog is closed
+def build(
+    engine: object,
+    model: nn.Module | Callable[[], nn.Module],
+    parallel: Mapping[str, object] | ParallelSpec,
+    asked: Arguments,
+    opened: ExitStack,
+    *,
+    device: torch.device | str | None,
+    rules: Mapping[str, str] | None,
+    recompute: str | None,
+    example: Any,
+) -> Built:
+    """Build what an engine works with; all ranks must call.
+
+    Args:
+        engine: who trains the model.
+        model, parallel, device, rules, recompute, example: see :class:`meshfold.engine.Engine`.
+        asked: the checked rest.
+        opened: what is to be closed goes here, also if a later part cannot be built.
+
+    Raises:
+        SpecError: for what is wrong with the model, or with it under this spec.
+    """
+    # The running processes, as a mesh.
+    world = join(parallel, device)
+    opened.callback(supervision.watch_over(world, asked.watchdog, asked.compare).close)
+    opened.callback(world.mesh.close)
+    recompute = recomputation.check(recompute, world.spec)
+
+    # This rank's part of the model: split, given its first values, in place.
+    if asked.make_optimizer is not None:
+        check_free(model)
+    stages = PipelineSettings(loss_fn=asked.loss_fn, example=example)
+    part = assemble(model, world, asked.precision, asked.seed, rules, stages)
+    sequence = split_sequence(part.model, world, own_loss=asked.loss_fn is not None)
+    if sequence is not None:
+        opened.callback(sequence.close)
+    blocks = recomputation.recompute_blocks(recompute, part.model, sequence, part.pipelined)
+    if blocks is not None:
+        opened.callback(blocks.close)
+
+    # Its true weights, their gradients and the optimizer's state, and what works on them.
+    states = make_states(part, world, asked, blocks if recompute == "auto" else None)
+    opened.callback(states.close)
+    step_guard = StepGuard(states.optimizer, _BY_HAND)
+    opened.callback(step_guard.close)
+    lr_scheduler = scheduler_of(asked.lr_scheduler, states.optimizer)
+    if states.optimizer is not None:
+        opened.callback(claim(part.model, engine, in_chunks=world.spec.zero is not None).close)
+    return Built(
+        world=world,
+        part=part,
+        blocks=blocks,
+        states=states,
+        step_guard=step_guard,
+        lr_scheduler=lr_scheduler,
+        forward=Forward(
+            part.model, world, asked.precision, states, pipelined=part.pipelined, loss_fn=asked.loss_fn
+        ),
+        model_state=part.whole_state(states, world),
+    )

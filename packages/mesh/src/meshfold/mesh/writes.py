@@ -1,0 +1,161 @@
+"""What was written into which storage, and when: the data that a recorded initialisation consists of.
+
+Every write into a recorded tensor is noted in the list that belongs to its storage. Views and tied parameters share a storage,
+and so its list.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_leaves
+
+META = torch.device("meta")
+TRUNCATED_NORMAL = "trunc_normal_"
+EMPTY = {"empty", "empty_like", "empty_strided", "empty_permuted", "new_empty", "new_empty_strided"}
+_OVERWRITE = {"fill_", "zero_", "copy_"}
+
+
+@dataclass(frozen=True, slots=True)
+class Geometry:
+    """Where the elements of a tensor lie in its storage: sizes, strides and offset, in elements."""
+
+    dtype: torch.dtype
+    size: tuple[int, ...]
+    stride: tuple[int, ...]
+    offset: int
+
+    @classmethod
+    def of(cls, tensor: Tensor) -> Geometry:
+        return cls(tensor.dtype, tuple(tensor.shape), tuple(tensor.stride()), int(tensor.storage_offset()))
+
+    @property
+    def numel(self) -> int:
+        return torch.Size(self.size).numel()
+
+    def covers(self, nbytes: int) -> bool:
+        """Whether each byte of a storage of this size belongs to exactly one element."""
+        expected = 1
+        for stride, size in sorted(zip(self.stride, self.size, strict=True)):
+            if size != 1 and stride != expected:
+                return False
+            expected *= size
+        return self.numel * self.dtype.itemsize == nbytes
+
+
+@dataclass(frozen=True, slots=True)
+class Ref:
+    """A recorded tensor as it was at one moment: its storage after so many writes, seen through a geometry."""
+
+    storage: int
+    writes: int
+    geometry: Geometry
+
+
+class Target:
+    """Stands for the tensor that an in-place operation writes, among its arguments."""
+
+
+TARGET = Target()
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class Write:
+    """One write into a storage.
+
+    Attributes:
+        func: the operator, or `TRUNCATED_NORMAL`.
+        args: its arguments: `Ref` for a recorded tensor, `TARGET` for the one written, a copy of a real tensor.
+        kwargs: likewise.
+        target: the elements that are written.
+        output: for an operator that makes its result, which of its results this is; None if it writes in place.
+    """
+
+    func: Any
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    target: Geometry
+    output: int | None
+
+    @property
+    def name(self) -> str:
+        """The operator's name without overload: ``"normal_"``."""
+        return self.func if isinstance(self.func, str) else str(self.func._schema.name).removeprefix("aten::")
+
+    @property
+    def random(self) -> bool:
+        return isinstance(self.func, str) or torch.Tag.nondeterministic_seeded in self.func.tags
+
+    @property
+    def overwrites(self) -> bool:
+        """Whether the new values do not depend on the old ones."""
+        into_out = self.output is None and not self.name.endswith("_")
+        return self.name not in EMPTY and (
+            self.output is not None or self.name in _OVERWRITE or self.random or into_out
+        )
+
+    @property
+    def refs(self) -> list[Ref]:
+        return [leaf for leaf in tree_leaves((self.args, self.kwargs)) if isinstance(leaf, Ref)]
+
+
+@dataclass(slots=True)
+class Log:
+    """The writes into one storage. Holds the storage, so that its address stays its own."""
+
+    storage: torch.UntypedStorage
+    writes: list[Write] = field(default_factory=list)
+
+    def live(self, count: int) -> list[Write]:
+        """Of the first ``count`` writes, those from the last one that replaced every element."""
+        nbytes = self.storage.nbytes()
+        for start in range(count - 1, 0, -1):
+            if self.writes[start].overwrites and self.writes[start].target.covers(nbytes):
+                return self.writes[start:count]
+        return self.writes[:count]
+
+    def defined(self, count: int) -> bool:
+        """Whether every element has been given a value by the first ``count`` writes."""
+        live = self.live(count)
+        if live and live[0].overwrites and live[0].output is not None:
+            return True
+        pieces = {write.target for write in live if write.overwrites}
+        return sum(piece.numel * piece.dtype.itemsize for piece in pieces) >= self.storage.nbytes()
+
+
+class Recording:
+    """The lists of writes of all storages, by storage."""
+
+    def __init__(self) -> None:
+        self._logs: dict[int, Log] = {}
+
+    def ref(self, tensor: Tensor) -> Ref:
+        """The tensor as it is now."""
+        storage = tensor.untyped_storage()
+        return Ref(storage._cdata, len(self.log(storage).writes), Geometry.of(tensor))
+
+    def knows(self, tensor: Tensor) -> bool:
+        """Whether the tensor was made, or written, under this recording."""
+        return tensor.device == META and tensor.untyped_storage()._cdata in self._logs
+
+    def log(self, storage: torch.UntypedStorage) -> Log:
+        return self._logs.setdefault(storage._cdata, Log(storage))
+
+    def log_of(self, ref: Ref) -> Log:
+        return self._logs[ref.storage]
+
+    def write(
+        self,
+        target: Tensor,
+        func: Any,
+        args: Sequence[Any],
+        kwargs: dict[str, Any],
+        output: int | None = None,
+    ) -> None:
+        """Note a write; args and kwargs hold refs already."""
+        log = self.log(target.untyped_storage())
+        log.writes.append(Write(func, tuple(args), kwargs, Geometry.of(target), output))
