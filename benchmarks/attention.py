@@ -24,7 +24,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from benchmarks.attention_report import DEFAULT
-from benchmarks.common import machine, milliseconds, synchronize, write
+from benchmarks.common import check_out, machine, milliseconds, synchronize, write
 
 RESULTS = Path(__file__).parent / "results"
 TINY = dict(lengths=[256, 512], check_length=128, heads=8, kv_heads=2, head_dim=16, dtype="float32", rounds=2,
@@ -68,6 +68,8 @@ def main(argv: Sequence[str]) -> int:
         print("\n".join(_names(args)))
         return 0
     if "RANK" not in os.environ:
+        _names(args)
+        check_out(args.out)
         from meshfold.mesh.launch import launch
 
         return launch([str(Path(__file__).resolve()), *argv], args.ranks)

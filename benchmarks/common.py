@@ -112,6 +112,23 @@ def ratios(ours: Sequence[float], peer: Sequence[float]) -> tuple[float, float, 
     return median(paired), min(paired), max(paired)
 
 
+def check_out(path: Path) -> None:
+    """Before anything is measured: whether the result can be written. To be called before the ranks are started.
+
+    Raises:
+        Failure: if it cannot.
+    """
+    import os
+
+    from meshfold.engine.cli.failure import Failure
+
+    if path.is_dir():
+        raise Failure(f"--out {path} is a folder: name a file in it, such as {path / 'result.json'}")
+    there = next(folder for folder in (path.absolute(), *path.absolute().parents) if folder.exists())
+    if not os.access(there, os.W_OK) or (there != path.absolute() and not there.is_dir()):
+        raise Failure(f"--out {path} cannot be written to: give another file")
+
+
 def write(path: Path, result: Mapping[str, Any]) -> None:
     """One JSON file, readable."""
     path.parent.mkdir(parents=True, exist_ok=True)

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from benchmarks import reports
-from benchmarks.common import Contestant, interleave, machine, median, ratios, write
+from benchmarks.common import Contestant, check_out, interleave, machine, median, ratios, write
 
 RESULTS = Path(__file__).parent / "results"
 HYPER: dict[str, Any] = {"lr": 1e-3, "eps": 1e-8, "weight_decay": 0.01}
@@ -64,6 +64,7 @@ def main(argv: list[str]) -> int:
     args = parser.parse_args(argv)
     if args.report:
         return report(args.report)
+    check_out(args.out)
     torch.set_num_threads(args.threads)
     load = os.getloadavg()[0]
     contestants = []

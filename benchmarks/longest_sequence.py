@@ -21,7 +21,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # so that this file runs on its own
 
 from benchmarks import reports
-from benchmarks.common import machine, write
+from benchmarks.common import check_out, machine, write
 from benchmarks.starting import how_it_ended, start_ranks
 
 RESULTS = Path(__file__).parent / "results"
@@ -85,6 +85,7 @@ def main(argv: Sequence[str]) -> int:
         from benchmarks.longest.steps import run
 
         return run(args, json.loads(args.rank_job))
+    check_out(args.out)
     result: dict[str, Any] = {
         "area": "longest-sequence",
         "machine": machine(),

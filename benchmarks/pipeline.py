@@ -23,7 +23,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # so that this fil
 
 import torch
 
-from benchmarks.common import machine, milliseconds, synchronize, write
+from benchmarks.common import check_out, machine, milliseconds, synchronize, write
 
 RESULTS = Path(__file__).parent / "results"
 TINY = dict(layers=16, hidden=64, heads=4, kv_heads=2, ffn=96, vocab=64, seq_len=32, dtype="float32",
@@ -72,6 +72,8 @@ def main(argv: Sequence[str]) -> int:
         print("\n".join((*NAMES, *(f"{name} compiled" for name in COMPILED))))
         return 0
     if "RANK" not in os.environ:
+        _names(args)
+        check_out(args.out)
         from meshfold.mesh.launch import launch
 
         # Each contestant has streams of its own for what it sends. Streams that share one of the GPU's queues wait for

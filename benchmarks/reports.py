@@ -59,13 +59,29 @@ def panels(rows: int, columns: int, size: tuple[float, float], **settings: Any) 
 
 
 def draw_bars(
-    panel: Any, values: Mapping[str, float], ours: Iterable[str], label: str, digits: int = 1
+    panel: Any,
+    values: Mapping[str, float],
+    ours: Iterable[str],
+    label: str,
+    digits: int = 1,
+    limits: Mapping[str, float] | None = None,
 ) -> None:
-    """A bar for each name from the top down, its value at its end; ``ours`` are blue."""
+    """A bar for each name from the top down, its value at its end; ``ours`` are blue. Of ``limits`` each is a stroke."""
     blue = set(ours)
     colours = [OURS if name in blue else PEER for name in values]
-    labelled = panel.barh(list(values), list(values.values()), color=colours)
-    panel.bar_label(labelled, fmt=f"%.{digits}f", padding=3)
+    panel.barh(list(values), list(values.values()), color=colours)
+    limits = {name: limit for name, limit in (limits or {}).items() if limit}
+    if limits:
+        panel.plot(list(limits.values()), list(limits), "k|", markersize=12, label="limit")
+    width = 0.12 * max([*values.values(), *limits.values()], default=0.0)  # of a number, with room
+    for name, value in values.items():
+        limit = limits.get(name, value)
+        end = (
+            limit if value <= limit < value + width else value
+        )  # beyond a stroke that would go through the number
+        panel.annotate(
+            f"{value:.{digits}f}", (end, name), xytext=(3, 0), textcoords="offset points", va="center"
+        )
     panel.set_xlabel(label)
     panel.invert_yaxis()
     panel.margins(x=0.15)

@@ -19,7 +19,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # so that this file runs on its own
 
-from benchmarks.common import machine, median, write
+from benchmarks.common import check_out, machine, median, write
 from benchmarks.composed.contestants import names
 from benchmarks.composed.ours import SPECS
 from benchmarks.composed.report import described, report
@@ -45,6 +45,7 @@ def main(argv: Sequence[str]) -> int:
     chosen = args.only or names(args.ranks)
     if unknown := [name for name in chosen if name not in names(args.ranks)]:
         raise SystemExit(f"there is no contestant {unknown[0]!r}; there are: {', '.join(names(args.ranks))}")
+    check_out(args.out)
     result = _opened(args)
     for _ in range(args.rounds):
         for name in chosen:

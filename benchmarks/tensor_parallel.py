@@ -23,7 +23,7 @@ import torch._dynamo
 from torch import Tensor, nn
 
 from benchmarks import reports
-from benchmarks.common import Contestant, interleave, machine, median, synchronize, write
+from benchmarks.common import Contestant, check_out, interleave, machine, median, synchronize, write
 
 RESULTS = Path(__file__).parent / "results"
 MODES: dict[str, tuple[str, dict[str, int]]] = {
@@ -52,7 +52,7 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--rounds", type=int, default=10)
     parser.add_argument("--repeats", type=int, default=2, help="steps a timing")
-    parser.add_argument("--only", default="", help="comma-separated part of the contestants' names")
+    parser.add_argument("--only", default="", help="comma-separated names of contestants")
     parser.add_argument(
         "--profile", default="", help="contestant to profile instead; writes the kernels' times"
     )
@@ -62,10 +62,32 @@ def main(argv: list[str]) -> int:
     if args.report:
         return report(args.report)
     if "RANK" not in os.environ:
+        _names(args)
+        check_out(args.out)
         from meshfold.mesh.launch import launch
 
         return launch([str(Path(__file__).resolve()), *argv], args.ranks)
     return _measure(args)
+
+
+def _names(args: argparse.Namespace) -> list[str]:
+    """The contestants that were asked for; of ``--only 2d`` also ``2d compiled``.
+
+    Raises:
+        Failure: for one that is not there.
+    """
+    from meshfold.engine.cli.failure import Failure
+
+    names = [f"{mode}{suffix}" for mode in MODES for suffix in ("", " compiled")] + [*LOWERED, *PEERS]
+    asked = (
+        [args.profile] if args.profile else [part.strip() for part in args.only.split(",") if part.strip()]
+    )
+    for part in asked:
+        if part not in names:
+            raise Failure(f"there is no contestant {part!r}; there are: {', '.join(names)}")
+    if args.profile:
+        return asked
+    return [name for name in names if not asked or name in asked or name.removesuffix(" compiled") in asked]
 
 
 def _measure(args: argparse.Namespace) -> int:
@@ -82,13 +104,7 @@ def _measure(args: argparse.Namespace) -> int:
     whole = Mesh({"tensor": args.ranks})
     work = Work(args, device)
     contestants: list[Contestant] = []
-    chosen = [part for part in args.only.split(",") if part]
-    names = [f"{mode}{suffix}" for mode in MODES for suffix in ("", " compiled")] + [*LOWERED, *PEERS]
-    if args.profile:
-        chosen, names = [], [args.profile]
-    for name in names:
-        if chosen and not any(name == part or name == f"{part} compiled" for part in chosen):
-            continue
+    for name in _names(args):
         contestants.append(_build(name, work, args))
         if whole.rank == 0:
             made = contestants[-1]
@@ -136,7 +152,7 @@ class Work:
         self.args, self.device = args, device
         self.dtype = getattr(torch, args.dtype)
         d = args.hidden // args.heads
-        cos, sin = Rotary(d, 500000.0)(args.seq_len, device)
+        cos, sin = Rotary(d, 500000.0)(None, args.seq_len, device)
         self.rotary = (cos.to(self.dtype), sin.to(self.dtype))
         self.x = self.random("x", (args.batch * args.seq_len, args.hidden), 1.0)
         self.dy = self.random("dy", self.x.shape, 1.0 / math.sqrt(args.hidden))

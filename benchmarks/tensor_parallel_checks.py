@@ -23,7 +23,7 @@ import torch
 import torch._dynamo
 from torch import Tensor, nn
 
-from benchmarks.common import machine, write
+from benchmarks.common import check_out, machine, write
 
 RESULTS = Path(__file__).parent / "results"
 
@@ -54,6 +54,7 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--out", type=Path, default=RESULTS / "tensor_parallel_checks.json")
     args = parser.parse_args(argv)
     if "RANK" not in os.environ:
+        check_out(args.out)
         from meshfold.mesh.launch import launch
 
         return launch([str(Path(__file__).resolve()), *argv], args.ranks)

@@ -21,7 +21,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # so that this file runs on its own
 
-from benchmarks.common import machine, write
+from benchmarks.common import check_out, machine, write
 from benchmarks.offload import process
 from benchmarks.offload.cases import CASES, CONTESTANTS, OURS, Case, chosen
 from benchmarks.offload.decoder import SHAPES
@@ -52,6 +52,7 @@ def main(argv: Sequence[str]) -> int:
         touch(options.touch)
         if not options.case:
             return 0
+    check_out(options.out)
     result = _opened(options.out)
     for case in chosen(options.case):
         _run(_changed(case, options), options, result)

@@ -23,7 +23,7 @@ import torch
 from torch import nn
 
 from benchmarks import reports
-from benchmarks.common import machine, median, synchronize, write
+from benchmarks.common import check_out, machine, median, synchronize, write
 from benchmarks.offload.decoder import SHAPES, WORDS, decoder
 
 RESULTS = Path(__file__).parent / "results"
@@ -59,6 +59,7 @@ def main(argv: list[str]) -> int:
     if options.row is not None:
         print(json.dumps(run(options.row, options)))
         return 0
+    check_out(options.out)
     rows = {}
     for name in options.only:
         print(f"{options.model}, {name} ...", flush=True)
@@ -178,6 +179,7 @@ def drawn(about: dict[str, Any], rows: dict[str, dict[str, Any]]) -> Any:
         xlabel="peak of GPU memory, GiB", ylabel="seconds a step",
         title=f"{about['model']}, {about['rows']} × {about['seq_len']} tokens: less GPU memory, longer steps",
     )  # fmt: skip
+    panel.margins(0.1)  # so that no point is cut off at the edge
     panel.set_ylim(bottom=0)
     panel.set_xlim(left=0)
     panel.legend(loc="lower left", title="state lives", fontsize=9)

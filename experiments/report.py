@@ -233,7 +233,10 @@ class Experiment:
             found = json.loads(numbers.read_text(encoding="utf-8"))
             claims = self.write(found, folder)
         except OSError as error:
-            print(f"{self.name}: {error}", file=sys.stderr)
+            said = f"{error.filename}: {error.strerror}"
+            if options.render and error.filename == str(numbers):
+                said = f"{numbers} is not there: run it once without --render, which makes it"
+            print(f"meshfold reproduce {self.name}: {said}", file=sys.stderr)
             return 1
         if not options.no_plots:
             try:

@@ -1,35 +1,51 @@
-"""Benchmarks whose contestants are made of our models' parts run: a part that has changed would be a row "could not run"."""
+"""The benchmarks as commands: they run where there is no GPU, refuse before they measure, and draw what can be read."""
 
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
+from importlib import import_module
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[1]
+import pytest
+
+from benchmarks import reports
+from meshfold.engine.cli import main
+
+SMALL = ["--ranks", "2", "--layers", "1", "--hidden", "32", "--heads", "4", "--kv-heads", "2", "--ffn", "48", "--batch", "2",
+         "--seq-len", "16", "--dtype", "float32", "--rounds", "2"]  # fmt: skip
 
 
-def measured(area: str, out: Path, *words: str) -> dict[str, object]:
-    """What `meshfold bench AREA --tiny WORDS` writes."""
-    command = [sys.executable, str(ROOT / "benchmarks" / f"{area}.py"), "--tiny", *words, "--out", str(out)]
-    done = subprocess.run(
-        command,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=240,
-        check=False,
+def _no_start(*given: object, **options: object) -> int:
+    pytest.fail("ranks were started")
+
+
+@pytest.mark.usefixtures("warm_commands")
+def test_tensor_parallel_measures_without_a_gpu(tmp_path: Path) -> None:
+    out = tmp_path / "found.json"
+    assert (
+        main(
+            [
+                "bench",
+                "tensor-parallel",
+                *SMALL,
+                "--only",
+                "1d+sequence by ring,2d by stream",
+                "--out",
+                str(out),
+            ]
+        )
+        == 0
     )
-    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-3000:]
-    found: dict[str, object] = json.loads(out.read_text())
-    return found
+    found = json.loads(out.read_text())
+    assert found["notes"] == {}
+    assert list(found["milliseconds"]) == ["1d+sequence by ring", "2d by stream"]
+    assert max(found["relative_error"].values()) < 1e-5
 
 
-def test_pipelines_beside_torchs(tmp_path: Path) -> None:
-    names = ["1f1b", "torch 1f1b", "torch interleaved"]
-    words = (
+@pytest.mark.usefixtures("warm_commands")
+def test_pipelines_are_measured_beside_torchs(tmp_path: Path) -> None:
+    names, out = ["1f1b", "torch 1f1b", "torch interleaved"], tmp_path / "found.json"
+    words = [
         "--ranks",
         "2",
         "--microbatches",
@@ -40,15 +56,65 @@ def test_pipelines_beside_torchs(tmp_path: Path) -> None:
         "4",
         "--only",
         ",".join(names),
-    )
-    found = measured("pipeline", tmp_path / "pipeline.json", *words)
-    case = found["cases"]["4"]  # type: ignore[index]
+    ]
+    assert main(["bench", "pipeline", "--tiny", *words, "--out", str(out)]) == 0
+    found = json.loads(out.read_text())
+    case = found["cases"]["4"]
     assert found["notes"] == {}
     assert set(case["milliseconds"]) == set(names)
     assert max(case["norm_error"].values()) < 1e-5
 
 
-def test_the_longest_sequence(tmp_path: Path) -> None:
-    found = measured("longest_sequence", tmp_path / "longest.json", "--counts", "1", "--tries", "1")
-    one = found["counts"]["1"]  # type: ignore[index]
+@pytest.mark.usefixtures("warm_commands")
+def test_the_longest_sequence_is_foretold_and_tried(tmp_path: Path) -> None:
+    out = tmp_path / "found.json"
+    words = ["--counts", "1", "--tries", "1", "--out", str(out)]
+    assert main(["bench", "longest-sequence", "--tiny", *words]) == 0
+    one = json.loads(out.read_text())["counts"]["1"]
     assert one["line"]["foretold"] > 0 and one["attempts"]
+
+
+@pytest.mark.parametrize("area", ["tensor-parallel", "attention", "pipeline"])
+def test_a_contestant_that_is_not_there_is_refused_before_ranks_start(
+    area: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(import_module("meshfold.mesh.launch"), "launch", _no_start)
+    said = ""
+    try:
+        assert main(["bench", area, "--ranks", "2", "--only", "nobody"]) == 2
+        said = capsys.readouterr().err
+    except SystemExit as end:
+        said = str(end.code)
+    assert "there is no contestant 'nobody'; there are: " in said
+
+
+@pytest.mark.parametrize(
+    "area", ["tensor-parallel", "tensor-parallel-checks", "attention", "pipeline", "cpu-adam"]
+)
+def test_a_result_that_could_not_be_written_is_refused_before_anything_is_measured(
+    area: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(import_module("meshfold.mesh.launch"), "launch", _no_start)
+    (tmp_path / "file").touch()
+    assert main(["bench", area, "--out", str(tmp_path / "file" / "found.json")]) == 2
+    assert (
+        f"--out {tmp_path / 'file' / 'found.json'} cannot be written to: give another file"
+        in capsys.readouterr().err
+    )
+    assert main(["bench", area, "--out", str(tmp_path)]) == 2
+    assert f"--out {tmp_path} is a folder: name a file in it" in capsys.readouterr().err
+
+
+def test_no_number_stands_on_the_stroke_of_its_limit() -> None:
+    figure, panels = reports.panels(1, 1, (5, 3))
+    values = {"near": 38.2, "far": 15.8, "beyond": 41.0, "without": 134.5}
+    limits = {"near": 40.0, "far": 40.0, "beyond": 40.0, "without": 0.0}
+    reports.draw_bars(panels[0][0], values, ["near"], "GiB", limits=limits)
+    figure.canvas.draw()
+    panel = panels[0][0]
+    for number, (text, limit) in enumerate(zip(panel.texts, limits.values(), strict=True)):
+        assert text.get_text() == f"{list(values.values())[number]:.1f}"
+        box = text.get_window_extent()
+        stroke = panel.transData.transform((limit, number))[0]
+        assert not box.x0 <= stroke <= box.x1, text.get_text()
+        assert box.x1 <= panel.get_window_extent().x1 + 1

@@ -134,6 +134,7 @@ def report(path: Path) -> int:
         style = ":" if name in PEERS else "-"
         left.plot(range(1, len(losses) + 1), losses, style, label=name, linewidth=1.2)
     left.set_xlabel("step")
+    left.xaxis.get_major_locator().set_params(integer=True)
     left.set_ylabel("loss")
     left.legend(fontsize=8)
     reports.frame_open(left)

@@ -118,7 +118,7 @@ def _predicted(row: dict[str, Any]) -> str:
 
 def _drawn(result: dict[str, Any]) -> Any:
     """For each case TFLOP/s and the peak of GPU memory, with its limit."""
-    speeds, peaks, limits, ours = {}, {}, [], []
+    speeds, peaks, limits, ours = {}, {}, {}, []
     for name, case in result["cases"].items():
         settings = case["settings"]
         for contestant, runs in verdict.rows(result, name).items():
@@ -130,13 +130,13 @@ def _drawn(result: dict[str, Any]) -> Any:
             work = 6 * last["parameters"] * last["rows"] * settings["seq_len"]
             speeds[row] = work / median(times) / 1e12
             peaks[row] = verdict.peak(runs, "gpu_peak_bytes")
-            limits.append(settings["gpu_gib"])
+            limits[row] = settings["gpu_gib"]
             ours += [row] if contestant in MINE else []
     figure, panels = reports.panels(1, 2, (11, 0.34 * len(speeds) + 1.6))
     left, right = panels[0]
     reports.draw_bars(left, speeds, ours, "TFLOP/s a GPU (6 · parameters · tokens)", digits=0)
-    reports.draw_bars(right, peaks, ours, "peak of GPU memory, GiB")
-    right.plot([limit or None for limit in limits], list(peaks), "k|", markersize=12, label="limit")
+    reports.draw_bars(right, peaks, ours, "peak of GPU memory, GiB", limits=limits)
     right.set_yticks([])
-    right.legend(loc="upper right")
+    if any(limits.values()):
+        right.legend(loc="upper right")
     return figure

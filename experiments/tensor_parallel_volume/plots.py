@@ -41,7 +41,7 @@ def draw(results: Results, folder: Path) -> list[Path]:
     from matplotlib import pyplot as plt
 
     with plt.rc_context({"font.size": 10, "axes.grid": True, "grid.alpha": 0.3, "axes.axisbelow": True}):
-        figure, (left, right) = plt.subplots(1, 2, figsize=(13, 5.6), layout="constrained")
+        figure, (left, right) = plt.subplots(1, 2, figsize=(13, 6.2), layout="constrained")
         _linear(left, results)
         _layer(right, results)
         volume = folder / "volume.png"
@@ -109,13 +109,20 @@ def _layer(axes: Any, results: Results) -> None:
 
 
 def _dress(axes: Any, title: str, label: str, results: Results) -> None:
+    from matplotlib.ticker import LogFormatter
+
     axes.set_xscale("log", base=2)
     axes.set_yscale("log")
     sizes = sorted({r.ranks for r in results.find(what="layer")})
     axes.set_xticks(sizes, [str(p) for p in sizes])
     axes.yaxis.set_major_formatter(lambda value, _: f"{value:g}")
+    axes.yaxis.set_minor_formatter(LogFormatter(labelOnlyBase=False))  # 4, where matplotlib writes 4 × 10⁰
     axes.set(title=title, xlabel="ranks", ylabel=label)
-    axes.legend(fontsize=8.5, handlelength=3.2, loc="lower left")
+    below = {
+        "loc": "upper center",
+        "bbox_to_anchor": (0.5, -0.12),
+    }  # few ranks leave no room between the lines
+    axes.legend(fontsize=8.5, handlelength=3.2, ncols=3, **below)
 
 
 def _growth(axes: Any, results: Results) -> None:

@@ -1,4 +1,4 @@
-"""``meshfold reproduce tensor-parallel-volume``: count, compare, write the table, draw the plots."""
+"""``meshfold reproduce tensor-parallel-volume``: what each mode sends, published and counted."""
 
 from __future__ import annotations
 
@@ -47,7 +47,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             results.save(folder / "counts.json")
         found = render(Results.load(folder / "counts.json"), folder, plot=not options.no_plots)
     except (counting.CountError, OSError) as error:
-        print(f"tensor-parallel-volume: {error}", file=sys.stderr)
+        said = f"{error.filename}: {error.strerror}" if isinstance(error, OSError) else error
+        print(f"meshfold reproduce tensor-parallel-volume: {said}", file=sys.stderr)
         return 1
     for check in found:
         print(f"{check.said.strip('*'):<34} {check.claim}")

@@ -178,6 +178,15 @@ def _not_installed(name: str) -> str:
         (["run", "--ranks", "0", "t/0.txt"], "cannot start 0 ranks"),
         (["run", "--ranks", "1", "--log-dir", "t/0.txt/x", "t/0.txt"], "log_dir='t/0.txt/x' cannot be made (Not a directory)"),
         (["reproduce", "no-such-paper"], "no 'no-such-paper' in experiments. There are: gpipe, hanayo, "),
+        (["reproduce", "gpipe", "--render", "--output", "empty"],
+         "meshfold reproduce gpipe: empty/simulated.json is not there: run it once without --render, which makes it"),
+        (["reproduce", "gpipe", "--output", "t/0.txt"], "meshfold reproduce gpipe: t/0.txt: File exists"),
+        (["plan", "--model", "gpt-tiny", "--parallel", "pipeline=3"],
+         "meshfold plan: pipeline=dict(size=3, schedule='1f1b', chunks=1): 2 blocks cannot be cut into 3 stages"),
+        (["plan", "--model", "gpt-tiny", "--parallel", "pipeline=2", "--timeline", "plan.txt"],
+         "'plan.txt': a picture's name ends in one of ."),
+        (["convert", "t/0.txt", "x"], "it is a file; give the folder of a checkpoint or of a Hugging Face model"),
+        (["convert", "damaged", "x"], "Did you mean damaged/checkpoint?"),
         (["bench"], "say which one; there are: attention, cpu-adam, longest-sequence, pipeline, saving, saving-launches, specs, "),
         (["bench", "tensor-paralel"], "Did you mean 'tensor-parallel'?"),
         (["doctor", "--all"], "unrecognized arguments: --all"),
@@ -518,7 +527,8 @@ def test_a_rank_that_fails_in_the_middle_ends_the_job(meshfold: Run, text: Path,
     assert "1/1000000  loss" in found.stdout
 
 
-def test_ctrl_c_leaves_no_process_behind(text: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_ctrl_c_leaves_a_checkpoint_and_no_process_behind(text: Path, tmp_path: Path, ranks: int) -> None:
     words = [
         "train",
         "--data",
@@ -529,7 +539,7 @@ def test_ctrl_c_leaves_no_process_behind(text: Path, tmp_path: Path) -> None:
         "--out",
         tmp_path / "out",
         "--parallel",
-        "data=2",
+        f"data={ranks}",
     ]
     process = subprocess.Popen(
         [sys.executable, "-m", "meshfold.engine.cli", *map(str, words)],
@@ -544,15 +554,29 @@ def test_ctrl_c_leaves_no_process_behind(text: Path, tmp_path: Path) -> None:
         while len(read_metrics(tmp_path / "out" / "metrics.jsonl")) < 2:
             assert process.poll() is None and time.monotonic() < deadline
             time.sleep(0.05)
-        ranks = _children(process.pid)
-        assert len(ranks) == 2
+        children = _children(process.pid)
+        assert len(children) == (2 if ranks == 2 else 0)
         process.send_signal(signal.SIGINT)
         assert process.wait(timeout=60) == 130
-        assert not any(Path(f"/proc/{pid}").exists() for pid in ranks)
+        assert not any(Path(f"/proc/{pid}").exists() for pid in children)
+        assert process.stderr is not None
+        assert "asked to stop; Ctrl-C again ends" in process.stderr.read()
+        assert (tmp_path / "out" / "checkpoint" / "state.json").exists()
     finally:
         if process.poll() is None:
             os.killpg(process.pid, signal.SIGKILL)
         process.communicate()
+
+
+def test_ctrl_c_while_a_command_is_imported_is_no_traceback(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def interrupted(name: str) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("importlib.import_module", interrupted)
+    assert main(["plan", "--model", "gpt-tiny"]) == 130
+    assert capsys.readouterr().err == "meshfold plan: interrupted\n"
 
 
 def _heed_ctrl_c() -> None:
@@ -594,7 +618,7 @@ def test_reproduce_and_bench_find_programs_above(
     paper.mkdir(parents=True)
     area.mkdir()
     (paper / "run.py").write_text(
-        '"""What a paper says.\n\nMore."""\ndef main(argv):\n    print(argv)\n    return 3\n'
+        '"""``meshfold reproduce some-paper``: what a paper says.\n\nMore."""\ndef main(argv):\n    print(argv)\n    return 3\n'
     )
     (paper / "helper.py").write_text("")
     (area / "speed_test.py").write_text('"""How fast."""\ndef main(argv):\n    print("measured", *argv)\n')

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from typing import Any
 
 import pytest
@@ -199,6 +200,14 @@ def test_plan_in_words_and_as_json(capsys: pytest.CaptureFixture[str]) -> None:
     held = answer["memory_bytes"]
     assert held["masters"] == held["gradients"] == 2 * held["parameters"] == held["optimizer"] / 2
     assert answer["seconds"]["overlapped"] <= answer["seconds"]["apart"]
+
+
+def test_one_rank_needs_no_picture_and_one_number_no_range(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", "--model", "gpt-tiny", "--machine", "h200"]) == 0
+    shown = capsys.readouterr().out
+    assert "   data\n" not in shown and "world          1 " in shown
+    assert "on h200, 1 node of 1 device (" in shown
+    assert re.search(r"\ntogether +[\d.]+ µs  [\d,]+ tokens/s\n", shown)
 
 
 def test_a_spec_for_more_ranks_than_there_are_anywhere(capsys: pytest.CaptureFixture[str]) -> None:

@@ -64,14 +64,15 @@ def await_end(pids: list[int]) -> list[int]:
 
 
 @pytest.fixture
-def launcher(tmp_path: Path) -> Iterator[subprocess.Popen[str]]:
-    """A launcher in a process of its own, once its four ranks sleep."""
-    program = script(tmp_path, "note(0, f'asleep{rank}')\ntime.sleep(300)\n")
+def launcher(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[subprocess.Popen[str]]:
+    """A launcher in a process of its own, once its four ranks sleep; or run another body with other options."""
+    body, options = getattr(request, "param", ("", ""))
+    program = script(tmp_path, body + "note(0, f'asleep{rank}')\ntime.sleep(300)\n")
     process = subprocess.Popen(
         [
             sys.executable,
             "-c",
-            f"import sys; from meshfold.mesh.launch import launch; sys.exit(launch([{program!r}], 4))",
+            f"import sys; from meshfold.mesh.launch import launch; sys.exit(launch([{program!r}], 4{options}))",
         ],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
@@ -292,6 +293,58 @@ def test_a_signal_to_the_launcher_leaves_no_process_behind(
     launcher.send_signal(number)
     assert launcher.wait(timeout=SECONDS) == code
     assert await_end(pids) == []
+    assert launcher.communicate()[1] == f"{signal.Signals(number).name}: the 4 ranks were ended\n"
+
+
+# Longer than ranks get that are ended.
+HEEDS = """
+import signal
+def stop(number, frame):
+    time.sleep(2.5)
+    note(0, f"kept{rank}")
+    sys.exit(75)
+signal.signal(signal.SIGTERM, stop)
+"""
+
+
+@pytest.mark.parametrize("launcher", [(HEEDS, ", stop_s=300, stopped_code=75")], indirect=True)
+def test_ctrl_c_lets_ranks_stop_by_themselves_where_they_may(
+    launcher: subprocess.Popen[str], tmp_path: Path
+) -> None:
+    launcher.send_signal(signal.SIGINT)
+    assert launcher.wait(timeout=SECONDS) == 130
+    assert len(list(tmp_path.glob("kept?"))) == 4
+    asked = "the 4 ranks were asked to stop; Ctrl-C again ends them at once\n"
+    assert launcher.communicate()[1] == asked
+
+
+@pytest.mark.parametrize("launcher", [("", ", stop_s=300, stopped_code=75")], indirect=True)
+def test_ctrl_c_before_ranks_heed_it_is_no_failure_of_theirs(
+    launcher: subprocess.Popen[str], tmp_path: Path
+) -> None:
+    pids = noted(tmp_path)
+    launcher.send_signal(signal.SIGINT)
+    assert launcher.wait(timeout=SECONDS) == 130
+    assert await_end(pids) == []
+    said = launcher.communicate()[1]
+    assert said.endswith("at once\nSIGINT: the 4 ranks were ended\n")
+    assert "was ended by" not in said
+
+
+@pytest.mark.parametrize(
+    "launcher",
+    [("import signal\nsignal.signal(signal.SIGTERM, signal.SIG_IGN)\n", ", stop_s=300")],
+    indirect=True,
+)
+def test_a_second_ctrl_c_ends_ranks_that_do_not_stop(launcher: subprocess.Popen[str], tmp_path: Path) -> None:
+    pids = noted(tmp_path)
+    launcher.send_signal(signal.SIGINT)
+    time.sleep(0.5)
+    assert launcher.poll() is None
+    launcher.send_signal(signal.SIGINT)
+    assert launcher.wait(timeout=SECONDS) == 130
+    assert await_end(pids) == []
+    assert launcher.communicate()[1].endswith("ends them at once\nSIGINT: the 4 ranks were ended\n")
 
 
 @pytest.mark.skipif(

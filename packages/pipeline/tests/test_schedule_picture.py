@@ -9,6 +9,7 @@ from xml.etree import ElementTree
 import pytest
 from schedule_cases import NAMED, named
 
+from meshfold.mesh import MeshfoldError
 from meshfold.pipeline import draw, schedule, simulate
 from meshfold.pipeline.picture import Rectangle, figure, scene, svg, title
 
@@ -78,3 +79,11 @@ def test_both_kinds_of_file_hold_the_same_boxes(tmp_path: Path) -> None:
     assert png.startswith(b"\x89PNG")
     assert draw(result, tmp_path / "b.png").read_bytes() == png
     assert draw(result, tmp_path / "a.pdf").read_bytes().startswith(b"%PDF")
+
+
+@pytest.mark.parametrize("name", ["schedule", "schedule.txt"])
+def test_an_ending_that_is_no_pictures_is_refused(name: str, tmp_path: Path) -> None:
+    result = simulate(schedule("gpipe", ranks=2, microbatches=2))
+    with pytest.raises(MeshfoldError, match=rf"'{name}': a picture's name ends in one of .*\.png.*\.svg"):
+        draw(result, tmp_path / name)
+    assert list(tmp_path.iterdir()) == []

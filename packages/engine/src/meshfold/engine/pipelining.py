@@ -20,6 +20,7 @@ from meshfold.engine.settings import refused
 from meshfold.engine.world import PIPE, World
 from meshfold.mesh import LayoutError, SpecError, all_reduce
 from meshfold.mesh.names import plain
+from meshfold.mesh.spec.entry import show
 from meshfold.mesh.targets import has_encoder_apart
 from meshfold.tensor_parallel.frame import row_unit
 
@@ -158,7 +159,7 @@ class PipelinedModel:
                 "given, whose values do not matter"
             ) from error
         except (LayoutError, ScheduleError) as error:
-            raise SpecError(f"pipeline={spec.to_dict()}: {error}") from error
+            raise SpecError(f"pipeline={show(spec.to_dict())}: {error}") from error
 
     def attach(self, states: States) -> None:
         """Whom to tell that gradients are complete."""

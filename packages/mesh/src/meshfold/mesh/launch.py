@@ -7,6 +7,7 @@ cannot break a start. Several machines are torchrun's or Slurm's business, see :
 from __future__ import annotations
 
 import os
+import signal
 import socket
 import sys
 import tempfile
@@ -36,8 +37,8 @@ def launch(
     """Run a program on local ranks until all have ended, or one has failed and the others were ended.
 
     Rank 0's standard output passes through; every rank's standard error is shown with the rank before each line.
-    The traceback of the rank that failed first comes last. SIGINT and SIGTERM end all ranks; so does the death of
-    the launcher (on Linux).
+    The traceback of the rank that failed first comes last. SIGINT and SIGTERM end all ranks, and a line on standard error
+    says so; so does the death of the launcher (on Linux), without a line.
 
     Args:
         argv: ``["script.py", ...]``, ``["-m", "module", ...]`` or ``["file.py::function", ...]``.
@@ -46,7 +47,8 @@ def launch(
         log_dir: folder for what ranks print: ``rank3.out`` (all but rank 0) and ``rank3.err``.
         port: where the ranks should meet; if it is in use, a free one is taken with a warning.
         grace_s: seconds between asking ranks to end (SIGTERM) and killing them.
-        stop_s: a first SIGTERM or SIGUSR1 goes to the ranks, which get so many seconds to come to an end of their own.
+        stop_s: a first SIGTERM or SIGUSR1 goes to the ranks, a first SIGINT does as SIGTERM; they get so many seconds to come
+            to an end of their own. A second signal ends them.
         stopped_code: what ranks exit with that have stopped so: no failure.
 
     Returns:
@@ -84,9 +86,15 @@ def launch(
                 job.append(Rank(argv, place, _variables(place, env or {}), Path(records), logs))
             failure = watch(job, signals, calm=stopped_code)
             if failure is None and signals.caught and signals.caught[0] in signals.gentle:
+                # Ranks are in sessions of their own, where Ctrl-C does not reach them; what they heed is SIGTERM.
+                passed_on = signal.SIGTERM if signals.caught[0] == signal.SIGINT else signals.caught[0]
+                if signals.caught[0] == signal.SIGINT:
+                    _say(f"{_ranks(ranks)} asked to stop; Ctrl-C again ends {_them(ranks)} at once")
                 for rank_process in job:
-                    rank_process.send(signals.caught[0], alone=True)
+                    rank_process.send(passed_on, alone=True)
                 failure = watch(job, signals, calm=stopped_code, seconds=stop_s)
+                if failure is not None and signals.caught[0] == signal.SIGINT and failure.ended_by(passed_on):
+                    failure = None  # it did not heed the signal yet, and ended of it, as was wanted
         finally:
             end(job, grace_s, signals)
         for rank_process in job:
@@ -96,10 +104,29 @@ def launch(
             report(job[failure.rank], failure, ranks)
             return failure.code
         codes = {rank_process.process.returncode for rank_process in job}
-        gently = not signals.caught or signals.caught[0] in signals.gentle
-        if gently and stopped_code and stopped_code in codes and codes <= {0, stopped_code}:
+        by_themselves = codes <= {0, stopped_code}
+        on_request = not signals.caught or signals.caught[0] in (signal.SIGTERM, signal.SIGUSR1)
+        if on_request and stopped_code and stopped_code in codes and by_themselves:
             return stopped_code
-        return 128 + signals.caught[0] if signals.caught else 0
+        if not signals.caught:
+            return 0
+        if not by_themselves:
+            _say(f"{signal.Signals(signals.caught[0]).name}: {_ranks(ranks)} ended")
+        return 128 + signals.caught[0]
+
+
+def _say(sentence: str) -> None:
+    sys.stdout.flush()
+    sys.stderr.write(sentence + "\n")
+    sys.stderr.flush()
+
+
+def _ranks(ranks: int) -> str:
+    return "the rank was" if ranks == 1 else f"the {ranks} ranks were"
+
+
+def _them(ranks: int) -> str:
+    return "it" if ranks == 1 else "them"
 
 
 def _check(argv: Sequence[str], ranks: int, port: int | None) -> None:

@@ -37,6 +37,10 @@ class Failure:
     how: str
     traceback: str = ""
 
+    def ended_by(self, number: int) -> bool:
+        """Whether a signal ended the rank, and nothing of its own."""
+        return self.code == 128 + number and not self.traceback
+
 
 class Rank:
     """One process, the thread that reads its standard error, and the record it leaves when it fails."""
@@ -134,7 +138,7 @@ class Signals:
 
     def __init__(self, *, gentle: bool = False) -> None:
         self.caught: list[int] = []
-        self.gentle = (signal.SIGTERM, signal.SIGUSR1) if gentle else ()
+        self.gentle = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1) if gentle else ()
         self._before: dict[int, Any] = {}
 
     def __enter__(self) -> Signals:

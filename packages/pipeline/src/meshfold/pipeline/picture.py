@@ -15,6 +15,7 @@ from html import escape
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from meshfold.mesh.errors import MeshfoldError
 from meshfold.pipeline.actions import Op
 from meshfold.pipeline.simulate import Simulation, Timed
 
@@ -218,18 +219,32 @@ def draw(simulation: Simulation, path: str | Path, *, width: float = 1000.0) -> 
     """Write the picture: ``.svg`` by hand, any other ending by matplotlib (the extra ``plot``).
 
     Raises:
-        ImportError: if matplotlib is needed and not installed.
-        ValueError: for an ending that matplotlib does not know.
+        MeshfoldError: if matplotlib is needed and not installed, or the ending is one that it does not know.
     """
     target = Path(path)
     if target.suffix == ".svg":
         target.write_text(svg(simulation, width=width), encoding="utf-8")
-    elif target.suffix == ".png":
+        return target
+    _check_ending(target)
+    if target.suffix == ".png":
         words = scene(simulation, width=width).words
         figure(simulation, width=width).savefig(target, metadata={"Description": words, "Software": None})
     else:
         figure(simulation, width=width).savefig(target)
     return target
+
+
+def _check_ending(target: Path) -> None:
+    """Whether matplotlib is there and knows the format."""
+    try:
+        from matplotlib.backends.backend_agg import FigureCanvasAgg
+    except ImportError as error:
+        raise MeshfoldError(
+            f"{target.name!r}: any picture but .svg needs matplotlib: pip install 'meshfold-pipeline[plot]'"
+        ) from error
+    known = sorted(FigureCanvasAgg.get_supported_filetypes())
+    if target.suffix.removeprefix(".") not in known:
+        raise MeshfoldError(f"{target.name!r}: a picture's name ends in one of .{', .'.join(known)}")
 
 
 def _color(number: int, count: int) -> Color:

@@ -48,14 +48,20 @@ def main(argv: Sequence[str] | None = None) -> int:
                 f"there is no command {name!r}.{_nearest(name, COMMANDS)} Commands: {', '.join(COMMANDS)}"
             ),
         )
+    try:
+        return _run(name, arguments[1:])
+    except KeyboardInterrupt:  # also in the seconds that the imports of a command take
+        return _fail(f"meshfold {name}", Failure("interrupted", code=130))
+
+
+def _run(name: str, arguments: list[str]) -> int:
+    """Run one command; what a person can mend is one sentence."""
     command = importlib.import_module(f"meshfold.engine.cli.{name}")
     parser = Parser(prog=f"meshfold {name}", description=command.__doc__, formatter_class=Formatter)
     command.configure(parser)
-    parsed = parser.parse_args(arguments[1:], argparse.Namespace(argv=arguments[1:], rank=None))
+    parsed = parser.parse_args(arguments, argparse.Namespace(argv=arguments, rank=None))
     try:
         return int(command.run(parsed))
-    except KeyboardInterrupt:
-        return _fail(parser.prog, Failure("interrupted", code=130))
     except BrokenPipeError:  # whoever read our output has gone, as `| head` does
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 141

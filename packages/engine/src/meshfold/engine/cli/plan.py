@@ -155,7 +155,9 @@ def _show(found: Estimate, took: Times, machine: Machine, *, report: bool) -> No
     from meshfold.engine.planning.text import memory_table, picture, time_table, traffic_table
 
     nodes = math.ceil(found.world_size / machine.devices)
-    parts = [found.spec.describe(), picture(found.spec.axes)]
+    parts = [found.spec.describe()]
+    if found.world_size > 1:
+        parts.append(picture(found.spec.axes))
     if report and found.report:
         parts.append(found.report)
     pipeline = found.pipeline

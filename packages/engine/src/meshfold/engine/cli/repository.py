@@ -52,7 +52,10 @@ def listing(folder: Path) -> str:
     """A line for each program."""
     found = programs(folder)
     width = max(map(len, found), default=0)
-    return "\n".join(f"{name:<{width}}  {first_line(file)}" for name, file in found.items())
+    lines = {
+        name: first_line(file).removeprefix(f"meshfold reproduce {name}: ") for name, file in found.items()
+    }
+    return "\n".join(f"{name:<{width}}  {line[:1].upper()}{line[1:]}" for name, line in lines.items())
 
 
 def run_program(folder: Path, name: str, argv: Sequence[str]) -> int:

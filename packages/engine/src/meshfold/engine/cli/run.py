@@ -6,7 +6,8 @@
 
 The ranks meet on a port of this machine that is free. What rank 0 prints is shown, and every rank's standard error
 with the rank before each line. When one fails the others are ended, and its traceback comes last; Ctrl-C ends all.
-With --grace SIGTERM and SIGUSR1 go to the ranks, for scripts that stop by themselves (meshfold.engine.long_runs.stopping).
+With --grace SIGTERM, SIGUSR1 and a first Ctrl-C go to the ranks, for scripts that stop by themselves
+(meshfold.engine.long_runs.stopping).
 Under torchrun or srun, which start the ranks themselves, the script is just run.
 """
 
@@ -47,7 +48,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
         type=natural,
         default=0,
         metavar="S",
-        help="seconds that ranks get to end by themselves after a first SIGTERM or SIGUSR1",
+        help="seconds that ranks get to end by themselves after a first SIGTERM, SIGUSR1 or Ctrl-C",
     )
     parser.add_argument("--port", type=whole, help="where the ranks meet (default: any free one)")
     parser.add_argument(

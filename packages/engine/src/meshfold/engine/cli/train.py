@@ -7,15 +7,19 @@
 
 The ranks are started here; under torchrun or srun those that run are used. OUT gets the checkpoint (loadable under
 any other spec), metrics.jsonl, settings.json, loss.png and the tokens of text. SIGTERM or SIGUSR1 ends the run after the
-step that is made, with a checkpoint and exit code 75.
+step that is made, with a checkpoint and exit code 75. So does a first Ctrl-C, with code 130; a second one ends it at once.
 """
 
 from __future__ import annotations
 
 import argparse
 import os
+import signal
+import sys
+import threading
 from dataclasses import replace
 from pathlib import Path
+from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 from meshfold.engine.cli.failure import Failure
@@ -101,9 +105,46 @@ def start(
     if spec.world_size == 1:
         from meshfold.engine.training.loop import train
 
-        return _code(settings, train(settings, inputs, progress))
+        with CtrlC() as ctrl_c:
+            code = _code(settings, train(settings, inputs, progress))
+        return 130 if code and ctrl_c.caught else code
     program = ["-m", "meshfold.engine.cli", "train", *words, "--no-plan"]
     return launch(program, spec.world_size, stop_s=_STOP_S, stopped_code=STOPPED_CODE)
+
+
+class CtrlC:
+    """A first Ctrl-C asks a run of one process to stop with a checkpoint, as SIGTERM does; a second one interrupts it.
+
+    Several ranks are asked by :func:`meshfold.mesh.launch.launch`.
+
+    Attributes:
+        caught: whether it asked.
+    """
+
+    def __init__(self) -> None:
+        self.caught = False
+        self._before: Any = None
+
+    def __enter__(self) -> CtrlC:
+        if (
+            threading.current_thread() is threading.main_thread()
+            and signal.getsignal(signal.SIGINT) is signal.default_int_handler  # not as under nohup
+        ):
+            self._before = signal.signal(signal.SIGINT, self._catch)
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        if self._before is not None:
+            signal.signal(signal.SIGINT, self._before)
+
+    def _catch(self, number: int, frame: FrameType | None) -> None:
+        if self.caught or not callable(
+            signal.getsignal(signal.SIGTERM)
+        ):  # or nothing to be kept yet, or no more
+            raise KeyboardInterrupt
+        self.caught = True
+        print("asked to stop; Ctrl-C again ends it at once", file=sys.stderr, flush=True)
+        signal.raise_signal(signal.SIGTERM)
 
 
 def _as_rank(settings: TrainSettings, here: Environment, *, plan: bool, as_json: bool, report: bool) -> int:

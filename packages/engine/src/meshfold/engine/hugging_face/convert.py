@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from meshfold.engine.checkpoints.checkpoint import FORMAT, MODEL, Checkpoint
+from meshfold.engine.checkpoints.folder import latest
 from meshfold.engine.checkpoints.place import STATE, begin, finish, place_of, writing_of
 from meshfold.engine.checkpoints.stored import Stored
 from meshfold.engine.checkpoints.tensor_file import TensorWriter
@@ -64,11 +65,20 @@ def kind_of(folder: Path) -> str:
         return "checkpoint"
     if has_weights(folder):
         return "hf"
-    what = (
-        "there is no such folder"
-        if not folder.is_dir()
-        else f"it has no {STATE} and no weights of a Hugging Face model"
-    )
+    if not folder.exists():
+        what = "there is no such folder"
+    elif not folder.is_dir():
+        what = "it is a file; give the folder of a checkpoint or of a Hugging Face model"
+    else:
+        what = f"it has no {STATE} and no weights of a Hugging Face model"
+        places = (
+            folder / "checkpoint",
+            latest(folder),
+            latest(folder / "checkpoints"),
+        )  # of `meshfold train --out`
+        inside = next((path for path in places if path is not None and (path / STATE).is_file()), None)
+        if inside is not None:
+            what += f". Did you mean {inside}?"
     raise CheckpointError(f"cannot convert {folder}: {what}")
 
 

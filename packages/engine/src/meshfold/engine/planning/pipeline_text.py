@@ -7,7 +7,7 @@ from typing import Any
 from meshfold.engine.planning.estimate import Estimate, Times
 from meshfold.engine.planning.machines import Machine
 from meshfold.engine.planning.pipeline_estimate import PipelineEstimate
-from meshfold.engine.planning.text import seconds_in_words
+from meshfold.engine.planning.text import place, seconds_in_words, together
 from meshfold.engine.training.progress import human_bytes
 from meshfold.pipeline import Simulation
 
@@ -42,19 +42,16 @@ def pipeline_time_table(
     """How long a step takes at least."""
     simulation = pipeline.simulation
     schedule = simulation.schedule
-    where = f"{machine.name}, {nodes} node{'s' if nodes > 1 else ''} of {machine.devices} devices"
-    rate = found.tokens / (pipeline.seconds + times.data), found.tokens / max(pipeline.seconds, times.data)
     fits = not found.refusal and max(memory.total for memory in pipeline.memory) <= machine.memory
     sends = ", ".join(seconds_in_words(one) for one in dict.fromkeys(simulation.costs.send))
     chunks = f"{'chunks':<17}{seconds_in_words(pipeline.chunk_seconds):>12}  of the rank that moves and steps its own longest"
     lines = [
-        f"a step takes at least, on {where} ({machine.source})",
+        f"a step takes at least, on {place(machine, nodes)}",
         f"{'pipeline':<17}{seconds_in_words(pipeline.schedule_seconds):>12}  {schedule.name}, "
         f"{schedule.microbatches} micro-batches: {simulation.bubble:.1%} of the ranks' time is idle, a message takes {sends}",
         *[chunks] * (pipeline.chunk_seconds > 0),
         f"{'data traffic':<17}{seconds_in_words(times.data):>12}  may run as stages become complete",
-        f"{'together':<17}{seconds_in_words(max(pipeline.seconds, times.data)):>12}  to "
-        f"{seconds_in_words(pipeline.seconds + times.data)}: {rate[0]:,.0f} to {rate[1]:,.0f} tokens/s",
+        together(max(pipeline.seconds, times.data), pipeline.seconds + times.data, found.tokens),
         f"{'memory':<17}{human_bytes(machine.memory):>12}  a device: {'it fits' if fits else 'it does NOT fit'}",
     ]
     return "\n".join(lines)

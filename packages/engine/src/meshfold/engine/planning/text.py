@@ -148,18 +148,31 @@ def traffic_table(found: Estimate) -> str:
 
 def time_table(found: Estimate, times: Times, machine: Machine, nodes: int) -> str:
     """How long a step takes at least."""
-    where = f"{machine.name}, {nodes} node{'s' if nodes > 1 else ''} of {machine.devices} devices"
     fits = found.memory.total <= machine.memory
     lines = [
-        f"a step takes at least, on {where} ({machine.source})",
+        f"a step takes at least, on {place(machine, nodes)}",
         f"{'compute':<17}{seconds_in_words(times.compute):>12}  {found.flops / 1e12:,.3g} TFLOP a rank, matmuls alone",
         f"{'tensor traffic':<17}{seconds_in_words(times.tensor):>12}",
         f"{'data traffic':<17}{seconds_in_words(times.data):>12}  may run during backward",
-        f"{'together':<17}{seconds_in_words(times.overlapped):>12}  to {seconds_in_words(times.apart)}: "
-        f"{found.tokens / times.apart:,.0f} to {found.tokens / times.overlapped:,.0f} tokens/s",
+        together(times.overlapped, times.apart, found.tokens),
         f"{'memory':<17}{human_bytes(machine.memory):>12}  a device: {'it fits' if fits else 'it does NOT fit'}",
     ]
     return "\n".join(lines)
+
+
+def place(machine: Machine, nodes: int) -> str:
+    """``h200x8, 2 nodes of 8 devices (where its numbers are from)``"""
+    of = f"{nodes} node{'s' if nodes > 1 else ''} of {machine.devices} device{'s' if machine.devices > 1 else ''}"
+    return f"{machine.name}, {of} ({machine.source})"
+
+
+def together(least: float, most: float, tokens: int) -> str:
+    """The row of a whole step: seconds from least to most, and tokens a second; one number where both read alike."""
+    slow, fast = f"{tokens / most:,.0f}", f"{tokens / least:,.0f}"
+    row = f"{'together':<17}{seconds_in_words(least):>12}  "
+    if slow == fast:
+        return f"{row}{fast} tokens/s"
+    return f"{row}to {seconds_in_words(most)}: {slow} to {fast} tokens/s"
 
 
 def seconds_in_words(value: float) -> str:
