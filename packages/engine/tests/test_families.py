@@ -107,9 +107,15 @@ def check(kind: str, how: str, root: Path) -> None:
 
 QUICK = {
     ("opt", "2.5d"), ("gpt2", "1d+sequence"), ("qwen2", "zero 3"), ("mistral", "3d"), ("mixtral", "2d"),
-    ("bert", "1d"), ("bert", "3d"), ("bert-classes", "zero 3"), ("vit", "2d"), ("t5", "2d"), ("t5", "pipeline"),
+    ("llama", "1d"), ("qwen3", "2d"), ("bert", "1d"), ("bert", "3d"), ("bert-classes", "zero 3"),
+    ("vit", "2d"), ("t5", "2d"), ("t5", "pipeline"),
 }  # fmt: skip
 """Every family and every spec once or more, in `make test`."""
+
+
+def test_the_quick_cases_leave_no_family_and_no_spec_out() -> None:
+    assert {kind for kind, _ in QUICK} == set(FAMILIES)
+    assert {how for _, how in QUICK} == set(SPECS)
 
 
 def cases() -> list[Any]:
