@@ -182,7 +182,7 @@ class TwoPaths(nn.Module):
 
 
 def mean_square(output: Tensor, batch: tuple[Tensor, Tensor]) -> Tensor:
-    return F.mse_loss(output, batch[1])
+    return F.mse_loss(output.to(batch[1].dtype), batch[1])  # torch 2.11 has no backward for two dtypes
 
 
 @ranks(2)
