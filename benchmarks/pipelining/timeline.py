@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import statistics
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -14,27 +13,9 @@ import torch
 from benchmarks.common import synchronize
 from meshfold.mesh import all_reduce, barrier
 from meshfold.pipeline import Costs, Pipeline, Schedule
+from meshfold.pipeline.clock import Clock
 
 _METHODS = ("forward", "backward_input", "backward_weight", "backward")
-
-
-class Clock:
-    """Points in time: events on a GPU, the clock on a CPU."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._cuda = device.type == "cuda"
-
-    def now(self) -> Any:
-        """A point in time, in the order of the current stream."""
-        if not self._cuda:
-            return time.perf_counter()
-        event = torch.cuda.Event(enable_timing=True)
-        event.record()
-        return event
-
-    def between(self, begin: Any, end: Any) -> float:
-        """Milliseconds, once both have happened."""
-        return float(begin.elapsed_time(end)) if self._cuda else (end - begin) * 1e3
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -100,7 +81,7 @@ def watch(pipeline: Pipeline, step: Callable[[], object], microbatches: int) -> 
     table = torch.zeros(group.size, longest, 2, dtype=torch.float64, device=device)
     place = 0
     for start, end, count in seen:
-        first, length = clock.between(begin, start), clock.between(start, end) / count
+        first, length = 1e3 * clock.seconds(begin, start), 1e3 * clock.seconds(start, end) / count
         for part in range(count):  # weight gradients of several micro-batches that were made at once
             table[group.index, place] = torch.tensor([first + part * length, first + (part + 1) * length])
             place += 1

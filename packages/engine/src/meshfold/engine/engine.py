@@ -314,14 +314,19 @@ class Engine:
 
     # -- evaluation ---------------------------------------------------------------------------------------------
 
-    @told_to_all
-    @torch.no_grad()
     def eval_step(self, batch: Any) -> float:
         """The mean loss over all tokens of the global batch, without dropout and without training."""
+        return self._assessed(batch)[0]
+
+    @told_to_all
+    @torch.no_grad()
+    def _assessed(self, batch: Any) -> tuple[float, int]:
+        """The mean loss over all tokens of the global batch, and how many they are; nan if none counts."""
         work = self._forward.prepare(batch)
         shares = self._forward.shares(work, places=False)
         loss = all_reduce(self._forward.assess(work, shares) * shares.weight(), self._world.data_group)
-        return float(loss) if int(shares.total()) else math.nan
+        count = int(shares.total())
+        return (float(loss) if count else math.nan), count
 
     @property
     def generator(self) -> Any:

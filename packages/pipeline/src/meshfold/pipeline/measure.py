@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import statistics
-import time
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from typing import Any
@@ -12,6 +11,7 @@ import torch
 from torch import Tensor
 
 from meshfold.mesh import Group, LayoutError, all_reduce
+from meshfold.pipeline.clock import Clock
 from meshfold.pipeline.costs import Costs
 from meshfold.pipeline.gates import Plan, Slots
 from meshfold.pipeline.microbatch import Microbatch
@@ -43,17 +43,18 @@ def measure(
     Returns:
         Seconds.
     """
+    clock = Clock(device)
     table = torch.zeros(count, 3, dtype=torch.float64, device=device)
     for number, stage in stages.items():
         parameters = {p: p.grad for p in stage.parameters()}
         for parameter in parameters:
             parameter.grad = None
-        runs = [_run(stage, work, plan, device) for _ in range(repeats + 1)][1:]
+        runs = [_run(stage, work, plan, device, clock) for _ in range(repeats + 1)][1:]
         if device.type == "cuda":
             torch.cuda.synchronize(device)
         for parameter, gradient in parameters.items():
             parameter.grad = gradient
-        seconds = [[_between(*pair) for pair in pairwise(points)] for points in runs]
+        seconds = [[clock.seconds(*pair) for pair in pairwise(points)] for points in runs]
         table[number] = torch.tensor([statistics.median(column) for column in zip(*seconds, strict=True)])
     forward, backward_input, backward_weight = all_reduce(table, group).t().tolist()
     return Costs(forward=forward, backward_input=backward_input, backward_weight=backward_weight)
@@ -103,36 +104,22 @@ def costs_of_blocks(costs: Costs, layers: Sequence[int]) -> list[float]:
     return [before, *([block] * sum(layers)), behind]
 
 
-def _run(stage: Stage, work: Microbatch, plan: Plan, device: torch.device) -> list[Any]:
+def _run(stage: Stage, work: Microbatch, plan: Plan, device: torch.device, clock: Clock) -> list[Any]:
     """The points in time before F, between F, B and W, and behind W.
 
     On a GPU nobody waits in between: what launching takes is hidden there, as it is in a step.
     """
     received, gradients = noise(stage.inputs(plan), device), final(stage, plan, device)
-    points = [_now(device)]
+    points = [clock.now()]
     stage.forward(_KEY, work, plan, received)
-    points.append(_now(device))
+    points.append(clock.now())
     stage.backward_input(_KEY, gradients)
-    points.append(_now(device))
+    points.append(clock.now())
     stage.backward_weight(_KEY)
-    points.append(_now(device))
+    points.append(clock.now())
     return points
 
 
 def noise(slots: Slots, device: torch.device) -> list[Tensor]:
     """Tensors of these shapes."""
     return [torch.randn(slot.shape, dtype=slot.dtype, device=device) for slot in slots]
-
-
-def _now(device: torch.device) -> Any:
-    """A point in time: an event in the order of a GPU's stream, elsewhere what the clock says."""
-    if device.type != "cuda":
-        return time.perf_counter()
-    event = torch.cuda.Event(enable_timing=True)
-    event.record(torch.cuda.current_stream(device))
-    return event
-
-
-def _between(begin: Any, end: Any) -> float:
-    """Seconds, once both have happened."""
-    return float(end - begin) if isinstance(begin, float) else float(begin.elapsed_time(end)) / 1e3

@@ -98,9 +98,8 @@ class ShardedLoader:
         return self._rows // self.batch_size if self.drop_last else -(-self._rows // self.batch_size)
 
     def __iter__(self) -> Iterator[Any]:
-        if (
-            self.served and not self._loaded
-        ):  # a loop was broken off, or took the last batch and did not ask for one more
+        # A loop was broken off, or took the last batch and did not ask for one more.
+        if self.served and not self._loaded:
             self.epoch, self.served = self.epoch + 1, 0
         self._loaded = False
         mine = self._current = object()

@@ -138,9 +138,8 @@ class CtrlC:
             signal.signal(signal.SIGINT, self._before)
 
     def _catch(self, number: int, frame: FrameType | None) -> None:
-        if self.caught or not callable(
-            signal.getsignal(signal.SIGTERM)
-        ):  # or nothing to be kept yet, or no more
+        # Without a handler of SIGTERM there is nothing to be kept yet, or no more.
+        if self.caught or not callable(signal.getsignal(signal.SIGTERM)):
             raise KeyboardInterrupt
         self.caught = True
         print("asked to stop; Ctrl-C again ends it at once", file=sys.stderr, flush=True)

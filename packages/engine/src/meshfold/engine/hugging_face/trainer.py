@@ -122,19 +122,13 @@ class EngineTrainer(Trainer):  # type: ignore[misc]  # transformers is not typed
         call. nan if none counts."""
         total, count = 0.0, 0
         for fields in self.get_eval_dataloader(eval_dataset):
-            batch = dict(fields)
-            if targets := self._targets(batch):
-                total += self.engine.eval_step(batch) * targets
-                count += targets
+            loss, targets = self.engine._assessed(dict(fields))
+            total += loss * targets if targets else 0.0
+            count += targets
         metrics = {f"{metric_key_prefix}_loss": total / count if count else math.nan}
         self.log(metrics)
         self.control = self.callback_handler.on_evaluate(self.args, self.state, self.control, metrics)
         return metrics
-
-    def _targets(self, batch: dict[str, Any]) -> int:
-        """How many of the global batch count, which its loss is a mean over."""
-        forward = self.engine._forward
-        return int(forward.shares(forward.prepare(batch), places=False).total())
 
     # -- what accelerate would do ----------------------------------------------------------------------------------
 
