@@ -143,6 +143,18 @@ def test_what_was_measured_is_judged_by_the_numbers() -> None:
     assert "shared" not in measured.said({**found, "device": "a GPU"})
 
 
+def test_what_was_measured_stands_beside_the_papers_gains() -> None:
+    folder = Path(measured.__file__).parent / "results"
+    found = json.loads((folder / "measured.json").read_text(encoding="utf-8"))
+    assert (folder / "measured.md").read_text(encoding="utf-8") == measured.page(found)
+    gains = measured.published_gains(found)
+    assert gains["ZB-H1"] == pytest.approx(12.9 / 11.8) and gains["ZB-2p (heuristic)"] == pytest.approx(
+        13.11 / 11.8
+    )
+    for other in ({"hidden": 1024}, {"microbatches": 8}, {"rows": 1}, {"ranks": 2}):
+        assert measured.published_gains({**found, **other}) == {}
+
+
 def test_sizes_belong_to_a_measurement(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         zero_bubble.main(["--layers", "4"])

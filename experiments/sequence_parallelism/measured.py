@@ -46,8 +46,8 @@ relative to its largest element.
 def main(argv: Sequence[str] | None = None) -> int:
     """Measure on this rank; rank 0 writes measured.json and measured.md."""
     options = arguments().parse_args(argv)
-    process = start()
-    found = Measurement(options, process.world_size, torch.device(process.device)).run()
+    with start() as process:
+        found = Measurement(options, process.world_size, torch.device(process.device)).run()
     if process.rank == 0:
         publish(found, page, options.output)
     return 0

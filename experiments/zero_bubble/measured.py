@@ -14,13 +14,14 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 import torch
 
 from experiments.measuring import median, publish, shared_cores, sizes, surroundings
-from experiments.report import markdown
+from experiments.report import markdown, read_csv
 from experiments.zero_bubble.heuristic import Times, heuristic
 from meshfold.engine.models import GPT, GPTConfig
 from meshfold.mesh import Group, Mesh, shift, start
 from meshfold.pipeline import Costs, Pipeline
 from meshfold.pipeline.simulate import simulate_costs
 
+FOLDER = Path(__file__).parent
 SCHEDULES: dict[str, dict[str, Any]] = {
     "1F1B": {"schedule": "1f1b"},
     "1F1B-I, 2 chunks": {"schedule": "interleaved", "chunks": 2},
@@ -34,7 +35,8 @@ PAGE = """<!-- made from measured.json by run.py --measure; edit neither -->
 
 {ranks} ranks on {device}, {kind}; GPT with {layers} layers of {hidden}, {sequence} tokens, {microbatches} micro-batches of {rows};
 median of {repeats} steps. Times of F, B and W were measured stage by stage, a message ({send:.3g} ms) by sending activations
-round the ranks. *Idle*: 1 − work / time between two barriers, measured with everything else that a step takes.
+round the ranks. *Idle*: 1 − work / time between two barriers, measured with everything else that a step takes. *Paper*: of this
+model on any number of ranks with as many micro-batches a rank, from samples per second (table 4; ZB-2p with a barrier: table 10).
 
 {table}
 
@@ -45,13 +47,11 @@ round the ranks. *Idle*: 1 − work / time between two barriers, measured with e
 def main(argv: Sequence[str] | None = None) -> int:
     """Run every schedule on this rank; rank 0 writes measured.json and measured.md."""
     options = arguments().parse_args(argv)
-    process = start()
-    mesh = Mesh({"pipe": process.world_size})
-    group, device = mesh.group("pipe"), torch.device(process.device)
-    found = Measurement(options, mesh, group, device).run()
-    if mesh.rank == 0:
+    with start() as process:
+        mesh = Mesh({"pipe": process.world_size})
+        found = Measurement(options, mesh, mesh.group("pipe"), torch.device(process.device)).run()
+    if process.rank == 0:
         publish(found, page, options.output)
-    mesh.close()
     return 0
 
 
@@ -175,12 +175,14 @@ def page(found: Mapping[str, Any]) -> str:
     """measured.md."""
     rows = found["schedules"]
     base = rows[0]["seconds"]
+    paper = published_gains(found)
     table = markdown(
         [
             "schedule",
             "ms a step",
             "simulated",
             "1F1B's time over it",
+            "paper",
             "idle",
             "simulated",
             "activations of p",
@@ -191,6 +193,7 @@ def page(found: Mapping[str, Any]) -> str:
                 f"{1e3 * row['seconds']:.1f}",
                 f"{1e3 * row['simulated seconds']:.1f}",
                 f"{base / row['seconds']:.3f}",
+                f"{paper[row['schedule']]:.3f}" if row["schedule"] in paper else "–",
                 f"{row['idle']:.1%}",
                 f"{row['simulated idle']:.1%}",
                 f"{row['activations'] / found['ranks']:.2f}",
@@ -201,6 +204,32 @@ def page(found: Mapping[str, Any]) -> str:
     return PAGE.format(
         **{key: value for key, value in found.items() if key != "schedules"}, table=table, verdict=said(found)
     )
+
+
+def published_gains(found: Mapping[str, Any]) -> dict[str, float]:
+    """1F1B's time over each schedule's that the paper printed for the model that ran, with as many micro-batches a rank."""
+    sizes = {name: found[name] for name in ("layers", "hidden", "sequence")}
+    for setting in read_csv(FOLDER / "published_costs.csv"):
+        same = all(int(setting[name]) == value for name, value in sizes.items())
+        p, m = int(setting["p"]), int(setting["m"])
+        if (
+            not same
+            or int(setting["microbatch_size"]) != found["rows"]
+            or m * found["ranks"] != found["microbatches"] * p
+        ):
+            continue
+        here = [
+            row for row in read_csv(FOLDER / "published_throughput.csv") if row["model"] == setting["model"]
+        ]
+        speed = {
+            row["schedule"]: float(row["samples_per_gpu_s"]) for row in here if int(row["microbatches"]) == m
+        }
+        gains = {"1F1B": 1.0, "ZB-H1": speed["ZB-1p"] / speed["1F1B"]}
+        for row in read_csv(FOLDER / "published_barrier.csv"):
+            if (row["model"], int(row["m"])) == (setting["model"], m):
+                gains["ZB-2p (heuristic)"] = float(row["synchronized"]) / speed["1F1B"]
+        return gains
+    return {}
 
 
 def said(found: Mapping[str, Any]) -> str:
