@@ -14,14 +14,16 @@ from torch import Tensor
 
 from meshfold.engine import Engine
 from meshfold.engine.models import GPT, GPTConfig
+from meshfold.engine.zero.measured_plans import MeasuredPlans
 from meshfold.engine.zero.process_memory import resident_bytes
 from meshfold.engine.zero.residency import Residency
 from meshfold.engine.zero.states import ZeroStates
 from meshfold.mesh.testing import ranks, run_on_ranks
 from meshfold.zero_gemini import MemoryPlanError, seen
 from meshfold.zero_gemini.chunk import Chunk
-from meshfold.zero_gemini.planner import MiB
+from meshfold.zero_gemini.planner import MiB, Plan
 from meshfold.zero_gemini.stepping import runs
+from meshfold.zero_gemini.stepping.paces import Pace, What
 from meshfold.zero_gemini.stepping.worker import Worker
 
 STEPS = 5
@@ -98,16 +100,47 @@ def limits_are_kept(folder: str, tight: int) -> None:
 
 def test_the_host_is_as_fast_as_the_watched_steps_showed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(seen, "ENOUGH_ELEMS", 1)  # the model is small
-    losses, _, engine = trained(dict(gpu_memory_limit=10 * MiB))
+    _, _, engine = trained(dict(gpu_memory_limit=10 * MiB), steps=3)
     found = residency(engine)
-    paces, plan, measured = found._watcher.paces, found.plan, found.measured
-    assert plan is not None and measured is not None
+    paces, plan = found._watcher.paces, found.plan
+    assert plan is not None
     # of the first step, which the second, the last that is watched, made; a chunk may still have been on its way
     assert min(paces[half].elements for half in ("parameters", "moments")) > 0
     rate = (18 + 2) * paces["parameters"].elements / paces["parameters"].seconds
     assert plan.machine.host_memory == pytest.approx(rate)
-    assert {*measured.host_steps} == {"parameters", "moments"} and min(measured.host_steps.values()) > 0
-    assert len(losses) == STEPS
+    engine.close()
+
+
+def test_a_plan_is_corrected_by_its_own_first_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(seen, "ENOUGH_ELEMS", 1)  # the model is small
+    told: list[tuple[Plan, dict[What, Pace], Plan]] = []
+
+    def watched(plans: MeasuredPlans, made: Plan, *, peak: int, paces: dict[What, Pace]) -> Plan:
+        told.append((made, dict(paces), looked(plans, made, peak=peak, paces=paces)))
+        return told[-1][-1]
+
+    looked = MeasuredPlans.seen
+    monkeypatch.setattr(MeasuredPlans, "seen", watched)
+    wanted = trained(dict(stage=3, placement="cuda"), steps=8)
+    found = trained(dict(gpu_memory_limit=10 * MiB), steps=8)
+    assert_same(found, wanted)
+    [(before, paces, after)] = told  # once
+    assert after.machine.host_memory == pytest.approx(
+        20 * paces["parameters"].elements / paces["parameters"].seconds
+    )
+    assert after.machine.moments_memory == pytest.approx(
+        22 * paces["moments"].elements / paces["moments"].seconds
+    )
+    assert (after.chunks, after.strategy, after.gpu_bytes) == (
+        before.chunks,
+        before.strategy,
+        before.gpu_bytes,
+    )
+    plan, measured = residency(found[2]).plan, residency(found[2]).measured
+    assert plan is not None and plan.machine == after.machine and plan.seconds <= after.seconds
+    assert measured is not None and {*measured.host_steps} == {"parameters", "moments"}
+    for engine in (wanted[2], found[2]):
+        engine.close()
     engine.close()
 
 

@@ -24,7 +24,7 @@ from meshfold.zero_gemini.planner.options import HOST_STREAMED, SPLIT, Choice
 from meshfold.zero_gemini.planner.seconds import seconds_table
 from meshfold.zero_gemini.seen import ENOUGH_ELEMS, as_seen
 from meshfold.zero_gemini.stepping import AdamStepper, paces
-from meshfold.zero_gemini.stepping.paces import Pace, Paces
+from meshfold.zero_gemini.stepping.paces import Pace, Paces, What
 from meshfold.zero_gemini.stepping.passage import Passage
 
 HOST = Home(parameters="host", state="host")
@@ -171,6 +171,24 @@ def test_a_plan_takes_the_rates_that_steps_showed() -> None:
     assert whole.moments_memory == 0.0
 
 
+def test_what_passes_through_the_device_is_as_fast_as_its_steps_showed() -> None:
+    """Cores and device share the memory: neither's rate says anything of the other, or of steps without a passage."""
+    regime, n = REGIMES["A"], ENOUGH_ELEMS
+    machine = replace(EMULATED, passage=5e9, beside_passage=6e9)
+    took: dict[What, Pace] = {
+        "parameters": Pace(4 * n, 2.0),
+        "passage": Pace(n, 3.0),
+        "moments": Pace(n, 1.0),
+    }
+    found = as_seen(machine, regime, took, passed=26.0)
+    assert found.beside_passage == pytest.approx(18 * 4 * n / 2.0)
+    assert found.passage == pytest.approx(26 * n / 3.0)
+    assert found.moments_memory == pytest.approx(22 * n)
+    assert replace(found, passage=5e9, beside_passage=6e9, moments_memory=0.0) == machine
+    cores = as_seen(machine, regime, {**took, "passage": Pace(n - 1, 3.0)}, passed=26.0)
+    assert replace(cores, moments_memory=0.0) == machine
+
+
 def test_moments_are_hidden_as_fast_as_they_were_seen() -> None:
     """The host memory of a backward, and of nothing else, has the rate of moments where that is known."""
     machine = replace(EMULATED, cpu_optimizer={})
@@ -196,5 +214,5 @@ def test_moments_are_hidden_as_fast_as_they_were_seen() -> None:
     [{}, {"parameters": Pace(ENOUGH_ELEMS - 1, 1e-3)}, {"moments": Pace(ENOUGH_ELEMS - 1, 1e-3)}],
     ids=["none", "few", "few moments"],
 )
-def test_a_few_elements_say_nothing_of_the_memory(few: dict[paces.What, Pace]) -> None:
+def test_a_few_elements_say_nothing_of_the_memory(few: dict[What, Pace]) -> None:
     assert as_seen(EMULATED, REGIMES["A"], few) is EMULATED

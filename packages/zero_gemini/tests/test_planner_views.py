@@ -6,6 +6,7 @@ import importlib.util
 import json
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -31,7 +32,8 @@ from meshfold.zero_gemini.planner import (
     timeline,
 )
 from meshfold.zero_gemini.planner.memory import KINDS, gpu_kinds
-from meshfold.zero_gemini.planner.result import build, options_of
+from meshfold.zero_gemini.planner.policies import again
+from meshfold.zero_gemini.planner.result import options_of
 
 
 @pytest.fixture(scope="module")
@@ -138,14 +140,23 @@ def test_the_timeline_adds_up(planned: Plan, workload: Workload) -> None:
         assert moment.kinds["non-model"] == workload.non_model_bytes[moment.moment]
 
 
-def test_a_plan_can_be_built_again_from_what_it_says(planned: Plan) -> None:
-    from meshfold.zero_gemini.planner.problem import Case
-
-    case = Case(workload=planned.workload, machine=planned.machine, limits=planned.limits)
-    again = build(case, planned.strategy, options_of(planned), policy="auto")
-    assert (
-        again.seconds == planned.seconds and again.chunks == planned.chunks and again.layers == planned.layers
+def test_a_plan_can_be_judged_again_for_another_machine(planned: Plan) -> None:
+    same = again(planned, planned.workload, planned.machine)
+    assert (same.seconds, same.terms, same.chunks, same.layers) == (
+        planned.seconds,
+        planned.terms,
+        planned.chunks,
+        planned.layers,
     )
+    slower = again(
+        planned, planned.workload, replace(planned.machine, host_memory=planned.machine.host_memory / 3)
+    )
+    assert (slower.chunks, slower.layers, slower.gpu_bytes) == (
+        planned.chunks,
+        planned.layers,
+        planned.gpu_bytes,
+    )
+    assert slower.seconds > 1.5 * planned.seconds
 
 
 def test_the_table_shows_every_limit_and_marks_what_binds(planned: Plan) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from typing import Any
 
@@ -17,8 +18,10 @@ from meshfold.zero_gemini import Gemini
 from meshfold.zero_gemini.agree import tell_all
 from meshfold.zero_gemini.measuring import UNLIMITED, device_bytes, measure
 from meshfold.zero_gemini.planner import Limits, Machine, Plan, Regime, Workload
-from meshfold.zero_gemini.planner.policies import placed
+from meshfold.zero_gemini.planner.options import SPLIT_ON_DEVICE
+from meshfold.zero_gemini.planner.policies import again, placed
 from meshfold.zero_gemini.seen import as_seen
+from meshfold.zero_gemini.stepping.paces import Pace, What
 from meshfold.zero_gemini.trace import workload_of
 
 MARGIN = 0.03
@@ -78,14 +81,7 @@ class MeasuredPlans:
         )
         # Every rank of a stage must come to the same plan: that of the rank that has it worst.
         trace = worst([of_words(words) for words, _ in told])
-        machine = replace(
-            machine,
-            **{
-                key: min(entry[key] for _, entry in told)
-                for key, value in asdict(machine).items()
-                if isinstance(value, int | float)
-            },
-        )
+        machine = _slowest(machine, [entry for _, entry in told])
         common: dict[str, Any] = dict(
             name=type(self._model).__name__, regime=self._regime, stage=spec.stage, accumulation=self._accumulation,
             data_ranks=world.data_size, ranks_per_host=ranks_per_host(world), reshards=spec.reshard_after_forward,
@@ -97,6 +93,30 @@ class MeasuredPlans:
             return workload_of(trace, uses, tokens=tokens, clipping=holds, **common), machine
         tokens *= flying.microbatches
         return workload_of_stages(trace, uses, flying, tokens=tokens, **common), machine
+
+    def seen(self, made: Plan, *, peak: int, paces: Mapping[What, Pace]) -> Plan:
+        """A plan as its first steps showed it: nothing moves, but its seconds and bytes are of what was seen.
+
+        A trace knows the most at every moment of all that is no model data, and the most of model data, not whether both
+        came at once: what the whole step did not take can be had by chunks. And no step before a plan has its passage.
+        All ranks of a stage must call, and find the same.
+
+        Args:
+            made: the plan.
+            peak: bytes of the device that its steps took at most; 0 where nobody counts them.
+            paces: of the host's steps under it.
+        """
+        passed = 0.0
+        if made.machine.passage:
+            passed = self._regime.first_pass if made.strategy == SPLIT_ON_DEVICE else self._regime.step
+        machine = as_seen(made.machine, self._regime, paces, passed=passed)
+        told = tell_all([peak, asdict(machine)], self._world.stage_group, self._world.device)
+        most, workload = max(most for most, _ in told), made.workload
+        spare = made.peak_gpu_bytes - most
+        if most and spare > MARGIN * made.peak_gpu_bytes:
+            less = tuple(max(0, value - spare) for value in workload.non_model_bytes)
+            workload = replace(workload, non_model_bytes=less)
+        return again(made, workload, _slowest(machine, [entry for _, entry in told]))
 
     @property
     def _wants_host(self) -> bool:
@@ -126,3 +146,9 @@ class MeasuredPlans:
         homes = {str(i): home for i, home in enumerate(self._gemini.homes.values())}
         named = {name: (_KINDS[home.parameters], _KINDS[home.state]) for name, home in homes.items()}
         return placed(workload, machine, limits, homes=named, policy=spec.placement)
+
+
+def _slowest(machine: Machine, told: Sequence[Mapping[str, Any]]) -> Machine:
+    """A machine with the least of each number that the ranks of a stage found."""
+    numbers = [key for key, value in asdict(machine).items() if isinstance(value, int | float)]
+    return replace(machine, **{key: min(entry[key] for entry in told) for key in numbers})

@@ -12,7 +12,7 @@ from __future__ import annotations
 import time
 import warnings
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from statistics import median
 
 import torch
@@ -37,6 +37,8 @@ from meshfold.zero_gemini.planner.options import SPLIT_ON_DEVICE
 from meshfold.zero_gemini.stepping.paces import Pace, What
 
 WATCHED_STEPS = 2
+WORTH_MOVING = 0.97
+"""What another plan takes at most of a step's seconds for chunks to move once more."""
 SHRINK = 0.04
 """How much more of it, each time that was too little."""
 
@@ -155,7 +157,7 @@ class Residency:
         self._peak_gpu, self._peak_host = max(self._peak_gpu, peak), max(self._peak_host, resident_bytes())
         if auto and self._world.mesh.world_size > 1 and self._is_short(peak):
             self._shrink()
-        elif auto and peak and not self._corrected and len(self._took) == WATCHED_STEPS:
+        elif auto and not self._corrected and len(self._took) == WATCHED_STEPS:
             self._correct()
 
     @property
@@ -309,21 +311,17 @@ class Residency:
             torch.cuda.empty_cache()
 
     def _correct(self) -> None:
-        """Plan once more if steps take less of the device than was planned.
-
-        A trace knows the most at every moment of all that is no model data, and the most of model data, not whether both came
-        at once. What the whole step did not take can be had by chunks.
-        """
+        """Plan once more by what the first steps under the plan showed. Chunks move only where that is faster."""
         self._corrected = True
-        plan, world = self.plan, self._world
+        plan = self.plan
         assert plan is not None  # steps are counted from the plan on
-        peak = max(tell_all(self._peak_gpu, world.stage_group, world.device))
-        spare = plan.peak_gpu_bytes - peak
-        if spare <= MARGIN * plan.peak_gpu_bytes:
+        seen = self._plans.seen(plan, peak=self._peak_gpu, paces=self._paces)
+        if (seen.workload, seen.machine) == (plan.workload, plan.machine):
             return
-        less = tuple(max(0, value - spare) for value in plan.workload.non_model_bytes)
-        workload = replace(plan.workload, non_model_bytes=less)
-        self._carry_out(self._plans.plan(workload, plan.machine, shrunk=self._shrunk))
+        self.plan = seen
+        found = self._plans.plan(seen.workload, seen.machine, shrunk=self._shrunk)
+        if found.seconds < WORTH_MOVING * seen.seconds:
+            self._carry_out(found)
 
     @property
     def _can_make_do(self) -> bool:

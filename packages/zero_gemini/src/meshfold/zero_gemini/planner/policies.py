@@ -24,7 +24,7 @@ from meshfold.zero_gemini.planner.options import (
 from meshfold.zero_gemini.planner.problem import Case
 from meshfold.zero_gemini.planner.rates import Machine
 from meshfold.zero_gemini.planner.refuse import refusal, size
-from meshfold.zero_gemini.planner.result import Plan, build, canonical, problem_of
+from meshfold.zero_gemini.planner.result import Plan, build, canonical, options_of, problem_of
 from meshfold.zero_gemini.planner.search import Best, exhaustive_search, search
 from meshfold.zero_gemini.planner.workload import Limits, Workload
 
@@ -188,6 +188,18 @@ def placed(
             raise SpecError(f"chunk {chunk.name}: parameters and state on {homes[chunk.name]} cannot be")
     chunks = np.array([options[homes[chunk.name]] for chunk in workload.chunks])
     return _fixed(policy, workload, machine, limits, chunks, ())
+
+
+def again(made: Plan, workload: Workload, machine: Machine) -> Plan:
+    """The same choice for a step and a machine that turned out otherwise than was planned with: what it takes of them.
+
+    Args:
+        made: the plan.
+        workload: of as many chunks and layers.
+        machine: with other rates.
+    """
+    case = Case(workload=workload, machine=machine, limits=made.limits)
+    return build(case, made.strategy, options_of(made), policy=made.policy)
 
 
 def _case(workload: Workload, machine: Machine, limits: Limits | None) -> Case:
