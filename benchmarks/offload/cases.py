@@ -153,7 +153,7 @@ CASES: dict[str, Case] = {
         ),
         Case(
             name="12B-10", about="12B, GPU limited to 10 GiB, 125 GiB of host memory, and a disk", model="12B",
-            rows=1, gpu_gib=10, host_gib=_HOST_125, disk=True, warm_up=0, bars=(TRAINS,),
+            rows=1, gpu_gib=10, host_gib=_HOST_125, disk=True, lr=SMALL_LR, steps=2, bars=(TRAINS,),
         ),
         Case(
             name="1.5B-6", about="1.5B, regime B, GPU limited to 6 GiB, 16 GiB of host memory", model="1.5B",

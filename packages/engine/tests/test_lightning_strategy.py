@@ -31,7 +31,17 @@ from meshfold.mesh.testing import ranks
 from meshfold.zero_gemini import HybridAdam
 
 sys.path.append(str(Path(__file__).parent))  # for the helpers beside this file, on every rank
-from lightning_cases import RULES, Boring, Characters, Characterwise, Rows, be_quiet, strategy_of, trainer_of
+from lightning_cases import (
+    QUIET,
+    RULES,
+    Boring,
+    Characters,
+    Characterwise,
+    Rows,
+    be_quiet,
+    strategy_of,
+    trainer_of,
+)
 
 TENSOR, ZERO = {"data": 2, "tensor": 2}, {"zero": {"stage": 3, "placement": "cuda"}}
 OLD_ARGUMENTS = {
@@ -344,6 +354,16 @@ def test_a_trainer_with_compat_says_so_at_setup() -> None:
         ValueError, match=r"precision='32-true'.*compat='colossalai'; leave compat out and it works"
     ):
         trainer.fit(Boring(), DataLoader(Rows(), batch_size=4))
+
+
+def test_another_trainer_finds_what_the_launcher_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "1")  # Lightning's own environment deletes it with the first trainer
+    for _ in range(2):
+        strategy = MeshfoldStrategy({"data": 1})
+        trainer = Trainer(**{**QUIET, "max_steps": 1}, devices=1, strategy=strategy)
+        trainer.fit(Boring(), DataLoader(Rows(), batch_size=4))
+        strategy.close()
+        assert os.environ["WORLD_SIZE"] == "1"
 
 
 SCRIPT = """

@@ -126,7 +126,7 @@ def join(
         atexit.register(_leave, process)
         place = process.device
     elif alive is not None:
-        place = process_group.start(device=place).device
+        place = process_group.start(environment, device=place).device
     elif place is None:
         place = (
             torch.device("cuda", torch.cuda.current_device())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
@@ -237,7 +238,12 @@ class MeshfoldStrategy(CheckpointedStrategy):
     def teardown(self) -> None:
         """End a stage. Module and optimizers stay where they are, for the next."""
         if self.cluster_environment is not None:
+            size = os.environ.get("WORLD_SIZE")
             self.cluster_environment.teardown()
+            if (
+                size is not None
+            ):  # Lightning deletes it; it is of whoever started the process, in which more may be trained
+                os.environ["WORLD_SIZE"] = size
         self.precision_plugin.teardown()
         if self.accelerator is not None:
             self.accelerator.teardown()
