@@ -19,8 +19,9 @@ from meshfold.engine.zero.process_memory import resident_bytes
 from meshfold.engine.zero.residency import Residency
 from meshfold.engine.zero.states import ZeroStates
 from meshfold.mesh.testing import ranks, run_on_ranks
-from meshfold.zero_gemini import MemoryPlanError, seen
+from meshfold.zero_gemini import Gemini, Home, MemoryPlanError, seen
 from meshfold.zero_gemini.chunk import Chunk
+from meshfold.zero_gemini.errors import DiskError
 from meshfold.zero_gemini.planner import MiB, Plan
 from meshfold.zero_gemini.stepping import runs
 from meshfold.zero_gemini.stepping.paces import Pace, What
@@ -141,7 +142,6 @@ def test_a_plan_is_corrected_by_its_own_first_steps(monkeypatch: pytest.MonkeyPa
     assert measured is not None and {*measured.host_steps} == {"parameters", "moments"}
     for engine in (wanted[2], found[2]):
         engine.close()
-    engine.close()
 
 
 def _host_limit() -> int:
@@ -163,6 +163,20 @@ def test_the_least_that_is_named_is_enough() -> None:
     losses, _, engine = trained(dict(stage=3, gpu_memory_limit=round(least / 0.97) + 64 * 1024))
     assert len(losses) == STEPS and places(engine) == {("host", "host")}
     engine.close()
+
+
+@ranks(1)
+def test_a_disk_that_is_too_small_for_making_do_is_told_with_the_plan_that_was_refused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def full(gemini: Gemini, homes: dict[Chunk, Home]) -> None:
+        raise DiskError("no space")
+
+    monkeypatch.setattr(Residency, "_can_make_do", True)  # as on a GPU
+    monkeypatch.setattr(Gemini, "rehome", full)
+    with pytest.raises(DiskError, match="no space") as refused:
+        trained(dict(stage=3, gpu_memory_limit=1 * MiB))
+    assert any("at least" in note for note in refused.value.__notes__)
 
 
 @ranks(1)

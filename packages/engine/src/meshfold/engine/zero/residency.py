@@ -30,6 +30,7 @@ from meshfold.mesh.spec import ZeroSpec
 from meshfold.zero_gemini import Gemini, Home, MemoryPlanError, OutOfBudget
 from meshfold.zero_gemini.agree import tell_all
 from meshfold.zero_gemini.chunk import Chunk
+from meshfold.zero_gemini.errors import DiskError
 from meshfold.zero_gemini.measuring import UNLIMITED
 from meshfold.zero_gemini.memory import Place
 from meshfold.zero_gemini.planner import Plan, Regime
@@ -333,7 +334,13 @@ class Residency:
             raise error
         self._wanted = False
         away: Place = "host" if self._spec.offload_path is None else "disk"
-        self._gemini.rehome({chunk: Home(parameters="host", state=away) for chunk in self._gemini.chunks})
+        try:
+            self._gemini.rehome({chunk: Home(parameters="host", state=away) for chunk in self._gemini.chunks})
+        except DiskError as full:
+            full.add_note(
+                f"All that can be was to leave the device and the host, because no plan fits: {error}"
+            )
+            raise
         torch.cuda.empty_cache()
         if self._world.mesh.rank == 0:
             warnings.warn(f"{error} Everything that can be is off the device now.", stacklevel=6)
