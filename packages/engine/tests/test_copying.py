@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import threading
+import time
+import weakref
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -12,10 +14,11 @@ import torch
 from torch import Tensor, nn
 
 from meshfold.engine import Engine
-from meshfold.engine.checkpoints import copying, saving
+from meshfold.engine.checkpoints import background_save, copying, saving
 from meshfold.engine.checkpoints.background_save import BackgroundSave
 from meshfold.engine.checkpoints.checkpoint import Checkpoint
 from meshfold.engine.checkpoints.copying import Copying, HostLane, Pair
+from meshfold.engine.checkpoints.rank_file import RankFile
 from meshfold.engine.models import GPT, GPTConfig
 
 
@@ -213,6 +216,129 @@ def test_a_forward_may_change_buffers(tmp_path: Path, monkeypatch: pytest.Monkey
     save.wait()
     assert float(Checkpoint(tmp_path / "beside").model["calls"]) == 3.0
     engine.close()
+
+
+class Normed(nn.Module):
+    """Its forward changes two buffers, and puts another tensor in the place of a third one."""
+
+    mean: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(2)
+        self.linear = nn.Linear(2, 1)
+        self.register_buffer("mean", torch.zeros(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.mean = 0.9 * self.mean + x.mean().detach()
+        found: Tensor = self.linear(self.norm(x))
+        return found
+
+
+class Replacing(torch.optim.Optimizer):
+    """Momentum, in a new tensor at every step."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, dict(lr=1e-2))
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    state = self.state[parameter]
+                    state["momentum"] = 0.9 * state.get("momentum", 0.0) + parameter.grad
+                    parameter -= group["lr"] * state["momentum"]
+
+
+def normed() -> Engine:
+    rows = torch.randn(4, 2, generator=torch.Generator().manual_seed(1))
+    engine = Engine(Normed(), optimizer=Replacing, loss_fn=lambda output, batch: output.square().mean())
+    engine.train_step(rows)
+    return engine
+
+
+def by_hand(engine: Engine) -> None:
+    """Put other tensors in the place of the model's and of the optimizer's, without asking."""
+    assert engine.optimizer is not None
+    state = engine.optimizer.state_dict()
+    for one in state["state"].values():
+        one["momentum"] = one["momentum"] + 1
+    engine.optimizer.load_state_dict(state)
+    engine.optimizer.param_groups[0]["lr"] = 7.0
+    engine.model.linear.weight = nn.Parameter(torch.full((1, 2), 7.0))  # type: ignore[union-attr]
+
+
+AFTER: dict[str, Callable[[Engine, Path], object]] = {
+    "nothing": lambda engine, path: None,
+    "a forward": lambda engine, path: engine.model(torch.ones(3, 2)),
+    "a step": lambda engine, path: engine.train_step(torch.ones(3, 2)),
+    "a load": lambda engine, path: engine.load(path / "first"),
+    "a state dict": lambda engine, path: engine.load_state_dict(
+        {name: value + 1 for name, value in engine.full_state_dict().items()}
+    ),
+    "by hand": lambda engine, path: by_hand(engine),
+    "a save": lambda engine, path: engine.save(path / "next", asynchronous=True),
+    "a save at once": lambda engine, path: engine.save(path / "next"),
+    "the end": lambda engine, path: engine.close(),
+}
+
+
+@pytest.mark.parametrize("after", AFTER)
+def test_a_save_is_of_the_moment_of_its_call_though_its_thread_begins_later(
+    after: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nobody waits for the head start: who waits for the thread lets it begin."""
+    engine = normed()
+    engine.save(tmp_path / "first")
+    engine.train_step(torch.eye(2))
+    engine.save(tmp_path / "at once")
+    monkeypatch.setattr(background_save, "HEAD_START_S", 30.0)
+    made: list[str] = []
+    original = RankFile.lay_out
+
+    def lay_out(self: RankFile, *args: Any) -> Any:
+        made.append(self.path.name)
+        return original(self, *args)
+
+    monkeypatch.setattr(RankFile, "lay_out", lay_out)
+    began = time.perf_counter()
+    save = engine.save(tmp_path / "beside", asynchronous=True)
+    assert save is not None
+    time.sleep(0.05)
+    assert not made and not save.done  # the thread leaves the interpreter to the training
+    AFTER[after](engine, tmp_path)
+    save.wait()
+    engine.close()
+    assert time.perf_counter() - began < 20.0
+    there, here = tensors_of(tmp_path / "at once"), tensors_of(tmp_path / "beside")
+    assert there.keys() == here.keys() and "optimizer/linear.weight/momentum" in here and "model/mean" in here
+    assert all(torch.equal(there[name], here[name]) for name in there)
+    groups = [Checkpoint(tmp_path / name).state["optimizer"]["groups"] for name in ("at once", "beside")]
+    assert groups[0] == groups[1]
+
+
+def test_what_is_copied_is_not_kept_alive(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    copied, original = threading.Event(), saving.Saver._write
+
+    def late_write(self: saving.Saver, *arguments: Any) -> None:
+        copied.wait(60.0)
+        original(self, *arguments)
+
+    monkeypatch.setattr(saving.Saver, "_write", late_write)
+    with normed() as engine:
+        assert engine.optimizer is not None
+        kept = [weakref.ref(state["momentum"]) for state in engine.optimizer.state.values()]
+        save = engine.save(tmp_path / "beside", asynchronous=True)
+        assert save is not None
+        engine.train_step(torch.eye(2))  # puts others in their place
+        until = time.monotonic() + 20.0
+        while any(one() is not None for one in kept) and time.monotonic() < until:
+            time.sleep(0.01)
+        assert not save.done and len(kept) == 4
+        found = [one() for one in kept]
+        copied.set()
+    assert found == [None] * 4
 
 
 def test_a_bus_is_never_filled(monkeypatch: pytest.MonkeyPatch) -> None:

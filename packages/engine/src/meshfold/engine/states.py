@@ -6,7 +6,7 @@ that data ranks share.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
@@ -53,6 +53,10 @@ class Source(NamedTuple):
     parts: Callable[[], Parts]
     alike: bool = True
     on_disk: bool = False
+
+
+Sources = Mapping[str, Source] | Callable[[], Iterator[tuple[str, Source]]]
+"""Sources by name, or what makes them of what was noted: in whatever thread, while no step is made."""
 
 
 class States(Protocol):
@@ -118,6 +122,16 @@ class States(Protocol):
 
     def optimizer_sources(self) -> dict[str, Source]:
         """The optimizer's tensors by ``parameter/state``. All ranks must call."""
+
+    def noted_sources(self, names: Mapping[Tensor, str]) -> Sources:
+        """Sources of the model's tensors, by these names, for a save beside the training: true at this moment.
+
+        What can be made later is not made now. Made later, it is of the tensors that were there now; a copy where a forward
+        may change them.
+        """
+
+    def noted_optimizer_sources(self) -> Sources:
+        """The same of ``optimizer_sources``. All ranks must call."""
 
     def optimizer_description(self) -> dict[str, Any]:
         """What else of the optimizer a checkpoint keeps."""
@@ -225,6 +239,12 @@ class PlainStates:
         true = self.masters.of(tensor)
         return held(true, true, self._world)
 
+    def noted_sources(self, names: Mapping[Tensor, str]) -> Callable[[], Iterator[tuple[str, Source]]]:
+        noted = [(name, self.masters.of(tensor)) for tensor, name in names.items()]
+        kept = {name: true.detach().clone() for name, true in noted if metadata(true) is None}
+        world = self._world
+        return lambda: ((name, held(kept.get(name, true), true, world)) for name, true in noted)
+
     def write(self, tensor: Tensor, whole: Tensor) -> None:
         true = self.masters.of(tensor)
         put(whole, true, true)
@@ -233,7 +253,12 @@ class PlainStates:
         self.masters.publish()
 
     def optimizer_sources(self) -> dict[str, Source]:
-        return {name: held(*pair, self._world) for name, pair in self._optimizer_state().tensors().items()}
+        return dict(self.noted_optimizer_sources()())
+
+    def noted_optimizer_sources(self) -> Callable[[], Iterator[tuple[str, Source]]]:
+        # The tensors are noted now: what takes the place of one does not get into the save. Only a step changes one.
+        noted, world = self._optimizer_state().noted(), self._world
+        return lambda: ((name, held(*pair, world)) for name, pair in noted.tensors())
 
     def optimizer_description(self) -> dict[str, Any]:
         return self._optimizer_state().description()

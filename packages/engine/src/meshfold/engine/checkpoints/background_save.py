@@ -15,6 +15,11 @@ from meshfold.engine.errors import CheckpointError
 from meshfold.engine.together import fail_together
 from meshfold.engine.world import World
 
+HEAD_START_S = 0.01
+"""How long the thread leaves the interpreter to the training, unless somebody waits for it. A GPU has nothing to do when ``save``
+returns, if its last step ended with reading the loss: every launch that the thread's Python holds up then is time that the GPU
+stands idle. Some milliseconds later there are kernels queued before it that hide this."""
+
 
 class BackgroundSave:
     """A save that goes on beside the training.
@@ -35,6 +40,7 @@ class BackgroundSave:
         self._begun = time.perf_counter()
         self._error: Exception | None = None
         self._told = False
+        self._awaited = threading.Event()  # somebody waits for the thread
         self._thread: threading.Thread | None = None
         self.copying: Copying | None = None
 
@@ -72,8 +78,10 @@ class BackgroundSave:
     def wait_until_copied(self) -> None:
         """Return when what was saved may be changed. The engine does so before it steps or loads.
 
-        Who changes parameters in another way, while a save is under way, calls it before; on a GPU on the stream that does it.
+        Who changes parameters or the optimizer's state in another way, while a save is under way, calls it before; on a GPU on
+        the stream that does it.
         """
+        self._awaited.set()
         if self.copying is not None:
             self.copying.hold()
 
@@ -83,26 +91,22 @@ class BackgroundSave:
 
     def join(self) -> None:
         """Return when this rank has nothing more to do for it."""
+        self._awaited.set()
         if self._thread is not None:
             self._thread.join()
 
     def begin(self, work: Callable[[], None]) -> None:
-        """Do the work in a thread, which the interpreter waits for at its end."""
-
-        returned = threading.Event()
+        """Do the work in a thread, which the interpreter waits for at its end: a little later, or when somebody waits."""
 
         def keep() -> None:
-            returned.wait()
+            self._awaited.wait(HEAD_START_S)
             self._error = advised(attempt(work))
             self.seconds = time.perf_counter() - self._begun
 
         self._thread = threading.Thread(target=keep, name=f"save {self.path.name}")
-        try:
-            self._thread.start()  # waits for the thread, which would go on to work for as long as the interpreter lets it
-            self.blocked_seconds = time.perf_counter() - self._begun
-            atexit.register(self._tell)
-        finally:
-            returned.set()
+        self._thread.start()  # waits for the thread, which would go on to work for as long as the interpreter lets it
+        self.blocked_seconds = time.perf_counter() - self._begun
+        atexit.register(self._tell)
 
     def _tell(self) -> None:
         """At the end of a process in which nobody asked."""

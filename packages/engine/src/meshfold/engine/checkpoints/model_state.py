@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from meshfold.engine.errors import CheckpointError
 from meshfold.engine.names import with_plain_names
-from meshfold.engine.states import Source, States
+from meshfold.engine.states import Source, Sources, States
 from meshfold.engine.together import fail_together
 from meshfold.engine.world import World
 from meshfold.mesh import broadcast
@@ -38,18 +38,18 @@ class ModelState:
         """Each tensor of the whole model once, under its first name."""
         return {name: self._states.source(tensor) for name, tensor in self.unique().items()}
 
+    def noted_sources_and_ties(self) -> tuple[Sources, dict[str, str]]:
+        """:meth:`sources`, as they are now, for a save beside the training; and :meth:`ties`. All ranks must call."""
+        first, ties = _names_and_ties(self.tensors())
+        return self._states.noted_sources(first), ties
+
     def unique(self) -> dict[str, Tensor]:
         """Each tensor of which this rank has a part, once, under its first name."""
-        first: dict[Tensor, str] = {}
-        for name, tensor in self.tensors().items():
-            first.setdefault(tensor, name)
-        return {name: tensor for tensor, name in first.items()}
+        return {name: tensor for tensor, name in _names_and_ties(self.tensors())[0].items()}
 
     def ties(self) -> dict[str, str]:
         """Further names of a tensor to its first one."""
-        first: dict[Tensor, str] = {}
-        names = {name: first.setdefault(tensor, name) for name, tensor in self.tensors().items()}
-        return {name: known for name, known in names.items() if known != name}
+        return _names_and_ties(self.tensors())[1]
 
     def full(self) -> dict[str, Tensor]:
         """The whole state dict in CPU memory. All ranks must call.
@@ -113,6 +113,10 @@ class ModelState:
         """The optimizer's tensors by ``parameter/state``. All ranks must call."""
         return self._states.optimizer_sources()
 
+    def noted_optimizer_sources(self) -> Sources:
+        """:meth:`optimizer_sources`, as they are now, for a save beside the training. All ranks must call."""
+        return self._states.noted_optimizer_sources()
+
     def optimizer_description(self) -> dict[str, Any]:
         """What else of the optimizer a checkpoint keeps. All ranks must call."""
         return self._states.optimizer_description()
@@ -124,6 +128,17 @@ class ModelState:
     def load_optimizer(self, description: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
         """Take the optimizer's state from a checkpoint."""
         self._states.load_optimizer(description, tensors)
+
+
+def _names_and_ties(tensors: Mapping[str, Tensor]) -> tuple[dict[Tensor, str], dict[str, str]]:
+    """Each tensor's first name, and further names with the first one."""
+    first: dict[Tensor, str] = {}
+    ties: dict[str, str] = {}
+    for name, tensor in tensors.items():
+        known = first.setdefault(tensor, name)
+        if known != name:
+            ties[name] = known
+    return first, ties
 
 
 def _check_shape(name: str, whole: Tensor, wanted: tuple[int, ...]) -> None:

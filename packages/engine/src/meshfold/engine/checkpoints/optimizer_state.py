@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterable, Mapping
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -25,14 +26,12 @@ class OptimizerState:
         """
         self._optimizer, self._targets = optimizer, dict(targets)
 
-    def tensors(self) -> dict[str, tuple[Tensor, Tensor]]:
-        """``parameter/state`` to the tensor and the parameter that it lies like, if it has its shape."""
-        return {
-            f"{name}/{key}": (value, target)
-            for name, target in self._targets.items()
-            for key, value in sorted(self._optimizer.state.get(target, {}).items())
-            if isinstance(value, Tensor)
-        }
+    def noted(self) -> NotedState:
+        """What is kept of each parameter now."""
+        state = self._optimizer.state
+        return NotedState(
+            [(name, target, dict(state.get(target, ()))) for name, target in self._targets.items()]
+        )
 
     def description(self) -> dict[str, Any]:
         """Class, groups and what is no tensor: can be written as JSON."""
@@ -84,6 +83,24 @@ class OptimizerState:
             for group, saved in zip(groups, description["groups"], strict=True)
         ]
         self._optimizer.load_state_dict({"state": state, "param_groups": restored})
+
+
+@dataclass(frozen=True)
+class NotedState:
+    """What an optimizer kept at some time: the tensors themselves, whatever takes their place in it since.
+
+    Attributes:
+        entries: name, the parameter, and its state by key.
+    """
+
+    entries: Sequence[tuple[str, Tensor, Mapping[str, Any]]]
+
+    def tensors(self) -> Iterator[tuple[str, tuple[Tensor, Tensor]]]:
+        """``parameter/state`` with the tensor and the parameter that it lies like, if it has its shape."""
+        for name, target, state in self.entries:
+            for key, value in sorted(state.items()):
+                if isinstance(value, Tensor):
+                    yield f"{name}/{key}", (value, target)
 
 
 def check(optimizer: torch.optim.Optimizer, description: Mapping[str, Any]) -> None:

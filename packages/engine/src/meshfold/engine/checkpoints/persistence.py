@@ -15,6 +15,7 @@ from meshfold.engine.checkpoints.checkpoint import BLOCKS, MODEL, OPTIMIZER, Che
 from meshfold.engine.errors import CheckpointError
 from meshfold.engine.hugging_face.our_names import describe
 from meshfold.engine.names import with_plain_names
+from meshfold.engine.states import Source, Sources
 from meshfold.engine.together import fail_together
 from meshfold.mesh import all_reduce
 
@@ -34,7 +35,13 @@ def save(engine: Engine, path: str | os.PathLike[str], *, asynchronous: bool) ->
             else f"{backwards} backwards without a step: save after engine.step() or engine.zero_grad()"
         )
         raise CheckpointError(f"save() would lose the gradients of {done}")
-    files = {MODEL: engine._model_state.sources()}
+    kept = engine._model_state
+    files: dict[str, dict[str, Source]] = {}
+    noted: dict[str, Sources] = {}
+    if asynchronous:
+        noted[MODEL], ties = kept.noted_sources_and_ties()
+    else:
+        files[MODEL], ties = kept.sources(), kept.ties()
     state: dict[str, Any] = {
         "spec": str(engine.spec.to_dict()),
         "precision": engine._precision.name,
@@ -43,16 +50,19 @@ def save(engine: Engine, path: str | os.PathLike[str], *, asynchronous: bool) ->
         "micro_step": engine.micro_step,
         "skipped_steps": engine.skipped_steps,
         "scaler": engine._scaler.state_dict(),
-        "ties": engine._model_state.ties(),
+        "ties": ties,
         "model": describe(engine.model),
         "data": engine._data.state_dict(),
     }
     if engine.optimizer is not None:
-        files[OPTIMIZER] = engine._model_state.optimizer_sources()
-        state["optimizer"] = engine._model_state.optimizer_description()
+        if asynchronous:
+            noted[OPTIMIZER] = kept.noted_optimizer_sources()
+        else:
+            files[OPTIMIZER] = kept.optimizer_sources()
+        state["optimizer"] = kept.optimizer_description()
     scheduler = None if engine.lr_scheduler is None else engine.lr_scheduler.state_dict()
     if asynchronous:
-        return engine._saver.start(path, files, {"format": BLOCKS, **state}, scheduler)
+        return engine._saver.start(path, noted, {"format": BLOCKS, **state}, scheduler)
     engine._saver.finish()  # saves are in the order of their calls
     write_checkpoint(path, engine._world, files, state, scheduler, all_read=engine._states.all_read)
     return None

@@ -73,12 +73,18 @@ class PipelinedState(ModelState):
             found[name] = self._shared(self._kept[name], own)
         return found
 
+    def noted_sources_and_ties(self) -> tuple[dict[str, Source], dict[str, str]]:
+        return self.sources(), self.ties()
+
     # -- the optimizer's ----------------------------------------------------------------------------------------
 
     def optimizer_sources(self) -> dict[str, Source]:
         own = self._states.optimizer_sources()
         merged = self._merged(own, set(own))
         return {name: self._shared(kept, own.get(name)) for name, kept in merged.items()}
+
+    def noted_optimizer_sources(self) -> dict[str, Source]:
+        return self.optimizer_sources()  # collectives, which must not meet the training's
 
     def optimizer_description(self) -> dict[str, Any]:
         told = self._tell(self._states.optimizer_description())

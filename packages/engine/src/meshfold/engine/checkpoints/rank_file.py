@@ -7,7 +7,7 @@ write into the folder that a run started since has under the same name.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
 
@@ -18,23 +18,43 @@ from meshfold.engine.checkpoints.block_files import file_of
 from meshfold.engine.checkpoints.copying import Pair
 from meshfold.engine.checkpoints.file_plan import FilePlan, Written, plan_of
 from meshfold.engine.checkpoints.politely import politely
-from meshfold.engine.checkpoints.tensor_file import TensorWriter
-from meshfold.engine.states import Source
+from meshfold.engine.checkpoints.tensor_file import Described, TensorWriter
+from meshfold.engine.states import Source, Sources
 from meshfold.engine.world import World
 from meshfold.mesh.parts import Parts
 
 
 class RankFile:
-    """A file of this rank: what goes into it, and its writer."""
+    """A file of this rank: what goes into it, and its writer.
 
-    def __init__(self, folder: Path, name: str, sources: dict[str, Source], world: World) -> None:
-        """Take note of the tensors as they are, and see that the file can be written."""
+    Attributes:
+        path: its name, when it is written.
+        part: its name until then.
+        described: every tensor of the checkpoint's file, from ``let_go`` on.
+    """
+
+    def __init__(self, folder: Path, name: str, sources: Sources, world: World) -> None:
+        """Take note of the tensors as they are, and see that the file can be written.
+
+        Args:
+            folder: where the file begins.
+            name: of the checkpoint's file, of which this is a rank's part.
+            sources: the tensors; if they are to be made, then by ``lay_out``.
+            world: where they lie.
+        """
         rank, size = world.mesh.rank, world.mesh.world_size
         self.path = folder / file_of(name, rank, size)
         self.part = self.path.with_name(f"{self.path.name}.part")
-        self._sources = sources
-        with torch.no_grad():
-            self._kept = {tensor: _noted(source) for tensor, source in sources.items() if not source.on_disk}
+        self.described: dict[str, Described] = {}
+        self._sources: Mapping[str, Source] = {}
+        self._kept: dict[str, Parts] = {}
+        self._make = None if isinstance(sources, Mapping) else sources
+        if isinstance(sources, Mapping):
+            self._sources = sources
+            with torch.no_grad():
+                self._kept = {
+                    tensor: _noted(source) for tensor, source in sources.items() if not source.on_disk
+                }
         self._copies: dict[str, tuple[Tensor, ...]] = {}
         self._made: tuple[str, Tensor] | None = None
         self._writer: TensorWriter | None = None
@@ -64,6 +84,10 @@ class RankFile:
         """
         if self._plan is not None:
             return self._plan
+        if self._make is not None:
+            self._sources = dict(politely(self._make()))
+            self._kept = {tensor: source.parts() for tensor, source in politely(self._sources.items())}
+            self._make = None  # which holds the tensors too
         self._plan = plan_of(self._sources, before)
         self._writer = TensorWriter(
             self.part, self._plan.header, opener=lambda _, flags: self._open(flags & ~os.O_CREAT)
@@ -103,6 +127,11 @@ class RankFile:
     def let_go(self) -> None:
         """All is copied: the tensors may go."""
         self._kept = {tensor: Parts((), parts.whole) for tensor, parts in self._kept.items()}
+        self.described = {
+            tensor: Described(dtype=source.dtype, shape=source.shape)
+            for tensor, source in politely(self._sources.items())
+        }
+        self._sources = {}
 
     def write(self) -> None:
         """Write the copies, and give the file its name."""

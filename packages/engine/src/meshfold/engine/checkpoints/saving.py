@@ -2,10 +2,11 @@
 
 1. ``Saver.start``, on all ranks: the folder is made, each rank begins files of its own, and notes which tensors it keeps.
    What may change in a forward (buffers) is copied where it is. What lives on a disk, for want of memory, is written now.
-2. In the background, on each rank: the rectangles that it writes (:mod:`meshfold.engine.checkpoints.rectangles`) are copied to
-   host memory (:mod:`meshfold.engine.checkpoints.copying`), the copies are written, and a file is given its name when it is on
-   the disk. There is no collective in this, which could meet those of the training: ranks see each other's files in the folder
-   that all can see.
+2. In the background, on each rank, a little later (``background_save.HEAD_START_S``) or when somebody waits: the rectangles that
+   it writes are found (:mod:`meshfold.engine.checkpoints.rectangles`) and copied to host memory
+   (:mod:`meshfold.engine.checkpoints.copying`), the copies are written, and a file is given its name when it is on the disk.
+   There is no collective in this, which could meet those of the training: ranks see each other's files in the folder that all
+   can see.
 3. In the background, on rank 0: when all files are there it looks whether every element of every tensor is in one of them,
    writes the index and ``state.json``, and gives the folder its name.
 
@@ -23,7 +24,7 @@ import copy
 import json
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, nullcontext
 from pathlib import Path
 from typing import Any
@@ -39,7 +40,7 @@ from meshfold.engine.checkpoints.place import SCHEDULER, advised, attempt, begin
 from meshfold.engine.checkpoints.rank_file import RankFile
 from meshfold.engine.checkpoints.tensor_file import Described
 from meshfold.engine.errors import CheckpointError
-from meshfold.engine.states import Source
+from meshfold.engine.states import Sources
 from meshfold.engine.together import fail_together
 from meshfold.engine.world import World
 from meshfold.mesh import all_reduce
@@ -64,7 +65,7 @@ class Saver:
     def start(
         self,
         path: str | os.PathLike[str],
-        files: dict[str, dict[str, Source]],
+        files: Mapping[str, Sources],
         state: dict[str, Any],
         scheduler: dict[str, Any] | None,
     ) -> BackgroundSave:
@@ -85,6 +86,7 @@ class Saver:
         writing, first = writing_of(target), self._world.mesh.rank == 0
         what = f"cannot write the checkpoint {target}"
         small = json.loads(json.dumps(state)), copy.deepcopy(scheduler)  # as they are now
+        names = [*files]
         mine = ExitStack()  # of the first rank: the folder, while it is written
         made: list[RankFile] = []
         try:
@@ -106,7 +108,7 @@ class Saver:
                 self._copy(made, save)
                 self._write(made, save)
                 if first:
-                    tensors = {name: _described(sources) for name, sources in files.items()}
+                    tensors = {name: file.described for name, file in zip(names, made, strict=True)}
                     _complete(writing, target, tensors, *small, ranks=self._world.mesh.world_size)
 
         save.begin(work)
@@ -156,7 +158,7 @@ class Saver:
         if save is not None:
             save.wait()
 
-    def _begun(self, folder: Path, files: dict[str, dict[str, Source]]) -> Iterator[RankFile]:
+    def _begun(self, folder: Path, files: Mapping[str, Sources]) -> Iterator[RankFile]:
         for name, sources in files.items():
             file = RankFile(folder, name, sources, self._world)
             yield file
@@ -207,14 +209,10 @@ class Saver:
                 raise
 
 
-def _described(sources: dict[str, Source]) -> dict[str, Described]:
-    return {name: Described(dtype=source.dtype, shape=source.shape) for name, source in sources.items()}
-
-
 def _complete(
     writing: Path,
     target: Path,
-    files: dict[str, dict[str, Described]],
+    files: Mapping[str, Mapping[str, Described]],
     state: dict[str, Any],
     scheduler: dict[str, Any] | None,
     *,

@@ -257,6 +257,13 @@ class ZeroStates:
                 )
         return found
 
+    def noted_sources(self, names: Mapping[Tensor, str]) -> dict[str, Source]:
+        # A forward gathers chunks and moves them, so what is kept of each is looked up now.
+        return {name: self.source(tensor) for tensor, name in names.items()}
+
+    def noted_optimizer_sources(self) -> dict[str, Source]:
+        return self.optimizer_sources()  # likewise
+
     def _cut(self, parameter: Tensor) -> Cut:
         """Of what lies like a parameter: this rank's run of it."""
         gemini, meta = self.gemini, placed(parameter, self._world.mesh)
