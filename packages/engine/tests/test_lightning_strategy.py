@@ -357,7 +357,9 @@ def test_a_trainer_with_compat_says_so_at_setup() -> None:
 
 
 def test_another_trainer_finds_what_the_launcher_said(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("WORLD_SIZE", "1")  # Lightning's own environment deletes it with the first trainer
+    # Lightning's own environment deletes the size with the first trainer.
+    for name, value in dict(RANK="0", WORLD_SIZE="1", LOCAL_RANK="0", LOCAL_WORLD_SIZE="1").items():
+        monkeypatch.setenv(name, value)
     for _ in range(2):
         strategy = MeshfoldStrategy({"data": 1})
         trainer = Trainer(**{**QUIET, "max_steps": 1}, devices=1, strategy=strategy)

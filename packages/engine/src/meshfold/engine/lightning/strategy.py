@@ -240,9 +240,9 @@ class MeshfoldStrategy(CheckpointedStrategy):
         if self.cluster_environment is not None:
             size = os.environ.get("WORLD_SIZE")
             self.cluster_environment.teardown()
-            if (
-                size is not None
-            ):  # Lightning deletes it; it is of whoever started the process, in which more may be trained
+            # Lightning deletes it, whose it may be: it belongs with the RANK of who started the process, in which more may be
+            # trained. A trainer that starts processes says no RANK.
+            if size is not None and "RANK" in os.environ:
                 os.environ["WORLD_SIZE"] = size
         self.precision_plugin.teardown()
         if self.accelerator is not None:
