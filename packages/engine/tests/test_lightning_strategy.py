@@ -32,7 +32,6 @@ from meshfold.zero_gemini import HybridAdam
 
 sys.path.append(str(Path(__file__).parent))  # for the helpers beside this file, on every rank
 from lightning_cases import (
-    QUIET,
     RULES,
     Boring,
     Characters,
@@ -356,18 +355,6 @@ def test_a_trainer_with_compat_says_so_at_setup() -> None:
         trainer.fit(Boring(), DataLoader(Rows(), batch_size=4))
 
 
-def test_another_trainer_finds_what_the_launcher_said(monkeypatch: pytest.MonkeyPatch) -> None:
-    # Lightning's own environment deletes the size with the first trainer.
-    for name, value in dict(RANK="0", WORLD_SIZE="1", LOCAL_RANK="0", LOCAL_WORLD_SIZE="1").items():
-        monkeypatch.setenv(name, value)
-    for _ in range(2):
-        strategy = MeshfoldStrategy({"data": 1})
-        trainer = Trainer(**{**QUIET, "max_steps": 1}, devices=1, strategy=strategy)
-        trainer.fit(Boring(), DataLoader(Rows(), batch_size=4))
-        strategy.close()
-        assert os.environ["WORLD_SIZE"] == "1"
-
-
 SCRIPT = """
 import sys
 from pathlib import Path
@@ -407,3 +394,33 @@ def test_the_trainer_starts_its_own_processes(tmp_path: Path) -> None:
     assert [(tmp_path / f"rank {rank}").read_text() for rank in range(2)] == ["2 2", "2 2"]
     (saved,) = (tmp_path / "checkpoints").iterdir()
     assert (saved / "model.safetensors").exists()
+
+
+@ranks(2)
+def test_a_later_trainer_finds_processes_that_it_has_not_started() -> None:
+    """What starts them sets variables; Lightning's own environment takes WORLD_SIZE away at the end of a stage."""
+    from lightning.fabric.plugins.environments import LightningEnvironment
+
+    from meshfold.engine.world import join
+    from meshfold.mesh import groups
+    from meshfold.mesh.environment import Environment
+
+    here = groups.world()
+    assert here is not None
+    place = Environment(
+        rank=here.rank, world_size=2, local_rank=here.rank, local_world_size=2, source="torchrun"
+    )
+    with pytest.MonkeyPatch.context() as changed:
+        strategy = MeshfoldStrategy(cluster_environment=LightningEnvironment())
+        started = dict(
+            RANK=here.rank, LOCAL_RANK=here.rank, WORLD_SIZE=2, LOCAL_WORLD_SIZE=2, MASTER_ADDR="localhost", MASTER_PORT=29500
+        )  # fmt: skip
+        for name, value in started.items():
+            changed.setenv(name, str(value))
+        strategy.teardown()
+        assert os.environ["WORLD_SIZE"] == "2"
+        changed.delenv("RANK")  # as Lightning's own launcher leaves them
+        strategy.teardown()
+        assert "WORLD_SIZE" not in os.environ
+        changed.setenv("RANK", str(here.rank))
+        assert join(dict(data=2), "cpu", place).row_size == 2

@@ -158,6 +158,15 @@ def test_a_module_is_trained_by_one_engine_at_a_time(place: str) -> None:
     assert before > losses[0] > losses[1] > losses[2]
 
 
+@pytest.mark.parametrize("place", PLACES)
+def test_an_engine_that_is_closed_trains_no_more(place: str) -> None:
+    engine = engine_of(Net(), PLACES[place])
+    engine.train_step(BATCH)
+    engine.close()
+    with pytest.raises(TrainingError, match=r"this engine is closed.* make another Engine"):
+        engine.train_step(BATCH)
+
+
 def test_an_engine_that_is_gone_leaves_the_gradients() -> None:
     model = Net()
     engine_of(model).train_step(BATCH)  # nobody has it, nobody closed it

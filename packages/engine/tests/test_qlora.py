@@ -125,3 +125,11 @@ def test_what_cannot_be_quantized_is_refused(tmp_path: Path) -> None:
         pretrained(folder, quantize="nf4")
     with pytest.raises(SpecError, match="quantize='int4'"):
         pretrained(folder, quantize="int4")
+
+
+def test_a_model_of_which_nothing_would_be_packed_is_refused(tmp_path: Path) -> None:
+    folder = folder_of("llama", tmp_path, hidden_size=48, intermediate_size=96)
+    with pytest.raises(
+        SpecError, match=r"would pack nothing of Llama.*multiple of 64 elements; leave quantize out"
+    ):
+        Engine(source(str(folder)), optimizer=dict(name="sgd", lr=0.1))

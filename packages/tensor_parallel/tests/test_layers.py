@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -27,8 +28,9 @@ from torch.nn import functional as F
 from meshfold.mesh import LayoutError, Mesh, Part, Placement, dropout_stream, metadata
 from meshfold.mesh.testing import run_on_ranks
 from meshfold.tensor_parallel import Embedding, LayerNorm, Linear, Mode, RMSNorm, cross_entropy, find_mode
+from meshfold.tensor_parallel.functional import DropoutCalls, DropoutPart
 from meshfold.tensor_parallel.layers import PositionEmbedding
-from meshfold.tensor_parallel.layers.attention import attention
+from meshfold.tensor_parallel.layers.attention import attention, attention_weights
 from meshfold.tensor_parallel.layers.dropout import Dropout
 from meshfold.tensor_parallel.layers.linear import Role, stem_plan
 from meshfold.tensor_parallel.layers.patch import PatchEmbedding
@@ -516,3 +518,40 @@ def test_layers_are_the_serial_ones_in_float32() -> None:
 @pytest.mark.parametrize("world", CASES)
 def test_every_layer_is_the_serial_one_in_float32(world: int) -> None:
     run_on_ranks(world, run_trials, CASES[world], tuple(TRIALS), torch.float32)
+
+
+@pytest.mark.parametrize("added", [False, True], ids=["bool", "added"])
+def test_a_query_that_sees_nothing_has_no_gradient(added: bool) -> None:
+    """Padding on the left: as in torch, whose attention without dropout is the standard."""
+    seen = torch.tensor([[0, 0, 1, 1], [1, 1, 1, 1]]).bool()
+    mask = (seen[:, None, :] & torch.ones(4, 4).tril().bool())[:, None]
+    if added:
+        mask = torch.zeros(mask.shape, dtype=torch.float64).masked_fill(~mask, float("-inf"))
+    found, wanted = (
+        [
+            torch.randn(
+                2, 3, 4, 5, dtype=torch.float64, generator=torch.Generator().manual_seed(i)
+            ).requires_grad_()
+            for i in range(3)
+        ]
+        for _ in range(2)
+    )
+    weights = attention_weights(*found[:2], mask=mask)
+    (weights @ found[2]).square().sum().backward()
+    F.scaled_dot_product_attention(*wanted, attn_mask=mask).square().sum().backward()
+    assert not weights[0, :, :2].any()
+    for one, other in zip(found, wanted, strict=True):
+        assert torch.allclose(one.grad, other.grad, rtol=1e-10, atol=1e-12)
+
+
+def test_a_call_that_is_refused_before_its_dropout_begins_says_that_alone() -> None:
+    layer = nn.Dropout()
+    DropoutPart(DropoutCalls(), Dropout(0.5, alone(), find_mode("1d"), HIDDEN, "a")).attach(layer)
+
+    def refuse(module: nn.Module, args: Any) -> None:
+        raise ValueError("refused")
+
+    layer.register_forward_pre_hook(refuse, prepend=True)
+    with warnings.catch_warnings(record=True) as said, pytest.raises(ValueError, match="refused"):
+        layer(torch.ones(2, 3))
+    assert not said

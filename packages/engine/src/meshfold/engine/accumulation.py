@@ -26,6 +26,7 @@ class Accumulation:
     Attributes:
         place: micro-steps of ``train_step`` among them.
         backwards: those whose gradients count.
+        closed: whether the engine was, so that gradients would come no more.
         summed: whether a backward is the last one, after which gradients are summed over the data axes: no ``no_sync`` is open.
     """
 
@@ -37,17 +38,21 @@ class Accumulation:
         """
         self._states, self._scaler, self._saver = states, scaler, saver
         self.place = self.backwards = 0
-        self.summed = True
+        self.summed, self.closed = True, False
         self._begun = False  # a forward whose backward did not come yet
 
     def begin(self, *, anew: bool = False) -> None:
         """Before a forward whose backward will follow; ``anew``: also if the one before was broken off.
 
         Raises:
-            TrainingError: without an optimizer.
+            TrainingError: without an optimizer, or after ``close()``.
         """
         if self._states.optimizer is None:
             raise TrainingError(_NO_OPTIMIZER)
+        if self.closed:
+            raise TrainingError(
+                "this engine is closed, and trains no more: make another Engine, and close it after the last step"
+            )
         if anew or not self._begun:
             self._begun = True
             self._states.begin(first=not self.backwards)

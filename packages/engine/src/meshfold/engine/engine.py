@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 import os
 import sys
-from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, ExitStack
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -128,6 +128,7 @@ class Engine:
             )  # fmt: skip
             self._precision, self._clip, self._looks_at_all = asked.precision, asked.clip, asked.looks_at_all
             self._accumulation, self._seed = asked.accumulation, asked.seed
+            self._weight: float | None = None  # of a micro-step in its step; None: they are averaged
             self._world, part = built.world, built.part
             self.spec, self.mesh, self.device = built.world.spec, built.world.mesh, built.world.device
             self.model, self.report, self.loaded = part.model, part.report, part.loaded
@@ -208,7 +209,7 @@ class Engine:
             share = shares.weight()
             # The final one, where nobody looks at the gradients before the optimizer does: it may step as they come.
             kind: Backward = "more" if not last else "last" if self._looks_at_all else "final"
-            self._gradients.backward(mine * (share / self._accumulation), kind)
+            self._gradients.backward(mine * self._of_step(share), kind)
         return mine.detach() * share
 
     def _through_stages(self, stages: PipelinedModel, work: Batch, shares: Shares, *, last: bool) -> Tensor:
@@ -218,8 +219,22 @@ class Engine:
             works = stages.look_ahead(work)
         share = shares.weight()
         with self._randomness(shares), self._gradients.taking("last" if last else "more"):
-            mine = stages.step(works, share * (self._scaler.scale / self._accumulation))
+            mine = stages.step(works, self._of_step(share * self._scaler.scale))
         return mine * share
+
+    def _of_step(self, share: Any) -> Any:
+        """What of a micro-step's share goes into its step."""
+        return share / self._accumulation if self._weight is None else share * self._weight
+
+    @contextmanager
+    def _accumulating(self, steps: int, weight: float | None) -> Iterator[None]:
+        """Micro-steps inside are of a step that has so many of them; ``weight``: what counts of one's mean, None: 1 / steps."""
+        before = self._accumulation, self._weight
+        self._accumulation, self._weight = steps, weight
+        try:
+            yield
+        finally:
+            self._accumulation, self._weight = before
 
     # The halves of a train step, for a loop of one's own.
 
@@ -327,6 +342,11 @@ class Engine:
         loss = all_reduce(self._forward.assess(work, shares) * shares.weight(), self._world.data_group)
         count = int(shares.total())
         return (float(loss) if count else math.nan), count
+
+    @told_to_all
+    def _targets(self, batch: Any) -> int:
+        """How many tokens of the global batch count."""
+        return int(self._forward.shares(self._forward.prepare(batch), places=False).total())
 
     @property
     def generator(self) -> Any:
@@ -466,6 +486,7 @@ class Engine:
             else:  # the other ranks may not come
                 self._saver.abandon()
         finally:
+            self._gradients.closed = True
             self._open.close()
 
     def __enter__(self) -> Engine:

@@ -111,6 +111,7 @@ class DropoutPart(OnMesh):
 
     def __init__(self, calls: DropoutCalls, dropout: Dropout) -> None:
         self.calls, self.dropout, self.mesh = calls, dropout, dropout.mesh
+        self._begun = 0
 
     def attach(self, module: nn.Module) -> None:
         """Watch a module. Hooks before the others: what begins before they can fail is ended where they do."""
@@ -119,6 +120,9 @@ class DropoutPart(OnMesh):
 
     def _begin(self, module: nn.Module, args: Any) -> None:
         self.calls.enter(self.dropout)
+        self._begun += 1
 
     def _end(self, module: nn.Module, args: Any, output: Any) -> None:
-        self.calls.leave()
+        if self._begun:  # else a hook that was attached later, and so comes before, has refused the inputs
+            self._begun -= 1
+            self.calls.leave()

@@ -116,7 +116,7 @@ def prepare(
         if ids is not None:
             _check_ids(ids)
             if named not in fields and not own_loss:
-                fields["labels"] = ids
+                fields["labels"] = _without_padding(ids, fields.get("attention_mask"))
         labels = fields.get("labels")
         if (
             isinstance(labels, Tensor)
@@ -205,6 +205,13 @@ def loss_of(output: Any, batch: Batch, loss_fn: Callable[[Any, Any], Tensor] | N
             "output, batch: ...) that makes one"
         )
     return loss
+
+
+def _without_padding(ids: Tensor, mask: object) -> Tensor:
+    """Ids as labels: of a token that ``attention_mask`` ``b s`` hides nothing is predicted."""
+    if isinstance(mask, Tensor) and mask.shape == ids.shape:
+        return ids.masked_fill(mask == 0, IGNORE)
+    return ids
 
 
 def _check_ids(ids: Any) -> None:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from meshfold.kernels.nf4 import BLOCK, Nf4Linear
+from meshfold.mesh import SpecError
 
 NF4 = "nf4"
 
@@ -18,6 +19,9 @@ def pack_linears(model: nn.Module) -> list[str]:
     """Put a packed layer in the place of each linear layer but the head; full names of those that stay as they are.
 
     A row whose length is no multiple of the block stays as it is too.
+
+    Raises:
+        SpecError: if that is so of all.
     """
     head = getattr(model, "get_output_embeddings", lambda: None)()
     left = []
@@ -29,6 +33,11 @@ def pack_linears(model: nn.Module) -> list[str]:
                 left.append(f"{path}.{leaf}" if path else leaf)
             else:
                 module._modules[leaf] = Nf4Linear.of(child)
+    if not any(isinstance(module, Nf4Linear) for module in model.modules()):
+        raise SpecError(
+            f"pretrained(quantize={NF4!r}) would pack nothing of {type(model).__name__}: it packs layers of type "
+            f"torch.nn.Linear, the head aside, with rows of a multiple of {BLOCK} elements; leave quantize out"
+        )
     return left
 
 

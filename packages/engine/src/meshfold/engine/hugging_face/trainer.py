@@ -7,17 +7,21 @@ evaluates and decides when to save. Accelerate, beneath the Trainer, must not wr
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator, Mapping
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, Sampler
+from torch.utils.data import DataLoader
 from transformers import Trainer
+from transformers.trainer_utils import speed_metrics
 
 from meshfold.engine.batches.loader import ShardedLoader
 from meshfold.engine.engine import Engine
+from meshfold.engine.hugging_face.trainer_rows import Collated, Loader, Rows, RowsOfBatches
 from meshfold.mesh import SpecError
 
 _NEVER_CALLED = {
@@ -33,6 +37,10 @@ class EngineTrainer(Trainer):  # type: ignore[misc]  # transformers is not typed
 
     ``per_device_train_batch_size`` is of a data coordinate. ``learning_rate`` and ``lr_scheduler_type`` are the Trainer's;
     the engine has none of its own. Checkpoints load under any other spec.
+
+    An epoch has every row once, in as many steps as the Trainer's on as many data coordinates: a last batch that is smaller
+    is shared out, unless ``dataloader_drop_last``. Micro-steps of a step weigh as the Trainer's do: as many targets as they
+    have where the model's loss can be told, as it can in causal language models, else alike.
 
     Raises:
         SpecError: where the engine was made for another accumulation, clipping or precision than the arguments say, and for
@@ -51,6 +59,7 @@ class EngineTrainer(Trainer):  # type: ignore[misc]  # transformers is not typed
                 "EngineTrainer needs an engine with an optimizer and without lr_scheduler: the Trainer has one"
             )
         self.engine = engine
+        self._weights: Iterator[float] = iter(())  # of the micro-steps to come
         super().__init__(model=engine.model, optimizers=(_Stepped(engine.optimizer), None), **settings)
         for name, here, there, option in (
             ("gradient_accumulation", engine._accumulation, self.args.gradient_accumulation_steps, "gradient_accumulation_steps"),
@@ -62,6 +71,7 @@ class EngineTrainer(Trainer):  # type: ignore[misc]  # transformers is not typed
                     "both the same"
                 )
         self._check_precision()
+        self._check_optimization()
         for name, instead in _NEVER_CALLED.items():
             if settings.get(name) is not None:
                 raise SpecError(f"EngineTrainer(..., {name}=...) would never be called: {instead}")
@@ -78,57 +88,158 @@ class EngineTrainer(Trainer):  # type: ignore[misc]  # transformers is not typed
                     f"TrainingArguments({name}=True), and the engine computes in {here}: write Engine(..., precision={name!r})"
                 )
 
+    def _check_optimization(self) -> None:
+        """Whether the arguments ask for what would not come: the engine has optimizer and loss."""
+        decay = self.args.weight_decay
+        if decay and not any(group.get("weight_decay") == decay for group in self.optimizer.param_groups):
+            raise SpecError(
+                f"TrainingArguments(weight_decay={decay}) would not be used, the optimizer is the engine's: write "
+                f"Engine(..., optimizer=dict(..., weight_decay={decay}))"
+            )
+        if self.args.label_smoothing_factor:
+            raise SpecError(
+                f"TrainingArguments(label_smoothing_factor={self.args.label_smoothing_factor}) would not be used: the loss is "
+                "the engine's, write Engine(..., loss_fn=...)"
+            )
+        if self.args.train_sampling_strategy not in ("random", "sequential"):
+            raise SpecError(
+                f"TrainingArguments(train_sampling_strategy={self.args.train_sampling_strategy!r}): EngineTrainer has "
+                "'random' and 'sequential'"
+            )
+
     # -- the loop's parts ------------------------------------------------------------------------------------------
 
     def training_step(
         self, model: nn.Module, inputs: dict[str, Any], num_items_in_batch: object = None
     ) -> Tensor:
-        loss = self.engine.train_step(dict(inputs))
-        return torch.tensor(loss / self.args.gradient_accumulation_steps, device=self.args.device)
+        steps = self.current_gradient_accumulation_steps  # fewer in the last step of an epoch
+        weight = next(self._weights, None)
+        with self.engine._accumulating(steps, weight):
+            loss = self.engine.train_step(dict(inputs))
+        share = loss / steps if weight is None else loss * weight if weight else 0.0
+        return torch.tensor(share, device=self.args.device)
+
+    def get_batch_samples(
+        self, epoch_iterator: Iterator[Any], num_batches: int, device: torch.device
+    ) -> tuple[list[Any], None]:
+        """The batches of a step, and their weights in it: as the Trainer's, but of targets over all data coordinates."""
+        batches = list(islice(epoch_iterator, num_batches))
+        weighed = self.model_accepts_loss_kwargs and len(batches) > 1
+        counts = [self.engine._targets(dict(fields)) for fields in batches] if weighed else []
+        self._weights = iter([count / sum(counts) for count in counts] if sum(counts) else ())
+        return batches, None
 
     def get_train_dataloader(self) -> DataLoader[Any]:
-        world, dataset, rows = self.engine._world, self.train_dataset, self.args.per_device_train_batch_size
-        if len(dataset) < rows * world.row_size:
+        """Every row once an epoch; of a last batch that is smaller each data coordinate has its part, which may be none.
+
+        Raises:
+            SpecError: without a dataset that has a length, or if it gives no batch.
+        """
+        world, rows = self.engine._world, self.args.per_device_train_batch_size
+        dataset, collate = self._used(self.train_dataset, "train_dataset")
+        if self.args.dataloader_drop_last and len(dataset) < rows * world.row_size:
             raise SpecError(
                 f"a dataset of {len(dataset)} rows has no global batch of {rows} × {world.row_size} rows: use a smaller "
-                "batch size for each device"
+                "batch size for each device, or dataloader_drop_last=False"
             )
-        seed = self.args.data_seed or self.args.seed
-        batches = _RowsOfBatches(len(dataset), rows, world.row_index, world.row_size, seed)
-        return _Loader(
-            dataset,
-            batch_sampler=batches,
-            collate_fn=self.data_collator,
-            num_workers=self.args.dataloader_num_workers,
+        batches = RowsOfBatches(
+            len(dataset),
+            rows,
+            world.row_index,
+            world.row_size,
+            self.args.seed if self.args.data_seed is None else self.args.data_seed,
+            shuffle=self.args.train_sampling_strategy == "random",
+            drop_last=self.args.dataloader_drop_last,
         )
+        return Loader(Rows(dataset), batch_sampler=batches, collate_fn=Collated(collate), **self._loading())
 
     def get_eval_dataloader(self, eval_dataset: Any = None) -> ShardedLoader:
-        """Every row once, in order; of a last batch that is smaller each data coordinate has its part, which may be none."""
-        world = self.engine._world
+        """Every row once, in order; of a last batch that is smaller each data coordinate has its part, which may be none.
+
+        Args:
+            eval_dataset: a dataset, or the name of one where ``eval_dataset`` of the trainer is a dict of them; None: that
+                of the trainer.
+
+        Raises:
+            SpecError: without a dataset that has a length and rows.
+        """
+        world, named = self.engine._world, "eval_dataset"
+        if isinstance(eval_dataset, str):
+            known = self.eval_dataset if isinstance(self.eval_dataset, Mapping) else {}
+            if eval_dataset not in known:
+                raise SpecError(
+                    f"evaluate({eval_dataset!r}): the trainer's eval_dataset has {sorted(known) or 'no names'}: give one of "
+                    "them, or a dataset"
+                )
+            named, eval_dataset = f"eval_dataset[{eval_dataset!r}]", known[eval_dataset]
+        dataset, collate = self._used(self.eval_dataset if eval_dataset is None else eval_dataset, named)
         return ShardedLoader(
-            self.eval_dataset if eval_dataset is None else eval_dataset,
+            dataset,
             batch_size=self.args.per_device_eval_batch_size * world.row_size,
             index=world.row_index,
             blocks=world.row_size,
             shuffle=False,
-            collate_fn=self.data_collator,
-            num_workers=self.args.dataloader_num_workers,
+            collate_fn=collate,
+            **self._loading(),
         )
+
+    def _used(self, dataset: Any, named: str) -> tuple[Any, Callable[[list[Any]], Any]]:
+        """The dataset, and what collates its rows, without columns that the model does not take."""
+        if dataset is None:
+            raise SpecError(f"there is no data: give EngineTrainer(..., {named}=...)")
+        if not hasattr(dataset, "__len__") or not hasattr(dataset, "__getitem__"):
+            raise SpecError(
+                f"EngineTrainer(..., {named}=...) is {type(dataset).__name__}, a stream: every rank takes its rows by their "
+                "numbers, so give a dataset with a length and dataset[i], such as list(stream)"
+            )
+        if not len(dataset):
+            raise SpecError(f"EngineTrainer(..., {named}=...) has 0 rows")
+        if hasattr(dataset, "remove_columns"):
+            return self._remove_unused_columns(dataset, description=named), self.data_collator
+        return dataset, self._get_collator_with_removed_columns(self.data_collator, description=named)
+
+    def _loading(self) -> dict[str, Any]:
+        """The arguments' options of torch's loader."""
+        names = ("num_workers", "pin_memory", "persistent_workers", "prefetch_factor")
+        options = {name: getattr(self.args, f"dataloader_{name}") for name in names}
+        return {**options, "pin_memory": options["pin_memory"] and self.engine.device.type == "cuda"}
 
     def evaluate(
         self, eval_dataset: Any = None, ignore_keys: object = None, metric_key_prefix: str = "eval"
     ) -> dict[str, float]:
         """``eval_loss``: the mean over all targets of the dataset that count, however many ranks and rows a batch; all ranks
-        call. nan if none counts."""
-        total, count = 0.0, 0
-        for fields in self.get_eval_dataloader(eval_dataset):
+        call. nan if none counts. With a dict of datasets ``eval_NAME_loss`` of each. Beside it the Trainer's
+        ``eval_runtime``, ``eval_samples_per_second`` and ``eval_steps_per_second``."""
+        several = self.eval_dataset if eval_dataset is None else eval_dataset
+        if isinstance(several, Mapping):
+            metrics: dict[str, float] = {}
+            for name, each in several.items():
+                metrics.update(self.evaluate(each, ignore_keys, f"{metric_key_prefix}_{name}"))
+            return metrics
+        start, total, count = time.time(), 0.0, 0
+        loader = self.get_eval_dataloader(eval_dataset)
+        for fields in loader:
             loss, targets = self.engine._assessed(dict(fields))
             total += loss * targets if targets else 0.0
             count += targets
         metrics = {f"{metric_key_prefix}_loss": total / count if count else math.nan}
+        metrics.update(
+            speed_metrics(metric_key_prefix, start, num_samples=len(loader.dataset), num_steps=len(loader))
+        )
         self.log(metrics)
         self.control = self.callback_handler.on_evaluate(self.args, self.state, self.control, metrics)
         return metrics
+
+    def predict(self, *args: Any, **settings: Any) -> Any:
+        """Refused: ranks have parts of the outputs.
+
+        Raises:
+            SpecError: always.
+        """
+        raise SpecError(
+            "EngineTrainer has no predict: evaluate(dataset) gives its loss, and for outputs call engine.model under "
+            "torch.no_grad() in a loop of your own, or the Trainer alone on the folder that engine.save_hugging_face writes"
+        )
 
     # -- what accelerate would do ----------------------------------------------------------------------------------
 
@@ -153,6 +264,9 @@ class EngineTrainer(Trainer):  # type: ignore[misc]  # transformers is not typed
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
         self.engine.load(Path(resume_from_checkpoint) / _FOLDER)
+
+    def _load_best_model(self) -> None:
+        self.engine.load(Path(self.state.best_model_checkpoint) / _FOLDER, weights_only=True)
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         if checkpoint is not None:
@@ -187,30 +301,3 @@ class _Stepped(torch.optim.Optimizer):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Nothing: accelerate loads what it has just asked for, which would put copies in the groups' place."""
-
-
-class _RowsOfBatches(Sampler[list[int]]):
-    """This data coordinate's rows of global batches to train on; what does not fill one is left out of the epoch."""
-
-    def __init__(self, length: int, rows: int, index: int, blocks: int, seed: int) -> None:
-        """``seed``: of the order, another one each epoch."""
-        self._length, self._rows, self._index, self._blocks, self._seed = length, rows, index, blocks, seed
-        self.epoch = 0
-
-    def __len__(self) -> int:
-        return self._length // (self._rows * self._blocks)
-
-    def __iter__(self) -> Iterator[list[int]]:
-        order = torch.randperm(self._length, generator=torch.Generator().manual_seed(self._seed + self.epoch))
-        for number in range(len(self)):
-            start = (number * self._blocks + self._index) * self._rows
-            yield order[start : start + self._rows].tolist()
-
-
-class _Loader(DataLoader[Any]):
-    """Tells the order of its epoch, as the Trainer expects of what accelerate makes."""
-
-    def set_epoch(self, epoch: int) -> None:
-        """Before each."""
-        assert isinstance(self.batch_sampler, _RowsOfBatches)
-        self.batch_sampler.epoch = epoch

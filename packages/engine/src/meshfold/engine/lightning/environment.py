@@ -97,3 +97,14 @@ def place_of(cluster: ClusterEnvironment, local_size: int) -> Environment:
         master_port=cluster.main_port,
         source="torchrun",
     )
+
+
+def set_by_a_launcher() -> bool:
+    """Whether ``meshfold run``, torchrun or the like has set the variables that say which rank this is.
+
+    Lightning's own environment would take WORLD_SIZE away at the end of a stage, and a later trainer or engine is to find it.
+    """
+    try:
+        return Environment.detect().source == "torchrun"
+    except LaunchError:  # some of them: those that Lightning's launcher sets
+        return False

@@ -14,6 +14,7 @@ from lightning.pytorch.trainer.states import TrainerFn
 from meshfold.engine.lightning import compat as old_limits
 from meshfold.engine.lightning import talk
 from meshfold.engine.lightning.checkpointed import SESSION, CheckpointedStrategy
+from meshfold.engine.lightning.environment import set_by_a_launcher
 from meshfold.engine.lightning.precision import MeshfoldPrecision
 from meshfold.engine.lightning.recording import recorded
 from meshfold.engine.lightning.session import Session
@@ -238,11 +239,9 @@ class MeshfoldStrategy(CheckpointedStrategy):
     def teardown(self) -> None:
         """End a stage. Module and optimizers stay where they are, for the next."""
         if self.cluster_environment is not None:
-            size = os.environ.get("WORLD_SIZE")
+            size = os.environ.get("WORLD_SIZE") if set_by_a_launcher() else None
             self.cluster_environment.teardown()
-            # Lightning deletes it, whose it may be: it belongs with the RANK of who started the process, in which more may be
-            # trained. A trainer that starts processes says no RANK.
-            if size is not None and "RANK" in os.environ:
+            if size is not None:  # Lightning's own has deleted it
                 os.environ["WORLD_SIZE"] = size
         self.precision_plugin.teardown()
         if self.accelerator is not None:

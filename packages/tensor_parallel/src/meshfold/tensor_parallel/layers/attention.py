@@ -50,7 +50,10 @@ def attention(
 def attention_weights(
     q: Tensor, k: Tensor, *, mask: Tensor | None = None, causal: bool = False, scale: float | None = None
 ) -> Tensor:
-    """The weights of :func:`attention` in full, ``b heads s t``; as many heads of keys as of queries."""
+    """The weights of :func:`attention` in full, ``b heads s t``; as many heads of keys as of queries.
+
+    A query that the mask lets see nothing, such as one of padding on the left, has weights of 0, as in torch.
+    """
     scores = (q @ k.transpose(-1, -2)) * (q.shape[-1] ** -0.5 if scale is None else scale)
     if causal:
         seen = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).tril()
@@ -58,4 +61,10 @@ def attention_weights(
     if mask is not None:
         scores = scores.masked_fill(~mask, float("-inf")) if mask.dtype == torch.bool else scores + mask
     wide = torch.float64 if q.dtype == torch.float64 else torch.float32
-    return torch.softmax(scores, -1, dtype=wide).to(q.dtype)
+    if mask is None:
+        return torch.softmax(scores, -1, dtype=wide).to(q.dtype)
+    blind = (scores == float("-inf")).all(
+        -1, keepdim=True
+    )  # its softmax is nan, and so would be every gradient
+    weights = torch.softmax(scores.masked_fill(blind, 0.0), -1, dtype=wide)
+    return weights.masked_fill(blind, 0.0).to(q.dtype)

@@ -1,0 +1,97 @@
+"""The rows that EngineTrainer trains on: every one once an epoch, of a last batch that is smaller each data coordinate its part."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch.utils.data import DataLoader, Dataset, Sampler
+
+from meshfold.engine.batches.cut import cut, share
+
+
+class RowsOfBatches(Sampler[list[int]]):
+    """This data coordinate's rows of global batches to train on; where it has none, another's as ``~row``: it does not count."""
+
+    def __init__(
+        self, length: int, rows: int, index: int, blocks: int, seed: int, *, shuffle: bool, drop_last: bool
+    ) -> None:
+        """Args:
+        length: of the dataset.
+        rows: of a data coordinate's batch.
+        index: this rank's data coordinate, of ``blocks``.
+        blocks: how many there are.
+        seed: of the order, another one each epoch; without ``shuffle`` it is the dataset's.
+        shuffle: whether there is another order.
+        drop_last: leave out a last batch that is smaller.
+        """
+        self._length, self._batch, self._index, self._blocks = length, rows * blocks, index, blocks
+        self._seed, self._shuffle, self._drop_last = seed, shuffle, drop_last
+        self.epoch = 0
+
+    def __len__(self) -> int:
+        return self._length // self._batch if self._drop_last else -(-self._length // self._batch)
+
+    def __iter__(self) -> Iterator[list[int]]:
+        order = torch.arange(self._length)
+        if self._shuffle:
+            generator = torch.Generator().manual_seed(self._seed + self.epoch)
+            order = torch.randperm(self._length, generator=generator)
+        for number in range(len(self)):
+            rows = order[number * self._batch : (number + 1) * self._batch].tolist()
+            mine = share(len(rows), self._index, self._blocks)
+            yield rows[mine.start : mine.stop] or [~rows[0]]
+
+    def set_epoch(self, epoch: int) -> None:
+        """Before each; asked of the sampler itself where the Trainer goes on inside of an epoch."""
+        self.epoch = epoch
+
+
+class Rows(Dataset[Any]):
+    """A dataset whose row ``~i`` is row ``i``, and does not count."""
+
+    def __init__(self, dataset: Any) -> None:
+        self._dataset = dataset
+
+    def __len__(self) -> int:
+        return len(self._dataset)
+
+    def __getitem__(self, number: int) -> Any:
+        return Uncounted(self._dataset[~number]) if number < 0 else self._dataset[number]
+
+    def __getitems__(self, numbers: list[int]) -> list[Any]:
+        """All of a batch at once, where the dataset can."""
+        if numbers[0] < 0 or not hasattr(self._dataset, "__getitems__"):
+            return [self[number] for number in numbers]
+        rows: list[Any] = self._dataset.__getitems__(numbers)
+        return rows
+
+
+class Uncounted:
+    """A row that is there only because a data coordinate has none of the batch."""
+
+    def __init__(self, row: Any) -> None:
+        self.row = row
+
+
+class Collated:
+    """Makes a batch of rows of :class:`Rows`."""
+
+    def __init__(self, collate: Callable[[list[Any]], Any]) -> None:
+        self._collate = collate
+
+    def __call__(self, rows: list[Any]) -> Any:
+        if isinstance(rows[0], Uncounted):
+            # What the second of two gets of one row: one that does not count.
+            return cut(self._collate([rows[0].row]), 1, 2)
+        return self._collate(rows)
+
+
+class Loader(DataLoader[Any]):
+    """Tells the order of its epoch, as the Trainer expects of what accelerate makes."""
+
+    def set_epoch(self, epoch: int) -> None:
+        """Before each."""
+        assert isinstance(self.batch_sampler, RowsOfBatches)
+        self.batch_sampler.set_epoch(epoch)
