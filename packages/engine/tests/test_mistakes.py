@@ -16,6 +16,7 @@ from torch.utils.data import TensorDataset
 
 from meshfold.engine import CheckpointError, Engine, TrainingError
 from meshfold.engine.batches.shown import called, shown
+from meshfold.engine.models import GPT, GPTConfig
 from meshfold.mesh import SpecError
 from meshfold.mesh.testing import ranks
 
@@ -241,7 +242,7 @@ def test_a_criterion_of_output_and_batch_is_a_loss() -> None:
         ((INPUTS.numpy(), TARGETS.numpy()), SpecError, "torch.as_tensor"),
         ((INPUTS[:, :3], TARGETS), RuntimeError, "the model was called with (6×3 float32)"),
         ((INPUTS.long(), TARGETS), RuntimeError, "the model was called with (6×4 int64)"),
-        (dict(inputs=INPUTS), TypeError, "the model was called with (inputs=6×4 float32)"),
+        (dict(inputs=INPUTS), SpecError, "called with 'inputs', and Net takes x: leave it out"),
         ((INPUTS, TARGETS + 9), IndexError, "output = 6×3 float32, batch = (6×4 float32, 6 int64)"),
     ],
     ids=["no rows", "arrays", "too narrow", "integers", "a name", "labels"],
@@ -366,3 +367,34 @@ def test_features_have_no_tokens_to_split() -> None:
 def test_an_engine_without_an_optimizer_says_so() -> None:
     with pytest.raises(TrainingError, match="no optimizer"):
         engine_of(optimizer=None).train_step(BATCH)
+
+
+class Headless(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(32, 8)
+
+    def forward(self, input_ids: Tensor) -> Tensor:
+        out: Tensor = self.embed(input_ids)
+        return out
+
+
+def test_what_a_model_does_not_take_is_told_before_it_is_called() -> None:
+    ids = torch.zeros(2, 4, dtype=torch.long)
+    optimizer = dict(name="adamw", lr=1e-3)
+    config = GPTConfig(vocab_size=32, hidden=16, layers=1, heads=2, max_positions=8)
+    with Engine(lambda: GPT(config), {}, optimizer=optimizer) as engine:
+        for name, said in (
+            (
+                "attention_mask",
+                "GPT takes input_ids, labels, position_ids: leave it out. Rows .* labels with -100",
+            ),
+            ("weights", "called with 'weights', and GPT takes input_ids, labels, position_ids: leave it out"),
+        ):
+            with pytest.raises(SpecError, match=said):
+                engine.train_step({"input_ids": ids, name: torch.ones_like(ids)})
+    with (
+        Engine(Headless, {}, optimizer=optimizer) as engine,
+        pytest.raises(SpecError, match="give Engine a loss_fn"),
+    ):
+        engine.train_step({"input_ids": ids})

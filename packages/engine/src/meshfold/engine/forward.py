@@ -66,7 +66,9 @@ class Forward:
         )
         if self._takes_cache:
             work.kwargs.setdefault("use_cache", False)
-        return replace(work, kwargs=leave_out_targets(work.kwargs, self._model, self._loss_fn))
+        work = replace(work, kwargs=leave_out_targets(work.kwargs, self._model, self._loss_fn))
+        batches.check_fields(work, self._model)
+        return work
 
     def inputs(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> batches.Batch:
         """What the user calls the model with directly, on the device."""

@@ -174,6 +174,29 @@ def inputs(args: tuple[Any, ...], kwargs: dict[str, Any], device: torch.device, 
     return Batch(args=moved[0], kwargs=moved[1], given=None, rows=rows, targets=None)
 
 
+_INSTEAD = {
+    "attention_mask": "leave it out. Rows that are padded on the right need no mask: give labels with -100 where the padding is",
+    "labels": "give Engine a loss_fn, which makes the loss of the model's output and the batch",
+}
+
+
+def check_fields(work: Batch, model: nn.Module) -> None:
+    """Whether the model takes what it is about to be called with by name; one that takes any name is asked later.
+
+    Raises:
+        SpecError: for a field that it does not take.
+    """
+    parameters = inspect.signature(model.forward).parameters
+    if any(one.kind is one.VAR_KEYWORD for one in parameters.values()):
+        return
+    for name in work.kwargs:
+        if name not in parameters:
+            takes = f"{type(model).__name__} takes {', '.join(parameters) or 'nothing'}"
+            raise SpecError(
+                f"the model would be called with {name!r}, and {takes}: {_INSTEAD.get(name, 'leave it out')}"
+            )
+
+
 def takes_cache(model: nn.Module) -> bool:
     """Whether a model of the Hugging Face kind keeps keys and values unless it is told not to.
 
