@@ -165,7 +165,6 @@ def test_the_least_that_is_named_is_enough() -> None:
     engine.close()
 
 
-@ranks(1)
 def test_a_disk_that_is_too_small_for_making_do_is_told_with_the_plan_that_was_refused(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
