@@ -15,13 +15,14 @@ import torch
 
 from experiments.measuring import median, publish, shared_cores, sizes, surroundings
 from experiments.report import markdown, read_csv
+from experiments.zero_bubble.claims import published
 from experiments.zero_bubble.heuristic import Times, heuristic
+from experiments.zero_bubble.settings import FOLDER
 from meshfold.engine.models import GPT, GPTConfig
 from meshfold.mesh import Group, Mesh, shift, start
 from meshfold.pipeline import Costs, Pipeline
 from meshfold.pipeline.simulate import simulate_costs
 
-FOLDER = Path(__file__).parent
 SCHEDULES: dict[str, dict[str, Any]] = {
     "1F1B": {"schedule": "1f1b"},
     "1F1B-I, 2 chunks": {"schedule": "interleaved", "chunks": 2},
@@ -208,28 +209,26 @@ def page(found: Mapping[str, Any]) -> str:
 
 def published_gains(found: Mapping[str, Any]) -> dict[str, float]:
     """1F1B's time over each schedule's that the paper printed for the model that ran, with as many micro-batches a rank."""
-    sizes = {name: found[name] for name in ("layers", "hidden", "sequence")}
-    for setting in read_csv(FOLDER / "published_costs.csv"):
-        same = all(int(setting[name]) == value for name, value in sizes.items())
-        p, m = int(setting["p"]), int(setting["m"])
-        if (
-            not same
-            or int(setting["microbatch_size"]) != found["rows"]
-            or m * found["ranks"] != found["microbatches"] * p
-        ):
-            continue
-        here = [
-            row for row in read_csv(FOLDER / "published_throughput.csv") if row["model"] == setting["model"]
-        ]
-        speed = {
-            row["schedule"]: float(row["samples_per_gpu_s"]) for row in here if int(row["microbatches"]) == m
-        }
-        gains = {"1F1B": 1.0, "ZB-H1": speed["ZB-1p"] / speed["1F1B"]}
-        for row in read_csv(FOLDER / "published_barrier.csv"):
-            if (row["model"], int(row["m"])) == (setting["model"], m):
-                gains["ZB-2p (heuristic)"] = float(row["synchronized"]) / speed["1F1B"]
-        return gains
-    return {}
+    ran = tuple(found[name] for name in ("layers", "hidden", "sequence", "rows"))
+    each = found["microbatches"] / found["ranks"]
+    names = ("layers", "hidden", "sequence", "microbatch_size")
+    alike = (
+        key
+        for key, row in published("published_costs.csv").items()
+        if tuple(int(row[name]) for name in names) == ran and int(row["m"]) / int(row["p"]) == each
+    )
+    setting = next(alike, None)
+    if setting is None:
+        return {}
+    speed = {
+        row["schedule"]: float(row["samples_per_gpu_s"])
+        for row in read_csv(FOLDER / "published_throughput.csv")
+        if (row["model"], int(row["microbatches"])) == setting
+    }
+    gains = {"1F1B": 1.0, "ZB-H1": speed["ZB-1p"] / speed["1F1B"]}
+    if barrier := published("published_barrier.csv").get(setting):
+        gains["ZB-2p (heuristic)"] = float(barrier["synchronized"]) / speed["1F1B"]
+    return gains
 
 
 def said(found: Mapping[str, Any]) -> str:

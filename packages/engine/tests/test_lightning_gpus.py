@@ -30,17 +30,7 @@ Runs = dict[tuple[str, str], tuple[list[float], dict[str, torch.Tensor]]]
 def trained(out: Path, spec: dict[str, Any], ranks: int, accelerator: str = "gpu") -> Runs:
     """Every example in every precision."""
     words = [str(SCRIPT), str(out), accelerator, json.dumps(spec)]
-    start = (
-        [
-            "-c",
-            "import sys; from meshfold.engine.cli import main; sys.exit(main())",
-            "run",
-            "--ranks",
-            str(ranks),
-        ]
-        if spec
-        else []
-    )
+    start = ["-m", "meshfold.engine.cli", "run", "--ranks", str(ranks)] if spec else []
     ended = subprocess.run([sys.executable, *start, *words], capture_output=True, text=True, timeout=600)
     assert ended.returncode == 0, ended.stdout[-2000:] + ended.stderr[-4000:]
     found: Runs = torch.load(out)

@@ -398,3 +398,6 @@ def test_what_a_model_does_not_take_is_told_before_it_is_called() -> None:
         pytest.raises(SpecError, match="give Engine a loss_fn"),
     ):
         engine.train_step({"input_ids": ids})
+    beside = Engine(Headless, {}, optimizer=optimizer, loss_fn=lambda output, batch: output.sum())
+    with beside as engine, pytest.raises(SpecError, match=r"'labels'.* give a pair \(inputs, targets\)"):
+        engine.train_step({"input_ids": ids, "labels": ids})

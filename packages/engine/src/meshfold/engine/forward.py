@@ -49,6 +49,7 @@ class Forward:
         self._shifted = loss_fn is None and labels_are_shifted(model)
         self._aligned = not has_encoder_apart(model)
         self._takes_cache = batches.takes_cache(model)
+        self._names_taken = batches.names_taken(model)
         self._documents = OwnDocuments(model, own_loss=loss_fn is not None)
 
     # -- before a call ----------------------------------------------------------------------------------------------
@@ -67,7 +68,7 @@ class Forward:
         if self._takes_cache:
             work.kwargs.setdefault("use_cache", False)
         work = replace(work, kwargs=leave_out_targets(work.kwargs, self._model, self._loss_fn))
-        batches.check_fields(work, self._model)
+        batches.check_fields(work, self._model, self._names_taken, own_loss=own_loss)
         return work
 
     def inputs(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> batches.Batch:

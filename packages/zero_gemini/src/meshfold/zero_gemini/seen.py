@@ -32,37 +32,23 @@ def as_seen(machine: Machine, regime: Regime, paces: Mapping[What, Pace], *, pas
         paces: of some steps; with too few elements in them the machine is what it was.
         passed: bytes an element that passed through the device in these steps; 0: none did, as before there is a plan.
     """
-    beside = {
-        "parameters": regime.first_pass + regime.parameter,
-        "whole": regime.step + regime.parameter + regime.gradient,
-        "moments": regime.second_pass + regime.parameter + regime.gradient,
-    }
 
-    def pace(*kinds: What) -> float:
-        """Seconds of those; 0 if they were of too few elements."""
-        seen = [one for what, one in paces.items() if what in kinds and one.seconds > 0]
-        enough = sum(one.elements for one in seen) >= ENOUGH_ELEMS
-        return sum(one.seconds for one in seen) if enough else 0.0
+    def rate(moved: Mapping[What, float]) -> float:
+        """Bytes a second of steps that move so many an element, by what they do; 0 if they were of too few elements."""
+        seen = {what: pace for what, pace in paces.items() if what in moved and pace.seconds > 0}
+        if sum(pace.elements for pace in seen.values()) < ENOUGH_ELEMS:
+            return 0.0
+        total = sum(moved[what] * pace.elements for what, pace in seen.items())
+        return total / sum(pace.seconds for pace in seen.values())
 
-    def rate(*kinds: What) -> float:
-        """Bytes a second of those; 0 if they were too few."""
-        moved = sum(
-            beside[what] * one.elements for what, one in paces.items() if what in kinds and one.seconds > 0
-        )
-        seconds = pace(*kinds)
-        return moved / seconds if seconds else 0.0
-
+    up, both_ways = regime.parameter, regime.parameter + regime.gradient
     if passed:
-        cores, device = pace("parameters"), pace("passage")
+        cores, device = rate({"parameters": regime.first_pass}), rate({"passage": passed})
         if cores and device:
-            machine = replace(
-                machine,
-                beside_passage=regime.first_pass * paces["parameters"].elements / cores,
-                passage=passed * paces["passage"].elements / device,
-            )
-    elif found := rate("parameters", "whole"):
+            machine = replace(machine, beside_passage=cores, passage=device)
+    elif found := rate({"parameters": regime.first_pass + up, "whole": regime.step + both_ways}):
         share = found / machine.host_memory
         machine = replace(machine, host_memory=found, beside_passage=share * machine.beside_passage)
-    if found := rate("moments"):
+    if found := rate({"moments": regime.second_pass + both_ways}):
         machine = replace(machine, moments_memory=found)
     return machine

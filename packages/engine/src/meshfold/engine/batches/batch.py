@@ -8,7 +8,7 @@ ranks whose batches have more of them weigh more.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -180,21 +180,35 @@ _INSTEAD = {
 }
 
 
-def check_fields(work: Batch, model: nn.Module) -> None:
-    """Whether the model takes what it is about to be called with by name; one that takes any name is asked later.
+_INSTEAD_BESIDE_LOSS_FN = {"labels": "give a pair (inputs, targets), whose targets go to loss_fn alone"}
+
+
+def names_taken(model: nn.Module) -> tuple[str, ...] | None:
+    """What a model may be called with by name; None: anything."""
+    parameters = inspect.signature(model.forward).parameters
+    takes_all = any(one.kind is one.VAR_KEYWORD for one in parameters.values())
+    return None if takes_all else tuple(parameters)
+
+
+def check_fields(work: Batch, model: nn.Module, taken: Sequence[str] | None, *, own_loss: bool) -> None:
+    """Whether a model takes what it is about to be called with by name.
+
+    Args:
+        work: the batch.
+        model: for its name.
+        taken: from :func:`names_taken`.
+        own_loss: whether a ``loss_fn`` was given.
 
     Raises:
         SpecError: for a field that it does not take.
     """
-    parameters = inspect.signature(model.forward).parameters
-    if any(one.kind is one.VAR_KEYWORD for one in parameters.values()):
-        return
-    for name in work.kwargs:
-        if name not in parameters:
-            takes = f"{type(model).__name__} takes {', '.join(parameters) or 'nothing'}"
-            raise SpecError(
-                f"the model would be called with {name!r}, and {takes}: {_INSTEAD.get(name, 'leave it out')}"
-            )
+    unknown = [] if taken is None else [name for name in work.kwargs if name not in taken]
+    if unknown:
+        takes = f"{type(model).__name__} takes {', '.join(taken or ()) or 'nothing'}"
+        instead = _INSTEAD_BESIDE_LOSS_FN if own_loss and unknown[0] in _INSTEAD_BESIDE_LOSS_FN else _INSTEAD
+        raise SpecError(
+            f"the model would be called with {unknown[0]!r}, and {takes}: {instead.get(unknown[0], 'leave it out')}"
+        )
 
 
 def takes_cache(model: nn.Module) -> bool:

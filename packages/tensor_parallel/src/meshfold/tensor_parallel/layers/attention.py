@@ -63,8 +63,7 @@ def attention_weights(
     wide = torch.float64 if q.dtype == torch.float64 else torch.float32
     if mask is None:
         return torch.softmax(scores, -1, dtype=wide).to(q.dtype)
-    blind = (scores == float("-inf")).all(
-        -1, keepdim=True
-    )  # its softmax is nan, and so would be every gradient
+    # The softmax of a row that sees nothing is nan, and so would be every gradient.
+    blind = (scores == float("-inf")).all(-1, keepdim=True)
     weights = torch.softmax(scores.masked_fill(blind, 0.0), -1, dtype=wide)
     return weights.masked_fill(blind, 0.0).to(q.dtype)
