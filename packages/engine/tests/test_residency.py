@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -14,17 +15,21 @@ from torch import Tensor
 
 from meshfold.engine import Engine
 from meshfold.engine.models import GPT, GPTConfig
+from meshfold.engine.zero import measured_plans
+from meshfold.engine.zero import residency as residency_module
 from meshfold.engine.zero.measured_plans import MeasuredPlans
 from meshfold.engine.zero.process_memory import resident_bytes
 from meshfold.engine.zero.residency import Residency
 from meshfold.engine.zero.states import ZeroStates
 from meshfold.mesh.testing import ranks, run_on_ranks
-from meshfold.zero_gemini import Gemini, Home, MemoryPlanError, seen
+from meshfold.zero_gemini import Gemini, Home, MemoryPlanError, measuring, seen
 from meshfold.zero_gemini.chunk import Chunk
 from meshfold.zero_gemini.errors import DiskError
-from meshfold.zero_gemini.planner import MiB, Plan
+from meshfold.zero_gemini.planner import Machine, MiB, Plan, Workload
+from meshfold.zero_gemini.planner.options import OUT_OF_PLACE, SPLIT
 from meshfold.zero_gemini.stepping import runs
 from meshfold.zero_gemini.stepping.paces import Pace, What
+from meshfold.zero_gemini.stepping.trials import Trials
 from meshfold.zero_gemini.stepping.worker import Worker
 
 STEPS = 5
@@ -147,6 +152,93 @@ def test_a_plan_is_corrected_by_its_own_first_steps(monkeypatch: pytest.MonkeyPa
     assert measured is not None and {*measured.host_steps} == {"parameters", "moments"}
     for engine in (wanted[2], found[2]):
         engine.close()
+
+
+def expecting(*strategies: str) -> Any:
+    """Let plans be of these ways of clipping, where steps may be made on trial."""
+    made = MeasuredPlans.plan
+
+    def plan(self: MeasuredPlans, workload: Workload, machine: Machine, *, shrunk: float) -> Plan:
+        if OUT_OF_PLACE in (workload.strategies or ()):
+            workload = replace(workload, strategies=strategies)
+        return made(self, workload, machine, shrunk=shrunk)
+
+    return mock.patch.object(MeasuredPlans, "plan", plan)
+
+
+def kept_trials(into: list[int]) -> Any:
+    """Notes of how many chunks each step was made on trial."""
+    keep = Trials.keep
+
+    def kept(self: Trials, steps: Any) -> set[Chunk]:
+        into.append(len(found := keep(self, steps)))
+        return found
+
+    return mock.patch.object(Trials, "keep", kept)
+
+
+def test_steps_that_count_alike_are_made_on_trial() -> None:
+    kept: list[int] = []
+    wanted = trained(dict(stage=3, placement="cuda"), steps=8, clip_grad_norm=1e3)
+    with expecting(OUT_OF_PLACE), kept_trials(kept):
+        found = trained(dict(gpu_memory_limit=10 * MiB), steps=8, clip_grad_norm=1e3)
+    assert_same(found, wanted)
+    plan = residency(found[2]).plan
+    assert plan is not None and plan.strategy == OUT_OF_PLACE
+    assert kept[:2] == [0, 0] and min(kept[2:]) > 0  # from the plan on
+    for engine in (wanted[2], found[2]):
+        engine.close()
+
+
+def test_steps_that_clip_are_not() -> None:
+    engine = engine_of(dict(gpu_memory_limit=10 * MiB), clip_grad_norm=1e-3)
+    generator = torch.Generator().manual_seed(0)
+    with expecting(OUT_OF_PLACE):
+        for _ in range(4):
+            engine.train_step(engine.shard_batch(torch.randint(128, (4, 16), generator=generator)))
+    plan = residency(engine).plan
+    assert plan is not None and plan.workload.strategies == (SPLIT,)
+    engine.close()
+
+
+def test_copies_are_no_reason_to_fill_a_host_whose_limit_nobody_knows(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for free, strategy in ((0, SPLIT), (2**40, OUT_OF_PLACE)):
+        monkeypatch.setattr(measured_plans, "free_host_bytes", lambda free=free: free)
+        monkeypatch.setattr(measuring, "host_bytes", lambda: measuring.UNLIMITED)
+        measuring._rates.cache_clear()
+        with expecting(OUT_OF_PLACE):
+            engine = trained(dict(gpu_memory_limit=10 * MiB), steps=3, clip_grad_norm=1e3)[2]
+        plan = residency(engine).plan
+        assert plan is not None and plan.strategy == strategy
+        engine.close()
+    measuring._rates.cache_clear()
+
+
+def test_a_run_that_stops_clipping_is_planned_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its first steps clip; after some that do not the steps are made on trial, if that is faster."""
+    monkeypatch.setattr(residency_module, "STEADY", 4)
+    kept: list[int] = []
+    losses: dict[bool, list[float]] = {}
+    clip, bounds = Gemini.clip, iter([*[1e-3] * 4, *[1e3] * 10] * 2)
+    monkeypatch.setattr(Gemini, "clip", lambda gemini, bound, kind: clip(gemini, next(bounds), kind))
+    for on_trial in (False, True):
+        engine = engine_of(dict(gpu_memory_limit=10 * MiB), clip_grad_norm=1e-3)
+        found = residency(engine)
+        kept.clear()
+        generator = torch.Generator().manual_seed(0)
+        losses[on_trial] = []
+        monkeypatch.setattr(residency_module, "WORTH_MOVING", 1e9 if on_trial else 0.0)
+        with expecting(OUT_OF_PLACE), kept_trials(kept):
+            for _ in range(14):
+                ids = torch.randint(128, (4, 16), generator=generator)
+                losses[on_trial].append(engine.train_step(engine.shard_batch(ids)))
+        plan = found.plan
+        assert plan is not None and (plan.strategy == OUT_OF_PLACE) == on_trial
+        assert (kept[-1] > 0) == on_trial and not any(kept[:8])
+        engine.close()
+    assert losses[True] == losses[False]
 
 
 def _host_limit() -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 from itertools import pairwise
 
@@ -226,3 +227,36 @@ def test_threads_are_torchs(monkeypatch: pytest.MonkeyPatch) -> None:
     with torch_threads():
         assert numba.get_num_threads() == 1
     assert numba.get_num_threads() == before
+
+
+@every_state
+@pytest.mark.parametrize("implementation", ["reference", "numba"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("l2", [False, True], ids=["decoupled", "l2"])
+def test_a_step_may_be_made_into_another_state(
+    kind: str, implementation: str, dtype: torch.dtype, l2: bool
+) -> None:
+    n, start = 70_001, 256 * 300
+    chosen = K.AdamSettings(lr=1e-2, weight_decay=0.1, adamw_mode=not l2)
+    with K.use(implementation):
+        before = train(kind, implementation, n, start=start)
+        kept, wanted = copy.deepcopy(before), copy.deepcopy(before)
+        into = state(kind, normal(n, 9))
+        for made, was in ((wanted, None), (into, before)):
+            K.adam_step(
+                made, normal(n, 77, dtype), chosen, step=4, grad_scale=0.3, start=start, seed=7, before=was
+            )
+    assert_same(into, wanted)
+    assert_same(before, kept, "what was stepped from")
+
+
+def test_another_state_must_be_one_of_the_same_kind_elsewhere() -> None:
+    made, grad, chosen = state("A", normal(300, 0)), normal(300, 1), K.AdamSettings(lr=1e-2)
+    with pytest.raises(TypeError, match=r"before is a WholeState of parameter.*one of the same kind"):
+        K.adam_step(made, grad, chosen, step=1, before=state("whole", normal(300, 0)))
+    with pytest.raises(TypeError, match=r"before\.exp_avg is bfloat16"):
+        K.adam_step(made, grad, chosen, step=1, before=state("B", normal(300, 0)))
+    with pytest.raises(ValueError, match="299 elements where 300"):
+        K.adam_step(made, grad, chosen, step=1, before=state("A", normal(299, 0)))
+    with pytest.raises(ValueError, match=r"before\.hi is the tensor of state"):
+        K.adam_step(made, grad, chosen, step=1, before=made)

@@ -23,6 +23,7 @@ from meshfold.zero_gemini.planner import EMULATED, REGIMES, Workload, cpu
 from meshfold.zero_gemini.planner.options import HOST_STREAMED
 from meshfold.zero_gemini.planner.seconds import seconds_table
 from meshfold.zero_gemini.runtime import Runtime
+from meshfold.zero_gemini.stepping.worker import Worker
 from meshfold.zero_gemini.trace import LiveBytes, StepTracer, Trace, workload_of
 from meshfold.zero_gemini.units import Unit
 
@@ -198,13 +199,16 @@ def held_for_micro_steps(patch: pytest.MonkeyPatch) -> None:
 
 
 def copies_take_turns(patch: pytest.MonkeyPatch) -> None:
-    """What was stepped is brought up when its unit is entered; what was not, a unit ahead."""
-    for kind in ("last", "final"):
+    """What is still being stepped is brought up when its unit is entered; what is not, or no more, a unit ahead."""
+    for kind, is_done in (("last", False), ("final", False), ("last", True)):
         with pytest.MonkeyPatch.context() as inner:
+            inner.setattr(Worker, "is_done", lambda worker, chunk, is_done=is_done: is_done)
             events = record(inner, kind, 1).events
         turn = events.index(("backward", 0))
         forward = [event for event in events[:turn] if event[0] in ("enter", "copy")]
-        assert forward == [event for k in UP for event in (("enter", k), ("copy", k))]
+        ahead = [event for k in UP for event in (("enter", k), ("copy", k + 1))]
+        turns = [event for k in UP for event in (("enter", k), ("copy", k))]
+        assert forward == ([("enter", 0), ("copy", 0), *ahead[1:-1]] if is_done else turns)
         backward = [event for event in events[turn:] if event[0] in ("enter", "copy")]
         wanted = [event for k in DOWN for event in (("enter", k), ("copy", k - 1))]
         assert backward == wanted[:-1]

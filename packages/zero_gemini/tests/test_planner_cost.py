@@ -25,7 +25,7 @@ from meshfold.zero_gemini.planner import (
     static,
 )
 from meshfold.zero_gemini.planner.memory import windows
-from meshfold.zero_gemini.planner.options import JUST_IN_TIME, SPLIT
+from meshfold.zero_gemini.planner.options import JUST_IN_TIME, OUT_OF_PLACE, SPLIT
 from meshfold.zero_gemini.planner.seconds import seconds_table
 
 MACHINE = replace(EMULATED, cpu_optimizer={}, gpu_bytes=GiB, host_bytes=GiB)
@@ -195,7 +195,9 @@ def test_the_whole_step_in_the_forward_moves_26_bytes() -> None:
 
 
 def test_out_of_place_is_picked_when_clipping_is_rare_and_host_memory_is_there() -> None:
-    slow = replace(MACHINE, host_memory=4e9)  # the step is long beside compute
+    slow = replace(
+        MACHINE, host_memory=5e9
+    )  # the step is about as long as compute, and longer than the forward
     often, rare = work(clipping=True), work(clipping=True, clip_probability=0.01)
     assert cpu(often, slow).strategy == "just_in_time_split"
     made = cpu(rare, slow)
@@ -208,6 +210,25 @@ def test_out_of_place_is_picked_when_clipping_is_rare_and_host_memory_is_there()
     weights = {name: weight for name, weight, _ in made.phases}
     assert weights == {"step": 0.99, "forward": 0.01, "backward": 0.01}
     assert made.seconds == pytest.approx(sum(weight * seconds for _, weight, seconds in made.phases))
+
+
+def test_out_of_place_the_device_takes_its_share() -> None:
+    n = LAYERS * E
+    table, _ = seconds_table(work(clipping=True, clip_probability=0.0), MACHINE, OUT_OF_PLACE)
+    host = table.names.index("host memory")
+    alone = table.chunk[:, 2, host].sum() * MACHINE.host_memory
+    up = 2 * (2 * n - E)  # for each half of the step; the last of the forward is the first of the backward
+    assert alone == pytest.approx((26 + 2) * n + up)
+    both = replace(MACHINE, passage=26e9, beside_passage=26e9)  # as many elements a second each
+    table, _ = seconds_table(work(clipping=True, clip_probability=0.0), both, OUT_OF_PLACE)
+
+    def seconds(name: str) -> float:
+        return float(table.chunk[:, 2, table.names.index(name)].sum())
+
+    assert seconds("host memory") == pytest.approx(n / 2e9 + (up + 2 * n) / both.host_memory)
+    assert seconds("h2d") == pytest.approx((up + 14 / 2 * n) / both.h2d)
+    assert seconds("d2h") == pytest.approx((2 + 12 / 2) * n / both.d2h)
+    assert seconds("pcie") == pytest.approx((up + (2 + 26 / 2) * n) / both.pcie_both)
 
 
 @pytest.mark.parametrize(("regime", "held"), [("A", 12), ("B", 8), ("C", 6.03125), ("fp16", 14)])

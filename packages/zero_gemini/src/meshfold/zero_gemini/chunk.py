@@ -41,6 +41,7 @@ class Chunk:
         slices: which stretches of which parameters these are.
         resident: the gathered tensor is always there.
         is_due: the optimizer's last step of the shard was promised, and ``due`` waits for it and publishes it.
+        is_stepped: whether ``due`` would not have to wait.
     """
 
     def __init__(
@@ -83,6 +84,7 @@ class Chunk:
             self.shard = self._own.tensor.zero_()
         self.is_due = False
         self.due: Callable[[], None] | None = None
+        self.is_stepped: Callable[[], bool] | None = None
         self._nothing = torch.empty(0, dtype=dtype, device=self.device)
         self._pending: Pending | None = None
         self._copied: torch.cuda.Event | None = None
@@ -133,6 +135,13 @@ class Chunk:
         if was:
             self.release()
 
+    def exchange(self, block: Block) -> Block:
+        """Let the shard be another block at home, which has its next values; the one that it was. Not of a resident chunk."""
+        own = self._own
+        assert own is not None  # a resident one's shard is a part of what is gathered
+        self._own, self.shard = block, block.tensor
+        return own
+
     # -- bringing together, letting go --------------------------------------------------------------------------
 
     @property
@@ -157,6 +166,13 @@ class Chunk:
             self._pending = all_gather_into(self._whole, mine, self.group)
             self._copied = mark(self.device)
         self._gathered = True
+
+    @property
+    def may_come_early(self) -> bool:
+        """Whether to gather it before its use keeps nobody waiting. Ranks that share it must find the same: one alone may look
+        how far the optimizer is."""
+        alone = self.group.size == 1 and self.is_stepped is not None
+        return not self.is_due or (alone and self.is_stepped is not None and self.is_stepped())
 
     def settle(self) -> None:
         """Wait for the optimizer, if it is still at work on the shard."""
@@ -198,9 +214,18 @@ class Chunk:
         for parameter, shape in zip(self.parameters, self._shapes, strict=True):
             parameter.data = zero.expand(shape) if yes else self._nothing
 
+    @torch.no_grad()
+    def show(self, values: Tensor) -> None:
+        """Start bringing new values of the shard from another place, beside what is computed; then ``publish``."""
+        with beside(self.device):
+            self.shard.copy_(values, non_blocking=True)
+            self._copied = mark(self.device)
+
     def publish(self) -> None:
         """After the shard has changed: start showing it to the group where the chunk is resident; then ``wait``."""
         if self.resident:
+            if self.group.size > 1:
+                queue_behind(self._copied, self.device)
             self._pending = all_gather_into(self._whole, self.shard, self.group)
 
     @torch.no_grad()

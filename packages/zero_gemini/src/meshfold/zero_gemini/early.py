@@ -18,7 +18,7 @@ from meshfold.zero_gemini.gradients import ChunkGradient
 from meshfold.zero_gemini.memory import Memory
 from meshfold.zero_gemini.runtime import Runtime
 from meshfold.zero_gemini.stepping.base import EarlyStepper
-from meshfold.zero_gemini.transfer import send_home, waits_for
+from meshfold.zero_gemini.transfer import Arrival, send_home
 
 WAITING = 2
 """Gradients that wait on the device for a use of their chunks to end, more than the chunks that one unit has."""
@@ -120,7 +120,7 @@ class EarlySteps:
             self._stepper.step_one(chunk, gradient.shard, used, ready=gradient.on_its_way())
             gradient.hand_over(partial(self._stepper.done_with, chunk))
         elif gradient.home == "device":
-            self._stepper.step_one(chunk, block.tensor, used, ready=waits_for(None))
+            self._stepper.step_one(chunk, block.tensor, used, ready=Arrival())
             block.free()
         else:
             buffer = self.ring.lend(
@@ -128,4 +128,4 @@ class EarlySteps:
             )
             arrived = send_home(block.tensor, buffer, chunk.device)
             block.free()
-            self._stepper.step_one(chunk, buffer, used, ready=waits_for(arrived))
+            self._stepper.step_one(chunk, buffer, used, ready=Arrival(arrived))

@@ -145,6 +145,8 @@ class Gemini(HeldModel):
         if self.holds_gradients:
             self.flush()
             self._stepper.step(self._flow.shards(), self._scale, self._flow.used())
+            if self._trials is not None and any(chunk.is_due for chunk in self.chunks):
+                self._trials.learn(self._scale)
             for chunk, gradient in self._gradients.items():
                 gradient.hand_over(partial(self._stepper.done_with, chunk))
         else:

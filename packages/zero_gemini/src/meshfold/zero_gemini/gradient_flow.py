@@ -23,6 +23,7 @@ from meshfold.zero_gemini.errors import ChunkError
 from meshfold.zero_gemini.flags import Flags
 from meshfold.zero_gemini.gradients import ChunkGradient
 from meshfold.zero_gemini.norm import combine
+from meshfold.zero_gemini.on_trial import TrialSteps
 from meshfold.zero_gemini.runtime import Runtime, graph_task
 
 _MOST_UNDER_WAY = 6  # reductions at a time, of a unit that has more chunks
@@ -42,14 +43,17 @@ class GradientFlow:
         device: torch.device,
         runtime: Runtime,
         early: EarlySteps | None,
+        trials: TrialSteps | None,
     ) -> None:
         """Args:
         gradients: of every chunk that is trained, in order of registration.
         device: where the model computes.
         runtime: knows what a backward has come to.
         early: steps chunks in a final backward; None if that cannot be.
+        trials: steps chunks on trial in a last one; None as there.
         """
-        self._gradients, self._device, self._runtime, self._early = gradients, device, runtime, early
+        self._gradients, self._device, self._runtime = gradients, device, runtime
+        self._early, self._trials = early, trials
         self.takes = True
         self.kind: Backward = "last"
         self._waiting = [*reversed(gradients.values())]  # in the order of reductions
@@ -78,6 +82,14 @@ class GradientFlow:
         self.kind = "last" if kind == "final" and self._early is None else kind
         if self.kind == "final" and self._early is not None:
             self._early.begin(self._waiting)
+        elif (trials := self._trying) is not None:
+            trials.begin()
+
+    @property
+    def _trying(self) -> TrialSteps | None:
+        """What steps chunks on trial in the backward that runs, or comes; None: nothing does."""
+        is_on = self.kind == "last" and self._trials is not None and self._trials.are_made
+        return self._trials if is_on else None
 
     # -- while backward runs ------------------------------------------------------------------------------------
 
@@ -126,11 +138,13 @@ class GradientFlow:
         gradient.collect()
         if self.kind == "final" and self._early is not None:
             self._early.offer(gradient)
+        elif (trials := self._trying) is not None:
+            trials.offer(gradient)
 
     def _ended(self) -> None:
         for gradient in self._waiting[self._next :]:
             self._reduce(gradient)
-        if self.kind == "final":
+        if self.kind == "final" or self._trying is not None:
             while self._under_way:
                 self._collect_first()
         self._reset()
@@ -225,6 +239,8 @@ class GradientFlow:
         if self._early is not None:
             self._early.check()
             self._early.forget()
+        if self._trials is not None:
+            self._trials.drop()
         for gradient in self._gradients.values():
             gradient.clear()
 

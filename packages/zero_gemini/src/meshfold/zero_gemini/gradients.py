@@ -24,7 +24,7 @@ from meshfold.zero_gemini.chunk import Chunk
 from meshfold.zero_gemini.errors import ChunkError
 from meshfold.zero_gemini.flags import Flags
 from meshfold.zero_gemini.memory import Place
-from meshfold.zero_gemini.transfer import fetch, send_home, stream_of, waits_for
+from meshfold.zero_gemini.transfer import Arrival, fetch, send_home, stream_of
 
 
 class ChunkGradient:
@@ -208,10 +208,14 @@ class ChunkGradient:
         block, self._here, self.shard = self._here, None, None
         return block
 
+    def arrival(self) -> Callable[[], None]:
+        """Waits until the shard has arrived at home, as :meth:`finish` does."""
+        return Arrival(self._sent)
+
     def on_its_way(self) -> Callable[[], None]:
         """Waits until the shard has arrived at home; from now on that is the caller's to do."""
         sent, self._sent = self._sent, None
-        return waits_for(sent)
+        return Arrival(sent)
 
     def hand_over(self, until: Callable[[], None]) -> None:
         """Forget the shard at home, whose memory is somebody's ``until`` returns."""

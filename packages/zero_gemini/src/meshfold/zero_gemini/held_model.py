@@ -31,6 +31,7 @@ from meshfold.zero_gemini.layout import ChunkSpec, ShardSlice
 from meshfold.zero_gemini.members import slot_align
 from meshfold.zero_gemini.memory import Memory
 from meshfold.zero_gemini.norm import combine, power_sum
+from meshfold.zero_gemini.on_trial import TrialSteps
 from meshfold.zero_gemini.placing import EVERYTHING_ON_THE_DEVICE, Home, Homes
 from meshfold.zero_gemini.rehoming import Residents
 from meshfold.zero_gemini.runtime import Runtime
@@ -141,7 +142,8 @@ class HeldModel(ParameterValues):
             if isinstance(self._stepper, AdamStepper)
             else None
         )
-        self._flow = GradientFlow(self._gradients, memory.device, self._runtime, self._early)
+        self._trials = TrialSteps(self._stepper) if isinstance(self._stepper, AdamStepper) else None
+        self._flow = GradientFlow(self._gradients, memory.device, self._runtime, self._early, self._trials)
         if self._early is not None:
             self._runtime.on_left, self._runtime.check = self._early.go, self._early.check
         self.holds_gradients = True
@@ -273,3 +275,19 @@ class HeldModel(ParameterValues):
         """
         self.flush()
         return self._residents.pass_through(on, halves=halves)
+
+    def step_on_trial(self, on: bool) -> bool:
+        """Let chunks on the host be stepped before the norm is known, into a second copy (:mod:`meshfold.zero_gemini.on_trial`).
+
+        Changes no bit. Another home ends it for a chunk.
+
+        Returns:
+            Whether it is so from now on: False where the host has no memory for the copies, and for others than Adam.
+        """
+        self.flush()
+        return self._trials is not None and self._trials.turn(on)
+
+    @property
+    def steps_alike(self) -> int:
+        """Steps in a row, up to the last, in which gradients counted the same; 0 while nothing lives on the host."""
+        return 0 if self._trials is None else self._trials.alike

@@ -280,9 +280,8 @@ class Runtime:
             chunk.gather()
             self._held[chunk] = None
         for chunk in ahead:
-            if (
-                not chunk.is_due
-            ):  # what the optimizer is still at work on can wait: to wait for it here would delay this unit
+            # What the optimizer is still at work on can wait: to wait for it here would delay this unit.
+            if chunk.may_come_early:
                 chunk.gather()
                 self._held[chunk] = None
         for chunk in self._chunks[unit]:

@@ -43,10 +43,17 @@ def as_seen(machine: Machine, regime: Regime, paces: Mapping[What, Pace], *, pas
 
     up, both_ways = regime.parameter, regime.parameter + regime.gradient
     if passed:
-        cores, device = rate({"parameters": regime.first_pass}), rate({"passage": passed})
+        cores = rate({"parameters": regime.first_pass, "second copy": regime.out_of_place})
+        device = rate({"passage": passed})
         if cores and device:
             machine = replace(machine, beside_passage=cores, passage=device)
-    elif found := rate({"parameters": regime.first_pass + up, "whole": regime.step + both_ways}):
+    elif found := rate(
+        {
+            "parameters": regime.first_pass + up,
+            "whole": regime.step + both_ways,
+            "second copy": regime.out_of_place + both_ways,
+        }
+    ):
         share = found / machine.host_memory
         machine = replace(machine, host_memory=found, beside_passage=share * machine.beside_passage)
     if found := rate({"moments": regime.second_pass + both_ways}):

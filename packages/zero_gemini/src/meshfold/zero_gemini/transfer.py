@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 
 import torch
 
@@ -41,12 +42,19 @@ def queue_behind(event: torch.cuda.Event | None, device: torch.device) -> None:
         torch.cuda.current_stream(device).wait_event(event)
 
 
-def waits_for(event: torch.cuda.Event | None) -> Callable[[], None]:
-    """What lets the host wait for a point, and does nothing where there is none."""
-    return _nothing if event is None else event.synchronize
+@dataclass(frozen=True)
+class Arrival:
+    """Lets the host wait for a point on a stream when it is called, and does nothing where there is none."""
 
+    event: torch.cuda.Event | None = None
 
-def _nothing() -> None: ...
+    def __call__(self) -> None:
+        if self.event is not None:
+            self.event.synchronize()
+
+    def is_over(self) -> bool:
+        """Whether the stream has come there."""
+        return self.event is None or self.event.query()
 
 
 def send_home(source: torch.Tensor, target: torch.Tensor, device: torch.device) -> torch.cuda.Event | None:

@@ -10,15 +10,16 @@ from torch import nn
 
 from meshfold.engine.world import World
 from meshfold.engine.zero.plan import plan_for
-from meshfold.engine.zero.process_memory import ranks_per_host, resident_bytes
+from meshfold.engine.zero.process_memory import free_host_bytes, ranks_per_host, resident_bytes
 from meshfold.engine.zero.stage_workload import InFlight, workload_of_stages
 from meshfold.engine.zero.watching import Watcher, as_words, of_words, worst
 from meshfold.mesh.spec import ZeroSpec
 from meshfold.zero_gemini import Gemini
 from meshfold.zero_gemini.agree import tell_all
 from meshfold.zero_gemini.measuring import UNLIMITED, device_bytes, measure
+from meshfold.zero_gemini.on_trial import ALIKE
 from meshfold.zero_gemini.planner import Limits, Machine, Plan, Regime, Workload
-from meshfold.zero_gemini.planner.options import SPLIT_ON_DEVICE
+from meshfold.zero_gemini.planner.options import OUT_OF_PLACE, SPLIT, SPLIT_ON_DEVICE
 from meshfold.zero_gemini.planner.policies import again, placed
 from meshfold.zero_gemini.seen import as_seen
 from meshfold.zero_gemini.stepping.paces import Pace, What
@@ -90,7 +91,10 @@ class MeasuredPlans:
         uses, tokens = self._gemini.uses(), watcher.tokens
         if flying is None:
             holds = self._gemini.holds_gradients
-            return workload_of(trace, uses, tokens=tokens, clipping=holds, **common), machine
+            workload = workload_of(trace, uses, tokens=tokens, clipping=holds, **common)
+            if holds and self._gemini.steps_alike >= ALIKE:
+                workload = expecting_alike(workload)
+            return workload, machine
         tokens *= flying.microbatches
         return workload_of_stages(trace, uses, flying, tokens=tokens, **common), machine
 
@@ -118,6 +122,24 @@ class MeasuredPlans:
             workload = replace(workload, non_model_bytes=less)
         return again(made, workload, _slowest(machine, [entry for _, entry in told]))
 
+    def _has_room_for_copies(self, made: Plan) -> bool:
+        """Whether the host has memory for second copies of what a plan has there, which it could do without.
+
+        Where a limit is known the plan is within it. Where none is, only what the system says is free counts. All ranks of
+        a stage must call.
+        """
+        if self._spec.host_memory_limit is not None or made.machine.host_bytes < UNLIMITED:
+            return True
+        regime = self._regime
+        elems = sum(
+            cost.elems
+            for cost, chunk in zip(made.workload.chunks, made.chunks, strict=True)
+            if chunk.state == "host"
+        )
+        wanted = (regime.parameter + regime.state) * elems * made.workload.ranks_per_host
+        free: list[int] = tell_all(free_host_bytes(), self._world.stage_group, self._world.device)
+        return wanted < min(free)
+
     @property
     def _wants_host(self) -> bool:
         """Whether anything lives on the host, or may come to."""
@@ -141,11 +163,23 @@ class MeasuredPlans:
             gpu_bytes=int(gpu * (1.0 - MARGIN - shrunk)) if gpu < UNLIMITED else None, host_bytes=spec.host_memory_limit,
             disk_bytes=None if spec.offload_path is not None else 0,
         )  # fmt: skip
+        found = self._plan(workload, machine, limits)
+        if found.strategy == OUT_OF_PLACE and not self._has_room_for_copies(found):
+            found = self._plan(replace(workload, strategies=(SPLIT,)), machine, limits)
+        return found
+
+    def _plan(self, workload: Workload, machine: Machine, limits: Limits) -> Plan:
+        spec = self._spec
         if spec.placement == "auto":
             return plan_for(spec, workload, machine, limits)
         homes = {str(i): home for i, home in enumerate(self._gemini.homes.values())}
         named = {name: (_KINDS[home.parameters], _KINDS[home.state]) for name, home in homes.items()}
         return placed(workload, machine, limits, homes=named, policy=spec.placement)
+
+
+def expecting_alike(workload: Workload) -> Workload:
+    """The same for steps whose gradients are expected to count what those before did: they may be made on trial."""
+    return replace(workload, strategies=(SPLIT, OUT_OF_PLACE), clip_probability=0.0)
 
 
 def _slowest(machine: Machine, told: Sequence[Mapping[str, Any]]) -> Machine:

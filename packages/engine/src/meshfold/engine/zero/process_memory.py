@@ -22,6 +22,19 @@ def resident_bytes() -> int:
     return pages * resource.getpagesize()
 
 
+def free_host_bytes() -> int:
+    """What the system says can be had of the host's memory now; 0 where it does not say.
+
+    No more than that: the memory of some virtual machines grows as it is touched.
+    """
+    try:
+        lines = Path("/proc/meminfo").read_text().splitlines()
+    except OSError:
+        return 0
+    entries = dict(line.split(":", 1) for line in lines if ":" in line)
+    return int(entries.get("MemAvailable", "0 kB").split()[0]) * 1024
+
+
 def ranks_per_host(world: World) -> int:
     """How many ranks share this host's memory."""
     return min(world.mesh.world_size, torch.cuda.device_count() or world.mesh.world_size)

@@ -21,7 +21,7 @@ from torch import nn
 from meshfold.engine.recompute import RecomputedBlocks
 from meshfold.engine.world import PIPE, World
 from meshfold.engine.zero.allocator import limit_allocator
-from meshfold.engine.zero.measured_plans import MARGIN, MeasuredPlans
+from meshfold.engine.zero.measured_plans import MARGIN, MeasuredPlans, expecting_alike
 from meshfold.engine.zero.pressure import Pressure
 from meshfold.engine.zero.process_memory import resident_bytes
 from meshfold.engine.zero.stage_workload import InFlight
@@ -34,10 +34,15 @@ from meshfold.zero_gemini.errors import DiskError
 from meshfold.zero_gemini.measuring import UNLIMITED
 from meshfold.zero_gemini.memory import Place
 from meshfold.zero_gemini.planner import Plan, Regime
-from meshfold.zero_gemini.planner.options import SPLIT_ON_DEVICE
+from meshfold.zero_gemini.planner.options import OUT_OF_PLACE, SPLIT, SPLIT_ON_DEVICE
 from meshfold.zero_gemini.stepping.paces import Pace, What
 
 WATCHED_STEPS = 2
+CORRECTED_AFTER = 3
+"""Steps under a plan, of which the last says how fast the host's steps are: the first follows a step before the plan, and the
+second makes kernels and takes memory for the first time."""
+STEADY = 16
+"""Steps in a row whose gradients count the same, before a plan that waits for the norm is made again without."""
 WORTH_MOVING = 0.97
 """What another plan takes at most of a step's seconds for chunks to move once more."""
 SHRINK = 0.04
@@ -95,9 +100,9 @@ class Residency:
         self._pressure = Pressure(world)
         self._begun = 0.0
         self._took: list[float] = []  # seconds of the steps under the plan
-        self._paces: dict[What, Pace] = {}  # of the host's optimizer in them, from the second on
+        self._paces: dict[What, Pace] = {}  # of the host's optimizer in them, from the third on
         self._peak_gpu = self._peak_host = 0
-        self._corrected, self._shrunk = False, 0.0
+        self._corrected, self._steady, self._shrunk = False, False, 0.0
         self._in_flight: InFlight | None = None
         self.plan: Plan | None = None
         # On a CPU without a limit there is nothing to decide, but for what to keep.
@@ -151,15 +156,17 @@ class Residency:
             return
         device, auto = self._world.device, self._spec.placement == "auto"
         paces = self._gemini.take_paces()
-        if self._took:
+        if len(self._took) >= CORRECTED_AFTER - 1:
             self._paces |= {what: pace + self._paces.get(what, Pace()) for what, pace in paces.items()}
         self._took.append(took)
         peak = torch.cuda.max_memory_allocated(device) if device.type == "cuda" else 0
         self._peak_gpu, self._peak_host = max(self._peak_gpu, peak), max(self._peak_host, resident_bytes())
         if auto and self._world.mesh.world_size > 1 and self._is_short(peak):
             self._shrink()
-        elif auto and not self._corrected and len(self._took) == WATCHED_STEPS:
+        elif auto and not self._corrected and len(self._took) == CORRECTED_AFTER:
             self._correct()
+        elif auto and self._corrected and not self._steady and self._gemini.steps_alike >= STEADY:
+            self._expect_alike()
 
     @property
     def notes(self) -> tuple[str, ...]:
@@ -294,6 +301,7 @@ class Residency:
         self._peak_gpu = self._peak_host = 0
         chunks = self._gemini.chunks
         self._gemini.pass_through(False)
+        self._gemini.step_on_trial(False)
         if self._spec.placement == "auto":  # the others' chunks are where they were told to be
             self._gemini.rehome(
                 {
@@ -305,6 +313,7 @@ class Residency:
             )
         passes = plan.machine.passage > 0 and any(made.state == "host" for made in plan.chunks)
         self._gemini.pass_through(passes, halves=plan.strategy == SPLIT_ON_DEVICE)
+        self._gemini.step_on_trial(plan.strategy == OUT_OF_PLACE)
         limit = plan.limits.gpu_bytes
         if self._world.device.type == "cpu" and limit is not None:  # nothing else would hold chunks to it
             self._gemini.memory.compute.budget_bytes = limit - min(plan.workload.non_model_bytes)
@@ -322,6 +331,18 @@ class Residency:
         self.plan = seen
         found = self._plans.plan(seen.workload, seen.machine, shrunk=self._shrunk)
         if found.seconds < WORTH_MOVING * seen.seconds:
+            self._carry_out(found)
+
+    def _expect_alike(self) -> None:
+        """Plan once more, now that gradients have counted the same for long: steps need not wait for the norm."""
+        self._steady = True
+        plan = self.plan
+        assert plan is not None  # steps are counted from the plan on
+        if plan.workload.strategies != (SPLIT,) or self._world.pipelined:
+            return
+        found = self._plans.plan(expecting_alike(plan.workload), plan.machine, shrunk=self._shrunk)
+        if found.seconds < WORTH_MOVING * plan.seconds:
+            self._corrected = False  # such steps have rates of their own
             self._carry_out(found)
 
     @property

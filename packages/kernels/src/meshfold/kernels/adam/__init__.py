@@ -15,6 +15,8 @@ are rounded for storage.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -53,6 +55,7 @@ def adam_step(
     grad_scale: float | Tensor = 1.0,
     start: int = 0,
     seed: int = 0,
+    before: AdamState | None = None,
 ) -> None:
     """One step of Adam, in place: reads ``grad``, updates every tensor of ``state``.
 
@@ -70,12 +73,36 @@ def adam_step(
             the whole would; for 8-bit moments it must be a multiple of 256, and so must the length of every shard but
             the last.
         seed: the run's seed.
+        before: None, or a state of the same kind and length in memory of its own, which is stepped from and left as it is:
+            ``state`` is only written. On a CPU that is one pass too, of as many bytes: what is written goes past the caches
+            (but for 8-bit moments).
 
     Raises:
-        TypeError: for a gradient or scale of another dtype.
-        ValueError: for a gradient of another length or device, a step below 1, or a shard that cuts a block of 256.
+        TypeError: for a gradient or scale of another dtype, or another kind of state ``before``.
+        ValueError: for a gradient or ``before`` of another length or device, a step below 1, or a shard that cuts a block
+            of 256.
     """
-    _run(state, grad, settings, step, grad_scale, start, seed, PARAMETERS + MOMENTS)
+    if before is not None:
+        _check_before(before, state)
+    _run(state, grad, settings, step, grad_scale, start, seed, PARAMETERS + MOMENTS, before)
+
+
+def _check_before(before: AdamState, state: AdamState) -> None:
+    now, was = vars(state), vars(before)
+    if type(before) is not type(state) or any((now[name] is None) != (was[name] is None) for name in now):
+        raise TypeError(f"before is a {_kind(before)}, and state a {_kind(state)}: give one of the same kind")
+    for name, new in now.items():
+        if new is None:
+            continue
+        check_flat(f"before.{name}", was[name], (new.dtype,), new)
+        if new.numel() and was[name].data_ptr() == new.data_ptr():
+            raise ValueError(
+                f"before.{name} is the tensor of state: leave before out, which steps in place, or give another"
+            )
+
+
+def _kind(state: AdamState) -> str:
+    return f"{type(state).__name__} of {', '.join(name for name, x in vars(state).items() if x is not None)}"
 
 
 def adam_update_parameters(
@@ -140,6 +167,7 @@ def _run(
     start: int,
     seed: int,
     writes: int,
+    before: Any = None,  # of the state's type
 ) -> None:
     weights = state.weights
     check_flat("grad", grad, GRADIENTS, weights)
@@ -149,18 +177,18 @@ def _run(
     kernels = dispatch.twin("adam", _reference, grad)
     scale = _scale(grad_scale, grad)
     if isinstance(state, WholeState):
-        kernels.step_whole(state, grad, scalars, scale, writes)
+        kernels.step_whole(state, grad, scalars, scale, writes, before)
     else:
         noise = int(stream(seed, noise_key(step)))
         if isinstance(state, SplitState):
-            kernels.step_split(state, grad, scalars, scale, writes, noise, start)
+            kernels.step_split(state, grad, scalars, scale, writes, noise, start, before)
         else:
             if start % BLOCK:
                 raise ValueError(
                     f"start is {start}, {start % BLOCK} elements behind the start of a block of {BLOCK} that share a "
                     f"scale: cut shards of 8-bit moments at multiples of {BLOCK}"
                 )
-            kernels.step_quantized(state, grad, scalars, scale, writes, noise, start)
+            kernels.step_quantized(state, grad, scalars, scale, writes, noise, start, before)
     if (
         writes & PARAMETERS
     ):  # a backward that saved the old weights must notice, as with torch's own optimizers

@@ -19,7 +19,8 @@ class AdamKernels(Protocol):
 
     ``grad_scale`` multiplies the gradient first: a float that float32 holds, or a float32 tensor of one element.
     ``noise`` is the state of the stream of random bits, ``start`` the global number of the first element, ``writes``
-    a sum of ``PARAMETERS`` and ``MOMENTS``.
+    a sum of ``PARAMETERS`` and ``MOMENTS``. ``before`` is None, or what a whole step reads in place of ``state``, which it
+    then only writes.
     """
 
     def split_master(self, x: Tensor, hi: Tensor, lo: Tensor) -> None:
@@ -29,7 +30,13 @@ class AdamKernels(Protocol):
         """Writes ``x``."""
 
     def step_whole(
-        self, state: WholeState, grad: Tensor, scalars: Scalars, grad_scale: float | Tensor, writes: int
+        self,
+        state: WholeState,
+        grad: Tensor,
+        scalars: Scalars,
+        grad_scale: float | Tensor,
+        writes: int,
+        before: WholeState | None = None,
     ) -> None:
         """A step of float32 parameters."""
 
@@ -42,6 +49,7 @@ class AdamKernels(Protocol):
         writes: int,
         noise: int,
         start: int,
+        before: SplitState | None = None,
     ) -> None:
         """A step of split masters; bfloat16 moments are rounded stochastically."""
 
@@ -54,5 +62,6 @@ class AdamKernels(Protocol):
         writes: int,
         noise: int,
         start: int,
+        before: QuantizedState | None = None,
     ) -> None:
         """A step of split masters with 8-bit moments."""

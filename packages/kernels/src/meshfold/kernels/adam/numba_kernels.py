@@ -1,8 +1,9 @@
 """Adam on the CPU: one pass over the memory, in blocks of 64 Ki elements that threads share.
 
 Gradients in float32 and bfloat16 are read by the update itself; those in float16 are first widened to a buffer in the
-cache. Blocks of the states that need noise lie at multiples of 64 Ki of the *global* element number, as its keys do.
-As many threads work as torch.get_num_threads() says.
+cache. ``before`` is None, or the arrays that a whole step reads in place of those that it writes. Blocks of the states
+that need noise lie at multiples of 64 Ki of the *global* element number, as its keys do. As many threads work as
+torch.get_num_threads() says.
 """
 
 from __future__ import annotations
@@ -11,7 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
-from numba import njit, prange
+from numba import njit, prange, types
+from numba.extending import overload
 from torch import Tensor
 
 from meshfold.kernels import float_bits as plain
@@ -38,11 +40,13 @@ from meshfold.kernels.float_bits.numba_kernels import (
     widen,
 )
 from meshfold.kernels.random_bits.numba_kernels import bits_at
+from meshfold.kernels.streaming import stream, written_out
 from meshfold.kernels.threads import as_bytes, torch_threads
 
 if TYPE_CHECKING:
     from meshfold.kernels.adam.states import QuantizedState, SplitState, WholeState
 
+_TILE = 8192  # elements whose new state is made in the cache, and written past it
 _BLOCK, _SHARED = plain.NOISE_BLOCK, plain.QUANTIZED_BLOCK
 _BOTH = PARAMETERS + MOMENTS
 U = np.uint32
@@ -79,13 +83,40 @@ def _moved(p, m, v, c):
     return p * c[4] - (m / (np.sqrt(v) * c[6] + c[7])) * c[5]
 
 
+def _cut(before, a, z):
+    """The same elements of each array of a tuple; None of None."""
+
+
+def _cut_codes(before, a, z):
+    """The same of what is kept of 8-bit moments, whose scales stay whole."""
+
+
+@overload(_cut, jit_options={"nogil": True}, inline="always")
+def _cut_numba(before, a, z):
+    if isinstance(before, types.NoneType):
+        return lambda before, a, z: None
+    if len(before) == 3:
+        return lambda before, a, z: (before[0][a:z], before[1][a:z], before[2][a:z])
+    return lambda before, a, z: (before[0][a:z], before[1][a:z], before[2][a:z], before[3][a:z])
+
+
+@overload(_cut_codes, jit_options={"nogil": True}, inline="always")
+def _cut_codes_numba(before, a, z):
+    if isinstance(before, types.NoneType):
+        return lambda before, a, z: None
+    return lambda before, a, z: (
+        before[0][a:z], before[1][a:z], before[2][a:z], before[3], before[4][a:z], before[5]
+    )  # fmt: skip
+
+
 @njit(nogil=True, error_model="numpy")
-def _whole_piece(p, m, v, g, c, l2, writes):
+def _whole_piece(p, m, v, before, g, c, l2, writes):
+    p_0, m_0, v_0 = (p, m, v) if before is None else before
     if writes == _BOTH:
         for i in range(p.size):
-            x = _gradient(g[i], p[i], c, l2)
-            a, b = _moment(m[i], x, c), _square(v[i], x, c)
-            m[i], v[i], p[i] = a, b, _moved(p[i], a, b, c)
+            x = _gradient(g[i], p_0[i], c, l2)
+            a, b = _moment(m_0[i], x, c), _square(v_0[i], x, c)
+            m[i], v[i], p[i] = a, b, _moved(p_0[i], a, b, c)
     elif writes == PARAMETERS:
         for i in range(p.size):
             x = _scaled(g[i], c)
@@ -96,19 +127,36 @@ def _whole_piece(p, m, v, g, c, l2, writes):
             m[i], v[i] = _moment(m[i], x, c), _square(v[i], x, c)
 
 
+@njit(nogil=True, error_model="numpy")
+def _whole_block(p, m, v, before, g, c, l2, writes):
+    if before is None:
+        _whole_piece(p, m, v, None, g, c, l2, writes)
+    else:
+        new_p, new_m, new_v = np.empty(_TILE, p.dtype), np.empty(_TILE, m.dtype), np.empty(_TILE, v.dtype)
+        for a in range(0, p.size, _TILE):
+            z = min(a + _TILE, p.size)
+            here = (new_p[: z - a], new_m[: z - a], new_v[: z - a])
+            _whole_piece(here[0], here[1], here[2], _cut(before, a, z), g[a:z], c, l2, writes)
+            stream(p, a, new_p, z - a)
+            stream(m, a, new_m, z - a)
+            stream(v, a, new_v, z - a)
+        written_out()
+
+
 @one_process_compiles
 @njit(nogil=True, parallel=True, cache=True, error_model="numpy")
-def _step_whole(p, m, v, copy, copy_dtype, grad, dtype, c, l2, writes):
+def _step_whole(p, m, v, copy, copy_dtype, before, grad, dtype, c, l2, writes):
     for block in prange((p.size + _BLOCK - 1) // _BLOCK):
         a, z = block * _BLOCK, min(p.size, (block + 1) * _BLOCK)
+        was = _cut(before, a, z)
         if dtype == FLOAT32:
-            _whole_piece(p[a:z], m[a:z], v[a:z], grad[4 * a : 4 * z].view(np.float32), c, l2, writes)
+            _whole_block(p[a:z], m[a:z], v[a:z], was, grad[4 * a : 4 * z].view(np.float32), c, l2, writes)
         elif dtype == BFLOAT16:
-            _whole_piece(p[a:z], m[a:z], v[a:z], grad[2 * a : 2 * z].view(np.uint16), c, l2, writes)
+            _whole_block(p[a:z], m[a:z], v[a:z], was, grad[2 * a : 2 * z].view(np.uint16), c, l2, writes)
         else:
             g = np.empty(_BLOCK, np.float32)
             widen(g, grad, dtype, a, z - a, _UNIT)
-            _whole_piece(p[a:z], m[a:z], v[a:z], g, c, l2, writes)
+            _whole_block(p[a:z], m[a:z], v[a:z], was, g, c, l2, writes)
         if copy_dtype >= 0:
             narrow(p[a:z], copy, copy_dtype, a, z - a)
 
@@ -122,12 +170,13 @@ def _store_master(hi, lo, i, p):
 
 
 @njit(nogil=True, error_model="numpy")
-def _split_piece(hi, lo, m, v, g, c, l2, writes):
+def _split_piece(hi, lo, m, v, before, g, c, l2, writes):
+    hi_0, lo_0, m_0, v_0 = (hi, lo, m, v) if before is None else before
     if writes == _BOTH:
         for i in range(hi.size):
-            p = joined(hi[i], lo[i])
+            p = joined(hi_0[i], lo_0[i])
             x = _gradient(g[i], p, c, l2)
-            a, b = _moment(m[i], x, c), _square(v[i], x, c)
+            a, b = _moment(m_0[i], x, c), _square(v_0[i], x, c)
             m[i], v[i] = a, b
             _store_master(hi, lo, i, _moved(p, a, b, c))
     elif writes == PARAMETERS:
@@ -142,30 +191,51 @@ def _split_piece(hi, lo, m, v, g, c, l2, writes):
             m[i], v[i] = _moment(m[i], x, c), _square(v[i], x, c)
 
 
+@njit(nogil=True, error_model="numpy")
+def _split_block(hi, lo, m, v, before, g, c, l2, writes):
+    if before is None:
+        _split_piece(hi, lo, m, v, None, g, c, l2, writes)
+    else:
+        new_hi, new_lo = np.empty(_TILE, hi.dtype), np.empty(_TILE, lo.dtype)
+        new_m, new_v = np.empty(_TILE, m.dtype), np.empty(_TILE, v.dtype)
+        for a in range(0, hi.size, _TILE):
+            z = min(a + _TILE, hi.size)
+            here = (new_hi[: z - a], new_lo[: z - a], new_m[: z - a], new_v[: z - a])
+            was = _cut(before, a, z)
+            _split_piece(here[0], here[1], here[2], here[3], was, g[a:z], c, l2, writes)
+            stream(hi, a, new_hi, z - a)
+            stream(lo, a, new_lo, z - a)
+            stream(m, a, new_m, z - a)
+            stream(v, a, new_v, z - a)
+        written_out()
+
+
 @one_process_compiles
 @njit(nogil=True, parallel=True, cache=True, error_model="numpy")
-def _step_split(hi, lo, m, v, grad, dtype, c, l2, writes):
+def _step_split(hi, lo, m, v, before, grad, dtype, c, l2, writes):
     for block in prange((hi.size + _BLOCK - 1) // _BLOCK):
         a, z = block * _BLOCK, min(hi.size, (block + 1) * _BLOCK)
+        was = _cut(before, a, z)
         if dtype == FLOAT32:
             g32 = grad[4 * a : 4 * z].view(np.float32)
-            _split_piece(hi[a:z], lo[a:z], m[a:z], v[a:z], g32, c, l2, writes)
+            _split_block(hi[a:z], lo[a:z], m[a:z], v[a:z], was, g32, c, l2, writes)
         elif dtype == BFLOAT16:
             g16 = grad[2 * a : 2 * z].view(np.uint16)
-            _split_piece(hi[a:z], lo[a:z], m[a:z], v[a:z], g16, c, l2, writes)
+            _split_block(hi[a:z], lo[a:z], m[a:z], v[a:z], was, g16, c, l2, writes)
         else:
             g = np.empty(_BLOCK, np.float32)
             widen(g, grad, dtype, a, z - a, _UNIT)
-            _split_piece(hi[a:z], lo[a:z], m[a:z], v[a:z], g, c, l2, writes)
+            _split_block(hi[a:z], lo[a:z], m[a:z], v[a:z], was, g, c, l2, writes)
 
 
 @njit(nogil=True, error_model="numpy")
-def _split16_piece(hi, lo, m, v, g, c, l2, writes, place, key_1, key_2):
+def _split16_piece(hi, lo, m, v, before, g, c, l2, writes, place, key_1, key_2):
+    hi_0, lo_0, m_0, v_0 = (hi, lo, m, v) if before is None else before
     if writes == _BOTH:
         for i in range(hi.size):
-            p = joined(hi[i], lo[i])
+            p = joined(hi_0[i], lo_0[i])
             x = _gradient(g[i], p, c, l2)
-            a, b = _moment(from_bfloat16(m[i]), x, c), _square(from_bfloat16(v[i]), x, c)
+            a, b = _moment(from_bfloat16(m_0[i]), x, c), _square(from_bfloat16(v_0[i]), x, c)
             random = noise_at(U(place + U(i)), key_1, key_2)
             m[i], v[i] = stochastic(a, U(random >> _16)), stochastic(b, U(random & _LOW16))
             _store_master(hi, lo, i, _moved(p, a, b, c))
@@ -183,23 +253,45 @@ def _split16_piece(hi, lo, m, v, g, c, l2, writes, place, key_1, key_2):
             m[i], v[i] = stochastic(a, U(random >> _16)), stochastic(b, U(random & _LOW16))
 
 
+@njit(nogil=True, error_model="numpy")
+def _split16_block(hi, lo, m, v, before, g, c, l2, writes, place, key_1, key_2):
+    if before is None:
+        _split16_piece(hi, lo, m, v, None, g, c, l2, writes, place, key_1, key_2)
+    else:
+        new_hi, new_lo = np.empty(_TILE, hi.dtype), np.empty(_TILE, lo.dtype)
+        new_m, new_v = np.empty(_TILE, m.dtype), np.empty(_TILE, v.dtype)
+        for a in range(0, hi.size, _TILE):
+            z = min(a + _TILE, hi.size)
+            here = (new_hi[: z - a], new_lo[: z - a], new_m[: z - a], new_v[: z - a])
+            was = _cut(before, a, z)
+            _split16_piece(
+                here[0], here[1], here[2], here[3], was, g[a:z], c, l2, writes, U(place + U(a)), key_1, key_2
+            )
+            stream(hi, a, new_hi, z - a)
+            stream(lo, a, new_lo, z - a)
+            stream(m, a, new_m, z - a)
+            stream(v, a, new_v, z - a)
+        written_out()
+
+
 @one_process_compiles
 @njit(nogil=True, parallel=True, cache=True, error_model="numpy")
-def _step_split16(hi, lo, m, v, grad, dtype, c, l2, writes, state, start):
+def _step_split16(hi, lo, m, v, before, grad, dtype, c, l2, writes, state, start):
     for block in prange(start // _BLOCK, (start + hi.size + _BLOCK - 1) // _BLOCK):
         a, z = max(block * _BLOCK - start, 0), min((block + 1) * _BLOCK - start, hi.size)
+        was = _cut(before, a, z)
         place, key = U(a + start - block * _BLOCK), bits_at(state, np.uint64(block))
         key_1, key_2 = U(key), U(key >> _32)
         if dtype == FLOAT32:
             g32 = grad[4 * a : 4 * z].view(np.float32)
-            _split16_piece(hi[a:z], lo[a:z], m[a:z], v[a:z], g32, c, l2, writes, place, key_1, key_2)
+            _split16_block(hi[a:z], lo[a:z], m[a:z], v[a:z], was, g32, c, l2, writes, place, key_1, key_2)
         elif dtype == BFLOAT16:
             g16 = grad[2 * a : 2 * z].view(np.uint16)
-            _split16_piece(hi[a:z], lo[a:z], m[a:z], v[a:z], g16, c, l2, writes, place, key_1, key_2)
+            _split16_block(hi[a:z], lo[a:z], m[a:z], v[a:z], was, g16, c, l2, writes, place, key_1, key_2)
         else:
             g = np.empty(_BLOCK, np.float32)
             widen(g, grad, dtype, a, z - a, _UNIT)
-            _split16_piece(hi[a:z], lo[a:z], m[a:z], v[a:z], g, c, l2, writes, place, key_1, key_2)
+            _split16_block(hi[a:z], lo[a:z], m[a:z], v[a:z], was, g, c, l2, writes, place, key_1, key_2)
 
 
 @njit(nogil=True, error_model="numpy")
@@ -213,17 +305,20 @@ def _largest(x):
 
 @njit(nogil=True, error_model="numpy")
 def _quantized_piece(
-    hi, lo, m, m_scale, v, v_scale, block, g, c, l2, writes, place, key_1, key_2, wide_m, wide_v
+    hi, lo, m, m_scale, v, v_scale, before, block, g, c, l2, writes, place, key_1, key_2, wide_m, wide_v
 ):
     """One block of (up to) 256 elements."""
-    old_m, old_v = m_scale[block], v_scale[block]
+    hi_0, lo_0, m_0, m_scale_0, v_0, v_scale_0 = (
+        (hi, lo, m, m_scale, v, v_scale) if before is None else before
+    )
+    old_m, old_v = m_scale_0[block], v_scale_0[block]
     for i in range(hi.size):
-        p = joined(hi[i], lo[i])
+        p = joined(hi_0[i], lo_0[i])
         x = _gradient(g[i], p, c, l2)
-        code = U(m[i])
+        code = U(m_0[i])
         a = decode(U(code & _127), old_m, _M_SHIFT)
         a = from_bits(U(bits(a) | U(U(code >> _7) << _31)))
-        a, b = _moment(a, x, c), _square(decode(U(v[i]), old_v, _V_SHIFT), x, c)
+        a, b = _moment(a, x, c), _square(decode(U(v_0[i]), old_v, _V_SHIFT), x, c)
         wide_m[i], wide_v[i] = a, b
         if writes & PARAMETERS:
             _store_master(hi, lo, i, _moved(p, a, b, c))
@@ -242,7 +337,7 @@ def _quantized_piece(
 
 @one_process_compiles
 @njit(nogil=True, parallel=True, cache=True, error_model="numpy")
-def _step_quantized(hi, lo, m, m_scale, v, v_scale, grad, dtype, c, l2, writes, state, start):
+def _step_quantized(hi, lo, m, m_scale, v, v_scale, before, grad, dtype, c, l2, writes, state, start):
     for block in prange(start // _BLOCK, (start + hi.size + _BLOCK - 1) // _BLOCK):
         g, wide_m, wide_v = (
             np.empty(_SHARED, np.float32), np.empty(_SHARED, np.float32), np.empty(_SHARED, np.float32)
@@ -252,10 +347,11 @@ def _step_quantized(hi, lo, m, m_scale, v, v_scale, grad, dtype, c, l2, writes, 
         low, stop = max(block * _BLOCK - start, 0), min((block + 1) * _BLOCK - start, hi.size)
         for a in range(low, stop, _SHARED):
             z = min(a + _SHARED, stop)
+            was = _cut_codes(before, a, z)
             widen(g, grad, dtype, a, z - a, _UNIT)
             place = U(a + start - block * _BLOCK)
             _quantized_piece(
-                hi[a:z], lo[a:z], m[a:z], m_scale, v[a:z], v_scale, a // _SHARED, g, c, l2, writes,
+                hi[a:z], lo[a:z], m[a:z], m_scale, v[a:z], v_scale, was, a // _SHARED, g, c, l2, writes,
                 place, key_1, key_2, wide_m, wide_v,
             )  # fmt: skip
 
@@ -299,36 +395,48 @@ def join_master(hi: Tensor, lo: Tensor, x: Tensor) -> None:
         _join(_array(hi), _array(lo), _array(x))
 
 
+def _arrays(*tensors: Tensor) -> tuple[Any, ...]:
+    return tuple(map(_array, tensors))
+
+
 def step_whole(
-    state: WholeState, grad: Tensor, scalars: Scalars, grad_scale: float | Tensor, writes: int
-) -> None:
+    state: WholeState, grad: Tensor, scalars: Scalars, grad_scale: float | Tensor, writes: int,
+    before: WholeState | None = None,
+) -> None:  # fmt: skip
     p = state.parameter
     no_copy = state.copy is None or not writes & PARAMETERS
     copy, dtype = (p, -1) if no_copy or state.copy is None else (state.copy, DTYPES[state.copy.dtype])
+    was = None if before is None else _arrays(before.parameter, before.exp_avg, before.exp_avg_sq)
     with torch_threads():
         _step_whole(
-            _array(p), _array(state.exp_avg), _array(state.exp_avg_sq), as_bytes(copy), dtype,
+            *_arrays(p, state.exp_avg, state.exp_avg_sq), as_bytes(copy), dtype, was,
             *_common(grad, scalars, grad_scale, writes),
         )  # fmt: skip
 
 
 def step_split(
-    state: SplitState, grad: Tensor, scalars: Scalars, grad_scale: float | Tensor, writes: int, noise: int, start: int
+    state: SplitState, grad: Tensor, scalars: Scalars, grad_scale: float | Tensor, writes: int, noise: int, start: int,
+    before: SplitState | None = None,
 ) -> None:  # fmt: skip
-    tensors = map(_array, (state.hi, state.lo, state.exp_avg, state.exp_avg_sq))
+    tensors = _arrays(state.hi, state.lo, state.exp_avg, state.exp_avg_sq)
+    was = None if before is None else _arrays(before.hi, before.lo, before.exp_avg, before.exp_avg_sq)
     common = _common(grad, scalars, grad_scale, writes)
     with torch_threads():
         if state.exp_avg.dtype is torch.float32:
-            _step_split(*tensors, *common)
+            _step_split(*tensors, was, *common)
         else:
-            _step_split16(*tensors, *common, np.uint64(noise & 0xFFFFFFFFFFFFFFFF), start)
+            _step_split16(*tensors, was, *common, np.uint64(noise & 0xFFFFFFFFFFFFFFFF), start)
 
 
 def step_quantized(
-    state: QuantizedState, grad: Tensor, scalars: Scalars, grad_scale: float | Tensor, writes: int, noise: int, start: int
+    state: QuantizedState, grad: Tensor, scalars: Scalars, grad_scale: float | Tensor, writes: int, noise: int, start: int,
+    before: QuantizedState | None = None,
 ) -> None:  # fmt: skip
-    s = state
-    tensors = map(_array, (s.hi, s.lo, s.exp_avg, s.exp_avg_scale, s.exp_avg_sq, s.exp_avg_sq_scale))
+    was = None if before is None else _quantized_arrays(before)
     common = _common(grad, scalars, grad_scale, writes)
     with torch_threads():
-        _step_quantized(*tensors, *common, np.uint64(noise & 0xFFFFFFFFFFFFFFFF), start)
+        _step_quantized(*_quantized_arrays(state), was, *common, np.uint64(noise & 0xFFFFFFFFFFFFFFFF), start)
+
+
+def _quantized_arrays(s: QuantizedState) -> tuple[Any, ...]:
+    return _arrays(s.hi, s.lo, s.exp_avg, s.exp_avg_scale, s.exp_avg_sq, s.exp_avg_sq_scale)

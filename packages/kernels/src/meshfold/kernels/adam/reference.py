@@ -48,16 +48,22 @@ def moved(p: Tensor, m: Tensor, v: Tensor, s: Scalars) -> Tensor:
 
 
 def step_whole(
-    state: WholeState, grad: Tensor, scalars: Scalars, grad_scale: float | Tensor, writes: int
+    state: WholeState,
+    grad: Tensor,
+    scalars: Scalars,
+    grad_scale: float | Tensor,
+    writes: int,
+    before: WholeState | None = None,
 ) -> None:
     """A step of float32 parameters."""
-    p = state.parameter
+    was = before or state
+    p = was.parameter
     g = gradient(grad, p, scalars, grad_scale)
-    m, v = moments(state.exp_avg, state.exp_avg_sq, g, scalars)
+    m, v = moments(was.exp_avg, was.exp_avg_sq, g, scalars)
     if writes & PARAMETERS:
-        p.copy_(moved(p, m, v, scalars))
+        state.parameter.copy_(moved(p, m, v, scalars))
         if state.copy is not None:
-            state.copy.copy_(p)
+            state.copy.copy_(state.parameter)
     if writes & MOMENTS:
         state.exp_avg.copy_(m)
         state.exp_avg_sq.copy_(v)
@@ -71,11 +77,13 @@ def step_split(
     writes: int,
     noise: int,
     start: int,
+    before: SplitState | None = None,
 ) -> None:
     """A step of split masters; bfloat16 moments are rounded stochastically."""
-    p = fb.join(state.hi, state.lo)
+    was = before or state
+    p = fb.join(was.hi, was.lo)
     g = gradient(grad, p, scalars, grad_scale)
-    m, v = moments(state.exp_avg.float(), state.exp_avg_sq.float(), g, scalars)
+    m, v = moments(was.exp_avg.float(), was.exp_avg_sq.float(), g, scalars)
     if writes & PARAMETERS:
         split_master(moved(p, m, v, scalars), state.hi, state.lo)
     if writes & MOMENTS:
@@ -94,15 +102,16 @@ def step_quantized(
     writes: int,
     noise: int,
     start: int,
+    before: QuantizedState | None = None,
 ) -> None:
     """A step of split masters with 8-bit moments."""
-    n = grad.numel()
-    p = fb.join(state.hi, state.lo)
+    n, was = grad.numel(), before or state
+    p = fb.join(was.hi, was.lo)
     g = gradient(grad, p, scalars, grad_scale)
-    code = _blocks(state.exp_avg).to(torch.int64)
-    m = fb.decode(code & 127, state.exp_avg_scale.unsqueeze(1), fb.SIGNED_CODE)
+    code = _blocks(was.exp_avg).to(torch.int64)
+    m = fb.decode(code & 127, was.exp_avg_scale.unsqueeze(1), fb.SIGNED_CODE)
     m = torch.where(code > 127, -m, m)
-    v = fb.decode(_blocks(state.exp_avg_sq), state.exp_avg_sq_scale.unsqueeze(1), fb.UNSIGNED_CODE)
+    v = fb.decode(_blocks(was.exp_avg_sq), was.exp_avg_sq_scale.unsqueeze(1), fb.UNSIGNED_CODE)
     m, v = moments(m.view(-1)[:n], v.view(-1)[:n], g, scalars)
     if writes & PARAMETERS:
         split_master(moved(p, m, v, scalars), state.hi, state.lo)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import fields
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -28,7 +29,7 @@ from meshfold.kernels.float_bits.triton_kernels import (
 from meshfold.kernels.launch import launch
 
 if TYPE_CHECKING:
-    from meshfold.kernels.adam.states import QuantizedState, SplitState, WholeState
+    from meshfold.kernels.adam.states import AdamState, QuantizedState, SplitState, WholeState
 
 _TILE = 1024
 # Not the number of elements: that 16 divides it lets the compiler load and store many at a time under the mask (4.1 TB/s
@@ -185,6 +186,14 @@ def _flags(grad: Tensor, s: Scalars, grad_scale: float | Tensor, writes: int) ->
     }
 
 
+def _take(state: AdamState, before: AdamState | None) -> None:
+    """What is stepped in place here may have to come from elsewhere first; a device has the memory rate for it."""
+    for field in fields(state) if before is not None else ():
+        new, old = getattr(state, field.name), getattr(before, field.name)
+        if new is not None:
+            new.copy_(old)
+
+
 def split_master(x: Tensor, hi: Tensor, lo: Tensor) -> None:
     grid = (triton.cdiv(x.numel(), _TILE),)
     launch(_split, grid, x, x, _raw(hi), lo, x.numel(), TILE=_TILE, num_warps=4)
@@ -196,8 +205,10 @@ def join_master(hi: Tensor, lo: Tensor, x: Tensor) -> None:
 
 
 def step_whole(
-    state: WholeState, grad: Tensor, scalars: Scalars, grad_scale: float | Tensor, writes: int
-) -> None:
+    state: WholeState, grad: Tensor, scalars: Scalars, grad_scale: float | Tensor, writes: int,
+    before: WholeState | None = None,
+) -> None:  # fmt: skip
+    _take(state, before)
     p = state.parameter.detach()
     copy = p if state.copy is None else state.copy
     launch(
@@ -209,8 +220,10 @@ def step_whole(
 
 
 def step_split(
-    state: SplitState, grad: Tensor, scalars: Scalars, grad_scale: float | Tensor, writes: int, noise: int, start: int
+    state: SplitState, grad: Tensor, scalars: Scalars, grad_scale: float | Tensor, writes: int, noise: int, start: int,
+    before: SplitState | None = None,
 ) -> None:  # fmt: skip
+    _take(state, before)
     hi, n = _raw(state.hi), grad.numel()
     launch(
         _elementwise, (triton.cdiv(n, _TILE),), hi,
@@ -221,8 +234,10 @@ def step_split(
 
 
 def step_quantized(
-    state: QuantizedState, grad: Tensor, scalars: Scalars, grad_scale: float | Tensor, writes: int, noise: int, start: int
+    state: QuantizedState, grad: Tensor, scalars: Scalars, grad_scale: float | Tensor, writes: int, noise: int, start: int,
+    before: QuantizedState | None = None,
 ) -> None:  # fmt: skip
+    _take(state, before)
     s, n, rows = state, grad.numel(), _TILE // plain.QUANTIZED_BLOCK
     launch(
         _quantized, (triton.cdiv(n, _TILE),), s.hi,

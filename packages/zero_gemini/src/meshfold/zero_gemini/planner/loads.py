@@ -76,6 +76,15 @@ class Loads:
         most = machine.h2d / ((regime.step + regime.gradient) / 2 + regime.parameter)
         return cores / (cores + min(machine.passage / passed, most)), machine.beside_passage
 
+    def out_of_place(self) -> tuple[Floats, Floats]:
+        """Of steps into a second copy: the seconds that cores and device need together, and the elements that are the device's;
+        chunk option."""
+        machine, regime = self.machine, self.regime
+        cores = (machine.beside_passage if machine.passage else machine.host_memory) / regime.out_of_place
+        device = machine.passage / regime.step
+        together = cores + device
+        return self.elems / together, self.elems * device / together
+
     def cpu(self) -> Floats:
         """Seconds of arithmetic of the CPU step."""
         return self.cpu_of(self.regime.step * self.elems)

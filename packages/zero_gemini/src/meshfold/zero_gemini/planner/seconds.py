@@ -32,7 +32,8 @@ Where the backward has time for it, the device too leaves the moments: a third f
 before the forward, and the cores write all moments beside the backward.
 With several micro-steps to a step, the later ones add a forward and a backward each in which nothing is stepped.
 Out of place it is (1 - q) of the first form and q of the second, with the wasted step in its backward; q is the share of steps
-that clip.
+that clip. There too the device steps a share of the host's chunks, of the bytes that it and the cores move in the proportion
+of their rates.
 """
 
 from __future__ import annotations
@@ -84,7 +85,7 @@ def seconds_table(workload: Workload, machine: Machine, strategy: str) -> tuple[
         _stepped_backward(build, loads)
         close("backward", 1.0)
     elif strategy == NONE or (strategy == OUT_OF_PLACE and q < 1):
-        _overlapped(build, loads)
+        _overlapped(build, loads, strategy)
         close("step", 1.0 if strategy == NONE else 1 - q)
     if strategy in (JUST_IN_TIME, SPLIT, SPLIT_ON_DEVICE) or (strategy == OUT_OF_PLACE and q > 0):
         weight = q if strategy == OUT_OF_PLACE else 1.0
@@ -100,12 +101,22 @@ def seconds_table(workload: Workload, machine: Machine, strategy: str) -> tuple[
     return build.table(), tuple(phases)
 
 
-def _overlapped(build: Builder, loads: Loads) -> None:
-    """One phase: the CPU steps while the backward goes on."""
-    machine, down, step = loads.machine, loads.down, loads.regime.step * loads.elems
+def _overlapped(build: Builder, loads: Loads, strategy: str) -> None:
+    """One phase: the host's chunks are stepped while the backward goes on."""
+    machine, regime, down, step = loads.machine, loads.regime, loads.down, loads.regime.step * loads.elems
+    through = np.zeros_like(loads.elems)
+    if strategy == OUT_OF_PLACE:
+        seconds, through = loads.out_of_place()
+        step = seconds * machine.host_memory
     compute = loads.forward.sum() + loads.backward.sum()
-    build.add("compute", base=compute, chunk=loads.gpu_step + loads.renewed, layer=loads.recompute)
-    _beside(build, loads, up=loads.up_forward + loads.up_backward, step=step, disk=loads.disk)
+    # A step that is over long before the forward keeps nothing waiting: where one rank decides it comes up ahead of its use.
+    early = strategy == OUT_OF_PLACE and loads.workload.data_ranks == 1
+    exposed = loads.gpu_step + (0.0 if early else loads.renewed)
+    build.add("compute", base=compute, chunk=exposed, layer=loads.recompute)
+    _beside(
+        build, loads, up=loads.up_forward + loads.up_backward, step=step, disk=loads.disk,
+        through=((regime.step + regime.gradient) / 2 * through, (regime.step - regime.gradient) / 2 * through),
+    )  # fmt: skip
     build.add("collectives", base=loads.gather_forward + loads.gather_backward + loads.reduce)
     first, done = loads.first, loads.done
     later = first[None, :] >= first[:, None]  # k j: j's forward is not before k's
@@ -114,7 +125,7 @@ def _overlapped(build: Builder, loads: Loads) -> None:
     path = later @ loads.forward + before @ loads.backward
     on_gpu = loads.gpu_step[:, :, None] * before.T[:, None, :]
     recompute = loads.recompute[:, :, None] * (loads.recompute_at[:, None] <= done[None, :])[:, None, :]
-    fresh = loads.regime.parameter * loads.elems
+    fresh = regime.parameter * loads.elems
     host = np.maximum((step + fresh + down + 2 * loads.disk) / machine.host_memory, loads.cpu())
     for resource, work in (("host", host), ("disk", loads.disk_seconds())):
         chunk = on_gpu + work[:, :, None] * inside.T[:, None, :] + loads.copies_after() + loads.own()
@@ -122,17 +133,25 @@ def _overlapped(build: Builder, loads: Loads) -> None:
 
 
 def _beside(
-    build: Builder, loads: Loads, *, up: Floats, step: Floats, disk: Floats, memory: float = 0.0
+    build: Builder,
+    loads: Loads,
+    *,
+    up: Floats,
+    step: Floats,
+    disk: Floats,
+    memory: float = 0.0,
+    through: tuple[Floats, Floats] | tuple[float, float] = (0.0, 0.0),
 ) -> None:
     """What goes on beside a backward: copies both ways, the host's step and what of it is on disk; bytes, chunk option.
 
-    ``memory``: bytes/s of the host's meanwhile; 0: as ever.
+    ``memory``: bytes/s of the host's meanwhile; 0: as ever. ``through``: what goes up and down for the device's share of
+    the step, whose host memory is in ``step``.
     """
     machine, down = loads.machine, loads.down
     memory = memory or machine.host_memory
-    build.add("h2d", chunk=up / machine.h2d)
-    build.add("d2h", chunk=down / machine.d2h)
-    build.add("pcie", chunk=(up + down) / machine.pcie_both)
+    build.add("h2d", chunk=(up + through[0]) / machine.h2d)
+    build.add("d2h", chunk=(down + through[1]) / machine.d2h)
+    build.add("pcie", chunk=(up + down + through[0] + through[1]) / machine.pcie_both)
     build.add("host memory", chunk=(step + up + down + 2 * disk) / memory)
     build.add("cpu optimizer", chunk=loads.cpu_of(step))
     build.add("disk", chunk=disk / machine.disk_read + disk / machine.disk_write)

@@ -28,7 +28,7 @@ import torch
 from torch import Tensor
 
 from meshfold.zero_gemini.chunk import Chunk
-from meshfold.zero_gemini.errors import MemoryPlanError
+from meshfold.zero_gemini.errors import MemoryPlanError, OutOfBudget
 from meshfold.zero_gemini.faults import Faults
 from meshfold.zero_gemini.memory import Place
 from meshfold.zero_gemini.placing import Home
@@ -40,6 +40,7 @@ from meshfold.zero_gemini.stepping.passage import Passage
 from meshfold.zero_gemini.stepping.planes import planes_of
 from meshfold.zero_gemini.stepping.ring import Piece
 from meshfold.zero_gemini.stepping.runs import ChunkStep, Run, settings_of
+from meshfold.zero_gemini.stepping.trials import Trials
 from meshfold.zero_gemini.stepping.worker import Halves, Worker
 
 REGIMES = ("A", "B", "C")
@@ -84,6 +85,7 @@ class AdamStepper(AdamValues):
         self._steps: dict[str, int] = {}
         self._chunks: dict[str, Chunk] = {}
         self._worker = Worker()
+        self._trials = Trials(self._worker)
         self._groups: dict[Tensor, Any] = {}
         self._coming: list[Piece] = []
         self._passage: Passage | None = None
@@ -127,18 +129,22 @@ class AdamStepper(AdamValues):
 
         Not before it was :meth:`finish`-ed.
         """
+        self.drop_trials()
         before, self._passage = self._passage, passage
         if before is not None:
             before.close()
 
     def move(self, chunk: Chunk, home: Home) -> None:
+        self.drop_trials()
         self.finish()
         self._held[chunk].move(home)
         self._promise(chunk)
 
     def _promise(self, chunk: Chunk) -> None:
         """Steps of what is not on the device are done beside the computation."""
-        chunk.due = partial(self._settle, chunk) if self._beside(chunk) else None
+        beside = self._beside(chunk)
+        chunk.due = partial(self._settle, chunk) if beside else None
+        chunk.is_stepped = partial(self._worker.is_done, chunk) if beside else None
 
     def _beside(self, chunk: Chunk) -> bool:
         return self._held[chunk].place != "device"
@@ -153,20 +159,24 @@ class AdamStepper(AdamValues):
         late: dict[Chunk, Halves] = {}
         on_disk = []  # what passes through the buffers, in order
         factors: dict[torch.device, Tensor] = {}  # the factor, once on each device
+        steps: dict[Chunk, ChunkStep] = {}
         for chunk, gradient in gradients.items():
             factor = scale
             if isinstance(scale, Tensor):
                 if gradient.device not in factors:
                     factors[gradient.device] = scale.to(gradient.device, torch.float32)
                 factor = factors[gradient.device]
-            step = ChunkStep(
-                held=self._held[chunk], gradient=gradient, factor=factor, first=self._first[chunk],
-                seed=self._seed, runs=self._runs(chunk, used, groups), paces=self.paces,
-            )  # fmt: skip
+            steps[chunk] = self._step_of(chunk, gradient, factor, used, groups)
+            self._count(chunk, used)
+        made = self._trials.keep(steps)
+        for chunk, step in steps.items():
             if not self._beside(chunk):
                 step.at_once()
                 continue
             # Late for every rank of the chunk's group, whatever lies in its shard: showing the chunk is theirs together.
+            if chunk in made:
+                chunk.is_due = True
+                continue
             late[chunk] = step.halves(self._read_ahead, self._passage)
             on_disk += step.held.pieces_of(step.spans)
             chunk.is_due = True
@@ -195,10 +205,8 @@ class AdamStepper(AdamValues):
             self._worker.submit({}, [], partial(self.disk.ring.expect, self._coming))
 
     def step_one(self, chunk: Chunk, gradient: Tensor, used: set[str], *, ready: Callable[[], None]) -> None:
-        step = ChunkStep(
-            held=self._held[chunk], gradient=gradient, factor=1.0, first=self._first[chunk], seed=self._seed,
-            runs=self._runs(chunk, used, self._groups), paces=self.paces,
-        )  # fmt: skip
+        step = self._step_of(chunk, gradient, 1.0, used, self._groups)
+        self._count(chunk, used)
         if self._beside(chunk):
             self._worker.submit({chunk: step.in_one(ready, self._read_ahead)}, [])
             chunk.is_due = True
@@ -210,6 +218,56 @@ class AdamStepper(AdamValues):
         if self.disk is not None and self._coming:
             self._worker.submit({}, [], partial(self._get_ready, self._coming))
         self.optimizer._opt_called = True  # type: ignore[attr-defined]
+
+    # -- on trial -----------------------------------------------------------------------------------------------
+
+    def keep_second_copies(self, yes: bool) -> bool:
+        """Have memory for steps on trial of the chunks whose state is in the host's memory; or none. No step may be due.
+
+        Returns:
+            Whether there is some; where it does not suffice for all there is none.
+        """
+        self.drop_trials()
+        try:
+            for held in self._held.values():
+                held.keep_second(yes)
+        except OutOfBudget:
+            return self.keep_second_copies(False)
+        return any(held.second is not None for held in self._held.values())
+
+    def begin_trials(self) -> None:
+        """Before a backward in which chunks will be stepped on trial."""
+        self.drop_trials()
+        self._groups = self._groups_of()
+
+    def is_on_trial(self, chunk: Chunk) -> bool:
+        """Whether a chunk was stepped on trial since the last step."""
+        return chunk in self._trials.open
+
+    def try_step(
+        self, chunk: Chunk, gradient: Tensor, used: set[str], *, factor: float, ready: Callable[[], None]
+    ) -> bool:
+        """Step a chunk beside the computation, on trial: if :meth:`step` is called with the same it is made, else it never was.
+
+        Args:
+            chunk: which; nobody else changes its state until then.
+            gradient: its shard on the host.
+            used: names of the parameters that have a gradient.
+            factor: what the gradient is expected to count times.
+            ready: returns when it is there; called in another thread.
+
+        Returns:
+            Whether that can be: of a chunk that has a second copy, all of which is stepped alike.
+        """
+        if self._held[chunk].second is None or chunk.is_due:
+            return False
+        step = self._step_of(chunk, gradient, factor, used, self._groups)
+        if step.is_of_all:
+            self._trials.begin(chunk, step, ready, self._passage)
+        return step.is_of_all
+
+    def drop_trials(self) -> None:
+        self._trials.drop()
 
     # -- within -------------------------------------------------------------------------------------------------
 
@@ -227,8 +285,27 @@ class AdamStepper(AdamValues):
             self.disk.ring.settle()
             self.disk.ring.expect(pieces)
 
+    def _step_of(
+        self,
+        chunk: Chunk,
+        gradient: Tensor,
+        factor: float | Tensor,
+        used: set[str],
+        groups: Mapping[Tensor, Any],
+    ) -> ChunkStep:
+        """The next step of a chunk."""
+        return ChunkStep(
+            held=self._held[chunk], gradient=gradient, factor=factor, first=self._first[chunk], seed=self._seed,
+            runs=self._runs(chunk, used, groups), paces=self.paces,
+        )  # fmt: skip
+
+    def _count(self, chunk: Chunk, used: set[str]) -> None:
+        """Of what is used, this step is made."""
+        for part in chunk.slices:
+            self._steps[part.name] += part.name in used
+
     def _runs(self, chunk: Chunk, used: set[str], groups: Mapping[Tensor, Any]) -> list[Run]:
-        """Stretches of the shard that are stepped alike, as many neighbours as can be in one; counts their steps."""
+        """Stretches of the shard that are stepped alike, as many neighbours as can be in one."""
         stretches = self._held[chunk].weights.stretches
         runs: list[Run] = []
         key = None
@@ -242,13 +319,12 @@ class AdamStepper(AdamValues):
                     settings = settings_of(self.optimizer, group)
                     runs.append(Run(part.shard_start, chunk.shard.numel(), settings, mine[1] + 1))
                 key = mine
-            if mine is not None:
-                self._steps[part.name] += 1
         return runs
 
     def _settle(self, chunk: Chunk) -> None:
         """Before a chunk is gathered: its parameters must be there."""
         if self.faults.keep(partial(self._worker.wait_parameters, chunk)):
+            self._trials.land(chunk)
             self.publish(chunk)
         else:
             chunk.spoil()  # the others are in this collective too
@@ -265,7 +341,8 @@ class AdamStepper(AdamValues):
             self.faults.keep(self.disk.ring.settle)
 
     def _wait(self) -> None:
-        self._worker.wait()
+        self._worker.wait(but=self._trials.open)
+        self._trials.land_all()
 
     def done_with(self, chunk: Chunk) -> None:
         """Return once a chunk's gradient is needed no more."""
@@ -279,6 +356,7 @@ class AdamStepper(AdamValues):
         """
         told = self._worker.failed or self.faults.told
         try:
+            self.drop_trials()
             self.finish()
         except Exception:
             if not told:

@@ -28,6 +28,10 @@ class AdamValues(ABC):
     def _wait(self) -> None:
         """Return when nobody is at work on any chunk."""
 
+    @abstractmethod
+    def drop_trials(self) -> None:
+        """Forget what was stepped on trial since the last step: the state is another than it was stepped from."""
+
     def stretch(self, name: str) -> nn.Parameter | None:
         return self._held[self._chunks[name]].weights.stretches[name] if name in self._chunks else None
 
@@ -38,6 +42,7 @@ class AdamValues(ABC):
     def fill(self, name: str, block: Tensor) -> None:
         if name not in self._chunks:
             return
+        self.drop_trials()
         held, (begin, end) = self._idle(name), self._range(name)
         weights = held.weights.tensor[begin:end]
         # Split where the values are: half the bytes go to page-locked memory directly, and no device waits for the host.
@@ -68,6 +73,7 @@ class AdamValues(ABC):
 
     @torch.no_grad()
     def reset(self) -> None:
+        self.drop_trials()
         self._wait()
         self._steps = dict.fromkeys(self._steps, 0)
         for chunk, held in self._held.items():
@@ -116,6 +122,7 @@ class AdamValues(ABC):
 
     @torch.no_grad()
     def write(self, name: str, key: str, value: Tensor) -> None:
+        self.drop_trials()
         if key == "step":
             self._steps[name] = int(value)
         elif key in MOMENTS:

@@ -18,6 +18,7 @@ from meshfold.zero_gemini.stepping.on_disk import DiskPlanes
 from meshfold.zero_gemini.stepping.passage import HostState
 from meshfold.zero_gemini.stepping.planes import cut, planes_of, state_of
 from meshfold.zero_gemini.stepping.ring import Piece, Ring
+from meshfold.zero_gemini.stepping.second import SecondCopy
 from meshfold.zero_gemini.stepping.weights import Weights
 
 
@@ -29,6 +30,7 @@ class Held:
         place: where it lives.
         planes: what is kept beside the weights.
         weights: what the model computes with, as the optimizer left it.
+        second: another copy of all that, which a step can be made into; None without.
     """
 
     def __init__(self, chunk: Chunk, regime: str, place: Place, disk: DiskPlanes | None) -> None:
@@ -41,6 +43,7 @@ class Held:
         """
         self.chunk, self.place, self.planes = chunk, place, planes_of(chunk.dtype, regime)
         self._disk = disk
+        self.second: SecondCopy | None = None
         self._blocks: dict[str, Block] = {}
         self._pieces: list[Piece] = []
         if place == "disk":
@@ -70,13 +73,9 @@ class Held:
         Raises:
             DiskError: if it cannot be read.
         """
-        weights = self.weights.tensor
-        if weights.device.type == "cpu":
-            # The kernels look at memory through NumPy, and torch never again resizes a storage that NumPy has seen; the
-            # shard's may have to, when the chunk is let go. So they see it through a storage of its own.
-            weights = from_dlpack(weights.detach())
+        weights = _seen_alone(self.weights.tensor)
         if not self._pieces:
-            tensors = {name: block.tensor for name, block in self._blocks.items()}
+            tensors = _tensors(self._blocks)
             for index, (begin, end) in enumerate(spans):
                 yield index, begin, end, state_of(weights[begin:end], cut(self.planes, tensors, begin, end))
         for piece in self.pieces_of(spans):
@@ -89,8 +88,58 @@ class Held:
 
     def in_memory(self, gradient: Tensor) -> HostState:
         """All of it that is in memory, with a gradient of the shard."""
-        tensors = {name: block.tensor for name, block in self._blocks.items()}
-        return HostState(weights=self.weights.tensor, planes=self.planes, tensors=tensors, gradient=gradient)
+        return HostState(
+            weights=self.weights.tensor, planes=self.planes, tensors=_tensors(self._blocks), gradient=gradient
+        )
+
+    # -- a second copy ------------------------------------------------------------------------------------------
+
+    def keep_second(self, yes: bool) -> None:
+        """Have a second copy from now on, of state in the host's memory; or none.
+
+        Raises:
+            OutOfBudget: if there is not as much memory.
+        """
+        if not yes and self.second is not None:
+            self.second.free()
+            self.second = None
+        elif yes and self.second is None and self.place == "host":
+            self.second = SecondCopy.like(self.chunk.memory, self.weights.tensor, self.planes)
+
+    def both(self, begin: int, end: int) -> tuple[AdamState, AdamState]:
+        """The elements from ``begin`` up to ``end`` as they are, and those of the second copy: views."""
+        second = self._second
+        mine, other = (
+            state_of(_seen_alone(weights)[begin:end], cut(self.planes, _tensors(blocks), begin, end))
+            for weights, blocks in (
+                (self.weights.tensor, self._blocks),
+                (second.weights.tensor, second.planes),
+            )
+        )
+        return mine, other
+
+    def second_in_memory(self, gradient: Tensor) -> HostState:
+        """As :meth:`in_memory`, of the second copy."""
+        second = self._second
+        return HostState(
+            weights=second.weights.tensor,
+            planes=self.planes,
+            tensors=_tensors(second.planes),
+            gradient=gradient,
+        )
+
+    def exchange(self) -> None:
+        """Let the second copy be what counts, and what counted be the second copy."""
+        second = self._second
+        second.weights = self.weights.exchange(second.weights)
+        self._blocks, second.planes = second.planes, self._blocks
+
+    @property
+    def _second(self) -> SecondCopy:
+        assert self.second is not None  # whoever steps into it has seen it
+        return self.second
+
+    # -- pieces -------------------------------------------------------------------------------------------------
 
     def cut(self, begin: int, end: int, names: Collection[str]) -> tuple[Tensor, ...]:
         """The elements from ``begin`` up to ``end`` of those of some planes that there are, of state in memory: views."""
@@ -119,6 +168,7 @@ class Held:
             DiskError: if there is not as much room on disk, or it fails.
             MemoryPlanError: for ``"disk"`` without one.
         """
+        self.keep_second(False)
         was = self.place
         self._carry(home.state)
         try:
@@ -129,6 +179,7 @@ class Held:
 
     def free(self) -> None:
         """Give all memory back; what is on disk is the disk's, which is closed next."""
+        self.keep_second(False)
         self.weights.free()
         self._blocks, self._pieces = _freed(self._blocks), []
 
@@ -164,10 +215,9 @@ class Held:
         old.free()
 
     def _write_out(self) -> None:
-        tensors = {name: block.tensor for name, block in self._blocks.items()}
         self._pieces = self._room()
         try:
-            self._each_piece(True, lambda views, mine: _copy(mine, views), tensors)
+            self._each_piece(True, lambda views, mine: _copy(mine, views), _tensors(self._blocks))
             self._ring.flush()
         except BaseException:
             self._leave_disk()
@@ -177,8 +227,7 @@ class Held:
     def _read_in(self, place: Place) -> None:
         blocks = self._memory(place, zeros=False)
         try:
-            tensors = {name: block.tensor for name, block in blocks.items()}
-            self._each_piece(False, _copy, tensors)
+            self._each_piece(False, _copy, _tensors(blocks))
         except BaseException:
             _freed(blocks)
             raise
@@ -230,6 +279,19 @@ class Held:
         if self._disk is not None:
             pieces, self._pieces = self._pieces, []
             self._disk.give_back(pieces, self.chunk.memory)
+
+
+def _tensors(blocks: Mapping[str, Block]) -> dict[str, Tensor]:
+    return {name: block.tensor for name, block in blocks.items()}
+
+
+def _seen_alone(weights: Tensor) -> Tensor:
+    """Weights through a storage of their own, on the host.
+
+    The kernels look at memory through NumPy, and torch never again resizes a storage that NumPy has seen; the shard's may
+    have to, when the chunk is let go.
+    """
+    return from_dlpack(weights.detach()) if weights.device.type == "cpu" else weights
 
 
 def _copy(source: Mapping[str, Tensor], target: Mapping[str, Tensor]) -> None:

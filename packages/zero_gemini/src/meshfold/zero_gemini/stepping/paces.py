@@ -9,8 +9,9 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Literal
 
-What = Literal["whole", "parameters", "moments", "passage"]
-"""A step in one go, its halves (see :mod:`meshfold.zero_gemini.stepping.worker`), or one that the device makes."""
+What = Literal["whole", "parameters", "moments", "passage", "second copy"]
+"""A step in one go, its halves (see :mod:`meshfold.zero_gemini.stepping.worker`), one that the device makes, or one into a
+second copy of the state."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,7 +19,7 @@ from meshfold.kernels import AdamState
 from meshfold.zero_gemini.arena import Block
 from meshfold.zero_gemini.memory import Memory
 from meshfold.zero_gemini.stepping.planes import Plane, cut, lie, state_of, views
-from meshfold.zero_gemini.transfer import waits_for
+from meshfold.zero_gemini.transfer import Arrival
 
 SLOT_BYTES = 32 * 2**20
 SLOTS = 6
@@ -106,8 +106,14 @@ class Passage:
             up.wait_stream(torch.cuda.current_stream(self.memory.device))
 
     def step(
-        self, host: HostState, spans: list[tuple[int, int]], do: StepPiece, *, moments: bool = True
-    ) -> Callable[[], None]:
+        self,
+        host: HostState,
+        spans: list[tuple[int, int]],
+        do: StepPiece,
+        *,
+        moments: bool = True,
+        into: HostState | None = None,
+    ) -> Arrival:
         """Step some runs of elements.
 
         Args:
@@ -115,6 +121,7 @@ class Passage:
             spans: from and to which element of the shard they go, in order.
             do: steps a piece of one of them on the device.
             moments: it changes them too, so they come down.
+            into: where to; None: where they came from.
 
         Returns:
             As soon as the last pieces are on their way up: what returns when all is down again.
@@ -125,8 +132,9 @@ class Passage:
             # Pieces begin where blocks of elements that share a value do, wherever the run begins.
             start = begin // _ALIGN_ELEMS * _ALIGN_ELEMS
             for at in range(start, end, size):
-                last = self._piece(host, max(at, begin), min(at + size, end), partial(do, index), moments)
-        return waits_for(last)
+                a, z = max(at, begin), min(at + size, end)
+                last = self._piece(host, a, z, partial(do, index), moments, into or host)
+        return Arrival(last)
 
     def close(self) -> None:
         """Give the memory back; nothing may be on its way."""
@@ -152,13 +160,16 @@ class Passage:
         end: int,
         do: Callable[[AdamState, Tensor, int], None],
         moments: bool,
+        into: HostState,
     ) -> torch.cuda.Event | None:
         slot = self._slots[self._turn % self.slots]
         self._turn += 1
         here = views(slot.block.tensor, host.planes_up(), end - begin)
         weights, gradient = here.pop(""), here.pop("gradient")
-        there = cut(host.planes, host.tensors, begin, end)
-        home = {"": host.weights[begin:end], **there}
+        home, target = (
+            {"": state.weights[begin:end], **cut(state.planes, state.tensors, begin, end)}
+            for state in (host, into)
+        )
         arrived = {"": weights, **here}
         changed = ["", *(plane.name for plane in host.planes if moments or not plane.is_of_moments)]
 
@@ -169,7 +180,7 @@ class Passage:
 
         def down() -> None:
             for name in changed:
-                home[name].copy_(arrived[name], non_blocking=True)
+                target[name].copy_(arrived[name], non_blocking=True)
 
         streams = self._streams
         if streams is None:

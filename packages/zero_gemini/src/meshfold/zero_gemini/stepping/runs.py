@@ -15,6 +15,7 @@ from meshfold.zero_gemini.stepping.held import Held
 from meshfold.zero_gemini.stepping.paces import Paces, What
 from meshfold.zero_gemini.stepping.passage import Passage
 from meshfold.zero_gemini.stepping.worker import Halves, Work
+from meshfold.zero_gemini.transfer import Arrival
 
 
 @dataclass
@@ -127,10 +128,49 @@ class ChunkStep:
         )
         return Halves(first, second, through, device_does_all=passage is None or not passage.halves)
 
+    @property
+    def is_of_all(self) -> bool:
+        """Whether the runs are all of the shard: nothing is left as it was."""
+        ends = [0, *(run.end for run in self.runs)]
+        return ends[:-1] == [run.begin for run in self.runs] and ends[-1] == self.gradient.numel() > 0
+
+    def does_as(self, other: ChunkStep) -> bool:
+        """Whether another step of the same chunk would change the same elements to the same bits."""
+        return self.runs == other.runs and float(self.factor) == float(other.factor)
+
+    def on_trial(self, ready: Work, wanted: Callable[[], bool], passage: Passage | None = None) -> Halves:
+        """All of it into the second copy of the state, which may become the first; nothing may be left as it was.
+
+        Args:
+            ready: returns when the gradient is there.
+            wanted: whether it still may count.
+            passage: through which the device may step it instead.
+        """
+
+        def work() -> None:
+            if not wanted():
+                return
+            ready()
+            with self.paces.clock("second copy", self._elements):
+                for run in self.runs:
+                    before, into = self.held.both(run.begin, run.end)
+                    adam_step(
+                        into, self.gradient[run.begin : run.end], run.settings, step=run.number, grad_scale=self.factor,
+                        start=self.first + run.begin, seed=self.seed, before=before,
+                    )  # fmt: skip
+
+        def through(passage: Passage) -> Arrival:
+            if not wanted():
+                return Arrival()
+            ready()
+            return self._on_device(passage, on_trial=True)
+
+        return Halves(work, on_device=None if passage is None else partial(through, passage))
+
     @torch.no_grad()
-    def _on_device(self, passage: Passage) -> Work:
-        """All of it, or its first half, by the device: started, and what waits for the end."""
-        first = passage.halves and all(run.in_halves for run in self.runs)
+    def _on_device(self, passage: Passage, *, on_trial: bool = False) -> Arrival:
+        """All of it, or its first half, by the device: started, and what waits for the end. On trial: into the second copy."""
+        first = passage.halves and not on_trial and all(run.in_halves for run in self.runs)
         kernel = adam_update_parameters if first else adam_step
         factor = float(
             self.factor
@@ -144,7 +184,10 @@ class ChunkStep:
             )  # fmt: skip
 
         with self.paces.clock("passage", self._elements):  # until the last pieces are going up
-            return passage.step(self.held.in_memory(self.gradient), self.spans, piece, moments=not first)
+            return passage.step(
+                self.held.in_memory(self.gradient), self.spans, piece, moments=not first,
+                into=self.held.second_in_memory(self.gradient) if on_trial else None,
+            )  # fmt: skip
 
 
 def settings_of(optimizer: torch.optim.Optimizer, group: Mapping[str, Any]) -> AdamSettings:

@@ -35,9 +35,9 @@ class Weights:
 
     @torch.no_grad()
     def show(self) -> None:
-        """Start copying them to the chunk's shard."""
+        """Start copying them to the chunk's shard, beside what is computed: what comes of it waits for ``chunk.wait``."""
         if self._own is not None:
-            self.chunk.shard.copy_(self._own.tensor, non_blocking=True)
+            self.chunk.show(self._own.tensor)
 
     @torch.no_grad()
     def move(self, place: Place, parameters: Place) -> None:
@@ -62,6 +62,16 @@ class Weights:
             raise
         finally:
             self._point()
+
+    def exchange(self, block: Block) -> Block:
+        """Be another block of memory in the same place, which has their next values; the one that they were."""
+        if self._own is None:
+            was = self.chunk.exchange(block)
+        else:
+            was, self._own = self._own, block
+        self.tensor = block.tensor
+        self._point()
+        return was
 
     def free(self) -> None:
         """Give the memory back."""

@@ -12,13 +12,14 @@ chunk when it is ready for one.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import NamedTuple, TypeVar
 
 import torch
 
 from meshfold.zero_gemini.chunk import Chunk
+from meshfold.zero_gemini.transfer import Arrival
 
 Work = Callable[[], None]
 T = TypeVar("T")
@@ -37,7 +38,7 @@ class Halves(NamedTuple):
 
     parameters: Work
     moments: Work | None = None
-    on_device: Callable[[], Work] | None = None
+    on_device: Callable[[], Arrival] | None = None
     device_does_all: bool = True
 
 
@@ -50,7 +51,7 @@ class Worker:
     def __init__(self) -> None:
         self._pool: ThreadPoolExecutor | None = None
         self._feeder: ThreadPoolExecutor | None = None
-        self._parameters: dict[Chunk, Future[Work | None]] = {}
+        self._parameters: dict[Chunk, Future[Arrival | None]] = {}
         self._moments: dict[Chunk, Future[None]] = {}
         self._rest: list[Future[None]] = []
         self._failure: BaseException | None = None
@@ -83,6 +84,16 @@ class Worker:
         if then is not None:
             self._rest.append(pool.submit(then))
 
+    def is_done(self, chunk: Chunk) -> bool:
+        """Whether to wait for the chunk's parameters takes no time."""
+        future = self._parameters.get(chunk)
+        if future is None:
+            return True
+        if not future.done():
+            return False
+        on_its_way = None if future.exception() is not None else future.result()
+        return on_its_way is None or on_its_way.is_over()
+
     def wait_parameters(self, chunk: Chunk) -> None:
         """Return once the chunk's parameters are written."""
         on_its_way = self._end(self._parameters.pop(chunk, None))
@@ -94,11 +105,12 @@ class Worker:
         self.wait_parameters(chunk)
         self._end(self._moments.pop(chunk, None))
 
-    def wait(self) -> None:
-        """Return once everything is done."""
-        for chunk in [*self._parameters, *self._moments]:
-            self.wait_moments(chunk)
-        while self._rest:
+    def wait(self, but: Collection[Chunk] = ()) -> None:
+        """Return once everything is done, but for the steps of some chunks."""
+        for chunk in {**self._parameters, **self._moments}:
+            if chunk not in but:
+                self.wait_moments(chunk)
+        while self._rest and not but:  # it may be theirs
             self._end(self._rest.pop())
 
     def close(self) -> None:
@@ -131,7 +143,7 @@ class Worker:
 class _Deal:
     """Chunks of one step, each taken by the cores or by the device, whichever is ready for it first."""
 
-    def __init__(self, steps: dict[Chunk, Halves], done: dict[Chunk, Future[Work | None]]) -> None:
+    def __init__(self, steps: dict[Chunk, Halves], done: dict[Chunk, Future[Arrival | None]]) -> None:
         """Args:
         steps: in the order in which they are wanted.
         done: to be told once parameters are written, or on their way: with what waits for them.
@@ -173,7 +185,7 @@ class _Deal:
                     return chunk
         return None
 
-    def _do(self, chunk: Chunk, work: Callable[[], Work | None]) -> None:
+    def _do(self, chunk: Chunk, work: Callable[[], Arrival | None]) -> None:
         try:
             self._done[chunk].set_result(work())
         except BaseException as error:

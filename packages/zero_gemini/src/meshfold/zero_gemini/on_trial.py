@@ -1,0 +1,81 @@
+"""Stepping chunks on trial while backward goes on, where gradients are clipped and seldom have to be.
+
+The norm is known when backward is over, and then a step that waited for it has only the next forward to hide behind. But a
+gradient that was not scaled down in the last steps will hardly be in this one. So a chunk whose state is on the host is
+stepped as soon as its gradient is there, into a second copy (:mod:`meshfold.zero_gemini.stepping.second`), as if the gradient
+counted what the last two steps' did. If it does, the step is made; else it never was, and the chunk is stepped again. Both
+ways give the same bits.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+
+from torch import Tensor
+
+from meshfold.zero_gemini.gradients import ChunkGradient
+from meshfold.zero_gemini.stepping import AdamStepper
+
+ALIKE = 2
+"""Steps in a row whose gradients counted the same, before one is expected to."""
+
+
+class TrialSteps:
+    """Decides when to step on trial.
+
+    Attributes:
+        alike: steps in a row, up to the last, whose gradients counted the same.
+    """
+
+    def __init__(self, stepper: AdamStepper) -> None:
+        """Args:
+        stepper: makes the steps.
+        """
+        self._stepper = stepper
+        self._on = self._in_several = False
+        self._factor: float | None = None  # the last step's
+        self.alike = 0
+
+    def turn(self, on: bool) -> bool:
+        """Have second copies from now on, or none. No step may be due.
+
+        Returns:
+            Whether there are some: False too where the host has no memory for them.
+        """
+        self._on = self._stepper.keep_second_copies(on)
+        return self._on
+
+    @property
+    def are_made(self) -> bool:
+        """Whether the coming step is one to be made on trial."""
+        return self._on and self.alike >= ALIKE and not self._in_several
+
+    def begin(self) -> None:
+        """Before a backward that may be a step's last."""
+        if self.are_made:
+            self._stepper.begin_trials()
+
+    def offer(self, gradient: ChunkGradient) -> None:
+        """A gradient is complete, as far as one knows, and on its way home."""
+        if not self.are_made or self._factor is None or gradient.home != "host" or gradient.shard is None:
+            return
+        chunk = gradient.chunk
+        if self._stepper.is_on_trial(
+            chunk
+        ):  # gradients are the sums of several backwards that could each be the last
+            self._in_several = True
+            self._stepper.drop_trials()
+            return
+        used = {chunk.spec.names[place] for place in gradient.used}
+        if self._stepper.try_step(chunk, gradient.shard, used, factor=self._factor, ready=gradient.arrival()):
+            gradient.hand_over(partial(self._stepper.done_with, chunk))
+
+    def learn(self, scale: float | Tensor) -> None:
+        """After a step: what its gradients counted times."""
+        factor = float(scale)
+        self.alike = self.alike + 1 if factor == self._factor else 1
+        self._factor = factor
+
+    def drop(self) -> None:
+        """No step follows what was stepped on trial."""
+        self._stepper.drop_trials()

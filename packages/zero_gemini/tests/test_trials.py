@@ -1,0 +1,319 @@
+"""Steps on trial: into a second copy while backward goes on, kept if gradients count as expected, and else as if never made."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from torch import Tensor
+
+sys.path.append(str(Path(__file__).parent))  # for the helpers beside this file, on every rank
+
+from stepping_cases import KINDS
+from training_cases import CPU, Model, batches, in_chunks, loss_of, make_model
+
+from meshfold.mesh.testing import run_on_ranks
+from meshfold.zero_gemini import Gemini, Home, Memory
+from meshfold.zero_gemini.chunk import Chunk
+from meshfold.zero_gemini.stepping.trials import Trials
+
+HOMES = {
+    "streamed": [Home(parameters="host", state="host")],
+    "resident": [Home(state="host")],
+    "mixed": [Home(), Home(parameters="host", state="host"), Home(state="host")],
+}
+STEPS = 9
+CLIPPED = 4
+"""The step in which the norm is over its bound."""
+
+
+def homes_of(kind: str) -> Callable[[Any], list[Home]]:
+    return lambda sizes: [HOMES[kind][i % len(HOMES[kind])] for i in range(len(sizes))]
+
+
+class Seen:
+    """What came of trials, step by step: how many chunks' steps were made so, and how many were begun."""
+
+    def __init__(self) -> None:
+        self.begun, self.kept = 0, 0
+        self.steps: list[tuple[int, int]] = []
+
+    def __enter__(self) -> Seen:
+        begin, keep, seen = Trials.begin, Trials.keep, self
+
+        def count_begun(self: Trials, *arguments: Any) -> None:
+            seen.begun += 1
+            begin(self, *arguments)
+
+        def count_kept(self: Trials, steps: Any) -> set[Chunk]:
+            kept = keep(self, steps)
+            seen.steps.append((seen.begun, len(kept)))
+            seen.begun = 0
+            return kept
+
+        self._patches = [
+            mock.patch.object(Trials, "begin", count_begun),
+            mock.patch.object(Trials, "keep", count_kept),
+        ]
+        for patch in self._patches:
+            patch.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for patch in self._patches:
+            patch.stop()
+
+
+def everything(gemini: Gemini) -> list[Tensor]:
+    """All weights and moments, to the bit."""
+    entries = gemini.state_entries()
+    found = [gemini.read(parameter).clone() for parameter in gemini._names]
+    for name, keys in entries.items():
+        found += [gemini.read_state(name, key, entry).clone() for key, entry in keys.items()]
+    return found
+
+
+def a_step(
+    model: Model, gemini: Gemini, number: int, *, bound: float = 1e3, between: Callable[[], None] | None = None,
+    accumulate: int = 1, factor: float = 1.0,
+) -> list[Tensor]:  # fmt: skip
+    world, rank = torch.distributed.get_world_size(), torch.distributed.get_rank()
+    losses = []
+    for micro in range(accumulate):
+        ids, extra = batches(STEPS * accumulate)[number * accumulate + micro]
+        gemini.begin(last=micro == accumulate - 1)
+        loss = loss_of(model, ids, extra, rank=rank, world=world)
+        loss.backward()
+        losses.append(loss.detach())
+    if between is not None:
+        between()
+    gemini.finish(factor)
+    norm = gemini.clip(bound)
+    gemini.step()
+    return [*losses, norm]
+
+
+def trained(
+    on_trial: bool, homes: str, dtype: torch.dtype, regime: str, stage: int, passes: bool
+) -> list[Tensor]:
+    model = make_model()
+    gemini = in_chunks(
+        model, dtype, homes_of(homes), stage=stage, regime=regime, world=torch.distributed.get_world_size()
+    )
+    if passes:
+        gemini.pass_through(True)
+    found = []
+    with Seen() as seen:
+        assert gemini.step_on_trial(on_trial) == on_trial
+        for number in range(STEPS):
+            found += a_step(model, gemini, number, bound=1e-3 if number == CLIPPED else 1e3)
+    begun = [step for step, (count, _) in enumerate(seen.steps) if count]
+    kept = [step for step, (_, count) in enumerate(seen.steps) if count]
+    # two steps that count alike come first; the one after the clipped one is as good as the first
+    assert begun == ([2, 3, 4, 7, 8] if on_trial else []) and kept == ([2, 3, 7, 8] if on_trial else [])
+    found += everything(gemini)
+    gemini.close()
+    return found
+
+
+def compare(*case: Any) -> None:
+    expected, found = trained(False, *case), trained(True, *case)
+    assert len(expected) == len(found)
+    for a, b in zip(expected, found, strict=True):
+        assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize(("dtype", "regime"), KINDS, ids=lambda kind: str(kind).removeprefix("torch."))
+@pytest.mark.parametrize("homes", HOMES)
+def test_training_is_the_same_to_the_bit(homes: str, dtype: torch.dtype, regime: str) -> None:
+    run_on_ranks(1, compare, homes, dtype, regime, 3, False)
+
+
+@pytest.mark.parametrize("homes", HOMES)
+def test_also_where_the_device_steps_some(homes: str) -> None:
+    run_on_ranks(1, compare, homes, torch.bfloat16, "A", 3, True)
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_also_on_several_ranks(stage: int) -> None:
+    run_on_ranks(2, compare, "mixed", torch.bfloat16, "A", stage, False)
+
+
+# -- what happens between the backward and the step -----------------------------------------------------------------
+
+
+def lower(gemini: Gemini) -> None:
+    assert gemini.optimizer is not None
+    for group in gemini.optimizer.param_groups:
+        group["lr"] *= 0.5
+
+
+def load(gemini: Gemini) -> None:
+    name = next(iter(gemini.state_entries()))
+    entries = gemini.state_entries()[name]
+    value = gemini.read_state(name, "exp_avg", entries["exp_avg"])
+    gemini.write_state(name, "exp_avg", torch.ones_like(value))
+
+
+def look(gemini: Gemini) -> None:
+    everything(gemini)
+
+
+def move(gemini: Gemini) -> None:
+    chunk = gemini.chunks[0]
+    home = gemini.homes[chunk]
+    gemini.flush()
+    gemini._stepper.move(chunk, home)  # type: ignore[union-attr]
+
+
+MEANWHILE = {
+    "another lr": (lower, False),
+    "loaded": (load, False),
+    "looked at": (look, True),
+    "moved": (move, False),
+}
+
+
+def interrupted(on_trial: bool, what: str) -> list[Tensor]:
+    do, stays = MEANWHILE[what]
+    model = make_model()
+    gemini = in_chunks(model, torch.bfloat16, homes_of("streamed"))
+    found = []
+    with Seen() as seen:
+        gemini.step_on_trial(on_trial)
+        for number in range(6):
+            between = partial(do, gemini) if number == 3 else None
+            found += a_step(model, gemini, number, between=between)
+    if on_trial:
+        begun, kept = seen.steps[3]
+        assert begun > 1 and (kept == begun) == stays
+        assert seen.steps[4][1] == seen.steps[4][0] > 0  # and the next step is on trial again
+    found += everything(gemini)
+    gemini.close()
+    return found
+
+
+def compare_interrupted(what: str) -> None:
+    for a, b in zip(interrupted(False, what), interrupted(True, what), strict=True):
+        assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize("what", MEANWHILE)
+def test_what_happens_before_the_step_counts(what: str) -> None:
+    run_on_ranks(1, compare_interrupted, what)
+
+
+def compare_dropped() -> None:
+    """A step that is not made leaves all as it was, and so does a backward that was broken off."""
+    results = []
+    for on_trial in (False, True):
+        model = make_model()
+        gemini = in_chunks(model, torch.bfloat16, homes_of("streamed"))
+        gemini.step_on_trial(on_trial)
+        for number in range(3):
+            a_step(model, gemini, number)
+        before = everything(gemini)
+        ids, extra = batches(STEPS)[3]
+        gemini.begin(last=True)
+        loss_of(model, ids, extra).backward()
+        gemini.forget()
+        for a, b in zip(before, everything(gemini), strict=True):
+            assert torch.equal(a, b)
+        gemini.begin(last=True)
+        loss = loss_of(model, ids, extra)
+        broken = model.embed.weight.register_hook(lambda gradient: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            loss.backward()
+        broken.remove()
+        gemini.abandon()
+        for a, b in zip(before, everything(gemini), strict=True):
+            assert torch.equal(a, b)
+        for number in range(4, 8):
+            a_step(model, gemini, number)
+        results.append(everything(gemini))
+        gemini.close()
+    for a, b in zip(*results, strict=True):
+        assert torch.equal(a, b)
+
+
+def test_a_step_that_is_not_made_never_was() -> None:
+    run_on_ranks(1, compare_dropped)
+
+
+def accumulated(on_trial: bool) -> list[Tensor]:
+    model = make_model()
+    gemini = in_chunks(model, torch.bfloat16, homes_of("mixed"))
+    found = []
+    with Seen() as seen:
+        gemini.step_on_trial(on_trial)
+        for number in range(4):
+            found += a_step(model, gemini, number, accumulate=2, factor=0.5)
+    if on_trial:
+        assert [kept > 0 for _, kept in seen.steps] == [False, False, True, True]
+    found += everything(gemini)
+    gemini.close()
+    return found
+
+
+def several(on_trial: bool) -> list[Tensor]:
+    """Each of the backwards before a step could be its last: then nothing is tried any more."""
+    model = make_model()
+    gemini = in_chunks(model, torch.bfloat16, homes_of("streamed"))
+    with Seen() as seen:
+        gemini.step_on_trial(on_trial)
+        for number in range(6):
+            gemini.begin(last=True)
+            for ids, extra in batches(12)[2 * number : 2 * number + 2]:
+                loss_of(model, ids, extra).backward()
+            gemini.finish()
+            gemini.clip(1e3)
+            gemini.step()
+    assert not any(kept for _, kept in seen.steps)
+    assert [begun > 0 for begun, _ in seen.steps] == [on_trial and step == 2 for step in range(6)]
+    found = everything(gemini)
+    gemini.close()
+    return found
+
+
+def compare_micro_steps() -> None:
+    for made in (accumulated, several):
+        for a, b in zip(made(False), made(True), strict=True):
+            assert torch.equal(a, b)
+
+
+def test_micro_steps() -> None:
+    run_on_ranks(1, compare_micro_steps)
+
+
+def bytes_of_copies() -> None:
+    model = make_model()
+    memory = Memory(CPU)
+    gemini = in_chunks(model, torch.bfloat16, homes_of("streamed"), memory=memory)
+    before = memory.home.used_bytes
+    assert gemini.step_on_trial(True)
+    mine = 12 * sum(chunk.shard.numel() for chunk in gemini.chunks if chunk in gemini._gradients)
+    assert memory.home.used_bytes - before == mine
+    for number in range(4):
+        a_step(model, gemini, number)
+    assert not gemini.step_on_trial(False)
+    held = 4 * sum(
+        chunk.shard.numel() for chunk in gemini.chunks if chunk in gemini._gradients
+    )  # float32 gradients
+    assert memory.home.used_bytes == before + held
+    memory.home.budget_bytes = before + held + mine - 1
+    assert not gemini.step_on_trial(True)  # one byte too few: none of it stays taken
+    assert memory.home.used_bytes == before + held
+    for number in range(4, 8):
+        a_step(model, gemini, number)
+    gemini.close()
+    assert memory.home.used_bytes == sum(chunk.shard.nbytes for chunk in gemini.chunks)
+
+
+def test_copies_are_accounted_and_go_back() -> None:
+    run_on_ranks(1, bytes_of_copies)
