@@ -235,7 +235,7 @@ def fail_in_background(path: str, rank: int, then: str) -> tuple[str, str, list[
     engine.save(path, asynchronous=True)
     engine.train_step(engine.shard_batch(batches()[1]))
     engine._saver.finish()
-    original = TensorWriter.write
+    original = TensorWriter.add
     written: list[str] = []
 
     def full(self: TensorWriter, name: str, tensor: Tensor) -> None:
@@ -244,7 +244,7 @@ def fail_in_background(path: str, rank: int, then: str) -> tuple[str, str, list[
         written.append(name)
         original(self, name, tensor)
 
-    TensorWriter.write = full  # type: ignore[method-assign]
+    TensorWriter.add = full  # type: ignore[method-assign]
     said = []
     try:
         engine.save(path, asynchronous=True)
@@ -258,7 +258,7 @@ def fail_in_background(path: str, rank: int, then: str) -> tuple[str, str, list[
                 elif then == "save":
                     if engine._saver._under_way is not None:
                         engine._saver._under_way.join()  # the disk is full until then
-                    TensorWriter.write = original  # type: ignore[method-assign]
+                    TensorWriter.add = original  # type: ignore[method-assign]
                     engine.save(path + "-other")
                 else:
                     engine.close()
@@ -266,7 +266,7 @@ def fail_in_background(path: str, rank: int, then: str) -> tuple[str, str, list[
             except CheckpointError as error:
                 said.append(str(error))
     finally:
-        TensorWriter.write = original  # type: ignore[method-assign]
+        TensorWriter.add = original  # type: ignore[method-assign]
     return said[0], said[1], sorted(p.name for p in Path(path).parent.iterdir())
 
 

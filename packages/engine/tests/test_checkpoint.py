@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import math
+import os
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +15,7 @@ from torch import Tensor, nn
 
 from meshfold.engine import CheckpointError, Engine
 from meshfold.engine.batches.loader import ShardedLoader
-from meshfold.engine.checkpoints import tensor_files
+from meshfold.engine.checkpoints import tensor_file, tensor_files
 from meshfold.engine.checkpoints.tensor_file import Described, TensorFile, TensorWriter
 from meshfold.engine.models import GPT, GPTConfig, Llama, LlamaConfig
 from meshfold.mesh import SpecError
@@ -153,6 +155,49 @@ def test_safetensors_reads_what_is_written_and_the_other_way_round(tmp_path: Pat
     assert torch.equal(
         TensorFile(tmp_path / "ours")["a.weight"], tensors["a.weight"]
     )  # the file is not written to
+
+
+def test_tensors_that_are_added_are_written_together(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where the system takes less than it is given, and across the limits of what is kept."""
+    tensors = {
+        "wide": torch.randn(5, 7, dtype=torch.float64),
+        "turned": torch.randn(6, 4).t(),
+        "wanted": torch.randn(9, requires_grad=True),
+        "none": torch.zeros(0, 3),
+        "scalar": torch.tensor(2.5),
+        "half": torch.randn(3, dtype=torch.float16),
+        "short": torch.randn(2, 2).bfloat16(),
+        "one": torch.tensor(-0.0, dtype=torch.bfloat16),
+        "flags": torch.tensor([True, False]),
+    }
+    announced = {name: Described(dtype=t.dtype, shape=tuple(t.shape)) for name, t in tensors.items()}
+    given: list[int] = []
+    most = 1 << 30
+
+    def writev(file: int, data: Sequence[memoryview]) -> int:
+        given.append(len(data))
+        return os.write(file, b"".join(data)[:most])
+
+    monkeypatch.setattr(os, "writev", writev)
+
+    def written(name: str) -> list[int]:
+        given.clear()
+        with TensorWriter(tmp_path / name, announced) as writer:
+            for one in writer.order:
+                writer.add(one, tensors[one])
+        found = TensorFile(tmp_path / name)
+        found.verify()
+        assert all(torch.equal(found[one], tensors[one]) for one in tensors)
+        return [*given]
+
+    assert written("at once") == [9]
+    most = 11
+    assert len(written("bit by bit")) >= sum(one.bytes for one in announced.values()) / 11
+    most = 1 << 30
+    monkeypatch.setattr(tensor_file, "_TOGETHER", 4)
+    assert written("few") == [4, 4, 1]
+    monkeypatch.setattr(tensor_file, "_TOGETHER_BYTES", 300)
+    assert sum(written("small")) == 9 and given[0] == 2
 
 
 def test_tensor_files_refuse_what_is_not_announced_and_what_is_damaged(tmp_path: Path) -> None:

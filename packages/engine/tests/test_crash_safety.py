@@ -142,7 +142,7 @@ SAVE_DEATHS: dict[str, Callable[[], None]] = {
 # Rank 0 alone does these.
 ONLY_FIRST = tuple(SAVE_DEATHS)[2:]
 BEHIND: dict[str, Callable[[], None]] = {
-    "in a tensor, behind": SAVE_DEATHS["in a tensor"],
+    "in a tensor, behind": lambda: at_call(5, TensorWriter, "add"),
     "before a file gets its name, behind": lambda: at_call(1, os, "rename"),
     "before the index, behind": lambda: at_call(1, saving, "write_index"),
     "before they change places, behind": SAVE_DEATHS["before they change places"],
@@ -192,17 +192,17 @@ def check_left(folder: Path, first: int) -> None:
 
 def slowly(*arguments: Any) -> tuple[int, list[float]]:
     """A run on a disk that takes its time, so that saves reach into later steps."""
-    original = TensorWriter.write
+    original = TensorWriter.add
 
     def write(self: TensorWriter, name: str, tensor: Tensor) -> None:
         time.sleep(0.002)
         original(self, name, tensor)
 
-    TensorWriter.write = write  # type: ignore[method-assign]
+    TensorWriter.add = write  # type: ignore[method-assign]
     try:
         return run(*arguments)
     finally:
-        TensorWriter.write = original  # type: ignore[method-assign]
+        TensorWriter.add = original  # type: ignore[method-assign]
 
 
 @pytest.mark.parametrize("trials", [5, pytest.param(50, marks=[pytest.mark.slow, pytest.mark.timeout(1800)])])

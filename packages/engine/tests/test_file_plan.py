@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import gc
+import os
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ from meshfold.engine.checkpoints.checkpoint import Checkpoint
 from meshfold.engine.checkpoints.copying import Copying, HostLane, Pair, StreamLane
 from meshfold.engine.checkpoints.file_plan import FilePlan
 from meshfold.engine.models import GPT, GPTConfig
+from meshfold.engine.states import Source
 
 
 @pytest.fixture
@@ -62,6 +64,37 @@ def test_later_saves_take_the_plan_of_the_first(
             assert there.keys() == here.keys()
             assert all(torch.equal(there[name], here[name]) for name in there)
             assert len(made) == 2, number  # the model's and the optimizer's
+
+
+def test_a_file_is_written_in_one_call_of_the_system(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    original, tensors = os.writev, []
+
+    def writev(file: int, data: Sequence[memoryview]) -> int:
+        tensors.append(len(data))
+        return original(file, data)
+
+    monkeypatch.setattr(os, "writev", writev)
+    with Engine(gpt, optimizer="adamw", precision="bf16") as engine:
+        engine.train_step(torch.randint(37, (2, 6)))
+        engine.save(tmp_path / "ckpt", asynchronous=True)
+    parameters = len([*gpt().parameters()])
+    assert tensors == [parameters, 3 * parameters]  # of the model; two moments and a step of each
+
+
+def test_sources_go_when_what_is_kept_of_them_is_noted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    original, alive = Copying.run, []
+
+    def run(self: Copying, pairs: Iterable[Pair]) -> None:
+        alive.append(sum(type(one) is Source for one in gc.get_objects()))
+        original(self, pairs)
+
+    monkeypatch.setattr(Copying, "run", run)
+    with Engine(gpt, optimizer="adamw", precision="bf16") as engine:
+        engine.train_step(torch.randint(37, (2, 6)))
+        engine.save(tmp_path / "ckpt", asynchronous=True)
+    assert alive == [0]
 
 
 class Growing(nn.Module):

@@ -6,7 +6,7 @@ over if its tensors are cut alike. It holds no tensor.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
@@ -17,8 +17,8 @@ from meshfold.engine.checkpoints.rectangles import Cut, Piece
 from meshfold.engine.checkpoints.tensor_file import Described, Header
 from meshfold.engine.states import Source
 
-Tensors = list[tuple[str, torch.dtype, bool, Cut]]
-"""All that a plan hangs on: each tensor's name, dtype, whether it is on a disk, and its cut."""
+Tensors = list[tuple[str, torch.dtype, tuple[int, ...], bool, Cut]]
+"""All that a plan hangs on: each tensor's name, dtype and whole shape, whether it is on a disk, and its cut."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,6 +47,7 @@ class FilePlan:
         rectangles: in the order of the file.
         header: of the file.
         bytes: of all rectangles.
+        described: every tensor, whole.
     """
 
     def __init__(self, tensors: Tensors) -> None:
@@ -61,7 +62,7 @@ class FilePlan:
                     piece=piece,
                     on_disk=on_disk,
                 )
-                for tensor, dtype, on_disk, cut in politely(tensors)
+                for tensor, dtype, _, on_disk, cut in politely(tensors)
                 for piece in cut.pieces(tensor)
             ),
             key=lambda one: (not one.on_disk, -one.described.dtype.itemsize),
@@ -69,16 +70,19 @@ class FilePlan:
         announced = {one.key: one.described for one in politely(self.rectangles)}
         self.header = Header(announced, order=[*announced])
         self.bytes = sum(described.bytes for described in announced.values())
+        self.described = {
+            tensor: Described(dtype=dtype, shape=shape) for tensor, dtype, shape, *_ in politely(tensors)
+        }
 
 
-def plan_of(sources: Mapping[str, Source], before: FilePlan | None) -> FilePlan:
+def plan_of(sources: Iterable[tuple[str, Source]], before: FilePlan | None) -> FilePlan:
     """The plan of a file of these tensors: the one before where it is the same.
 
     Args:
-        sources: the tensors by name.
+        sources: the tensors with their names. None is kept.
         before: of the last save of such a file.
     """
     tensors = [
-        (name, source.dtype, source.on_disk, source.cut()) for name, source in politely(sources.items())
+        (name, source.dtype, source.shape, source.on_disk, source.cut()) for name, source in politely(sources)
     ]
     return before if before is not None and before.tensors == tensors else FilePlan(tensors)

@@ -7,7 +7,7 @@ write into the folder that a run started since has under the same name.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
 
@@ -30,7 +30,6 @@ class RankFile:
     Attributes:
         path: its name, when it is written.
         part: its name until then.
-        described: every tensor of the checkpoint's file, from ``let_go`` on.
     """
 
     def __init__(self, folder: Path, name: str, sources: Sources, world: World) -> None:
@@ -45,7 +44,6 @@ class RankFile:
         rank, size = world.mesh.rank, world.mesh.world_size
         self.path = folder / file_of(name, rank, size)
         self.part = self.path.with_name(f"{self.path.name}.part")
-        self.described: dict[str, Described] = {}
         self._sources: Mapping[str, Source] = {}
         self._kept: dict[str, Parts] = {}
         self._make = None if isinstance(sources, Mapping) else sources
@@ -76,6 +74,11 @@ class RankFile:
         """Of its tensors; 0 before they are laid out."""
         return 0 if self._plan is None else self._plan.bytes
 
+    @property
+    def described(self) -> Mapping[str, Described]:
+        """Every tensor of the checkpoint's file; none before they are laid out."""
+        return {} if self._plan is None else self._plan.described
+
     def lay_out(self, before: FilePlan | None) -> FilePlan:
         """Find out which rectangles this rank writes, and begin the file, with what is on a disk.
 
@@ -84,11 +87,9 @@ class RankFile:
         """
         if self._plan is not None:
             return self._plan
-        if self._make is not None:
-            self._sources = dict(politely(self._make()))
-            self._kept = {tensor: source.parts() for tensor, source in politely(self._sources.items())}
-            self._make = None  # which holds the tensors too
-        self._plan = plan_of(self._sources, before)
+        sources = self._sources.items() if self._make is None else self._noting(self._make())
+        self._plan = plan_of(sources, before)
+        self._make = None  # which holds the tensors too
         self._writer = TensorWriter(
             self.part, self._plan.header, opener=lambda _, flags: self._open(flags & ~os.O_CREAT)
         )
@@ -127,10 +128,6 @@ class RankFile:
     def let_go(self) -> None:
         """All is copied: the tensors may go."""
         self._kept = {tensor: Parts((), parts.whole) for tensor, parts in self._kept.items()}
-        self.described = {
-            tensor: Described(dtype=source.dtype, shape=source.shape)
-            for tensor, source in politely(self._sources.items())
-        }
         self._sources = {}
 
     def write(self) -> None:
@@ -138,11 +135,11 @@ class RankFile:
         assert self._writer is not None  # it was laid out
         for one, parts in self._to_copy:
             if parts.is_plain:
-                self._writer.write(one.key, parts.whole(self._copies[one.key]))
+                self._writer.add(one.key, parts.whole(self._copies[one.key]))
                 continue
             if self._made is None or self._made[0] != one.tensor:
                 self._made = one.tensor, parts.whole(self._copies[one.tensor])
-            self._writer.write(one.key, one.piece.view(self._made[1]))
+            self._writer.add(one.key, one.piece.view(self._made[1]))
         self.rename()
 
     def rename(self) -> None:
@@ -170,6 +167,12 @@ class RankFile:
         with suppress(OSError):
             self._rename(f"{self.path.name}.failed")
         self.abandon()
+
+    def _noting(self, sources: Iterable[tuple[str, Source]]) -> Iterator[tuple[str, Source]]:
+        """The same; what is kept of each is noted. Sources go at once: many objects that live on have Python's collector run."""
+        for tensor, source in sources:
+            self._kept[tensor] = source.parts()
+            yield tensor, source
 
     def _open(self, flags: int) -> int:
         assert self._folder is not None  # nobody opens it after its end

@@ -41,6 +41,8 @@ _NAMES = {
 _DTYPES = {name: dtype for dtype, name in _NAMES.items()}
 _ALIGN = 8  # bytes
 _SUMS, _DIGITS = "crc32", 8
+_TOGETHER_BYTES = 32 * 2**20  # of what ``TensorWriter.add`` keeps before it is written
+_TOGETHER = 512  # tensors, likewise; a call of the system takes 1024 (IOV_MAX of Linux)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -123,31 +125,54 @@ class TensorWriter:
         header = announced if isinstance(announced, Header) else Header(announced, notes, order=order)
         self.order, self._announced, self._path = header.order, header.announced, path
         self._left = deque(header.order)
+        self._together: deque[memoryview] = deque()
+        self._together_bytes = 0
         self._sums: list[str] = []
         self._sums_at = header.sums_at
         with _naming(path):
             self._file = open(path, "wb", opener=opener)  # noqa: SIM115 - close() and abandon() close it
             self._file.write(header.text)
+            self._file.flush()  # what follows goes past its buffer
 
     def write(self, name: str, tensor: Tensor) -> None:
         """Append a tensor: the next in ``order``."""
+        self.add(name, tensor)
+        self._write_together()
+
+    def add(self, name: str, tensor: Tensor) -> None:
+        """Append a tensor, the next in ``order``, which stays as it is until ``close``.
+
+        Many are written in one call of the system: each call gives the interpreter to other threads and takes it back.
+        """
         described = self._announced.get(name)
         if (
             not self._left
             or self._left[0] != name
-            or described != Described(dtype=tensor.dtype, shape=tuple(tensor.shape))
+            or described is None
+            or described.dtype != tensor.dtype
+            or described.shape != tuple(tensor.shape)
         ):
             raise CheckpointError(
                 f"{name!r} ({tensor.dtype}, {tuple(tensor.shape)}) is not what was announced to be written next"
             )
         self._left.popleft()
-        summed = 0
-        if tensor.numel():
-            data = tensor.detach().to("cpu").contiguous().reshape(-1).view(torch.uint8).numpy().data
-            with _naming(self._path):
-                self._file.write(data)
-            summed = zlib.crc32(data)
-        self._sums.append(f"{summed:0{_DIGITS}x}")
+        data = _bytes_of(tensor)
+        self._sums.append(f"{zlib.crc32(data):0{_DIGITS}x}")
+        self._together.append(data)
+        self._together_bytes += len(data)
+        if self._together_bytes >= _TOGETHER_BYTES or len(self._together) == _TOGETHER:
+            self._write_together()
+
+    def _write_together(self) -> None:
+        """Write what was added."""
+        with _naming(self._path):
+            while self._together:
+                done = os.writev(self._file.fileno(), self._together)  # all of it, or less
+                while self._together and done >= len(self._together[0]):
+                    done -= len(self._together.popleft())
+                if done:
+                    self._together[0] = self._together[0][done:]
+        self._together_bytes = 0
 
     def close(self) -> None:
         """Bring everything to the disk.
@@ -159,6 +184,7 @@ class TensorWriter:
             raise CheckpointError(
                 f"{len(self._left)} announced tensors were never written, {self._left[0]!r} first"
             )
+        self._write_together()
         with _naming(self._path):
             self._file.seek(self._sums_at)
             self._file.write("".join(self._sums).encode())
@@ -181,6 +207,16 @@ class TensorWriter:
             self.close()
         else:
             self.abandon()
+
+
+def _bytes_of(tensor: Tensor) -> memoryview:
+    """Of a tensor, in its order. One that lies so on the host costs no operation of torch: after each of them a thread has to
+    wait for the interpreter again."""
+    if tensor.device.type != "cpu" or tensor.requires_grad or not tensor.is_contiguous():
+        tensor = tensor.detach().to("cpu").contiguous()
+    if tensor.dtype == torch.bfloat16:  # which numpy does not know
+        tensor = tensor.view(torch.int16)
+    return tensor.numpy().reshape(-1).view(np.uint8).data
 
 
 @contextmanager
