@@ -17,6 +17,7 @@ from stepping_cases import SHAPES, Small, adam
 from meshfold.mesh import Group
 from meshfold.zero_gemini import measuring
 from meshfold.zero_gemini.arena import Arena
+from meshfold.zero_gemini.memory import Memory
 from meshfold.zero_gemini.page_locked import PAGE_BYTES, page_locked
 from meshfold.zero_gemini.placing import Home
 from meshfold.zero_gemini.planner import EMULATED, H200, REGIMES, Machine, stack
@@ -187,6 +188,40 @@ def test_what_passes_through_the_device_is_as_fast_as_its_steps_showed() -> None
     assert replace(found, passage=5e9, beside_passage=6e9, moments_memory=0.0) == machine
     cores = as_seen(machine, regime, {**took, "passage": Pace(n - 1, 3.0)}, passed=26.0)
     assert replace(cores, moments_memory=0.0) == machine
+
+
+def test_into_second_copies_the_cores_are_as_fast_as_seen() -> None:
+    regime, n = REGIMES["A"], ENOUGH_ELEMS
+    took: dict[What, Pace] = {"second copy": Pace(n, 2.0), "passage": Pace(n, 1.0)}
+    both = as_seen(replace(EMULATED, passage=5e9, beside_passage=6e9), regime, took, passed=26.0)
+    assert (both.beside_passage, both.passage) == (pytest.approx(26 * n / 2.0), pytest.approx(26 * n))
+    assert as_seen(EMULATED, regime, took).host_memory == pytest.approx((26 + 4) * n / 2.0)
+
+
+def test_a_disk_is_as_fast_as_the_steps_of_what_is_on_it() -> None:
+    regime, n = REGIMES["A"], 2 * ENOUGH_ELEMS
+    found = as_seen(EMULATED, regime, {"disk": Pace(n, 7.0)})
+    assert 10 * n / found.disk_read + 10 * n / found.disk_write == pytest.approx(7.0)
+    assert found.disk_read / found.disk_write == pytest.approx(EMULATED.disk_read / EMULATED.disk_write)
+    same = replace(found, disk_read=EMULATED.disk_read, disk_write=EMULATED.disk_write)
+    assert same == EMULATED
+
+
+def test_together_counts_the_best_stretch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Cores and device are measured at the same time, and give their memory back."""
+    monkeypatch.setattr(measuring, "_ELEMENTS", 2**16)
+    monkeypatch.setattr(measuring, "_STRETCH_S", 0.02)
+    device, regime = torch.device("cpu"), REGIMES["A"]
+    made: list[Memory] = []
+
+    def memory(device: torch.device) -> Memory:
+        made.append(Memory(device))
+        return made[-1]
+
+    monkeypatch.setattr(measuring, "Memory", memory)
+    through, cores = measuring._together(device, regime)
+    assert through > 0 and cores > 0
+    assert made[0].compute.used_bytes == made[0].home.used_bytes == 0
 
 
 def test_moments_are_hidden_as_fast_as_they_were_seen() -> None:

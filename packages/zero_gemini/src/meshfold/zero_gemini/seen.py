@@ -26,6 +26,8 @@ def as_seen(machine: Machine, regime: Regime, paces: Mapping[What, Pace], *, pas
     Where the device steps some of the host's chunks, cores and device share the host's memory as they do in no sample: on
     H200 hosts the cores were 7 to 34 % faster than beside a sample's passage, the device up to a third slower.
 
+    A disk may be slower for hundreds of GiB than for the one of a sample. Its rates change in proportion.
+
     Args:
         machine: measured by a sample.
         regime: bytes an element.
@@ -58,4 +60,7 @@ def as_seen(machine: Machine, regime: Regime, paces: Mapping[What, Pace], *, pas
         machine = replace(machine, host_memory=found, beside_passage=share * machine.beside_passage)
     if found := rate({"moments": regime.second_pass + both_ways}):
         machine = replace(machine, moments_memory=found)
+    if found := rate({"disk": regime.state}):  # each of its bytes is read and written
+        share = found * (1 / machine.disk_read + 1 / machine.disk_write)
+        machine = replace(machine, disk_read=share * machine.disk_read, disk_write=share * machine.disk_write)
     return machine

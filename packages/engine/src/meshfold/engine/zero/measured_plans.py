@@ -74,7 +74,9 @@ class MeasuredPlans:
             ),
             gpu_bytes=device_bytes(world.device),
         )
-        machine = as_seen(machine, self._regime, watcher.paces)
+        # A first step reads nothing from a disk: what is written nowhere is zero.
+        paces: dict[What, Pace] = {what: pace for what, pace in watcher.paces.items() if what != "disk"}
+        machine = as_seen(machine, self._regime, paces)
         told = tell_all(
             [as_words(worst(watcher.traces, seconds=min)), asdict(machine)],
             world.stage_group,

@@ -38,8 +38,8 @@ from meshfold.zero_gemini.planner.options import OUT_OF_PLACE, SPLIT, SPLIT_ON_D
 from meshfold.zero_gemini.stepping.paces import Pace, What
 
 WATCHED_STEPS = 2
-CORRECTED_AFTER = 3
-"""Steps under a plan, of which the last says how fast the host's steps are: the first follows a step before the plan, and the
+CORRECTED_AFTER = 4
+"""Steps under a plan, of which the last two say how fast the host's steps are: the first follows a step before the plan, and the
 second makes kernels and takes memory for the first time."""
 STEADY = 16
 """Steps in a row whose gradients count the same, before a plan that waits for the norm is made again without."""
@@ -156,7 +156,7 @@ class Residency:
             return
         device, auto = self._world.device, self._spec.placement == "auto"
         paces = self._gemini.take_paces()
-        if len(self._took) >= CORRECTED_AFTER - 1:
+        if len(self._took) >= CORRECTED_AFTER - 2:
             self._paces |= {what: pace + self._paces.get(what, Pace()) for what, pace in paces.items()}
         self._took.append(took)
         peak = torch.cuda.max_memory_allocated(device) if device.type == "cuda" else 0

@@ -9,9 +9,9 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Literal
 
-What = Literal["whole", "parameters", "moments", "passage", "second copy"]
-"""A step in one go, its halves (see :mod:`meshfold.zero_gemini.stepping.worker`), one that the device makes, or one into a
-second copy of the state."""
+What = Literal["whole", "parameters", "moments", "passage", "second copy", "disk"]
+"""A step in one go, its halves (see :mod:`meshfold.zero_gemini.stepping.worker`), one that the device makes, one into a second
+copy of the state, or one of what is on a disk."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,7 +20,7 @@ class Pace:
 
     Attributes:
         elements: that they stepped.
-        seconds: that they took, one after the other; waiting for gradients or a disk is not in them.
+        seconds: that they took, one after the other; waiting for gradients is not in them, nor for a disk but for its own.
     """
 
     elements: int = 0

@@ -76,10 +76,7 @@ class ChunkStep:
         return sum(run.end - run.begin for run in self.runs)
 
     def _do_on_host(self, what: What, kernel: Callable[..., None]) -> None:
-        if self.held.place == "disk":  # waits for it too
-            self._do(kernel)
-            return
-        with self.paces.clock(what, self._elements):
+        with self.paces.clock("disk" if self.held.place == "disk" else what, self._elements):
             self._do(kernel)
 
     def _do(self, kernel: Callable[..., None]) -> None:
