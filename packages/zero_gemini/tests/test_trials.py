@@ -20,6 +20,7 @@ from training_cases import CPU, Model, batches, in_chunks, loss_of, make_model
 
 from meshfold.mesh.testing import run_on_ranks
 from meshfold.zero_gemini import Gemini, Home, Memory
+from meshfold.zero_gemini.backward import Backward
 from meshfold.zero_gemini.chunk import Chunk
 from meshfold.zero_gemini.stepping.trials import Trials
 
@@ -261,15 +262,17 @@ def accumulated(on_trial: bool) -> list[Tensor]:
     return found
 
 
-def several(on_trial: bool) -> list[Tensor]:
-    """Each of the backwards before a step could be its last: then nothing is tried any more."""
+def several(on_trial: bool, kinds: tuple[Backward, ...] = ()) -> list[Tensor]:
+    """There are more backwards after one that could be a step's last: then nothing is tried any more."""
     model = make_model()
     gemini = in_chunks(model, torch.bfloat16, homes_of("streamed"))
     with Seen() as seen:
         gemini.step_on_trial(on_trial)
         for number in range(6):
             gemini.begin(last=True)
-            for ids, extra in batches(12)[2 * number : 2 * number + 2]:
+            for place, (ids, extra) in enumerate(batches(12)[2 * number : 2 * number + 2]):
+                if kinds:
+                    gemini.expect(kinds[place])
                 loss_of(model, ids, extra).backward()
             gemini.finish()
             gemini.clip(1e3)
@@ -281,14 +284,38 @@ def several(on_trial: bool) -> list[Tensor]:
     return found
 
 
-def compare_micro_steps() -> None:
-    for made in (accumulated, several):
+def clipped_by_value(on_trial: bool) -> list[Tensor]:
+    """The elements of gradients change after they were stepped with: then nothing is tried any more."""
+    model = make_model()
+    gemini = in_chunks(model, torch.bfloat16, homes_of("streamed"))
+    with Seen() as seen:
+        gemini.step_on_trial(on_trial)
+        for number in range(6):
+            ids, extra = batches(STEPS)[number]
+            gemini.begin(last=True)
+            loss_of(model, ids, extra).backward()
+            gemini.finish()
+            if number > 2:
+                gemini.clip_value(1e-3)
+            gemini.step()
+    assert [(begun > 0, kept > 0) for begun, kept in seen.steps] == [
+        (on_trial and step in (2, 3), on_trial and step == 2) for step in range(6)
+    ]
+    assert not gemini.steps_alike
+    found = everything(gemini)
+    gemini.close()
+    return found
+
+
+def compare_gradients() -> None:
+    told, more = (partial(several, kinds=kinds) for kinds in (("last", "last"), ("last", "more")))
+    for made in (accumulated, several, told, more, clipped_by_value):
         for a, b in zip(made(False), made(True), strict=True):
             assert torch.equal(a, b)
 
 
-def test_micro_steps() -> None:
-    run_on_ranks(1, compare_micro_steps)
+def test_gradients_of_several_backwards_or_changed_after_one() -> None:
+    run_on_ranks(1, compare_gradients)
 
 
 def bytes_of_copies() -> None:

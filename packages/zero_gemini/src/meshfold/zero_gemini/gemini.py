@@ -132,6 +132,8 @@ class Gemini(HeldModel):
     def clip_value(self, bound: float) -> None:
         """Bring every element of the gradient, times the factor it counts with, into [-bound, bound]."""
         self._keep_as_they_are(not self._flow.steps_early, "to be clipped")
+        if self._trials is not None:
+            self._trials.give_up()
         self.flush()
         limit = bound / float(self._scale)
         for shard in self._flow.shards().values():
@@ -144,6 +146,8 @@ class Gemini(HeldModel):
         self.holds_gradients = not self._flow.steps_early
         if self.holds_gradients:
             self.flush()
+            if self._trials is not None:
+                self._trials.check()
             self._stepper.step(self._flow.shards(), self._scale, self._flow.used())
             if self._trials is not None and any(chunk.is_due for chunk in self.chunks):
                 self._trials.learn(self._scale)

@@ -37,6 +37,7 @@ class ChunkGradient:
         measured: what ``measure`` said of the complete shard on the device, before it went home or was handed out.
         is_settled: all ranks know that no more gradient comes before the next step.
         is_gone: it was handed out.
+        sums: how often something was added to the shard, ever.
     """
 
     def __init__(
@@ -71,6 +72,7 @@ class ChunkGradient:
         self.shard: Tensor | None = None
         self.used: set[int] = set()
         self.is_settled = self.is_gone = False
+        self.sums = 0
 
     @property
     def _every_time(self) -> bool:
@@ -259,6 +261,7 @@ class ChunkGradient:
         elif self.shard is not None:  # an earlier micro-step's, which went home
             tensor.add_(fetch(self.shard, self.chunk.device))
         self._here, self.shard, self.measured = arrived, tensor, None
+        self.sums += 1
         if self._kind == "final":
             self.measured = self._measure(tensor)
             if self._flags is not None:

@@ -24,7 +24,7 @@ class TrialSteps:
     """Decides when to step on trial.
 
     Attributes:
-        alike: steps in a row, up to the last, whose gradients counted the same.
+        alike: steps in a row, up to the last, whose gradients counted the same; 0 if trials are of no use.
     """
 
     def __init__(self, stepper: AdamStepper) -> None:
@@ -32,8 +32,9 @@ class TrialSteps:
         stepper: makes the steps.
         """
         self._stepper = stepper
-        self._on = self._in_several = False
+        self._on = self._in_vain = False
         self._factor: float | None = None  # the last step's
+        self._sums: dict[ChunkGradient, int] = {}  # of what was stepped with since the last step, when it was
         self.alike = 0
 
     def turn(self, on: bool) -> bool:
@@ -48,11 +49,13 @@ class TrialSteps:
     @property
     def are_made(self) -> bool:
         """Whether the coming step is one to be made on trial."""
-        return self._on and self.alike >= ALIKE and not self._in_several
+        return self._on and self.alike >= ALIKE
 
     def begin(self) -> None:
         """Before a backward that may be a step's last."""
-        if self.are_made:
+        if self._sums:
+            self.give_up()
+        elif self.are_made:
             self._stepper.begin_trials()
 
     def offer(self, gradient: ChunkGradient) -> None:
@@ -60,22 +63,33 @@ class TrialSteps:
         if not self.are_made or self._factor is None or gradient.home != "host" or gradient.shard is None:
             return
         chunk = gradient.chunk
-        if self._stepper.is_on_trial(
-            chunk
-        ):  # gradients are the sums of several backwards that could each be the last
-            self._in_several = True
-            self._stepper.drop_trials()
+        if gradient in self._sums:  # it is the sum of several backwards that could each be the last
+            self.give_up()
             return
         used = {chunk.spec.names[place] for place in gradient.used}
         if self._stepper.try_step(chunk, gradient.shard, used, factor=self._factor, ready=gradient.arrival()):
             gradient.hand_over(partial(self._stepper.done_with, chunk))
+            self._sums[gradient] = gradient.sums
+
+    def check(self) -> None:
+        """Before a step: whether gradients are still those that were stepped with."""
+        if any(gradient.sums != sums for gradient, sums in self._sums.items()):
+            self.give_up()
 
     def learn(self, scale: float | Tensor) -> None:
         """After a step: what its gradients counted times."""
+        if self._in_vain:
+            return
         factor = float(scale)
         self.alike = self.alike + 1 if factor == self._factor else 1
         self._factor = factor
 
     def drop(self) -> None:
-        """No step follows what was stepped on trial."""
+        """After a step; or none follows what was stepped on trial."""
+        self._sums.clear()
         self._stepper.drop_trials()
+
+    def give_up(self) -> None:
+        """Gradients are others than those that steps were made with, and will be again: from now on none is made on trial."""
+        self._in_vain, self.alike = True, 0
+        self.drop()

@@ -240,10 +240,6 @@ class AdamStepper(AdamValues):
         self.drop_trials()
         self._groups = self._groups_of()
 
-    def is_on_trial(self, chunk: Chunk) -> bool:
-        """Whether a chunk was stepped on trial since the last step."""
-        return chunk in self._trials.open
-
     def try_step(
         self, chunk: Chunk, gradient: Tensor, used: set[str], *, factor: float, ready: Callable[[], None]
     ) -> bool:
