@@ -15,13 +15,14 @@ import torch
 from torch import Tensor
 
 from meshfold.engine import CheckpointError, Engine
-from meshfold.engine.checkpoints import rectangles, saving
+from meshfold.engine.checkpoints import background_save, rectangles, saving
 from meshfold.engine.checkpoints.checkpoint import Checkpoint
 from meshfold.engine.checkpoints.rank_file import RankFile
 from meshfold.engine.checkpoints.tensor_file import TensorWriter
 from meshfold.engine.cli import main
 from meshfold.engine.models import GPT, GPTConfig, Llama, LlamaConfig
 from meshfold.mesh.testing import run_on_ranks
+from meshfold.zero_gemini import Gemini
 
 SIZES: dict[str, Any] = dict(vocab_size=37, hidden=32, layers=4, heads=4, max_positions=16, dropout=0.1)
 
@@ -189,6 +190,38 @@ def test_state_on_a_disk_is_not_copied_to_memory(tmp_path: Path) -> None:
     found = Checkpoint(tmp_path / "ckpt").optimizer
     assert set(found) == set(wanted)
     assert all(torch.equal(found[name].clone(), value) for name, value in wanted.items())
+
+
+@pytest.mark.parametrize("place", ["cpu", "cuda", "trials"])
+@pytest.mark.parametrize("stage", [1, 3])
+def test_under_zero_a_save_is_of_its_call_however_late_it_looks(
+    place: str, stage: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its thread begins when the next backward is over, in which steps may be made on trial; ``save`` looked at no tensor."""
+    monkeypatch.setattr(background_save, "HEAD_START_S", 60.0)
+    zero = dict(stage=stage, placement="cuda" if place == "cuda" else "cpu")
+    with engine_of("gpt", dict(zero=zero), precision="bf16", clip_grad_norm=1e3) as engine:
+        gemini = engine._states.gemini  # type: ignore[attr-defined]
+        gemini.step_on_trial(place == "trials")
+        for ids in batches()[:3]:
+            engine.train_step(ids)
+        wanted = engine.full_state_dict()
+        sources = engine._model_state.optimizer_sources()
+        moments = {name: source.read().clone() for name, source in sources.items()}
+        with monkeypatch.context() as patch:
+            patch.setattr(Gemini, "parts", lambda *_: pytest.fail("a tensor was looked at"))
+            under_way = engine.save(tmp_path / "ckpt", asynchronous=True)
+            assert under_way is not None
+            ids = batches()[3]
+            engine.backward(engine(ids, labels=ids).loss)
+            assert bool(gemini._trials._sums) == (place == "trials")
+            under_way.wait_until_copied()
+        engine.step()
+    found = Checkpoint(tmp_path / "ckpt")
+    for stored, expected in ((found.model, wanted), (found.optimizer, moments)):
+        assert set(stored) == set(expected) - {"head.weight"}  # tied
+        for name in stored:
+            assert torch.equal(stored[name].clone(), expected[name]), name
 
 
 def held_up(path: str) -> dict[str, Any]:

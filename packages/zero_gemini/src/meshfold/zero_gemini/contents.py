@@ -14,7 +14,7 @@ from meshfold.mesh.parts import Parts
 from meshfold.zero_gemini.agree import tell_all
 from meshfold.zero_gemini.chunk import Chunk
 from meshfold.zero_gemini.faults import Faults
-from meshfold.zero_gemini.stepping import Entry, Stepper
+from meshfold.zero_gemini.stepping import AdamStepper, Entry, Stepper
 from meshfold.zero_gemini.stepping.whole import WholeStepper
 
 
@@ -89,6 +89,24 @@ class Contents:
             return stepper.parts(name, key)
         mine = next(part for part in chunk.slices if part.name == name)
         return Parts((chunk.shard[mine.shard_start : mine.shard_start + mine.length],))
+
+    def noted(self) -> Callable[[str, str | None], Parts] | None:
+        """What :meth:`parts` says now, to be asked later, in any thread, until the next step or move; None if that cannot be."""
+        adam = self._stepper.noted() if isinstance(self._stepper, AdamStepper) else None
+        if adam is None:
+            return None
+        shards = {chunk: chunk.shard for chunk in self._chunk_of.values()}
+
+        def parts(name: str, key: str | None) -> Parts:
+            if not self.kept(name):
+                return Parts(())
+            if self._stepper_of(name) is not None:
+                return adam.parts(name, key)
+            chunk = self._chunk_of[name]
+            mine = next(part for part in chunk.slices if part.name == name)
+            return Parts((shards[chunk][mine.shard_start : mine.shard_start + mine.length],))
+
+        return parts
 
     def true_dtype(self, name: str) -> torch.dtype:
         """Of a parameter's true value."""

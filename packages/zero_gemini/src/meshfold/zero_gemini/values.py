@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from functools import partial
 
 import torch
@@ -87,6 +88,15 @@ class ParameterValues(ABC):
             DiskError: if they cannot be read.
         """
         return self._contents.parts(self._name_of(parameter), key)
+
+    def noted_parts(self) -> Callable[[Tensor, str | None], Parts] | None:
+        """:meth:`parts` as they are now, to be asked for later and in any thread, until the next step or ``rehome``.
+
+        None where that cannot be: of state on a disk, and of other optimizers than Adam. All ranks must call.
+        """
+        self.flush()
+        found = self._contents.noted()
+        return None if found is None else lambda parameter, key: found(self._name_of(parameter), key)
 
     def axes_over(self, parameter: Tensor) -> tuple[str, ...]:
         """The axes whose ranks share a parameter's chunk."""

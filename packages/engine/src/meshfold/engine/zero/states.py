@@ -18,7 +18,7 @@ from meshfold.engine.optimizers import Factory
 from meshfold.engine.precision import Precision
 from meshfold.engine.recompute import RecomputedBlocks
 from meshfold.engine.refusals import refuse_empty
-from meshfold.engine.states import Source, held
+from meshfold.engine.states import Source, Sources, held
 from meshfold.engine.world import PIPE, World
 from meshfold.engine.zero.allocator import grow_segments
 from meshfold.engine.zero.homes import Sizes, first_homes, gradient_dtype
@@ -29,6 +29,7 @@ from meshfold.engine.zero.staying import StayingBytes
 from meshfold.mesh import Mesh, SpecError
 from meshfold.mesh.metadata import placed
 from meshfold.mesh.names import plain
+from meshfold.mesh.parts import Parts
 from meshfold.zero_gemini import Entry, Gemini, Memory
 from meshfold.zero_gemini.backward import Backward
 from meshfold.zero_gemini.measuring import measure_early
@@ -242,27 +243,54 @@ class ZeroStates:
             put(whole, tensor, tensor)
 
     def optimizer_sources(self) -> dict[str, Source]:
-        found: dict[str, Source] = {}
+        return dict(self._optimizer_sources(self.gemini.state_entries(), self.gemini.parts))
+
+    def _optimizer_sources(
+        self, entries: Mapping[str, Mapping[str, Entry]], parts: Callable[[Tensor, str | None], Parts]
+    ) -> Iterator[tuple[str, Source]]:
         parameters = {name: parameter for parameter, name in self._names.items()}
-        for name, entries in self.gemini.state_entries().items():
+        for name, mine in entries.items():
             meta = placed(parameters[name], self._world.mesh)
-            for key, entry in entries.items():
-                found[f"{self._title(name)}/{key}"] = Source(
+            for key, entry in mine.items():
+                source = Source(
                     dtype=getattr(torch, entry.dtype),
                     shape=meta.placement.shape if entry.like else tuple(entry.shape),
                     read=self._reader(name, key, entry, parameters[name]),
                     cut=partial(self._cut_of_state, entry, parameters[name]),
-                    parts=partial(self.gemini.parts, parameters[name], key),
+                    parts=partial(parts, parameters[name], key),
                     on_disk=self.gemini.is_on_disk(parameters[name], key),
                 )
-        return found
+                yield f"{self._title(name)}/{key}", source
 
-    def noted_sources(self, names: Mapping[Tensor, str]) -> dict[str, Source]:
-        # A forward gathers chunks and moves them, so what is kept of each is looked up now.
-        return {name: self.source(tensor) for tensor, name in names.items()}
+    def noted_sources(self, names: Mapping[Tensor, str]) -> Sources:
+        parts = self._noted_parts()
+        if parts is None:
+            return {name: self.source(tensor) for tensor, name in names.items()}
+        # A forward changes buffers, and lets no chunk lie elsewhere.
+        noted = [
+            (name, tensor, None if tensor in self._names else tensor.detach().clone())
+            for tensor, name in names.items()
+        ]
 
-    def noted_optimizer_sources(self) -> dict[str, Source]:
-        return self.optimizer_sources()  # likewise
+        def made() -> Iterator[tuple[str, Source]]:
+            for name, tensor, copy in noted:
+                if copy is None:
+                    yield name, self.source(tensor)._replace(parts=partial(parts, tensor, None))
+                else:
+                    yield name, held(copy, tensor, self._world)
+
+        return made
+
+    def noted_optimizer_sources(self) -> Sources:
+        parts = self._noted_parts()
+        if parts is None:
+            return self.optimizer_sources()
+        entries = self.gemini.state_entries()
+        return lambda: self._optimizer_sources(entries, parts)
+
+    def _noted_parts(self) -> Callable[[Tensor, str | None], Parts] | None:
+        # Stages of a pipeline tell each other what they have, which a thread beside the training could not.
+        return None if self._world.pipelined else self.gemini.noted_parts()
 
     def _cut(self, parameter: Tensor) -> Cut:
         """Of what lies like a parameter: this rank's run of it."""

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Sequence
-from functools import partial
+from collections.abc import Iterable
 
 import torch
 from torch import Tensor, nn
@@ -14,6 +13,7 @@ from meshfold.mesh.parts import Parts
 from meshfold.zero_gemini.chunk import Chunk
 from meshfold.zero_gemini.stepping.base import Entry
 from meshfold.zero_gemini.stepping.held import Held
+from meshfold.zero_gemini.stepping.noted import NotedAdam
 from meshfold.zero_gemini.stepping.planes import MOMENTS
 
 
@@ -108,17 +108,15 @@ class AdamValues(ABC):
             return Parts((self.read(name, key),))
         if held.place == "disk":
             return Parts((self.true(name) if key is None else self.read(name, key),))
-        if key is None and held.chunk.dtype == torch.float32:
-            return Parts((self.true(name),))
-        begin, end = self._range(name)
-        planes = held.cut(begin, end, ("parameter", "lo") if key is None else (key, f"{key}_scale"))
-        if key is None:
-            if held.chunk.dtype == torch.float16:
-                return Parts(planes)
-            return Parts((held.weights.tensor[begin:end], *planes), _master)
-        if len(planes) > 1:
-            return Parts(planes, partial(_moment, key))
-        return Parts(planes) if planes[0].dtype == torch.float32 else Parts(planes, _widened)
+        return held.noted().parts(*self._range(name), key)
+
+    def noted(self) -> NotedAdam | None:
+        """Where everything lies: good until the next step or move. None if some of it is on a disk."""
+        self._wait()
+        if any(held.place == "disk" for held in self._held.values()):
+            return None
+        chunks = {chunk: held.noted() for chunk, held in self._held.items()}
+        return NotedAdam(chunks=chunks, chunk_of=self._chunks, steps=dict(self._steps))
 
     @torch.no_grad()
     def write(self, name: str, key: str, value: Tensor) -> None:
@@ -142,21 +140,6 @@ class AdamValues(ABC):
     def _range(self, name: str) -> tuple[int, int]:
         part = next(part for part in self._chunks[name].slices if part.name == name)
         return part.shard_start, part.shard_start + part.length
-
-
-def _master(planes: Sequence[Tensor]) -> Tensor:
-    """True weights of their two planes."""
-    return join_master(*planes)
-
-
-def _moment(key: str, planes: Sequence[Tensor]) -> Tensor:
-    """A moment of its codes and scales."""
-    return QuantizedState.decoded(key, *planes)
-
-
-def _widened(planes: Sequence[Tensor]) -> Tensor:
-    """A moment that is kept in fewer bits."""
-    return planes[0].float()
 
 
 def _joined(parts: Iterable[Tensor]) -> Tensor:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -14,6 +14,7 @@ from meshfold.zero_gemini.chunk import Chunk
 from meshfold.zero_gemini.errors import MemoryPlanError
 from meshfold.zero_gemini.memory import Place
 from meshfold.zero_gemini.placing import Home
+from meshfold.zero_gemini.stepping.noted import NotedChunk
 from meshfold.zero_gemini.stepping.on_disk import DiskPlanes
 from meshfold.zero_gemini.stepping.passage import HostState
 from meshfold.zero_gemini.stepping.planes import cut, planes_of, state_of
@@ -141,13 +142,14 @@ class Held:
 
     # -- pieces -------------------------------------------------------------------------------------------------
 
-    def cut(self, begin: int, end: int, names: Collection[str]) -> tuple[Tensor, ...]:
-        """The elements from ``begin`` up to ``end`` of those of some planes that there are, of state in memory: views."""
-        return tuple(
-            self._blocks[plane.name].tensor[begin // plane.each : plane.numel(end)]
+    def noted(self) -> NotedChunk:
+        """Where it lies; the planes only of state in memory."""
+        planes = {
+            plane.name: (plane, self._blocks[plane.name].tensor)
             for plane in self.planes
-            if plane.name in names
-        )
+            if plane.name in self._blocks
+        }
+        return NotedChunk(dtype=self.chunk.dtype, weights=self.weights.tensor, planes=planes)
 
     def pieces_of(self, spans: Sequence[tuple[int, int]]) -> list[Piece]:
         """What of some runs of elements is on disk, in order."""
