@@ -201,18 +201,27 @@ def test_steps_that_clip_are_not() -> None:
     engine.close()
 
 
-def test_copies_are_no_reason_to_fill_a_host_whose_limit_nobody_knows(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    for free, strategy in ((0, SPLIT), (2**40, OUT_OF_PLACE)):
+def test_copies_are_no_reason_to_fill_a_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where nobody has said how much is to be used, as much again as they take must be left."""
+    monkeypatch.setattr(measuring, "host_bytes", lambda: measuring.UNLIMITED)
+    monkeypatch.setattr(measured_plans, "free_host_bytes", lambda: 2**40)
+    measuring._rates.cache_clear()
+    with expecting(OUT_OF_PLACE):
+        engine = trained(dict(gpu_memory_limit=10 * MiB), steps=3, clip_grad_norm=1e3)[2]
+    plans, plan = residency(engine)._plans, residency(engine).plan
+    assert plan is not None and plan.strategy == OUT_OF_PLACE
+    there = {chunk.name for chunk in plan.chunks if chunk.state == "host"}
+    copies = 12 * sum(cost.elems for cost in plan.workload.chunks if cost.name in there)
+    for free in (2 * copies, 2 * copies - 1):
         monkeypatch.setattr(measured_plans, "free_host_bytes", lambda free=free: free)
-        monkeypatch.setattr(measuring, "host_bytes", lambda: measuring.UNLIMITED)
-        measuring._rates.cache_clear()
+        assert plans._has_room_for_copies(plan) == (free == 2 * copies)
         with expecting(OUT_OF_PLACE):
-            engine = trained(dict(gpu_memory_limit=10 * MiB), steps=3, clip_grad_norm=1e3)[2]
-        plan = residency(engine).plan
-        assert plan is not None and plan.strategy == strategy
-        engine.close()
+            again = plans.plan(plan.workload, plan.machine, shrunk=0.0)
+        assert again.strategy == (OUT_OF_PLACE if free == 2 * copies else SPLIT)
+    for left in (copies, copies - 1):
+        group = replace(plan.machine, host_bytes=plan.peak_host_bytes + left)
+        assert plans._has_room_for_copies(replace(plan, machine=group)) == (left == copies)
+    engine.close()
     measuring._rates.cache_clear()
 
 

@@ -127,10 +127,11 @@ class MeasuredPlans:
     def _has_room_for_copies(self, made: Plan) -> bool:
         """Whether the host has memory for second copies of what a plan has there, which it could do without.
 
-        Where a limit is known the plan is within it. Where none is, only what the system says is free counts. All ranks of
-        a stage must call.
+        Within a limit that a person gave there is, as the plan is within it. Of what a control group or the system has left,
+        as much again stays free: for the copies of a checkpoint that is written beside the training, and for others. All
+        ranks of a stage must call.
         """
-        if self._spec.host_memory_limit is not None or made.machine.host_bytes < UNLIMITED:
+        if self._spec.host_memory_limit is not None:
             return True
         regime = self._regime
         elems = sum(
@@ -139,8 +140,10 @@ class MeasuredPlans:
             if chunk.state == "host"
         )
         wanted = (regime.parameter + regime.state) * elems * made.workload.ranks_per_host
+        if made.machine.host_bytes < UNLIMITED:
+            return made.peak_host_bytes + wanted <= made.machine.host_bytes
         free: list[int] = tell_all(free_host_bytes(), self._world.stage_group, self._world.device)
-        return wanted < min(free)
+        return 2 * wanted <= min(free)
 
     @property
     def _wants_host(self) -> bool:
