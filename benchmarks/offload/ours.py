@@ -61,18 +61,12 @@ class Ours:
         # What the seconds were made from, and the host's steps as they were: where the two differ, and why.
         said["rates"] = {name: getattr(plan.machine, name) for name in RATES}
         said["terms"] = {f"{term.phase}: {term.name}": term.seconds for term in plan.terms if term.seconds}
-        said["host_elements"] = _on_host(plan)
+        said["host_elements"] = plan.host_elems
         measured = residency.measured
         return said | {"host_steps_seen": {} if measured is None else dict(measured.host_steps)}
 
     def close(self) -> None:
         self.engine.close()
-
-
-def _on_host(plan: Any) -> int:
-    """Elements whose optimizer state is in the host's memory."""
-    pairs = zip(plan.workload.chunks, plan.chunks, strict=True)
-    return sum(chunk.elems for chunk, made in pairs if made.state == "host")
 
 
 build = Ours

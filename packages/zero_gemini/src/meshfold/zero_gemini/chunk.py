@@ -171,8 +171,9 @@ class Chunk:
     def may_come_early(self) -> bool:
         """Whether to gather it before its use keeps nobody waiting. Ranks that share it must find the same: one alone may look
         how far the optimizer is."""
-        alone = self.group.size == 1 and self.is_stepped is not None
-        return not self.is_due or (alone and self.is_stepped is not None and self.is_stepped())
+        if not self.is_due:
+            return True
+        return self.group.size == 1 and self.is_stepped is not None and self.is_stepped()
 
     def settle(self) -> None:
         """Wait for the optimizer, if it is still at work on the shard."""

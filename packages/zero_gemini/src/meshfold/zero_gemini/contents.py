@@ -15,6 +15,7 @@ from meshfold.zero_gemini.agree import tell_all
 from meshfold.zero_gemini.chunk import Chunk
 from meshfold.zero_gemini.faults import Faults
 from meshfold.zero_gemini.stepping import AdamStepper, Entry, Stepper
+from meshfold.zero_gemini.stepping.noted import NotedAdam
 from meshfold.zero_gemini.stepping.whole import WholeStepper
 
 
@@ -82,31 +83,21 @@ class Contents:
 
         Flat, as they lie in memory; none where this rank keeps none. Without communication.
         """
-        stepper, chunk = self._stepper_of(name), self._chunk_of[name]
-        if not self.kept(name):
-            return Parts(())
-        if stepper is not None:
-            return stepper.parts(name, key)
-        mine = next(part for part in chunk.slices if part.name == name)
-        return Parts((chunk.shard[mine.shard_start : mine.shard_start + mine.length],))
+        return self._parts(name, key, self._stepper)
 
     def noted(self) -> Callable[[str, str | None], Parts] | None:
         """What :meth:`parts` says now, to be asked later, in any thread, until the next step or move; None if that cannot be."""
         adam = self._stepper.noted() if isinstance(self._stepper, AdamStepper) else None
-        if adam is None:
-            return None
-        shards = {chunk: chunk.shard for chunk in self._chunk_of.values()}
+        return None if adam is None else lambda name, key: self._parts(name, key, adam)
 
-        def parts(name: str, key: str | None) -> Parts:
-            if not self.kept(name):
-                return Parts(())
-            if self._stepper_of(name) is not None:
-                return adam.parts(name, key)
-            chunk = self._chunk_of[name]
-            mine = next(part for part in chunk.slices if part.name == name)
-            return Parts((shards[chunk][mine.shard_start : mine.shard_start + mine.length],))
-
-        return parts
+    def _parts(self, name: str, key: str | None, state: Stepper | NotedAdam | None) -> Parts:
+        if not self.kept(name):
+            return Parts(())
+        if state is not None and self._stepper_of(name) is not None:
+            return state.parts(name, key)
+        chunk = self._chunk_of[name]
+        mine = next(part for part in chunk.slices if part.name == name)
+        return Parts((chunk.shard[mine.shard_start : mine.shard_start + mine.length],))
 
     def true_dtype(self, name: str) -> torch.dtype:
         """Of a parameter's true value."""

@@ -52,15 +52,15 @@ class TrialSteps:
         return self._on and self.alike >= ALIKE
 
     def begin(self) -> None:
-        """Before a backward that may be a step's last."""
+        """Before a backward that may be a step's last, in which steps are made on trial."""
         if self._sums:
             self.give_up()
-        elif self.are_made:
+        else:
             self._stepper.begin_trials()
 
     def offer(self, gradient: ChunkGradient) -> None:
-        """A gradient is complete, as far as one knows, and on its way home."""
-        if not self.are_made or self._factor is None or gradient.home != "host" or gradient.shard is None:
+        """In such a backward a gradient is complete, as far as one knows, and on its way home."""
+        if self._factor is None or gradient.home != "host" or gradient.shard is None:
             return
         chunk = gradient.chunk
         if gradient in self._sums:  # it is the sum of several backwards that could each be the last

@@ -134,12 +134,7 @@ class MeasuredPlans:
         if self._spec.host_memory_limit is not None:
             return True
         regime = self._regime
-        elems = sum(
-            cost.elems
-            for cost, chunk in zip(made.workload.chunks, made.chunks, strict=True)
-            if chunk.state == "host"
-        )
-        wanted = (regime.parameter + regime.state) * elems * made.workload.ranks_per_host
+        wanted = (regime.parameter + regime.state) * made.host_elems * made.workload.ranks_per_host
         if made.machine.host_bytes < UNLIMITED:
             return made.peak_host_bytes + wanted <= made.machine.host_bytes
         free: list[int] = tell_all(free_host_bytes(), self._world.stage_group, self._world.device)

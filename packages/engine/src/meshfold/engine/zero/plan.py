@@ -74,13 +74,13 @@ def regime_of(
         step = gradient + 2 * (width + state)
         return Regime(
             name=f"{moments} moments", parameter=width, state=state, gradient=gradient, step=step, first_pass=step,
-            second_pass=0, out_of_place=step,
+            second_pass=0,
         )  # fmt: skip
     found = REGIMES[spec.regime if precision.name == "bf16" else precision.name]
     more = gradient - found.gradient  # each pass reads it once
     return replace(
         found, gradient=gradient, step=found.step + more, first_pass=found.first_pass + more,
-        second_pass=found.second_pass + more, out_of_place=found.out_of_place + more,
+        second_pass=found.second_pass + more,
     )  # fmt: skip
 
 

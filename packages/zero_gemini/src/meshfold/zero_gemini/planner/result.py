@@ -95,6 +95,12 @@ class Plan:
         return max(self.disk_bytes)
 
     @property
+    def host_elems(self) -> int:
+        """Elements whose optimizer state lives in the host's memory."""
+        pairs = zip(self.workload.chunks, self.chunks, strict=True)
+        return sum(chunk.elems for chunk, made in pairs if made.state == "host")
+
+    @property
     def binding(self) -> tuple[str, ...]:
         """The term that decides how long each phase takes, as ``phase: term``."""
         return tuple(f"{term.phase}: {term.name}" for term in self.terms if term.binds)

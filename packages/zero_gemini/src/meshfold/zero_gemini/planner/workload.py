@@ -31,18 +31,18 @@ class Regime:
     """read and written by a pass that writes only the new master."""
     second_pass: float
     """read and written by the pass that writes the moments afterwards."""
+    overwritten: float = 0.0
+    """read more by a pass into a second copy, where it is not written past the caches: what it will write over."""
 
-    out_of_place: float
-    """read and written by one pass into a second copy: no more, where it is written past the caches."""
+    @property
+    def out_of_place(self) -> float:
+        """Read and written by one pass that does the whole step into a second copy."""
+        return self.step + self.overwritten
 
 
 REGIMES = {
-    "A": Regime(
-        name="A", parameter=2, state=10, gradient=2, step=26, first_pass=18, second_pass=18, out_of_place=26
-    ),
-    "B": Regime(
-        name="B", parameter=2, state=6, gradient=2, step=18, first_pass=14, second_pass=10, out_of_place=18
-    ),
+    "A": Regime(name="A", parameter=2, state=10, gradient=2, step=26, first_pass=18, second_pass=18),
+    "B": Regime(name="B", parameter=2, state=6, gradient=2, step=18, first_pass=14, second_pass=10),
     # two 8-bit moments with a scale in fp32 for each 256: 2 + 8/256
     "C": Regime(
         name="C",
@@ -52,23 +52,12 @@ REGIMES = {
         step=14.0625,
         first_pass=12.03125,
         second_pass=6.0625,
-        out_of_place=14.0625 + 6.03125,
+        overwritten=6.03125,
     ),
     # a whole fp32 master beside the fp16 plane, which a step only writes
-    "fp16": Regime(
-        name="fp16",
-        parameter=2,
-        state=12,
-        gradient=2,
-        step=28,
-        first_pass=20,
-        second_pass=18,
-        out_of_place=28,
-    ),
+    "fp16": Regime(name="fp16", parameter=2, state=12, gradient=2, step=28, first_pass=20, second_pass=18),
     # the parameter is the master
-    "fp32": Regime(
-        name="fp32", parameter=4, state=8, gradient=4, step=28, first_pass=20, second_pass=20, out_of_place=28
-    ),
+    "fp32": Regime(name="fp32", parameter=4, state=8, gradient=4, step=28, first_pass=20, second_pass=20),
 }
 """A: exact split master, fp32 moments (12 B). B: bf16 moments (8 B). C: 8-bit moments (6.03 B). fp16: 14 B. fp32: 12 B."""
 

@@ -87,11 +87,12 @@ class Held:
                         views = cut(self.planes, tensors, a - piece.begin, z - piece.begin)
                         yield index, a, z, state_of(weights[a:z], views)
 
-    def in_memory(self, gradient: Tensor) -> HostState:
-        """All of it that is in memory, with a gradient of the shard."""
-        return HostState(
-            weights=self.weights.tensor, planes=self.planes, tensors=_tensors(self._blocks), gradient=gradient
-        )
+    def in_memory(self, gradient: Tensor, *, second: bool = False) -> HostState:
+        """All of it that is in memory, or the second copy, with a gradient of the shard."""
+        weights, blocks = self.weights.tensor, self._blocks
+        if second:
+            weights, blocks = self._second.weights.tensor, self._second.planes
+        return HostState(weights=weights, planes=self.planes, tensors=_tensors(blocks), gradient=gradient)
 
     # -- a second copy ------------------------------------------------------------------------------------------
 
@@ -105,7 +106,13 @@ class Held:
             self.second.free()
             self.second = None
         elif yes and self.second is None and self.place == "host":
-            self.second = SecondCopy.like(self.chunk.memory, self.weights.tensor, self.planes)
+            planes, weights = self._memory("host", zeros=False), self.weights.tensor
+            try:
+                block = self.chunk.memory.allocate(weights.numel(), weights.dtype, "host", "true weights")
+            except BaseException:
+                _freed(planes)
+                raise
+            self.second = SecondCopy(weights=block, planes=planes)
 
     def both(self, begin: int, end: int) -> tuple[AdamState, AdamState]:
         """The elements from ``begin`` up to ``end`` as they are, and those of the second copy: views."""
@@ -118,16 +125,6 @@ class Held:
             )
         )
         return mine, other
-
-    def second_in_memory(self, gradient: Tensor) -> HostState:
-        """As :meth:`in_memory`, of the second copy."""
-        second = self._second
-        return HostState(
-            weights=second.weights.tensor,
-            planes=self.planes,
-            tensors=_tensors(second.planes),
-            gradient=gradient,
-        )
 
     def exchange(self) -> None:
         """Let the second copy be what counts, and what counted be the second copy."""

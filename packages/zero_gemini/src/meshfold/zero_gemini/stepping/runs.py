@@ -183,7 +183,7 @@ class ChunkStep:
         with self.paces.clock("passage", self._elements):  # until the last pieces are going up
             return passage.step(
                 self.held.in_memory(self.gradient), self.spans, piece, moments=not first,
-                into=self.held.second_in_memory(self.gradient) if on_trial else None,
+                into=self.held.in_memory(self.gradient, second=True) if on_trial else None,
             )  # fmt: skip
 
 
