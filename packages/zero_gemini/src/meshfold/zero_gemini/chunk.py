@@ -264,6 +264,11 @@ class Chunk:
         start, length = (0, 0) if part is None else (part.parameter_start, part.length)
         return block.detach().reshape(-1)[start : start + length]
 
+    def span(self, name: str) -> tuple[int, int]:
+        """From and to which element of the shard a parameter goes, of which this rank has some."""
+        part = next(part for part in self.slices if part.name == name)
+        return part.shard_start, part.shard_start + part.length
+
     def lengths(self, name: str) -> list[int]:
         """How many elements of a parameter each rank of the group has."""
         slot = next(slot for slot in self.spec.slots if slot.name == name)

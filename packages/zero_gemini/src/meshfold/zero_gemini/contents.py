@@ -96,8 +96,8 @@ class Contents:
         if state is not None and self._stepper_of(name) is not None:
             return state.parts(name, key)
         chunk = self._chunk_of[name]
-        mine = next(part for part in chunk.slices if part.name == name)
-        return Parts((chunk.shard[mine.shard_start : mine.shard_start + mine.length],))
+        begin, end = chunk.span(name)
+        return Parts((chunk.shard[begin:end],))
 
     def true_dtype(self, name: str) -> torch.dtype:
         """Of a parameter's true value."""

@@ -138,8 +138,7 @@ class AdamValues(ABC):
         return self._held[self._chunks[name]]
 
     def _range(self, name: str) -> tuple[int, int]:
-        part = next(part for part in self._chunks[name].slices if part.name == name)
-        return part.shard_start, part.shard_start + part.length
+        return self._chunks[name].span(name)
 
 
 def _joined(parts: Iterable[Tensor]) -> Tensor:

@@ -66,8 +66,7 @@ class NotedAdam:
         if key == "step":
             return Parts((torch.tensor(float(self.steps[name])),))
         chunk = self.chunk_of[name]
-        part = next(part for part in chunk.slices if part.name == name)
-        return self.chunks[chunk].parts(part.shard_start, part.shard_start + part.length, key)
+        return self.chunks[chunk].parts(*chunk.span(name), key)
 
 
 def _master(planes: Sequence[Tensor]) -> Tensor:
