@@ -31,6 +31,7 @@ from meshfold.zero_gemini.stepping import runs
 from meshfold.zero_gemini.stepping.paces import Pace, What
 from meshfold.zero_gemini.stepping.trials import Trials
 from meshfold.zero_gemini.stepping.worker import Worker
+from meshfold.zero_gemini.trace import PhaseSeconds
 
 STEPS = 5
 
@@ -106,7 +107,7 @@ def limits_are_kept(folder: str, tight: int) -> None:
 
 def test_the_host_is_as_fast_as_the_watched_steps_showed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(seen, "ENOUGH_ELEMS", 1)  # the model is small
-    _, _, engine = trained(dict(gpu_memory_limit=10 * MiB), steps=3)
+    _, _, engine = trained(dict(gpu_memory_limit=10 * MiB), steps=2)
     found = residency(engine)
     paces, plan = found._watcher.paces, found.plan
     assert plan is not None
@@ -119,10 +120,14 @@ def test_the_host_is_as_fast_as_the_watched_steps_showed(monkeypatch: pytest.Mon
 
 def test_a_plan_is_corrected_by_its_own_first_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(seen, "ENOUGH_ELEMS", 1)  # the model is small
-    told: list[tuple[Plan, dict[What, Pace], Plan]] = []
+    told: list[tuple[Plan, dict[What, Pace], PhaseSeconds, Plan]] = []
 
-    def watched(plans: MeasuredPlans, made: Plan, *, peak: int, paces: dict[What, Pace]) -> Plan:
-        told.append((made, dict(paces), looked(plans, made, peak=peak, paces=paces)))
+    def watched(
+        plans: MeasuredPlans, made: Plan, *, peak: int, paces: dict[What, Pace], compute: PhaseSeconds
+    ) -> Plan:
+        told.append(
+            (made, dict(paces), compute, looked(plans, made, peak=peak, paces=paces, compute=compute))
+        )
         return told[-1][-1]
 
     def whole(gemini: Gemini) -> dict[What, Pace]:
@@ -135,7 +140,11 @@ def test_a_plan_is_corrected_by_its_own_first_steps(monkeypatch: pytest.MonkeyPa
     wanted = trained(dict(stage=3, placement="cuda"), steps=8)
     found = trained(dict(gpu_memory_limit=10 * MiB), steps=8)
     assert_same(found, wanted)
-    [(before, paces, after)] = told  # once
+    [(before, paces, compute, after)] = told  # once
+    work = after.workload
+    assert sum(chunk.forward_seconds for chunk in work.chunks) == pytest.approx(compute.forward)
+    again = sum(layer.recompute_seconds for layer in work.layers)
+    assert sum(chunk.backward_seconds for chunk in work.chunks) + again == pytest.approx(compute.backward)
     assert after.machine.host_memory == pytest.approx(
         20 * paces["parameters"].elements / paces["parameters"].seconds
     )

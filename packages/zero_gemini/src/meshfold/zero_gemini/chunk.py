@@ -161,7 +161,7 @@ class Chunk:
             return
         self._block.restore()
         mine = self._part()
-        with beside(self.device):
+        with self.memory.waiting("parameters"), beside(self.device):
             mine.copy_(self.shard, non_blocking=True)
             self._pending = all_gather_into(self._whole, mine, self.group)
             self._copied = mark(self.device)
@@ -189,8 +189,9 @@ class Chunk:
             ChunkError: if nothing was started.
         """
         if self._pending is not None:
-            queue_behind(self._copied, self.device)
-            self._pending.wait()
+            with self.memory.waiting("parameters"):
+                queue_behind(self._copied, self.device)
+                self._pending.wait()
             self._pending = self._copied = None
             self._show()
         elif not self._gathered:

@@ -23,7 +23,7 @@ from meshfold.zero_gemini.planner.options import OUT_OF_PLACE, SPLIT, SPLIT_ON_D
 from meshfold.zero_gemini.planner.policies import again, placed
 from meshfold.zero_gemini.seen import as_seen
 from meshfold.zero_gemini.stepping.paces import Pace, What
-from meshfold.zero_gemini.trace import workload_of
+from meshfold.zero_gemini.trace import PhaseSeconds, workload_of
 
 MARGIN = 0.03
 """Share of the device's limit that is left to the allocator's gaps."""
@@ -100,7 +100,14 @@ class MeasuredPlans:
         tokens *= flying.microbatches
         return workload_of_stages(trace, uses, flying, tokens=tokens, **common), machine
 
-    def seen(self, made: Plan, *, peak: int, paces: Mapping[What, Pace]) -> Plan:
+    def seen(
+        self,
+        made: Plan,
+        *,
+        peak: int,
+        paces: Mapping[What, Pace],
+        compute: PhaseSeconds | None = None,
+    ) -> Plan:
         """A plan as its first steps showed it: nothing moves, but its seconds and bytes are of what was seen.
 
         A trace knows the most at every moment of all that is no model data, and the most of model data, not whether both
@@ -111,18 +118,25 @@ class MeasuredPlans:
             made: the plan.
             peak: bytes of the device that its steps took at most; 0 where nobody counts them.
             paces: of the host's steps under it.
+            compute: of one micro-step under it; None: as planned with. The slowest rank's counts.
         """
         passed = 0.0
         if made.machine.passage:
             passed = self._regime.first_pass if made.strategy == SPLIT_ON_DEVICE else self._regime.step
         machine = as_seen(made.machine, self._regime, paces, passed=passed)
-        told = tell_all([peak, asdict(machine)], self._world.stage_group, self._world.device)
-        most, workload = max(most for most, _ in told), made.workload
+        mine = None if compute is None else [compute.forward, compute.backward]
+        told = tell_all([peak, asdict(machine), mine], self._world.stage_group, self._world.device)
+        most, workload = max(most for most, _, _ in told), made.workload
         spare = made.peak_gpu_bytes - most
         if most and spare > MARGIN * made.peak_gpu_bytes:
             less = tuple(max(0, value - spare) for value in workload.non_model_bytes)
             workload = replace(workload, non_model_bytes=less)
-        return again(made, workload, _slowest(machine, [entry for _, entry in told]))
+        spent = [seconds for _, _, seconds in told if seconds is not None]
+        if spent:
+            forward, backward = (max(seconds) for seconds in zip(*spent, strict=True))
+            kept = [layer.name for layer in made.layers if layer.kept]
+            workload = workload.taking(forward=forward, backward=backward, kept=kept)
+        return again(made, workload, _slowest(machine, [entry for _, entry, _ in told]))
 
     def _has_room_for_copies(self, made: Plan) -> bool:
         """Whether the host has memory for second copies of what a plan has there, which it could do without.

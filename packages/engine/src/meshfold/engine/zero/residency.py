@@ -118,8 +118,22 @@ class Residency:
             self._begun = time.perf_counter()
             if self._wanted and self.plan is not None and self._world.device.type == "cuda":
                 torch.cuda.reset_peak_memory_stats(self._world.device)
-        if self.is_watching and not self._world.pipelined:
+        if self._world.pipelined:
+            return
+        if self.is_watching:
             self._watcher.begin()
+        elif self._is_timing:
+            self._watcher.time()
+
+    def turn(self) -> None:
+        """Between a forward and its backward."""
+        self._watcher.turn()
+
+    @property
+    def _is_timing(self) -> bool:
+        """Whether this step is one of those that say how long a plan's steps take."""
+        auto = self._wanted and self._spec.placement == "auto"
+        return auto and not self._corrected and len(self._took) >= CORRECTED_AFTER - 2
 
     @property
     def is_watching(self) -> bool:
@@ -149,15 +163,16 @@ class Residency:
         took, self._begun = time.perf_counter() - self._begun, 0.0
         if not self._wanted:
             return
+        self._watcher.step_over()
         if self.plan is None:
-            self._watcher.step_over()
             if len(self._watcher.traces) >= WATCHED_STEPS:
                 self._decide()
             return
         device, auto = self._world.device, self._spec.placement == "auto"
-        paces = self._gemini.take_paces()
         if len(self._took) >= CORRECTED_AFTER - 2:
-            self._paces |= {what: pace + self._paces.get(what, Pace()) for what, pace in paces.items()}
+            self._paces |= {
+                what: pace + self._paces.get(what, Pace()) for what, pace in self._watcher.paces.items()
+            }
         self._took.append(took)
         peak = torch.cuda.max_memory_allocated(device) if device.type == "cuda" else 0
         self._peak_gpu, self._peak_host = max(self._peak_gpu, peak), max(self._peak_host, resident_bytes())
@@ -297,6 +312,7 @@ class Residency:
         self._keep([layer.name for layer in plan.layers if layer.kept])
         self._pressure.forget()
         self._took.clear()
+        self._watcher.times.clear()
         self._paces = {}
         self._peak_gpu = self._peak_host = 0
         chunks = self._gemini.chunks
@@ -325,7 +341,7 @@ class Residency:
         self._corrected = True
         plan = self.plan
         assert plan is not None  # steps are counted from the plan on
-        seen = self._plans.seen(plan, peak=self._peak_gpu, paces=self._paces)
+        seen = self._plans.seen(plan, peak=self._peak_gpu, paces=self._paces, compute=self._watcher.compute)
         if (seen.workload, seen.machine) == (plan.workload, plan.machine):
             return
         self.plan = seen

@@ -135,6 +135,7 @@ class ZeroStates:
         if self._world.pipelined:  # many backwards, of which none is the last that comes to all parameters
             kind = "apart"
         self.gemini.expect(kind)
+        self.residency.turn()
         self.gemini.takes = True
         try:
             yield

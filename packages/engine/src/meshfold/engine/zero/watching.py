@@ -1,4 +1,7 @@
-"""Watching training steps: what a plan needs to know of a model, seen while it trains, and agreed on by all ranks."""
+"""Watching training steps: what a plan needs to know of a model, seen while it trains, and agreed on by all ranks.
+
+Before there is a plan, unit by unit; under it, how long compute takes all in all.
+"""
 
 from __future__ import annotations
 
@@ -18,6 +21,8 @@ from meshfold.zero_gemini.trace import (
     CudaBytes,
     CudaClock,
     LiveBytes,
+    PhaseClock,
+    PhaseSeconds,
     StepTracer,
     Trace,
     TracedLayer,
@@ -33,7 +38,8 @@ class Watcher:
     Attributes:
         traces: so far.
         tokens: of the last forward that was traced.
-        paces: of the optimizer's steps on the host, during the last step that was traced.
+        paces: of the optimizer's steps on the host, during the last step.
+        times: of the steps whose time was taken.
     """
 
     def __init__(
@@ -49,9 +55,12 @@ class Watcher:
         self.traces: list[Trace] = []
         self.tokens = 1
         self.paces: dict[What, Pace] = {}
+        self.times: list[PhaseSeconds] = []
         self._traced = False  # in this optimizer step
         self._tracer: StepTracer | None = None
         self._watch = ExitStack()
+        clock = CudaClock(device) if device.type == "cuda" else WallClock()
+        self._phases = PhaseClock(gemini.memory.waiting, clock)
 
     def begin(self) -> None:
         """Before a forward: watch, if nothing of this optimizer step was watched yet."""
@@ -72,9 +81,28 @@ class Watcher:
         self._watch.callback(setattr, waiting, "watch", None)
         self._tracer = self._watch.enter_context(tracer)
 
+    def time(self) -> None:
+        """Before a forward: take its time and its backward's, if it is the first of this optimizer step."""
+        self.let_go()
+        if not self._traced:
+            self._traced = True
+            self._phases.begin()
+
+    def turn(self) -> None:
+        """Between a forward and its backward."""
+        self._phases.turn()
+
+    @property
+    def compute(self) -> PhaseSeconds | None:
+        """The least that a forward and a backward took; None if no time was taken."""
+        if not self.times:
+            return None
+        return PhaseSeconds(min(x.forward for x in self.times), min(x.backward for x in self.times))
+
     def end(self) -> None:
         """After the backward."""
         tracer = self._tracer
+        self._phases.end()
         self.let_go()
         if tracer is not None:
             self.traces.append(tracer.trace())
@@ -83,12 +111,15 @@ class Watcher:
     def let_go(self) -> None:
         """Stop watching."""
         self._tracer = None
+        self._phases.let_go()
         self._watch.close()
 
     def step_over(self) -> None:
         """After an optimizer step."""
         self._traced = False
         self.paces = self._gemini.take_paces()
+        if (took := self._phases.take()) is not None:
+            self.times.append(took)
 
     def _count_tokens(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         given = [x for x in tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)]

@@ -6,7 +6,8 @@ backward. A trace on the device or on meta writes a Workload; :func:`stack` writ
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Collection
+from dataclasses import dataclass, replace
 from math import ceil
 
 from meshfold.mesh.errors import SpecError
@@ -232,6 +233,30 @@ class Workload:
     def moments(self) -> int:
         return len(self.non_model_bytes)
 
+    def taking(self, *, forward: float, backward: float, kept: Collection[str]) -> Workload:
+        """The same step with other seconds of compute: each phase's in proportion, so that their sums are those given.
+
+        Args:
+            forward: seconds of one forward.
+            backward: of one backward, with what is recomputed there.
+            kept: names of the layers that were not recomputed.
+        """
+        recomputed = sum(layer.recompute_seconds for layer in self.layers if layer.name not in kept)
+        ahead = _share(forward, sum(chunk.forward_seconds for chunk in self.chunks))
+        back = _share(backward, sum(chunk.backward_seconds for chunk in self.chunks) + recomputed)
+        return replace(
+            self,
+            chunks=tuple(
+                replace(
+                    chunk, forward_seconds=ahead * chunk.forward_seconds, backward_seconds=back * chunk.backward_seconds
+                )
+                for chunk in self.chunks
+            ),
+            layers=tuple(
+                replace(layer, recompute_seconds=back * layer.recompute_seconds) for layer in self.layers
+            ),
+        )  # fmt: skip
+
     def ready_from(self, moment: int) -> int:
         """From which moment on what is used at ``moment`` is on the GPU."""
         return ready_from(moment, self.light_moments, self.prefetch_moments)
@@ -258,6 +283,10 @@ class Limits:
         if self.gpu_bytes is None or self.host_bytes is None or self.disk_bytes is None:
             raise SpecError(f"{self} is not filled in: use .on(machine)")
         return self.gpu_bytes, self.host_bytes, self.disk_bytes
+
+
+def _share(new: float, old: float) -> float:
+    return new / old if old else 1.0
 
 
 def _least(limit: int | None, has: int) -> int:

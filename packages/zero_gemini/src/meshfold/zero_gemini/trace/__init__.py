@@ -15,6 +15,7 @@ from meshfold.zero_gemini.trace.clocks import Clock, CudaClock, OperatorClock, W
 from meshfold.zero_gemini.trace.layers import LayerWatch
 from meshfold.zero_gemini.trace.live import CudaBytes, LiveBytes, MemoryProbe, peak_of
 from meshfold.zero_gemini.trace.moments import Trace, TracedLayer, TracedMoment
+from meshfold.zero_gemini.trace.phases import PhaseClock, PhaseSeconds
 from meshfold.zero_gemini.trace.tracer import StepTracer
 from meshfold.zero_gemini.trace.workload import ChunkUse, workload_of
 
@@ -27,6 +28,8 @@ __all__ = [
     "LiveBytes",
     "MemoryProbe",
     "OperatorClock",
+    "PhaseClock",
+    "PhaseSeconds",
     "StepTracer",
     "Trace",
     "TracedLayer",

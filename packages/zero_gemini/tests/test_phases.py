@@ -1,0 +1,99 @@
+"""Seconds of compute of a forward and a backward, without what was waited for; and a workload that takes so many."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+
+import pytest
+
+from meshfold.zero_gemini.planner import EMULATED
+from meshfold.zero_gemini.planner.workload import stack
+from meshfold.zero_gemini.trace import PhaseClock, PhaseSeconds
+from meshfold.zero_gemini.waiting import Waiting
+
+
+class ByHand:
+    """A clock that goes on when it is told to."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def __enter__(self) -> ByHand:
+        return self
+
+    def __exit__(self, *error: object) -> None: ...
+
+    def mark(self) -> float:
+        return self.now
+
+    def seconds(self, begin: float, end: float) -> float:
+        return end - begin
+
+
+def waited(waiting: Waiting, clock: ByHand, seconds: float) -> None:
+    with waiting("something"):
+        clock.now += seconds
+
+
+def test_what_is_waited_for_is_no_compute_of_its_phase() -> None:
+    waiting, clock = Waiting(), ByHand()
+    phases = PhaseClock(waiting, clock)
+    waited(waiting, clock, 64)  # before it begins
+    phases.begin()
+    clock.now += 1
+    waited(waiting, clock, 8)
+    clock.now += 2
+    phases.turn()
+    clock.now += 4
+    waited(waiting, clock, 16)
+    waited(waiting, clock, 32)
+    phases.turn()  # another backward of the same micro-step
+    clock.now += 1
+    phases.end()
+    waited(waiting, clock, 64)
+    assert waiting.watch is None
+    assert phases.take() == PhaseSeconds(forward=3, backward=5)
+    assert phases.take() is None
+
+
+def test_a_step_that_was_left_in_the_middle_says_nothing() -> None:
+    waiting, clock = Waiting(), ByHand()
+    phases = PhaseClock(waiting, clock)
+    phases.begin()
+    phases.turn()
+    phases.let_go()
+    assert waiting.watch is None and phases.take() is None
+    phases.end()  # nothing was begun since
+    assert phases.take() is None
+
+
+def test_another_watch_is_left_alone() -> None:
+    def other(what: str) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    waiting = Waiting()
+    phases = PhaseClock(waiting, ByHand())
+    waiting.watch = other
+    phases.let_go()
+    assert waiting.watch is other
+
+
+def test_a_workload_takes_as_long_as_was_seen() -> None:
+    work = stack(machine=EMULATED, layers=4, layer_elems=1000, tokens=64, kept_bytes=10)
+    kept = ("layer1", "layer3")
+    found = work.taking(forward=3.0, backward=5.0, kept=kept)
+    assert sum(chunk.forward_seconds for chunk in found.chunks) == pytest.approx(3.0)
+    again = sum(layer.recompute_seconds for layer in found.layers if layer.name not in kept)
+    assert sum(chunk.backward_seconds for chunk in found.chunks) + again == pytest.approx(5.0)
+    # In proportion: two of four layers recompute for half of what a backward takes by itself.
+    assert [layer.recompute_seconds for layer in found.layers] == pytest.approx([0.5] * 4)
+    assert [chunk.backward_seconds for chunk in found.chunks] == pytest.approx([1.0] * 4)
+    assert found.non_model_bytes == work.non_model_bytes
+
+
+def test_a_phase_without_compute_stays_without() -> None:
+    work = stack(machine=EMULATED, layers=2, layer_elems=1000, tokens=64).taking(
+        forward=0, backward=1, kept=()
+    )
+    again = work.taking(forward=2.0, backward=2.0, kept=())
+    assert [chunk.forward_seconds for chunk in again.chunks] == [0.0, 0.0]
