@@ -1,0 +1,80 @@
+"""Copies in wide elements are the copies that torch makes, to the bit, wherever tensors lie."""
+
+from __future__ import annotations
+
+from math import prod
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from meshfold.mesh import copies
+from meshfold.mesh.copies import contiguous, copy_into, reshaped
+
+DTYPES = (torch.bfloat16, torch.float32, torch.float64, torch.int8, torch.int64, torch.bool)
+
+
+def bits(x: Tensor) -> list[int]:
+    kept: list[int] = x.reshape(-1).contiguous().view(torch.uint8).tolist()
+    return kept
+
+
+@st.composite
+def turned(draw: st.DrawFn) -> Tensor:
+    """Any bits, NaNs of every kind among them, turned and cut."""
+    dtype = draw(st.sampled_from(DTYPES))
+    shape = draw(st.lists(st.integers(0, 4), min_size=1, max_size=4))
+    shape[-1] = draw(st.sampled_from([1, 3, 8, 16]))
+    seed = torch.Generator().manual_seed(draw(st.integers(0, 99)))
+    most = 2 if dtype is torch.bool else 256
+    raw = torch.randint(most, (prod(shape) * dtype.itemsize,), generator=seed, dtype=torch.int16)
+    x = raw.to(torch.uint8).view(dtype).view(shape)
+    x = x.permute(draw(st.permutations(range(len(shape)))))
+    dim = draw(st.integers(0, x.dim() - 1))
+    start = draw(st.integers(0, x.shape[dim]))
+    return x.narrow(dim, start, draw(st.integers(0, x.shape[dim] - start)))
+
+
+@given(turned())
+def test_the_bits_are_those_of_torch(x: Tensor) -> None:
+    assert bits(contiguous(x)) == bits(x) and contiguous(x).is_contiguous()
+    assert bits(reshaped(x, (x.numel(),))) == bits(x.reshape(x.numel()))
+    place = torch.zeros((*x.shape[:-1], 2 * x.shape[-1]), dtype=x.dtype)[..., : x.shape[-1]]
+    copy_into(place, x)
+    assert bits(place) == bits(x)
+
+
+def test_runs_of_features_go_in_wide_elements(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[torch.dtype] = []
+    made = torch.Tensor.contiguous
+
+    def watched(x: Tensor) -> Tensor:
+        seen.append(x.dtype)
+        return made(x)
+
+    monkeypatch.setattr(torch.Tensor, "contiguous", watched)
+    x = torch.randn(4, 6, 8).bfloat16()
+    assert torch.equal(contiguous(x.movedim(1, 0)), x.transpose(0, 1))
+    contiguous(x[..., :4].movedim(1, 0))  # 8 bytes
+    contiguous(x.movedim(2, 0))  # features apart
+    contiguous(x)
+    assert seen == [copies.WIDE, torch.bfloat16, torch.bfloat16, torch.bfloat16]
+
+
+def test_what_can_be_a_view_is_one() -> None:
+    x = torch.randn(3, 4, 8)
+    assert reshaped(x, (12, 8)).data_ptr() == x.data_ptr()
+    assert contiguous(x) is x
+
+
+def test_what_is_differentiated_is_left_to_torch() -> None:
+    x = torch.randn(2, 3, 8, requires_grad=True)
+    contiguous(x.movedim(1, 0)).sum().backward()
+    assert x.grad is not None and torch.equal(x.grad, torch.ones_like(x))
+
+
+def test_tensors_without_values_are_reshaped_too() -> None:
+    x = torch.empty(2, 3, 8, device="meta").movedim(1, 0)
+    assert reshaped(x, (6, 8)).shape == (6, 8) and contiguous(x).is_contiguous()
