@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
+import random
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 from torch import Tensor
 
 from meshfold.engine import Engine
+from meshfold.engine.zero.measured_plans import MeasuredPlans
 from meshfold.engine.zero.states import ZeroStates
 from meshfold.mesh.testing import ranks, run_on_ranks
 from meshfold.zero_gemini import Gemini, MemoryPlanError, members
+from meshfold.zero_gemini.planner import Machine, Workload
 
 sys.path.append(str(Path(__file__).parent))  # for the helpers beside this file, on every rank
 from pipeline_cases import assert_same, batches, engine_of, run, train
@@ -68,6 +75,43 @@ def test_every_stage_is_planned_and_training_is_that_of_one_process(schedule: st
         assert words["accumulation"] == 4
     away = [place for words in by_stage.values() for home in words["homes"] for place in home]
     assert "host" in away  # not everything fits
+
+
+@contextmanager
+def made_up(seed: int) -> Iterator[None]:
+    """Let plans be made of seconds and rates that nobody measured: plans that this machine would hardly come to."""
+    found = MeasuredPlans.problem
+
+    def problem(self: MeasuredPlans, *given: Any) -> tuple[Workload, Machine]:
+        workload, machine = found(self, *given)
+        draw = random.Random(seed)
+
+        def scale() -> float:
+            return float(10 ** draw.uniform(-2, 2))
+
+        chunks = tuple(
+            replace(chunk, forward_seconds=1e-3 * scale(), backward_seconds=2e-3 * scale())
+            for chunk in workload.chunks
+        )
+        rates = {name: 1e7 * scale() for name in ("host_memory", "h2d", "d2h", "pcie_both")}
+        return replace(workload, chunks=chunks), replace(
+            machine, gpu_memory=1e9 * scale(), passage=0.0, **rates
+        )
+
+    with mock.patch.object(MeasuredPlans, "problem", problem):
+        yield
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zb-v"])
+@ranks(4)
+def test_limits_are_kept_under_plans_of_any_rates(schedule: str) -> None:
+    """Also by the chunks that stay gathered in what a step has left: arenas refuse what is beyond a limit."""
+    given, places, seen = batches(5), set(), []
+    for seed in (5, 10, 21, 30):
+        with made_up(seed), made(staged(schedule, gpu_memory_limit="280KiB"), "dropping") as engine:
+            seen.append(train(engine, given))
+            places.add(tuple(gemini_of(engine).homes.values()))
+    assert len(places) > 1 and all(losses == seen[0] for losses in seen)
 
 
 def test_activations_of_all_micro_batches_under_way_are_counted() -> None:

@@ -72,6 +72,7 @@ class Residency:
 
     Attributes:
         plan: what was decided; None until it is.
+        moves: how often it was carried out, or room was made without one.
     """
 
     def __init__(
@@ -105,6 +106,7 @@ class Residency:
         self._corrected, self._steady, self._shrunk = False, False, 0.0
         self._in_flight: InFlight | None = None
         self.plan: Plan | None = None
+        self.moves = 0
         # On a CPU without a limit there is nothing to decide, but for what to keep.
         cuda, limited = world.device.type == "cuda", spec.gpu_memory_limit is not None or blocks is not None
         self._wanted = cuda or (limited and world.device.type != "meta")
@@ -223,6 +225,7 @@ class Residency:
         self._shrunk += SHRINK
         there, kept = self._on_device(), self._kept()
         if not self._replanned():
+            self.moves += 1
             self._keep(())
             gone = there[-max(1, len(there) // 8) :]
             self._gemini.rehome({chunk: Home(parameters="host", state="host") for chunk in gone})
@@ -309,6 +312,7 @@ class Residency:
     def _carry_out(self, plan: Plan) -> None:
         """Move chunks to where a plan wants them, and let blocks keep what it says."""
         self.plan = plan
+        self.moves += 1
         self._keep([layer.name for layer in plan.layers if layer.kept])
         self._pressure.forget()
         self._took.clear()
@@ -370,6 +374,7 @@ class Residency:
         if not self._can_make_do:
             raise error
         self._wanted = False
+        self.moves += 1
         away: Place = "host" if self._spec.offload_path is None else "disk"
         try:
             self._gemini.rehome({chunk: Home(parameters="host", state=away) for chunk in self._gemini.chunks})

@@ -174,7 +174,7 @@ class ZeroStates:
         self.gemini.step()
         self.residency.stepped()
         if not self.residency.is_watching:
-            self._staying.stepped()
+            self._staying.stepped(moves=self.residency.moves)
 
     def forget(self) -> None:
         self.gemini.forget()

@@ -15,10 +15,12 @@ ROOM = 0.1
 
 
 class StayingBytes:
-    """Under ``zero`` stage 3 and ``pipeline``: lets chunks stay gathered in what the last step has left free.
+    """Under ``zero`` stage 3 and ``pipeline``: lets chunks stay gathered in what a step without has left free.
 
-    The first step gathers each stage's parameters anew for every use, and shows what that takes at most. What a step took
-    beyond the limit is taken back after it. With ``reshard_after_forward=False`` all stay, with and without a pipeline.
+    The first step, and the first after chunks have changed homes, gathers each stage's parameters anew for every use, and shows
+    what that takes at most. What a later step took beyond the limit is taken back after it; what one left is not given on top, as
+    nothing says how much stayed in the moment of its peak. With ``reshard_after_forward=False`` all stay, with and without a
+    pipeline.
 
     Attributes:
         some: whether chunks may stay at all. Then they must be let go before the optimizer steps.
@@ -31,16 +33,31 @@ class StayingBytes:
         self._wanted = world.pipelined and spec.stage == 3 and spec.reshard_after_forward and on_device
         if not spec.reshard_after_forward:
             gemini.staying_bytes = UNLIMITED
+        self._moves = 0
+        self._is_known = False  # what a step takes without
         self._reset()
 
-    def stepped(self) -> None:
-        """After an optimizer step. All ranks must call."""
+    def stepped(self, *, moves: int) -> None:
+        """After an optimizer step. All ranks must call.
+
+        Args:
+            moves: how often chunks have changed homes so far.
+        """
         if not self._wanted:
+            return
+        if moves != self._moves:  # the step was one of the homes before
+            self._moves, self._is_known = moves, False
+            self._gemini.staying_bytes = 0
+            self._reset()
             return
         room = torch.tensor([self._room()], dtype=torch.int64, device=self._world.device)
         least = -int(all_reduce(-room, self._world.data_group, "max"))  # who shares chunks
+        if self._is_known:
+            stays = self._gemini.staying_bytes + min(0, least)
+        else:
+            stays = least
         gathered = sum(chunk.gathered_bytes for chunk in self._gemini.chunks if not chunk.resident)
-        self._gemini.staying_bytes = min(gathered, max(0, self._gemini.staying_bytes + least))
+        self._gemini.staying_bytes, self._is_known = min(gathered, max(0, stays)), True
         self._reset()
 
     def _room(self) -> int:
