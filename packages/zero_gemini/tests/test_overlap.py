@@ -28,6 +28,7 @@ from meshfold.zero_gemini.trace import LiveBytes, StepTracer, Trace, workload_of
 from meshfold.zero_gemini.units import Unit
 
 sys.path.append(str(Path(__file__).parent))
+from hand_clock import HandClock
 from lazy_steps import LazySteps
 from training_cases import in_chunks
 
@@ -50,24 +51,6 @@ class Tower(nn.Module):
         return loss
 
 
-class Counter:
-    """A clock that stands still while anything is computed; kernels on the host move it by a second."""
-
-    def __init__(self) -> None:
-        self.now = 0.0
-
-    def __enter__(self) -> Counter:
-        return self
-
-    def __exit__(self, *error: object) -> None: ...
-
-    def mark(self) -> float:
-        return self.now
-
-    def seconds(self, begin: float, end: float) -> float:
-        return end - begin
-
-
 @dataclass
 class Seen:
     """What happened in the last step, in order: ``(what, number of the chunk or of the unit)``."""
@@ -84,7 +67,7 @@ class Seen:
 
 def record(monkeypatch: pytest.MonkeyPatch, kind: Any, accumulate: int) -> Seen:
     """Three steps of a model whose chunks all live on the host: the last one's events and trace."""
-    seen, clock = Seen(), Counter()
+    seen, clock = Seen(), HandClock()  # kernels on the host move it by a second
     torch.manual_seed(0)
     model = Tower()
     gemini = in_chunks(

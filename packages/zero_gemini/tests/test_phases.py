@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import sys
 from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
 
 import pytest
 
@@ -11,32 +13,17 @@ from meshfold.zero_gemini.planner.workload import stack
 from meshfold.zero_gemini.trace import PhaseClock, PhaseSeconds
 from meshfold.zero_gemini.waiting import Waiting
 
-
-class ByHand:
-    """A clock that goes on when it is told to."""
-
-    def __init__(self) -> None:
-        self.now = 0.0
-
-    def __enter__(self) -> ByHand:
-        return self
-
-    def __exit__(self, *error: object) -> None: ...
-
-    def mark(self) -> float:
-        return self.now
-
-    def seconds(self, begin: float, end: float) -> float:
-        return end - begin
+sys.path.append(str(Path(__file__).parent))
+from hand_clock import HandClock
 
 
-def waited(waiting: Waiting, clock: ByHand, seconds: float) -> None:
+def waited(waiting: Waiting, clock: HandClock, seconds: float) -> None:
     with waiting("something"):
         clock.now += seconds
 
 
 def test_what_is_waited_for_is_no_compute_of_its_phase() -> None:
-    waiting, clock = Waiting(), ByHand()
+    waiting, clock = Waiting(), HandClock()
     phases = PhaseClock(waiting, clock)
     waited(waiting, clock, 64)  # before it begins
     phases.begin()
@@ -57,7 +44,7 @@ def test_what_is_waited_for_is_no_compute_of_its_phase() -> None:
 
 
 def test_a_step_that_was_left_in_the_middle_says_nothing() -> None:
-    waiting, clock = Waiting(), ByHand()
+    waiting, clock = Waiting(), HandClock()
     phases = PhaseClock(waiting, clock)
     phases.begin()
     phases.turn()
@@ -72,7 +59,7 @@ def test_another_watch_is_left_alone() -> None:
         return nullcontext()
 
     waiting = Waiting()
-    phases = PhaseClock(waiting, ByHand())
+    phases = PhaseClock(waiting, HandClock())
     waiting.watch = other
     phases.let_go()
     assert waiting.watch is other

@@ -16,13 +16,6 @@ WIDE = torch.complex128
 """the widest element there is; it is only moved"""
 
 
-def copy_into(place: Tensor, x: Tensor) -> None:
-    """``place.copy_(x)`` for tensors of one shape, dtype and device."""
-    if _is_wide(place) and _is_wide(x):
-        place, x = place.view(WIDE), x.view(WIDE)
-    place.copy_(x)
-
-
 def contiguous(x: Tensor) -> Tensor:
     """``x.contiguous()``."""
     if x.is_contiguous() or not _is_wide(x):

@@ -106,7 +106,7 @@ class MeasuredPlans:
         *,
         peak: int,
         paces: Mapping[What, Pace],
-        compute: PhaseSeconds | None = None,
+        compute: PhaseSeconds | None,
     ) -> Plan:
         """A plan as its first steps showed it: nothing moves, but its seconds and bytes are of what was seen.
 

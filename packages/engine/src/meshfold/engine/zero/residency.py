@@ -135,7 +135,12 @@ class Residency:
     def _is_timing(self) -> bool:
         """Whether this step is one of those that say how long a plan's steps take."""
         auto = self._wanted and self._spec.placement == "auto"
-        return auto and not self._corrected and len(self._took) >= CORRECTED_AFTER - 2
+        return auto and not self._corrected and self._is_settled
+
+    @property
+    def _is_settled(self) -> bool:
+        """Whether the plan's first two steps, which say little of it, are over."""
+        return len(self._took) >= CORRECTED_AFTER - 2
 
     @property
     def is_watching(self) -> bool:
@@ -171,7 +176,7 @@ class Residency:
                 self._decide()
             return
         device, auto = self._world.device, self._spec.placement == "auto"
-        if len(self._took) >= CORRECTED_AFTER - 2:
+        if self._is_settled:
             self._paces |= {
                 what: pace + self._paces.get(what, Pace()) for what, pace in self._watcher.paces.items()
             }
