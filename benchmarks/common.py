@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 import platform
+import secrets
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -110,6 +112,11 @@ def ratios(ours: Sequence[float], peer: Sequence[float]) -> tuple[float, float, 
     """(median, lowest, highest) over rounds of peer's time by ours: above 1, ours is faster."""
     paired = [p / o for o, p in zip(ours, peer, strict=True)]
     return median(paired), min(paired), max(paired)
+
+
+def new_call() -> str:
+    """Name this call of a benchmark: ratios are taken between contestants of one call, so of one machine, only."""
+    return f"{datetime.now(UTC):%Y-%m-%dT%H:%M:%SZ}-{secrets.token_hex(3)}"
 
 
 def check_out(path: Path) -> None:

@@ -19,7 +19,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # so that this file runs on its own
 
-from benchmarks.common import check_out, machine, median, write
+from benchmarks.common import check_out, machine, median, new_call, write
 from benchmarks.composed.contestants import names
 from benchmarks.composed.ours import SPECS
 from benchmarks.composed.report import described, report
@@ -46,7 +46,7 @@ def main(argv: Sequence[str]) -> int:
     if unknown := [name for name in chosen if name not in names(args.ranks)]:
         raise SystemExit(f"there is no contestant {unknown[0]!r}; there are: {', '.join(names(args.ranks))}")
     check_out(args.out)
-    result = _opened(args)
+    result, call = _opened(args), new_call()
     for _ in range(args.rounds):
         for name in chosen:
             known = result["contestants"].get(name, [])
@@ -54,7 +54,7 @@ def main(argv: Sequence[str]) -> int:
             # The first start gives the curve, later ones only times.
             steps = args.warm_up + args.later_steps if runs else args.steps
             begin = time.monotonic()
-            runs.append(_run(args, list(argv), name, steps))
+            runs.append({**_run(args, list(argv), name, steps), "call": call})
             print(f"{name:<32} {_summary(args, runs[-1])}; {time.monotonic() - begin:.0f} s", flush=True)
             write(args.out, result)
     print(described(result))

@@ -21,7 +21,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # so that this file runs on its own
 
-from benchmarks.common import check_out, machine, write
+from benchmarks.common import check_out, machine, new_call, write
 from benchmarks.offload import process
 from benchmarks.offload.cases import CASES, CONTESTANTS, OURS, Case, chosen
 from benchmarks.offload.decoder import SHAPES
@@ -53,9 +53,9 @@ def main(argv: Sequence[str]) -> int:
         if not options.case:
             return 0
     check_out(options.out)
-    result = _opened(options.out)
+    result, call = _opened(options.out), new_call()
     for case in chosen(options.case):
-        _run(_changed(case, options), options, result)
+        _run(_changed(case, options), options, result, call)
         _write(options.out, result)
     report(options.out)
     return 0
@@ -145,7 +145,7 @@ def _changed(case: Case, options: argparse.Namespace) -> Case:
     return dataclasses.replace(case, **{name: value for name, value in changes.items() if value is not None})
 
 
-def _run(case: Case, options: argparse.Namespace, result: dict[str, Any]) -> None:
+def _run(case: Case, options: argparse.Namespace, result: dict[str, Any], call: str) -> None:
     kept = result["cases"].setdefault(case.name, {"rows": {}})
     kept["settings"] = {**dataclasses.asdict(case), "layers": options.layers or SHAPES[case.model][0]}
     for number in range(options.rounds):
@@ -156,7 +156,8 @@ def _run(case: Case, options: argparse.Namespace, result: dict[str, Any]) -> Non
                 job = _job(case, name, options, str(options.disk or folder))
                 found = process.run(job, options.timeout)
             found["asked"] = {**dataclasses.asdict(job), "disk": bool(job.disk)}
-            found |= {"wall_seconds": time.monotonic() - begin, "machine": {**machine(), **_versions()}}
+            took = time.monotonic() - begin
+            found |= {"call": call, "wall_seconds": took, "machine": {**machine(), **_versions()}}
             kept["rows"].setdefault(name, []).append(found)
             print(f"  {line(found, case.ranks)}, {found['wall_seconds']:.0f} s in all", flush=True)
             _write(options.out, result)

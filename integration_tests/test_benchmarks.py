@@ -9,6 +9,9 @@ from pathlib import Path
 import pytest
 
 from benchmarks import reports
+from benchmarks.offload import verdict
+from benchmarks.offload.cases import CASES
+from benchmarks.power import PowerLog, parse
 from meshfold.engine.cli import main
 
 SMALL = ["--ranks", "2", "--layers", "1", "--hidden", "32", "--heads", "4", "--kv-heads", "2", "--ffn", "48", "--batch", "2",
@@ -118,3 +121,32 @@ def test_no_number_stands_on_the_stroke_of_its_limit() -> None:
         stroke = panel.transData.transform((limit, number))[0]
         assert not box.x0 <= stroke <= box.x1, text.get_text()
         assert box.x1 <= panel.get_window_extent().x1 + 1
+
+
+def run_of(seconds: float, call: str | None) -> dict[str, object]:
+    return {"rows": 4, "call": call, "steps": [{"seconds": seconds, "timed": True, "clip_factor": None}]}
+
+
+def test_runs_of_different_calls_are_never_compared() -> None:
+    """Two calls may be on two machines: a ratio across them says nothing."""
+    ours, peer = [run_of(1.0, "a"), run_of(2.0, "b")], [run_of(3.0, "b"), run_of(9.0, "c")]
+    assert verdict.ratios(ours, peer) == [1.5]
+    assert verdict.ratios(ours, [run_of(3.0, "c")]) == []
+    assert verdict.ratios([run_of(1.0, None)], [run_of(3.0, None)]) == []  # nobody knows which
+    case = CASES["6.7B-24"]
+    (bar, *_) = verdict.bars(case, {"ours": ours, "DeepSpeed ZeRO-3 offload": [run_of(9.0, "c")]})
+    assert bar.endswith("no peer measured in the same call")
+    found = {"ours": ours, "DeepSpeed ZeRO-3 offload": [run_of(9.0, "b")]}
+    (bar, *_) = verdict.bars(case, found)
+    assert "4.50 against DeepSpeed ZeRO-3 offload" in bar and bar.endswith("met")
+
+
+def test_power_is_averaged_over_the_timed_steps() -> None:
+    lines = [f"2026/11/22 18:40:0{s}.000, {gpu}, {watts}, 1500" for s, gpu, watts in
+             [(0, 0, 100), (1, 0, 600), (2, 0, 700), (1, 1, 500), (2, 1, 500), (3, 0, 100)]]  # fmt: skip
+    log = PowerLog()
+    log.samples = list(parse([*lines, "2026/11/22 18:40:00.000, 0, [N/A], 1500", ""]))
+    begin = log.samples[1].at
+    assert log.mean(begin, begin + 1, 1) == {"watts": 650.0, "mhz": 1500.0}
+    assert log.mean(begin, begin + 1, 2) == {"watts": 1150.0, "mhz": 1500.0}
+    assert log.mean(begin, begin + 1, 3) == {}

@@ -134,7 +134,10 @@ def _accompany(caller: socket.socket) -> dict[str, Any]:
     """Fork the program, tell the caller how it ended, and end it should the caller be gone; its job, in the program."""
     files = socket.recv_fds(caller, 1, _MOST_FILES)[1]
     with caller.makefile() as lines:
-        job: dict[str, Any] = json.loads(lines.readline())
+        words = lines.readline()
+    if not words.endswith("\n"):  # the caller was killed while it asked
+        os._exit(0)
+    job: dict[str, Any] = json.loads(words)
     ended, wake = os.pipe()
     os.set_blocking(wake, False)
     signal.set_wakeup_fd(wake)
@@ -154,8 +157,9 @@ def _accompany(caller: socket.socket) -> dict[str, Any]:
     with contextlib.suppress(OSError):
         caller.sendall(f"{program}\n".encode())
     if ended not in select([ended, caller.fileno()], [], [])[0]:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(program, signal.SIGKILL)
+        for end in (os.killpg, os.kill):  # it may not have made its group yet
+            with contextlib.suppress(ProcessLookupError):
+                end(program, signal.SIGKILL)
     code = os.waitstatus_to_exitcode(os.waitpid(program, 0)[1])
     with contextlib.suppress(OSError):
         caller.sendall(f"{code}\n".encode())

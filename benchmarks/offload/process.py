@@ -16,6 +16,7 @@ from typing import Any
 
 from benchmarks.offload.job import GIB, Job
 from benchmarks.offload.worker import DOES_NOT_FIT
+from benchmarks.power import PowerLog
 
 WORKER = Path(__file__).with_name("worker.py")
 _LOOK_S = 0.25  # between two looks at the host memory of a contestant
@@ -52,8 +53,10 @@ def attempt(job: Job, timeout_s: float) -> dict[str, Any]:
         job.save(place / "job.json")
         port = _free_port()
         ranks = [_start(job, place, rank, port) for rank in range(job.ranks)]
+        power = PowerLog()
         try:
-            end, peak = _watch(job, ranks, timeout_s)
+            with power:
+                end, peak = _watch(job, ranks, timeout_s)
         finally:
             for rank in ranks:
                 rank.kill()
@@ -61,6 +64,7 @@ def attempt(job: Job, timeout_s: float) -> dict[str, Any]:
         out = Path(job.out)
         found: dict[str, Any] = json.loads(out.read_text()) if out.exists() else {"rows": job.rows}
         found["host_peak_bytes"] = max(peak, found.get("own_host_peak_bytes", 0) if job.ranks == 1 else 0)
+        found["power"] = _power_of(found, power, job.ranks)
         codes = [rank.returncode for rank in ranks]
         found["code"] = DOES_NOT_FIT if DOES_NOT_FIT in codes else next((c for c in codes if c), 0)
         if end:
@@ -70,6 +74,14 @@ def attempt(job: Job, timeout_s: float) -> dict[str, Any]:
         if found.get("error"):
             found["log"] = "".join(_log(place, rank)[-3000:] for rank in range(min(job.ranks, 2)))
         return found
+
+
+def _power_of(found: dict[str, Any], power: PowerLog, ranks: int) -> dict[str, float]:
+    """Mean power and clock over the timed steps."""
+    timed = [step for step in found.get("steps", []) if step["timed"]]
+    if not timed:
+        return {}
+    return power.mean(timed[0]["ended"] - timed[0]["seconds"], timed[-1]["ended"], ranks)
 
 
 def _start(job: Job, place: Path, rank: int, port: int) -> subprocess.Popen[bytes]:

@@ -14,7 +14,7 @@ from benchmarks.offload.job import GIB
 
 HEAD = (
     "contestant", "its time ÷ ours", "s a step", "samples/s", "TFLOP/s a GPU", "clip factor", "GPU GiB (reserved)",
-    "host GiB", "predicted s, GPU GiB", "loss",
+    "host GiB", "J a step (W, MHz)", "predicted s, GPU GiB", "loss",
 )  # fmt: skip
 
 
@@ -40,7 +40,8 @@ def _lines(result: dict[str, Any]) -> list[str]:
     found = [
         "Each contestant in a process of its own, on the same cores and under the same limits; bfloat16 unless its name says "
         "otherwise, every block recomputed. Times are medians of the timed steps of all rounds, lowest and highest in "
-        "brackets; ratios above 1 say that ours is faster. TFLOP/s count 6 · parameters · tokens. Host memory is the most "
+        "brackets; ratios above 1 say that ours is faster; there is one where both ran in one call on one machine. "
+        "TFLOP/s count 6 · parameters · tokens. Host memory is the most "
         "that a process and its children had resident at a time.",
     ]
     for name, case in result["cases"].items():
@@ -84,7 +85,7 @@ def _row(
     ratio = "–"
     if ours is not None and ours is not runs:
         values = verdict.ratios(ours, runs)
-        ratio = reports.spread((median(values), min(values), max(values)), 2)
+        ratio = reports.spread((median(values), min(values), max(values)), 2) if values else "other call"
     tokens = last["rows"] * settings["seq_len"]
     return [
         contestant,
@@ -95,6 +96,7 @@ def _row(
         _factors(last),
         f"{verdict.peak(runs, 'gpu_peak_bytes'):.1f} ({verdict.peak(runs, 'gpu_reserved_peak_bytes'):.1f})",
         f"{verdict.peak(runs, 'host_peak_bytes'):.1f}",
+        _energy(last),
         _predicted(last),
         f"{last['steps'][0]['loss']:.3f} → {last['steps'][-1]['loss']:.3f}",
     ]
@@ -106,6 +108,15 @@ def _factors(row: dict[str, Any]) -> str:
         return "not known"
     low, high = min(found), max(found)
     return f"{low:.3g}" if low == high else f"{low:.3g}–{high:.3g}"
+
+
+def _energy(row: dict[str, Any]) -> str:
+    """Joules of the GPUs in a step, with their watts together and the clock of one."""
+    found = row.get("power") or {}
+    if not found:
+        return "–"
+    joules = found["watts"] * median(verdict.seconds(row))
+    return f"{joules:,.0f} ({found['watts']:.0f}, {found['mhz']:.0f})"
 
 
 def _predicted(row: dict[str, Any]) -> str:

@@ -45,9 +45,22 @@ def peak(runs: Runs, key: str) -> float:
 
 
 def ratios(ours: Runs, peer: Runs) -> list[float]:
-    """Peer's time for a sample by ours, round by round (the last one stands in where there are fewer)."""
-    a, b = ([_per_sample(run) for run in runs if seconds(run)] for runs in (ours, peer))
-    return [b[min(i, len(b) - 1)] / a[min(i, len(a) - 1)] for i in range(max(len(a), len(b)))]
+    """Divide a peer's time for a sample by ours, round by round, within each call of the benchmark.
+
+    The last round stands in where one has fewer. Runs of different calls, so perhaps of different machines, are never
+    compared: without a call in common the list is empty.
+    """
+    found = []
+    for call in dict.fromkeys(run.get("call") for run in ours):
+        if call is None:
+            continue
+        a, b = (
+            [_per_sample(run) for run in runs if run.get("call") == call and seconds(run)]
+            for runs in (ours, peer)
+        )
+        if a and b:
+            found += [b[min(i, len(b) - 1)] / a[min(i, len(a) - 1)] for i in range(max(len(a), len(b)))]
+    return found
 
 
 def _per_sample(run: dict[str, Any]) -> float:
@@ -75,7 +88,7 @@ def _text(bar: Bar) -> str:
 
 def _judged(bar: Bar, ours: Runs, found: dict[str, Runs]) -> str:
     last = next(run for run in reversed(ours) if seconds(run))
-    peers = {name: found[name] for name in bar.than if name in found and all_seconds(found[name])}
+    peers = {name: found[name] for name in bar.than if name in found and ratios(ours, found[name])}
     if bar.kind == "tflops":
         sequence = next(iter(CASES.values())).seq_len
         speed = 6 * last["parameters"] * last["rows"] * sequence / median(all_seconds(ours)) / 1e12
@@ -88,7 +101,7 @@ def _judged(bar: Bar, ours: Runs, found: dict[str, Runs]) -> str:
         done = all("error" not in run for run in ours)
         return f"{losses[0]:.3f} → {losses[-1]:.3f}, {met(done and losses[-1] < losses[0])}"
     if not peers:
-        return "no peer measured"
+        return "no peer measured in the same call"
     if bar.kind == "largest":
         slower = all(median(ratios(ours, runs)) > 1 for runs in peers.values())
         most = min(peak(runs, "gpu_peak_bytes") for runs in peers.values())

@@ -87,6 +87,7 @@ def _step(job: Any, trainer: Any, ids: Any, *, timed: bool) -> dict[str, Any]:
     _synchronize()
     return {
         "seconds": time.perf_counter() - begin,
+        "ended": time.time(),
         "timed": timed,
         "loss": loss,
         "grad_norm": norm,

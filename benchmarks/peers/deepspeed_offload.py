@@ -12,6 +12,13 @@ from torch import Tensor
 from benchmarks.offload.decoder import decoder, fill
 from benchmarks.offload.job import Job, gpu_or_cpu, merged
 
+_LAYER_AT_A_TIME = {
+    "reduce_bucket_size": 200_000_000,
+    "stage3_prefetch_bucket_size": 200_000_000,
+    "stage3_param_persistence_threshold": 100_000,
+}
+"""Buckets that hold a layer of 6.7B's, both ways"""
+
 
 def config(job: Job) -> dict[str, Any]:
     """DeepSpeed's settings for a job: asynchronous, pinned, everything on the host."""
@@ -27,9 +34,7 @@ def config(job: Job) -> dict[str, Any]:
             "offload_optimizer": dict(on_host),
             "overlap_comm": True,
             "contiguous_gradients": True,
-            "reduce_bucket_size": 200_000_000,  # a layer of 6.7B's at a time, both ways
-            "stage3_prefetch_bucket_size": 200_000_000,
-            "stage3_param_persistence_threshold": 100_000,
+            **({} if job.options.get("buckets") == "default" else _LAYER_AT_A_TIME),
         },
         "zero_allow_untested_optimizer": True,
         "optimizer": {"type": "AdamW", "params": {"lr": job.lr, "weight_decay": 0.01}},
@@ -50,7 +55,7 @@ class DeepSpeed:
         deepspeed.init_distributed()
         settings = config(job)
         with deepspeed.zero.Init(config_dict_or_path=settings, dtype=torch.bfloat16):
-            model = decoder(*job.sizes, reentrant=True)
+            model = decoder(*job.sizes, reentrant=job.options.get("reentrant", True))
         for place, module in model.named_modules():
             own = dict(module.named_parameters(recurse=False))
             with deepspeed.zero.GatheredParameters(list(own.values()), modifier_rank=0):

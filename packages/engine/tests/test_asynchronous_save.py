@@ -7,6 +7,7 @@ import subprocess
 import sys
 import threading
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,8 +22,13 @@ from meshfold.engine.checkpoints.rank_file import RankFile
 from meshfold.engine.checkpoints.tensor_file import TensorWriter
 from meshfold.engine.cli import main
 from meshfold.engine.models import GPT, GPTConfig, Llama, LlamaConfig
+from meshfold.mesh import process_group
+from meshfold.mesh.meeting import Address
 from meshfold.mesh.testing import run_on_ranks
 from meshfold.zero_gemini import Gemini
+
+sys.path.append(str(Path(__file__).parent))  # for the helpers beside this file, on every rank
+from checkpoint_edits import relist
 
 SIZES: dict[str, Any] = dict(vocab_size=37, hidden=32, layers=4, heads=4, max_positions=16, dropout=0.1)
 
@@ -307,7 +313,7 @@ def fail_in_background(path: str, rank: int, then: str) -> tuple[str, str, list[
 def test_what_fails_in_the_background_is_one_error_on_all_ranks(rank: int, then: str, tmp_path: Path) -> None:
     path = tmp_path / "ckpt"
     (first, again, names), other = run_on_ranks(2, fail_in_background, str(path), rank, then)
-    part = tmp_path / ".ckpt.writing" / f"model-blocks-0000{rank + 1}-of-00002.safetensors.part"
+    part = path / ".saving" / f"model-blocks-0000{rank + 1}-of-00002.safetensors.part"
     where = f"rank {rank}: " if rank else ""  # what rank 0 did itself needs no name
     assert first == (
         f"cannot write the checkpoint {path} in the background: {where}[Errno 28] No space left on device: '{part}': "
@@ -419,14 +425,11 @@ def test_damage_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     text = index.read_text()
     next(iter(entries["tensors"].values()))["blocks"][0]["offsets"][0] += 1
     index.write_text(json.dumps(entries))
-    size = json.loads((path / "state.json").read_text())
-    size["files"][index.name] = index.stat().st_size
-    (path / "state.json").write_text(json.dumps(size))
-    with pytest.raises(CheckpointError, match="which does not have it"):
+    relist(path)
+    with pytest.raises(CheckpointError, match=r"its blocks of .* are not all of"):
         engine.load(path)
     index.write_text(text)
-    size["files"][index.name] = index.stat().st_size
-    (path / "state.json").write_text(json.dumps(size))
+    relist(path)
     engine.load(path)
     assert engine.steps == 2
     shard.write_bytes(whole[:-9] + bytes([whole[-9] ^ 1]) + whole[-8:])
@@ -467,3 +470,14 @@ def test_the_command_saves_beside_the_training(tmp_path: Path) -> None:
     found.verify()
     assert main(["train", *place, *words, "--steps", "4", "--resume"]) == 0
     assert Checkpoint(tmp_path / "out" / "checkpoint").state["step"] == 4
+
+
+def test_a_rank_that_has_ended_is_not_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    ended = subprocess.Popen(["true"])
+    ended.wait()
+    gone = replace(Address.own(), pid=ended.pid)
+    monkeypatch.setattr(process_group, "_addresses", {0: Address.own(), 1: gone})
+    began = time.monotonic()
+    with pytest.raises(CheckpointError, match="rank 1 ended before it had written its part"):
+        saving._complete(tmp_path, tmp_path / "checkpoint", {"model": {}}, {}, None, ranks=2)
+    assert time.monotonic() - began < saving.PATIENCE / 2

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,9 @@ from meshfold.engine.checkpoints.tensor_file import Described, TensorFile, Tenso
 from meshfold.engine.models import GPT, GPTConfig, Llama, LlamaConfig
 from meshfold.mesh import SpecError
 from meshfold.mesh.testing import ranks, run_on_ranks
+
+sys.path.append(str(Path(__file__).parent))  # for the helpers beside this file, on every rank
+from checkpoint_edits import relist
 
 SIZES: dict[str, Any] = dict(vocab_size=37, hidden=32, layers=1, heads=4, max_positions=16)
 
@@ -580,6 +584,9 @@ def test_what_is_missing_is_said_on_all_ranks(tmp_path: Path) -> None:
     (tmp_path / "away").rename(path / "model-00002-of-00004.safetensors")
     index = path / "model.safetensors.index.json"
     index.write_text(index.read_text().replace("model-00002", "model-00001"))
+    with pytest.raises(CheckpointError, match=r"index\.json is damaged, or is another checkpoint's"):
+        engine_of("gpt", {}).load(path)
+    relist(path)
     with pytest.raises(CheckpointError, match="which does not have it"):
         engine_of("gpt", {}).load(path)
     index.write_text("{}")

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import fcntl
 import json
-import os
 from pathlib import Path
 
 import pytest
 
 from meshfold.engine import CheckpointError
 from meshfold.engine.checkpoints.folder import latest, present, prune, step_folder, tidy
+from meshfold.engine.folder_lock import hold
 
 
 def checkpoint(folder: Path, step: int, *, name: str = "") -> Path:
@@ -54,10 +53,8 @@ def test_old_ones_go_and_what_is_under_way_stays(tmp_path: Path) -> None:
     for step in (15, 25, 60):
         (tmp_path / f".step-{step:08}.writing").mkdir()
     (tmp_path / ".step-00000005.removing").mkdir()
-    held = os.open(tmp_path / ".step-00000025.writing", os.O_RDONLY)
-    fcntl.flock(held, fcntl.LOCK_EX)
-    assert prune(tmp_path, 2) == [tmp_path / "step-00000010", tmp_path / "step-00000020"]
-    os.close(held)
+    with hold(tmp_path / ".step-00000025.lock", doing="saving into it"):
+        assert prune(tmp_path, 2) == [tmp_path / "step-00000010", tmp_path / "step-00000020"]
     assert sorted(path.name for path in tmp_path.iterdir()) == [
         ".step-00000025.writing", ".step-00000060.writing", "mine", "step-00000030", "step-00000040", "step-00000050",
     ]  # fmt: skip
@@ -73,11 +70,11 @@ def test_one_that_stays_and_is_aside_stays(tmp_path: Path) -> None:
     checkpoint(tmp_path, 10)
     checkpoint(tmp_path, 20, name=".step-00000020.old")
     checkpoint(tmp_path, 30)
-    checkpoint(tmp_path, 30, name=".step-00000030.old")  # goes when there is a newer one
+    checkpoint(tmp_path, 30, name=".step-00000030.old")  # goes: the new one is complete under its name
     assert present(tmp_path) == [step_folder(tmp_path, step) for step in (30, 20, 10)]
     assert prune(tmp_path, 2) == [tmp_path / "step-00000010"]
     assert sorted(path.name for path in tmp_path.iterdir()) == [
-        ".step-00000020.old", ".step-00000030.old", "step-00000030",
+        ".step-00000020.old", "step-00000030",
     ]  # fmt: skip
     checkpoint(tmp_path, 40)
     prune(tmp_path, 2)
@@ -94,16 +91,9 @@ def test_what_dead_processes_left_beside_a_complete_one_goes(tmp_path: Path) -> 
     assert sorted(path.name for path in tmp_path.iterdir()) == [*hidden, "mine"]
     (tmp_path / "mine").rmdir()
     checkpoint(tmp_path, 0, name="mine")
-    held = os.open(tmp_path / ".mine.writing", os.O_RDONLY)
-    fcntl.flock(held, fcntl.LOCK_EX)
-    tidy(tmp_path / "mine")
-    os.close(held)
-    assert sorted(path.name for path in tmp_path.iterdir()) == [".mine.writing", "mine"]
-    held = os.open(tmp_path / "mine", os.O_RDONLY)  # a run is about to replace it
-    fcntl.flock(held, fcntl.LOCK_EX)
-    tidy(tmp_path / "mine")
-    assert (tmp_path / ".mine.writing").exists()
-    os.close(held)
+    with hold(tmp_path / ".mine.lock", doing="saving into it"):
+        tidy(tmp_path / "mine")
+        assert sorted(path.name for path in tmp_path.iterdir()) == [".mine.lock", ".mine.writing", "mine"]
     tidy(tmp_path / "mine")
     assert [path.name for path in tmp_path.iterdir()] == ["mine"]
 
@@ -112,10 +102,10 @@ def test_one_that_cannot_be_removed_is_said(tmp_path: Path, monkeypatch: pytest.
     for step in (10, 20):
         checkpoint(tmp_path, step)
 
-    def refuse(self: Path, target: Path) -> None:
+    def refuse(self: Path, *_: object, **__: object) -> None:
         raise PermissionError(13, "Permission denied", str(self))
 
-    monkeypatch.setattr(Path, "rename", refuse)
+    monkeypatch.setattr(Path, "replace", refuse)
     with pytest.raises(CheckpointError, match=r"cannot remove an old checkpoint in .*Permission denied"):
         prune(tmp_path, 1)
     assert latest(tmp_path) == tmp_path / "step-00000020"

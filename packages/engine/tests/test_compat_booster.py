@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from meshfold.engine import CheckpointError, Engine
+from meshfold.engine import CheckpointError, Engine, TrainingError
 from meshfold.engine.compat import (
     Booster,
     GeminiPlugin,
@@ -75,8 +75,8 @@ def plain() -> tuple[list[float], dict[str, Tensor]]:
     return losses, model.state_dict()
 
 
-def boosted_loop(plugin: Plugin) -> tuple[list[float], dict[str, Tensor]]:
-    """A script as users of plugins without pipeline wrote it."""
+def boosted_loop(plugin: Plugin, *, clips: str = "") -> tuple[list[float], dict[str, Tensor]]:
+    """A script as users of plugins without pipeline wrote it; ``clips``: by itself, before a step."""
     booster = Booster(plugin=plugin)
     model: Any = gpt()
     optimizer: Any = adamw(model)
@@ -89,16 +89,25 @@ def boosted_loop(plugin: Plugin) -> tuple[list[float], dict[str, Tensor]]:
     for batch in loader:
         outputs = model(**batch)
         booster.backward(outputs.loss, optimizer)
+        if clips:
+            assert clip(clips, model, optimizer) > CLIP  # so that clipping counts
         optimizer.step()
         optimizer.zero_grad()
         schedule.step()
         losses.append(float(all_reduce(outputs.loss.detach(), data)) / data.size)
-    assert optimizer.get_grad_norm() > CLIP  # so that clipping counts
+    assert clips or optimizer.get_grad_norm() > CLIP
     return losses, model.state_dict()
 
 
+def clip(way: str, model: Any, optimizer: Any) -> float:
+    """By the norm, with torch or with the optimizer's own method; the norm before."""
+    if way == "torch":
+        return float(nn.utils.clip_grad_norm_(model.parameters(), CLIP))
+    return float(optimizer.clip_grad_by_norm(CLIP))
+
+
 def pipeline_loop(
-    plugin: Plugin, criterion: Callable[..., Any] | None
+    plugin: Plugin, criterion: Callable[..., Any] | None, *, clips: str = ""
 ) -> tuple[list[float], dict[str, Tensor]]:
     """A script as users of pipelines wrote it."""
     booster = Booster(plugin=plugin)
@@ -114,6 +123,8 @@ def pipeline_loop(
         outputs = booster.execute_pipeline(
             batches, model, lambda outputs, inputs: outputs.loss, optimizer, return_loss=True
         )
+        if clips:
+            assert clip(clips, model, optimizer) > CLIP
         optimizer.step()
         optimizer.zero_grad()
         schedule.step()
@@ -167,6 +178,30 @@ def test_pipelines() -> None:
     assert gpc.pipeline_parallel_size == 2
 
 
+CLIPPING: dict[str, tuple[int, Callable[[], Plugin]]] = {
+    "ddp": (2, lambda: TorchDDPPlugin(engine=dict(precision="fp64"))),
+    "gemini-tp": (4, lambda: GeminiPlugin(tp_size=2, precision="fp64")),
+    "zero-2": (2, lambda: LowLevelZeroPlugin(stage=2, precision="fp64")),
+    "pipeline": (4, lambda: HybridParallelPlugin(2, 2, num_microbatches=4, precision="fp64")),
+    "pipeline-zero": (4, lambda: HybridParallelPlugin(1, 2, zero_stage=1, num_microbatches=2, precision="fp64")),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("way", ["torch", "optimizer"])
+@pytest.mark.parametrize("name", CLIPPING)
+def test_scripts_that_clip_by_themselves(name: str, way: str) -> None:
+    run_on_ranks(CLIPPING[name][0], clipping_of, name, way)
+
+
+def clipping_of(name: str, way: str) -> None:
+    plugin = CLIPPING[name][1]()
+    same(
+        pipeline_loop(plugin, None, clips=way)
+        if name.startswith("pipeline")
+        else boosted_loop(plugin, clips=way)
+    )
+
+
 class Rows(nn.Module):
     """Whose output has no loss."""
 
@@ -202,6 +237,9 @@ def test_a_criterion_that_comes_with_the_batch() -> None:
     assert float(found["loss"]) == pytest.approx(float(nn.functional.mse_loss(wanted, y)), rel=1e-9)
     torch.testing.assert_close(boosted(x), wanted)
     assert boosted.engine.steps == 0
+    found = booster.execute_pipeline(iter([(x, y)]), boosted, nn.functional.mse_loss, return_outputs=True)
+    torch.testing.assert_close(found["outputs"], wanted)
+    boosted.train()
     with pytest.raises(SpecError, match="outputs of micro-batches are let go of"):
         booster.execute_pipeline(
             iter([(x, y)]), boosted, nn.functional.mse_loss, optimizer, return_outputs=True
@@ -555,8 +593,6 @@ def test_what_the_boosted_pair_refuses() -> None:
     assert optimizer.unwrap() is boosted.engine.optimizer
     for call, message in (
         (lambda: optimizer.step(lambda: 0.0), "step(closure)"),
-        (lambda: optimizer.clip_grad_by_norm(1.0), "write max_norm=1.0 in the plugin"),
-        (lambda: optimizer.clip_grad_by_value(1.0), "engine=dict(clip_grad_value=1.0)"),
         (lambda: boosted.load_state_dict({}, strict=False), "all of them"),
         (
             lambda: booster.enable_lora(model, lora_config=None),
@@ -567,3 +603,6 @@ def test_what_the_boosted_pair_refuses() -> None:
     ):
         with pytest.raises(SpecError, match=re.escape(message)):
             call()
+    for clips in (optimizer.clip_grad_by_norm, optimizer.clip_grad_by_value):
+        with pytest.raises(TrainingError, match="there are no gradients now"):
+            clips(1.0)

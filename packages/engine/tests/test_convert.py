@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import pickle
 import shutil
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,9 @@ from meshfold.engine.hugging_face.convert import convert
 from meshfold.engine.hugging_face.folder_weights import open_weights
 from meshfold.engine.models import build
 from meshfold.mesh.testing import run_on_ranks
+
+sys.path.append(str(Path(__file__).parent))  # for the helpers beside this file, on every rank
+from checkpoint_edits import edit_state
 
 transformers: Any = pytest.importorskip("transformers", reason="needs meshfold[hf]")
 
@@ -233,9 +237,7 @@ def test_what_cannot_be_converted_says_why(tmp_path: Path, capsys: pytest.Captur
 def test_an_old_checkpoint_is_told_what_it_is_of(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     engine = Engine(lambda: build("gpt-tiny", layers=1))
     engine.save(tmp_path / "checkpoint")
-    state = json.loads((tmp_path / "checkpoint" / "state.json").read_text())
-    del state["model"]
-    (tmp_path / "checkpoint" / "state.json").write_text(json.dumps(state))
+    edit_state(tmp_path / "checkpoint", lambda state: state.pop("model"))
     words = ["convert", str(tmp_path / "checkpoint"), str(tmp_path / "new")]
     assert main(words) == 1
     assert "does not say which GPT or Llama it is of" in capsys.readouterr().err

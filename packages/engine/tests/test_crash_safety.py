@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from meshfold.engine import Engine
-from meshfold.engine.checkpoints import checkpoint, place, saving, tensor_files
+from meshfold.engine.checkpoints import checkpoint, replacing, saving, tensor_files
 from meshfold.engine.checkpoints.checkpoint import Checkpoint
 from meshfold.engine.checkpoints.tensor_file import TensorWriter
 from meshfold.engine.models import GPT, GPTConfig
@@ -62,7 +62,7 @@ def run(
     )
     me = torch.distributed.get_rank()
     tensor_files.LEAST_BYTES = 1  # let all ranks write, however little there is
-    if Path(path).exists() or Path(path).with_name(".ckpt.old").exists():
+    if Path(path).exists():
         engine.load(path)
     first, losses = engine.steps, []
     loader = engine.dataloader(Rows(), batch_size=8)
@@ -119,12 +119,6 @@ def in_optimizer(engine: Engine) -> None:
     )  # weights have changed, the scheduler and the counters have not
 
 
-def renaming(number: int, *, after: bool = False) -> None:
-    """Have the process die at the so-manieth of the two renames of a file system that cannot exchange folders."""
-    place.exchange = lambda *_: False
-    at_call(number, Path, "rename", after=after)
-
-
 STEP_DEATHS: dict[str, Callable[[Engine], None]] = {
     "before the sum": in_backward,
     "after the optimizer": in_optimizer,
@@ -133,11 +127,12 @@ SAVE_DEATHS: dict[str, Callable[[], None]] = {
     "in a tensor": lambda: at_call(5, TensorWriter, "write"),
     "before a file is on the disk": lambda: at_call(1, TensorWriter, "close"),
     "before the folder is complete": lambda: at_call(1, checkpoint, "_finish"),
-    "before they change places": lambda: at_call(1, place, "exchange"),
-    "after they changed places": lambda: at_call(1, place, "exchange", after=True),
-    "before the old one is moved": lambda: renaming(1),
-    "between the renames": lambda: renaming(2),
-    "before the old one is removed": lambda: renaming(2, after=True),
+    "before it replaces the one before": lambda: at_call(1, replacing, "replace"),
+    "before it is called complete": lambda: at_call(1, Path, "rename"),
+    "before its index is in place": lambda: at_call(1, Path, "replace"),
+    "when its index is in place": lambda: at_call(1, Path, "replace", after=True),
+    "between two files": lambda: at_call(2, Path, "replace", after=True),
+    "before the rest is removed": lambda: at_call(2, replacing, "remove_unfinished"),
 }
 # Rank 0 alone does these.
 ONLY_FIRST = tuple(SAVE_DEATHS)[2:]
@@ -145,16 +140,18 @@ BEHIND: dict[str, Callable[[], None]] = {
     "in a tensor, behind": lambda: at_call(5, TensorWriter, "add"),
     "before a file gets its name, behind": lambda: at_call(1, os, "rename"),
     "before the index, behind": lambda: at_call(1, saving, "write_index"),
-    "before they change places, behind": SAVE_DEATHS["before they change places"],
-    "between the renames, behind": SAVE_DEATHS["between the renames"],
+    "before its index is in place, behind": SAVE_DEATHS["before its index is in place"],
+    "between two files, behind": SAVE_DEATHS["between two files"],
 }
 # The step that the last complete checkpoint is of, where it is another than 2.
 RESUMES = {
-    "after they changed places": 4,
-    "before the old one is removed": 4,
+    "when its index is in place": 4,
+    "between two files": 4,
+    "between two files, behind": 4,
+    "before the rest is removed": 4,
     **dict.fromkeys(STEP_DEATHS, 4),
 }
-FEW = ("after the optimizer", "in a tensor", "between the renames")
+FEW = ("after the optimizer", "in a tensor", "between two files")
 CASES: dict[str, tuple[int, dict[str, Any], tuple[str, ...]]] = {
     "one": (1, {}, (*STEP_DEATHS, *SAVE_DEATHS)),
     "one, zero": (1, dict(zero=dict(stage=3, placement="cpu")), FEW),
@@ -186,7 +183,7 @@ def check_left(folder: Path, first: int) -> None:
     """That nothing is beside the checkpoint but, of a run that had nothing to save, what the one before was removing."""
     left = {path.name for path in folder.iterdir()}
     if first == STEPS:
-        left -= {".ckpt.writing", ".ckpt.old"}
+        left -= {".ckpt.writing", ".ckpt.lock"}
     assert left == {"ckpt"}
 
 
@@ -217,7 +214,7 @@ def test_kills_at_random_moments_of_saves_in_the_background(trials: int, tmp_pat
         victim = dice.randrange(2)
         with pytest.raises(RankFailure, match="SIGKILL"):
             run_on_ranks(2, slowly, parallel, str(folder / "ckpt"), death, victim, True)
-        if (folder / "ckpt").exists() or (folder / ".ckpt.old").exists():
+        if (folder / "ckpt").exists():
             Checkpoint(folder / "ckpt").verify()
         first, losses = run_on_ranks(2, run, parallel, str(folder / "ckpt"), "", 0, True)[0]
         assert losses == unbroken[first:], (trial, death, victim)
@@ -236,6 +233,6 @@ def test_kills_at_chosen_moments_of_saves_in_the_background(tmp_path: Path) -> N
         with pytest.raises(RankFailure, match="SIGKILL"):
             run_on_ranks(2, run, dict(data=2), str(folder / "ckpt"), death, victim, True)
         first, losses = run_on_ranks(2, run, dict(data=2), str(folder / "ckpt"), "", 0, True)[0]
-        assert first == 2, death  # that of step 4 was not complete
+        assert first == RESUMES.get(death, 2), death
         assert losses == unbroken[first:], death
         assert [p.name for p in folder.iterdir()] == ["ckpt"], death

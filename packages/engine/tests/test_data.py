@@ -162,6 +162,22 @@ def test_data_coordinates_share_a_batch_without_loss(blocks: int) -> None:
     assert torch.equal(torch.cat([cut(batch, index, blocks) for index in range(blocks)]), batch)
 
 
+@pytest.mark.parametrize(
+    "batch",
+    [
+        torch.zeros(2, 4),
+        {"x": torch.zeros(2, 4), "y": torch.zeros(2)},
+        (torch.zeros(2, 4), torch.zeros(2)),
+        ((torch.zeros(2, 4), torch.zeros(2, 4)), torch.zeros(2)),
+    ],
+    ids=["tensor", "dict", "pair", "pair of several"],
+)
+def test_too_few_rows_are_refused_on_every_rank(batch: object) -> None:
+    for index in range(3):
+        with pytest.raises(SpecError, match=r"2 rows for 3 data coordinates, .* give at least 3 rows"):
+            cut(batch, index, 3)
+
+
 def test_validation_is_what_was_set_aside() -> None:
     batches = Batches(corpus_of(1000, train=900), batch_size=4, seq_len=16)
     found = list(batches.validation(10))

@@ -480,7 +480,7 @@ def test_no_decay_spares_norms_and_biases() -> None:
 
 
 WRONG: list[tuple[dict[str, Any], str]] = [
-    (dict(precision="float16"), "no precision 'float16'.*'?fp16"),
+    (dict(precision="float16"), "it is called 'fp16' here"),
     (dict(precision=16), "precision=16"),
     (dict(precision=dict(name="fp16", initial_scal=2)), "'initial_scal'.*'initial_scale'"),
     (dict(precision=dict(name="bf16", initial_scale=2.0)), "no key 'initial_scale'"),

@@ -341,5 +341,11 @@ def test_a_hugging_face_model() -> None:
     pytest.importorskip("transformers")
     given = batches(3)
     wanted = hugging_face({}, given)
-    for found in run_on_ranks(4, hugging_face, dict(tensor=2, pipeline=2), given):
-        assert_same(found, wanted, "gpt2", 1e-6)
+    megatron = dict(tensor=2, sequence=dict(mode="megatron"))
+    for parallel in (
+        dict(tensor=2, pipeline=2),
+        dict(pipeline=2, **megatron),
+        dict(pipeline=dict(size=2, schedule="interleaved", chunks=2), **megatron),
+    ):
+        for found in run_on_ranks(4, hugging_face, parallel, given):
+            assert_same(found, wanted, f"gpt2 under {parallel}", 1e-6)

@@ -89,7 +89,7 @@ def summed_over(parallel: dict[str, Any]) -> tuple[dict[str, int], set[int]]:
     """Every rank gives all its gradients the value 2**rank: this rank's coordinates, and the bits of what comes back."""
     with engine_of(parallel, "llama") as engine:  # a tied table is summed over its stages besides
         states, mesh = engine._states, engine.mesh
-        states.begin(first=True)
+        engine._gradients.begin()  # a forward would
         with states.backward("last"):
             for parameter in engine.model.parameters():
                 if parameter.requires_grad:

@@ -142,8 +142,6 @@ def test_what_would_be_left_out_is_refused(tmp_path: Path) -> None:
     ):
         EngineTrainer(engine(), args=half, train_dataset=DATASET)
     EngineTrainer(engine(precision="bf16"), args=half, train_dataset=DATASET)
-    with pytest.raises(SpecError, match=r"compute_metrics=\.\.\.\) would never be called"):
-        EngineTrainer(engine(), args=arguments(tmp_path), train_dataset=DATASET, compute_metrics=dict)
 
 
 def test_a_dataset_without_a_batch(tmp_path: Path) -> None:

@@ -50,7 +50,7 @@ def run(
     """
     began = time.monotonic()
     engine = Engine(gpt, parallel, optimizer=dict(name="adamw", lr=1e-2), watchdog=20.0)
-    if Path(path).exists() or Path(path).with_name(".ckpt.old").exists():
+    if Path(path).exists():
         engine.load(path)
     first, losses = engine.steps, []
     death = threading.Timer(seconds, die)
@@ -88,7 +88,7 @@ def killed_often(name: str, kills: int, seed: int, folder: Path) -> None:
     Checkpoint(path).verify()
     left = {part.name for part in folder.glob(".ckpt*")}
     # The last save of the last one that was killed was complete: then nothing was saved since, which would remove the rest.
-    assert left <= ({".ckpt.writing", ".ckpt.old"} if first == STEPS else set())
+    assert left <= ({".ckpt.writing", ".ckpt.lock"} if first == STEPS else set())
     for victim, text in said:
         assert f"rank {victim} of 4 failed in run: the process was killed by SIGKILL" in text
 

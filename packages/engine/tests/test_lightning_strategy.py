@@ -8,7 +8,6 @@ import os
 import subprocess
 import sys
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,17 +17,14 @@ from torch import Tensor, nn
 pytest.importorskip("lightning", reason="needs meshfold[lightning]")
 
 from lightning.pytorch import LightningModule, Trainer
-from lightning.pytorch.accelerators import CPUAccelerator, CUDAAccelerator
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.strategies import DDPStrategy, StrategyRegistry
-from lightning.pytorch.trainer.states import TrainerFn
 from torch.utils.data import DataLoader
 from torchmetrics import SumMetric
 
-from meshfold.engine.lightning import ColossalAIStrategy, MeshfoldPrecision, MeshfoldStrategy, compat
+from meshfold.engine.lightning import ColossalAIStrategy, MeshfoldPrecision, MeshfoldStrategy
 from meshfold.mesh import SpecError
 from meshfold.mesh.testing import ranks
-from meshfold.zero_gemini import HybridAdam
 
 sys.path.append(str(Path(__file__).parent))  # for the helpers beside this file, on every rank
 from lightning_cases import (
@@ -136,7 +132,6 @@ def _mixed() -> Any:
         (dict(parallel=dict(pipeline=2)), "pipeline=2 under Lightning"),
         (dict(parallel=dict(tensr=2)), "Did you mean 'tensor'"),
         (dict(checkpoints="zip"), "checkpoints='zip': write 'folder' or 'file'"),
-        (dict(compat="deepspeed"), "compat='deepspeed'"),
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
 )
@@ -296,63 +291,6 @@ def test_weights_that_are_loaded_inside_of_configure_model_go_without_recording(
         {"layer.weight", "layer.bias"} if strategy.is_global_zero else set()
     )
     strategy.close()
-
-
-# -- compat -------------------------------------------------------------------------------------------------------
-
-
-def _trainer(module: LightningModule, **options: Any) -> Any:
-    state = SimpleNamespace(fn=TrainerFn.FITTING)
-    return SimpleNamespace(lightning_module=module, accumulate_grad_batches=1, state=state, **options)
-
-
-def test_compat_brings_the_old_errors_back() -> None:
-    gpu, module = CUDAAccelerator(), Stages()
-    compat.check_before_setup(_trainer(module), "16-mixed", gpu)
-    with pytest.raises(ValueError, match="Consider setting `precision='16-mixed'`"):
-        compat.check_before_setup(_trainer(module), "bf16-mixed", gpu)
-    with pytest.raises(ValueError, match="only supported on `CUDAAccelerator`"):
-        compat.check_before_setup(_trainer(module), "16-mixed", CPUAccelerator())
-    accumulating = _trainer(module)
-    accumulating.accumulate_grad_batches = 2
-    with pytest.raises(ValueError, match="does not support gradient accumulation"):
-        compat.check_before_setup(accumulating, "16-mixed", gpu)
-    with pytest.raises(TypeError, match="must override the `configure_sharded_model`"):
-        compat.check_before_setup(_trainer(Boring()), "16-mixed", gpu)
-    accumulating.state.fn = TrainerFn.TESTING
-    compat.check_before_setup(accumulating, "16-mixed", gpu)
-
-    weights = [nn.Parameter(torch.zeros(2))]
-    compat.check_optimizers([HybridAdam(weights, lr=0.1)])
-    with pytest.raises(ValueError, match="single optimizer"):
-        compat.check_optimizers([HybridAdam(weights, lr=0.1)] * 2)
-    with pytest.raises(ValueError, match="CPUAdam and HybridAdam"):
-        compat.check_optimizers([torch.optim.Adam(weights)])
-    with pytest.raises(ValueError, match="must use chunks"):
-        ColossalAIStrategy(use_chunk=False, compat="colossalai")
-    plugin = MeshfoldPrecision("16-mixed")
-    plugin.compat = "colossalai"
-    with pytest.raises(NotImplementedError, match="clip_grad_by_value"):
-        plugin.clip_grad_by_value(None, 1.0)
-    with pytest.raises(AssertionError, match="sync_grads"):
-        MeshfoldStrategy(compat="colossalai").all_gather(torch.zeros(1), sync_grads=True)
-
-
-def test_a_trainer_with_compat_says_so_at_setup() -> None:
-    be_quiet()
-    strategy = ColossalAIStrategy(compat="colossalai")
-    trainer = Trainer(
-        strategy=strategy,
-        accelerator="cpu",
-        devices=1,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-    )
-    with pytest.raises(
-        ValueError, match=r"precision='32-true'.*compat='colossalai'; leave compat out and it works"
-    ):
-        trainer.fit(Boring(), DataLoader(Rows(), batch_size=4))
 
 
 SCRIPT = """

@@ -136,6 +136,24 @@ def test_accumulation_and_clipping_are_those_of_one_device(spec: str) -> None:
         assert_same(found[name], serial("transformer", **options))
 
 
+class TorchClips(Characterwise):
+    """Clips its gradients with torch's own functions."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norms: list[float] = []
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        self.norms.append(float(nn.utils.clip_grad_norm_(self.parameters(), 0.05)))
+        nn.utils.clip_grad_value_(self.parameters(), 0.01)
+
+
+@pytest.mark.parametrize("spec", SPECS)
+def test_torch_clips_what_the_strategy_has(spec: str) -> None:
+    found = run_on_ranks(4, parallel_run, "transformer", SPECS[spec], TorchClips, strategy={"rules": RULES})
+    assert_same(found[1], serial("transformer", TorchClips))
+
+
 def gans(parallel: dict[str, Any]) -> list[Any]:
     return [parallel_run("boring", parallel, make) for make in (Pair, Untoggled)]
 
@@ -176,6 +194,27 @@ def test_precisions_follow_float32_as_far_as_they_can(spec: str) -> None:
         assert losses[-1] < losses[0]
         dtype = {"64-true": torch.float64, "bf16-true": torch.bfloat16}.get(precision, torch.float32)
         assert {value.dtype for value in weights.values()} == {dtype}, precision
+
+
+class Normed(Boring):
+    """With running statistics, of rows that are alike on all ranks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Sequential(nn.Linear(32, 8), nn.BatchNorm1d(8), nn.Linear(8, 2))  # type: ignore[assignment]
+
+
+@pytest.mark.parametrize("precision", ["bf16-mixed", "16-mixed", "bf16-true"])
+@pytest.mark.parametrize("parallel", [{}, ZERO], ids=["data", "zero 3"])
+@ranks(2)
+def test_batch_norm_in_16_bits(parallel: dict[str, Any], precision: str) -> None:
+    from meshfold.engine.lightning import MeshfoldPrecision
+
+    plain = parallel_run("boring", parallel, Normed)
+    found = parallel_run("boring", parallel, Normed, plugins=[MeshfoldPrecision(precision)])
+    assert max(abs(a - b) for a, b in zip(plain[0], found[0], strict=True)) < 0.1
+    dtype = torch.bfloat16 if precision == "bf16-true" else torch.float32
+    assert found[1]["layer.1.running_var"].dtype == dtype
 
 
 @ranks(2)

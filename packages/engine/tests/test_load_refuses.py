@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import json
 import shutil
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,9 @@ from meshfold.engine import CheckpointError, Engine
 from meshfold.engine.models import GPT, GPTConfig
 from meshfold.mesh import SpecError
 from meshfold.mesh.testing import run_on_ranks
+
+sys.path.append(str(Path(__file__).parent))  # for the helpers beside this file, on every rank
+from checkpoint_edits import edit_state
 
 ADAMW: dict[str, Any] = dict(name="adamw", lr=1e-2)
 
@@ -102,9 +106,7 @@ def everything(engine: Engine, loader: Any) -> tuple[dict[str, Tensor], Any]:
 
 def cut_off(path: str) -> None:
     """The weights alone can be read."""
-    state = json.loads(Path(path, "state.json").read_text())
-    del state["seed"], state["data"]
-    Path(path, "state.json").write_text(json.dumps(state))
+    edit_state(Path(path), lambda state: (state.pop("seed"), state.pop("data")))
 
 
 # What is other than in the checkpoint, what is done to the checkpoint before, and what is said.

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import ctypes
+import errno
 import os
 import shutil
 import signal
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -14,14 +15,15 @@ import pytest
 import torch
 
 from meshfold.engine import CheckpointError, Engine
-from meshfold.engine.checkpoints import persistence, place
+from meshfold.engine.checkpoints import persistence, place, removing
 from meshfold.engine.checkpoints.checkpoint import Checkpoint
-from meshfold.engine.checkpoints.exchange import exchange
+from meshfold.engine.checkpoints.folder import complete, is_complete, present, prune, tidy
 from meshfold.engine.models import build
 from meshfold.engine.together import fail_together
 from meshfold.mesh.testing import RankFailure, run_on_ranks
 
-WAYS = pytest.mark.parametrize("exchanges", [True, False], ids=["exchange", "renames"])
+sys.path.append(str(Path(__file__).parent))  # for the helpers beside this file, on every rank
+from checkpoint_edits import edit_state
 
 
 def engine_of(parallel: dict[str, Any] | None = None) -> Engine:
@@ -37,71 +39,241 @@ def names(folder: Path) -> list[str]:
     return sorted(path.name for path in folder.iterdir())
 
 
+# -- what else is there ------------------------------------------------------------------------------------------------
+
+
+def test_everything_else_in_the_folder_stays(tmp_path: Path) -> None:
+    """Also checkpoints in folders of their own within it, links, and what another kind of save listed goes alone."""
+    engine, out = engine_of(), tmp_path / "out"
+    engine.save(out)
+    listed = names(out)
+    for step in (1, 2):
+        train(engine)
+        engine.save(out / f"checkpoint-{step}")
+    (out / "notes.md").write_text("why")
+    (out / "src").mkdir()
+    (out / "src" / "main.py").write_text("print(1)")
+    (tmp_path / "elsewhere").write_text("mine")
+    (out / "link").symlink_to(tmp_path / "elsewhere")
+    others = {"checkpoint-1", "checkpoint-2", "link", "notes.md", "src"}
+    inode = (out / "src" / "main.py").stat().st_ino
+    for asynchronous in (False, True, False):
+        engine.save(out, asynchronous=asynchronous)
+        engine._saver.finish()
+        assert others <= {*names(out)}
+        Checkpoint(out).verify()
+        assert Checkpoint(out / "checkpoint-1").state["step"] == 1
+    assert {*names(out)} == {*listed, *others}  # nothing of the save in rectangles is left
+    assert (out / "src" / "main.py").stat().st_ino == inode
+    assert (out / "link").is_symlink() and (tmp_path / "elsewhere").read_text() == "mine"
+    engine.close()
+
+
+@pytest.mark.parametrize(
+    "text",
+    ['{"terraform": true}', "{}", '{"format": 2}', '{"format": 2, "files": {"thesis.txt": 17}}', "[1]", "{"],
+)
+def test_a_folder_of_something_else_is_refused(text: str, tmp_path: Path) -> None:
+    engine = engine_of()
+    (tmp_path / "project" / "src").mkdir(parents=True)
+    (tmp_path / "project" / "state.json").write_text(text)
+    (tmp_path / "project" / "thesis.txt").write_text("ten years of work")
+    for asynchronous in (False, True):
+        with pytest.raises(CheckpointError, match=r"state.json is no checkpoint's, or damaged"):
+            engine.save(tmp_path / "project", asynchronous=asynchronous)
+    assert names(tmp_path / "project") == ["src", "state.json", "thesis.txt"]
+    assert names(tmp_path) == ["project"]
+    engine.close()
+
+
+def test_a_file_that_no_index_lists_is_not_replaced(tmp_path: Path) -> None:
+    engine = engine_of()
+    engine.save(tmp_path / "ckpt")
+    (tmp_path / "ckpt" / "model.blocks.json").write_text("mine")
+    with pytest.raises(
+        CheckpointError, match=r"model.blocks.json is in the way: the checkpoint there does not list it"
+    ):
+        engine.save(tmp_path / "ckpt", asynchronous=True)
+    engine.save(tmp_path / "ckpt")  # which has no such file
+    assert (tmp_path / "ckpt" / "model.blocks.json").read_text() == "mine"
+    engine.load(tmp_path / "ckpt")  # nor is it read
+    (tmp_path / "ckpt" / "optimizer.safetensors").unlink()
+    (tmp_path / "ckpt" / "optimizer.safetensors").mkdir()
+    with pytest.raises(CheckpointError, match=r"optimizer.safetensors is in the way"):
+        engine.save(tmp_path / "ckpt")
+    engine.close()
+
+
+def test_a_file_that_appears_while_it_is_written_is_not_replaced(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = engine_of()
+    (tmp_path / "ckpt").mkdir()
+    real = place.sealed
+
+    def late(state: Any) -> Any:
+        (tmp_path / "ckpt" / "model.safetensors").write_text("mine")
+        return real(state)
+
+    monkeypatch.setattr(place, "sealed", late)
+    with pytest.raises(CheckpointError, match=r"is there and is no checkpoint"):
+        engine.save(tmp_path / "ckpt")
+    assert (names(tmp_path / "ckpt"), names(tmp_path)) == (["model.safetensors"], ["ckpt"])
+    engine.close()
+
+
+def test_a_link_in_the_place_of_a_file_is_replaced_and_not_followed(tmp_path: Path) -> None:
+    engine = engine_of()
+    engine.save(tmp_path / "ckpt")
+    (tmp_path / "ckpt" / "model.safetensors").rename(tmp_path / "kept")
+    (tmp_path / "ckpt" / "model.safetensors").symlink_to(tmp_path / "kept")
+    before = (tmp_path / "kept").read_bytes()
+    train(engine)
+    engine.save(tmp_path / "ckpt")
+    assert (tmp_path / "kept").read_bytes() == before
+    assert not (tmp_path / "ckpt" / "model.safetensors").is_symlink()
+    engine.load(tmp_path / "ckpt")
+    engine.close()
+
+
+def test_an_index_that_lists_files_of_others_removes_none(tmp_path: Path) -> None:
+    """Somebody else may have written it."""
+    engine = engine_of()
+    engine.save(tmp_path / "runs" / "step-00000001")
+    engine.save(tmp_path / "runs" / "step-00000002")
+    (tmp_path / "secret").write_text("mine")
+    for path in ("../../secret", str(tmp_path / "secret"), "notes.txt"):
+        (tmp_path / "runs" / "step-00000001" / "notes.txt").write_text("mine")
+        edit_state(
+            tmp_path / "runs" / "step-00000001", lambda state, path=path: state["files"].update({path: 4})
+        )
+        assert prune(tmp_path / "runs", 1) == []
+        with pytest.raises(CheckpointError):
+            engine.save(tmp_path / "runs" / "step-00000001")
+        assert (tmp_path / "secret").exists() and (tmp_path / "runs" / "step-00000001" / "notes.txt").exists()
+        edit_state(tmp_path / "runs" / "step-00000001", lambda state, path=path: state["files"].pop(path))
+    engine.close()
+
+
+def test_prune_leaves_what_is_not_a_checkpoints(tmp_path: Path) -> None:
+    engine = engine_of()
+    for step in (1, 2, 3):
+        foreign = tmp_path / "theirs" / f"step-{step:08}"
+        foreign.mkdir(parents=True)
+        (foreign / "state.json").write_text("{}")
+        (foreign / "data.txt").write_text("not a checkpoint")
+        engine.save(tmp_path / "runs" / f"step-{step:08}")
+    assert prune(tmp_path / "theirs", 1) == []
+    assert len([*(tmp_path / "theirs").rglob("*.txt")]) == 3
+    (tmp_path / "runs" / "step-00000001" / "notes").mkdir()
+    assert [path.name for path in prune(tmp_path / "runs", 1)] == ["step-00000001", "step-00000002"]
+    assert [str(path.relative_to(tmp_path / "runs")) for path in sorted((tmp_path / "runs").rglob("*"))][:3] == [
+        "step-00000001", "step-00000001/notes", "step-00000003",
+    ]  # fmt: skip
+    engine.close()
+
+
+def test_a_removal_that_was_cut_short_is_ended_by_the_next(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = engine_of()
+    for step in (1, 2):
+        engine.save(tmp_path / f"step-{step:08}")
+    with monkeypatch.context() as patched:
+        patched.setattr(removing, "finish", lambda _: None)
+        prune(tmp_path, 1)
+    first = tmp_path / "step-00000001"
+    assert "state.json.removing" in names(first) and "model.safetensors" in names(first)
+    assert (complete(tmp_path), present(tmp_path)) == ([tmp_path / "step-00000002"],) * 2
+    assert prune(tmp_path, 1) == []
+    assert names(tmp_path) == ["step-00000002"]
+    engine.save(first)
+    with monkeypatch.context() as patched:
+        patched.setattr(removing, "finish", lambda _: None)
+        prune(tmp_path, 1)
+    engine.save(first)  # in its place, too
+    Checkpoint(first).verify()
+    engine.close()
+
+
+def test_a_folder_that_cannot_be_renamed_is_written_within(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As a mount point, whose parent may not be writable either."""
+    engine, mount = engine_of(), tmp_path / "volume"
+    mount.mkdir()
+    (tmp_path / "like").mkdir()
+    real = os.rename
+
+    def refusing(source: Any, target: Any, **options: Any) -> None:
+        if mount in (Path(source), Path(target)):
+            raise OSError(errno.EBUSY, "Device or resource busy")
+        real(source, target, **options)
+
+    monkeypatch.setattr(os, "rename", refusing)
+    for asynchronous in (False, True, False):
+        train(engine)
+        engine.save(mount, asynchronous=asynchronous)
+        engine._saver.finish()
+        Checkpoint(mount).verify()
+    assert names(tmp_path) == ["like", "volume"]
+    for path in mount.iterdir():
+        path.unlink()
+    engine.save_hugging_face(mount)
+    assert names(mount) == ["config.json", "model.safetensors"]
+    assert names(tmp_path) == ["like", "volume"]
+    engine.close()
+
+
 # -- deaths -----------------------------------------------------------------------------------------------------------
 
 
-def die_at_the_end_of_the_last_save(path: str, exchanges: bool) -> None:
+def die_at_the_end_of_the_last_save(path: str) -> None:
     engine = engine_of()
     engine.save(path)
     train(engine)
-    if not exchanges:
-        place.exchange = lambda *_: False
-    removed: list[object] = []
-    unlink = os.unlink
+    real = Path.replace
 
-    def dying(*arguments: Any, **options: Any) -> None:
-        if removed:
+    def dying(self: Path, target: Path) -> Path:
+        found = real(self, target)
+        if self.name == "model.safetensors":
             os.kill(os.getpid(), signal.SIGKILL)
-        removed.append(unlink(*arguments, **options))
+        return found
 
-    os.unlink = dying
+    Path.replace = dying  # type: ignore[assignment,method-assign]
     engine.save(path)
 
 
 def go_on(path: str) -> tuple[int, list[str], list[str]]:
     engine = engine_of()
     engine.load(path)
-    found = names(Path(path).parent)
+    found = [name for name in names(Path(path)) if name.startswith(".")]
     engine.save(path)
     engine.close()
-    return engine.steps, found, names(Path(path).parent)
+    return engine.steps, found, names(Path(path))
 
 
-@WAYS
-def test_a_death_after_the_last_save_leaves_the_rest_of_the_one_before_until_the_next(
-    exchanges: bool, tmp_path: Path
-) -> None:
-    """The run that goes on from there has nothing more to save, perhaps: then it stays. Loading removes nothing."""
+def test_a_death_while_files_take_their_places(tmp_path: Path) -> None:
+    """The run that goes on from there has nothing more to save, perhaps: then it stays so. Loading removes nothing."""
     with pytest.raises(RankFailure, match="SIGKILL"):
-        run_on_ranks(1, die_at_the_end_of_the_last_save, str(tmp_path / "ckpt"), exchanges)
-    Checkpoint(tmp_path / "ckpt").verify()
-    left = ".ckpt.writing" if exchanges else ".ckpt.old"
-    assert run_on_ranks(1, go_on, str(tmp_path / "ckpt")) == [(1, [left, "ckpt"], ["ckpt"])]
+        run_on_ranks(1, die_at_the_end_of_the_last_save, str(tmp_path / "ckpt"))
+    found = Checkpoint(tmp_path / "ckpt")
+    found.verify()
+    left = f".saved-{found.state['checksum']}"
+    assert names(tmp_path / "ckpt" / left) == ["optimizer.safetensors", "replaced.json"]
+    assert is_complete(tmp_path / "ckpt")
+    shutil.copytree(tmp_path / "ckpt", tmp_path / "moved")
+    [(steps, hidden, after)] = run_on_ranks(1, go_on, str(tmp_path / "ckpt"))
+    assert (steps, hidden) == (1, [".lock", left])
+    assert after == ["model.safetensors", "optimizer.safetensors", "state.json"]
+    assert names(tmp_path) == ["ckpt", "moved"]
+    tidy(tmp_path / "moved")
+    assert names(tmp_path / "moved") == after
+    Checkpoint(tmp_path / "moved").verify()
 
 
-def can_exchange(folder: Path) -> bool:
-    """Whether the system can, asked without the help of what is tested."""
-    for name in ("one", "other"):
-        (folder / name).mkdir()
-    rename = getattr(ctypes.CDLL(None), "renameat2", None)
-    names = [os.fsencode(folder / name) for name in ("one", "other")]
-    return rename is not None and rename(-100, names[0], -100, names[1], 2) == 0
-
-
-def test_two_folders_change_places_or_nothing_happens(tmp_path: Path) -> None:
-    can = can_exchange(tmp_path)
-    (tmp_path / "one" / "a").touch()
-    (tmp_path / "other" / "b").touch()
-    assert exchange(tmp_path / "one", tmp_path / "other") == can
-    assert (names(tmp_path / "one"), names(tmp_path / "other")) == ((["b"], ["a"]) if can else (["a"], ["b"]))
-    assert not exchange(tmp_path / "one", tmp_path / "nowhere")
-    assert names(tmp_path) == ["one", "other"]
-
-
-def test_the_name_is_there_at_every_instant(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_its_index_is_there_at_every_instant(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Else ``if path.exists(): engine.load(path)`` begins anew after an unlucky death, and then saves over all that was."""
-    if not can_exchange(tmp_path):
-        pytest.skip(f"the file system of {tmp_path} cannot exchange two folders")
     engine, there = engine_of(), []
 
     def looking(owner: Any, name: str) -> None:
@@ -109,61 +281,61 @@ def test_the_name_is_there_at_every_instant(tmp_path: Path, monkeypatch: pytest.
 
         def looked(*arguments: Any, **options: Any) -> Any:
             found = real(*arguments, **options)
+            Checkpoint(tmp_path / "ckpt").verify()
             there.append((tmp_path / "ckpt" / "state.json").exists())
             return found
 
         monkeypatch.setattr(owner, name, looked)
 
     engine.save(tmp_path / "ckpt")
-    for owner, name in ((os, "rename"), (place, "exchange"), (os, "unlink"), (os, "rmdir")):
-        looking(owner, name)
+    for name in ("rename", "replace", "unlink", "rmdir"):
+        looking(os, name)
+    train(engine)
     engine.save(tmp_path / "ckpt")
+    train(engine)
     engine.save(tmp_path / "ckpt", asynchronous=True)
     engine.close()
     assert len(there) > 6 and all(there)
 
 
-@WAYS
-def test_an_empty_folder_of_that_name_is_not_taken_for_the_one_before(
-    exchanges: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Somebody has made it, after a death between two renames: what is aside is all there is until the end."""
-    engine = engine_of()
-    engine.save(tmp_path / "ckpt")
-    (tmp_path / "ckpt").rename(tmp_path / ".ckpt.old")
-    (tmp_path / "ckpt").mkdir()
-    if not exchanges:
-        monkeypatch.setattr(place, "exchange", lambda *_: False)
-    removed = shutil.rmtree
-
-    def checked(path: Any, *arguments: Any, **options: Any) -> None:
-        Checkpoint(tmp_path / "ckpt")
-        removed(path, *arguments, **options)
-        Checkpoint(tmp_path / "ckpt")
-
-    monkeypatch.setattr(shutil, "rmtree", checked)
-    engine.save(tmp_path / "ckpt")
-    assert names(tmp_path) == ["ckpt"]
-
-
-def test_a_rename_that_fails_leaves_the_one_before_under_its_name(
+def test_a_file_that_cannot_be_moved_leaves_a_complete_checkpoint(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine = engine_of()
     engine.save(tmp_path / "ckpt")
     train(engine)
-    monkeypatch.setattr(place, "exchange", lambda *_: False)
-    real = Path.rename
+    real, failing_at = Path.replace, ["state.json", "optimizer.safetensors"]
 
     def failing(self: Path, target: Path) -> Path:
-        if self.name.endswith(".writing"):
+        if self.name == failing_at[0]:
             raise OSError(5, "Input/output error")
         return real(self, target)
 
-    monkeypatch.setattr(Path, "rename", failing)
-    with pytest.raises(CheckpointError, match="Input/output error"):
-        engine.save(tmp_path / "ckpt")
-    assert (names(tmp_path), Checkpoint(tmp_path / "ckpt").state["step"]) == (["ckpt"], 0)
+    for expected in (0, 1):  # before its index is in place it is the one before, then the new one
+        with monkeypatch.context() as patched:
+            patched.setattr(Path, "replace", failing)
+            with pytest.raises(CheckpointError, match="Input/output error"):
+                engine.save(tmp_path / "ckpt")
+        Checkpoint(tmp_path / "ckpt").verify()
+        assert Checkpoint(tmp_path / "ckpt").state["step"] == expected
+        failing_at.pop(0)
+    engine.save(tmp_path / "ckpt")
+    assert not [name for name in names(tmp_path / "ckpt") if name.startswith(".")]
+    engine.close()
+
+
+def test_one_that_an_earlier_version_put_aside_is_put_back(tmp_path: Path) -> None:
+    """Where a file system cannot exchange two folders it did so for an instant."""
+    engine = engine_of()
+    engine.save(tmp_path / "ckpt")
+    (tmp_path / "ckpt" / "notes").touch()
+    (tmp_path / "ckpt").rename(tmp_path / ".ckpt.old")
+    (tmp_path / "ckpt").mkdir()
+    engine.load(tmp_path / "ckpt")
+    engine.save(tmp_path / "ckpt")
+    assert names(tmp_path) == ["ckpt"]
+    assert "notes" in names(tmp_path / "ckpt")
+    engine.close()
 
 
 # -- reading ------------------------------------------------------------------------------------------------------------

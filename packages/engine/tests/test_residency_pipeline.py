@@ -107,7 +107,7 @@ def made_up(seed: int) -> Iterator[None]:
 def test_limits_are_kept_under_plans_of_any_rates(schedule: str) -> None:
     """Also by the chunks that stay gathered in what a step has left: arenas refuse what is beyond a limit."""
     given, places, seen = batches(5), set(), []
-    for seed in (5, 10, 21, 30):
+    for seed in (1, 3, 6, 7):
         with made_up(seed), made(staged(schedule, gpu_memory_limit="280KiB"), "dropping") as engine:
             seen.append(train(engine, given))
             places.add(tuple(gemini_of(engine).homes.values()))

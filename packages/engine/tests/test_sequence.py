@@ -704,12 +704,23 @@ def test_what_cannot_be_is_refused_before_anything_starts(
         Engine(model, parallel, optimizer=ADAMW, **settings)
 
 
+@pytest.mark.parametrize(("make", "loss_fn"), [(Attends, shifted_mean), (Mixes, shifted_mean), (Sums, None)])
+def test_a_module_that_is_refused_stays_as_it_was_given(make: Any, loss_fn: Any) -> None:
+    model = make()
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    with fake_world(4), pytest.raises(SpecError, match=r"mixes tokens|attends in a way|cannot be told"):
+        Engine(model, dict(tensor=2, sequence=ring(2)), optimizer=ADAMW, loss_fn=loss_fn)
+    after = model.state_dict()
+    assert list(after) == list(before)
+    assert all(torch.equal(after[name], value) for name, value in before.items())
+
+
 IDS = torch.zeros(2, 6, dtype=torch.int64)
 LEFT = torch.tensor([[0, 0, 1, 1, 1, 1], [1, 1, 1, 1, 1, 1]])
 FORWARDS: list[tuple[Any, Any, dict[str, Any], str]] = [
-    (Sums, shifted_mean, dict(ids=IDS), "attended to nothing"),
+    (Sums, shifted_mean, dict(ids=IDS), "pairs elements of two dims that are split over seq"),
     (Sums, shifted_mean, dict(ids=IDS, labels=IDS), "the loss inside of the model cannot be told"),
-    (Pooled, shifted_mean, dict(ids=IDS), "returned a tensor .2, 8., and"),
+    (Pooled, shifted_mean, dict(ids=IDS), "mean of .* reduces over dim 1, which is split over seq"),
     (hf_llama, None, dict(input_ids=IDS, attention_mask=LEFT), "attention_mask hides tokens"),
     (
         hf_llama,

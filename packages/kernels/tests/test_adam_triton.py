@@ -99,18 +99,12 @@ def test_masters() -> None:
 @given(
     n=st.integers(0, 5000),
     dtype=st.sampled_from(DTYPES),
-    out_dtype=st.sampled_from(DTYPES),
     norm=st.sampled_from([1.0, 2.0, math.inf]),
     block=st.sampled_from([1024, 2048]),
     start=st.integers(0, 1 << 40),
     bad=st.sampled_from([0.0, math.inf, -math.inf, math.nan]),
-    scale=st.sampled_from([0.37, 1.0, math.inf]),
-    in_memory=st.booleans(),
 )
-def test_gradients(
-    n: int, dtype: torch.dtype, out_dtype: torch.dtype, norm: float, block: int, start: int, bad: float,
-    scale: float, in_memory: bool,
-) -> None:  # fmt: skip
+def test_gradients(n: int, dtype: torch.dtype, norm: float, block: int, start: int, bad: float) -> None:
     x = normal(n, 3, dtype, DEVICE)
     if n:
         x[n // 2] = bad
@@ -118,12 +112,8 @@ def test_gradients(
     results = []
     for implementation in ("triton", "reference"):
         with K.use(implementation):
-            out = torch.empty(n, dtype=out_dtype, device=DEVICE)
-            factor = torch.tensor(scale, device=DEVICE) if in_memory else scale
-            partials, finite = K.pack_gradient(x, out, factor, norm=norm, block=block, start=start)
-            results.append((out, partials, finite, sums(x, block, start), K.is_finite(x)))
-    for got, wanted in zip(*results, strict=True):
-        assert torch.equal(raw(got), raw(wanted))
+            results.append(sums(x, block, start))
+    assert torch.equal(raw(results[0]), raw(results[1]))
 
 
 @settings(max_examples=EXAMPLES, deadline=None)

@@ -68,21 +68,16 @@ class SplitLayerNorm(torch.autograd.Function):
 
 class SplitCrossEntropy(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, once: bool) -> Tensor:
-        if once:
-            local, sums = K.max_and_sums(x, LABELS, 0, 15)
-            row_max = local + 1
-            sums = K.rescale_sums(sums, local, row_max)
-        else:
-            row_max = K.local_max(x, 15) + 1
-            sums = K.sum_exp_and_target(x, row_max, LABELS, 0, 15)
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        row_max = K.local_max(x, 15) + 1
+        sums = K.sum_exp_and_target(x, row_max, LABELS, 0, 15)
         ctx.save_for_backward(x, row_max, sums)
         return K.loss_per_row(row_max, sums)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
         x, row_max, sums = ctx.saved_tensors
-        return K.cross_entropy_backward(x, row_max, sums[0], LABELS, 0, grad, 0.0, 0.0, 15, 15, True), None
+        return K.cross_entropy_backward(x, row_max, sums[0], LABELS, 0, grad, 0.0, 0.0, 15, 15, True)
 
 
 class InPlaceRotary(torch.autograd.Function):
@@ -102,8 +97,7 @@ class InPlaceRotary(torch.autograd.Function):
 PIECES: dict[str, tuple[Callable[..., Any], tuple[Tensor, ...]]] = {
     "rms_norm pieces": (lambda x, w: SplitRMSNorm.apply(x, w), (X, W)),
     "layer_norm pieces": (lambda x, w, b: SplitLayerNorm.apply(x, w, b), (X, W, B)),
-    "cross_entropy pieces": (lambda x: SplitCrossEntropy.apply(x * 1, False), (X,)),
-    "cross_entropy pieces, read once": (lambda x: SplitCrossEntropy.apply(x * 1, True), (X,)),
+    "cross_entropy pieces": (lambda x: SplitCrossEntropy.apply(x * 1), (X,)),
     "apply_rotary_": (lambda q, k: InPlaceRotary.apply(q, k), (Q, KEY)),
 }
 

@@ -88,28 +88,19 @@ def shards(logits: Tensor, cuts: list[int], padding: list[int]) -> list[tuple[in
     extra=st.integers(0, 3),
     smoothing=st.sampled_from([0.0, 0.1]),
     z_loss=st.sampled_from([0.0, 1e-2]),
-    once=st.booleans(),
     inplace=st.booleans(),
 )
 def test_pieces_add_up_to_the_whole(
-    rows: int, cuts: list[int], extra: int, smoothing: float, z_loss: float, once: bool, inplace: bool
+    rows: int, cuts: list[int], extra: int, smoothing: float, z_loss: float, inplace: bool
 ) -> None:
     """Any cut of the vocabulary, empty shards and padding included, with max and sum where ranks would all-reduce."""
     vocabulary = sum(cuts)
     logits, labels = seeded(rows, vocabulary), words(rows, vocabulary)
     parts = shards(logits, cuts, [extra] * len(cuts))
-    if once:
-        local = [K.max_and_sums(z, labels, start, valid, smoothing > 0) for start, valid, z in parts]
-        row_max = torch.stack([m for m, _ in local]).amax(0)
-        sums = torch.stack([K.rescale_sums(s, m, row_max) for m, s in local]).sum(0)
-    else:
-        row_max = torch.stack([K.local_max(z, valid) for _, valid, z in parts]).amax(0)
-        sums = torch.stack(
-            [
-                K.sum_exp_and_target(z, row_max, labels, start, valid, smoothing > 0)
-                for start, valid, z in parts
-            ]
-        ).sum(0)
+    row_max = torch.stack([K.local_max(z, valid) for _, valid, z in parts]).amax(0)
+    sums = torch.stack(
+        [K.sum_exp_and_target(z, row_max, labels, start, valid, smoothing > 0) for start, valid, z in parts]
+    ).sum(0)
     assert sums.shape == (3 if smoothing else 2, rows)
     loss = K.loss_per_row(row_max, sums, smoothing, z_loss, vocabulary)
     leaf = logits.clone().requires_grad_()
@@ -139,16 +130,19 @@ def test_minus_infinity_is_a_probability_of_zero() -> None:
     (got,), (back,) = torch.autograd.grad(loss.sum(), leaf), torch.autograd.grad(wanted.sum(), leaf64)
     torch.testing.assert_close(got, F.pad(back, (0, 2)))
     # A shard that holds nothing but -inf adds nothing.
-    m, sums = K.max_and_sums(logits[:, 4:], labels, 4)
-    assert (m == float("-inf")).all() and (sums[0] == 0).all()
-    assert torch.equal(K.rescale_sums(sums, m, torch.zeros(3, dtype=m.dtype))[0], torch.zeros_like(m))
+    m = K.local_max(logits[:, 4:])
+    assert (m == float("-inf")).all()
+    for about in (m, torch.zeros_like(m)):  # of this shard, and of all
+        sums = K.sum_exp_and_target(logits[:, 4:], about, labels, 4)
+        assert torch.equal(sums[0], torch.zeros_like(m))
 
 
 def test_logits_that_are_not_contiguous_are_overwritten_in_place() -> None:
     wide = seeded(6, 5)
     labels = words(5, 6)
     columns = wide.t()
-    m, sums = K.max_and_sums(columns, labels)
+    m = K.local_max(columns)
+    sums = K.sum_exp_and_target(columns, m, labels, 0)
     wanted = K.cross_entropy_backward(columns, m, sums[0], labels, 0, torch.ones(5), 0.0, 0.0, 6)
     assert (
         K.cross_entropy_backward(columns, m, sums[0], labels, 0, torch.ones(5), 0.0, 0.0, 6, inplace=True)

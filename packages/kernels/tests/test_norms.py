@@ -213,13 +213,6 @@ def test_centred_sum_keeps_its_digits_beside_a_large_mean() -> None:
     torch.testing.assert_close(variance.double(), x.double().var(-1, unbiased=False), rtol=1e-4, atol=0)
 
 
-def test_add_stats_are_add_then_stats() -> None:
-    x, residual = seeded(3, 7, dtype=torch.bfloat16), seeded(3, 7, dtype=torch.float32, seed=1)
-    for fused, alone in ((K.add_rms_norm_stats, K.rms_norm_stats), (K.add_layer_norm_sum, K.layer_norm_sum)):
-        summed, stats = fused(x, residual)
-        assert torch.equal(summed, x.float() + residual) and torch.equal(stats, alone(summed))
-
-
 def test_rows_may_lie_anyhow() -> None:
     """Slices, transposes, expanded rows: the layout in memory changes nothing."""
     base = seeded(6, 10, 8)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -345,6 +346,66 @@ def test_a_second_ctrl_c_ends_ranks_that_do_not_stop(launcher: subprocess.Popen[
     assert launcher.wait(timeout=SECONDS) == 130
     assert await_end(pids) == []
     assert launcher.communicate()[1].endswith("ends them at once\nSIGINT: the 4 ranks were ended\n")
+
+
+@pytest.mark.parametrize(
+    "launcher",
+    [("import signal\nsignal.signal(signal.SIGTERM, signal.SIG_IGN)\n", ", stop_s=300, stopped_code=75")],
+    indirect=True,
+)
+def test_a_second_sigterm_ends_ranks_that_do_not_stop(
+    launcher: subprocess.Popen[str], tmp_path: Path
+) -> None:
+    pids = noted(tmp_path)
+    for _ in range(2):
+        time.sleep(0.5)
+        assert launcher.poll() is None
+        launcher.send_signal(signal.SIGTERM)
+    assert launcher.wait(timeout=SECONDS) == 143
+    assert await_end(pids) == []
+
+
+# Slurm sends the signal of --signal=USR1@120 first, and SIGTERM when the time is over.
+HEEDS_BOTH = """
+import signal
+signal.signal(signal.SIGUSR1, lambda number, frame: note(0, f"first{rank}"))
+def stop(number, frame):
+    note(0, f"kept{rank}")
+    sys.exit(75)
+signal.signal(signal.SIGTERM, stop)
+"""
+
+
+@pytest.mark.parametrize("launcher", [(HEEDS_BOTH, ", stop_s=300, stopped_code=75")], indirect=True)
+def test_another_request_is_passed_on_too(launcher: subprocess.Popen[str], tmp_path: Path) -> None:
+    launcher.send_signal(signal.SIGUSR1)
+    deadline = time.monotonic() + SECONDS
+    while len(list(tmp_path.glob("first?"))) < 4 and time.monotonic() < deadline:
+        time.sleep(0.05)
+    launcher.send_signal(signal.SIGTERM)
+    assert launcher.wait(timeout=SECONDS) == 75
+    assert len(list(tmp_path.glob("kept?"))) == 4
+
+
+@pytest.mark.usefixtures("warm_commands")
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_what_meshfold_refuses_is_a_sentence_with_the_programs_line(
+    ranks: int, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "refused.py"
+    file.write_text(
+        "from meshfold.mesh import ParallelSpec\n\n\n"
+        "def spec():\n"
+        "    return ParallelSpec.parse(dict(tensr=2))\n\n\n"
+        "spec()\n"
+    )
+    assert launch([str(file)], ranks, log_dir=tmp_path / "logs") == 1
+    said = capfd.readouterr().err
+    # A rank that was ended before it came so far did not raise.
+    who = "rank 0 of 1" if ranks == 1 else r"(each of 2 ranks|rank \d of 2; the other ranks were ended)"
+    assert re.match(rf"\n{who}: SpecError at refused\.py:5 in spec: tensr=2: ", said)
+    assert said.count("\n") == 2 and "Did you mean 'tensor'?" in said
+    assert "Traceback" in (tmp_path / "logs" / "rank0.err").read_text()  # for whoever looks for more
 
 
 @pytest.mark.skipif(

@@ -28,20 +28,20 @@ Primitive = Callable[[Tensor, Mesh, tuple[str, ...]], Tensor]
 
 # name: (the primitive, whether its input is the same on every rank of the axes, whether its output is)
 PRIMITIVES: dict[str, tuple[Primitive, bool, bool]] = {
-    "enter": (primitives.enter, True, False),
-    "leave": (primitives.leave, False, True),
+    "enter": (lambda x, mesh, axes: primitives.bind_enter(mesh, axes)(x), True, False),
+    "leave": (lambda x, mesh, axes: primitives.bind_leave(mesh, axes)(x), False, True),
     "gather 0": (lambda x, mesh, axes: primitives.gather(x, mesh, 0, axes), False, False),
     "gather 1": (lambda x, mesh, axes: primitives.gather(x, mesh, 1, axes), False, False),
-    "scatter_sum 0": (lambda x, mesh, axes: primitives.scatter_sum(x, mesh, 0, axes), False, False),
-    "scatter_sum -1": (lambda x, mesh, axes: primitives.scatter_sum(x, mesh, -1, axes), False, False),
-    "take 0": (lambda x, mesh, axes: primitives.take(x, mesh, 0, axes), True, False),
-    "take 1": (lambda x, mesh, axes: primitives.take(x, mesh, 1, axes), True, False),
+    "scatter_sum 0": (lambda x, mesh, axes: primitives.bind_scatter_sum(mesh, 0, axes)(x), False, False),
+    "scatter_sum -1": (lambda x, mesh, axes: primitives.bind_scatter_sum(mesh, -1, axes)(x), False, False),
+    "take 0": (lambda x, mesh, axes: primitives.bind_take(mesh, 0, axes)(x), True, False),
+    "take 1": (lambda x, mesh, axes: primitives.bind_take(mesh, 1, axes)(x), True, False),
     "collect 0": (lambda x, mesh, axes: primitives.collect(x, mesh, 0, axes), False, True),
     "collect 1": (lambda x, mesh, axes: primitives.collect(x, mesh, 1, axes), False, True),
     "exchange 0 1": (lambda x, mesh, axes: primitives.exchange(x, mesh, 0, 1, axes), False, False),
     "exchange 1 0": (lambda x, mesh, axes: primitives.exchange(x, mesh, 1, 0, axes), False, False),
-    "shift": (primitives.shift, False, False),
-    "shift -2": (lambda x, mesh, axes: primitives.shift(x, mesh, axes, -2), False, False),
+    "shift": (lambda x, mesh, axes: primitives.bind_shift(mesh, axes)(x), False, False),
+    "shift -2": (lambda x, mesh, axes: primitives.bind_shift(mesh, axes, -2)(x), False, False),
 }
 
 
@@ -105,11 +105,11 @@ def test_blocks_are_numbered_by_the_axes_as_given() -> None:
         rows, columns = shard(full, mesh, axes, ()), shard(full, mesh, (), axes)
         assert torch.equal(primitives.gather(rows, mesh, 0, axes), full)
         assert torch.equal(primitives.collect(columns, mesh, 1, axes), full)
-        assert torch.equal(primitives.take(full, mesh, 0, axes), rows)
-        assert torch.equal(primitives.take(full, mesh, 1, axes), columns)
+        assert torch.equal(primitives.bind_take(mesh, 0, axes)(full), rows)
+        assert torch.equal(primitives.bind_take(mesh, 1, axes)(full), columns)
         assert torch.equal(primitives.exchange(rows, mesh, 1, 0, axes), columns)
         assert torch.equal(primitives.exchange(columns, mesh, 0, 1, axes), rows)
-        assert torch.equal(primitives.scatter_sum(full, mesh, 1, axes), columns * mesh.size(*axes))
+        assert torch.equal(primitives.bind_scatter_sum(mesh, 1, axes)(full), columns * mesh.size(*axes))
 
 
 @ranks(4)
@@ -118,7 +118,7 @@ def test_a_dim_that_cannot_be_taken_apart_is_refused() -> None:
     with pytest.raises(
         LayoutError, match=r"\(6, 3\) cannot be split over a, b: 4 does not divide 6; .* multiple of 4"
     ):
-        primitives.take(torch.ones(6, 3), mesh, 0, ("a", "b"))
+        primitives.bind_take(mesh, 0, ("a", "b"))(torch.ones(6, 3))
 
 
 @ranks(4)
@@ -134,8 +134,8 @@ def test_one_rank_of_a_chain_is_like_the_whole() -> None:
     local = [x.clone(), shard(v, mesh, (), ("t",)), shard(w, mesh, ("t",), ())]
     for tensor in local:
         tensor.requires_grad_()
-    hidden = torch.tanh(primitives.enter(local[0], mesh, ("t",)) @ local[1])
-    primitives.leave(hidden @ local[2], mesh, ("t",)).square().sum().backward()
+    hidden = torch.tanh(primitives.bind_enter(mesh, ("t",))(local[0]) @ local[1])
+    primitives.bind_leave(mesh, ("t",))(hidden @ local[2]).square().sum().backward()
     wanted = [
         serial[0].grad,
         shard(serial[1].grad, mesh, (), ("t",)),

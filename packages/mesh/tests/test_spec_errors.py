@@ -263,7 +263,7 @@ MALFORMED: list[tuple[Any, list[str]]] = [
     (zero(gpu_memory_limit=24e9), ["a float, neither whole bytes nor a string"]),
     (zero(host_memory_limit=True), ["host_memory_limit=True is a bool"]),
     (zero(host_memory_limit="24"), ["has no unit", "host_memory_limit='24GiB'"]),
-    (zero(host_memory_limit="24gib"), ["no unit 'gib'", "Did you mean 'GiB'?"]),
+    (zero(host_memory_limit="24GiBs"), ["no unit 'GiBs'", "Did you mean 'GiB'?"]),
     (zero(host_memory_limit="lots"), ["not an amount of memory"]),
     (zero(host_memory_limit="-3GiB"), ["not an amount of memory"]),
     (zero(gpu_memory_limit="0GiB"), ["less than one byte"]),

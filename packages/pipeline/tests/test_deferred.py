@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import importlib.util
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -115,6 +116,21 @@ def test_without_a_queue_that_collects_it_is_an_ordinary_layer() -> None:
     assert_close(gradients(split), gradients(plain), 1e-12)
     restore(split)
     assert type(split.up) is nn.Linear
+
+
+@pytest.mark.parametrize("dims", [2, 3])
+@pytest.mark.parametrize("change", [torch.relu_, lambda y: y.mul_(0.5), lambda y: y.add_(1.0).tanh_()])
+def test_what_follows_may_change_the_output_in_place(dims: int, change: Callable[[Tensor], Tensor]) -> None:
+    plain, split, x = block(), block(), inputs(1)[0].detach()
+    x = x if dims == 3 else x[0]
+    queue = defer(split)
+    wanted, found = (change(of.up(x)).square().sum() for of in (plain, split))
+    wanted.backward()
+    with queue.collecting(0):
+        found.backward()
+    queue.compute(0)
+    assert torch.equal(wanted, found)
+    assert_close(gradients(split), gradients(plain), 1e-12)
 
 
 def test_frozen_parameters_and_inputs_without_gradient() -> None:

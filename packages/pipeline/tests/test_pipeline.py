@@ -367,9 +367,9 @@ class Pyramid(nn.Module):
 class Residual(nn.Module):
     """What is made before the blocks is used behind them, by the model's own code."""
 
-    def __init__(self, *, again: bool) -> None:
+    def __init__(self, *, again: bool, picky: bool = False) -> None:
         super().__init__()
-        self.again = again
+        self.again, self.picky = again, picky
         self.embed, self.head = nn.Embedding(VOCAB, WIDTH), nn.Linear(WIDTH, VOCAB)
         self.blocks = nn.Sequential(*(Reads(again) for _ in range(3)))
 
@@ -377,6 +377,8 @@ class Residual(nn.Module):
         first = x = self.embed(input_ids)
         for block in self.blocks:
             x = block(x, first) if self.again else block(x)
+        if self.picky and not input_ids.any():
+            raise ValueError("padding alone")
         logits = self.head(first + x)
         return {"logits": logits, "loss": logits.square().mean()}
 
@@ -394,7 +396,10 @@ class Reads(nn.Module):
 @ranks(2)
 def test_what_does_not_travel_is_refused_and_travels_as_an_argument() -> None:
     mesh = Mesh({"pipe": 2})
-    pipeline = Pipeline(Residual(again=False), mesh, microbatches=1)
+    with pytest.raises(LayoutError, match=r"between the blocks of blocks, at block 2 .* is not there"):
+        Pipeline(Residual(again=False), mesh, microbatches=1)
+    # One whose end cannot be run on the example is found out when a stage first runs.
+    pipeline = Pipeline(Residual(again=False, picky=True), mesh, microbatches=1)
     work = pipeline.split(tokens(2))[0]
     plan = pipeline.plan_of(work)
     if mesh.rank == 1:

@@ -555,3 +555,31 @@ def test_a_call_that_is_refused_before_its_dropout_begins_says_that_alone() -> N
     with warnings.catch_warnings(record=True) as said, pytest.raises(ValueError, match="refused"):
         layer(torch.ones(2, 3))
     assert not said
+
+
+def check_in_place_behind_on_rank() -> None:
+    """Relu of a layer's output in place: the gradients of relu beside it."""
+    for axes, mode, role in (
+        (dict(tensor=4), "1d", "row"),
+        (dict(row=2, col=2), "2d", "column"),
+        (dict(a=2, b=2, c=1), "3d", "column"),
+        (dict(a=1, b=2, c=2), "3d", "row"),
+    ):
+        mesh = Mesh(axes)
+        layer = Linear(HIDDEN, HIDDEN, bias=False, mesh=mesh, mode=mode, role=role)  # type: ignore[arg-type]
+        plan = layer.plan
+        tokens, width = (mesh.size(*plan.x[dim]) for dim in (plan.m, plan.k))
+        x = torch.randn(BATCH // tokens, SEQUENCE, HIDDEN // width)
+        found = []
+        for relu in (torch.relu, torch.relu_):
+            layer.zero_grad()
+            relu(layer(x)).square().sum().backward()
+            assert layer.weight.grad is not None
+            found.append(layer.weight.grad.clone())
+        assert found[0].abs().sum() > 0
+        assert torch.equal(*found)
+        mesh.close()
+
+
+def test_code_behind_a_layer_may_work_in_place() -> None:
+    run_on_ranks(4, check_in_place_behind_on_rank)

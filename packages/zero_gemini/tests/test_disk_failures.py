@@ -17,7 +17,10 @@ from typing import Any
 import pytest
 import torch
 
-from meshfold.zero_gemini.disk import DiskStore, aligned_empty, check, footprint_bytes
+from meshfold.zero_gemini.disk import DiskStore, aligned_empty, footprint_bytes
+from meshfold.zero_gemini.disk.folder import block_path
+from meshfold.zero_gemini.disk.layout import Header
+from meshfold.zero_gemini.disk.leftovers import sweep
 from meshfold.zero_gemini.errors import DiskError
 
 PAGE = 4096
@@ -26,22 +29,6 @@ SIZES = {"first": 3 * PAGE + 7, "second": PAGE}
 
 def nothing_in(folder: Path) -> bool:
     return not list(folder.iterdir())
-
-
-def closed_store(folder: Path, **options: Any) -> Path:
-    """A good file with both blocks."""
-    with DiskStore(folder, 0, SIZES, **options) as store:
-        store.write("first", torch.arange(SIZES["first"]).to(torch.uint8))
-        store.write("second", torch.ones(PAGE, dtype=torch.uint8))
-        store.close(remove=False)
-    return store.path
-
-
-def all_refuse(folder: Path, words: str) -> None:
-    with pytest.raises(DiskError, match=words):
-        check(folder)
-    with pytest.raises(DiskError, match=words):
-        DiskStore.open_existing(folder)
 
 
 # ---- before training ------------------------------------------------------------------------------------------------
@@ -189,9 +176,8 @@ def test_too_many_threads_is_an_error_that_leaves_nothing(
 def test_two_live_stores_on_one_file_are_refused(tmp_path: Path) -> None:
     with DiskStore(tmp_path, 0, SIZES) as store:
         store.write("second", torch.full((PAGE,), 5, dtype=torch.uint8)).wait()
-        for opening in (lambda: DiskStore(tmp_path, 0, {"x": 1}), lambda: check(tmp_path)):
-            with pytest.raises(DiskError, match="in use by this process"):
-                opening()
+        with pytest.raises(DiskError, match="in use by this process"):
+            DiskStore(tmp_path, 0, {"x": 1})
         out = torch.empty(PAGE, dtype=torch.uint8)
         store.read("second", out).wait()
         assert int(out.min()) == 5
@@ -199,9 +185,8 @@ def test_two_live_stores_on_one_file_are_refused(tmp_path: Path) -> None:
 
 
 def test_foreign_files_are_neither_read_nor_overwritten(tmp_path: Path) -> None:
-    path = closed_store(tmp_path)
+    path = block_path(tmp_path, "optimizer", 0)
     path.write_bytes(b"the only copy of a thesis")
-    all_refuse(tmp_path, "not a Meshfold block file")
     with pytest.raises(DiskError, match="is not overwritten"):
         DiskStore(tmp_path, 0, SIZES)
     assert path.read_bytes() == b"the only copy of a thesis"
@@ -215,52 +200,30 @@ def test_foreign_files_are_neither_read_nor_overwritten(tmp_path: Path) -> None:
         DiskStore(tmp_path, 0, SIZES)
 
 
-def test_truncated_files_are_named(tmp_path: Path) -> None:
-    path = closed_store(tmp_path)
-    size = path.stat().st_size
-    for left in (size - 1, size // 2, PAGE, PAGE - 1, 20, 3):
-        os.truncate(path, left)
-        all_refuse(tmp_path, f"{path} is truncated")
-    os.truncate(path, 0)
-    all_refuse(tmp_path, "not a Meshfold block file")
-    path.unlink()
-    all_refuse(tmp_path, "does not exist")
-    path = closed_store(tmp_path)
-    os.truncate(path, size + 1)
-    all_refuse(tmp_path, "longer")
-
-
-def test_any_changed_byte_of_the_header_is_noticed(tmp_path: Path) -> None:
-    path = closed_store(tmp_path)
-    good = path.read_bytes()
-    data_at = len(good) - 5 * PAGE - PAGE  # before the blocks lies the page on which direct I/O is tried
-    spots = [*range(80), 4095, *range(PAGE, PAGE + 60), 2 * PAGE, 2 * PAGE + 15]
-    assert data_at == 3 * PAGE
-    for spot in spots:
-        path.write_bytes(good[:spot] + bytes([good[spot] ^ 0x10]) + good[spot + 1 :])
-        with pytest.raises(DiskError, match=r"damaged|not a Meshfold block file"):
-            check(tmp_path)
-    path.write_bytes(good)
-    assert check(tmp_path).blocks == SIZES
-
-
-def test_other_ranks_and_other_blocks_are_refused(tmp_path: Path) -> None:
-    path = closed_store(tmp_path)
-    with pytest.raises(DiskError, match="2 differ in name or size, the first is 'second'"):
-        DiskStore.open_existing(tmp_path, 0, {"first": SIZES["first"], "third": PAGE})
-    path.rename(path.with_name(path.name.replace("rank00000", "rank00001")))
-    with pytest.raises(DiskError, match="written by rank 0, not 1"):
-        check(tmp_path, 1)
-
-
-def test_a_kept_file_that_is_opened_again_and_not_closed_is_refused(tmp_path: Path) -> None:
-    path = closed_store(tmp_path)
-    store = DiskStore.open_existing(tmp_path, 0, SIZES)
-    copy = path.read_bytes()  # what a crash would leave
-    store.close()
+def test_a_header_that_is_not_whole_is_noticed(tmp_path: Path) -> None:
+    """One that is cut short or has a changed byte is left to a person, and replaced by a store that wants its name."""
+    with DiskStore(tmp_path, 0, SIZES) as store:
+        path, good = store.path, store.path.read_bytes()
     assert nothing_in(tmp_path)
-    path.write_bytes(copy)
-    all_refuse(tmp_path, "never closed it")
+    damaged = [
+        good[:spot] + bytes([good[spot] ^ 0x10]) + good[spot + 1 :] for spot in (*range(8, 24), 80, 4095)
+    ]
+    for left in (damaged[0], damaged[-1], good[: PAGE - 1], good[:20]):
+        path.write_bytes(left)
+        assert sweep(tmp_path) == [] and path.read_bytes() == left
+        with DiskStore(tmp_path, 0, SIZES) as store:
+            assert "replaced an unusable file" in store.notes[0]
+            assert ("is truncated" if len(left) < PAGE else "is damaged") in store.notes[0]
+    for left in damaged:
+        with pytest.raises(DiskError, match="damaged"):
+            Header.unpack(left[:PAGE], str(path))
+    for spot in range(8):
+        with pytest.raises(DiskError, match="not a Meshfold block file"):
+            Header.unpack(good[:spot] + b"?" + good[spot + 1 : PAGE], str(path))
+    assert Header.unpack(good[:PAGE], str(path)).pid == os.getpid()
+    path.write_bytes(good)
+    (note,) = sweep(tmp_path)
+    assert f"that process {os.getpid()} left" in note and nothing_in(tmp_path)
 
 
 def test_a_store_that_nobody_closes_leaves_no_file(tmp_path: Path) -> None:
@@ -325,7 +288,6 @@ def test_kill_in_the_middle_of_a_write(tmp_path: Path) -> None:
     assert process.returncode == -signal.SIGKILL
     (path,) = tmp_path.iterdir()
     assert path.stat().st_size > 2 << 23
-    all_refuse(tmp_path, f"left behind by process {process.pid}, which never closed it")
     with DiskStore(tmp_path, 0, SIZES) as store:
         assert (
             store.notes[0] == f"{path}: replaced the file of process {process.pid}, which no longer uses it."
@@ -384,9 +346,7 @@ def test_a_disk_that_is_full_in_mid_run(tmp_path: Path, direct: Any) -> None:
         assert torch.equal(out, source)
 
 
-def test_a_store_with_a_torn_block_is_not_kept_as_good(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_store_with_a_torn_block_is_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def broken(*args: Any) -> int:
         raise OSError(errno.EIO, "Input/output error")
 
@@ -394,8 +354,9 @@ def test_a_store_with_a_torn_block_is_not_kept_as_good(
     monkeypatch.setattr(os, "pwritev", broken)
     store.write("second", torch.ones(PAGE, dtype=torch.uint8))
     with pytest.raises(DiskError, match=r"'second': .*Input/output error"):
-        store.close(remove=False)
-    all_refuse(tmp_path, "never closed it")
+        store.flush()
+    store.close()
+    assert nothing_in(tmp_path)
 
 
 def test_a_failed_sync_makes_no_block_good(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -416,8 +377,7 @@ def test_a_failed_sync_makes_no_block_good(tmp_path: Path, monkeypatch: pytest.M
         with pytest.raises(DiskError, match="could not be synced"):
             store.read("second", torch.empty(PAGE, dtype=torch.uint8)).wait()
         with pytest.raises(DiskError, match="did not reach the disk"):
-            store.close(remove=False)
-    all_refuse(tmp_path, "never closed it")
+            store.flush()
 
 
 @pytest.mark.parametrize("direct", ["auto", False])
@@ -429,27 +389,3 @@ def test_a_file_truncated_under_a_live_store(tmp_path: Path, direct: Any) -> Non
         words = f"reading block 'second' failed at byte 0 of 4096: it is truncated to {size} of"
         with pytest.raises(DiskError, match=words):
             store.read("second", aligned_empty(PAGE)).wait()
-
-
-@pytest.mark.parametrize("reopened", [False, True])
-def test_verify_notices_bytes_that_changed(tmp_path: Path, reopened: bool) -> None:
-    path = closed_store(tmp_path, verify=True, chunk_bytes=PAGE)
-    store = DiskStore.open_existing(tmp_path)
-    out = torch.empty(SIZES["first"], dtype=torch.uint8)
-    if not reopened:
-        store.write("first", torch.arange(SIZES["first"]).to(torch.uint8)).wait()
-    store.read("first", out).wait()
-    assert torch.equal(out, torch.arange(SIZES["first"]).to(torch.uint8))
-    if reopened:
-        store.close(remove=False)
-    store_at = store.file_bytes - 5 * PAGE + PAGE + 100
-    with open(path, "r+b") as file:
-        file.seek(store_at)
-        file.write(b"\xff")
-    if reopened:
-        store = DiskStore.open_existing(tmp_path)
-    with (
-        store,
-        pytest.raises(DiskError, match=r"'first' did not come back as it was written \(bytes 4096 to 8192\)"),
-    ):
-        store.read("first", out).wait()

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 sys.path.append(str(Path(__file__).parent))  # for the helpers beside this file, on every rank
-
+from planner_cases import EMULATED, stack
 from stepping_cases import SHAPES, Small, adam
 
 from meshfold.mesh import Group
@@ -20,7 +20,7 @@ from meshfold.zero_gemini.arena import Arena
 from meshfold.zero_gemini.memory import Memory
 from meshfold.zero_gemini.page_locked import PAGE_BYTES, page_locked
 from meshfold.zero_gemini.placing import Home
-from meshfold.zero_gemini.planner import EMULATED, H200, REGIMES, Machine, stack
+from meshfold.zero_gemini.planner import H200, REGIMES, Machine
 from meshfold.zero_gemini.planner.options import HOST_STREAMED, SPLIT, Choice
 from meshfold.zero_gemini.planner.seconds import seconds_table
 from meshfold.zero_gemini.seen import ENOUGH_ELEMS, as_seen

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from meshfold.zero_gemini import Gemini, Shares
 from meshfold.zero_gemini.chunk import Chunk
 from meshfold.zero_gemini.gradient_ring import BUFFERS
-from meshfold.zero_gemini.planner import EMULATED, REGIMES, Workload, cpu
+from meshfold.zero_gemini.planner import REGIMES, Workload, cpu
 from meshfold.zero_gemini.planner.options import HOST_STREAMED
 from meshfold.zero_gemini.planner.seconds import seconds_table
 from meshfold.zero_gemini.runtime import Runtime
@@ -30,6 +30,7 @@ from meshfold.zero_gemini.units import Unit
 sys.path.append(str(Path(__file__).parent))
 from hand_clock import HandClock
 from lazy_steps import LazySteps
+from planner_cases import EMULATED
 from training_cases import in_chunks
 
 WIDTH, LAYERS = 16, 6

@@ -8,13 +8,12 @@ from pathlib import Path
 
 import pytest
 
-from meshfold.zero_gemini.planner import EMULATED
-from meshfold.zero_gemini.planner.workload import stack
 from meshfold.zero_gemini.trace import PhaseClock, PhaseSeconds
 from meshfold.zero_gemini.waiting import Waiting
 
 sys.path.append(str(Path(__file__).parent))
 from hand_clock import HandClock
+from planner_cases import EMULATED, stack
 
 
 def waited(waiting: Waiting, clock: HandClock, seconds: float) -> None:

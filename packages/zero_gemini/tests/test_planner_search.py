@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import sys
 import time
 from dataclasses import replace
+from pathlib import Path
 from random import Random
 
 import numpy as np
@@ -13,7 +15,6 @@ from hypothesis import strategies as st
 
 from meshfold.mesh.errors import SpecError
 from meshfold.zero_gemini.planner import (
-    EMULATED,
     H200,
     REGIMES,
     ChunkCost,
@@ -26,11 +27,13 @@ from meshfold.zero_gemini.planner import (
     Workload,
     exhaustive,
     plan,
-    stack,
 )
 from meshfold.zero_gemini.planner import search as search_module
 from meshfold.zero_gemini.planner.problem import Case
 from meshfold.zero_gemini.planner.search import exhaustive_search, search
+
+sys.path.append(str(Path(__file__).parent))
+from planner_cases import EMULATED, stack
 
 SOME = settings(max_examples=25, deadline=None)
 

@@ -27,13 +27,15 @@ from meshfold.zero_gemini.planner import (
     cuda,
     draw,
     plan,
-    stack,
     static,
     timeline,
 )
 from meshfold.zero_gemini.planner.memory import KINDS, gpu_kinds
 from meshfold.zero_gemini.planner.policies import again
 from meshfold.zero_gemini.planner.result import options_of
+
+sys.path.append(str(Path(__file__).parent))
+from planner_cases import stack
 
 
 @pytest.fixture(scope="module")

@@ -122,6 +122,62 @@ def test_moments_are_those_of_the_executor(name: str, device: str) -> None:
     assert all(m.seconds >= 0 and m.waited_seconds >= 0 for m in trace.moments)
 
 
+def test_torchs_attention_is_one_unit_with_the_layer_that_it_never_calls() -> None:
+    attention = nn.MultiheadAttention(8, 2)
+    unit, last = find_units(nn.ModuleDict({"attention": attention, "head": nn.Linear(8, 8)}))
+    assert (unit.name, last.name) == ("attention", "head")
+    assert set(unit.parameters) == set(attention.parameters())
+
+
+class CountedMarks(WallClock):
+    """A clock whose marks must not be part of a graph, as a GPU's events must not."""
+
+    def __init__(self) -> None:
+        self.traced = 0
+
+    def mark(self) -> float:
+        self.traced += torch.compiler.is_compiling()
+        return super().mark()
+
+
+class NoBytes:
+    """A probe that is no dispatch mode: under one nothing is compiled."""
+
+    round_bytes = 1
+
+    def __enter__(self) -> NoBytes:
+        return self
+
+    def __exit__(self, *error: object) -> None: ...
+
+    def take(self) -> tuple[int, int]:
+        return 0, 0
+
+
+def compile_blocks(model: Model, how: str) -> None:
+    for number, block in enumerate(model.blocks):
+        if how == "in place":
+            block.compile(backend="aot_eager")
+        else:
+            model.blocks[number] = torch.compile(block, backend="aot_eager")  # type: ignore[assignment]
+
+
+@pytest.mark.parametrize("how", ["in place", "wrapped"])
+def test_marks_of_compiled_blocks_are_in_no_graph(how: str) -> None:
+    """Every traced step has marks of its own, and the moments of a model that is not compiled."""
+    model, clock = Model(), CountedMarks()
+    wanted = list(traced(Model, "cpu").order)
+    compile_blocks(model, how)
+    Runtime(model, find_units(model), lambda unit: [Chunk()], prefetch=1)  # type: ignore[list-item]
+    for _ in range(2):
+        with StepTracer(model, memory=NoBytes(), clock=clock) as tracer:
+            model(batch("cpu")).backward()
+        assert list(tracer.trace().order) == wanted
+        assert clock.traced == 0
+    model(batch("cpu")).backward()  # without a tracer nobody asks for the time
+    assert clock.traced == 0
+
+
 def test_units_lie_in_one_another() -> None:
     trace = traced(Model)
     whole = {(m.unit, m.backward): (i, m.until) for i, m in enumerate(trace.moments)}

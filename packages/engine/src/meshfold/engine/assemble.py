@@ -9,14 +9,15 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from meshfold.engine.build_notes import tell
 from meshfold.engine.checkpoints.model_state import ModelState
 from meshfold.engine.checkpoints.pipelined_state import PipelinedState
 from meshfold.engine.given_model import check_model
 from meshfold.engine.hugging_face.from_folder import FolderValues, Loaded, Pretrained
 from meshfold.engine.optimizers import of_any_stage
 from meshfold.engine.pipelining import PipelinedModel, PipelineSettings
-from meshfold.engine.precision import Masters, Precision, cast_rest
-from meshfold.engine.refusals import refuse_complex, require_trained
+from meshfold.engine.precision import Masters, Precision, cast_rest, other_dtypes
+from meshfold.engine.refusals import refuse_complex, refuse_layers, refuse_unmade, require_trained
 from meshfold.engine.roots import split_roots
 from meshfold.engine.states import PlainStates, States
 from meshfold.engine.together import fail_together
@@ -87,6 +88,7 @@ def assemble(
     check_model(model)
     if isinstance(model, nn.Module):
         built, tape = model, None
+        refuse_unmade(model)
         if any(p.is_meta for p in model.parameters()):
             origin = origin_of(model)  # of a model that was built under zero_gemini's ShardedInit
             tape, seed = (
@@ -100,6 +102,8 @@ def assemble(
         built, tape = build_on_meta(lambda: _checked(model))
 
     refuse_complex(built)
+    refuse_layers(built, world, precision)
+    tell(built, world)
     folder = _folder(model, built, world)
     dropout = has_dropout(built)
     if roots is None:
@@ -174,7 +178,7 @@ def make_states(
         make = of_any_stage(make) if world.pipelined else make
     states: States
     if world.spec.zero is None:
-        masters = Masters(built.parameters.values(), precision)
+        masters = Masters(built.parameters.values(), precision, other_dtypes(built.model, precision))
         trains = make is not None or world.device.type == "meta"  # a plan is one of training
         states = PlainStates(built.parameters, masters, world, make, trains=trains)
     else:
@@ -203,6 +207,7 @@ def _checked(function: Callable[[], nn.Module]) -> nn.Module:
         raise SpecError(
             f"model={function!r} made {type(made).__name__}: the function must return an nn.Module"
         )
+    refuse_unmade(made)
     return made
 
 
@@ -230,7 +235,14 @@ def _shard(model: nn.Module, world: World, rules: Mapping[str, str] | None, drop
     if tensor is not None:
         lowering = tensor.overlap or "gather"
         try:
-            return parallelize(model, world.mesh, world.mode, rules=rules, lowering=lowering)  # type: ignore[arg-type]
+            return parallelize(
+                model,
+                world.mesh,
+                world.mode,  # type: ignore[arg-type]
+                rules=rules,
+                lowering=lowering,
+                blocks_apart=world.pipelined,
+            )
         except LayoutError as error:
             raise SpecError(f"{world.spec.written or world.spec}: {error}") from error
     if rules is not None:
@@ -257,6 +269,7 @@ def _folder(model: object, built: nn.Module, world: World) -> FolderValues | Non
     found: FolderValues | None = None
     try:
         found = model.weights(built)
+        model.verify(world.mesh.rank, world.mesh.world_size)
     except Exception as wrong:  # also a folder that this rank alone may not read
         error = wrong
     if isinstance(error, SpecError) and world.mesh.world_size == 1:

@@ -20,7 +20,9 @@ from meshfold.engine.optimizers import scheduler_of
 from meshfold.engine.ownership import check_free, claim
 from meshfold.engine.pipelining import PipelineSettings
 from meshfold.engine.recompute import RecomputedBlocks
+from meshfold.engine.refusals import NoCopies
 from meshfold.engine.sequence import split_sequence
+from meshfold.engine.sequence.checks import check_given
 from meshfold.engine.states import States
 from meshfold.engine.step_guard import StepGuard
 from meshfold.engine.world import World, join
@@ -83,7 +85,7 @@ def build(
         SpecError: for what is wrong with the model, or with it under this spec.
     """
     # The running processes, as a mesh.
-    world = join(parallel, device)
+    world = join(parallel, device, limit_s=asked.watchdog)
     opened.callback(supervision.watch_over(world, asked.watchdog, asked.compare).close)
     opened.callback(world.mesh.close)
     recompute = recomputation.check(recompute, world.spec)
@@ -91,6 +93,8 @@ def build(
     # This rank's part of the model: split, given its first values, in place.
     if asked.make_optimizer is not None:
         check_free(model)
+    if isinstance(model, nn.Module):
+        check_given(model, world, own_loss=asked.loss_fn is not None)
     stages = PipelineSettings(loss_fn=asked.loss_fn, example=example)
     part = assemble(model, world, asked.precision, asked.seed, rules, stages)
     sequence = split_sequence(part.model, world, own_loss=asked.loss_fn is not None)
@@ -103,6 +107,7 @@ def build(
     # Its true weights, their gradients and the optimizer's state, and what works on them.
     states = make_states(part, world, asked, blocks if recompute == "auto" else None)
     opened.callback(states.close)
+    opened.callback(NoCopies(part.model, world).close)
     step_guard = StepGuard(states.optimizer, _BY_HAND)
     opened.callback(step_guard.close)
     lr_scheduler = scheduler_of(asked.lr_scheduler, states.optimizer)

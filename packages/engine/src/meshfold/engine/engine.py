@@ -144,7 +144,9 @@ class Engine:
             self._scaler = LossScaler(asked.precision.scale, says=self.mesh.rank == 0)
             self._guard = NonFiniteGuard(asked.nonfinite)
             self._saver = Saver(built.world)
-            self._gradients = Accumulation(built.states, self._scaler, self._saver)
+            self._gradients = Accumulation(
+                built.states, self._scaler, self._saver, stages=built.world.pipelined
+            )
             self._data = DataPositions()
 
             self.steps = self.micro_step = self.skipped_steps = 0
@@ -156,6 +158,11 @@ class Engine:
             self._open = self._open.pop_all()  # it stands: not before close()
 
     # -- training -----------------------------------------------------------------------------------------------
+
+    @property
+    def _steps_at_once(self) -> bool:
+        """Tell whether the optimizer steps right after the last backward, before anyone can look at gradients."""
+        return True
 
     @told_to_all
     def train_step(self, batch: Any) -> float:
@@ -171,6 +178,7 @@ class Engine:
             SpecError: for a batch the model cannot be called with.
             TrainingError: without an optimizer.
         """
+        self._gradients.check_open()
         flight.at_step(self.steps + self.skipped_steps + 1)
         work = self._forward.prepare(batch)
         last = self._gradients.place == self._accumulation - 1
@@ -209,7 +217,9 @@ class Engine:
             share = shares.weight()
             # The final one, where nobody looks at the gradients before the optimizer does: it may step as they come.
             kind: Backward = "more" if not last else "last" if self._looks_at_all else "final"
-            self._gradients.backward(mine * self._of_step(share), kind)
+            self._gradients.backward(
+                mine * self._of_step(share), kind, shown=not (last and self._steps_at_once)
+            )
         return mine.detach() * share
 
     def _through_stages(self, stages: PipelinedModel, work: Batch, shares: Shares, *, last: bool) -> Tensor:
@@ -218,7 +228,10 @@ class Engine:
         with self._randomness(shares):
             works = stages.look_ahead(work)
         share = shares.weight()
-        with self._randomness(shares), self._gradients.taking("last" if last else "more"):
+        with (
+            self._randomness(shares),
+            self._gradients.taking("last" if last else "more", shown=not (last and self._steps_at_once)),
+        ):
             mine = stages.step(works, self._of_step(share * self._scaler.scale))
         return mine * share
 
@@ -358,6 +371,11 @@ class Engine:
         """Under ``zero``: what was planned of where the model's state lives, and what came of it; else None."""
         return self._states.residency
 
+    def print(self, *values: object, **options: Any) -> None:
+        """Print on rank 0 alone, at once; arguments as of Python's ``print``. Any ranks may call."""
+        if self.mesh.rank == 0:
+            print(*values, **{"flush": True, **options})
+
     # -- data ---------------------------------------------------------------------------------------------------
 
     def shard_batch(self, global_batch: Any) -> Any:
@@ -486,7 +504,7 @@ class Engine:
             else:  # the other ranks may not come
                 self._saver.abandon()
         finally:
-            self._gradients.closed = True
+            self._gradients.close()
             self._open.close()
 
     def __enter__(self) -> Engine:

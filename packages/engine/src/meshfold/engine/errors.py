@@ -9,6 +9,10 @@ class CheckpointError(MeshfoldError, RuntimeError):
     """A checkpoint that cannot be written or read, or that belongs to another model or optimizer."""
 
 
+class InUseError(CheckpointError):
+    """A folder in which another process is writing."""
+
+
 class TrainingError(MeshfoldError, RuntimeError):
     """A training step that cannot be carried out, although its settings were right."""
 

@@ -10,17 +10,19 @@ import torch
 from torch import Tensor, nn
 
 from meshfold.engine.batches import batch as batches
+from meshfold.engine.batches.loss_calls import LossCalls, is_compiled
 from meshfold.engine.batches.own_loss import leave_out_targets
 from meshfold.engine.batches.packed import OwnDocuments
 from meshfold.engine.batches.shares import Shares
-from meshfold.engine.batches.shown import called
+from meshfold.engine.batches.shown import called, rows_of_tables
+from meshfold.engine.in_place import note_in_place
 from meshfold.engine.pipelining import PipelinedModel
 from meshfold.engine.precision import Precision
 from meshfold.engine.states import States
 from meshfold.engine.world import World
 from meshfold.mesh import SpecError
 from meshfold.mesh.evaluating import evaluating
-from meshfold.mesh.targets import has_encoder_apart, labels_are_shifted
+from meshfold.mesh.targets import IGNORE, has_encoder_apart, labels_are_shifted
 
 
 class Forward:
@@ -50,7 +52,15 @@ class Forward:
         self._aligned = not has_encoder_apart(model)
         self._takes_cache = batches.takes_cache(model)
         self._names_taken = batches.names_taken(model)
+        self._ignored = IGNORE
+        # Looked at once: what a loss is a mean over does not change.
+        self._looks = world.data_size > 1 and not is_compiled(model) and not is_compiled(loss_fn)
         self._documents = OwnDocuments(model, own_loss=loss_fn is not None)
+
+    @property
+    def shifts_labels(self) -> bool:
+        """Whether the model predicts each label from what is before it, so that the first of a row does not count."""
+        return self._shifted
 
     # -- before a call ----------------------------------------------------------------------------------------------
 
@@ -82,7 +92,7 @@ class Forward:
             work: from :meth:`prepare` or :meth:`inputs`.
             places: whether places are wanted, as dropout does; for them the host waits for the device.
         """
-        return Shares(work, self._world, shifted=self._shifted, places=places)
+        return Shares(work, self._world, shifted=self._shifted, places=places, ignored=self._ignored)
 
     # -- calls ------------------------------------------------------------------------------------------------------
 
@@ -93,7 +103,12 @@ class Forward:
         except Exception as error:
             if isinstance(error, RuntimeError):
                 self._states.explain(error)
+                note_in_place(error)
             error.add_note(f"the model was called with {called(work.args, work.kwargs)}")
+            if isinstance(error, IndexError) and (
+                note := rows_of_tables(self._model, work.args, work.kwargs)
+            ):
+                error.add_note(note)
             raise
 
     def loss_of(self, output: Any, work: batches.Batch) -> Tensor:
@@ -112,13 +127,26 @@ class Forward:
         """
         # Where nothing counts a mean is 0/0, and so may be its gradient: neither must get through.
         work = work.countable(shares.count)
-        loss = self.loss_of(self.output(work), work).double()
+        loss = self._loss(work, shares).double()
         if torch.is_grad_enabled() and not loss.requires_grad:
             raise SpecError(
                 "the loss does not depend on any parameter that is trained: it was computed with .detach(), .data or "
                 "torch.no_grad(), or of something else than the model's output"
             )
         return torch.where(shares.count > 0, loss, 0.0)
+
+    def _loss(self, work: batches.Batch, shares: Shares) -> Tensor:
+        """The loss, whose calls of cross entropy are looked at the first time."""
+        if not self._looks:
+            return self.loss_of(self.output(work), work)
+        exact = self._world.data_size == self._world.row_size
+        with LossCalls(parts="data ranks", exact=exact) as calls:
+            loss = self.loss_of(self.output(work), work)
+        self._looks = False
+        if calls.ignored != self._ignored:
+            self._ignored = calls.ignored
+            shares.count_without(calls.ignored)
+        return loss
 
     def assess(self, work: batches.Batch, shares: Shares) -> Tensor:
         """:meth:`loss`, of a model in stages too, without dropout and without training."""

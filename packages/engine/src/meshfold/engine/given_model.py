@@ -52,6 +52,6 @@ def _is_partial(parameter: nn.Parameter) -> bool:
     meta = metadata(parameter)
     if meta is None:
         return False
-    gone = parameter.numel() == 0 and 0 not in meta.placement.shape
+    gone = parameter.data.numel() == 0 and 0 not in meta.placement.shape
     split = meta.mesh.is_closed and meta.mesh.size(*meta.placement.split_axes) > 1
     return gone or split or meta.mesh.size(*meta.only_at) > 1

@@ -11,8 +11,11 @@ import torch
 from torch import Tensor, nn
 
 from meshfold.engine.batches import batch as batches
+from meshfold.engine.batches.loss_calls import LossCalls, is_compiled
 from meshfold.engine.batches.own_loss import leave_out_targets
 from meshfold.engine.batches.shown import called
+from meshfold.engine.checkpoints.extra_state import modules_with_extra
+from meshfold.engine.in_place import note_in_place
 from meshfold.engine.precision import Precision
 from meshfold.engine.sequence import local_length
 from meshfold.engine.sequence.checks import check_mixing
@@ -74,21 +77,24 @@ class Inventory:
     Attributes:
         first: every name of the state dict, in order, to the first name of its tensor.
         parameters: first names of the parameters.
+        extra: names of extra state of modules.
     """
 
     first: dict[str, str]
     parameters: frozenset[str]
+    extra: tuple[str, ...] = ()
 
     @classmethod
     def of(cls, model: nn.Module) -> Inventory:
         """Of a model, real or meta."""
         seen: dict[Tensor, str] = {}
         first = {}
+        extra = modules_with_extra(model)
         for name, value in model.state_dict(keep_vars=True).items():
-            if isinstance(value, Tensor):
+            if isinstance(value, Tensor) and plain(name) not in extra:
                 first[plain(name)] = seen.setdefault(value, plain(name))
         parameters = {seen[p] for p in model.parameters() if p in seen}
-        return cls(first=first, parameters=frozenset(parameters))
+        return cls(first=first, parameters=frozenset(parameters), extra=tuple(extra))
 
     def called_here(self, names: Sequence[str]) -> dict[str, str]:
         """From first names to what this rank calls these tensors, of the names that it has."""
@@ -134,6 +140,7 @@ class PipelinedModel:
         self._world, self._loss_fn = world, settings.loss_fn
         self._states: States | None = None
         self._measures = spec.schedule == "auto"
+        self._looks = not is_compiled(model) and not is_compiled(settings.loss_fn)
         self.inventory = Inventory.of(model)
         example = settings.called(model, world.device, precision)
         free = callable(spec.schedule) or spec.schedule_name in ("interleaved", "auto")
@@ -181,15 +188,25 @@ class PipelinedModel:
             scale: factor of the gradients.
         """
         try:
-            return self.pipeline.run(works, scale=scale)
+            with self._looking():
+                return self.pipeline.run(works, scale=scale)
         except RuntimeError as error:
+            note_in_place(error)
             if self._states is not None:
                 self._states.explain(error)
             raise
 
     def assess(self, batch: batches.Batch) -> Tensor:
         """The mean loss of this data coordinate's batch, without dropout and without training."""
-        return self.pipeline.assess(self._works(batch))
+        with self._looking():
+            return self.pipeline.assess(self._works(batch))
+
+    def _looking(self) -> AbstractContextManager[object]:
+        """Look at how the loss is called, the first time."""
+        if not self._looks:
+            return nullcontext()
+        self._looks = False
+        return LossCalls(parts="micro-batches", exact=False)
 
     def look_ahead(self, batch: batches.Batch) -> list[Microbatch]:
         """Before a step: its micro-batches. All ranks must call.

@@ -8,20 +8,25 @@ fp64      float64        the parameters          float64                        
 bf16      bfloat16       float32, apart          summed and reduced in float32   float32
 fp16      float16        float32, apart          summed and reduced in float32   float32
 ========= ============== ======================= =============================== ==============
+
+Norms with running statistics (BatchNorm, InstanceNorm) keep weight, bias and statistics in the dtype of the true weights,
+whatever their inputs are in, as apex and FSDP users know it: torch's kernels take both together, or neither, in 16 bits.
 """
 
 from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields
+from types import MappingProxyType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from meshfold.engine import settings
+from meshfold.engine.precision_names import ours
 from meshfold.mesh import SpecError, annotate, metadata
 
 _DTYPES = {"fp32": torch.float32, "fp64": torch.float64, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -146,6 +151,13 @@ class Precision:
         Raises:
             SpecError: for an unknown name or key, or a value out of range.
         """
+        written = value.get("name") if isinstance(value, Mapping) else value
+        if (
+            isinstance(written, int | str | torch.dtype)
+            and written not in _DTYPES
+            and (name := ours(written))
+        ):
+            raise SpecError(f"precision={value!r}: it is called {name!r} here. Known: {', '.join(_DTYPES)}")
         name, rest = settings.named("precision", value, _DTYPES)
         known = {field.name: None for field in fields(ScaleSettings)} if name == "fp16" else {}
         settings.known_keys("precision", value, rest, known)
@@ -168,8 +180,19 @@ class Masters:
     The same objects where both have one dtype; else float32 copies that carry the parameters' metadata.
     """
 
-    def __init__(self, parameters: Iterable[nn.Parameter], precision: Precision) -> None:
-        """Casts the parameters to the precision, keeping what precision they had in the masters."""
+    def __init__(
+        self,
+        parameters: Iterable[nn.Parameter],
+        precision: Precision,
+        other: Mapping[Tensor, torch.dtype] = MappingProxyType({}),
+    ) -> None:
+        """Casts the parameters to the precision, keeping what precision they had in the masters.
+
+        Args:
+            parameters: those that are trained.
+            precision: of the model.
+            other: parameters that the model has in another dtype (:func:`other_dtypes`).
+        """
         self._of: dict[Tensor, nn.Parameter] = {}
         self._low: list[Tensor] = []
         self._high: list[Tensor] = []
@@ -177,7 +200,7 @@ class Masters:
             for parameter in parameters:
                 # Row by row, as reduced gradients lie: torch's fused optimizers go through memory, not through indices.
                 whole = parameter.detach().to(precision.master_dtype).contiguous()
-                parameter.data = whole.to(precision.dtype)
+                parameter.data = whole.to(other.get(parameter, precision.dtype))
                 if parameter.dtype == whole.dtype:
                     self._of[parameter] = parameter
                     continue
@@ -199,6 +222,18 @@ class Masters:
             torch._foreach_copy_(self._low, self._high)
 
 
+def keeps_statistics(module: nn.Module) -> bool:
+    """Whether a module is a norm with running statistics: all of it then stays in the dtype of the true weights."""
+    return isinstance(module, nn.modules.batchnorm._NormBase) and module.running_mean is not None
+
+
+def other_dtypes(model: nn.Module, precision: Precision) -> dict[Tensor, torch.dtype]:
+    """The parameters that a model has in another dtype than the precision's: those of norms with running statistics."""
+    norms = (module for module in model.modules() if keeps_statistics(module))
+    wide = {parameter for norm in norms for parameter in norm.parameters(recurse=False)}
+    return dict.fromkeys(wide, precision.master_dtype) if precision.dtype != precision.master_dtype else {}
+
+
 def cast_rest(model: nn.Module, precision: Precision, trained: set[Tensor]) -> None:
     """Bring what is not trained to the precision: frozen parameters, and buffers that belong to a state dict.
 
@@ -206,10 +241,11 @@ def cast_rest(model: nn.Module, precision: Precision, trained: set[Tensor]) -> N
     of batch norms stay in float32: rounding them loses more than it saves. With fp64 everything is float64.
     """
     for module in model.modules():
+        statistics = keeps_statistics(module)
         for parameter in module.parameters(recurse=False):
             if parameter not in trained and parameter.is_floating_point():
-                parameter.data = parameter.data.to(precision.dtype)
-        statistics = isinstance(module, nn.modules.batchnorm._NormBase)
+                wanted = precision.master_dtype if statistics else precision.dtype
+                parameter.data = parameter.data.to(wanted)
         for name, buffer in module._buffers.items():
             if buffer is None or not buffer.is_floating_point():
                 continue

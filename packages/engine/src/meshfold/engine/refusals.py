@@ -4,11 +4,69 @@ from __future__ import annotations
 
 import torch
 from torch import nn
+from torch.nn.modules.lazy import LazyModuleMixin
 
+from meshfold.engine.errors import TrainingError
+from meshfold.engine.precision import Precision
 from meshfold.engine.world import World
 from meshfold.mesh import SpecError, all_reduce
 from meshfold.mesh.metadata import placed
 from meshfold.mesh.names import plain
+
+
+def refuse_unmade(model: nn.Module) -> None:
+    """Raise a SpecError for layers whose parameters have no shape yet, and for a traced module, which cannot be called by name."""
+    for name, module in model.named_modules():
+        if isinstance(module, LazyModuleMixin) and module.has_uninitialized_params():  # type: ignore[misc]
+            raise SpecError(
+                f"{name or 'the model'} is a {type(module).__name__}, whose parameters have no shape before its first call: call "
+                "the model once on a small batch before it is given to Engine, or write the layer with its sizes "
+                "(nn.Linear(8, 16) for nn.LazyLinear(16))"
+            )
+    if isinstance(model, torch.jit.ScriptModule) and type(model).__name__ == "TopLevelTracedModule":
+        raise SpecError(
+            "the model is traced (torch.jit.trace): its code is no longer there to be called by name. Give the nn.Module that "
+            "was traced, or torch.compile it"
+        )
+
+
+def refuse_layers(model: nn.Module, world: World, precision: Precision) -> None:
+    """Raise a SpecError for layers that would not compute the same under this spec as in a plain loop."""
+    spec = world.spec
+    hooked = next((e for e in ("zero", "tensor", "pipeline", "sequence") if getattr(spec, e) is not None), "")
+    for name, module in model.named_modules():
+        if hooked and isinstance(module, torch.jit.ScriptModule):
+            raise SpecError(
+                f"{name or 'the model'} is traced or scripted (torch.jit), which takes no hooks and cannot be split, so it does "
+                f"not go with {hooked}: give the nn.Module that it was made of, or torch.compile it"
+            )
+        if isinstance(module, nn.Embedding | nn.EmbeddingBag):
+            _refuse_table(name or "the model", module, world, precision)
+
+
+def _refuse_table(
+    name: str, table: nn.Embedding | nn.EmbeddingBag, world: World, precision: Precision
+) -> None:
+    """Raise a SpecError for options of a table that work on the words of a rank's own batch."""
+    kind, written = type(table).__name__, world.spec.written or str(world.spec)
+    if table.sparse:
+        raise SpecError(
+            f"{name}: nn.{kind}(sparse=True) has sparse gradients, and here gradients are summed, clipped and stepped with as "
+            "dense tensors: leave sparse out"
+        )
+    several = world.data_size > 1 or world.spec.zero is not None
+    if table.max_norm is not None and (several or precision.dtype != precision.master_dtype):
+        where = written if several else f"precision={precision.name!r}"
+        raise SpecError(
+            f"{name}: nn.{kind}(max_norm={table.max_norm}) rescales the rows that a forward reads, in the weights that the "
+            f"model computes with; under {where} every rank would rescale other rows, or not the ones that are trained. Leave "
+            "max_norm out, and normalise what the table returns if it matters"
+        )
+    if table.scale_grad_by_freq and (world.data_size > 1 or world.pipelined):
+        raise SpecError(
+            f"{name}: nn.{kind}(scale_grad_by_freq=True) divides gradients by how often a word stands in the batch, and under "
+            f"{written} a rank counts the words of its own part of the batch alone: leave scale_grad_by_freq out"
+        )
 
 
 def refuse_complex(model: nn.Module) -> None:
@@ -53,3 +111,42 @@ def require_trained(model: nn.Module, count: int, world: World) -> None:
             f"an optimizer, and no parameter of {type(model).__name__} is to be trained: {why}, or leave optimizer out, for "
             "evaluation only"
         )
+
+
+class NoCopies:
+    """Lets a deep copy of a model fail with a sentence where it would be one of empty or absent parameters.
+
+    That is so in a pipeline, and while the parameters lie in the shards of ZeRO stage 3.
+    """
+
+    def __init__(self, model: nn.Module, world: World) -> None:
+        """Args:
+        model: this rank's part; every module of it is marked.
+        world: where it lies.
+        """
+        zero = world.spec.zero
+        refuse = _no_copy_of_shards if zero is not None and zero.stage == 3 else _no_copy_of_stages
+        self._modules = list(model.modules()) if refuse is _no_copy_of_shards or world.pipelined else []
+        for module in self._modules:
+            module.__dict__["__deepcopy__"] = refuse
+
+    def close(self) -> None:
+        """Let copies be made again."""
+        for module in self._modules:
+            module.__dict__.pop("__deepcopy__", None)
+
+
+_INSTEAD = "Copy the model before it is given to Engine, or load engine.full_state_dict() into a new one"
+
+
+def _no_copy_of_shards(memo: object) -> nn.Module:
+    raise TrainingError(
+        "copy.deepcopy of a model under zero=dict(stage=3): its parameters are empty between the uses of a layer, and so would "
+        f"be the copy's. {_INSTEAD}"
+    )
+
+
+def _no_copy_of_stages(memo: object) -> nn.Module:
+    raise TrainingError(
+        f"copy.deepcopy of a model in a pipeline: this rank has the layers of its own stages alone. {_INSTEAD}"
+    )

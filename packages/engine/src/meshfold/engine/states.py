@@ -74,6 +74,10 @@ class States(Protocol):
     def residency(self) -> Residency | None:
         """Decides where chunks live; None without."""
 
+    @property
+    def trained(self) -> list[nn.Parameter]:
+        """The parameters whose gradients come, of the model; a gradient's place is its parameter's here."""
+
     def begin(self, *, first: bool) -> None:
         """Before a forward whose backward will follow: whether it is the first of an accumulation."""
 
@@ -104,6 +108,18 @@ class States(Protocol):
 
     def clip_value(self, max_value: float) -> None:
         """Bring every element of the gradients into [-max_value, max_value]."""
+
+    def norm_of(self, places: Sequence[int], norm_type: float) -> Tensor:
+        """The norm of some of the gradients, over the whole model. All ranks must call."""
+
+    def multiply(self, places: Sequence[int], factor: Tensor | float) -> None:
+        """Multiply some of the gradients."""
+
+    def clamp(self, places: Sequence[int], low: float | None, high: float | None) -> None:
+        """Bring every element of some of the gradients into [low, high]."""
+
+    def gradient(self, place: int) -> Tensor | None:
+        """This rank's block of a complete gradient, zeros if no rank used its parameter; None where ranks share the block."""
 
     def step(self) -> None:
         """Let the optimizer step, and the model see it."""
@@ -167,6 +183,7 @@ class PlainStates:
     Attributes:
         masters: the true weights beside the parameters.
         targets: by name, what the optimizer updates.
+        trained: the parameters whose gradients come.
         reducer: sums the gradients.
     """
 
@@ -195,7 +212,8 @@ class PlainStates:
         if self.optimizer is not None:
             split = [name for name, target in self.targets.items() if _is_split(target)]
             check_sight(self.optimizer, split=split, stages=world.pipelined)
-        self.reducer = GradientReducer(list(parameters.values()) if trains else [], masters, world.mesh)
+        self.trained = list(parameters.values()) if trains else []
+        self.reducer = GradientReducer(self.trained, masters, world.mesh)
 
     def begin(self, *, first: bool) -> None:
         if first:
@@ -224,6 +242,27 @@ class PlainStates:
 
     def clip_value(self, max_value: float) -> None:
         clip_gradient_values(self.targets.values(), max_value)
+
+    def norm_of(self, places: Sequence[int], norm_type: float) -> Tensor:
+        world = self._world
+        return gradient_norm(self._targets_at(places), world.mesh, norm_type, device=world.device)
+
+    def multiply(self, places: Sequence[int], factor: Tensor | float) -> None:
+        gradients = [target.grad for target in self._targets_at(places) if target.grad is not None]
+        if gradients:
+            torch._foreach_mul_(gradients, factor)
+
+    def clamp(self, places: Sequence[int], low: float | None, high: float | None) -> None:
+        for target in self._targets_at(places):
+            if target.grad is not None:
+                target.grad.clamp_(low, high)
+
+    def gradient(self, place: int) -> Tensor | None:
+        [target] = self._targets_at([place])
+        return torch.zeros_like(target) if target.grad is None else target.grad
+
+    def _targets_at(self, places: Sequence[int]) -> list[Tensor]:
+        return [self.masters.of(self.trained[place]) for place in places]
 
     def step(self) -> None:
         if self.optimizer is not None:

@@ -39,3 +39,10 @@ def fail_together(world: World, error: Exception | None, what: str, *, name_rank
     text = broadcast(text, world.everyone, failed)
     message = bytes(text.tolist()).rstrip(b"\0").decode(errors="replace")
     raise CheckpointError(f"{what}: {f'rank {failed}: ' if name_rank else ''}{message}") from error
+
+
+def agree(world: World, number: int) -> int:
+    """Return the greatest number that a rank gives; all ranks must call."""
+    if world.mesh.world_size == 1:
+        return number
+    return int(all_reduce(torch.tensor(number, device=world.device), world.everyone, "max"))

@@ -6,6 +6,7 @@ import atexit
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
+from datetime import timedelta
 
 import torch
 
@@ -13,6 +14,7 @@ from meshfold.engine.nodes import warn_of_crossing
 from meshfold.mesh import Group, Mesh, ParallelSpec, SpecError, process_group
 from meshfold.mesh import groups as running
 from meshfold.mesh.environment import Environment
+from meshfold.mesh.watching import limit_of
 
 PIPE = "pipe"
 """The axis of a pipeline's stages"""
@@ -100,10 +102,18 @@ def join(
     parallel: Mapping[str, object] | ParallelSpec,
     device: torch.device | str | None,
     environment: Environment | None = None,
+    *,
+    limit_s: float | None = None,
 ) -> World:
     """Check the spec against the processes that run, start this one's part, and lay the mesh over them.
 
-    A single process needs no process group and gets none. ``environment``: which rank to be, where variables do not say it.
+    A single process needs no process group and gets none.
+
+    Args:
+        parallel: the spec.
+        device: of this rank's tensors; None for the usual one.
+        environment: which rank to be, where variables do not say it.
+        limit_s: seconds that the other processes are waited for; None for the watchdog's usual ones, 0 for half an hour.
 
     Raises:
         SpecError: for a spec that is wrong, does not fit the processes, or needs what is not installed.
@@ -122,7 +132,8 @@ def join(
     require_runnable(spec)
     place = _device(device)
     if alive is None and size > 1:
-        process = process_group.start(environment, device=place)
+        limit = timedelta(seconds=limit_of(limit_s)) or process_group.DEFAULT_TIMEOUT
+        process = process_group.start(environment, device=place, meeting=limit)
         atexit.register(_leave, process)
         place = process.device
     elif alive is not None:

@@ -26,9 +26,7 @@ from meshfold.kernels.adam import (
 from meshfold.kernels.attention import merge_attention_
 from meshfold.kernels.dispatch import Availability, KernelError, available, use
 from meshfold.kernels.gradients import (
-    is_finite,
     largest_magnitude,
-    pack_gradient,
     sum_of_magnitudes,
     sum_of_squares,
     write_gradient,
@@ -38,16 +36,12 @@ from meshfold.kernels.losses import (
     cross_entropy_backward,
     local_max,
     loss_per_row,
-    max_and_sums,
-    rescale_sums,
     sum_exp_and_target,
 )
 from meshfold.kernels.masks import dropout
 from meshfold.kernels.norms import (
     add_layer_norm,
-    add_layer_norm_sum,
     add_rms_norm,
-    add_rms_norm_stats,
     layer_norm,
     layer_norm_apply,
     layer_norm_backward_apply,
@@ -75,9 +69,7 @@ __all__ = [
     "adam_update_moments",
     "adam_update_parameters",
     "add_layer_norm",
-    "add_layer_norm_sum",
     "add_rms_norm",
-    "add_rms_norm_stats",
     "apply_rotary",
     "apply_rotary_",
     "available",
@@ -85,7 +77,6 @@ __all__ = [
     "cross_entropy",
     "cross_entropy_backward",
     "dropout",
-    "is_finite",
     "join_master",
     "largest_magnitude",
     "layer_norm",
@@ -96,11 +87,8 @@ __all__ = [
     "layer_norm_sum",
     "local_max",
     "loss_per_row",
-    "max_and_sums",
     "merge_attention_",
-    "pack_gradient",
     "random_bits",
-    "rescale_sums",
     "rms_norm",
     "rms_norm_apply",
     "rms_norm_backward_apply",

@@ -42,7 +42,7 @@ FAMILIES: Mapping[str, tuple[str, tuple[str, ...]]] = {
         ("triton", "numba"),
     ),
     "gradients": (
-        "pack_gradient, write_gradient, sum_of_squares, sum_of_magnitudes, largest_magnitude, is_finite",
+        "write_gradient, sum_of_squares, sum_of_magnitudes, largest_magnitude",
         ("triton", "numba"),
     ),
 }

@@ -15,7 +15,14 @@ from meshfold.mesh.collectives import (
 )
 from meshfold.mesh.dropout_stream import checkpoint_contexts, current_dropout_stream, dropout_stream
 from meshfold.mesh.environment import Environment
-from meshfold.mesh.errors import CollectiveError, LaunchError, LayoutError, MeshfoldError, SpecError
+from meshfold.mesh.errors import (
+    CollectiveError,
+    LaunchError,
+    LayoutError,
+    MeshfoldError,
+    SpecError,
+    TokenError,
+)
 from meshfold.mesh.initialization import (
     build_on_meta,
     materialize,
@@ -53,6 +60,7 @@ __all__ = [
     "Process",
     "Rectangle",
     "SpecError",
+    "TokenError",
     "Transfer",
     "all_gather",
     "all_reduce",

@@ -92,7 +92,7 @@ def main() -> None:
     except BaseException as error:
         code = 128 + signal.SIGINT if isinstance(error, KeyboardInterrupt) else 1
         # The launcher shows the first failing rank's traceback, once; printed here it would drown among the others'.
-        _leave(record, code, _render(error))
+        _leave(record, code, _render(error), sentence_of(error))
         sys.last_value = error  # as Python sets it: what runs at exit can tell that the program failed
         sys.exit(code)
     _end()
@@ -116,12 +116,31 @@ def _end() -> None:
     os._exit(0)
 
 
-def _leave(record: str, code: int, text: str) -> None:
+def sentence_of(error: BaseException) -> str:
+    """Return ``SpecError at train.py:4 in <module>: ...``, where Meshfold refused what the program asked for; else nothing.
+
+    Such an error says by itself what to change, and its traceback is Meshfold's. One from a collective is none of these: it is
+    not the program that is wrong.
+    """
+    errors = sys.modules.get("meshfold.mesh.errors")
+    if (
+        errors is None
+        or not isinstance(error, errors.MeshfoldError)
+        or isinstance(error, errors.CollectiveError)
+    ):
+        return ""
+    from meshfold.mesh.whereabouts import raised_at
+
+    notes = "".join(f"\n{note}" for note in getattr(error, "__notes__", []))
+    return f"{type(error).__name__} at {raised_at(error)}: {error}{notes}"
+
+
+def _leave(record: str, code: int, text: str, sentence: str = "") -> None:
     """Write the record in one step, so that the launcher never reads half of it."""
     moment = time.monotonic()  # one clock for all processes of a machine: tells which rank failed first
     with contextlib.suppress(OSError):  # without its folder the launcher is gone, and nobody reads
         with open(record + ".part", "w", encoding="utf-8") as file:
-            json.dump({"time": moment, "code": code, "traceback": text}, file)
+            json.dump({"time": moment, "code": code, "traceback": text, "sentence": sentence}, file)
         os.replace(record + ".part", record)
 
 

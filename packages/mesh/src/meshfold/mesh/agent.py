@@ -154,13 +154,15 @@ def _report(records: Path, rank: int, code: int, ranks: int) -> int:
     died = code < 0 and (not failed or f"rank{rank}" not in {name for _, name in failed})
     if died or not failed:
         how = f"was ended by {signal.Signals(-code).name}" if code < 0 else f"exited with code {code}"
-        text, code = "", 128 - code if code < 0 else code
+        text, code, sentence = "", 128 - code if code < 0 else code, ""
     else:
         words, name = failed[0]
         rank, code, text = int(name.removeprefix("rank")), words["code"], words["traceback"]
-        how = "raised" if text else f"exited with code {code}"
+        how, sentence = "raised" if text else f"exited with code {code}", words["sentence"]
+    others = "; the other ranks were ended"
+    said = f"{others}: {sentence}\n" if sentence else f" {how}{others}.\n{text}"
     sys.stdout.flush()
-    sys.stderr.write(f"\nrank {rank} of {ranks} {how}; the other ranks were ended.\n{text}")
+    sys.stderr.write(f"\nrank {rank} of {ranks}{said}")
     sys.stderr.flush()
     return code
 

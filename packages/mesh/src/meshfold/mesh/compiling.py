@@ -16,3 +16,21 @@ def as_result(y: Tensor) -> Tensor:
     ``detach`` and not a view: what becomes of a view in place autograd refuses.
     """
     return y.detach() if torch.compiler.is_compiling() else y
+
+
+def unviewed(y: Tensor, x: Tensor) -> Tensor:
+    """:func:`as_result`, and no view: autograd forbids in-place changes of a view that a Function returns.
+
+    So ``nn.ReLU(inplace=True)`` and ``y += x`` work behind a sharded layer as behind torch's own.
+
+    Args:
+        y: what the forward computed.
+        x: its input; of a part of it a copy is returned, which may be changed without changing the input.
+    """
+    if torch.compiler.is_compiling() or not y._is_view():
+        return as_result(y)
+    if y._base is (x._base if x._is_view() else x):
+        return y.clone()
+    # Nobody else has the tensor that y is a view of.
+    found: Tensor = torch.ops.aten._unsafe_view(y, y.shape)
+    return found

@@ -102,7 +102,7 @@ class Environment:
             master_port=_port(found, default=0 if alone else None),
             source="torchrun",
             attempt=_number(found, "TORCHELASTIC_RESTART_COUNT", "torchrun", default=0)
-            if found.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+            if store_is_served(found)
             else 0,
         )
         environment._check("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
@@ -148,6 +148,12 @@ class Environment:
                 raise LaunchError(
                     f"the environment has {small_name}={value} but {large_name}={large}: {_HELP[self.source]}"
                 )
+
+
+def store_is_served(variables: Mapping[str, str] | None = None) -> bool:
+    """Tell whether the launcher serves the store in which the ranks meet, so that rank 0 must not."""
+    found = os.environ if variables is None else variables
+    return found.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
 
 
 def watching(variables: Mapping[str, str] | None = None) -> tuple[float | None, bool]:

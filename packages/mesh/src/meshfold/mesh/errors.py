@@ -21,6 +21,10 @@ class LayoutError(MeshfoldError, ValueError):
     """Layouts that do not fit each other, a tensor or the mesh."""
 
 
+class TokenError(MeshfoldError, IndexError):
+    """A token id or a label that is not in the vocabulary."""
+
+
 class LaunchError(MeshfoldError, RuntimeError):
     """Processes that could not be started, did not find each other, or died."""
 

@@ -27,7 +27,7 @@ from typing import Any, ParamSpec, TypeVar
 
 from meshfold.mesh import flight
 from meshfold.mesh.flight import Call, Flight
-from meshfold.mesh.whereabouts import main_line
+from meshfold.mesh.whereabouts import main_line, raised_at
 
 _KEY = "meshfold watch/failure "  # and the rank
 _WHO = "meshfold watch/failed"  # the ranks that ever had an error
@@ -118,8 +118,9 @@ class Failure:
         if len(text) > _LONGEST:  # its end says what, the last frames say where
             text = f"...\n{text[-_LONGEST:]}"
         words = f"{type(error).__name__}: {error}".removesuffix(": ")
+        line = raised_at(error) if final else main_line()
         return cls(
-            rank=rank, order=order, place=place, number=number, final=final, line=main_line(), error=words, traceback=text
+            rank=rank, order=order, place=place, number=number, final=final, line=line, error=words, traceback=text
         )  # fmt: skip
 
     def written(self) -> str:

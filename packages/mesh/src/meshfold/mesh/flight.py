@@ -20,6 +20,7 @@ from meshfold.mesh.errors import MeshfoldError
 from meshfold.mesh.mesh import Group
 
 _KEPT = 16  # calls
+_MEETING = "the making of a process group"
 _ON_DEVICE = 1024  # calls whose end on a GPU is looked at
 
 
@@ -68,7 +69,7 @@ class Call:
     ) -> None:
         self._flight, self.kind, self.group, self.detail, self.peer = flight, kind, group, detail, peer
         self.shape, self.dtype, self.step = x.shape, x.dtype, flight.step
-        self.channel = group.name
+        self.channel = f"{kind} {group.name}" if kind == _MEETING else group.name
         if peer is not None:
             me = group.ranks[group.index]
             source, target = (me, peer) if kind == "send" else (peer, me)
@@ -100,12 +101,19 @@ class Call:
             self._flight.on_device.append(self)
         self._flight.watcher.ended(self)
 
+    @property
+    def is_meeting(self) -> bool:
+        """Whether it is no collective: the ranks meet to make a process group."""
+        return self.kind == _MEETING
+
     def failed(self, error: RuntimeError) -> Exception:
         """What to raise in place of torch's error."""
         return self._flight.watcher.failed(self, error)
 
     def __str__(self) -> str:
         """``all_reduce of (4, 8) float32 over row, col (ranks 0, 1, 2, 3)``."""
+        if self.is_meeting:
+            return f"{self.kind} of ranks {shortened(self.group.ranks)}"
         dtype = str(self.dtype).removeprefix("torch.")
         if self.peer is not None:
             towards = "to" if self.kind == "send" else "from"
@@ -144,6 +152,12 @@ class Flight:
         self.watcher.announce(call)
         if now:
             self.watcher.before(call)
+        return call
+
+    def meeting(self, group: Group) -> Call:
+        """Note that this rank waits for others to make a process group with; ``group.name`` is of the meeting."""
+        call = Call(self, _MEETING, group, torch.empty(0), None, None)
+        call.checked = True  # there is nothing to compare
         return call
 
 

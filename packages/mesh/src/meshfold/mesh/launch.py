@@ -11,6 +11,7 @@ import signal
 import socket
 import sys
 import tempfile
+import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,7 @@ from typing import Any
 from meshfold.mesh import process_group
 from meshfold.mesh.environment import Environment
 from meshfold.mesh.errors import LaunchError
-from meshfold.mesh.supervise import Rank, Signals, end, report, watch
+from meshfold.mesh.supervise import Failure, Rank, Signals, end, report, watch
 
 _HOST = "127.0.0.1"
 
@@ -48,7 +49,7 @@ def launch(
         port: where the ranks should meet; if it is in use, a free one is taken with a warning.
         grace_s: seconds between asking ranks to end (SIGTERM) and killing them.
         stop_s: a first SIGTERM or SIGUSR1 goes to the ranks, a first SIGINT does as SIGTERM; they get so many seconds to come
-            to an end of their own. A second signal ends them.
+            to an end of their own. The same a second time ends them.
         stopped_code: what ranks exit with that have stopped so: no failure.
 
     Returns:
@@ -85,23 +86,15 @@ def launch(
                 )
                 job.append(Rank(argv, place, _variables(place, env or {}), Path(records), logs))
             failure = watch(job, signals, calm=stopped_code)
-            if failure is None and signals.caught and signals.caught[0] in signals.gentle:
-                # Ranks are in sessions of their own, where Ctrl-C does not reach them; what they heed is SIGTERM.
-                passed_on = signal.SIGTERM if signals.caught[0] == signal.SIGINT else signals.caught[0]
-                if signals.caught[0] == signal.SIGINT:
-                    _say(f"{_ranks(ranks)} asked to stop; Ctrl-C again ends {_them(ranks)} at once")
-                for rank_process in job:
-                    rank_process.send(passed_on, alone=True)
-                failure = watch(job, signals, calm=stopped_code, seconds=stop_s)
-                if failure is not None and signals.caught[0] == signal.SIGINT and failure.ended_by(passed_on):
-                    failure = None  # it did not heed the signal yet, and ended of it, as was wanted
+            if failure is None and signals.caught:
+                failure = _let_stop(job, signals, stop_s, stopped_code)
         finally:
             end(job, grace_s, signals)
         for rank_process in job:
             rank_process.finish()
         del store  # it served until here
         if failure is not None:
-            report(job[failure.rank], failure, ranks)
+            report(job, failure)
             return failure.code
         codes = {rank_process.process.returncode for rank_process in job}
         by_themselves = codes <= {0, stopped_code}
@@ -113,6 +106,27 @@ def launch(
         if not by_themselves:
             _say(f"{signal.Signals(signals.caught[0]).name}: {_ranks(ranks)} ended")
         return 128 + signals.caught[0]
+
+
+def _let_stop(job: list[Rank], signals: Signals, stop_s: float, calm: int) -> Failure | None:
+    """Pass requests to stop on to the ranks, until they have ended, their time is over, or the same is asked a second time."""
+    until, asked = time.monotonic() + stop_s, list[int]()
+    while True:
+        for number in signals.caught[len(asked) :]:
+            # Ranks are in sessions of their own, where Ctrl-C does not reach them; what they heed is SIGTERM.
+            request = int(signal.SIGTERM) if number == signal.SIGINT else number
+            if number not in signals.gentle or request in asked:
+                return None
+            if number == signal.SIGINT:
+                _say(f"{_ranks(len(job))} asked to stop; Ctrl-C again ends {_them(len(job))} at once")
+            asked.append(request)
+            for rank in job:
+                rank.send(request, alone=True)
+        failure = watch(job, signals, calm=calm, seconds=until - time.monotonic())
+        if failure is not None and signals.caught[0] == signal.SIGINT and failure.ended_by(signal.SIGTERM):
+            return None  # it did not heed the signal yet, and ended of it, as was wanted
+        if failure is not None or len(signals.caught) == len(asked):
+            return failure
 
 
 def _say(sentence: str) -> None:

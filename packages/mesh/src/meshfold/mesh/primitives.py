@@ -14,8 +14,8 @@ primitive        forward                 backward                use
 ================ ======================= ======================= ===============================================
 
 ``axes`` are mesh axes in layout order, major first; axes of size 1 do nothing. A layer binds its primitives to their
-mesh once (``bind_enter(mesh, axes)``) and calls the result on tensors, which torch.compile can trace; ``enter(x, mesh,
-axes)`` does both at once.
+mesh once (``bind_enter(mesh, axes)``) and calls the result on tensors, which torch.compile can trace. ``gather``,
+``collect`` and ``exchange`` do both at once.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 
 from meshfold.mesh import collectives
-from meshfold.mesh.compiling import as_result
+from meshfold.mesh.compiling import unviewed
 from meshfold.mesh.errors import LayoutError
 from meshfold.mesh.mesh import Mesh
 
@@ -89,7 +89,7 @@ def adjoint_pair(forward: Primitive, backward: Primitive) -> Primitive:
         @staticmethod
         def forward(ctx: Any, x: Tensor) -> Tensor:
             y = forward(x)
-            return x.view_as(x) if y is x else as_result(y)
+            return x.view_as(x) if y is x else unviewed(y, x)
 
         @staticmethod
         def backward(ctx: Any, grad: Tensor) -> Tensor:
@@ -219,29 +219,9 @@ def bind_shift(mesh: Mesh, axes: Axes, steps: int = 1) -> Primitive:
     )
 
 
-def enter(x: Tensor, mesh: Mesh, axes: Axes) -> Tensor:
-    """:func:`bind_enter`, at once."""
-    return bind_enter(mesh, axes)(x)
-
-
-def leave(x: Tensor, mesh: Mesh, axes: Axes) -> Tensor:
-    """:func:`bind_leave`, at once."""
-    return bind_leave(mesh, axes)(x)
-
-
 def gather(x: Tensor, mesh: Mesh, dim: int, axes: Axes) -> Tensor:
     """:func:`bind_gather`, at once."""
     return bind_gather(mesh, dim, axes)(x)
-
-
-def scatter_sum(x: Tensor, mesh: Mesh, dim: int, axes: Axes) -> Tensor:
-    """:func:`bind_scatter_sum`, at once."""
-    return bind_scatter_sum(mesh, dim, axes)(x)
-
-
-def take(x: Tensor, mesh: Mesh, dim: int, axes: Axes) -> Tensor:
-    """:func:`bind_take`, at once."""
-    return bind_take(mesh, dim, axes)(x)
 
 
 def collect(x: Tensor, mesh: Mesh, dim: int, axes: Axes) -> Tensor:
@@ -252,8 +232,3 @@ def collect(x: Tensor, mesh: Mesh, dim: int, axes: Axes) -> Tensor:
 def exchange(x: Tensor, mesh: Mesh, split_dim: int, concat_dim: int, axes: Axes) -> Tensor:
     """:func:`bind_exchange`, at once."""
     return bind_exchange(mesh, split_dim, concat_dim, axes)(x)
-
-
-def shift(x: Tensor, mesh: Mesh, axes: Axes, steps: int = 1) -> Tensor:
-    """:func:`bind_shift`, at once."""
-    return bind_shift(mesh, axes, steps)(x)

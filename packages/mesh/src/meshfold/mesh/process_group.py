@@ -7,23 +7,27 @@ import itertools
 import os
 import socket
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.rendezvous import rendezvous
 
-from meshfold.mesh.environment import Environment
+from meshfold.mesh import flight
+from meshfold.mesh.environment import Environment, store_is_served
 from meshfold.mesh.errors import LaunchError
+from meshfold.mesh.meeting import Address, meet
+from meshfold.mesh.mesh import Group
 
 DEFAULT_TIMEOUT = timedelta(minutes=30)
 _LEAVE_TIMEOUT = timedelta(seconds=10)
 _NEVER_SENT = 0x5EED  # the tag of no message
 _starts = itertools.count()  # all ranks start equally often
 _limit: timedelta | None = None  # of all groups, where a watchdog has set one
+_addresses: dict[int, Address] = {}  # of the ranks of this world
+_broken_off: Any = None  # the world whose collectives are to fail at once
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -84,6 +88,7 @@ def start(
     timeout: timedelta | float = DEFAULT_TIMEOUT,
     *,
     store: Any = None,
+    meeting: timedelta | float | None = None,
 ) -> Process:
     """Take part in the job: find the other processes and make the process group of all.
 
@@ -97,6 +102,7 @@ def start(
         device: where this rank's tensors belong; by default the local rank's GPU under NCCL, else the CPU.
         timeout: seconds (or a timedelta) after which a collective that some rank never joins is an error.
         store: where to meet, in place of the environment's address and port.
+        meeting: seconds (or a timedelta) that ranks are waited for here; by default the timeout.
 
     Raises:
         LaunchError: when the environment is wrong, there are too few GPUs, or the others cannot be met.
@@ -113,22 +119,22 @@ def start(
         from torch._C._distributed_c10d import HashStore
 
         store = HashStore()
-    wait = timeout if isinstance(timeout, timedelta) else timedelta(seconds=timeout)
+    limit, wait = _seconds(timeout), _seconds(timeout if meeting is None else meeting)
     hook = sys.excepthook
+    _addresses.clear()
+    where = "" if store is not None else f" at {environment.master_addr}:{environment.master_port}"
     # No device_id: it makes every later new_group split the world's communicator, which *all* ranks have to join
     # at the same moment; a pipeline stage that makes a group only it needs would wait for ever.
     try:
+        own = _own_part(_meeting_place(environment, wait) if store is None else store, environment.attempt)
+        if backend != "fake" and environment.world_size > 1:
+            meet(own, "world", environment.rank, range(environment.world_size), wait, _addresses)
         dist.init_process_group(
-            backend,
-            rank=environment.rank,
-            world_size=environment.world_size,
-            timeout=wait,
-            store=_own_part(
-                _meeting_place(environment, wait) if store is None else store, environment.attempt
-            ),
+            backend, rank=environment.rank, world_size=environment.world_size, timeout=wait, store=own
         )
+        if limit != wait and backend in (dist.Backend.GLOO, dist.Backend.NCCL):
+            dist.distributed_c10d._set_pg_timeout(limit, dist.group.WORLD)
     except (RuntimeError, ValueError) as error:
-        where = "" if store is not None else f" at {environment.master_addr}:{environment.master_port}"
         raise LaunchError(
             f"rank {environment.rank} of {environment.world_size} could not start {backend}{where}: {error}"
         ) from error
@@ -171,23 +177,45 @@ def new_group(ranks: Sequence[int], name: str) -> Any:
     Args:
         ranks: global ranks in group order; this process's is among them.
         name: the same on all of them, and never used before in this job, not even for a group destroyed since.
+
+    Raises:
+        LaunchError: if one of them does not come; where a watchdog looks, a CollectiveError that says why.
     """
     c10d = dist.distributed_c10d
-    members = list(ranks)
+    members, rank = list(ranks), dist.get_rank()
     backend, store = c10d._world.pg_map[c10d._get_default_group()]
-    group, _ = c10d._new_process_group_helper(
-        len(members),
-        members.index(dist.get_rank()),
-        members,
-        dist.Backend(backend),
-        store,
-        c10d.GroupName(name),
-        timeout=max(_limit or timedelta(), c10d._get_default_timeout(dist.Backend(backend))),  # to meet in
-    )
+    limit = _limit or c10d._get_default_timeout(dist.Backend(backend))
+    with _watched(members, rank, name):
+        if backend != dist.Backend.FAKE and store is not None:
+            meet(store, name, rank, members, limit, _addresses, lambda: _broken_off is world_key())
+        group, _ = c10d._new_process_group_helper(
+            len(members),
+            members.index(rank),
+            members,
+            dist.Backend(backend),
+            store,
+            c10d.GroupName(name),
+            timeout=limit,
+        )
     c10d._world.pg_group_ranks[group] = {rank: index for index, rank in enumerate(members)}
     if _limit is not None:
         _limit_group(group, _limit)
     return group
+
+
+@contextlib.contextmanager
+def _watched(members: list[int], rank: int, name: str) -> Iterator[None]:
+    """Let others see that this rank waits for the members of a new group, where somebody watches."""
+    if flight.active is not None:
+        with flight.active.meeting(
+            Group(axes=(), ranks=tuple(members), index=members.index(rank), name=name)
+        ):
+            yield
+        return
+    try:
+        yield
+    except RuntimeError as error:
+        raise LaunchError(f"the process group of ranks {members} could not be made: {error}") from error
 
 
 def serve_store(listener: int) -> Any:
@@ -243,6 +271,8 @@ def break_off() -> None:
 
     gloo has no call for that, but closes all connections of a group when one of its messages is not there in time.
     """
+    global _broken_off
+    _broken_off = world_key()
     for group in list(dist.distributed_c10d._world.pg_map) if is_started() else []:
         if group.size() == 1 or dist.get_backend(group) != dist.Backend.GLOO:
             continue
@@ -255,6 +285,12 @@ def break_off() -> None:
 def place() -> tuple[int, int]:
     """This process's rank, and how many take part."""
     return dist.get_rank(), dist.get_world_size()
+
+
+def ended(ranks: Iterable[int]) -> list[int]:
+    """Return those of the ranks whose processes are known to have ended: of this machine, in a world that :func:`start` made."""
+    own = Address.own()
+    return [rank for rank in ranks if rank in _addresses and _addresses[rank].is_gone(own)]
 
 
 def world_key() -> Any:
@@ -299,6 +335,10 @@ def _running(environment: Environment, backend: str | None, device: torch.device
     )
 
 
+def _seconds(value: timedelta | float) -> timedelta:
+    return value if isinstance(value, timedelta) else timedelta(seconds=value)
+
+
 def _gpu_for_each(environment: Environment) -> bool:
     return torch.cuda.is_available() and torch.cuda.device_count() >= environment.local_world_size
 
@@ -326,12 +366,17 @@ def _settle(place: torch.device | None, backend: str, environment: Environment) 
 
 
 def _meeting_place(environment: Environment, timeout: timedelta) -> Any:
-    """The store at the environment's address; rank 0 serves it unless the launcher does."""
-    host = f"[{environment.master_addr}]" if ":" in environment.master_addr else environment.master_addr
-    url = f"tcp://{host}:{environment.master_port}"
-    store, _, _ = next(rendezvous(url, environment.rank, environment.world_size, timeout=timeout))
-    store.set_timeout(timeout)
-    return store
+    """The store at the environment's address; rank 0 serves it unless the launcher does. Nobody is waited for."""
+    from torch._C._distributed_c10d import TCPStore
+
+    return TCPStore(
+        environment.master_addr,
+        environment.master_port,
+        is_master=environment.rank == 0 and not store_is_served(),
+        timeout=timeout,
+        wait_for_workers=False,
+        multi_tenant=True,
+    )
 
 
 def _own_part(store: Any, attempt: int) -> Any:

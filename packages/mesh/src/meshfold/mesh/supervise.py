@@ -29,13 +29,17 @@ _TAIL_LINES = 30
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Failure:
-    """How a rank failed: ``time`` is of ``time.monotonic()``, ``code`` what the job is to end with."""
+    """How a rank failed: ``time`` is of ``time.monotonic()``, ``code`` what the job is to end with.
+
+    ``sentence`` stands for the traceback where Meshfold refused what the program asked for.
+    """
 
     rank: int
     time: float
     code: int
     how: str
     traceback: str = ""
+    sentence: str = ""
 
     def ended_by(self, number: int) -> bool:
         """Whether a signal ended the rank, and nothing of its own."""
@@ -88,7 +92,12 @@ class Rank:
             left = json.loads(self._record.read_text(encoding="utf-8"))
             how = "raised" if left["traceback"] else f"exited with code {left['code']}"
             return Failure(
-                rank=self.rank, time=left["time"], code=left["code"], how=how, traceback=left["traceback"]
+                rank=self.rank,
+                time=left["time"],
+                code=left["code"],
+                how=how,
+                traceback=left["traceback"],
+                sentence=left["sentence"],
             )
         if not code or self.noticed is None:
             return None
@@ -205,14 +214,21 @@ def end(job: list[Rank], grace_s: float, signals: Signals) -> None:
         rank.process.wait()
 
 
-def report(rank: Rank, failure: Failure, ranks: int) -> None:
-    """Say on standard error which rank failed, how, and with what traceback or last words."""
+def report(job: list[Rank], failure: Failure) -> None:
+    """Say on standard error which rank failed, how, and with what sentence, traceback or last words."""
+    rank, ranks = job[failure.rank], len(job)
     text = failure.traceback
     if not text and rank.tail:
         text = "the last it wrote to standard error:\n" + "".join(rank.tail)
+    who, others = f"rank {failure.rank} of {ranks}", "; the other ranks were ended" if ranks > 1 else ""
+    said = f"{who} {failure.how}{others}.\n{text}"
+    if failure.sentence:
+        alike = [other.failure() for other in job]
+        if ranks > 1 and all(one is not None and one.sentence == failure.sentence for one in alike):
+            who, others = f"each of {ranks} ranks", ""
+        said = f"{who}{others}: {failure.sentence}\n"
     sys.stdout.flush()
-    others = "; the other ranks were ended" if ranks > 1 else ""
-    sys.stderr.write(f"\nrank {failure.rank} of {ranks} {failure.how}{others}.\n{text}")
+    sys.stderr.write(f"\n{said}")
     sys.stderr.flush()
 
 

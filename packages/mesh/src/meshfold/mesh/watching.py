@@ -5,10 +5,23 @@ from __future__ import annotations
 from typing import Any
 
 from meshfold.mesh import flight, process_group
+from meshfold.mesh.environment import watching
 from meshfold.mesh.inquiry import DEFAULT_LIMIT_S
 from meshfold.mesh.watchdog import Watchdog
 
 _running: tuple[Any, Watchdog] | None = None  # and the world it is of
+
+
+def limit_of(watchdog: float | None) -> float:
+    """Return the seconds that other ranks are waited for: those given, else ``MESHFOLD_WATCHDOG``, else the default.
+
+    Raises:
+        LaunchError: for a variable that is no number.
+    """
+    limit, _ = watching()
+    if watchdog is not None:
+        return watchdog
+    return DEFAULT_LIMIT_S if limit is None else limit
 
 
 class Watch:

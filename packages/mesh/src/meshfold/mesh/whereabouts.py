@@ -6,10 +6,11 @@ import json
 import os
 import sys
 import threading
+import traceback
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import Any, Protocol
 
 from meshfold.mesh.flight import Call, Flight, shortened
 
@@ -93,7 +94,19 @@ def waiting_of(call: Call) -> Waiting:
     return Waiting(channel=call.channel, number=call.number, ranks=ranks, text=str(call))
 
 
-def process_of(state: State, host: str) -> str:
+class Process(Protocol):
+    """Where a process is."""
+
+    @property
+    def host(self) -> str:
+        """The name of its machine."""
+
+    @property
+    def pid(self) -> int:
+        """Its number there."""
+
+
+def process_of(state: Process, host: str) -> str:
     """``runs``, ``gone`` or ``stopped``, of a process of this machine; empty for another machine's."""
     if state.host != host or not sys.platform.startswith("linux"):
         return ""
@@ -163,17 +176,28 @@ def main_line() -> str:
     return "its end" if frame is None else _line(frame)
 
 
+def raised_at(error: BaseException) -> str:
+    """The same of an error that nobody caught."""
+    places = list(traceback.walk_tb(error.__traceback__))
+    users = [place for place in places if _is_users(place[0])]
+    return _described(*(users or places)[-1]) if places else main_line()
+
+
 def _line(innermost: FrameType) -> str:
     """The innermost line that is not torch's, ours or Python's own; the innermost if there is no other."""
     frame: FrameType | None = innermost
     while frame is not None:
-        file, package = frame.f_code.co_filename, frame.f_globals.get("__name__", "").partition(".")[0]
-        own = file.startswith(_LIBRARY) and "site-packages" not in file
-        if package not in ("torch", "meshfold") and not own and not file.startswith("<"):
-            return _described(frame)
+        if _is_users(frame):
+            return _described(frame, frame.f_lineno)
         frame = frame.f_back
-    return _described(innermost)
+    return _described(innermost, innermost.f_lineno)
 
 
-def _described(frame: FrameType) -> str:
-    return f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno} in {frame.f_code.co_name}"
+def _is_users(frame: FrameType) -> bool:
+    file, package = frame.f_code.co_filename, frame.f_globals.get("__name__", "").partition(".")[0]
+    own = file.startswith(_LIBRARY) and "site-packages" not in file
+    return package not in ("torch", "meshfold") and not own and not file.startswith("<")
+
+
+def _described(frame: FrameType, line: int) -> str:
+    return f"{Path(frame.f_code.co_filename).name}:{line} in {frame.f_code.co_name}"

@@ -13,17 +13,19 @@ from meshfold.mesh import LayoutError
 
 @dataclass(frozen=True, kw_only=True)
 class Blocks:
-    """A run of blocks in an nn.ModuleList or nn.Sequential.
+    """A run of blocks in an nn.ModuleList, nn.Sequential or nn.ModuleDict.
 
     Attributes:
         name: full name of the list.
         home: the list.
         keys: the blocks' names in it, in order.
+        aliases: other full names of the list.
     """
 
     name: str
     home: nn.Module
     keys: tuple[str, ...]
+    aliases: tuple[str, ...] = ()
 
     def __len__(self) -> int:
         return len(self.keys)
@@ -35,15 +37,18 @@ class Blocks:
 
     def index_of(self, name: str) -> int | None:
         """Which block a parameter or module lies in, by its full name; None if in none."""
-        front = f"{self.name}." if self.name else ""
-        if not name.startswith(front):
-            return None
-        key = name.removeprefix(front).split(".", 1)[0]
-        return self.keys.index(key) if key in self.keys else None
+        for path in (self.name, *self.aliases):
+            front = f"{path}." if path else ""
+            key = name.removeprefix(front).split(".", 1)[0]
+            if name.startswith(front) and key in self.keys:
+                return self.keys.index(key)
+        return None
 
 
 def find_blocks(model: nn.Module, name: str | None = None) -> Blocks:
     """The list with the most parameters whose members are of one class, from the first of that class to the last.
+
+    An nn.ModuleDict counts where there is no other list. A module may stand at several places.
 
     Args:
         model: any module; lists inside of lists are not looked at.
@@ -52,20 +57,7 @@ def find_blocks(model: nn.Module, name: str | None = None) -> Blocks:
     Raises:
         LayoutError: if there is none, or ``name`` is no list.
     """
-    found: list[tuple[int, Blocks]] = []
-    for path, module in model.named_modules():
-        if name is not None and path != name:
-            continue
-        if not isinstance(module, nn.ModuleList | nn.Sequential):
-            continue
-        sizes = {key: sum(p.numel() for p in child.parameters()) for key, child in module.named_children()}
-        kinds = {key: type(child) for key, child in module.named_children()}
-        common = Counter(kinds[key] for key, size in sizes.items() if size).most_common(1)
-        if not common or (common[0][1] < 2 and name is None):
-            continue
-        places = [place for place, key in enumerate(sizes) if kinds[key] is common[0][0] and sizes[key]]
-        keys = tuple(sizes)[places[0] : places[-1] + 1]
-        found.append((sum(sizes[key] for key in keys), Blocks(name=path, home=module, keys=keys)))
+    found = _lists_of(model, name, nn.ModuleList, nn.Sequential) or _lists_of(model, name, nn.ModuleDict)
     if found:
         return max(found, key=lambda entry: entry[0])[1]
     if name is not None:
@@ -76,6 +68,29 @@ def find_blocks(model: nn.Module, name: str | None = None) -> Blocks:
         f"{type(model).__name__} has no nn.ModuleList or nn.Sequential in which a block repeats, so it cannot be cut "
         f"into stages: put its layers into an nn.ModuleList"
     )
+
+
+def _lists_of(model: nn.Module, name: str | None, *classes: type[nn.Module]) -> list[tuple[int, Blocks]]:
+    """The lists of some classes in which a block repeats, or the one of that name, each with its number of parameters."""
+    found: list[tuple[int, Blocks]] = []
+    for path, module in model.named_modules():
+        if name is not None and path != name:
+            continue
+        if not isinstance(module, classes):
+            continue
+        members = {key: child for key, child in module._modules.items() if child is not None}
+        sizes = {key: sum(p.numel() for p in child.parameters()) for key, child in members.items()}
+        kinds = {key: type(child) for key, child in members.items()}
+        common = Counter(kinds[key] for key, size in sizes.items() if size).most_common(1)
+        if not common or (common[0][1] < 2 and name is None):
+            continue
+        places = [place for place, key in enumerate(sizes) if kinds[key] is common[0][0] and sizes[key]]
+        keys = tuple(sizes)[places[0] : places[-1] + 1]
+        names = (other for other, one in model.named_modules(remove_duplicate=False) if one is module)
+        aliases = tuple(other for other in names if other != path)
+        size = sum(sizes[key] for key in keys)
+        found.append((size, Blocks(name=path, home=module, keys=keys, aliases=aliases)))
+    return found
 
 
 def partition(costs: Sequence[float], stages: int, *, before: float = 0.0, after: float = 0.0) -> list[int]:

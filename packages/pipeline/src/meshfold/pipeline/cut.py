@@ -1,14 +1,14 @@
 """Stages of any model with a repeated block: which rank keeps which parameters, and how its stages run.
 
-Blocks are dealt out by cost. What runs before them goes to the first stage, what runs behind them to the last; which is
-which is seen by running the model's forward, without values, up to its first block. A parameter that stages of several
-ranks use is kept by all of them (a tie). Everything else is dropped, so a model on the meta device is never whole
-anywhere: cut it, then give it its values.
+Blocks are dealt out by cost. What runs before them goes to the first stage, what runs behind them to the last, what runs
+between two blocks to the stage of the earlier; which is which is seen by running the model's forward without values. A
+parameter that stages of several ranks use is kept by all of them (a tie). Everything else is dropped, so a model on the meta
+device is never whole anywhere: cut it, then give it its values.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -16,11 +16,12 @@ from torch import Tensor, nn
 
 from meshfold.mesh import LayoutError, Mesh, annotate
 from meshfold.mesh.metadata import placed
-from meshfold.pipeline.before import Example, parameters_before, some_tokens
+from meshfold.pipeline.before import Example, look_beside, some_tokens
 from meshfold.pipeline.blocks import Blocks, find_blocks, partition
 from meshfold.pipeline.gates import Gates
 from meshfold.pipeline.ghosts import Ghost
 from meshfold.pipeline.placeholders import Absent
+from meshfold.pipeline.twins import put_twins
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,7 +50,7 @@ class Cut:
         rank: this rank's coordinate on it.
         ties: parameters that this rank keeps and others keep as well.
         names: first name in the whole model by every name that is left.
-        users: this rank's stages that use a parameter, by its first name.
+        users: this rank's stages that use a parameter that it keeps, by its first name.
         weights: parameters, or what stands for them, beside the blocks and all gated modules: module and name in it.
         beside: all of those beside the blocks, the same on all ranks.
     """
@@ -128,12 +129,15 @@ def cut(
     """
     place = torch.device(device)
     found = find_blocks(model, blocks)
+    around = _around(model, found)
+    _check_not_compiled(around)
+    put_twins(model, found)
     gates = Gates()
     gates.blocks = list(found.members)
-    beside = _beside(model, found)
+    beside, containers = _beside(model, found, around)
     weights = tuple(
         (module, name)
-        for module in _ancestors(model, found)
+        for module in (*around, *containers)
         for name, p in module._parameters.items()
         if p is not None
     )
@@ -141,47 +145,44 @@ def cut(
         gates.put_at(block, index)
     for module in beside:
         gates.put_at(module, None)
-    before = parameters_before(
-        model, gates, beside, weights, example or some_tokens(model, mesh, axis, place), place
-    )
+    gates.to_run = _with_shared_buffers(model, found)
+    look = look_beside(model, gates, beside, weights, example or some_tokens(model, mesh, axis, place), place)
+    before = {name for name, behind in look.uses.items() if -1 in behind}
     bounds = _bounds(model, found, before, len(home), costs, layers)
+    look.check(bounds, found.name)
     rank = mesh.index(axis)
     stage_of_block = [stage for stage in range(len(home)) for _ in range(bounds[stage], bounds[stage + 1])]
 
-    def stage_of(name: str) -> int:
+    def stages_of(name: str) -> set[int]:
         index = found.index_of(name)
         if index is not None:
-            return stage_of_block[index]
-        return 0 if name in before else len(home) - 1
+            return {stage_of_block[index]}
+        return {stage_of_block[max(behind, 0)] for behind in look.uses.get(name, ())} or {len(home) - 1}
 
-    holders: dict[Tensor, set[int]] = {}
+    _check_buffers(model, look.changed, lambda name: {home[stage] for stage in stages_of(name)})
+    stages: dict[Tensor, set[int]] = {}
     firsts: dict[Tensor, str] = {}
     everyone = list(model.named_parameters(remove_duplicate=False))
     for name, parameter in everyone:
-        holders.setdefault(parameter, set()).add(home[stage_of(name)])
+        stages.setdefault(parameter, set()).update(stages_of(name))
         firsts.setdefault(parameter, name)
     ties = []
-    for kept, ranks in holders.items():
-        if rank in ranks:
-            where, tied = tuple(sorted(ranks)), len(ranks) > 1
+    for kept, using in stages.items():
+        where = tuple(sorted({home[stage] for stage in using}))
+        if rank in where:
+            tied = len(where) > 1
             if tied:
                 ties.append(Tie(name=firsts[kept], ranks=where))
             only_at = {axis: where}
             annotate(kept, replace(placed(kept, mesh), tie=firsts[kept] if tied else "", only_at=only_at))
-    names = {name: firsts[p] for name, p in everyone if home[stage_of(name)] == rank}
-    users: dict[str, set[int]] = {}
-    for name, first in names.items():
-        users.setdefault(first, set()).add(stage_of(name))
 
-    places = tuple(
-        (model.get_submodule(name.rpartition(".")[0]), name.rpartition(".")[2])
-        for name, _ in everyone
-        if found.index_of(name) is None
-    )
+    places = tuple(slot for name, slot in _slots(model) if found.index_of(name) is None)
 
     def used() -> bool:
         return gates.run is not None and gates.run.inside
 
+    # A module may have several names, and be wanted for one of them.
+    here = {slot for name, slot in _slots(model) if rank in {home[stage] for stage in stages_of(name)}}
     for index, block in enumerate(gates.blocks):
         if home[stage_of_block[index]] != rank:
             gates.blocks[index] = absent = Absent(block)
@@ -189,10 +190,16 @@ def cut(
             found.home._modules[found.keys[index]] = absent
     for path, module in model.named_modules():
         for leaf, value in list(module._parameters.items()):
-            full = f"{path}.{leaf}" if path else leaf
-            if value is not None and full not in names:
+            if value is not None and (module, leaf) not in here:
                 del module._parameters[leaf]
+                full = f"{path}.{leaf}" if path else leaf
                 module.__dict__[leaf] = Ghost.of(value, full, place, used)
+    names = {name: firsts[parameter] for name, parameter in model.named_parameters(remove_duplicate=False)}
+    users = {
+        firsts[parameter]: {stage for stage in using if home[stage] == rank}
+        for parameter, using in stages.items()
+        if firsts[parameter] in names.values()
+    }
     return Cut(
         model=model,
         gates=gates,
@@ -208,23 +215,76 @@ def cut(
     )
 
 
-def _ancestors(model: nn.Module, blocks: Blocks) -> list[nn.Module]:
+def _with_shared_buffers(model: nn.Module, blocks: Blocks) -> set[int]:
+    """The blocks with a buffer that others have too."""
+    places: dict[Tensor, set[int | None]] = {}
+    for name, buffer in model.named_buffers(remove_duplicate=False):
+        places.setdefault(buffer, set()).add(blocks.index_of(name))
+    return {index for found in places.values() if len(found) > 1 for index in found if index is not None}
+
+
+def _check_buffers(model: nn.Module, changed: set[Tensor], ranks_of: Callable[[str], set[int]]) -> None:
+    """Refuse a buffer that the forward changes and several ranks have: each would change its own."""
+    ranks: dict[Tensor, set[int]] = {}
+    for name, buffer in model.named_buffers(remove_duplicate=False):
+        if buffer in changed:
+            ranks.setdefault(buffer, set()).update(ranks_of(name))
+            if len(ranks[buffer]) > 1:
+                raise LayoutError(
+                    f"the forward changes the buffer {name!r}, and its module stands in stages on several ranks, of which each "
+                    "would change its own: give every place a module of its own, or use fewer stages"
+                )
+
+
+def _slots(model: nn.Module) -> list[tuple[str, tuple[nn.Module, str]]]:
+    """Module and name in it of every parameter, by all of its full names."""
+    return [
+        (f"{path}.{leaf}" if path else leaf, (module, leaf))
+        for path, module in model.named_modules(remove_duplicate=False)
+        for leaf, value in module._parameters.items()
+        if value is not None
+    ]
+
+
+def _around(model: nn.Module, blocks: Blocks) -> list[nn.Module]:
     """The modules that the list of blocks lies in, and the list."""
-    path = blocks.name.split(".") if blocks.name else []
-    return [model.get_submodule(".".join(path[:length])) for length in range(len(path) + 1)]
+    return [module for module in model.modules() if blocks.home in module.modules()]
 
 
-def _beside(model: nn.Module, blocks: Blocks) -> list[nn.Module]:
-    """The largest modules with parameters that hold no block."""
-    inside = _ancestors(model, blocks)
-    found = []
-    for ancestor in inside:
-        for key, child in ancestor.named_children():
-            if child in inside or (ancestor is blocks.home and key in blocks.keys):
-                continue
-            if any(True for _ in child.parameters()) and child not in found:
-                found.append(child)
-    return found
+def _beside(
+    model: nn.Module, blocks: Blocks, around: Sequence[nn.Module]
+) -> tuple[list[nn.Module], list[nn.Module]]:
+    """The largest modules with parameters that hold no block and can be called, and those round them that cannot be."""
+    found: list[nn.Module] = []
+    containers: list[nn.Module] = []
+
+    def add(module: nn.Module) -> None:
+        if module in found or module in containers or next(module.parameters(), None) is None:
+            return
+        if type(module).forward is nn.Module.forward:
+            containers.append(module)
+            for child in module.children():
+                add(child)
+        else:
+            found.append(module)
+
+    for module in around:
+        for key, child in module._modules.items():
+            is_block = module is blocks.home and key in blocks.keys
+            if child is not None and child not in around and not is_block:
+                add(child)
+    return found, containers
+
+
+def _check_not_compiled(around: Sequence[nn.Module]) -> None:
+    """Refuse what torch.compile has made of a model: a stage leaves its forward in the middle."""
+    for module in around:
+        if "_orig_mod" in module._modules or module._compiled_call_impl is not None:
+            name = type(module._modules.get("_orig_mod", module)).__name__
+            raise LayoutError(
+                f"{name} is compiled as a whole, and a stage runs a part of its forward: compile the blocks in place of the model, "
+                "as for block in model.blocks: block.compile()"
+            )
 
 
 def _bounds(

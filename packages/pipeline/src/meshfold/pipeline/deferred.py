@@ -33,7 +33,11 @@ class _Product(torch.autograd.Function):
     ) -> Tensor:
         ctx.save_for_backward(x, weight, ticket)
         ctx.turned = turned
-        return F.linear(x, weight.t() if turned else weight, bias)
+        y = F.linear(x, weight.t() if turned else weight, bias)
+        # Of inputs with more than two dims y is a view, and autograd forbids in-place changes of a view that a Function
+        # returns (nn.ReLU(inplace=True) behind the layer). Nobody else has the tensor that y is a view of.
+        unviewed: Tensor = torch.ops.aten._unsafe_view(y, y.shape)
+        return unviewed
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> Any:

@@ -9,6 +9,10 @@ class ScheduleError(MeshfoldError, ValueError):
     """A schedule that cannot be made, read or run: what is wrong, where it stands, what to change."""
 
 
+class ChainError(LayoutError):
+    """Blocks that are no chain: called in another order than they stand in, or with another shape than they return."""
+
+
 class ExampleError(LayoutError):
     """What a model was called with, to see what comes before its blocks, is nothing for it.
 

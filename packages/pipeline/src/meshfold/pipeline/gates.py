@@ -9,6 +9,9 @@ So a stage needs nothing but the code that the model has.
 
 Which of a block's arguments travel is found without values, once for each shape of input: those that require a gradient
 when every module before the blocks is replaced by a tensor that does.
+
+Blocks are called in the order they stand in. One may be called several times in a row, or not at all; a stage has one at least
+that is.
 """
 
 from __future__ import annotations
@@ -16,14 +19,19 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_unflatten
 
 from meshfold.mesh import LayoutError
-from meshfold.pipeline.placeholders import Absent, Like, sign, without_randomness
+from meshfold.mesh.tracking import arrived, part_of_model, untracked, unwatched
+from meshfold.pipeline.crossing import Crossing
+from meshfold.pipeline.entering import alike, enter
+from meshfold.pipeline.errors import ChainError
+from meshfold.pipeline.placeholders import Absent, Like, sign, unscaled_tables, without_randomness
 
 Call = Callable[..., Any]
 _GATE = "_meshfold_gate"
@@ -46,12 +54,31 @@ class Plan:
     """What travels into each block, for one shape of input.
 
     Attributes:
-        slots: by block.
+        slots: by block, of those that are called.
         passage: makes of a block's input what a block that does nothing returns.
     """
 
     slots: dict[int, Slots] = field(default_factory=dict)
     passage: Callable[[Tensor], Any] | None = None
+
+    def into(self, first: int) -> Slots:
+        """What travels into a stage that begins with a block: into the first that is called from there on."""
+        return self.slots[min(index for index in self.slots if index >= first)]
+
+    def check(self, bounds: Sequence[int], blocks: str) -> None:
+        """Raise a ChainError for a stage of which no block is called.
+
+        Args:
+            bounds: stage s has the blocks from bounds[s] to bounds[s + 1], excluded.
+            blocks: name of their list.
+        """
+        for stage, (first, stop) in enumerate(pairwise(bounds)):
+            if not any(first <= index < stop for index in self.slots):
+                raise ChainError(
+                    f"stage {stage} has blocks {first} to {stop - 1} of {blocks or 'the model'}, and the model's forward calls "
+                    f"none of them (it calls {', '.join(map(str, self.slots))}): use fewer stages, or take blocks that are not "
+                    "called out of the list"
+                )
 
 
 @dataclass
@@ -66,8 +93,12 @@ class _Run:
         looking: run without values, to find out what travels.
         inside: the first block was reached.
         grad: whether gradients are wanted.
-        inputs: what was received, as the model's code has it.
-        called: modules before the blocks that were called.
+        inputs: what was received, as backward knows it.
+        at: the block that was called last; -1 before the first.
+        calls: modules beside the blocks that were called, with ``at``.
+        keep: keep what modules are called with.
+        entering: it, by the block that was called before.
+        crossings: the points at which blocks were called, by block.
     """
 
     plan: Plan
@@ -78,11 +109,34 @@ class _Run:
     inside: bool = False
     grad: bool = False
     inputs: list[Tensor] = field(default_factory=list)
-    called: list[nn.Module] = field(default_factory=list)
+    at: int = -1
+    calls: list[tuple[nn.Module, int]] = field(default_factory=list)
+    keep: bool = False
+    entering: dict[int, list[Tensor]] = field(default_factory=dict)
+    crossings: dict[int, Crossing] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Watched:
+    """What was seen of a forward without values.
+
+    Attributes:
+        plan: what travels into each block.
+        calls: modules beside the blocks, each with the block that was called last before it; -1 for none.
+        entering: what blocks and gated modules were called with, by the block called before, where that was kept.
+        crossings: the points at which blocks were called, by block, where that was kept.
+    """
+
+    plan: Plan
+    calls: list[tuple[nn.Module, int]]
+    entering: dict[int, list[Tensor]]
+    crossings: dict[int, Crossing]
 
 
 class Handover(Exception):
     """Leaves a forward with what the next stage needs. An Exception: hooks that are always called run for no other."""
+
+    ends_forward = True
 
     def __init__(self, tensors: Sequence[Tensor]) -> None:
         super().__init__("a stage ends here")
@@ -110,15 +164,13 @@ class Gates:
 
     Attributes:
         blocks: the model's, those of other ranks :class:`Absent`.
-        called: the gated modules that ran before the blocks when they were last looked at.
-        entering: what then travelled into the block at which it stopped.
+        to_run: blocks that are run when a forward is watched to its end, for what they do to buffers.
     """
 
     def __init__(self) -> None:
         self.run: _Run | None = None
         self.blocks: list[nn.Module] = []
-        self.called: list[nn.Module] = []
-        self.entering: list[Tensor] = []
+        self.to_run: set[int] = set()
         self._shapes: dict[object, tuple[TreeSpec, list[Any]]] = {}
 
     def put_at(self, module: nn.Module, index: int | None) -> None:
@@ -143,46 +195,77 @@ class Gates:
         """
         run = _Run(plan=plan, first=first, stop=stop, received=received, grad=torch.is_grad_enabled())
         run.inside = first == 0
-        with self._running(run), torch.set_grad_enabled(run.grad and run.inside):
+        with (
+            self._running(run),
+            part_of_model((first, stop)),
+            torch.set_grad_enabled(run.grad and run.inside),
+        ):
             try:
                 return call(), run.inputs
             except Handover as end:
                 return end.tensors, run.inputs
 
-    def look(self, call: Callable[[], Any], weights: Sequence[Tensor], *, only_first: bool = False) -> Plan:
+    def look(self, call: Callable[[], Any], weights: Sequence[Tensor]) -> Plan:
         """Find out what travels into each block.
 
         Args:
             call: calls the model on a batch.
             weights: parameters, or what stands for them, that lie in no gated module and no block.
-            only_first: stop at the first block, with nothing but its slots.
+
+        Raises:
+            ChainError: for blocks that are no chain.
         """
-        run = _Run(plan=Plan(), stop=0 if only_first else len(self.blocks) - 1, looking=True)
+        return self.watch(call, weights, stop=len(self.blocks) - 1)[0].plan
+
+    def watch(
+        self, call: Callable[[], Any], weights: Sequence[Tensor], *, stop: int, keep: bool = False
+    ) -> tuple[Watched, Any]:
+        """:meth:`look` up to a block, or further; with what was seen beside the plan.
+
+        Args:
+            call: calls the model on a batch.
+            weights: see :meth:`look`.
+            stop: the block at which the forward is left; the number of blocks for none.
+            keep: keep what modules are called with.
+
+        Returns:
+            What was seen, and the model's output, or what travels into the block at which the forward was left.
+        """
+        run = _Run(plan=Plan(), stop=stop, looking=True, keep=keep)
+        seen = Watched(plan=run.plan, calls=run.calls, entering=run.entering, crossings=run.crossings)
         frozen = [weight for weight in weights if not weight.requires_grad]
-        with self._running(run), torch.enable_grad():
+        with self._running(run), unwatched(), torch.enable_grad():
             for weight in frozen:
                 weight.requires_grad_(True)
             try:
-                call()
+                output = call()
             except Handover as end:
-                self.entering = end.tensors
+                output = end.tensors
             finally:
                 for weight in frozen:
                     weight.requires_grad_(False)
-        if 0 not in run.plan.slots:
-            raise LayoutError("the model's forward did not call its blocks, so it cannot be cut into stages")
-        self.called = run.called
-        return run.plan
+        if not run.plan.slots:
+            raise ChainError("the model's forward did not call its blocks, so it cannot be cut into stages")
+        return seen, output
+
+    def forget(self) -> None:
+        """Forget the shapes that were seen: parameters may change their dtype."""
+        self._shapes.clear()
 
     @contextmanager
     def _running(self, run: _Run) -> Iterator[None]:
         if self.run is not None:
             raise LayoutError("a forward of this model is running already")
+        fast = torch.backends.mha.get_fastpath_enabled()
+        torch.backends.mha.set_fastpath_enabled(
+            False
+        )  # nested tensors, if the first layer of nn.TransformerEncoder is here
         self.run = run
         try:
             yield
         finally:
             self.run = None
+            torch.backends.mha.set_fastpath_enabled(fast)
 
     # -- at the gates -----------------------------------------------------------------------------------------------
 
@@ -190,21 +273,33 @@ class Gates:
         """A block is called."""
         run = self.run
         assert run is not None  # the gate has looked
+        if index < run.at:
+            raise ChainError(
+                f"block {index} is called behind block {run.at}: a model is cut into stages along its list of blocks, so each is "
+                "called in the order they stand in. Call them so; a block that is to run again behind others may stand in the "
+                "list a second time"
+            )
+        before, run.at = run.at, index
         if run.looking:
-            return self._look_at(run, index, args, kwargs)
+            return self._look_at(run, index, before, args, kwargs)
+        slots = run.plan.slots.get(index)
+        if slots is None:
+            raise ChainError(
+                f"block {index} is called now, and was not when the forward was looked at: which blocks a model calls may depend "
+                "on shapes and on its mode, and neither on values nor on chance"
+            )
         if index < run.first:
-            return self._pass(run.plan, _leaf(run.plan.slots[0][0].place, args, kwargs))
-        if index == run.stop:
+            return self._pass(run.plan, _leaf(slots[0].place, args, kwargs))
+        if index >= run.stop:
             leaves, _ = tree_flatten((args, kwargs))
-            raise Handover([leaves[slot.place] for slot in run.plan.slots[index]])
+            raise Handover([leaves[slot.place] for slot in slots])
         if not run.inside:
             run.inside = True
             torch.set_grad_enabled(run.grad)
             leaves, _ = tree_flatten((args, kwargs))
-            for slot, tensor in zip(run.plan.slots[index], run.received, strict=True):
-                leaf = leaves[slot.place]
-                leaf.data = tensor.detach()
-                run.inputs.append(leaf.requires_grad_(run.grad))
+            for slot, tensor in zip(slots, run.received, strict=True):
+                run.inputs.append(enter(leaves[slot.place], tensor, run.grad))
+            arrived(leaves[slot.place] for slot in slots)
         return call(*args, **kwargs)
 
     def outside(self, module: nn.Module, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -213,63 +308,85 @@ class Gates:
         assert run is not None
         if run.inside:
             return call(*args, **kwargs)
-        run.called.append(module)
+        run.calls.append((module, run.at))
         leaves, _ = tree_flatten((args, kwargs))
+        if run.keep:
+            run.entering.setdefault(run.at, []).extend(leaf for leaf in leaves if isinstance(leaf, Tensor))
         key = (id(module), *(sign(leaf) for leaf in leaves))
         if key not in self._shapes:
-            with torch.no_grad(), without_randomness(leaves):
+            with torch.no_grad(), without_randomness(leaves), unscaled_tables(module), untracked():
                 found = call(*args, **kwargs)
             outputs, spec = tree_flatten(found)
             if any(isinstance(leaf, Tensor) and not leaf.is_floating_point() for leaf in outputs):
                 return found  # it makes something of the batch as well, which has to be made each time
             self._shapes[key] = spec, [Like(leaf) if isinstance(leaf, Tensor) else leaf for leaf in outputs]
         spec, outputs = self._shapes[key]
-        return tree_unflatten(
-            [leaf.make(run.looking) if isinstance(leaf, Like) else leaf for leaf in outputs], spec
-        )
+        made = [leaf.make(run.looking) if isinstance(leaf, Like) else leaf for leaf in outputs]
+        arrived(leaf for leaf in made if isinstance(leaf, Tensor))
+        return tree_unflatten(made, spec)
 
-    def _look_at(self, run: _Run, index: int, args: Any, kwargs: Any) -> Any:
+    def _look_at(self, run: _Run, index: int, before: int, args: Any, kwargs: Any) -> Any:
         leaves, _ = tree_flatten((args, kwargs))
         travels: dict[int, Tensor] = {}
         for place, leaf in enumerate(leaves):
             asks = isinstance(leaf, Tensor) and leaf.requires_grad and not isinstance(leaf, nn.Parameter)
             if asks and not any(leaf is other for other in travels.values()):
                 travels[place] = leaf
-        run.plan.slots[index] = tuple(Slot(p, tuple(t.shape), t.dtype) for p, t in travels.items())
-        if not travels and index == 0:
-            raise LayoutError(
-                "no layer runs before block 0, which is called with the model's input as it is, and what travels between "
+        if index != before:  # not once more
+            run.plan.slots[index] = tuple(Slot(p, tuple(t.shape), t.dtype) for p, t in travels.items())
+        if run.keep:
+            run.entering.setdefault(before, []).extend(travels.values())
+            run.crossings.setdefault(index, Crossing.now([*travels.values()]))
+        if not travels and before < 0:
+            raise ChainError(
+                f"no layer runs before block {index}, which is called with the model's input as it is, and what travels between "
                 "stages is what layers make: leave the first layer out of the list of blocks (an embedding, or a first "
                 "nn.Linear, called before it)"
             )
         if not travels:
-            raise LayoutError(
+            raise ChainError(
                 f"nothing that block {index} is called with depends on what runs before it: its blocks are no chain, and "
                 f"cannot be cut into stages"
             )
-        if index == run.stop:
+        if index >= run.stop:
             raise Handover(list(travels.values()))
         hidden = next(iter(travels.values()))
         if run.plan.passage is None:
-            run.plan.passage = self._learn_passage(hidden, args, kwargs)
+            run.plan.passage = self._learn_passage(index, hidden, args, kwargs)
+        if run.keep and index in self.to_run:
+            self._run_by_itself(self.blocks[index], args, kwargs)
+        if run.keep:  # what is computed from here on depends on nothing from before
+            hidden = Like(hidden).make(True)
         return self._pass(run.plan, hidden)
 
-    def _learn_passage(self, hidden: Tensor, args: Any, kwargs: Any) -> Callable[[Tensor], Any]:
-        """Call a block that is here, to see in which form it returns what it was given."""
-        block = next(block for block in self.blocks if not isinstance(block, Absent))
-        run, self.run = self.run, None
+    def _learn_passage(self, index: int, hidden: Tensor, args: Any, kwargs: Any) -> Callable[[Tensor], Any]:
+        """Call a block that is here as block ``index`` is called, to see in which form it returns what it was given."""
+        here, block = next(pair for pair in enumerate(self.blocks) if not isinstance(pair[1], Absent))
         try:
-            with torch.no_grad(), without_randomness([hidden]):
-                output = block(*args, **kwargs)
-        finally:
-            self.run = run
+            output = self._run_by_itself(block, args, kwargs)
+        except Exception as error:
+            if here == index:  # the model's own
+                raise
+            raise ChainError(
+                f"block {here}, a {type(block).__name__}, cannot be called as block {index} is ({type(error).__name__}: {error}). "
+                "Blocks of a pipeline take the same arguments and keep the shape of what they are given, and a forward must not "
+                "ask for a block's class: those of other stages are stand-ins. Let all blocks be called alike"
+            ) from error
         leaves, spec = tree_flatten(output)
         same = next(
             (i for i, t in enumerate(leaves) if isinstance(t, Tensor) and t.shape == hidden.shape), None
         )
         if same is None:
+            others = [
+                leaf for leaf in leaves if not isinstance(leaf, Tensor | int | float | str | bool | None)
+            ]
+            if others:
+                raise ChainError(
+                    f"a {type(block).__name__} returns a {type(others[0]).__name__}, and what is in it cannot be seen: let blocks "
+                    "return a tensor, or a tuple, list or dict of tensors"
+                )
             shapes = [tuple(leaf.shape) for leaf in leaves if isinstance(leaf, Tensor)]
-            raise LayoutError(
+            raise ChainError(
                 f"a {type(block).__name__} turns {tuple(hidden.shape)} into {shapes}: a model is cut into stages between "
                 f"blocks that keep the shape of what they are given"
             )
@@ -277,11 +394,19 @@ class Gates:
 
         def passage(given: Tensor) -> Any:
             made = [leaf.make(given.requires_grad) if isinstance(leaf, Like) else leaf for leaf in others]
-            # An object of its own, as a block's output is: what comes later tells tensors apart by identity.
-            made[same] = given.view_as(given) if given.requires_grad else given.detach()
+            made[same] = alike(given)
             return tree_unflatten(made, spec)
 
         return passage
+
+    def _run_by_itself(self, block: nn.Module, args: Any, kwargs: Any) -> Any:
+        run, self.run = self.run, None
+        try:
+            leaves = tree_leaves((args, kwargs))
+            with torch.no_grad(), without_randomness(leaves), unscaled_tables(block), untracked():
+                return block(*args, **kwargs)
+        finally:
+            self.run = run
 
     def _pass(self, plan: Plan, hidden: Tensor) -> Any:
         assert plan.passage is not None  # learnt at the first block

@@ -25,6 +25,8 @@ DTYPES = (
     torch.bool,
 )
 """What a dtype's number is, where ranks tell each other"""
+LARGE = 2**20
+"""Elements from which on one stands for all"""
 _LOOKS = {"__get__", "size", "dim", "numel", "element_size", "is_floating_point", "__repr__", "stride"}
 
 
@@ -117,7 +119,10 @@ def _recast(module: nn.Module, name: str, value: Tensor, dtype: torch.dtype) -> 
 
 @contextmanager
 def standing_in(modules: Sequence[nn.Module], device: torch.device) -> Iterator[None]:
-    """Let zeros of one element stand for all tensors of these modules that are not on the device."""
+    """Let zeros stand for all tensors of these modules that are not on the device; for a large one zeros of one element.
+
+    Kernels that compute addresses by themselves are given vectors and packed bytes, and find all of these there.
+    """
     swapped: list[tuple[dict[str, Any], str, Tensor]] = []
     for module in modules:
         homes: tuple[dict[str, Any], ...] = (module._parameters, module._buffers, module.__dict__)
@@ -126,7 +131,9 @@ def standing_in(modules: Sequence[nn.Module], device: torch.device) -> Iterator[
                 if isinstance(value, Tensor) and value.device != device:
                     swapped.append((home, name, value))
     for home, name, value in swapped:
-        home[name] = torch.zeros((), dtype=value.dtype, device=device).expand(value.shape)
+        large = value.is_floating_point() and value.numel() > LARGE
+        zeros = torch.zeros(() if large else value.shape, dtype=value.dtype, device=device)
+        home[name] = zeros.expand(value.shape)
         meta = metadata(value)
         if meta is not None:
             annotate(home[name], meta)

@@ -14,13 +14,18 @@ from meshfold.mesh import LayoutError, dropout_stream
 
 
 class Absent(nn.Module):
-    """Stands where a block of another rank was, with the plain attributes that it had."""
+    """Stands where a block of another rank was, with the plain attributes that it and the modules in it had.
+
+    A model may look at them (``self.layers[0].self_attn.batch_first``). What stands for the modules inside is no part of the model.
+    """
 
     def __init__(self, block: nn.Module) -> None:
         super().__init__()
         own = set(self.__dict__)
         plain = {name: value for name, value in block.__dict__.items() if name not in own}
         self.__dict__.update(plain)
+        for name, child in block._modules.items():
+            self.__dict__[name] = None if child is None else Absent(child)
         self.kind = type(block).__name__
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -62,6 +67,20 @@ def without_randomness(leaves: Sequence[Any]) -> Iterator[None]:
         stack.enter_context(torch.random.fork_rng([device] if device.type == "cuda" else []))
         stack.enter_context(dropout_stream(0, 0))
         yield
+
+
+@contextmanager
+def unscaled_tables(model: nn.Module) -> Iterator[None]:
+    """Keep tables with ``max_norm`` from rescaling the rows that a look at shapes reads: no batch has read them."""
+    tables = [m for m in model.modules() if isinstance(m, nn.Embedding | nn.EmbeddingBag) and m.max_norm]
+    limits = [table.max_norm for table in tables]
+    try:
+        for table in tables:
+            table.max_norm = None
+        yield
+    finally:
+        for table, limit in zip(tables, limits, strict=True):
+            table.max_norm = limit
 
 
 def signature(args: Any, kwargs: Any) -> object:

@@ -30,10 +30,11 @@ class Plans:
         cut = self._staged.cut
         if not self._known:  # dtypes may have been changed since the model was cut
             agree(cut.beside, self._mesh.group(self._axis), self._staged.device)
-        key = signature(work.args, work.kwargs)
+        module = self._staged.module
+        key = (module.training, signature(work.args, work.kwargs))
         if key not in self._known:
-            with self._beside.looking(), untouched_buffers(self._staged.module):
-                self._known[key] = cut.gates.look(
-                    lambda: self._staged.module(*work.args, **work.kwargs), cut.loose()
-                )
+            with self._beside.looking(), untouched_buffers(module):
+                plan = cut.gates.look(lambda: module(*work.args, **work.kwargs), cut.loose())
+            plan.check(cut.bounds, cut.blocks.name)
+            self._known[key] = plan
         return self._known[key]

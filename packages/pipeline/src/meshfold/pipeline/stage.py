@@ -19,6 +19,7 @@ from torch.utils._pytree import tree_leaves
 from meshfold.mesh import LayoutError, MeshfoldError, SpecError, dropout_stream
 from meshfold.mesh.deferral import Queue, gradients_together
 from meshfold.mesh.dropout_stream import DropoutStream, current_dropout_stream
+from meshfold.pipeline.before import bypassed
 from meshfold.pipeline.cut import Cut
 from meshfold.pipeline.gates import Plan, Slots
 from meshfold.pipeline.microbatch import Microbatch
@@ -70,11 +71,11 @@ class Stage:
 
     def inputs(self, plan: Plan) -> Slots:
         """What travels in."""
-        return plan.slots[self.first] if self.first else ()
+        return plan.into(self.first) if self.first else ()
 
     def outputs(self, plan: Plan) -> Slots:
         """What travels out."""
-        return () if self.is_last else plan.slots[self.stop]
+        return () if self.is_last else plan.into(self.stop)
 
     def run(self, work: Microbatch, plan: Plan, received: Sequence[Tensor]) -> tuple[Any, list[Tensor]]:
         """The forward alone: what travels out, or the model's output; and what travelled in, as backward knows it."""
@@ -153,12 +154,8 @@ class Stage:
             return
         lost = [tensor for tensor in made if tensor.is_floating_point() and bool(tensor.isnan().all())]
         if lost and all(bool(tensor.isfinite().all()) for tensor in received):
-            blocks = self._cut.blocks.name or "the model"
-            raise LayoutError(
-                f"stage {self.number} makes nothing but nan of finite inputs. The model is cut between the blocks of {blocks}, "
-                "and hands on what these are called with: what it makes before them (a residual round all of them, say) is not "
-                "there behind them. Call the blocks with it too, and it travels; or put what repeats into an nn.ModuleList"
-            )
+            why = bypassed(self._cut.blocks.name, f"block {self.first}")
+            raise LayoutError(f"stage {self.number} makes nothing but nan of finite inputs: {why}")
 
     def _check(self, output: Sequence[Tensor], plan: Plan) -> None:
         for tensor, slot in zip(output, self.outputs(plan), strict=True):

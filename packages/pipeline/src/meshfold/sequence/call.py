@@ -13,6 +13,7 @@ from meshfold.mesh.errors import LayoutError
 from meshfold.mesh.mesh import Mesh
 from meshfold.sequence.attend import attention
 from meshfold.sequence.drop import Draw, WeightDropout
+from meshfold.sequence.tracked import attended
 
 Documents = Sequence[int] | Sequence[Sequence[int]]
 """cumulative lengths of packed documents, of all rows alike or of each row"""
@@ -88,6 +89,17 @@ class Settings:
         if dropout and self.draw is not None and not callable(self.mode):
             drop = self.draw(q, dropout)
         given |= dict(mesh=self.mesh, mode=self.mode, order=self.order, kernel=self.kernel)
+        return attended(q, k, v, lambda: self._over_ranks(q, k, v, rows, drop, given))
+
+    def _over_ranks(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        rows: list[tuple[int, ...]],
+        drop: float | WeightDropout,
+        given: dict[str, Any],
+    ) -> Tensor:
         turned = [x.transpose(1, 2) for x in (q, k, v)]
         if len(rows) < 2:
             return attention(*turned, documents=rows[0] if rows else None, dropout=drop, **given)

@@ -30,9 +30,14 @@ class Swap(TorchFunctionMode):
     the whole sequence; ``positions`` says of which n, and what.
     """
 
-    def __init__(self, settings: Callable[[], Settings], positions: Callable[[int], Tensor | None]) -> None:
+    def __init__(
+        self,
+        settings: Callable[[], Settings],
+        positions: Callable[[int], Tensor | None],
+        told: Callable[[Tensor], Tensor],
+    ) -> None:
         super().__init__()
-        self._settings, self._positions = settings, positions
+        self._settings, self._positions, self._told = settings, positions, told
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -87,7 +92,8 @@ class Swap(TorchFunctionMode):
         positions = self._positions(end)
         if positions is None:
             return None
-        return positions.to(options.get("device") or torch.get_default_device(), dtype or torch.int64)
+        where = options.get("device") or torch.get_default_device()
+        return self._told(positions.to(where, dtype or torch.int64))
 
 
 class Around:

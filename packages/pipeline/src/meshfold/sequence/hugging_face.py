@@ -13,6 +13,7 @@ from weakref import WeakKeyDictionary
 from torch import Tensor, nn
 
 from meshfold.mesh.errors import LayoutError
+from meshfold.mesh.tracking import untracked
 from meshfold.sequence.call import Settings
 
 NAME = "meshfold_sequence"
@@ -99,7 +100,11 @@ def no_mask(*args: Any, attention_mask: Tensor | None = None, **others: Any) -> 
     Raises:
         LayoutError: if the caller masks tokens.
     """
-    if attention_mask is not None and not bool(attention_mask.all()):
+    if attention_mask is None:
+        return
+    with untracked():
+        hides = not bool(attention_mask.all())
+    if hides:
         raise LayoutError(
             "attention_mask hides tokens, and attention over a split sequence knows padding at the end of the whole sequence "
             "alone: leave attention_mask out, and give sequence_parallel the length without padding"

@@ -13,12 +13,14 @@ from torch import Tensor, nn
 
 from meshfold.mesh.errors import LayoutError
 from meshfold.mesh.mesh import Mesh
+from meshfold.mesh.tracking import untracked, watch
 from meshfold.sequence import hugging_face
 from meshfold.sequence.call import Documents, Settings, by_row
 from meshfold.sequence.drop import Draw
 from meshfold.sequence.functional import Around, Swap
 from meshfold.sequence.modes import find
 from meshfold.sequence.shards import positions
+from meshfold.sequence.tracked import Tracked
 
 
 class SequenceParallel:
@@ -35,10 +37,12 @@ class SequenceParallel:
             for module in model.modules()
         )
         self._changes: list[Any] = []
+        self._tracked = Tracked(settings.mesh, find(settings.mode, settings.mesh).axes)
         theirs = hugging_face.parts(model)
         self._swaps = theirs != [model]
         with ExitStack() as refused:  # a model that is not taken is left as it was
             refused.callback(self.remove)
+            self._changes.append(_Undo(watch(model, self._tracked)))
             self._changes.append(model.register_forward_pre_hook(self._begin, with_kwargs=True))
             self._changes.append(model.register_forward_hook(self._end))
             for part in theirs:
@@ -92,6 +96,7 @@ class SequenceParallel:
                 "the loss of its logits by loss_share(logits, targets, mesh, mode)"
             )
         self._local, self._calls = tokens.shape[1], 0
+        self._tracked.dealt(given.values(), self._local)
         if not self._takes_positions or given.get("position_ids") is not None:
             return None
         return args, {**kwargs, "position_ids": self._positions(tokens.device)}
@@ -104,7 +109,7 @@ class SequenceParallel:
             )
 
     def _swap(self) -> Swap:
-        return Swap(self._asked, self._counted)
+        return Swap(self._asked, self._counted, self._marked)
 
     def _asked(self) -> Settings:
         """The settings, for a call of attention."""
@@ -122,16 +127,31 @@ class SequenceParallel:
             )
         return found[0]
 
+    def _marked(self, positions: Tensor) -> Tensor:
+        self._tracked.positions(positions)
+        return positions
+
     def _positions(self, device: torch.device | str) -> Tensor:
         """``rows local``, or ``1 local`` where all rows have the same."""
         s = self._settings
         length = s.length or self._local * s.mesh.size(*find(s.mode, s.mesh).axes)
         rows: list[tuple[int, ...] | None] = [*by_row(s.documents)]
-        found = [
-            positions(length, s.mesh, s.mode, order=s.order, documents=row, device=device)
-            for row in rows or [None]
-        ]
-        return torch.stack(found)
+        with untracked():
+            made = torch.stack(
+                [
+                    positions(length, s.mesh, s.mode, order=s.order, documents=row, device=device)
+                    for row in rows or [None]
+                ]
+            )
+        self._tracked.positions(made)
+        return made
+
+
+class _Undo:
+    """A change that a function undoes."""
+
+    def __init__(self, undo: Callable[[], None]) -> None:
+        self.remove = undo
 
 
 class _NoMasks:

@@ -32,15 +32,22 @@ class Blocks:
 
     def holds(self, name: str) -> bool:
         """Whether a module is one of the blocks or lies in one."""
-        return any(name == member or name.startswith(f"{member}.") for member in self.members)
+        return any(_lies_in(name, member) for member in self.members)
 
 
-def find_blocks(modules: Mapping[str, nn.Module], split: Sequence[str]) -> list[Blocks]:
-    """The outermost lists whose members hold layers that are split.
+def find_blocks(
+    modules: Mapping[str, nn.Module], columns: Sequence[str], rows: Sequence[str], *, one_by_one: bool = False
+) -> list[Blocks]:
+    """Find the outermost lists of blocks: each member with layers to split has column layers and the row layers behind.
+
+    A list whose members are single layers, such as an MLP in an nn.Sequential, is no list of blocks.
 
     Args:
         modules: all modules of the model by full name, parents first.
-        split: full names of the column and row layers.
+        columns: full names of the column layers.
+        rows: full names of the row layers.
+        one_by_one: return each block by itself, as if it had a list of its own. A list in which a block stands twice is
+            always returned so: it is left and entered again in between.
     """
     found: list[Blocks] = []
     for name, module in modules.items():
@@ -48,13 +55,23 @@ def find_blocks(modules: Mapping[str, nn.Module], split: Sequence[str]) -> list[
             blocks.holds(name) for blocks in found
         ):
             continue
-        members = {f"{name}.{leaf}" if name else leaf: child for leaf, child in module.named_children()}
-        holding = [
-            i
-            for i, member in enumerate(members)
-            if any(s == member or s.startswith(f"{member}.") for s in split)
-        ]
-        if holding:
+        members: dict[str, nn.Module] = {}
+        for leaf, child in module._modules.items():
+            if child is not None and all(child is not other for other in members.values()):
+                members[f"{name}.{leaf}" if name else leaf] = child
+        reads = [any(_lies_in(column, member) for column in columns) for member in members]
+        writes = [any(_lies_in(row, member) for row in rows) for member in members]
+        if reads != writes or not any(reads):
+            continue
+        holding = [i for i, holds in enumerate(reads) if holds]
+        if one_by_one or len(members) < len(module._modules):
+            names = list(members)
+            found += [Blocks(name=names[i], members={names[i]: members[names[i]]}) for i in holding]
+        else:
             names = list(members)[holding[0] : holding[-1] + 1]
             found.append(Blocks(name=name, members={n: members[n] for n in names}))
     return found
+
+
+def _lies_in(name: str, member: str) -> bool:
+    return name == member or name.startswith(f"{member}.")

@@ -5,6 +5,7 @@ Round a model that has no embedding, or round a list of blocks where the stream 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -12,8 +13,10 @@ from torch import Tensor, nn
 
 from meshfold.mesh import LayoutError, Mesh
 from meshfold.mesh.primitives import bind_collect, bind_take
+from meshfold.mesh.tracking import tracker
 from meshfold.tensor_parallel.layers.base import OnMesh
 from meshfold.tensor_parallel.modes import Mode
+from meshfold.tensor_parallel.streams import check_stream, joined_rows, split_rows
 
 
 class Boundary(OnMesh):
@@ -27,6 +30,7 @@ class Boundary(OnMesh):
         self.mesh, self.flatten = mesh, flatten
         self.tokens, self.columns = residual["m"], residual["h"]
         self.lead = torch.Size()
+        self._name, self._inside = "", False
         self._take_rows, self._take_columns = (
             bind_take(mesh, 0, self.tokens),
             bind_take(mesh, -1, self.columns),
@@ -36,6 +40,17 @@ class Boundary(OnMesh):
 
     def split(self, x: Tensor) -> Tensor:
         """``b s h`` whole -> local block of the residual stream; backward gathers."""
+        found = tracker()
+        if found is None:
+            return self._split(x)
+        dims = found.dims(x)
+        with found.untracked():
+            y = self._split(x)
+        found.mark(y, split_rows(found, self.mesh, dims, y, self.tokens, self.columns))
+        found.flat = self.flatten and len(self.lead) > 1
+        return y
+
+    def _split(self, x: Tensor) -> Tensor:
         self.lead = x.shape[:-1]
         if self.flatten:
             x = x.reshape(-1, x.shape[-1])
@@ -50,6 +65,17 @@ class Boundary(OnMesh):
 
     def join(self, x: Tensor) -> Tensor:
         """A local block of the residual stream -> ``b s h`` whole; backward takes the block of the gradient."""
+        found = tracker()
+        if found is None:
+            return self._join(x)
+        check_stream(found, self.mesh, x, self.tokens, self.columns, "the end of the blocks")
+        with found.untracked():
+            y = self._join(x)
+        found.mark(y, joined_rows(found, self.mesh, found.dims(x), y))
+        found.flat = False
+        return y
+
+    def _join(self, x: Tensor) -> Tensor:
         x = self._collect_rows(self._collect_columns(x))
         return x.view(*self.lead, x.shape[-1]) if self.flatten else x
 
@@ -58,13 +84,53 @@ class Boundary(OnMesh):
         first.register_forward_pre_hook(self._before, with_kwargs=True)
         last.register_forward_hook(self._after)
 
+    def around_blocks(self, name: str, blocks: Sequence[nn.Module], model: nn.Module) -> None:
+        """Split what the first block is called with, join what the last returns, and see that none is called in between.
+
+        Args:
+            name: full name of the list of blocks.
+            blocks: in the order in which the model calls them; single layers among them may be called anywhere.
+            model: whose forward has to leave the blocks by the last.
+        """
+        self._name = name
+        self.around(blocks[0], blocks[-1])
+        for block in blocks[1:]:
+            if next(block.children(), None) is not None:
+                block.register_forward_pre_hook(self._in_between, prepend=True, with_kwargs=True)
+        model.register_forward_pre_hook(self._begin)
+        model.register_forward_hook(self._end)
+
+    def _begin(self, module: nn.Module, args: Any) -> None:
+        self._inside = False
+
+    def _end(self, module: nn.Module, args: Any, output: Any) -> None:
+        if self._inside:
+            raise LayoutError(f"{self._order()}: this forward never called the last of them")
+
+    def _in_between(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        x = args[0] if args else next(iter(kwargs.values()), None)
+        if isinstance(x, Tensor) and x.shape[:-1].numel() * self.mesh.size(*self.tokens) != self.lead.numel():
+            raise LayoutError(
+                f"{self._order()}: a {type(module).__name__} was called with {tuple(x.shape)}, which is not this rank's part"
+            )
+
+    def _order(self) -> str:
+        return (
+            f"{self._name}: tokens are split over {', '.join(self.tokens)} from the first block of the list to the last, so "
+            f"the model has to call all of them in the order of the list, each with what the one before returned. Put the "
+            f"code between two blocks into a block, and what is called in another order into a list of its own, or use mode "
+            f"'1d' (an Engine: without sequence=dict(mode='megatron'))"
+        )
+
     def _before(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        self._inside = True
         if args:
             return (self.split(args[0]), *args[1:]), kwargs
         name, x = next(iter(kwargs.items()))
         return args, {**kwargs, name: self.split(x)}
 
     def _after(self, module: nn.Module, args: Any, output: Any) -> Any:
+        self._inside = False
         if isinstance(output, tuple):
             return (self.join(output[0]), *output[1:])
         return self.join(output)

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from torch import nn
 
 from meshfold.mesh import LayoutError, Mesh, Placement, metadata
+from meshfold.mesh.tracking import watch
 from meshfold.tensor_parallel.adapters import Adapters, has_adapters
 from meshfold.tensor_parallel.foreign import Recomputation, is_causal_lm, layers_left_out, use_sharded_loss
 from meshfold.tensor_parallel.frame import Frame
@@ -14,6 +15,7 @@ from meshfold.tensor_parallel.functional import DropoutCalls, DropoutPart, drops
 from meshfold.tensor_parallel.layers.base import ShardedLayer
 from meshfold.tensor_parallel.layers.embedding import PositionEmbedding
 from meshfold.tensor_parallel.layers.linear import Linear
+from meshfold.tensor_parallel.layers.loss import CausalLMLoss
 from meshfold.tensor_parallel.layers.replicated import takes_rows
 from meshfold.tensor_parallel.making import Maker, keep_hooks, keep_ties, meta_twin
 from meshfold.tensor_parallel.modes import Mode, find_mode
@@ -22,6 +24,7 @@ from meshfold.tensor_parallel.report import Report, placed
 from meshfold.tensor_parallel.rules import WHOLE
 from meshfold.tensor_parallel.shared_input import SharedInput
 from meshfold.tensor_parallel.study import Study
+from meshfold.tensor_parallel.tracked import Tracked
 
 _ORDER = (
     "embedding",
@@ -50,6 +53,7 @@ def parallelize(
     *,
     rules: Mapping[str, str] | None = None,
     lowering: str = "gather",
+    blocks_apart: bool = False,
 ) -> Report:
     """Split a model over the tensor axes of a mesh, in place.
 
@@ -69,6 +73,8 @@ def parallelize(
             are column, row, head, stem, embedding, positions, norm, head_norm, head_bias, dropout, loss, patch, source,
             mixture and replicate.
         lowering: how matmuls are carried out: ``"gather"``, ``"stream"``, ``"ring"``, ``"auto"``, where it applies.
+        blocks_apart: where tokens are split round blocks (``"1d+sequence"``), let each block do so by itself, so that any of
+            them may be called alone, as in stages of a pipeline.
 
     Returns:
         What was done to each submodule; print it.
@@ -81,11 +87,11 @@ def parallelize(
     found = find_mode(mode)
     mesh.require(*found.axes, what=f"mode {found.name!r}")
     if not has_adapters(module):
-        return _split(module, mesh, found, rules, lowering, None)
+        return _split(module, mesh, found, rules, lowering, None, blocks_apart)
     adapters = Adapters(module, found)
     adapters.take_off()
     try:
-        return _split(adapters.model, mesh, found, rules, lowering, adapters)
+        return _split(adapters.model, mesh, found, rules, lowering, adapters, blocks_apart)
     finally:
         adapters.put_back()
 
@@ -97,8 +103,10 @@ def _split(
     rules: Mapping[str, str] | None,
     lowering: str,
     adapters: Adapters | None,
+    blocks_apart: bool,
 ) -> Report:
-    study = Study(module, mesh, mode, {} if rules is None else rules)
+    given = {} if rules is None else rules
+    study = Study(module, mesh, mode, given, blocks_apart=blocks_apart, adapted=adapters is not None)
     maker = Maker(study, mesh, lowering)
     if adapters is not None:
         adapters.check(study.roles.role)
@@ -146,11 +154,15 @@ class _Conversion:
         self._replace()
         for name, heads in self.study.heads.items():
             heads.tell(self.study.modules[name], self.mesh, self.mode)
+            for projection in heads.projections:
+                together = 3 if projection in heads.interleaved else 1
+                self._linear(projection).head_dim = together * heads.head_dim
         self._tell_torchs_own()
         self._split_and_join()
         self._share_inputs()
         self._make_frame()
         calls = self._catch_dropout()
+        watch(self.model, Tracked(self.mesh, self.mode))
         Recomputation([boundary for _, boundary in self.study.boundaries], calls).attach(self.model)
         self.report.local_parameters = sum(p.numel() for p in self.model.parameters())
         return self.report
@@ -226,7 +238,7 @@ class _Conversion:
                 boundary.around(self.model, self.model)
                 self.report.notes.append("inputs are split on the way in, outputs joined on the way out")
             else:
-                boundary.around(blocks.first, blocks.last)
+                boundary.around_blocks(blocks.name, list(blocks.members.values()), self.model)
                 self.report.notes.append(
                     f"{blocks.name}: the stream is split over {', '.join(boundary.tokens)} from the first block to the last"
                 )
@@ -239,11 +251,12 @@ class _Conversion:
         """One gather for several linear layers that read the same input."""
         for name, module in self.study.modules.items():
             columns = self.study.children(name, "column")
-            if self.study.needs_region(name):
+            stand_in = self.study.stand_ins.get(name, 0)
+            if stand_in or self.study.needs_region(name):
                 rows = [self._linear(row) for row in self.study.children(name, "row")]
-                Region([self._linear(column) for column in columns], rows, self.study.flat_at(name)).around(
-                    module
-                )
+                reads = [self._linear(column) for column in columns]
+                boundary = self.study.flat_at(name)
+                Region(reads, rows, boundary, batch=self.maker.batch, stand_in=stand_in).around(module)
             elif len(columns) > 1 and not isinstance(module, nn.ModuleList | nn.ModuleDict):
                 SharedInput([self._linear(column) for column in columns]).around(module)
             else:
@@ -264,6 +277,7 @@ class _Conversion:
             use_sharded_loss(self.model, self.mesh, self.study.outer, self.study.vocabulary)
             self.report.notes.append("loss: vocab-parallel cross entropy")
         heads = [self._linear(name) for name in self.roles.named("head")]
+        losses = [m for m in self.model.modules() if isinstance(m, CausalLMLoss)]
         Frame(
             self.model,
             self.mesh,
@@ -275,6 +289,8 @@ class _Conversion:
             loss=loss,
             hidden=self.roles.hidden if self.study.begins and not heads else 0,
             whole=next((n for n in self.roles.named("replicate") if takes_rows(self.study.modules[n])), ""),
+            ignored=losses[0].ignore_index if losses else -100,
+            batch=self.maker.batch,
         ).attach()
 
     def _catch_dropout(self) -> DropoutCalls | None:

@@ -21,10 +21,14 @@ from torch import Tensor, nn
 
 from meshfold.mesh import LayoutError, Mesh
 from meshfold.mesh.primitives import bind_collect, take_block
+from meshfold.mesh.tracking import tracker, untracked
+from meshfold.mesh.tracking.dims import block
 from meshfold.tensor_parallel.layers.base import OnMesh
 from meshfold.tensor_parallel.layers.embedding import PositionEmbedding
 from meshfold.tensor_parallel.layers.linear import Linear
+from meshfold.tensor_parallel.layers.stream_dims import BatchShape
 from meshfold.tensor_parallel.modes import Mode
+from meshfold.tensor_parallel.streams import joined_rows
 
 _IGNORED = -100
 _LABELS = ("labels", "shift_labels", "targets", "target")
@@ -75,6 +79,8 @@ class Frame(OnMesh):
         loss: bool,
         hidden: int,
         whole: str = "",
+        ignored: int = _IGNORED,
+        batch: BatchShape | None = None,
     ) -> None:
         """Args:
         outer: the mode outside of the blocks, where that is another.
@@ -84,10 +90,12 @@ class Frame(OnMesh):
         loss: the model has a loss that takes split logits.
         hidden: size of a residual stream that comes out split; 0 if it does not come out.
         whole: a module that stays whole, for all rows, and takes masks or positions; empty if there is none.
+        ignored: label, to the model's loss, of what does not count.
+        batch: to be set before each forward.
         """
         self.model, self.mesh, self.mode = model, mesh, mode
         self.heads, self.positions, self.loss, self.hidden = heads, positions, loss, hidden
-        self._whole = whole
+        self._whole, self._ignored, self._batch = whole, ignored, batch or BatchShape()
         self.one_by_one = False
         residual, logits = outer.layout("residual"), outer.layout("logits")
         blocks = [mesh.size(*mode.layout("residual")["m"]), mesh.size(*logits["m"])]
@@ -154,12 +162,14 @@ class Frame(OnMesh):
         """Find the batch, and how many rows it has to be filled up to."""
         first = next((t for t in given.values() if isinstance(t, Tensor) and t.dim() > 1), None)
         self._rows = self._padded = 0
+        self._batch.rows = self._batch.length = 0
         if first is None:
             return
         sequence = first.shape[1] if first.dim() == (3 if first.is_floating_point() else 2) else 1
         if self.one_by_one or given.get("use_cache"):
             sequence = 1  # the batch must stay the same when further tokens come one at a time
         self._rows, self._padded = first.shape[0], self.padded_rows(first.shape[0], sequence)
+        self._batch.rows, self._batch.length = self._padded, first.shape[1]
         for table in self.positions:
             table.whole_rows = self._padded
 
@@ -200,14 +210,23 @@ class Frame(OnMesh):
                     f"rows than the stream: leave it out, pad on the right and give padding the label {_IGNORED} (causal "
                     f"attention never looks at it)"
                 )
-            made[name] = take_block(value, self.mesh, 0, self._attended)
+            made[name] = self._block_of_rows(value)
         return made
 
     def _attended_rows(self, module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...] | None:
         """Positions of all rows: those of the sequences that attention has here."""
         if not args or not isinstance(args[0], Tensor) or args[0].shape[0] != self._padded:
             return None
-        return take_block(args[0], self.mesh, 0, self._attended), *args[1:]
+        return self._block_of_rows(args[0]), *args[1:]
+
+    def _block_of_rows(self, value: Tensor) -> Tensor:
+        """The rows that attention has here."""
+        found = tracker()
+        with untracked():
+            mine = take_block(value, self.mesh, 0, self._attended)
+        if found is not None:
+            found.mark(mine, (block(mine.shape[0], self._attended), *found.dims(value)[1:]))
+        return mine
 
     def _pad(self, name: str, value: Any) -> Any:
         """More rows, copies of the last: whatever the model computes of them is as tame as what it computes of that."""
@@ -219,7 +238,7 @@ class Frame(OnMesh):
         ):
             return value
         more = value[-1:].expand(self._padded - self._rows, *value.shape[1:])
-        return torch.cat([value, torch.full_like(more, _IGNORED) if name in _LABELS else more])
+        return torch.cat([value, torch.full_like(more, self._ignored) if name in _LABELS else more])
 
     # -- out ----------------------------------------------------------------------------------------------------
 
@@ -235,7 +254,12 @@ class Frame(OnMesh):
     def _join(self, value: Tensor) -> Tensor:
         if value.dim() < 2 or value.shape[-1] * self.mesh.size(*self._columns) != self.hidden:
             return value
-        return self._join_rows(self._join_columns(value))
+        found = tracker()
+        with untracked():
+            joined = self._join_rows(self._join_columns(value))
+        if found is not None:
+            found.mark(joined, joined_rows(found, self.mesh, found.dims(value), joined))
+        return joined
 
     def _cut(self, value: Tensor) -> Tensor:
         if value.dim() == 0:

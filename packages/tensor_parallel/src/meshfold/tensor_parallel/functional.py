@@ -10,10 +10,12 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
+from meshfold.mesh.tracking import tracker, untracked
 from meshfold.tensor_parallel.layers.attention import attention
 from meshfold.tensor_parallel.layers.base import OnMesh
 from meshfold.tensor_parallel.layers.dropout import Dropout
@@ -86,7 +88,13 @@ def _dropout(
     part: Dropout, input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False
 ) -> Tensor:
     """``torch.nn.functional.dropout``."""
-    return part.drop(input, p) if training and p > 0.0 else input
+    if not training or p <= 0.0:
+        return input
+    with untracked():
+        dropped = part.drop(input, p)
+    if (found := tracker()) is not None:
+        found.mark(dropped, found.dims(input))
+    return dropped
 
 
 def _attention(
@@ -101,9 +109,18 @@ def _attention(
     enable_gqa: bool = False,
 ) -> Tensor:
     """``torch.nn.functional.scaled_dot_product_attention``."""
-    return attention(
-        query, key, value, mask=attn_mask, causal=is_causal, scale=scale, p=dropout_p, dropout=part
-    )
+    given: dict[str, Any] = dict(mask=attn_mask, causal=is_causal, scale=scale)
+    found = tracker()
+    if found is None:
+        return attention(query, key, value, **given, p=dropout_p, dropout=part)
+    if dropout_p == 0.0:
+        return attention(query, key, value, **given)
+    with torch.no_grad():  # where activations are recomputed no more must be saved than there
+        tried = attention(query, key, value, **given)  # it lies as it does without dropout
+    with untracked():
+        dropped = attention(query, key, value, **given, p=dropout_p, dropout=part)
+    found.mark(dropped, found.dims(tried))
+    return dropped
 
 
 class DropoutPart(OnMesh):

@@ -60,14 +60,37 @@ def norm_size(module: nn.Module) -> int:
     return int(shape[0]) if len(shape) == 1 else 0
 
 
-def norm_eps(module: nn.Module) -> float:
-    """The epsilon of a norm, whatever it is called; nn.RMSNorm's None is its dtype's."""
+def norm_eps(module: nn.Module) -> float | None:
+    """Return the epsilon of a norm, whatever it is called; None for nn.RMSNorm's default, see :func:`eps_for`."""
     for name in ("eps", "variance_epsilon", "epsilon"):
         value = getattr(module, name, None)
         if value is not None:
             return float(value)
-    weight = getattr(module, "weight", None)
-    return torch.finfo(torch.get_default_dtype() if weight is None else weight.dtype).eps
+    return None if isinstance(module, nn.RMSNorm) else _measured_eps(module)
+
+
+def eps_for(eps: float | None, dtype: torch.dtype) -> float:
+    """Return the epsilon with which a norm computes inputs of a dtype; None is torch's own: of the dtype it sums in."""
+    if eps is not None:
+        return eps
+    return torch.finfo(torch.float64 if dtype == torch.float64 else torch.float32).eps
+
+
+def _measured_eps(module: nn.Module) -> float:
+    """Return the epsilon that a norm without an attribute for it adds: tried out where it outweighs the squares."""
+    generator = torch.Generator().manual_seed(0)
+    x = 1e-6 * torch.randn(1, norm_size(module), generator=generator, dtype=torch.float64)
+    ones = {
+        key: (torch.zeros if key == "bias" else torch.ones)(value.shape, dtype=torch.float64)
+        for key, value in module.named_parameters()
+    }
+    try:
+        y = torch.func.functional_call(module, ones, (x,)).double()
+    except Exception:  # check_norm says what is wrong with it
+        return 0.0
+    x = x if norm_kind(module) == "rms" else x - x.mean()
+    eps = float((x.square().sum() / y.square().sum()) - x.square().mean())
+    return float(f"{eps:.4g}") if 1e-15 < eps < 1.0 else 0.0
 
 
 def check_norm(name: str, module: nn.Module) -> None:
@@ -79,13 +102,16 @@ def check_norm(name: str, module: nn.Module) -> None:
     if type(module) in (nn.LayerNorm, nn.RMSNorm):
         return
     generator = torch.Generator().manual_seed(0)
-    x = torch.randn(3, size, generator=generator, dtype=torch.float64)
+    x = torch.randn(6, size, generator=generator, dtype=torch.float64)
+    x[3:] *= 1e-3  # small enough to show another epsilon
     probe = {
         key: torch.randn(value.shape, generator=generator, dtype=torch.float64) + 1.5
         for key, value in module.named_parameters()
     }
     centred = x if kind == "rms" else x - x.mean(-1, keepdim=True)
-    wanted = centred * torch.rsqrt(centred.square().mean(-1, keepdim=True) + norm_eps(module))
+    wanted = centred * torch.rsqrt(
+        centred.square().mean(-1, keepdim=True) + eps_for(norm_eps(module), x.dtype)
+    )
     wanted = wanted * probe.get("weight", 1.0) + probe.get("bias", 0.0)
     try:
         found = torch.func.functional_call(module, probe, (x,))

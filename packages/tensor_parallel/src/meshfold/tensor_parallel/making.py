@@ -24,6 +24,7 @@ from meshfold.tensor_parallel.layers.multihead import SplitMultiheadAttention, w
 from meshfold.tensor_parallel.layers.norm import HeadNorm, LayerNorm, RMSNorm
 from meshfold.tensor_parallel.layers.patch import PatchEmbedding
 from meshfold.tensor_parallel.layers.replicated import Replicated
+from meshfold.tensor_parallel.layers.stream_dims import BatchShape
 from meshfold.tensor_parallel.modes import Mode
 from meshfold.tensor_parallel.study import Study
 
@@ -35,6 +36,7 @@ class Maker:
         self.study, self.mesh, self.lowering = study, mesh, lowering
         self.blocks: dict[nn.Parameter, nn.Parameter] = {}
         """of whole parameters, what this rank has of them"""
+        self.batch = BatchShape()
 
     def make(self, name: str, role: str, module: Any) -> nn.Module:
         """The sharded twin of a module, which may be a meta twin of the model's."""
@@ -97,7 +99,7 @@ class Maker:
             What became of it, for the report.
         """
         mode, said = self.study.mode_at(name), "whole on every rank"
-        stream = Replicated(self.mesh, mode, self.study.roles.hidden, self.study.flat_at(name))
+        stream = Replicated(self.mesh, mode, self.study.roles.hidden, self.batch, self.study.flat_at(name))
         streams, whole = 3 if isinstance(module, nn.MultiheadAttention) else 1, ""
         stream.around(module, begins=role == "source", streams=streams)
         if isinstance(module, nn.MultiheadAttention) and role == "attention":

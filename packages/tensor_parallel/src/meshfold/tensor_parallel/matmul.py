@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from meshfold.mesh import LayoutError, Mesh, deferral
-from meshfold.mesh.compiling import as_result
+from meshfold.mesh.compiling import unviewed
 from meshfold.tensor_parallel.algebra import MatmulPlan
 from meshfold.tensor_parallel.lowerings import Lowering
 from meshfold.tensor_parallel.lowerings import lowering as find_lowering
@@ -91,7 +91,7 @@ def _make_deferred_product(plan: MatmulPlan, mesh: Mesh, chosen: Lowering) -> De
         def forward(ctx: Any, x: Tensor, w: Tensor, ticket: Tensor) -> Tensor:
             y, _, _ = chosen.forward(plan, mesh, x, w, frozenset())
             ctx.save_for_backward(x, w, ticket)
-            return as_result(y)
+            return unviewed(y, x)
 
         @staticmethod
         def backward(ctx: Any, dy: Tensor) -> Any:
@@ -115,7 +115,7 @@ def _make_product(plan: MatmulPlan, mesh: Mesh, chosen: Lowering, keep: frozense
             y, x_whole, w_whole = chosen.forward(plan, mesh, x, w, keep)
             kept = [whole for whole in (x_whole, w_whole) if whole is not None]
             ctx.save_for_backward(x, w, *kept)
-            return as_result(y)
+            return unviewed(y, x)
 
         @staticmethod
         def backward(ctx: Any, dy: Tensor) -> Any:

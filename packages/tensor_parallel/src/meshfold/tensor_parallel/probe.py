@@ -9,8 +9,11 @@ from __future__ import annotations
 
 import copy
 import inspect
+import math
 import re
+import traceback
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -18,7 +21,7 @@ from torch import Tensor, nn
 
 from meshfold.mesh import Mesh, Part, Placement
 from meshfold.tensor_parallel.heads import Heads
-from meshfold.tensor_parallel.kinds import features, is_linear
+from meshfold.tensor_parallel.kinds import features, is_linear, norm_kind
 from meshfold.tensor_parallel.modes import Mode
 
 BIASES = ("alibi", "position_bias")
@@ -28,6 +31,9 @@ _OF_CONFIG = re.compile(
 )
 _TOKENS = ((2, 3), (6,))
 """Tokens that a module is tried with: ``b s h``, then ``m h``."""
+_TORCH = str(Path(torch.__file__).parent)
+_WRONG_SIZE = re.compile(r"shape '\[([\d, ]+)\]' is invalid for input of size (\d+)")
+"""What torch says of a shape that a view cannot have."""
 _SMALL = 1 << 20
 """Elements of parameters up to which a child of the module, such as a norm of heads, is copied."""
 
@@ -43,12 +49,26 @@ class _Reached(Exception):
 class _Gives(nn.Module):
     """Stands for a projection."""
 
-    def __init__(self, y: Tensor) -> None:
+    def __init__(self, y: Tensor, reads: Tensor | None) -> None:
         super().__init__()
-        self.y = y
+        self.y, self.reads = y, reads
 
     def forward(self, x: Tensor) -> Tensor:
+        if self.reads is not None and x is not self.reads:
+            raise ValueError("a projection reads something else than the module's input")
         return self.y.clone()
+
+
+class _NormsInput(nn.Module):
+    """Stands for a norm, which is as wide as the stream is here where it normalises the module's input."""
+
+    def __init__(self, norm: nn.Module, given: Tensor) -> None:
+        super().__init__()
+        self.norm, self.given = norm, given
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = x if x is self.given else self.norm(x)
+        return y
 
 
 class _Keeps(nn.Module):
@@ -70,11 +90,16 @@ class Probe:
         mode: Mode,
         tables: tuple[str, ...] = (),
         biases_split: bool = False,
+        input_width: int | None = None,
+        stand_in: bool = False,
     ) -> None:
         """Args:
         tables: full names of the module's tables of biases, a column a head, which are split with the heads.
         biases_split: biases that the module is given come from such a table.
+        input_width: of what the module will be given here; None: as wide as what its projections read.
+        stand_in: that has a shape and no values, and nothing but the projections may read it.
         """
+        self.input_width, self.stand_in = input_width, stand_in
         self.tables = [table.rpartition(".")[2] for table in tables]
         self.biases_split = biases_split
         self.name, self.module, self.heads, self.mesh, self.mode = name, module, heads, mesh, mode
@@ -113,8 +138,7 @@ class Probe:
             found = self._run(given, rank, tokens, arguments)
             trial = f"tried with {local} of its {self.heads.heads} heads, {kind}'s own code"
             if not isinstance(found, Tensor):
-                reason = str(found).strip().partition("\n")[0]
-                return f"{trial} fails ({type(found).__name__}: {reason}){self._hint()}"
+                return f"{trial} fails{self._failure(found)}"
             if found.shape != wanted.shape or not torch.allclose(
                 found.double(), wanted.double(), rtol=1e-4, atol=1e-4, equal_nan=True
             ):
@@ -129,6 +153,30 @@ class Probe:
             if found
             else ""
         )
+
+    def _failure(self, error: Exception) -> str:
+        """Where the user's code failed and why, and what to write there instead."""
+        reason = str(error).strip().partition("\n")[0]
+        line = next(
+            (
+                f" at {Path(frame.filename).name}:{frame.lineno}, `{frame.line}`"
+                for frame in reversed(traceback.extract_tb(error.__traceback__))
+                if frame.line and not frame.filename.startswith((_TORCH, __file__))
+            ),
+            "",
+        )
+        what = f"{line} ({type(error).__name__}: {reason})"
+        if line and self._is_of_all_heads(reason):
+            return f"{what}. The size written there is that of all heads: write -1 for it, as in y.reshape(b, t, -1)"
+        return f"{what}{self._hint()}"
+
+    def _is_of_all_heads(self, reason: str) -> bool:
+        """Whether a view failed because it would hold all heads, where a rank has a share of them."""
+        found = _WRONG_SIZE.search(reason)
+        if found is None or self._of_config():
+            return False
+        wanted = math.prod(int(size) for size in found[1].split(","))
+        return wanted == int(found[2]) * self.mode.head_divisor(self.mesh)
 
     def _hint(self) -> str:
         found = self._of_config()
@@ -168,17 +216,23 @@ class Probe:
         """What the output is made of, or what went wrong; with all heads if ``rank`` is None."""
         try:
             twin = self._twin()
+            width = self._features(self.heads.projections[0])[0] if rank is None else self.input_width
+            width = width or self._features(self.heads.projections[0])[0]
+            strict = self.stand_in and rank is not None
+            x = torch.full((*tokens, width), math.nan if strict else 0.0, dtype=torch.float64)
+            for leaf, child in twin._modules.items():
+                if child is not None and norm_kind(child):
+                    twin._modules[leaf] = _NormsInput(child, x)
             for name, y in given.items():
                 share = (
                     y if rank is None else self._share(y, self.heads.parts(name, self.mesh, self.mode), rank)
                 )
-                twin._modules[name.rpartition(".")[2]] = _Gives(share)
+                twin._modules[name.rpartition(".")[2]] = _Gives(share, x if strict else None)
             if rank is not None:
                 self.heads.tell(twin, self.mesh, self.mode)
                 for table in self.tables:
                     weight: Any = twin.get_submodule(table).weight
                     weight.data = self._share(weight.data, (), rank)
-            x = torch.zeros(*tokens, self._features(self.heads.projections[0])[0], dtype=torch.float64)
             forward: Callable[..., Any] = type(self.module).forward
             with torch.no_grad():
                 found = forward(twin, x, **arguments)

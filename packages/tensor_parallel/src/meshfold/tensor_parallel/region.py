@@ -2,36 +2,64 @@
 
 Its code reads batch and length off its input, so that is gathered in front of the module, once for all of its linear
 layers, and has the batch and length that they will give.
+
+Code that takes its width off its input as well (``b, t, d = x.shape`` and ``y.reshape(b, t, d)``) gets a stand-in as wide as
+this rank's heads, which has a shape and no values; its linear layers read what was gathered.
 """
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 from torch import Tensor, nn
 
 from meshfold.mesh import LayoutError
+from meshfold.mesh.tracking import tracker, untracked
 from meshfold.tensor_parallel.boundary import Boundary
+from meshfold.tensor_parallel.layers.autocast import lowered
 from meshfold.tensor_parallel.layers.base import OnMesh
 from meshfold.tensor_parallel.layers.linear import Linear, fold
+from meshfold.tensor_parallel.layers.stream_dims import BatchShape
 from meshfold.tensor_parallel.matmul import lead_shape
 from meshfold.tensor_parallel.operands import bind_enter_operand
+from meshfold.tensor_parallel.streams import opaque
 
 
 class Region(OnMesh):
     """Gathers a module's first argument, ``.. k`` of the residual layout, once for the linear layers that read it."""
 
-    def __init__(self, columns: list[Linear], rows: list[Linear], boundary: Boundary | None = None) -> None:
+    _given: Tensor | None
+    _whole: Tensor | None
+    _calls: int
+
+    def __init__(
+        self,
+        columns: list[Linear],
+        rows: list[Linear],
+        boundary: Boundary | None = None,
+        *,
+        batch: BatchShape,
+        stand_in: int = 0,
+    ) -> None:
         """Args:
         columns: the layers that read it; from now on they take it gathered.
         rows: the layers that write the module's output.
         boundary: of a stream that is flattened, if the module wants its batch and sequence dims.
+        batch: of the forward that runs.
+        stand_in: width of what the module is given in the input's place; 0: it is given what was gathered.
         """
         first = columns[0]
+        self._batch, self._row_blocks = batch, first.mesh.size(*first.mode.layout("residual")["m"])
         self.mesh, self.mode, self.folds, self.boundary = first.mesh, first.mode.name, first.folds, boundary
         self._gather = bind_enter_operand(first.plan, first.mesh, "x")
+        self._stand_in, self._readers = stand_in, len(columns)
+        self._forget()
         for linear in columns:
-            linear.use_entered_input()
+            if stand_in:
+                linear.enter_by(self._read)
+            else:
+                linear.use_entered_input()
         for linear in rows:
             linear.flat_output = boundary is not None
 
@@ -42,7 +70,9 @@ class Region(OnMesh):
         layers' *output*: where that has fewer (3D), the rest is folded into the last dim, because modules read the
         shape of their output off their input.
         """
-        whole = self._gather(x.reshape(-1, x.shape[-1]))
+        if self.boundary is None:
+            self._check_order(x)
+        whole = self._gather(lowered(x.reshape(-1, x.shape[-1])))
         if self.boundary is None:
             lead = lead_shape(x.shape[:-1], whole.shape[0])
         else:
@@ -52,8 +82,38 @@ class Region(OnMesh):
                     f"{whole.shape[0]} tokens where the last forward had {' × '.join(map(str, lead))}: recompute a "
                     f"forward before the next one, of another shape, begins"
                 )
+        if self._stand_in:
+            made = whole.new_full((), math.nan).expand(lead[0] // self.folds, *lead[1:], self._stand_in)
+            self._given, self._whole, self._calls = made, whole, 0
+            return made
         whole = whole.view(*lead, whole.shape[-1])
         return fold(whole, self.folds) if self.folds > 1 else whole
+
+    def _check_order(self, x: Tensor) -> None:
+        """Tokens are exchanged along the first dim, so that has to be the batch's."""
+        rows = self._batch.rows // self._row_blocks
+        if x.dim() == 3 and x.shape[1] == rows != x.shape[0] == self._batch.length and self._row_blocks > 1:
+            raise LayoutError(
+                f"attention was given {tuple(x.shape)}, the sequence first: in mode {self.mode!r} tokens are exchanged along the "
+                f"first dim. Give its projections b s h, and turn what they return"
+            )
+
+    def _read(self, x: Tensor) -> Tensor:
+        """What a linear layer reads that is called with the stand-in: ``m k``, gathered."""
+        whole = self._whole
+        if whole is None or x is not self._given:
+            raise LayoutError(
+                "attention that takes its width off its input called a projection with something else than this input: "
+                "write -1 for the width, as in y.reshape(b, t, -1)"
+            )
+        self._calls += 1
+        if self._calls == self._readers:
+            self._forget()
+        return whole
+
+    def _forget(self) -> None:
+        self._given = self._whole = None
+        self._calls = 0
 
     def around(self, module: nn.Module) -> None:
         """Gather the module's first argument."""
@@ -74,7 +134,10 @@ class Region(OnMesh):
                     f"{tuple(other.shape)}: its input is gathered in front of it, so cross-attention cannot be split in "
                     f"mode {self.mode!r}; keep the module whole with the rule 'replicate'"
                 )
-        entered = self.enter(x)
+        with untracked():
+            entered = self.enter(x)
+        if (found := tracker()) is not None:
+            found.mark(entered, opaque(entered.shape))
         kwargs = {key: _for_rows(value, entered.shape[0]) for key, value in kwargs.items()}
         if args:
             return (entered, *(_for_rows(value, entered.shape[0]) for value in args[1:])), kwargs

@@ -108,6 +108,8 @@ def _instead(pattern: str, names: list[str]) -> str:
         other for leaf in leaves if any(fnmatchcase(name, other := f"{front}{dot}{leaf}") for name in names)
     ]
     meant = nearest(str(pattern), others) or nearest(str(pattern), names)
+    if not any(leaves):  # numbers alone, as in nn.Sequential
+        return meant or f" Names here are {', '.join(filter(None, names))}"
     return meant or f" Names here end in {', '.join(filter(None, leaves))}"
 
 
@@ -203,6 +205,35 @@ def _is_source(module: nn.Module, hidden: int) -> bool:
         )
         and not any(is_linear(m) or norm_kind(m) for m in module.modules())
     )
+
+
+def offered_rules(model: nn.Module, roles: Roles) -> dict[str, str]:
+    """Return rules for linear layers that neither name nor shape places, where they come in pairs of one module.
+
+    The first of a pair writes what the second reads, and the second is as wide as the stream or the last of the model.
+    Empty if anything was refused that is in no pair.
+    """
+    linears = [name for name, module in model.named_modules() if is_linear(module)]
+    refused, found = list(roles.refused), dict[str, str]()
+    if len(refused) % 2 or any(name not in linears for name in refused):
+        return {}
+    for first, second in zip(refused[::2], refused[1::2], strict=True):
+        (_, between), (reads, writes) = (features(model.get_submodule(name)) for name in (first, second))
+        alone = second == linears[-1] and first == linears[0]
+        if (
+            first.rpartition(".")[0] != second.rpartition(".")[0]
+            or between != reads
+            or (writes != roles.hidden and not alone)
+        ):
+            return {}
+        found |= {_pattern(first): "column", _pattern(second): "row"}
+    return found
+
+
+def _pattern(name: str) -> str:
+    """A full name for every block: numbers before the last word are any."""
+    *front, leaf = name.split(".")
+    return ".".join([*("*" if part.isdigit() else part for part in front), leaf])
 
 
 def usual_role(name: str, module: nn.Module, model: nn.Module, hidden: int) -> str:

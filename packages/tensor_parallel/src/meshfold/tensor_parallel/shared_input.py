@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from meshfold.tensor_parallel.algebra import MatmulPlan
+from meshfold.tensor_parallel.layers.autocast import lowered
 from meshfold.tensor_parallel.layers.base import OnMesh
 from meshfold.tensor_parallel.layers.linear import Linear
 from meshfold.tensor_parallel.operands import bind_enter_operand
@@ -44,7 +45,7 @@ class SharedInput(OnMesh):
         version = 0 if torch.compiler.is_compiling() else x._version  # of a tensor that was changed in place
         whole = self._whole
         if whole is None or x is not self._seen or version != self._version:
-            whole = self._gather(x.reshape(-1, x.shape[-1]))
+            whole = self._gather(lowered(x.reshape(-1, x.shape[-1])))
             self._seen, self._version, self._whole = x, version, whole
         self._calls += 1
         if self._calls == self._readers:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -17,7 +18,14 @@ from meshfold.tensor_parallel.kinds import check_norm, features, is_linear, norm
 from meshfold.tensor_parallel.layers.multihead import why_torchs
 from meshfold.tensor_parallel.modes import Mode, outside_blocks
 from meshfold.tensor_parallel.probe import BIASES, Probe
-from meshfold.tensor_parallel.rules import WHOLE, classify, is_head_norm, usual_role
+from meshfold.tensor_parallel.rules import (
+    ROLES,
+    WHOLE,
+    classify,
+    is_head_norm,
+    offered_rules,
+    usual_role,
+)
 from meshfold.tensor_parallel.shared_input import changes_tokens
 
 
@@ -37,10 +45,26 @@ class Study:
             where the model's own code looks at batch and length.
         outer: the mode outside of the blocks.
         boundaries: where the stream is split and joined: round lists of blocks, or round the model (None).
+        stand_ins: attention whose code takes its width off its input, with the width of this rank's heads; found by
+            :meth:`check`.
     """
 
-    def __init__(self, model: nn.Module, mesh: Mesh, mode: Mode, rules: Mapping[str, str]) -> None:
-        self.model, self.mesh, self.mode = model, mesh, mode
+    def __init__(
+        self,
+        model: nn.Module,
+        mesh: Mesh,
+        mode: Mode,
+        rules: Mapping[str, str],
+        *,
+        blocks_apart: bool = False,
+        adapted: bool = False,
+    ) -> None:
+        """Args:
+        blocks_apart: let each block split and join the stream by itself.
+        adapted: projections have adapters that read their input too.
+        """
+        self.model, self.mesh, self.mode, self._rules = model, mesh, mode, rules
+        self._adapted = adapted
         self.modules = dict(model.named_modules())
         self.roles = classify(model, rules)
         self.vocabulary = self._vocabulary()
@@ -50,14 +74,15 @@ class Study:
             for name, module in self.modules.items()
             if not self._is_whole(name) and (heads := find_heads(name, module))
         }
-        split = [name for role in ("column", "row") for name in self.roles.named(role)]
-        self.lists = find_blocks(self.modules, split)
+        columns, rows = self.roles.named("column"), self.roles.named("row")
+        self.lists = find_blocks(self.modules, columns, rows, one_by_one=blocks_apart)
         self.begins = any(self.roles.named(role) for role in ("embedding", "patch", "stem", "source"))
         residual, hidden = mode.layout("residual"), mode.layout("hidden")
         self.by_sequences = bool(hidden["m"]) or not residual["m"]
         self.only_blocks = self.begins and not self.flat and not self.by_sequences
         self.outer = outside_blocks(mode) if self.only_blocks else mode
         self.boundaries = self._boundaries()
+        self.stand_ins: dict[str, int] = {}
 
     def mode_at(self, name: str) -> Mode:
         """The mode that holds where a module stands."""
@@ -88,7 +113,7 @@ class Study:
             listed = "\n".join(f"  {name or '(root)'}: {why}" for name, why in self.roles.refused.items())
             raise LayoutError(
                 f"cannot place {len(self.roles.refused)} submodule(s):\n{listed}\nSay what they are with "
-                f"rules={{'name or pattern': role}}; role 'replicate' keeps a submodule whole on every rank"
+                f"{self._offer()}; role 'replicate' keeps a submodule whole on every rank. Roles are {', '.join(ROLES)}"
             )
         if not self.roles.role:
             raise LayoutError(
@@ -116,8 +141,22 @@ class Study:
             self._check_joined(name)
         self._check_torchs_attention()
         self._check_two_streams()
+        self._check_shared_by_blocks()
         for name, heads in self.heads.items():
             self._check_code(name, heads)
+
+    def _offer(self) -> str:
+        """Rules for what was refused, ready to paste where they are known to work; else their form."""
+        pairs = offered_rules(self.model, self.roles)
+        if pairs:
+            try:
+                Study(self.model, self.mesh, self.mode, {**self._rules, **pairs}).check()
+            except LayoutError:
+                pairs = {}
+        if not pairs:
+            return "rules={'name or pattern': role}"
+        written = ", ".join(f'"{pattern}": "{role}"' for pattern, role in pairs.items())
+        return f"rules={{{written}}}, if a row layer reads what the column layer before it writes"
 
     def _check_said(self) -> None:
         """Linear layers that a rule names must fit those beside them: a row layer reads what a column layer writes."""
@@ -193,6 +232,25 @@ class Study:
                 "read, is not gathered for it. Use mode '1d', '2d' or '2.5d'"
             )
 
+    def _check_shared_by_blocks(self) -> None:
+        """A layer that blocks share with the rest of the model would be given split tokens here and whole ones there."""
+        if not self.only_blocks:
+            return
+        members = {member for blocks in self.lists for member in blocks.members.values()}
+        inside = {module for member in members for module in member.modules()}
+        outside, found = {self.model}, [self.model]
+        while found:
+            found = [
+                m for module in found for m in module.children() if m not in members and m not in outside
+            ]
+            outside.update(found)
+        for name, module in self.modules.items():
+            if module in inside & outside and next(module.parameters(recurse=False), None) is not None:
+                raise LayoutError(
+                    f"{name}, one {type(module).__name__}, is used inside of blocks, where mode {self.mode.name!r} splits "
+                    f"tokens, and outside of them: make two of it, or use mode '1d'"
+                )
+
     def _check_projections(self, name: str, heads: Heads) -> None:
         """The projections of attention are split together, or none is."""
         other = [p for p in heads.projections if self.roles.role.get(p) != "column"]
@@ -217,7 +275,12 @@ class Study:
         """Attention's own code must work on the heads of one rank."""
         biases = tuple(n for n in self.roles.named("head_bias") if n.rpartition(".")[0] == name)
         split = bool(self.roles.named("head_bias"))
-        if why := Probe(name, self.modules[name], heads, self.mesh, self.mode, biases, split).why_not():
+        module, local = self.modules[name], heads.heads // self.mode.head_divisor(self.mesh) * heads.head_dim
+        probe = partial(Probe, name, module, heads, self.mesh, self.mode, biases, split)
+        if why := probe(self._input_width(name)).why_not():
+            if self._only_attention(name) and not self._adapted and not probe(local, stand_in=True).why_not():
+                self.stand_ins[name] = local
+                return
             where = (
                 ""
                 if not self._splits_rows() or not set(BIASES) & set(_takes(self.modules[name]))
@@ -232,6 +295,13 @@ class Study:
                 f"{name or '(root)'}: attention that cannot be split by heads: {why}. Keep all of it whole on every rank "
                 f"with the rule {_everywhere(name)}: 'replicate'{where}; MLPs and tables are split all the same"
             )
+
+    def _input_width(self, name: str) -> int:
+        """The last dim of what attention is called with: the stream's columns here, folded where a region gathers it."""
+        width = self.roles.hidden // self.mesh.size(*self.mode_at(name).layout("residual")["h"])
+        plan = self.mode.plans["column"]
+        folds = self.mesh.size(*(axis for dim, axis in plan.extras("y") if dim == plan.m))
+        return width * folds if self.needs_region(name) else width
 
     def _splits_rows(self) -> bool:
         """Whether ranks have other rows of the batch, masks and all."""

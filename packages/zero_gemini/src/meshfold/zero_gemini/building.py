@@ -24,7 +24,11 @@ MakeOptimizer = Callable[[Sequence[nn.Parameter]], torch.optim.Optimizer]
 
 
 def take_parameters(
-    model: nn.Module, mesh: Mesh, device: torch.device, dtype: torch.dtype | None
+    model: nn.Module,
+    mesh: Mesh,
+    device: torch.device,
+    dtype: torch.dtype | None,
+    other: Mapping[Tensor, torch.dtype],
 ) -> tuple[dict[str, Known], dict[str, Tensor]]:
     """What is known of a model's parameters, and their first values, by name; those on meta are real ones then.
 
@@ -33,9 +37,10 @@ def take_parameters(
         mesh: where blocks over the tensor axes lie.
         device: of the parameters that take the place of those on meta.
         dtype: in which the model will compute; None keeps each parameter's.
+        other: parameters that will be in another dtype.
     """
     first = {name: p.detach() for name, p in model.named_parameters()}
-    known = known_of(model, mesh, dtype)
+    known = known_of(model, mesh, dtype, other)
     _replace_meta(model, device)
     here = dict(model.named_parameters())
     return {name: replace(one, parameter=here[name]) for name, one in known.items()}, first

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from meshfold.mesh import Group, all_gather, all_reduce
+from meshfold.mesh.agree import tell_all
 from meshfold.mesh.parts import Parts
-from meshfold.zero_gemini.agree import tell_all
 from meshfold.zero_gemini.chunk import Chunk
 from meshfold.zero_gemini.faults import Faults
 from meshfold.zero_gemini.stepping import AdamStepper, Entry, Stepper

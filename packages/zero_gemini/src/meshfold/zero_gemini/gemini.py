@@ -32,7 +32,7 @@ How all this is put together from a model is :mod:`~meshfold.zero_gemini.held_mo
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 
@@ -43,6 +43,7 @@ from meshfold.zero_gemini.backward import Backward
 from meshfold.zero_gemini.chunk import Chunk
 from meshfold.zero_gemini.errors import ChunkError
 from meshfold.zero_gemini.held_model import HeldModel
+from meshfold.zero_gemini.norm import power_sum, total_norm
 from meshfold.zero_gemini.placing import Home
 
 
@@ -112,13 +113,24 @@ class Gemini(HeldModel):
             self.flush()
         self._scale, self._finished = factor, True
 
-    def norm(self, norm_type: float = 2.0) -> Tensor:
-        """The norm of the whole model's gradient: float64, the same on every rank."""
+    def norm(self, norm_type: float = 2.0, names: Collection[str] | None = None) -> Tensor:
+        """The norm of the whole model's gradient: float64, the same on every rank.
+
+        Args:
+            norm_type: which.
+            names: only of these parameters' gradients, which are then complete; None: of all.
+        """
+        everyone = self._mesh.group(*self._mesh.names)
+        if names is not None and not self._is_all(names):
+            sums = [
+                power_sum(stretch, holders, norm_type)
+                for stretch, holders in self._stretches(names, "measured")
+            ]
+            return total_norm(sums, norm_type, everyone, self.memory.device) * self._scale
         if self._flow.steps_early:
             self._faults.check()
         else:
             self.flush()
-        everyone = self._mesh.group(*self._mesh.names)
         return self._flow.norm(norm_type, self._power_sum, everyone) * self._scale
 
     def clip(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
@@ -131,13 +143,51 @@ class Gemini(HeldModel):
     @torch.no_grad()
     def clip_value(self, bound: float) -> None:
         """Bring every element of the gradient, times the factor it counts with, into [-bound, bound]."""
-        self._keep_as_they_are(not self._flow.steps_early, "to be clipped")
+        self.clamp(None, -bound, bound)
+
+    @torch.no_grad()
+    def clamp(self, names: Collection[str] | None, low: float | None, high: float | None) -> None:
+        """Bring every element of these parameters' gradients into [low, high]; None: of all."""
+        scale = float(self._scale)
+        bounds = [None if bound is None else bound / scale for bound in (low, high)]
+        for stretch in self._changing(names, "to be clipped"):
+            stretch.clamp_(*bounds)
+
+    @torch.no_grad()
+    def multiply(self, names: Collection[str] | None, factor: Tensor | float) -> None:
+        """Let these parameters' gradients count times the factor; None: all."""
+        if self._is_all(names):
+            self._keep_as_they_are(not self._flow.steps_early, "to be multiplied")
+            self._scale = self._scale * factor
+            return
+        for stretch in self._changing(names, "to be multiplied"):
+            stretch.mul_(factor.to(stretch) if isinstance(factor, Tensor) else factor)
+
+    def _is_all(self, names: Collection[str] | None) -> bool:
+        return names is None or set(names) >= {name for c in self._gradients for name in c.spec.names}
+
+    def _changing(self, names: Collection[str] | None, what: str) -> Iterator[Tensor]:
+        """This rank's complete gradients of these parameters, to be changed in place; None: of all, padding included."""
         if self._trials is not None:
             self._trials.give_up()
+        for stretch, _ in self._stretches(names, what):
+            yield stretch
+        self._flow.changed()
+
+    def _stretches(self, names: Collection[str] | None, what: str) -> Iterator[tuple[Tensor, int | Tensor]]:
+        """This rank's complete gradients, each with how many ranks hold the same elements."""
+        self._keep_as_they_are(not self._flow.steps_early, what)
         self.flush()
-        limit = bound / float(self._scale)
-        for shard in self._flow.shards().values():
-            shard.clamp_(-limit, limit)
+        for chunk, shard in self._flow.shards().items():
+            if names is None:
+                yield shard, 1
+                continue
+            for part in chunk.slices:
+                if part.name in names:
+                    holders = self._known[part.name].holders
+                    if isinstance(holders, Tensor):
+                        holders = holders[part.parameter_start : part.parameter_start + part.length]
+                    yield shard[part.shard_start : part.shard_start + part.length], holders
 
     def step(self) -> None:
         """Let the optimizer step on every shard, and show the new weights."""

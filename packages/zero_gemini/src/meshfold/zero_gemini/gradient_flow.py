@@ -6,23 +6,22 @@ in: a chunk that is ready early waits for those behind it.
 
 from __future__ import annotations
 
-import math
 from collections import deque
 from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
-from meshfold.mesh import Group, all_reduce
+from meshfold.mesh import Group
 from meshfold.mesh.deferral import when_made
-from meshfold.mesh.norms import largest_of
+from meshfold.mesh.shown_gradient import ShownGradient
 from meshfold.zero_gemini.backward import Backward
 from meshfold.zero_gemini.chunk import Chunk
 from meshfold.zero_gemini.early import EarlySteps
 from meshfold.zero_gemini.errors import ChunkError
 from meshfold.zero_gemini.flags import Flags
 from meshfold.zero_gemini.gradients import ChunkGradient
-from meshfold.zero_gemini.norm import combine
+from meshfold.zero_gemini.norm import total_norm
 from meshfold.zero_gemini.on_trial import TrialSteps
 from meshfold.zero_gemini.runtime import Runtime, graph_task
 
@@ -95,6 +94,8 @@ class GradientFlow:
 
     def _arrival(self, gradient: ChunkGradient, place: int) -> Callable[[Tensor], None]:
         def arrive(parameter: Tensor) -> None:
+            if isinstance(parameter.grad, ShownGradient):
+                return  # a backward of somebody else, while the gradient here is shown
             found, parameter.grad = parameter.grad, None  # whatever happens: what stayed would be added to
             if self.takes and found is not None:
                 if not self._in_backward:
@@ -215,10 +216,12 @@ class GradientFlow:
             if known is None and shard is not None:
                 known = measure(chunk, norm_type, shard)
             sums += [] if known is None else [known]
-        total = combine(sums, norm_type, self._device)
-        if math.isinf(norm_type):
-            return largest_of(total, everyone)
-        return all_reduce(total, everyone) ** (1.0 / norm_type)
+        return total_norm(sums, norm_type, everyone, self._device)
+
+    def changed(self) -> None:
+        """Gradients were changed in place: what was measured of them is not true any more."""
+        for gradient in self._gradients.values():
+            gradient.measured = None
 
     def used(self) -> set[str]:
         """Names of the parameters that had a gradient on some rank. All ranks must call."""

@@ -5,8 +5,9 @@ What is done with it in a training step is :mod:`meshfold.zero_gemini.gemini`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from types import MappingProxyType
 
 import torch
 from torch import Tensor, nn
@@ -56,6 +57,7 @@ class HeldModel(ParameterValues):
         memory: Memory,
         homes: Homes = EVERYTHING_ON_THE_DEVICE,
         dtype: torch.dtype | None = None,
+        other_dtypes: Mapping[Tensor, torch.dtype] = MappingProxyType({}),
         master_dtype: torch.dtype | None = None,
         gradient_dtype: torch.dtype | None = None,
         make_optimizer: MakeOptimizer | None = None,
@@ -65,6 +67,7 @@ class HeldModel(ParameterValues):
         values: Callable[[str, nn.Parameter, torch.dtype], Tensor] | None = None,
         chunk_elems: int | None = None,
         prefetch: int = 1,
+        apart: Sequence[str] = (),
     ) -> None:
         """Args:
         model: its parameters are put into chunks, in place; those on the meta device are replaced by real ones.
@@ -73,6 +76,7 @@ class HeldModel(ParameterValues):
         memory: where the model computes and where chunks live, with budgets.
         homes: says where each chunk lives, from the elements of their shards; stages 1 and 2 keep parameters on the device.
         dtype: in which the model computes; None keeps each parameter's.
+        other_dtypes: parameters that it has in another dtype.
         master_dtype: of the true weights; None: as the model computes.
         gradient_dtype: in which gradients are summed over micro-steps and ranks; None: ``master_dtype``.
         make_optimizer: makes an elementwise torch optimizer of parameters. Adam and AdamW are carried out by our kernels.
@@ -83,6 +87,8 @@ class HeldModel(ParameterValues):
             as :class:`meshfold.zero_gemini.ShardedInit` has noted them.
         chunk_elems: size of a chunk in elements; None searches for the least waste.
         prefetch: units gathered ahead of the one that runs.
+        apart: axes whose ranks have different parameters (stages of a pipeline). Axes that a parameter names by itself count
+            too, but a stage may have no parameters, and its ranks must know the same.
 
         Raises:
             ChunkError: for a meta parameter whose values nobody knows.
@@ -92,13 +98,13 @@ class HeldModel(ParameterValues):
         self._chunk_of: dict[str, Chunk] = {}
         self._stepper: Stepper | None = None
         # Ranks with other parameters (stages of a pipeline) have other chunks, and do not come where these come.
-        others = {axis for p in model.parameters() for axis in placed(p, mesh).only_at}
+        others = {*apart, *(axis for p in model.parameters() for axis in placed(p, mesh).only_at)}
         alike = [axis for axis in mesh.names if axis not in others]
         self._faults = Faults(mesh.group(*alike), memory.device)
         self._promised = False  # a step whose outcome the ranks have not told each other yet
         self._gradients: dict[Chunk, ChunkGradient] = {}
         values = values or sharded_values(model, memory.device)
-        self._known, first = take_parameters(model, mesh, memory.device, dtype)
+        self._known, first = take_parameters(model, mesh, memory.device, dtype, other_dtypes)
         self._names: dict[Tensor, str] = {known.parameter: name for name, known in self._known.items()}
         self.group_names: list[list[str]] = []
         if make_optimizer is not None:
@@ -168,6 +174,8 @@ class HeldModel(ParameterValues):
         self._chunk_of.update(dict.fromkeys(spec.names, chunk))
         if kind.trained and self._stepper is not None:
             self._stepper.adopt(chunk, home.state)
+            if gradient_dtype is not None:
+                gradient_dtype = torch.promote_types(gradient_dtype, kind.dtype)
             self._gradients[chunk] = ChunkGradient(
                 chunk, gradient_dtype or master_dtype or kind.dtype, home.state, every_time=self._stage > 1,
                 measure=partial(self._power_sum, chunk, 2.0),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from types import MappingProxyType
 
 import torch
 from torch import Tensor, nn
@@ -34,20 +35,28 @@ class Known:
     holders: int | Tensor = field(compare=False)
 
 
-def known_of(model: nn.Module, mesh: Mesh, dtype: torch.dtype | None) -> dict[str, Known]:
+def known_of(
+    model: nn.Module,
+    mesh: Mesh,
+    dtype: torch.dtype | None,
+    other: Mapping[Tensor, torch.dtype] = MappingProxyType({}),
+) -> dict[str, Known]:
     """What is known of a model's parameters, by name, in order of registration.
 
     Args:
         model: on any device; its parameters carry their metadata.
         mesh: where blocks over the tensor axes lie.
         dtype: in which the model will compute; None keeps each parameter's.
+        other: parameters that will be in another dtype.
     """
     known = {}
     for name, parameter in model.named_parameters():
         meta = placed(parameter, mesh)
         holders = holders_of(meta, parameter.shape, mesh)
         kind = Kind(
-            (dtype or parameter.dtype) if parameter.is_floating_point() else parameter.dtype,
+            other.get(parameter, dtype or parameter.dtype)
+            if parameter.is_floating_point()
+            else parameter.dtype,
             parameter.requires_grad,
             holders if isinstance(holders, int) else 0,
         )

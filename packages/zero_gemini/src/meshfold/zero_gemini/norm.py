@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from meshfold.kernels import largest_magnitude, sum_of_magnitudes, sum_of_squares
-from meshfold.mesh import Mesh, ParameterMeta
-from meshfold.mesh.norms import pieces
+from meshfold.mesh import Group, Mesh, ParameterMeta, all_reduce
+from meshfold.mesh.norms import largest_of, pieces
 
 _KERNELS = {1.0: sum_of_magnitudes, 2.0: sum_of_squares, math.inf: largest_magnitude}
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16)
@@ -59,3 +59,11 @@ def combine(sums: Iterable[Tensor], norm_type: float, device: torch.device) -> T
         return torch.zeros((), dtype=torch.float64, device=device)
     stacked = torch.stack(gathered)
     return stacked.max() if math.isinf(norm_type) else stacked.sum()
+
+
+def total_norm(sums: Iterable[Tensor], norm_type: float, everyone: Group, device: torch.device) -> Tensor:
+    """The norm that all ranks' sums make: float64, the same on every rank."""
+    total = combine(sums, norm_type, device)
+    if math.isinf(norm_type):
+        return largest_of(total, everyone)
+    return all_reduce(total, everyone) ** (1.0 / norm_type)

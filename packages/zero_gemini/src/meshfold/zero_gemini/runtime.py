@@ -88,8 +88,8 @@ class Runtime:
         self.order: list[Unit] = []
         self._seen: list[Unit] = []
         self._handles = [
-            model.register_forward_pre_hook(self._start),
-            model.register_forward_hook(self._end, always_call=True),
+            model.register_forward_pre_hook(torch.compiler.disable(self._start)),
+            model.register_forward_hook(torch.compiler.disable(self._end), always_call=True),
         ]
         for unit in units:
             if self._all[unit]:

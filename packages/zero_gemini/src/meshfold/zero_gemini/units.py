@@ -1,7 +1,8 @@
 """Units: the parts of a model whose parameters are wanted at one time.
 
 A block of a list of blocks is a unit with all that is in it; whatever stands outside of the lists is a unit by the
-module that holds the parameter itself. A unit's parameters are gathered before its forward and before its backward.
+module that holds the parameter itself, or by the attention that reads it: torch's own never calls its ``out_proj``. A unit's
+parameters are gathered before its forward and before its backward.
 """
 
 from __future__ import annotations
@@ -38,6 +39,9 @@ def find_units(model: nn.Module) -> list[Unit]:
 
 
 def _collect(name: str, module: nn.Module, units: list[Unit]) -> None:
+    if isinstance(module, nn.MultiheadAttention):
+        units.append(Unit(name, module, tuple(dict.fromkeys(module.parameters()))))
+        return
     own = tuple(p for p in module._parameters.values() if p is not None)
     if own:
         units.append(Unit(name, module, own))

@@ -50,11 +50,12 @@ class Batch:
             return self.rows
         return self.rows * first.shape[1]
 
-    def count(self, *, shifted: bool) -> Tensor:
+    def count(self, *, shifted: bool, ignored: int = IGNORE) -> Tensor:
         """How many targets count: a scalar int64 on the batch's device.
 
         Args:
             shifted: each position of ``b s`` labels is the target of the one before (causal language models).
+            ignored: another target than -100 that does not count.
         """
         if self.targets is None:
             return torch.tensor(self.rows)
@@ -62,7 +63,8 @@ class Batch:
             return torch.tensor(self.targets.shape[0])
         moves = shifted and self.name == "labels" and self.targets.dim() > 1
         targets = self.targets[:, 1:] if moves else self.targets
-        return (targets != IGNORE).sum()
+        counts = targets != IGNORE
+        return (counts if ignored == IGNORE else counts & (targets != ignored)).sum()
 
     def countable(self, count: Tensor) -> Batch:
         """The batch with a target that counts, if it has none: see :func:`meshfold.mesh.targets.with_one_at_least`.

@@ -27,9 +27,8 @@ def cut(batch: Any, index: int, blocks: int) -> Any:
     if isinstance(batch, Tensor) and not batch.dim():
         raise SpecError("a batch of one number cannot be cut: the first dim of a tensor is its rows")
     if isinstance(batch, Tensor):
+        _check_rows(batch.shape[0], blocks, batch)
         mine = _cut_tensor(batch, index, blocks)
-        if mine is None and batch.dtype not in _INTEGERS:
-            raise _too_few(batch.shape[0], blocks)
         return (
             {"input_ids": batch[:1], "labels": torch.full_like(batch[:1], IGNORE)} if mine is None else mine
         )
@@ -47,12 +46,11 @@ def cut(batch: Any, index: int, blocks: int) -> Any:
             name: _cut_tensor(value, index, blocks) if sizes.get(name) == rows and rows else value
             for name, value in batch.items()
         }
-        if len(share(rows, index, blocks)):
-            return fields
         named = name_of_targets(batch) or "labels"
         labels = batch.get(named, batch.get("input_ids"))
-        if not (isinstance(labels, Tensor) and labels.dtype in _INTEGERS):
-            raise _too_few(rows, blocks)
+        _check_rows(rows, blocks, labels)
+        if len(share(rows, index, blocks)) or not isinstance(labels, Tensor):
+            return fields
         filler = {name: value[:1] if name in sizes else value for name, value in batch.items()}
         return {**filler, named: torch.full_like(labels[:1], IGNORE)}
     if isinstance(batch, tuple | list) and len(batch) == 2:
@@ -60,11 +58,10 @@ def cut(batch: Any, index: int, blocks: int) -> Any:
         if isinstance(targets, Tensor) and isinstance(inputs, Tensor):
             if inputs.shape[0] != targets.shape[0]:
                 raise SpecError(f"{inputs.shape[0]} rows of inputs for {targets.shape[0]} rows of targets")
+            _check_rows(inputs.shape[0], blocks, targets)
             first, second = _cut_tensor(inputs, index, blocks), _cut_tensor(targets, index, blocks)
             if first is not None and second is not None:
                 return first, second
-            if targets.dtype not in _INTEGERS:
-                raise _too_few(inputs.shape[0], blocks)
             return inputs[:1], torch.full_like(targets[:1], IGNORE)
         if isinstance(targets, Tensor) and isinstance(inputs, tuple | list) and inputs:
             each = [cut((one, targets), index, blocks) for one in inputs]  # says what is wrong with one
@@ -88,8 +85,11 @@ def _cut_tensor(value: Tensor, index: int, blocks: int) -> Tensor | None:
     return value[mine.start : mine.stop] if len(mine) else None
 
 
-def _too_few(rows: int, blocks: int) -> SpecError:
-    return SpecError(
+def _check_rows(rows: int, blocks: int, labels: Any) -> None:
+    """Refuse, on every rank, a batch in which some coordinate has no row and nothing can say that one does not count."""
+    if rows >= blocks or (rows and isinstance(labels, Tensor) and labels.dtype in _INTEGERS):
+        return
+    raise SpecError(
         f"a global batch of {rows} rows for {blocks} data coordinates, and no integer labels that could say that a row "
         f"does not count: give at least {blocks} rows"
     )

@@ -8,6 +8,7 @@ from torch import Tensor
 from meshfold.engine.batches.batch import Batch
 from meshfold.engine.world import World
 from meshfold.mesh import all_gather
+from meshfold.mesh.targets import IGNORE
 
 
 class Shares:
@@ -23,25 +24,33 @@ class Shares:
         first_token: tokens of the coordinates before.
     """
 
-    def __init__(self, work: Batch, world: World, *, shifted: bool, places: bool) -> None:
+    def __init__(
+        self, work: Batch, world: World, *, shifted: bool, places: bool, ignored: int = IGNORE
+    ) -> None:
         """Ask the other data coordinates; all must call.
 
         Args:
             work: this data coordinate's batch.
             world: where the coordinates lie.
-            shifted: as for :meth:`Batch.count`.
+            shifted, ignored: as for :meth:`Batch.count`.
             places: whether rows and tokens are wanted; to know them, the host waits for the device.
         """
         self.index = world.data_index
-        self.count = work.count(shifted=shifted).to(world.device)
-        sizes = [torch.full_like(self.count, size) for size in (work.rows, work.tokens)]
-        self._pending = all_gather(
-            torch.stack([self.count, *sizes]).view(1, 3), world.row_group, 0, async_op=True
-        )
+        self._work, self._world, self._shifted = work, world, shifted
+        self.count_without(ignored)
         self._sharing = world.data_size // world.row_size
         self.first_row = self.first_token = 0
         if places and world.row_size > 1:
             self.first_row, self.first_token = self._pending.wait()[: world.row_index, 1:].sum(0).tolist()
+
+    def count_without(self, ignored: int) -> None:
+        """Count, without the targets that are ignored; all must call."""
+        work, world = self._work, self._world
+        self.count = work.count(shifted=self._shifted, ignored=ignored).to(world.device)
+        sizes = [torch.full_like(self.count, size) for size in (work.rows, work.tokens)]
+        self._pending = all_gather(
+            torch.stack([self.count, *sizes]).view(1, 3), world.row_group, 0, async_op=True
+        )
 
     def total(self) -> Tensor:
         """How many targets count in the global batch: a scalar int64."""

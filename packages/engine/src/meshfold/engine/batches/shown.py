@@ -5,7 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+
+from meshfold.mesh.names import plain
 
 _MOST = 8  # parts of one value
 _LONGEST = 60  # characters of what is no tensor
@@ -40,6 +43,29 @@ def called(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> str:
     '(2×8 float32, labels=None)'
     """
     return f"({_listed([*map(shown, args), *(f'{name}={shown(value)}' for name, value in kwargs.items())])})"
+
+
+def rows_of_tables(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> str:
+    """Return how many rows the model's embeddings have, beside the largest number it was given; empty if it has none.
+
+    torch says no more of an index that is too large than that it is.
+    """
+    given = [
+        value for value in tree_leaves((args, dict(kwargs))) if isinstance(value, Tensor) and value.numel()
+    ]
+    ids = [value for value in given if not value.is_floating_point() and not value.is_complex()]
+    tables = [
+        f"{plain(name)} {module.weight.shape[0]}"
+        for name, module in model.named_modules()
+        if "Embedding" in type(module).__name__ and isinstance(getattr(module, "weight", None), Tensor)
+    ]
+    if not ids or not tables:
+        return ""
+    longest = max(value.shape[-1] for value in ids if value.dim())
+    return (
+        f"the largest number in it is {max(int(value.max()) for value in ids)}, its last dim has {longest}, and the model's "
+        f"embeddings have so many rows: {_listed(tables)}. Give ids below the vocabulary, and no more tokens than positions"
+    )
 
 
 def _listed(parts: list[str]) -> str:

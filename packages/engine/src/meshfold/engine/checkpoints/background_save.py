@@ -7,11 +7,15 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 from meshfold.engine.checkpoints.copying import Copying
-from meshfold.engine.checkpoints.place import advised, attempt, clear, writing_of
-from meshfold.engine.errors import CheckpointError
+from meshfold.engine.checkpoints.names import lock_of
+from meshfold.engine.checkpoints.own_files import remove_unfinished
+from meshfold.engine.checkpoints.place import advised, attempt
+from meshfold.engine.errors import CheckpointError, InUseError
+from meshfold.engine.folder_lock import hold
 from meshfold.engine.together import fail_together
 from meshfold.engine.world import World
 
@@ -26,6 +30,7 @@ class BackgroundSave:
 
     Attributes:
         path: of the checkpoint.
+        writing: the folder that is written, when it has begun.
         blocked_seconds: how long ``save`` held this rank up.
         copied_seconds: how long it took until all was copied, from its beginning on; 0.0 until it is.
         seconds: how long it took in all; 0.0 until it is done.
@@ -34,7 +39,7 @@ class BackgroundSave:
     """
 
     def __init__(self, path: Path, world: World) -> None:
-        self.path, self._world = path, world
+        self.path, self.writing, self._world = path, path, world
         self.blocked_seconds = self.copied_seconds = self.seconds = 0.0
         self.bytes = 0
         self._begun = time.perf_counter()
@@ -69,10 +74,14 @@ class BackgroundSave:
             try:
                 fail_together(self._world, mine, what, name_rank=False)
             except CheckpointError:
-                if (
-                    self._world.mesh.rank == 0
-                ):  # others were at their files while the folder was removed; no one is now
-                    clear(writing_of(self.path))
+                if self._world.mesh.rank == 0:
+                    # Others were at their files while the folder was removed; no one is now.
+                    inside = self.writing.parent == self.path
+                    with (
+                        suppress(OSError, InUseError),
+                        hold(lock_of(self.path, inside=inside), doing="saving into it"),
+                    ):
+                        remove_unfinished(self.writing)
                 raise
 
     def wait_until_copied(self) -> None:

@@ -13,18 +13,21 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from meshfold.engine.checkpoints.politely import politely
 from meshfold.engine.checkpoints.stored import Block, Stored
 from meshfold.engine.checkpoints.tensor_file import Described, TensorFile
+from meshfold.engine.checkpoints.tensor_folder import TensorFolder
 from meshfold.engine.errors import CheckpointError
+from meshfold.engine.json_text import parse_object
 
 
 def file_of(name: str, rank: int, ranks: int) -> str:
@@ -99,29 +102,42 @@ class BlockFiles(Mapping[str, Tensor]):
     """The tensors that lie in rectangles in several files. Those of several rectangles are
     :class:`~meshfold.engine.checkpoints.stored.Stored`: a window of one reads that window."""
 
-    def __init__(self, index: Path) -> None:
+    def __init__(self, folder: TensorFolder, index: str) -> None:
         """Raises:
         CheckpointError: if a file is missing or damaged, or lacks what the index says.
         """
         self._files: dict[str, TensorFile] = {}
         self._tensors: dict[str, tuple[Described, list[dict[str, Any]]]] = {}
+        path = folder.path(index)
         try:
-            for name, entry in json.loads(index.read_text())["tensors"].items():
-                described = Described(dtype=getattr(torch, entry["dtype"]), shape=tuple(entry["shape"]))
-                self._tensors[name] = described, entry["blocks"]
-        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-            raise CheckpointError(f"cannot read {index}: {error}") from error
+            found = parse_object(path.read_bytes()).get("tensors")
+        except (OSError, ValueError) as error:
+            raise CheckpointError(f"cannot read {path}: {error}") from error
+        if not isinstance(found, dict):
+            raise CheckpointError(f"cannot read {path}: it has no table of tensors")
+        for name, entry in found.items():
+            described = described_in(entry)
+            if described is None:
+                raise CheckpointError(f"{path} is damaged: it describes {name!r} as {str(entry)[:80]}")
+            if not is_tiled(
+                described.shape, [(block["offsets"], block["sizes"]) for block in entry["blocks"]]
+            ):
+                raise CheckpointError(
+                    f"{path} is damaged: its blocks of {name!r} are not all of {described.shape}"
+                )
+            self._tensors[name] = described, entry["blocks"]
         for name, (described, blocks) in self._tensors.items():
             for block in blocks:
                 file = block["file"]
                 if file not in self._files:
-                    self._files[file] = TensorFile(index.parent / file)
+                    self._files[file] = folder.open(file)
                 key = key_of(name, tuple(block["offsets"]), tuple(block["sizes"]))
                 if key not in self._files[file]:
-                    raise CheckpointError(f"{index} says that {key!r} is in {file}, which does not have it")
-                if self._files[file].described(key).dtype != described.dtype:
+                    raise CheckpointError(f"{path} says that {key!r} is in {file}, which does not have it")
+                there = self._files[file].described(key)
+                if there != Described(dtype=described.dtype, shape=tuple(block["sizes"])):
                     raise CheckpointError(
-                        f"{index} says that {name!r} is of {described.dtype}, and {file} differs"
+                        f"{path} says that {key!r} is of {described.dtype}, and {file} has {there.dtype} and {there.shape}"
                     )
 
     def __getitem__(self, name: str) -> Tensor:
@@ -145,3 +161,49 @@ class BlockFiles(Mapping[str, Tensor]):
     def files(self) -> list[TensorFile]:
         """The files."""
         return [*self._files.values()]
+
+
+def described_in(entry: Any) -> Described | None:
+    """Return the dtype and shape of an entry of the index; None if it is damaged, or its blocks are."""
+    if not isinstance(entry, dict):
+        return None
+    dtype = getattr(torch, entry["dtype"], None) if isinstance(entry.get("dtype"), str) else None
+    shape, blocks = entry.get("shape"), entry.get("blocks")
+    if not isinstance(dtype, torch.dtype) or not isinstance(shape, list) or not isinstance(blocks, list):
+        return None
+    if not _are_counts(shape):
+        return None
+    for block in blocks:
+        if not isinstance(block, dict) or not isinstance(block.get("file"), str):
+            return None
+        if not all(
+            _are_counts(block.get(key)) and len(block[key]) == len(shape) for key in ("offsets", "sizes")
+        ):
+            return None
+    return Described(dtype=dtype, shape=tuple(shape))
+
+
+def _are_counts(value: Any) -> bool:
+    return isinstance(value, list) and all(type(number) is int and 0 <= number < 2**62 for number in value)
+
+
+def is_tiled(shape: Sequence[int], blocks: Sequence[tuple[Sequence[int], Sequence[int]]]) -> bool:
+    """Return whether rectangles, given by offsets and sizes, lie in a shape, do not overlap and are all of it.
+
+    >>> is_tiled((4, 4), [((0, 0), (4, 2)), ((0, 2), (4, 2))])
+    True
+    >>> is_tiled((4, 4), [((0, 0), (4, 2)), ((0, 0), (4, 2))])
+    False
+    """
+    if sum(math.prod(sizes) for _, sizes in blocks) != math.prod(shape):
+        return False
+    begins = np.array([offsets for offsets, _ in blocks], dtype=np.int64).reshape(len(blocks), len(shape))
+    ends = begins + np.array([sizes for _, sizes in blocks], dtype=np.int64).reshape(begins.shape)
+    if (ends > np.array(shape, dtype=np.int64)).any():
+        return False
+    whole = (ends > begins).all(axis=1)  # empty ones are nowhere
+    begins, ends = begins[whole], ends[whole]
+    return not any(
+        ((begins[place] < ends[place + 1 :]) & (begins[place + 1 :] < ends[place])).all(axis=1).any()
+        for place in range(len(begins) - 1)
+    )

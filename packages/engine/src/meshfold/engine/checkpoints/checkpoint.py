@@ -5,13 +5,14 @@
     model.safetensors       the model's state dict (float32 masters under bf16 and fp16), tied tensors once
     optimizer.safetensors   the optimizer's tensors, "parameter name/state name", whole like the parameter
     scheduler.pt            the learning-rate scheduler, if there is one
-    state.json              everything else, and each file's size; its presence says that the folder is complete
+    extra_state.pt          extra state of modules (get_extra_state) that is not plain data; what is, is in state.json
+    state.json              everything else, and each file's size and checksum; its presence says that the folder is complete
 
 A large file is several, with an index (:mod:`meshfold.engine.checkpoints.tensor_files`): tensors are dealt to the ranks, and each
 rank writes its own while the others gather the next. No rank ever holds more than two whole tensors beside its own
-blocks: one that is written and one that is gathered. The folder gets its name once all of it is on the disk, from all
-ranks; an older checkpoint of that name is kept until then. Every rank reads, through a memory map, the parts of the
-files that are its own. So all ranks must see the folder.
+blocks: one that is written and one that is gathered. The checkpoint is put in place once all of it is on the disk, from
+all ranks; an older one in that place is kept until then (:mod:`meshfold.engine.checkpoints.replacing`). Every rank reads,
+through a memory map, the parts of the files that are its own. So all ranks must see the folder.
 
 A save beside the training (:mod:`meshfold.engine.checkpoints.saving`) has the same tensors in rectangles, as each rank
 keeps them (:mod:`meshfold.engine.checkpoints.block_files`); readers see no difference. Why this is not
@@ -22,39 +23,29 @@ docs/checkpoints.md has the few lines from one to the other.
 
 from __future__ import annotations
 
-import json
 import os
 import zlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor
 
-from meshfold.engine.checkpoints.place import (
-    SCHEDULER,
-    STATE,
-    advised,
-    attempt,
-    begin,
-    finish,
-    old_of,
-    place_of,
-    writing_of,
-)
+from meshfold.engine.checkpoints.names import EXTRA, SCHEDULER, STATE, old_of, writing_of
+from meshfold.engine.checkpoints.place import advised, attempt, begin, finish, place_of
+from meshfold.engine.checkpoints.replacing import path_of, saved_of
+from meshfold.engine.checkpoints.state_file import FILES, FORMAT, SUMS, parsed, sum_of
 from meshfold.engine.checkpoints.tensor_file import Described, writing_order
 from meshfold.engine.checkpoints.tensor_files import Deal, WriterBehind, open_tensors, verify
+from meshfold.engine.checkpoints.tensor_folder import TensorFolder
+from meshfold.engine.checkpoints.torch_file import read_torch_file
 from meshfold.engine.errors import CheckpointError
 from meshfold.engine.states import Source
-from meshfold.engine.together import fail_together
+from meshfold.engine.together import agree, fail_together
 from meshfold.engine.world import World
 
-FORMAT, BLOCKS = 2, 3
-"""Whole tensors; tensors in rectangles (:mod:`meshfold.engine.checkpoints.saving`). 1 had each file whole."""
-_READ = (1, FORMAT, BLOCKS)
 MODEL, OPTIMIZER = "model.safetensors", "optimizer.safetensors"
 
 _ELSEWHERE = "Copy the checkpoint again from where it came, or go on from an earlier one"
@@ -65,10 +56,9 @@ def write_checkpoint(
     world: World,
     files: dict[str, dict[str, Source]],
     state: dict[str, Any],
-    scheduler: dict[str, Any] | None,
+    small: Mapping[str, Any],
     *,
     all_read: bool,
-    more: Mapping[str, Any] | None = None,
 ) -> None:
     """Write a checkpoint. All ranks must call; all of them raise if one could not write.
 
@@ -77,29 +67,40 @@ def write_checkpoint(
         world: where the tensors lie.
         files: file name to its tensors, alike on every rank.
         state: what goes into ``state.json``.
-        scheduler: the scheduler's state, if any.
+        small: file name to what else is kept in a file of its own, by ``torch.save``; rank 0's counts.
         all_read: every rank has a part of the tensors; else each data coordinate has all of them.
-        more: file name to what else is kept in a file of its own, by ``torch.save``; rank 0's counts.
 
     Raises:
         CheckpointError: if the folder could not be written. A checkpoint that was there before still is.
     """
     target = place_of(path)
-    writing = writing_of(target)
     what, first = f"cannot write the checkpoint {target}", world.mesh.rank == 0
     deals = [_deal(name, sources, world) for name, sources in files.items()]
     with ExitStack() as mine:  # of the first rank: the folder, while it is written
-        error = attempt(lambda: begin(writing, target, mine)) if first else None
-        fail_together(world, advised(error), what)
-        error = None
+        names = [*small, *(name for deal in deals for name in deal.files)]
+        writing = begin_together(target, mine, names, world, what)
+        error: Exception | None = None
         for deal, sources in zip(deals, files.values(), strict=True):
             error = _write_tensors(writing, deal, sources, world, all_read=all_read, error=error)
         fail_together(world, advised(error), what)
         error = None
         if first:
-            small = {**({} if scheduler is None else {SCHEDULER: scheduler}), **(more or {})}
             error = attempt(lambda: _finish(writing, target, deals, {"format": FORMAT, **state}, small))
         fail_together(world, advised(error), what)
+
+
+def begin_together(target: Path, mine: ExitStack, files: Sequence[str], world: World, what: str) -> Path:
+    """Let the first rank begin a folder (:func:`meshfold.engine.checkpoints.place.begin`); all ranks must call.
+
+    Returns:
+        The folder that is written, on every rank.
+    """
+    made: list[Path] = []
+    error = None
+    if world.mesh.rank == 0:
+        error = attempt(lambda: made.append(begin(target, mine, files)))
+    fail_together(world, advised(error), what)
+    return writing_of(target, inside=bool(agree(world, int(bool(made) and made[0].parent == target))))
 
 
 def _finish(
@@ -165,35 +166,48 @@ class Checkpoint:
         CheckpointError: if there is none, or it was written by a newer version.
         """
         target = place_of(path)
-        # Between the two renames of a replacement only the old one is there: see place.py.
+        # An earlier version put the one before aside for an instant, and may have died then.
         old = old_of(target)
         self.path = old if not (target / STATE).exists() and (old / STATE).exists() else target
         if not (self.path / STATE).exists():
             raise CheckpointError(f"cannot load {target}: it {_what_it_is(target)}")
         try:
             text = (self.path / STATE).read_bytes()
-            self.state: dict[str, Any] = json.loads(text)
-        except (OSError, ValueError) as error:
+        except OSError as error:
             raise CheckpointError(f"cannot read {self.path / STATE}: {error}") from error
+        self.state: dict[str, Any] = parsed(text, self.path / STATE)
         self.mark = zlib.crc32(text)
-        if self.state.get("format") not in _READ:
-            raise CheckpointError(
-                f"{self.path} has format {self.state.get('format')!r}, this version of Meshfold reads up to "
-                f"format {BLOCKS}: take a later one"
-            )
+        self._files: dict[str, int] = self.state[FILES]
+        self._saved = saved_of(self.path, self.state)
+        sums = self.state.get(SUMS, {})
+        for name, size in self._files.items():
+            self._check(name, size, sums.get(name))
 
-        for name, size in self.state.get("files", {}).items():
-            self._check_size(self.path / name, size)
+    def path_of(self, name: str) -> Path:
+        """Where one of its files is at this moment."""
+        return path_of(self.path, self._saved, name)
 
-    @staticmethod
-    def _check_size(path: Path, size: int) -> None:
+    def _check(self, name: str, size: int, wanted: str | None) -> None:
+        """Compare a file with what the index says: its size, and its checksum (of tensors that of the header)."""
+        path = self.path_of(name)
         try:
             found = path.stat().st_size
+            path = path if found == size else self.path_of(name)  # it was moved to its place meanwhile
+            found = path.stat().st_size
+            told = sum_of(path) if found == size and wanted is not None else wanted
         except OSError as error:
+            self.check_still_there()
             raise CheckpointError(f"cannot read {path}: {error.strerror}. {_ELSEWHERE}") from error
         if found != size:
+            self.check_still_there()
             raise CheckpointError(
                 f"{path} is cut off or changed: it had {size} bytes and has {found}. {_ELSEWHERE}"
+            )
+        if told != wanted:
+            self.check_still_there()
+            raise CheckpointError(
+                f"{path} is damaged, or is another checkpoint's: its checksum is {told} and was {wanted} when it was saved. "
+                f"{_ELSEWHERE}"
             )
 
     def verify(self, part: int = 0, parts: int = 1, *, weights_only: bool = False) -> None:
@@ -223,7 +237,7 @@ class Checkpoint:
             CheckpointError: if they are damaged, or another checkpoint has taken this one's place.
         """
         try:
-            found = open_tensors(self.path, name)
+            found = open_tensors(TensorFolder(self.path, self.path_of, self._files), name)
         finally:
             self.check_still_there()
         return found
@@ -246,12 +260,35 @@ class Checkpoint:
     @property
     def scheduler(self) -> dict[str, Any] | None:
         """The scheduler's state, if it was saved."""
-        path = self.path / SCHEDULER
-        if not path.exists():
-            return None
-        found: dict[str, Any] = torch.load(path, weights_only=True)
-        self.check_still_there()
+        found: dict[str, Any] | None = self.small_file(SCHEDULER)
+        if found is not None and not isinstance(found, dict):
+            raise CheckpointError(
+                f"{self.path / SCHEDULER} holds a {type(found).__name__}, not a scheduler's state"
+            )
         return found
+
+    @property
+    def extra_state(self) -> dict[str, Any]:
+        """The extra state of modules, by its names in a state dict."""
+        found = self.small_file(EXTRA) or {}
+        if not isinstance(found, dict):
+            raise CheckpointError(
+                f"{self.path / EXTRA} holds a {type(found).__name__}, not extra state by name"
+            )
+        return {**self.state.get("extra_state", {}), **found}
+
+    def small_file(self, name: str) -> Any:
+        """What ``torch.save`` has written into a file: tensors and plain Python values, never code. None if it is not listed.
+
+        Raises:
+            CheckpointError: if it is damaged, or holds something else.
+        """
+        if name not in self._files:
+            return None
+        try:
+            return read_torch_file(self.path_of(name))
+        finally:
+            self.check_still_there()
 
 
 def _what_it_is(path: Path) -> str:

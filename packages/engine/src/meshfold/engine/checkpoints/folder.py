@@ -9,19 +9,20 @@
 
 from __future__ import annotations
 
-import fcntl
-import json
-import os
 import re
-import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from meshfold.engine.checkpoints.place import locked
+from meshfold.engine.checkpoints import removing, replacing
+from meshfold.engine.checkpoints.names import STATE, lock_of, old_of
+from meshfold.engine.checkpoints.own_files import remove_unfinished
+from meshfold.engine.checkpoints.place import clear_beside
+from meshfold.engine.checkpoints.replacing import path_of, saved_of
+from meshfold.engine.checkpoints.state_file import FILES, read_state
 from meshfold.engine.errors import CheckpointError
+from meshfold.engine.folder_lock import hold, is_held
 
-_STATE = "state.json"
 _NAME = re.compile(r"step-(\d{8,})")
 _ENDINGS = ("writing", "old", "removing")
 _HIDDEN = re.compile(rf"\.step-(\d{{8,}})\.({'|'.join(_ENDINGS)})")
@@ -46,7 +47,8 @@ def latest(folder: Path) -> Path | None:
 def prune(folder: Path, keep: int) -> list[Path]:
     """Remove all but the last ``keep`` complete checkpoints, and what dead processes left of earlier ones.
 
-    One rank calls. What is under way is left alone; a checkpoint that goes is never taken for one on its way.
+    Only files that a checkpoint's index lists go. A folder with other files in it stays, with these. One rank calls. What is
+    under way is left alone; a checkpoint that goes is never taken for one on its way.
 
     Returns:
         The checkpoints that went, the earliest first.
@@ -60,17 +62,19 @@ def prune(folder: Path, keep: int) -> list[Path]:
     found = complete(folder)
     if not found:
         return []
-    gone = found[keep:][::-1]
-    # Of one that stays it may be all there is: its process died between two renames.
-    spared = {_old(path).name for path in found[:keep] if path == found[0] or not is_complete(path)}
+    gone = [path for path in found[keep:][::-1] if not is_held(lock_of(path, inside=True))]
     for path in gone:
         remove(path)
     with _removing(folder):
-        for path in folder.iterdir():
+        for path in [*folder.iterdir()]:
+            if _NAME.fullmatch(path.name) and removing.is_being_removed(path):
+                remove(path)
             named = _HIDDEN.fullmatch(path.name)
-            earlier = named is not None and int(named[1]) <= step_of(found[0])
-            if earlier and path.name not in spared and not _is_held(path):
-                shutil.rmtree(path, ignore_errors=True)
+            if named is not None and int(named[1]) <= step_of(found[0]):
+                whole = folder / f"step-{named[1]}"
+                # It may be all there is of one that stays: the process of an earlier version died between two renames.
+                if is_complete(whole) or not is_complete(old_of(whole)):
+                    _clear(whole)
     return gone
 
 
@@ -81,22 +85,26 @@ def remove(path: Path) -> None:
         CheckpointError: if it cannot be removed.
     """
     with _removing(path.parent):
-        for place in (_old(path), path):
-            if place.exists():
-                removing = path.with_name(f".{path.name}.removing")
-                shutil.rmtree(removing, ignore_errors=True)
-                place.rename(removing)
-                shutil.rmtree(removing)
+        for place in (old_of(path), path):
+            removing.discard(place)
 
 
 def tidy(path: Path) -> None:
-    """Remove what dead processes have left beside a checkpoint, if it is complete under its own name. One rank calls."""
-    with suppress(OSError), locked(path):
-        if is_complete(path):
-            for ending in _ENDINGS:
-                left = path.with_name(f".{path.name}.{ending}")
-                if left.is_dir() and not _is_held(left):
-                    shutil.rmtree(left, ignore_errors=True)
+    """Remove what dead processes have left of saves of a checkpoint, if it is complete under its own name. One rank calls."""
+    if is_complete(path):
+        with suppress(OSError, CheckpointError), hold(lock_of(path, inside=True), doing="tidying it"):
+            replacing.finish(path)
+        _clear(path)
+
+
+def _clear(path: Path) -> None:
+    """Remove what dead processes have left beside a checkpoint."""
+    clear_beside(path)
+    with suppress(OSError, CheckpointError):
+        removed = path.with_name(f".{path.name}.removing")  # of an earlier version
+        if removed.is_dir():
+            removing.remove(removed)
+            remove_unfinished(removed)
 
 
 @contextmanager
@@ -111,7 +119,7 @@ def _removing(folder: Path) -> Iterator[None]:
 
 def complete(folder: Path) -> list[Path]:
     """The complete checkpoints, the last first. What is damaged or half-written is passed over."""
-    return [path for path in present(folder) if is_complete(path) or is_complete(_old(path))]
+    return [path for path in present(folder) if is_complete(path) or is_complete(old_of(path))]
 
 
 def present(folder: Path) -> list[Path]:
@@ -124,39 +132,22 @@ def present(folder: Path) -> list[Path]:
     names |= {
         f"step-{named[1]}" for name in names if (named := _HIDDEN.fullmatch(name)) and named[2] == "old"
     }
-    return sorted((folder / name for name in names if _NAME.fullmatch(name)), key=step_of)[::-1]
+    found = (folder / name for name in names if _NAME.fullmatch(name))
+    return sorted((path for path in found if not removing.is_being_removed(path)), key=step_of)[::-1]
 
 
 def is_complete(path: Path) -> bool:
     """Whether a folder is a checkpoint, with every file that its ``state.json`` names in its full size."""
     try:
-        files = json.loads((path / _STATE).read_text()).get("files", {})
-        return all((path / name).stat().st_size == size for name, size in files.items())
-    except (OSError, ValueError, AttributeError):
+        state = read_state(path / STATE)
+        saved = saved_of(path, state)
+        return all(
+            path_of(path, saved, name).stat().st_size == size for name, size in state.get(FILES, {}).items()
+        )
+    except (OSError, CheckpointError):
         return False
-
-
-def _old(path: Path) -> Path:
-    return path.with_name(f".{path.name}.old")
 
 
 def step_of(path: Path) -> int:
     """The step that a folder is named after."""
     return int(path.name.partition("-")[2])
-
-
-def _is_held(path: Path) -> bool:
-    """Whether a process is writing it, where the file system can tell."""
-    try:
-        descriptor = os.open(path, os.O_RDONLY)
-    except OSError:
-        return False
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return True
-    except OSError:  # such as some network file systems
-        return False
-    finally:
-        os.close(descriptor)
-    return False

@@ -5,18 +5,21 @@ And that of its optimizer, by the names of the whole model's parameters.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+import warnings
+from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from meshfold.engine.checkpoints import extra_state
 from meshfold.engine.errors import CheckpointError
 from meshfold.engine.names import with_plain_names
 from meshfold.engine.states import Source, Sources, States
 from meshfold.engine.together import fail_together
 from meshfold.engine.world import World
 from meshfold.mesh import broadcast
+from meshfold.mesh.agree import tell_all
 
 
 class ModelState:
@@ -26,9 +29,20 @@ class ModelState:
         self._model, self._states, self._world = model, states, world
 
     def tensors(self) -> dict[str, Tensor]:
-        """Every name of the state dict with the model's own tensor; ties share an object."""
-        found = self._model.state_dict(keep_vars=True)
-        return with_plain_names({name: value for name, value in found.items() if isinstance(value, Tensor)})
+        """Every name of the state dict with the model's own tensor; ties share an object. Extra state is none of them."""
+        found = with_plain_names(self._model.state_dict(keep_vars=True))
+        extra = self.modules_with_extra()
+        return {
+            name: value for name, value in found.items() if isinstance(value, Tensor) and name not in extra
+        }
+
+    def modules_with_extra(self) -> dict[str, nn.Module]:
+        """This rank's modules with extra state, by its names in the whole state dict."""
+        return extra_state.modules_with_extra(self._model)
+
+    def extra_names(self) -> Collection[str]:
+        """Every name of extra state in the whole model."""
+        return self.modules_with_extra()
 
     def names(self) -> Iterable[str]:
         """Every name of the whole state dict, in its order."""
@@ -70,15 +84,69 @@ class ModelState:
             whole[name] = value.to("cpu", copy=True)
         fail_together(self._world, error, "cannot read the model's state")
         ties = self.ties()
-        return {name: whole[ties.get(name, name)] for name in self.names()}
+        found: dict[str, Any] = {name: whole[ties.get(name, name)] for name in self.names()}
+        extra = self.extra("cannot read the model's state")
+        return {**found, **{name: extra_state.value_of(entry) for name, entry in extra.items()}}
 
-    def load(self, state: Mapping[str, Tensor]) -> None:
+    def extra(self, what: str) -> dict[str, dict[str, Any]]:
+        """The extra state of the whole model: of each module that of the first rank which has it. All ranks must call.
+
+        Args:
+            what: could not be done, for the message.
+
+        Returns:
+            Name to what :func:`meshfold.engine.checkpoints.extra_state.described` says of it.
+
+        Raises:
+            CheckpointError: on all ranks, for a value that a checkpoint cannot hold.
+        """
+        if not self.extra_names():
+            return {}
+        mine: dict[str, dict[str, Any]] = {}
+        error = None
+        try:
+            mine = extra_state.described(self.modules_with_extra())
+        except CheckpointError as refused:
+            error = refused
+        fail_together(self._world, error, what)
+        return self._merged_extra(mine)
+
+    def _merged_extra(self, mine: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
+        found: dict[str, dict[str, Any]] = tell_all(mine, self._world.everyone, self._world.device)[0]
+        return found
+
+    def load_extra(self, given: Mapping[str, Any], what: str) -> None:
+        """Give modules their extra state; all ranks must call. What is not given stays, with a warning.
+
+        Raises:
+            CheckpointError: on all ranks, if a module does not take it; then all keep what they had.
+        """
+        names = self.extra_names()
+        if not names:
+            return
+        modules = self.modules_with_extra()
+        before, error = extra_state.take(modules, given)
+        try:
+            fail_together(self._world, error, what)
+        except CheckpointError:
+            extra_state.restore(modules, before)
+            raise
+        missing = [name for name in names if name not in given]
+        if missing and self._world.mesh.rank == 0:
+            warnings.warn(f"{what}: it has no {_some(missing)}: that of the model stays", stacklevel=4)
+
+    def load(self, state: Mapping[str, Any]) -> None:
         """Take a whole state dict, of a model that was compiled or not; a tied tensor may be there under any of its names.
 
         Raises:
             CheckpointError: for names that are missing or unknown, or a shape that is not the model's.
         """
         given = self.check(state)
+        self.load_extra(self.extra_in(state), "load_state_dict()")
+        self.write(given)
+
+    def write(self, given: Mapping[str, Tensor]) -> None:
+        """Take the tensors that :meth:`check` gave back."""
         for name, tensor in self.unique().items():
             self._states.write(tensor, given[name])
         self._states.publish()
@@ -94,6 +162,8 @@ class ModelState:
         """
         names, sources, ties = set(self.names()), self.sources(), self.ties()
         state = with_plain_names(state)
+        extra = self.extra_names()
+        state = {name: value for name, value in state.items() if name not in extra}
         unknown = [name for name in state if name not in names]
         if unknown:
             raise CheckpointError(f"the model has no {_some(unknown)}: this is the state of another model")
@@ -106,6 +176,13 @@ class ModelState:
         for name, source in sources.items():
             _check_shape(name, given[name], source.shape)
         return given
+
+    def extra_in(self, state: Mapping[str, Any]) -> dict[str, Any]:
+        """What of a whole state dict is extra state."""
+        extra = self.extra_names()
+        return (
+            {name: value for name, value in with_plain_names(state).items() if name in extra} if extra else {}
+        )
 
     # -- the optimizer's ----------------------------------------------------------------------------------------
 

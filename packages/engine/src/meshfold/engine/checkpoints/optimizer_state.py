@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -11,6 +12,19 @@ from torch import Tensor
 
 from meshfold.engine.blocks import blocks_of
 from meshfold.engine.errors import CheckpointError
+
+_MOMENTS = {
+    "exp_avg",
+    "exp_avg_sq",
+    "max_exp_avg_sq",
+    "momentum_buffer",
+    "square_avg",
+    "grad_avg",
+    "acc_delta",
+    "sum",
+    "prev",
+}
+"""State of torch's optimizers and ours that has its parameter's shape."""
 
 # How a step is computed, not what: decided anew where the state is loaded.
 _HOW = {"params", "foreach", "fused", "capturable", "differentiable"}
@@ -116,6 +130,42 @@ def check(optimizer: torch.optim.Optimizer, description: Mapping[str, Any]) -> N
             f"the checkpoint's optimizer has {len(description['groups'])} parameter groups, this one has "
             f"{groups}: give the optimizer the same settings, or load(path, weights_only=True)"
         )
+
+    for number, (own_group, saved) in enumerate(
+        zip(optimizer.param_groups, description["groups"], strict=True)
+    ):
+        for key, value in plain_settings(own_group).items():
+            if key in saved and not _is_like(saved[key], value):
+                raise CheckpointError(
+                    f"the checkpoint's optimizer has {key}={saved[key]!r} in group {number}, and here it is {value!r}: it is "
+                    "damaged, or of another version of the optimizer. load(path, weights_only=True) takes its weights"
+                )
+
+
+def check_shapes(tensors: Mapping[str, Tensor], shapes: Mapping[str, tuple[int, ...]]) -> None:
+    """Raise a CheckpointError for a moment of another shape than its parameter's.
+
+    Args:
+        tensors: by ``parameter/state``.
+        shapes: of whole parameters, by name.
+    """
+    for entry, value in tensors.items():
+        name, _, key = entry.rpartition("/")
+        if key in _MOMENTS and tuple(value.shape) != shapes.get(name, tuple(value.shape)):
+            raise CheckpointError(
+                f"the checkpoint's optimizer has {key} of shape {tuple(value.shape)} for {name!r}, which is {shapes[name]} here"
+            )
+
+
+def _is_like(saved: Any, own: Any) -> bool:
+    """Whether a setting can take the place of one: numbers of numbers, as many of as many."""
+    if isinstance(own, bool) or own is None or isinstance(saved, bool) or saved is None:
+        return isinstance(saved, bool) == isinstance(own, bool) or own is None or saved is None
+    if isinstance(own, int | float):
+        return isinstance(saved, int | float) and math.isfinite(saved)
+    if isinstance(own, list | tuple):
+        return isinstance(saved, list | tuple) and len(saved) == len(own) and all(map(_is_like, saved, own))
+    return isinstance(saved, type(own)) or not isinstance(own, str | dict)
 
 
 def check_names(entries: Iterable[str], trained: Container[str]) -> None:

@@ -11,7 +11,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from meshfold.engine.checkpoints.checkpoint import BLOCKS, MODEL, OPTIMIZER, Checkpoint, write_checkpoint
+from meshfold.engine.checkpoints import extra_state
+from meshfold.engine.checkpoints.checkpoint import MODEL, OPTIMIZER, Checkpoint, write_checkpoint
+from meshfold.engine.checkpoints.names import EXTRA, SCHEDULER
+from meshfold.engine.checkpoints.optimizer_state import check_shapes
+from meshfold.engine.checkpoints.state_file import BLOCKS
 from meshfold.engine.errors import CheckpointError
 from meshfold.engine.hugging_face.our_names import describe
 from meshfold.engine.names import with_plain_names
@@ -60,11 +64,14 @@ def save(engine: Engine, path: str | os.PathLike[str], *, asynchronous: bool) ->
         else:
             files[OPTIMIZER] = kept.optimizer_sources()
         state["optimizer"] = kept.optimizer_description()
-    scheduler = None if engine.lr_scheduler is None else engine.lr_scheduler.state_dict()
+    state["extra_state"], more = extra_state.split(kept.extra(f"save({str(path)!r})"))
+    small = {EXTRA: more} if more else {}
+    if engine.lr_scheduler is not None:
+        small[SCHEDULER] = engine.lr_scheduler.state_dict()
     if asynchronous:
-        return engine._saver.start(path, noted, {"format": BLOCKS, **state}, scheduler)
+        return engine._saver.start(path, noted, {"format": BLOCKS, **state}, small)
     engine._saver.finish()  # saves are in the order of their calls
-    write_checkpoint(path, engine._world, files, state, scheduler, all_read=engine._states.all_read)
+    write_checkpoint(path, engine._world, files, state, small, all_read=engine._states.all_read)
     return None
 
 
@@ -77,16 +84,18 @@ def load(engine: Engine, path: str | os.PathLike[str], *, weights_only: bool, ve
     scheduler: dict[str, Any] | None = None
     error: Exception | None = None
     mark = 0
+    extra: dict[str, Any] = {}
     try:
         found = Checkpoint(path)
         state, model, mark = found.state, found.model, found.mark
+        extra = {**engine._model_state.extra_in(model), **found.extra_state}
         if not weights_only:
             scheduler = found.scheduler
             if "optimizer" in state:
                 optimizer = with_plain_names(found.optimizer)
         if verify:
             found.verify(engine.mesh.rank, engine.mesh.world_size, weights_only=weights_only)
-        engine._model_state.check(model)
+        given = engine._model_state.check(model)
         if not weights_only:
             _check_rest(engine, state, optimizer)
     except Exception as wrong:  # also a folder that this rank alone may not read
@@ -98,9 +107,10 @@ def load(engine: Engine, path: str | os.PathLike[str], *, weights_only: bool, ve
         engine._data.check(state["data"])
         if engine.lr_scheduler is not None and scheduler is not None:
             _take_schedule(engine.lr_scheduler, scheduler, what)
+    engine._model_state.load_extra(extra, what)
     # What can be refused was refused: from here on the engine changes.
     engine.zero_grad()  # gradients since the last step are of other weights
-    engine._model_state.load(model)
+    engine._model_state.write(given)
     if weights_only:
         return
     if engine.optimizer is not None:
@@ -133,6 +143,7 @@ def _check_rest(engine: Engine, state: dict[str, Any], optimizer: Mapping[str, T
     saved = state["optimizer"]
     saved["values"] = with_plain_names(saved["values"])
     engine._model_state.check_optimizer(saved, optimizer)
+    check_shapes(optimizer, {name: source.shape for name, source in engine._model_state.sources().items()})
 
 
 def _check_same(engine: Engine, mark: int, what: str) -> None:

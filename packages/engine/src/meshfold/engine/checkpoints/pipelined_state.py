@@ -6,7 +6,7 @@ of the pipeline that does.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeVar
@@ -21,6 +21,7 @@ from meshfold.engine.pipelining import Inventory
 from meshfold.engine.states import Source, States
 from meshfold.engine.world import World
 from meshfold.mesh import SpecError, broadcast
+from meshfold.mesh.agree import tell_all
 from meshfold.mesh.parts import Parts
 
 T = TypeVar("T")
@@ -76,6 +77,20 @@ class PipelinedState(ModelState):
     def noted_sources_and_ties(self) -> tuple[dict[str, Source], dict[str, str]]:
         return self.sources(), self.ties()
 
+    def extra_names(self) -> Collection[str]:
+        return self._inventory.extra
+
+    def _merged_extra(self, mine: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
+        """Of each module that of the rank whose stages use it."""
+        used = _used(self._inventory, {name: name for name in mine})
+        told = self._tell([mine, sorted(used)])
+        found: dict[str, dict[str, Any]] = {}
+        for entries, _ in reversed(told):
+            found.update(entries)
+        for entries, names in reversed(told):
+            found.update({name: entries[name] for name in names})
+        return {name: found[name] for name in self._inventory.extra if name in found}
+
     # -- the optimizer's ----------------------------------------------------------------------------------------
 
     def optimizer_sources(self) -> dict[str, Source]:
@@ -127,8 +142,6 @@ class PipelinedState(ModelState):
         return {**description, "values": here(description["values"])}, here(tensors)
 
     def _tell(self, mine: Any) -> list[Any]:
-        from meshfold.zero_gemini.agree import tell_all
-
         return tell_all(mine, self._world.pipe_group, self._world.device)
 
     def _merged(self, sources: Mapping[str, Source], used: set[str]) -> dict[str, Kept]:

@@ -1,27 +1,29 @@
-"""The folder of a checkpoint: made under another name, brought to the disk, and given its own name when all of it is there.
+"""The folder of a checkpoint: written aside, brought to the disk, and put in place when all of it is there.
 
-At any instant there is a complete checkpoint under the name: the new one and the one before change places, where the file system
-can do that. Where it cannot, there is an instant between two renames at which the one before is under ``.NAME.old``, and
-readers take that. What a process that dies then leaves beside the checkpoint, the next save removes.
+Where the folder does not exist, the checkpoint is written beside it and gets its name in one rename. Where it does, it is written
+within it (:mod:`meshfold.engine.checkpoints.replacing`), so that everything else in the folder stays where it is and a mount point
+does too. Either way there is a complete checkpoint at every instant: the one before, then the new one.
 """
 
 from __future__ import annotations
 
 import errno
-import fcntl
 import json
 import os
-import shutil
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager, suppress
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from meshfold.engine.checkpoints.exchange import exchange
-
-STATE, SCHEDULER = "state.json", "scheduler.pt"
+from meshfold.engine.checkpoints import removing, replacing
+from meshfold.engine.checkpoints.names import LOCK, STATE, lock_of, old_of, writing_of
+from meshfold.engine.checkpoints.own_files import remove_unfinished
+from meshfold.engine.checkpoints.state_file import FILES, SUMS, listed_files, sealed, sum_of
+from meshfold.engine.errors import InUseError
+from meshfold.engine.folder_lock import hold
+from meshfold.engine.whole_file import sync, write_synced
 
 _ADVICE = {
     errno.ENOSPC: "make room on that disk, or save elsewhere",
@@ -39,24 +41,91 @@ def place_of(path: str | os.PathLike[str]) -> Path:
     return Path(os.path.realpath(found)) if found.is_symlink() else found
 
 
-def begin(writing: Path, target: Path, mine: ExitStack) -> None:
-    """Make the folder that is written, for this process alone until the end of ``mine``, when what is left of it goes."""
-    _check_free(target)
-    make(writing.parent)
-    if writing.exists():  # left by a run that died
-        with locked(writing):
-            shutil.rmtree(writing)
-    writing.mkdir()
-    mine.enter_context(locked(writing))
+def begin(target: Path, mine: ExitStack, files: Iterable[str] = (), *, doing: str = "saving into it") -> Path:
+    """Make the folder that is written, for this process alone until the end of ``mine``, when what is left of it goes.
+
+    Args:
+        target: the checkpoint's folder; it may exist.
+        mine: is closed when all is done, or has failed.
+        files: names that will be written, so that one which is somebody else's is refused now.
+        doing: what another process is told that this one does.
+
+    Returns:
+        The folder that is written.
+
+    Raises:
+        InUseError: if another process writes there.
+        OSError: if the folder is something else than a checkpoint, or cannot be made.
+    """
+    put_back(target)
+    inside = target.exists()
+    if inside and not target.is_dir():
+        raise OSError(f"{target} is there and is no checkpoint: remove it or choose another path")
+    if not inside:
+        make(target.parent)
+    mine.enter_context(hold(lock_of(target, inside=inside), doing=doing, folder=target))
+    if inside:
+        replacing.finish(target)
+        removing.finish(target)
+        check_free(target, files)
+    writing = writing_of(target, inside=inside)
+    remove_unfinished(writing)  # left by a run that died
+    try:
+        writing.mkdir()
+    except FileExistsError:
+        raise OSError(
+            f"{writing} is in the way: it holds files that no checkpoint has. Move it away, or save elsewhere"
+        ) from None
     made = writing.stat()
     mine.callback(lambda: _remove(writing, made))
+    return writing
+
+
+def put_back(target: Path) -> None:
+    """Give a checkpoint its name that an earlier version moved aside before it died, if nothing has the name since."""
+    old = old_of(target)
+    with suppress(OSError):  # somebody's folder with something in it has the name: then that one is looked at
+        if listed_files(old / STATE) is not None and (not target.exists() or not any(target.iterdir())):
+            old.rename(target)
+
+
+def check_free(target: Path, files: Iterable[str] = ()) -> None:
+    """Raise an OSError if a checkpoint in this folder would take the place of something else.
+
+    Args:
+        target: a folder that exists.
+        files: names that will be written.
+    """
+    listed = listed_files(target / STATE)
+    there = [path.name for path in target.iterdir() if not _is_ours(path.name)]
+    if (target / STATE).exists() and listed is None:
+        raise OSError(
+            f"{target / STATE} is no checkpoint's, or damaged, so what else is there cannot be told from a checkpoint's files: "
+            "save elsewhere, or move it away"
+        )
+    if listed is None and there:
+        raise OSError(f"{target} is there and is no checkpoint: remove it or choose another path")
+    for name in files:
+        path = target / name
+        if (name not in (listed or {}) and os.path.lexists(path)) or (
+            path.is_dir() and not path.is_symlink()
+        ):
+            raise OSError(
+                f"{path} is in the way: the checkpoint there does not list it, so it is somebody else's. Move it away, or save "
+                "elsewhere"
+            )
+
+
+def _is_ours(name: str) -> bool:
+    """Whether a name in a folder says that a save is or was under way there."""
+    return name == LOCK or replacing.is_part_of_a_save(name)
 
 
 def _remove(folder: Path, made: os.stat_result) -> None:
-    """Remove a folder, unless it has gone and another one has its name."""
+    """Remove what was begun, unless it has gone and another one has its name."""
     with suppress(OSError):
         if os.path.samestat(folder.stat(), made):
-            shutil.rmtree(folder, ignore_errors=True)
+            remove_unfinished(folder)
 
 
 def make(folder: Path) -> None:
@@ -67,108 +136,49 @@ def make(folder: Path) -> None:
         sync(folder.parent)
 
 
-@contextmanager
-def locked(folder: Path) -> Iterator[None]:
-    """For this process alone, where the file system can tell.
-
-    Raises:
-        OSError: if it is another's.
-    """
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise OSError(
-                "another process is writing it at this moment; give each run a path of its own"
-            ) from None
-        except OSError:  # such as some network file systems
-            pass
-        yield
-    finally:
-        with suppress(OSError):  # a forked child may have the descriptor too
-            fcntl.flock(descriptor, fcntl.LOCK_UN)
-        os.close(descriptor)
-
-
-def _check_free(target: Path) -> None:
-    if target.exists() and not (target / STATE).exists() and (not target.is_dir() or any(target.iterdir())):
-        raise OSError(f"{target} is there and is no checkpoint: remove it or choose another path")
-
-
-def old_of(target: Path) -> Path:
-    """What the checkpoint before is called while the next one takes its place."""
-    return target.with_name(f".{target.name}.old")
-
-
-def writing_of(target: Path) -> Path:
-    """What a checkpoint is called while it is written."""
-    return target.with_name(f".{target.name}.writing")
-
-
-def clear(writing: Path) -> None:
-    """Remove what is left of a save that failed, unless another process writes there now."""
-    with suppress(OSError), locked(writing):
-        shutil.rmtree(writing)
-
-
-def finish(writing: Path, target: Path, state: dict[str, Any], small_files: Mapping[str, Any]) -> None:
-    """Write what is small, bring the folder to the disk and give it its name.
+def finish(writing: Path, target: Path, state: Mapping[str, Any], small_files: Mapping[str, Any]) -> None:
+    """Write what is small, bring the folder to the disk and put it in its place.
 
     Args:
-        writing: the folder.
-        target: its name.
+        writing: the folder, of :func:`begin`, whose lock is still held.
+        target: its place.
         state: what goes into ``state.json``.
         small_files: file name to what ``torch.save`` writes there.
     """
     for name, content in small_files.items():
         torch.save(content, writing / name)
-    for small in writing.iterdir():
-        if small.suffix != ".safetensors":  # their writers have done it
-            sync(small)
-    sizes = {path.name: path.stat().st_size for path in sorted(writing.iterdir())}
-    with (writing / STATE).open("w") as file:
-        json.dump({**state, "files": sizes}, file, indent=1)
-        file.flush()
-        os.fsync(file.fileno())
+    paths = sorted(writing.iterdir())
+    for path in paths:
+        if path.suffix != ".safetensors":  # their writers have done it
+            sync(path)
+    files = {path.name: path.stat().st_size for path in paths}
+    whole = sealed({**state, FILES: files, SUMS: {path.name: sum_of(path) for path in paths}})
+    write_synced(writing / STATE, json.dumps(whole, indent=1))
     sync(writing)
-    gone = [old_of(target)]  # which may be there since a process died
-    with ExitStack() as others:
-        if (target / STATE).exists():
-            # Until it is gone, so that no other process puts something in its place under the name that it has then.
-            others.enter_context(locked(target))
-            gone.append(_replace(target, writing))
-        else:
-            _check_free(target)
+    if writing.parent == target:
+        check_free(target, files)
+        replacing.replace(writing, target)
+    else:
+        try:
             writing.rename(target)
+        except OSError as error:
+            if error.errno not in (errno.EEXIST, errno.ENOTEMPTY, errno.ENOTDIR):
+                raise
+            raise OSError(
+                f"{target} was made by somebody else while it was written: give each run a path of its own"
+            ) from error
         sync(target.parent)
-        for left in gone:  # the new one is complete, whatever becomes of these
-            shutil.rmtree(left, ignore_errors=True)
+    clear_beside(target)
 
 
-def _replace(target: Path, writing: Path) -> Path:
-    """Give the folder the name of a complete checkpoint; where that one is then."""
-    if exchange(writing, target):
-        return writing
-    old = old_of(target)
-    if old.exists():
-        shutil.rmtree(old)
-    target.rename(old)
-    try:
-        writing.rename(target)
-    except OSError:
-        old.rename(target)
-        raise
-    return old
-
-
-def sync(path: Path) -> None:
-    """Bring a file or a folder's entries to the disk."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+def clear_beside(target: Path) -> None:
+    """Remove what dead processes have left beside a complete checkpoint, as far as it can be removed."""
+    writing, lock = writing_of(target, inside=False), lock_of(target, inside=False)
+    with suppress(OSError, InUseError):
+        removing.discard(old_of(target))
+        if writing.is_dir() or lock.exists():
+            with hold(lock, doing="removing what was left there"):
+                remove_unfinished(writing)
 
 
 def advised(error: Exception | None) -> Exception | None:

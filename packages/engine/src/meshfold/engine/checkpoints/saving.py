@@ -13,9 +13,9 @@
 What changes a tensor that is copied calls ``Saver.before_change``: the optimizer's step, a load, chunks that move. Forward and
 backward do not, and run beside the copies.
 
-Until a checkpoint is complete the one before is the last one. If a rank fails, its file says so; if a file has not grown for
-``PATIENCE`` seconds its rank is taken for dead. Then rank 0 removes the folder, and all ranks raise the same error in their next
-step, save, load or close.
+Until a checkpoint is complete the one before is the last one. If a rank fails, its file says so; one whose process is seen to be
+gone is not waited for; if no file has grown for ``PATIENCE`` seconds its rank is taken for dead. Then rank 0 removes the folder and
+all ranks raise the same error in their next step, save, load or close.
 """
 
 from __future__ import annotations
@@ -33,17 +33,18 @@ import torch
 from torch import Tensor
 
 from meshfold.engine.checkpoints.background_save import BackgroundSave
-from meshfold.engine.checkpoints.block_files import file_of, write_index
+from meshfold.engine.checkpoints.block_files import file_of, index_of, write_index
+from meshfold.engine.checkpoints.checkpoint import begin_together
 from meshfold.engine.checkpoints.copying import Copying, Lane, lane_of
 from meshfold.engine.checkpoints.file_plan import FilePlan
-from meshfold.engine.checkpoints.place import SCHEDULER, advised, attempt, begin, finish, place_of, writing_of
+from meshfold.engine.checkpoints.place import advised, attempt, finish, place_of
 from meshfold.engine.checkpoints.rank_file import RankFile
 from meshfold.engine.checkpoints.tensor_file import Described
 from meshfold.engine.errors import CheckpointError
 from meshfold.engine.states import Sources
 from meshfold.engine.together import fail_together
 from meshfold.engine.world import World
-from meshfold.mesh import all_reduce
+from meshfold.mesh import all_reduce, process_group
 
 PATIENCE = 120.0
 """Seconds without any file growing, after which rank 0 gives a save up."""
@@ -67,7 +68,7 @@ class Saver:
         path: str | os.PathLike[str],
         files: Mapping[str, Sources],
         state: dict[str, Any],
-        scheduler: dict[str, Any] | None,
+        small_files: Mapping[str, Any],
     ) -> BackgroundSave:
         """Begin to copy, and to write. All ranks must call. Waits for a save before that is still under way.
 
@@ -75,7 +76,7 @@ class Saver:
             path: the folder; made with its parents, or replaced.
             files: file name to its tensors, alike on every rank.
             state: what goes into ``state.json``.
-            scheduler: the scheduler's state, if any.
+            small_files: file name to what else is kept in a file of its own, by ``torch.save``.
 
         Raises:
             CheckpointError: on all ranks, if the save before has failed, or this one cannot begin on one of them.
@@ -83,15 +84,17 @@ class Saver:
         self._settle()
         target = place_of(path)
         save = BackgroundSave(target, self._world)
-        writing, first = writing_of(target), self._world.mesh.rank == 0
+        first = self._world.mesh.rank == 0
         what = f"cannot write the checkpoint {target}"
-        small = json.loads(json.dumps(state)), copy.deepcopy(scheduler)  # as they are now
+        small = json.loads(json.dumps(state)), copy.deepcopy(dict(small_files))  # as they are now
         names = [*files]
+        size = self._world.mesh.world_size
+        written = [file_of(name, rank, size) for name in names for rank in range(size)]
+        written += [*map(index_of, names), *small_files]
         mine = ExitStack()  # of the first rank: the folder, while it is written
         made: list[RankFile] = []
         try:
-            error = attempt(lambda: begin(writing, target, mine)) if first else None
-            fail_together(self._world, advised(error), what)
+            writing = begin_together(target, mine, written, self._world, what)
             error = attempt(lambda: made.extend(self._begun(writing, files)))
             fail_together(self._world, advised(error), what)
         except BaseException:
@@ -101,7 +104,7 @@ class Saver:
             raise
         # From here on this rank waits for nothing of its GPU: the copies may take as long as a step.
         self._lane = self._lane or lane_of(self._world.device)
-        save.copying = Copying(self._lane)
+        save.writing, save.copying = writing, Copying(self._lane)
 
         def work() -> None:
             with mine:
@@ -214,7 +217,7 @@ def _complete(
     target: Path,
     files: Mapping[str, Mapping[str, Described]],
     state: dict[str, Any],
-    scheduler: dict[str, Any] | None,
+    small_files: Mapping[str, Any],
     *,
     ranks: int,
 ) -> None:
@@ -226,6 +229,11 @@ def _complete(
             failed = path.with_name(f"{path.name}.failed")
             if failed.exists():
                 raise CheckpointError(f"rank {rank}: {failed.read_text() or 'it could not write its part'}")
+        gone = process_group.ended(rank for rank, _ in missing)
+        if any(rank in gone and not path.exists() for rank, path in missing):
+            raise CheckpointError(
+                f"rank {gone[0]} ended before it had written its part. Go on from the checkpoint before"
+            )
         now = sum(_size(path) for path in writing.iterdir())
         if now != size:
             size, since = now, time.monotonic()
@@ -239,7 +247,7 @@ def _complete(
         pause = min(2 * pause, 0.5)
     for name, tensors in files.items():
         write_index(writing, name, tensors, ranks)
-    finish(writing, target, state, {} if scheduler is None else {SCHEDULER: scheduler})
+    finish(writing, target, state, small_files)
 
 
 def _size(path: Path) -> int:

@@ -5,13 +5,16 @@ offsets), the tensors one behind the other. The safetensors library reads what i
 round; it is not used since it wants to have all tensors in memory to write them.
 
 Files that are written here carry a checksum of each tensor, the CRC-32 of its bytes, in the header's metadata under
-``crc32``: eight hexadecimal digits a tensor in order of their offsets. It costs a quarter of a second a GB on one core.
+``crc32``: eight hexadecimal digits a tensor in order of their offsets. It costs a quarter of a second a GB on one core. The
+header has one of itself under ``header_crc32``, with zeros where that stands.
 """
 
 from __future__ import annotations
 
 import json
+import math
 import os
+import stat
 import zlib
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -19,12 +22,14 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from meshfold.engine.errors import CheckpointError
+from meshfold.engine.json_text import parse_object
 
 _NAMES = {
     torch.float64: "F64",
@@ -40,7 +45,10 @@ _NAMES = {
 }
 _DTYPES = {name: dtype for dtype, name in _NAMES.items()}
 _ALIGN = 8  # bytes
-_SUMS, _DIGITS = "crc32", 8
+_SUMS, _OWN_SUM, _DIGITS = "crc32", "header_crc32", 8
+_BEGIN = f'{{"__metadata__": {{"{_OWN_SUM}": "'.encode()
+"""How a header begins that has a checksum of itself."""
+
 _TOGETHER_BYTES = 32 * 2**20  # of what ``TensorWriter.add`` keeps before it is written
 _TOGETHER = 512  # tensors, likewise; a call of the system takes 1024 (IOV_MAX of Linux)
 
@@ -66,6 +74,7 @@ class Header:
         order: in which they come.
         text: the first bytes of the file.
         sums_at: where in them the checksums go when they are known.
+        own_sum_at: where the header's own checksum goes then.
     """
 
     def __init__(
@@ -79,7 +88,8 @@ class Header:
         self.order = writing_order(announced) if order is None else list(order)
         self.announced = dict(announced)
         unknown_sums = "0" * (_DIGITS * len(self.order))  # to be written over when they are known
-        header: dict[str, object] = {"__metadata__": {_SUMS: unknown_sums, **(notes or {"format": "pt"})}}
+        metadata = {_OWN_SUM: "0" * _DIGITS, _SUMS: unknown_sums, **(notes or {"format": "pt"})}
+        header: dict[str, object] = {"__metadata__": metadata}
         offset = 0
         for name in self.order:
             described = self.announced[name]
@@ -97,7 +107,15 @@ class Header:
         text = json.dumps(header).encode()
         text += b" " * (-len(text) % _ALIGN)
         self.text = len(text).to_bytes(8, "little") + text
-        self.sums_at = self.text.index(unknown_sums.encode()) if unknown_sums else 0
+        self.own_sum_at = 8 + len(_BEGIN)
+        self.sums_at = self.text.index(f'"{_SUMS}": "'.encode()) + len(f'"{_SUMS}": "')
+
+    def with_sums(self, sums: Sequence[str]) -> bytes:
+        """Return the first bytes of the file, with the checksums of the tensors, in their order, and its own."""
+        told = "".join(sums).encode()
+        text = self.text[: self.sums_at] + told + self.text[self.sums_at + len(told) :]
+        own = f"{zlib.crc32(text[8:]):0{_DIGITS}x}".encode()
+        return text[: self.own_sum_at] + own + text[self.own_sum_at + _DIGITS :]
 
 
 class TensorWriter:
@@ -128,7 +146,7 @@ class TensorWriter:
         self._together: deque[memoryview] = deque()
         self._together_bytes = 0
         self._sums: list[str] = []
-        self._sums_at = header.sums_at
+        self._header = header
         with _naming(path):
             self._file = open(path, "wb", opener=opener)  # noqa: SIM115 - close() and abandon() close it
             self._file.write(header.text)
@@ -186,8 +204,8 @@ class TensorWriter:
             )
         self._write_together()
         with _naming(self._path):
-            self._file.seek(self._sums_at)
-            self._file.write("".join(self._sums).encode())
+            self._file.seek(0)
+            self._file.write(self._header.with_sums(self._sums))
             self._file.flush()
             os.fsync(self._file.fileno())
             self._file.close()
@@ -228,6 +246,31 @@ def _naming(path: Path) -> Iterator[None]:
         raise OSError(error.errno, error.strerror, str(path)) from error
 
 
+def _regular(path: str, flags: int) -> int:
+    """Open a file; a pipe or a device would block or never end."""
+    descriptor = os.open(path, flags | os.O_NONBLOCK | os.O_CLOEXEC)
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise OSError(f"{path} is no file")
+    return descriptor
+
+
+_MOST = 2**62
+"""Elements that a shape may have, were its dims of 0 left out: what can be counted in 64 bits."""
+
+
+def _is_entry(entry: Any) -> bool:
+    """Return whether a header's entry describes a tensor: a dtype, a shape, and two offsets in order."""
+    if not isinstance(entry, dict) or not isinstance(entry.get("dtype"), str):
+        return False
+    shape, offsets = entry.get("shape"), entry.get("data_offsets")
+    if not isinstance(shape, list) or not isinstance(offsets, list) or len(offsets) != 2:
+        return False
+    if not all(type(number) is int and 0 <= number < _MOST for number in (*shape, *offsets)):
+        return False
+    return offsets[0] <= offsets[1] and math.prod(size or 1 for size in shape) < _MOST
+
+
 def writing_order(announced: Mapping[str, Described]) -> list[str]:
     """Wide dtypes first, so that every tensor begins at a multiple of its element's size."""
     return sorted(announced, key=lambda name: -announced[name].dtype.itemsize)
@@ -245,38 +288,74 @@ class TensorFile(Mapping[str, Tensor]):
         """
         self._path = path
         try:
-            with path.open("rb") as file:
+            with open(path, "rb", opener=_regular) as file:
+                size = os.fstat(file.fileno()).st_size
                 length = int.from_bytes(file.read(8), "little")
-                size = path.stat().st_size
-                header = json.loads(file.read(length)) if 0 < length <= size - 8 else None
+                if not 0 < length <= size - 8:
+                    raise CheckpointError(
+                        f"{path} is damaged or no safetensors file: its header is {length} bytes in a file of {size}"
+                    )
+                text = file.read(length)
+                header = parse_object(text)
+                self._start = 8 + length
+                self._read_header(header, text, size - self._start)
+                mapped = (
+                    np.memmap(file, dtype=np.uint8, mode="c", offset=0)
+                    if size > self._start
+                    else np.zeros(0, np.uint8)
+                )
         except PermissionError as error:
             raise CheckpointError(f"cannot read {path}: {error.strerror}. Let this user read it") from error
         except (OSError, ValueError) as error:
             raise CheckpointError(f"cannot read {path}: {error}") from error
-        if not isinstance(header, dict):
-            raise CheckpointError(
-                f"{path} is damaged or no safetensors file: its header is {length} bytes in a file of {size}"
-            )
-        notes = header.pop("__metadata__", None) or {}
-        self._entries = header
-        self._start = 8 + length
-        try:
-            end = max((entry["data_offsets"][1] for entry in header.values()), default=0)
-            self._in_order = sorted(header, key=lambda name: header[name]["data_offsets"])
-        except (TypeError, KeyError, IndexError) as error:
-            raise CheckpointError(f"{path} is damaged or no safetensors file: its header is odd") from error
-        sums = notes.get(_SUMS, "")
-        self._sums = [sums[at : at + _DIGITS] for at in range(0, len(sums), _DIGITS)]
-        if self._start + end > size:
-            raise CheckpointError(
-                f"{path} is cut off: it should have {self._start + end} bytes and has {size}"
-            )
-        mapped = (
-            np.memmap(path, dtype=np.uint8, mode="c", offset=0)
-            if size > self._start
-            else np.zeros(0, np.uint8)
-        )
         self._bytes = torch.from_numpy(mapped)
+
+    def _read_header(self, header: dict[str, Any], text: bytes, there: int) -> None:
+        """Check what the header says: every tensor lies in the file, in its size, beside the others.
+
+        Args:
+            header: name to what it says of a tensor; and notes.
+            text: what it was read from.
+            there: bytes of the file behind it.
+        """
+        notes = header.pop("__metadata__", None) or {}
+        if not isinstance(notes, dict) or not all(isinstance(note, str) for note in notes.values()):
+            raise self._odd("its notes are no texts")
+        if text.startswith(_BEGIN):
+            at = len(_BEGIN)
+            blank = text[:at] + b"0" * _DIGITS + text[at + _DIGITS :]
+            if text[at : at + _DIGITS] != f"{zlib.crc32(blank):0{_DIGITS}x}".encode():
+                raise self._odd("the checksum of its header does not fit")
+        for name, entry in header.items():
+            if not _is_entry(entry):
+                raise self._odd(f"it describes {name!r} as {str(entry)[:80]}")
+        self._entries: dict[str, Any] = header
+        self._in_order = sorted(header, key=lambda name: header[name]["data_offsets"])
+        at = 0
+        for name in self._in_order:
+            start, end = header[name]["data_offsets"]
+            if start != at:
+                raise self._odd(f"{name!r} begins at byte {start} and the tensor before ends at byte {at}")
+            at = end
+            dtype, shape = _DTYPES.get(header[name]["dtype"]), header[name]["shape"]
+            if dtype is not None and end - start != math.prod(shape) * dtype.itemsize:
+                raise self._odd(
+                    f"{name!r} of shape {shape} and dtype {header[name]['dtype']} has {end - start} bytes"
+                )
+        if at > there:
+            raise CheckpointError(
+                f"{self._path} is cut off: it should have {self._start + at} bytes and has {self._start + there}"
+            )
+        if at < there:
+            raise self._odd(f"{there - at} bytes at its end are of no tensor")
+        sums = notes.get(_SUMS, "")
+        known = len(sums) == _DIGITS * len(
+            header
+        )  # else they are of another file, from which its notes were taken
+        self._sums = [sums[at : at + _DIGITS] for at in range(0, len(sums), _DIGITS)] if known else []
+
+    def _odd(self, what: str) -> CheckpointError:
+        return CheckpointError(f"{self._path} is damaged or no safetensors file: {what}")
 
     def __getitem__(self, name: str) -> Tensor:
         found, (start, end) = self.described(name), self._entries[name]["data_offsets"]

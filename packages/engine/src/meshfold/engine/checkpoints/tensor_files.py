@@ -17,7 +17,9 @@ from torch import Tensor
 
 from meshfold.engine.checkpoints.block_files import BlockFiles, index_of
 from meshfold.engine.checkpoints.tensor_file import Described, TensorFile, TensorWriter
+from meshfold.engine.checkpoints.tensor_folder import TensorFolder, is_plain
 from meshfold.engine.errors import CheckpointError
+from meshfold.engine.json_text import parse_object
 
 LEAST_BYTES = 64 * 2**20
 """Of a file, before another is begun beside it: small ones are not worth a rank's while."""
@@ -64,6 +66,12 @@ class Deal:
     def share(self, rank: int) -> dict[str, Described]:
         """What a rank writes."""
         return {name: described for name, described in self.announced.items() if self.writer_of[name] == rank}
+
+    @property
+    def files(self) -> list[str]:
+        """All files that are written, the index too."""
+        index = [f"{self.name}.index.json"] if len(self.writers) > 1 else []
+        return [*map(self.file_of, self.writers), *index]
 
     def write_index(self, folder: Path) -> None:
         """Write down what is in which file, if there are several."""
@@ -115,18 +123,19 @@ def _anew(path: str, flags: int) -> int:
 class TensorFiles(Mapping[str, Tensor]):
     """The tensors of several files with an index, mapped into memory."""
 
-    def __init__(self, index: Path) -> None:
+    def __init__(self, folder: TensorFolder, index: str) -> None:
         """Raises:
         CheckpointError: if a file is missing or damaged, or lacks what the index says.
         """
-        try:
-            self._where: dict[str, str] = json.loads(index.read_text())["weight_map"]
-        except (OSError, ValueError, KeyError, TypeError) as error:
-            raise CheckpointError(f"cannot read {index}: {error}") from error
-        self._files = {name: TensorFile(index.parent / name) for name in sorted(set(self._where.values()))}
+        self._where = weight_map(folder.path(index))
+        self._files = {name: folder.open(name) for name in sorted(set(self._where.values()))}
         for name, file in self._where.items():
             if name not in self._files[file]:
-                raise CheckpointError(f"{index} says that {name!r} is in {file}, which does not have it")
+                raise CheckpointError(
+                    f"{folder.folder / index} says that {name!r} is in {file}, which does not have it"
+                )
+        for file, found in self._files.items():  # as transformers does: a shard counts as a whole
+            self._where = {**dict.fromkeys(found, file), **self._where}
 
     def __getitem__(self, name: str) -> Tensor:
         return self._files[self._where[name]][name]
@@ -143,16 +152,38 @@ class TensorFiles(Mapping[str, Tensor]):
         return len(self._where)
 
 
-def open_tensors(folder: Path, name: str) -> Mapping[str, Tensor]:
+def weight_map(index: Path) -> dict[str, str]:
+    """Return which tensor is in which file of a folder, as an index says.
+
+    Raises:
+        CheckpointError: if it is damaged, or names something outside of the folder.
+    """
+    try:
+        where = parse_object(index.read_bytes()).get("weight_map")
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"cannot read {index}: {error}") from error
+    if not isinstance(where, dict):
+        raise CheckpointError(f"cannot read {index}: its weight_map is no table of tensors and files")
+    for name, file in where.items():
+        if not is_plain(file):
+            raise CheckpointError(
+                f"{index} says that {name!r} is in {file!r}, which is no file of its folder"
+            )
+    return where
+
+
+def open_tensors(folder: TensorFolder | Path, name: str) -> Mapping[str, Tensor]:
     """The tensors of a file, or of the files that stand for it.
 
     Raises:
         CheckpointError: if there are none, or they are damaged.
     """
-    if (folder / index_of(name)).exists():
-        return BlockFiles(folder / index_of(name))
-    index = folder / f"{name}.index.json"
-    return TensorFiles(index) if index.exists() else TensorFile(folder / name)
+    if isinstance(folder, Path):
+        folder = TensorFolder(folder)
+    if folder.has(index_of(name)):
+        return BlockFiles(folder, index_of(name))
+    index = f"{name}.index.json"
+    return TensorFiles(folder, index) if folder.has(index) else folder.open(name)
 
 
 def verify(tensors: Mapping[str, Tensor], part: int, parts: int) -> None:

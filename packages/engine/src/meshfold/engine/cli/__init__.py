@@ -16,6 +16,7 @@ from collections.abc import Iterable, Sequence
 from typing import NoReturn
 
 from meshfold.engine.cli.failure import Failure, sentence_of
+from meshfold.engine.precision_names import ours
 
 COMMANDS = {
     "demo": "train a small GPT on 8 local processes and see what happens",
@@ -27,6 +28,15 @@ COMMANDS = {
     "bench": "measure side by side with peers",
     "doctor": "what is installed, and what works on this machine",
 }
+
+
+_ELSEWHERE = {
+    "--learning-rate": "--lr", "--epochs": "--steps", "--max-steps": "--steps", "--gradient-accumulation-steps": "--accumulate",
+    "--grad-accum": "--accumulate", "--output-dir": "--out", "--output": "--out", "--dtype": "--precision",
+    "--max-length": "--seq-len", "--sequence-length": "--seq-len", "--nproc-per-node": "--ranks", "--np": "--ranks",
+    "--dataset": "--data", "--model-name": "--model", "--model-name-or-path": "--model", "gpu": "cuda",
+}  # fmt: skip
+"""Names that other programs have for options and choices"""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -82,6 +92,13 @@ class Parser(argparse.ArgumentParser):
         """Print the sentence and exit with 2."""
         stranger = re.match(r"unrecognized arguments: (--[^\s=]+)", message)
         hint = _nearest(stranger[1], self._option_string_actions) if stranger else ""
+        if stranger and stranger[1] in _ELSEWHERE and _ELSEWHERE[stranger[1]] in self._option_string_actions:
+            hint = f" It is called {_ELSEWHERE[stranger[1]]!r} here."
+        choice = re.match(r"argument (--[\w-]+): invalid choice: '([^']*)' \(choose from (.*)\)", message)
+        if choice:
+            hint = _nearest(choice[2], re.findall(r"[\w.-]+", choice[3]))
+            name = ours(choice[2]) if choice[1] == "--precision" else _ELSEWHERE.get(choice[2], "")
+            hint = f" It is called {name!r} here." if name else hint
         self.exit(2, f"{self.prog}: {message}.{hint} See {self.prog} --help\n")
 
 

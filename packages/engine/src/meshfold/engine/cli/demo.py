@@ -13,6 +13,7 @@ from pathlib import Path
 from meshfold.engine.cli import train
 from meshfold.engine.cli.failure import Failure
 from meshfold.engine.cli.models import positive
+from meshfold.engine.cli.run_folder import check_out
 from meshfold.engine.cli.train_arguments import words_of
 
 
@@ -30,7 +31,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Run ``meshfold demo``."""
-    train.check_out(arguments.out)
+    check_out(arguments.out)
     import torch
 
     from meshfold.engine.training.demo import compare_with_serial, scene, settings

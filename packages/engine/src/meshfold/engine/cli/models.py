@@ -35,7 +35,7 @@ def add_model(parser: argparse._ActionsContainer) -> None:
 
 def read_model(arguments: argparse.Namespace) -> None:
     """Let ``--model FOLDER`` be ``--hf FOLDER``: what has a separator in it, or a configuration, is no name of ours."""
-    name = arguments.model
+    name = getattr(arguments, "model", None)
     if name is not None and (os.sep in name or os.path.isfile(os.path.join(name, "config.json"))):
         arguments.model, arguments.hf = None, name
 

@@ -31,10 +31,6 @@ if TYPE_CHECKING:
     from meshfold.engine.planning.estimate import Estimate, Times
     from meshfold.engine.planning.machines import Machine
 
-UNITS = {
-    "MB": 10**6, "GB": 10**9, "TB": 10**12, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40,
-}  # fmt: skip
-
 
 def configure(parser: argparse.ArgumentParser) -> None:
     """The arguments of ``meshfold plan``."""
@@ -52,9 +48,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--accumulate", type=positive, default=1, metavar="N", help="micro-steps of a step (1)"
     )
-    parser.add_argument(
-        "--precision", default="bf16", choices=("fp32", "fp64", "bf16", "fp16"), help="(bf16)"
-    )
+    parser.add_argument("--precision", choices=("fp32", "fp64", "bf16", "fp16"), help="(bf16)")
     parser.add_argument("--recompute", choices=("blocks", "auto"), help=RECOMPUTE)
     parser.add_argument(
         "--no-clip", action="store_true", help="gradients are not clipped, and so none is held"
@@ -83,12 +77,14 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def size(text: str) -> int:
     """An argument that is an amount of memory, in bytes."""
+    from meshfold.mesh.spec.zero import UNITS, unit_of
+
     match = re.fullmatch(r"([0-9]{1,18}(?:\.[0-9]{1,18})?) ?([A-Za-z]+)", text)
-    if match is None or match[2] not in UNITS:
+    if match is None or unit_of(match[2]) not in UNITS:
         raise argparse.ArgumentTypeError(
             f"{text!r} is not an amount of memory such as 24GiB ({', '.join(UNITS)})"
         )
-    return int(Fraction(match[1]) * UNITS[match[2]])
+    return int(Fraction(match[1]) * UNITS[unit_of(match[2])])
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -96,6 +92,7 @@ def run(arguments: argparse.Namespace) -> int:
     parallel = read_parallel(arguments.parallel)
     read_model(arguments)
     changes, rules = read_changes(arguments.changes), read_rules(arguments.rules)
+    from meshfold.engine.planning.advice import advice, why_not
     from meshfold.engine.planning.estimate import times
     from meshfold.engine.planning.machines import machine as find_machine
     from meshfold.engine.planning.planner import estimate
@@ -112,6 +109,7 @@ def run(arguments: argparse.Namespace) -> int:
             "--timeline and --trace show where zero=... keeps things, or who does what when in a pipeline, and this spec "
             "has no zero and no pipeline"
         )
+    precision = arguments.precision or "bf16"
     machine = find_machine(arguments.machine or ("h200" if spec.world_size == 1 else "h200x8"))
     if arguments.gpu_memory is not None:
         machine = replace(machine, memory=arguments.gpu_memory)
@@ -119,36 +117,57 @@ def run(arguments: argparse.Namespace) -> int:
         machine = replace(machine, host=replace(machine.host, memory=arguments.host_memory))
     seq_len = arguments.seq_len or longest(arguments.model, arguments.hf, changes)
     model = choose_model(arguments.model, arguments.hf, changes, vocab_size=None, seq_len=seq_len)
-    found = estimate(
-        model.build,
-        spec,
-        batch_size=arguments.batch_size,
-        seq_len=seq_len,
-        precision=arguments.precision,
-        optimizer=arguments.optimizer,
-        accumulate=arguments.accumulate,
-        rules=rules,
-        recompute=arguments.recompute,
-        clip=not arguments.no_clip,
-        machine=machine,
-        name=model.name,
-    )
-    took = times(found, machine, arguments.precision)
+
+    def estimated(spec: ParallelSpec, recompute: str | None) -> Estimate:
+        return estimate(
+            model.build,
+            spec,
+            batch_size=arguments.batch_size,
+            seq_len=seq_len,
+            precision=precision,
+            optimizer=arguments.optimizer,
+            accumulate=arguments.accumulate,
+            rules=rules,
+            recompute=recompute,
+            clip=not arguments.no_clip,
+            machine=machine,
+            name=model.name,
+        )
+
+    found = estimated(spec, arguments.recompute)
+    took = times(found, machine, precision)
     _write_pictures(found, arguments.timeline, arguments.trace)
     if arguments.json:
         words = {
             "model": model.name,
             "batch_size": arguments.batch_size,
             "seq_len": seq_len,
-            "precision": arguments.precision,
+            "precision": precision,
         }
         print(json.dumps(words | _answer(found, took, machine), indent=1, default=str))
     else:
-        print(f"{model.name}, {arguments.batch_size} sequences of {seq_len} tokens, {arguments.precision}\n")
+        print(f"{model.name}, {arguments.batch_size} sequences of {seq_len} tokens, {precision}\n")
         _show(found, took, machine, report=arguments.report)
-    if found.refusal:
-        raise Failure(f"it does not fit: {found.refusal}", code=1)
+        _note_defaults(arguments, seq_len)
+    reason = why_not(found, machine)
+    if reason:
+        rows = max(1, arguments.batch_size // arguments.accumulate // spec.axes["data"])
+        change = advice(found, machine, arguments.recompute, rows, estimated)
+        raise Failure(f"it does not fit: {reason.removesuffix('.')}. {change}", code=1)
     return 0
+
+
+def _note_defaults(arguments: argparse.Namespace, seq_len: int) -> None:
+    """Say what ``meshfold train`` takes where this command was left to its own defaults."""
+    from meshfold.engine.training.settings import TrainSettings
+
+    ours = {"seq-len": (arguments.seq_len, seq_len), "precision": (arguments.precision, "bf16")}
+    theirs = {"seq-len": TrainSettings.seq_len, "precision": TrainSettings.precision}
+    other = {name: here for name, (typed, here) in ours.items() if typed is None and here != theirs[name]}
+    if other:
+        defaults = " ".join(f"--{name} {theirs[name]}" for name in other)
+        same = " ".join(f"--{name} {here}" for name, here in other.items())
+        print(f"\nmeshfold train takes {defaults} by default: type {same} there for this plan")
 
 
 def _show(found: Estimate, took: Times, machine: Machine, *, report: bool) -> None:
@@ -179,6 +198,8 @@ def _show(found: Estimate, took: Times, machine: Machine, *, report: bool) -> No
 
 def _answer(found: Estimate, took: Times, machine: Machine) -> dict[str, Any]:
     """The same in plain numbers."""
+    from meshfold.engine.planning.advice import fits
+
     answer = {
         "parallel": found.spec.to_dict(),
         "axes": found.spec.axes,
@@ -190,7 +211,7 @@ def _answer(found: Estimate, took: Times, machine: Machine) -> dict[str, Any]:
         "moved_bytes": found.moved,
         "flops": found.flops,
         "machine": machine.name,
-        "fits": not found.refusal and found.memory.total <= machine.memory,
+        "fits": fits(found, machine),
         "seconds": {**asdict(took), "apart": took.apart, "overlapped": took.overlapped},
     }
     if found.pipeline is not None:

@@ -14,10 +14,12 @@ Under torchrun or srun, which start the ranks themselves, the script is just run
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import re
 import socket
 import sys
 import traceback
+from contextlib import suppress
 from pathlib import Path
 
 from meshfold.engine.cli.failure import Failure
@@ -64,7 +66,7 @@ def run(arguments: argparse.Namespace) -> int:
     """Run ``meshfold run``."""
     if arguments.script[:1] == ["--"]:
         del arguments.script[0]
-    if arguments.module is None and not arguments.script:
+    if not arguments.module and not arguments.script:
         raise Failure(
             "nothing to run: give a script, meshfold run --ranks 2 train.py, or a module, -m my.module"
         )
@@ -85,7 +87,11 @@ def run(arguments: argparse.Namespace) -> int:
         try:
             _bootstrap.run(program)
         except Exception as error:
-            traceback.print_exc()  # whatever it is, the person who wrote the script wants to see where
+            sentence = _bootstrap.sentence_of(error)
+            if sentence:
+                print(f"meshfold run: rank {here.rank}: {sentence}", file=sys.stderr)
+            else:
+                traceback.print_exc()  # whoever wrote the script wants to see where
             sys.last_value = error  # as Python sets it: what runs at exit can tell that the program failed
             return 1
         return 0
@@ -137,10 +143,30 @@ def _with_others(arguments: argparse.Namespace, program: list[str], ranks: int) 
 
 
 def _check_file(program: list[str]) -> None:
+    """Check that there is such a file or module.
+
+    Raises:
+        Failure: if not.
+    """
     file = program[0].partition("::")[0]
-    if file != "-m" and not Path(file).exists():
+    if file == "-m":
+        _check_module(program[1])
+    elif not Path(file).exists():
         if file in ("python", "python3"):
             raise Failure(
                 f"{file} is started for you: leave it out, as in meshfold run --ranks 2 train.py, or -m my.module"
             )
         raise Failure(f"there is no file {file!r} to run (in {Path.cwd()})")
+    elif Path(file).is_dir() and not Path(file, "__main__.py").exists():
+        raise Failure(f"{file!r} is a folder without a __main__.py: give a script, such as {file}/train.py")
+
+
+def _check_module(name: str) -> None:
+    """Check that the outermost package of a module is there; nothing is imported."""
+    top = name.partition(".")[0]
+    with suppress(ImportError, ValueError):
+        if top in sys.modules or importlib.util.find_spec(top) is not None:
+            return
+    here = Path.cwd()  # where ranks look first
+    if not (here / top).is_dir() and not (here / f"{top}.py").exists():
+        raise Failure(f"there is no module {name!r} to run: no {top!r} is installed, nor in {here}")

@@ -3,7 +3,7 @@
   meshfold train --data ~/texts --model gpt-small --steps 500 --out run1
   meshfold train --data ~/src --extensions .py .md --parallel data=2 tensor.mode=2d tensor.size=4 --out run2
   meshfold train --data tokens.bin --hf ~/models/llama --precision bf16 --parallel tensor=4 --out run3
-  meshfold train --data ~/texts --model gpt-small --steps 1000 --out run1 --resume --parallel tensor=2
+  meshfold train --resume --out run1 --steps 1000 --parallel tensor=2
 
 The ranks are started here; under torchrun or srun those that run are used. OUT gets the checkpoint (loadable under
 any other spec), metrics.jsonl, settings.json, loss.png and the tokens of text. SIGTERM or SIGUSR1 ends the run after the
@@ -13,16 +13,15 @@ step that is made, with a checkpoint and exit code 75. So does a first Ctrl-C, w
 from __future__ import annotations
 
 import argparse
-import os
 import signal
 import sys
 import threading
 from dataclasses import replace
-from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 from meshfold.engine.cli.failure import Failure
+from meshfold.engine.cli.run_folder import check_checkpoint, check_folder
 from meshfold.engine.cli.train_arguments import configure, settings_of
 from meshfold.engine.long_runs.stopping import STOPPED_CODE
 
@@ -99,7 +98,7 @@ def start(
     _check_device(settings, spec.world_size)
     _check_warmup(settings)
     check_trackers(settings.track)
-    _check_folder(settings, progress)
+    check_folder(settings, progress)
     inputs = _open_inputs(settings, progress)
     _show_plan(settings, spec, inputs, progress, show=plan, report=report)
     if spec.world_size == 1:
@@ -153,7 +152,9 @@ def _as_rank(settings: TrainSettings, here: Environment, *, plan: bool, as_json:
     from meshfold.engine.training.progress import Silent, make_progress
     from meshfold.engine.world import require_runnable
     from meshfold.mesh import Mesh, ParallelSpec, barrier
+    from meshfold.mesh.process_group import DEFAULT_TIMEOUT
     from meshfold.mesh.process_group import start as join
+    from meshfold.mesh.watching import limit_of
 
     if settings.hf is not None and (here.rank > 0 or not plan):
         quiet()
@@ -162,12 +163,12 @@ def _as_rank(settings: TrainSettings, here: Environment, *, plan: bool, as_json:
     spec = ParallelSpec.parse(settings.parallel, here.world_size)
     require_runnable(spec)
     _check_warmup(settings)
-    _check_folder(settings, progress if plan else Silent())
+    check_folder(settings, progress if plan else Silent())
     if (
         plan
     ):  # on every rank: torch numbers process groups, the fake ones too, and ranks must agree on the numbers
         _show_plan(settings, spec, _open_inputs(settings, progress), progress, show=True, report=report)
-    with join(device=settings.device) as process:
+    with join(device=settings.device, meeting=limit_of(settings.watchdog) or DEFAULT_TIMEOUT) as process:
         everyone = Mesh({"rank": process.world_size}).group("rank")
         if here.local_rank == 0:
             inputs = open_inputs(settings, progress)  # tokenises, for all ranks of this machine
@@ -217,47 +218,6 @@ def _check_warmup(settings: TrainSettings) -> None:
             f"--warmup {settings.warmup} with --steps {settings.steps}: the learning rate would never reach "
             f"--lr {settings.lr:g}; write a --warmup of {settings.steps} at most"
         )
-
-
-def _check_folder(settings: TrainSettings, progress: Progress) -> None:
-    """Whether the folder can be written to, and has a checkpoint exactly if the run is to go on from one."""
-    from meshfold.engine.checkpoints.checkpoint import Checkpoint
-    from meshfold.engine.optimizers import OPTIMIZERS
-    from meshfold.engine.training.kept_settings import kept, what_is_new
-
-    check_out(settings.out)
-    there = settings.checkpoints.there()
-    if settings.resume:
-        path = settings.checkpoints.to_go_on_from()
-        if path is None:
-            raise Failure(
-                f"--resume: there is no checkpoint in {settings.out!r} to go on from; leave --resume out to start anew"
-            )
-        found = Checkpoint(path)
-        for damaged in settings.checkpoints.damaged():
-            progress.say(f"warning: {damaged} is not complete, and is passed over")
-        trained_with = str(found.state.get("optimizer", {}).get("class")).lower()
-        if trained_with in OPTIMIZERS and trained_with != settings.optimizer:
-            raise Failure(
-                f"--optimizer {settings.optimizer}: {path} holds the state of {trained_with}; type "
-                f"--optimizer {trained_with}, or start anew in another --out"
-            )
-        for sentence in what_is_new(settings, kept(settings.out)):
-            progress.say(sentence)
-    elif there:
-        raise Failure(f"{there[0]} is there already: go on from it with --resume, or choose another --out")
-
-
-def check_out(out: str) -> None:
-    """Whether the folder is one that can be written to, or could be made."""
-    path = Path(out).absolute()
-    there = next(folder for folder in (path, *path.parents) if folder.exists())
-    if not there.is_dir():
-        what = "is a file" if there == path else f"cannot be made: {there} is a file"
-        raise Failure(f"--out {out!r} {what}; give a folder to write to")
-    if not os.access(there, os.W_OK | os.X_OK):
-        what = "cannot be written to" if there == path else f"cannot be made: {there} cannot be written to"
-        raise Failure(f"--out {out!r} {what}; give another folder")
 
 
 def _open_inputs(settings: TrainSettings, progress: Progress) -> Inputs:
@@ -312,25 +272,14 @@ def _show_plan(
         progress.say(f"no plan: this model's code cannot run without values ({reason})")
         return
     if settings.resume:
-        _check_checkpoint(settings, found.shapes)
+        check_checkpoint(settings, found.shapes)
     if show:
         many = [spec.describe(), picture(spec.axes)] if spec.world_size > 1 else []
         placed = found.report if report and found.report else found.summary
-        parts = (*many, placed, memory_table(found), traffic_table(found), found.refusal)
+        parts = (*many, placed, memory_table(found), traffic_table(found))
         progress.say("\n" + "\n\n".join(part for part in parts if part) + "\n")
-
-
-def _check_checkpoint(settings: TrainSettings, shapes: dict[str, tuple[int, ...]]) -> None:
-    """Whether the checkpoint to go on from is of this model."""
-    from meshfold.engine.checkpoints.checkpoint import Checkpoint
-
-    path = settings.checkpoints.to_go_on_from()
-    assert path is not None  # the folder was looked at
-    kept = {name: tuple(tensor.shape) for name, tensor in Checkpoint(path).model.items()}
-    for name in sorted(kept.keys() | shapes.keys()):
-        here, there = shapes.get(name, "nothing of that name"), kept.get(name, "nothing of that name")
-        if here != there:
+        if found.refusal:
+            refusal = found.refusal.removesuffix(".")
             raise Failure(
-                f"{path} is of another model: {name!r} is {there} there and {here} here; give the "
-                "--model, --set and --tokenizer that it was trained with"
+                f"it does not fit: {refusal}. --no-plan trains all the same, until memory runs out", 1
             )

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import argparse
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
+from meshfold.engine.cli.failure import Failure
 from meshfold.engine.cli.models import (
     add_model,
     natural,
@@ -20,16 +21,19 @@ from meshfold.engine.cli.parallel import add_parallel, read_parallel
 if TYPE_CHECKING:
     from meshfold.engine.training.settings import TrainSettings
 
+_OF_THE_COMMAND = ("help", "out", "ranks", "resume", "no_plan", "report", "json", "model", "hf")
 RECOMPUTE = "activations in backward: of every block, or of those that the plan of zero says (the model's own business)"
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
     """The arguments of ``meshfold train``."""
-    parser.usage = "meshfold train --data PATH --out DIR [options]"
+    parser.usage = (
+        "meshfold train --data PATH --out DIR [options]\n       meshfold train --resume --out DIR [options]"
+    )
+    parser.epilog = "With --resume, options that are not given are those of the run so far."
     data = parser.add_argument_group("data")
     data.add_argument(
         "--data",
-        required=True,
         metavar="PATH",
         help="folder or file of text; records (.jsonl, .parquet, .arrow, a folder that datasets saved); token ids: .bin, .npy",
     )
@@ -39,21 +43,13 @@ def configure(parser: argparse.ArgumentParser) -> None:
         metavar="byte|FOLDER",
         help="bytes, or a Hugging Face tokenizer's folder (default: --hf's own, else byte)",
     )
-    data.add_argument(
-        "--extensions", nargs="+", default=[], metavar=".EXT", help="read only files that end so"
-    )
-    data.add_argument(
-        "--exclude", nargs="+", default=[], metavar="NAME", help="leave out folders of these names"
-    )
+    data.add_argument("--extensions", nargs="+", metavar=".EXT", help="read only files that end so")
+    data.add_argument("--exclude", nargs="+", metavar="NAME", help="leave out folders of these names")
     data.add_argument(
         "--max-bytes", type=positive, metavar="N", help="read about so many bytes of text at most"
     )
-    data.add_argument(
-        "--token-dtype", default="uint16", choices=("uint16", "uint32"), help="of a .bin file (uint16)"
-    )
-    data.add_argument(
-        "--validation", type=rate, default=0.05, metavar="SHARE", help="set aside for validation (0.05)"
-    )
+    data.add_argument("--token-dtype", choices=("uint16", "uint32"), help="of a .bin file (uint16)")
+    data.add_argument("--validation", type=rate, metavar="SHARE", help="set aside for validation (0.05)")
     model = parser.add_argument_group("model")
     add_model(model)
     work = parser.add_argument_group("parallel work")
@@ -64,10 +60,9 @@ def configure(parser: argparse.ArgumentParser) -> None:
     work.add_argument(
         "--device", choices=("cpu", "cuda"), help="(default: a GPU for each rank where there are as many)"
     )
-    work.add_argument("--precision", default="fp32", choices=("fp32", "fp64", "bf16", "fp16"), help="(fp32)")
+    work.add_argument("--precision", choices=("fp32", "fp64", "bf16", "fp16"), help="(fp32)")
     work.add_argument(
         "--nonfinite",
-        default="report",
         choices=("error", "skip", "report"),
         help="a loss or gradient that is nan or infinite: stop, leave the step out, or say where it arose (report)",
     )
@@ -78,10 +73,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
         help="seconds after which a collective that hangs ends the run, 0 for never (600)",
     )
     work.add_argument("--recompute", choices=("blocks", "auto"), help=RECOMPUTE)
-    # Without defaults: what was not given is the run's own where one goes on, else as in TrainSettings.
-    steps = parser.add_argument_group(
-        "optimization (with --resume: by default as in the run so far)", argument_default=argparse.SUPPRESS
-    )
+    steps = parser.add_argument_group("optimization")
     steps.add_argument("--steps", type=positive, metavar="N", help="optimizer steps in all (100)")
     steps.add_argument(
         "--stop-after", type=positive, metavar="N", help="stop at step N; the schedule is that of --steps"
@@ -112,24 +104,19 @@ def configure(parser: argparse.ArgumentParser) -> None:
     out.add_argument(
         "--eval-every",
         type=natural,
-        default=0,
         metavar="N",
         help="steps between evaluations (at the end only)",
     )
-    out.add_argument(
-        "--eval-batches", type=positive, default=8, metavar="N", help="batches of an evaluation (8)"
-    )
+    out.add_argument("--eval-batches", type=positive, metavar="N", help="batches of an evaluation (8)")
     out.add_argument(
         "--save-every",
         type=natural,
-        default=0,
         metavar="N",
         help="steps between checkpoints (at the end only)",
     )
     out.add_argument(
         "--keep",
         type=positive,
-        default=argparse.SUPPRESS,
         metavar="N",
         help="keep the newest N checkpoints, each in DIR/checkpoints/step-... (1, in DIR/checkpoint)",
     )
@@ -140,7 +127,6 @@ def configure(parser: argparse.ArgumentParser) -> None:
         "--metrics",
         nargs="+",
         dest="track",
-        default=[],
         metavar="NAME",
         help="tensorboard, wandb: beside metrics.jsonl",
     )
@@ -151,29 +137,49 @@ def configure(parser: argparse.ArgumentParser) -> None:
         help="of a device, for MFU (the data sheet's, where the GPU is known)",
     )
     out.add_argument("--prompt", metavar="TEXT", help="at the end, write how the model goes on from TEXT")
-    out.add_argument("--sample-tokens", type=positive, default=200, metavar="N", help="how far (200)")
+    out.add_argument("--sample-tokens", type=positive, metavar="N", help="how far (200)")
     out.add_argument("--no-plan", action="store_true", help="do not print the plan first")
     out.add_argument("--report", action="store_true", help="with the plan, what becomes of each submodule")
     out.add_argument(
         "--json", action="store_true", help="print a line of JSON a step, all else on standard error"
     )
+    # Nothing has a default here: what was not given is the run's own where one goes on, else as in TrainSettings.
+    for action in parser._actions:
+        if action.dest not in _OF_THE_COMMAND:
+            action.default = argparse.SUPPRESS
 
 
 def settings_of(arguments: argparse.Namespace) -> TrainSettings:
-    """The arguments as settings."""
+    """Return the arguments as settings; what was not given is the run's own where one goes on, else as in TrainSettings.
+
+    Raises:
+        Failure: for an argument that cannot be read, and if nothing says what to train on.
+        SpecError: for a folder whose kept settings cannot be read.
+    """
     read_model(arguments)
     words = vars(arguments)
-    parallel = read_parallel(arguments.parallel)
-    changes, rules = read_changes(arguments.changes), read_rules(arguments.rules)
     from dataclasses import fields
 
     from meshfold.engine.training.kept_settings import kept
     from meshfold.engine.training.settings import TrainSettings
 
-    given: dict[str, Any] = kept(words["out"]) if words["resume"] else {}
-    given.update({field.name: words[field.name] for field in fields(TrainSettings) if field.name in words})
-    given.update(parallel=parallel, changes=changes, rules=rules)
-    given.update({name: tuple(words[name]) for name in ("extensions", "exclude", "track")})
+    names = (field.name for field in fields(TrainSettings))
+    typed = {name: words[name] for name in names if words.get(name) is not None}
+    readers = {"parallel": read_parallel, "changes": read_changes, "rules": read_rules}
+    typed.update({name: read(typed[name]) for name, read in readers.items() if name in typed})
+    typed.update({name: tuple(typed[name]) for name in ("extensions", "exclude", "track") if name in typed})
+    given = kept(words["out"]) if words["resume"] else {}
+    if typed.keys() & {"model", "hf"}:  # another model takes nothing of the one before
+        given = {name: value for name, value in given.items() if name not in ("model", "hf", "changes")}
+    given.update(typed)
+    if "data" not in given:
+        missing = "the following arguments are required: --data. See meshfold train --help"
+        if words["resume"] is True:
+            from meshfold.engine.cli.run_folder import must_go_on
+
+            must_go_on(words["out"])
+            missing = f"--resume: no settings.json in {words['out']!r} says what the run reads: type --data and the rest again"
+        raise Failure(missing)
     return TrainSettings(**given)
 
 
@@ -181,11 +187,12 @@ def words_of(settings: TrainSettings) -> list[str]:
     """The arguments that :func:`settings_of` makes these settings of (objects in the spec cannot be written so)."""
     from dataclasses import fields
 
+    from meshfold.engine.training.kept_settings import option_of
+
     words: list[str] = []
     for field in fields(settings):
         value = getattr(settings, field.name)
-        named = {"changes": "--set", "track": "--metrics"}
-        option = named.get(field.name, "--" + field.name.replace("_", "-"))
+        option = option_of(field.name)
         if value == field.default or value in ((), {}):
             continue
         if field.name == "parallel":

@@ -2,23 +2,27 @@
 
 ``from meshfold.engine.compat import Booster, GeminiPlugin`` in place of ``from colossalai.booster import ...``. They are thin:
 each makes the arguments of one :class:`meshfold.engine.Engine` of what it is given, by a table
-(:mod:`meshfold.engine.compat.tables`). ``docs/migration.md`` has a row for each name.
+(:mod:`meshfold.engine.compat.tables`). ``docs/migration.md`` has a row for each name. Paths of submodules do too:
+``from meshfold.engine.compat.nn.optimizer import HybridAdam`` (:mod:`meshfold.engine.compat.submodules`).
 """
 
 from __future__ import annotations
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from meshfold.engine.compat.elsewhere import instead_of
+from meshfold.engine.compat.submodules import install, names_for
 
 if TYPE_CHECKING:
+    from meshfold.engine.compat.accelerator import Accelerator, get_accelerator
+    from meshfold.engine.compat.adams import CPUAdam, HybridAdam
     from meshfold.engine.compat.amp import AMP_TYPE
     from meshfold.engine.compat.arguments import MigrationNote
     from meshfold.engine.compat.booster import Booster
     from meshfold.engine.compat.config import Config
     from meshfold.engine.compat.context import (
+        ParallelContext,
         ParallelMode,
+        global_context,
         gpc,
         launch,
         launch_from_openmpi,
@@ -34,11 +38,14 @@ if TYPE_CHECKING:
     )
     from meshfold.engine.compat.coordinator import DistCoordinator
     from meshfold.engine.compat.deepspeed import from_deepspeed
+    from meshfold.engine.compat.group_view import ProcessGroupMesh
     from meshfold.engine.compat.making import initialize
     from meshfold.engine.compat.plugins import (
+        DPPluginBase,
         GeminiPlugin,
         HybridParallelPlugin,
         LowLevelZeroPlugin,
+        Plugin,
         TorchDDPPlugin,
         TorchFSDPPlugin,
     )
@@ -54,16 +61,17 @@ if TYPE_CHECKING:
     )
     from meshfold.engine.compat.training import TrainingEngine
     from meshfold.engine.compat.warm_ups import CosineAnnealingWarmupLR, LinearWarmupLR
-    from meshfold.zero_gemini import CPUAdam, HybridAdam
 
 __all__ = [
     "AMP_TYPE",
+    "Accelerator",
     "Booster",
     "BucketTensorShardStrategy",
     "CPUAdam",
     "ColoInitContext",
     "Config",
     "CosineAnnealingWarmupLR",
+    "DPPluginBase",
     "DistCoordinator",
     "DistributedLogger",
     "GeminiPlugin",
@@ -73,7 +81,10 @@ __all__ = [
     "LinearWarmupLR",
     "LowLevelZeroPlugin",
     "MigrationNote",
+    "ParallelContext",
     "ParallelMode",
+    "Plugin",
+    "ProcessGroupMesh",
     "TensorShardStrategy",
     "TorchDDPPlugin",
     "TorchFSDPPlugin",
@@ -81,10 +92,12 @@ __all__ = [
     "ZeroInitContext",
     "disable_existing_loggers",
     "from_deepspeed",
+    "get_accelerator",
     "get_current_device",
     "get_dataloader",
     "get_default_parser",
     "get_dist_logger",
+    "global_context",
     "gpc",
     "initialize",
     "is_using_ddp",
@@ -97,17 +110,24 @@ __all__ = [
 
 _HERE = "meshfold.engine.compat."
 _HOMES = {
+    "Accelerator": f"{_HERE}accelerator",
+    "get_accelerator": f"{_HERE}accelerator",
+    "global_context": f"{_HERE}context",
+    "ParallelContext": f"{_HERE}context",
+    "DPPluginBase": f"{_HERE}plugins",
+    "Plugin": f"{_HERE}plugins",
+    "ProcessGroupMesh": f"{_HERE}group_view",
     "AMP_TYPE": f"{_HERE}amp",
     "Booster": f"{_HERE}booster",
     "BucketTensorShardStrategy": f"{_HERE}contexts",
-    "CPUAdam": "meshfold.zero_gemini",
+    "CPUAdam": f"{_HERE}adams",
     "ColoInitContext": f"{_HERE}contexts",
     "Config": f"{_HERE}config",
     "CosineAnnealingWarmupLR": f"{_HERE}warm_ups",
     "DistCoordinator": f"{_HERE}coordinator",
     "DistributedLogger": f"{_HERE}script_tools",
     "GeminiPlugin": f"{_HERE}plugins",
-    "HybridAdam": "meshfold.zero_gemini",
+    "HybridAdam": f"{_HERE}adams",
     "HybridParallelPlugin": f"{_HERE}plugins",
     "LazyInitContext": f"{_HERE}contexts",
     "LinearWarmupLR": f"{_HERE}warm_ups",
@@ -136,14 +156,8 @@ _HOMES = {
 }
 
 
-def __getattr__(name: str) -> Any:
-    """Import a name when it is first asked for; say what to write for one of theirs that is not here.
+__version__ = "0.5.0"
+"""The version of Colossal-AI whose names these are."""
 
-    Raises:
-        ImportError: for a name of theirs that is not here: with what to write.
-    """
-    if name not in _HOMES:
-        if (instead := instead_of(name)) is not None:
-            raise ImportError(f"there is no {name} here; write {instead}")
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(_HOMES[name]), name)
+__getattr__ = names_for(__name__, _HOMES)
+install(_HOMES)

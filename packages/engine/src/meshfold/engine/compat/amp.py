@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 from enum import Enum
+from typing import Any
+
+from meshfold.engine.compat.submodules import find
 
 
 class AMP_TYPE(Enum):  # noqa: N801
@@ -11,3 +14,13 @@ class AMP_TYPE(Enum):  # noqa: N801
     APEX = "apex"
     TORCH = "torch"
     NAIVE = "naive"
+
+
+__path__: list[str] = []  # there it has submodules
+
+
+def __getattr__(name: str) -> Any:
+    """Other names that this module has there."""
+    from meshfold.engine import compat
+
+    return find(name, __name__, compat._HOMES)

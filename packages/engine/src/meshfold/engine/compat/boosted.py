@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils import clip_grad_norm_, clip_grad_value_
 
 from meshfold.engine.compat.training import TrainingEngine
 from meshfold.mesh import SpecError
@@ -112,17 +113,18 @@ class BoostedOptimizer:
         """The norm of the whole model's gradient in the last step, before clipping."""
         return None if self.engine.last is None else self.engine.last.grad_norm
 
-    def clip_grad_by_norm(self, max_norm: float, *args: Any, **kwargs: Any) -> None:
-        """Raises:
-        SpecError: always: the plugin says so once.
-        """
-        raise SpecError(f"clip_grad_by_norm({max_norm!r}): write max_norm={max_norm!r} in the plugin; TorchDDPPlugin and "
-                        f"TorchFSDPPlugin take engine=dict(clip_grad_norm={max_norm!r})")  # fmt: skip
-
-    def clip_grad_by_value(self, clip_value: float, *args: Any, **kwargs: Any) -> None:
-        """Raises:
-        SpecError: always: the plugin says so once.
-        """
-        raise SpecError(
-            f"clip_grad_by_value({clip_value!r}): write engine=dict(clip_grad_value={clip_value!r}) in the plugin"
+    def clip_grad_by_norm(
+        self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False, **given: Any
+    ) -> Tensor:
+        """Clip the whole model's gradient before :meth:`step`; the norm before. All ranks must call."""
+        norm: Tensor = clip_grad_norm_(
+            self._parameters(), max_norm, norm_type, error_if_nonfinite=error_if_nonfinite
         )
+        return norm
+
+    def clip_grad_by_value(self, clip_value: float, *args: Any, **given: Any) -> None:
+        """Bring every element of the gradient into [-clip_value, clip_value] before :meth:`step`."""
+        clip_grad_value_(self._parameters(), clip_value)
+
+    def _parameters(self) -> list[nn.Parameter]:
+        return [parameter for parameter in self.engine.model.parameters() if parameter.requires_grad]

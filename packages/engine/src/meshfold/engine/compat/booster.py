@@ -20,6 +20,7 @@ from meshfold.engine.compat.loaders import deal
 from meshfold.engine.compat.making import make_engine
 from meshfold.engine.compat.plugins import Plugin, TorchDDPPlugin
 from meshfold.engine.compat.settings import Settings
+from meshfold.engine.compat.submodules import find
 from meshfold.engine.compat.tables import PRECISIONS
 from meshfold.engine.compat.training import Criterion
 from meshfold.mesh import SpecError
@@ -135,17 +136,18 @@ class Booster:
             criterion: of (output, micro-batch); None: that of :meth:`boost`. Not asked where the output has a ``.loss``.
             optimizer: not looked at.
             return_loss: whether to give it.
-            return_outputs: refused; call the model after ``eval()`` for its outputs.
+            return_outputs: whether to give the model's output on this batch, after ``model.eval()``; refused in training.
 
         Returns:
-            ``{"loss": ..., "outputs": None}``: the loss of the global batch, on every rank.
+            ``{"loss": ..., "outputs": ...}``: the loss of the global batch and the output on this data coordinate's, on every rank.
         """
-        if return_outputs:
-            raise SpecError(
-                "execute_pipeline(return_outputs=True): outputs of micro-batches are let go of as soon as their loss is there: "
-                "call model.eval(), then model(...), whose output is whole on every rank"
-            )
         engine = model.engine
+        forward_only = not (engine.training and torch.is_grad_enabled())
+        if return_outputs and not forward_only:
+            raise SpecError(
+                "execute_pipeline(return_outputs=True) in training: outputs of micro-batches are let go of as soon as their loss "
+                "is there: leave it out, or call model.eval() before"
+            )
         if engine.pipeline is None:
             raise SpecError(
                 "execute_pipeline without a pipeline: write pp_size=2 in HybridParallelPlugin, or call the model"
@@ -159,9 +161,12 @@ class Booster:
                     f"execute_pipeline: {type(engine.model).__name__} takes no labels to make a loss of: give boost(...) or "
                     "execute_pipeline(...) a criterion of (output, target)"
                 )
-        forward_only = not (engine.training and torch.is_grad_enabled())
-        _, _, loss = engine.execute_schedule(data_iter, forward_only=forward_only, return_output_label=False)
-        return {"loss": loss if return_loss else None, "outputs": None}
+        batch = next(data_iter)
+        _, _, loss = engine.execute_schedule(
+            iter([batch]), forward_only=forward_only, return_output_label=False
+        )
+        outputs = engine.output_of(batch) if return_outputs else None
+        return {"loss": loss if return_loss else None, "outputs": outputs}
 
     def no_sync(
         self, model: BoostedModel | None = None, optimizer: BoostedOptimizer | None = None
@@ -247,3 +252,13 @@ class _Late(Criterion):
 
     def _call(self, output: Any, target: Any) -> Any:
         return None if self.now is None else self.now(output, target)
+
+
+__path__: list[str] = []  # there it has submodules
+
+
+def __getattr__(name: str) -> Any:
+    """Other names that this module has there."""
+    from meshfold.engine import compat
+
+    return find(name, __name__, compat._HOMES)

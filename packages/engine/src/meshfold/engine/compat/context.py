@@ -9,6 +9,7 @@ from typing import Any
 from meshfold.engine.compat.arguments import Translation
 from meshfold.engine.compat.config import Config
 from meshfold.engine.compat.settings import settings_of
+from meshfold.engine.compat.submodules import find
 from meshfold.engine.world import join
 from meshfold.mesh import Group, Mesh, SpecError
 
@@ -154,7 +155,7 @@ class ParallelContext:
         return tuple(axis for axis in AXES[mode] if axis in self.mesh.axes)
 
 
-gpc = ParallelContext()
+gpc = global_context = ParallelContext()
 """For scripts that ask it. Code of your own asks ``engine.mesh``."""
 
 _NOTHING = dict.fromkeys(
@@ -201,3 +202,13 @@ def launch(
 
 
 launch_from_torch = launch_from_slurm = launch_from_openmpi = launch
+
+
+__path__: list[str] = []  # there it has submodules
+
+
+def __getattr__(name: str) -> Any:
+    """Other names that this module has there."""
+    from meshfold.engine import compat
+
+    return find(name, __name__, compat._HOMES)

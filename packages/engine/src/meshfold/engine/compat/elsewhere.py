@@ -6,6 +6,28 @@ from collections.abc import Mapping
 from fnmatch import fnmatchcase
 
 ELSEWHERE: Mapping[str, str] = {
+    "build_cifar": "torchvision.datasets.CIFAR10(...), and get_dataloader(dataset, batch_size=...)",
+    "ColoParameter": "torch.nn.Parameter",
+    "ComputePattern": "parallel=dict(tensor=4)",
+    "ComputeSpec": "parallel=dict(tensor=4)",
+    "convert_to_apex_amp": "precision='fp16' of the config or of Engine",
+    "convert_to_naive_amp": "precision='fp16' of the config or of Engine",
+    "convert_to_torch_amp": "precision='fp16' of the config or of Engine",
+    "free_port": "meshfold run, which finds one",
+    "gemini_zero_dpp": "zero=dict(stage=3)",
+    "GeminiAdamOptimizer": "zero=dict(stage=3) with HybridAdam",
+    "get_current_rank": "gpc.get_global_rank()",
+    "MOE_CONTEXT": "nothing: leave it out",
+    "move_to_cuda": "nothing: the engine brings batches to its device",
+    "parallelize": "parallelize(model, mesh, '1d') of meshfold.tensor_parallel",
+    "PipelineStageManager": "plugin.stage_manager",
+    "print_rank_0": "get_dist_logger().info(message, ranks=[0]), or coordinator.print_on_master(message)",
+    "report_memory_usage": "get_accelerator().max_memory_allocated()",
+    "ReplicaSpec": "a layout of meshfold.mesh, as in Layout.parse('m k')",
+    "ShardingSpec": "a layout of meshfold.mesh, as in Layout.parse('m:row k:col')",
+    "sync_model_param": "nothing: the weights of the first rank are always taken",
+    "sync_cuda": "get_accelerator().synchronize()",
+    "Timer": "time.perf_counter(); meshfold train writes the times of steps to metrics.jsonl",
     "Accuracy": "a count of your own over engine(...) after engine.eval()",
     "Adafactor": "torch.optim.Adafactor with zero=dict(stage=1)",
     "build_pipeline_model": "parallel=dict(pipeline=2), which cuts the whole model",
@@ -36,7 +58,6 @@ ELSEWHERE: Mapping[str, str] = {
     "PipelineSchedule": "pipeline=dict(size=2, microbatches=8)",
     "Policy": "rules={'*.mix': 'column'} of Engine, where names and shapes do not tell",
     "ProcessGroup": "Mesh(dict(data=2, tensor=4)) of meshfold.mesh",
-    "ProcessGroupMesh": "Mesh(dict(data=2, tensor=4)) of meshfold.mesh",
     "save_checkpoint": "engine.save(folder)",
     "seed": "the code inside alone: dropout follows the elements of the global batch, on every rank",
     "set_seed": "seed=0 in the config, or Engine(..., seed=0)",
@@ -54,6 +75,11 @@ ELSEWHERE: Mapping[str, str] = {
 }
 
 FAMILIES: Mapping[str, str] = {
+    "vit_*": "a model of torchvision or timm, or meshfold.engine.models",
+    "gpt*_*": "transformers.GPT2LMHeadModel, or meshfold.engine.models",
+    "*CheckpointIO": "booster.save_model(model, folder, shard=True) and its like, or engine.save(folder)",
+    "*Policy": "rules={'*.mix': 'column'} of Engine, where names and shapes do not tell",
+    "*MixedPrecision": "Booster(mixed_precision='bf16'), or a plugin's precision='bf16'",
     "VocabParallelCrossEntropyLoss*": "cross_entropy of meshfold.tensor_parallel, or torch.nn.CrossEntropyLoss",
     "*Embedding*": "torch.nn.Embedding, or Embedding(..., mesh=mesh) of meshfold.tensor_parallel",
     "*Linear*": "torch.nn.Linear, or Linear(..., mesh=mesh, mode='2d') of meshfold.tensor_parallel",

@@ -10,15 +10,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from meshfold.engine.checkpoints import extra_state
 from meshfold.engine.checkpoints.checkpoint import MODEL, write_checkpoint
-from meshfold.engine.checkpoints.place import STATE
+from meshfold.engine.checkpoints.names import EXTRA, STATE
 from meshfold.engine.checkpoints.tensor_file import Described, TensorWriter
+from meshfold.engine.checkpoints.torch_file import read_torch_file
 from meshfold.engine.compat import tables
 from meshfold.engine.compat.arguments import Argument, translate
 from meshfold.engine.compat.training import TrainingEngine
 from meshfold.engine.errors import CheckpointError
 from meshfold.engine.hugging_face.folder_weights import ENDING, open_weights
 from meshfold.engine.together import fail_together
+from meshfold.engine.whole_file import write_whole
 from meshfold.mesh import Mesh, barrier
 
 _Path = str | os.PathLike[str]
@@ -35,8 +38,10 @@ def save_model(engine: TrainingEngine, path: _Path, given: Mapping[str, Any]) ->
     aside = found.under("aside")
     if aside.get("shard"):
         files = {MODEL: engine._model_state.sources()}
-        state = {"spec": str(engine.spec.to_dict()), "ties": engine._model_state.ties()}
-        write_checkpoint(path, engine._world, files, state, None, all_read=engine._states.all_read)
+        plain, more = extra_state.split(engine._model_state.extra(f"save_model({str(path)!r})"))
+        state = {"spec": str(engine.spec.to_dict()), "ties": engine._model_state.ties(), "extra_state": plain}
+        small = {EXTRA: more} if more else {}
+        write_checkpoint(path, engine._world, files, state, small, all_read=engine._states.all_read)
         return
     whole = engine.full_state_dict()
     safe = bool(aside.get("use_safetensors")) or str(path).endswith(ENDING)
@@ -98,8 +103,8 @@ def load_lr_scheduler(scheduler: Any, path: _Path) -> None:
         CheckpointError: if the file cannot be read.
     """
     try:
-        state = torch.load(path, weights_only=True)
-    except (OSError, RuntimeError) as error:
+        state = read_torch_file(Path(path))
+    except CheckpointError as error:
         raise CheckpointError(f"load_lr_scheduler({str(path)!r}): {error}") from error
     scheduler.load_state_dict(state)
     for group, rate in zip(scheduler.optimizer.param_groups, scheduler.get_last_lr(), strict=True):
@@ -110,6 +115,10 @@ def _write(target: Path, whole: Mapping[str, Tensor], safe: bool, ties: Mapping[
     if not safe:
         torch.save(dict(whole), target)
         return
+    if odd := [name for name, value in whole.items() if not isinstance(value, Tensor)]:
+        raise CheckpointError(
+            f"{odd[0]!r} is extra state and no tensor, which safetensors files cannot hold: save_model(..., shard=True) can"
+        )
     once = {name: value for name, value in whole.items() if name not in ties}
     announced = {name: Described(dtype=value.dtype, shape=tuple(value.shape)) for name, value in once.items()}
     with TensorWriter(target, announced) as writer:
@@ -128,12 +137,7 @@ def _first_writes(engine: TrainingEngine, path: Path, write: Callable[[Path], No
     fail_together(engine._world, error, f"cannot write {path}")
 
 
-def _beside(path: Path, write: Callable[[Path], None]) -> None:
-    """Write a file under another name, which becomes its own when all of it is there."""
-    beside = path.with_name(f".{path.name}.writing")
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        write(beside)
-        beside.replace(path)
-    finally:
-        beside.unlink(missing_ok=True)
+def _beside(path: Path, write: Callable[[Path], object]) -> None:
+    """Write a file, and its folder if there is none, under another name until all of it is there."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_whole(path, write)

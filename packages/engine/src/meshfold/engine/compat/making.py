@@ -16,6 +16,7 @@ from meshfold.engine.compat.loaders import deal
 from meshfold.engine.compat.optimizers import take_over
 from meshfold.engine.compat.schedulers import hand_over
 from meshfold.engine.compat.settings import Settings, settings_of
+from meshfold.engine.compat.sizes import tell_sizes
 from meshfold.engine.compat.training import TrainingEngine
 from meshfold.mesh import SpecError
 
@@ -110,6 +111,8 @@ def make_engine(
         batch = "example=next(iter(dataloader))"
         write = f"{batch} in the config" if what == "initialize" else f"{what}(..., engine=dict({batch}))"
         raise SpecError(f"{error}. Here: {write}, of batches as the model is to be called with") from error
+    if engine.spec.zero is not None and engine.spec.zero.stage == 3:
+        tell_sizes(engine.model, engine.mesh)
     Translation(words=list(settings.words)).say(what, rank=engine.mesh.rank)
     schedule = engine.lr_scheduler = hand_over(lr_scheduler, optimizer, engine.optimizer)
     given = "engine.step()" if what == "initialize" else "that of the optimizer that boost(...) gave back"

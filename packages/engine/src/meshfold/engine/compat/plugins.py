@@ -10,6 +10,7 @@ from torch.utils.data import DataLoader
 
 from meshfold.engine.compat import tables
 from meshfold.engine.compat.arguments import Table, Translation, bind, translate
+from meshfold.engine.compat.group_view import AXES, ProcessGroupMesh, axes_of, group_of
 from meshfold.engine.compat.sampling import shared_loader
 from meshfold.engine.compat.settings import Settings, engine_settings
 from meshfold.engine.compat.stages import StageManager
@@ -59,15 +60,31 @@ class Plugin:
         cls.__signature__ = inspect.Signature([*shown, kinds("engine", kinds.KEYWORD_ONLY, default=None)])  # type: ignore[attr-defined]
 
     def __getattr__(self, name: str) -> Any:
-        """An argument as it was given, or its default: ``plugin.pp_size``.
+        """An argument as it was given, or its default: ``plugin.pp_size``; ``dp_size``, ``tp_rank``; a process group of torch:
+        ``plugin.tp_group``.
 
         Raises:
-            AttributeError: for all else: with what to ask.
+            AttributeError: for all else.
         """
         if name in type(self).table and "_given" in vars(self):
             return self._given.get(name, type(self).table[name].default)
-        word = _ASK.get(name, "")
-        raise AttributeError(f"{type(self).__name__} has no {name!r}{f': {word}' if word else ''}")
+        short, _, what = name.rpartition("_")
+        if short in AXES and what in ("group", "size", "rank"):
+            mesh = self._world().mesh
+            axes = axes_of(mesh, short)
+            return (
+                group_of(mesh, short)
+                if what == "group"
+                else mesh.size(*axes)
+                if what == "size"
+                else mesh.index(*axes)
+            )
+        raise AttributeError(f"{type(self).__name__} has no {name!r}")
+
+    @property
+    def pg_mesh(self) -> ProcessGroupMesh:
+        """The ranks by axes: data, pipeline, tensor, sequence."""
+        return ProcessGroupMesh(self._world().mesh)
 
     @property
     def stage_manager(self) -> StageManager:
@@ -148,14 +165,18 @@ class Plugin:
         return {}
 
 
-class TorchDDPPlugin(Plugin):
+class DPPluginBase(Plugin):
+    """Those of which every rank runs the whole model."""
+
+
+class TorchDDPPlugin(DPPluginBase):
     """Every rank has the whole model: ``parallel={}``. The precision is the booster's."""
 
     table = tables.TORCH_DDP
     says_precision = False
 
 
-class TorchFSDPPlugin(Plugin):
+class TorchFSDPPlugin(DPPluginBase):
     """Parameters, gradients and optimizer state shared out by data ranks: ``zero=dict(stage=3)``."""
 
     table = tables.TORCH_FSDP
@@ -165,7 +186,7 @@ class TorchFSDPPlugin(Plugin):
         return _with_zero({}, found)
 
 
-class LowLevelZeroPlugin(Plugin):
+class LowLevelZeroPlugin(DPPluginBase):
     """Optimizer state, and gradients, shared out by data ranks: ``zero=dict(stage=1)`` or ``2``."""
 
     table = tables.LOW_LEVEL_ZERO
@@ -174,7 +195,7 @@ class LowLevelZeroPlugin(Plugin):
         return _with_zero({}, found)
 
 
-class GeminiPlugin(Plugin):
+class GeminiPlugin(DPPluginBase):
     """Everything in chunks that live where there is room: ``zero=dict(stage=3, placement=...)``."""
 
     table = tables.GEMINI
@@ -229,16 +250,6 @@ class HybridParallelPlugin(Plugin):
                 "loader with plugin.prepare_dataloader(...), or write num_microbatches=... in its place"
             )
 
-
-_ASK = {
-    "dp_size": "ask gpc.get_world_size(ParallelMode.DATA), after boost(...)",
-    **{
-        f"{short}_{what}": f"ask gpc.get_{call}(ParallelMode.{mode}), after boost(...)"
-        for short, mode in (("tp", "TENSOR"), ("dp", "DATA"), ("pp", "PIPELINE"), ("sp", "SEQUENCE"))
-        for what, call in (("group", "local_rank"), ("rank", "local_rank"))
-    },
-    "pg_mesh": "ask gpc.get_ranks_in_group(ParallelMode.PIPELINE), after boost(...)",
-}
 
 _SEQUENCE_MODES = ("split_gather", "ring", "all_to_all", "ring_attn")
 

@@ -4,10 +4,33 @@ from __future__ import annotations
 
 from typing import Any
 
+from torch.utils.data import DataLoader
+
 from meshfold.engine.batches.loader import ShardedLoader
 from meshfold.engine.compat.context import gpc
 from meshfold.engine.compat.loaders import check_rows
 from meshfold.mesh import SpecError
+
+
+class _Epochs:
+    """``loader.sampler`` of scripts that say the epoch: ``loader.sampler.set_epoch(epoch)``."""
+
+    def __init__(self, loader: ShardedLoader) -> None:
+        self._loader = loader
+
+    def set_epoch(self, epoch: int) -> None:
+        """The order that comes next; it is that of the next epoch anyway."""
+        if epoch != self._loader.epoch:
+            self._loader.epoch, self._loader.served = epoch, 0
+
+
+class PreparedLoader(ShardedLoader, DataLoader[Any]):  # type: ignore[misc]  # the first one has its own
+    """A loader of the engine's that is one of torch's to ``isinstance``; ``DataLoader.__init__`` has no part in it."""
+
+    @property
+    def sampler(self) -> _Epochs:  # type: ignore[override]
+        """Can be told the epoch."""
+        return _Epochs(self)
 
 
 def shared_loader(
@@ -31,7 +54,7 @@ def shared_loader(
     rows = batch_size * blocks
     if hasattr(dataset, "__len__"):
         check_rows(name, len(dataset), rows, blocks, drop_last=bool(options.get("drop_last")))
-    return ShardedLoader(dataset, batch_size=rows, index=index, blocks=blocks, **options)
+    return PreparedLoader(dataset, batch_size=rows, index=index, blocks=blocks, **options)
 
 
 def get_dataloader(

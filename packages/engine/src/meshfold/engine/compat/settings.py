@@ -93,6 +93,11 @@ def _parallel(value: Any) -> dict[str, Any]:
             f"config: parallel: moe={parallel['moe']!r}: there is no expert parallelism: leave it out"
         )
     tensor = parallel.get("tensor")
+    if tensor == 1 or (
+        isinstance(tensor, Mapping) and tensor.get("size") == 1
+    ):  # every config there has the entry
+        del parallel["tensor"]
+        return parallel
     if isinstance(tensor, Mapping) and tensor.get("mode", "") is None:
         parallel["tensor"] = {key: entry for key, entry in tensor.items() if key != "mode"}
     elif isinstance(tensor, Mapping) and tensor.get("mode") == "sequence":  # a ring over tokens there

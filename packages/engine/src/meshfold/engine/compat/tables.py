@@ -247,7 +247,7 @@ ZERO_MODEL: Table = {
     "bf16": Argument(default=False, to="engine.precision", by=lambda value: "bf16" if value else None),
 }  # fmt: skip
 
-_MOVES = (
+LOSS_SCALE = (
     "initial_scale",
     "min_scale",
     "growth_factor",
@@ -258,7 +258,7 @@ _MOVES = (
 )
 
 ZERO_OPTIMIZER: Table = {
-    **{name: Argument(to=f"scale.{name}") for name in _MOVES},
+    **{name: Argument(to=f"scale.{name}") for name in LOSS_SCALE},
     "gpu_margin_mem_ratio": Argument(default=0.0, word="a plan is made in place of ratios"),
     "cpu_offload": Argument(default=False, to="zero.placement", by=lambda value: "cpu" if value else None),
     "verbose": Argument(default=False, word=_PLAN),
@@ -268,7 +268,7 @@ FP16: Table = {
     "mode": Argument(to="aside.mode"),
     "enabled": Argument(default=True, to="aside.enabled"),
     "init_scale": Argument(to="scale.initial_scale"),
-    **{name: Argument(to=f"scale.{name}") for name in _MOVES},
+    **{name: Argument(to=f"scale.{name}") for name in LOSS_SCALE},
     "clip_grad_norm": Argument(default=0.0, to="engine.clip_grad_norm", by=unless(0.0)),
     "log_num_zeros_in_grad": Argument(default=False, word="engine.last has the norm and the scale"),
     "verbose": Argument(default=False, word="engine.last has the norm and the scale"),

@@ -126,6 +126,14 @@ class TrainingEngine(Engine):
         with evaluating(self.model), torch.no_grad():
             return runs(*work.args, **work.kwargs)
 
+    def output_of(self, batch: Any) -> Any:
+        """The model's output on a batch as :meth:`execute_schedule` takes it, whole on every rank, without gradients."""
+        work = self._forward.prepare(batch)
+        if self._forward.shifts_labels:  # with labels, logits stay split over the vocabulary for the loss
+            work.kwargs.pop("labels", None)
+        with evaluating(self.model), torch.no_grad():
+            return self.generator(*work.args, **work.kwargs)
+
     def backward(self, loss: Tensor, *, retain_graph: bool = False) -> None:
         """Add a loss's gradient; 1/n of it with ``gradient_accumulation=n``."""
         with self._waits():
@@ -156,6 +164,10 @@ class TrainingEngine(Engine):
         """Let go of the gradients; in the middle of an accumulation they stay."""
         if not self._calls:
             super().zero_grad()
+
+    @property
+    def _steps_at_once(self) -> bool:
+        return self._inside != "schedule"
 
     def train_step(self, batch: Any) -> float:
         """See :meth:`meshfold.engine.Engine.train_step`."""

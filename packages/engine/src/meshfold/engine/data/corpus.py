@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import zlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from hashlib import blake2b
@@ -17,6 +18,7 @@ import numpy.typing as npt
 
 from meshfold.engine.data.records import Part, find_records, texts_of
 from meshfold.engine.data.tokenizers import Tokenizer
+from meshfold.engine.json_text import parse_object
 from meshfold.engine.training.progress import human_bytes
 from meshfold.engine.whole_file import write_whole
 from meshfold.mesh import SpecError
@@ -116,7 +118,7 @@ def _token_file(path: Path, dtype: str) -> tuple[Tokens, tuple[str, ...]]:
     if path.suffix == ".npy":
         try:
             found = np.load(path, mmap_mode="r", allow_pickle=False)
-        except (ValueError, EOFError) as error:  # cut off, of Python objects, or something else altogether
+        except Exception as error:  # cut off, of Python objects, or something else altogether
             raise SpecError(
                 f"{str(path)!r} is no .npy file of token ids: write one with numpy.save(path, ids), ids an array of "
                 "integers"
@@ -211,14 +213,13 @@ def _tokenise(
     stamps = [(str(path), sizes[path], path.stat().st_mtime_ns) for path in order]
     print_of.update(repr((tokenizer.name, tokenizer.vocab_size, validation, stamps)).encode())
     file = cache / f"tokens-{print_of.hexdigest()}.npy"
-    about = file.with_suffix(".json")
     total = sum(sizes[path] for path in order)
-    if not (about.exists() and file.exists()):
+    known = _kept(file)
+    if known is None:
         say(f"tokenising {_files(len(order))}, {human_bytes(total)}")
         cache.mkdir(parents=True, exist_ok=True)
         tokens, train_tokens = _encode(order, tokenizer, total, validation)
-        write_whole(file, lambda path: np.save(path, tokens))
-        write_whole(about, lambda path: path.write_text(json.dumps({"train_tokens": train_tokens})))
+        known = _keep(file, tokens, {"train_tokens": train_tokens})
     notes = [f"{_files(len(order))} of text"]
     if skipped:
         notes.append(f"{_files(skipped)} skipped: empty or not UTF-8 text")
@@ -226,11 +227,8 @@ def _tokenise(
         notes.append(
             f"{_files(len(documents) - len(order))} left out to stay within {human_bytes(max_bytes or 0)}"
         )
-    return Corpus(
-        tokens=np.load(file, mmap_mode="r"),
-        train_tokens=int(json.loads(about.read_text())["train_tokens"]),
-        notes=tuple(notes),
-    )
+    tokens, numbers = known
+    return Corpus(tokens=tokens, train_tokens=numbers["train_tokens"], notes=tuple(notes))
 
 
 def _records(
@@ -248,8 +246,9 @@ def _records(
     ]
     told = (tokenizer.name, tokenizer.vocab_size, validation, column, max_bytes, stamps)
     stem = f"tokens-{blake2b(repr(told).encode(), digest_size=8).hexdigest()}"
-    file, about = cache / f"{stem}.npy", cache / f"{stem}.json"
-    if not (about.exists() and file.exists()):
+    file = cache / f"{stem}.npy"
+    known = _kept(file)
+    if known is None:
         say(
             f"tokenising records of {_files(len(stamps))}, {human_bytes(sum(size for _, size, *_ in stamps))}"
         )
@@ -262,16 +261,37 @@ def _records(
             )
         aside = [len(made) for part, (made, _) in zip(parts, found, strict=True) if part.aside]
         train_tokens = len(tokens) - (sum(aside) if aside else int(validation * len(tokens)))
-        write_whole(file, lambda path: np.save(path, tokens))
         numbers = {"train_tokens": train_tokens, "records": sum(count for _, count in found)}
-        write_whole(about, lambda path: path.write_text(json.dumps(numbers)))
-    known = json.loads(about.read_text())
-    notes = [f"{known['records']:,} records of {_files(len(stamps))}"]
+        known = _keep(file, tokens, numbers)
+    tokens, numbers = known
+    notes = [f"{numbers['records']:,} records of {_files(len(stamps))}"]
     if any(part.aside for part in parts):
         notes.append("validated with the split that is there for it")
-    return Corpus(
-        tokens=np.load(file, mmap_mode="r"), train_tokens=int(known["train_tokens"]), notes=tuple(notes)
-    )
+    return Corpus(tokens=tokens, train_tokens=numbers["train_tokens"], notes=tuple(notes))
+
+
+def _keep(file: Path, tokens: Tokens, numbers: dict[str, int]) -> tuple[Tokens, dict[str, int]]:
+    """Write tokens into the cache, and numbers beside them; return both as they are read from there."""
+    write_whole(file, lambda path: np.save(path, tokens))
+    kept: Tokens = np.load(file, mmap_mode="r")
+    told = {**numbers, "tokens": len(kept), "crc32": zlib.crc32(np.ascontiguousarray(kept).data)}
+    write_whole(file.with_suffix(".json"), lambda path: path.write_text(json.dumps(told)))
+    return kept, told
+
+
+def _kept(file: Path) -> tuple[Tokens, dict[str, int]] | None:
+    """Return tokens from the cache, and the numbers beside them; None if they are not there or damaged."""
+    try:
+        numbers = parse_object(file.with_suffix(".json").read_bytes())
+        tokens: Tokens = np.load(file, mmap_mode="r", allow_pickle=False)
+        counts = all(type(number) is int and number >= 0 for number in numbers.values())
+        if not counts or tokens.ndim != 1 or not 0 <= numbers["train_tokens"] <= len(tokens):
+            return None
+        whole = numbers.get("tokens", len(tokens)) == len(tokens)
+        sums = "crc32" not in numbers or numbers["crc32"] == zlib.crc32(np.ascontiguousarray(tokens).data)
+        return (tokens, {"records": 0, **numbers}) if whole and sums else None
+    except Exception:  # of the system, JSON or numpy: they are made again
+        return None
 
 
 def _encode_records(

@@ -6,12 +6,13 @@ between them.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from meshfold.engine.checkpoints.tensor_folder import is_plain
+from meshfold.engine.json_text import parse_json, parse_object
 from meshfold.mesh import SpecError
 
 LINES, TABLES = (".jsonl",), (".parquet", ".arrow")
@@ -44,7 +45,7 @@ def find_records(source: Path) -> list[Part]:
     if source.is_file():
         return [Part(files=(source,))] if source.suffix in LINES + TABLES else []
     if (source / _SAVED[0]).is_file():
-        splits = json.loads((source / _SAVED[0]).read_text())["splits"]
+        splits = _splits(source / _SAVED[0])
         parts = [_saved(source / name, name in _ASIDE) for name in splits if name in _TRAIN]
         if not parts:
             raise SpecError(
@@ -68,6 +69,17 @@ def find_records(source: Path) -> list[Part]:
     return [Part(files=tuple(train), aside=False), Part(files=chosen, aside=True)]
 
 
+def _splits(path: Path) -> list[str]:
+    """Return the names of the splits that a folder of datasets' lists; each is a folder within it."""
+    try:
+        splits = parse_object(path.read_bytes()).get("splits")
+    except (OSError, ValueError) as error:
+        raise SpecError(f"{str(path)!r} cannot be read: {error}") from error
+    if not isinstance(splits, list) or not all(map(is_plain, splits)):
+        raise SpecError(f"{str(path)!r} lists no splits: it is damaged")
+    return splits
+
+
 def _saved(folder: Path, aside: bool | None) -> Part:
     return Part(files=tuple(sorted(folder.glob("*.arrow"))), aside=aside, saved=folder)
 
@@ -85,20 +97,26 @@ def texts_of(part: Part, column: str | None) -> Iterator[str]:
         yield from _of_table(part.saved, _load(part.saved, (), saved=True), column)
         return
     for path in part.files:
-        if path.suffix in LINES:
-            yield from _of_lines(path, column)
-        else:
-            yield from _of_table(path, _load(path, (path,), saved=False), column)
+        try:
+            if path.suffix in LINES:
+                yield from _of_lines(path, column)
+            else:
+                yield from _of_table(path, _load(path, (path,), saved=False), column)
+        except (SpecError, GeneratorExit):
+            raise
+        except Exception as error:  # of Arrow's own kinds, somewhere in a damaged file
+            reason = str(error).strip().partition("\n")[0]
+            raise SpecError(f"{str(path)!r} cannot be read: {reason}") from error
 
 
 def _of_lines(path: Path, column: str | None) -> Iterator[str]:
     name = column
-    with path.open(encoding="utf-8") as file:
+    with path.open("rb") as file:
         for number, line in enumerate(file, 1):
             if not line.strip():
                 continue
             try:
-                record = json.loads(line)
+                record = parse_json(line)
             except ValueError as error:
                 raise SpecError(f"{str(path)!r}, line {number}: is no JSON ({error})") from error
             if not isinstance(record, dict):

@@ -10,6 +10,8 @@ from typing import Any, Protocol
 import numpy as np
 import numpy.typing as npt
 
+from meshfold.engine.checkpoints.tensor_folder import check_within
+from meshfold.engine.hugging_face.reading import NO_CODE
 from meshfold.mesh import SpecError
 
 Ids = npt.NDArray[np.uint32]
@@ -99,7 +101,10 @@ class HuggingFaceTokenizer:
                 f"tokenizer {str(folder)!r} needs transformers: pip install meshfold[hf]"
             ) from None
         try:
-            self._tokenizer: Any = AutoTokenizer.from_pretrained(str(path), local_files_only=True)
+            for pattern in _FILES:
+                for file in path.glob(pattern):
+                    check_within(file, path)
+            self._tokenizer: Any = AutoTokenizer.from_pretrained(str(path), **NO_CODE)
         except Exception as error:  # whatever it stumbles over, it means this
             reason = str(error).strip().split("\n")[0]
             raise SpecError(

@@ -13,13 +13,19 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 
-from meshfold.engine.checkpoints.tensor_files import open_tensors
+from meshfold.engine.checkpoints.names import LOCK
+from meshfold.engine.checkpoints.tensor_file import Described, TensorWriter
+from meshfold.engine.checkpoints.tensor_files import open_tensors, verify
+from meshfold.engine.checkpoints.tensor_folder import check_within
 from meshfold.engine.errors import CheckpointError
+from meshfold.engine.folder_lock import hold
 from meshfold.engine.together import fail_together
+from meshfold.engine.whole_file import write_whole
 from meshfold.mesh import SpecError, broadcast
 
 if TYPE_CHECKING:
@@ -57,8 +63,15 @@ class Adapter:
             raise SpecError(
                 f"adapter={str(asked)!r}: no folder with adapter_config.json and {_FILE}, as peft writes"
             )
-        config = PeftConfig.from_pretrained(str(folder))
-        config.inference_mode = False
+        try:
+            check_within(folder / "adapter_config.json", folder)
+            config = PeftConfig.from_pretrained(str(folder))
+            config.inference_mode = False
+        except Exception as error:  # of peft, or of what it reads
+            reason = str(error).strip().partition("\n")[0] or type(error).__name__
+            raise SpecError(
+                f"adapter={str(asked)!r}: its adapter_config.json cannot be read: {reason}"
+            ) from error
         return cls(config, folder)
 
     def put_on(self, model: nn.Module) -> nn.Module:
@@ -91,6 +104,21 @@ class Adapter:
             names.update(dict.fromkeys(whole[tensor], bare))
         return names, wanted
 
+    def files(self) -> Mapping[str, Tensor]:
+        """The tensors of the folder, by their names there; none of a new adapter.
+
+        Raises:
+            SpecError: if they are damaged.
+        """
+        if self.folder is None:
+            return {}
+        try:
+            found = open_tensors(self.folder, _FILE)
+            verify(found, 0, 1)
+        except CheckpointError as error:
+            raise SpecError(f"adapter {str(self.folder)!r}: {error}") from error
+        return found
+
     def values(self, model: nn.Module) -> Mapping[str, Tensor]:
         """The trained values by their names in the model; none of a new adapter.
 
@@ -99,10 +127,7 @@ class Adapter:
         """
         if self.folder is None:
             return {}
-        try:
-            files = open_tensors(self.folder, _FILE)
-        except CheckpointError as error:
-            raise SpecError(f"adapter {str(self.folder)!r}: {error}") from error
+        files = self.files()
         wanted = {name.replace(f".{_NAME}.", "."): name for name in _adapter_names(model)}
         if wanted.keys() != files.keys():
             odd = sorted(wanted.keys() ^ files.keys())
@@ -110,6 +135,12 @@ class Adapter:
                 f"adapter {str(self.folder)!r} is of another model: {odd[0]!r} is in only one of the two, and "
                 f"{len(odd) - 1} more"
             )
+        for bare, name in wanted.items():
+            here, there = tuple(model.state_dict()[name].shape), tuple(files[bare].shape)
+            if here != there:
+                raise SpecError(
+                    f"adapter {str(self.folder)!r}: {bare!r} is {there} there and {here} in the model"
+                )
         return {name: files[bare] for bare, name in wanted.items()}
 
 
@@ -146,13 +177,24 @@ def save_adapter(engine: Engine, path: str | os.PathLike[str]) -> None:
 
 
 def _write(folder: Path, config: Any, whole: Mapping[str, Tensor]) -> None:
-    from safetensors.torch import save_file
-
     folder.mkdir(parents=True, exist_ok=True)
-    named = {name.replace(f".{_NAME}.", "."): value.contiguous() for name, value in whole.items()}
-    save_file(named, folder / _FILE, metadata={"format": "pt"})
-    trained, config.inference_mode = config.inference_mode, True
-    try:
-        config.save_pretrained(str(folder))
-    finally:
-        config.inference_mode = trained
+    named = {name.replace(f".{_NAME}.", "."): value for name, value in whole.items()}
+    announced = {
+        name: Described(dtype=value.dtype, shape=tuple(value.shape)) for name, value in named.items()
+    }
+
+    def weights(path: Path) -> None:
+        with TensorWriter(path, announced) as writer:
+            for name in writer.order:
+                writer.write(name, named[name])
+
+    with hold(folder / LOCK, doing="saving an adapter into it"):
+        write_whole(folder / _FILE, weights)
+        trained, config.inference_mode = config.inference_mode, True
+        try:
+            with TemporaryDirectory() as made:
+                config.save_pretrained(made)
+                text = Path(made, "adapter_config.json").read_text()
+        finally:
+            config.inference_mode = trained
+        write_whole(folder / "adapter_config.json", lambda path: path.write_text(text))

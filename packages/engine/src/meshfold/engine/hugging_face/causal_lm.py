@@ -13,6 +13,7 @@ from torch import nn
 
 from meshfold.engine.hugging_face.folder_weights import has_weights
 from meshfold.engine.hugging_face.from_folder import Pretrained, pretrained
+from meshfold.engine.hugging_face.reading import read_config
 from meshfold.mesh import SpecError
 
 
@@ -45,7 +46,9 @@ class HuggingFaceModel:
         """The model with fresh weights; hand this function to the engine, which never allocates the whole."""
         from transformers import AutoModelForCausalLM
 
-        model: nn.Module = AutoModelForCausalLM.from_config(self.config, dtype=torch.float32)
+        model: nn.Module = AutoModelForCausalLM.from_config(
+            self.config, dtype=torch.float32, trust_remote_code=False
+        )
         return model
 
     def load(self) -> Pretrained:
@@ -70,15 +73,9 @@ def open_model(folder: str | os.PathLike[str]) -> HuggingFaceModel:
     """
     check_folder(folder)
     path, name = Path(folder), str(folder)
-    os.environ.setdefault("HF_HUB_OFFLINE", "1")
-    try:
-        from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig
-    except ImportError:
-        raise SpecError(f"model {name!r} needs transformers: pip install meshfold[hf]") from None
-    try:
-        config = AutoConfig.from_pretrained(str(path), local_files_only=True)
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise SpecError(f"model {name!r}: its config.json cannot be read: {_first_line(error)}") from error
+    config = read_config(path, f"model {name!r}")
+    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
+
     if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
         raise SpecError(
             f"model {name!r} is of type {config.model_type!r}, which has no causal language model in transformers"
@@ -103,7 +100,3 @@ def quiet() -> None:
 
     logging.set_verbosity_error()
     logging.disable_progress_bar()
-
-
-def _first_line(error: Exception) -> str:
-    return (str(error).strip() or type(error).__name__).split("\n")[0]

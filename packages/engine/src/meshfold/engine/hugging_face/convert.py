@@ -6,7 +6,6 @@ and are GPT-2 and Llama over there (:mod:`meshfold.engine.hugging_face.our_names
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Mapping
 from contextlib import ExitStack
@@ -17,17 +16,20 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from meshfold.engine.checkpoints.checkpoint import FORMAT, MODEL, Checkpoint
+from meshfold.engine.checkpoints.checkpoint import MODEL, Checkpoint
 from meshfold.engine.checkpoints.folder import latest
-from meshfold.engine.checkpoints.place import STATE, begin, finish, place_of, writing_of
+from meshfold.engine.checkpoints.names import STATE
+from meshfold.engine.checkpoints.place import begin, finish, place_of
+from meshfold.engine.checkpoints.state_file import FORMAT
 from meshfold.engine.checkpoints.stored import Stored
 from meshfold.engine.checkpoints.tensor_file import TensorWriter
+from meshfold.engine.checkpoints.tensor_files import verify
 from meshfold.engine.errors import CheckpointError
 from meshfold.engine.hugging_face import our_names
 from meshfold.engine.hugging_face.folder_weights import has_weights, open_weights
 from meshfold.engine.hugging_face.layout import model_of, to_files
 from meshfold.engine.hugging_face.our_names import Step, unchanged
-from meshfold.engine.hugging_face.writing import SHARD_BYTES, FolderWriter
+from meshfold.engine.hugging_face.writing import SHARD_BYTES, FolderWriter, config_of
 from meshfold.engine.models.config import DecoderConfig
 
 DTYPES = {
@@ -116,11 +118,13 @@ def convert(
     kind = kind_of(came)
     if kind == "hf":
         given, state = open_weights(came), None
-        theirs = _json(came / "config.json") if (came / "config.json").is_file() else None
+        verify(given, 0, 1)
+        theirs = config_of(came) if (came / "config.json").is_file() else None
         described: dict[str, Any] | None = None if theirs is None else {"kind": "hf", "config": theirs}
         place = place or came
     else:
         found = Checkpoint(came)
+        found.verify(weights_only=True)
         given, state = found.model, found.state
         described = state.get("model")
         if config is not None:
@@ -222,13 +226,13 @@ def _write_checkpoint(
         raise CheckpointError(f"{target} is there already: remove it, or choose another folder")
     announced = {name: one for step in steps for name, one in step.results.items()}
     with ExitStack() as mine:
-        begin(writing_of(final), final, mine)
-        with TensorWriter(writing_of(final) / MODEL, announced, order=[*announced]) as writer:
+        writing = begin(final, mine, [MODEL], doing="converting into it")
+        with TensorWriter(writing / MODEL, announced, order=[*announced]) as writer:
             for step in steps:
                 made = step.make([_value(given[name]) for name in step.sources])
                 for name, value in zip(step.results, made, strict=True):
                     writer.write(name, value.to(announced[name].dtype))
-        finish(writing_of(final), final, {"format": FORMAT, **_state(state), "model": described}, {})
+        finish(writing, final, {"format": FORMAT, **_state(state), "model": described}, {})
     size = sum(one.bytes for one in announced.values())
     return Converted(tensors=len(announced), bytes=size, files=1, kind="checkpoint")
 
@@ -245,13 +249,3 @@ def _state(state: dict[str, Any] | None) -> dict[str, Any]:
         "scaler": {}, "data": {},
     }  # fmt: skip
     return fresh if state is None else {name: state.get(name, value) for name, value in fresh.items()}
-
-
-def _json(path: Path) -> dict[str, Any]:
-    try:
-        found = json.loads(path.read_text())
-    except (OSError, ValueError) as error:
-        raise CheckpointError(f"cannot read {path}: {error}") from error
-    if not isinstance(found, dict):
-        raise CheckpointError(f"{path} is no configuration: it holds a {type(found).__name__}")
-    return found

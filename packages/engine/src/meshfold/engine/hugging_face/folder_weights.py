@@ -5,15 +5,17 @@ A tensor is mapped into memory: what a rank takes of it is what is read.
 
 from __future__ import annotations
 
-import json
+import zipfile
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 
-import torch
 from torch import Tensor
 
 from meshfold.engine.checkpoints.tensor_file import TensorFile
-from meshfold.engine.checkpoints.tensor_files import open_tensors
+from meshfold.engine.checkpoints.tensor_files import open_tensors, weight_map
+from meshfold.engine.checkpoints.tensor_folder import TensorFolder
+from meshfold.engine.checkpoints.torch_file import is_whole, read_torch_file, verify_archive
 from meshfold.engine.errors import CheckpointError
 
 SAFE, TORCH = "model.safetensors", "pytorch_model.bin"
@@ -35,17 +37,23 @@ class TorchFiles(Mapping[str, Tensor]):
         self._open: dict[str, Mapping[str, Tensor]] = {}
         index = folder / f"{TORCH}.index.json"
         if index.exists():
-            try:
-                self._where: dict[str, str] = json.loads(index.read_text())["weight_map"]
-            except (OSError, ValueError, KeyError, TypeError) as error:
-                raise CheckpointError(f"cannot read {index}: {error}") from error
+            self._where = weight_map(index)
+            for file in sorted(set(self._where.values())):  # as transformers does: a shard counts as a whole
+                if zipfile.is_zipfile(TensorFolder(folder).path(file)):
+                    self._where = {**dict.fromkeys(self._file(file), file), **self._where}
         else:
             self._where = dict.fromkeys(self._file(TORCH), TORCH)
+
+    @property
+    def files(self) -> list[TorchArchive]:
+        """The files."""
+        folder = TensorFolder(self._folder)
+        return [TorchArchive(folder.path(name)) for name in sorted(set(self._where.values()))]
 
     def _file(self, name: str) -> Mapping[str, Tensor]:
         if name in self._open:
             return self._open[name]
-        found, mapped = _torch_file(self._folder / name)
+        found, mapped = _torch_file(TensorFolder(self._folder).path(name))
         self._open = {**(self._open if mapped else {}), name: found}
         return found
 
@@ -64,21 +72,29 @@ class TorchFiles(Mapping[str, Tensor]):
         return len(self._where)
 
 
+@dataclass(frozen=True)
+class TorchArchive:
+    """A file of torch, whose archive has checksums."""
+
+    path: Path
+
+    def verify(self, part: int = 0, parts: int = 1) -> None:
+        """Compare every ``parts``-th entry with its checksum, from number ``part`` on."""
+        verify_archive(self.path, part, parts)
+
+
 def _torch_file(path: Path) -> tuple[Mapping[str, Tensor], bool]:
     """The tensors of a file of torch, and whether they are mapped into memory."""
-    mapped = True
-    try:
-        found = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
-    except Exception as error:  # also of the pickle's own
-        mapped = False
-        try:
-            found = torch.load(path, map_location="cpu", weights_only=True)
-        except Exception:
-            reason = str(error).strip().partition("\n")[0]
-            raise CheckpointError(f"cannot read {path}: {reason}") from error
+    mapped = zipfile.is_zipfile(path)  # others are of torch before 1.6
+    found = read_torch_file(path, mapped=mapped)
     if not isinstance(found, dict):
         raise CheckpointError(f"{path} holds a {type(found).__name__}, not tensors by name (a state dict)")
-    return found, mapped
+    odd = [name for name, value in found.items() if isinstance(value, Tensor) and not is_whole(value)]
+    if odd:
+        raise CheckpointError(
+            f"{path}: {odd[0]!r} is sparse, has no values, or claims more elements than the file has"
+        )
+    return {str(name): value for name, value in found.items() if isinstance(value, Tensor)}, mapped
 
 
 def has_weights(folder: Path) -> bool:

@@ -19,10 +19,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from meshfold.engine.checkpoints.tensor_files import verify
 from meshfold.engine.errors import CheckpointError
 from meshfold.engine.hugging_face.adapter import Adapter
 from meshfold.engine.hugging_face.folder_weights import has_weights, open_weights
 from meshfold.engine.hugging_face.quantized import NF4, pack_linears, unpacked_twins
+from meshfold.engine.hugging_face.reading import read_config
 from meshfold.engine.hugging_face.weight_names import Matched, match
 from meshfold.kernels.nf4 import pack_nf4
 from meshfold.mesh import ParallelSpec, SpecError, metadata
@@ -90,16 +92,21 @@ class Pretrained:
         ignore_mismatched_sizes: bool,
         adapter: Adapter | None = None,
         quantize: str | None = None,
+        verify: bool = True,
     ) -> None:
-        self.adapter, self.quantize = adapter, quantize
+        self.adapter, self.quantize, self._verifies = adapter, quantize, verify
         self.folder, self.config, self.model_class = folder, config, model_class
         self._dtype, self._ignores = dtype, ignore_mismatched_sizes
         self._files = _open(folder)
 
     def __call__(self) -> nn.Module:
         """The model with fresh weights."""
-        make = getattr(self.model_class, "from_config", None) or self.model_class._from_config
-        model: nn.Module = make(self.config, dtype=self._dtype)
+        if hasattr(self.model_class, "from_config"):
+            model: nn.Module = self.model_class.from_config(
+                self.config, dtype=self._dtype, trust_remote_code=False
+            )
+        else:
+            model = self.model_class._from_config(self.config, dtype=self._dtype)
         if self.quantize is not None:
             pack_linears(model)
         return model if self.adapter is None else self.adapter.put_on(model)
@@ -111,6 +118,15 @@ class Pretrained:
                 f"quantize={self.quantize!r} with tensor: packed weights are not split over tensor axes; share the model with "
                 "data=... and zero=dict(stage=3), or cut it into stages"
             )
+
+    def verify(self, part: int, parts: int) -> None:
+        """Compare every ``parts``-th tensor with its checksum, from number ``part`` on, where the files have any.
+
+        Raises:
+            CheckpointError: for one that is not what was written.
+        """
+        if self._verifies:
+            verify(self._files, part, parts)
 
     def weights(self, model: nn.Module) -> FolderValues:
         """What the folder has of a model that was built by this, whole, on the meta device or not.
@@ -230,6 +246,7 @@ def pretrained(
     ignore_mismatched_sizes: bool = False,
     adapter: Any = None,
     quantize: str | None = None,
+    verify: bool = True,
     **changes: Any,
 ) -> Pretrained:
     """The model of a local Hugging Face folder, to be given to an :class:`Engine` as its model.
@@ -246,6 +263,8 @@ def pretrained(
         ignore_mismatched_sizes: make tensors anew that have another shape in the folder.
         adapter: train low-rank adapters and nothing else: peft's ``LoraConfig(...)`` for new ones, or the folder of trained ones.
         quantize: ``"nf4"``: keep linear layers but the head in four bits, packed as they are read (QLoRA); with ``adapter``.
+        verify: compare tensors with their checksums first, where the files have any (those that Meshfold and torch write); the
+            ranks share this out.
         changes: to the configuration: ``num_labels=3``; ``attn_implementation`` and ``experts_implementation`` as in
             transformers.
 
@@ -258,11 +277,6 @@ def pretrained(
         raise SpecError(
             f"pretrained({shown!r}): {what}; give a local folder of a Hugging Face model, nothing is downloaded"
         )
-    os.environ.setdefault("HF_HUB_OFFLINE", "1")
-    try:
-        from transformers import AutoConfig
-    except ImportError:
-        raise SpecError(f"pretrained({shown!r}) needs transformers: pip install meshfold[hf]") from None
     if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
         raise SpecError(f"pretrained(dtype={dtype!r}): a floating dtype of torch, such as torch.float32")
     if quantize not in (None, NF4):
@@ -271,11 +285,7 @@ def pretrained(
         raise SpecError(
             f"pretrained(quantize={quantize!r}) freezes the model: give adapter=LoraConfig(...), which is what is trained then"
         )
-    try:
-        config = AutoConfig.from_pretrained(shown, local_files_only=True)
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        reason = str(error).strip().partition("\n")[0] or type(error).__name__
-        raise SpecError(f"pretrained({shown!r}): its config.json cannot be read: {reason}") from error
+    config = read_config(path, f"pretrained({shown!r})")
     for key, value in changes.items():
         if key in _IMPLEMENTATIONS:
             setattr(config, f"_{key}", value)
@@ -300,6 +310,7 @@ def pretrained(
         ignore_mismatched_sizes=ignore_mismatched_sizes,
         adapter=None if adapter is None else Adapter.of(adapter),
         quantize=quantize,
+        verify=verify,
     )
 
 
@@ -316,9 +327,10 @@ def _class_of(shown: str, config: Any, asked: str | type | None) -> Any:
 
     if isinstance(asked, type):
         return asked
-    names = [asked] if asked else list(getattr(config, "architectures", None) or ["AutoModelForCausalLM"])
-    found = getattr(transformers, names[0], None)
-    if found is None or not (hasattr(found, "_from_config") or hasattr(found, "from_config")):
+    architectures = getattr(config, "architectures", None) or ["AutoModelForCausalLM"]
+    names = [asked] if asked else architectures if isinstance(architectures, list) else [architectures]
+    found = getattr(transformers, str(names[0]), None)
+    if not isinstance(found, type) or not (hasattr(found, "_from_config") or hasattr(found, "from_config")):
         where = "model_class" if asked else "config.json's architectures"
         raise SpecError(
             f"pretrained({shown!r}): transformers has no model class {names[0]!r}, which {where} says: give "

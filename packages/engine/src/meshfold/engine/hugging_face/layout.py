@@ -61,6 +61,8 @@ def model_of(config: Mapping[str, Any]) -> Any:
         import transformers
 
         kind = getattr(transformers, config["architectures"][0])
+        if not (isinstance(kind, type) and issubclass(kind, transformers.PreTrainedModel)):
+            return None
         settings = transformers.AutoConfig.for_model(**config)
         with torch.device("meta"):
             return kind(settings)

@@ -20,14 +20,13 @@ from transformers import Trainer
 from transformers.trainer_utils import speed_metrics
 
 from meshfold.engine.batches.loader import ShardedLoader
+from meshfold.engine.checkpoints.torch_file import read_torch_file
 from meshfold.engine.engine import Engine
+from meshfold.engine.hugging_face.trainer_metrics import Predictions
 from meshfold.engine.hugging_face.trainer_rows import Collated, Loader, Rows, RowsOfBatches
-from meshfold.mesh import SpecError
+from meshfold.mesh import SpecError, all_reduce
 
-_NEVER_CALLED = {
-    "compute_loss_func": "the loss is the engine's, write Engine(..., loss_fn=...)",
-    "compute_metrics": "evaluation gives the engine's loss alone, other numbers take engine(...) in a loop of your own",
-}
+_NEVER_CALLED = {"compute_loss_func": "the loss is the engine's, write Engine(..., loss_fn=...)"}
 
 _FOLDER = "meshfold"  # inside of the Trainer's checkpoint folder
 
@@ -40,7 +39,9 @@ class EngineTrainer(Trainer):  # type: ignore[misc]  # transformers is not typed
 
     An epoch has every row once, in as many steps as the Trainer's on as many data coordinates: a last batch that is smaller
     is shared out, unless ``dataloader_drop_last``. Micro-steps of a step weigh as the Trainer's do: as many targets as they
-    have where the model's loss can be told, as it can in causal language models, else alike.
+    have where the model's loss can be told, as it can in causal language models, else alike. Losses are the Trainer's, also of
+    models such as ``GPT2LMHeadModel`` where it divides by all labels, of which the first of each row is never predicted.
+    ``compute_metrics`` and ``preprocess_logits_for_metrics`` are called as the Trainer calls them, on all ranks.
 
     Raises:
         SpecError: where the engine was made for another accumulation, clipping or precision than the arguments say, and for
@@ -106,6 +107,11 @@ class EngineTrainer(Trainer):  # type: ignore[misc]  # transformers is not typed
                 f"TrainingArguments(train_sampling_strategy={self.args.train_sampling_strategy!r}): EngineTrainer has "
                 "'random' and 'sequential'"
             )
+        if self.args.batch_eval_metrics or "loss" in self.args.include_for_metrics:
+            raise SpecError(
+                "TrainingArguments(batch_eval_metrics=True) and include_for_metrics=['loss']: EngineTrainer calls compute_metrics "
+                "once, with predictions, labels and inputs of all rows: leave them out"
+            )
 
     # -- the loop's parts ------------------------------------------------------------------------------------------
 
@@ -124,10 +130,33 @@ class EngineTrainer(Trainer):  # type: ignore[misc]  # transformers is not typed
     ) -> tuple[list[Any], None]:
         """The batches of a step, and their weights in it: as the Trainer's, but of targets over all data coordinates."""
         batches = list(islice(epoch_iterator, num_batches))
-        weighed = self.model_accepts_loss_kwargs and len(batches) > 1
+        more = self._counts_all_labels(batches)
+        weighed = more or (self.model_accepts_loss_kwargs and len(batches) > 1)
         counts = [self.engine._targets(dict(fields)) for fields in batches] if weighed else []
-        self._weights = iter([count / sum(counts) for count in counts] if sum(counts) else ())
+        divisor = sum(map(self._labels_of, batches)) if more else sum(counts)
+        self._weights = iter([count / divisor for count in counts] if divisor else ())
         return batches, None
+
+    def _counts_all_labels(self, batches: list[Any]) -> bool:
+        """Whether the Trainer divides a loss by the labels of rows whose first one is never predicted.
+
+        It tells by ``loss_type``, which some causal language models do not have.
+        """
+        counts = self.model_accepts_loss_kwargs and not self._loss_shifts_labels
+        return (
+            counts
+            and self.engine._forward.shifts_labels
+            and bool(batches)
+            and isinstance(batches[0], Mapping)
+            and batches[0].get("labels") is not None
+            and "shift_labels" not in batches[0]
+        )
+
+    def _labels_of(self, fields: Mapping[str, Any]) -> int:
+        """How many labels of a global batch are no padding; all ranks call."""
+        world = self.engine._world
+        mine = torch.as_tensor(fields["labels"]).ne(-100).sum().to(world.device)
+        return int(all_reduce(mine, world.row_group))
 
     def get_train_dataloader(self) -> DataLoader[Any]:
         """Every row once an epoch; of a last batch that is smaller each data coordinate has its part, which may be none.
@@ -218,17 +247,41 @@ class EngineTrainer(Trainer):  # type: ignore[misc]  # transformers is not typed
             return metrics
         start, total, count = time.time(), 0.0, 0
         loader = self.get_eval_dataloader(eval_dataset)
+        predictions = self._predictions(loader, ignore_keys)
         for fields in loader:
             loss, targets = self.engine._assessed(dict(fields))
             total += loss * targets if targets else 0.0
-            count += targets
+            count += self._labels_of(fields) if self._counts_all_labels([fields]) else targets
+            if predictions is not None:
+                name = getattr(self.model, "main_input_name", "input_ids")
+                inputs = fields[name] if "inputs" in self.args.include_for_metrics else None
+                predictions.add(fields, inputs)
         metrics = {f"{metric_key_prefix}_loss": total / count if count else math.nan}
+        if predictions is not None:
+            own = predictions.metrics(self.compute_metrics)
+            begin = f"{metric_key_prefix}_"
+            metrics.update({name if name.startswith(begin) else begin + name: own[name] for name in own})
         metrics.update(
             speed_metrics(metric_key_prefix, start, num_samples=len(loader.dataset), num_steps=len(loader))
         )
         self.log(metrics)
         self.control = self.callback_handler.on_evaluate(self.args, self.state, self.control, metrics)
         return metrics
+
+    def _predictions(self, loader: ShardedLoader, ignore_keys: Any) -> Predictions | None:
+        """What metrics are to be computed of; None if nobody asks for any."""
+        if self.compute_metrics is None or self.args.prediction_loss_only:
+            return None
+        config = getattr(self.model, "config", None)
+        left_out = ignore_keys or getattr(config, "keys_to_ignore_at_inference", ["past_key_values"])
+        return Predictions(
+            self.engine,
+            len(loader.dataset),
+            loader.batch_size,
+            labels=self.label_names,
+            left_out=left_out,
+            preprocess=self.preprocess_logits_for_metrics,
+        )
 
     def predict(self, *args: Any, **settings: Any) -> Any:
         """Refused: ranks have parts of the outputs.
@@ -270,9 +323,7 @@ class EngineTrainer(Trainer):  # type: ignore[misc]  # transformers is not typed
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         if checkpoint is not None:
-            self.lr_scheduler.load_state_dict(
-                torch.load(Path(checkpoint) / "scheduler.pt", weights_only=True)
-            )
+            self.lr_scheduler.load_state_dict(read_torch_file(Path(checkpoint) / "scheduler.pt"))
             # A scheduler counts on the optimizer's state to bring the rate; this one was made after that was loaded.
             for group, rate in zip(self.optimizer.param_groups, self.lr_scheduler.get_last_lr(), strict=True):
                 group["lr"] = rate

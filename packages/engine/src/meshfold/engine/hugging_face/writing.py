@@ -1,6 +1,7 @@
 """Writing a Hugging Face folder tensor by tensor: weights in one file or in shards, what belongs to them beside.
 
-The folder gets its name when all of it is on the disk. No more than one tensor is in memory.
+The folder gets its name when all of it is on the disk. One that is there and empty, such as a mount point, is written within:
+then ``config.json`` comes last. One process writes a folder at a time. No more than one tensor is in memory.
 """
 
 from __future__ import annotations
@@ -9,16 +10,22 @@ import json
 import os
 import shutil
 from collections.abc import Mapping
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from meshfold.engine.checkpoints.place import make, sync, writing_of
+from meshfold.engine.checkpoints.names import LOCK, SAVING, lock_of, writing_of
+from meshfold.engine.checkpoints.place import make
 from meshfold.engine.checkpoints.tensor_file import Described, TensorWriter
+from meshfold.engine.checkpoints.tensor_folder import check_within
 from meshfold.engine.errors import CheckpointError
+from meshfold.engine.folder_lock import hold
 from meshfold.engine.hugging_face.folder_weights import SAFE
+from meshfold.engine.json_text import parse_object
+from meshfold.engine.whole_file import sync
 
 SHARD_BYTES = 5 * 10**9
 """Of a file of weights, about: as transformers does it."""
@@ -46,21 +53,31 @@ class FolderWriter:
             shard_bytes: of a file; a tensor that is larger has a file of its own.
 
         Raises:
-            CheckpointError: if there is something already, or no configuration is known.
+            CheckpointError: if there is something already, no configuration is known, or a file of ``like`` is a link to one
+                elsewhere.
+            InUseError: if another process writes there.
         """
         self._target = Path(folder).absolute()
-        if self._target.exists() and (not self._target.is_dir() or any(self._target.iterdir())):
-            raise CheckpointError(f"{folder} is there already: remove it, or choose another folder")
+        self._check_empty()
         if config is None and (like is None or not (like / "config.json").is_file()):
             raise CheckpointError(
                 f"nothing says the config.json of {folder}: name the Hugging Face folder that the model came from (like)"
             )
-        self._announced, self._config, self._like = dict(announced), config, like
+        self._announced, self._config = dict(announced), config
+        self._beside = [] if like is None else _carried(like)
+        if config is None and like is not None:
+            self._config = config_of(like)
         self._shards = _shards(self._announced, shard_bytes)
-        self.folder = writing_of(self._target)
-        if self.folder.exists():  # left by a process that died
-            shutil.rmtree(self.folder)
-        make(self.folder)
+        inside = self._target.exists()
+        make(self._target if inside else self._target.parent)
+        with ExitStack() as mine:
+            lock = lock_of(self._target, inside=inside)
+            mine.enter_context(hold(lock, doing="exporting into it", folder=self._target))
+            self._check_empty()
+            self.folder = writing_of(self._target, inside=inside)
+            _clear(self.folder)  # left by a process that died
+            make(self.folder)
+            self._mine = mine.pop_all()
         self._left = [*self._announced]
         self._number = -1
         self._writer: TensorWriter | None = None
@@ -87,24 +104,37 @@ class FolderWriter:
             total = sum(described.bytes for described in self._announced.values())
             text = json.dumps({"metadata": {"total_size": total}, "weight_map": where}, indent=2)
             (self.folder / f"{SAFE}.index.json").write_text(text)
-        if self._like is not None:
-            for path in sorted(self._like.iterdir()):
-                if path.is_file() and not path.name.endswith(_WEIGHTS) and path.name != "state.json":
-                    shutil.copyfile(path, self.folder / path.name)
+        for path in self._beside:
+            shutil.copyfile(path, self.folder / path.name)
         (self.folder / "config.json").write_text(json.dumps(self._described(), indent=2) + "\n")
         for path in self.folder.iterdir():
             sync(path)
         sync(self.folder)
-        if self._target.exists():
-            self._target.rmdir()
-        self.folder.rename(self._target)
-        sync(self._target.parent)
+        self._check_empty()
+        if self.folder.parent == self._target:
+            for path in sorted(self.folder.iterdir(), key=lambda path: path.name == "config.json"):
+                path.rename(self._target / path.name)
+            self.folder.rmdir()
+            sync(self._target)
+        else:
+            self.folder.rename(self._target)
+            sync(self._target.parent)
+        self._mine.close()
 
     def abandon(self) -> None:
         """Remove what was written; nothing after ``close``."""
         if self._writer is not None:
             self._writer.abandon()
-        shutil.rmtree(self.folder, ignore_errors=True)
+        with self._mine, suppress(OSError, CheckpointError):
+            _clear(self.folder)
+
+    def _check_empty(self) -> None:
+        """Raise a CheckpointError if there is something in the target already."""
+        target = self._target
+        if target.exists() and (
+            not target.is_dir() or any(path.name not in (LOCK, SAVING) for path in target.iterdir())
+        ):
+            raise CheckpointError(f"{target} is there already: remove it, or choose another folder")
 
     def _next(self) -> None:
         """End a file, and begin the next one if there is one."""
@@ -124,10 +154,7 @@ class FolderWriter:
 
     def _described(self) -> dict[str, Any]:
         """The configuration, with the dtype that most elements have."""
-        config = self._config
-        if config is None and self._like is not None:
-            config = json.loads((self._like / "config.json").read_text())
-        found = dict(config or {})
+        found = dict(self._config or {})
         elements: dict[torch.dtype, int] = {}
         for described in self._announced.values():
             if described.dtype.is_floating_point:
@@ -137,6 +164,51 @@ class FolderWriter:
             name = str(max(elements, key=elements.__getitem__)).removeprefix("torch.")
             found["torch_dtype" if "torch_dtype" in found and "dtype" not in found else "dtype"] = name
         return found
+
+
+def config_of(folder: Path) -> dict[str, Any]:
+    """Return the configuration of a Hugging Face folder.
+
+    Raises:
+        CheckpointError: if it cannot be read, or is a link to a file elsewhere.
+    """
+    path = folder / "config.json"
+    check_within(path, folder)
+    try:
+        return parse_object(path.read_bytes())
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"cannot read {path}: {error}") from error
+
+
+def _carried(like: Path) -> list[Path]:
+    """Return the files of a folder that are carried along: all but its weights.
+
+    Raises:
+        CheckpointError: for a link to a file elsewhere, which would be copied into a folder that may be published.
+    """
+    found = [
+        path
+        for path in sorted(like.iterdir())
+        if path.is_file() and not path.name.endswith(_WEIGHTS) and path.name not in ("state.json", LOCK)
+    ]
+    for path in found:
+        check_within(path, like)
+    return found
+
+
+def _clear(folder: Path) -> None:
+    """Remove a folder that an export has begun; an export writes files and no folders.
+
+    Raises:
+        CheckpointError: if there is something in it that no export has written.
+    """
+    if not os.path.lexists(folder):
+        return
+    if folder.is_symlink() or any(path.is_symlink() or not path.is_file() for path in folder.iterdir()):
+        raise CheckpointError(f"{folder} is in the way, and no export has written it: move it away")
+    for path in folder.iterdir():
+        path.unlink()
+    folder.rmdir()
 
 
 def _shards(announced: Mapping[str, Described], most: int) -> list[dict[str, Described]]:

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from torch import Tensor
 
+from meshfold.engine.checkpoints.folder import remove
 from meshfold.engine.errors import TrainingError
 from meshfold.engine.lightning import checkpoints as saving
 from meshfold.engine.lightning.connected import ConnectedStrategy
@@ -93,6 +95,13 @@ class CheckpointedStrategy(ConnectedStrategy):
         if saving.is_folder(path):
             return saving.read_folder(path, weights_only=weights_only)
         return dict(super().load_checkpoint(checkpoint_path, weights_only=weights_only))
+
+    def remove_checkpoint(self, filepath: Any) -> None:
+        """Remove a checkpoint; of a folder the files that are the checkpoint's, and nothing else. Rank 0 does it."""
+        if not saving.is_folder(filepath):
+            super().remove_checkpoint(filepath)
+        elif self.is_global_zero:
+            remove(Path(filepath))
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
         """Give the module its state, each rank its own blocks.

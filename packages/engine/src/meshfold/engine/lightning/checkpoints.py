@@ -17,10 +17,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from meshfold.engine.checkpoints import extra_state
 from meshfold.engine.checkpoints.checkpoint import MODEL, Checkpoint, write_checkpoint
 from meshfold.engine.checkpoints.model_state import ModelState
+from meshfold.engine.checkpoints.names import EXTRA, STATE
 from meshfold.engine.checkpoints.optimizer_state import plain_settings
-from meshfold.engine.checkpoints.place import STATE
 from meshfold.engine.errors import CheckpointError
 from meshfold.engine.lightning.lanes import Lane, Lanes
 from meshfold.engine.lightning.session import Session
@@ -75,8 +76,9 @@ def write_folder(path: str | os.PathLike[str], session: Session, checkpoint: Map
             files[optimizer_file(number)] = lane.states.optimizer_sources()
             state["optimizers"].append(lane.states.optimizer_description())
     rest = {key: value for key, value in checkpoint.items() if key not in (_STATE, _OPTIMIZERS)}
-    all_read = session.lanes.all_read
-    write_checkpoint(path, session.world, files, state, None, all_read=all_read, more={REST: rest})
+    state["extra_state"], more = extra_state.split(session.state.extra(f"cannot write the checkpoint {path}"))
+    small = {REST: rest, **({EXTRA: more} if more else {})}
+    write_checkpoint(path, session.world, files, state, small, all_read=session.lanes.all_read)
 
 
 def whole_state(session: Session, *, everywhere: bool) -> dict[str, Tensor]:
@@ -85,8 +87,11 @@ def whole_state(session: Session, *, everywhere: bool) -> dict[str, Tensor]:
     if everywhere:
         return state.full()
     whole = _read_all(state.sources(), session.world, keep=session.world.mesh.rank == 0)
-    ties = state.ties()
-    return {name: whole[ties.get(name, name)] for name in state.names()} if whole else {}
+    ties, extra = state.ties(), state.extra("cannot read the module's state")
+    if session.world.mesh.rank:
+        return {}
+    found: dict[str, Any] = {name: whole[ties.get(name, name)] for name in state.names()}
+    return {**found, **{name: extra_state.value_of(entry) for name, entry in extra.items()}}
 
 
 def whole_optimizer_state(session: Session, lane: Lane) -> dict[str, Any]:
@@ -143,10 +148,11 @@ def read_folder(path: str | os.PathLike[str], *, weights_only: bool | None = Non
 
     Args:
         path: the folder.
-        weights_only: whether ``lightning.pt`` may hold tensors and plain Python values alone (``torch.load``).
+        weights_only: False: run the code that ``lightning.pt`` names (pickle), for folders that you trust. Else it may hold
+            tensors and plain Python values alone.
 
     Raises:
-        CheckpointError: if it is none that this strategy has written, or damaged.
+        CheckpointError: if it is none that this strategy has written, damaged, or holds other objects.
     """
     found = Checkpoint(path)
     if found.state.get("kind") != "lightning":
@@ -154,12 +160,7 @@ def read_folder(path: str | os.PathLike[str], *, weights_only: bool | None = Non
             f"{found.path} was written by an Engine, not by a Lightning trainer: load it with Engine.load, or take its tensors "
             "with safetensors and give them to the module's load_state_dict"
         )
-    try:
-        rest: dict[str, Any] = torch.load(
-            found.path / REST, map_location="cpu", weights_only=bool(weights_only)
-        )
-    except (OSError, RuntimeError, EOFError) as error:
-        raise CheckpointError(f"cannot read {found.path / REST}: {error}") from error
+    rest = _rest(found, runs_code=weights_only is False)
     model = found.model  # sees whether the folder is the same still
     whole = {name: model[name] for name in model}
     whole.update({name: whole[first] for name, first in found.state["ties"].items()})
@@ -167,8 +168,31 @@ def read_folder(path: str | os.PathLike[str], *, weights_only: bool | None = Non
         {"description": description, "tensors": found.tensors(optimizer_file(number))}
         for number, description in enumerate(found.state["optimizers"])
     ]
-    kept = {_STATE: whole, "meshfold_micro_step": found.state["micro_step"]}
+    kept = {_STATE: {**whole, **found.extra_state}, "meshfold_micro_step": found.state["micro_step"]}
     return {**rest, **kept, **({_OPTIMIZERS: optimizers} if optimizers else {})}
+
+
+def _rest(found: Checkpoint, *, runs_code: bool) -> dict[str, Any]:
+    """What else Lightning keeps than tensors."""
+    if not runs_code:
+        try:
+            rest = found.small_file(REST)
+        except CheckpointError as error:
+            raise CheckpointError(
+                f"{error}. If it holds objects of your own and you trust whoever has written it, load it with weights_only=False "
+                "(trainer.fit(..., weights_only=False), consolidate(..., weights_only=False)), or name their classes to "
+                "torch.serialization.add_safe_globals"
+            ) from error
+    else:
+        try:
+            rest = torch.load(found.path_of(REST), map_location="cpu", weights_only=False)
+        except Exception as error:  # of the system, the archive or the pickle
+            raise CheckpointError(f"cannot read {found.path / REST}: {error}") from error
+    if not isinstance(rest, dict):
+        raise CheckpointError(
+            f"{found.path / REST} holds a {type(rest).__name__}, and Lightning keeps a dict there"
+        )
+    return rest
 
 
 def load_module(session: Session, state: Mapping[str, Tensor], *, strict: bool) -> None:
@@ -188,7 +212,8 @@ def _those_that_fit(mine: ModelState, state: Mapping[str, Tensor]) -> dict[str, 
     names, ties = set(mine.names()), mine.ties()
     given = {ties.get(name, name): value for name, value in state.items() if name in names}
     missing = {name: source for name, source in mine.sources().items() if name not in given}
-    return {**given, **{name: source.read() for name, source in missing.items()}}
+    extra = mine.extra_in(state)
+    return {**given, **{name: source.read() for name, source in missing.items()}, **extra}
 
 
 def load_optimizers(session: Session, states: Sequence[Any]) -> None:
@@ -241,15 +266,22 @@ def _from_torch(lane: Lane, state: Mapping[str, Any]) -> tuple[dict[str, Any], d
     return description, tensors
 
 
-def consolidate(folder: str | os.PathLike[str], file: str | os.PathLike[str]) -> None:
+def consolidate(
+    folder: str | os.PathLike[str], file: str | os.PathLike[str], *, weights_only: bool = True
+) -> None:
     """Write a folder as Lightning's own file, for ``LightningModule.load_from_checkpoint`` and other strategies.
 
     Runs in one process, without ranks; the file has whole tensors, so it takes as much memory as they do.
 
+    Args:
+        folder: a checkpoint.
+        file: where the new file goes.
+        weights_only: False: run the code that the folder's ``lightning.pt`` names (pickle), for folders that you trust.
+
     Raises:
-        CheckpointError: if the folder is none that this strategy has written.
+        CheckpointError: if the folder is none that this strategy has written, or holds objects that need code to be read.
     """
-    found = read_folder(folder)
+    found = read_folder(folder, weights_only=weights_only)
     found.pop("meshfold_micro_step")
     if _OPTIMIZERS in found:
         found[_OPTIMIZERS] = [_as_torch(state) for state in found[_OPTIMIZERS]]

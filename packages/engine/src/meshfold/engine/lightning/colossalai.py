@@ -19,7 +19,7 @@ _POLICIES = ("auto", "cpu", "cuda")
 class ColossalAIStrategy(MeshfoldStrategy):
     """ZeRO with chunks, under the name and the arguments of ``pytorch_lightning.strategies.ColossalAIStrategy``.
 
-    All precisions, accelerators and optimizers go; ``compat="colossalai"`` brings the old errors back. Checkpoints are
+    All precisions, accelerators and optimizers go. Checkpoints are
     Lightning's own files with whole tensors, as they were; ``checkpoints="folder"`` shards them.
     """
 
@@ -50,7 +50,6 @@ class ColossalAIStrategy(MeshfoldStrategy):
         precision_plugin: Any = None,
         *,
         parallel: Mapping[str, object] | ParallelSpec | None = None,
-        compat: str | None = None,
         checkpoints: str = "file",
         **options: Any,
     ) -> None:
@@ -68,13 +67,11 @@ class ColossalAIStrategy(MeshfoldStrategy):
                 under ``precision="16-mixed"``.
             accelerator, parallel_devices, cluster_environment, checkpoint_io, precision_plugin: as every strategy has them.
             parallel: a spec in place of the one that the arguments above make.
-            compat: ``"colossalai"``: refuse what the old strategy refused.
             checkpoints: ``"file"`` or ``"folder"``.
             options: what else :class:`MeshfoldStrategy` takes.
 
         Raises:
             SpecError: for a value that is wrong.
-            ValueError: for ``use_chunk=False`` with ``compat``.
         """
         if placement_policy not in _POLICIES:
             raise SpecError(
@@ -93,8 +90,6 @@ class ColossalAIStrategy(MeshfoldStrategy):
             raise SpecError(
                 f"gpu_margin_mem_ratio={gpu_margin_mem_ratio!r}: a share of the device's memory, from 0 to 1"
             )
-        if compat and not use_chunk:
-            raise ValueError("use_chunk=False: ColossalAI must use chunks; leave compat out and it works")
         zero = dict(stage=3 if enable_distributed_storage else 2, placement=placement_policy)
         if parallel is None:
             parallel = dict(zero=zero) if use_chunk else {}
@@ -110,7 +105,6 @@ class ColossalAIStrategy(MeshfoldStrategy):
                 hysteresis=hysteresis,
                 max_scale=max_scale,
             ),
-            compat=compat,
             checkpoints=checkpoints,
             accelerator=accelerator,
             parallel_devices=parallel_devices,
@@ -119,8 +113,3 @@ class ColossalAIStrategy(MeshfoldStrategy):
             precision_plugin=precision_plugin,
             **options,
         )
-
-    @property
-    def handles_gradient_accumulation(self) -> bool:
-        """As it was under ``compat``; else Lightning's loop accumulates."""
-        return self.compat is not None

@@ -10,7 +10,7 @@ from lightning.pytorch.strategies import DDPStrategy
 from torch import Tensor
 
 from meshfold.engine.errors import TrainingError
-from meshfold.engine.lightning import compat, talk
+from meshfold.engine.lightning import talk
 from meshfold.engine.lightning.environment import place_of
 from meshfold.engine.lightning.precision import MeshfoldPrecision
 from meshfold.engine.precision import LossScaler
@@ -25,11 +25,9 @@ class ConnectedStrategy(DDPStrategy):
 
     Attributes:
         world: spec, mesh and device; None before the trainer has connected the processes.
-        compat: whose errors are wanted; None for nobody's.
     """
 
     world: World | None = None
-    compat: str | None = None
     _parallel: Mapping[str, object] | ParallelSpec
     _seed: int | None
 
@@ -90,8 +88,6 @@ class ConnectedStrategy(DDPStrategy):
             group: as for :meth:`reduce`.
             sync_grads: let gradients come back, summed over the ranks.
         """
-        if self.compat and sync_grads:
-            compat.refuse_gradients_of_gather()
         return (
             tensor if self.world is None else talk.gathered(tensor, self.world, group, sync_grads=sync_grads)
         )

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from meshfold.engine.errors import TrainingError
 from meshfold.engine.optimizers import refuse
 from meshfold.engine.precision import LossScaler
+from meshfold.engine.shown_gradients import ShownGradients
 from meshfold.engine.states import Source, States, held
 from meshfold.engine.step_guard import StepGuard
 from meshfold.engine.world import World
@@ -27,6 +28,12 @@ if TYPE_CHECKING:
 _BEHIND = (
     "was called behind the strategy's back, where gradients are not summed over the ranks yet: call step() of what "
     "self.optimizers() returns, and never with use_pl_optimizer=False"
+)
+
+_ADVICE = (
+    "the strategy has the gradients. Between backward and the optimizer's step torch.nn.utils.clip_grad_norm_ and "
+    "clip_grad_value_ work on self.parameters(), and parameter.grad can be multiplied in place; for all else write "
+    "Trainer(gradient_clip_val=...) or self.clip_gradients(optimizer, ...)"
 )
 
 
@@ -76,6 +83,8 @@ class Lane:
         self._watched = {p: p.requires_grad for p in watched}
         self._begun = self._finished = False
         self._backwards = 0
+        self._scaler: LossScaler | None = None
+        self._shown = ShownGradients(states, self.finish, self._are_there, _ADVICE)
         self._guard = StepGuard(optimizer, _BEHIND)
 
     @property
@@ -88,11 +97,12 @@ class Lane:
         """Before a forward whose backward will follow."""
         if not self._begun and not self._finished:
             self._begun = True
+            self._shown.hide()
             self.states.begin(first=not self._backwards)
 
     @contextmanager
-    def backward(self, kind: Backward) -> Iterator[None]:
-        """Around a backward: what gradients come are this lane's."""
+    def backward(self, kind: Backward, scaler: LossScaler) -> Iterator[None]:
+        """Around a backward of a scaled loss: what gradients come are this lane's."""
         if self._finished:
             raise TrainingError(
                 "a backward after clip_gradients() and before step(): gradients are complete once they were clipped. Clip after "
@@ -103,18 +113,40 @@ class Lane:
             yield
         self._begun = False
         self._backwards += 1
+        self._scaler = scaler
+        self._shown.show()
 
-    def finish(self, factor: float) -> bool:
-        """All gradients are summed, times the factor, from now on until ``forget``; whether there are any."""
+    def _are_there(self) -> bool:
+        return bool(self._backwards)
+
+    def finish(self) -> bool:
+        """All gradients are summed and unscaled from now on, until ``forget``; whether there are any."""
         if self._backwards and not self._finished:
-            self.states.finish(factor)
+            assert self._scaler is not None  # there was a backward
+            self._shown.hide()
+            self.states.finish(1.0 / self._scaler.scale)
             self._finished = True
+            self._shown.cover()
         return self._finished
+
+    def clip(self, max_norm: float) -> None:
+        """By the norm of all gradients, if there are any."""
+        if self.finish():
+            with self._shown.complete("the norm"):
+                self.states.clip(max_norm)
+
+    def clip_value(self, max_value: float) -> None:
+        """Each element of the gradients, if there are any."""
+        if self.finish():
+            with self._shown.complete("clipping the values"):
+                self.states.clip_value(max_value)
 
     def step(self, scaler: LossScaler, options: Mapping[str, Any]) -> None:
         """Step with complete gradients, unless they overflowed, and let them go; nothing without a backward since the last."""
-        if not self.finish(1.0 / scaler.scale) or self.optimizer is None:
+        self._shown.check_unchanged()
+        if not self.finish() or self.optimizer is None:
             return
+        self._shown.hand_back()
         if not (scaler.moves and scaler.update(float(self.states.norm()))):
             with self._guard.opened():
                 if not options:
@@ -131,12 +163,14 @@ class Lane:
     def forget(self) -> None:
         """Let gradients go."""
         if self._backwards or self._finished:
+            self._shown.hide()
             self.states.forget()
         self._backwards, self._finished, self._begun = 0, False, self._begun and not self._finished
 
     def close(self) -> None:
         """Leave the parameters and the optimizer alone from now on."""
         self._guard.close()
+        self._shown.hide()
         self.states.close()
 
 
@@ -171,11 +205,11 @@ class Lanes:
             lane.begin()
 
     @contextmanager
-    def backward(self) -> Iterator[None]:
+    def backward(self, scaler: LossScaler) -> Iterator[None]:
         """Around a backward: gradients that come inside count, those of optimizers that are toggled off do not."""
         with ExitStack() as inside:
             for lane in self._active():
-                inside.enter_context(lane.backward("last" if self.sync else "more"))
+                inside.enter_context(lane.backward("last" if self.sync else "more", scaler))
             yield
 
     def run(self, function: Any) -> Any:

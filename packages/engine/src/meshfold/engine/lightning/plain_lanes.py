@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from meshfold.engine.lightning.lanes import Lane, Lanes, repoint
-from meshfold.engine.precision import Masters, Precision, cast_rest
+from meshfold.engine.precision import Masters, Precision, cast_rest, other_dtypes
 from meshfold.engine.states import PlainStates
 from meshfold.engine.world import World
 
@@ -79,7 +79,7 @@ class PlainLanes:
         by_name = dict(self._module.named_parameters())
         chosen = [by_name[name] for names in given for name in names] if optimizer else [*by_name.values()]
         mine = {name: p for name, p in by_name.items() if p.requires_grad and any(p is c for c in chosen)}
-        masters = Masters(mine.values(), self._precision)
+        masters = Masters(mine.values(), self._precision, other_dtypes(self._module, self._precision))
 
         def made(targets: Any) -> torch.optim.Optimizer:
             assert optimizer is not None  # else nothing is to be made

@@ -34,7 +34,6 @@ from lightning.pytorch.plugins.precision import (
 from torch import Tensor
 from torch.utils._pytree import tree_map
 
-from meshfold.engine.lightning.compat import refuse_clipping_by_value
 from meshfold.engine.precision import LossScaler, Precision, ScaleSettings
 from meshfold.mesh import SpecError
 from meshfold.mesh.errors import nearest
@@ -84,7 +83,6 @@ class MeshfoldPrecision(LightningPrecision):
         self.scaler = LossScaler(dynamic)
         self.lanes: Lanes | None = None
         """The optimizers of the run, with what they train; None while there is none."""
-        self.compat: str | None = None
 
     @classmethod
     def of(cls, plugin: LightningPrecision, scale: ScaleSettings | None) -> MeshfoldPrecision:
@@ -158,7 +156,7 @@ class MeshfoldPrecision(LightningPrecision):
             return
         # A scaled loss has no room in 16 bits.
         wide = tensor if tensor.dtype == torch.float64 else tensor.float()
-        with self.lanes.backward():
+        with self.lanes.backward(self.scaler):
             model.backward(wide * (self.scaler.scale / self.lanes.data_size), *args, **kwargs)
 
     def optimizer_step(  # type: ignore[override]  # as Lightning's own
@@ -173,7 +171,7 @@ class MeshfoldPrecision(LightningPrecision):
         if result is None and model.automatic_optimization:
             lane.forget()  # training_step returned None: nothing is to be learnt from this batch
             return result
-        lane.finish(1.0 / self.scaler.scale)
+        lane.finish()
         self._after_closure(model, optimizer)
         lane.step(self.scaler, kwargs)
         return result
@@ -183,18 +181,16 @@ class MeshfoldPrecision(LightningPrecision):
         lane = None if self.lanes is None else self.lanes.of(optimizer)
         if lane is None:
             super().clip_grad_by_norm(optimizer, clip_val)
-        elif lane.finish(1.0 / self.scaler.scale):
-            lane.states.clip(float(clip_val))
+        else:
+            lane.clip(float(clip_val))
 
     def clip_grad_by_value(self, optimizer: Any, clip_val: float) -> None:
         """Each element of the gradient, after it was summed over the data coordinates."""
-        if self.compat:
-            refuse_clipping_by_value()
         lane = None if self.lanes is None else self.lanes.of(optimizer)
         if lane is None:
             super().clip_grad_by_value(optimizer, clip_val)
-        elif lane.finish(1.0 / self.scaler.scale):
-            lane.states.clip_value(float(clip_val))
+        else:
+            lane.clip_value(float(clip_val))
 
     # -- checkpoints ----------------------------------------------------------------------------------------------
 

@@ -81,7 +81,7 @@ class Session:
         built = assemble(module, world, precision, seed, rules, roots=roots)
         self._sequence = split_sequence(module.get_submodule(roots[0]), world, own_loss=True)
         self.report, self._torch_dropout = built.report, built.torch_dropout
-        self._steps = 0
+        self._steps, self._most_micro_steps = 0, 1
         self.lanes = Lanes([], world)
         self._toggled: list[nn.Parameter] = []
         self._maker: PlainLanes | ZeroLanes = PlainLanes(module, world, precision)
@@ -156,6 +156,7 @@ class Session:
             names: dict[Tensor, str] = {p: name for name, p in self.module.named_parameters()}
             given = [named_groups(optimizer, names) for optimizer in optimizers]
         check_optimizers(optimizers, given, whole=self._maker.in_chunks)
+        self._most_micro_steps = accumulation
         self._replace_lanes(optimizers, given, accumulation=accumulation)
 
     def _replace_lanes(
@@ -163,6 +164,19 @@ class Session:
     ) -> None:
         made = self._maker.make(optimizers, given, before=self.lanes.all, accumulation=accumulation)
         self.lanes = Lanes(made, self.world)
+
+    def check_accumulation(self, micro_steps: int) -> None:
+        """See that a step has no more micro-steps than chunks were laid out for.
+
+        Raises:
+            SpecError: if it has, under ``zero``.
+        """
+        if self._maker.in_chunks and micro_steps > self._most_micro_steps:
+            raise SpecError(
+                f"accumulate_grad_batches grew from {self._most_micro_steps} to {micro_steps} while the fit runs: under zero "
+                "memory is laid out when the fit starts. Say it before, with GradientAccumulationScheduler(scheduling={0: 1, 4: "
+                f"{micro_steps}}}), or leave zero out of the spec"
+            )
 
     def refresh(self) -> None:
         """Between steps: follow what was frozen or thawed since the lanes were made, or added to an optimizer.

@@ -8,10 +8,10 @@ from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
+from lightning.pytorch.callbacks import GradientAccumulationScheduler
 from lightning.pytorch.core.optimizer import _MockOptimizer  # what stands for no optimizer at all
 from lightning.pytorch.trainer.states import TrainerFn
 
-from meshfold.engine.lightning import compat as old_limits
 from meshfold.engine.lightning import talk
 from meshfold.engine.lightning.checkpointed import SESSION, CheckpointedStrategy
 from meshfold.engine.lightning.environment import set_by_a_launcher
@@ -51,7 +51,6 @@ class MeshfoldStrategy(CheckpointedStrategy):
         sharded_init: bool = True,
         outputs_fp32: bool | None = None,
         scale: ScaleSettings | None = None,
-        compat: str | None = None,
         accelerator: Any = None,
         parallel_devices: list[torch.device] | None = None,
         cluster_environment: Any = None,
@@ -67,7 +66,6 @@ class MeshfoldStrategy(CheckpointedStrategy):
                 as it is, on every rank; for weights that are loaded inside.
             outputs_fp32: cast what the parts of the module return to float32; by default under mixed precision.
             scale: how the loss scale of ``precision="16-mixed"`` moves.
-            compat: ``"colossalai"``: refuse what the strategy of that name refused, for tests that expect it.
             accelerator, parallel_devices, cluster_environment, checkpoint_io, precision_plugin: as every strategy has them.
 
         Raises:
@@ -91,11 +89,8 @@ class MeshfoldStrategy(CheckpointedStrategy):
                 f"checkpoint_io={type(checkpoint_io).__name__} with checkpoints='folder': folders are written by all ranks, not "
                 "through it. Write checkpoints='file', or leave it out"
             )
-        if compat not in (None, "colossalai"):
-            raise SpecError(f"compat={compat!r}: write 'colossalai', or leave it out")
         self._parallel, self._rules, self._seed = parallel, rules, seed
         self._checkpoints, self._sharded_init, self._outputs_fp32 = checkpoints, sharded_init, outputs_fp32
-        self.compat = compat
 
     @classmethod
     def register_strategies(cls, strategy_registry: Any) -> None:
@@ -135,8 +130,6 @@ class MeshfoldStrategy(CheckpointedStrategy):
         """Split, fill, place and cast the module; make optimizers of what this rank has of it."""
         module = self.lightning_module
         assert self.accelerator is not None and module is not None  # the trainer has connected them
-        if self.compat:
-            old_limits.check_before_setup(trainer, self.precision_plugin.precision, self.accelerator)
         self.accelerator.setup(trainer)
         if trainer.state.fn == TrainerFn.FITTING and self._layer_sync and self.session is None:
             self.model = self._layer_sync.apply(module)
@@ -148,19 +141,16 @@ class MeshfoldStrategy(CheckpointedStrategy):
 
             def make() -> Any:
                 self.setup_optimizers(trainer)
-                made = [
+                return [
                     optimizer for optimizer in self.optimizers if not isinstance(optimizer, _MockOptimizer)
                 ]
-                if self.compat:
-                    old_limits.check_optimizers(made)
-                return made
 
-            session.train(make, accumulation=trainer.accumulate_grad_batches)
+            session.train(make, accumulation=_most_micro_steps(trainer))
             self._take_over_calls()
         else:
             session.evaluate()
         self.setup_precision_plugin()
-        plugin.lanes, plugin.compat = session.lanes, self.compat
+        plugin.lanes = session.lanes
         if self._world.row_size < self._world.mesh.world_size:
             talk.let_metrics_gather_over_data(module, self._world)
 
@@ -210,12 +200,12 @@ class MeshfoldStrategy(CheckpointedStrategy):
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         """The module's own training step, on this data coordinate's batch."""
         session = self._on_mesh
+        module = self.lightning_module
+        if module is not None and module._trainer is not None:
+            session.check_accumulation(module.trainer.accumulate_grad_batches)
         with session.micro_step((args, kwargs)):
             self.precision_plugin.lanes = session.lanes
-            found = self._run("training_step", self.precision_plugin.train_step_context(), args, kwargs)
-        if self.compat and found is None and session.module.automatic_optimization:
-            old_limits.refuse_none()
-        return found
+            return self._run("training_step", self.precision_plugin.train_step_context(), args, kwargs)
 
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
         """The module's own validation step."""
@@ -264,6 +254,15 @@ def _refuse_what_no_training_step_can(spec: ParallelSpec) -> None:
             "there, and a training_step is one forward of the whole module. Leave pipeline out (data, tensor, sequence and zero "
             "go), or train the same module with meshfold.engine.Engine(...).train_step(batch)"
         )
+
+
+def _most_micro_steps(trainer: Any) -> int:
+    """Of a step, now or in an epoch to come."""
+    found = [int(trainer.accumulate_grad_batches)]
+    for callback in trainer.callbacks:
+        if isinstance(callback, GradientAccumulationScheduler):
+            found += callback.scheduling.values()
+    return max(found)
 
 
 def _forgetting(session: Session, optimizer: Any) -> Callable[..., None]:

@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
+from meshfold.engine.batches.gathered import gathered_list
 from meshfold.engine.world import World
 from meshfold.mesh import Group, SpecError, all_gather, all_reduce, broadcast
 from meshfold.mesh.primitives import gather
@@ -85,22 +86,6 @@ def gathered(value: Tensor, world: World, group: Any, *, sync_grads: bool) -> Te
     if sync_grads and torch.is_grad_enabled():
         return gather(moved, world.mesh, 0, over.axes)
     return all_gather(moved.detach().contiguous(), over, 0)
-
-
-def gathered_list(value: Tensor, world: World) -> list[Tensor]:
-    """Every data coordinate's tensor, whose first dims may differ: what a metric of torchmetrics asks for."""
-    over = world.row_group
-    if over.size == 1:
-        return [value]
-    shape = torch.tensor(value.shape, dtype=torch.int64, device=world.device)
-    shapes = all_gather(shape.view(1, -1), over, 0)
-    most = shapes.max(0).values.tolist()
-    padded = torch.zeros(most, dtype=value.dtype, device=world.device)
-    padded[tuple(slice(size) for size in value.shape)] = value.detach().to(world.device)
-    found = all_gather(padded.unsqueeze(0), over, 0)
-    return [
-        one[tuple(slice(size) for size in sizes)] for one, sizes in zip(found, shapes.tolist(), strict=True)
-    ]
 
 
 def told(value: T, world: World, source: int) -> T:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from meshfold.engine.long_runs.second_request import SecondRequest
 from meshfold.mesh import Pending, _bootstrap, all_reduce
 
 if TYPE_CHECKING:
@@ -33,7 +34,8 @@ class GracefulStop:
     ...             break
 
     The agreement is the largest of a flag over all ranks, which travels while the next step computes: a request ends the
-    run two steps later at most.
+    run two steps later at most. The same request a second time ends the process at once
+    (:mod:`meshfold.engine.long_runs.second_request`).
 
     Attributes:
         asked: this process has caught a request.
@@ -44,6 +46,7 @@ class GracefulStop:
         self._world, self._signals = engine._world, tuple(signals)
         self._before: dict[int, Any] = {}
         self._flag: Pending | None = None
+        self._impatience: SecondRequest | None = None
         self.asked = False
 
     def __enter__(self) -> GracefulStop:
@@ -53,12 +56,16 @@ class GracefulStop:
                     signal.getsignal(number) is not None
                 ):  # else C code catches it, to which it could not be given back
                     self._before[number] = signal.signal(number, self._catch)
+            if self._before:
+                self._impatience = SecondRequest(self._before, says=self._world.mesh.rank == 0)
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *error: object) -> None:
         flag, self._flag = self._flag, None
         if flag is not None and kind is None:
             flag.wait()  # the others have sent theirs
+        if self._impatience is not None:
+            self._impatience.close()
         for number, handler in self._before.items():
             signal.signal(number, handler)
 

@@ -7,8 +7,7 @@ import math
 from meshfold.engine.world import World
 from meshfold.mesh import SpecError
 from meshfold.mesh.environment import watching
-from meshfold.mesh.inquiry import DEFAULT_LIMIT_S
-from meshfold.mesh.watching import Watch, watch
+from meshfold.mesh.watching import Watch, limit_of, watch
 
 
 def check(watchdog: object, check_collectives: object) -> tuple[float | None, bool]:
@@ -35,7 +34,5 @@ def watch_over(world: World, watchdog: float | None, compare: bool) -> Watch:
     """Watch from now on; all ranks must call. Alone there is nothing to watch."""
     if world.mesh.world_size == 1:
         return Watch(None)
-    limit, also = watching()
-    if watchdog is None:
-        watchdog = DEFAULT_LIMIT_S if limit is None else limit
-    return watch(watchdog, compare=compare or also)
+    _, also = watching()
+    return watch(limit_of(watchdog), compare=compare or also)

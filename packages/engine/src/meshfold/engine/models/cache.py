@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from meshfold.engine.models.attention import Attention
 from meshfold.engine.models.visible import CausalMask
 from meshfold.mesh import SpecError, all_reduce
+from meshfold.mesh.tracking import unwatched
 from meshfold.tensor_parallel.frame import filled_for_one_token
 
 SPARE = 64
@@ -144,7 +145,8 @@ def keeping_keys(model: Any, tokens: int) -> Iterator[Callable[[Tensor], Any]]:
         if not before:
             return model(ids)
         positions = torch.arange(before, known, device=ids.device).expand(ids.shape[0], -1)
-        return model(ids[:, before:], position_ids=positions)
+        with unwatched():  # one token a row: its code is that of the prompt, and sizes of 1 tell nothing
+            return model(ids[:, before:], position_ids=positions)
 
     try:
         with filled_for_one_token(whole), _uncompiled():

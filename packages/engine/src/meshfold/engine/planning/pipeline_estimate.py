@@ -25,7 +25,7 @@ from meshfold.engine.planning.machines import Machine
 from meshfold.engine.planning.planner import STATES, tensor_bytes
 from meshfold.engine.planning.stage_costs import StageCosts, held_at_most, stage_costs
 from meshfold.engine.planning.without_values import WithoutValues
-from meshfold.engine.precision import Masters, Precision
+from meshfold.engine.precision import Masters, Precision, other_dtypes
 from meshfold.engine.recompute import recompute_blocks
 from meshfold.engine.sequence import counted_attention, split_sequence
 from meshfold.engine.states import PlainStates
@@ -205,13 +205,19 @@ def _seen(asked: _Asked, rank: int) -> _Rank:
                     accumulation=asked.accumulate, moments=STATES[asked.optimizer],
                     blocks=blocks if asked.recompute == "auto" else None, name=asked.name,
                 )  # fmt: skip
+                problem = replace(problem, recomputed=asked.recompute == "blocks")
             step: list[Entry] = []
             memory = Memory(
                 parameters=0, masters=0, gradients=0, optimizer=0, activations=0
             )  # the plan says it
         else:
             states = PlainStates(
-                built.parameters, Masters(built.parameters.values(), asked.precision), world, None
+                built.parameters,
+                Masters(
+                    built.parameters.values(), asked.precision, other_dtypes(built.model, asked.precision)
+                ),
+                world,
+                None,
             )
             problem, parameters = None, list(built.model.parameters())
             states.begin(first=True)

@@ -120,6 +120,7 @@ def estimate(
                 moments=STATES[optimizer],
                 name=name,
                 blocks=engine._blocks if recompute == "auto" else None,
+                recomputed=recompute == "blocks",
             )
             entries, flops, memory = zero.entries, zero.flops, zero.memory
         report = engine.report

@@ -18,6 +18,31 @@ _ATTENDING = (
 )  # transformers' names of layers that are carried out over ranks
 
 
+def check_given(model: nn.Module, world: World, *, own_loss: bool) -> None:
+    """Refuse a module before anything is split, so that it stays as its user gave it.
+
+    Args:
+        model: as it was given.
+        world: where it will lie.
+        own_loss: the engine has a ``loss_fn``.
+
+    Raises:
+        SpecError: for layers that mix tokens, and for a loss inside of the model that ranks cannot share.
+    """
+    spec = world.spec.sequence
+    if spec is None or spec.size == 1:
+        return
+    written = world.spec.written or str(world.spec)
+    if found := _layers(model):
+        raise SpecError(f"{written}: {found}")
+    if not own_loss:
+        from meshfold.engine.sequence.labels import (
+            Labels,
+        )  # brings meshfold.sequence, which may not be installed
+
+        Labels(model, written).require(type(model).__name__)
+
+
 def check_mixing(model: nn.Module, world: World) -> None:
     """Look for what would see the tokens of its own rank alone, and for heads that ranks cannot share.
 
@@ -50,10 +75,20 @@ def _mixing(model: nn.Module, mode: object) -> str:
             )
     others = sorted(set(getattr(config, "layer_types", None) or ()) - set(_ATTENDING))
     if others:
-        return f"the model has layers of type {', '.join(others)}, and only attention can see the tokens of other ranks"
+        return (
+            f"the model has layers of type {', '.join(others)}, and only attention can see the tokens of other ranks: use a spec "
+            "without sequence"
+        )
+    return _layers(model)
+
+
+def _layers(model: nn.Module) -> str:
     for name, module in model.named_modules():
         if isinstance(module, nn.modules.conv._ConvNd | nn.RNNBase):
-            return f"{name}, a {type(module).__name__}, mixes tokens, and only attention can see those of other ranks"
+            return (
+                f"{name}, a {type(module).__name__}, mixes tokens, and only attention can see those of other ranks: use a spec "
+                "without sequence"
+            )
         if isinstance(module, nn.MultiheadAttention):
             return (
                 f"{name}, an nn.MultiheadAttention, attends in a way that cannot be carried out over ranks: write the attention "

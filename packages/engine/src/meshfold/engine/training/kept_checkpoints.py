@@ -8,7 +8,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 from meshfold.engine.checkpoints.checkpoint import Checkpoint
@@ -22,7 +21,8 @@ from meshfold.engine.checkpoints.folder import (
     step_of,
     tidy,
 )
-from meshfold.engine.checkpoints.place import STATE, old_of
+from meshfold.engine.checkpoints.names import STATE, old_of
+from meshfold.engine.checkpoints.state_file import listed_files, read_state
 
 
 class KeptCheckpoints:
@@ -43,6 +43,20 @@ class KeptCheckpoints:
     def place(self, step: int) -> Path:
         """Where the checkpoint of a step is written."""
         return self._single if self.keep == 1 else step_folder(self._several, step)
+
+    def make_room(self, step: int) -> Path | None:
+        """Move a damaged checkpoint aside from where that of a step goes; one rank calls.
+
+        Nothing of it is removed: its index does not say any more which files are its own.
+
+        Returns:
+            Where it is now; None if nothing was in the way.
+        """
+        place = self.place(step)
+        if place == self._single or not (place / STATE).exists() or listed_files(place / STATE) is not None:
+            return None
+        numbered = (place.with_name(f"{place.name}.damaged{number}") for number in ("", *range(2, 1000)))
+        return place.rename(next(path for path in numbered if not path.exists()))
 
     def there(self) -> list[Path]:
         """The checkpoints of the run, whole or damaged; what is under way is none."""
@@ -95,6 +109,6 @@ class KeptCheckpoints:
         found = {path: step_of(path) for path in complete(self._several)}
         single = next((path for path in (self._single, old_of(self._single)) if is_complete(path)), None)
         if single is not None:
-            state = json.loads((single / STATE).read_text())
+            state = read_state(single / STATE)
             found[self._single] = int(state.get("step", 0)) + int(state.get("skipped_steps", 0))
         return sorted(found, key=lambda path: (found[path], path == self.place(found[path])))[::-1]

@@ -6,7 +6,7 @@ loop as for a single device. What rank 0 writes into the folder ``out``::
     checkpoint/      the model, the optimizer and the step, loadable under any other spec; where several are kept
                      checkpoints/step-00000120/ and its like
     metrics.jsonl    a line a step, and a line an evaluation
-    settings.json    the settings of the optimization, for a run that goes on from here
+    settings.json    the settings, for a run that goes on from here
     loss.png         the curves, if matplotlib is installed
     sample.txt       text that the trained model wrote, if asked for
 """
@@ -28,10 +28,11 @@ from meshfold.engine.data.tokenizers import Tokenizer, load_tokenizer, tokenizer
 from meshfold.engine.engine import Engine
 from meshfold.engine.errors import CheckpointError
 from meshfold.engine.long_runs.stopping import GracefulStop
+from meshfold.engine.training.folder_in_use import hold_folder
 from meshfold.engine.training.kept_checkpoints import KeptCheckpoints
 from meshfold.engine.training.kept_settings import keep
 from meshfold.engine.training.metrics_file import MetricsFile, read_metrics
-from meshfold.engine.training.model_choice import ModelChoice, choose_model
+from meshfold.engine.training.model_choice import ModelChoice, check_name, choose_model
 from meshfold.engine.training.model_flops import flops_per_token, peak_flops
 from meshfold.engine.training.plots import can_plot, plot_loss
 from meshfold.engine.training.progress import Progress
@@ -69,6 +70,8 @@ def open_inputs(settings: TrainSettings, progress: Progress) -> Inputs:
         from meshfold.engine.hugging_face.causal_lm import check_folder
 
         check_folder(settings.hf)  # before its tokenizer, which is not what is wrong then
+    else:
+        check_name(settings.model, settings.changes)  # before minutes of tokenising
     is_text = not settings.data.endswith((".bin", ".npy"))
     tokenizer, note = _tokenizer(settings, is_text)
     corpus = open_corpus(
@@ -116,21 +119,24 @@ def train(settings: TrainSettings, inputs: Inputs, progress: Progress) -> list[d
         SpecError: for settings that the engine refuses.
         CheckpointError: if there is nothing to resume from, or it cannot be written.
     """
-    with Engine(
-        inputs.model.source,
-        parallel=settings.parallel,
-        optimizer=optimizer_of(settings),
-        precision=settings.precision,
-        clip_grad_norm=settings.clip or None,
-        gradient_accumulation=settings.accumulate,
-        lr_scheduler=lr_schedule(settings.schedule, warmup=settings.warmup, steps=settings.steps),
-        rules=settings.rules,
-        recompute=settings.recompute,
-        seed=settings.seed,
-        device=settings.device,
-        nonfinite=settings.nonfinite,
-        watchdog=settings.watchdog,
-    ) as engine:
+    with (
+        Engine(
+            inputs.model.source,
+            parallel=settings.parallel,
+            optimizer=optimizer_of(settings),
+            precision=settings.precision,
+            clip_grad_norm=settings.clip or None,
+            gradient_accumulation=settings.accumulate,
+            lr_scheduler=lr_schedule(settings.schedule, warmup=settings.warmup, steps=settings.steps),
+            rules=settings.rules,
+            recompute=settings.recompute,
+            seed=settings.seed,
+            device=settings.device,
+            nonfinite=settings.nonfinite,
+            watchdog=settings.watchdog,
+        ) as engine,
+        hold_folder(settings, engine._world),
+    ):
         return _train(engine, settings, inputs, progress)
 
 
@@ -148,8 +154,8 @@ def _train(
         _load(engine, settings, path)
         first = engine.steps + engine.skipped_steps
         progress.say(f"going on from step {first} of {path}")
-    if engine.mesh.rank == 0:
-        keep(settings)
+    if engine.mesh.rank == 0 and first < settings.last_step:
+        keep(settings, engine.mesh.size("data"))
     metrics = MetricsFile(settings.metrics, keep=first, write=engine.mesh.rank == 0)
     if engine.mesh.rank == 0:
         metrics.trackers = open_trackers(settings.track, Path(settings.out), asdict(settings), first=first)
@@ -185,6 +191,8 @@ def _train(
                     progress.say(f"step {step}: validation loss {loss:.4f}")
                 if stopped or _due(step, settings.save_every, settings.last_step):
                     path = checkpoints.place(step)
+                    if engine.mesh.rank == 0 and (aside := checkpoints.make_room(step)) is not None:
+                        progress.say(f"warning: {path} is damaged, and is now {aside}")
                     under_way = engine.save(path, asynchronous=settings.save_asynchronously)
                     saved, to_prune = step, engine.mesh.rank == 0
                 if to_prune and (under_way is None or under_way.done):  # a newer one is complete
@@ -206,7 +214,7 @@ def _train(
         progress.say(
             f"nothing to do: the checkpoint is at step {first}, and step {settings.last_step} is the last"
         )
-    if engine.mesh.rank == 0:
+    if engine.mesh.rank == 0 and saved > first:
         _draw(settings, inputs, progress)
     if settings.prompt is not None and inputs.tokenizer is not None:
         text = sample(engine, inputs.tokenizer, settings)

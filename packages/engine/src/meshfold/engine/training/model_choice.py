@@ -57,6 +57,17 @@ def choose_model(
     )
 
 
+def check_name(name: str | None, changes: Mapping[str, Any]) -> None:
+    """Check that there is a model of our own of that name, and that it can be changed so.
+
+    Raises:
+        SpecError: if not.
+    """
+    from meshfold.engine.models import preset
+
+    preset(name or "gpt-tiny", **changes)
+
+
 def longest(name: str | None, folder: str | None, changes: Mapping[str, Any]) -> int:
     """The most tokens of a sequence that a model has positions for; 2048 where it does not say.
 

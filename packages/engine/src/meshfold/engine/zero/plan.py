@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from meshfold.engine.planning.machines import Machine
 from meshfold.engine.planning.without_values import WithoutValues
-from meshfold.engine.precision import Precision
+from meshfold.engine.precision import Precision, other_dtypes
 from meshfold.engine.zero.homes import gradient_dtype
 from meshfold.engine.zero.process_memory import PROCESS_BYTES
 from meshfold.mesh import Entry, Log, Mesh, SpecError, record
@@ -146,6 +146,7 @@ def estimate_zero(
     moments: int,
     name: str,
     blocks: RecomputedBlocks | None = None,
+    recomputed: bool = False,
 ) -> ZeroEstimate:
     """Trace a micro-step of an engine without ``zero`` on the meta device, and plan as if it had it.
 
@@ -162,6 +163,7 @@ def estimate_zero(
         moments: numbers that the optimizer keeps for an element.
         name: of the model.
         blocks: those whose activations the plan may keep.
+        recomputed: blocks recompute their activations, all of them.
     """
     world, precision = engine._world, engine._precision
     ranks, local = world.data_size, min(machine.devices, world.mesh.world_size)
@@ -176,7 +178,13 @@ def estimate_zero(
     trace, flops, log = traced()
     workload = workload_of(
         trace,
-        chunk_uses(engine.model, world.mesh, dtype=precision.dtype, slot_align_elems=slot_align(spec.regime)),
+        chunk_uses(
+            engine.model,
+            world.mesh,
+            dtype=precision.dtype,
+            other_dtypes=other_dtypes(engine.model, precision),
+            slot_align_elems=slot_align(spec.regime),
+        ),
         name=name,
         regime=regime_of(spec, precision, accumulation=accumulation, ranks=ranks, moments=moments),
         tokens=tokens,
@@ -189,6 +197,7 @@ def estimate_zero(
         # Adam alone steps chunk by chunk in the backward.
         clipping=engine._looks_at_all or moments != 2 or precision.name == "fp64",
     )
+    workload = replace(workload, recomputed=recomputed)
     rates = machine.rates(precision.name, mesh=world.mesh, axes=world.outer_axes, ranks=local)
     found, refusal = None, ""
     try:

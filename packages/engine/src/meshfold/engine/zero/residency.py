@@ -24,11 +24,12 @@ from meshfold.engine.zero.allocator import limit_allocator
 from meshfold.engine.zero.measured_plans import MARGIN, MeasuredPlans, expecting_alike
 from meshfold.engine.zero.pressure import Pressure
 from meshfold.engine.zero.process_memory import resident_bytes
+from meshfold.engine.zero.shortage import describe
 from meshfold.engine.zero.stage_workload import InFlight
 from meshfold.engine.zero.watching import Watcher
+from meshfold.mesh.agree import tell_all
 from meshfold.mesh.spec import ZeroSpec
 from meshfold.zero_gemini import Gemini, Home, MemoryPlanError, OutOfBudget
-from meshfold.zero_gemini.agree import tell_all
 from meshfold.zero_gemini.chunk import Chunk
 from meshfold.zero_gemini.errors import DiskError
 from meshfold.zero_gemini.measuring import UNLIMITED
@@ -95,7 +96,7 @@ class Residency:
         accumulation: micro-steps of an optimizer step.
         blocks: those whose activations the plan may keep; all recompute until there is one.
         """
-        self._gemini, self._spec, self._world, self._blocks = gemini, spec, world, blocks
+        self._model, self._gemini, self._spec, self._world, self._blocks = model, gemini, spec, world, blocks
         self._plans = MeasuredPlans(model, gemini, spec, world, regime=regime, accumulation=accumulation)
         self._watcher = Watcher(model, gemini, world.device, blocks)
         self._pressure = Pressure(world)
@@ -217,11 +218,25 @@ class Residency:
         alone, auto = self._world.mesh.world_size == 1, self._spec.placement == "auto"
         if alone and auto and (self._on_device() or self._kept()):
             return True
-        error.add_note(
-            "The device has not enough memory: give zero=dict(placement='auto', gpu_memory_limit=...) a lower limit, so that "
-            "more lives on the host, or take fewer tokens at once."
-        )
+        found = describe(error, self._model, self._watcher.tokens)
+        error.add_note(" ".join(part for part in (found, self._remedy()) if part))
         return False
+
+    def _remedy(self) -> str:
+        """What to change when a micro-step does not fit."""
+        if self._on_device():
+            return (
+                "The device has not enough memory: give zero=dict(placement='auto', gpu_memory_limit=...) a lower limit, so that "
+                "more lives on the host, or take fewer tokens at once."
+            )
+        recompute = (
+            "" if self._blocks is not None else ", or recompute activations: Engine(..., recompute='blocks')"
+        )
+        return (
+            "No parameter and no optimizer state is on the device any more: what does not fit is made by the forward and the "
+            f"backward. Take fewer tokens at once (smaller batches with a larger gradient_accumulation, or shorter sequences)"
+            f"{recompute}, or raise gpu_memory_limit."
+        )
 
     def relieve(self) -> None:
         """Make room: by a plan for a little less, or before there is one by taking a part of what is on the device off it."""

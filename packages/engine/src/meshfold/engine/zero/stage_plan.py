@@ -10,7 +10,7 @@ from torch import nn
 from meshfold.engine.planning.estimate import Memory
 from meshfold.engine.planning.machines import Machine
 from meshfold.engine.planning.without_values import WithoutValues
-from meshfold.engine.precision import Precision
+from meshfold.engine.precision import Precision, other_dtypes
 from meshfold.engine.recompute import RecomputedBlocks
 from meshfold.engine.world import World
 from meshfold.engine.zero.plan import (
@@ -59,6 +59,7 @@ class StageProblem:
     accumulation: int
     ranks_per_host: int
     name: str
+    recomputed: bool = False
 
     def solved(self, live: int, stages: int, microbatches: int) -> Solved:
         """The plan.
@@ -74,6 +75,7 @@ class StageProblem:
             data_ranks=self.world.data_size, ranks_per_host=self.ranks_per_host, host_base_bytes=PROCESS_BYTES,
             reshards=self.spec.reshard_after_forward,
         )  # fmt: skip
+        workload = replace(workload, recomputed=self.recomputed)
         found, refusal = None, ""
         try:
             found = plan_for(self.spec, workload, self.rates, limits_of(self.spec))
@@ -125,7 +127,13 @@ def stage_problem(
     local = min(machine.devices, world.mesh.world_size)
     with record() as log:
         trace, _ = trace_without_values(model, rehearse, stand_in, machine, precision, blocks)
-    chunks = chunk_uses(model, world.mesh, dtype=precision.dtype, slot_align_elems=slot_align(spec.regime))
+    chunks = chunk_uses(
+        model,
+        world.mesh,
+        dtype=precision.dtype,
+        other_dtypes=other_dtypes(model, precision),
+        slot_align_elems=slot_align(spec.regime),
+    )
     return StageProblem(
         trace=with_collectives(trace, log, world.mesh, machine),
         chunks=chunks,

@@ -15,7 +15,7 @@ from meshfold.engine.blocks import put
 from meshfold.engine.checkpoints import optimizer_state
 from meshfold.engine.checkpoints.rectangles import Cut, Piece, pieces_of_run, pieces_of_whole, ranks_alike
 from meshfold.engine.optimizers import Factory
-from meshfold.engine.precision import Precision
+from meshfold.engine.precision import Precision, keeps_statistics, other_dtypes
 from meshfold.engine.recompute import RecomputedBlocks
 from meshfold.engine.refusals import refuse_empty
 from meshfold.engine.states import Source, Sources, held
@@ -30,7 +30,7 @@ from meshfold.mesh import Mesh, SpecError
 from meshfold.mesh.metadata import placed
 from meshfold.mesh.names import plain
 from meshfold.mesh.parts import Parts
-from meshfold.zero_gemini import Entry, Gemini, Memory
+from meshfold.zero_gemini import Entry, Gemini, Memory, OutOfBudget
 from meshfold.zero_gemini.backward import Backward
 from meshfold.zero_gemini.measuring import measure_early
 from meshfold.zero_gemini.stepping import DiskSettings
@@ -47,6 +47,7 @@ class ZeroStates:
     Attributes:
         gemini: holds the chunks.
         residency: watches the first steps and moves chunks to where the plan wants them.
+        trained: the parameters whose gradients come.
     """
 
     all_read = True
@@ -81,6 +82,12 @@ class ZeroStates:
         if spec is None:
             raise SpecError("this spec has no entry zero")
         refuse_empty(model, world)
+        others = other_dtypes(model, precision)
+        if others and spec.regime != "A":
+            raise SpecError(
+                f"zero: regime={spec.regime!r} with {_first_norm(model)}, which stays in float32 in a model in 16 bits: write "
+                "regime='A', or give the model GroupNorm or LayerNorm"
+            )
         if world.device.type == "cuda":
             grow_segments()
         ranks, micro_steps = world.data_size, accumulation
@@ -108,12 +115,14 @@ class ZeroStates:
             if spec.offload_path is None
             else DiskSettings(folder=spec.offload_path, rank=world.mesh.rank),
             dtype=precision.dtype,
+            other_dtypes=others,
             master_dtype=precision.master_dtype,
             gradient_dtype=summed,
             make_optimizer=make,
             regime=spec.regime,
             seed=seed,
             values=values,
+            apart=(PIPE,) if world.pipelined else (),
         )
         self.gemini.takes = False
         self.optimizer = self.gemini.optimizer
@@ -122,6 +131,7 @@ class ZeroStates:
             regime=regime, blocks=blocks,
         )  # fmt: skip
         self._names = {parameter: name for name, parameter in model.named_parameters()}
+        self.trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
         self._staying = StayingBytes(self.gemini, spec, world)
 
     def begin(self, *, first: bool) -> None:
@@ -168,6 +178,21 @@ class ZeroStates:
     def clip_value(self, max_value: float) -> None:
         self.gemini.clip_value(max_value)
 
+    def norm_of(self, places: Sequence[int], norm_type: float) -> Tensor:
+        return self.gemini.norm(norm_type, self._names_at(places))
+
+    def multiply(self, places: Sequence[int], factor: Tensor | float) -> None:
+        self.gemini.multiply(self._names_at(places), factor)
+
+    def clamp(self, places: Sequence[int], low: float | None, high: float | None) -> None:
+        self.gemini.clamp(self._names_at(places), low, high)
+
+    def gradient(self, place: int) -> Tensor | None:
+        return None
+
+    def _names_at(self, places: Sequence[int]) -> list[str]:
+        return [self._names[self.trained[place]] for place in places]
+
     def step(self) -> None:
         if self._staying.some:
             self.gemini.rest()  # a forward without a backward has left something, perhaps
@@ -200,7 +225,9 @@ class ZeroStates:
         self.gemini.rest(unlearn=True)
 
     def explain(self, error: BaseException) -> None:
-        released = [name for name, p in self._model.named_parameters() if p.numel() == 0]
+        if isinstance(error, torch.OutOfMemoryError | OutOfBudget):
+            return  # it does not come from a parameter that is not there
+        released = [name for name, p in self._model.named_parameters() if p.data.numel() == 0]
         if released:
             error.add_note(
                 f"Under zero stage 3 a parameter is there while the module that holds it runs; now {len(released)} are not, such "
@@ -364,6 +391,10 @@ def _pieces_of_number(
     """A number, which all ranks have that have a part of the parameter; or of a parameter that one rank has whole."""
     ranks = ranks_alike(mesh, alike) if run and run.start == 0 else [-1]
     return pieces_of_whole(name, shape, ranks, mesh.rank)
+
+
+def _first_norm(model: nn.Module) -> str:
+    return next(type(module).__name__ for module in model.modules() if keeps_statistics(module))
 
 
 def _is_adam(make: Factory, precision: Precision) -> bool:

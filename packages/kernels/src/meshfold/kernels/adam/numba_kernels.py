@@ -54,7 +54,7 @@ _7, _16, _31, _32, _LOW16 = U(7), U(16), U(31), np.uint64(32), U(0xFFFF)
 _MAGNITUDE, _127, _255, _0, _1 = U(0x7FFFFFFF), U(127), U(255), U(0), U(1)
 _M_SHIFT, _M_UNIT = U(plain.SIGNED_CODE.shift), np.float32(plain.SIGNED_CODE.unit)
 _V_SHIFT, _V_UNIT = U(plain.UNSIGNED_CODE.shift), np.float32(plain.UNSIGNED_CODE.unit)
-_ZERO, _UNIT = np.float32(0), np.float32(1)
+_ZERO = np.float32(0)
 
 
 @njit(nogil=True)
@@ -155,7 +155,7 @@ def _step_whole(p, m, v, copy, copy_dtype, before, grad, dtype, c, l2, writes):
             _whole_block(p[a:z], m[a:z], v[a:z], was, grad[2 * a : 2 * z].view(np.uint16), c, l2, writes)
         else:
             g = np.empty(_BLOCK, np.float32)
-            widen(g, grad, dtype, a, z - a, _UNIT)
+            widen(g, grad, dtype, a, z - a)
             _whole_block(p[a:z], m[a:z], v[a:z], was, g, c, l2, writes)
         if copy_dtype >= 0:
             narrow(p[a:z], copy, copy_dtype, a, z - a)
@@ -224,7 +224,7 @@ def _step_split(hi, lo, m, v, before, grad, dtype, c, l2, writes):
             _split_block(hi[a:z], lo[a:z], m[a:z], v[a:z], was, g16, c, l2, writes)
         else:
             g = np.empty(_BLOCK, np.float32)
-            widen(g, grad, dtype, a, z - a, _UNIT)
+            widen(g, grad, dtype, a, z - a)
             _split_block(hi[a:z], lo[a:z], m[a:z], v[a:z], was, g, c, l2, writes)
 
 
@@ -290,7 +290,7 @@ def _step_split16(hi, lo, m, v, before, grad, dtype, c, l2, writes, state, start
             _split16_block(hi[a:z], lo[a:z], m[a:z], v[a:z], was, g16, c, l2, writes, place, key_1, key_2)
         else:
             g = np.empty(_BLOCK, np.float32)
-            widen(g, grad, dtype, a, z - a, _UNIT)
+            widen(g, grad, dtype, a, z - a)
             _split16_block(hi[a:z], lo[a:z], m[a:z], v[a:z], was, g, c, l2, writes, place, key_1, key_2)
 
 
@@ -348,7 +348,7 @@ def _step_quantized(hi, lo, m, m_scale, v, v_scale, before, grad, dtype, c, l2, 
         for a in range(low, stop, _SHARED):
             z = min(a + _SHARED, stop)
             was = _cut_codes(before, a, z)
-            widen(g, grad, dtype, a, z - a, _UNIT)
+            widen(g, grad, dtype, a, z - a)
             place = U(a + start - block * _BLOCK)
             _quantized_piece(
                 hi[a:z], lo[a:z], m[a:z], m_scale, v[a:z], v_scale, was, a // _SHARED, g, c, l2, writes,

@@ -150,20 +150,20 @@ def decode(q, scale, shift):
 
 
 @njit(nogil=True, error_model="numpy")
-def widen(target, source, dtype, first, count, scale):
-    """target[:count] = source[first : first + count] * scale, in float32; ``source`` as bytes."""
+def widen(target, source, dtype, first, count):
+    """target[:count] = source[first : first + count], in float32; ``source`` as bytes."""
     if dtype == FLOAT32:
         x = source[4 * first : 4 * (first + count)].view(np.float32)
         for i in range(count):
-            target[i] = x[i] * scale
+            target[i] = x[i]
     else:
         h = source[2 * first : 2 * (first + count)].view(np.uint16)
         if dtype == BFLOAT16:
             for i in range(count):
-                target[i] = from_bfloat16(h[i]) * scale
+                target[i] = from_bfloat16(h[i])
         else:
             for i in range(count):
-                target[i] = from_half(h[i]) * scale
+                target[i] = from_half(h[i])
 
 
 @njit(nogil=True, error_model="numpy")

@@ -1,4 +1,4 @@
-"""The pass over a gradient: cast, scale, pack, partial norms and the check for infinities, the memory read once.
+"""The pass over a gradient: partial norms of one read of the memory, and casts.
 
 A partial norm belongs to a block of 64 Ki elements of the *global* flat gradient and is a float64. Inside a block the
 order of additions is fixed: element ``j`` is added to lane ``j % 1024``, lanes from first to last, and then the lanes
@@ -14,14 +14,11 @@ from torch import Tensor
 
 from meshfold.kernels import dispatch
 from meshfold.kernels.adam.checks import GRADIENTS, check_flat, check_start
-from meshfold.kernels.float_bits import rounded
 from meshfold.kernels.gradients import reference
 from meshfold.kernels.gradients.interface import LANES, LARGEST, MAGNITUDES, SQUARES, GradientKernels
 
 __all__ = [
-    "is_finite",
     "largest_magnitude",
-    "pack_gradient",
     "sum_of_magnitudes",
     "sum_of_squares",
     "write_gradient",
@@ -29,7 +26,6 @@ __all__ = [
 
 _reference: GradientKernels = reference
 _WRITTEN = (*GRADIENTS, torch.float64)
-_NORMS = {2.0: SQUARES, 1.0: MAGNITUDES, float("inf"): LARGEST}
 
 
 def sum_of_squares(x: Tensor, block: int = 65536, start: int = 0) -> Tensor:
@@ -58,55 +54,6 @@ def sum_of_magnitudes(x: Tensor, block: int = 65536, start: int = 0) -> Tensor:
 def largest_magnitude(x: Tensor, block: int = 65536, start: int = 0) -> Tensor:
     """``n -> blocks``: the largest magnitude of each block, float64, for the infinity norm; NaN where there is one."""
     return _partials(x, LARGEST, block, start)
-
-
-def is_finite(x: Tensor) -> Tensor:
-    """``n -> ()``: whether no element is infinite or NaN, a bool on the device of ``x``."""
-    return torch.isfinite(_partials(x, LARGEST, 65536, 0)).all()
-
-
-@torch.no_grad()
-def pack_gradient(
-    source: Tensor,
-    out: Tensor,
-    scale: float | Tensor = 1.0,
-    *,
-    norm: float = 2.0,
-    block: int = 65536,
-    start: int = 0,
-) -> tuple[Tensor, Tensor]:
-    """``n -> n``: write ``source * scale`` to ``out`` in its dtype, and return what clipping needs of it.
-
-    Computed in float32, rounded once. The norms are those of what was written, so they equal those of ``out`` later.
-
-    Args:
-        source: flat, contiguous, float32, bfloat16 or float16.
-        out: of the same length and on the same device, of any of these dtypes; it may be ``source`` itself.
-        scale: a number, or a float32 tensor of one element on the device of ``source``.
-        norm: 2, 1 or infinity: sums of squares, sums of magnitudes or largest magnitudes.
-        block: elements a block, a multiple of 1024.
-        start: global number of the first element.
-
-    Returns:
-        The partial norms ``blocks``, float64, and whether all of ``out`` is finite, a bool tensor of no dims.
-
-    Raises:
-        TypeError: for another dtype.
-        ValueError: if a tensor is not flat and contiguous, lengths or devices differ, or the norm is another.
-    """
-    if norm not in _NORMS:
-        raise ValueError(f"norm is {norm}; it must be 2, 1 or infinity")
-    check_flat("source", source, GRADIENTS)
-    check_flat("out", out, GRADIENTS, source)
-    _check_blocks(block, start)
-    if isinstance(scale, Tensor):
-        check_flat("scale", scale.detach().reshape(-1), (torch.float32,), source, 1)
-        scale = scale.detach().reshape(())
-    else:
-        scale = rounded(float(scale))
-    kernels = dispatch.twin("gradients", _reference, source)
-    partials = kernels.pack(source.detach(), out.detach(), scale, _NORMS[norm], block, start)
-    return partials, torch.isfinite(partials).all()
 
 
 @torch.no_grad()

@@ -16,10 +16,5 @@ class GradientKernels(Protocol):
     def partials(self, x: Tensor, norm: int, block: int, start: int) -> Tensor:
         """``n -> blocks`` float64: the partial norm of each global block of ``block`` elements that x touches."""
 
-    def pack(
-        self, source: Tensor, out: Tensor, scale: float | Tensor, norm: int, block: int, start: int
-    ) -> Tensor:
-        """Writes ``source * scale``, rounded once, to ``out`` and returns the partials of what it wrote."""
-
     def write(self, source: Tensor, out: Tensor, add: bool) -> None:
         """Writes ``source``, in the dtype of ``out``, or adds it to what is there: in float32 at least, rounded once."""

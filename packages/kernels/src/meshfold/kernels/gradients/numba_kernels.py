@@ -8,7 +8,7 @@ from numba import njit, prange
 from torch import Tensor
 
 from meshfold.kernels.compiling import one_process_compiles
-from meshfold.kernels.float_bits.numba_kernels import DTYPES, bits, from_bits, narrow, widen
+from meshfold.kernels.float_bits.numba_kernels import DTYPES, bits, from_bits, widen
 from meshfold.kernels.gradients import reference
 from meshfold.kernels.gradients.interface import LANES, LARGEST, SQUARES
 from meshfold.kernels.gradients.reference import touched
@@ -18,7 +18,7 @@ U = np.uint32
 _ROWS = 4
 _PIECE = _ROWS * LANES
 _MAGNITUDE = U(0x7FFFFFFF)
-_ONE, _ZERO = np.float32(1), np.float32(0)
+_ZERO = np.float32(0)
 
 
 @njit(nogil=True, error_model="numpy")
@@ -54,8 +54,8 @@ def _combined(lanes, tops, norm):
 
 @one_process_compiles
 @njit(nogil=True, parallel=True, cache=True, error_model="numpy")
-def _pass(found, source, dtype, n, out, out_dtype, scale, norm, block, start):
-    """One partial for each block; ``out_dtype`` < 0: nothing is written."""
+def _pass(found, source, dtype, n, norm, block, start):
+    """Write one partial for each block to ``found``."""
     first = start // block
     for number in prange(found.size):
         wide = np.empty(_PIECE, np.float32)
@@ -67,29 +67,15 @@ def _pass(found, source, dtype, n, out, out_dtype, scale, norm, block, start):
                 if z - a < _PIECE:
                     wide[:] = _ZERO
                 part = wide[a - piece : z - piece]
-                widen(part, source, dtype, a, z - a, scale)
-                if out_dtype >= 0:
-                    narrow(part, out, out_dtype, a, z - a)
-                    widen(part, out, out_dtype, a, z - a, _ONE)
+                widen(part, source, dtype, a, z - a)
                 _add(lanes, tops, wide, norm)
         found[number] = _combined(lanes, tops, norm)
 
 
 def partials(x: Tensor, norm: int, block: int, start: int) -> Tensor:
     found = torch.empty(touched(x.numel(), block, start), dtype=torch.float64)
-    data = as_bytes(x)
     with torch_threads():
-        _pass(found.numpy(), data, DTYPES[x.dtype], x.numel(), data, -1, _ONE, norm, block, start)
-    return found
-
-
-def pack(source: Tensor, out: Tensor, scale: float | Tensor, norm: int, block: int, start: int) -> Tensor:
-    found = torch.empty(touched(source.numel(), block, start), dtype=torch.float64)
-    with torch_threads():
-        _pass(
-            found.numpy(), as_bytes(source), DTYPES[source.dtype], source.numel(), as_bytes(out), DTYPES[out.dtype],
-            np.float32(float(scale)), norm, block, start,
-        )  # fmt: skip
+        _pass(found.numpy(), as_bytes(x), DTYPES[x.dtype], x.numel(), norm, block, start)
     return found
 
 

@@ -33,12 +33,6 @@ def partials(x: Tensor, norm: int, block: int, start: int) -> Tensor:
     return lanes.view(blocks)
 
 
-def pack(source: Tensor, out: Tensor, scale: float | Tensor, norm: int, block: int, start: int) -> Tensor:
-    """Writes ``out`` and returns its partials."""
-    out.copy_(source.float() * scale)
-    return partials(out, norm, block, start)
-
-
 def write(source: Tensor, out: Tensor, add: bool) -> None:
     """Writes or adds to ``out``."""
     if add:

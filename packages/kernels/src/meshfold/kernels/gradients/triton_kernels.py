@@ -17,10 +17,9 @@ _TILE = 1024  # elements that a program writes
 _ROWS = 4  # that a program loads at a time: with one it waits for the memory at every row (0.9 TB/s on an H200, 3.2 with four)
 
 
-@triton.jit(do_not_specialize=["scale"])
+@triton.jit
 def _pass(
-    source, out, found, scale, n, start,
-    BLOCK: tl.constexpr, LANES: tl.constexpr, BF16: tl.constexpr, OUT: tl.constexpr, SCALE_IN_MEMORY: tl.constexpr,
+    source, found, n, start, BLOCK: tl.constexpr, LANES: tl.constexpr, BF16: tl.constexpr,
     SQUARE: tl.constexpr, LARGEST: tl.constexpr, HALVINGS: tl.constexpr, AT_ONCE: tl.constexpr,
 ):  # fmt: skip
     lane = tl.arange(0, LANES)
@@ -33,27 +32,11 @@ def _pass(
             mask = (place >= 0) & (place < n)
             x = tl.load(source + place, mask=mask, other=0)
             x = from_bfloat16(x) if BF16 else x.to(tl.float32)
-            if OUT > 0:
-                if SCALE_IN_MEMORY:
-                    x = x * tl.load(scale)
-                else:
-                    x = x * scale
-            if OUT == 1:
-                tl.store(out + place, x, mask=mask)
-            if OUT == 2:
-                cut = to_bfloat16(x)
-                tl.store(out + place, cut, mask=mask)
-                x = from_bfloat16(cut)
-            if OUT == 3:
-                half = x.to(tl.float16)
-                tl.store(out + place, half, mask=mask)
-                x = half.to(tl.float32)
             magnitude = bits(x) & 0x7FFFFFFF
             if LARGEST:  # bits of magnitudes are in the order of the magnitudes, NaNs behind
-                top = tl.maximum(top, tl.where(mask, magnitude, 0).to(tl.int32, bitcast=True))
+                top = tl.maximum(top, magnitude.to(tl.int32, bitcast=True))
             else:
-                # Behind the end stands a zero, but zero times an infinite scale is a NaN.
-                wide = tl.where(mask, magnitude.to(tl.float32, bitcast=True), 0.0).to(tl.float64)
+                wide = magnitude.to(tl.float32, bitcast=True).to(tl.float64)
                 total += wide * wide if SQUARE else wide
     if LARGEST:
         tl.store(found + tl.program_id(0), tl.max(top, axis=0).to(tl.float32, bitcast=True).to(tl.float64))
@@ -87,26 +70,14 @@ def _raw(x: Tensor) -> Tensor:
     return x.view(torch.int16) if x.dtype is torch.bfloat16 else x
 
 
-def _run(
-    source: Tensor, out: Tensor | None, scale: float | Tensor, norm: int, block: int, start: int
-) -> Tensor:
-    found = torch.empty(touched(source.numel(), block, start), dtype=torch.float64, device=source.device)
+def partials(x: Tensor, norm: int, block: int, start: int) -> Tensor:
+    found = torch.empty(touched(x.numel(), block, start), dtype=torch.float64, device=x.device)
     launch(
-        _pass, (found.numel(),), source,
-        _raw(source), _raw(source if out is None else out), found, scale, source.numel(), start,
-        BLOCK=block, LANES=LANES, BF16=source.dtype is torch.bfloat16, OUT=0 if out is None else _OUT[out.dtype],
-        SCALE_IN_MEMORY=isinstance(scale, Tensor), SQUARE=norm == SQUARES, LARGEST=norm == LARGEST,
+        _pass, (found.numel(),), x, _raw(x), found, x.numel(), start,
+        BLOCK=block, LANES=LANES, BF16=x.dtype is torch.bfloat16, SQUARE=norm == SQUARES, LARGEST=norm == LARGEST,
         HALVINGS=LANES.bit_length() - 1, AT_ONCE=1 if block % (_ROWS * LANES) else _ROWS, num_warps=8, enable_fp_fusion=False,
     )  # fmt: skip
     return found
-
-
-def partials(x: Tensor, norm: int, block: int, start: int) -> Tensor:
-    return _run(x, None, 1.0, norm, block, start)
-
-
-def pack(source: Tensor, out: Tensor, scale: float | Tensor, norm: int, block: int, start: int) -> Tensor:
-    return _run(source, out, scale, norm, block, start)
 
 
 def write(source: Tensor, out: Tensor, add: bool) -> None:

@@ -17,12 +17,6 @@ SUM, and no communication in the backward::
     loss = loss_per_row(m, sums, ls, zl, V)
     dlogits = cross_entropy_backward(logits, m, sums[0], labels, start, g, ls, zl, V, valid)
 
-or, reading the logits once instead of twice, with the sums taken about the local maximum first::
-
-    m_local, sums = max_and_sums(logits, labels, start, valid, logit_sum=ls > 0)
-    m    = all_reduce_max(m_local)
-    sums = all_reduce_sum(rescale_sums(sums, m_local, m))
-
 A row to be ignored has g = 0 and any label outside the vocabulary. Sources: Shoeybi et al., "Megatron-LM", 2019,
 section 3 (the split loss); Szegedy et al., 2016 (label smoothing); Chowdhery et al., "PaLM", 2022 (z-loss).
 """
@@ -33,8 +27,6 @@ from meshfold.kernels.losses.pieces import (
     cross_entropy_backward,
     local_max,
     loss_per_row,
-    max_and_sums,
-    rescale_sums,
     sum_exp_and_target,
 )
 from meshfold.kernels.losses.whole import cross_entropy
@@ -44,7 +36,5 @@ __all__ = [
     "cross_entropy_backward",
     "local_max",
     "loss_per_row",
-    "max_and_sums",
-    "rescale_sums",
     "sum_exp_and_target",
 ]

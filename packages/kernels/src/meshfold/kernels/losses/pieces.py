@@ -45,28 +45,14 @@ def sum_exp_and_target(
     Returns:
         [sum of exp(logit - row_max), the label's logit or 0 if it is not here, sum of logits], float32 (float64).
     """
-    return _sums(logits, row_max, labels, vocab_start, vocab_valid, logit_sum)[1]
-
-
-def max_and_sums(
-    logits: Tensor,
-    labels: Tensor,
-    vocab_start: int = 0,
-    vocab_valid: int | None = None,
-    logit_sum: bool = False,
-) -> tuple[Tensor, Tensor]:
-    """:func:`local_max`, and :func:`sum_exp_and_target` about it, in one read of the logits.
-
-    Sums about a local maximum must go through :func:`rescale_sums` before they are added over ranks.
-    """
-    return _sums(logits, None, labels, vocab_start, vocab_valid, logit_sum)
-
-
-def rescale_sums(sums: Tensor, old_max: Tensor, new_max: Tensor) -> Tensor:
-    """Sums about ``old_max`` turned, in place, into sums about ``new_max``, which is nowhere smaller; returns them."""
-    # A rank without a word has old_max = -inf and a sum of zero; where new_max is -inf too, -inf - -inf must not show.
-    sums[0] *= (old_max - new_max).exp().nan_to_num(nan=1.0)
-    return sums
+    shape = logits.shape[:-1]
+    if labels.shape != shape:
+        raise ValueError(f"labels must have one number a row, shape {list(shape)}; got {list(labels.shape)}")
+    kernels = dispatch.piece("losses", _reference, logits, row_max)
+    valid = _valid(logits, vocab_valid)
+    rows, labels = as_rows(logits), labels.reshape(-1)
+    _, sums = kernels.sums(rows, row_max.reshape(-1), labels, vocab_start, valid, logit_sum)
+    return sums.reshape(sums.shape[0], *shape)
 
 
 def loss_per_row(
@@ -177,26 +163,3 @@ def _valid(logits: Tensor, vocab_valid: int | None) -> int:
             f"vocab_valid is {vocab_valid}, but there are {columns} local columns: it must lie between"
         )
     return vocab_valid
-
-
-def _sums(
-    logits: Tensor,
-    row_max: Tensor | None,
-    labels: Tensor,
-    vocab_start: int,
-    vocab_valid: int | None,
-    logit_sum: bool,
-) -> tuple[Tensor, Tensor]:
-    shape = logits.shape[:-1]
-    if labels.shape != shape:
-        raise ValueError(f"labels must have one number a row, shape {list(shape)}; got {list(labels.shape)}")
-    kernels = dispatch.piece("losses", _reference, logits, row_max)
-    found, sums = kernels.sums(
-        as_rows(logits),
-        None if row_max is None else row_max.reshape(-1),
-        labels.reshape(-1),
-        vocab_start,
-        _valid(logits, vocab_valid),
-        logit_sum,
-    )
-    return found.reshape(shape), sums.reshape(sums.shape[0], *shape)

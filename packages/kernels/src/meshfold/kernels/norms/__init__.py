@@ -27,8 +27,6 @@ over the local rows in float32, so that a sum over ranks still comes before the 
 from __future__ import annotations
 
 from meshfold.kernels.norms.pieces import (
-    add_layer_norm_sum,
-    add_rms_norm_stats,
     layer_norm_apply,
     layer_norm_backward_apply,
     layer_norm_backward_stats,
@@ -43,9 +41,7 @@ from meshfold.kernels.norms.whole import add_layer_norm, add_rms_norm, layer_nor
 
 __all__ = [
     "add_layer_norm",
-    "add_layer_norm_sum",
     "add_rms_norm",
-    "add_rms_norm_stats",
     "layer_norm",
     "layer_norm_apply",
     "layer_norm_backward_apply",

@@ -17,9 +17,6 @@ class NormKernels(Protocol):
     def row_sums(self, x: Tensor, mean: Tensor | None, square: bool) -> Tensor:
         """``m h -> m``: sum of x, or of (x - mean)**2 when ``square``."""
 
-    def add_row_sums(self, x: Tensor, residual: Tensor, square: bool) -> tuple[Tensor, Tensor]:
-        """``m h, m h -> m h, m``: x + residual in the residual's dtype, and the row sums of that (mean 0)."""
-
     def normalise(
         self, x: Tensor, weight: Tensor | None, bias: Tensor | None, mean: Tensor | None, rstd: Tensor
     ) -> Tensor:

@@ -7,7 +7,7 @@ from torch import Tensor
 from meshfold.kernels import dispatch
 from meshfold.kernels.norms import reference
 from meshfold.kernels.norms.interface import NormKernels
-from meshfold.kernels.rows import as_rows, check_alike, check_vector
+from meshfold.kernels.rows import as_rows, check_vector
 
 _reference: NormKernels = reference
 
@@ -16,11 +16,6 @@ def rms_norm_stats(x: Tensor) -> Tensor:
     """Sum of squares of every row's local columns: ``... h -> ...``, float32 (float64 for float64)."""
     kernels = dispatch.piece("norms", _reference, x)
     return kernels.row_sums(as_rows(x), None, True).reshape(x.shape[:-1])
-
-
-def add_rms_norm_stats(x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
-    """x + residual in the residual's dtype, and :func:`rms_norm_stats` of it, in one pass."""
-    return _add_row_sums(x, residual, True)
 
 
 def rms_norm_apply(x: Tensor, weight: Tensor | None, rstd: Tensor) -> Tensor:
@@ -66,11 +61,6 @@ def layer_norm_sum(x: Tensor) -> Tensor:
     """Sum of every row's local columns: ``... h -> ...``, float32 (float64 for float64)."""
     kernels = dispatch.piece("norms", _reference, x)
     return kernels.row_sums(as_rows(x), None, False).reshape(x.shape[:-1])
-
-
-def add_layer_norm_sum(x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
-    """x + residual in the residual's dtype, and :func:`layer_norm_sum` of it, in one pass."""
-    return _add_row_sums(x, residual, False)
 
 
 def layer_norm_centred_sum(x: Tensor, mean: Tensor) -> Tensor:
@@ -140,10 +130,3 @@ def layer_norm_backward_apply(
         with_bias,
     )
     return dx.reshape(x.shape), dweight, dbias
-
-
-def _add_row_sums(x: Tensor, residual: Tensor, square: bool) -> tuple[Tensor, Tensor]:
-    check_alike("x and residual", x, residual)
-    kernels = dispatch.piece("norms", _reference, x, residual)
-    summed, sums = kernels.add_row_sums(as_rows(x), as_rows(residual), square)
-    return summed.reshape(x.shape), sums.reshape(x.shape[:-1])

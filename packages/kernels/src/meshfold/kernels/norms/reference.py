@@ -41,11 +41,6 @@ def row_sums(x: Tensor, mean: Tensor | None, square: bool) -> Tensor:
     return torch.linalg.vecdot(centred, centred) if square else centred.sum(-1)
 
 
-def add_row_sums(x: Tensor, residual: Tensor, square: bool) -> tuple[Tensor, Tensor]:
-    summed = add(x, residual)
-    return summed, row_sums(summed, None, square)
-
-
 def add(x: Tensor, residual: Tensor) -> Tensor:
     """x + residual, rounded once to the dtype of the residual."""
     dtype = compute_dtype(residual)

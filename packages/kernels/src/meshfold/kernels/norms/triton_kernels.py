@@ -72,20 +72,14 @@ def _normalise(
 
 @triton.jit(do_not_specialize=["rows"])
 def _row_sums(
-    x, residual, mean, summed, sums, rows, hidden, x_stride, residual_stride, summed_stride,
-    SQUARE: tl.constexpr, CENTRED: tl.constexpr, HAS_RESIDUAL: tl.constexpr,
-    ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+    x, mean, sums, rows, hidden, x_stride,
+    SQUARE: tl.constexpr, CENTRED: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     column = tl.arange(0, COLUMNS)
     in_rows = row < rows
     mask = in_rows[:, None] & (column < hidden)[None, :]
     value = _load_rows(x, row, x_stride, column, mask)
-    if HAS_RESIDUAL:
-        value += _load_rows(residual, row, residual_stride, column, mask)
-        value = value.to(summed.dtype.element_ty)
-        _store_rows(summed, row, summed_stride, column, mask, value)
-        value = value.to(tl.float32)
     if CENTRED:
         value = tl.where(mask, value - tl.load(mean + row, mask=in_rows, other=0.0)[:, None], 0.0)
     if SQUARE:
@@ -176,29 +170,15 @@ def _gradients(
 def row_sums(x: Tensor, mean: Tensor | None, square: bool) -> Tensor:
     if x.shape[1] > _WIDEST:
         return reference.row_sums(x, mean, square)
-    return _sums(x, None, mean, square)[1]
-
-
-def add_row_sums(x: Tensor, residual: Tensor, square: bool) -> tuple[Tensor, Tensor]:
-    if x.shape[1] > _WIDEST or residual.dtype is torch.float64:
-        return reference.add_row_sums(x, residual, square)
-    return _sums(x, residual, None, square)
-
-
-def _sums(x: Tensor, residual: Tensor | None, mean: Tensor | None, square: bool) -> tuple[Tensor, Tensor]:
     rows, hidden = x.shape
     sums = torch.empty(rows, dtype=torch.float32, device=x.device)
-    other = x if residual is None else residual
-    summed = x if residual is None else torch.empty(x.shape, dtype=residual.dtype, device=x.device)
     high, wide, warps = tile(hidden)
     launch(
         _row_sums, (triton.cdiv(rows, high),), x,
-        x, other, sums if mean is None else mean, summed, sums,
-        rows, hidden, x.stride(0), other.stride(0), summed.stride(0),
-        SQUARE=square, CENTRED=mean is not None, HAS_RESIDUAL=residual is not None,
-        ROWS=high, COLUMNS=wide, num_warps=warps,
+        x, sums if mean is None else mean, sums, rows, hidden, x.stride(0),
+        SQUARE=square, CENTRED=mean is not None, ROWS=high, COLUMNS=wide, num_warps=warps,
     )  # fmt: skip
-    return summed, sums
+    return sums
 
 
 def normalise(

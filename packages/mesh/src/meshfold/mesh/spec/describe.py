@@ -12,7 +12,10 @@ if TYPE_CHECKING:
 def table(spec: ParallelSpec) -> str:
     """One line a dimension: name, ranks, axes, how; last the world size and the order of ranks."""
     rows = [("dimension", "ranks", "axes", "how")]
-    rows.append(("data", *_axes({"data": spec.axes["data"]}), _data(spec)))
+    others = (spec.pipeline, spec.sequence, spec.tensor, spec.zero)
+    shown = [axis for axis in spec.axes if axis != "data" or spec.data != 1 or not any(others)]
+    if "data" in shown:
+        rows.append(("data", *_axes({"data": spec.axes["data"]}), _data(spec)))
     if spec.pipeline is not None:
         rows.append(("pipeline", *_axes(spec.pipeline.axes), _pipeline(spec)))
     if spec.sequence is not None:
@@ -22,7 +25,7 @@ def table(spec: ParallelSpec) -> str:
         rows.append(("tensor", *_axes(spec.tensor.axes), spec.tensor.mode_name + overlap))
     if spec.zero is not None:
         rows.append(("zero", "", "", _zero(spec)))
-    order = f"rank order {' > '.join(spec.axes)}, the last varies fastest"
+    order = f"rank order {' > '.join(shown)}, the last varies fastest" if shown else "one rank"
     rows.append(("world", str(spec.world_size), "", order))
     widths = [max(len(row[column]) for row in rows) for column in range(3)]
     lines = (

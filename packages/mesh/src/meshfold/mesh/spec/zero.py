@@ -142,6 +142,17 @@ def _path(entry: Entry, placement: str, fields: Mapping[str, object]) -> str | N
     return path
 
 
+def unit_of(word: str) -> str:
+    """Return the key of :data:`UNITS` that a word stands for, in any case and without its B; the word itself if it is none.
+
+    >>> unit_of("G"), unit_of("gib"), unit_of("Gi"), unit_of("parsec")
+    ('GB', 'GiB', 'GiB', 'parsec')
+    """
+    folded = {name.casefold(): name for name in UNITS}
+    known = folded | {name.removesuffix("b"): unit for name, unit in folded.items() if unit != "B"}
+    return known.get(word.casefold(), word)
+
+
 def _bytes(entry: Entry, key: str, value: object) -> int:
     """Bytes, from a whole number or a string such as ``24GiB``."""
     if not isinstance(value, str):
@@ -154,6 +165,7 @@ def _bytes(entry: Entry, key: str, value: object) -> int:
         problem = f"{key}={show(value)} is not an amount of memory."
         raise entry.error(problem, f"Write {key}='24GiB', or whole bytes.")
     number, unit = match.groups()
+    unit = unit_of(unit)
     if unit not in UNITS:
         problem = f"has no unit {unit!r}.{nearest(unit, UNITS)}" if unit else "has no unit."
         change = f"Write {key}='{number}GiB', say; units are {', '.join(UNITS)}."

@@ -15,7 +15,9 @@ from torch.nn import functional as F
 
 from meshfold.mesh import LayoutError, Mesh, Placement
 from meshfold.mesh.primitives import bind_enter, take_block
+from meshfold.tensor_parallel.layers import vocabulary
 from meshfold.tensor_parallel.layers.base import ShardedLayer, shard_parameter
+from meshfold.tensor_parallel.layers.vocabulary import checked
 from meshfold.tensor_parallel.matmul import lead_shape
 from meshfold.tensor_parallel.modes import Mode, find_mode
 from meshfold.tensor_parallel.operands import bind_enter_operand, bind_leave_operand
@@ -81,9 +83,15 @@ class Embedding(ShardedLayer):
         self.weight = shard_parameter(module.weight, place, mesh)
         self._gather_table = bind_enter_operand(self.plan, mesh, "w")
         self._leave = bind_leave_operand(self.plan, mesh)
+        vocabulary.prepare()
 
     def forward(self, ids: Tensor) -> Tensor:
-        """``..`` int64, whole on every rank -> ``.. h`` of the residual layout."""
+        """``..`` int64, whole on every rank -> ``.. h`` of the residual layout.
+
+        Raises:
+            TokenError: on the CPU, for an id beyond the table; on a GPU it is an assertion on the device.
+        """
+        ids = checked(ids, self.num_embeddings, "token id")
         flat = take_block(ids.reshape(-1), self.mesh, 0, self.plan.compute[self.plan.m])
         # The plan's w is [n, k], the table [k, n]: a transposed view keeps one rule for both.
         table = self._gather_table(self.weight.t()).t()

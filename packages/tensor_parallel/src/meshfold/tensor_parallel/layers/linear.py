@@ -29,6 +29,7 @@ from meshfold.mesh import Layout, LayoutError, Mesh, ParameterMeta, Part, Placem
 from meshfold.mesh.deferral import Pair, Site, add_gradient
 from meshfold.mesh.primitives import Primitive, bind_collect, bind_enter, bind_take, identity
 from meshfold.tensor_parallel.algebra import MatmulPlan, plan
+from meshfold.tensor_parallel.layers.autocast import casts, lowered
 from meshfold.tensor_parallel.layers.base import ShardedLayer, shard_parameter
 from meshfold.tensor_parallel.lowerings.gather import turns_weight
 from meshfold.tensor_parallel.matmul import (
@@ -133,6 +134,8 @@ class Linear(ShardedLayer):
         self.gather_output = self.flat_output = False
         self._enter_input: Primitive | None = None
         self._site: Site | None = None
+        self.head_dim = 0
+        """Elements of its output that stay together, those of a head, where it makes queries, keys or values."""
         weight: Tensor = module.weight  # type: ignore[assignment]
         bias: Tensor | None = getattr(module, "bias", None)
         out_dim = 0 if stored == "nk" else 1
@@ -215,17 +218,19 @@ class Linear(ShardedLayer):
                 torch.autograd.backward(operand, dw)
 
     def forward(self, x: Tensor) -> Tensor:
-        weight = self._sum_weight(self.weight)
-        x = self._take_rows(x)
+        weight = lowered(self._sum_weight(self.weight))
+        x = lowered(self._take_rows(x))
         if self.flat_output:  # this rank's tokens need not be whole sequences
             x = x.reshape(-1, x.shape[-1])
         lead = x.shape[:-1]
         entered = self.plan.entered
         if self._enter_input is not None:
-            x = self._enter_input(x)
+            x = lowered(self._enter_input(x))
         elif entered and self.folds > 1:
             x = unfold(x, self.folds)
-        if self._site is not None and torch.is_grad_enabled() and weight.requires_grad:
+        if (
+            self._site is not None and torch.is_grad_enabled() and weight.requires_grad and not casts(x)
+        ):  # else dw waits for the parameter, not for a copy in another dtype
             free = weight.detach()
             y = self._multiply_deferred(x, free if self.stored == "nk" else free.t(), self._site.ticket)
         else:
@@ -233,7 +238,7 @@ class Linear(ShardedLayer):
         if entered:
             y = y.view(*lead_shape(lead, y.numel() // y.shape[-1]), y.shape[-1])
         if self.bias is not None:
-            y = y + self._enter_bias(self._sum_bias(self.bias))
+            y = y + self._enter_bias(self._sum_bias(self.bias)).to(y.dtype)
         return self._whole(y) if self.gather_output else y
 
     def _whole(self, y: Tensor) -> Tensor:

@@ -17,7 +17,10 @@ from torch.nn import functional as F
 from meshfold import kernels
 from meshfold.mesh import LayoutError, Mesh, collectives
 from meshfold.mesh.primitives import bind_leave, take_block
+from meshfold.tensor_parallel.layers import vocabulary
+from meshfold.tensor_parallel.layers.autocast import left_alone
 from meshfold.tensor_parallel.layers.base import OnMesh
+from meshfold.tensor_parallel.layers.vocabulary import checked
 from meshfold.tensor_parallel.modes import Mode, find_mode
 from meshfold.tensor_parallel.sizes import vocabulary_multiple
 
@@ -50,6 +53,8 @@ def cross_entropy(
     Raises:
         LayoutError: if the mesh lacks an axis of the mode, the logits are not this rank's block, or the labels do not
             fit them, or for another reduction.
+        TokenError: on the CPU, for a label that is neither a word nor ``ignore_index``; on a GPU it is an assertion on
+            the device.
     """
     if reduction not in ("mean", "sum"):
         raise LayoutError(
@@ -91,6 +96,7 @@ def _make(
     shares, blocks = mesh.size(*tokens), mesh.size(*words)
     padded = math.ceil(vocab_size / multiple) * multiple // blocks
     mesh.prepare(*words)
+    vocabulary.prepare()
     add_up = bind_leave(mesh, tokens)
 
     class VocabParallel(torch.autograd.Function):
@@ -133,7 +139,9 @@ def _make(
                 f"{flat.shape[0]} labels for {rows.shape[0]} local rows of logits, split over {shares} blocks: "
                 f"give the labels of all {rows.shape[0] * shares} tokens on every rank"
             )
-        return add_up(VocabParallel.apply(rows, take_block(flat, mesh, 0, tokens)).sum())
+        flat = checked(flat, vocab_size, "label", ignore_index)
+        with left_alone(rows):
+            return add_up(VocabParallel.apply(rows, take_block(flat, mesh, 0, tokens)).sum())
 
     return summed
 

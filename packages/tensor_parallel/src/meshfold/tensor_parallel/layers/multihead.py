@@ -150,7 +150,7 @@ class SplitMultiheadAttention(ShardedLayer, nn.MultiheadAttention):
                 out = attention(q, k, v, mask=mask, p=p, dropout=self._drop)
         out = self._leave(F.linear(out.transpose(1, 2).flatten(2), self.out_proj.weight))
         if self.out_proj.bias is not None:
-            out = out + self.out_proj.bias
+            out = out + self.out_proj.bias.to(out.dtype)
         if weights is not None:
             weights = (
                 self._leave(weights.sum(1)) / self.num_heads

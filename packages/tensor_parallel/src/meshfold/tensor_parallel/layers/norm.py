@@ -17,7 +17,8 @@ from meshfold import kernels
 from meshfold.mesh import Mesh, Placement, collectives
 from meshfold.mesh.compiling import as_result
 from meshfold.mesh.primitives import bind_enter
-from meshfold.tensor_parallel.kinds import norm_eps, norm_kind, norm_size
+from meshfold.tensor_parallel.kinds import eps_for, norm_eps, norm_kind, norm_size
+from meshfold.tensor_parallel.layers.autocast import left_alone, widened
 from meshfold.tensor_parallel.layers.base import ShardedLayer, shard_parameter
 from meshfold.tensor_parallel.modes import Mode, find_mode
 from meshfold.tensor_parallel.sizes import split_evenly
@@ -30,7 +31,13 @@ class _Norm(ShardedLayer):
     bias: nn.Parameter | None
 
     def _take_over(
-        self, hidden: int, eps: float, weight: Tensor | None, bias: Tensor | None, mesh: Mesh, mode: Mode
+        self,
+        hidden: int,
+        eps: float | None,
+        weight: Tensor | None,
+        bias: Tensor | None,
+        mesh: Mesh,
+        mode: Mode,
     ) -> None:
         mesh.require(*mode.axes, what=f"mode {mode.name!r}")
         residual = mode.layout("residual")
@@ -43,14 +50,15 @@ class _Norm(ShardedLayer):
                 name, None if parameter is None else shard_parameter(parameter, place, mesh)
             )
         self._enter = bind_enter(mesh, self.tokens)
-        self._normalise = self._bind()
+        self._normalise = self._bind(eps_for(eps, torch.float32))
+        self._normalise_float64 = self._bind(eps_for(eps, torch.float64))
 
-    def _bind(self) -> Callable[..., Tensor]:
-        """The norm of rows as a function of x, weight (and bias)."""
+    def _bind(self, eps: float) -> Callable[..., Tensor]:
+        """Return the norm of rows as a function of x, weight (and bias)."""
         raise NotImplementedError
 
     @classmethod
-    def convert(cls, module: nn.Module, eps: float, mesh: Mesh, mode: Mode) -> Self:
+    def convert(cls, module: nn.Module, eps: float | None, mesh: Mesh, mode: Mode) -> Self:
         """A norm with this rank's blocks of a whole norm's weight and bias."""
         made = cls.__new__(cls)
         nn.Module.__init__(made)
@@ -58,6 +66,11 @@ class _Norm(ShardedLayer):
         made._take_over(norm_size(module), eps, weight, bias, mesh, mode)
         made.train(module.training)
         return made
+
+    def _normalised(self, x: Tensor, *parameters: Tensor | None) -> Tensor:
+        normalise = self._normalise_float64 if x.dtype == torch.float64 else self._normalise
+        with left_alone(x):
+            return normalise(x, *parameters)
 
     def _entered(self, parameter: nn.Parameter | None) -> Tensor | None:
         return None if parameter is None else self._enter(parameter)
@@ -72,7 +85,7 @@ class RMSNorm(_Norm):
     def __init__(
         self,
         hidden: int,
-        eps: float = 1e-6,
+        eps: float | None = 1e-6,
         *,
         mesh: Mesh,
         mode: str | Mode = "1d",
@@ -83,12 +96,12 @@ class RMSNorm(_Norm):
         weight = torch.ones(hidden, device=device, dtype=dtype)
         self._take_over(hidden, eps, weight, None, mesh, find_mode(mode))
 
-    def _bind(self) -> Callable[..., Tensor]:
-        key = ("rms_norm", self.columns, self.hidden, self.eps)
-        return self.mesh.once(key, lambda: bind_rms_norm(self.mesh, self.columns, self.hidden, self.eps))
+    def _bind(self, eps: float) -> Callable[..., Tensor]:
+        key = ("rms_norm", self.columns, self.hidden, eps)
+        return self.mesh.once(key, lambda: bind_rms_norm(self.mesh, self.columns, self.hidden, eps))
 
     def forward(self, x: Tensor) -> Tensor:
-        return self._normalise(x, self._entered(self.weight))
+        return self._normalised(x, self._entered(self.weight))
 
 
 class LayerNorm(_Norm):
@@ -110,12 +123,12 @@ class LayerNorm(_Norm):
         shift = torch.zeros(hidden, device=device, dtype=dtype) if bias else None
         self._take_over(hidden, eps, weight, shift, mesh, find_mode(mode))
 
-    def _bind(self) -> Callable[..., Tensor]:
-        key = ("layer_norm", self.columns, self.hidden, self.eps)
-        return self.mesh.once(key, lambda: bind_layer_norm(self.mesh, self.columns, self.hidden, self.eps))
+    def _bind(self, eps: float) -> Callable[..., Tensor]:
+        key = ("layer_norm", self.columns, self.hidden, eps)
+        return self.mesh.once(key, lambda: bind_layer_norm(self.mesh, self.columns, self.hidden, eps))
 
     def forward(self, x: Tensor) -> Tensor:
-        return self._normalise(x, self._entered(self.weight), self._entered(self.bias))
+        return self._normalised(widened(x), self._entered(self.weight), self._entered(self.bias))
 
 
 class HeadNorm(ShardedLayer):
@@ -146,9 +159,13 @@ class HeadNorm(ShardedLayer):
 
     def forward(self, x: Tensor) -> Tensor:
         weight = None if self.weight is None else self._enter(self.weight)
-        if not self.centred:
-            return kernels.rms_norm(x, weight, self.eps)
-        return kernels.layer_norm(x, weight, None if self.bias is None else self._enter(self.bias), self.eps)
+        eps = eps_for(self.eps, x.dtype)
+        x = widened(x) if self.centred else x
+        with left_alone(x):
+            if not self.centred:
+                return kernels.rms_norm(x, weight, eps)
+            bias = None if self.bias is None else self._enter(self.bias)
+            return kernels.layer_norm(x, weight, bias, eps)
 
     def extra_repr(self) -> str:
         return f"{self.head_dim}, eps={self.eps}, mode={self.mode.name}"

@@ -8,6 +8,7 @@ from meshfold.mesh import LayoutError, Mesh, Placement
 from meshfold.mesh.primitives import Primitive, bind_enter, bind_take
 from meshfold.tensor_parallel.algebra import MatmulPlan
 from meshfold.tensor_parallel.kinds import is_patch
+from meshfold.tensor_parallel.layers.autocast import lowered
 from meshfold.tensor_parallel.layers.base import ShardedLayer, shard_parameter
 from meshfold.tensor_parallel.layers.linear import stem_plan
 from meshfold.tensor_parallel.matmul import Product, bind_matmul
@@ -64,9 +65,9 @@ class PatchEmbedding(ShardedLayer):
         whole = images[:, :, : height * p, : width * q]
         patches = whole.reshape(b, c, height, p, width, q).permute(0, 2, 4, 1, 3, 5).reshape(b, -1, c * p * q)
         mine = self._take_rows(patches)
-        y = self._multiply(mine, self.weight.flatten(1))
+        y = self._multiply(lowered(mine), lowered(self.weight.flatten(1)))
         if self.bias is not None:
-            y = y + self._enter_bias(self.bias)
+            y = y + self._enter_bias(self.bias).to(y.dtype)
         return y.transpose(1, 2).reshape(mine.shape[0], -1, height, width)
 
     def extra_repr(self) -> str:

@@ -7,6 +7,7 @@ stay equal without a collective of their own.
 from __future__ import annotations
 
 import inspect
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -14,13 +15,17 @@ from torch import Tensor, nn
 
 from meshfold.mesh import Mesh, ParameterMeta, Placement, annotate
 from meshfold.mesh.primitives import bind_collect, bind_take
+from meshfold.mesh.tracking import arrived, untracked
 from meshfold.tensor_parallel.boundary import Boundary
 from meshfold.tensor_parallel.layers.base import OnMesh
+from meshfold.tensor_parallel.layers.stream_dims import BatchShape, DimFinder, StreamDims
 from meshfold.tensor_parallel.modes import Mode
 
 MASK = "attention_mask"
 """What the model's own code makes for the rows that it sees of the stream: it is joined as the stream is."""
 _OF_ROWS = (MASK, "position_ids", "position_embeddings")
+
+_NOWHERE = StreamDims(None, None)
 
 
 def takes_rows(module: nn.Module) -> bool:
@@ -31,29 +36,38 @@ def takes_rows(module: nn.Module) -> bool:
 class Replicated(OnMesh):
     """Joins the residual stream in front of a module, and splits what it returns."""
 
-    def __init__(self, mesh: Mesh, mode: Mode, hidden: int, boundary: Boundary | None = None) -> None:
+    def __init__(
+        self,
+        mesh: Mesh,
+        mode: Mode,
+        hidden: int,
+        batch: BatchShape,
+        boundary: Boundary | None = None,
+    ) -> None:
         """Args:
         mesh, mode: where the stream lies and how.
         hidden: its size.
+        batch: of the forward that runs.
         boundary: of a stream that is flattened; the module gets its batch and sequence dims.
         """
         residual = mode.layout("residual")
-        self.mesh, self.hidden, self.boundary = mesh, hidden, boundary
-        tokens, columns = residual["m"], residual["h"]
-        self._collect_rows, self._collect_columns = (
-            bind_collect(mesh, 0, tokens),
-            bind_collect(mesh, -1, columns),
-        )
-        self._take_rows, self._take_columns = bind_take(mesh, 0, tokens), bind_take(mesh, -1, columns)
-        self._local, self._lead = hidden // mesh.size(*columns), torch.Size()
+        self.mesh, self.hidden, self.batch, self.boundary = mesh, hidden, batch, boundary
+        self._tokens, self._axes = residual["m"], residual["h"]
+        self._collect_rows = {dim: bind_collect(mesh, dim, self._tokens) for dim in (0, 1)}
+        self._collect_columns = {dim: bind_collect(mesh, dim, self._axes) for dim in (1, -1)}
+        self._take_rows = {dim: bind_take(mesh, dim, self._tokens) for dim in (0, 1)}
+        self._take_columns = {dim: bind_take(mesh, dim, self._axes) for dim in (1, -1)}
+        self._local = hidden // mesh.size(*self._axes)
+        self._dims, self._joined = _NOWHERE, torch.Size()  # of the first argument, as the module gets it
         self._mask = -1  # its place among the arguments
         self._count, self._streams = 1, frozenset[str]()  # arguments that may be of a stream, and their names
+        self._recurrent = False
 
     def around(self, module: nn.Module, *, begins: bool = False, streams: int = 1) -> None:
         """Stand round a module that takes the stream first and returns a tensor, or a tuple that starts with one.
 
-        A mask that it takes as well is joined by rows where the stream is.
-        What it returns is split by tokens if it has as many, and by columns if it is as wide as the stream.
+        A mask that it takes as well is joined by rows where the stream is. What it returns is split by rows where it has as
+        many in the same dim, and by columns if it is as wide as the stream.
 
         Args:
             begins: the module takes no stream, but something that is whole on every rank, and returns the stream.
@@ -67,6 +81,9 @@ class Replicated(OnMesh):
         if begins:
             module.register_forward_hook(self._begin)
             return
+        size = self.mesh.size
+        self._find = DimFinder(module, self.batch, self.hidden, size(*self._tokens), size(*self._axes)).find
+        self._recurrent = isinstance(module, nn.RNNBase)
         names = list(inspect.signature(type(module).forward).parameters)[1:]
         self._mask = names.index(MASK) if MASK in names else -1
         self._count, self._streams = streams, frozenset(names[:streams])
@@ -77,12 +94,25 @@ class Replicated(OnMesh):
         values: list[Any] = [*args, *kwargs.values()]
         if not values:
             return args, kwargs
+        with untracked():
+            joined = self._joined_arguments(args, kwargs, values)
+        changed = zip((*joined[0], *joined[1].values()), (*args, *kwargs.values()), strict=True)
+        arrived(x for x, before in changed if x is not before and isinstance(x, Tensor))
+        return joined
+
+    def _joined_arguments(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], values: list[Any]
+    ) -> tuple[Any, Any]:
+        """What the module is called with, put together where it is of the stream."""
         given = list(values)
+        self._dims, self._joined = _NOWHERE, torch.Size()
         values[0] = self._join(given[0])
         for place in self._others(args, kwargs):
             same = next((i for i in range(place) if given[i] is given[place]), None)
             values[place] = self._join_other(given[place]) if same is None else values[same]
-        if self.boundary is None and values[0] is not given[0]:
+        if self._recurrent and len(values) > 1:
+            values[1] = self._map_states(values[1], self._join_state)
+        if self.boundary is None and self._dims.rows == 0:
             place = len(args) + list(kwargs).index(MASK) if MASK in kwargs else self._mask
             if place > 0 and (place < len(args) or MASK in kwargs):
                 values[place] = self._join_mask(values[place], given[0].shape[0])
@@ -94,21 +124,39 @@ class Replicated(OnMesh):
         return [place for place in (*range(1, min(len(args), self._count)), *named) if place > 0]
 
     def _begin(self, module: nn.Module, args: Any, output: Any) -> Any:
-        self._lead = (output[0] if isinstance(output, tuple) else output).shape[:-1]
+        self._joined = (output[0] if isinstance(output, tuple) else output).shape
+        self._dims = StreamDims(0, -1)
         return self._after(module, args, output)
 
     def _after(self, module: nn.Module, args: Any, output: Any) -> Any:
-        if isinstance(output, tuple):
-            return (self._split(output[0]), *output[1:])
-        return self._split(output)
+        with untracked():
+            found = self._split_output(output)
+        for part in found if isinstance(found, tuple) else (found,):
+            arrived(x for x in (part if isinstance(part, tuple) else (part,)) if isinstance(x, Tensor))
+        return found
+
+    def _split_output(self, output: Any) -> Any:
+        if not isinstance(output, tuple):
+            return self._split(output)
+        rest = output[1:]
+        if self._recurrent:
+            rest = tuple(self._map_states(state, self._split_state) for state in rest)
+        return (self._split(output[0]), *rest)
+
+    # -- in -------------------------------------------------------------------------------------------------------------
 
     def _join(self, x: Any) -> Any:
-        if not isinstance(x, Tensor) or not x.is_floating_point() or x.shape[-1] != self._local:
+        if not isinstance(x, Tensor) or not x.is_floating_point() or x.dim() < 1:
             return x
-        x = self._collect_rows(self._collect_columns(x))
         if self.boundary is not None:
-            x = x.view(*self.boundary.lead, x.shape[-1])
-        self._lead = x.shape[:-1]
+            if x.shape[-1] != self._local:
+                return x
+            x = self._collect_rows[0](self._collect_columns[-1](x)).view(*self.boundary.lead, self.hidden)
+            self._dims, self._joined = StreamDims(0, -1), x.shape
+            return x
+        self._dims = self._find(x)
+        x = self._collect(x, self._dims)
+        self._joined = x.shape
         return x
 
     def _join_other(self, x: Any) -> Any:
@@ -116,18 +164,55 @@ class Replicated(OnMesh):
         if not isinstance(x, Tensor) or not x.is_floating_point() or x.shape[-1] != self._local:
             return x
         if self.boundary is None:
-            return self._collect_rows(self._collect_columns(x))
+            return self._collect(x, self._find(x))
         if x.dim() != 2:
             return x
-        return self._collect_rows(self._collect_columns(x)).view(*self.boundary.lead, self.hidden)
+        return self._collect_rows[0](self._collect_columns[-1](x)).view(*self.boundary.lead, self.hidden)
+
+    def _collect(self, x: Tensor, dims: StreamDims) -> Tensor:
+        x = x if dims.columns is None else self._collect_columns[dims.columns](x)
+        return x if dims.rows is None else self._collect_rows[dims.rows](x)
 
     def _join_mask(self, mask: Any, rows: int) -> Any:
         """A mask for this rank's rows, for those of all. All ranks have one, or none has: the frame sees to it."""
-        return self._collect_rows(mask) if isinstance(mask, Tensor) and mask.shape[0] == rows else mask
+        return self._collect_rows[0](mask) if isinstance(mask, Tensor) and mask.shape[0] == rows else mask
+
+    def _map_states(self, states: Any, change: Callable[[Tensor], Tensor]) -> Any:
+        """A recurrent layer's state, ``layers b h``, or the pair that an LSTM has."""
+        if isinstance(states, tuple):
+            return tuple(change(state) for state in states)
+        return change(states) if isinstance(states, Tensor) else states
+
+    def _join_state(self, state: Tensor) -> Tensor:
+        rows = self.batch.rows // self.mesh.size(*self._tokens)
+        state = self._collect_columns[-1](state) if state.shape[-1] == self._local else state
+        return self._collect_rows[1](state) if state.dim() == 3 and state.shape[1] == rows else state
+
+    # -- out ------------------------------------------------------------------------------------------------------------
+
+    def _split_state(self, state: Tensor) -> Tensor:
+        if self._dims.rows is None and self._dims.columns is None:
+            return state
+        state = self._take_columns[-1](state) if state.shape[-1] == self.hidden else state
+        return self._take_rows[1](state) if self._dims.rows is not None and state.dim() == 3 else state
 
     def _split(self, x: Any) -> Any:
-        if not isinstance(x, Tensor) or not x.is_floating_point() or x.shape[:-1] != self._lead:
+        if not isinstance(x, Tensor) or not x.is_floating_point() or not self._joined or not x.dim():
             return x
         if self.boundary is not None:
+            if x.shape[:-1] != self._joined[:-1]:
+                return x
             x = x.reshape(-1, x.shape[-1])
-        return self._take_rows(self._take_columns(x) if x.shape[-1] == self.hidden else x)
+            return self._take_rows[0](self._take_columns[-1](x) if x.shape[-1] == self.hidden else x)
+        rows = self._dims.rows
+        pooled = x.dim() == len(self._joined) - 1 and x.shape[-1] == self.hidden  # one vector a sequence
+        if x.dim() != len(self._joined) and not pooled:
+            return x
+        if rows is not None:
+            dim = 0 if pooled else rows
+            if x.shape[dim] != self._joined[rows]:
+                return x
+            x = self._take_rows[dim](x)
+        if self._dims.columns == 1 and not pooled:
+            return self._take_columns[1](x) if x.shape[1] == self.hidden else x
+        return self._take_columns[-1](x) if x.shape[-1] == self.hidden else x

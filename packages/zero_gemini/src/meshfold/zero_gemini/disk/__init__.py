@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from .bench import DiskRates, bench
 from .folder import free_bytes
-from .inspect import StoreInfo, check
 from .layout import footprint_bytes
 from .memory import aligned_empty
 from .request import Pending
@@ -14,10 +13,8 @@ __all__ = [
     "DiskRates",
     "DiskStore",
     "Pending",
-    "StoreInfo",
     "aligned_empty",
     "bench",
-    "check",
     "footprint_bytes",
     "free_bytes",
 ]

@@ -5,70 +5,43 @@ from __future__ import annotations
 import errno
 import os
 import threading
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Literal
 
 from ..errors import DiskError
-from .folder import claim, disk_error, is_still, lock, preallocate, unlock
-from .inspect import expect
-from .layout import FileLayout, Header, unpack_record
+from .folder import claim, disk_error, is_still, preallocate, unlock
+from .layout import PROBE_AT, FileLayout, Header
 from .memory import ALIGN, Bytes, aligned_empty, round_up
 
 Direct = bool | Literal["auto"]
 
 
 class BlockFile:
-    """An open, locked file. `control` is buffered: lock, header, layout, record; blocks go through `data`."""
+    """An open, locked file. `control` is buffered: lock and header; blocks go through `data`."""
 
-    def __init__(
-        self, path: Path, control: int, layout: FileLayout, header: Header, notes: list[str]
-    ) -> None:
-        self.path, self.control, self.layout, self.header, self.notes = path, control, layout, header, notes
+    def __init__(self, path: Path, control: int, layout: FileLayout, notes: list[str]) -> None:
+        self.path, self.control, self.layout, self.notes = path, control, layout, notes
         self.data = control
         self.direct = False
         self._bounces = threading.local()
 
     @staticmethod
-    def create(path: Path, layout: FileLayout, *, rank: int, verify: bool, direct: Direct) -> BlockFile:
-        """A new file in place of a dead one. On any error nothing of ours is left behind."""
+    def create(path: Path, layout: FileLayout, *, direct: Direct) -> BlockFile:
+        """Make a file, in place of one that nobody uses any more. An error leaves nothing behind."""
         notes: list[str] = []
         control = claim(path, notes)
-        header = layout.header(rank=rank, verify=verify, pid=os.getpid())
-        file = BlockFile(path, control, layout, header, notes)
+        file = BlockFile(path, control, layout, notes)
         try:
             os.ftruncate(control, 0)
-            preallocate(path, control, header.file_bytes, first=header.pack())
-            os.pwrite(control, layout.encoded(), ALIGN)
+            preallocate(path, control, layout.file_bytes, first=Header(pid=os.getpid()).pack())
             os.fsync(control)
             file._choose_direct(direct)
         except BaseException as error:
-            file.release(remove=True)
+            file.release()
             if isinstance(error, OSError) and not isinstance(error, DiskError):
                 raise disk_error(f"{path} cannot be written: {error.strerror}.", error) from error
             raise
         return file
-
-    @staticmethod
-    def reopen(
-        path: Path, *, rank: int, blocks: Mapping[str, int] | None, direct: Direct
-    ) -> tuple[BlockFile, list[int], list[int]]:
-        """A file that was closed, with its generations and checksums; from now on it is live again."""
-        control = lock(path, create=False)
-        try:
-            header, layout, record = expect(path, control, rank=rank, blocks=blocks)
-        except BaseException:
-            unlock(control)
-            raise
-        file = BlockFile(path, control, layout, header, [])
-        try:
-            file._choose_direct(direct)
-            file.header = layout.header(rank=rank, verify=header.verify, pid=os.getpid())
-            file._write_header(file.header)
-        except BaseException:
-            file.release(remove=False)
-            raise
-        return file, *unpack_record(record, len(layout.sizes))
 
     def _choose_direct(self, direct: Direct) -> None:
         if direct is False:
@@ -81,9 +54,9 @@ class BlockFile:
             if not hasattr(os, "O_DIRECT"):
                 raise OSError(errno.EINVAL, "this system has no O_DIRECT")
             page = aligned_empty(ALIGN).zero_().numpy().data
-            if os.pwritev(descriptor, [page], self.layout.probe_at) != ALIGN:
+            if os.pwritev(descriptor, [page], PROBE_AT) != ALIGN:
                 raise OSError(errno.EINVAL, "a page was not written whole")
-            if os.preadv(descriptor, [page], self.layout.probe_at) != ALIGN:
+            if os.preadv(descriptor, [page], PROBE_AT) != ALIGN:
                 raise OSError(errno.EINVAL, "a page was not read whole")
         except OSError as error:
             if descriptor >= 0:
@@ -135,29 +108,18 @@ class BlockFile:
                 raise OSError(errno.EIO, "the file system took no more bytes, without a reason")
             if count <= 0:
                 size = os.fstat(self.data).st_size
-                raise OSError(errno.EIO, f"it is truncated to {size} of {self.header.file_bytes} bytes")
+                raise OSError(errno.EIO, f"it is truncated to {size} of {self.layout.file_bytes} bytes")
             done += count
 
     def sync(self) -> None:
         os.fsync(self.data)
 
-    def finish(self, record: bytes) -> None:
-        """Mark the file as closed and whole. The order matters: blocks, record, then the word that they are good."""
-        os.fsync(self.data)
-        os.pwrite(self.control, record, self.layout.record_at)
-        os.fsync(self.control)
-        self._write_header(self.header.closed(record))
-
-    def _write_header(self, header: Header) -> None:
-        os.pwrite(self.control, header.pack(), 0)
-        os.fsync(self.control)
-
-    def release(self, *, remove: bool, owner: int | None = None) -> None:
-        """Let go of the file; also after a failure, and again. In a forked child (not `owner`) nothing is removed."""
+    def release(self, *, owner: int | None = None) -> None:
+        """Remove the file and its lock; also after a failure, and again. A forked child (not `owner`) removes nothing."""
         if self.control < 0 or (owner is not None and owner != os.getpid()):
             return
         control, data, self.control, self.data = self.control, self.data, -1, -1
-        if remove and is_still(self.path, control):
+        if is_still(self.path, control):
             self.path.unlink(missing_ok=True)
         if data != control:
             os.close(data)

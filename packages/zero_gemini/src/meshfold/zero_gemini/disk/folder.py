@@ -50,18 +50,18 @@ def block_path(folder: str | os.PathLike[str], name: str, rank: int) -> Path:
     raise DiskError(f"The folder {path} does not exist.")
 
 
-def lock(path: Path, *, create: bool) -> int:
-    """Open a file for this process alone and return the descriptor that holds the lock.
+def _lock(path: Path) -> int:
+    """Open a file, or make it, for this process alone and return the descriptor that holds the lock.
 
     Raises:
-        DiskError: it cannot be opened or created (missing, read-only, ...), is not a plain file, or is in use.
+        DiskError: it cannot be opened or created (read-only, ...), is not a plain file, or is in use.
     """
-    flags = os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK | (os.O_CREAT if create else 0)
+    flags = os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CREAT
     while True:
         try:
             control = os.open(path, flags, 0o600)
         except OSError as error:
-            raise _cannot_open(path, error, create) from error
+            raise _cannot_open(path, error) from error
         try:
             if not stat.S_ISREG(os.fstat(control).st_mode):
                 raise DiskError(f"{path} is not a plain file. Delete it, or name another folder.")
@@ -86,10 +86,10 @@ def claim(path: Path, notes: list[str]) -> int:
     """Lock the file of a new store; one of ours that nobody uses any more may be replaced, and is noted.
 
     Raises:
-        DiskError: as `lock`, or the file is not one of ours.
+        DiskError: as `_lock`, or the file is not one of ours.
     """
     with alone_in(path.parent):
-        control = lock(path, create=True)
+        control = _lock(path)
     try:
         start = os.pread(control, ALIGN, 0)
         if start and start[: len(MAGIC)] != MAGIC:
@@ -200,11 +200,9 @@ def _no_space(path: Path, wanted: int, free: int | None, cause: OSError) -> Disk
     )
 
 
-def _cannot_open(path: Path, error: OSError, create: bool) -> DiskError:
+def _cannot_open(path: Path, error: OSError) -> DiskError:
     if error.errno == errno.ELOOP:
         message = f"{path} is a link, which is not followed. Delete it."
-    elif error.errno == errno.ENOENT and not create:
-        message = f"{path} does not exist."
     elif error.errno in (errno.EROFS, errno.EACCES, errno.EPERM):
         message = (
             f"{path} cannot be opened for writing: {error.strerror}. Name a folder that this user may write."

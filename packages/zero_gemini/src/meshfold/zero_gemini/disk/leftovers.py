@@ -1,4 +1,4 @@
-"""What killed processes left in a folder, and how it goes."""
+"""Removes what killed processes left in a folder."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from pathlib import Path
 
 from ..errors import DiskError
 from .folder import alone_in, is_still, unlock
-from .layout import LIVE, Header
+from .layout import Header
 from .memory import ALIGN
 
 _ANY = "meshfold-*-rank*.blocks"
 
 
 def sweep(folder: str | os.PathLike[str]) -> list[str]:
-    """Remove what killed processes left in a folder: stores of whatever rank that were not closed and that nobody locks.
+    """Remove what killed processes left in a folder: stores of any rank that nobody locks.
 
     Returns:
         A note on each.
@@ -63,7 +63,5 @@ def _as_left_behind(path: Path, control: int) -> str:
         header = Header.unpack(start, str(path))
     except DiskError:
         return ""  # not ours, or not whole: left to a person
-    if header.state != LIVE:
-        return ""  # kept for whoever opens it again
     size = os.fstat(control).st_blocks * 512
     return f"{path}: removed, {size:,} bytes that process {header.pid} left, which was killed."

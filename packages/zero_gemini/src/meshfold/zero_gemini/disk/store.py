@@ -3,13 +3,12 @@
 What is guaranteed
     Space is reserved before training. Operations on one block happen in the order they were called, so a read sees the
     write before it; different blocks overlap. A write that failed is told at ``wait()``, and again by `flush`; its block
-    cannot be read until a write of it succeeds, nor can one that was never written. A file is used again only if it was
-    closed: whatever a dead process left is refused by `open_existing` and `check`, and replaced by a new store.
+    cannot be read until a write of it succeeds, nor can one that was never written. A closed store removes its file. The
+    file of a killed process is never read: a new store replaces it.
 What is not
-    The store is scratch: after a crash training resumes from its checkpoint. Blocks carry no checksums unless
-    ``verify=True`` (CRC-32 costs another pass over host memory), so without it bytes that the disk itself changes, or
-    that another program writes into the file, are not noticed. On file systems that copy on write, or compress, reserved
-    space can still run out; that too is an error at ``wait()``.
+    The store is scratch: after a crash training resumes from its checkpoint. Blocks carry no checksums, so bytes that
+    the disk itself changes, or that another program writes into the file, are not noticed. On file systems that copy on
+    write, or compress, reserved space can still run out; that too is an error at ``wait()``.
 """
 
 from __future__ import annotations
@@ -44,7 +43,6 @@ class DiskStore:
             copied through at most ``in_flight × chunk_bytes`` bytes of memory.
         direct: ``"auto"``: O_DIRECT where the file system has it, else the page cache and a note; True: or an error.
         name: tells several stores of one rank apart.
-        verify: a CRC-32 of every piece, compared on reading.
 
     Attributes:
         notes: what a person should know: a fallback, a replaced file.
@@ -63,39 +61,13 @@ class DiskStore:
         direct: Direct = "auto",
         *,
         name: str = "optimizer",
-        verify: bool = False,
     ) -> None:
         layout = FileLayout(sizes=dict(blocks or {}), chunk_bytes=chunk_bytes)
         path = block_path(folder, name, rank)
-        _check(in_flight)
-        self._file = BlockFile.create(path, layout, rank=rank, verify=verify, direct=direct)
+        if in_flight < 1:
+            raise DiskError(f"in_flight={in_flight}: at least one piece must be on its way at a time.")
+        self._file = BlockFile.create(path, layout, direct=direct)
         self._queues = BlockQueues(self._file, in_flight)
-
-    @classmethod
-    def open_existing(
-        cls,
-        folder: str | os.PathLike[str],
-        rank: int = 0,
-        blocks: Mapping[str, int] | None = None,
-        in_flight: int = 8,
-        direct: Direct = "auto",
-        *,
-        name: str = "optimizer",
-    ) -> DiskStore:
-        """A store that was closed with ``close(remove=False)``, with the blocks it held.
-
-        Args:
-            blocks: if given, the file must have exactly these.
-
-        Raises:
-            DiskError: missing, in use, foreign, truncated, damaged, never closed, of another rank or of other blocks.
-        """
-        path = block_path(folder, name, rank)
-        _check(in_flight)
-        store = cls.__new__(cls)
-        store._file, *known = BlockFile.reopen(path, rank=rank, blocks=blocks, direct=direct)
-        store._queues = BlockQueues(store._file, in_flight, (known[0], known[1]))
-        return store
 
     @property
     def path(self) -> Path:
@@ -118,7 +90,7 @@ class DiskStore:
     @property
     def file_bytes(self) -> int:
         """Bytes of disk that are reserved."""
-        return self._file.header.file_bytes
+        return self._file.layout.file_bytes
 
     def read(self, name: str, out: Tensor) -> Pending:
         """Start to fill `out`, a contiguous CPU tensor of exactly the block's bytes, of any shape and dtype."""
@@ -157,19 +129,14 @@ class DiskStore:
         if hasattr(os, "posix_fadvise"):
             os.posix_fadvise(self._file.data, 0, 0, os.POSIX_FADV_DONTNEED)
 
-    def close(self, *, remove: bool = True) -> None:
-        """Wait for everything that was started and let go of the file; a second call does nothing.
-
-        Args:
-            remove: delete the file. False keeps it for `open_existing`.
+    def close(self) -> None:
+        """Wait for everything that was started and remove the file; a second call does nothing.
 
         Raises:
-            DiskError: with ``remove=False``, a block is not on the disk; the file is closed, and refused later.
+            DiskError: the file cannot be removed.
         """
         try:
-            self._queues.close(remove=remove)
-        except DiskError:
-            raise
+            self._queues.close()
         except OSError as error:
             raise disk_error(f"{self.path} could not be closed: {error.strerror}.", error) from error
 
@@ -180,8 +147,3 @@ class DiskStore:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
-
-
-def _check(in_flight: int) -> None:
-    if in_flight < 1:
-        raise DiskError(f"in_flight={in_flight}: at least one piece must be on its way at a time.")

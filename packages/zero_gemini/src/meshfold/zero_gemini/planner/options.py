@@ -21,11 +21,10 @@ PARAMETERS = ("gpu", "gpu", "host", "gpu", "host")
 """where its parameters live between uses; gpu: resident, host: streamed"""
 ALL_GPU, HOST_RESIDENT, HOST_STREAMED, DISK_RESIDENT, DISK_STREAMED = range(5)
 
-NONE, JUST_IN_TIME, SPLIT, OUT_OF_PLACE = "none", "just_in_time", "just_in_time_split", "out_of_place"
+NONE, SPLIT, OUT_OF_PLACE = "none", "just_in_time_split", "out_of_place"
 SPLIT_ON_DEVICE = "just_in_time_split_on_device"
 STRATEGIES = {
     NONE: "no clipping: step in the backward",
-    JUST_IN_TIME: "clip, step just before the next forward",
     SPLIT: "clip, new master before the next forward, moments in the backward",
     SPLIT_ON_DEVICE: "clip, new master before the next forward, moments in the backward also of what the device steps",
     OUT_OF_PLACE: "clip, step in the backward into a second buffer, keep it if the factor is 1",

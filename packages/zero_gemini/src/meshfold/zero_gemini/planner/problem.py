@@ -12,7 +12,6 @@ from meshfold.zero_gemini.planner.memory import gpu_kinds, memory_table
 from meshfold.zero_gemini.planner.options import (
     GPU_ONLY,
     HOST_RESIDENT,
-    JUST_IN_TIME,
     MODES,
     NONE,
     OUT_OF_PLACE,
@@ -106,7 +105,7 @@ class Case:
     def strategies(self) -> tuple[str, ...]:
         found = self.workload.strategies
         if found is None:
-            found = (JUST_IN_TIME, SPLIT, OUT_OF_PLACE) if self.workload.clipping else (NONE,)
+            found = (SPLIT, OUT_OF_PLACE) if self.workload.clipping else (NONE,)
         return (*found, SPLIT_ON_DEVICE) if SPLIT in found and self.machine.passage else found
 
     def problem(self, strategy: str, mode: str) -> Problem:

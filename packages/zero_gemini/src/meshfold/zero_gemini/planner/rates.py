@@ -97,21 +97,3 @@ H200 = Machine(
     cpu_optimizer={"A": 18.6e9, "B": 16.8e9, "C": 5.3e9},
 )
 """Measured on one H200 with 16 cores of its host."""
-
-EMULATED = Machine(
-    name="emulated",
-    flops=1e12,
-    gpu_memory=100e9,
-    h2d=2e9,
-    d2h=2e9,
-    pcie_both=3.5e9,
-    host_memory=8e9,
-    disk_read=0.4e9,
-    disk_write=0.3e9,
-    collective=4e9,
-    gpu_bytes=64 * MiB,
-    host_bytes=256 * MiB,
-    disk_bytes=GiB,
-    cpu_optimizer={"A": 1e9, "B": 0.9e9, "C": 0.15e9},
-)
-"""A small machine with the proportions of a real one, for tests: its compute device is an arena with a budget."""

@@ -6,7 +6,7 @@ from meshfold.zero_gemini.errors import MemoryPlanError
 from meshfold.zero_gemini.planner.problem import Case
 from meshfold.zero_gemini.planner.rates import GiB, MiB
 from meshfold.zero_gemini.planner.search import least_bytes
-from meshfold.zero_gemini.planner.workload import Limits
+from meshfold.zero_gemini.planner.workload import Limits, Workload
 
 _PLENTY = 2**60
 
@@ -49,9 +49,14 @@ def refusal(case: Case) -> DoesNotFit:
     else:
         words.append("No amount of host memory helps.")
     if binds == "gpu":
+        words.append(_largest_moment(workload))
         words.append(
             "Raise the GPU's limit, or lower what a moment needs: fewer tokens at once"
-            + ("." if workload.layers else ", or activations recomputed (recompute='blocks').")
+            + (
+                "."
+                if workload.layers or workload.recomputed
+                else ", or activations recomputed (recompute='blocks')."
+            )
         )
     else:
         smaller = {"A": "B (8 bytes an element)", "B": "C (6 bytes an element)", "fp16": "A in bf16"}
@@ -62,6 +67,20 @@ def refusal(case: Case) -> DoesNotFit:
             change.append("train without clipping, which holds no gradients")
         words.append(f"Or {', '.join(change)}, or use more data ranks.".replace("Or raise", "Raise"))
     return DoesNotFit(" ".join(words), gpu=gpu, host=host, binds=binds)
+
+
+def _largest_moment(workload: Workload) -> str:
+    """Say when activations and temporary tensors need the most memory, and how much."""
+    most = max(workload.non_model_bytes)
+    moment = workload.non_model_bytes.index(most)
+    half = "forward" if moment < workload.forward_moments else "backward"
+    where = f"the {half}"
+    if workload.units:
+        unit = workload.units[moment]
+        where += f" of {unit!r}" if unit else " of the model's own code"
+    if moment == workload.forward_moments - 1:
+        where += " and the loss"
+    return f"Activations and temporary tensors take {size(most)} in {where}."
 
 
 def size(count: int) -> str:

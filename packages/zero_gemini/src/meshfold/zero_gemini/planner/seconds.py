@@ -24,8 +24,9 @@ and a backward with the whole step in it.
 In a forward that follows a step, what the optimizer may still be at work on is not brought up ahead of its use, so copies of
 chunks that the host steps and compute take turns: they are one sum.
 
-With just-in-time clipping a step is two phases, each the largest of its own sums: the backward, and the forward with
-the CPU step inside it: ``backward + max(forward, (26 B · host elements + forward's h2d bytes) / host memory)``.
+With clipping a step is two phases, each the largest of its own sums: the forward with the pass that writes new masters
+inside it, ``max(forward, (18 B · host elements + forward's h2d bytes) / host memory)`` in regime A, and the backward with
+the pass that writes the moments. Of state on disk the whole step, 26 B an element, comes before the forward.
 Where the device steps some of the host's chunks, as their state passes through it, both work until nothing is left: the
 cores' share of the elements is to the device's as their rates are, and moments are left over of the cores' share alone.
 Where the backward has time for it, the device too leaves the moments: a third fewer bytes go through the host's memory
@@ -45,7 +46,6 @@ import numpy as np
 from meshfold.zero_gemini.planner.loads import Loads
 from meshfold.zero_gemini.planner.memory import gradient_ring
 from meshfold.zero_gemini.planner.options import (
-    JUST_IN_TIME,
     NONE,
     OUT_OF_PLACE,
     SPLIT,
@@ -87,7 +87,7 @@ def seconds_table(workload: Workload, machine: Machine, strategy: str) -> tuple[
     elif strategy == NONE or (strategy == OUT_OF_PLACE and q < 1):
         _overlapped(build, loads, strategy)
         close("step", 1.0 if strategy == NONE else 1 - q)
-    if strategy in (JUST_IN_TIME, SPLIT, SPLIT_ON_DEVICE) or (strategy == OUT_OF_PLACE and q > 0):
+    if strategy in (SPLIT, SPLIT_ON_DEVICE) or (strategy == OUT_OF_PLACE and q > 0):
         weight = q if strategy == OUT_OF_PLACE else 1.0
         _forward(build, loads, strategy)
         close("forward", weight)

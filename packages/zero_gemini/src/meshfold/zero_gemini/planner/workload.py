@@ -1,14 +1,13 @@
 """What one training step does: chunks in order of use, layers whose activations may be kept, memory at every moment.
 
 A *moment* is a place in the recorded order of operations: ``0 … forward_moments-1`` in the forward, the rest in the
-backward. A trace on the device or on meta writes a Workload; :func:`stack` writes one from shapes.
+backward. A trace on the device or on meta writes a Workload.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection
 from dataclasses import dataclass, replace
-from math import ceil
 
 from meshfold.mesh.errors import SpecError
 from meshfold.zero_gemini.ahead import ready_from
@@ -151,6 +150,8 @@ class Workload:
     tokens: int
     """tokens of this rank in a step."""
     regime: Regime
+    recomputed: bool = False
+    """blocks recompute their activations already, so that nobody is told to do so."""
     clipping: bool
     """clip by the global norm, exactly: gradients are held until it is known."""
     clip_probability: float = 1.0
@@ -179,6 +180,8 @@ class Workload:
     """host bytes that the process has besides."""
     disk_buffer_bytes: int = 2**28
     """host bytes for blocks in flight, as soon as anything lives on disk."""
+    units: tuple[str, ...] = ()
+    """name of the unit that runs in each moment, for people; empty where nobody knows."""
 
     def __post_init__(self) -> None:
         moments = len(self.non_model_bytes)
@@ -293,70 +296,3 @@ def _least(limit: int | None, has: int) -> int:
     if limit is not None and limit < 0:
         raise SpecError(f"a limit of {limit} bytes is below zero")
     return has if limit is None else min(limit, has)
-
-
-def stack(
-    *,
-    machine: Machine,
-    layers: int,
-    layer_elems: int,
-    tokens: int,
-    regime: str = "A",
-    clipping: bool = True,
-    clip_probability: float = 1.0,
-    data_ranks: int = 1,
-    kept_bytes: int = 0,
-    checkpoint_bytes: int = 0,
-    working_bytes: int = 0,
-    disk_buffer_bytes: int = 2**28,
-    name: str = "stack",
-) -> Workload:
-    """A stack of equal layers, one chunk each: 2 FLOP an element and token in the forward, 4 in the backward.
-
-    Args:
-        layer_elems: elements of a whole layer, over all data ranks.
-        tokens: of this rank.
-        kept_bytes: activations of one layer that keeping holds besides its checkpoint.
-        checkpoint_bytes: the input of one layer, held from its forward to its backward.
-        working_bytes: what any moment needs besides.
-    """
-    if regime not in REGIMES:
-        raise SpecError(f"regime={regime!r}: use one of {', '.join(REGIMES)}")
-    forward = machine.seconds(2.0 * layer_elems * tokens)
-    last = 2 * layers - 1
-    chunks = tuple(
-        ChunkCost(
-            name=f"layer{i}",
-            elems=ceil(layer_elems / data_ranks),
-            gathered_elems=ceil(layer_elems / data_ranks) * data_ranks,
-            forward=(i, i),
-            backward=(last - i, last - i),
-            forward_seconds=forward,
-            backward_seconds=2 * forward,
-        )
-        for i in range(layers)
-    )
-    kept = tuple(
-        Layer(
-            name=f"layer{i}",
-            kept_bytes=kept_bytes,
-            recompute_seconds=forward,
-            first=i,
-            last=max(i, last - i - 1),
-        )
-        for i in range(layers)
-    )
-    held = [checkpoint_bytes * (min(t, last - t) + 1) + working_bytes for t in range(2 * layers)]
-    return Workload(
-        name=name,
-        chunks=chunks,
-        layers=kept,
-        non_model_bytes=tuple(held),
-        forward_moments=layers,
-        tokens=tokens,
-        regime=REGIMES[regime],
-        clipping=clipping,
-        clip_probability=clip_probability,
-        data_ranks=data_ranks,
-        disk_buffer_bytes=disk_buffer_bytes,
-    )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from types import MappingProxyType
 from typing import NamedTuple
 
 import torch
@@ -53,7 +54,12 @@ def uses_of(chunks: Iterable[Named], units: Iterable[Unit], known: Mapping[str, 
 
 
 def chunk_uses(
-    model: nn.Module, mesh: Mesh, *, dtype: torch.dtype | None, slot_align_elems: int = 64
+    model: nn.Module,
+    mesh: Mesh,
+    *,
+    dtype: torch.dtype | None,
+    other_dtypes: Mapping[Tensor, torch.dtype] = MappingProxyType({}),
+    slot_align_elems: int = 64,
 ) -> list[ChunkUse]:
     """The chunks that :class:`~meshfold.zero_gemini.gemini.Gemini` would make of a model, named by their first parameter.
 
@@ -61,9 +67,10 @@ def chunk_uses(
         model: on any device; its parameters carry their metadata.
         mesh: that it lies on.
         dtype: in which it computes; None keeps each parameter's.
+        other_dtypes: parameters that it has in another dtype.
         slot_align_elems: 256 under regime C.
     """
-    known = known_of(model, mesh, dtype)
+    known = known_of(model, mesh, dtype, other_dtypes)
     laid = lay_out_members(members_of(known), mesh, slot_align_elems=slot_align_elems)
     chunks = (
         Named(chunk.names[0], chunk, known[chunk.names[0]].kind.trained)

@@ -65,13 +65,15 @@ class StepTracer:
     def __enter__(self) -> StepTracer:
         for unit in self._units:
             module = unit.module
+            # A compiled module traces its hooks too. These must run: a graph would keep the marks of the step that made it.
+            eager: Callable[..., Any] = torch.compiler.disable
             for handle in (
-                module.register_forward_pre_hook(self._before(unit, self._arrive), prepend=True),
-                module.register_forward_pre_hook(self._before(unit, self._enter_forward)),
-                module.register_forward_pre_hook(self._watch_inputs(unit), with_kwargs=True),
-                module.register_forward_hook(self._after(unit, self._arrive), prepend=True),
-                module.register_forward_hook(self._after(unit, self._enter)),
-                module.register_forward_hook(self._leave_forward(unit)),
+                module.register_forward_pre_hook(eager(self._before(unit, self._arrive)), prepend=True),
+                module.register_forward_pre_hook(eager(self._before(unit, self._enter_forward))),
+                module.register_forward_pre_hook(eager(self._watch_inputs(unit)), with_kwargs=True),
+                module.register_forward_hook(eager(self._after(unit, self._arrive)), prepend=True),
+                module.register_forward_hook(eager(self._after(unit, self._enter))),
+                module.register_forward_hook(eager(self._leave_forward(unit))),
             ):
                 self._stack.callback(handle.remove)
         self._stack.enter_context(self._memory)

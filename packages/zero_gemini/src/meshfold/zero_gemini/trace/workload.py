@@ -134,6 +134,7 @@ def workload_of(
         prefetch_moments=prefetch,
         light_moments=frozenset(i for i, moment in enumerate(moments) if moment.unit in light),
         reshards=reshards,
+        units=tuple(moment.unit for moment in moments),
     )
 
 

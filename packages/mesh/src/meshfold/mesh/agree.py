@@ -7,7 +7,8 @@ from typing import Any
 
 import torch
 
-from meshfold.mesh import Group, all_gather, all_reduce
+from meshfold.mesh.collectives import all_gather, all_reduce
+from meshfold.mesh.mesh import Group
 
 
 def tell_all(mine: Any, group: Group, device: torch.device) -> list[Any]:

@@ -1,0 +1,63 @@
+"""``python -m integration_tests.fuzz``: hunt, replay, shrink."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import time
+from pathlib import Path
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+
+import torch
+
+from integration_tests.fuzz.cases import Case, random_case
+from integration_tests.fuzz.hunt import RESULTS, Hunt, hunt, told
+from integration_tests.fuzz.judge import judge
+from integration_tests.fuzz.shrink import shrink
+
+
+def main(argv: list[str]) -> int:
+    """Exit code 1 where something was found."""
+    parser = argparse.ArgumentParser(prog="python -m integration_tests.fuzz", description=__doc__)
+    parser.add_argument("--seconds", type=float, default=60.0, help="how long to hunt")
+    parser.add_argument("--cases", type=int, help="how many cases to judge at most")
+    parser.add_argument("--seed", type=int, help="the first case's; by default the clock's")
+    parser.add_argument("--known", action="store_true", help="try cases with known defects too")
+    parser.add_argument(
+        "--write", nargs="?", const=str(RESULTS), metavar="FILE", help="keep the counts as JSON"
+    )
+    parser.add_argument("--replay", metavar="CASE", help="one case, as a finding prints it, or its seed")
+    parser.add_argument("--shrink", action="store_true", help="make the replayed case smaller")
+    asked = parser.parse_args(argv)
+    torch.set_num_threads(1)
+    if asked.replay is not None:
+        return replay(asked.replay, smaller=asked.shrink)
+    seed = int(time.time()) * 1000 if asked.seed is None else asked.seed
+    print(f"seed {seed}", flush=True)
+    found = Hunt()
+    for case, verdict in hunt(seed, found, seconds=asked.seconds, cases=asked.cases, all_kinds=asked.known):
+        if verdict.kind == "finding":
+            print(told(case, verdict), flush=True)
+        if asked.write and found.cases % 100 == 0:
+            found.write(Path(asked.write))
+    print(found)
+    if asked.write:
+        found.write(Path(asked.write))
+    return 1 if found.findings else 0
+
+
+def replay(text: str, *, smaller: bool) -> int:
+    """Judge one case again."""
+    case = random_case(int(text)) if text.isdigit() else Case.from_json(text)
+    verdict = judge(case)
+    if smaller and verdict.kind == "finding":
+        case, verdict = shrink(case, verdict)
+    print(verdict.kind, verdict.why, verdict.detail, case.to_json(), sep="\n")
+    return 1 if verdict.kind == "finding" else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

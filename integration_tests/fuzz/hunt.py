@@ -1,0 +1,128 @@
+"""Runs of many cases: count what came of them, and keep the findings."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import time
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from integration_tests.fuzz import known
+from integration_tests.fuzz.cases import Case, random_case
+from integration_tests.fuzz.judge import Verdict, judge
+from integration_tests.house import ROOT
+
+RESULTS = ROOT / "integration_tests" / "results" / "fuzz.json"
+REPLAY = "python -m integration_tests.fuzz --replay"
+
+
+@dataclass
+class Hunt:
+    """What came of the cases so far.
+
+    Attributes:
+        kinds: how many were ``equal``, ``refused``, ``invalid``, ``known`` (left out) or a ``finding``.
+        refusals: how many by their first words; ``example`` has one whole message of each.
+        findings: the cases and what is wrong with them.
+        seconds: of the whole run.
+    """
+
+    kinds: Counter[str] = field(default_factory=Counter)
+    refusals: Counter[str] = field(default_factory=Counter)
+    entries: Counter[str] = field(default_factory=Counter)
+    example: dict[str, str] = field(default_factory=dict)
+    findings: list[tuple[Case, Verdict]] = field(default_factory=list)
+    seconds: float = 0.0
+
+    def add(self, case: Case, verdict: Verdict) -> None:
+        """Count one."""
+        self.kinds[verdict.kind] += 1
+        if verdict.kind in ("equal", "refused"):
+            entries = sorted(case.spec) or ["one process"]
+            self.entries.update(f"{entry}: {verdict.kind}" for entry in entries)
+        if verdict.kind == "refused":
+            self.refusals[verdict.sort] += 1
+            self.example.setdefault(verdict.sort, verdict.why)
+        if verdict.kind == "finding":
+            self.findings.append((case, verdict))
+
+    @property
+    def cases(self) -> int:
+        """How many were trained or refused."""
+        return self.kinds["equal"] + self.kinds["refused"] + self.kinds["finding"]
+
+    def __str__(self) -> str:
+        lines = [
+            f"{self.cases} cases in {self.seconds:.0f} s: {self.kinds['equal']} equal, {self.kinds['refused']} refused, "
+            f"{self.kinds['finding']} findings; {self.kinds['known']} left out as known, {self.kinds['invalid']} invalid",
+            *(f"{number:6} {words}" for words, number in self.refusals.most_common()),
+        ]
+        return "\n".join(lines)
+
+    def to_json(self) -> dict[str, Any]:
+        """What is written down."""
+        return dict(
+            commit=_commit(),
+            torch=torch.__version__,
+            cases=self.cases,
+            seconds=round(self.seconds),
+            kinds=dict(sorted(self.kinds.items())),
+            entries=dict(sorted(self.entries.items())),
+            known=sorted([*known.KNOWN, *known.KNOWN_OUTCOMES]),
+            refusals=[
+                dict(count=number, words=words, example=self.example[words])
+                for words, number in self.refusals.most_common()
+            ],
+            findings=[dict(case=case.to_json(), why=verdict.why) for case, verdict in self.findings],
+        )
+
+    def write(self, path: Path = RESULTS) -> None:
+        """Keep it as JSON."""
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps(self.to_json(), indent=1) + "\n")
+
+
+def _commit() -> str:
+    found = subprocess.run(
+        ["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=False
+    )
+    return found.stdout.strip()
+
+
+def told(case: Case, verdict: Verdict) -> str:
+    """A finding, with how to run it again."""
+    return f"{verdict.why}\n    {REPLAY} '{case.to_json()}'"
+
+
+def hunt(
+    seed: int, found: Hunt, *, seconds: float, cases: int | None = None, all_kinds: bool = False
+) -> Iterator[tuple[Case, Verdict]]:
+    """Judge the cases of one seed after another, until time or cases are used up.
+
+    Args:
+        seed: the first one's.
+        found: where to count.
+        seconds: how long; a case that has begun is finished.
+        cases: how many at most.
+        all_kinds: whether cases with known defects are tried too.
+    """
+    start = time.monotonic()
+    while time.monotonic() - start < seconds and (cases is None or found.cases < cases):
+        case = random_case(seed)
+        seed += 1
+        if not all_kinds and known.reason(case) is not None:
+            found.kinds["known"] += 1
+            continue
+        verdict = judge(case)
+        found.seconds = time.monotonic() - start
+        if not all_kinds and verdict.kind == "finding" and known.outcome(verdict.why) is not None:
+            found.kinds["known"] += 1
+            continue
+        found.add(case, verdict)
+        yield case, verdict

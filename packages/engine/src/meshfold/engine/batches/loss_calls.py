@@ -1,0 +1,82 @@
+"""What a loss is a mean over, learnt from how torch's cross entropy is called.
+
+Ranks' means are put together by how many targets each is over, so that has to be known: targets of another
+``ignore_index`` than -100 do not count either, and a mean over the weights of classes is none over targets.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.overrides import TorchFunctionMode
+
+from meshfold.mesh import SpecError
+from meshfold.mesh.targets import IGNORE
+
+
+class LossCalls(TorchFunctionMode):
+    """Looks at the calls of cross entropy inside.
+
+    Attributes:
+        ignored: the ``index`` that they ignored; -100 if none said another.
+    """
+
+    def __init__(self, *, parts: str, exact: bool) -> None:
+        """Args:
+        parts: what the batch is split into, for errors.
+        exact: another index than -100 can be counted without.
+        """
+        super().__init__()
+        self.ignored = IGNORE
+        self._parts, self._exact = parts, exact
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        given = {} if kwargs is None else kwargs
+        if func is F.cross_entropy or func is F.nll_loss:
+            self._look(*args, **given)
+        return func(*args, **given)
+
+    def _look(
+        self,
+        input: Tensor,
+        target: Tensor,
+        weight: Tensor | None = None,
+        size_average: bool | None = None,
+        ignore_index: int = IGNORE,
+        reduce: bool | None = None,
+        reduction: str = "mean",
+        label_smoothing: float = 0.0,
+    ) -> None:
+        """Raises:
+        SpecError: for a mean that cannot be put together again from those of parts.
+        """
+        if reduction != "mean" or target.is_floating_point():
+            return
+        if weight is not None:
+            raise SpecError(
+                f"cross_entropy(weight=...): its mean is over the weights of the targets' classes, and the means of {self._parts} "
+                "are put together by how many targets each has. Take the sum, and divide by the targets that count: "
+                "cross_entropy(output, targets, weight=weight, reduction='sum') / (targets != -100).sum()"
+            )
+        if ignore_index == IGNORE:
+            return
+        if not self._exact or self.ignored not in (IGNORE, ignore_index):
+            raise SpecError(
+                f"cross_entropy(ignore_index={ignore_index}): the means of {self._parts} are put together by how many targets "
+                f"each has that are not {IGNORE}. Write targets.masked_fill(targets == {ignore_index}, {IGNORE}), and leave "
+                "ignore_index out"
+            )
+        self.ignored = ignore_index
+
+
+def is_compiled(called: object) -> bool:
+    """Whether torch.compile has made something of a function, or of a module or any that it holds."""
+    modules = called.modules() if isinstance(called, nn.Module) else ()
+    return hasattr(called, "_torchdynamo_orig_callable") or any(
+        hasattr(m, "_orig_mod") or getattr(m, "_compiled_call_impl", None) is not None for m in modules
+    )

@@ -1,0 +1,15 @@
+"""Other libraries' names of precisions, for messages that say ours. Imports nothing: the command line reads it before torch."""
+
+from __future__ import annotations
+
+OTHER_NAMES = {
+    "float16": "fp16", "half": "fp16", "16": "fp16", "16-mixed": "fp16", "f16": "fp16",
+    "bfloat16": "bf16", "bf16-mixed": "bf16",
+    "float32": "fp32", "float": "fp32", "full": "fp32", "32": "fp32", "32-true": "fp32", "f32": "fp32", "tf32": "fp32",
+    "float64": "fp64", "double": "fp64", "64": "fp64", "64-true": "fp64", "f64": "fp64",
+}  # fmt: skip
+
+
+def ours(name: object) -> str:
+    """Return our name of a precision that is written in another way, ``torch.float16`` or ``"half"``; empty if it is none."""
+    return OTHER_NAMES.get(str(name).removeprefix("torch.").casefold(), "")

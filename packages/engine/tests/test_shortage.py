@@ -1,0 +1,85 @@
+"""An out-of-memory error says which tensor did not fit, and what to change."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from meshfold.engine import Engine
+from meshfold.engine.zero.shortage import bytes_asked, describe
+from meshfold.mesh.testing import ranks
+from meshfold.zero_gemini import MemoryPlanError
+
+WORDS, WIDTH, ROWS, LENGTH = 40_000, 8, 4, 16
+MESSAGE = "CUDA out of memory. Tried to allocate {} MiB. GPU 0 has a total capacity of 12.00 GiB."
+
+
+class Model(nn.Module):
+    """A large vocabulary: the logits take most of the memory."""
+
+    def __init__(self, *, runs_out: bool = True) -> None:
+        super().__init__()
+        self.embed, self.head = nn.Embedding(WORDS, WIDTH), nn.Linear(WIDTH, WORDS, bias=False)
+        self.runs_out = runs_out
+
+    def forward(self, ids: Tensor) -> Tensor:
+        logits: Tensor = self.head(self.embed(ids))
+        return self.upcast(logits) if self.runs_out else logits
+
+    def upcast(self, logits: Tensor) -> Tensor:
+        raise torch.OutOfMemoryError(MESSAGE.format(f"{4 * logits.numel() / 2**20:.2f}"))
+
+
+def loss_fn(logits: Tensor, batch: tuple[Tensor, Tensor]) -> Tensor:
+    return F.cross_entropy(logits.flatten(0, 1), batch[1].flatten())
+
+
+def test_the_bytes_asked_for_are_read_off_the_message() -> None:
+    assert bytes_asked(torch.OutOfMemoryError(MESSAGE.format("20.50"))) == int(20.5 * 2**20)
+    assert bytes_asked(torch.OutOfMemoryError("Tried to allocate 3.91 GiB.")) == round(3.91 * 2**30)
+    assert bytes_asked(torch.OutOfMemoryError("no numbers")) == 0
+
+
+def test_the_tensor_the_line_and_what_was_alive_are_named() -> None:
+    model, ids = Model(), torch.zeros(ROWS, LENGTH, dtype=torch.int64)
+    with pytest.raises(torch.OutOfMemoryError) as raised:
+        model(ids)
+    said = describe(raised.value, model, ids.numel())
+    assert "64 tokens × 40,000 outputs of 'head' in float32" in said
+    assert "raise torch.OutOfMemoryError" in said
+    assert f"{__name__.rsplit('.', 1)[-1]}.py:" in said
+    assert "logits (4 × 16 × 40,000, float32, 9.77 MiB)" in said
+    assert describe(torch.OutOfMemoryError("no numbers"), model, 0) == ""
+
+
+@ranks(2)
+def test_an_error_under_zero_names_the_tensor_and_no_parameters() -> None:
+    """Of two ranks, where one cannot make room while the other waits."""
+    engine = Engine(Model(), dict(data=2, zero=dict(stage=3)), optimizer="sgd", loss_fn=loss_fn)
+    ids = torch.zeros(2 * ROWS, LENGTH, dtype=torch.int64)
+    with pytest.raises(torch.OutOfMemoryError) as raised:
+        engine.train_step(engine.shard_batch((ids, ids)))
+    notes = "\n".join(raised.value.__notes__)
+    assert "logits (4 × 16 × 40,000, float32, 9.77 MiB)" in notes
+    assert "is there while the module that holds it runs" not in notes
+    engine.close()
+
+
+def train(engine: Engine, ids: Tensor) -> None:
+    for _ in range(4):
+        engine.train_step((ids, ids))
+
+
+@ranks(1)
+def test_a_plan_that_does_not_fit_names_the_moment() -> None:
+    engine = Engine(
+        Model(runs_out=False), dict(zero=dict(stage=3, gpu_memory_limit="12MiB")), optimizer="sgd", loss_fn=loss_fn,
+    )  # fmt: skip
+    ids = torch.zeros(ROWS, LENGTH, dtype=torch.int64)
+    with pytest.raises(
+        MemoryPlanError, match=r"take [\d,]+ bytes \([\d.]+ MiB\) in the (for|back)ward of 'head'"
+    ):
+        train(engine, ids)
+    engine.close()

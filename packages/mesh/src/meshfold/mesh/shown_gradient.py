@@ -1,0 +1,240 @@
+"""``parameter.grad`` where the gradient is somewhere else: in buckets, in chunks, in shards on several ranks.
+
+A :class:`ShownGradient` has a gradient's shape and no memory. torch's own functions that read ``parameter.grad`` work on it
+and reach the gradient through its :class:`GradientOwner`::
+
+    torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)   # the norm over all shards, which is also returned
+    torch.nn.utils.clip_grad_value_(model.parameters(), 0.5)
+    parameter.grad.mul_(0.1)
+
+All ranks must make these calls. Everything else is done to this rank's block of the gradient, or raises the owner's error if
+it has no such block.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Protocol
+from weakref import ref
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_map
+
+from meshfold.mesh.errors import MeshfoldError
+
+_aten = torch.ops.aten
+
+
+class GradientOwner(Protocol):
+    """Has the gradients that are shown, each under its place. The methods raise if there are none now."""
+
+    def norm(self, places: Sequence[int], norm_type: float) -> Tensor:
+        """The norm of these gradients over the whole model. All ranks must call."""
+
+    def multiply(self, places: Sequence[int], factor: Tensor | float) -> None:
+        """Multiply these gradients in place."""
+
+    def clamp(self, places: Sequence[int], low: float | None, high: float | None) -> None:
+        """Bring every element of these gradients into [low, high], in place."""
+
+    def clear(self) -> None:
+        """Set gradients to zero, as ``zero_grad(set_to_none=False)`` asks."""
+
+    def local(self, place: int, what: str) -> Tensor:
+        """This rank's block of a gradient, for all other operations; raises where it has no such block."""
+
+
+class _Shown(Tensor):
+    """A tensor without memory; operations on it go to :func:`_run`. It keeps no owner alive."""
+
+    _of: ref[GradientOwner]
+    places: tuple[int, ...]
+    """Of the gradients that it stands for."""
+
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        return _run(func, args, kwargs or {})
+
+    @property
+    def owner(self) -> GradientOwner:
+        """Who has the gradient.
+
+        Raises:
+            MeshfoldError: if it is gone.
+        """
+        owner = self._of()
+        if owner is None:
+            raise MeshfoldError("this gradient was an engine's that is gone: call model.zero_grad() first")
+        return owner
+
+
+class ShownGradient(_Shown):
+    """Stands for a parameter's gradient that its owner has."""
+
+    @staticmethod
+    def of(owner: GradientOwner, place: int, like: Tensor, **other: Any) -> ShownGradient:
+        """Of a parameter's shape, dtype and device; ``other``: another dtype or device."""
+        options = {"dtype": like.dtype, "device": like.device, **other}
+        made = torch.Tensor._make_wrapper_subclass(ShownGradient, like.shape, **options)
+        made._of, made.places = ref(owner), (place,)
+        return made
+
+    def __repr__(self, *, tensor_contents: object = None) -> str:  # type: ignore[override]
+        return f"ShownGradient(shape={tuple(self.shape)}, dtype={self.dtype})"
+
+
+class ShownNorm(_Shown):
+    """Norms of shown gradients, one an element, that were not computed yet: torch asks for the norm of all of them next.
+
+    So one collective gives the norm over parameters, ranks and the stages of a pipeline, which have other parameters.
+    """
+
+    norm_type: float
+
+    @staticmethod
+    def of(
+        like: _Shown, places: Sequence[int], norm_type: float, shape: Sequence[int], **other: Any
+    ) -> ShownNorm:
+        """Of the dtype and device of a gradient or another norm; ``other``: another dtype or device."""
+        options = {"dtype": like.dtype, "device": like.device, **other}
+        made = torch.Tensor._make_wrapper_subclass(ShownNorm, shape, **options)
+        made._of, made.places, made.norm_type = like._of, tuple(places), norm_type
+        return made
+
+    def __repr__(self, *, tensor_contents: object = None) -> str:  # type: ignore[override]
+        return repr(self.each())
+
+    def over_all(self) -> Tensor:
+        """The norm over all its gradients."""
+        return self.owner.norm(self.places, self.norm_type).to(self.device, self.dtype)
+
+    def each(self) -> Tensor:
+        """Each gradient's norm."""
+        norms = [self.owner.norm([place], self.norm_type) for place in self.places]
+        return torch.stack(norms).reshape(self.shape).to(self.device, self.dtype)
+
+
+def _run(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Carry an operation out on what is shown.
+
+    Raises:
+        Exception: the owner's, for one that it cannot carry out.
+    """
+    first = args[0] if args else None
+    many = isinstance(first, list | tuple)
+    shown: list[Any] = [*first] if isinstance(first, list | tuple) else [first]
+    if shown and all(isinstance(one, ShownGradient) for one in shown):
+        return _of_gradients(func, shown, args, kwargs, many=many)
+    if shown and all(isinstance(one, ShownNorm) for one in shown):
+        found = _of_norms(func, shown, args, kwargs)
+        if found is not None:
+            return found
+    return _on_blocks(func, args, kwargs)
+
+
+def _of_norms(
+    func: Any, shown: Sequence[ShownNorm], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Tensor | None:
+    """What can be done with norms without computing each; None for all else."""
+    first, norm_type = shown[0], shown[0].norm_type
+    if func in _SAME:
+        return first
+    if func is _aten._to_copy.default:
+        return ShownNorm.of(first, first.places, norm_type, first.shape, **_moved(kwargs))
+    if func is _aten.stack.default and all(
+        one.dim() == 0 and one._of is first._of and one.norm_type == norm_type for one in shown
+    ):
+        places = [place for one in shown for place in one.places]
+        return ShownNorm.of(first, places, norm_type, (len(shown),))
+    asks_norm = func is _aten.linalg_vector_norm.default and _is_over_all(args, kwargs)
+    if asks_norm and _norm_type(args, kwargs) == norm_type:
+        return first.over_all()
+    return None
+
+
+def _of_gradients(
+    func: Any, shown: list[ShownGradient], args: tuple[Any, ...], kwargs: dict[str, Any], *, many: bool
+) -> Any:
+    """Carry an operation out on gradients; ``many``: it is one of torch's for lists."""
+    first, owner, places = shown[0], shown[0].owner, [one.places[0] for one in shown]
+    given: Any = args[1] if len(args) > 1 else None
+    if func in _NORM and (many or _is_over_all(args, kwargs)):
+        wide = torch.promote_types(first.dtype, torch.float32)  # as gradients are summed
+        norms = [ShownNorm.of(one, one.places, _norm_type(args, kwargs), (), dtype=wide) for one in shown]
+        return norms if many else norms[0]
+    if func in (*_MULTIPLY, *_DIVIDE) and _is_number(given):
+        owner.multiply(places, 1.0 / given if func in _DIVIDE else given)
+    elif func is _aten.clamp_.default:
+        owner.clamp(places, *_bounds(*args[1:], **kwargs))
+    elif func in _CLAMP_MIN:
+        owner.clamp(places, given, None)
+    elif func in _CLAMP_MAX:
+        owner.clamp(places, None, given)
+    elif func in _ZERO:
+        owner.clear()
+    elif func is _aten._to_copy.default:  # of a module that is brought elsewhere, with its gradients
+        return ShownGradient.of(owner, places[0], first, **_moved(kwargs))
+    elif func is _aten.add_.Tensor and torch._C._current_graph_task_id() != -1:
+        pass  # a backward that is not the owner's comes through the parameter: it has no part in what is shown
+    elif func not in _SAME:
+        return _on_blocks(func, args, kwargs)
+    return None if many else first
+
+
+def _on_blocks(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Carry an operation out on this rank's blocks, and on norms that are computed for it."""
+    first = args[0] if args else None
+    args, kwargs = tree_map(lambda one: _computed(one, func), (args, kwargs))
+    found = func(*args, **kwargs)
+    return first if func._schema.name.endswith("_") and isinstance(first, _Shown) else found
+
+
+_MULTIPLY = (
+    _aten.mul_.Tensor, _aten.mul_.Scalar, _aten._foreach_mul_.Tensor, _aten._foreach_mul_.Scalar,
+)  # fmt: skip
+_DIVIDE = (
+    _aten.div_.Tensor, _aten.div_.Scalar, _aten._foreach_div_.Tensor, _aten._foreach_div_.Scalar,
+)  # fmt: skip
+_SAME = (_aten.detach.default, _aten.alias.default)
+_NORM = (_aten.linalg_vector_norm.default, _aten.norm.Scalar, _aten._foreach_norm.Scalar)
+_CLAMP_MIN = (_aten.clamp_min_.default, _aten._foreach_clamp_min_.Scalar)
+_CLAMP_MAX = (_aten.clamp_max_.default, _aten._foreach_clamp_max_.Scalar)
+_ZERO = (_aten.zero_.default, _aten._foreach_zero_.default)
+
+
+def _is_number(value: Any) -> bool:
+    return not isinstance(value, _Shown | list | tuple) and (
+        not isinstance(value, Tensor) or value.dim() == 0
+    )
+
+
+def _bounds(low: float | None = None, high: float | None = None, **named: Any) -> tuple[Any, Any]:
+    return named.get("min", low), named.get("max", high)
+
+
+def _norm_type(args: tuple[Any, ...], kwargs: dict[str, Any]) -> float:
+    given = args[1] if len(args) > 1 else kwargs.get("ord", kwargs.get("p", 2.0))
+    return 2.0 if given is None else float(given)
+
+
+def _is_over_all(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether a norm is over all dims, and gives a number."""
+    return len(args) <= 2 and not any(kwargs.get(name) for name in ("dim", "keepdim"))
+
+
+def _moved(kwargs: dict[str, Any]) -> dict[str, Any]:
+    return {name: kwargs[name] for name in ("dtype", "device") if kwargs.get(name) is not None}
+
+
+def _computed(value: Any, func: Any) -> Any:
+    """The value in place of what stands for it."""
+    if isinstance(value, ShownNorm):
+        return value.each()
+    if isinstance(value, ShownGradient):
+        return value.owner.local(value.places[0], str(func))
+    return value

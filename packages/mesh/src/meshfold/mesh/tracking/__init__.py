@@ -1,0 +1,9 @@
+"""Which dims of which tensors are split, while a model's own code runs: nothing is computed on a piece in silence.
+
+See :mod:`meshfold.mesh.tracking.follow`.
+"""
+
+from meshfold.mesh.tracking.active import arrived, part_of_model, tracker, untracked, unwatched
+from meshfold.mesh.tracking.watch import Watched, watch
+
+__all__ = ["Watched", "arrived", "part_of_model", "tracker", "untracked", "unwatched", "watch"]

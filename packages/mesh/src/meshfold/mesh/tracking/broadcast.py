@@ -1,0 +1,76 @@
+"""Operations element by element: the dims of all operands must lie alike."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from meshfold.mesh.tracking.call import Call, is_constant
+from meshfold.mesh.tracking.dims import (
+    Dim,
+    Dims,
+    MixesError,
+    axes_of,
+    chosen_by,
+    common,
+    is_split,
+    is_unknown,
+    once,
+    size_of,
+    whole,
+)
+
+_COPIES = ("clone", "_to_copy", "detach", "alias", "lift_fresh", "contiguous")
+"""Whose results say the same as their operand."""
+
+
+def together(call: Call, operands: list[tuple[Tensor, Dims]], shape: tuple[int, ...]) -> Dims:
+    """The layout of what operands, broadcast to a shape, make element by element.
+
+    Raises:
+        MixesError: where a piece meets something that is no piece.
+    """
+    return once(tuple(_dim(call, operands, place - len(shape), size) for place, size in enumerate(shape)))
+
+
+def _dim(call: Call, operands: list[tuple[Tensor, Dims]], place: int, size: int) -> Dim:
+    here = [(x, dims[place]) for x, dims in operands if len(dims) >= -place]
+    split = common(dim for _, dim in here if is_split(dim))
+    if not split:
+        wide = [dim for _, dim in here if size_of(dim) == size]
+        return wide[0] if wide and all(map(is_unknown, wide)) else whole(size)
+    found = split[0]
+    if len(split) > 1:
+        raise MixesError(
+            f"brings together tensors whose dim {place} is split in two ways, over {_axes(split[0])} and over {_axes(split[1])}"
+        )
+    if size_of(found) != size:
+        raise MixesError(f"spreads a piece of dim {place}, which is split over {_axes(found)}")
+    for x, dim in here:
+        if is_split(dim) or is_unknown(dim) or size_of(dim) == 1:
+            continue
+        # Equal numbers all along a dim, such as zeros, are a piece of as many more.
+        if x.stride(place) and (call.learned(x) or not is_constant(x, place)):
+            raise MixesError(
+                f"brings a piece together with a tensor {list(x.shape)} that is the same on every rank; dim {place} of the piece "
+                f"is split over {_axes(found)}"
+            )
+    return found
+
+
+def _axes(dim: Dim) -> str:
+    return ", ".join(axes_of(dim))
+
+
+def pointwise(call: Call) -> list[Dims]:
+    """The layouts of the results of an operation element by element."""
+    read = (lambda dims: dims) if call.name in _COPIES else chosen_by
+    operands = [(x, read(call.dims_of(x))) for x in call.tensors]
+    outs = call.out if isinstance(call.out, list | tuple) else [call.out]
+    return [together(call, operands, tuple(out.shape)) if isinstance(out, Tensor) else () for out in outs]
+
+
+def alike(call: Call) -> list[Dims]:
+    """The layouts of results that lie as the first operand does."""
+    first = call.tensors[0]
+    outs = call.out if isinstance(call.out, list | tuple) else [call.out]
+    return [call.dims_of(first) if isinstance(out, Tensor) else () for out in outs]

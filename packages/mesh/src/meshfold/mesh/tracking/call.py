@@ -1,0 +1,96 @@
+"""One call of a torch operation: its arguments by name, and how its tensors lie."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from meshfold.mesh.tracking.dims import Dim, Dims, MixesError, axes_of, is_split
+
+
+@dataclass(frozen=True, kw_only=True)
+class Call:
+    """A call that has been carried out.
+
+    Attributes:
+        function: the operation, ``torch.ops.aten...``.
+        name: without namespace and overload, ``"add"``; of ``add_`` too.
+        given: arguments by name, defaults included.
+        out: what it returned.
+        dims_of: the layout of a tensor before the call.
+        learned: whether a tensor's values may change while training.
+        inferred: which size of an ``unflatten`` the user has left open.
+    """
+
+    function: Any
+    name: str
+    given: Mapping[str, Any]
+    out: Any
+    dims_of: Callable[[Tensor], Dims]
+    learned: Callable[[Tensor], bool]
+    inferred: int | None = None
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        """All that are arguments."""
+        return [leaf for value in self.given.values() for leaf in tensors_in(value)]
+
+    def dims(self, name: str) -> Dims:
+        """The layout of an argument."""
+        return self.dims_of(self.given[name])
+
+    def number(self, value: Any, rank: int) -> int:
+        """A dim's number, from 0 up."""
+        return int(value) % max(rank, 1)
+
+    def numbers(self, value: Any, rank: int) -> tuple[int, ...]:
+        """Numbers of dims; all for None or an empty list."""
+        if value is None or value == []:
+            return tuple(range(rank))
+        return tuple(self.number(v, rank) for v in (value if isinstance(value, list | tuple) else [value]))
+
+
+def bound(function: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """Arguments by the names of an operation's schema."""
+    found: dict[str, Any] = {}
+    for place, argument in enumerate(function._schema.arguments):
+        if place < len(args):
+            found[argument.name] = args[place]
+        elif argument.name in kwargs:
+            found[argument.name] = kwargs[argument.name]
+        elif argument.has_default_value():
+            found[argument.name] = argument.default_value
+    return found
+
+
+def tensors_in(value: Any) -> Iterator[Tensor]:
+    """The tensors of an argument or a result."""
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, list | tuple):
+        for item in value:
+            yield from tensors_in(item)
+
+
+def keep_out(dims: Dims, numbers: tuple[int, ...], what: str) -> None:
+    """Raise a MixesError if one of these dims is split."""
+    for number in numbers:
+        if number < len(dims) and is_split(dims[number]):
+            raise at_dim(what, number, dims[number])
+
+
+def at_dim(what: str, number: int, dim: Dim) -> MixesError:
+    """The error of an operation that mixes a dim."""
+    return MixesError(f"{what} dim {number}, which is split over {', '.join(axes_of(dim))}")
+
+
+def is_constant(tensor: Tensor, number: int) -> bool:
+    """Whether a tensor is the same all along a dim; taken for granted of one without values."""
+    if tensor.is_meta or tensor.shape[number] < 2:
+        return True
+    with torch.no_grad():
+        return bool((tensor == tensor.narrow(number, 0, 1)).all())

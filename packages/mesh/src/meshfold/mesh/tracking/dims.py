@@ -1,0 +1,341 @@
+"""Layouts of local tensors: which of a tensor's dims are split, over which axes, and what a view makes of them.
+
+A dim is a row of factors, major first. ``view`` merges dims and takes them apart again, so the dim ``b·s`` of a batch whose
+sequences are dealt to ranks has two factors, a whole one and a dealt one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Literal
+
+
+class MixesError(Exception):
+    """An operation reads across a split dim. Never leaves this package: it becomes a LayoutError with the user's line."""
+
+
+@dataclass(frozen=True)
+class Split:
+    """How a factor is split.
+
+    Attributes:
+        axes: mesh axes, major first.
+        kind: ``"block"``: a contiguous block of the whole, ``"dealt"``: tokens in any order, ``"chosen"``: some of a rank's own
+            elements, ``"places"``: where ``nonzero`` has found these, ``"unknown"``: may be anything, as a tensor that an
+            earlier forward has left.
+        choice: tells choices apart.
+    """
+
+    axes: tuple[str, ...]
+    kind: Literal["block", "dealt", "chosen", "places", "unknown"] = "block"
+    choice: int = 0
+
+
+UNKNOWN = Split((), "unknown")
+
+
+@dataclass(frozen=True)
+class Factor:
+    """A part of a dim.
+
+    Attributes:
+        size: local, in elements.
+        split: None if it is whole on every rank.
+        parts: local sizes of the outputs that a fused layer has put one behind the other; each is a block by itself.
+        grain: elements of a block that always stay together, those of a head; 0 if that is not known, −1 if there are no such.
+    """
+
+    size: int
+    split: Split | None = None
+    parts: tuple[int, ...] = ()
+    grain: int = field(default=0, compare=False)
+
+
+Dim = tuple[Factor, ...]
+Dims = tuple[Dim, ...]
+
+
+def whole(size: int) -> Dim:
+    """A dim that is whole on every rank."""
+    return (Factor(size),)
+
+
+def whole_dims(shape: Iterable[int]) -> Dims:
+    """The layout of a tensor that is whole on every rank."""
+    return tuple(whole(size) for size in shape)
+
+
+def block(size: int, axes: Sequence[str], parts: tuple[int, ...] = (), grain: int = 0) -> Dim:
+    """A dim of which a rank has one block; whole without axes."""
+    if not axes:
+        return whole(size)
+    return (Factor(size, Split(tuple(axes)), parts if len(parts) > 1 else (), grain),)
+
+
+def size_of(dim: Dim) -> int:
+    """Local size."""
+    found = 1
+    for factor in dim:
+        found *= factor.size
+    return found
+
+
+def axes_of(dim: Dim) -> tuple[str, ...]:
+    """The axes that split a dim."""
+    return tuple(axis for factor in dim if factor.split is not None for axis in factor.split.axes)
+
+
+def unknown(size: int) -> Dim:
+    """A dim that may be whole, or a piece."""
+    return (Factor(size, UNKNOWN),)
+
+
+def is_split(dim: Dim) -> bool:
+    """Whether a rank has a piece of the dim."""
+    return any(factor.split is not None and factor.split.kind != "unknown" for factor in dim)
+
+
+def is_unknown(dim: Dim) -> bool:
+    """Whether nothing is known of the dim."""
+    return not is_split(dim) and any(factor.split is not None for factor in dim)
+
+
+def common(several: Iterable[Dim]) -> list[Dim]:
+    """The different ways in which a dim is split, where what is unknown of one may be as in another."""
+    found: list[Dim] = []
+    for dim in sorted(several, key=lambda d: any(f.split == UNKNOWN for f in d)):
+        if not any(dim == other or _may_be(dim, other) for other in found):
+            found.append(dim)
+    return found
+
+
+def _may_be(dim: Dim, other: Dim) -> bool:
+    known = [f.split for f in dim if f.split is not None and f.split != UNKNOWN]
+    return any(f.split == UNKNOWN for f in dim) and all(
+        any(f.split == split for f in other) for split in known
+    )
+
+
+def any_split(dims: Dims) -> bool:
+    """Whether a rank has a piece of the tensor."""
+    return any(map(is_split, dims))
+
+
+def shape_of(dims: Dims) -> tuple[int, ...]:
+    """The local shape."""
+    return tuple(map(size_of, dims))
+
+
+def normal(factors: Iterable[Factor]) -> Dim:
+    """The same dim with as few factors as will do: what follows a block is a part of its elements."""
+    found: list[Factor] = []
+    for factor in factors:
+        if factor.size == 1 and factor.split is None:
+            continue
+        last = found[-1] if found else None
+        if last is not None and factor.split is None and _takes_up(last):
+            parts = tuple(part * factor.size for part in last.parts)
+            size, grain = last.size * factor.size, max(last.grain, 1) * factor.size
+            found[-1] = replace(last, size=size, parts=parts, grain=grain)
+        elif last is not None and factor.split == UNKNOWN and last.split in (None, UNKNOWN):
+            found[-1] = Factor(last.size * factor.size, UNKNOWN)
+        else:
+            found.append(factor)
+    return tuple(found) or whole(1)
+
+
+def _takes_up(factor: Factor) -> bool:
+    return factor.split is None or factor.split.kind in ("block", "unknown")
+
+
+def chosen_by(dims: Dims) -> Dims:
+    """What lies as an index does, and is none."""
+    return tuple(
+        tuple(
+            replace(f, split=replace(f.split, kind="chosen"))
+            if f.split is not None and f.split.kind == "places"
+            else f
+            for f in dim
+        )
+        for dim in dims
+    )
+
+
+def once(dims: Dims) -> Dims:
+    """The dims themselves.
+
+    Raises:
+        MixesError: if an axis splits two of them: a rank would have the pairs of its own pieces alone.
+    """
+    seen: set[str] = set()
+    for dim in dims:
+        mine = set(axes_of(dim))
+        if seen & mine:
+            raise MixesError(
+                f"pairs elements of two dims that are split over {', '.join(sorted(seen & mine))}"
+            )
+        seen |= mine
+    return dims
+
+
+def regroup(dims: Dims, sizes: Sequence[int], inferred: int | None = None) -> Dims:
+    """What ``view`` makes of a layout.
+
+    Args:
+        dims: before.
+        sizes: the new shape.
+        inferred: which of its sizes the user has left open, as -1. The others are numbers that the model's code knows, of the
+            whole tensor if they are not those of heads.
+
+    Raises:
+        MixesError: where a piece of a split dim would be taken apart.
+    """
+    if shape_of(dims) == tuple(sizes):
+        return dims
+    if 0 in sizes:
+        return whole_dims(sizes)
+    return _Regrouping(dims, sizes, inferred).run()
+
+
+class _Regrouping:
+    """Fills the dims of the new shape with the factors of the old one, from the left."""
+
+    def __init__(self, dims: Dims, sizes: Sequence[int], inferred: int | None) -> None:
+        self._sizes, self._inferred = list(sizes), inferred
+        self._rest: list[Factor] = []
+        for dim in dims:
+            for factor in dim:
+                if factor.size > 1 or factor.split is not None:
+                    self._add(factor)
+        self._made: list[list[Factor]] = [[] for _ in sizes]
+        self._at, self._wants = 0, self._sizes[0] if sizes else 1
+
+    def _add(self, factor: Factor) -> None:
+        """Whole factors side by side are one."""
+        last = self._rest[-1] if self._rest else None
+        if last is not None and last.split is None and factor.split is None:
+            self._rest[-1] = Factor(last.size * factor.size)
+        else:
+            self._rest.append(factor)
+
+    def run(self) -> Dims:
+        while self._rest:
+            factor = self._rest.pop(0)
+            if factor.size == 1:
+                self._place_single(factor)
+            else:
+                self._place(factor)
+        return tuple(normal(made) if made else whole(1) for made in self._made)
+
+    def _place_single(self, factor: Factor) -> None:
+        """A rank has one element of the dim, so the sizes do not tell where it goes."""
+        if self._wants > 1 or not self._sizes:
+            if self._sizes:
+                self._made[self._at].append(factor)
+            return
+        after = self._at + 1
+        if self._sizes[self._at] == 1 and not self._made[self._at]:
+            into = self._at + self._spare()
+        elif after == len(self._sizes):
+            into = self._at
+        elif self._sizes[after] == 1:
+            into = after
+        elif self._at == 0 and len(self._sizes) == 3 and any(self._made):
+            into = self._at  # heads are merged with the batch, as for a product of matrices
+        elif factor.split is not None and factor.split.kind == "dealt" and self._made[self._at]:
+            into = self._at  # tokens are merged with the batch before them, not with their features
+        else:
+            into = after  # heads are merged with their elements, or with those that share keys and values
+        while into > self._at:
+            self._step()
+        self._made[self._at].append(factor)
+
+    def _spare(self) -> int:
+        """By how many more the dims of one element are that come next than the factors that may go there."""
+        dims = next((i for i, n in enumerate(self._sizes[self._at :]) if n != 1), len(self._sizes) - self._at)
+        factors = next((i for i, f in enumerate(self._rest) if f.size != 1), len(self._rest))
+        return max(0, dims - factors - 1)
+
+    def _step(self) -> None:
+        self._at += 1
+        self._wants = self._sizes[self._at]
+
+    def _place(self, factor: Factor) -> None:
+        while self._wants == 1 and self._at + 1 < len(self._sizes):
+            empty = self._sizes[self._at] == 1 and not self._made[self._at]
+            if (
+                empty
+                and factor.split is not None
+                and factor.split.kind == "block"
+                and (_is_one(factor) or (self._at == self._inferred and not factor.parts))
+            ):
+                # One head a rank: of ``view(b, s, heads, d)`` the heads are what is split.
+                self._made[self._at].append(Factor(1, factor.split))
+                factor = Factor(factor.size)
+            self._step()
+        if self._wants % factor.size == 0:
+            self._made[self._at].append(factor)
+            self._wants //= factor.size
+            return
+        if factor.size % self._wants:
+            raise MixesError("takes pieces of a split dim apart at places that are no dim's")
+        major, minor = _apart(factor, self._wants, self._at == self._inferred)
+        self._made[self._at].append(major)
+        self._wants = 1
+        self._rest.insert(0, minor)
+
+
+def _is_one(factor: Factor) -> bool:
+    """Whether a rank's block may be one element of a larger kind: one head, one row."""
+    return not factor.parts and factor.grain in (0, factor.size)
+
+
+def _apart(factor: Factor, major: int, inferred: bool) -> tuple[Factor, Factor]:
+    """The factor as ``major`` times the rest; ``inferred``: however many there are."""
+    minor = factor.size // major
+    split = factor.split
+    if split is None or split.kind == "unknown":
+        return Factor(major, split), Factor(minor, split)
+    if split.kind != "block":
+        raise MixesError("takes tokens that are dealt to ranks apart")
+    if not factor.parts:
+        known = factor.grain == 0 or (factor.grain > 0 and minor % factor.grain == 0)
+        if not known and not inferred:
+            raise MixesError(
+                f"takes a piece apart in {major} times {minor}, numbers that are of the whole dim (write -1 in place of {major} "
+                f"if it is {minor} that every rank has)"
+            )
+        return Factor(major, split, (), -1), Factor(minor)
+    one = factor.parts[0]
+    if factor.parts == (one,) * major and minor == one != factor.grain:
+        return Factor(major), Factor(minor, split, (), factor.grain)
+    if all(part % minor == 0 for part in factor.parts):
+        return Factor(major, split, tuple(part // minor for part in factor.parts), -1), Factor(minor)
+    raise MixesError("takes the outputs of a fused layer apart within one of them")
+
+
+def cut(dim: Dim, start: int, stop: int, step: int = 1) -> Dim:
+    """Elements ``start`` to ``stop`` of a dim.
+
+    Raises:
+        MixesError: unless these are all, or the outputs of a fused layer.
+    """
+    size = size_of(dim)
+    count = max(0, -(-(stop - start) // step))
+    if (start, count, step) == (0, size, 1):
+        return dim
+    if not is_split(dim):
+        return (Factor(count, UNKNOWN),) if is_unknown(dim) else whole(count)
+    if len(dim) == 1 and dim[0].parts and step == 1:
+        edges = [0]
+        for part in dim[0].parts:
+            edges.append(edges[-1] + part)
+        if start in edges and stop in edges:
+            kept = dim[0].parts[edges.index(start) : edges.index(stop)]
+            return (Factor(stop - start, dim[0].split, kept if len(kept) > 1 else (), dim[0].grain),)
+    if dim[0].split is None and dim[0].size > 1 and step == 1:  # outputs of a fused layer, or sequences
+        inner = size // dim[0].size
+        if start % inner == 0 and stop % inner == 0:
+            return normal((Factor((stop - start) // inner), *dim[1:]))
+    raise MixesError("takes some of its elements by their places")

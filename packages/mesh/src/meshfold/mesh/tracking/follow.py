@@ -1,0 +1,202 @@
+"""Follows split dims through a model's own code while a forward runs, and refuses what would mix them.
+
+Layers that are split say how their results lie (:meth:`Tracker.mark`); every operation of torch between them hands that on
+by a rule, or by a trial where there is none. Within :func:`untracked` nothing is looked at: that is where ranks exchange.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from meshfold.mesh.tracking import along, indexing, products, views
+from meshfold.mesh.tracking.broadcast import alike, pointwise
+from meshfold.mesh.tracking.call import Call, bound, is_constant, tensors_in
+from meshfold.mesh.tracking.dims import (
+    Dims,
+    MixesError,
+    Split,
+    any_split,
+    is_split,
+    is_unknown,
+    unknown,
+    whole,
+)
+from meshfold.mesh.tracking.probing import probed
+from meshfold.mesh.tracking.records import Records
+from meshfold.mesh.tracking.refusal import refusal, user_line
+
+_LIKE = (
+    "empty_like zeros_like ones_like full_like rand_like randn_like randint_like bernoulli fill zero alias detach "
+    "lift_fresh native_dropout _fused_dropout normal uniform exponential random set_data"
+)
+_RULES: dict[str, Callable[[Call], list[Dims]]] = {
+    **views.RULES,
+    **along.RULES,
+    **products.RULES,
+    **indexing.RULES,
+    **dict.fromkeys(_LIKE.split(), alike),
+    **dict.fromkeys(("_to_copy", "where", "lerp", "addcmul", "addcdiv", "dropout"), pointwise),
+}
+_NEW = (
+    "new_empty",
+    "new_zeros",
+    "new_ones",
+    "new_full",
+    "new_empty_strided",
+    "sym_size",
+    "size",
+    "is_same_size",
+    "record_stream",
+    "resize",
+)
+_OURS = ("c10d", "_c10d_functional", "meshfold", "profiler", "prim", "inductor")
+
+
+class Tracker(TorchDispatchMode):
+    """One forward that is looked at.
+
+    Attributes:
+        module: names the module whose forward runs, for messages.
+        remedy: what to write instead, from the axes.
+        dealt: how sequences are dealt to ranks; None if they are not.
+        dealt_length: tokens of a sequence that a rank has.
+        flat: the stream has its tokens in one dim, where the model's code believes in two.
+        overlooked: ends of the names of files whose operations may mix pieces, since nothing is made of what they compute.
+        inferred: which size of the ``unflatten`` under way the user has left open.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.records = Records()
+        self.module: Callable[[], str] = str
+        self.remedy: Callable[[tuple[str, ...]], str] = lambda axes: ""
+        self.dealt: Split | None = None
+        self.dealt_length = 0
+        self.inferred: int | None = None
+        self.flat = False
+        self.overlooked: tuple[str, ...] = ()
+        self._off = 0
+
+    def dims(self, tensor: Tensor) -> Dims:
+        """How a tensor lies."""
+        return self.records.dims(tensor)
+
+    def mark(self, tensor: Tensor, dims: Dims) -> None:
+        """Say how a tensor lies."""
+        self.records.put(tensor, dims)
+
+    def refuse(self, name: str, why: str, *tensors: Tensor, axes: tuple[str, ...] = ()) -> NoReturn:
+        """Raise the LayoutError of an operation that mixes pieces."""
+        raise refusal(name, why, tensors, self.module(), self.remedy(axes))
+
+    @contextmanager
+    def untracked(self) -> Iterator[None]:
+        """Inside, operations are not looked at."""
+        self._off += 1
+        try:
+            yield
+        finally:
+            self._off -= 1
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if self._off or func.namespace in _OURS:
+            return func(*args, **kwargs)
+        name = func._schema.name.rpartition("::")[2]
+        given = bound(func, args, kwargs)
+        operands = [x for value in given.values() for x in tensors_in(value)]
+        known = [self.records.dims(x) for x in operands]
+        if not any(any_split(dims) or any(map(is_unknown, dims)) for dims in known):
+            out = func(*args, **kwargs)
+            self._learn(operands, out)
+            if name == "embedding":
+                self._looked_up(given["indices"], out)
+            return out
+        written = _written(func, given)
+        if written and name.endswith("_") and not name.endswith("__"):
+            name = name[:-1]
+        layouts: dict[int, Dims] = {id(x): dims for x, dims in zip(operands, known, strict=True)}
+        call = dict(
+            function=func, name=name, given=given, learned=self.records.is_learned, inferred=self.inferred
+        )
+
+        def dims_of(x: Tensor) -> Dims:
+            return layouts.get(id(x)) or self.records.dims(x)
+
+        if written:  # looked at before it is carried out
+            found = self._found(Call(**call, out=written[0], dims_of=dims_of), operands)
+            out = func(*args, **kwargs)
+            for x, dims in zip(written, found, strict=False):
+                self.records.put_into_base(x, dims)
+            return out
+        out = func(*args, **kwargs)
+        if name in _NEW:
+            return out
+        found = self._found(Call(**call, out=out, dims_of=dims_of), operands)
+        for x, dims in zip(_listed(out), found, strict=False):
+            if isinstance(x, Tensor) and len(dims) == x.dim():
+                self.records.put(x, dims)
+        return out
+
+    def _found(self, call: Call, operands: list[Tensor]) -> list[Dims]:
+        rule = _RULES.get(call.name)
+        if rule is None:
+            rule = pointwise if torch.Tag.pointwise in call.function.tags else probed
+        try:
+            return rule(call)
+        except MixesError as error:
+            if user_line()[0].endswith(self.overlooked or ("?",)):
+                return [
+                    tuple(map(unknown, x.shape)) if isinstance(x, Tensor) else () for x in _listed(call.out)
+                ]
+            split = [x for x in operands if any_split(call.dims_of(x))]
+            axes = dict.fromkeys(
+                a
+                for x in split
+                for d in call.dims_of(x)
+                if is_split(d)
+                for f in d
+                if f.split
+                for a in f.split.axes
+            )
+            raise refusal(call.name, str(error), operands, self.module(), self.remedy(tuple(axes))) from None
+
+    def _looked_up(self, ids: Tensor, out: Tensor) -> None:
+        """Rows of a table for ids that are all alike along a dim are a piece of as many more."""
+        alike = [is_constant(ids, place) for place in range(ids.dim())]
+        if any(alike):
+            self.records.put(
+                out,
+                tuple(
+                    unknown(n) if place < len(alike) and alike[place] and n > 1 else whole(n)
+                    for place, n in enumerate(out.shape)
+                ),
+            )
+
+    def _learn(self, operands: list[Tensor], out: Any) -> None:
+        """What is made of weights is no constant."""
+        if not torch.is_grad_enabled() and any(map(self.records.is_learned, operands)):
+            self.records.learn(tensors_in(out))
+
+
+def _listed(out: Any) -> list[Any]:
+    return list(out) if isinstance(out, list | tuple) else [out]
+
+
+def _written(func: Any, given: Mapping[str, Any]) -> list[Tensor]:
+    """The arguments that an operation writes to."""
+    return [
+        value
+        for a in func._schema.arguments
+        if a.alias_info is not None
+        and a.alias_info.is_write
+        and isinstance(value := given.get(a.name), Tensor)
+    ]

@@ -1,0 +1,203 @@
+"""Operations by index: an index counts along a dim that is whole, or it is of a rank's own tokens."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from meshfold.mesh.tracking.broadcast import together
+from meshfold.mesh.tracking.call import Call, at_dim
+from meshfold.mesh.tracking.dims import (
+    Dim,
+    Dims,
+    Factor,
+    MixesError,
+    Split,
+    axes_of,
+    chosen_by,
+    common,
+    is_split,
+    once,
+    whole,
+)
+
+Rule = Callable[[Call], list[Dims]]
+
+
+def _chosen_of(dims: Dims) -> Split | None:
+    """The split of places that ``nonzero`` has found among a rank's own."""
+    for dim in dims:
+        for factor in dim:
+            if factor.split is not None and factor.split.kind == "places":
+                return factor.split
+    return None
+
+
+def _nonzero(call: Call) -> list[Dims]:
+    """``n dims``: places of this rank's own elements."""
+    dims = call.dims_of(call.tensors[0])
+    axes = tuple(axis for dim in dims for axis in axes_of(dim))
+    rows, columns = call.out.shape
+    return [((Factor(rows, Split(axes, "places", next(_choices))),), whole(columns))]
+
+
+def _masks(call: Call) -> list[Dims]:
+    """``x[mask]``: an index of bools is as many indices of places."""
+    x, (mask, *others) = call.given["self"], call.given["indices"]
+    if others or mask.dim() != x.dim():
+        raise MixesError("chooses elements of a piece by a mask of some dims")
+    dims = together(call, [(x, call.dims_of(x)), (mask, call.dims_of(mask))], tuple(x.shape))
+    axes = tuple(axis for dim in dims for axis in axes_of(dim))
+    return [((Factor(call.out.shape[0], Split(axes, "chosen", next(_choices))),),)]
+
+
+def _index(call: Call) -> list[Dims]:
+    x, indices = call.given["self"], call.given["indices"]
+    dims = call.dims_of(x)
+    if any(i is not None and i.dtype in _BOOLS for i in indices):
+        return _masks(call)
+    at = [place for place, index in enumerate(indices) if index is not None]
+    looked = [(indices[place], call.dims_of(indices[place])) for place in at]
+    for (_, found), place in zip(looked, at, strict=True):
+        if is_split(dims[place]):
+            own = _chosen_of(found)
+            if own is None or not set(axes_of(dims[place])) <= set(own.axes):
+                raise at_dim("takes some of its elements by their places: those of", place, dims[place])
+    rank = max(i.dim() for i, _ in looked)
+    apart = at != list(range(at[0], at[0] + len(at)))
+    first = 0 if apart else at[0]
+    shape = tuple(call.out.shape[first : first + rank])
+    joined = together(call, looked, shape)
+    joined = chosen_by(joined)
+    kept = [dim for place, dim in enumerate(dims) if place not in at]
+    return [once((*kept[:first], *joined, *kept[first:]))]
+
+
+def _index_put(call: Call) -> list[Dims]:
+    """Writes into places of the first argument."""
+    x, indices = call.given["self"], call.given["indices"]
+    dims = call.dims_of(x)
+    values = call.given["values"]
+    for place, index in enumerate(indices):
+        if index is None or not is_split(dims[place]):
+            continue
+        if index.dtype in _BOOLS and index.dim() == 1 and call.dims_of(index)[0] == dims[place]:
+            continue
+        own = _chosen_of(call.dims_of(index))
+        if own is None or not set(axes_of(dims[place])) <= set(own.axes):
+            if index.dtype in _BOOLS and index.dim() == x.dim() and call.dims_of(index) == dims:
+                return [dims]
+            raise at_dim("writes to places of a piece of", place, dims[place])
+    return [_written(call, dims, values)]
+
+
+def _written(call: Call, dims: Dims, values: Tensor) -> Dims:
+    """The layout of what was written into: where the values are split it must be too."""
+    axes = {axis for dim in call.dims_of(values) for axis in axes_of(dim)}
+    have = {axis for dim in dims for axis in axes_of(dim)}
+    if axes - have and any(is_split(d) for d in call.dims_of(values)):
+        raise MixesError("writes pieces of a split tensor into one that is the same on every rank")
+    return dims
+
+
+def _along(call: Call) -> list[Dims]:
+    """``gather``, ``scatter``: an index for each element, along a dim that is whole."""
+    x = call.given["self"]
+    dims = list(call.dims_of(x))
+    number = call.number(call.given["dim"], len(dims))
+    if dims and is_split(dims[number]):
+        raise at_dim("takes some of its elements by their places: those of", number, dims[number])
+    index = call.given["index"]
+    found = list(call.dims_of(index))
+    rest: list[Dim] = []
+    for place, dim in enumerate(found):
+        mine = dims[place]
+        if place == number:
+            rest.append(dim)
+        elif is_split(mine) or is_split(dim):
+            if mine != dim and not (is_split(dim) and not is_split(mine) and call.name.startswith("scatter")):
+                raise at_dim("brings a piece together with what is no such piece, along", place, mine)
+            rest.append(dim)
+        else:
+            rest.append(whole(index.shape[place]))
+    if call.name.startswith("scatter"):
+        made = [dims[number] if place == number else dim for place, dim in enumerate(rest)]
+        return [tuple(made)]
+    return [once(tuple(rest))]
+
+
+def _index_select(call: Call) -> list[Dims]:
+    dims = list(call.dims("self"))
+    number = call.number(call.given["dim"], len(dims))
+    index = call.dims("index")
+    if is_split(dims[number]):
+        own = _chosen_of(index)
+        if own is None or not set(axes_of(dims[number])) <= set(own.axes):
+            raise at_dim("takes some of its elements by their places: those of", number, dims[number])
+    dims[number] = chosen_by(index)[0] if index else whole(1)
+    return [once(tuple(dims))]
+
+
+def _index_add(call: Call) -> list[Dims]:
+    """``index_add``, ``index_copy``: the index says to which places of a dim."""
+    dims = list(call.dims("self"))
+    number = call.number(call.given["dim"], len(dims))
+    index = call.dims("index")
+    source = call.dims("source")
+    own = _chosen_of(index)
+    if is_split(dims[number]):
+        if own is None or not set(axes_of(dims[number])) <= set(own.axes):
+            raise at_dim("writes to places of a piece of", number, dims[number])
+    elif own is not None:  # into empty memory, as many rows as this rank has
+        raise MixesError("writes pieces of a split tensor into one that is the same on every rank")
+    elif index and is_split(index[0]):
+        raise at_dim("writes to places that are counted on every rank by itself, along", number, index[0])
+    for place, dim in enumerate(source):
+        if place != number and is_split(dim) and not is_split(dims[place]):
+            dims[place] = dim
+    return [tuple(dims)]
+
+
+def _masked_select(call: Call) -> list[Dims]:
+    x, mask = call.given["self"], call.given["mask"]
+    dims = together(call, [(x, call.dims_of(x)), (mask, call.dims_of(mask))], tuple(x.shape))
+    axes = tuple(axis for dim in dims for axis in axes_of(dim))
+    return [((Factor(call.out.shape[0], Split(axes, "chosen", next(_choices))),),)]
+
+
+def _loss(call: Call) -> list[Dims]:
+    """A loss of dealt tokens by labels that are dealt as they are: the caller weighs each rank's mean by its labels."""
+    dims, target = call.dims("self"), call.dims("target")
+    classes = 1 if len(dims) > 1 else 0
+    if is_split(dims[classes]):
+        raise at_dim("looks classes up in a piece of", classes, dims[classes])
+    rows = tuple(dim for place, dim in enumerate(dims) if place != classes)
+    alike = len(rows) == len(target) and all(
+        len(common(pair)) == 1 for pair in zip(rows, target, strict=True)
+    )
+    if not alike:
+        raise MixesError("brings a piece together with labels that are no such piece")
+    if int(call.given.get("reduction", 1)):
+        for place, dim in enumerate(rows):
+            if any(f.split is not None and f.split.kind not in ("dealt", "unknown") for f in dim):
+                raise at_dim("reduces over", place, dim)
+        return [() for _ in call.out]
+    return [target, ()]
+
+
+_BOOLS = (torch.bool, torch.uint8)
+_choices = itertools.count(1)
+
+RULES: dict[str, Rule] = {
+    "nonzero": _nonzero,
+    "index": _index,
+    **dict.fromkeys(("index_put", "_index_put_impl"), _index_put),
+    **dict.fromkeys(("gather", "scatter", "scatter_add", "scatter_reduce", "take_along_dim"), _along),
+    "index_select": _index_select,
+    **dict.fromkeys(("index_add", "index_copy", "index_reduce"), _index_add),
+    "masked_select": _masked_select,
+    **dict.fromkeys(("nll_loss_forward", "nll_loss2d_forward"), _loss),
+}

@@ -1,0 +1,151 @@
+"""Operations that no rule knows: tried out on two pieces and on both together, in random numbers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from meshfold.mesh.tracking.call import Call, tensors_in
+from meshfold.mesh.tracking.dims import (
+    Dim,
+    Dims,
+    Factor,
+    MixesError,
+    Split,
+    any_split,
+    once,
+    unknown,
+    whole_dims,
+)
+
+_MOST = 1 << 24
+"""Elements of all operands up to which an operation is tried."""
+
+
+def probed(call: Call) -> list[Dims]:
+    """The layouts of the results: split where the results of pieces are the pieces of the result.
+
+    Raises:
+        MixesError: if they are not, or the operation cannot be tried.
+    """
+    outs = list(tensors_in(call.out))
+    if not any(any_split(call.dims_of(x)) for x in call.tensors):
+        return [tuple(map(unknown, out.shape)) for out in outs]
+    made: list[list[Dim]] = [list(whole_dims(out.shape)) for out in outs]
+    splits = {f.split for x in call.tensors for dim in call.dims_of(x) for f in dim if f.split is not None}
+    for split in sorted(splits, key=str):
+        if split.kind == "unknown":
+            continue
+        for place, number in enumerate(_along(call, split, outs)):
+            if number is not None:
+                size = outs[place].shape[number]
+                if made[place][number] != (Factor(size),):
+                    raise _mixes(call, split, "it joins two split dims in one")
+                made[place][number] = (Factor(size, split),)
+    return [once(tuple(dims)) for dims in made]
+
+
+def _mixes(call: Call, split: Split, why: str) -> MixesError:
+    return MixesError(
+        f"works on a dim that is split over {', '.join(split.axes)}, and tried out on two pieces of it {why}"
+    )
+
+
+def _along(call: Call, split: Split, outs: list[Tensor]) -> list[int | None]:
+    """For each result the dim along which it is split if operands are split so; None for one that is the same."""
+    if sum(x.numel() for x in call.tensors) > _MOST or any(x.is_meta for x in call.tensors):
+        raise MixesError(
+            f"works on a dim that is split over {', '.join(split.axes)}, and no rule says what it makes of that"
+        )
+    first, second, both = ({}, {}, {})  # type: tuple[dict[str, Any], dict[str, Any], dict[str, Any]]
+    for name, value in call.given.items():
+        number = _written_along(call, split) if name == "self" else None
+        if number is not None:
+            first[name], second[name], both[name] = (
+                value.clone(),
+                value.clone(),
+                torch.cat([value, value], number),
+            )
+            continue
+        first[name], second[name], both[name] = _pieces(call, split, value)
+    try:
+        with torch.no_grad(), torch.random.fork_rng(devices=[]):
+            a, b, c = (_run(call, given) for given in (first, second, both))
+    except Exception as error:
+        raise _mixes(call, split, f"it fails ({type(error).__name__})") from None
+    return [_found(call, split, *found) for found in zip(a, b, c, strict=True)]
+
+
+def _written_along(call: Call, split: Split) -> int | None:
+    """The dim along which memory that nobody has marked is a piece, since a piece is written into it in place.
+
+    One process has the whole there, which it could not write into memory of a rank's size.
+    """
+    into = call.given.get("self")
+    if not isinstance(into, Tensor) or not call.function._schema.name.endswith("_"):
+        return None
+    if any(f.split == split for dim in call.dims_of(into) for f in dim):
+        return None
+    for x in call.tensors:
+        for back, dim in enumerate(reversed(call.dims_of(x))):
+            number = into.dim() - 1 - back
+            if (
+                number >= 0
+                and any(f.split == split for f in dim)
+                and into.shape[number] == x.shape[-1 - back]
+            ):
+                return number
+    return None
+
+
+def _run(call: Call, given: dict[str, Any]) -> list[Tensor]:
+    only = {a.name for a in call.function._schema.arguments if a.kwarg_only}
+    args = [value for name, value in given.items() if name not in only]
+    kwargs = {name: value for name, value in given.items() if name in only}
+    return list(tensors_in(call.function(*args, **kwargs)))
+
+
+def _pieces(call: Call, split: Split, value: Any) -> tuple[Any, Any, Any]:
+    """An argument of two ranks, and of one that has both pieces."""
+    if isinstance(value, Tensor):
+        numbers = [n for n, dim in enumerate(call.dims_of(value)) if any(f.split == split for f in dim)]
+        if not numbers:
+            return value.clone(), value.clone(), value.clone()
+        if len(numbers) > 1 or len(call.dims_of(value)[numbers[0]]) > 1:
+            raise _mixes(call, split, "it takes apart what was put together of several dims")
+        one, other = _random(value), _random(value)
+        return one, other, torch.cat([one, other], numbers[0])
+    if isinstance(value, list | tuple) and any(isinstance(item, Tensor) for item in value):
+        found = [_pieces(call, split, item) for item in value]
+        return tuple(list(column) for column in zip(*found, strict=True))  # type: ignore[return-value]
+    return value, value, value
+
+
+def _random(like: Tensor) -> Tensor:
+    if like.is_floating_point():
+        return torch.rand_like(like, memory_format=torch.contiguous_format) + 0.1
+    return like.flatten()[torch.randperm(like.numel(), device=like.device)].view(like.shape)
+
+
+def _found(call: Call, split: Split, a: Tensor, b: Tensor, c: Tensor) -> int | None:
+    for number in range(c.dim()):
+        if c.shape[number] == a.shape[number] + b.shape[number]:
+            rest = [i for i in range(c.dim()) if i != number]
+            if all(a.shape[i] == b.shape[i] == c.shape[i] for i in rest) and _alike(
+                torch.cat([a, b], number), c
+            ):
+                return number
+    if a.shape == b.shape == c.shape and _alike(a, c) and _alike(b, c):
+        return None
+    raise _mixes(call, split, "it computes something else than on both together")
+
+
+def _alike(a: Tensor, b: Tensor) -> bool:
+    wide = a.is_floating_point()
+    return (
+        torch.allclose(a.double(), b.double(), rtol=1e-3, atol=1e-3, equal_nan=True)
+        if wide
+        else torch.equal(a, b)
+    )

@@ -1,0 +1,88 @@
+"""What is known of tensors: their layouts by memory, since autograd gives views a new Python object."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+
+from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from meshfold.mesh.tracking.dims import Dims, any_split, axes_of, is_split, is_unknown, whole, whole_dims
+
+_Geometry = tuple[int, tuple[int, ...], tuple[int, ...]]
+
+
+@dataclass
+class _Memory:
+    """The tensors that lie in one storage, which is kept from being used anew, not from being freed."""
+
+    alive: StorageWeakRef
+    dims: dict[_Geometry, Dims]
+    learned: bool = False
+
+
+class Records:
+    """Layouts of tensors. A tensor that nothing is known of is whole on every rank."""
+
+    def __init__(self) -> None:
+        self._memory: dict[int, _Memory] = {}
+
+    def dims(self, tensor: Tensor) -> Dims:
+        """The layout of a tensor."""
+        memory = self._memory.get(_storage(tensor))
+        found = None if memory is None else memory.dims.get(_geometry(tensor))
+        return whole_dims(tensor.shape) if found is None else found
+
+    def put(self, tensor: Tensor, dims: Dims) -> None:
+        """Say how a tensor lies."""
+        if any_split(dims) or any(map(is_unknown, dims)):
+            self._at(tensor).dims[_geometry(tensor)] = dims
+        elif (memory := self._memory.get(_storage(tensor))) is not None:
+            memory.dims.pop(_geometry(tensor), None)
+
+    def put_into_base(self, tensor: Tensor, dims: Dims) -> None:
+        """Say how a tensor lies that was written into, and so the tensor that it is a view of."""
+        self.put(tensor, dims)
+        base = tensor._base
+        if base is None:
+            return
+        known = list(self.dims(base))
+        have = {axis for dim in known for axis in axes_of(dim)}
+        for place, dim in enumerate(dims):
+            if not is_split(dim) or len(dim) != 1 or set(axes_of(dim)) <= have:
+                continue
+            size, stride = tensor.shape[place], tensor.stride(place)
+            order = sorted(range(base.dim()), key=lambda at: at != place)
+            for at in order:
+                wide = base.shape[at]
+                if base.stride(at) == stride and wide >= size > 0 and known[at] == whole(wide):
+                    known[at] = (replace(dim[0], size=wide, parts=dim[0].parts if wide == size else ()),)
+                    break
+        self.put(base, tuple(known))
+
+    def learn(self, tensors: Iterable[Tensor]) -> None:
+        """Note tensors whose values change while training."""
+        for tensor in tensors:
+            self._at(tensor).learned = True
+
+    def is_learned(self, tensor: Tensor) -> bool:
+        """Whether its values may change while training."""
+        if tensor.requires_grad:
+            return True
+        memory = self._memory.get(_storage(tensor))
+        return memory is not None and memory.learned
+
+    def _at(self, tensor: Tensor) -> _Memory:
+        key = _storage(tensor)
+        if key not in self._memory:
+            self._memory[key] = _Memory(StorageWeakRef(tensor.untyped_storage()), {})
+        return self._memory[key]
+
+
+def _storage(tensor: Tensor) -> int:
+    return int(tensor.untyped_storage()._cdata)
+
+
+def _geometry(tensor: Tensor) -> _Geometry:
+    return int(tensor.storage_offset()), tuple(tensor.shape), tuple(tensor.stride())

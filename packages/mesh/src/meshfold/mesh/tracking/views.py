@@ -1,0 +1,251 @@
+"""Operations that arrange elements anew: views, slices, ``cat``, padding."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from torch import Tensor
+
+from meshfold.mesh.tracking.broadcast import together
+from meshfold.mesh.tracking.call import Call, at_dim, tensors_in
+from meshfold.mesh.tracking.dims import (
+    UNKNOWN,
+    Dim,
+    Dims,
+    Factor,
+    MixesError,
+    cut,
+    is_split,
+    is_unknown,
+    normal,
+    regroup,
+    shape_of,
+    size_of,
+    whole,
+)
+
+Rule = Callable[[Call], list[Dims]]
+
+
+def _first(call: Call) -> Dims:
+    return call.dims_of(call.tensors[0])
+
+
+def _view(call: Call) -> list[Dims]:
+    asked = call.given.get("size", call.given.get("shape"))
+    inferred = call.inferred
+    if inferred is None and asked is not None and -1 in asked:
+        inferred = list(asked).index(-1)
+    return [regroup(_first(call), tuple(call.out.shape), inferred)]
+
+
+def _expand(call: Call) -> list[Dims]:
+    dims, sizes = _first(call), tuple(call.out.shape)
+    new = len(sizes) - len(dims)
+    made = [whole(size) for size in sizes[:new]]
+    for place, (dim, size) in enumerate(zip(dims, sizes[new:], strict=True)):
+        if size_of(dim) == size:
+            made.append(dim)
+        elif is_split(dim):
+            raise at_dim("repeats a piece along", place, dim)
+        else:
+            made.append(whole(size))
+    return [tuple(made)]
+
+
+def _permute(call: Call) -> list[Dims]:
+    dims = _first(call)
+    if call.name == "t":
+        order = tuple(reversed(range(len(dims))))
+    elif call.name == "transpose":
+        a, b = (call.number(call.given[name], len(dims)) for name in ("dim0", "dim1"))
+        swapped = list(range(len(dims)))
+        if dims:
+            swapped[a], swapped[b] = b, a
+        order = tuple(swapped)
+    else:
+        order = call.numbers(call.given["dims"], len(dims))
+    return [tuple(dims[place] for place in order)]
+
+
+def _unsqueeze(call: Call) -> list[Dims]:
+    dims = list(_first(call))
+    dims.insert(call.number(call.given["dim"], len(dims) + 1), whole(1))
+    return [tuple(dims)]
+
+
+def _squeeze(call: Call) -> list[Dims]:
+    dims = _first(call)
+    numbers = call.numbers(call.given.get("dim"), len(dims))
+    for number in numbers:
+        if size_of(dims[number]) == 1 and is_split(dims[number]):
+            raise at_dim("drops a piece of", number, dims[number])
+    return [tuple(d for place, d in enumerate(dims) if not (place in numbers and size_of(d) == 1))]
+
+
+def _select(call: Call) -> list[Dims]:
+    dims = list(_first(call))
+    number = call.number(call.given["dim"], len(dims))
+    index = call.number(call.given["index"], size_of(dims[number]))
+    return [_chosen(dims, number, index, index + 1, keep=False)]
+
+
+def _chosen(dims: Sequence[Dim], number: int, start: int, stop: int, *, keep: bool) -> Dims:
+    """A layout with elements of one dim; without the dim if that has one element and is not kept."""
+    made = list(dims)
+    try:
+        made[number] = cut(dims[number], start, stop)
+    except MixesError as error:
+        raise at_dim(f"{error}: those of", number, dims[number]) from None
+    if keep:
+        return tuple(made)
+    if dims[number][0].parts and number + 1 < len(made):  # one head a rank, of queries, keys or values
+        made[number + 1] = normal((*made[number], *made[number + 1]))
+    elif is_split(made[number]):
+        raise at_dim("takes some of its elements by their places: those of", number, dims[number])
+    del made[number]
+    return tuple(made)
+
+
+def _slice(call: Call) -> list[Dims]:
+    dims = list(_first(call))
+    number = call.number(call.given.get("dim", 0), len(dims))
+    size = size_of(dims[number])
+    start, stop, step = (call.given.get(name) for name in ("start", "end", "step"))
+    first, last, by = slice(start, stop, step).indices(size)
+    try:
+        dims[number] = cut(dims[number], first, max(first, last), by)
+    except MixesError as error:
+        raise at_dim(f"{error}: those of", number, dims[number]) from None
+    return [tuple(dims)]
+
+
+def _split(call: Call) -> list[Dims]:
+    dims = _first(call)
+    number = call.number(call.given.get("dim", 0), len(dims))
+    found, start = [], 0
+    for out in tensors_in(call.out):
+        stop = start + out.shape[number]
+        found.append(_chosen(dims, number, start, stop, keep=True))
+        start = stop
+    return found
+
+
+def _unbind(call: Call) -> list[Dims]:
+    dims = _first(call)
+    number = call.number(call.given.get("dim", 0), len(dims))
+    size = size_of(dims[number])
+    return [_chosen(dims, number, place, place + 1, keep=False) for place in range(size)]
+
+
+def _cat(call: Call) -> list[Dims]:
+    given = [x for x in call.given["tensors"] if x.dim() != 1 or x.numel()]
+    rank = call.out.dim()
+    number = call.number(call.given.get("dim", 0), rank)
+    operands: list[tuple[Tensor, Dims]] = []
+    joined: list[Dim] = []
+    for x in given:
+        dims = list(call.dims_of(x))
+        if call.name == "stack":
+            dims.insert(number, whole(1))
+            x = x.unsqueeze(number)
+        joined.append(dims[number])
+        dims[number] = whole(1)
+        operands.append((x, tuple(dims)))
+    kinds = {normal(dim) for dim in joined if is_split(dim)}
+    if kinds and len(given) > 1:
+        dim = next(dim for dim in joined if is_split(dim))
+        raise at_dim("puts pieces one behind the other along", number, dim)
+    made = list(
+        together(call, operands, tuple(1 if i == number else n for i, n in enumerate(call.out.shape)))
+    )
+    size = call.out.shape[number]
+    unknown = any(is_unknown(dim) for dim in joined)
+    made[number] = joined[0] if len(given) == 1 else (Factor(size, UNKNOWN),) if unknown else whole(size)
+    return [tuple(made)]
+
+
+def _pad(call: Call) -> list[Dims]:
+    dims = list(_first(call))
+    amounts = call.given["pad"]
+    for back in range(len(amounts) // 2):
+        if amounts[2 * back] or amounts[2 * back + 1]:
+            number = len(dims) - 1 - back
+            if is_split(dims[number]):
+                raise at_dim("fills up a piece of", number, dims[number])
+            dims[number] = whole(call.out.shape[number])
+    return [tuple(dims)]
+
+
+def _repeat(call: Call) -> list[Dims]:
+    dims, repeats = _first(call), call.given["repeats"]
+    new = len(repeats) - len(dims)
+    made = [whole(n) for n in repeats[:new]]
+    for place, (dim, n) in enumerate(zip(dims, repeats[new:], strict=True)):
+        if n != 1 and is_split(dim):
+            raise at_dim("repeats a piece along", place, dim)
+        made.append(dim if n == 1 else whole(size_of(dim) * n))
+    return [tuple(made)]
+
+
+def _copy(call: Call) -> list[Dims]:
+    """Writes into its first argument, which may be empty memory as yet."""
+    into, source = call.given["self"], call.given["src"]
+    known = call.dims_of(into)
+    operands = [(source, call.dims_of(source))]
+    if any(map(is_split, known)):
+        operands.append((into, known))
+    return [together(call, operands, tuple(into.shape))]
+
+
+def _diagonal(call: Call) -> list[Dims]:
+    dims = list(_first(call))
+    pair = sorted({call.number(call.given[name], len(dims)) for name in ("dim1", "dim2")}, reverse=True)
+    for number in pair:
+        if is_split(dims[number]):
+            raise at_dim("takes the diagonal of", number, dims[number])
+        del dims[number]
+    return [(*dims, whole(call.out.shape[-1]))]
+
+
+def _unfold(call: Call) -> list[Dims]:
+    dims = list(_first(call))
+    number = call.number(call.given["dimension"], len(dims))
+    if is_split(dims[number]):
+        raise at_dim("takes windows along", number, dims[number])
+    dims[number] = whole(call.out.shape[number])
+    return [(*dims, whole(call.out.shape[-1]))]
+
+
+def _as_strided(call: Call) -> list[Dims]:
+    x = call.tensors[0]
+    same = tuple(call.out.shape) == tuple(x.shape) and call.out.stride() == x.stride()
+    if same and call.out.storage_offset() == x.storage_offset():
+        return [call.dims_of(x)]
+    raise MixesError("looks at the memory of a piece in its own way")
+
+
+RULES: dict[str, Rule] = {
+    **dict.fromkeys(("view", "_unsafe_view", "reshape", "_reshape_alias", "_reshape_copy"), _view),
+    **dict.fromkeys(("expand", "broadcast_to"), _expand),
+    **dict.fromkeys(("permute", "transpose", "t"), _permute),
+    "unsqueeze": _unsqueeze,
+    "squeeze": _squeeze,
+    "select": _select,
+    **dict.fromkeys(("slice", "narrow"), _slice),
+    **dict.fromkeys(("split", "split_with_sizes", "chunk"), _split),
+    "unbind": _unbind,
+    **dict.fromkeys(("cat", "stack"), _cat),
+    "constant_pad_nd": _pad,
+    "repeat": _repeat,
+    "copy": _copy,
+    "diagonal": _diagonal,
+    "unfold": _unfold,
+    "as_strided": _as_strided,
+}
+
+
+def check_shape(dims: Dims, out: Any) -> bool:
+    """Whether a layout is of a result's shape."""
+    return isinstance(out, Tensor) and shape_of(dims) == tuple(out.shape)

@@ -1,0 +1,99 @@
+"""How tensors lie where sequences are dealt to ranks, for the forward in which a model's own code is looked at.
+
+See :mod:`meshfold.mesh.tracking`. What a model is given has a rank's tokens in dim 1; attention alone looks across.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+from torch import Tensor, nn
+
+from meshfold.mesh import Mesh
+from meshfold.mesh.tracking import tracker, untracked
+from meshfold.mesh.tracking.dims import Dim, Factor, Split, is_split, is_unknown, whole_dims
+from meshfold.mesh.tracking.follow import Tracker
+
+
+class Tracked:
+    """What a model whose sequences are dealt says to :func:`meshfold.mesh.tracking.watch`."""
+
+    def __init__(self, mesh: Mesh, axes: tuple[str, ...]) -> None:
+        self._split = Split(tuple(axis for axis in axes if mesh.size(axis) > 1), "dealt")
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Tracked:
+        return self
+
+    def begin(self, found: Tracker, model: nn.Module, given: Mapping[str, Any]) -> None:
+        """The tokens are not dealt yet. Masks are made by none and caches are read by none, whatever code for them runs."""
+        found.overlooked = ("transformers/masking_utils.py", "transformers/cache_utils.py")
+
+    def dealt(self, given: Iterable[Any], local: int) -> None:
+        """The model's arguments have this many tokens of this rank each."""
+        found = tracker()
+        if found is None or not self._split.axes:
+            return
+        found.dealt, found.dealt_length = self._split, local
+        for value in given:
+            if isinstance(value, Tensor) and value.dim() >= 2 and value.shape[1] == local:
+                dims = list(found.dims(value))
+                dims[1] = (Factor(local, self._split),)
+                found.mark(value, tuple(dims))
+
+    def positions(self, made: Tensor) -> None:
+        """The positions of this rank's tokens, in the last dim."""
+        found = tracker()
+        if found is not None and self._split.axes:
+            shape = tuple(made.shape)
+            found.mark(made, (*whole_dims(shape[:-1]), (Factor(shape[-1], self._split),)))
+
+    def takes(self, module: nn.Module) -> bool:
+        """Whether a module is a loss that knows that its labels are dealt."""
+        return bool(getattr(module, "causal_lm_loss", False))
+
+    def returned(
+        self, found: Tracker, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], output: Any
+    ) -> None:
+        """A loss of this rank's tokens, which is weighed with those of the others."""
+
+    def remedy(self, name: str, axes: tuple[str, ...]) -> str:
+        """Another spec: no rule puts a sequence together."""
+        if not set(axes) & set(self._split.axes):
+            return ""
+        return (
+            "Of a model whose sequences are dealt to ranks only attention, by torch.nn.functional.scaled_dot_product_attention, "
+            "sees the tokens of other ranks: use a spec without sequence, such as dict(tensor=2) or dict(pipeline=2)"
+        )
+
+
+def attended(q: Tensor, k: Tensor, v: Tensor, attend: Callable[[], Tensor]) -> Tensor:
+    """Attention of ``b heads s d`` to ``b s heads d``, carried out over ranks, whose tokens must be those that were dealt."""
+    found = tracker()
+    if found is None or found.dealt is None:
+        return attend()
+    lies = [found.dims(x) for x in (q, k, v)]
+    for what, x, dims in zip(("queries", "keys", "values"), (q, k, v), lies, strict=True):
+        if any(map(is_unknown, dims)):
+            continue
+        if not _is_dealt(dims[2], found.dealt):
+            found.refuse(
+                "scaled_dot_product_attention",
+                f"is given {what} whose dim 2 is not that of the tokens that were dealt to ranks",
+                x,
+                axes=found.dealt.axes,
+            )
+        if is_split(dims[3]):
+            found.refuse(
+                "scaled_dot_product_attention", f"attends with pieces of {what}", x, axes=found.dealt.axes
+            )
+    with untracked():
+        out = attend()
+    dims = lies[0]
+    tokens = (Factor(out.shape[1], found.dealt),) if is_unknown(dims[2]) else dims[2]
+    found.mark(out, (dims[0], tokens, dims[1], *whole_dims(out.shape[3:])))
+    return out
+
+
+def _is_dealt(dim: Dim, dealt: Split) -> bool:
+    return len(dim) == 1 and dim[0].split is not None and set(dealt.axes) <= set(dim[0].split.axes)

@@ -1,0 +1,66 @@
+"""Token ids and labels that lie in no rank's part of a vocabulary: an error, as in torch, and never a row of zeros.
+
+On the CPU a :class:`TokenError` names the number. On a GPU it is an assertion on the device, as torch's own lookups have:
+the host does not wait.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from meshfold.mesh import TokenError
+
+
+def checked(numbers: Tensor, words: int, what: str, ignored: int | None = None) -> Tensor:
+    """Return ``numbers``, each of which is from 0 up and below ``words``, or ``ignored``.
+
+    Args:
+        numbers: integers of any shape, the same on every rank, so that all ranks raise or none does.
+        words: in the whole vocabulary.
+        what: ``"token id"`` or ``"label"``.
+        ignored: the label of what does not count.
+
+    Raises:
+        TokenError: on the CPU; on other devices kernels that come later fail.
+    """
+    if torch.compiler.is_compiling():
+        compiled: Tensor = torch.ops.meshfold.checked_words(numbers, words, what, ignored)
+        return compiled
+    if not numbers.is_meta:
+        with torch._C.DisableTorchFunction():  # nothing of the model's own
+            _check(numbers, words, what, ignored)
+    return numbers
+
+
+def _check(numbers: Tensor, words: int, what: str, ignored: int | None) -> None:
+    wrong = (numbers < 0) | (numbers >= words)
+    if ignored is not None:
+        wrong &= numbers != ignored
+    also = "" if ignored is None else f", or {ignored} where none counts"
+    if numbers.device.type != "cpu":
+        torch._assert_async(~wrong.any(), f"a {what} is not in the vocabulary: 0 to {words - 1}{also}")
+    elif bool(wrong.any()):
+        raise TokenError(
+            f"{what} {int(numbers[wrong][0])} is not in the vocabulary of {words} words: 0 to {words - 1}{also}. Is the "
+            f"tokenizer the model's own?"
+        )
+
+
+@cache
+def prepare() -> Any:
+    """Make the operation that a compiled graph has for :func:`checked`; before anything is traced."""
+
+    @torch.library.custom_op("meshfold::checked_words", mutates_args=())
+    def checked_words(numbers: Tensor, words: int, what: str, ignored: int | None) -> Tensor:
+        _check(numbers, words, what, ignored)
+        return numbers.clone()
+
+    @checked_words.register_fake
+    def _(numbers: Tensor, words: int, what: str, ignored: int | None) -> Tensor:
+        return torch.empty_like(numbers)
+
+    return checked_words
