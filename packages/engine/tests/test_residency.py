@@ -105,21 +105,33 @@ def limits_are_kept(folder: str, tight: int) -> None:
     assert ("device", "device") in seen and {("host", "host"), ("device", "host")} & seen, seen
 
 
-def test_the_host_is_as_fast_as_the_watched_steps_showed(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def whole_paces(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Wait for the host's step before its pace is taken; else the pace may be of the step before, or of none."""
+
+    def whole(gemini: Gemini) -> dict[What, Pace]:
+        gemini.flush()
+        return taken(gemini)
+
+    taken = Gemini.take_paces
+    monkeypatch.setattr(Gemini, "take_paces", whole)
     monkeypatch.setattr(seen, "ENOUGH_ELEMS", 1)  # the model is small
+
+
+@pytest.mark.usefixtures("whole_paces")
+def test_the_host_is_as_fast_as_the_watched_steps_showed() -> None:
     _, _, engine = trained(dict(gpu_memory_limit=10 * MiB), steps=2)
     found = residency(engine)
     paces, plan = found._watcher.paces, found.plan
     assert plan is not None
-    # of the first step, which the second, the last that is watched, made; a chunk may still have been on its way
     assert min(paces[half].elements for half in ("parameters", "moments")) > 0
     rate = (18 + 2) * paces["parameters"].elements / paces["parameters"].seconds
     assert plan.machine.host_memory == pytest.approx(rate)
     engine.close()
 
 
+@pytest.mark.usefixtures("whole_paces")
 def test_a_plan_is_corrected_by_its_own_first_steps(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(seen, "ENOUGH_ELEMS", 1)  # the model is small
     told: list[tuple[Plan, dict[What, Pace], PhaseSeconds, Plan]] = []
 
     def watched(
@@ -130,13 +142,8 @@ def test_a_plan_is_corrected_by_its_own_first_steps(monkeypatch: pytest.MonkeyPa
         )
         return told[-1][-1]
 
-    def whole(gemini: Gemini) -> dict[What, Pace]:
-        gemini.flush()  # else what a step is asked for may be of the host's step before it, or of its own, or of neither
-        return taken(gemini)
-
-    looked, taken = MeasuredPlans.seen, Gemini.take_paces
+    looked = MeasuredPlans.seen
     monkeypatch.setattr(MeasuredPlans, "seen", watched)
-    monkeypatch.setattr(Gemini, "take_paces", whole)
     wanted = trained(dict(stage=3, placement="cuda"), steps=8)
     found = trained(dict(gpu_memory_limit=10 * MiB), steps=8)
     assert_same(found, wanted)
