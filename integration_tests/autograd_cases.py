@@ -163,11 +163,8 @@ BOUND: Mapping[str, Callable[[Mesh], primitives.Primitive]] = {
     "enter": lambda m: primitives.bind_enter(m, AXES),
     "leave": lambda m: primitives.bind_leave(m, AXES),
     **{f"gather {dim}": partial(primitives.bind_gather, dim=dim, axes=AXES) for dim in (0, 1)},
-    **{f"scatter_sum {dim}": partial(primitives.bind_scatter_sum, dim=dim, axes=AXES) for dim in (0, 1)},
     **{f"collect {dim}": partial(primitives.bind_collect, dim=dim, axes=AXES) for dim in (0, 1)},
     "exchange": lambda m: primitives.bind_exchange(m, 0, 1, AXES),
-    "shift": lambda m: primitives.bind_shift(m, AXES),
-    "shift by a round": lambda m: primitives.bind_shift(m, AXES, steps=2),
 }  # fmt: skip
 
 

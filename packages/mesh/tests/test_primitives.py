@@ -32,16 +32,12 @@ PRIMITIVES: dict[str, tuple[Primitive, bool, bool]] = {
     "leave": (lambda x, mesh, axes: primitives.bind_leave(mesh, axes)(x), False, True),
     "gather 0": (lambda x, mesh, axes: primitives.gather(x, mesh, 0, axes), False, False),
     "gather 1": (lambda x, mesh, axes: primitives.gather(x, mesh, 1, axes), False, False),
-    "scatter_sum 0": (lambda x, mesh, axes: primitives.bind_scatter_sum(mesh, 0, axes)(x), False, False),
-    "scatter_sum -1": (lambda x, mesh, axes: primitives.bind_scatter_sum(mesh, -1, axes)(x), False, False),
     "take 0": (lambda x, mesh, axes: primitives.bind_take(mesh, 0, axes)(x), True, False),
     "take 1": (lambda x, mesh, axes: primitives.bind_take(mesh, 1, axes)(x), True, False),
     "collect 0": (lambda x, mesh, axes: primitives.collect(x, mesh, 0, axes), False, True),
     "collect 1": (lambda x, mesh, axes: primitives.collect(x, mesh, 1, axes), False, True),
     "exchange 0 1": (lambda x, mesh, axes: primitives.exchange(x, mesh, 0, 1, axes), False, False),
     "exchange 1 0": (lambda x, mesh, axes: primitives.exchange(x, mesh, 1, 0, axes), False, False),
-    "shift": (lambda x, mesh, axes: primitives.bind_shift(mesh, axes)(x), False, False),
-    "shift -2": (lambda x, mesh, axes: primitives.bind_shift(mesh, axes, -2)(x), False, False),
 }
 
 
@@ -109,7 +105,6 @@ def test_blocks_are_numbered_by_the_axes_as_given() -> None:
         assert torch.equal(primitives.bind_take(mesh, 1, axes)(full), columns)
         assert torch.equal(primitives.exchange(rows, mesh, 1, 0, axes), columns)
         assert torch.equal(primitives.exchange(columns, mesh, 0, 1, axes), rows)
-        assert torch.equal(primitives.bind_scatter_sum(mesh, 1, axes)(full), columns * mesh.size(*axes))
 
 
 @ranks(4)

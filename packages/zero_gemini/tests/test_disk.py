@@ -15,7 +15,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from meshfold.zero_gemini.disk import DiskStore, Pending, aligned_empty, bench, footprint_bytes
+from meshfold.zero_gemini.disk import DiskStore, Pending, aligned_empty, bench
+from meshfold.zero_gemini.disk.layout import FileLayout
 from meshfold.zero_gemini.errors import DiskError
 
 PAGE = 4096
@@ -55,7 +56,11 @@ def test_what_is_written_comes_back(
     sizes = {name: source.nbytes for name, source in sources.items()}
     with DiskStore(tmp_path, 1, sizes, in_flight, chunk, direct) as store:
         assert store.blocks == sizes
-        assert store.path.stat().st_size == store.file_bytes == footprint_bytes(sizes, chunk)
+        assert (
+            store.path.stat().st_size
+            == store.file_bytes
+            == FileLayout(sizes=sizes, chunk_bytes=chunk).file_bytes
+        )
         for pending in [store.write(name, source) for name, source in sources.items()]:
             pending.wait()
         for name, source in sources.items():

@@ -17,9 +17,9 @@ from typing import Any
 import pytest
 import torch
 
-from meshfold.zero_gemini.disk import DiskStore, aligned_empty, footprint_bytes
+from meshfold.zero_gemini.disk import DiskStore, aligned_empty
 from meshfold.zero_gemini.disk.folder import block_path
-from meshfold.zero_gemini.disk.layout import Header
+from meshfold.zero_gemini.disk.layout import FileLayout, Header
 from meshfold.zero_gemini.disk.leftovers import sweep
 from meshfold.zero_gemini.errors import DiskError
 
@@ -60,7 +60,7 @@ def test_a_folder_that_takes_no_files() -> None:
 
 
 def test_a_full_disk_says_what_is_missing(tmp_path: Path) -> None:
-    wanted = footprint_bytes({"a": 1 << 60})
+    wanted = FileLayout(sizes={"a": 1 << 60}, chunk_bytes=16 << 20).file_bytes
     with pytest.raises(
         DiskError, match=rf"No space for {tmp_path}.*: {wanted} bytes are wanted, \d+ are free"
     ) as caught:

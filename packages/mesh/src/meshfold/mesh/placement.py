@@ -75,13 +75,6 @@ class Placement:
         """Every axis that splits some dim."""
         return tuple(axis for axes in self.axes for axis in axes)
 
-    def padded_shape(self, mesh: Mesh) -> tuple[int, ...]:
-        """The global shape with each dim rounded up to a multiple of its number of blocks."""
-        return tuple(
-            size if dim in self.parts else self._length(dim, mesh.size(*axes)) * mesh.size(*axes)
-            for dim, (size, axes) in enumerate(zip(self.shape, self.axes, strict=True))
-        )
-
     def local_shape(self, mesh: Mesh, rank: int | None = None) -> tuple[int, ...]:
         """The shape of a rank's block, padding included."""
         return tuple(sum(n for _, n in self.segments(mesh, dim, rank)) for dim in range(len(self.shape)))

@@ -1,4 +1,4 @@
-"""Eight primitives with their adjoints: all the communication that a sharded model does between its tensors.
+"""Six primitives with their adjoints: all the communication that a sharded model does between its tensors.
 
 ================ ======================= ======================= ===============================================
 primitive        forward                 backward                use
@@ -6,11 +6,9 @@ primitive        forward                 backward                use
 ``enter``        identity                all-reduce              a replicated tensor meets sharded work
 ``leave``        all-reduce              identity                partial sums become a replicated tensor
 ``gather``       all-gather              reduce-scatter          a shard is needed whole, each rank uses it differently
-``scatter_sum``  reduce-scatter          all-gather              partial sums become a shard
 ``take``         slice                   all-gather              a replicated tensor is used in shards
 ``collect``      all-gather              slice                   a shard is needed whole, every rank uses it alike
 ``exchange``     all-to-all              all-to-all back         the split moves from one dim to another
-``shift``        ring send and receive   the same, backwards     blocks travel round the ring
 ================ ======================= ======================= ===============================================
 
 ``axes`` are mesh axes in layout order, major first; axes of size 1 do nothing. A layer binds its primitives to their
@@ -159,18 +157,6 @@ def bind_gather(mesh: Mesh, dim: int, axes: Axes) -> Primitive:
     )
 
 
-def bind_scatter_sum(mesh: Mesh, dim: int, axes: Axes) -> Primitive:
-    """``[.., g·n, ..] -> [.., n, ..]`` by reduce-scatter; backward all-gathers."""
-    return _bind(
-        mesh,
-        ("scatter_sum", dim),
-        axes,
-        lambda x: scatter_sums(x, mesh, dim, axes),
-        lambda g: gather_blocks(g, mesh, dim, axes),
-        together=False,
-    )
-
-
 def bind_take(mesh: Mesh, dim: int, axes: Axes) -> Primitive:
     """This rank's block of a replicated tensor; backward all-gathers the gradients of the blocks."""
     return _bind(
@@ -203,18 +189,6 @@ def bind_exchange(mesh: Mesh, split_dim: int, concat_dim: int, axes: Axes) -> Pr
         axes,
         lambda x: exchange_blocks(x, mesh, split_dim, concat_dim, axes),
         lambda g: exchange_blocks(g, mesh, concat_dim, split_dim, axes),
-        together=True,
-    )
-
-
-def bind_shift(mesh: Mesh, axes: Axes, steps: int = 1) -> Primitive:
-    """Send round the ring of ``axes``, in the order of the mesh, by ``steps``; backward sends the gradient back."""
-    return _bind(
-        mesh,
-        ("shift", steps),
-        axes,
-        lambda x: collectives.shift(x, mesh.group(*axes), steps),
-        lambda g: collectives.shift(g, mesh.group(*axes), -steps),
         together=True,
     )
 

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from itertools import pairwise
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from meshfold.mesh import Group, LayoutError, all_reduce
+from meshfold.mesh import Group, all_reduce
 from meshfold.pipeline.clock import Clock
 from meshfold.pipeline.costs import Costs
 from meshfold.pipeline.gates import Plan, Slots
@@ -78,30 +78,6 @@ def rehearse(stages: Mapping[int, Stage], work: Microbatch, plan: Plan, device: 
 def final(stage: Stage, plan: Plan, device: torch.device) -> list[Tensor]:
     """Something for backward to begin with: noise, or 1 for the loss."""
     return [torch.ones((), device=device)] if stage.is_last else noise(stage.outputs(plan), device)
-
-
-def costs_of_blocks(costs: Costs, layers: Sequence[int]) -> list[float]:
-    """What a model's blocks cost, from what its stages were measured to cost: (before, one for each block, behind).
-
-    Blocks count as alike: the cheapest stage, by the block, says what one costs. What the first and the last stage
-    take beyond that is for what they have beside blocks.
-
-    Args:
-        costs: from ``Pipeline.measure``.
-        layers: how many blocks each of those stages has.
-
-    Raises:
-        LayoutError: if there is not one number of blocks for each stage.
-    """
-    if costs.stages is not None and costs.stages != len(layers):
-        raise LayoutError(
-            f"costs of {costs.stages} stages and blocks of {len(layers)}: give one number for each stage"
-        )
-    durations = costs.for_stages(len(layers)).durations
-    totals = [sum(seconds for op, seconds in one.items() if op != "BW") for one in durations]
-    block = min(total / blocks for total, blocks in zip(totals, layers, strict=True))
-    before, behind = totals[0] - block * layers[0], totals[-1] - block * layers[-1]
-    return [before, *([block] * sum(layers)), behind]
 
 
 def _run(stage: Stage, work: Microbatch, plan: Plan, device: torch.device, clock: Clock) -> list[Any]:

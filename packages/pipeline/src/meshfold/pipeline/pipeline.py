@@ -226,8 +226,8 @@ class Pipeline:
     def measure(self, batch: Any, repeats: int = 3) -> Costs:
         """Seconds of F, B and W of every stage for a micro-batch of this batch, the same on every rank.
 
-        For ``simulate`` and ``schedule="auto"``, and, by :func:`meshfold.pipeline.measure.costs_of_blocks`, for a better
-        cut. Nothing is trained. Without communication: how long that takes is for the caller to say.
+        For ``simulate`` and ``schedule="auto"``. Nothing is trained. Communication is not measured: the caller says how long
+        it takes.
         """
         return self.measure_work(self.split(batch)[0], repeats)
 

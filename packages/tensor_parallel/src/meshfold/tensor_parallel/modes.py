@@ -112,11 +112,6 @@ class Mode:
         """What the number of attention heads must be a multiple of: the blocks of n in ``hidden``."""
         return mesh.size(*self.layout("hidden")["n"])
 
-    def token_axes(self) -> tuple[str, ...]:
-        """Every axis that splits tokens somewhere in the mode."""
-        found = [*self.layout("residual")["m"], *self.layout("hidden")["m"], *self.layout("logits")["m"]]
-        return tuple(dict.fromkeys(found))
-
     def __str__(self) -> str:
         lines = [
             f"mode {self.name!r} on axes {', '.join(self.axes)}" + (f" ({self.paper})" if self.paper else "")

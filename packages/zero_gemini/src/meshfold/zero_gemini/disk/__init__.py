@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from .bench import DiskRates, bench
 from .folder import free_bytes
-from .layout import footprint_bytes
 from .memory import aligned_empty
 from .request import Pending
 from .store import DiskStore
@@ -15,6 +14,5 @@ __all__ = [
     "Pending",
     "aligned_empty",
     "bench",
-    "footprint_bytes",
     "free_bytes",
 ]

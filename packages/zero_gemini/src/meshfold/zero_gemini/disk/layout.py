@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import struct
 import zlib
-from collections.abc import Mapping
 from dataclasses import dataclass
 
 from ..errors import DiskError
@@ -100,8 +99,3 @@ class FileLayout:
             places[name] = BlockPlace(name=name, offset=at, nbytes=nbytes, chunk_bytes=self.chunk_bytes)
             at += round_up(nbytes)
         return places
-
-
-def footprint_bytes(blocks: Mapping[str, int], chunk_bytes: int = 16 << 20) -> int:
-    """Bytes that a `DiskStore` of these blocks (name: bytes) preallocates: the blocks, padding and header."""
-    return FileLayout(sizes=dict(blocks), chunk_bytes=chunk_bytes).file_bytes
