@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from meshfold.engine import Engine
 from meshfold.engine.checkpoints.block_files import file_of, key_of, write_index
 from meshfold.engine.checkpoints.checkpoint import MODEL, OPTIMIZER, Checkpoint
+from meshfold.engine.checkpoints.folder_weights import open_weights
 from meshfold.engine.checkpoints.names import SCHEDULER
 from meshfold.engine.checkpoints.place import begin, finish
 from meshfold.engine.checkpoints.state_file import BLOCKS, sealed, sum_of
@@ -27,7 +28,6 @@ from meshfold.engine.data.corpus import open_corpus
 from meshfold.engine.data.records import find_records, texts_of
 from meshfold.engine.data.tokenizers import ByteTokenizer
 from meshfold.engine.hugging_face.adapter import Adapter
-from meshfold.engine.hugging_face.folder_weights import open_weights
 from meshfold.engine.hugging_face.writing import FolderWriter, config_of
 from meshfold.engine.training.kept_settings import keep, kept
 from meshfold.engine.training.settings import TrainSettings

@@ -14,11 +14,11 @@ import torch
 from torch import Tensor
 
 from meshfold.engine import CheckpointError, Engine
+from meshfold.engine.checkpoints.folder_weights import open_weights
 from meshfold.engine.checkpoints.tensor_file import Described, TensorWriter
 from meshfold.engine.cli import main
 from meshfold.engine.hugging_face.causal_lm import open_model
 from meshfold.engine.hugging_face.convert import convert
-from meshfold.engine.hugging_face.folder_weights import open_weights
 from meshfold.engine.models import build
 from meshfold.mesh.testing import run_on_ranks
 

@@ -17,9 +17,9 @@ import torch
 from torch import nn
 
 from meshfold.engine import CheckpointError, Engine, pretrained
+from meshfold.engine.checkpoints.folder_weights import open_weights
 from meshfold.engine.checkpoints.tensor_file import Described, TensorFile, TensorWriter
 from meshfold.engine.checkpoints.tensor_files import open_tensors
-from meshfold.engine.hugging_face.folder_weights import open_weights
 from meshfold.mesh import SpecError
 
 sys.path.append(str(Path(__file__).parent))  # for the helpers beside this file, on every rank

@@ -13,7 +13,6 @@ from meshfold.engine.build_notes import tell
 from meshfold.engine.checkpoints.model_state import ModelState
 from meshfold.engine.checkpoints.pipelined_state import PipelinedState
 from meshfold.engine.given_model import check_model
-from meshfold.engine.hugging_face.from_folder import FolderValues, Loaded, Pretrained
 from meshfold.engine.optimizers import of_any_stage
 from meshfold.engine.pipelining import PipelinedModel, PipelineSettings
 from meshfold.engine.precision import Masters, Precision, cast_rest, other_dtypes
@@ -21,6 +20,7 @@ from meshfold.engine.refusals import refuse_complex, refuse_layers, refuse_unmad
 from meshfold.engine.roots import split_roots
 from meshfold.engine.states import PlainStates, States
 from meshfold.engine.together import fail_together
+from meshfold.engine.weight_source import Loaded, SourceValues, WeightSource
 from meshfold.engine.world import World
 from meshfold.mesh import LayoutError, SpecError, annotate, broadcast, metadata
 from meshfold.mesh.first_values import FirstValues, coordinates_of, first_values, origin_of
@@ -260,13 +260,13 @@ def _shard(model: nn.Module, world: World, rules: Mapping[str, str] | None, drop
     return None
 
 
-def _folder(model: object, built: nn.Module, world: World) -> FolderValues | None:
+def _folder(model: object, built: nn.Module, world: World) -> SourceValues | None:
     """The values of a folder's model, whose names are still those of the whole; every rank has them, or none goes on."""
-    if not isinstance(model, Pretrained):
+    if not isinstance(model, WeightSource):
         return None
     model.check(world.spec)
     error: Exception | None = None
-    found: FolderValues | None = None
+    found: SourceValues | None = None
     try:
         found = model.weights(built)
         model.verify(world.mesh.rank, world.mesh.world_size)

@@ -17,11 +17,11 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from meshfold.engine.planning.without_values import WithoutValues
 from meshfold.engine.recomputed_buffers import Buffers
 from meshfold.engine.repeated import find_blocks
 from meshfold.mesh import ParallelSpec, SpecError
 from meshfold.mesh.errors import nearest
+from meshfold.mesh.without_values import WithoutValues
 from meshfold.tensor_parallel.foreign import recompute_contexts
 
 if TYPE_CHECKING:

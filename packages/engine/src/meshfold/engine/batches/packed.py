@@ -14,9 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from meshfold.engine.models.config import GPTConfig
-from meshfold.engine.models.visible import without_first_tokens
 from meshfold.mesh import SpecError
+from meshfold.mesh.documents import without_first_tokens
 
 _BOUNDS = ("cu_seq_lens_q", "cu_seq_lens_k")
 _LENGTHS = ("max_length_q", "max_length_k")
@@ -68,7 +67,7 @@ class OwnDocuments:
         """
         self._keeps = any(hasattr(module, "makes_masks") for module in model.modules())
         config = getattr(model, "config", None)
-        self._longest = config.max_positions if isinstance(config, GPTConfig) else None
+        self._longest = getattr(config, "learned_positions", None)
         self._own_loss = own_loss
 
     def settle(self, batch: Any) -> Any:

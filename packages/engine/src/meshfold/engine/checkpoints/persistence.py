@@ -13,11 +13,11 @@ from torch import Tensor
 
 from meshfold.engine.checkpoints import extra_state
 from meshfold.engine.checkpoints.checkpoint import MODEL, OPTIMIZER, Checkpoint, write_checkpoint
+from meshfold.engine.checkpoints.model_description import describe
 from meshfold.engine.checkpoints.names import EXTRA, SCHEDULER
 from meshfold.engine.checkpoints.optimizer_state import check_shapes
 from meshfold.engine.checkpoints.state_file import BLOCKS
 from meshfold.engine.errors import CheckpointError
-from meshfold.engine.hugging_face.our_names import describe
 from meshfold.engine.names import with_plain_names
 from meshfold.engine.states import Source, Sources
 from meshfold.engine.together import fail_together

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from meshfold.engine.checkpoints import extra_state
 from meshfold.engine.checkpoints.checkpoint import MODEL, write_checkpoint
+from meshfold.engine.checkpoints.folder_weights import ENDING, open_weights
 from meshfold.engine.checkpoints.names import EXTRA, STATE
 from meshfold.engine.checkpoints.tensor_file import Described, TensorWriter
 from meshfold.engine.checkpoints.torch_file import read_torch_file
@@ -19,7 +20,6 @@ from meshfold.engine.compat import tables
 from meshfold.engine.compat.arguments import Argument, translate
 from meshfold.engine.compat.training import TrainingEngine
 from meshfold.engine.errors import CheckpointError
-from meshfold.engine.hugging_face.folder_weights import ENDING, open_weights
 from meshfold.engine.together import fail_together
 from meshfold.engine.whole_file import write_whole
 from meshfold.mesh import Mesh, barrier

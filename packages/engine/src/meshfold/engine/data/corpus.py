@@ -19,9 +19,9 @@ import numpy.typing as npt
 from meshfold.engine.data.records import Part, find_records, texts_of
 from meshfold.engine.data.tokenizers import Tokenizer
 from meshfold.engine.json_text import parse_object
-from meshfold.engine.training.progress import human_bytes
 from meshfold.engine.whole_file import write_whole
 from meshfold.mesh import SpecError
+from meshfold.mesh.human import human_bytes
 from meshfold.mesh.random import key_of
 
 TOKEN_FILES = (".bin", ".npy")

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from meshfold.engine.hugging_face.folder_weights import has_weights
+from meshfold.engine.checkpoints.folder_weights import has_weights
 from meshfold.engine.hugging_face.from_folder import Pretrained, pretrained
 from meshfold.engine.hugging_face.reading import read_config
 from meshfold.mesh import SpecError

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from meshfold.engine.checkpoints.checkpoint import MODEL, Checkpoint
 from meshfold.engine.checkpoints.folder import latest
+from meshfold.engine.checkpoints.folder_weights import has_weights, open_weights
 from meshfold.engine.checkpoints.names import STATE
 from meshfold.engine.checkpoints.place import begin, finish, place_of
 from meshfold.engine.checkpoints.state_file import FORMAT
@@ -26,7 +27,6 @@ from meshfold.engine.checkpoints.tensor_file import TensorWriter
 from meshfold.engine.checkpoints.tensor_files import verify
 from meshfold.engine.errors import CheckpointError
 from meshfold.engine.hugging_face import our_names
-from meshfold.engine.hugging_face.folder_weights import has_weights, open_weights
 from meshfold.engine.hugging_face.layout import model_of, to_files
 from meshfold.engine.hugging_face.our_names import Step, unchanged
 from meshfold.engine.hugging_face.writing import SHARD_BYTES, FolderWriter, config_of
@@ -128,7 +128,7 @@ def convert(
         given, state = found.model, found.state
         described = state.get("model")
         if config is not None:
-            described = our_names.describe_own(config)
+            described = config.checkpoint_description()
         if described is None and "blocks.0.attn.qkv.weight" in given:
             raise CheckpointError(
                 f"{came} does not say which GPT or Llama it is of: name its preset and what was changed (--model, --set)"
@@ -170,7 +170,7 @@ def _to_ours(
         replace(step, sources=tuple(full[name] for name in step.sources))
         for step in our_names.enter(given, config)
     ]
-    return steps, our_names.describe_own(config)
+    return steps, config.checkpoint_description()
 
 
 def cast_to(steps: list[Step], dtype: str | None) -> list[Step]:

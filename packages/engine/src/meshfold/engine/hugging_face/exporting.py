@@ -10,11 +10,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from meshfold.engine.checkpoints.folder_weights import has_weights, open_weights
+from meshfold.engine.checkpoints.model_description import describe
 from meshfold.engine.checkpoints.place import advised
 from meshfold.engine.errors import CheckpointError
 from meshfold.engine.hugging_face import our_names
 from meshfold.engine.hugging_face.convert import DTYPES, cast_to
-from meshfold.engine.hugging_face.folder_weights import has_weights, open_weights
 from meshfold.engine.hugging_face.layout import to_files
 from meshfold.engine.hugging_face.our_names import Step
 from meshfold.engine.hugging_face.writing import FolderWriter
@@ -87,7 +88,7 @@ def _steps(engine: Engine, like: Path | None, dtype: str | None) -> tuple[list[S
         name: torch.empty(source.shape, dtype=source.dtype, device="meta")
         for name, source in engine._model_state.sources().items()
     }
-    described = our_names.describe(engine.model)
+    described = describe(engine.model)
     if described is not None and described["kind"] != "hf":
         config = our_names.own_config(described)
         steps = our_names.leave(given, config)

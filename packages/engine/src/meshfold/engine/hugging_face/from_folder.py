@@ -12,20 +12,20 @@ from __future__ import annotations
 import os
 import warnings
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from meshfold.engine.checkpoints.folder_weights import has_weights, open_weights
 from meshfold.engine.checkpoints.tensor_files import verify
 from meshfold.engine.errors import CheckpointError
 from meshfold.engine.hugging_face.adapter import Adapter
-from meshfold.engine.hugging_face.folder_weights import has_weights, open_weights
 from meshfold.engine.hugging_face.quantized import NF4, pack_linears, unpacked_twins
 from meshfold.engine.hugging_face.reading import read_config
 from meshfold.engine.hugging_face.weight_names import Matched, match
+from meshfold.engine.weight_source import Loaded, SourceValues, WeightSource
 from meshfold.kernels.nf4 import pack_nf4
 from meshfold.mesh import ParallelSpec, SpecError, metadata
 from meshfold.mesh.errors import nearest
@@ -35,45 +35,7 @@ _IMPLEMENTATIONS = ("attn_implementation", "experts_implementation")
 """Settings of transformers that are no fields of a configuration."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Loaded:
-    """What a folder's weights were to a model; ``print(engine.loaded)``.
-
-    Attributes:
-        name: the model's class.
-        folder: where from.
-        tensors: of the model that the folder had; tied ones count once.
-        new: names that it lacked: they are made anew, from the engine's seed.
-        unused: names in the folder that the model has no use for.
-        mismatched: name to (shape in the folder, shape in the model): made anew as well.
-    """
-
-    name: str
-    folder: str
-    tensors: int
-    new: tuple[str, ...] = ()
-    unused: tuple[str, ...] = ()
-    mismatched: Mapping[str, tuple[tuple[int, ...], tuple[int, ...]]]
-
-    def __str__(self) -> str:
-        lines = [f"{self.tensors} tensors of {self.name} from {self.folder}"]
-        if self.new:
-            lines.append(f"newly made from the seed, since the folder lacks them: {', '.join(self.new)}")
-        lines += [
-            f"newly made from the seed, since its shape is {there} in the folder and {here} in the model: {name}"
-            for name, (there, here) in self.mismatched.items()
-        ]
-        if self.unused:
-            lines.append(f"not used of the folder: {', '.join(self.unused)}")
-        return "\n".join(lines)
-
-    @property
-    def is_whole(self) -> bool:
-        """Whether the folder had all that the model needs, and nothing else."""
-        return not (self.new or self.unused or self.mismatched)
-
-
-class Pretrained:
+class Pretrained(WeightSource):
     """A model of a folder before it is built. Called, it builds the model with fresh weights; an engine loads them.
 
     Attributes:
@@ -169,7 +131,7 @@ class Pretrained:
         return values
 
 
-class FolderValues:
+class FolderValues(SourceValues):
     """First values of a model's tensors from a folder.
 
     Attributes:

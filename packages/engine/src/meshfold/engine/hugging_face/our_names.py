@@ -6,9 +6,8 @@ MLP; GPT-2's linear layers over there are transposed.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -19,7 +18,7 @@ from meshfold.engine.errors import CheckpointError
 from meshfold.engine.models.config import DecoderConfig, GPTConfig, LlamaConfig
 from meshfold.mesh import SpecError
 
-OWN: dict[str, type[DecoderConfig]] = {"gpt": GPTConfig, "llama": LlamaConfig}
+OWN: dict[str, type[DecoderConfig]] = {config.kind: config for config in (GPTConfig, LlamaConfig)}
 _HEAD = "head.weight"
 
 
@@ -187,25 +186,6 @@ def _check(wanted: Iterable[str], given: Mapping[str, Tensor], names: set[str]) 
 
 
 # -- configurations ---------------------------------------------------------------------------------------------------
-
-
-def describe(model: Any) -> dict[str, Any] | None:
-    """What a checkpoint keeps of a model's configuration; None where it has none that is known here."""
-    config = getattr(model, "config", None)
-    if isinstance(config, DecoderConfig):
-        return describe_own(config)
-    if config is not None and hasattr(config, "to_json_string"):
-        found = json.loads(config.to_json_string(use_diff=True))
-        found.setdefault("architectures", [type(model).__name__])
-        found["architectures"] = found["architectures"] or [type(model).__name__]
-        return {"kind": "hf", "config": found}
-    return None
-
-
-def describe_own(config: DecoderConfig) -> dict[str, Any]:
-    """The same of a configuration of ours."""
-    kind = next(kind for kind, known in OWN.items() if isinstance(config, known))
-    return {"kind": kind, "config": asdict(config)}
 
 
 def own_config(described: Mapping[str, Any]) -> DecoderConfig:

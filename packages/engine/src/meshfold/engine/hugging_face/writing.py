@@ -17,13 +17,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from meshfold.engine.checkpoints.folder_weights import SAFE
 from meshfold.engine.checkpoints.names import LOCK, SAVING, lock_of, writing_of
 from meshfold.engine.checkpoints.place import make
 from meshfold.engine.checkpoints.tensor_file import Described, TensorWriter
 from meshfold.engine.checkpoints.tensor_folder import check_within
 from meshfold.engine.errors import CheckpointError
 from meshfold.engine.folder_lock import hold
-from meshfold.engine.hugging_face.folder_weights import SAFE
 from meshfold.engine.json_text import parse_object
 from meshfold.engine.whole_file import sync
 

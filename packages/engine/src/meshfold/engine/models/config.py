@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from typing import Any, ClassVar
 
 from meshfold.mesh import SpecError
 
@@ -29,6 +30,8 @@ class DecoderConfig:
     Raises:
         SpecError: for sizes that do not fit together.
     """
+
+    kind: ClassVar[str]
 
     vocab_size: int
     hidden: int
@@ -78,6 +81,15 @@ class DecoderConfig:
             )
 
     @property
+    def learned_positions(self) -> int | None:
+        """Rows of the table of positions; None for positions that are computed."""
+        return None
+
+    def checkpoint_description(self) -> dict[str, Any]:
+        """Return what a checkpoint keeps of this configuration."""
+        return {"kind": self.kind, "config": asdict(self)}
+
+    @property
     def n_kv_heads(self) -> int:
         """Key/value heads."""
         return self.heads if self.kv_heads is None else self.kv_heads
@@ -120,6 +132,13 @@ class DecoderConfig:
 class GPTConfig(DecoderConfig):
     """GPT-2's architecture: learned positions, LayerNorm before each part, GELU, biases."""
 
+    kind = "gpt"
+
+    @property
+    def learned_positions(self) -> int:
+        """Rows of the table of positions."""
+        return self.max_positions
+
     def matmul_parameters(self) -> int:
         block = (
             self.hidden * sum(self.qkv_parts)
@@ -143,6 +162,8 @@ class LlamaConfig(DecoderConfig):
         rope_theta: base of the rotary frequencies.
         norm_eps: added to the mean square under the root.
     """
+
+    kind = "llama"
 
     tie: bool = False
     rope_theta: float = 10000.0

@@ -11,7 +11,8 @@ from meshfold.engine.models.config import GPTConfig
 from meshfold.engine.models.initialize import initialize
 from meshfold.engine.models.loss import CausalLMLoss
 from meshfold.engine.models.output import CausalLMOutput
-from meshfold.engine.models.visible import CausalMask, check_positions, without_first_tokens
+from meshfold.engine.models.visible import CausalMask
+from meshfold.mesh.documents import check_positions, without_first_tokens
 
 
 class MLP(nn.Module):

@@ -9,8 +9,9 @@ from meshfold.engine.models.config import LlamaConfig
 from meshfold.engine.models.initialize import initialize
 from meshfold.engine.models.loss import CausalLMLoss
 from meshfold.engine.models.output import CausalLMOutput
-from meshfold.engine.models.visible import CausalMask, check_positions, without_first_tokens
+from meshfold.engine.models.visible import CausalMask
 from meshfold.kernels import swiglu
+from meshfold.mesh.documents import check_positions, without_first_tokens
 
 
 class GatedMLP(nn.Module):

@@ -7,8 +7,8 @@ from dataclasses import replace
 
 from meshfold.engine.planning.estimate import Estimate
 from meshfold.engine.planning.machines import Machine
-from meshfold.engine.training.progress import human_bytes
 from meshfold.mesh import MeshfoldError, ParallelSpec
+from meshfold.mesh.human import human_bytes
 
 Again = Callable[[ParallelSpec, str | None], Estimate]
 """Estimates the same model under another spec and another ``recompute``."""

@@ -24,7 +24,6 @@ from meshfold.engine.planning.estimate import Estimate, Memory, summarised
 from meshfold.engine.planning.machines import Machine
 from meshfold.engine.planning.planner import STATES, tensor_bytes
 from meshfold.engine.planning.stage_costs import StageCosts, held_at_most, stage_costs
-from meshfold.engine.planning.without_values import WithoutValues
 from meshfold.engine.precision import Masters, Precision, other_dtypes
 from meshfold.engine.recompute import recompute_blocks
 from meshfold.engine.sequence import counted_attention, split_sequence
@@ -33,13 +32,14 @@ from meshfold.engine.world import PIPE, World, join
 from meshfold.mesh import Entry, Mesh, ParallelSpec, SpecError, all_reduce, dropout_stream, record
 from meshfold.mesh.process_group import start_fake
 from meshfold.mesh.targets import labels_are_shifted
+from meshfold.mesh.without_values import WithoutValues
 from meshfold.pipeline import Costs, Simulation
 from meshfold.pipeline.ghosts import recast
 from meshfold.pipeline.microbatch import Microbatch
 from meshfold.pipeline.simulate import simulate_costs
 
 if TYPE_CHECKING:
-    from meshfold.engine.zero.stage_plan import StageProblem
+    from meshfold.engine.planning.stage_plan import StageProblem
     from meshfold.pipeline import Pipeline
     from meshfold.zero_gemini.planner import Plan
 
@@ -194,7 +194,7 @@ def _seen(asked: _Asked, rank: int) -> _Rank:
         built.model.train()
         recast(stages.pipeline.cut.beside, asked.precision.dtype)
         if asked.spec.zero is not None:
-            from meshfold.engine.zero.stage_plan import stage_problem
+            from meshfold.engine.planning.stage_plan import stage_problem
 
             _cast(built, asked.precision)
             with dropout_stream(0, 0):

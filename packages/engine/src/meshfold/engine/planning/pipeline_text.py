@@ -8,7 +8,7 @@ from meshfold.engine.planning.estimate import Estimate, Times
 from meshfold.engine.planning.machines import Machine
 from meshfold.engine.planning.pipeline_estimate import PipelineEstimate
 from meshfold.engine.planning.text import place, seconds_in_words, together
-from meshfold.engine.training.progress import human_bytes
+from meshfold.mesh.human import human_bytes
 from meshfold.pipeline import Simulation
 
 

@@ -21,16 +21,16 @@ from torch.utils.flop_counter import FlopCounterMode
 from meshfold.engine.engine import Engine
 from meshfold.engine.planning.estimate import Estimate, Memory, summarised
 from meshfold.engine.planning.machines import MACHINES, Machine
-from meshfold.engine.planning.without_values import WithoutValues, saved_for_backward
 from meshfold.engine.recompute import check
 from meshfold.engine.sequence import counted_attention
 from meshfold.engine.states import PlainStates
 from meshfold.mesh import Entry, Log, ParallelSpec, SpecError, all_reduce, record
 from meshfold.mesh.process_group import start_fake
+from meshfold.mesh.without_values import WithoutValues, saved_for_backward
 from meshfold.tensor_parallel import Report
 
 if TYPE_CHECKING:
-    from meshfold.engine.zero.plan import ZeroEstimate
+    from meshfold.engine.planning.zero_estimate import ZeroEstimate
 
 # Bytes of optimizer state for a true weight of 4 bytes (8 in fp64 are twice that).
 STATES = {"adamw": 2, "adam": 2, "sgd": 0}
@@ -106,7 +106,7 @@ def estimate(
         if spec.zero is None:
             entries, flops, memory = _plain_steps(engine, rows, accumulate, stand_in, optimizer)
         else:
-            from meshfold.engine.zero.plan import estimate_zero
+            from meshfold.engine.planning.zero_estimate import estimate_zero
 
             engine._states.close()  # chunks take gradients up as they come
             zero = estimate_zero(

@@ -12,8 +12,8 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode
 
 from meshfold.engine.planning.machines import Machine
-from meshfold.engine.planning.without_values import WithoutValues, saved_for_backward
 from meshfold.mesh import Entry, Log, Mesh
+from meshfold.mesh.without_values import WithoutValues, saved_for_backward
 from meshfold.pipeline import Pipeline
 from meshfold.pipeline.actions import Action, Op
 from meshfold.pipeline.measure import final, noise

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 
 from meshfold.engine.planning.estimate import Estimate, Times
 from meshfold.engine.planning.machines import Machine
-from meshfold.engine.training.progress import human_bytes
+from meshfold.mesh.human import human_bytes
 
 _WIDTH = 100
 _MOST = 8  # rows, columns and blocks shown before the dots

@@ -10,9 +10,9 @@ from typing import Any, NoReturn
 from torch import Tensor, nn
 
 from meshfold.engine.batches.packed import Documents, packed_documents
-from meshfold.engine.models.visible import without_first_tokens
 from meshfold.engine.sequence.labels import Labels
 from meshfold.mesh import Mesh, SpecError
+from meshfold.mesh.documents import without_first_tokens
 from meshfold.mesh.dropout_stream import Dealt, deal_tokens
 from meshfold.mesh.targets import IGNORE
 from meshfold.sequence import Dealing, dealing

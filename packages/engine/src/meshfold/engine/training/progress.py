@@ -176,12 +176,3 @@ def short(numbers: dict[str, float]) -> str:
     speed, memory = numbers["tokens_per_s"], numbers["memory_bytes"] / 2**20
     mfu = f"MFU {numbers['mfu']:.1%}  " if "mfu" in numbers else ""
     return f"loss {numbers['loss']:.4f}  {speed:,.0f} tokens/s  {mfu}{memory:,.0f} MiB"
-
-
-def human_bytes(count: float) -> str:
-    """``1.50 GiB``."""
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if count < 1024:
-            return f"{count:.0f} B" if unit == "B" else f"{count:.2f} {unit}"
-        count /= 1024
-    return f"{count:.2f} TiB"

@@ -9,24 +9,22 @@ from torch import nn
 
 from meshfold.engine.planning.estimate import Memory
 from meshfold.engine.planning.machines import Machine
-from meshfold.engine.planning.without_values import WithoutValues
-from meshfold.engine.precision import Precision, other_dtypes
-from meshfold.engine.recompute import RecomputedBlocks
-from meshfold.engine.world import World
-from meshfold.engine.zero.plan import (
+from meshfold.engine.planning.zero_estimate import (
     PLENTY,
     chunk_entries,
-    limits_of,
     memory_of,
-    plan_for,
-    regime_of,
     trace_without_values,
     with_collectives,
 )
+from meshfold.engine.precision import Precision, other_dtypes
+from meshfold.engine.recompute import RecomputedBlocks
+from meshfold.engine.world import World
+from meshfold.engine.zero.plan import limits_of, plan_for, regime_of
 from meshfold.engine.zero.process_memory import PROCESS_BYTES
 from meshfold.engine.zero.stage_workload import InFlight, workload_of_stages
 from meshfold.mesh import Entry, record
 from meshfold.mesh.spec import ZeroSpec
+from meshfold.mesh.without_values import WithoutValues
 from meshfold.zero_gemini import MemoryPlanError
 from meshfold.zero_gemini.members import slot_align
 from meshfold.zero_gemini.planner import Limits, Plan, Regime

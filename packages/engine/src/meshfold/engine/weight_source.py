@@ -1,0 +1,108 @@
+"""A model whose weights are kept somewhere: an engine builds it without values and then loads each rank's own."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from meshfold.mesh import ParallelSpec
+from meshfold.mesh.first_values import FirstValues
+
+
+@dataclass(frozen=True, kw_only=True)
+class Loaded:
+    """What a folder's weights were to a model; ``print(engine.loaded)``.
+
+    Attributes:
+        name: the model's class.
+        folder: where from.
+        tensors: of the model that the folder had; tied ones count once.
+        new: names that it lacked: they are made anew, from the engine's seed.
+        unused: names in the folder that the model has no use for.
+        mismatched: name to (shape in the folder, shape in the model): made anew as well.
+    """
+
+    name: str
+    folder: str
+    tensors: int
+    new: tuple[str, ...] = ()
+    unused: tuple[str, ...] = ()
+    mismatched: Mapping[str, tuple[tuple[int, ...], tuple[int, ...]]]
+
+    def __str__(self) -> str:
+        lines = [f"{self.tensors} tensors of {self.name} from {self.folder}"]
+        if self.new:
+            lines.append(f"newly made from the seed, since the folder lacks them: {', '.join(self.new)}")
+        lines += [
+            f"newly made from the seed, since its shape is {there} in the folder and {here} in the model: {name}"
+            for name, (there, here) in self.mismatched.items()
+        ]
+        if self.unused:
+            lines.append(f"not used of the folder: {', '.join(self.unused)}")
+        return "\n".join(lines)
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether the folder had all that the model needs, and nothing else."""
+        return not (self.new or self.unused or self.mismatched)
+
+
+class SourceValues(ABC):
+    """First values of a model's tensors.
+
+    Attributes:
+        report: which tensors the source has.
+    """
+
+    report: Loaded
+
+    @abstractmethod
+    def over(self, fresh: FirstValues, device: torch.device) -> FirstValues:
+        """Return what makes this rank's block of a parameter; ``fresh`` makes those that the source lacks."""
+
+    @abstractmethod
+    def fill_buffers(self, model: nn.Module) -> None:
+        """Fill the buffers that the source has."""
+
+    @abstractmethod
+    def warn(self) -> None:
+        """Warn of what is missing or not used."""
+
+
+class WeightSource(ABC):
+    """A model before it is built; to be given to an engine as its model.
+
+    Attributes:
+        folder: where its weights are.
+    """
+
+    folder: Path
+
+    @abstractmethod
+    def __call__(self) -> nn.Module:
+        """Build the model with fresh weights."""
+
+    @abstractmethod
+    def check(self, spec: ParallelSpec) -> None:
+        """Raise a SpecError for a spec that such a model cannot have."""
+
+    @abstractmethod
+    def verify(self, part: int, parts: int) -> None:
+        """Compare every ``parts``-th tensor with its checksum, from number ``part`` on, where there are any.
+
+        Raises:
+            CheckpointError: for one that is not what was written.
+        """
+
+    @abstractmethod
+    def weights(self, model: nn.Module) -> SourceValues:
+        """Return the values for a model that was built by this.
+
+        Raises:
+            SpecError: if it has nothing of the model, or tensors of other shapes.
+        """
