@@ -26,13 +26,6 @@ KNOWN_OUTCOMES: dict[str, str] = {
     "an operation of a piece with a whole tensor fails by itself, before it is refused with its line": (
         r"raised in step \d+: RuntimeError: (mat1 and mat2 shapes|The size of tensor a)"
     ),
-    "torch's encoder layer with parametrized weights in it, split by heads, is asked for a weight it has no more": (
-        r"AttributeError: 'SplitOutput' object has no attribute 'weight'"
-    ),
-    "a sequence-first stream in 3d is refused for its rows, without what to write instead": (
-        r"refused without a remedy: \d+ tokens of this rank are not whole sequences"
-    ),
-    "a layer between others in a pipeline is given a block's tuple": r"TypeError: layer_norm.*must be Tensor, not tuple",
     "a model that was split before its spec was refused stays split": r"refused in engine, and the model is harmed",
 }
 

@@ -363,6 +363,68 @@ class Pyramid(nn.Module):
         return {"loss": x.square().mean()}
 
 
+class Named(nn.Module):
+    """A block that returns a tensor, or a tuple with it and with more."""
+
+    def __init__(self, *, pair: bool = False, more: bool = False) -> None:
+        super().__init__()
+        self.linear, self.pair, self.more = nn.Linear(WIDTH, WIDTH), pair, more
+
+    def forward(self, x: Tensor) -> Any:
+        y = x + torch.tanh(self.linear(x))
+        return (y, y[:, :1] if self.more else None) if self.pair else y
+
+
+class Ends(nn.Module):
+    """Blocks that hand each other a tensor, the last of which returns a tuple."""
+
+    def __init__(self, *blocks: Named) -> None:
+        super().__init__()
+        self.embed, self.blocks = nn.Embedding(VOCAB, WIDTH), nn.Sequential(*blocks)
+
+    def forward(self, input_ids: Tensor, labels: Tensor) -> dict[str, Tensor]:
+        x, _ = self.blocks(self.embed(input_ids))
+        return {"loss": x.square().mean()}
+
+
+def ends(**last: bool) -> Ends:
+    torch.manual_seed(0)
+    return Ends(*(Named(**last if i == 3 else {}) for i in range(4))).double()
+
+
+@ranks(4)
+def test_what_stands_for_a_block_returns_in_the_form_of_that_block() -> None:
+    for last in (dict(pair=True), dict(pair=True, more=True)):
+        for name in ("1f1b", "zb-h2"):
+            compare(
+                partial(ends, **last),
+                [tokens(4)],
+                {"pipe": 4},
+                f"{name} {last}",
+                schedule=name,
+                microbatches=2,
+            )
+
+
+class Hears(Ends):
+    """Asks for what the first block returns beside the stream."""
+
+    def forward(self, input_ids: Tensor, labels: Tensor) -> dict[str, Tensor]:
+        first, *rest = self.blocks
+        x, more = first(self.embed(input_ids))
+        assert more.dim() == 3
+        for block in rest:
+            x = block(x)
+        return {"loss": x.square().mean()}
+
+
+@ranks(2)
+def test_tensors_that_no_block_of_a_rank_returns_are_refused() -> None:
+    said = r"block 0 returns \(1, 8, 16\) and \(1, 1, 16\) and block 1 \(1, 8, 16\): .* Let all blocks return alike"
+    with pytest.raises(LayoutError, match=said):
+        Pipeline(Hears(Named(pair=True, more=True), Named()), Mesh({"pipe": 2}), microbatches=1)
+
+
 class Residual(nn.Module):
     """What is made before the blocks is used behind them, by the model's own code."""
 

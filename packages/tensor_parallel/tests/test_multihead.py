@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -28,6 +29,7 @@ from meshfold.tensor_parallel.layers.multihead import SplitMultiheadAttention
 
 VOCAB, HIDDEN, HEADS, ROWS, LENGTH = 24, 16, 4, 4, 6
 MODES = (*COVERING, case("2.5d", depth=1, row=2, col=2))
+Change = Callable[[nn.MultiheadAttention], None]
 
 
 class Translator(nn.Module):
@@ -176,12 +178,14 @@ def test_weights_come_out_as_of_all_heads() -> None:
     run_on_ranks(4, weigh)
 
 
-def whole_ones(cases: tuple[Case, ...], settings: dict[str, Any]) -> None:
+def whole_ones(cases: tuple[Case, ...], settings: dict[str, Any], change: Change | None) -> None:
     class Odd(nn.Module):
         def __init__(self) -> None:
             super().__init__()
             self.embed = nn.Embedding(VOCAB, HIDDEN)
             self.attend = nn.MultiheadAttention(HIDDEN, batch_first=True, **{"num_heads": HEADS, **settings})
+            if change is not None:
+                change(self.attend)
             self.up, self.down = nn.Linear(HIDDEN, 32), nn.Linear(32, HIDDEN)
             self.head = nn.Linear(HIDDEN, VOCAB)
 
@@ -204,7 +208,22 @@ def whole_ones(cases: tuple[Case, ...], settings: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("settings", [dict(num_heads=2), dict(add_bias_kv=True, add_zero_attn=True)], ids=str)
 def test_one_that_cannot_be_split_stays_whole(settings: dict[str, Any]) -> None:
-    run_on_ranks(4, whole_ones, (MODES[0], MODES[2], MODES[4]), settings)
+    run_on_ranks(4, whole_ones, (MODES[0], MODES[2], MODES[4]), settings, None)
+
+
+def norm_output(attend: nn.MultiheadAttention) -> None:
+    nn.utils.parametrizations.weight_norm(attend.out_proj)
+
+
+def prune_output(attend: nn.MultiheadAttention) -> None:
+    attend.out_proj.weight_mask = torch.ones(1)  # type: ignore[assignment]
+    del attend.out_proj._parameters["weight"]
+    attend.out_proj.weight = torch.eye(HIDDEN, dtype=torch.float64)  # type: ignore[assignment]
+
+
+@pytest.mark.parametrize("change", [norm_output, prune_output])
+def test_one_whose_weights_are_computed_from_others_stays_whole(change: Change) -> None:
+    run_on_ranks(4, whole_ones, (MODES[0], MODES[2]), {}, change)
 
 
 def test_blocks_keep_their_place_in_a_copy() -> None:

@@ -36,7 +36,7 @@ class Look:
         uses: of the parameters beside the blocks.
         seen: of the whole forward; None where it could not be run to its end.
         last: what it made behind the last block.
-        changed: buffers that the forward changes: those beside the blocks, and those of the blocks that were run.
+        changed: buffers that the forward changes.
     """
 
     uses: Uses
@@ -118,10 +118,7 @@ def look_beside(
             if b is not None
         ]
         with ExitStack() as stack:
-            run = [gates.blocks[index] for index in {0, *gates.to_run}]
-            stack.enter_context(
-                standing_in([*outside, *(m for block in run for m in block.modules())], device)
-            )
+            stack.enter_context(standing_in([*model.modules()], device))
             stack.enter_context(untouched_buffers(model))
             stack.enter_context(without_randomness(tree_leaves(example)))
             stack.enter_context(_NoLargeProducts())

@@ -145,13 +145,15 @@ def cut(
         gates.put_at(block, index)
     for module in beside:
         gates.put_at(module, None)
-    gates.to_run = _with_shared_buffers(model, found)
     look = look_beside(model, gates, beside, weights, example or some_tokens(model, mesh, axis, place), place)
     before = {name for name, behind in look.uses.items() if -1 in behind}
     bounds = _bounds(model, found, before, len(home), costs, layers)
     look.check(bounds, found.name)
     rank = mesh.index(axis)
     stage_of_block = [stage for stage in range(len(home)) for _ in range(bounds[stage], bounds[stage + 1])]
+    gates.forms.check(
+        [[i for i, stage in enumerate(stage_of_block) if home[stage] == r] for r in range(max(home) + 1)]
+    )
 
     def stages_of(name: str) -> set[int]:
         index = found.index_of(name)
@@ -213,14 +215,6 @@ def cut(
         weights=weights,
         beside=places,
     )
-
-
-def _with_shared_buffers(model: nn.Module, blocks: Blocks) -> set[int]:
-    """The blocks with a buffer that others have too."""
-    places: dict[Tensor, set[int | None]] = {}
-    for name, buffer in model.named_buffers(remove_duplicate=False):
-        places.setdefault(buffer, set()).add(blocks.index_of(name))
-    return {index for found in places.values() if len(found) > 1 for index in found if index is not None}
 
 
 def _check_buffers(model: nn.Module, changed: set[Tensor], ranks_of: Callable[[str], set[int]]) -> None:

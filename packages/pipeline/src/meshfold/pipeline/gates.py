@@ -29,8 +29,9 @@ from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_unflat
 from meshfold.mesh import LayoutError
 from meshfold.mesh.tracking import arrived, part_of_model, untracked, unwatched
 from meshfold.pipeline.crossing import Crossing
-from meshfold.pipeline.entering import alike, enter
+from meshfold.pipeline.entering import enter
 from meshfold.pipeline.errors import ChainError
+from meshfold.pipeline.forms import Form, Forms
 from meshfold.pipeline.placeholders import Absent, Like, sign, unscaled_tables, without_randomness
 
 Call = Callable[..., Any]
@@ -55,11 +56,11 @@ class Plan:
 
     Attributes:
         slots: by block, of those that are called.
-        passage: makes of a block's input what a block that does nothing returns.
+        forms: in which form each of them returns.
     """
 
     slots: dict[int, Slots] = field(default_factory=dict)
-    passage: Callable[[Tensor], Any] | None = None
+    forms: dict[int, Form] = field(default_factory=dict)
 
     def into(self, first: int) -> Slots:
         """What travels into a stage that begins with a block: into the first that is called from there on."""
@@ -164,13 +165,13 @@ class Gates:
 
     Attributes:
         blocks: the model's, those of other ranks :class:`Absent`.
-        to_run: blocks that are run when a forward is watched to its end, for what they do to buffers.
+        forms: in which form they returned while all were here.
     """
 
     def __init__(self) -> None:
         self.run: _Run | None = None
         self.blocks: list[nn.Module] = []
-        self.to_run: set[int] = set()
+        self.forms = Forms()
         self._shapes: dict[object, tuple[TreeSpec, list[Any]]] = {}
 
     def put_at(self, module: nn.Module, index: int | None) -> None:
@@ -289,7 +290,7 @@ class Gates:
                 "on shapes and on its mode, and neither on values nor on chance"
             )
         if index < run.first:
-            return self._pass(run.plan, _leaf(slots[0].place, args, kwargs))
+            return run.plan.forms[index].fill(_leaf(slots[0].place, args, kwargs))
         if index >= run.stop:
             leaves, _ = tree_flatten((args, kwargs))
             raise Handover([leaves[slot.place] for slot in slots])
@@ -351,17 +352,26 @@ class Gates:
         if index >= run.stop:
             raise Handover(list(travels.values()))
         hidden = next(iter(travels.values()))
-        if run.plan.passage is None:
-            run.plan.passage = self._learn_passage(index, hidden, args, kwargs)
-        if run.keep and index in self.to_run:
-            self._run_by_itself(self.blocks[index], args, kwargs)
+        if index not in run.plan.forms:
+            run.plan.forms[index] = self._form_of(run, index, hidden, args, kwargs)
         if run.keep:  # what is computed from here on depends on nothing from before
             hidden = Like(hidden).make(True)
-        return self._pass(run.plan, hidden)
+        return run.plan.forms[index].fill(hidden)
 
-    def _learn_passage(self, index: int, hidden: Tensor, args: Any, kwargs: Any) -> Callable[[Tensor], Any]:
-        """Call a block that is here as block ``index`` is called, to see in which form it returns what it was given."""
-        here, block = next(pair for pair in enumerate(self.blocks) if not isinstance(pair[1], Absent))
+    def _form_of(self, run: _Run, index: int, hidden: Tensor, args: Any, kwargs: Any) -> Form:
+        """In which form block ``index`` returns, called like this: its own where all blocks are here, else that of one like it."""
+
+        def learn(here: int) -> Form:
+            return self._returned(here, index, hidden, args, kwargs)
+
+        if run.keep:
+            return self.forms.note(index, learn)
+        here = [place for place, block in enumerate(self.blocks) if not isinstance(block, Absent)]
+        return self.forms.like(index, run.plan.forms, here, learn)
+
+    def _returned(self, here: int, index: int, hidden: Tensor, args: Any, kwargs: Any) -> Form:
+        """Call block ``here`` as block ``index`` is called, to see in which form it returns what it was given."""
+        block = self.blocks[here]
         try:
             output = self._run_by_itself(block, args, kwargs)
         except Exception as error:
@@ -372,32 +382,7 @@ class Gates:
                 "Blocks of a pipeline take the same arguments and keep the shape of what they are given, and a forward must not "
                 "ask for a block's class: those of other stages are stand-ins. Let all blocks be called alike"
             ) from error
-        leaves, spec = tree_flatten(output)
-        same = next(
-            (i for i, t in enumerate(leaves) if isinstance(t, Tensor) and t.shape == hidden.shape), None
-        )
-        if same is None:
-            others = [
-                leaf for leaf in leaves if not isinstance(leaf, Tensor | int | float | str | bool | None)
-            ]
-            if others:
-                raise ChainError(
-                    f"a {type(block).__name__} returns a {type(others[0]).__name__}, and what is in it cannot be seen: let blocks "
-                    "return a tensor, or a tuple, list or dict of tensors"
-                )
-            shapes = [tuple(leaf.shape) for leaf in leaves if isinstance(leaf, Tensor)]
-            raise ChainError(
-                f"a {type(block).__name__} turns {tuple(hidden.shape)} into {shapes}: a model is cut into stages between "
-                f"blocks that keep the shape of what they are given"
-            )
-        others = [Like(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
-
-        def passage(given: Tensor) -> Any:
-            made = [leaf.make(given.requires_grad) if isinstance(leaf, Like) else leaf for leaf in others]
-            made[same] = alike(given)
-            return tree_unflatten(made, spec)
-
-        return passage
+        return Form.of(output, hidden, type(block).__name__)
 
     def _run_by_itself(self, block: nn.Module, args: Any, kwargs: Any) -> Any:
         run, self.run = self.run, None
@@ -407,10 +392,6 @@ class Gates:
                 return block(*args, **kwargs)
         finally:
             self.run = run
-
-    def _pass(self, plan: Plan, hidden: Tensor) -> Any:
-        assert plan.passage is not None  # learnt at the first block
-        return plan.passage(hidden)
 
 
 def _leaf(place: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:

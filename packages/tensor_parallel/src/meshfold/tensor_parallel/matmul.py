@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -150,8 +151,10 @@ def lead_shape(lead: torch.Size, rows: int) -> tuple[int, ...]:
         return (rows,) * len(lead)
     inner = lead[1:].numel()
     if rows % inner:
+        blocks = lead.numel() // math.gcd(rows, lead.numel())
         raise LayoutError(
-            f"{rows} tokens of this rank are not whole sequences of {inner}: the batch must be a multiple of the blocks "
-            f"that split it"
+            f"the {lead[0]} × {inner} tokens of this rank are split into {blocks} blocks by their first dim, and {lead[0]} does "
+            f"not divide by {blocks}. A batch is filled up to what divides, a sequence is not: let the layers have the batch first "
+            f"(batch_first=True), or give sequences of a multiple of {blocks} tokens, or use mode '1d'"
         )
     return (rows // inner, *lead[1:])

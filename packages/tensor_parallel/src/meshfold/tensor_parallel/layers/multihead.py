@@ -33,6 +33,13 @@ def why_torchs(module: nn.MultiheadAttention) -> str:
         return "its keys or values have a size of their own (kdim, vdim)"
     if module.bias_k is not None or module.add_zero_attn:
         return "it adds keys and values of its own (add_bias_kv, add_zero_attn)"
+    out = module.out_proj
+    own = all(
+        isinstance(m._parameters.get(name), nn.Parameter)
+        for m, name in ((module, "in_proj_weight"), (out, "weight"))
+    )
+    if type(out) is not nn.modules.linear.NonDynamicallyQuantizableLinear or not own:
+        return "a weight of its is computed from others (parametrized, pruned, wrapped in another layer)"
     return ""
 
 
