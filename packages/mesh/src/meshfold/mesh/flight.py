@@ -10,17 +10,18 @@ from __future__ import annotations
 
 import time
 from collections import deque
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from meshfold.mesh.errors import MeshfoldError
+from meshfold.mesh.errors import LaunchError, MeshfoldError
 from meshfold.mesh.mesh import Group
 
 _KEPT = 16  # calls
-_MEETING = "the making of a process group"
 _ON_DEVICE = 1024  # calls whose end on a GPU is looked at
 
 
@@ -29,6 +30,9 @@ class Watcher(Protocol):
 
     def announce(self, call: Call) -> None:
         """A call that is about to be handed over."""
+
+    def stays_away(self, call: Call) -> str | None:
+        """A line about a rank that is known not to come to a meeting."""
 
     def before(self, call: Call) -> None:
         """A call that is waited for from here on."""
@@ -55,21 +59,31 @@ class Call:
         detail: what else the ranks must agree on: the operation, the dims, the source.
         step: the optimizer step it belongs to; None if nobody said.
         peer: the other rank of a send or a receive.
+        is_meeting: it is no collective: the ranks meet in the store.
         since: when waiting began, in seconds of ``time.monotonic()``; None while nobody waits.
         checked: whether the ranks' calls were compared.
     """
 
     __slots__ = (
-        "_flight", "channel", "checked", "detail", "dtype", "event", "group", "kind", "number", "peer", "shape",
-        "since", "step",
+        "_flight", "channel", "checked", "detail", "dtype", "event", "group", "is_meeting", "kind", "number", "peer",
+        "shape", "since", "step",
     )  # fmt: skip
 
     def __init__(
-        self, flight: Flight, kind: str, group: Group, x: Tensor, detail: object, peer: int | None
+        self,
+        flight: Flight,
+        kind: str,
+        group: Group,
+        x: Tensor,
+        detail: object,
+        peer: int | None,
+        *,
+        is_meeting: bool = False,
     ) -> None:
         self._flight, self.kind, self.group, self.detail, self.peer = flight, kind, group, detail, peer
         self.shape, self.dtype, self.step = x.shape, x.dtype, flight.step
-        self.channel = f"{kind} {group.name}" if kind == _MEETING else group.name
+        self.is_meeting = is_meeting
+        self.channel = f"{kind} {group.name}" if is_meeting else group.name
         if peer is not None:
             me = group.ranks[group.index]
             source, target = (me, peer) if kind == "send" else (peer, me)
@@ -101,10 +115,9 @@ class Call:
             self._flight.on_device.append(self)
         self._flight.watcher.ended(self)
 
-    @property
-    def is_meeting(self) -> bool:
-        """Whether it is no collective: the ranks meet to make a process group."""
-        return self.kind == _MEETING
+    def stays_away(self) -> str | None:
+        """Of a meeting: a line about a rank that is known not to come; None if all may still do."""
+        return self._flight.watcher.stays_away(self)
 
     def failed(self, error: RuntimeError) -> Exception:
         """What to raise in place of torch's error."""
@@ -154,9 +167,9 @@ class Flight:
             self.watcher.before(call)
         return call
 
-    def meeting(self, group: Group) -> Call:
-        """Note that this rank waits for others to make a process group with; ``group.name`` is of the meeting."""
-        call = Call(self, _MEETING, group, torch.empty(0), None, None)
+    def meeting(self, kind: str, group: Group) -> Call:
+        """Note that this rank waits for others in the store."""
+        call = Call(self, kind, group, torch.empty(0), None, None, is_meeting=True)
         call.checked = True  # there is nothing to compare
         return call
 
@@ -166,6 +179,32 @@ active: Flight | None = None
 
 #: How long a message between two ranks may take, where somebody watches.
 limit: timedelta | None = None
+
+
+@contextmanager
+def meeting(kind: str, ranks: Sequence[int], rank: int, name: str) -> Iterator[Call | None]:
+    """Let others see that this rank waits in the store for these, where somebody watches.
+
+    Args:
+        kind: what they meet for.
+        ranks: global ranks that meet.
+        rank: this one.
+        name: of the meeting.
+
+    Raises:
+        LaunchError: for a RuntimeError inside; where somebody watches, the watcher's.
+    """
+    if active is not None:
+        group = Group(axes=(), ranks=tuple(ranks), index=list(ranks).index(rank), name=name)
+        with (call := active.meeting(kind, group)):
+            yield call
+        return
+    try:
+        yield None
+    except RuntimeError as error:
+        if isinstance(error, MeshfoldError):
+            raise
+        raise LaunchError(f"{kind}, of ranks {list(ranks)}, came to nothing: {error}") from error
 
 
 def at_step(step: int) -> None:

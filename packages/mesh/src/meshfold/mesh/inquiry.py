@@ -99,12 +99,36 @@ class Inquiry:
         first = agreed.decode()
         return text if first == text else f"{first}\n(Rank {self.rank} was in {call}.)"
 
+    def stays_away(self, call: Call) -> str | None:
+        """Why a meeting will not come about: a line for each rank that it waits for; None if all may still come."""
+        states = self.read()
+        causes = waited_for(waiting_of(call), states, self.rank)
+        if not any(rank in states and self._is_past(states[rank]) for rank in causes):
+            return None
+        how = {rank: process_of(state, self._host) for rank, state in states.items()}
+        return "\n".join(told(rank, states.get(rank), how.get(rank, ""), states) for rank in causes)
+
     def agreed(self) -> str | None:
         """The verdict, if some rank has come to one."""
         with self._lock:
             return self._store.get(_VERDICT).decode() if self._store.check([_VERDICT]) else None
 
     # -- within -------------------------------------------------------------------------------------------------
+
+    def _is_past(self, state: State) -> bool:
+        """Whether a rank will not come to where this one is: it has called, or waits in, what this one has not called.
+
+        For both run the same program. Messages may be sent ahead of those who receive them.
+        """
+        mine, waiting = self._flight.counts, state.waiting
+        if (
+            waiting is not None
+            and self.rank in waiting.ranks
+            and mine.get(waiting.channel, 0) < waiting.number
+        ):
+            return True
+        ahead = (name for name, count in mine.items() if state.counts.get(name, 0) > count)
+        return state.ended or any(">" not in name for name in ahead)
 
     def _who(self, waiting: Waiting, states: dict[int, State], how: dict[int, str]) -> str:
         missing = behind(waiting, states, self.rank)

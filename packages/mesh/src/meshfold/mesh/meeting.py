@@ -60,6 +60,7 @@ def meet(
     limit: timedelta,
     known: dict[int, Address],
     broken_off: Callable[[], bool] = lambda: False,
+    look: Callable[[], None] = lambda: None,
 ) -> None:
     """Wait until all ranks have come; add their addresses to ``known``.
 
@@ -71,33 +72,61 @@ def meet(
         limit: how long they are waited for.
         known: addresses from earlier meetings, by rank.
         broken_off: whether the wait is to end at once.
+        look: is called once a second; what it raises ends the wait.
 
     Raises:
         RuntimeError: if a rank did not come within the limit or its process is gone, the wait was broken off, or the store
             does not answer.
     """
-    keys = {one: f"meshfold meeting/{name}/{one}" for one in ranks}
+    keys = {one: _key(name, one) for one in ranks}
     own = Address.own()
     store.set(keys[rank], json.dumps(asdict(own)))
+    try:
+        _wait(store, keys, limit, broken_off, lambda missing: _check_alive(missing, known, own), look)
+    except BaseException:
+        with suppress(RuntimeError):  # the store may be gone
+            leave(store, name, rank)  # whoever comes later is not to think that this rank waits
+        raise
+    for one, text in zip(ranks, store.multi_get(list(keys.values())), strict=True):
+        known[one] = Address(**json.loads(text))
+    _check_alive(ranks, known, own)
+
+
+def _wait(
+    store: Any,
+    keys: dict[int, str],
+    limit: timedelta,
+    broken_off: Callable[[], bool],
+    check: Callable[[Sequence[int]], None],
+    look: Callable[[], None],
+) -> None:
     deadline = time.monotonic() + limit.total_seconds()
-    missing, pause, looked = list(ranks), _FIRST_PAUSE_S, -math.inf
+    missing, pause, looked = list(keys), _FIRST_PAUSE_S, -math.inf
     while missing := [one for one in missing if not store.check([keys[one]])]:
         now = time.monotonic()
         if broken_off():
             raise RuntimeError("the wait for the other ranks was broken off")
         if now >= deadline:
             raise RuntimeError(
-                f"timed out after {limit.total_seconds():g} s: {_named(missing)} of {len(ranks)} did not come"
+                f"timed out after {limit.total_seconds():g} s: {_named(missing)} of {len(keys)} did not come"
             )
         if now - looked > _LOOK_S:
-            _check_alive(missing, known, own)
+            check(missing)
+            if looked > 0:  # at first they may be about to come
+                look()
             looked = now
         # Asking again, since torch's own wait complains on standard error when its time is over. Many ranks ask less often.
         time.sleep(pause)
-        pause = min(2 * pause, 0.02 + 0.002 * len(ranks), _LOOK_S)
-    for one, text in zip(ranks, store.multi_get(list(keys.values())), strict=True):
-        known[one] = Address(**json.loads(text))
-    _check_alive(ranks, known, own)
+        pause = min(2 * pause, 0.02 + 0.002 * len(keys), _LOOK_S)
+
+
+def leave(store: Any, name: str, rank: int) -> None:
+    """Take back that a rank has come: when all have met, or when it waits no longer."""
+    store.delete_key(_key(name, rank))
+
+
+def _key(name: str, rank: int) -> str:
+    return f"meshfold meeting/{name}/{rank}"
 
 
 def _check_alive(ranks: Sequence[int], known: dict[int, Address], own: Address) -> None:

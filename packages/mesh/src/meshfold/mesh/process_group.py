@@ -7,7 +7,7 @@ import itertools
 import os
 import socket
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
@@ -18,8 +18,7 @@ import torch.distributed as dist
 from meshfold.mesh import flight
 from meshfold.mesh.environment import Environment, store_is_served
 from meshfold.mesh.errors import LaunchError
-from meshfold.mesh.meeting import Address, meet
-from meshfold.mesh.mesh import Group
+from meshfold.mesh.meeting import Address, leave, meet
 
 DEFAULT_TIMEOUT = timedelta(minutes=30)
 _LEAVE_TIMEOUT = timedelta(seconds=10)
@@ -183,11 +182,9 @@ def new_group(ranks: Sequence[int], name: str) -> Any:
     """
     c10d = dist.distributed_c10d
     members, rank = list(ranks), dist.get_rank()
-    backend, store = c10d._world.pg_map[c10d._get_default_group()]
-    limit = _limit or c10d._get_default_timeout(dist.Backend(backend))
-    with _watched(members, rank, name):
-        if backend != dist.Backend.FAKE and store is not None:
-            meet(store, name, rank, members, limit, _addresses, lambda: _broken_off is world_key())
+    with flight.meeting("the making of a process group", members, rank, name):
+        meet_members(members, name)
+        backend, store = c10d._world.pg_map[c10d._get_default_group()]
         group, _ = c10d._new_process_group_helper(
             len(members),
             members.index(rank),
@@ -195,7 +192,7 @@ def new_group(ranks: Sequence[int], name: str) -> Any:
             dist.Backend(backend),
             store,
             c10d.GroupName(name),
-            timeout=limit,
+            timeout=_call_limit(),
         )
     c10d._world.pg_group_ranks[group] = {rank: index for index, rank in enumerate(members)}
     if _limit is not None:
@@ -203,19 +200,33 @@ def new_group(ranks: Sequence[int], name: str) -> Any:
     return group
 
 
-@contextlib.contextmanager
-def _watched(members: list[int], rank: int, name: str) -> Iterator[None]:
-    """Let others see that this rank waits for the members of a new group, where somebody watches."""
-    if flight.active is not None:
-        with flight.active.meeting(
-            Group(axes=(), ranks=tuple(members), index=members.index(rank), name=name)
-        ):
-            yield
+def meet_members(
+    ranks: Sequence[int], name: str, look: Callable[[], None] = lambda: None, forget: str = ""
+) -> None:
+    """Wait in the store until all of these ranks have come. Alone, or in a world that is not there, at once.
+
+    Args:
+        ranks: global ranks; this process's is among them.
+        name: the same on all of them.
+        look: is called once a second; what it raises ends the wait.
+        forget: the name of a meeting that all of them have left.
+
+    Raises:
+        RuntimeError: if one of them does not come.
+    """
+    c10d = dist.distributed_c10d
+    backend, store = c10d._world.pg_map[c10d._get_default_group()]
+    if backend == dist.Backend.FAKE or store is None:
         return
-    try:
-        yield
-    except RuntimeError as error:
-        raise LaunchError(f"the process group of ranks {members} could not be made: {error}") from error
+    rank = dist.get_rank()
+    meet(store, name, rank, ranks, _call_limit(), _addresses, lambda: _broken_off is world_key(), look)
+    if forget:
+        leave(store, forget, rank)
+
+
+def _call_limit() -> timedelta:
+    """How long a collective may take, of a group that is made now."""
+    return _limit or dist.distributed_c10d._get_default_timeout(dist.Backend(dist.get_backend()))
 
 
 def serve_store(listener: int) -> Any:

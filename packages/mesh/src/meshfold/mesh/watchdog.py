@@ -105,6 +105,10 @@ class Watchdog:
             self._agreement.announce(call)
             self._agreement.look(call)
 
+    def stays_away(self, call: Call) -> str | None:
+        """A line about a rank that is known not to come to a meeting; None if all may still do."""
+        return self._inquiry.stays_away(call)
+
     def ended(self, call: Call) -> None:
         """Take this rank's error back, if it had one and has gone on: here, where no thread can be late for it."""
         if self._failures.stands:
