@@ -195,6 +195,6 @@ def test_without_a_watchdog_a_group_with_a_rank_that_is_gone_is_an_error(tmp_pat
     found = without_a_launcher(sys.executable, tmp_path, program, 4)
     assert [code for code, _ in found] == [0, 1, 0, 5]
     assert (
-        f"{LaunchError.__name__}: the making of a process group, of ranks [1, 3], came to nothing: rank 3 ended"
+        f"{LaunchError.__name__}: the making of a process group of ranks 1, 3 failed: rank 3 ended"
         in found[1][1]
     )

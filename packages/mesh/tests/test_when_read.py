@@ -32,7 +32,8 @@ def values(dtype: torch.dtype = torch.float64) -> Tensor:
 def pieces(mesh: Mesh, what: str = "the scores") -> Pieces:
     return Pieces(
         what=what,
-        ranks=mesh.group("tensor").ranks,
+        mesh=mesh,
+        axes=("tensor",),
         shape=(ROWS, COLUMNS),
         whole=lambda x: gather_blocks(x, mesh, 1, ("tensor",)),
         piece=lambda g: take_block(g, mesh, 1, ("tensor",)),
@@ -207,12 +208,12 @@ def pieces_of_pieces() -> None:
     x.requires_grad_()
     y.requires_grad_()
     inner = Pieces(
-        what="inner", ranks=mesh.group("tensor").ranks, shape=(2, COLUMNS),
+        what="inner", mesh=mesh, axes=("tensor",), shape=(2, COLUMNS),
         whole=partial(gather_blocks, mesh=mesh, dim=1, axes=("tensor",)),
         piece=partial(take_block, mesh=mesh, dim=1, axes=("tensor",)),
     )  # fmt: skip
     outer = Pieces(
-        what="outer", ranks=mesh.group("rows").ranks, shape=(4, COLUMNS),
+        what="outer", mesh=mesh, axes=("rows",), shape=(4, COLUMNS),
         whole=partial(gather_blocks, mesh=mesh, dim=0, axes=("rows",)),
         piece=partial(take_block, mesh=mesh, dim=0, axes=("rows",)),
     )  # fmt: skip

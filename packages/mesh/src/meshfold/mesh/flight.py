@@ -204,7 +204,7 @@ def meeting(kind: str, ranks: Sequence[int], rank: int, name: str) -> Iterator[C
     except RuntimeError as error:
         if isinstance(error, MeshfoldError):
             raise
-        raise LaunchError(f"{kind}, of ranks {list(ranks)}, came to nothing: {error}") from error
+        raise LaunchError(f"{kind} of ranks {shortened(tuple(ranks))} failed: {error}") from error
 
 
 def at_step(step: int) -> None:

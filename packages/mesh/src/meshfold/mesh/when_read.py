@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
 from meshfold.mesh.copies import contiguous
+from meshfold.mesh.mesh import Mesh
 from meshfold.mesh.reading import come_to_read
 from meshfold.mesh.tracking import untracked
 
@@ -29,17 +30,24 @@ class Pieces:
 
     Attributes:
         what: the tensor in words, for messages.
-        ranks: that have a piece each, ascending.
+        mesh, axes: over which it is split.
         shape: of the whole.
         whole: puts it together from this rank's piece; a collective.
         piece: the adjoint: this rank's piece of the gradient of the whole.
     """
 
     what: str
-    ranks: tuple[int, ...]
+    mesh: Mesh
+    axes: tuple[str, ...]
     shape: tuple[int, ...]
     whole: Callable[[Tensor], Tensor]
     piece: Callable[[Tensor], Tensor]
+
+    def ranks(self) -> tuple[int, ...]:
+        """Those that have a piece each, ascending."""
+        mesh, axes = self.mesh, self.axes
+        groups = (tuple(sorted(group)) for group in mesh.groups(*axes))
+        return mesh.once(("ranks", axes), lambda: next(group for group in groups if mesh.rank in group))
 
 
 def when_read(piece: Tensor, pieces: Pieces) -> Tensor:
@@ -47,7 +55,8 @@ def when_read(piece: Tensor, pieces: Pieces) -> Tensor:
 
     Gradients come back through ``pieces.piece``.
     """
-    found: Tensor = _Join.apply(piece, pieces)
+    join = torch.compiler.disable(_Join.apply) if torch.compiler.is_compiling() else _Join.apply
+    found: Tensor = join(piece, pieces)
     return found
 
 
@@ -102,7 +111,7 @@ class _Values:
         """The values; all ranks that have a piece must call."""
         if not self.read:
             piece = self.here.held.whole() if isinstance(self.here, WhenRead) else self.here
-            come_to_read(self._pieces.what, self._pieces.ranks)
+            come_to_read(self._pieces.what, self._pieces.ranks())
             # What is first read without gradients may be trained on later.
             with torch.inference_mode(False), torch.no_grad(), untracked():
                 whole = contiguous(self._pieces.whole(piece))
@@ -113,7 +122,8 @@ class _Values:
 
     def __str__(self) -> str:
         pieces = self._pieces
-        return f"{pieces.what}: a piece on each of {len(pieces.ranks)} ranks, put together when they are read"
+        count = pieces.mesh.size(*pieces.axes)
+        return f"{pieces.what}: a piece on each of {count} ranks, put together when they are read"
 
 
 class WhenRead(Tensor):

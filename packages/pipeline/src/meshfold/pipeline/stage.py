@@ -19,6 +19,7 @@ from torch.utils._pytree import tree_leaves
 from meshfold.mesh import LayoutError, MeshfoldError, SpecError, dropout_stream
 from meshfold.mesh.deferral import Queue, gradients_together
 from meshfold.mesh.dropout_stream import DropoutStream, current_dropout_stream
+from meshfold.mesh.when_read import here
 from meshfold.pipeline.before import bypassed
 from meshfold.pipeline.cut import Cut
 from meshfold.pipeline.gates import Plan, Slots
@@ -148,7 +149,9 @@ class Stage:
     def _check_values(self, output: Any, received: Sequence[Tensor]) -> None:
         """Of the first micro-batch: nothing but NaN of finite inputs is what stands for a tensor that did not travel."""
         made = [
-            leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor) and leaf.dim() and leaf.numel()
+            here(leaf)
+            for leaf in tree_leaves(output)
+            if isinstance(leaf, Tensor) and leaf.dim() and leaf.numel()
         ]
         if not received or any(tensor.is_meta for tensor in (*made, *received)):
             return

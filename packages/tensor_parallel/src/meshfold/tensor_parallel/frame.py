@@ -2,7 +2,8 @@
 
 - A batch that the mode cannot split is filled up with rows that count for nothing (labels −100), and rows of the
   output that belong to them are cut off.
-- Logits stay split when the model computes its own loss, and come out whole when it does not.
+- Logits stay split when the model computes its own loss; what comes out is put together when somebody reads it
+  (:mod:`meshfold.tensor_parallel.split_output`). They come out whole when it does not.
 - The residual stream comes out whole of a model that has no head.
 - A model whose modules say ``attended_rows = True`` gets its positions whole, and these modules, which make masks and rotary
   tables of them, the rows that attention has.
@@ -20,6 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from meshfold.mesh import LayoutError, Mesh
+from meshfold.mesh.outputs import changed
 from meshfold.mesh.primitives import bind_collect, take_block
 from meshfold.mesh.tracking import tracker, untracked
 from meshfold.mesh.tracking.dims import block
@@ -28,6 +30,7 @@ from meshfold.tensor_parallel.layers.embedding import PositionEmbedding
 from meshfold.tensor_parallel.layers.linear import Linear
 from meshfold.tensor_parallel.layers.stream_dims import BatchShape
 from meshfold.tensor_parallel.modes import Mode
+from meshfold.tensor_parallel.split_output import SplitOutput
 from meshfold.tensor_parallel.streams import joined_rows
 
 _IGNORED = -100
@@ -95,6 +98,7 @@ class Frame(OnMesh):
         """
         self.model, self.mesh, self.mode = model, mesh, mode
         self.heads, self.positions, self.loss, self.hidden = heads, positions, loss, hidden
+        self._split_output = SplitOutput(mesh, outer, heads)
         self._whole, self._ignored, self._batch = whole, ignored, batch or BatchShape()
         self.one_by_one = False
         residual, logits = outer.layout("residual"), outer.layout("logits")
@@ -244,14 +248,21 @@ class Frame(OnMesh):
 
     def _after(self, module: nn.Module, args: Any, output: Any) -> Any:
         if self.hidden:
-            output = _map_tensors(self._join, output)
+            output = changed(output, self._join)
+        if self.loss and self.heads and not self.heads[0].gather_output:
+            return changed(output, self._of_own_loss)
         if self._rows == self._padded:
             return output
-        if self.loss and self.heads and not self.heads[0].gather_output:
-            return output
-        return _map_tensors(self._cut, output)
+        return changed(output, self._cut)
 
-    def _join(self, value: Tensor) -> Tensor:
+    def _of_own_loss(self, name: str, value: Tensor) -> Tensor:
+        """An output of a model that has computed its loss: logits are split."""
+        if not value.dim():
+            return value
+        found = self._split_output.when_read(name, value, self._rows, self._padded)
+        return self._cut(name, value) if found is None else found
+
+    def _join(self, name: str, value: Tensor) -> Tensor:
         if value.dim() < 2 or value.shape[-1] * self.mesh.size(*self._columns) != self.hidden:
             return value
         found = tracker()
@@ -261,7 +272,7 @@ class Frame(OnMesh):
             found.mark(joined, joined_rows(found, self.mesh, found.dims(value), joined))
         return joined
 
-    def _cut(self, value: Tensor) -> Tensor:
+    def _cut(self, name: str, value: Tensor) -> Tensor:
         if value.dim() == 0:
             raise LayoutError(
                 f"a batch of {self._rows} had to be filled up to {self._padded} rows for mode {self.mode.name!r}, but the "
@@ -269,24 +280,6 @@ class Frame(OnMesh):
                 f"the model return its logits"
             )
         return value[: self._rows] if value.shape[0] == self._padded else value
-
-
-def _map_tensors(change: Callable[[Tensor], Tensor], output: Any) -> Any:
-    """A model's output with its tensors changed: a tensor, a tuple or list, a mapping or a dataclass."""
-    if isinstance(output, Tensor):
-        return change(output)
-    if isinstance(output, tuple | list):
-        changed = [change(value) if isinstance(value, Tensor) else value for value in output]
-        return type(output)(*changed) if hasattr(output, "_fields") else type(output)(changed)
-    if isinstance(output, Mapping):
-        for name, value in output.items():
-            if isinstance(value, Tensor):
-                output[name] = change(value)  # type: ignore[index]
-    else:
-        for name, value in getattr(output, "__dict__", {}).items():
-            if isinstance(value, Tensor):
-                object.__setattr__(output, name, change(value))  # it may be a frozen dataclass
-    return output
 
 
 def _positional(forward: Callable[..., Any]) -> tuple[str, ...]:

@@ -18,6 +18,7 @@ from torch.utils._pytree import tree_leaves
 
 from meshfold.mesh import all_gather
 from meshfold.mesh.names import plain
+from meshfold.mesh.when_read import here
 
 if TYPE_CHECKING:
     from meshfold.engine.batches.batch import Batch
@@ -184,7 +185,7 @@ def _wrong(value: Any, *, masks: bool = True) -> str | None:
     """``3 nan, 1 inf of 4096 elements``, if a tensor has any; ``masks``: -inf alone is none."""
     if not isinstance(value, Tensor) or not value.is_floating_point() or value.is_meta or not value.numel():
         return None
-    value = value.detach()
+    value = here(value.detach())  # ranks look each by itself
     nan, inf = int(value.isnan().sum()), int((value == torch.inf).sum())
     minus = int((value == -torch.inf).sum())
     if not nan and not inf and (masks or not minus):

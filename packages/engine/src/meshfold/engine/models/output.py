@@ -13,8 +13,8 @@ class CausalLMOutput:
 
     Attributes:
         loss: mean over the labels that count, a scalar; None when no labels were given.
-        logits: ``b s v`` when no labels were given. With labels the head's output as it stands, which a sharded
-            model splits.
+        logits: ``b s v`` when no labels were given; with labels the head's output as it stands, ``m v``. A sharded model
+            puts them together when they are read (:mod:`meshfold.mesh.when_read`).
     """
 
     loss: Tensor | None

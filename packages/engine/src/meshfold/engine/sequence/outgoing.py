@@ -10,7 +10,9 @@ from torch import Tensor
 
 from meshfold.engine.sequence.incoming import Forward
 from meshfold.mesh import Mesh, SpecError
-from meshfold.mesh.primitives import gather
+from meshfold.mesh.outputs import changed
+from meshfold.mesh.primitives import gather, gather_blocks, scatter_sums
+from meshfold.mesh.when_read import Pieces, when_read
 from meshfold.sequence.modes import find
 
 
@@ -25,26 +27,20 @@ class Outgoing:
         self._mesh, self._axes, self._written = mesh, find(mode, mesh).axes, written
 
     def give(self, output: Any, now: Forward) -> Any:
-        """A model's output with its loss, or without labels all its tensors, of whole sequences.
+        """A model's output of whole sequences. Beside a loss, tensors are put together when somebody reads them.
 
         Raises:
             SpecError: for an output that has no loss, or tensors that do not lie along the tokens.
         """
         if now.share is None:
-            return changed(output, lambda value: self._whole(value, now))
-        if isinstance(output, Tensor):
-            return self._loss(output, now.share)
-        if isinstance(output, Mapping) and isinstance(output.get("loss"), Tensor):
-            output["loss"] = self._loss(output["loss"], now.share)  # type: ignore[index]
-        elif isinstance(output, tuple) and not hasattr(output, "_fields"):
-            output = (self._loss(output[0], now.share), *output[1:])
-        elif isinstance(getattr(output, "loss", None), Tensor):
-            object.__setattr__(
-                output, "loss", self._loss(output.loss, now.share)
-            )  # it may be a frozen dataclass
-        else:
+            return changed(output, lambda _, value: self._whole(value, now), deep=True)
+        share, place = now.share, _place_of_loss(output)
+        if place is None:
             self._refuse(f"the model was given labels and returned {type(output).__name__} without a loss")
-        return output
+        return changed(
+            output,
+            lambda name, value: self._loss(value, share) if name == place else self._beside(name, value, now),
+        )
 
     def _refuse(self, why: str) -> NoReturn:
         raise SpecError(f"{self._written}: {why}")
@@ -68,20 +64,34 @@ class Outgoing:
             )
         return now.dealing.join(gather(value, self._mesh, 1, self._axes), 1)
 
+    def _beside(self, name: str, value: Tensor, now: Forward) -> Tensor:
+        """An output beside the loss: one along the tokens is put together when somebody reads it."""
+        dealing, rows, mesh, axes = now.dealing, now.rows, self._mesh, self._axes
+        along = value.dim() > 1 and value.shape[:2] == (rows, dealing.local)
+        if value.is_meta or not (along or (value.dim() > 1 and value.shape[0] == rows * dealing.local)):
+            return value
+        inner = value.shape[2:] if along else value.shape[1:]
+        shape = (rows, dealing.length, *inner) if along else (rows * dealing.length, *inner)
 
-def changed(output: Any, change: Callable[[Tensor], Tensor]) -> Any:
-    """A model's output with its tensors changed: a tensor, a tuple or list, a mapping or a dataclass."""
+        def whole(piece: Tensor) -> Tensor:
+            local = piece.reshape(rows, dealing.local, *inner)
+            return dealing.join(gather_blocks(local, mesh, 1, axes), 1).reshape(shape)
+
+        def piece(grad: Tensor) -> Tensor:
+            rows_of_all = grad.reshape(rows, dealing.length, *inner)
+            dealt = torch.cat([dealing.shard(rows_of_all, rank, 1) for rank in range(dealing.ranks)], 1)
+            return scatter_sums(dealt, mesh, 1, axes).reshape(value.shape)
+
+        return when_read(
+            value, Pieces(what=name, mesh=mesh, axes=axes, shape=shape, whole=whole, piece=piece)
+        )
+
+
+def _place_of_loss(output: Any) -> str | None:
+    """The name under which a model's output has its loss."""
     if isinstance(output, Tensor):
-        return change(output)
-    if isinstance(output, tuple | list):
-        parts = [changed(value, change) for value in output]
-        return type(output)(*parts) if hasattr(output, "_fields") else type(output)(parts)
-    if isinstance(output, Mapping):
-        for name, value in output.items():
-            if isinstance(value, Tensor | tuple | list):
-                output[name] = changed(value, change)  # type: ignore[index]
-    else:
-        for name, value in getattr(output, "__dict__", {}).items():
-            if isinstance(value, Tensor | tuple | list):
-                object.__setattr__(output, name, changed(value, change))
-    return output
+        return "output"
+    if isinstance(output, tuple) and not hasattr(output, "_fields"):
+        return "output[0]" if output and isinstance(output[0], Tensor) else None
+    loss = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
+    return "output.loss" if isinstance(loss, Tensor) else None

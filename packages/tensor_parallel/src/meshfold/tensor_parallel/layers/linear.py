@@ -239,9 +239,9 @@ class Linear(ShardedLayer):
             y = y.view(*lead_shape(lead, y.numel() // y.shape[-1]), y.shape[-1])
         if self.bias is not None:
             y = y + self._enter_bias(self._sum_bias(self.bias)).to(y.dtype)
-        return self._whole(y) if self.gather_output else y
+        return self.whole(y) if self.gather_output else y
 
-    def _whole(self, y: Tensor) -> Tensor:
+    def whole(self, y: Tensor) -> Tensor:
         """The output on every rank, padding cut off: for logits that are looked at, not trained on."""
         lead = y.shape[:-1]
         y = self._collect_rows(self._collect_columns(y.reshape(-1, y.shape[-1])))

@@ -1,0 +1,98 @@
+"""What comes out of a model that has computed its loss of split logits: put together when somebody reads it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import NoReturn
+
+from torch import Tensor
+from torch.nn import functional as F
+
+from meshfold.mesh import LayoutError, Mesh
+from meshfold.mesh.primitives import take_block
+from meshfold.mesh.tracking import tracker
+from meshfold.mesh.tracking.dims import axes_of, is_unknown
+from meshfold.mesh.when_read import Pieces, when_read
+from meshfold.tensor_parallel.layers.base import OnMesh
+from meshfold.tensor_parallel.layers.linear import Linear
+from meshfold.tensor_parallel.modes import Mode
+from meshfold.tensor_parallel.sizes import vocabulary_multiple
+from meshfold.tensor_parallel.streams import real
+
+
+class SplitOutput(OnMesh):
+    """Tells logits from a model's other outputs: by how they lie, seen in a forward that was looked at, and by their size."""
+
+    def __init__(self, mesh: Mesh, mode: Mode, heads: Sequence[Linear]) -> None:
+        """Args:
+        mesh, mode: how logits lie.
+        heads: the layers that make them.
+        """
+        self.mesh, self._mode = mesh, mode
+        layout, multiple = mode.layout("logits"), vocabulary_multiple(mode, mesh)
+        self._tokens, self._words = real(mesh, layout["m"]), real(mesh, layout["v"])
+        blocks = mesh.size(*self._words)
+        self._heads = {math.ceil(head.out_features / multiple) * multiple // blocks: head for head in heads}
+        self._seen: dict[tuple[str, int], tuple[tuple[str, ...] | None, ...]] = {}
+
+    def when_read(self, name: str, value: Tensor, rows: int, padded: int) -> Tensor | None:
+        """The whole of an output that is split; None for one that is not.
+
+        Args:
+            name: of the output.
+            value: this rank's piece of it.
+            rows, padded: of the batch, and what it was filled up to.
+        """
+        if value.is_meta or self.mesh.size(*self._mode.axes) == 1:
+            return None
+        split = self._split(name, value)
+        head = self._heads.get(value.shape[-1]) if value.dim() > 1 else None
+        if head is not None and (
+            split is None or (split[-1] in (None, self._words) and not any(split[1:-1]))
+        ):
+            return when_read(value, self._pieces(name, value, head, rows, padded))
+        axes = tuple(dict.fromkeys(axis for dim in split or () for axis in dim or ()))
+        return when_read(value, self._refused(name, value, axes)) if axes else None
+
+    def _split(self, name: str, value: Tensor) -> tuple[tuple[str, ...] | None, ...] | None:
+        """The axes that split each dim of an output, None for one of which that is not known; None if nobody has looked."""
+        found, key = tracker(), (name, value.dim())
+        if found is not None:
+            self._seen[key] = tuple(
+                None if is_unknown(dim) else tuple(a for a in axes_of(dim) if a in self._mode.axes)
+                for dim in found.dims(value)
+            )
+        return self._seen.get(key)
+
+    def _pieces(self, name: str, value: Tensor, head: Linear, rows: int, padded: int) -> Pieces:
+        first, columns = (
+            value.shape[0] * self.mesh.size(*self._tokens),
+            value.shape[-1] * self.mesh.size(*self._words),
+        )
+        kept = first if rows == padded else first * rows // padded
+
+        def whole(piece: Tensor) -> Tensor:
+            return head.whole(piece)[:kept]
+
+        def piece(grad: Tensor) -> Tensor:
+            inner = [0, 0] * (grad.dim() - 2)
+            padding = [0, columns - head.out_features, *inner, 0, first - kept]
+            filled = F.pad(grad, padding).reshape(-1, columns)
+            block = take_block(take_block(filled, self.mesh, 1, self._words), self.mesh, 0, self._tokens)
+            return block.reshape(value.shape)
+
+        shape = (kept, *value.shape[1:-1], head.out_features)
+        axes = (*self._tokens, *self._words)
+        return Pieces(what=name, mesh=self.mesh, axes=axes, shape=shape, whole=whole, piece=piece)
+
+    def _refused(self, name: str, value: Tensor, axes: tuple[str, ...]) -> Pieces:
+        def refuse(piece: Tensor) -> NoReturn:
+            raise LayoutError(
+                f"{name}, of which this rank has {tuple(piece.shape)}, is split over {', '.join(axes)} and cannot be read: of a "
+                "model that computes its loss the logits alone are put together, as the head or what follows it returned them, "
+                "[..., words]. Return those, or make what you read of them outside of the model"
+            )
+
+        shape = tuple(value.shape)
+        return Pieces(what=name, mesh=self.mesh, axes=(), shape=shape, whole=refuse, piece=refuse)
