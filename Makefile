@@ -11,7 +11,7 @@
 
 VENV ?= .venv
 TESTS ?= integration_tests packages
-packages := mesh kernels tensor_parallel zero_gemini pipeline engine
+packages := mesh kernels tensor_parallel zero_gemini pipeline checkpoint models engine planner huggingface lightning colossalai meshfold
 
 # Two processes, each with files of its own, in this order: most tests use one core at a time, and the longest files come
 # first, so that no process waits for one at the end.
@@ -26,7 +26,7 @@ PYTHON ?= $(shell for python in $(candidates); do \
 venv_python := $(VENV)/bin/python
 installed := $(VENV)/.installed
 pip := $(venv_python) -m pip --disable-pip-version-check --quiet
-editable := $(foreach package,$(filter-out engine,$(packages)),--editable 'packages/$(package)[test]')
+editable := $(foreach package,$(filter-out meshfold,$(packages)),--editable 'packages/$(package)[test]')
 
 help:
 	@sed -n 's/^# //p;/^$$/q' Makefile
@@ -41,7 +41,7 @@ $(installed): constraints.txt $(packages:%=packages/%/pyproject.toml)
 	@echo "Installing Meshfold and its pinned dependencies (a few minutes the first time)"
 	@$(pip) install --prefer-binary --constraint constraints.txt hatchling
 	@$(pip) install --prefer-binary --constraint constraints.txt --no-build-isolation \
-		$(editable) --editable 'packages/engine[all,lint,test]'
+		$(editable) --editable 'packages/meshfold[all,lint,test]'
 	@touch $@
 
 install: $(installed)
@@ -70,7 +70,7 @@ format: $(installed)
 
 # Its tools are installed when it is first asked for.
 $(VENV)/.installed-docs: $(installed)
-	@$(pip) install --prefer-binary --constraint constraints.txt --no-build-isolation --editable 'packages/engine[docs]'
+	@$(pip) install --prefer-binary --constraint constraints.txt --no-build-isolation --editable 'packages/meshfold[docs]'
 	@touch $@
 
 docs: $(VENV)/.installed-docs

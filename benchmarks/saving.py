@@ -30,7 +30,7 @@ import torch
 
 from benchmarks.common import machine, median, synchronize
 from meshfold.engine import Engine
-from meshfold.engine.models import build
+from meshfold.models import build
 
 WAYS = ("no save", "at once", "asynchronous")
 BAR = 0.05

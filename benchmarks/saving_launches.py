@@ -28,9 +28,9 @@ import torch
 from torch import Tensor
 
 from benchmarks.common import machine, median
+from meshfold.checkpoint.copying import HostLane, Pair
 from meshfold.engine import Engine
-from meshfold.engine.checkpoints.copying import HostLane, Pair
-from meshfold.engine.models import GPT, GPTConfig
+from meshfold.models import GPT, GPTConfig
 
 
 class Bus(HostLane):

@@ -76,7 +76,7 @@ def _names(args: argparse.Namespace) -> list[str]:
     Raises:
         Failure: for one that is not there.
     """
-    from meshfold.engine.cli.failure import Failure
+    from meshfold.cli.failure import Failure
 
     names = [f"{mode}{suffix}" for mode in MODES for suffix in ("", " compiled")] + [*LOWERED, *PEERS]
     asked = (
@@ -147,7 +147,7 @@ class Work:
     """The blocks' weights, the input, and the reference output, alike on every rank."""
 
     def __init__(self, args: argparse.Namespace, device: torch.device) -> None:
-        from meshfold.engine.models.attention import Rotary
+        from meshfold.models.attention import Rotary
 
         self.args, self.device = args, device
         self.dtype = getattr(torch, args.dtype)
@@ -185,8 +185,8 @@ class Work:
 
     def block(self, layer: int) -> nn.Module:
         """A serial block of ours."""
-        from meshfold.engine.models.config import LlamaConfig
-        from meshfold.engine.models.llama import Block
+        from meshfold.models.config import LlamaConfig
+        from meshfold.models.llama import Block
 
         a = self.args
         config = LlamaConfig(

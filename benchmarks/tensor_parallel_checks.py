@@ -112,7 +112,7 @@ Gradients = dict[str, Tensor]
 
 def models(args: argparse.Namespace) -> dict[str, Any]:
     """Builders of the models, by name; Hugging Face's where transformers is installed."""
-    from meshfold.engine.models import GPT, GPTConfig, Llama, LlamaConfig
+    from meshfold.models import GPT, GPTConfig, Llama, LlamaConfig
 
     sizes = dict(vocab_size=1009, hidden=args.hidden, layers=args.layers, heads=8, max_positions=args.seq_len)
 

@@ -316,7 +316,7 @@ WATCHED = Case(
 CASES = (*KERNELS, *PRIMITIVES, *SEQUENCE, *MATRICES, *LAYERS, WATCHED)
 
 NOT_COMPILED = {
-    "engine.planning.without_values._Attention": "it has no values: a plan's stand-in on the meta device, which counts",
+    "mesh.without_values._Attention": "it has no values: a plan's stand-in on the meta device, which counts",
     "pipeline.entering._Enter": "a stage is entered between its blocks, outside of their graphs: it gives a tensor other memory",
 }
 """Functions that no compiled graph can hold, with the reason."""

@@ -11,15 +11,27 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
 
-# The import rule: which siblings a package may import. Nobody may import engine.
+_GROUND = {"mesh", "kernels"}
+_PARALLEL = {*_GROUND, "tensor_parallel", "zero_gemini", "pipeline", "checkpoint"}
+_INTEGRATION = {*_PARALLEL, "engine"}
+# The import rule: which siblings a package may import.
 SIBLINGS: dict[str, set[str]] = {
     "mesh": set(),
     "kernels": set(),
-    "tensor_parallel": {"mesh", "kernels"},
-    "zero_gemini": {"mesh", "kernels"},
-    "pipeline": {"mesh", "kernels"},
-    "engine": {"mesh", "kernels", "tensor_parallel", "zero_gemini", "pipeline"},
+    "tensor_parallel": _GROUND,
+    "zero_gemini": _GROUND,
+    "pipeline": _GROUND,
+    "checkpoint": {"mesh"},
+    "models": {*_GROUND, "tensor_parallel"},
+    "engine": _PARALLEL,
+    "planner": _INTEGRATION,
+    "huggingface": {*_INTEGRATION, "models"},
+    "lightning": _INTEGRATION,
+    "colossalai": _INTEGRATION,
+    "meshfold": {*_INTEGRATION, "models", "planner", "huggingface"},
 }
+APPLICATION = "meshfold"
+"""The package that stands above all others, and has no module of its own name."""
 
 
 @dataclass(frozen=True)

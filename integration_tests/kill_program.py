@@ -15,7 +15,7 @@ import torch
 from safetensors.torch import load_file
 
 from meshfold.engine import Engine
-from meshfold.engine.models import GPT, GPTConfig
+from meshfold.models import GPT, GPTConfig
 
 WATCHDOG_S = 20.0
 LOG, CHECKPOINT, EXPORT = "log.jsonl", "checkpoint", "exported"

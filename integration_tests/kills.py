@@ -333,7 +333,7 @@ class Campaign:
         if self.scenario.command:
             program = [
                 "-m",
-                "meshfold.engine.cli",
+                "meshfold.cli",
                 "train",
                 "--data",
                 "texts",
@@ -358,7 +358,7 @@ class Campaign:
             start = (
                 []
                 if self.scenario.command
-                else ["-m", "meshfold.engine.cli", "run", "--ranks", str(self.scenario.ranks)]
+                else ["-m", "meshfold.cli", "run", "--ranks", str(self.scenario.ranks)]
             )
             self._popen(job, [*start, *program], environment, place)
             return job

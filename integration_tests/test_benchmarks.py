@@ -12,7 +12,7 @@ from benchmarks import reports
 from benchmarks.offload import verdict
 from benchmarks.offload.cases import CASES
 from benchmarks.power import PowerLog, parse
-from meshfold.engine.cli import main
+from meshfold.cli import main
 
 SMALL = ["--ranks", "2", "--layers", "1", "--hidden", "32", "--heads", "4", "--kv-heads", "2", "--ffn", "48", "--batch", "2",
          "--seq-len", "16", "--dtype", "float32", "--rounds", "2"]  # fmt: skip

@@ -77,7 +77,7 @@ def test_readme_starts_with_a_ten_line_example(package: Package) -> None:
     assert first.language == "python"
     rows = [row for row in first.code.splitlines() if row.strip()]
     assert len(rows) <= 10, f"the example has {len(rows)} lines"
-    assert f"meshfold.{package.name}" in first.code
+    assert any(f"meshfold.{source.name}" in first.code for source in package.sources)
 
 
 PAGE = """\

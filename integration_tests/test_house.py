@@ -14,7 +14,16 @@ from pathlib import Path
 import pytest
 from packaging.requirements import Requirement
 
-from integration_tests.house import DISTRIBUTIONS, OWNERS, PACKAGES, ROOT, SIBLINGS, Package, bare
+from integration_tests.house import (
+    APPLICATION,
+    DISTRIBUTIONS,
+    OWNERS,
+    PACKAGES,
+    ROOT,
+    SIBLINGS,
+    Package,
+    bare,
+)
 from meshfold.mesh import ParallelSpec
 from meshfold.mesh.spec.installed import Need, why_missing
 
@@ -81,8 +90,8 @@ def owner(name: str) -> str:
         ("from ..engine import Engine", "meshfold.engine"),
         ("from ...meshfold import engine", "meshfold.engine"),
         (
-            "import importlib\nimportlib.import_module('meshfold.engine.training.demo')",
-            "meshfold.engine.training.demo",
+            "import importlib\nimportlib.import_module('meshfold.train.demo')",
+            "meshfold.train.demo",
         ),
         ("if TYPE_CHECKING:\n    import meshfold.engine as e", "meshfold.engine"),
     ],
@@ -195,7 +204,7 @@ def test_what_a_spec_can_ask_for_is_here() -> None:
 @each_package
 def test_what_a_package_consists_of(package: Package) -> None:
     assert all((source / "py.typed").is_file() for source in package.sources)
-    assert package.name in {source.name for source in package.sources}
+    assert package.name == APPLICATION or package.name in {source.name for source in package.sources}
     assert (package.folder / "LICENSE").read_bytes() == (ROOT / "LICENSE").read_bytes()
     assert package.project["license"] == "Apache-2.0"
     assert "version" not in package.project.get("dynamic", []), "versions are static"

@@ -73,7 +73,7 @@ def test_wheel_holds_the_package_and_nothing_else(package: Package, wheelhouse: 
         if path.is_file() and "__pycache__" not in path.parts
     }
     assert inside == expected
-    assert f"meshfold/{package.name}/py.typed" in inside
+    assert all(f"meshfold/{source.name}/py.typed" in inside for source in package.sources)
     assert "meshfold/__init__.py" not in inside
     assert f"{info}/licenses/LICENSE" in names
 
@@ -90,29 +90,40 @@ def test_wheel_metadata(package: Package, wheelhouse: Path) -> None:
     assert "```python" in metadata.get_payload(), "the README with its example is the long description"
 
 
-def link_dependencies(package: Package, into: Path) -> None:
+def link_dependencies(package: Package, into: Path) -> set[str]:
     """Put into a fresh environment what the package declares, with all that this needs, and nothing else.
 
     Links to what is installed here, so the test needs no network.
+
+    Returns:
+        The siblings that it needs, by name.
     """
-    todo = [Requirement(line) for line in package.project["dependencies"]]
-    seen: set[str] = set()
+    todo = [(Requirement(line), "") for line in package.project["dependencies"]]
+    seen: set[tuple[str, str]] = set()
     while todo:
-        requirement = todo.pop()
+        requirement, of_extra = todo.pop()
         name = bare(requirement.name)
-        if name in seen or (requirement.marker and not requirement.marker.evaluate({"extra": ""})):
+        if requirement.marker and not requirement.marker.evaluate({"extra": of_extra}):
             continue
-        seen.add(name)
-        if name in DISTRIBUTIONS:
-            todo += [Requirement(line) for line in DISTRIBUTIONS[name].project["dependencies"]]
-            continue
-        found = importlib.metadata.distribution(name)
-        todo += [Requirement(line) for line in found.requires or ()]
-        tops = {file.parts[0] for file in found.files or ()} - {"..", "__pycache__"}
-        for top in tops:
-            target = Path(str(found.locate_file(top)))
-            if target.exists() and not (into / top).exists():
-                (into / top).symlink_to(target)
+        for extra in {"", *requirement.extras} - {extra for known, extra in seen if known == name}:
+            seen.add((name, extra))
+            if name in DISTRIBUTIONS:
+                project = DISTRIBUTIONS[name].project
+                lines = project["optional-dependencies"][extra] if extra else project["dependencies"]
+                todo += [(Requirement(line), "") for line in lines]
+            else:
+                link(name, into)
+                todo += [(Requirement(line), extra) for line in importlib.metadata.requires(name) or ()]
+    return {name for name, _ in seen if name in DISTRIBUTIONS}
+
+
+def link(name: str, into: Path) -> None:
+    found = importlib.metadata.distribution(name)
+    tops = {file.parts[0] for file in found.files or ()} - {"..", "__pycache__"}
+    for top in tops:
+        target = Path(str(found.locate_file(top)))
+        if target.exists() and not (into / top).exists():
+            (into / top).symlink_to(target)
 
 
 def modules_of(package: Package) -> set[str]:
@@ -128,7 +139,7 @@ def modules_of(package: Package) -> set[str]:
     "package",
     [
         # the one that needs least and the one that needs all
-        pytest.param(package, marks=() if package.name in ("mesh", "engine") else pytest.mark.slow)
+        pytest.param(package, marks=() if package.name in ("mesh", "meshfold") else pytest.mark.slow)
         for package in PACKAGES
     ],
     ids=lambda package: package.name,
@@ -139,13 +150,13 @@ def test_package_works_alone(package: Package, wheelhouse: Path, tmp_path: Path)
     run([sys.executable, "-m", "venv", "--without-pip", str(environment)], cwd=tmp_path)
     python = str(environment / "bin" / "python")
     site = Path(sysconfig.get_path("purelib", vars={"base": str(environment)}))
-    link_dependencies(package, site)
+    needed = link_dependencies(package, site)
 
     pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "--python", python]
     run([*pip, "install", "--no-index", "--find-links", str(wheelhouse), package.distribution], cwd=tmp_path)
     run([*pip, "check"], cwd=tmp_path)
     siblings = {path.name for path in (site / "meshfold").iterdir()}
-    parts = [package, *(DISTRIBUTIONS[name] for name in package.required if name in DISTRIBUTIONS)]
+    parts = [package, *(DISTRIBUTIONS[name] for name in needed)]
     assert siblings == {name for part in parts for name in modules_of(part)}
 
     readme = package.folder / "README.md"
@@ -169,7 +180,7 @@ def test_source_distribution_holds_its_tests(package: Package, tmp_path: Path) -
         "README.md",
         "CHANGELOG.md",
         "LICENSE",
-        f"src/meshfold/{package.name}/py.typed",
+        *(f"src/meshfold/{source.name}/py.typed" for source in package.sources),
     ):
         assert f"{stem}/{needed}" in names
     assert any(name.startswith(f"{stem}/tests/") for name in names)

@@ -174,7 +174,7 @@ THROUGH_TORCHRUN: list[Any] = [
 ]
 
 
-@pytest.mark.slow  # packages/engine/tests/test_cli.py trains under torchrun too
+@pytest.mark.slow  # packages/meshfold/tests/test_cli.py trains under torchrun too
 @pytest.mark.parametrize(("spec", "model"), THROUGH_TORCHRUN)
 def test_torchrun_starts_the_same_training(spec: Spec, model: str, tmp_path: Path) -> None:
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "4"]

@@ -13,7 +13,7 @@ import torch
 
 from integration_tests.house import ROOT
 from meshfold.engine import Engine
-from meshfold.engine.models import build
+from meshfold.models import build
 
 
 @pytest.mark.slow  # half a minute: Ray starts a small cluster

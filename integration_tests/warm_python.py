@@ -4,7 +4,7 @@ Importing torch and what training needs beside it takes longer than most command
 imports it again. The stand-in (``stand_in.py``) is called as ``python`` or ``meshfold`` is. It hands arguments, environment,
 folder and open files to a process that has imported all that and run nothing; a fork of that runs the program, with the
 stand-in as ``sys.executable``. The stand-in waits for it, passes signals on and ends as it ended. That a start from nothing
-works is tested in ``packages/engine/tests/test_cli.py`` and ``packages/mesh/tests/test_launch.py``.
+works is tested in ``packages/meshfold/tests/test_cli.py`` and ``packages/mesh/tests/test_launch.py``.
 """
 
 from __future__ import annotations
@@ -45,10 +45,10 @@ _IMPORTED = (
     "matplotlib.backends.backend_agg",
     "matplotlib.figure",
     "matplotlib.ticker",
-    "meshfold.engine.cli.train",
-    "meshfold.engine.training.loop",
-    "meshfold.engine.training.plots",
-    "meshfold.engine.planning.planner",
+    "meshfold.cli.train",
+    "meshfold.train.loop",
+    "meshfold.train.plots",
+    "meshfold.planner.planner",
 )
 
 

@@ -11,8 +11,8 @@ from typing import Any
 from benchmarks import reports
 from benchmarks.common import median
 from benchmarks.composed.contestants import PEERS
-from meshfold.engine.models import build, preset
-from meshfold.engine.training.model_flops import flops_per_token, peak_of_gpu
+from meshfold.models import build, preset
+from meshfold.train.model_flops import flops_per_token, peak_of_gpu
 
 AIMED_AT = 4
 """ranks that the bars are for"""

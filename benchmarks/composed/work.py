@@ -10,9 +10,9 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from meshfold.engine.models import build, preset
-from meshfold.engine.models.llama import Llama
-from meshfold.engine.training.schedule import lr_schedule
+from meshfold.models import build, preset
+from meshfold.models.llama import Llama
+from meshfold.train.schedule import lr_schedule
 
 
 class Work:

@@ -17,9 +17,9 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from benchmarks.longest.memory import OnCPU, OnGPU, is_refusal
-from meshfold.engine.models.config import LlamaConfig
-from meshfold.engine.models.llama import Llama
 from meshfold.mesh import Mesh, all_reduce, barrier, process_group
+from meshfold.models.config import LlamaConfig
+from meshfold.models.llama import Llama
 from meshfold.sequence import next_tokens, sequence_parallel, shard_sequence
 
 

@@ -46,7 +46,7 @@ def decoder(
     layers: int, hidden: int, heads: int, seq_len: int, *, tie: bool = False, reentrant: bool = False
 ) -> nn.Module:
     """A decoder, each block recomputed in backward."""
-    from meshfold.engine.models import build, preset
+    from meshfold.models import build, preset
 
     sizes = dict(layers=layers, hidden=hidden, heads=heads, vocab_size=WORDS, max_positions=seq_len)
     made = build(preset("gpt2", dropout=0.0, tie=tie, **sizes))

@@ -89,7 +89,7 @@ def build(name: str, work: Work, costs: dict[int, Costs]) -> Runner:
 
 def compile_blocks(module: nn.Module, work: Work) -> None:
     """Have every block of the model that is on this rank compiled, in place."""
-    from meshfold.engine.models.llama import Block
+    from meshfold.models.llama import Block
 
     backend = "inductor" if work.device.type == "cuda" else "aot_eager"
     for block in module.modules():

@@ -9,9 +9,9 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor, nn
 
-from meshfold.engine.models.config import LlamaConfig
-from meshfold.engine.models.llama import Llama
 from meshfold.mesh import Mesh, all_reduce
+from meshfold.models.config import LlamaConfig
+from meshfold.models.llama import Llama
 
 
 class Work:

@@ -27,8 +27,13 @@ REFERENCE = (
     "pipeline",
     "sequence",
     "zero_gemini",
+    "checkpoint",
+    "models",
     "engine",
-    "engine.compat",
+    "planner",
+    "huggingface",
+    "lightning",
+    "colossalai",
 )
 """Public packages, under ``meshfold``."""
 

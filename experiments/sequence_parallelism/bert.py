@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from meshfold.engine.models.attention import fused
 from meshfold.mesh import Mesh
+from meshfold.models.attention import fused
 from meshfold.sequence import attention
 
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]

@@ -18,8 +18,8 @@ from experiments.report import markdown, read_csv
 from experiments.zero_bubble.claims import published
 from experiments.zero_bubble.heuristic import Times, heuristic
 from experiments.zero_bubble.settings import FOLDER
-from meshfold.engine.models import GPT, GPTConfig
 from meshfold.mesh import Group, Mesh, shift, start
+from meshfold.models import GPT, GPTConfig
 from meshfold.pipeline import Costs, Pipeline
 from meshfold.pipeline.simulate import simulate_costs
 

@@ -15,23 +15,23 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from meshfold.checkpoint.block_files import file_of, key_of, write_index
+from meshfold.checkpoint.folder_weights import open_weights
+from meshfold.checkpoint.names import SCHEDULER
+from meshfold.checkpoint.place import begin, finish
+from meshfold.checkpoint.state_file import BLOCKS, sealed, sum_of
+from meshfold.checkpoint.tensor_file import Described, TensorWriter
+from meshfold.checkpoint.tensor_files import verify
+from meshfold.data.corpus import open_corpus
+from meshfold.data.records import find_records, texts_of
+from meshfold.data.tokenizers import ByteTokenizer
 from meshfold.engine import Engine
-from meshfold.engine.checkpoints.block_files import file_of, key_of, write_index
 from meshfold.engine.checkpoints.checkpoint import MODEL, OPTIMIZER, Checkpoint
-from meshfold.engine.checkpoints.folder_weights import open_weights
-from meshfold.engine.checkpoints.names import SCHEDULER
-from meshfold.engine.checkpoints.place import begin, finish
-from meshfold.engine.checkpoints.state_file import BLOCKS, sealed, sum_of
-from meshfold.engine.checkpoints.tensor_file import Described, TensorWriter
-from meshfold.engine.checkpoints.tensor_files import verify
-from meshfold.engine.data.corpus import open_corpus
-from meshfold.engine.data.records import find_records, texts_of
-from meshfold.engine.data.tokenizers import ByteTokenizer
-from meshfold.engine.hugging_face.adapter import Adapter
-from meshfold.engine.hugging_face.writing import FolderWriter, config_of
-from meshfold.engine.training.kept_settings import keep, kept
-from meshfold.engine.training.settings import TrainSettings
+from meshfold.huggingface.adapter import Adapter
+from meshfold.huggingface.writing import FolderWriter, config_of
 from meshfold.mesh import SpecError
+from meshfold.train.kept_settings import keep, kept
+from meshfold.train.settings import TrainSettings
 
 Contents = dict[str, Any]
 """Tensors and other values by name."""

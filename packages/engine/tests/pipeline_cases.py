@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from meshfold.engine import Engine
-from meshfold.engine.models import GPT, GPTConfig, Llama, LlamaConfig
 from meshfold.mesh.testing import run_on_ranks
+from meshfold.models import GPT, GPTConfig, Llama, LlamaConfig
 from meshfold.zero_gemini import Gemini
 
 VOCABULARY = 37

@@ -15,16 +15,17 @@ import pytest
 import torch
 from torch import Tensor
 
+from meshfold.checkpoint import rectangles
+from meshfold.checkpoint.tensor_file import TensorWriter
+from meshfold.cli import main
 from meshfold.engine import CheckpointError, Engine
-from meshfold.engine.checkpoints import background_save, rectangles, saving
+from meshfold.engine.checkpoints import background_save, saving
 from meshfold.engine.checkpoints.checkpoint import Checkpoint
 from meshfold.engine.checkpoints.rank_file import RankFile
-from meshfold.engine.checkpoints.tensor_file import TensorWriter
-from meshfold.engine.cli import main
-from meshfold.engine.models import GPT, GPTConfig, Llama, LlamaConfig
 from meshfold.mesh import process_group
 from meshfold.mesh.meeting import Address
 from meshfold.mesh.testing import run_on_ranks
+from meshfold.models import GPT, GPTConfig, Llama, LlamaConfig
 from meshfold.zero_gemini import Gemini
 
 sys.path.append(str(Path(__file__).parent))  # for the helpers beside this file, on every rank
@@ -380,7 +381,7 @@ SCRIPT = """
 import resource, sys
 import torch
 from meshfold.engine import Engine
-from meshfold.engine.models import build
+from meshfold.models import build
 engine = Engine(lambda: build("gpt-tiny"), optimizer="adamw")
 engine.train_step(torch.randint(256, (2, 8)))
 if sys.argv[2] == "full":

@@ -14,13 +14,13 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from meshfold.checkpoint import tensor_file, tensor_files
+from meshfold.checkpoint.tensor_file import Described, TensorFile, TensorWriter
 from meshfold.engine import CheckpointError, Engine
 from meshfold.engine.batches.loader import ShardedLoader
-from meshfold.engine.checkpoints import tensor_file, tensor_files
-from meshfold.engine.checkpoints.tensor_file import Described, TensorFile, TensorWriter
-from meshfold.engine.models import GPT, GPTConfig, Llama, LlamaConfig
 from meshfold.mesh import SpecError
 from meshfold.mesh.testing import ranks, run_on_ranks
+from meshfold.models import GPT, GPTConfig, Llama, LlamaConfig
 
 sys.path.append(str(Path(__file__).parent))  # for the helpers beside this file, on every rank
 from checkpoint_edits import relist

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from meshfold.checkpoint.folder import latest, present, prune, step_folder, tidy
+from meshfold.checkpoint.folder_lock import hold
 from meshfold.engine import CheckpointError
-from meshfold.engine.checkpoints.folder import latest, present, prune, step_folder, tidy
-from meshfold.engine.folder_lock import hold
 
 
 def checkpoint(folder: Path, step: int, *, name: str = "") -> Path:

@@ -13,13 +13,14 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from meshfold.checkpoint import copying
+from meshfold.checkpoint.copying import Copying, HostLane, Pair
 from meshfold.engine import Engine
-from meshfold.engine.checkpoints import background_save, copying, saving
+from meshfold.engine.checkpoints import background_save, saving
 from meshfold.engine.checkpoints.background_save import BackgroundSave
 from meshfold.engine.checkpoints.checkpoint import Checkpoint
-from meshfold.engine.checkpoints.copying import Copying, HostLane, Pair
 from meshfold.engine.checkpoints.rank_file import RankFile
-from meshfold.engine.models import GPT, GPTConfig
+from meshfold.models import GPT, GPTConfig
 
 
 class LateLane:

@@ -15,12 +15,13 @@ import pytest
 import torch
 from torch import Tensor
 
+from meshfold.checkpoint import replacing, tensor_files
+from meshfold.checkpoint.tensor_file import TensorWriter
 from meshfold.engine import Engine
-from meshfold.engine.checkpoints import checkpoint, replacing, saving, tensor_files
+from meshfold.engine.checkpoints import checkpoint, saving
 from meshfold.engine.checkpoints.checkpoint import Checkpoint
-from meshfold.engine.checkpoints.tensor_file import TensorWriter
-from meshfold.engine.models import GPT, GPTConfig
 from meshfold.mesh.testing import RankFailure, run_on_ranks
+from meshfold.models import GPT, GPTConfig
 
 STEPS, EVERY = 6, 2
 

@@ -13,9 +13,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from meshfold.engine import Engine, TrainingError
-from meshfold.engine.models import GPT, GPTConfig, Llama, LlamaConfig
 from meshfold.mesh import Mesh, SpecError, barrier
 from meshfold.mesh.testing import ranks, run_on_ranks
+from meshfold.models import GPT, GPTConfig, Llama, LlamaConfig
 
 VOCABULARY = 37  # divides by nothing
 SIZES: dict[str, Any] = dict(vocab_size=VOCABULARY, hidden=32, layers=2, heads=4, max_positions=16)

@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from meshfold.engine import Engine
-from meshfold.engine.models import GPT, GPTConfig
 from meshfold.mesh import SpecError
 from meshfold.mesh.testing import ranks
+from meshfold.models import GPT, GPTConfig
 
 IDS = torch.arange(32).view(4, 8)
 SGD: dict[str, Any] = dict(name="sgd", lr=0.1)

@@ -11,9 +11,9 @@ import torch
 from torch import Tensor, nn
 
 from meshfold.engine import Engine
-from meshfold.engine.models import generate
 from meshfold.mesh import SpecError, gradient_norm, metadata, record
 from meshfold.mesh.testing import ranks, run_on_ranks
+from meshfold.models import generate
 
 sys.path.append(str(Path(__file__).parent))  # for the helpers beside this file, on every rank
 from pipeline_cases import ADAMW, Case, assert_same, batches, compare, engine_of, relay, run, train

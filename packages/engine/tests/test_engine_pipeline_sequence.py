@@ -12,9 +12,9 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from meshfold.engine import Engine
-from meshfold.engine.models import generate
 from meshfold.mesh import SpecError, metadata, record
 from meshfold.mesh.testing import fake_world, ranks, run_on_ranks
+from meshfold.models import generate
 
 sys.path.append(str(Path(__file__).parent))  # for the helpers beside this file, on every rank
 from pipeline_cases import ADAMW, MODELS, Case, assert_same, batches, compare, engine_of

@@ -15,10 +15,10 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from meshfold.engine import Engine
-from meshfold.engine.models import generate
 from meshfold.engine.zero.states import ZeroStates
 from meshfold.mesh import all_reduce, record
 from meshfold.mesh.testing import ranks
+from meshfold.models import generate
 from meshfold.zero_gemini import Gemini, members
 from meshfold.zero_gemini.chunk import Chunk
 

@@ -11,9 +11,9 @@ import torch
 from torch import nn
 
 from meshfold.engine import Engine, TrainingError
-from meshfold.engine.models import build
 from meshfold.mesh import MeshfoldError, SpecError
 from meshfold.mesh.testing import ranks, run_on_ranks
+from meshfold.models import build
 
 
 def printed() -> str:

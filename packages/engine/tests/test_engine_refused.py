@@ -12,9 +12,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from meshfold.engine import Engine
-from meshfold.engine.models import GPT, GPTConfig
 from meshfold.mesh import CollectiveError, SpecError, all_reduce, flight, inquiry, process_group
 from meshfold.mesh.testing import close_pools, ranks, run_on_ranks
+from meshfold.models import GPT, GPTConfig
 
 INPUTS = torch.randn(6, 4, generator=torch.Generator().manual_seed(0))
 BATCH = INPUTS, torch.arange(6) % 3

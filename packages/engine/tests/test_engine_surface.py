@@ -19,11 +19,11 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from meshfold.engine import CheckpointError, Engine, TrainingError
-from meshfold.engine.models import GPT, GPTConfig
 from meshfold.engine.precision import LossScaler, ScaleSettings
 from meshfold.mesh import SpecError, all_gather, all_reduce, record
 from meshfold.mesh.names import plain
 from meshfold.mesh.testing import ranks, run_on_ranks
+from meshfold.models import GPT, GPTConfig
 
 # A large epsilon: Adam divides gradients that are zero but for rounding by themselves.
 ADAMW: dict[str, Any] = dict(name="adamw", lr=1e-2, weight_decay=0.1, eps=1e-4)

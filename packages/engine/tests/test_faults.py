@@ -17,12 +17,12 @@ import pytest
 import torch
 from torch import Tensor
 
+from meshfold.checkpoint.errors import CheckpointError
+from meshfold.checkpoint.tensor_file import TensorWriter
 from meshfold.engine import Engine
-from meshfold.engine.checkpoints.tensor_file import TensorWriter
-from meshfold.engine.errors import CheckpointError
-from meshfold.engine.models import GPT, GPTConfig
 from meshfold.engine.zero import states as zero_module
 from meshfold.mesh.testing import run_on_ranks
+from meshfold.models import GPT, GPTConfig
 from meshfold.zero_gemini.errors import DiskError
 from meshfold.zero_gemini.stepping import DiskSettings
 

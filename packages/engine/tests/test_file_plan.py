@@ -14,14 +14,15 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from meshfold.checkpoint import copying, politely
+from meshfold.checkpoint.copying import Copying, HostLane, Pair, StreamLane
 from meshfold.engine import Engine
-from meshfold.engine.checkpoints import copying, file_plan, politely
+from meshfold.engine.checkpoints import file_plan
 from meshfold.engine.checkpoints.background_save import BackgroundSave
 from meshfold.engine.checkpoints.checkpoint import Checkpoint
-from meshfold.engine.checkpoints.copying import Copying, HostLane, Pair, StreamLane
 from meshfold.engine.checkpoints.file_plan import FilePlan
-from meshfold.engine.models import GPT, GPTConfig
 from meshfold.engine.states import Source
+from meshfold.models import GPT, GPTConfig
 
 
 @pytest.fixture

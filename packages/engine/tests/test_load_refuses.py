@@ -16,9 +16,9 @@ from torch import Tensor
 from torch.optim.lr_scheduler import LRScheduler, SequentialLR, StepLR
 
 from meshfold.engine import CheckpointError, Engine
-from meshfold.engine.models import GPT, GPTConfig
 from meshfold.mesh import SpecError
 from meshfold.mesh.testing import run_on_ranks
+from meshfold.models import GPT, GPTConfig
 
 sys.path.append(str(Path(__file__).parent))  # for the helpers beside this file, on every rank
 from checkpoint_edits import edit_state

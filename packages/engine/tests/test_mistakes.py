@@ -16,9 +16,9 @@ from torch.utils.data import TensorDataset
 
 from meshfold.engine import CheckpointError, Engine, TrainingError
 from meshfold.engine.batches.shown import called, shown
-from meshfold.engine.models import GPT, GPTConfig
 from meshfold.mesh import SpecError
 from meshfold.mesh.testing import ranks
+from meshfold.models import GPT, GPTConfig
 
 INPUTS = torch.randn(6, 4, generator=torch.Generator().manual_seed(0))
 TARGETS = torch.arange(6) % 3

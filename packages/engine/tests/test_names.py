@@ -14,10 +14,10 @@ from torch import nn
 
 from meshfold.engine import Engine
 from meshfold.engine.checkpoints.checkpoint import Checkpoint
-from meshfold.engine.models import GPT, GPTConfig
 from meshfold.engine.names import with_plain_names
 from meshfold.mesh.names import plain
 from meshfold.mesh.testing import run_on_ranks
+from meshfold.models import GPT, GPTConfig
 
 ZEROS: list[dict[str, Any]] = [
     {}, dict(zero=dict(stage=3, placement="cpu")), dict(zero=dict(stage=1, placement="cuda")),

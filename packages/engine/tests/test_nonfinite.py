@@ -12,9 +12,9 @@ from torch import Tensor, nn
 
 from meshfold.engine import Engine
 from meshfold.engine.errors import NonFiniteError
-from meshfold.engine.models import GPT, GPTConfig
 from meshfold.mesh import SpecError
 from meshfold.mesh.testing import ranks, run_on_ranks
+from meshfold.models import GPT, GPTConfig
 
 POISON = 1000.0  # in a batch, it makes a module misbehave
 

@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from meshfold.colossalai import Booster, GeminiPlugin, LowLevelZeroPlugin, TorchDDPPlugin
 from meshfold.engine import Engine
-from meshfold.engine.compat import Booster, GeminiPlugin, LowLevelZeroPlugin, TorchDDPPlugin
 from meshfold.mesh import SpecError, all_reduce
 from meshfold.mesh.testing import ranks
 

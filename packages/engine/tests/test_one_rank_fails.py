@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from meshfold.engine import Engine
-from meshfold.engine.models import GPT, GPTConfig
 from meshfold.mesh import CollectiveError, inquiry
 from meshfold.mesh.testing import close_pools, run_on_ranks
+from meshfold.models import GPT, GPTConfig
 
 LIMIT_S = 300.0
 """What the others would wait without being told; far more than a test may take"""

@@ -10,12 +10,12 @@ from typing import Any
 import pytest
 import torch
 
+from meshfold.checkpoint import place, replacing
+from meshfold.checkpoint.tensor_files import WriterBehind
 from meshfold.engine import CheckpointError, Engine
-from meshfold.engine.checkpoints import place, replacing
 from meshfold.engine.checkpoints.checkpoint import MODEL, Checkpoint
 from meshfold.engine.checkpoints.rank_file import RankFile
-from meshfold.engine.checkpoints.tensor_files import WriterBehind
-from meshfold.engine.models import build
+from meshfold.models import build
 
 
 def engine_of() -> Engine:

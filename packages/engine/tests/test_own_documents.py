@@ -11,12 +11,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from meshfold.checkpoint.errors import CheckpointError
 from meshfold.engine import Engine, plan_memory
-from meshfold.engine.errors import CheckpointError
-from meshfold.engine.hugging_face import our_names
-from meshfold.engine.models import GPT, GPTConfig, Llama, LlamaConfig, build, generate
+from meshfold.huggingface import our_names
 from meshfold.mesh import LayoutError, Mesh, SpecError
 from meshfold.mesh.testing import fake_world, run_on_ranks
+from meshfold.models import GPT, GPTConfig, Llama, LlamaConfig, build, generate
 from meshfold.sequence import sequence_parallel
 
 VOCABULARY, LENGTH, WINDOW = 37, 13, 4

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from meshfold.engine import Engine, TrainingError
-from meshfold.engine.models import GPT, GPTConfig
 from meshfold.mesh.testing import ranks
+from meshfold.models import GPT, GPTConfig
 
 IDS = torch.arange(16).view(2, 8)
 SPECS: dict[str, dict[str, Any]] = {

@@ -10,9 +10,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from meshfold.engine import Engine
-from meshfold.engine.models import GPT, GPTConfig
 from meshfold.mesh import SpecError
 from meshfold.mesh.testing import ranks
+from meshfold.models import GPT, GPTConfig
 
 IDS = torch.randint(37, (4, 8), generator=torch.Generator().manual_seed(1))
 LABELS = IDS.roll(-1, dims=1)

@@ -13,11 +13,11 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from meshfold.engine import Engine
-from meshfold.engine.models import GPT, GPTConfig, build
 from meshfold.engine.recompute import RecomputedBlocks
 from meshfold.engine.repeated import find_blocks
 from meshfold.mesh import SpecError, record
 from meshfold.mesh.testing import ranks, run_on_ranks
+from meshfold.models import GPT, GPTConfig, build
 
 STEPS = 6
 Trained = tuple[list[float], dict[str, Tensor]]

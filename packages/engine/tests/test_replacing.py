@@ -14,13 +14,14 @@ from typing import Any
 import pytest
 import torch
 
+from meshfold.checkpoint import place, removing
+from meshfold.checkpoint.folder import complete, is_complete, present, prune, tidy
 from meshfold.engine import CheckpointError, Engine
-from meshfold.engine.checkpoints import persistence, place, removing
+from meshfold.engine.checkpoints import persistence
 from meshfold.engine.checkpoints.checkpoint import Checkpoint
-from meshfold.engine.checkpoints.folder import complete, is_complete, present, prune, tidy
-from meshfold.engine.models import build
 from meshfold.engine.together import fail_together
 from meshfold.mesh.testing import RankFailure, run_on_ranks
+from meshfold.models import build
 
 sys.path.append(str(Path(__file__).parent))  # for the helpers beside this file, on every rank
 from checkpoint_edits import edit_state

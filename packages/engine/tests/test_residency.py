@@ -14,7 +14,6 @@ import torch
 from torch import Tensor
 
 from meshfold.engine import Engine
-from meshfold.engine.models import GPT, GPTConfig
 from meshfold.engine.zero import measured_plans
 from meshfold.engine.zero import residency as residency_module
 from meshfold.engine.zero.measured_plans import MeasuredPlans
@@ -22,6 +21,7 @@ from meshfold.engine.zero.process_memory import resident_bytes
 from meshfold.engine.zero.residency import Residency
 from meshfold.engine.zero.states import ZeroStates
 from meshfold.mesh.testing import ranks, run_on_ranks
+from meshfold.models import GPT, GPTConfig
 from meshfold.zero_gemini import Gemini, Home, MemoryPlanError, measuring, seen
 from meshfold.zero_gemini.chunk import Chunk
 from meshfold.zero_gemini.errors import DiskError

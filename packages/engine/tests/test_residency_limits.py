@@ -13,11 +13,11 @@ import torch
 from torch import Tensor, nn
 
 from meshfold.engine import Engine
-from meshfold.engine.models import GPT, GPTConfig
 from meshfold.engine.zero.measured_plans import MARGIN
 from meshfold.engine.zero.plan import plan_for
 from meshfold.engine.zero.states import ZeroStates
 from meshfold.mesh.testing import ranks, run_on_ranks
+from meshfold.models import GPT, GPTConfig
 from meshfold.zero_gemini import MemoryPlanError
 from meshfold.zero_gemini.planner import Limits, MiB, Plan
 

@@ -15,12 +15,12 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from meshfold.engine import Engine
-from meshfold.engine.models import GPT, GPTConfig, Llama, LlamaConfig
-from meshfold.engine.models.generate import generate
-from meshfold.engine.models.loss import CausalLMLoss
 from meshfold.mesh import Mesh, SpecError
 from meshfold.mesh.primitives import gather
 from meshfold.mesh.testing import fake_world, run_on_ranks
+from meshfold.models import GPT, GPTConfig, Llama, LlamaConfig
+from meshfold.models.generate import generate
+from meshfold.models.loss import CausalLMLoss
 
 VOCABULARY, CLIP = 37, 0.5
 SIZES: dict[str, Any] = dict(vocab_size=VOCABULARY, hidden=32, layers=2, heads=4, max_positions=24)

@@ -16,10 +16,10 @@ import pytest
 import torch
 from torch import nn
 
+from meshfold.checkpoint.folder_weights import open_weights
+from meshfold.checkpoint.tensor_file import Described, TensorFile, TensorWriter
+from meshfold.checkpoint.tensor_files import open_tensors
 from meshfold.engine import CheckpointError, Engine, pretrained
-from meshfold.engine.checkpoints.folder_weights import open_weights
-from meshfold.engine.checkpoints.tensor_file import Described, TensorFile, TensorWriter
-from meshfold.engine.checkpoints.tensor_files import open_tensors
 from meshfold.mesh import SpecError
 
 sys.path.append(str(Path(__file__).parent))  # for the helpers beside this file, on every rank
@@ -81,8 +81,8 @@ def test_code_of_a_folder_is_not_run_and_nobody_is_asked(
         "class EvilConfig(PretrainedConfig):\n    model_type = 'evil'\n"
         "class Evil(GPT2LMHeadModel): pass\n"
     )
-    from meshfold.engine.data.tokenizers import HuggingFaceTokenizer
-    from meshfold.engine.hugging_face.causal_lm import open_model
+    from meshfold.data.tokenizers import HuggingFaceTokenizer
+    from meshfold.huggingface.causal_lm import open_model
 
     with pytest.raises(
         SpecError, match=r"asks for code of the folder's own \(auto_map\), which is never run"
@@ -152,7 +152,7 @@ def test_pickles_of_a_checkpoint_are_not_run(name: str, tmp_path: Path) -> None:
 
 def test_the_pickle_of_a_folder_of_lightning_is_not_run(tmp_path: Path) -> None:
     pytest.importorskip("lightning", reason="needs meshfold[lightning]")
-    from meshfold.engine.lightning import consolidate
+    from meshfold.lightning import consolidate
 
     saved = Path(__file__).parent / "saved_before"
     consolidate(saved / "lightning", tmp_path / "whole.ckpt")  # one of an earlier version, too
@@ -174,7 +174,7 @@ def test_the_pickle_of_a_folder_of_lightning_is_not_run(tmp_path: Path) -> None:
 def test_a_folder_that_lightning_removes_keeps_what_is_not_the_checkpoints(tmp_path: Path) -> None:
     """ModelCheckpoint removes all but the best few."""
     pytest.importorskip("lightning", reason="needs meshfold[lightning]")
-    from meshfold.engine.lightning import MeshfoldStrategy
+    from meshfold.lightning import MeshfoldStrategy
 
     for name in ("clean", "noted"):
         shutil.copytree(Path(__file__).parent / "saved_before" / "lightning", tmp_path / name)

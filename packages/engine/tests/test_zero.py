@@ -13,12 +13,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from meshfold.checkpoint.tensor_file import TensorFile
 from meshfold.engine import Engine
-from meshfold.engine.checkpoints.tensor_file import TensorFile
-from meshfold.engine.models import GPT, GPTConfig
 from meshfold.engine.zero.states import ZeroStates
 from meshfold.mesh import SpecError, record
 from meshfold.mesh.testing import fake_world, ranks, run_on_ranks
+from meshfold.models import GPT, GPTConfig
 from meshfold.zero_gemini import MemoryPlanError, members
 
 VOCABULARY, CLIP = 37, 0.5

@@ -13,13 +13,13 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from meshfold.engine import Engine
-from meshfold.engine.models import GPT, GPTConfig
-from meshfold.engine.planning.machines import machine
-from meshfold.engine.planning.planner import estimate
 from meshfold.engine.zero.homes import MOST
 from meshfold.engine.zero.states import ZeroStates
 from meshfold.mesh import MeshfoldError, ParallelSpec, record
 from meshfold.mesh.testing import run_on_ranks
+from meshfold.models import GPT, GPTConfig
+from meshfold.planner.machines import machine
+from meshfold.planner.planner import estimate
 from meshfold.zero_gemini import Gemini, MemoryPlanError, members
 from meshfold.zero_gemini.planner import MiB
 

@@ -9,7 +9,6 @@ import pytest
 import torch
 
 from meshfold.engine import Engine
-from meshfold.engine.models import GPT, GPTConfig
 from meshfold.engine.precision import Precision
 from meshfold.engine.zero import homes as zero_homes
 from meshfold.engine.zero.homes import Sizes, first_homes
@@ -17,6 +16,7 @@ from meshfold.engine.zero.plan import regime_of
 from meshfold.mesh import Mesh
 from meshfold.mesh.spec import ZeroSpec
 from meshfold.mesh.testing import run_on_ranks
+from meshfold.models import GPT, GPTConfig
 from meshfold.zero_gemini import Shares
 
 CPU = torch.device("cpu")

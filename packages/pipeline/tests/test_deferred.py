@@ -238,7 +238,7 @@ CASES: tuple[tuple[str, dict[str, int]], ...] = (
 
 @ranks(4)
 def test_tensor_parallel_layers() -> None:
-    from meshfold.engine.models import LlamaConfig, build
+    from meshfold.models import LlamaConfig, build
     from meshfold.tensor_parallel import parallelize
     from meshfold.tensor_parallel.layers import Linear
 

@@ -203,7 +203,7 @@ def test_a_sequential_with_a_loss_function() -> None:
 
 @ranks(4)
 def test_dropout_is_that_of_one_process() -> None:
-    from meshfold.engine.models import GPTConfig, build
+    from meshfold.models import GPTConfig, build
     from meshfold.tensor_parallel import parallelize
 
     config = GPTConfig(vocab_size=64, hidden=16, layers=6, heads=2, max_positions=8, dropout=0.3)
@@ -230,7 +230,7 @@ def test_dropout_is_that_of_one_process() -> None:
 
 @ranks(4)
 def test_evaluation_and_text() -> None:
-    from meshfold.engine.models import LlamaConfig, build, generate
+    from meshfold.models import LlamaConfig, build, generate
 
     config = LlamaConfig(
         vocab_size=64, hidden=16, layers=8, heads=4, kv_heads=2, ffn=24, max_positions=16, dropout=0.2
@@ -257,8 +257,8 @@ def test_evaluation_and_text() -> None:
 
 @ranks(4)
 def test_stages_that_are_never_whole_have_the_same_first_values() -> None:
-    from meshfold.engine.models import GPT, GPTConfig
     from meshfold.mesh import build_on_meta, materialize
+    from meshfold.models import GPT, GPTConfig
 
     config = GPTConfig(vocab_size=64, hidden=16, layers=6, heads=2, max_positions=8, tie=True)
     whole, tape = build_on_meta(lambda: GPT(config))
@@ -504,8 +504,8 @@ def test_refusals() -> None:
 
 @ranks(4)
 def test_tensor_parallel_stages() -> None:
-    from meshfold.engine.models import LlamaConfig, build
     from meshfold.mesh.metadata import placed
+    from meshfold.models import LlamaConfig, build
     from meshfold.tensor_parallel import parallelize
 
     config = LlamaConfig(
@@ -577,10 +577,10 @@ def test_dtypes_may_change_after_the_cut() -> None:
 
 @ranks(4)
 def test_tensor_parallel_stages_on_the_meta_device() -> None:
-    from meshfold.engine.models import GPT, GPTConfig
     from meshfold.mesh import build_on_meta, materialize
     from meshfold.mesh.first_values import coordinates_of
     from meshfold.mesh.metadata import placed
+    from meshfold.models import GPT, GPTConfig
     from meshfold.tensor_parallel import parallelize
 
     config = GPTConfig(vocab_size=64, hidden=16, layers=4, heads=2, max_positions=8, tie=True)

@@ -68,7 +68,7 @@ def made(name: str) -> nn.Module:
     if name in ("Tiny", "Tiny recomputed"):
         return Tiny(recompute="recomputed" in name).double()
     if name.startswith("own"):
-        from meshfold.engine.models import GPT, GPTConfig, Llama, LlamaConfig
+        from meshfold.models import GPT, GPTConfig, Llama, LlamaConfig
 
         if name == "own GPT":
             own: nn.Module = GPT(GPTConfig(vocab_size=VOCAB, hidden=16, layers=2, heads=4, max_positions=64))

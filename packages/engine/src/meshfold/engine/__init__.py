@@ -1,21 +1,21 @@
-"""Training: the engine, its models, checkpoints, data loader, and the command ``meshfold``."""
+"""The train step on any mesh of devices: :class:`Engine`, its batches and its checkpoints."""
 
 from __future__ import annotations
 
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from meshfold.engine import moved
+from meshfold.engine.integrations import integration
+
 if TYPE_CHECKING:
+    from meshfold.checkpoint.errors import CheckpointError
     from meshfold.engine.batches.loader import ShardedLoader
     from meshfold.engine.checkpoints.background_save import BackgroundSave
     from meshfold.engine.checkpoints.checkpoint import Checkpoint
-    from meshfold.engine.compat.making import initialize
     from meshfold.engine.engine import Engine
-    from meshfold.engine.errors import CheckpointError, TrainingError
-    from meshfold.engine.hugging_face.adapter import save_adapter
-    from meshfold.engine.hugging_face.from_folder import pretrained
+    from meshfold.engine.errors import TrainingError
     from meshfold.engine.metrics import StepMetrics
-    from meshfold.engine.planning.memory_plan import plan_memory
 
 __all__ = [
     "BackgroundSave",
@@ -31,23 +31,31 @@ __all__ = [
     "save_adapter",
 ]
 
-_HOMES = {
-    "BackgroundSave": "checkpoints.background_save",
-    "Checkpoint": "checkpoints.checkpoint",
-    "CheckpointError": "errors",
-    "Engine": "engine",
-    "ShardedLoader": "batches.loader",
-    "StepMetrics": "metrics",
-    "TrainingError": "errors",
-    "initialize": "compat.making",
-    "plan_memory": "planning.memory_plan",
-    "pretrained": "hugging_face.from_folder",
-    "save_adapter": "hugging_face.adapter",
+_MODULES = {
+    "BackgroundSave": "meshfold.engine.checkpoints.background_save",
+    "Checkpoint": "meshfold.engine.checkpoints.checkpoint",
+    "CheckpointError": "meshfold.checkpoint.errors",
+    "Engine": "meshfold.engine.engine",
+    "ShardedLoader": "meshfold.engine.batches.loader",
+    "StepMetrics": "meshfold.engine.metrics",
+    "TrainingError": "meshfold.engine.errors",
 }
+
+_INTEGRATIONS = {
+    "initialize": "meshfold.colossalai.making",
+    "plan_memory": "meshfold.planner.memory_plan",
+    "pretrained": "meshfold.huggingface.from_folder",
+    "save_adapter": "meshfold.huggingface.adapter",
+}
+"""Names of packages that stand above this one: imported when they are asked for, if they are installed."""
+
+moved.install()
 
 
 def __getattr__(name: str) -> Any:
     """Import a name when it is first asked for: ``meshfold --help`` must not wait for torch."""
-    if name not in _HOMES:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(f"{__name__}.{_HOMES[name]}"), name)
+    if name in _MODULES:
+        return getattr(import_module(_MODULES[name]), name)
+    if name in _INTEGRATIONS:
+        return getattr(integration(_INTEGRATIONS[name]), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

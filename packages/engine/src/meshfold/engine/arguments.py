@@ -9,7 +9,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from meshfold.engine import settings
 from meshfold.engine.batches import own_loss
 from meshfold.engine.clipping import Clipping
 from meshfold.engine.long_runs import supervision
@@ -18,6 +17,7 @@ from meshfold.engine.optimizers import Factory, optimizer_factory
 from meshfold.engine.precision import Precision
 from meshfold.engine.world import has_zero
 from meshfold.mesh import ParallelSpec, SpecError
+from meshfold.mesh import argument_checks as settings
 
 
 @dataclass(frozen=True, kw_only=True)

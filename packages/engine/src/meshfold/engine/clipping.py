@@ -7,9 +7,9 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from meshfold.engine import settings
 from meshfold.engine.states import States
 from meshfold.mesh import SpecError
+from meshfold.mesh import argument_checks as settings
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -22,8 +22,7 @@ from meshfold.engine.checkpoints import persistence
 from meshfold.engine.checkpoints.background_save import BackgroundSave
 from meshfold.engine.checkpoints.saving import Saver
 from meshfold.engine.forward import check_loss
-from meshfold.engine.hugging_face import exporting
-from meshfold.engine.hugging_face.writing import SHARD_BYTES
+from meshfold.engine.integrations import integration
 from meshfold.engine.long_runs.nonfinite import NonFiniteGuard
 from meshfold.engine.metrics import StepMetrics, metrics_of
 from meshfold.engine.pipelining import PipelinedModel, check_own_loop
@@ -363,7 +362,7 @@ class Engine:
 
     @property
     def generator(self) -> Any:
-        """What :func:`meshfold.engine.models.generate` can be given on all ranks: the model, or the pipeline of its stages."""
+        """What :func:`meshfold.models.generate` can be given on all ranks: the model, or the pipeline of its stages."""
         return self.model if self.pipeline is None else self.pipeline
 
     @property
@@ -469,7 +468,7 @@ class Engine:
         *,
         like: str | os.PathLike[str] | None = None,
         dtype: str | None = None,
-        shard_bytes: int = SHARD_BYTES,
+        shard_bytes: int = 5 * 10**9,
     ) -> None:
         """Write the model as a folder that transformers loads; all ranks must call. Tensor by tensor: none holds the whole.
 
@@ -486,7 +485,9 @@ class Engine:
         Raises:
             CheckpointError: if it cannot be written, or there is no such model in transformers.
         """
-        exporting.save_hugging_face(self, folder, like=like, dtype=dtype, shard_bytes=shard_bytes)
+        integration("meshfold.huggingface.exporting").save_hugging_face(
+            self, folder, like=like, dtype=dtype, shard_bytes=shard_bytes
+        )
 
     # -- the end ------------------------------------------------------------------------------------------------
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from torch import nn
 
-from meshfold.engine import settings
 from meshfold.mesh import SpecError, metadata
+from meshfold.mesh import argument_checks as settings
 
 # By name: importing what wraps costs more than all of this library.
 _WRAPPERS = {

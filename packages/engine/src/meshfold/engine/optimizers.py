@@ -14,8 +14,8 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor, nn
 
-from meshfold.engine import settings
 from meshfold.mesh import SpecError
+from meshfold.mesh import argument_checks as settings
 from meshfold.mesh.elementwise import TrialError, sight_of
 from meshfold.mesh.errors import nearest
 

@@ -10,18 +10,18 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from meshfold.checkpoint.extra_state import modules_with_extra
 from meshfold.engine.batches import batch as batches
 from meshfold.engine.batches.loss_calls import LossCalls, is_compiled
 from meshfold.engine.batches.own_loss import leave_out_targets
 from meshfold.engine.batches.shown import called
-from meshfold.engine.checkpoints.extra_state import modules_with_extra
 from meshfold.engine.in_place import note_in_place
 from meshfold.engine.precision import Precision
 from meshfold.engine.sequence import local_length
 from meshfold.engine.sequence.checks import check_mixing
-from meshfold.engine.settings import refused
 from meshfold.engine.world import PIPE, World
 from meshfold.mesh import LayoutError, SpecError, all_reduce
+from meshfold.mesh.argument_checks import refused
 from meshfold.mesh.names import plain
 from meshfold.mesh.spec.entry import show
 from meshfold.mesh.targets import has_encoder_apart

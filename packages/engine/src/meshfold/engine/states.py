@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 import torch
 from torch import Tensor, nn
 
+from meshfold.checkpoint.rectangles import Cut, Piece, pieces_of_block, pieces_of_whole, ranks_alike
 from meshfold.engine.blocks import gather, global_shape, put
 from meshfold.engine.checkpoints.optimizer_state import OptimizerState
-from meshfold.engine.checkpoints.rectangles import Cut, Piece, pieces_of_block, pieces_of_whole, ranks_alike
 from meshfold.engine.data_parallel import GradientReducer
 from meshfold.engine.optimizers import Factory, check_sight
 from meshfold.engine.precision import Masters

@@ -285,7 +285,7 @@ class Pipeline:
         """Call the model without gradients; its output on every rank, in one piece.
 
         A tensor, or an object with the tensors among the output's fields as attributes, ``logits`` for one. So
-        ``meshfold.engine.models.generate(pipeline, ids, 20)`` writes text.
+        ``meshfold.models.generate(pipeline, ids, 20)`` writes text.
         """
         calls = self._batches.to_call(args, kwargs)
         outputs = list(self._outputs(self._beside.filled(calls)))[: len(calls)]

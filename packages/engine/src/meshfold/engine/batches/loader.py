@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, default_collate
 
-from meshfold.engine import settings
 from meshfold.engine.batches.cut import cut, share
 from meshfold.mesh import SpecError
+from meshfold.mesh import argument_checks as settings
 from meshfold.mesh.random import key_of
 
 # Of torch's loader, what the engine's has under these names or does by itself.

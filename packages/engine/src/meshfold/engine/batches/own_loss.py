@@ -8,9 +8,9 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from meshfold.engine import settings
 from meshfold.engine.batches.shown import shown
 from meshfold.mesh import SpecError
+from meshfold.mesh import argument_checks as settings
 from meshfold.mesh.targets import has_encoder_apart
 
 _TARGETS = ("labels", "shift_labels", "targets", "target")

@@ -10,12 +10,12 @@ from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
-from meshfold.engine.checkpoints.copying import Copying
-from meshfold.engine.checkpoints.names import lock_of
-from meshfold.engine.checkpoints.own_files import remove_unfinished
-from meshfold.engine.checkpoints.place import advised, attempt
-from meshfold.engine.errors import CheckpointError, InUseError
-from meshfold.engine.folder_lock import hold
+from meshfold.checkpoint.copying import Copying
+from meshfold.checkpoint.errors import CheckpointError, InUseError
+from meshfold.checkpoint.folder_lock import hold
+from meshfold.checkpoint.names import lock_of
+from meshfold.checkpoint.own_files import remove_unfinished
+from meshfold.checkpoint.place import advised, attempt
 from meshfold.engine.together import fail_together
 from meshfold.engine.world import World
 

@@ -11,10 +11,10 @@ from dataclasses import dataclass
 
 import torch
 
-from meshfold.engine.checkpoints.block_files import key_of
-from meshfold.engine.checkpoints.politely import politely
-from meshfold.engine.checkpoints.rectangles import Cut, Piece
-from meshfold.engine.checkpoints.tensor_file import Described, Header
+from meshfold.checkpoint.block_files import key_of
+from meshfold.checkpoint.politely import politely
+from meshfold.checkpoint.rectangles import Cut, Piece
+from meshfold.checkpoint.tensor_file import Described, Header
 from meshfold.engine.states import Source
 
 Tensors = list[tuple[str, torch.dtype, tuple[int, ...], bool, Cut]]

@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from meshfold.engine.checkpoints import extra_state
-from meshfold.engine.errors import CheckpointError
+from meshfold.checkpoint import extra_state
+from meshfold.checkpoint.errors import CheckpointError
 from meshfold.engine.names import with_plain_names
 from meshfold.engine.states import Source, Sources, States
 from meshfold.engine.together import fail_together
@@ -95,7 +95,7 @@ class ModelState:
             what: could not be done, for the message.
 
         Returns:
-            Name to what :func:`meshfold.engine.checkpoints.extra_state.described` says of it.
+            Name to what :func:`meshfold.checkpoint.extra_state.described` says of it.
 
         Raises:
             CheckpointError: on all ranks, for a value that a checkpoint cannot hold.

@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from meshfold.checkpoint.errors import CheckpointError
 from meshfold.engine.blocks import blocks_of
-from meshfold.engine.errors import CheckpointError
 
 _MOMENTS = {
     "exp_avg",

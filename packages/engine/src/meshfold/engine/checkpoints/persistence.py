@@ -11,13 +11,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from meshfold.engine.checkpoints import extra_state
+from meshfold.checkpoint import extra_state
+from meshfold.checkpoint.errors import CheckpointError
+from meshfold.checkpoint.names import EXTRA, SCHEDULER
+from meshfold.checkpoint.state_file import BLOCKS
 from meshfold.engine.checkpoints.checkpoint import MODEL, OPTIMIZER, Checkpoint, write_checkpoint
 from meshfold.engine.checkpoints.model_description import describe
-from meshfold.engine.checkpoints.names import EXTRA, SCHEDULER
 from meshfold.engine.checkpoints.optimizer_state import check_shapes
-from meshfold.engine.checkpoints.state_file import BLOCKS
-from meshfold.engine.errors import CheckpointError
 from meshfold.engine.names import with_plain_names
 from meshfold.engine.states import Source, Sources
 from meshfold.engine.together import fail_together

@@ -14,11 +14,11 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from meshfold.engine.checkpoints.block_files import file_of
-from meshfold.engine.checkpoints.copying import Pair
+from meshfold.checkpoint.block_files import file_of
+from meshfold.checkpoint.copying import Pair
+from meshfold.checkpoint.politely import politely
+from meshfold.checkpoint.tensor_file import Described, TensorWriter
 from meshfold.engine.checkpoints.file_plan import FilePlan, Written, plan_of
-from meshfold.engine.checkpoints.politely import politely
-from meshfold.engine.checkpoints.tensor_file import Described, TensorWriter
 from meshfold.engine.states import Source, Sources
 from meshfold.engine.world import World
 from meshfold.mesh.parts import Parts

@@ -105,7 +105,7 @@ class Incoming:
             if given.get(name) is not None and given[name] is not False:
                 self._refuse(
                     f"the model was called with {name}, and a split sequence goes through it as a whole: generate by "
-                    "meshfold.engine.models.generate, or with use_cache=False"
+                    "meshfold.models.generate, or with use_cache=False"
                 )
         for name in _LAST_TOKENS:
             if given.get(name):

@@ -57,7 +57,7 @@ class Labels:
             f"{self._written}: the loss inside of {name} cannot be told that labels were moved by one token before they were dealt "
             "to ranks, which it cannot do on a part of a sequence. Let the model return logits and give Engine(..., loss_fn=...), "
             "which gets those of whole sequences; or let it call a module with the attribute causal_lm_loss = True that leaves "
-            "labels where they are while its attribute shifts is False, as meshfold.engine.models.loss.CausalLMLoss"
+            "labels where they are while its attribute shifts is False, as meshfold.models.loss.CausalLMLoss"
         )
 
     def moved(self, given: dict[str, Any]) -> Tensor | None:

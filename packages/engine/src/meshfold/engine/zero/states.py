@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from meshfold.checkpoint.rectangles import Cut, Piece, pieces_of_run, pieces_of_whole, ranks_alike
 from meshfold.engine.blocks import put
 from meshfold.engine.checkpoints import optimizer_state
-from meshfold.engine.checkpoints.rectangles import Cut, Piece, pieces_of_run, pieces_of_whole, ranks_alike
 from meshfold.engine.optimizers import Factory
 from meshfold.engine.precision import Precision, keeps_statistics, other_dtypes
 from meshfold.engine.recompute import RecomputedBlocks

@@ -20,7 +20,7 @@ from meshfold.mesh.tracking.watch import Watched
 
 _DEEP = 6
 """How deep tensors are looked for in arguments that are none, such as caches."""
-_PLAIN, _MODELS = ("builtins", "torch", "collections", "meshfold."), "meshfold.engine.models"
+_PLAIN, _MODELS = ("builtins", "torch", "collections", "meshfold."), "meshfold.models"
 """Of whose classes what modules keep is no cache; our own models have one."""
 
 

@@ -14,7 +14,7 @@ from torch import Tensor
 from meshfold.mesh.errors import LayoutError
 
 _TORCH = str(Path(torch.__file__).parent)
-_MESHFOLD, _MODELS = "meshfold.", "meshfold.engine.models"
+_MESHFOLD, _MODELS = "meshfold.", "meshfold.models"
 
 
 def refusal(name: str, why: str, tensors: Sequence[Tensor], module: str, remedy: str) -> LayoutError:

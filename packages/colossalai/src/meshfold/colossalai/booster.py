@@ -1,0 +1,264 @@
+"""``Booster``: Colossal-AI's way from a model, an optimizer and a plugin to a step."""
+
+from __future__ import annotations
+
+import inspect
+import os
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from meshfold.colossalai import files
+from meshfold.colossalai.arguments import check_names
+from meshfold.colossalai.boosted import BoostedModel, BoostedOptimizer
+from meshfold.colossalai.config import Config
+from meshfold.colossalai.context import gpc
+from meshfold.colossalai.loaders import deal
+from meshfold.colossalai.making import make_engine
+from meshfold.colossalai.plugins import Plugin, TorchDDPPlugin
+from meshfold.colossalai.settings import Settings
+from meshfold.colossalai.submodules import find
+from meshfold.colossalai.tables import PRECISIONS
+from meshfold.colossalai.training import Criterion
+from meshfold.mesh import SpecError
+
+_PRECISIONS = {**PRECISIONS, "fp16_apex": "fp16", "fp16_naive": "fp16", "no": "fp32"}
+
+
+class Booster:
+    """Boosts a model, and steps it.
+
+    >>> booster = Booster(plugin=GeminiPlugin(precision="bf16", max_norm=1.0))                        # doctest: +SKIP
+    >>> model, optimizer, criterion, dataloader, lr_scheduler = booster.boost(model, optimizer, ...)  # doctest: +SKIP
+    >>> booster.backward(criterion(model(x), y), optimizer); optimizer.step(); optimizer.zero_grad()  # doctest: +SKIP
+
+    Attributes:
+        plugin: says spec and settings; without one data parallelism over all ranks.
+    """
+
+    def __init__(
+        self, device: str | None = None, mixed_precision: str | None = None, plugin: Plugin | None = None
+    ) -> None:
+        """Args:
+            device: of the model; None: this rank's GPU, or the CPU.
+            mixed_precision: ``fp16``, ``bf16``, ``fp32``; not with a plugin that says a precision.
+            plugin: one of :mod:`meshfold.colossalai`.
+
+        Raises:
+            SpecError: for another precision or plugin, or a precision in two places.
+        """
+        if plugin is not None and not isinstance(plugin, Plugin):
+            raise SpecError(
+                f"plugin={plugin!r}: a plugin of meshfold.colossalai, such as GeminiPlugin(precision='bf16')"
+            )
+        self.plugin = TorchDDPPlugin() if plugin is None else plugin
+        if mixed_precision is not None:
+            check_names("Booster: mixed_precision", [mixed_precision], _PRECISIONS)
+            if self.plugin.says_precision:
+                raise SpecError(
+                    f"mixed_precision={mixed_precision!r} beside {type(self.plugin).__name__}, which says the precision: write "
+                    f"{type(self.plugin).__name__}(precision={_PRECISIONS[mixed_precision]!r})"
+                )
+        self._device, self._precision = device, mixed_precision
+
+    def boost(
+        self,
+        model: nn.Module,
+        optimizer: Any = None,
+        criterion: Callable[..., Any] | None = None,
+        dataloader: Any = None,
+        lr_scheduler: Any = None,
+    ) -> tuple[BoostedModel, BoostedOptimizer | None, Any, Any, Any]:
+        """The same five, ready to train under the plugin's spec.
+
+        Args:
+            model: whole, or built under ``LazyInitContext``.
+            optimizer: made of ``model.parameters()``; None to evaluate.
+            criterion: comes back as it is. Under a pipeline it is called with (output, micro-batch), unless the model's
+                output has a ``.loss``.
+            dataloader: of ``plugin.prepare_dataloader``; or a plain one, of global batches. A pipeline looks up there what a
+                model that is not called with token ids is called with; without one write
+                ``HybridParallelPlugin(..., engine=dict(example=batch))``.
+            lr_scheduler: of ``optimizer``; the same object comes back, of the engine's optimizer. The script steps it.
+
+        Raises:
+            SpecError: for every setting that is wrong.
+        """
+        if not isinstance(model, nn.Module):
+            raise SpecError(f"boost(model={model!r}): an nn.Module")
+        settings = self._settings(dataloader)
+        stages = "pipeline" in settings.parallel
+        loss = _Late(criterion) if stages and (criterion is not None or not _has_loss(model)) else None
+        engine, schedule = make_engine(
+            model,
+            optimizer,
+            None if loss is None else loss,
+            lr_scheduler,
+            settings,
+            type(self.plugin).__name__,
+            dataloader,
+        )
+        gpc.show(Config(parallel=settings.parallel), engine.mesh)
+        boosted = BoostedModel(engine)
+        steps = None if optimizer is None else BoostedOptimizer(engine)
+        return boosted, steps, criterion, deal(dataloader, engine, "train"), schedule
+
+    def backward(self, loss: Tensor, optimizer: BoostedOptimizer) -> None:
+        """Add a loss's gradient, a mean over this rank's rows; under several backwards they are summed.
+
+        Raises:
+            SpecError: for an optimizer that was not boosted.
+        """
+        if not isinstance(optimizer, BoostedOptimizer):
+            raise SpecError(
+                f"booster.backward(loss, {type(optimizer).__name__}): give the optimizer that boost(...) gave back: "
+                "model, optimizer, *_ = booster.boost(model, optimizer)"
+            )
+        optimizer.backward(loss)
+
+    def execute_pipeline(
+        self,
+        data_iter: Iterator[Any],
+        model: BoostedModel,
+        criterion: Callable[[Any, Any], Tensor] | None = None,
+        optimizer: BoostedOptimizer | None = None,
+        return_loss: bool = True,
+        return_outputs: bool = False,
+    ) -> dict[str, Any]:
+        """Forward and backward of the next batch through the stages; after ``model.eval()`` forward alone.
+
+        Args:
+            data_iter: gives this data coordinate's batches, on every rank of the pipeline.
+            model: of :meth:`boost`.
+            criterion: of (output, micro-batch); None: that of :meth:`boost`. Not asked where the output has a ``.loss``.
+            optimizer: not looked at.
+            return_loss: whether to give it.
+            return_outputs: whether to give the model's output on this batch, after ``model.eval()``; refused in training.
+
+        Returns:
+            ``{"loss": ..., "outputs": ...}``: the loss of the global batch and the output on this data coordinate's, on every rank.
+        """
+        engine = model.engine
+        forward_only = not (engine.training and torch.is_grad_enabled())
+        if return_outputs and not forward_only:
+            raise SpecError(
+                "execute_pipeline(return_outputs=True) in training: outputs of micro-batches are let go of as soon as their loss "
+                "is there: leave it out, or call model.eval() before"
+            )
+        if engine.pipeline is None:
+            raise SpecError(
+                "execute_pipeline without a pipeline: write pp_size=2 in HybridParallelPlugin, or call the model"
+            )
+        if isinstance(engine._criterion, _Late):
+            engine._criterion.now = criterion or engine._criterion.first
+            if (
+                engine._criterion.now is None
+            ):  # here, on all ranks: inside only that of the last stage would find out
+                raise SpecError(
+                    f"execute_pipeline: {type(engine.model).__name__} takes no labels to make a loss of: give boost(...) or "
+                    "execute_pipeline(...) a criterion of (output, target)"
+                )
+        batch = next(data_iter)
+        _, _, loss = engine.execute_schedule(
+            iter([batch]), forward_only=forward_only, return_output_label=False
+        )
+        outputs = engine.output_of(batch) if return_outputs else None
+        return {"loss": loss if return_loss else None, "outputs": outputs}
+
+    def no_sync(
+        self, model: BoostedModel | None = None, optimizer: BoostedOptimizer | None = None
+    ) -> AbstractContextManager[None]:
+        """Gradients of backwards inside wait for the next one outside."""
+        boosted = model if model is not None else optimizer
+        if boosted is None:
+            raise SpecError("no_sync(): give the model of boost(...)")
+        return boosted.engine.no_sync()
+
+    def enable_lora(self, model: nn.Module, *args: Any, **given: Any) -> nn.Module:
+        """Raises:
+        SpecError: always: peft does so.
+        """
+        raise SpecError(
+            "booster.enable_lora(model, lora_config=...): write model = peft.get_peft_model(model, lora_config), make the "
+            "optimizer of its parameters, then boost"
+        )
+
+    # -- files ------------------------------------------------------------------------------------------------------
+
+    def save_model(
+        self, model: BoostedModel, checkpoint: str | os.PathLike[str], shard: bool = False, **given: Any
+    ) -> None:
+        """See :func:`meshfold.colossalai.files.save_model`; all ranks must call."""
+        files.save_model(model.engine, checkpoint, {"shard": shard, **given})
+
+    def load_model(self, model: BoostedModel, checkpoint: str | os.PathLike[str], **given: Any) -> None:
+        """See :func:`meshfold.colossalai.files.load_model`; all ranks must call."""
+        files.load_model(model.engine, checkpoint, given)
+
+    def save_optimizer(
+        self, optimizer: BoostedOptimizer, checkpoint: str | os.PathLike[str], **given: Any
+    ) -> None:
+        """See :func:`meshfold.colossalai.files.save_optimizer`; all ranks must call."""
+        files.save_optimizer(optimizer.engine, checkpoint, given)
+
+    def load_optimizer(
+        self, optimizer: BoostedOptimizer, checkpoint: str | os.PathLike[str], **given: Any
+    ) -> None:
+        """Go on from a folder of :meth:`save_optimizer`: weights, optimizer, counters, loss scale; all ranks must call."""
+        files.load_optimizer(optimizer.engine, checkpoint, given)
+
+    def save_lr_scheduler(self, lr_scheduler: Any, checkpoint: str | os.PathLike[str]) -> None:
+        """See :func:`meshfold.colossalai.files.save_lr_scheduler`; all ranks must call."""
+        files.save_lr_scheduler(gpc.mesh, lr_scheduler, checkpoint)
+
+    def load_lr_scheduler(self, lr_scheduler: Any, checkpoint: str | os.PathLike[str]) -> None:
+        """See :func:`meshfold.colossalai.files.load_lr_scheduler`."""
+        files.load_lr_scheduler(lr_scheduler, checkpoint)
+
+    # -- inside -----------------------------------------------------------------------------------------------------
+
+    def _settings(self, dataloader: Any) -> Settings:
+        """Of the plugin, and what this booster adds."""
+        settings = self.plugin.settings(
+            rows=getattr(dataloader, "batch_size", None), sampler=getattr(dataloader, "sampler", None)
+        )
+        engine = dict(settings.engine)
+        if self._precision is not None:
+            engine["precision"] = _PRECISIONS[self._precision]
+        if self._device is not None:
+            engine["device"] = self._device
+        return Settings(parallel=settings.parallel, engine=engine, words=settings.words)
+
+
+def _has_loss(model: nn.Module) -> bool:
+    """Whether a model makes its loss by itself, of labels."""
+    return "labels" in inspect.signature(model.forward).parameters
+
+
+class _Late(Criterion):
+    """A loss function that a call of ``execute_pipeline`` may replace.
+
+    Attributes:
+        first: that of ``boost``.
+        now: the one in use.
+    """
+
+    def __init__(self, function: Callable[..., Any] | None) -> None:
+        self.first = self.now = function
+        super().__init__(self._call)
+
+    def _call(self, output: Any, target: Any) -> Any:
+        return None if self.now is None else self.now(output, target)
+
+
+__path__: list[str] = []  # there it has submodules
+
+
+def __getattr__(name: str) -> Any:
+    """Other names that this module has there."""
+    from meshfold import colossalai as compat
+
+    return find(name, __name__, compat._HOMES)

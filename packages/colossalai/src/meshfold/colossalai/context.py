@@ -1,0 +1,214 @@
+"""``gpc`` and ``ParallelMode`` for scripts that ask them: a view of one mesh, which nothing inside Meshfold reads."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from enum import Enum
+from typing import Any
+
+from meshfold.colossalai.arguments import Translation
+from meshfold.colossalai.config import Config
+from meshfold.colossalai.settings import settings_of
+from meshfold.colossalai.submodules import find
+from meshfold.engine.world import join
+from meshfold.mesh import Group, Mesh, SpecError
+
+
+class ParallelMode(Enum):
+    """Colossal-AI's names of groups. A group of a row has the ranks that lie in it, which differ along our axis ``col``."""
+
+    GLOBAL = "global"
+    DATA = "data"
+    MODEL = "model"
+    PIPELINE = "pipe"
+    TENSOR = "tensor"
+    SEQUENCE = "sequence"
+    PARALLEL_1D = "1d"
+    PARALLEL_2D_ROW = "2d_row"
+    PARALLEL_2D_COL = "2d_col"
+    PARALLEL_2P5D_ROW = "2p5d_row"
+    PARALLEL_2P5D_COL = "2p5d_col"
+    PARALLEL_2P5D_DEP = "2p5d_dep"
+    PARALLEL_2P5D_XZ = "2p5d_xz"
+    PARALLEL_3D_INPUT = "3d_input"
+    PARALLEL_3D_WEIGHT = "3d_weight"
+    PARALLEL_3D_OUTPUT = "3d_output"
+
+
+TENSOR_AXES = ("tensor", "depth", "row", "col", "a", "b", "c")
+SEQUENCE_AXES = ("seq", "ring", "ulysses")
+
+AXES: Mapping[ParallelMode, tuple[str, ...]] = {
+    ParallelMode.GLOBAL: ("data", "pipe", *SEQUENCE_AXES, *TENSOR_AXES),
+    ParallelMode.DATA: ("data",),
+    ParallelMode.MODEL: ("pipe", *TENSOR_AXES),
+    ParallelMode.PIPELINE: ("pipe",),
+    ParallelMode.TENSOR: TENSOR_AXES,
+    ParallelMode.SEQUENCE: SEQUENCE_AXES,
+    ParallelMode.PARALLEL_1D: ("tensor",),
+    ParallelMode.PARALLEL_2D_ROW: ("col",),
+    ParallelMode.PARALLEL_2D_COL: ("row",),
+    ParallelMode.PARALLEL_2P5D_ROW: ("col",),
+    ParallelMode.PARALLEL_2P5D_COL: ("row",),
+    ParallelMode.PARALLEL_2P5D_DEP: ("depth",),
+    ParallelMode.PARALLEL_2P5D_XZ: ("depth", "row"),
+    ParallelMode.PARALLEL_3D_INPUT: ("b",),
+    ParallelMode.PARALLEL_3D_WEIGHT: ("c",),
+    ParallelMode.PARALLEL_3D_OUTPUT: ("a",),
+}
+"""The axes along which the ranks of a group differ."""
+
+
+class ParallelContext:
+    """Answers what ``gpc`` answered, of the mesh of the last ``launch``, ``initialize`` or ``boost`` of this process.
+
+    Attributes:
+        config: what was read there; empty before.
+    """
+
+    def __init__(self) -> None:
+        self.config = Config()
+        self._mesh: Mesh | None = None
+
+    def show(self, config: Config, mesh: Mesh) -> None:
+        """Answer for this config and mesh from now on."""
+        self.config, self._mesh = config, mesh
+
+    @property
+    def mesh(self) -> Mesh:
+        """What is asked.
+
+        Raises:
+            SpecError: before any ``launch``.
+        """
+        if self._mesh is None:
+            raise SpecError(
+                "gpc knows no mesh yet: call launch_from_torch(config) or initialize(..., config=...) first"
+            )
+        return self._mesh
+
+    def get_global_rank(self) -> int:
+        """Of this process."""
+        return self.mesh.rank
+
+    def get_local_rank(self, mode: ParallelMode) -> int:
+        """This process's place in its group."""
+        return self.mesh.index(*self._axes(mode))
+
+    def get_world_size(self, mode: ParallelMode) -> int:
+        """How many ranks its group has."""
+        return self.mesh.size(*self._axes(mode))
+
+    def get_ranks_in_group(self, mode: ParallelMode) -> list[int]:
+        """The global ranks of its group."""
+        rank = self.mesh.rank
+        return next(ranks for ranks in self.mesh.groups(*self._axes(mode)) if rank in ranks)
+
+    def get_group(self, mode: ParallelMode) -> Group:
+        """Its group, for the collectives of ``meshfold.mesh``. All ranks must ask for their groups in one order."""
+        return self.mesh.group(*self._axes(mode))
+
+    def is_initialized(self, mode: ParallelMode) -> bool:
+        """Whether the mesh has an axis of this name."""
+        return self._mesh is not None and bool(self._axes(mode))
+
+    def is_first_rank(self, mode: ParallelMode) -> bool:
+        """Whether it is the first of its group."""
+        return self.get_local_rank(mode) == 0
+
+    def is_last_rank(self, mode: ParallelMode) -> bool:
+        """Whether it is the last of its group."""
+        return self.get_local_rank(mode) == self.get_world_size(mode) - 1
+
+    def is_pipeline_first_stage(self) -> bool:
+        """Whether it is the first rank of its pipeline."""
+        return self.is_first_rank(ParallelMode.PIPELINE)
+
+    def is_pipeline_last_stage(self) -> bool:
+        """Whether it is the last rank of its pipeline."""
+        return self.is_last_rank(ParallelMode.PIPELINE)
+
+    @property
+    def data_parallel_size(self) -> int:
+        """Ranks with other rows."""
+        return self.get_world_size(ParallelMode.DATA)
+
+    @property
+    def pipeline_parallel_size(self) -> int:
+        """Ranks of a pipeline."""
+        return self.get_world_size(ParallelMode.PIPELINE)
+
+    @property
+    def tensor_parallel_size(self) -> int:
+        """Ranks that share a matrix."""
+        return self.get_world_size(ParallelMode.TENSOR)
+
+    def destroy(self) -> None:
+        """Forget mesh and config; the process group ends with the process."""
+        self.config, self._mesh = Config(), None
+
+    def _axes(self, mode: ParallelMode) -> tuple[str, ...]:
+        if not isinstance(mode, ParallelMode):
+            raise SpecError(
+                f"mode={mode!r}: one of {', '.join(f'ParallelMode.{one.name}' for one in ParallelMode)}"
+            )
+        return tuple(axis for axis in AXES[mode] if axis in self.mesh.axes)
+
+
+gpc = global_context = ParallelContext()
+"""For scripts that ask it. Code of your own asks ``engine.mesh``."""
+
+_NOTHING = dict.fromkeys(
+    ("rank", "world_size", "host", "port", "local_rank"),
+    "the ranks are those of meshfold run, torchrun or Slurm",
+)
+
+
+def launch(
+    config: object = None, *, seed: int | None = None, backend: str | None = None, **given: Any
+) -> Config:
+    """Meet the other processes and read the config, for ``gpc`` and :func:`meshfold.engine.initialize`.
+
+    An engine does so by itself: a script needs this only if it asks ``gpc`` before it has one.
+
+    Args:
+        config: a dict, or the path of a Python file; None for none.
+        seed: of initial weights, dropout and order, unless the config has one.
+        backend: does nothing; it is NCCL with a GPU for each rank, else gloo.
+        given: ``rank``, ``world_size``, ``host``, ``port``, ``local_rank`` and ``verbose`` do nothing.
+
+    Raises:
+        SpecError: for what is wrong with the config.
+        LaunchError: when the other processes cannot be met.
+    """
+    unknown = [name for name in given if name not in (*_NOTHING, "verbose")]
+    if unknown:
+        raise SpecError(
+            f"launch: there is no {unknown[0]!r}. Known: config, seed, backend, {', '.join(_NOTHING)}, verbose"
+        )
+    read = Config.of(config)
+    if seed is not None:
+        read.setdefault("seed", seed)
+    settings = settings_of(read)
+    mesh = join(settings.parallel, settings.engine.get("device")).mesh
+    words = [
+        f"{name}={value!r} does nothing: {_NOTHING[name]}"
+        for name, value in given.items()
+        if name in _NOTHING
+    ]
+    Translation(words=words).say("launch", rank=mesh.rank)
+    gpc.show(read, mesh)
+    return read
+
+
+launch_from_torch = launch_from_slurm = launch_from_openmpi = launch
+
+
+__path__: list[str] = []  # there it has submodules
+
+
+def __getattr__(name: str) -> Any:
+    """Other names that this module has there."""
+    from meshfold import colossalai as compat
+
+    return find(name, __name__, compat._HOMES)

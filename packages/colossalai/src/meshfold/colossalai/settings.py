@@ -1,0 +1,157 @@
+"""From a config of Colossal-AI to the arguments of an engine."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from meshfold.colossalai import tables
+from meshfold.colossalai.arguments import Translation, translate
+from meshfold.colossalai.config import Config
+from meshfold.mesh import SpecError
+from meshfold.mesh.errors import nearest
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    """Arguments of :class:`meshfold.engine.Engine`, but for model, optimizer, schedule and loss.
+
+    Attributes:
+        parallel: the spec.
+        engine: the others, by name.
+        words: what was given and does nothing.
+    """
+
+    parallel: dict[str, Any]
+    engine: dict[str, Any] = field(default_factory=dict)
+    words: tuple[str, ...] = ()
+
+
+def settings_of(config: Config) -> Settings:
+    """Read a config. Names in capitals are the script's own, but for ``NUM_MICRO_BATCHES``.
+
+    Raises:
+        SpecError: for a name that is not known, and for what cannot be here.
+    """
+    found = translate("config", _known(config), tables.CONFIG)
+    aside = found.under("aside")
+    parallel, zero = _parallel(aside.get("parallel")), aside.get("zero")
+    if zero is not None:
+        if "zero" in parallel:
+            raise SpecError("config: zero stands in parallel and beside it: leave one of them out")
+        zero = _zero(zero, found)
+    if aside.get("fp16") is not None:
+        _fp16(aside["fp16"], found)
+    if aside.get("cudnn_benchmark") is not None:
+        torch.backends.cudnn.benchmark = bool(aside["cudnn_benchmark"])
+    if aside.get("cudnn_deterministic") is not None:
+        torch.backends.cudnn.deterministic = bool(aside["cudnn_deterministic"])
+    _pipeline(parallel, found.under("pipeline"))
+    if zero is not None:
+        parallel["zero"] = zero
+    return Settings(parallel=parallel, engine=engine_settings(found), words=tuple(found.words))
+
+
+def engine_settings(found: Translation) -> dict[str, Any]:
+    """Arguments of the engine; the precision with the movements of its loss scale, where it has one."""
+    engine = found.under("engine")
+    scale = found.under("scale")
+    if scale and engine.get("precision") == "fp16":
+        engine["precision"] = {"name": "fp16", **scale}
+    return engine
+
+
+def _known(config: Config) -> dict[str, Any]:
+    """What of a config is ours to read.
+
+    Raises:
+        SpecError: for a name that is not known.
+    """
+    for name, value in config.items():
+        # what the script makes by itself: optimizer = dict(type=HybridAdam, lr=1e-3)
+        component = isinstance(value, Mapping) and "type" in value
+        if name not in tables.CONFIG and not name.isupper() and not component:
+            raise SpecError(
+                f"config: there is no {name!r}.{nearest(name, tables.CONFIG)} Known: {', '.join(tables.CONFIG)}. Names of your "
+                f"own are in capitals, {name.upper()}, begin with an underscore, or are dicts with a 'type'"
+            )
+    return {name: value for name, value in config.items() if name in tables.CONFIG}
+
+
+def _parallel(value: Any) -> dict[str, Any]:
+    """The spec, where their grammar differs from ours."""
+    if value is None:
+        return {}
+    if not isinstance(value, Mapping):
+        raise SpecError(f"config: parallel={value!r}: a dict, such as dict(tensor=dict(mode='2d', size=4))")
+    parallel = dict(value)
+    if "moe" in parallel:
+        raise SpecError(
+            f"config: parallel: moe={parallel['moe']!r}: there is no expert parallelism: leave it out"
+        )
+    tensor = parallel.get("tensor")
+    if tensor == 1 or (
+        isinstance(tensor, Mapping) and tensor.get("size") == 1
+    ):  # every config there has the entry
+        del parallel["tensor"]
+        return parallel
+    if isinstance(tensor, Mapping) and tensor.get("mode", "") is None:
+        parallel["tensor"] = {key: entry for key, entry in tensor.items() if key != "mode"}
+    elif isinstance(tensor, Mapping) and tensor.get("mode") == "sequence":  # a ring over tokens there
+        if "sequence" in parallel:
+            raise SpecError(
+                "config: parallel: tensor=dict(mode='sequence') beside sequence: leave one of them out"
+            )
+        del parallel["tensor"]
+        parallel["sequence"] = {**tensor, "mode": "ring"}
+    return parallel
+
+
+def _zero(value: Any, found: Translation) -> dict[str, Any]:
+    """The entry ``zero``: ours as it is; theirs by its tables. Without a precision theirs means fp16."""
+    if not isinstance(value, Mapping):
+        raise SpecError(f"config: zero={value!r}: a dict, such as dict(stage=3, placement='auto')")
+    if not any(name in value for name in tables.ZERO_CONFIGS):
+        return dict(value)
+    for name in value:
+        if name not in tables.ZERO_CONFIGS:
+            raise SpecError(
+                f"config: zero: {name!r} beside model_config: write zero=dict(stage=3, ...) without it"
+            )
+    model, optimizer = (dict(value.get(name) or {}) for name in tables.ZERO_CONFIGS)
+    theirs = translate("config: zero: model_config", model, tables.ZERO_MODEL)
+    theirs.add(translate("config: zero: optimizer_config", optimizer, tables.ZERO_OPTIMIZER))
+    theirs.settings.setdefault("engine.precision", "fp16")
+    for path, setting in theirs.settings.items():
+        found.settings.setdefault(path, setting)
+    found.words += theirs.words
+    return {"stage": 3, **theirs.under("zero")}
+
+
+def _fp16(value: Any, found: Translation) -> None:
+    if not isinstance(value, Mapping):
+        raise SpecError(f"config: fp16={value!r}: a dict, such as dict(mode=AMP_TYPE.NAIVE)")
+    theirs = translate("config: fp16", value, tables.FP16)
+    aside = theirs.under("aside")
+    theirs.settings.setdefault("engine.precision", "fp16" if aside.get("enabled", True) else "fp32")
+    for path, setting in theirs.settings.items():
+        found.settings.setdefault(path, setting)
+    found.words += theirs.words
+
+
+def _pipeline(parallel: dict[str, Any], given: Mapping[str, Any]) -> None:
+    """Settings of the pipeline that stand beside ``parallel`` there."""
+    entry = parallel.get("pipeline")
+    if entry is None or not given:
+        return
+    entry = dict(entry) if isinstance(entry, Mapping) else {"size": entry}
+    if given.get("chunks", 1) == 1:
+        given = {key: value for key, value in given.items() if key != "chunks"}
+    else:
+        entry.setdefault("schedule", "interleaved")
+    for key, value in given.items():
+        entry.setdefault(key, value)
+    parallel["pipeline"] = entry

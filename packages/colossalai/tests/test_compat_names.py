@@ -1,0 +1,177 @@
+"""Names that scripts for Colossal-AI import, under its paths: each is there, or the error says what to write."""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader
+
+import meshfold.colossalai as colossalai
+from meshfold.colossalai import (
+    Booster,
+    CPUAdam,
+    DPPluginBase,
+    GeminiPlugin,
+    HybridAdam,
+    HybridParallelPlugin,
+    MigrationNote,
+    get_accelerator,
+    initialize,
+)
+from meshfold.mesh import SpecError
+from meshfold.mesh.testing import ranks
+
+THERE = """
+accelerator: get_accelerator; amp: AMP_TYPE; booster: Booster; booster.plugin: DPPluginBase GeminiPlugin HybridParallelPlugin
+LowLevelZeroPlugin TorchDDPPlugin TorchFSDPPlugin; booster.plugin.dp_plugin_base: DPPluginBase; cluster: DistCoordinator
+ProcessGroupMesh; context: Config ParallelMode ParallelContext; context.parallel_mode: ParallelMode; core: global_context gpc;
+lazy: LazyInitContext; legacy.amp: AMP_TYPE; legacy.context: ParallelMode; legacy.core: global_context; legacy.zero.init_ctx:;
+legacy.zero.shard_utils: TensorShardStrategy; legacy.utils: get_dataloader; logging: disable_existing_loggers get_dist_logger;
+nn.lr_scheduler: CosineAnnealingWarmupLR LinearWarmupLR; nn.optimizer: CPUAdam HybridAdam; nn.optimizer.hybrid_adam: HybridAdam;
+utils: get_current_device get_dataloader is_using_pp is_using_ddp; utils.model.colo_init_context:; zero: ColoInitContext
+ZeroInitContext; zero.init_ctx:; zero.shard_utils: BucketTensorShardStrategy TensorShardStrategy; interface:; initialize:
+"""
+HINTED = """
+amp: convert_to_naive_amp; auto_parallel.tensor_shard: initialize_model; booster.mixed_precision: FP16TorchMixedPrecision;
+booster.plugin: MoeHybridParallelPlugin; checkpoint_io: CheckpointIO GeneralCheckpointIO; device: DeviceMesh; engine.schedule:
+PipelineSchedule InterleavedPipelineSchedule; inference: InferenceConfig; kernel: KernelLoader; legacy.builder: build_from_registry;
+legacy.nn: CrossEntropyLoss Linear1D_Col LayerNorm1D; legacy.nn.metric: Accuracy; legacy.pipeline.pipelinable: PipelinableContext;
+legacy.registry: HOOKS; legacy.trainer: Trainer hooks; legacy.utils: MultiTimer clip_grad_norm_fp32 save_checkpoint; moe: SparseMLP;
+nn: Accuracy CrossEntropyLoss Linear; nn.layer: VanillaLayerNorm WrappedDropout; nn.layer.parallel_1d: Embedding1D; nn.lr_scheduler:
+MultiStepLR PolynomialLR; nn.optimizer: FusedAdam FusedLAMB FusedSGD Lamb Lars; nn.parallel: GeminiDDP ZeroDDP; pipeline:
+PipelineStageManager; shardformer: ShardConfig ShardFormer; tensor: ColoParameter ComputePattern ComputeSpec ProcessGroup
+ReplicaSpec ShardSpec; trainer: Trainer hooks; utils: MultiTimer Timer free_port load_checkpoint print_rank_0 report_memory_usage
+save_checkpoint sync_cuda; utils.profiler: CommProfiler; zero: ShardedModelV2 ShardedOptimizerV2 ZeroOptimizer zero_model_wrapper
+zero_optim_wrapper; zero.gemini: ChunkManager GeminiManager; utils.data: build_cifar; zero: anything_else
+"""
+
+
+def names(table: str) -> list[tuple[str, str]]:
+    """(module, name) of each."""
+    found = []
+    for entry in table.replace("\n", " ").split(";"):
+        module, _, wanted = entry.strip().partition(":")
+        found += [(module, name) for name in wanted.split()]
+    return found
+
+
+@pytest.mark.parametrize(("module", "name"), names(THERE))
+def test_names_are_there_under_their_paths(module: str, name: str) -> None:
+    found = getattr(importlib.import_module(f"meshfold.colossalai.{module}"), name)
+    assert found is getattr(colossalai, name)
+
+
+@pytest.mark.parametrize(("module", "name"), names(HINTED))
+def test_names_that_are_not_there_say_what_to_write(module: str, name: str) -> None:
+    with pytest.raises(ImportError, match=r"here; write|every name with what to write"):
+        exec(f"from meshfold.colossalai.{module} import {name}")
+
+
+def test_paths_are_attributes_too() -> None:
+    assert colossalai.booster.plugin.GeminiPlugin is GeminiPlugin
+    assert colossalai.utils.get_current_device() == get_accelerator().get_current_device()
+    assert colossalai.__version__ == "0.5.0"
+    assert not hasattr(colossalai, "__wrapped__")
+    with pytest.raises(ImportError, match=r"has no 'GeminiPlugn'. Did you mean 'GeminiPlugin'"):
+        _ = colossalai.GeminiPlugn
+    with pytest.raises(ModuleNotFoundError, match=r"has no module 'utls'. Did you mean 'utils'"):
+        importlib.import_module("meshfold.colossalai.utls")
+
+
+def test_accelerator() -> None:
+    here = get_accelerator()
+    here.synchronize()
+    here.empty_cache()
+    here.reset_peak_memory_stats()
+    assert here.memory_allocated() >= 0 and here.max_memory_allocated() >= 0 and here.device_count() >= 1
+    assert here.set_to_device(nn.Linear(2, 2)).weight.device.type == here.name
+    with pytest.raises(AttributeError, match="has no 'no_such_thing'"):
+        _ = here.no_such_thing
+
+
+@pytest.mark.parametrize("cls", [HybridAdam, CPUAdam])
+def test_adams_take_what_the_originals_take(cls: Any) -> None:
+    weight = nn.Parameter(torch.ones(3))
+    with pytest.warns(
+        MigrationNote, match="initial_scale=32 does nothing: the plugin or the config says the loss scale"
+    ):
+        made = cls([weight], 1e-2, True, (0.9, 0.95), 1e-6, 0.1, True, initial_scale=32)
+    group = made.param_groups[0]
+    assert (group["lr"], group["betas"], group["eps"], group["weight_decay"]) == (
+        1e-2,
+        (0.9, 0.95),
+        1e-6,
+        0.1,
+    )
+    weight.grad = torch.ones(3)
+    made.step()
+    assert (weight < 1).all()
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(4, 4) for _ in range(2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+@ranks(2)
+def test_numel_under_gemini_tells_the_size() -> None:
+    for name in ("boost", "initialize"):
+        model: Any = Net()
+        count = sum(p.numel() for p in model.parameters())
+        optimizer: Any = HybridAdam(model.parameters(), lr=1e-3)
+        if name == "boost":
+            model, optimizer, *_ = Booster(plugin=GeminiPlugin(precision="fp32")).boost(model, optimizer)
+            engine = model.engine
+        else:
+            engine, *_ = initialize(model, optimizer, nn.MSELoss(), config=dict(zero=dict(stage=3)))
+            model = engine.model
+        assert sum(p.numel() for p in model.parameters()) == count
+        engine.train_step((torch.ones(2, 4), torch.ones(2, 4))) if name == "initialize" else None
+        assert sum(p.numel() for p in model.parameters()) == count
+        engine.close()
+        with pytest.raises(SpecError):  # it holds no weights any more, and that is still seen
+            initialize(engine.model, None, nn.MSELoss(), config={})[0].eval()(torch.ones(2, 4))
+
+
+@ranks(4)
+def test_groups_of_a_plugin() -> None:
+    import torch.distributed as dist
+
+    plugin = HybridParallelPlugin(tp_size=2, pp_size=2, num_microbatches=2, precision="fp32")
+    assert not isinstance(plugin, DPPluginBase)
+    mine = dist.get_rank()
+    assert (
+        dist.get_world_size(plugin.tp_group) == 2
+        and dist.get_rank(plugin.tp_group) == plugin.tp_rank == mine % 2
+    )
+    assert dist.get_world_size(plugin.dp_group) == plugin.dp_size == 1
+    ranks_of_mine = plugin.pg_mesh.get_ranks_in_group(plugin.pp_group)
+    assert ranks_of_mine == [mine % 2, mine % 2 + 2]
+    told = [mine]
+    dist.broadcast_object_list(told, src=ranks_of_mine[-1], group=plugin.pp_group)
+    assert told == [mine % 2 + 2]
+    assert plugin.pg_mesh.shape == (1, 2, 2, 1) and plugin.pg_mesh.size(1) == 2
+    assert plugin.pg_mesh.coordinate() == (0, mine // 2, mine % 2, 0)
+    assert plugin.pg_mesh.get_group_along_axis(2) is plugin.tp_group
+    with pytest.raises(SpecError, match=r"give plugin\.tp_group"):
+        plugin.pg_mesh.get_ranks_in_group(None)
+
+
+def test_prepared_loaders_are_loaders_of_torch() -> None:
+    loader = GeminiPlugin().prepare_dataloader(list(range(8)), batch_size=2, shuffle=True, drop_last=True)
+    assert isinstance(loader, DataLoader) and len(loader) == 4 and loader.dataset == list(range(8))
+    orders = []
+    for epoch in (0, 1, 1):
+        loader.sampler.set_epoch(epoch)
+        orders.append(torch.cat(list(loader)).tolist())
+    assert sorted(orders[0]) == list(range(8)) and orders[0] != orders[1] == orders[2]

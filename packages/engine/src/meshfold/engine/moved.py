@@ -1,0 +1,69 @@
+"""Import paths of version 0.1: each gives the module where it is today, with a DeprecationWarning."""
+
+from __future__ import annotations
+
+import sys
+import warnings
+from collections.abc import Sequence
+from importlib.abc import Loader, MetaPathFinder
+from importlib.machinery import ModuleSpec
+from types import ModuleType
+
+from meshfold.engine.integrations import integration
+
+_CHECKPOINT = (
+    "block_files", "copying", "extra_state", "folder", "folder_weights", "names", "own_files", "place", "politely",
+    "rectangles", "removing", "replacing", "state_file", "stored", "tensor_file", "tensor_files", "tensor_folder", "torch_file",
+)  # fmt: skip
+
+MOVED = {
+    "meshfold.engine.cli": "meshfold.cli",
+    "meshfold.engine.compat": "meshfold.colossalai",
+    "meshfold.engine.data": "meshfold.data",
+    "meshfold.engine.hugging_face": "meshfold.huggingface",
+    "meshfold.engine.lightning": "meshfold.lightning",
+    "meshfold.engine.models": "meshfold.models",
+    "meshfold.engine.planning": "meshfold.planner",
+    "meshfold.engine.training": "meshfold.train",
+    **{f"meshfold.engine.checkpoints.{name}": f"meshfold.checkpoint.{name}" for name in _CHECKPOINT},
+}
+"""Old path of a module or package: the path of today."""
+
+
+class _Moved(MetaPathFinder, Loader):
+    """Finds modules under their old paths. A module under two paths is one module."""
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        return None if today(fullname) is None else ModuleSpec(fullname, self)
+
+    def create_module(self, spec: ModuleSpec) -> ModuleType:
+        new = today(spec.name)
+        if new is None:
+            raise ImportError(f"{spec.name!r} has not moved", name=spec.name)
+        warnings.warn(f"{spec.name} is now {new}: change the import", DeprecationWarning, stacklevel=2)
+        module = integration(new)
+        spec.loader_state = module.__spec__  # which the import would replace by this one
+        return module
+
+    def exec_module(self, module: ModuleType) -> None:
+        old = module.__spec__
+        if old is not None:
+            module.__spec__ = old.loader_state
+
+
+def today(name: str) -> str | None:
+    """Return the path of today of a module that was once at ``name``; None for one that has not moved."""
+    for old, new in MOVED.items():
+        if f"{name}.".startswith(f"{old}."):
+            return new + name[len(old) :]
+    return None
+
+
+def install() -> None:
+    """Let imports find the old paths."""
+    if not any(isinstance(finder, _Moved) for finder in sys.meta_path):
+        sys.meta_path.insert(
+            0, _Moved()
+        )  # before the parent's folder is searched: it would make a second module

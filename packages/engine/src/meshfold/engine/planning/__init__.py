@@ -1,1 +1,0 @@
-"""What a spec holds, moves and waits for, before anything runs."""

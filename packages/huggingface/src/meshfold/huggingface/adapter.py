@@ -1,0 +1,200 @@
+"""Low-rank adapters on a model that stays as it is: LoRA through peft, under any spec.
+
+    engine = Engine(pretrained("models/llama", adapter=LoraConfig(r=8, target_modules=["q_proj", "v_proj"])), ...)
+    ...
+    save_adapter(engine, "adapter/")          # what peft's PeftModel.from_pretrained(model, "adapter/") reads
+
+Only adapters have gradients and optimizer states. Under tensor parallelism they are split as their layers are
+(:mod:`meshfold.tensor_parallel.adapters`); under ``zero`` they and the frozen weights are in chunks of their own.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor, nn
+
+from meshfold.checkpoint.errors import CheckpointError
+from meshfold.checkpoint.folder_lock import hold
+from meshfold.checkpoint.names import LOCK
+from meshfold.checkpoint.tensor_file import Described, TensorWriter
+from meshfold.checkpoint.tensor_files import open_tensors, verify
+from meshfold.checkpoint.tensor_folder import check_within
+from meshfold.checkpoint.whole_file import write_whole
+from meshfold.engine.together import fail_together
+from meshfold.mesh import SpecError, broadcast
+
+if TYPE_CHECKING:
+    from meshfold.engine.engine import Engine
+
+_FILE, _NAME = "adapter_model.safetensors", "default"
+_BASE = "base_layer."
+
+
+class Adapter:
+    """An adapter that is to be put on a model: peft's configuration, and trained values if there are any."""
+
+    def __init__(self, config: Any, folder: Path | None) -> None:
+        self.config, self.folder = config, folder
+
+    @classmethod
+    def of(cls, asked: Any) -> Adapter:
+        """What a user calls an adapter.
+
+        Raises:
+            SpecError: if it is neither a configuration nor a folder of peft's, or peft is not installed.
+        """
+        try:
+            from peft import PeftConfig
+        except ImportError:
+            raise SpecError("adapter=... needs peft: pip install meshfold[peft]") from None
+        if isinstance(asked, PeftConfig):
+            return cls(asked, None)
+        if not isinstance(asked, str | os.PathLike):
+            raise SpecError(
+                f"adapter={asked!r}: peft's LoraConfig(...), or the folder of an adapter that it wrote"
+            )
+        folder = Path(asked)
+        if not (folder / "adapter_config.json").is_file() or not (folder / _FILE).is_file():
+            raise SpecError(
+                f"adapter={str(asked)!r}: no folder with adapter_config.json and {_FILE}, as peft writes"
+            )
+        try:
+            check_within(folder / "adapter_config.json", folder)
+            config = PeftConfig.from_pretrained(str(folder))
+            config.inference_mode = False
+        except Exception as error:  # of peft, or of what it reads
+            reason = str(error).strip().partition("\n")[0] or type(error).__name__
+            raise SpecError(
+                f"adapter={str(asked)!r}: its adapter_config.json cannot be read: {reason}"
+            ) from error
+        return cls(config, folder)
+
+    def put_on(self, model: nn.Module) -> nn.Module:
+        """peft's model round a model, which may be without values."""
+        from peft import get_peft_model
+
+        try:
+            made: nn.Module = get_peft_model(model, self.config)
+        except ValueError as error:  # target modules that there are not
+            raise SpecError(f"adapter: {str(error).partition(chr(10))[0]}") from error
+        return made
+
+    @staticmethod
+    def base_of(model: Any) -> Any:
+        """transformers' model within peft's."""
+        return model.get_base_model()
+
+    def names_of(self, model: Any) -> tuple[dict[str, str], dict[str, Tensor]]:
+        """Names in peft's model to those in the bare one, and the bare one's tensors by these."""
+        base = self.base_of(model)
+        whole: dict[Tensor, list[str]] = {}
+        for name, tensor in model.state_dict(keep_vars=True).items():
+            whole.setdefault(tensor, []).append(name)
+        names, wanted = {}, {}
+        for name, tensor in base.state_dict(keep_vars=True).items():
+            if ".lora_" in name:
+                continue
+            bare = name.replace(_BASE, "")
+            wanted[bare] = tensor
+            names.update(dict.fromkeys(whole[tensor], bare))
+        return names, wanted
+
+    def files(self) -> Mapping[str, Tensor]:
+        """The tensors of the folder, by their names there; none of a new adapter.
+
+        Raises:
+            SpecError: if they are damaged.
+        """
+        if self.folder is None:
+            return {}
+        try:
+            found = open_tensors(self.folder, _FILE)
+            verify(found, 0, 1)
+        except CheckpointError as error:
+            raise SpecError(f"adapter {str(self.folder)!r}: {error}") from error
+        return found
+
+    def values(self, model: nn.Module) -> Mapping[str, Tensor]:
+        """The trained values by their names in the model; none of a new adapter.
+
+        Raises:
+            SpecError: if the folder lacks some, or has others.
+        """
+        if self.folder is None:
+            return {}
+        files = self.files()
+        wanted = {name.replace(f".{_NAME}.", "."): name for name in _adapter_names(model)}
+        if wanted.keys() != files.keys():
+            odd = sorted(wanted.keys() ^ files.keys())
+            raise SpecError(
+                f"adapter {str(self.folder)!r} is of another model: {odd[0]!r} is in only one of the two, and "
+                f"{len(odd) - 1} more"
+            )
+        for bare, name in wanted.items():
+            here, there = tuple(model.state_dict()[name].shape), tuple(files[bare].shape)
+            if here != there:
+                raise SpecError(
+                    f"adapter {str(self.folder)!r}: {bare!r} is {there} there and {here} in the model"
+                )
+        return {name: files[bare] for bare, name in wanted.items()}
+
+
+def _adapter_names(model: nn.Module) -> list[str]:
+    return [name for name in model.state_dict() if ".lora_" in name]
+
+
+def save_adapter(engine: Engine, path: str | os.PathLike[str]) -> None:
+    """Write an engine's adapter as a peft folder: whole tensors, whatever the spec. All ranks must call.
+
+    Raises:
+        CheckpointError: if the engine's model has none, or rank 0 cannot write.
+    """
+    world, folder = engine._world, Path(path)
+    config = getattr(engine.model, "peft_config", {}).get(_NAME)
+    if config is None:
+        raise CheckpointError(
+            "save_adapter(): the engine's model has no adapter; make it with pretrained(folder, adapter=LoraConfig(...))"
+        )
+    whole: dict[str, Tensor] = {}
+    for name, source in engine._model_state.sources().items():
+        if ".lora_" in name:
+            value = source.read()
+            whole[name] = (value if source.alike else broadcast(value, world.everyone, 0)).to(
+                "cpu", copy=True
+            )
+    error: Exception | None = None
+    if world.mesh.rank == 0:
+        try:
+            _write(folder, config, whole)
+        except Exception as unwritten:
+            error = unwritten
+    fail_together(world, error, f"cannot write the adapter {folder}")
+
+
+def _write(folder: Path, config: Any, whole: Mapping[str, Tensor]) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    named = {name.replace(f".{_NAME}.", "."): value for name, value in whole.items()}
+    announced = {
+        name: Described(dtype=value.dtype, shape=tuple(value.shape)) for name, value in named.items()
+    }
+
+    def weights(path: Path) -> None:
+        with TensorWriter(path, announced) as writer:
+            for name in writer.order:
+                writer.write(name, named[name])
+
+    with hold(folder / LOCK, doing="saving an adapter into it"):
+        write_whole(folder / _FILE, weights)
+        trained, config.inference_mode = config.inference_mode, True
+        try:
+            with TemporaryDirectory() as made:
+                config.save_pretrained(made)
+                text = Path(made, "adapter_config.json").read_text()
+        finally:
+            config.inference_mode = trained
+        write_whole(folder / "adapter_config.json", lambda path: path.write_text(text))

@@ -1,0 +1,102 @@
+"""Hugging Face causal language models from a local folder, with their weights, or new where there are none."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from meshfold.checkpoint.folder_weights import has_weights
+from meshfold.huggingface.from_folder import Pretrained, pretrained
+from meshfold.huggingface.reading import read_config
+from meshfold.mesh import SpecError
+
+
+@dataclass(frozen=True, kw_only=True)
+class HuggingFaceModel:
+    """A model that a folder describes.
+
+    Attributes:
+        folder: where.
+        config: transformers' configuration.
+        has_weights: whether the folder has weights too.
+    """
+
+    folder: Path
+    config: Any
+    has_weights: bool
+
+    @property
+    def vocab_size(self) -> int:
+        """Token ids are below it."""
+        return int(self.config.get_text_config().vocab_size)
+
+    @property
+    def max_positions(self) -> int | None:
+        """The longest sequence in tokens, if the configuration names one."""
+        found = getattr(self.config.get_text_config(), "max_position_embeddings", None)
+        return None if found is None else int(found)
+
+    def build(self) -> nn.Module:
+        """The model with fresh weights; hand this function to the engine, which never allocates the whole."""
+        from transformers import AutoModelForCausalLM
+
+        model: nn.Module = AutoModelForCausalLM.from_config(
+            self.config, dtype=torch.float32, trust_remote_code=False
+        )
+        return model
+
+    def load(self) -> Pretrained:
+        """The model with the folder's weights, which an engine reads straight into place.
+
+        Raises:
+            SpecError: if they are damaged.
+        """
+        return pretrained(self.folder, model_class="AutoModelForCausalLM")
+
+    @property
+    def source(self) -> Callable[[], nn.Module]:
+        """What to give to the engine as its model: one with the folder's weights, or the function that builds it."""
+        return self.load() if self.has_weights else self.build
+
+
+def open_model(folder: str | os.PathLike[str]) -> HuggingFaceModel:
+    """Read a folder's ``config.json`` and look for weights beside it. Nothing is fetched from anywhere.
+
+    Raises:
+        SpecError: if there is no configuration of a causal language model, or transformers is not installed.
+    """
+    check_folder(folder)
+    path, name = Path(folder), str(folder)
+    config = read_config(path, f"model {name!r}")
+    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
+
+    if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
+        raise SpecError(
+            f"model {name!r} is of type {config.model_type!r}, which has no causal language model in transformers"
+        )
+    config.use_cache = False
+    return HuggingFaceModel(folder=path, config=config, has_weights=has_weights(path))
+
+
+def check_folder(folder: str | os.PathLike[str]) -> None:
+    """Raise a SpecError if a folder is not there or has no ``config.json``."""
+    path = Path(folder)
+    if not (path / "config.json").is_file():
+        what = "the folder has no config.json" if path.is_dir() else "there is no such folder"
+        raise SpecError(
+            f"--hf {str(folder)!r}: {what}; give a local folder of a Hugging Face model, nothing is downloaded"
+        )
+
+
+def quiet() -> None:
+    """Have transformers print errors alone, on ranks whose warnings another has printed already."""
+    from transformers.utils import logging
+
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()

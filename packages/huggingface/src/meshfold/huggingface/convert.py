@@ -1,0 +1,251 @@
+"""Between Hugging Face folders and checkpoints, tensor by tensor: no more of a model is in memory than a few tensors.
+
+A checkpoint of a Hugging Face model has that model's names, and a folder of it the same. Our own GPT and Llama have other names,
+and are GPT-2 and Llama over there (:mod:`meshfold.huggingface.our_names`).
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from meshfold.checkpoint.errors import CheckpointError
+from meshfold.checkpoint.folder import latest
+from meshfold.checkpoint.folder_weights import has_weights, open_weights
+from meshfold.checkpoint.names import STATE
+from meshfold.checkpoint.place import begin, finish, place_of
+from meshfold.checkpoint.state_file import FORMAT
+from meshfold.checkpoint.stored import Stored
+from meshfold.checkpoint.tensor_file import TensorWriter
+from meshfold.checkpoint.tensor_files import verify
+from meshfold.engine.checkpoints.checkpoint import MODEL, Checkpoint
+from meshfold.huggingface import our_names
+from meshfold.huggingface.layout import model_of, to_files
+from meshfold.huggingface.our_names import Step, unchanged
+from meshfold.huggingface.writing import SHARD_BYTES, FolderWriter, config_of
+from meshfold.models.config import DecoderConfig
+
+DTYPES = {
+    "float32": torch.float32,
+    "bfloat16": torch.bfloat16,
+    "float16": torch.float16,
+    "float64": torch.float64,
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Converted:
+    """What was written.
+
+    Attributes:
+        tensors: how many.
+        bytes: of all of them.
+        files: how many files of weights.
+        kind: ``"hf"`` or ``"checkpoint"``.
+    """
+
+    tensors: int
+    bytes: int
+    files: int
+    kind: str
+
+
+def kind_of(folder: Path) -> str:
+    """``"checkpoint"`` or ``"hf"``.
+
+    Raises:
+        CheckpointError: for a folder that is neither.
+    """
+    if (folder / STATE).is_file():
+        return "checkpoint"
+    if has_weights(folder):
+        return "hf"
+    if not folder.exists():
+        what = "there is no such folder"
+    elif not folder.is_dir():
+        what = "it is a file; give the folder of a checkpoint or of a Hugging Face model"
+    else:
+        what = f"it has no {STATE} and no weights of a Hugging Face model"
+        places = (
+            folder / "checkpoint",
+            latest(folder),
+            latest(folder / "checkpoints"),
+        )  # of `meshfold train --out`
+        inside = next((path for path in places if path is not None and (path / STATE).is_file()), None)
+        if inside is not None:
+            what += f". Did you mean {inside}?"
+    raise CheckpointError(f"cannot convert {folder}: {what}")
+
+
+def convert(
+    source: str | os.PathLike[str],
+    target: str | os.PathLike[str],
+    *,
+    to: str,
+    dtype: str | None = None,
+    like: str | os.PathLike[str] | None = None,
+    names: str | None = None,
+    config: DecoderConfig | None = None,
+    shard_bytes: int = SHARD_BYTES,
+) -> Converted:
+    """Write the model in one folder into another, as one or the other kind.
+
+    Args:
+        source: a Hugging Face folder (safetensors or ``.bin``), or a checkpoint under whatever spec.
+        target: a folder that is not there yet, or empty.
+        to: ``"hf"`` or ``"checkpoint"``.
+        dtype: of floating tensors; None: as they are.
+        like: a Hugging Face folder that gives tokenizer files, and ``config.json`` where the source does not know it.
+        names: of a checkpoint: ``"hf"`` as in the folder, ``"meshfold"`` for our own GPT or Llama. None: as in the source.
+        config: of our own model, for a checkpoint that does not know it (written before this version).
+        shard_bytes: of a file of weights of a Hugging Face folder.
+
+    Raises:
+        CheckpointError: if it cannot be read, written, or is not the same model over there.
+    """
+    came, place = Path(source), None if like is None else Path(like)
+    if place is not None and not (place / "config.json").is_file():
+        raise CheckpointError(f"{place} has no config.json: name a folder of a Hugging Face model")
+    if dtype is not None and dtype not in DTYPES:
+        raise CheckpointError(f"dtype {dtype!r} is not one of {', '.join(DTYPES)}")
+    kind = kind_of(came)
+    if kind == "hf":
+        given, state = open_weights(came), None
+        verify(given, 0, 1)
+        theirs = config_of(came) if (came / "config.json").is_file() else None
+        described: dict[str, Any] | None = None if theirs is None else {"kind": "hf", "config": theirs}
+        place = place or came
+    else:
+        found = Checkpoint(came)
+        found.verify(weights_only=True)
+        given, state = found.model, found.state
+        described = state.get("model")
+        if config is not None:
+            described = config.checkpoint_description()
+        if described is None and "blocks.0.attn.qkv.weight" in given:
+            raise CheckpointError(
+                f"{came} does not say which GPT or Llama it is of: name its preset and what was changed (--model, --set)"
+            )
+    own = described is not None and described["kind"] != "hf"
+    if to == "hf":
+        if own:
+            steps, described = _to_theirs(given, described)
+        elif kind == "checkpoint" and described is not None:
+            steps = to_files(model_of(described["config"]), given)
+        else:
+            steps = unchanged(given)
+        steps = cast_to(steps, dtype)
+        return _write_folder(target, given, steps, described, place, shard_bytes)
+    if names == "meshfold" and not own:
+        steps, described = _to_ours(given, described)
+    elif names == "hf" and own:
+        steps, described = _to_theirs(given, described)
+    else:
+        steps = unchanged(given)
+    return _write_checkpoint(target, given, cast_to(steps, dtype), described, state)
+
+
+def _to_theirs(
+    given: Mapping[str, Tensor], described: Mapping[str, Any] | None
+) -> tuple[list[Step], dict[str, Any]]:
+    config = our_names.own_config(described or {})
+    return our_names.leave(given, config), {"kind": "hf", "config": our_names.theirs_of(config)}
+
+
+def _to_ours(
+    given: Mapping[str, Tensor], described: Mapping[str, Any] | None
+) -> tuple[list[Step], dict[str, Any]]:
+    if described is None:
+        raise CheckpointError("names of ours need the config.json of the model, and there is none")
+    config = our_names.ours_of(described["config"])
+    full = our_names.full_names(given, config)
+    steps = [
+        replace(step, sources=tuple(full[name] for name in step.sources))
+        for step in our_names.enter(given, config)
+    ]
+    return steps, config.checkpoint_description()
+
+
+def cast_to(steps: list[Step], dtype: str | None) -> list[Step]:
+    """Floating results in another dtype; wide ones first, so that each begins at a multiple of its elements in a file."""
+    if dtype is not None:
+        steps = [
+            replace(
+                step,
+                results={
+                    name: replace(one, dtype=DTYPES[dtype]) if one.dtype.is_floating_point else one
+                    for name, one in step.results.items()
+                },
+            )
+            for step in steps
+        ]
+    return sorted(steps, key=lambda step: -next(iter(step.results.values())).dtype.itemsize)
+
+
+def _write_folder(
+    target: str | os.PathLike[str],
+    given: Mapping[str, Tensor],
+    steps: list[Step],
+    described: Mapping[str, Any] | None,
+    like: Path | None,
+    shard_bytes: int,
+) -> Converted:
+    announced = {name: one for step in steps for name, one in step.results.items()}
+    config = None if described is None else described["config"]
+    writer = FolderWriter(target, announced, config=config, like=like, shard_bytes=shard_bytes)
+    try:
+        for step in steps:
+            made = step.make([_value(given[name]) for name in step.sources])
+            for name, value in zip(step.results, made, strict=True):
+                writer.write(name, value)
+        writer.close()
+    except BaseException:
+        writer.abandon()
+        raise
+    size = sum(one.bytes for one in announced.values())
+    return Converted(tensors=len(announced), bytes=size, files=writer.files, kind="hf")
+
+
+def _write_checkpoint(
+    target: str | os.PathLike[str],
+    given: Mapping[str, Tensor],
+    steps: list[Step],
+    described: Mapping[str, Any] | None,
+    state: dict[str, Any] | None,
+) -> Converted:
+    """Of the model alone: what an engine loads with ``weights_only=True``."""
+    final = place_of(target)
+    if final.exists() and (not final.is_dir() or any(final.iterdir())):
+        raise CheckpointError(f"{target} is there already: remove it, or choose another folder")
+    announced = {name: one for step in steps for name, one in step.results.items()}
+    with ExitStack() as mine:
+        writing = begin(final, mine, [MODEL], doing="converting into it")
+        with TensorWriter(writing / MODEL, announced, order=[*announced]) as writer:
+            for step in steps:
+                made = step.make([_value(given[name]) for name in step.sources])
+                for name, value in zip(step.results, made, strict=True):
+                    writer.write(name, value.to(announced[name].dtype))
+        finish(writing, final, {"format": FORMAT, **_state(state), "model": described}, {})
+    size = sum(one.bytes for one in announced.values())
+    return Converted(tensors=len(announced), bytes=size, files=1, kind="checkpoint")
+
+
+def _value(value: Tensor) -> Tensor:
+    """A tensor that torch can take in a list too."""
+    return value.read() if isinstance(value, Stored) else value
+
+
+def _state(state: dict[str, Any] | None) -> dict[str, Any]:
+    """The state of a run that has only its model: counters as they were, or of one that begins."""
+    fresh: dict[str, Any] = {
+        "spec": "{}", "precision": None, "seed": 0, "step": 0, "micro_step": 0, "skipped_steps": 0,
+        "scaler": {}, "data": {},
+    }  # fmt: skip
+    return fresh if state is None else {name: state.get(name, value) for name, value in fresh.items()}

@@ -1,0 +1,301 @@
+"""A Hugging Face model from a local folder, whose weights go straight to where a spec wants them.
+
+    engine = Engine(pretrained("models/llama"), parallel=dict(data=2, tensor=4), ...)
+
+The model is built on the meta device, split, cut into stages and put into chunks like one that is built by a function; then
+each rank reads, tensor by tensor, its own blocks from the files, which are mapped into memory. No rank ever holds more than
+its own part and one tensor beside it.
+"""
+
+from __future__ import annotations
+
+import os
+import warnings
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from meshfold.checkpoint.errors import CheckpointError
+from meshfold.checkpoint.folder_weights import has_weights, open_weights
+from meshfold.checkpoint.tensor_files import verify
+from meshfold.engine.weight_source import Loaded, SourceValues, WeightSource
+from meshfold.huggingface.adapter import Adapter
+from meshfold.huggingface.quantized import NF4, pack_linears, unpacked_twins
+from meshfold.huggingface.reading import read_config
+from meshfold.huggingface.weight_names import Matched, match
+from meshfold.kernels.nf4 import pack_nf4
+from meshfold.mesh import ParallelSpec, SpecError, metadata
+from meshfold.mesh.errors import nearest
+from meshfold.mesh.first_values import FirstValues
+
+_IMPLEMENTATIONS = ("attn_implementation", "experts_implementation")
+"""Settings of transformers that are no fields of a configuration."""
+
+
+class Pretrained(WeightSource):
+    """A model of a folder before it is built. Called, it builds the model with fresh weights; an engine loads them.
+
+    Attributes:
+        folder: where.
+        config: transformers' configuration, with the changes that were asked for.
+        model_class: what makes the model of it.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        config: Any,
+        model_class: Any,
+        dtype: torch.dtype,
+        *,
+        ignore_mismatched_sizes: bool,
+        adapter: Adapter | None = None,
+        quantize: str | None = None,
+        verify: bool = True,
+    ) -> None:
+        self.adapter, self.quantize, self._verifies = adapter, quantize, verify
+        self.folder, self.config, self.model_class = folder, config, model_class
+        self._dtype, self._ignores = dtype, ignore_mismatched_sizes
+        self._files = _open(folder)
+
+    def __call__(self) -> nn.Module:
+        """The model with fresh weights."""
+        if hasattr(self.model_class, "from_config"):
+            model: nn.Module = self.model_class.from_config(
+                self.config, dtype=self._dtype, trust_remote_code=False
+            )
+        else:
+            model = self.model_class._from_config(self.config, dtype=self._dtype)
+        if self.quantize is not None:
+            pack_linears(model)
+        return model if self.adapter is None else self.adapter.put_on(model)
+
+    def check(self, spec: ParallelSpec) -> None:
+        """Raise a SpecError for a spec that such a model cannot have."""
+        if self.quantize is not None and spec.tensor is not None:
+            raise SpecError(
+                f"quantize={self.quantize!r} with tensor: packed weights are not split over tensor axes; share the model with "
+                "data=... and zero=dict(stage=3), or cut it into stages"
+            )
+
+    def verify(self, part: int, parts: int) -> None:
+        """Compare every ``parts``-th tensor with its checksum, from number ``part`` on, where the files have any.
+
+        Raises:
+            CheckpointError: for one that is not what was written.
+        """
+        if self._verifies:
+            verify(self._files, part, parts)
+
+    def weights(self, model: nn.Module) -> FolderValues:
+        """What the folder has of a model that was built by this, whole, on the meta device or not.
+
+        Raises:
+            SpecError: if it has nothing of it, or of other shapes.
+        """
+        base = model if self.adapter is None else self.adapter.base_of(model)
+        name, wanted = type(base).__name__, base.state_dict(keep_vars=True)
+        names = {key: key for key in wanted}
+        if self.adapter is not None:
+            names, wanted = self.adapter.names_of(model)
+        twins = unpacked_twins(model)
+        wanted = {key: twins.get(value, value) for key, value in wanted.items()}
+        try:
+            found = match(base, self._files, wanted)
+        except CheckpointError as error:
+            raise SpecError(f"model {str(self.folder)!r}: its weights cannot be loaded: {error}") from error
+        if not found.recipes:
+            raise SpecError(
+                f"model {str(self.folder)!r}: none of its {len(self._files)} tensors is one of {name} "
+                f"({next(iter(self._files), 'there is none')!r}, say): give the model_class that it is of"
+            )
+        if found.mismatched and not self._ignores:
+            listed = "; ".join(
+                f"{key} is {there} in the folder and {here} in the model"
+                for key, (there, here) in found.mismatched.items()
+            )
+            raise SpecError(
+                f"model {str(self.folder)!r}: {listed}. Change the configuration back, or have them made anew with "
+                "pretrained(folder, ignore_mismatched_sizes=True)"
+            )
+        if twins and found.missing:
+            raise SpecError(
+                f"model {str(self.folder)!r}: {found.missing[0]!r} is missing, so it cannot be a frozen base"
+            )
+        values = FolderValues(name, self.folder, self._files, found, base, names)
+        if self.adapter is not None:
+            values.more = self.adapter.values(model)
+        return values
+
+
+class FolderValues(SourceValues):
+    """First values of a model's tensors from a folder.
+
+    Attributes:
+        report: what there was, and what not.
+        more: tensors from elsewhere, by their names in the model: an adapter's.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        folder: Path,
+        files: Mapping[str, Tensor],
+        found: Matched,
+        model: nn.Module,
+        names: Mapping[str, str],
+    ) -> None:
+        """Args:
+        names: from a tensor's name in the model that is trained to its name in the folder's model.
+        """
+        self._files, self._found, self._model, self._names = files, found, model, names
+        self.more: Mapping[str, Tensor] = {}
+        self.report = Loaded(
+            name=name,
+            folder=str(folder),
+            tensors=found.tensors,
+            new=tuple(found.missing),
+            unused=tuple(found.unexpected),
+            mismatched=found.mismatched,
+        )
+
+    def over(self, fresh: FirstValues, device: torch.device) -> FirstValues:
+        """This rank's block of a parameter from the folder; what it lacks from ``fresh``."""
+
+        def values(name: str, parameter: nn.Parameter, dtype: torch.dtype) -> Tensor:
+            if not self._has(name):
+                return fresh(name, parameter, dtype)
+            return self._block(name, parameter, dtype, device)
+
+        return values
+
+    @torch.no_grad()
+    def fill_buffers(self, model: nn.Module) -> None:
+        """Give buffers that are in the folder its values."""
+        for name, buffer in model.named_buffers():
+            if self._has(name):
+                buffer.copy_(self._block(name, buffer, buffer.dtype, buffer.device))
+
+    def warn(self) -> None:
+        """Say what is missing, as transformers does."""
+        if not self.report.is_whole:
+            warnings.warn(str(self.report), stacklevel=2)
+
+    def _has(self, name: str) -> bool:
+        return name in self.more or self._names.get(name) in self._found.recipes
+
+    def _block(self, name: str, tensor: Tensor, dtype: torch.dtype, device: torch.device) -> Tensor:
+        if name in self.more:
+            whole = self.more[name]
+        else:
+            known = self._names[name]
+            whole = self._found.recipes[known].make(known, self._files, self._model)
+            if tensor.dtype == torch.uint8 and whole.is_floating_point():
+                return pack_nf4(whole.to(device))
+        meta = metadata(tensor)
+        mine = whole if meta is None else meta.placement.shard(whole, meta.mesh)
+        return mine.to(device=device, dtype=dtype, copy=True).contiguous()
+
+
+def pretrained(
+    folder: str | os.PathLike[str],
+    *,
+    model_class: str | type | None = None,
+    dtype: torch.dtype = torch.float32,
+    ignore_mismatched_sizes: bool = False,
+    adapter: Any = None,
+    quantize: str | None = None,
+    verify: bool = True,
+    **changes: Any,
+) -> Pretrained:
+    """The model of a local Hugging Face folder, to be given to an :class:`Engine` as its model.
+
+    Weights are read from ``model.safetensors`` or ``pytorch_model.bin``, single or in shards with an index, when the engine is
+    made. What the folder lacks (the head of a task it was not trained for) is made anew, the same for the same seed under every
+    spec, and told by a warning; ``print(engine.loaded)``. Nothing is downloaded, and no code of the folder's is run.
+
+    Args:
+        folder: with ``config.json`` and weights.
+        model_class: one of transformers' classes or its name, such as ``"AutoModelForSequenceClassification"``; by default what
+            the configuration says under ``architectures``.
+        dtype: of the parameters; what the engine computes in is its ``precision``.
+        ignore_mismatched_sizes: make tensors anew that have another shape in the folder.
+        adapter: train low-rank adapters and nothing else: peft's ``LoraConfig(...)`` for new ones, or the folder of trained ones.
+        quantize: ``"nf4"``: keep linear layers but the head in four bits, packed as they are read (QLoRA); with ``adapter``.
+        verify: compare tensors with their checksums first, where the files have any (those that Meshfold and torch write); the
+            ranks share this out.
+        changes: to the configuration: ``num_labels=3``; ``attn_implementation`` and ``experts_implementation`` as in
+            transformers.
+
+    Raises:
+        SpecError: if the folder has no configuration, no weights, or damaged ones, or transformers lacks the class.
+    """
+    path, shown = Path(folder), str(folder)
+    if not (path / "config.json").is_file():
+        what = "the folder has no config.json" if path.is_dir() else "there is no such folder"
+        raise SpecError(
+            f"pretrained({shown!r}): {what}; give a local folder of a Hugging Face model, nothing is downloaded"
+        )
+    if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
+        raise SpecError(f"pretrained(dtype={dtype!r}): a floating dtype of torch, such as torch.float32")
+    if quantize not in (None, NF4):
+        raise SpecError(f"pretrained(quantize={quantize!r}): {NF4!r}, or None")
+    if quantize is not None and adapter is None:
+        raise SpecError(
+            f"pretrained(quantize={quantize!r}) freezes the model: give adapter=LoraConfig(...), which is what is trained then"
+        )
+    config = read_config(path, f"pretrained({shown!r})")
+    for key, value in changes.items():
+        if key in _IMPLEMENTATIONS:
+            setattr(config, f"_{key}", value)
+            continue
+        if not hasattr(config, key):
+            raise SpecError(
+                f"pretrained({key}=...): {type(config).__name__} has no {key!r}.{nearest(key, config.to_dict())}"
+            )
+        setattr(config, key, value)
+    if getattr(config, "is_encoder_decoder", False) or hasattr(config, "use_cache"):
+        config.use_cache = False  # of training; generation asks for it by itself
+    if not has_weights(path):
+        raise SpecError(
+            f"pretrained({shown!r}): the folder has no weights (model.safetensors or pytorch_model.bin); to begin with fresh "
+            "ones give the engine a function that builds the model"
+        )
+    return Pretrained(
+        path,
+        config,
+        _class_of(shown, config, model_class),
+        dtype,
+        ignore_mismatched_sizes=ignore_mismatched_sizes,
+        adapter=None if adapter is None else Adapter.of(adapter),
+        quantize=quantize,
+        verify=verify,
+    )
+
+
+def _open(folder: Path) -> Mapping[str, Tensor]:
+    try:
+        return open_weights(folder)
+    except CheckpointError as error:
+        raise SpecError(f"model {str(folder)!r}: its weights cannot be loaded: {error}") from error
+
+
+def _class_of(shown: str, config: Any, asked: str | type | None) -> Any:
+    """The class that makes the model."""
+    import transformers
+
+    if isinstance(asked, type):
+        return asked
+    architectures = getattr(config, "architectures", None) or ["AutoModelForCausalLM"]
+    names = [asked] if asked else architectures if isinstance(architectures, list) else [architectures]
+    found = getattr(transformers, str(names[0]), None)
+    if not isinstance(found, type) or not (hasattr(found, "_from_config") or hasattr(found, "from_config")):
+        where = "model_class" if asked else "config.json's architectures"
+        raise SpecError(
+            f"pretrained({shown!r}): transformers has no model class {names[0]!r}, which {where} says: give "
+            "model_class='AutoModelForCausalLM' or another of its classes"
+        )
+    return found

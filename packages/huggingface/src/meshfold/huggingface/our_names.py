@@ -1,0 +1,296 @@
+"""Our own GPT and Llama and Hugging Face's, tensor by tensor, where the architecture is the same to the last operation.
+
+What is the same is data: a row of a table a tensor. Ours have queries, keys and values in one projection, and gate and up of an
+MLP; GPT-2's linear layers over there are transposed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from meshfold.checkpoint.errors import CheckpointError
+from meshfold.checkpoint.tensor_file import Described
+from meshfold.mesh import SpecError
+from meshfold.models.config import DecoderConfig, GPTConfig, LlamaConfig
+
+OWN: dict[str, type[DecoderConfig]] = {config.kind: config for config in (GPTConfig, LlamaConfig)}
+_HEAD = "head.weight"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Step:
+    """Some tensors made of some others.
+
+    Attributes:
+        sources: names of those that are read.
+        results: what they become, in order.
+        make: does it.
+    """
+
+    sources: tuple[str, ...]
+    results: dict[str, Described]
+    make: Callable[[Sequence[Tensor]], Sequence[Tensor]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Row:
+    """A tensor of ours and those that it is over there: itself, or parts of its first dim; transposed or not."""
+
+    ours: str
+    theirs: tuple[str, ...]
+    parts: tuple[int, ...] = ()
+    transposed: bool = False
+
+    def leave(self, given: Mapping[str, Tensor]) -> Step:
+        """From ours to theirs."""
+        whole = given[self.ours]
+        sizes = self.parts or (whole.shape[0],)
+        if sum(sizes) != whole.shape[0]:
+            raise CheckpointError(
+                f"{self.ours!r} has {whole.shape[0]} rows and the model's configuration says {sum(sizes)}: it is of another model"
+            )
+        results = {}
+        for name, size in zip(self.theirs, sizes, strict=True):
+            shape = (size, *whole.shape[1:])
+            results[name] = Described(dtype=whole.dtype, shape=shape[::-1] if self.transposed else shape)
+
+        def make(read: Sequence[Tensor]) -> Sequence[Tensor]:
+            parts = read[0].split(list(sizes))
+            return [part.T if self.transposed else part for part in parts]
+
+        return Step(sources=(self.ours,), results=results, make=make)
+
+    def enter(self, given: Mapping[str, Tensor]) -> Step:
+        """From theirs to ours."""
+        shapes = [tuple(given[name].shape)[:: -1 if self.transposed else 1] for name in self.theirs]
+        shape = (sum(shape[0] for shape in shapes), *shapes[0][1:])
+
+        def make(read: Sequence[Tensor]) -> Sequence[Tensor]:
+            turned = [part.T if self.transposed else part for part in read]
+            return [turned[0] if len(turned) == 1 else torch.cat(turned)]
+
+        described = Described(dtype=given[self.theirs[0]].dtype, shape=shape)
+        return Step(sources=self.theirs, results={self.ours: described}, make=make)
+
+
+def rows_of(config: DecoderConfig) -> list[Row]:
+    """The table of a model, the head last."""
+    body = _gpt(config) if isinstance(config, GPTConfig) else _llama(config)
+    return [*body, Row(ours=_HEAD, theirs=("lm_head.weight",))]
+
+
+def _gpt(config: DecoderConfig) -> Iterable[Row]:
+    yield Row(ours="embed.weight", theirs=("transformer.wte.weight",))
+    yield Row(ours="positions.weight", theirs=("transformer.wpe.weight",))
+    linear = {
+        "attn.qkv": "attn.c_attn",
+        "attn.out": "attn.c_proj",
+        "mlp.up": "mlp.c_fc",
+        "mlp.down": "mlp.c_proj",
+    }
+    for i in range(config.layers):
+        for ours, theirs in {"norm1": "ln_1", "norm2": "ln_2", **linear}.items():
+            for kind in ("weight", "bias"):
+                yield Row(
+                    ours=f"blocks.{i}.{ours}.{kind}", theirs=(f"transformer.h.{i}.{theirs}.{kind}",),
+                    transposed=ours in linear and kind == "weight",
+                )  # fmt: skip
+    for kind in ("weight", "bias"):
+        yield Row(ours=f"norm.{kind}", theirs=(f"transformer.ln_f.{kind}",))
+
+
+def _llama(config: DecoderConfig) -> Iterable[Row]:
+    yield Row(ours="embed.weight", theirs=("model.embed_tokens.weight",))
+    for i in range(config.layers):
+        ours, theirs = f"blocks.{i}", f"model.layers.{i}"
+        qkv = tuple(f"{theirs}.self_attn.{part}_proj.weight" for part in "qkv")
+        both = tuple(f"{theirs}.mlp.{part}_proj.weight" for part in ("gate", "up"))
+        yield Row(ours=f"{ours}.norm1.weight", theirs=(f"{theirs}.input_layernorm.weight",))
+        yield Row(ours=f"{ours}.attn.qkv.weight", theirs=qkv, parts=config.qkv_parts)
+        yield Row(ours=f"{ours}.attn.out.weight", theirs=(f"{theirs}.self_attn.o_proj.weight",))
+        yield Row(ours=f"{ours}.norm2.weight", theirs=(f"{theirs}.post_attention_layernorm.weight",))
+        yield Row(ours=f"{ours}.mlp.gate_up.weight", theirs=both, parts=(config.inner, config.inner))
+        yield Row(ours=f"{ours}.mlp.down.weight", theirs=(f"{theirs}.mlp.down_proj.weight",))
+    yield Row(ours="norm.weight", theirs=("model.norm.weight",))
+
+
+def unchanged(given: Mapping[str, Tensor]) -> list[Step]:
+    """Each tensor as it is, under its name."""
+    return [
+        Step(
+            sources=(name,), results={name: Described(dtype=value.dtype, shape=tuple(value.shape))},
+            make=lambda read: read,
+        )
+        for name, value in given.items()
+    ]  # fmt: skip
+
+
+def leave(given: Mapping[str, Tensor], config: DecoderConfig) -> list[Step]:
+    """The steps from a state of ours to one of Hugging Face's; a tied head is left out, as transformers does."""
+    rows = [row for row in rows_of(config) if row.ours != _HEAD]
+    names = set(given)
+    if config.tie:  # either name will do
+        rows[0] = Row(ours="embed.weight" if "embed.weight" in names else _HEAD, theirs=rows[0].theirs)
+        names.discard(_HEAD)
+    else:
+        rows.append(rows_of(config)[-1])
+    _check([row.ours for row in rows], given, names | {rows[0].ours})
+    return [row.leave(given) for row in rows]
+
+
+def enter(given: Mapping[str, Tensor], config: DecoderConfig) -> list[Step]:
+    """The steps from a state of Hugging Face's to one of ours; of a tied pair either will do."""
+    given = {_full(name, config): value for name, value in given.items() if not _is_table(name)}
+    rows = [row for row in rows_of(config) if row.ours != _HEAD]
+    names = set(given)
+    if config.tie:
+        head = rows_of(config)[-1].theirs
+        if rows[0].theirs[0] not in names:
+            rows[0] = Row(ours=rows[0].ours, theirs=head)
+        names -= set(head)
+    else:
+        rows.append(rows_of(config)[-1])
+    _check([name for row in rows for name in row.theirs], given, names | set(rows[0].theirs))
+    return [row.enter(given) for row in rows]
+
+
+def full_names(given: Mapping[str, Tensor], config: DecoderConfig) -> dict[str, str]:
+    """Names with the base model's prefix, which old GPT-2 files leave out, to those in the files."""
+    return {_full(name, config): name for name in given}
+
+
+def _full(name: str, config: DecoderConfig) -> str:
+    prefix = "transformer." if isinstance(config, GPTConfig) else "model."
+    return name if name.startswith((prefix, "lm_head.")) else prefix + name
+
+
+def _is_table(name: str) -> bool:
+    """What old files have and is computed today: causal masks, rotary frequencies."""
+    return name.endswith((".attn.bias", ".attn.masked_bias", ".rotary_emb.inv_freq"))
+
+
+def _check(wanted: Iterable[str], given: Mapping[str, Tensor], names: set[str]) -> None:
+    wanted = list(wanted)
+    missing = [name for name in wanted if name not in given]
+    unknown = sorted(names - set(wanted))
+    if missing or unknown:
+        what = f"lacks {missing[0]!r}" if missing else f"has {unknown[0]!r} too"
+        raise CheckpointError(
+            f"the model's configuration and its tensors do not go together: the state {what}"
+        )
+
+
+# -- configurations ---------------------------------------------------------------------------------------------------
+
+
+def own_config(described: Mapping[str, Any]) -> DecoderConfig:
+    """The configuration of ours that a checkpoint has kept."""
+    try:
+        return OWN[described["kind"]](**described["config"])
+    except (KeyError, TypeError, SpecError) as error:
+        raise CheckpointError(f"the checkpoint's description of its model cannot be read: {error}") from error
+
+
+def theirs_of(config: DecoderConfig) -> dict[str, Any]:
+    """The ``config.json`` of a model of ours.
+
+    Raises:
+        CheckpointError: where transformers' model would compute something else.
+    """
+    common: dict[str, Any] = {"vocab_size": config.vocab_size, "tie_word_embeddings": config.tie}
+    if isinstance(config, GPTConfig):
+        if config.window is not None:
+            raise CheckpointError(
+                f"GPT-2 of transformers has no sliding window, and this model has window={config.window}"
+            )
+        if config.n_kv_heads != config.heads or config.heads * config.d != config.hidden:
+            raise CheckpointError(
+                f"GPT-2 of transformers has as many key/value heads as heads, which together have the hidden size; this model has "
+                f"heads={config.heads}, kv_heads={config.n_kv_heads}, head_dim={config.d}, hidden={config.hidden}"
+            )
+        return {
+            "architectures": ["GPT2LMHeadModel"], "model_type": "gpt2", **common,
+            "n_embd": config.hidden, "n_layer": config.layers, "n_head": config.heads, "n_inner": config.inner,
+            "n_positions": config.max_positions, "activation_function": "gelu_new", "layer_norm_epsilon": 1e-5,
+            "embd_pdrop": config.dropout, "resid_pdrop": config.dropout, "attn_pdrop": 0.0,
+            "bos_token_id": None, "eos_token_id": None,
+        }  # fmt: skip
+    if not isinstance(config, LlamaConfig):
+        raise CheckpointError(
+            f"a {type(config).__name__} has no config.json of transformers: only {GPTConfig.__name__} and {LlamaConfig.__name__} do"
+        )
+    # Mistral is Llama with a window, to the last operation; it has no biases to be spoken of.
+    if config.window is None:
+        common |= {
+            "architectures": ["LlamaForCausalLM"],
+            "model_type": "llama",
+            "attention_bias": False,
+            "mlp_bias": False,
+        }
+    else:
+        common |= {
+            "architectures": ["MistralForCausalLM"],
+            "model_type": "mistral",
+            "sliding_window": config.window,
+        }
+    return {
+        **common,
+        "hidden_size": config.hidden, "num_hidden_layers": config.layers, "num_attention_heads": config.heads,
+        "num_key_value_heads": config.n_kv_heads, "head_dim": config.d, "intermediate_size": config.inner,
+        "max_position_embeddings": config.max_positions, "hidden_act": "silu", "rms_norm_eps": config.norm_eps,
+        "rope_theta": config.rope_theta, "rope_parameters": {"rope_type": "default", "rope_theta": config.rope_theta},
+        "attention_dropout": 0.0,
+        "bos_token_id": None, "eos_token_id": None,
+    }  # fmt: skip
+
+
+def ours_of(theirs: Mapping[str, Any]) -> DecoderConfig:
+    """The configuration of ours that computes what a ``config.json`` says.
+
+    Raises:
+        CheckpointError: if none does.
+    """
+    kind = theirs.get("model_type")
+    if kind == "gpt2":
+        _same(theirs, activation_function="gelu_new", layer_norm_epsilon=1e-5, scale_attn_weights=True,
+              scale_attn_by_inverse_layer_idx=False, add_cross_attention=False)  # fmt: skip
+        return GPTConfig(
+            vocab_size=theirs["vocab_size"], hidden=theirs["n_embd"], layers=theirs["n_layer"], heads=theirs["n_head"],
+            ffn=theirs.get("n_inner") or 4 * theirs["n_embd"], max_positions=theirs.get("n_positions", 1024),
+            tie=theirs.get("tie_word_embeddings", True), dropout=theirs.get("resid_pdrop", 0.1),
+        )  # fmt: skip
+    if kind in ("llama", "mistral"):
+        _same(theirs, hidden_act="silu", attention_bias=False, mlp_bias=False)
+        rope = theirs.get("rope_parameters") or theirs.get("rope_scaling") or {}
+        scaled = rope.get("rope_type", rope.get("type", "default"))
+        if scaled != "default":
+            raise CheckpointError(
+                f"rotary positions scaled by {scaled!r} are not in our Llama: keep Hugging Face's names"
+            )
+        # What a file leaves out is what transformers takes: Mistral's are those of its 7B model.
+        mistral = kind == "mistral"
+        return LlamaConfig(
+            vocab_size=theirs["vocab_size"], hidden=theirs["hidden_size"], layers=theirs["num_hidden_layers"],
+            heads=theirs["num_attention_heads"], kv_heads=theirs.get("num_key_value_heads", 8 if mistral else None),
+            head_dim=theirs.get("head_dim"), ffn=theirs["intermediate_size"],
+            max_positions=theirs.get("max_position_embeddings", 4096 * 32 if mistral else 2048),
+            window=theirs.get("sliding_window", 4096) if mistral else None, tie=theirs.get("tie_word_embeddings", False),
+            rope_theta=rope.get("rope_theta", theirs.get("rope_theta", 10000.0)),
+            norm_eps=theirs.get("rms_norm_eps", 1e-6),
+        )  # fmt: skip
+    raise CheckpointError(
+        f"there is no model of ours like {kind!r}, only gpt2, llama and mistral: keep Hugging Face's names"
+    )
+
+
+def _same(theirs: Mapping[str, Any], **wanted: Any) -> None:
+    for name, value in wanted.items():
+        if theirs.get(name, value) != value:
+            raise CheckpointError(
+                f"config.json says {name}={theirs[name]!r}, and our model computes with {value!r}: keep Hugging Face's names"
+            )

@@ -1,0 +1,58 @@
+"""Configurations of Hugging Face folders, which somebody else may have written: read without running code of the folder's."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+from meshfold.checkpoint.errors import CheckpointError
+from meshfold.checkpoint.json_text import parse_object
+from meshfold.checkpoint.tensor_folder import check_within
+from meshfold.mesh import SpecError
+
+NO_CODE: dict[str, Any] = {"local_files_only": True, "trust_remote_code": False}
+"""Given to every ``from_pretrained`` of transformers, which else asks on a terminal and then runs the folder's code."""
+
+
+def read_config(folder: Path, what: str) -> Any:
+    """Return transformers' configuration of a folder.
+
+    Args:
+        folder: with ``config.json``.
+        what: begins the message of an error: ``"pretrained('models/a')"``.
+
+    Raises:
+        SpecError: if it cannot be read, needs code of the folder's, or transformers is not installed.
+    """
+    os.environ.setdefault("HF_HUB_OFFLINE", "1")
+    try:
+        from transformers import AutoConfig
+    except ImportError:
+        raise SpecError(f"{what} needs transformers: pip install meshfold[hf]") from None
+    path = folder / "config.json"
+    try:
+        check_within(path, folder)
+        told = parse_object(path.read_bytes())
+        config = AutoConfig.from_pretrained(str(folder), **NO_CODE)
+    except CheckpointError as error:
+        raise SpecError(f"{what}: {error}") from error
+    except Exception as error:  # whatever transformers stumbles over, it means this
+        reason = str(error).strip().partition("\n")[0] or type(error).__name__
+        if "trust_remote_code" in str(error):
+            raise SpecError(
+                f"{what}: its config.json asks for code of the folder's own (auto_map), which is never run. Give the engine a "
+                "function that builds the model with your own copy of that code"
+            ) from error
+        raise SpecError(f"{what}: its config.json cannot be read: {reason}") from error
+    for key in (
+        "attn_implementation",
+        "_attn_implementation",
+        "experts_implementation",
+        "_experts_implementation",
+    ):
+        if "/" in str(told.get(key, "")):
+            raise SpecError(
+                f"{what}: its config.json has {key}={told[key]!r}, code that would be fetched from elsewhere. Take the entry out"
+            )
+    return config

@@ -1,0 +1,223 @@
+"""Writing a Hugging Face folder tensor by tensor: weights in one file or in shards, what belongs to them beside.
+
+The folder gets its name when all of it is on the disk. One that is there and empty, such as a mount point, is written within:
+then ``config.json`` comes last. One process writes a folder at a time. No more than one tensor is in memory.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Mapping
+from contextlib import ExitStack, suppress
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from meshfold.checkpoint.errors import CheckpointError
+from meshfold.checkpoint.folder_lock import hold
+from meshfold.checkpoint.folder_weights import SAFE
+from meshfold.checkpoint.json_text import parse_object
+from meshfold.checkpoint.names import LOCK, SAVING, lock_of, writing_of
+from meshfold.checkpoint.place import make
+from meshfold.checkpoint.tensor_file import Described, TensorWriter
+from meshfold.checkpoint.tensor_folder import check_within
+from meshfold.checkpoint.whole_file import sync
+
+SHARD_BYTES = 5 * 10**9
+"""Of a file of weights, about: as transformers does it."""
+
+_WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".h5", ".msgpack", ".onnx", ".gguf", ".index.json")
+
+
+class FolderWriter:
+    """Writes weights in the order in which they were announced."""
+
+    def __init__(
+        self,
+        folder: str | os.PathLike[str],
+        announced: Mapping[str, Described],
+        *,
+        config: Mapping[str, Any] | None,
+        like: Path | None = None,
+        shard_bytes: int = SHARD_BYTES,
+    ) -> None:
+        """Args:
+            folder: where; made with its parents, and empty so far.
+            announced: every tensor that will come, in order.
+            config: of ``config.json``; None: that of ``like``.
+            like: a folder whose files are carried along, but for its weights: the tokenizer, say.
+            shard_bytes: of a file; a tensor that is larger has a file of its own.
+
+        Raises:
+            CheckpointError: if there is something already, no configuration is known, or a file of ``like`` is a link to one
+                elsewhere.
+            InUseError: if another process writes there.
+        """
+        self._target = Path(folder).absolute()
+        self._check_empty()
+        if config is None and (like is None or not (like / "config.json").is_file()):
+            raise CheckpointError(
+                f"nothing says the config.json of {folder}: name the Hugging Face folder that the model came from (like)"
+            )
+        self._announced, self._config = dict(announced), config
+        self._beside = [] if like is None else _carried(like)
+        if config is None and like is not None:
+            self._config = config_of(like)
+        self._shards = _shards(self._announced, shard_bytes)
+        inside = self._target.exists()
+        make(self._target if inside else self._target.parent)
+        with ExitStack() as mine:
+            lock = lock_of(self._target, inside=inside)
+            mine.enter_context(hold(lock, doing="exporting into it", folder=self._target))
+            self._check_empty()
+            self.folder = writing_of(self._target, inside=inside)
+            _clear(self.folder)  # left by a process that died
+            make(self.folder)
+            self._mine = mine.pop_all()
+        self._left = [*self._announced]
+        self._number = -1
+        self._writer: TensorWriter | None = None
+
+    @property
+    def files(self) -> int:
+        """How many files the weights are in."""
+        return len(self._shards)
+
+    def write(self, name: str, tensor: Tensor) -> None:
+        """Write the next tensor, in its announced dtype."""
+        while self._writer is None or name not in self._shards[self._number]:
+            self._next()
+        self._writer.write(name, tensor.to(self._announced[name].dtype))
+        self._left.remove(name)
+
+    def close(self) -> None:
+        """Write what belongs to the weights, bring all to the disk, and give the folder its name."""
+        if self._left:
+            raise CheckpointError(f"{self._target}: {self._left[0]!r} was announced and never came")
+        self._next()
+        if len(self._shards) > 1:
+            where = {name: self._file(number) for number, shard in enumerate(self._shards) for name in shard}
+            total = sum(described.bytes for described in self._announced.values())
+            text = json.dumps({"metadata": {"total_size": total}, "weight_map": where}, indent=2)
+            (self.folder / f"{SAFE}.index.json").write_text(text)
+        for path in self._beside:
+            shutil.copyfile(path, self.folder / path.name)
+        (self.folder / "config.json").write_text(json.dumps(self._described(), indent=2) + "\n")
+        for path in self.folder.iterdir():
+            sync(path)
+        sync(self.folder)
+        self._check_empty()
+        if self.folder.parent == self._target:
+            for path in sorted(self.folder.iterdir(), key=lambda path: path.name == "config.json"):
+                path.rename(self._target / path.name)
+            self.folder.rmdir()
+            sync(self._target)
+        else:
+            self.folder.rename(self._target)
+            sync(self._target.parent)
+        self._mine.close()
+
+    def abandon(self) -> None:
+        """Remove what was written; nothing after ``close``."""
+        if self._writer is not None:
+            self._writer.abandon()
+        with self._mine, suppress(OSError, CheckpointError):
+            _clear(self.folder)
+
+    def _check_empty(self) -> None:
+        """Raise a CheckpointError if there is something in the target already."""
+        target = self._target
+        if target.exists() and (
+            not target.is_dir() or any(path.name not in (LOCK, SAVING) for path in target.iterdir())
+        ):
+            raise CheckpointError(f"{target} is there already: remove it, or choose another folder")
+
+    def _next(self) -> None:
+        """End a file, and begin the next one if there is one."""
+        if self._writer is not None:
+            self._writer.close()
+            self._writer = None
+        self._number += 1
+        if self._number < len(self._shards):
+            shard = self._shards[self._number]
+            self._writer = TensorWriter(self.folder / self._file(self._number), shard, order=[*shard])
+
+    def _file(self, number: int) -> str:
+        if len(self._shards) == 1:
+            return SAFE
+        stem, _, ending = SAFE.rpartition(".")
+        return f"{stem}-{number + 1:05}-of-{len(self._shards):05}.{ending}"
+
+    def _described(self) -> dict[str, Any]:
+        """The configuration, with the dtype that most elements have."""
+        found = dict(self._config or {})
+        elements: dict[torch.dtype, int] = {}
+        for described in self._announced.values():
+            if described.dtype.is_floating_point:
+                size = torch.Size(described.shape).numel()
+                elements[described.dtype] = elements.get(described.dtype, 0) + size
+        if elements:
+            name = str(max(elements, key=elements.__getitem__)).removeprefix("torch.")
+            found["torch_dtype" if "torch_dtype" in found and "dtype" not in found else "dtype"] = name
+        return found
+
+
+def config_of(folder: Path) -> dict[str, Any]:
+    """Return the configuration of a Hugging Face folder.
+
+    Raises:
+        CheckpointError: if it cannot be read, or is a link to a file elsewhere.
+    """
+    path = folder / "config.json"
+    check_within(path, folder)
+    try:
+        return parse_object(path.read_bytes())
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"cannot read {path}: {error}") from error
+
+
+def _carried(like: Path) -> list[Path]:
+    """Return the files of a folder that are carried along: all but its weights.
+
+    Raises:
+        CheckpointError: for a link to a file elsewhere, which would be copied into a folder that may be published.
+    """
+    found = [
+        path
+        for path in sorted(like.iterdir())
+        if path.is_file() and not path.name.endswith(_WEIGHTS) and path.name not in ("state.json", LOCK)
+    ]
+    for path in found:
+        check_within(path, like)
+    return found
+
+
+def _clear(folder: Path) -> None:
+    """Remove a folder that an export has begun; an export writes files and no folders.
+
+    Raises:
+        CheckpointError: if there is something in it that no export has written.
+    """
+    if not os.path.lexists(folder):
+        return
+    if folder.is_symlink() or any(path.is_symlink() or not path.is_file() for path in folder.iterdir()):
+        raise CheckpointError(f"{folder} is in the way, and no export has written it: move it away")
+    for path in folder.iterdir():
+        path.unlink()
+    folder.rmdir()
+
+
+def _shards(announced: Mapping[str, Described], most: int) -> list[dict[str, Described]]:
+    shards: list[dict[str, Described]] = [{}]
+    held = 0
+    for name, described in announced.items():
+        if shards[-1] and held + described.bytes > most:
+            shards.append({})
+            held = 0
+        shards[-1][name] = described
+        held += described.bytes
+    return shards

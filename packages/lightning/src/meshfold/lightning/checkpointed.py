@@ -1,0 +1,122 @@
+"""The checkpoints of a strategy: what Lightning's trainer asks for, and what is written of it."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from meshfold.checkpoint.folder import remove
+from meshfold.engine.errors import TrainingError
+from meshfold.lightning import checkpoints as saving
+from meshfold.lightning.connected import ConnectedStrategy
+from meshfold.lightning.session import Session
+
+SESSION = "_meshfold_session"
+"""Where a module keeps what is known of it"""
+
+
+class CheckpointedStrategy(ConnectedStrategy):
+    """Writes and reads checkpoints of a module on the mesh.
+
+    Attributes:
+        session: what is known of the module; None before it was set up.
+    """
+
+    _checkpoints: str = "folder"
+
+    @property
+    def session(self) -> Session | None:
+        """What is known of the module; None before it was set up."""
+        found: Session | None = getattr(self.lightning_module, SESSION, None)
+        return found
+
+    @property
+    def _on_mesh(self) -> Session:
+        if self.session is None:
+            raise TrainingError(
+                "the module is not set up yet: the trainer does so when fit, validate or test begins"
+            )
+        return self.session
+
+    @property
+    def restore_checkpoint_after_setup(self) -> bool:
+        """True: each rank reads its own blocks, so it must know them."""
+        return True
+
+    def full_state_dict(self, rank_zero_only: bool = False) -> dict[str, Tensor]:
+        """The whole module's state dict in CPU memory, with float32 masters; all ranks must call.
+
+        Args:
+            rank_zero_only: rank 0 alone has it then, the others an empty dict.
+        """
+        return saving.whole_state(self._on_mesh, everywhere=not rank_zero_only)
+
+    def lightning_module_state_dict(self, rank_zero_only: bool | None = None) -> dict[str, Any]:
+        """What ``checkpoint["state_dict"]`` is.
+
+        Args:
+            rank_zero_only: True: the whole state on rank 0; False: on every rank. None, as Lightning calls it: the whole state
+                on rank 0 for checkpoints in files; for folders this rank's own blocks, which are written from where they are.
+        """
+        if rank_zero_only is None and self._checkpoints == "folder":
+            return dict(self._on_mesh.module.state_dict())
+        return self.full_state_dict(rank_zero_only=rank_zero_only is not False)
+
+    def optimizer_state(self, optimizer: Any) -> dict[str, Any]:
+        """The whole state of an optimizer, as torch has it on one device, on rank 0; for folders nothing yet."""
+        lane = self._on_mesh.lanes.of(optimizer)
+        if lane is None:
+            return dict(super().optimizer_state(optimizer))
+        return {} if self._checkpoints == "folder" else saving.whole_optimizer_state(self._on_mesh, lane)
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
+        """Write a checkpoint; all ranks must call.
+
+        Raises:
+            CheckpointError: on all ranks, if a folder could not be written.
+        """
+        checkpoint["meshfold_micro_step"] = self._on_mesh.steps
+        if self._checkpoints == "file":
+            super().save_checkpoint(checkpoint, filepath, storage_options)
+            return
+        if storage_options is not None:
+            raise TypeError(
+                "storage_options go with MeshfoldStrategy(checkpoints='file'): folders are written by all ranks"
+            )
+        saving.write_folder(filepath, self._on_mesh, checkpoint)
+
+    def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
+        """What is in a checkpoint, folder or file, whichever strategy has written it on however many ranks."""
+        path: str | os.PathLike[str] = checkpoint_path
+        if saving.is_folder(path):
+            return saving.read_folder(path, weights_only=weights_only)
+        return dict(super().load_checkpoint(checkpoint_path, weights_only=weights_only))
+
+    def remove_checkpoint(self, filepath: Any) -> None:
+        """Remove a checkpoint; of a folder the files that are the checkpoint's, and nothing else. Rank 0 does it."""
+        if not saving.is_folder(filepath):
+            super().remove_checkpoint(filepath)
+        elif self.is_global_zero:
+            remove(Path(filepath))
+
+    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
+        """Give the module its state, each rank its own blocks.
+
+        Raises:
+            CheckpointError: for another module's.
+        """
+        session = self._on_mesh
+        saving.load_module(session, checkpoint["state_dict"], strict=strict)
+        session.steps = int(checkpoint.get("meshfold_micro_step", checkpoint.get("global_step", 0)))
+
+    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
+        """Give the optimizers their state, each rank its own blocks.
+
+        Raises:
+            CheckpointError: for the state of others.
+        """
+        saving.load_optimizers(self._on_mesh, checkpoint["optimizer_states"])

@@ -1,0 +1,306 @@
+"""Checkpoints of a LightningModule: a folder that all ranks write, or Lightning's own file.
+
+The folder is that of :mod:`meshfold.engine.checkpoints.checkpoint`, with the optimizers' tensors in ``optimizer.safetensors``,
+``optimizer-1.safetensors``, ... and what else Lightning keeps (loops, callbacks, schedulers, hyper-parameters) in
+``lightning.pt``. The file is what a trainer on one device writes: whole tensors, optimizer states by number. Either can be
+loaded under any spec and on any number of ranks, and a file from any other strategy that writes whole tensors too.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from meshfold.checkpoint import extra_state
+from meshfold.checkpoint.errors import CheckpointError
+from meshfold.checkpoint.names import EXTRA, STATE
+from meshfold.checkpoint.whole_file import write_whole
+from meshfold.engine.checkpoints.checkpoint import MODEL, Checkpoint, write_checkpoint
+from meshfold.engine.checkpoints.model_state import ModelState
+from meshfold.engine.checkpoints.optimizer_state import plain_settings
+from meshfold.engine.names import with_plain_names
+from meshfold.engine.states import Source
+from meshfold.engine.together import fail_together
+from meshfold.engine.world import World
+from meshfold.lightning.lanes import Lane, Lanes
+from meshfold.lightning.session import Session
+from meshfold.mesh.names import plain
+
+REST = "lightning.pt"
+_STATE, _OPTIMIZERS = "state_dict", "optimizer_states"
+
+
+def optimizer_file(number: int) -> str:
+    """Where the tensors of an optimizer are in a folder."""
+    return "optimizer.safetensors" if number == 0 else f"optimizer-{number}.safetensors"
+
+
+def is_folder(path: str | os.PathLike[str]) -> bool:
+    """Whether there is a folder of ours."""
+    place = Path(path)
+    return (place / STATE).exists() or (place.with_name(f".{place.name}.old") / STATE).exists()
+
+
+# -- writing --------------------------------------------------------------------------------------------------------
+
+
+def write_folder(path: str | os.PathLike[str], session: Session, checkpoint: Mapping[str, Any]) -> None:
+    """Write what Lightning wants to keep as a folder. All ranks must call.
+
+    Args:
+        path: the folder.
+        session: the module's.
+        checkpoint: what Lightning has put together; its tensors of module and optimizers are not looked at.
+
+    Raises:
+        CheckpointError: on all ranks, if one could not write.
+    """
+    files = {MODEL: session.state.sources()}
+    state: dict[str, Any] = {
+        "kind": "lightning",
+        "spec": str(session.world.spec.to_dict()),
+        "precision": session.precision.name,
+        "step": int(checkpoint.get("global_step", 0)),
+        "micro_step": session.steps,
+        "ties": session.state.ties(),
+        "optimizers": [],
+    }
+    if _OPTIMIZERS in checkpoint:
+        for number, lane in enumerate(_training(session.lanes)):
+            files[optimizer_file(number)] = lane.states.optimizer_sources()
+            state["optimizers"].append(lane.states.optimizer_description())
+    rest = {key: value for key, value in checkpoint.items() if key not in (_STATE, _OPTIMIZERS)}
+    state["extra_state"], more = extra_state.split(session.state.extra(f"cannot write the checkpoint {path}"))
+    small = {REST: rest, **({EXTRA: more} if more else {})}
+    write_checkpoint(path, session.world, files, state, small, all_read=session.lanes.all_read)
+
+
+def whole_state(session: Session, *, everywhere: bool) -> dict[str, Tensor]:
+    """The module's whole state dict in CPU memory, on every rank or on rank 0 (elsewhere it is empty). All ranks must call."""
+    state = session.state
+    if everywhere:
+        return state.full()
+    whole = _read_all(state.sources(), session.world, keep=session.world.mesh.rank == 0)
+    ties, extra = state.ties(), state.extra("cannot read the module's state")
+    if session.world.mesh.rank:
+        return {}
+    found: dict[str, Any] = {name: whole[ties.get(name, name)] for name in state.names()}
+    return {**found, **{name: extra_state.value_of(entry) for name, entry in extra.items()}}
+
+
+def whole_optimizer_state(session: Session, lane: Lane) -> dict[str, Any]:
+    """An optimizer's state as torch has it on one device, on rank 0; elsewhere without tensors. All ranks must call."""
+    assert lane.optimizer is not None  # lanes of optimizers are asked
+    whole = _read_all(lane.states.optimizer_sources(), session.world, keep=session.world.mesh.rank == 0)
+    values = lane.states.optimizer_description()["values"]
+    numbers, groups = _numbered(lane)
+    state: dict[int, dict[str, Any]] = {}
+    for entry, value in {**values, **whole}.items():
+        name, _, key = entry.rpartition("/")
+        state.setdefault(numbers[name], {})[key] = value
+    settings = [
+        {**{key: value for key, value in group.items() if key != "params"}, "params": places}
+        for group, places in zip(lane.optimizer.param_groups, groups, strict=True)
+    ]
+    return {"state": state, "param_groups": settings}
+
+
+def _read_all(sources: Mapping[str, Source], world: World, *, keep: bool) -> dict[str, Tensor]:
+    """Every whole tensor in turn; those that are kept, on the CPU."""
+    found: dict[str, Tensor] = {}
+    error: Exception | None = None
+    for name, source in sources.items():
+        try:
+            value = source.read()
+        except Exception as unread:  # the other ranks are in what follows too
+            error = error or unread
+            value = torch.zeros(source.shape, dtype=source.dtype, device=world.device)
+        if keep:
+            found[name] = value.to("cpu", copy=True)
+    fail_together(world, error, "cannot read the state to save")
+    return found
+
+
+def _numbered(lane: Lane) -> tuple[dict[str, int], list[list[int]]]:
+    """What torch calls the parameters of an optimizer, as it was made: numbers through its groups."""
+    numbers: dict[str, int] = {}
+    groups = []
+    for names in lane.given:
+        groups.append([numbers.setdefault(plain(name), len(numbers)) for name in names])
+    return numbers, groups
+
+
+def _training(lanes: Lanes) -> list[Lane]:
+    return [lane for lane in lanes if lane.optimizer is not None]
+
+
+# -- reading --------------------------------------------------------------------------------------------------------
+
+
+def read_folder(path: str | os.PathLike[str], *, weights_only: bool | None = None) -> dict[str, Any]:
+    """What is in a folder, in Lightning's form; tensors are mapped into memory and read when they are looked at.
+
+    Args:
+        path: the folder.
+        weights_only: False: run the code that ``lightning.pt`` names (pickle), for folders that you trust. Else it may hold
+            tensors and plain Python values alone.
+
+    Raises:
+        CheckpointError: if it is none that this strategy has written, damaged, or holds other objects.
+    """
+    found = Checkpoint(path)
+    if found.state.get("kind") != "lightning":
+        raise CheckpointError(
+            f"{found.path} was written by an Engine, not by a Lightning trainer: load it with Engine.load, or take its tensors "
+            "with safetensors and give them to the module's load_state_dict"
+        )
+    rest = _rest(found, runs_code=weights_only is False)
+    model = found.model  # sees whether the folder is the same still
+    whole = {name: model[name] for name in model}
+    whole.update({name: whole[first] for name, first in found.state["ties"].items()})
+    optimizers = [
+        {"description": description, "tensors": found.tensors(optimizer_file(number))}
+        for number, description in enumerate(found.state["optimizers"])
+    ]
+    kept = {_STATE: {**whole, **found.extra_state}, "meshfold_micro_step": found.state["micro_step"]}
+    return {**rest, **kept, **({_OPTIMIZERS: optimizers} if optimizers else {})}
+
+
+def _rest(found: Checkpoint, *, runs_code: bool) -> dict[str, Any]:
+    """What else Lightning keeps than tensors."""
+    if not runs_code:
+        try:
+            rest = found.small_file(REST)
+        except CheckpointError as error:
+            raise CheckpointError(
+                f"{error}. If it holds objects of your own and you trust whoever has written it, load it with weights_only=False "
+                "(trainer.fit(..., weights_only=False), consolidate(..., weights_only=False)), or name their classes to "
+                "torch.serialization.add_safe_globals"
+            ) from error
+    else:
+        try:
+            rest = torch.load(found.path_of(REST), map_location="cpu", weights_only=False)
+        except Exception as error:  # of the system, the archive or the pickle
+            raise CheckpointError(f"cannot read {found.path / REST}: {error}") from error
+    if not isinstance(rest, dict):
+        raise CheckpointError(
+            f"{found.path / REST} holds a {type(rest).__name__}, and Lightning keeps a dict there"
+        )
+    return rest
+
+
+def load_module(session: Session, state: Mapping[str, Tensor], *, strict: bool) -> None:
+    """Give a module its whole state dict, each rank its own blocks.
+
+    Raises:
+        CheckpointError: for names that are missing or unknown (if ``strict``), or a shape that is not the module's.
+    """
+    mine = session.state
+    if not strict:
+        state = _those_that_fit(mine, with_plain_names(state))
+    mine.load(state)
+
+
+def _those_that_fit(mine: ModelState, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """A complete state: what is given where the module has it, and what the module has where nothing is given."""
+    names, ties = set(mine.names()), mine.ties()
+    given = {ties.get(name, name): value for name, value in state.items() if name in names}
+    missing = {name: source for name, source in mine.sources().items() if name not in given}
+    extra = mine.extra_in(state)
+    return {**given, **{name: source.read() for name, source in missing.items()}, **extra}
+
+
+def load_optimizers(session: Session, states: Sequence[Any]) -> None:
+    """Give each optimizer its state: from a folder, or as torch has it on one device.
+
+    Raises:
+        CheckpointError: if there are more or fewer, or one is of other parameters or another class.
+    """
+    lanes = _training(session.lanes)
+    if len(states) != len(lanes):
+        raise CheckpointError(
+            f"the checkpoint has the state of {len(states)} optimizers, and configure_optimizers() made {len(lanes)}: resume with "
+            "those it was written with"
+        )
+    for lane, state in zip(lanes, states, strict=True):
+        if "description" in state:
+            description = {**state["description"], "values": with_plain_names(state["description"]["values"])}
+            lane.states.load_optimizer(description, with_plain_names(state["tensors"]))
+        else:
+            lane.states.load_optimizer(*_from_torch(lane, state))
+
+
+def _from_torch(lane: Lane, state: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """A torch optimizer's state dict as description and tensors by name."""
+    numbers, groups = _numbered(lane)
+    saved = state["param_groups"]
+    sizes, own = [len(group["params"]) for group in saved], [len(places) for places in groups]
+    if sizes != own:
+        raise CheckpointError(
+            f"the checkpoint's optimizer has groups of {sizes} parameters, and {type(lane.optimizer).__name__} has groups of "
+            f"{own}: resume with the optimizer it was written with"
+        )
+    number_here = {
+        there: here
+        for group, places in zip(saved, groups, strict=True)
+        for there, here in zip(group["params"], places, strict=True)
+    }
+    names = {number: name for name, number in numbers.items()}
+    tensors: dict[str, Tensor] = {}
+    values: dict[str, Any] = {}
+    for there, entries in state["state"].items():
+        for key, value in entries.items():
+            place = tensors if isinstance(value, Tensor) else values
+            place[f"{names[number_here[there]]}/{key}"] = value
+    description = {
+        "class": type(lane.optimizer).__name__,
+        "groups": [plain_settings(group) for group in saved],
+        "values": values,
+    }
+    return description, tensors
+
+
+def consolidate(
+    folder: str | os.PathLike[str], file: str | os.PathLike[str], *, weights_only: bool = True
+) -> None:
+    """Write a folder as Lightning's own file, for ``LightningModule.load_from_checkpoint`` and other strategies.
+
+    Runs in one process, without ranks; the file has whole tensors, so it takes as much memory as they do.
+
+    Args:
+        folder: a checkpoint.
+        file: where the new file goes.
+        weights_only: False: run the code that the folder's ``lightning.pt`` names (pickle), for folders that you trust.
+
+    Raises:
+        CheckpointError: if the folder is none that this strategy has written, or holds objects that need code to be read.
+    """
+    found = read_folder(folder, weights_only=weights_only)
+    found.pop("meshfold_micro_step")
+    if _OPTIMIZERS in found:
+        found[_OPTIMIZERS] = [_as_torch(state) for state in found[_OPTIMIZERS]]
+    target = Path(file)
+    write_whole(target, partial(torch.save, found))
+
+
+def _as_torch(state: Mapping[str, Any]) -> dict[str, Any]:
+    description, tensors = state["description"], state["tensors"]
+    numbers: dict[str, int] = {}
+    groups = []
+    for group in description["groups"]:
+        places = [numbers.setdefault(name, len(numbers)) for name in group["parameters"]]
+        settings = {
+            key: tuple(v) if isinstance(v, list) else v for key, v in group.items() if key != "parameters"
+        }
+        groups.append({**settings, "params": places})
+    entries: dict[int, dict[str, Any]] = {}
+    for entry, value in {**description["values"], **{name: tensors[name] for name in tensors}}.items():
+        name, _, key = entry.rpartition("/")
+        entries.setdefault(numbers[name], {})[key] = value
+    return {"state": entries, "param_groups": groups}

@@ -1,0 +1,109 @@
+"""Cluster environments: who starts the processes, and who this one is."""
+
+from __future__ import annotations
+
+from lightning.fabric.plugins import ClusterEnvironment
+from meshfold.mesh import LaunchError, groups
+from meshfold.mesh.environment import Environment
+
+
+class RunningRanks(ClusterEnvironment):
+    """For processes that are connected already, by ``meshfold.mesh.process_group.start()`` or ``init_process_group``.
+
+    The trainer then starts none: ``Trainer(devices=..., strategy=MeshfoldStrategy(cluster_environment=RunningRanks()))``, where
+    ``devices`` is how many of them this machine has.
+    """
+
+    def __init__(self) -> None:
+        """Raises:
+        LaunchError: if no process group is running.
+        """
+        here = groups.world()
+        if here is None:
+            raise LaunchError(
+                "RunningRanks() without a process group: call meshfold.mesh.process_group.start() first, or leave "
+                "cluster_environment out and let the trainer start the processes"
+            )
+        self._rank, self._size = here.rank, here.size
+        place = Environment.detect()
+        known = place.world_size == here.size
+        self._local_rank, self._local_size = (
+            (place.local_rank, place.local_world_size) if known else (here.rank, here.size)
+        )
+
+    @property
+    def creates_processes_externally(self) -> bool:
+        """True: nothing is started."""
+        return True
+
+    @property
+    def main_address(self) -> str:
+        """Not needed: the processes have met."""
+        return "localhost"
+
+    @property
+    def main_port(self) -> int:
+        """Not needed: the processes have met."""
+        return 0
+
+    @staticmethod
+    def detect() -> bool:
+        """Whether a process group is running."""
+        return groups.world() is not None
+
+    def world_size(self) -> int:
+        """How many processes there are."""
+        return self._size
+
+    def set_world_size(self, size: int) -> None:
+        """Checks what the trainer was told.
+
+        Raises:
+            LaunchError: if it is another number than are running.
+        """
+        if size != self._size:
+            raise LaunchError(
+                f"the trainer was told of {size} processes (devices times num_nodes), and {self._size} are running: write "
+                f"Trainer(devices={self._local_size})"
+            )
+
+    def global_rank(self) -> int:
+        """This process among all."""
+        return self._rank
+
+    def set_global_rank(self, rank: int) -> None:
+        """The rank is what it is."""
+
+    def local_rank(self) -> int:
+        """This process among those of its machine."""
+        return self._local_rank
+
+    def node_rank(self) -> int:
+        """Its machine."""
+        return self._rank // self._local_size
+
+
+def place_of(cluster: ClusterEnvironment, local_size: int) -> Environment:
+    """What the mesh has to know to start this process's part of the job."""
+    if cluster.world_size() == 1:
+        return Environment()
+    return Environment(
+        rank=cluster.global_rank(),
+        world_size=cluster.world_size(),
+        local_rank=cluster.local_rank(),
+        local_world_size=local_size,
+        master_addr=cluster.main_address,
+        master_port=cluster.main_port,
+        source="torchrun",
+    )
+
+
+def set_by_a_launcher() -> bool:
+    """Whether ``meshfold run``, torchrun or the like has set the variables that say which rank this is.
+
+    Lightning's own environment would take WORLD_SIZE away at the end of a stage, and a later trainer or engine is to find it.
+    """
+    try:
+        return Environment.detect().source == "torchrun"
+    except LaunchError:  # some of them: those that Lightning's launcher sets
+        return False

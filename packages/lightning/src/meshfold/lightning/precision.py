@@ -1,0 +1,206 @@
+"""Lightning's precisions as the engine carries them out.
+
+============= ================================ ================= ==========
+precision     the model computes in            true weights      loss scale
+============= ================================ ================= ==========
+32-true       float32                          the parameters    no
+64-true       float64                          the parameters    no
+bf16-mixed    bfloat16                         float32, apart    no
+16-mixed      float16                          float32, apart    dynamic
+bf16-true     bfloat16                         the parameters    no
+16-true       float16                          the parameters    no
+============= ================================ ================= ==========
+
+Mixed precision has no autocast: parameters are in 16 bits, beside float32 masters that the optimizer works on. Whatever
+module holds parameters is given its inputs in their dtype, and what the parts of the LightningModule return is cast to
+float32, so that losses are computed there (``outputs_fp32``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_map
+
+from lightning.pytorch.plugins.precision import (
+    DoublePrecision,
+    HalfPrecision,
+    MixedPrecision,
+)
+from lightning.pytorch.plugins.precision import (
+    Precision as LightningPrecision,
+)
+from meshfold.engine.precision import LossScaler, Precision, ScaleSettings
+from meshfold.mesh import SpecError
+from meshfold.mesh.errors import nearest
+
+if TYPE_CHECKING:
+    from lightning.pytorch import LightningModule
+    from meshfold.lightning.lanes import Lanes
+
+_NAMES = {
+    "32-true": "fp32",
+    "64-true": "fp64",
+    "bf16-mixed": "bf16",
+    "16-mixed": "fp16",
+    "bf16-true": "bf16",
+    "16-true": "fp16",
+}
+
+
+class WholePrecision(Precision):
+    """A precision without masters: the optimizer works on what the model computes with."""
+
+    @property
+    def master_dtype(self) -> torch.dtype:
+        return self.dtype
+
+
+class MeshfoldPrecision(LightningPrecision):
+    """Scales, sums and clips gradients through the strategy, and steps its optimizers."""
+
+    def __init__(self, precision: Any = "32-true", scale: ScaleSettings | None = None) -> None:
+        """Args:
+            precision: one of the names above.
+            scale: how the loss scale of ``16-mixed`` moves.
+
+        Raises:
+            SpecError: for another name.
+        """
+        if precision not in _NAMES:
+            raise SpecError(
+                f"precision={precision!r}: MeshfoldStrategy knows {', '.join(_NAMES)}.{nearest(str(precision), _NAMES)}"
+            )
+        self.precision = precision
+        dynamic = (scale or ScaleSettings()) if precision == "16-mixed" else None
+        kind = WholePrecision if precision in ("bf16-true", "16-true") else Precision
+        self.engine = kind(name=_NAMES[precision], scale=dynamic)
+        self.scaler = LossScaler(dynamic)
+        self.lanes: Lanes | None = None
+        """The optimizers of the run, with what they train; None while there is none."""
+
+    @classmethod
+    def of(cls, plugin: LightningPrecision, scale: ScaleSettings | None) -> MeshfoldPrecision:
+        """What stands for a plugin that the trainer made of its argument ``precision``.
+
+        Raises:
+            SpecError: for a plugin that does something else.
+        """
+        if isinstance(plugin, cls):
+            return plugin
+        if type(plugin) not in (LightningPrecision, MixedPrecision, HalfPrecision, DoublePrecision):
+            raise SpecError(
+                f"the precision plugin {type(plugin).__name__} does not go with MeshfoldStrategy: write Trainer(precision=...) "
+                f"with one of {', '.join(_NAMES)}"
+            )
+        return cls(plugin.precision, scale)
+
+    @property
+    def is_mixed(self) -> bool:
+        """Whether the model computes in 16 bits and all else is in float32."""
+        return self.precision in ("bf16-mixed", "16-mixed")
+
+    @property
+    def is_true_half(self) -> bool:
+        """Whether everything is in 16 bits, inputs and targets too."""
+        return self.precision in ("bf16-true", "16-true")
+
+    # -- around the module ----------------------------------------------------------------------------------------
+
+    def convert_input(self, data: Any) -> Any:
+        """A batch in the precision, where everything is: else the parts of the module are given what they need."""
+        if not self.is_true_half and self.precision != "64-true":
+            return data
+
+        def convert(value: Any) -> Any:
+            return (
+                value.to(self.engine.dtype)
+                if isinstance(value, Tensor) and value.is_floating_point()
+                else value
+            )
+
+        return tree_map(convert, data)
+
+    def tensor_init_context(self) -> AbstractContextManager[Any]:
+        """Nothing: the strategy casts when the module is there."""
+        return nullcontext()
+
+    def module_init_context(self) -> AbstractContextManager[Any]:
+        """Nothing: the strategy casts when the module is there."""
+        return nullcontext()
+
+    @contextmanager
+    def forward_context(self) -> Iterator[None]:
+        """New tensors in the precision, where everything is."""
+        before = torch.get_default_dtype()
+        if self.is_true_half or self.precision == "64-true":
+            torch.set_default_dtype(self.engine.dtype)
+        try:
+            yield
+        finally:
+            torch.set_default_dtype(before)
+
+    # -- gradients ------------------------------------------------------------------------------------------------
+
+    def backward(  # type: ignore[override]  # as Lightning's own
+        self, tensor: Tensor, model: LightningModule, optimizer: Any, *args: Any, **kwargs: Any
+    ) -> None:
+        """The gradient of this rank's share of the loss, summed over the data coordinates while it is made."""
+        if self.lanes is None:
+            super().backward(tensor, model, optimizer, *args, **kwargs)
+            return
+        # A scaled loss has no room in 16 bits.
+        wide = tensor if tensor.dtype == torch.float64 else tensor.float()
+        with self.lanes.backward(self.scaler):
+            model.backward(wide * (self.scaler.scale / self.lanes.data_size), *args, **kwargs)
+
+    def optimizer_step(  # type: ignore[override]  # as Lightning's own
+        self, optimizer: Any, model: LightningModule, closure: Callable[[], Any], **kwargs: Any
+    ) -> Any:
+        """The closure, then unscale, clip and step; a step that overflowed is left out."""
+        if self.lanes is None or self.lanes.of(optimizer) is None:
+            return super().optimizer_step(optimizer, model, closure, **kwargs)
+        result = closure()
+        lane = self.lanes.of(optimizer)  # only now: the training step may have made it anew
+        assert lane is not None  # since there was one before
+        if result is None and model.automatic_optimization:
+            lane.forget()  # training_step returned None: nothing is to be learnt from this batch
+            return result
+        lane.finish()
+        self._after_closure(model, optimizer)
+        lane.step(self.scaler, kwargs)
+        return result
+
+    def clip_grad_by_norm(self, optimizer: Any, clip_val: float) -> None:
+        """By the norm of the gradient of all that the optimizer trains, whatever of it each rank holds."""
+        lane = None if self.lanes is None else self.lanes.of(optimizer)
+        if lane is None:
+            super().clip_grad_by_norm(optimizer, clip_val)
+        else:
+            lane.clip(float(clip_val))
+
+    def clip_grad_by_value(self, optimizer: Any, clip_val: float) -> None:
+        """Each element of the gradient, after it was summed over the data coordinates."""
+        lane = None if self.lanes is None else self.lanes.of(optimizer)
+        if lane is None:
+            super().clip_grad_by_value(optimizer, clip_val)
+        else:
+            lane.clip_value(float(clip_val))
+
+    # -- checkpoints ----------------------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        """The loss scale, where there is one."""
+        return self.scaler.state_dict() if self.scaler.moves else {}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Go on with a loss scale; also with one that torch's GradScaler has kept."""
+        found = dict(state_dict)
+        if "_growth_tracker" in found:
+            found["good_steps"] = found["_growth_tracker"]
+        if "scale" in found:
+            self.scaler.load_state_dict({"good_steps": 0, "overflows": 0, **found})

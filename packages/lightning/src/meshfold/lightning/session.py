@@ -1,0 +1,279 @@
+"""A LightningModule on the mesh: split, placed and cast once, with the lanes of the stage that runs.
+
+The same module may be validated, fitted, tested and fitted again; only the lanes are made anew, from the true weights.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves, tree_map
+
+from meshfold.engine.assemble import assemble, has_dropout
+from meshfold.engine.batches.batch import Batch
+from meshfold.engine.batches.shares import Shares
+from meshfold.engine.checkpoints.model_state import ModelState
+from meshfold.engine.precision import Precision
+from meshfold.engine.randomness import randomness
+from meshfold.engine.roots import callable_parts, roots_of
+from meshfold.engine.sequence import split_sequence
+from meshfold.engine.world import World
+from meshfold.lightning.lanes import Lanes, check_optimizers, named_groups
+from meshfold.lightning.plain_lanes import PlainLanes
+from meshfold.mesh import SpecError, metadata
+
+if TYPE_CHECKING:
+    from meshfold.lightning.zero_lanes import ZeroLanes
+
+Optimizers = Sequence[torch.optim.Optimizer]
+
+
+class Session:
+    """What the strategy knows of a module, for as long as the module lives.
+
+    Attributes:
+        world: where it lies.
+        precision: in which it computes.
+        report: what tensor parallelism did; None if it was left whole.
+        lanes: of the stage that runs.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        world: World,
+        precision: Precision,
+        *,
+        seed: int,
+        rules: Mapping[str, str] | None = None,
+        outputs_fp32: bool = False,
+    ) -> None:
+        """Split, fill, place and cast a module.
+
+        Args:
+            module: with real parameters, which all ranks take from rank 0, or recorded ones on the meta device.
+            world: where it will lie.
+            precision: in which it will compute.
+            seed: of recorded parameters and of dropout.
+            rules: roles of submodules by full name, for tensor parallelism.
+            outputs_fp32: cast what its parts return to float32.
+
+        Raises:
+            SpecError: if its sizes do not fit the spec, or it has no parameters.
+        """
+        if next(module.parameters(), None) is None:
+            raise SpecError(
+                f"{type(module).__name__} has no parameters when the strategy sets it up: make its layers in __init__ or in "
+                "configure_model()"
+            )
+        self.module, self.world, self.precision, self._seed = module, world, precision, seed
+        self._drops = has_dropout(module)
+        roots = roots_of(module)
+        if len(roots) > 1 and world.row_size < world.data_size:
+            raise SpecError(
+                f"sequence with a module of several models ({', '.join(roots)}): whole sequences go into one model and come out of "
+                "it. Put them into one submodule, or leave sequence out"
+            )
+        built = assemble(module, world, precision, seed, rules, roots=roots)
+        self._sequence = split_sequence(module.get_submodule(roots[0]), world, own_loss=True)
+        self.report, self._torch_dropout = built.report, built.torch_dropout
+        self._steps, self._most_micro_steps = 0, 1
+        self.lanes = Lanes([], world)
+        self._toggled: list[nn.Parameter] = []
+        self._maker: PlainLanes | ZeroLanes = PlainLanes(module, world, precision)
+        if world.spec.zero is not None:
+            from meshfold.lightning.zero_lanes import ZeroLanes
+
+            self._maker = ZeroLanes(module, world, precision, seed=seed, values=built.values)
+        self._handles = []
+
+        def enter(
+            part: nn.Module, args: Any
+        ) -> None:  # no method of this object: copies of the module keep their hooks
+            if torch.is_grad_enabled() and part.training:
+                self.lanes.begin()
+
+        for part in callable_parts(module):
+            self._handles.append(part.register_forward_pre_hook(enter, prepend=True))
+            if outputs_fp32 and precision.dtype.itemsize == 2:
+                self._handles.append(part.register_forward_hook(_to_float32))
+        if precision.dtype != torch.float32:
+            self._cast_inputs()
+
+    def __deepcopy__(self, memo: object) -> None:
+        """A copy of the module is a plain module, of this rank's blocks."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return (type(None), ())
+
+    def require_same(self, world: World, precision: Precision) -> None:
+        """See that a trainer that comes to the module again wants it as it is.
+
+        Raises:
+            SpecError: under another spec or in another precision; if the module has parameters that were not there.
+        """
+        if dict(world.spec.axes) != dict(self.world.spec.axes) or world.spec.zero != self.world.spec.zero:
+            raise SpecError(
+                f"{type(self.module).__name__} lies on {self.world.spec} since an earlier trainer, and this one wants "
+                f"{world.spec}: make the module anew and give it the state, trainer.fit(module, ckpt_path=...)"
+            )
+        if (precision.dtype, precision.master_dtype) != (self.precision.dtype, self.precision.master_dtype):
+            raise SpecError(
+                f"{type(self.module).__name__} computes in {self.precision.dtype} since an earlier trainer, and this one wants "
+                f"{precision.dtype}: make the module anew and give it the state, trainer.fit(module, ckpt_path=...)"
+            )
+        new = [name for name, p in self.module.named_parameters() if metadata(p) is None]
+        if new:
+            raise SpecError(
+                f"{new[0]!r} was made after the module was set up: configure_model() is called for every stage and must do "
+                "nothing the second time; begin it with 'if self.model is not None: return'"
+            )
+
+    # -- lanes ------------------------------------------------------------------------------------------------------
+
+    def evaluate(self) -> None:
+        """Make ready to run without training, if nothing is yet."""
+        if not self.lanes.all:
+            self._replace_lanes([], [], accumulation=1)
+
+    def train(self, make: Callable[[], Optimizers], *, accumulation: int) -> None:
+        """Make ready to train.
+
+        Args:
+            make: makes the optimizers, of the module's parameters; they are these lanes' from then on.
+            accumulation: micro-steps of an optimizer step.
+
+        Raises:
+            SpecError: for optimizers that cannot be stepped with on shards.
+        """
+        self.lanes = self._maker.let_go(self.lanes)
+        with self._maker.stand_ins():
+            optimizers = make()
+            names: dict[Tensor, str] = {p: name for name, p in self.module.named_parameters()}
+            given = [named_groups(optimizer, names) for optimizer in optimizers]
+        check_optimizers(optimizers, given, whole=self._maker.in_chunks)
+        self._most_micro_steps = accumulation
+        self._replace_lanes(optimizers, given, accumulation=accumulation)
+
+    def _replace_lanes(
+        self, optimizers: Optimizers, given: Sequence[list[list[str]]], *, accumulation: int
+    ) -> None:
+        made = self._maker.make(optimizers, given, before=self.lanes.all, accumulation=accumulation)
+        self.lanes = Lanes(made, self.world)
+
+    def check_accumulation(self, micro_steps: int) -> None:
+        """See that a step has no more micro-steps than chunks were laid out for.
+
+        Raises:
+            SpecError: if it has, under ``zero``.
+        """
+        if self._maker.in_chunks and micro_steps > self._most_micro_steps:
+            raise SpecError(
+                f"accumulate_grad_batches grew from {self._most_micro_steps} to {micro_steps} while the fit runs: under zero "
+                "memory is laid out when the fit starts. Say it before, with GradientAccumulationScheduler(scheduling={0: 1, 4: "
+                f"{micro_steps}}}), or leave zero out of the spec"
+            )
+
+    def refresh(self) -> None:
+        """Between steps: follow what was frozen or thawed since the lanes were made, or added to an optimizer.
+
+        Raises:
+            SpecError: under ``zero``, where chunks are laid out when the fit starts.
+        """
+        if self.lanes.only is not None or all(lane.is_as_made for lane in self.lanes):
+            return
+        if self._maker.in_chunks:
+            raise SpecError(
+                "parameters were frozen, thawed or added to an optimizer while the fit runs: under zero what is trained is laid "
+                "out when the fit starts. Do it before trainer.fit(), or leave zero out of the spec"
+            )
+        optimizers = [lane.optimizer for lane in self.lanes if lane.optimizer is not None]
+        self.train(lambda: optimizers, accumulation=1)
+
+    def toggle(self, optimizer: Any) -> None:
+        """What ``LightningModule.toggle_optimizer`` does: gradients count for one optimizer alone."""
+        self.lanes.only = self.lanes.of(optimizer)
+        others = [lane for lane in self.lanes if lane is not self.lanes.only]
+        self._toggled = [p for lane in others for p in lane.parameters.values() if p.requires_grad]
+        for parameter in self._toggled:
+            parameter.requires_grad = False
+
+    def untoggle(self, optimizer: Any) -> None:
+        """Undo ``toggle``."""
+        for parameter in self._toggled:
+            parameter.requires_grad = True
+        self._toggled, self.lanes.only = [], None
+
+    def close(self) -> None:
+        """Take all hooks off the module."""
+        self.lanes.close()
+        for name in ("toggle_optimizer", "untoggle_optimizer"):
+            vars(self.module).pop(name, None)
+        if self._sequence is not None:
+            self._sequence.close()
+        for handle in self._handles:
+            handle.remove()
+
+    # -- running ----------------------------------------------------------------------------------------------------
+
+    @contextmanager
+    def micro_step(self, batch: Any) -> Iterator[None]:
+        """Around a training step: gradients may come, and dropout drops by global element."""
+        self.refresh()
+        self.lanes.begin()
+        with self._random(batch):
+            yield
+        self._steps += 1
+
+    def _random(self, batch: Any) -> AbstractContextManager[object]:
+        rows = next((x for x in tree_leaves(batch) if isinstance(x, Tensor) and x.dim()), None)
+        if not self._drops or rows is None:
+            return nullcontext()
+        work = Batch(args=(rows,), kwargs={}, given=None, rows=rows.shape[0], targets=None)
+        shares = Shares(work, self.world, shifted=False, places=True)
+        return randomness(self._seed, self._steps, shares, self.world.device, torch_too=self._torch_dropout)
+
+    def _cast_inputs(self) -> None:
+        """Give every module that holds parameters its inputs in their dtype: the code between modules may be in float32."""
+        dtype = self.precision.dtype
+
+        def cast(module: nn.Module, args: Any, kwargs: Any) -> Any:
+            return _cast(args, dtype), _cast(kwargs, dtype)
+
+        for module in self.module.modules():
+            if module is not self.module and any(p is not None for p in module._parameters.values()):
+                handle = module.register_forward_pre_hook(cast, with_kwargs=True, prepend=True)
+                self._handles.append(handle)
+
+    # -- state ------------------------------------------------------------------------------------------------------
+
+    @property
+    def state(self) -> ModelState:
+        """The whole module's state."""
+        return ModelState(self.module, self.lanes, self.world)  # type: ignore[arg-type]
+
+    @property
+    def steps(self) -> int:
+        """Micro-steps that were trained so far, which dropout is a function of."""
+        return self._steps
+
+    @steps.setter
+    def steps(self, steps: int) -> None:
+        self._steps = steps
+
+
+def _cast(found: Any, dtype: torch.dtype) -> Any:
+    """The same with floating tensors in a dtype."""
+
+    def cast(value: Any) -> Any:
+        return value.to(dtype) if isinstance(value, Tensor) and value.is_floating_point() else value
+
+    return tree_map(cast, found)
+
+
+def _to_float32(module: nn.Module, args: Any, output: Any) -> Any:
+    return _cast(output, torch.float32)

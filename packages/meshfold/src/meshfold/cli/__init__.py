@@ -1,0 +1,130 @@
+"""The command ``meshfold``: one file a command, imported when it is called for.
+
+A command's module has ``configure(parser)`` and ``run(arguments) -> int``, and imports torch in ``run`` at the
+earliest, so that help is there at once. Whatever fails in a way that a person can mend ends in one sentence on
+standard error and a code that is not 0.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import os
+import re
+import sys
+from collections.abc import Iterable, Sequence
+from typing import NoReturn
+
+from meshfold.cli.failure import Failure, sentence_of
+from meshfold.engine.precision_names import ours
+
+COMMANDS = {
+    "demo": "train a small GPT on 8 local processes and see what happens",
+    "train": "train a GPT, a Llama-like model or a Hugging Face causal LM on text or token ids",
+    "run": "start a script on local ranks; the first failing rank's traceback is what you see",
+    "plan": "bytes a rank holds and moves for a spec and a model, without a GPU",
+    "convert": "between checkpoints and Hugging Face folders, in both directions",
+    "reproduce": "run a paper's experiment: table, plot, verdict",
+    "bench": "measure side by side with peers",
+    "doctor": "what is installed, and what works on this machine",
+}
+
+
+_ELSEWHERE = {
+    "--learning-rate": "--lr", "--epochs": "--steps", "--max-steps": "--steps", "--gradient-accumulation-steps": "--accumulate",
+    "--grad-accum": "--accumulate", "--output-dir": "--out", "--output": "--out", "--dtype": "--precision",
+    "--max-length": "--seq-len", "--sequence-length": "--seq-len", "--nproc-per-node": "--ranks", "--np": "--ranks",
+    "--dataset": "--data", "--model-name": "--model", "--model-name-or-path": "--model", "gpu": "cuda",
+}  # fmt: skip
+"""Names that other programs have for options and choices"""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run ``meshfold ARGV...``; returns the exit code."""
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    name = arguments[0] if arguments else "--help"
+    if name in ("-h", "--help", "help"):
+        print(_overview())
+        return 0
+    if name in ("-V", "--version"):
+        from meshfold.cli.doctor import version
+
+        print(f"meshfold {version('meshfold') or 'from source'}")
+        return 0
+    if name not in COMMANDS:
+        return _fail(
+            "meshfold",
+            Failure(
+                f"there is no command {name!r}.{_nearest(name, COMMANDS)} Commands: {', '.join(COMMANDS)}"
+            ),
+        )
+    try:
+        return _run(name, arguments[1:])
+    except KeyboardInterrupt:  # also in the seconds that the imports of a command take
+        return _fail(f"meshfold {name}", Failure("interrupted", code=130))
+
+
+def _run(name: str, arguments: list[str]) -> int:
+    """Run one command; what a person can mend is one sentence."""
+    command = importlib.import_module(f"meshfold.cli.{name}")
+    parser = Parser(prog=f"meshfold {name}", description=command.__doc__, formatter_class=Formatter)
+    command.configure(parser)
+    parsed = parser.parse_args(arguments, argparse.Namespace(argv=arguments, rank=None))
+    try:
+        return int(command.run(parsed))
+    except BrokenPipeError:  # whoever read our output has gone, as `| head` does
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 141
+    except Exception as error:
+        failure = sentence_of(error)
+        if failure is None:
+            raise  # ours to mend: show where it is
+        if hasattr(parsed, "rules") and "'replicate'" in str(failure) and "--rule " not in str(failure):
+            failure = Failure(f"{failure}. Rules are typed so: --rule 'NAME OR PATTERN=ROLE'", failure.code)
+        # One of many processes: any of them may be the one that fails first, so each says which it is.
+        return _fail(parser.prog if parsed.rank is None else f"{parser.prog}: rank {parsed.rank}", failure)
+
+
+class Parser(argparse.ArgumentParser):
+    """Says what is wrong in one sentence, without the whole usage before it."""
+
+    def error(self, message: str) -> NoReturn:
+        """Print the sentence and exit with 2."""
+        stranger = re.match(r"unrecognized arguments: (--[^\s=]+)", message)
+        hint = _nearest(stranger[1], self._option_string_actions) if stranger else ""
+        if stranger and stranger[1] in _ELSEWHERE and _ELSEWHERE[stranger[1]] in self._option_string_actions:
+            hint = f" It is called {_ELSEWHERE[stranger[1]]!r} here."
+        choice = re.match(r"argument (--[\w-]+): invalid choice: '([^']*)' \(choose from (.*)\)", message)
+        if choice:
+            hint = _nearest(choice[2], re.findall(r"[\w.-]+", choice[3]))
+            name = ours(choice[2]) if choice[1] == "--precision" else _ELSEWHERE.get(choice[2], "")
+            hint = f" It is called {name!r} here." if name else hint
+        self.exit(2, f"{self.prog}: {message}.{hint} See {self.prog} --help\n")
+
+
+class Formatter(argparse.RawDescriptionHelpFormatter):
+    """Keeps the paragraphs of a description as they are."""
+
+    def __init__(self, prog: str) -> None:
+        super().__init__(prog, max_help_position=28, width=100)
+
+
+def _overview() -> str:
+    width = max(map(len, COMMANDS))
+    rows = "\n".join(f"  {name:<{width}}  {text}" for name, text in COMMANDS.items())
+    return (
+        f"usage: meshfold COMMAND ...\n\ncommands:\n{rows}\n\n'meshfold COMMAND --help' tells what it takes."
+    )
+
+
+def _nearest(name: str, known: Iterable[str]) -> str:
+    import difflib
+
+    bare = {word.lstrip("-"): word for word in known}  # dashes are no likeness
+    found = difflib.get_close_matches(name.lstrip("-"), list(bare), n=1)
+    return f" Did you mean {bare[found[0]]!r}?" if found else ""
+
+
+def _fail(prog: str, failure: Failure) -> int:
+    print(f"{prog}: {failure}", file=sys.stderr)
+    return failure.code

@@ -1,0 +1,111 @@
+"""Write the model in one folder into another: between checkpoints and Hugging Face folders, in both directions.
+
+  meshfold convert runs/a/checkpoint gpt2-mine                      # a checkpoint, as transformers loads it
+  meshfold convert runs/b/checkpoint llama-mine --like ~/models/llama --dtype bfloat16
+  meshfold convert ~/models/llama start --to checkpoint --names meshfold
+  meshfold convert ~/models/opt opt-safe                            # .bin to safetensors
+  meshfold convert runs/a/checkpoint whole --to checkpoint          # rectangles to whole tensors
+
+Tensors go through one by one. A checkpoint may be of any spec; what is written is its model alone (to write optimizer state
+again, load it into an engine and save). Tensors keep their bytes unless --dtype says otherwise.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+from pathlib import Path
+
+from meshfold.cli.failure import Failure
+from meshfold.cli.models import read_changes
+
+_UNITS = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    """The arguments of ``meshfold convert``."""
+    parser.usage = "meshfold convert SOURCE TARGET [options]"
+    parser.add_argument(
+        "source", metavar="SOURCE", help="a checkpoint, or a Hugging Face folder (safetensors or .bin)"
+    )
+    parser.add_argument("target", metavar="TARGET", help="a folder that is not there yet, or empty")
+    parser.add_argument("--to", choices=("hf", "checkpoint"), default="hf", help="what TARGET is to be (hf)")
+    parser.add_argument(
+        "--dtype",
+        choices=("float32", "bfloat16", "float16", "float64"),
+        help="of floating tensors (as they are)",
+    )
+    parser.add_argument(
+        "--like", metavar="FOLDER",
+        help="a Hugging Face folder that gives tokenizer files, and config.json if SOURCE does not know it",
+    )  # fmt: skip
+    parser.add_argument(
+        "--names", choices=("hf", "meshfold"),
+        help="with --to checkpoint: Hugging Face's, or those of our own GPT or Llama (as in SOURCE)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--model",
+        metavar="NAME",
+        help="the preset that an old checkpoint of ours is of, which does not say so",
+    )
+    parser.add_argument(
+        "--set",
+        nargs="+",
+        default=[],
+        metavar="KEY=VALUE",
+        dest="changes",
+        help="what was changed of the preset",
+    )
+    parser.add_argument(
+        "--shard-size",
+        type=size,
+        default=5 * 10**9,
+        metavar="SIZE",
+        help="of a file of weights: 5GB, 200MiB (5GB)",
+    )
+    parser.add_argument("--json", action="store_true", help="print what was written as JSON")
+
+
+def size(text: str) -> int:
+    """An argument that is a number of bytes."""
+    found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([A-Za-z]*)", text)
+    if found is None or found[2].upper() not in _UNITS or float(found[1]) <= 0:
+        what = "has no unit" if found is not None and not found[2] else "is not a size"
+        raise argparse.ArgumentTypeError(f"{text!r} {what}: write 5GB, or 200MiB")
+    return max(1, int(float(found[1]) * _UNITS[found[2].upper()]))
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Run ``meshfold convert``."""
+    if arguments.names is not None and arguments.to != "checkpoint":
+        raise Failure(
+            f"--names {arguments.names} goes with --to checkpoint: a Hugging Face folder has Hugging Face's names"
+        )
+    if arguments.changes and arguments.model is None:
+        raise Failure(f"--set {' '.join(arguments.changes)}: name the preset that it changes with --model")
+    from meshfold.huggingface.convert import convert
+    from meshfold.models import preset
+
+    config = None
+    if arguments.model is not None:
+        config = preset(arguments.model, **read_changes(arguments.changes))
+    done = convert(
+        arguments.source,
+        arguments.target,
+        to=arguments.to,
+        dtype=arguments.dtype,
+        like=arguments.like,
+        names=arguments.names,
+        config=config,
+        shard_bytes=arguments.shard_size,
+    )
+    if arguments.json:
+        print(json.dumps(dict(target=str(Path(arguments.target)), **done.__dict__)))
+        return 0
+    what = (
+        "a Hugging Face folder" if done.kind == "hf" else "a checkpoint, to be loaded with weights_only=True"
+    )
+    files = "one file" if done.files == 1 else f"{done.files} files"
+    print(f"{arguments.target}: {what}; {done.tensors} tensors, {done.bytes / 2**20:,.1f} MiB in {files}")
+    return 0

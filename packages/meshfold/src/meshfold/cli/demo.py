@@ -1,0 +1,69 @@
+"""Train a small GPT on the source of Python's standard library, and see what happens.
+
+It runs under parallel=dict(data=2, tensor=dict(mode="2d", size=4)) on 8 local processes: on GPUs where there are 8 (on
+4, the tensor part alone), else on the CPU, where it takes a few minutes. It prints the plan and the progress, and ends
+with a checkpoint, a plot of the loss, a sample of text, and the parallel loss beside the serial one.
+"""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from meshfold.cli import train
+from meshfold.cli.failure import Failure
+from meshfold.cli.models import positive
+from meshfold.cli.run_folder import check_out
+from meshfold.cli.train_arguments import words_of
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    """The arguments of ``meshfold demo``."""
+    parser.add_argument("--out", default="demo", metavar="DIR", help="folder to write to (demo)")
+    parser.add_argument("--steps", type=positive, default=250, metavar="N", help="optimizer steps (250)")
+    parser.add_argument(
+        "--serial-steps", type=positive, default=20, metavar="N", help="of them, again on one process (20)"
+    )
+    parser.add_argument(
+        "--sample-tokens", type=positive, default=250, metavar="N", help="bytes of text to write (250)"
+    )
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Run ``meshfold demo``."""
+    check_out(arguments.out)
+    import torch
+
+    from meshfold.train.demo import compare_with_serial, scene, settings
+    from meshfold.train.demo_files import clear, sign
+
+    out = Path(arguments.out)
+    _check_free(out)
+    here = scene(torch.cuda.device_count())
+    chosen = settings(here, arguments.out, steps=arguments.steps, sample_tokens=arguments.sample_tokens)
+    print(f"Meshfold's demo: {here.why}.\n")
+    clear(out)
+    try:
+        code = train.start(chosen, words_of(chosen))
+        if code:
+            return code
+        serial_steps = min(arguments.serial_steps, arguments.steps)
+        print(f"the first {serial_steps} steps again, with the serial model on one process ...", flush=True)
+        print(compare_with_serial(chosen, serial_steps))
+    finally:  # also of one that is broken off
+        sign(out)
+    print(f"\nAll of it is in {arguments.out}/: checkpoint/, metrics.jsonl, loss.png and sample.txt.")
+    return 0
+
+
+def _check_free(out: Path) -> None:
+    """Whether all that is where the demo writes is an earlier demo's, which may go."""
+    from meshfold.train.demo_files import of_others
+
+    found = of_others(out)
+    if found:
+        more = f" and {len(found) - 1} more" if len(found) > 1 else ""
+        raise Failure(
+            f"--out {str(out)!r}: {found[0]}{more} would be replaced, and was not written by a demo that came to its end, or has "
+            "changed since; choose another --out, or move it away"
+        )

@@ -1,0 +1,262 @@
+"""Bytes a rank holds and moves for a spec and a model, without a GPU and without any process.
+
+  meshfold plan --model llama-8b --parallel "dict(data=8, tensor=dict(mode='2d', size=4))" \\
+      --batch-size 64 --seq-len 4096 --precision bf16 --machine h200x8
+
+The engine is set up on tensors without values, in a world of ranks that are not there, and makes one step; what is
+printed is what it would hand to torch.distributed.
+
+With zero=... it also says whether the model fits, where everything would live and what a step takes:
+
+  meshfold plan --model gpt2-xl --parallel "dict(zero=dict(gpu_memory_limit='8GiB'))" --machine a100
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import re
+from dataclasses import asdict, replace
+from fractions import Fraction
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from meshfold.cli.failure import Failure
+from meshfold.cli.models import add_model, positive, read_changes, read_model, read_rules
+from meshfold.cli.parallel import add_parallel, read_parallel
+from meshfold.cli.train_arguments import RECOMPUTE
+
+if TYPE_CHECKING:
+    from meshfold.planner.estimate import Estimate, Times
+    from meshfold.planner.machines import Machine
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    """The arguments of ``meshfold plan``."""
+    add_parallel(parser)
+    parser.add_argument(
+        "--ranks", type=positive, metavar="N", help="world size (default: the product of the spec)"
+    )
+    add_model(parser)
+    parser.add_argument(
+        "--batch-size", type=positive, default=8, metavar="N", help="sequences of a global batch (8)"
+    )
+    parser.add_argument(
+        "--seq-len", type=positive, metavar="N", help="tokens of a sequence (default: the model's longest)"
+    )
+    parser.add_argument(
+        "--accumulate", type=positive, default=1, metavar="N", help="micro-steps of a step (1)"
+    )
+    parser.add_argument("--precision", choices=("fp32", "fp64", "bf16", "fp16"), help="(bf16)")
+    parser.add_argument("--recompute", choices=("blocks", "auto"), help=RECOMPUTE)
+    parser.add_argument(
+        "--no-clip", action="store_true", help="gradients are not clipped, and so none is held"
+    )
+    parser.add_argument("--optimizer", default="adamw", choices=("adamw", "adam", "sgd"), help="(adamw)")
+    parser.add_argument(
+        "--machine",
+        metavar="NAME",
+        help="h200, h100, a100, v100 with one GPU, h200x8, h100x8, a100x8, v100x8, laptop (default: h200 or h200x8)",
+    )
+    parser.add_argument(
+        "--gpu-memory", type=size, metavar="SIZE", help="of a device, if not the machine's: 24GiB"
+    )
+    parser.add_argument(
+        "--host-memory", type=size, metavar="SIZE", help="of a host, if not the machine's: 125GiB"
+    )
+    parser.add_argument(
+        "--timeline",
+        metavar="FILE",
+        help="draw what is on a device at every moment under zero, or a schedule: .svg, .png",
+    )
+    parser.add_argument("--trace", metavar="FILE.json", help="the same for chrome://tracing")
+    parser.add_argument("--report", action="store_true", help="also show what becomes of each submodule")
+    parser.add_argument("--json", action="store_true", help="print JSON, bytes and seconds as plain numbers")
+
+
+def size(text: str) -> int:
+    """An argument that is an amount of memory, in bytes."""
+    from meshfold.mesh.spec.zero import UNITS, unit_of
+
+    match = re.fullmatch(r"([0-9]{1,18}(?:\.[0-9]{1,18})?) ?([A-Za-z]+)", text)
+    if match is None or unit_of(match[2]) not in UNITS:
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is not an amount of memory such as 24GiB ({', '.join(UNITS)})"
+        )
+    return int(Fraction(match[1]) * UNITS[unit_of(match[2])])
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Run ``meshfold plan``."""
+    parallel = read_parallel(arguments.parallel)
+    read_model(arguments)
+    changes, rules = read_changes(arguments.changes), read_rules(arguments.rules)
+    from meshfold.engine.world import require_runnable
+    from meshfold.mesh import ParallelSpec
+    from meshfold.planner.advice import advice, why_not
+    from meshfold.planner.estimate import times
+    from meshfold.planner.machines import machine as find_machine
+    from meshfold.planner.planner import estimate
+    from meshfold.train.model_choice import choose_model, longest
+
+    spec = ParallelSpec.parse(parallel, arguments.ranks)
+    spec = spec.with_world_size(spec.world_size)  # data is 1 where neither it nor --ranks was given
+    require_runnable(spec)
+    staged = spec.pipeline is not None and spec.pipeline.size > 1
+    if spec.zero is None and not staged and (arguments.timeline or arguments.trace):
+        raise Failure(
+            "--timeline and --trace show where zero=... keeps things, or who does what when in a pipeline, and this spec "
+            "has no zero and no pipeline"
+        )
+    precision = arguments.precision or "bf16"
+    machine = find_machine(arguments.machine or ("h200" if spec.world_size == 1 else "h200x8"))
+    if arguments.gpu_memory is not None:
+        machine = replace(machine, memory=arguments.gpu_memory)
+    if arguments.host_memory is not None:
+        machine = replace(machine, host=replace(machine.host, memory=arguments.host_memory))
+    seq_len = arguments.seq_len or longest(arguments.model, arguments.hf, changes)
+    model = choose_model(arguments.model, arguments.hf, changes, vocab_size=None, seq_len=seq_len)
+
+    def estimated(spec: ParallelSpec, recompute: str | None) -> Estimate:
+        return estimate(
+            model.build,
+            spec,
+            batch_size=arguments.batch_size,
+            seq_len=seq_len,
+            precision=precision,
+            optimizer=arguments.optimizer,
+            accumulate=arguments.accumulate,
+            rules=rules,
+            recompute=recompute,
+            clip=not arguments.no_clip,
+            machine=machine,
+            name=model.name,
+        )
+
+    found = estimated(spec, arguments.recompute)
+    took = times(found, machine, precision)
+    _write_pictures(found, arguments.timeline, arguments.trace)
+    if arguments.json:
+        words = {
+            "model": model.name,
+            "batch_size": arguments.batch_size,
+            "seq_len": seq_len,
+            "precision": precision,
+        }
+        print(json.dumps(words | _answer(found, took, machine), indent=1, default=str))
+    else:
+        print(f"{model.name}, {arguments.batch_size} sequences of {seq_len} tokens, {precision}\n")
+        _show(found, took, machine, report=arguments.report)
+        _note_defaults(arguments, seq_len)
+    reason = why_not(found, machine)
+    if reason:
+        rows = max(1, arguments.batch_size // arguments.accumulate // spec.axes["data"])
+        change = advice(found, machine, arguments.recompute, rows, estimated)
+        raise Failure(f"it does not fit: {reason.removesuffix('.')}. {change}", code=1)
+    return 0
+
+
+def _note_defaults(arguments: argparse.Namespace, seq_len: int) -> None:
+    """Say what ``meshfold train`` takes where this command was left to its own defaults."""
+    from meshfold.train.settings import TrainSettings
+
+    ours = {"seq-len": (arguments.seq_len, seq_len), "precision": (arguments.precision, "bf16")}
+    theirs = {"seq-len": TrainSettings.seq_len, "precision": TrainSettings.precision}
+    other = {name: here for name, (typed, here) in ours.items() if typed is None and here != theirs[name]}
+    if other:
+        defaults = " ".join(f"--{name} {theirs[name]}" for name in other)
+        same = " ".join(f"--{name} {here}" for name, here in other.items())
+        print(f"\nmeshfold train takes {defaults} by default: type {same} there for this plan")
+
+
+def _show(found: Estimate, took: Times, machine: Machine, *, report: bool) -> None:
+    from meshfold.planner.text import memory_table, picture, time_table, traffic_table
+
+    nodes = math.ceil(found.world_size / machine.devices)
+    parts = [found.spec.describe()]
+    if found.world_size > 1:
+        parts.append(picture(found.spec.axes))
+    if report and found.report:
+        parts.append(found.report)
+    pipeline = found.pipeline
+    if pipeline is not None:
+        from meshfold.planner.pipeline_text import pipeline_time_table, rank_table, stage_table
+
+        parts += [stage_table(pipeline), rank_table(pipeline)]
+    parts += [memory_table(found), traffic_table(found)]
+    if pipeline is not None:
+        parts.append(pipeline_time_table(found, pipeline, took, machine, nodes))
+        if found.plan is not None:
+            parts.append(f"it fits; rank {pipeline.fullest} of the pipeline holds most\n{found.plan}")
+    elif found.spec.zero is None:
+        parts.append(time_table(found, took, machine, nodes))
+    elif found.plan is not None:
+        parts.append(f"it fits\n{found.plan}")
+    print(*parts, sep="\n\n")
+
+
+def _answer(found: Estimate, took: Times, machine: Machine) -> dict[str, Any]:
+    """The same in plain numbers."""
+    from meshfold.planner.advice import fits
+
+    answer = {
+        "parallel": found.spec.to_dict(),
+        "axes": found.spec.axes,
+        "world_size": found.world_size,
+        "parameters": found.parameters,
+        "local_parameters": found.local_parameters,
+        "memory_bytes": {**asdict(found.memory), "total": found.memory.total},
+        "traffic": [asdict(entry) for entry in found.traffic],
+        "moved_bytes": found.moved,
+        "flops": found.flops,
+        "machine": machine.name,
+        "fits": fits(found, machine),
+        "seconds": {**asdict(took), "apart": took.apart, "overlapped": took.overlapped},
+    }
+    if found.pipeline is not None:
+        from meshfold.planner.pipeline_text import answer as of_pipeline
+
+        answer["pipeline"] = of_pipeline(found.pipeline)
+    if found.spec.zero is None:
+        return answer
+    plan = found.plan
+    shown: dict[str, Any] = {"refusal": found.refusal}
+    if plan is not None:
+        shown = {
+            "placement": plan.policy,
+            "seconds": plan.seconds,
+            "peak_gpu_bytes": plan.peak_gpu_bytes,
+            "peak_host_bytes": plan.peak_host_bytes,
+            "peak_disk_bytes": plan.peak_disk_bytes,
+            "limits": asdict(plan.limits),
+            "layers": [asdict(layer) for layer in plan.layers],
+            "terms": [asdict(term) for term in plan.terms],
+            "chunks": [
+                {**asdict(made), "elements": chunk.elems}
+                for made, chunk in zip(plan.chunks, plan.workload.chunks, strict=True)
+            ],
+        }
+    return {**answer, "zero": shown}
+
+
+def _write_pictures(found: Estimate, timeline: str | None, trace: str | None) -> None:
+    """Of a pipeline the schedule on a clock; else what is on a device at every moment."""
+    from meshfold.pipeline import draw as draw_schedule
+    from meshfold.planner.pipeline_text import schedule_trace
+    from meshfold.zero_gemini.planner import chrome_trace, draw
+
+    try:
+        if found.pipeline is not None:
+            simulation = found.pipeline.simulation
+            if timeline is not None:
+                draw_schedule(simulation, timeline)
+            if trace is not None:
+                Path(trace).write_text(json.dumps(schedule_trace(simulation)))
+        elif found.plan is not None:
+            if timeline is not None:
+                draw(found.plan, timeline)
+            if trace is not None:
+                Path(trace).write_text(json.dumps(chrome_trace(found.plan)))
+    except OSError as error:
+        raise Failure(f"{error.filename}: {error.strerror}") from error

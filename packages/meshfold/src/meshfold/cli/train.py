@@ -1,0 +1,285 @@
+"""Train a causal language model on a folder of text, a file of text, or a file of token ids.
+
+  meshfold train --data ~/texts --model gpt-small --steps 500 --out run1
+  meshfold train --data ~/src --extensions .py .md --parallel data=2 tensor.mode=2d tensor.size=4 --out run2
+  meshfold train --data tokens.bin --hf ~/models/llama --precision bf16 --parallel tensor=4 --out run3
+  meshfold train --resume --out run1 --steps 1000 --parallel tensor=2
+
+The ranks are started here; under torchrun or srun those that run are used. OUT gets the checkpoint (loadable under
+any other spec), metrics.jsonl, settings.json, loss.png and the tokens of text. SIGTERM or SIGUSR1 ends the run after the
+step that is made, with a checkpoint and exit code 75. So does a first Ctrl-C, with code 130; a second one ends it at once.
+"""
+
+from __future__ import annotations
+
+import argparse
+import signal
+import sys
+import threading
+from dataclasses import replace
+from types import FrameType
+from typing import TYPE_CHECKING, Any
+
+from meshfold.cli.failure import Failure
+from meshfold.cli.run_folder import check_checkpoint, check_folder
+from meshfold.cli.train_arguments import configure, settings_of
+from meshfold.engine.long_runs.stopping import STOPPED_CODE
+
+if TYPE_CHECKING:
+    from meshfold.mesh import ParallelSpec
+    from meshfold.mesh.environment import Environment
+    from meshfold.train.loop import Inputs
+    from meshfold.train.progress import Progress
+    from meshfold.train.settings import TrainSettings
+
+__all__ = ["configure", "run", "start"]
+
+_STOP_S = 3600.0  # for the last step and its checkpoint; whoever asked may kill earlier, or ask twice
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Run ``meshfold train``: in a process that the ranks are started from, or as one of them."""
+    from meshfold.mesh.environment import Environment
+
+    here = Environment.detect()
+    arguments.rank = None if here.source == "single" else here.rank
+    settings = settings_of(arguments)
+    if here.source == "single":
+        return start(
+            settings,
+            arguments.argv,
+            ranks=arguments.ranks,
+            plan=not arguments.no_plan,
+            as_json=arguments.json,
+            report=arguments.report,
+        )
+    if arguments.ranks not in (None, here.world_size):
+        raise Failure(
+            f"--ranks {arguments.ranks}, but {here.source} started {here.world_size}: leave --ranks out"
+        )
+    return _as_rank(
+        settings, here, plan=not arguments.no_plan, as_json=arguments.json, report=arguments.report
+    )
+
+
+def start(
+    settings: TrainSettings,
+    words: list[str],
+    *,
+    ranks: int | None = None,
+    plan: bool = True,
+    as_json: bool = False,
+    report: bool = False,
+) -> int:
+    """Check everything, show the plan, and train: here, if the spec has one rank, else on ranks that are started.
+
+    Args:
+        settings: what to train.
+        words: the same as arguments of ``meshfold train``, for the ranks.
+        ranks: how many, if it was said.
+        plan: whether to print it.
+        as_json: what is printed of each step.
+        report: whether the plan says what becomes of each submodule.
+
+    Returns:
+        The exit code.
+    """
+    from meshfold.engine.world import require_runnable
+    from meshfold.mesh import ParallelSpec
+    from meshfold.mesh.launch import launch
+    from meshfold.train.progress import make_progress
+    from meshfold.train.trackers import check_trackers
+
+    progress = make_progress(settings.last_step, show=True, as_json=as_json)
+    settings = _settled(settings, ranks, progress)
+    spec = ParallelSpec.parse(settings.parallel, ranks)
+    spec = spec.with_world_size(spec.world_size)  # data is 1 where neither it nor --ranks was given
+    require_runnable(spec)
+    _check_device(settings, spec.world_size)
+    _check_warmup(settings)
+    check_trackers(settings.track)
+    check_folder(settings, progress)
+    inputs = _open_inputs(settings, progress)
+    _show_plan(settings, spec, inputs, progress, show=plan, report=report)
+    if spec.world_size == 1:
+        from meshfold.train.loop import train
+
+        with CtrlC() as ctrl_c:
+            code = _code(settings, train(settings, inputs, progress))
+        return 130 if code and ctrl_c.caught else code
+    program = ["-m", "meshfold.cli", "train", *words, "--no-plan"]
+    return launch(program, spec.world_size, stop_s=_STOP_S, stopped_code=STOPPED_CODE)
+
+
+class CtrlC:
+    """A first Ctrl-C asks a run of one process to stop with a checkpoint, as SIGTERM does; a second one interrupts it.
+
+    Several ranks are asked by :func:`meshfold.mesh.launch.launch`.
+
+    Attributes:
+        caught: whether it asked.
+    """
+
+    def __init__(self) -> None:
+        self.caught = False
+        self._before: Any = None
+
+    def __enter__(self) -> CtrlC:
+        if (
+            threading.current_thread() is threading.main_thread()
+            and signal.getsignal(signal.SIGINT) is signal.default_int_handler  # not as under nohup
+        ):
+            self._before = signal.signal(signal.SIGINT, self._catch)
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        if self._before is not None:
+            signal.signal(signal.SIGINT, self._before)
+
+    def _catch(self, number: int, frame: FrameType | None) -> None:
+        # Without a handler of SIGTERM there is nothing to be kept yet, or no more.
+        if self.caught or not callable(signal.getsignal(signal.SIGTERM)):
+            raise KeyboardInterrupt
+        self.caught = True
+        print("asked to stop; Ctrl-C again ends it at once", file=sys.stderr, flush=True)
+        signal.raise_signal(signal.SIGTERM)
+
+
+def _as_rank(settings: TrainSettings, here: Environment, *, plan: bool, as_json: bool, report: bool) -> int:
+    """Be one of the ranks that run already."""
+    from meshfold.engine.world import require_runnable
+    from meshfold.huggingface.causal_lm import quiet
+    from meshfold.mesh import Mesh, ParallelSpec, barrier
+    from meshfold.mesh.process_group import DEFAULT_TIMEOUT
+    from meshfold.mesh.process_group import start as join
+    from meshfold.mesh.watching import limit_of
+    from meshfold.train.loop import open_inputs, train
+    from meshfold.train.progress import Silent, make_progress
+
+    if settings.hf is not None and (here.rank > 0 or not plan):
+        quiet()
+    progress = make_progress(settings.last_step, show=here.rank == 0, as_json=as_json)
+    settings = _settled(settings, here.world_size, progress if plan else Silent())
+    spec = ParallelSpec.parse(settings.parallel, here.world_size)
+    require_runnable(spec)
+    _check_warmup(settings)
+    check_folder(settings, progress if plan else Silent())
+    if (
+        plan
+    ):  # on every rank: torch numbers process groups, the fake ones too, and ranks must agree on the numbers
+        _show_plan(settings, spec, _open_inputs(settings, progress), progress, show=True, report=report)
+    with join(device=settings.device, meeting=limit_of(settings.watchdog) or DEFAULT_TIMEOUT) as process:
+        everyone = Mesh({"rank": process.world_size}).group("rank")
+        if here.local_rank == 0:
+            inputs = open_inputs(settings, progress)  # tokenises, for all ranks of this machine
+        barrier(everyone, process.device)
+        if here.local_rank != 0:
+            inputs = open_inputs(settings, progress)
+        rows = train(settings, inputs, progress)
+        barrier(everyone, process.device)  # rank 0 may still be drawing
+    return _code(settings, rows)
+
+
+def _settled(settings: TrainSettings, ranks: int | None, progress: Progress) -> TrainSettings:
+    """What only the folder and the ranks decide: whether there is something to go on from, and with how much ``data``."""
+    from meshfold.engine.long_runs.resuming import refit
+
+    if settings.resume == "auto":  # if there are some, and all are damaged, a person has to look at them
+        settings = replace(settings, resume=settings.checkpoints.to_go_on_from() is not None)
+    if settings.resume and ranks is not None:
+        parallel, said = refit(settings.parallel, ranks)
+        if said:
+            progress.say(said)
+        settings = replace(settings, parallel=parallel)
+    return settings
+
+
+def _code(settings: TrainSettings, rows: list[dict[str, Any]]) -> int:
+    """0, or that of a run which stopped on request before its last step."""
+    return STOPPED_CODE if rows and rows[-1]["step"] < settings.last_step else 0
+
+
+def _check_device(settings: TrainSettings, ranks: int) -> None:
+    """Whether there is a GPU for each rank, if they are to be used."""
+    if settings.device == "cuda":
+        import torch
+
+        gpus = torch.cuda.device_count()
+        if gpus < ranks:
+            raise Failure(
+                f"--device cuda wants a GPU for each of {ranks} ranks, and torch sees {gpus}: use --device cpu"
+            )
+
+
+def _check_warmup(settings: TrainSettings) -> None:
+    """Whether the learning rate gets to where it is to rise to."""
+    if settings.warmup > settings.steps:
+        raise Failure(
+            f"--warmup {settings.warmup} with --steps {settings.steps}: the learning rate would never reach "
+            f"--lr {settings.lr:g}; write a --warmup of {settings.steps} at most"
+        )
+
+
+def _open_inputs(settings: TrainSettings, progress: Progress) -> Inputs:
+    """Open what the run reads, and say what that is."""
+    from meshfold.train.loop import open_inputs
+
+    inputs = open_inputs(settings, progress)
+    corpus = inputs.corpus
+    progress.say(
+        f"{inputs.model.name} on {settings.data}: {corpus.train_tokens:,} tokens to train on, "
+        f"{corpus.validation_tokens:,} to validate with; "
+        f"{settings.steps * settings.batch_size * settings.seq_len:,} are {settings.steps} steps"
+    )
+    for note in inputs.notes:
+        progress.say(f"  {note}")
+    return inputs
+
+
+def _show_plan(
+    settings: TrainSettings,
+    spec: ParallelSpec,
+    inputs: Inputs,
+    progress: Progress,
+    *,
+    show: bool,
+    report: bool = False,
+) -> None:
+    """Set up the engine without values: what it refuses is refused here, in one sentence; the rest is the plan."""
+    from meshfold.mesh import MeshfoldError
+    from meshfold.planner.machines import boundless
+    from meshfold.planner.planner import estimate
+    from meshfold.planner.text import memory_table, picture, traffic_table
+
+    try:
+        found = estimate(
+            inputs.model.build,
+            spec,
+            batch_size=settings.batch_size,
+            seq_len=settings.seq_len,
+            precision=settings.precision,
+            recompute=settings.recompute,
+            optimizer=settings.optimizer,
+            accumulate=settings.accumulate,
+            rules=settings.rules,
+            clip=settings.clip > 0,
+            machine=boundless(),
+        )
+    except MeshfoldError:
+        raise
+    except Exception as error:  # a model whose code looks at values; training it is another matter
+        reason = (str(error) or type(error).__name__).split("\n")[0]
+        progress.say(f"no plan: this model's code cannot run without values ({reason})")
+        return
+    if settings.resume:
+        check_checkpoint(settings, found.shapes)
+    if show:
+        many = [spec.describe(), picture(spec.axes)] if spec.world_size > 1 else []
+        placed = found.report if report and found.report else found.summary
+        parts = (*many, placed, memory_table(found), traffic_table(found))
+        progress.say("\n" + "\n\n".join(part for part in parts if part) + "\n")
+        if found.refusal:
+            refusal = found.refusal.removesuffix(".")
+            raise Failure(
+                f"it does not fit: {refusal}. --no-plan trains all the same, until memory runs out", 1
+            )

@@ -1,0 +1,208 @@
+"""The arguments of ``meshfold train``, the settings that they stand for, and the way back."""
+
+from __future__ import annotations
+
+import argparse
+from typing import TYPE_CHECKING
+
+from meshfold.cli.failure import Failure
+from meshfold.cli.models import (
+    add_model,
+    natural,
+    positive,
+    rate,
+    read_changes,
+    read_model,
+    read_rules,
+    several,
+)
+from meshfold.cli.parallel import add_parallel, read_parallel
+
+if TYPE_CHECKING:
+    from meshfold.train.settings import TrainSettings
+
+_OF_THE_COMMAND = ("help", "out", "ranks", "resume", "no_plan", "report", "json", "model", "hf")
+RECOMPUTE = "activations in backward: of every block, or of those that the plan of zero says (the model's own business)"
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    """The arguments of ``meshfold train``."""
+    parser.usage = (
+        "meshfold train --data PATH --out DIR [options]\n       meshfold train --resume --out DIR [options]"
+    )
+    parser.epilog = "With --resume, options that are not given are those of the run so far."
+    data = parser.add_argument_group("data")
+    data.add_argument(
+        "--data",
+        metavar="PATH",
+        help="folder or file of text; records (.jsonl, .parquet, .arrow, a folder that datasets saved); token ids: .bin, .npy",
+    )
+    data.add_argument("--text-column", metavar="NAME", help="of records: the field with the text (text)")
+    data.add_argument(
+        "--tokenizer",
+        metavar="byte|FOLDER",
+        help="bytes, or a Hugging Face tokenizer's folder (default: --hf's own, else byte)",
+    )
+    data.add_argument("--extensions", nargs="+", metavar=".EXT", help="read only files that end so")
+    data.add_argument("--exclude", nargs="+", metavar="NAME", help="leave out folders of these names")
+    data.add_argument(
+        "--max-bytes", type=positive, metavar="N", help="read about so many bytes of text at most"
+    )
+    data.add_argument("--token-dtype", choices=("uint16", "uint32"), help="of a .bin file (uint16)")
+    data.add_argument("--validation", type=rate, metavar="SHARE", help="set aside for validation (0.05)")
+    model = parser.add_argument_group("model")
+    add_model(model)
+    work = parser.add_argument_group("parallel work")
+    add_parallel(work)
+    work.add_argument(
+        "--ranks", type=positive, metavar="N", help="processes to start (default: the product of the spec)"
+    )
+    work.add_argument(
+        "--device", choices=("cpu", "cuda"), help="(default: a GPU for each rank where there are as many)"
+    )
+    work.add_argument("--precision", choices=("fp32", "fp64", "bf16", "fp16"), help="(fp32)")
+    work.add_argument(
+        "--nonfinite",
+        choices=("error", "skip", "report"),
+        help="a loss or gradient that is nan or infinite: stop, leave the step out, or say where it arose (report)",
+    )
+    work.add_argument(
+        "--watchdog",
+        type=rate,
+        metavar="S",
+        help="seconds after which a collective that hangs ends the run, 0 for never (600)",
+    )
+    work.add_argument("--recompute", choices=("blocks", "auto"), help=RECOMPUTE)
+    steps = parser.add_argument_group("optimization")
+    steps.add_argument("--steps", type=positive, metavar="N", help="optimizer steps in all (100)")
+    steps.add_argument(
+        "--stop-after", type=positive, metavar="N", help="stop at step N; the schedule is that of --steps"
+    )
+    steps.add_argument(
+        "--batch-size", type=positive, metavar="N", help="sequences of a step, over all ranks (8)"
+    )
+    steps.add_argument("--seq-len", type=several, metavar="N", help="tokens of a sequence (128)")
+    steps.add_argument("--accumulate", type=positive, metavar="N", help="micro-steps of a step (1)")
+    steps.add_argument("--optimizer", choices=("adamw", "adam", "sgd"), help="(adamw)")
+    steps.add_argument("--lr", type=rate, help="highest learning rate (3e-4)")
+    steps.add_argument("--warmup", type=natural, metavar="N", help="steps on the way up to it (0)")
+    steps.add_argument("--schedule", choices=("cosine", "linear", "constant"), help="(cosine)")
+    steps.add_argument("--weight-decay", type=rate, metavar="X", help="of matrices (0.1)")
+    steps.add_argument("--clip", type=rate, metavar="NORM", help="largest gradient norm, 0 for none (1.0)")
+    steps.add_argument("--seed", type=natural, help="of weights, dropout and the order of data (0)")
+    out = parser.add_argument_group("output")
+    out.add_argument("--out", required=True, metavar="DIR", help="folder to write to")
+    out.add_argument(
+        "--resume",
+        nargs="?",
+        const=True,
+        default=False,
+        choices=("auto",),
+        help="go on from the newest complete checkpoint in DIR; 'auto': if there is one, else start (for jobs that are "
+        "restarted)",
+    )
+    out.add_argument(
+        "--eval-every",
+        type=natural,
+        metavar="N",
+        help="steps between evaluations (at the end only)",
+    )
+    out.add_argument("--eval-batches", type=positive, metavar="N", help="batches of an evaluation (8)")
+    out.add_argument(
+        "--save-every",
+        type=natural,
+        metavar="N",
+        help="steps between checkpoints (at the end only)",
+    )
+    out.add_argument(
+        "--keep",
+        type=positive,
+        metavar="N",
+        help="keep the newest N checkpoints, each in DIR/checkpoints/step-... (1, in DIR/checkpoint)",
+    )
+    out.add_argument(
+        "--save-asynchronously", action="store_true", help="write checkpoints while training goes on"
+    )
+    out.add_argument(
+        "--metrics",
+        nargs="+",
+        dest="track",
+        metavar="NAME",
+        help="tensorboard, wandb: beside metrics.jsonl",
+    )
+    out.add_argument(
+        "--peak-tflops",
+        type=rate,
+        metavar="T",
+        help="of a device, for MFU (the data sheet's, where the GPU is known)",
+    )
+    out.add_argument("--prompt", metavar="TEXT", help="at the end, write how the model goes on from TEXT")
+    out.add_argument("--sample-tokens", type=positive, metavar="N", help="how far (200)")
+    out.add_argument("--no-plan", action="store_true", help="do not print the plan first")
+    out.add_argument("--report", action="store_true", help="with the plan, what becomes of each submodule")
+    out.add_argument(
+        "--json", action="store_true", help="print a line of JSON a step, all else on standard error"
+    )
+    # Nothing has a default here: what was not given is the run's own where one goes on, else as in TrainSettings.
+    for action in parser._actions:
+        if action.dest not in _OF_THE_COMMAND:
+            action.default = argparse.SUPPRESS
+
+
+def settings_of(arguments: argparse.Namespace) -> TrainSettings:
+    """Return the arguments as settings; what was not given is the run's own where one goes on, else as in TrainSettings.
+
+    Raises:
+        Failure: for an argument that cannot be read, and if nothing says what to train on.
+        SpecError: for a folder whose kept settings cannot be read.
+    """
+    read_model(arguments)
+    words = vars(arguments)
+    from dataclasses import fields
+
+    from meshfold.train.kept_settings import kept
+    from meshfold.train.settings import TrainSettings
+
+    names = (field.name for field in fields(TrainSettings))
+    typed = {name: words[name] for name in names if words.get(name) is not None}
+    readers = {"parallel": read_parallel, "changes": read_changes, "rules": read_rules}
+    typed.update({name: read(typed[name]) for name, read in readers.items() if name in typed})
+    typed.update({name: tuple(typed[name]) for name in ("extensions", "exclude", "track") if name in typed})
+    given = kept(words["out"]) if words["resume"] else {}
+    if typed.keys() & {"model", "hf"}:  # another model takes nothing of the one before
+        given = {name: value for name, value in given.items() if name not in ("model", "hf", "changes")}
+    given.update(typed)
+    if "data" not in given:
+        missing = "the following arguments are required: --data. See meshfold train --help"
+        if words["resume"] is True:
+            from meshfold.cli.run_folder import must_go_on
+
+            must_go_on(words["out"])
+            missing = f"--resume: no settings.json in {words['out']!r} says what the run reads: type --data and the rest again"
+        raise Failure(missing)
+    return TrainSettings(**given)
+
+
+def words_of(settings: TrainSettings) -> list[str]:
+    """The arguments that :func:`settings_of` makes these settings of (objects in the spec cannot be written so)."""
+    from dataclasses import fields
+
+    from meshfold.train.kept_settings import option_of
+
+    words: list[str] = []
+    for field in fields(settings):
+        value = getattr(settings, field.name)
+        option = option_of(field.name)
+        if value == field.default or value in ((), {}):
+            continue
+        if field.name == "parallel":
+            words += [option, repr(value)]
+        elif field.name == "rules":
+            words += [f"--rule={pattern}={role}" for pattern, role in value.items()]
+        elif field.name == "changes":
+            words += [option, *(f"{key}={item}" for key, item in value.items())]
+        elif isinstance(value, tuple):
+            words += [option, *value]
+        else:
+            words += [option] if value is True else [f"{option}={value}"]
+    return words

@@ -1,0 +1,134 @@
+"""The demo: a small GPT learns to write Python, split over a 2D mesh, and meets the same model on one process.
+
+The text is the source of Python's standard library, which every machine has, as bytes. With 8 GPUs each rank has one;
+with 4 to 7 the tensor part runs alone on 4 of them; with fewer 8 processes share the CPU.
+"""
+
+from __future__ import annotations
+
+import sysconfig
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from meshfold.train.loop import open_inputs, train
+from meshfold.train.metrics_file import read_metrics
+from meshfold.train.plots import can_plot, plot_loss
+from meshfold.train.progress import Silent
+from meshfold.train.settings import TrainSettings
+
+TENSOR = dict(mode="2d", size=4)
+MAX_BYTES = 16 * 2**20
+# What pip installed under the library, its tests, and tables rather than code.
+EXCLUDE = ("site-packages", "dist-packages", "test", "tests", "idle_test", "encodings", "pydoc_data")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Scene:
+    """Where the demo runs.
+
+    Attributes:
+        parallel: the spec.
+        device: for all ranks.
+        why: in words.
+    """
+
+    parallel: dict[str, Any]
+    device: str
+    why: str
+
+    @property
+    def ranks(self) -> int:
+        """Processes to start."""
+        return 4 * int(self.parallel.get("data", 1))
+
+
+def scene(gpus: int) -> Scene:
+    """What a machine with so many GPUs can show."""
+    whole = dict(data=2, tensor=TENSOR)
+    if gpus >= 8:
+        return Scene(parallel=whole, device="cuda", why=f"{gpus} GPUs: one for each of 8 ranks, over NCCL")
+    if gpus >= 4:
+        return Scene(
+            parallel=dict(tensor=TENSOR),
+            device="cuda",
+            why=f"{gpus} GPUs: the tensor part alone, on 4, over NCCL",
+        )
+    found = "no GPU" if gpus == 0 else f"{gpus} GPU{'s' if gpus > 1 else ''}, fewer than the 4 it takes"
+    return Scene(parallel=whole, device="cpu", why=f"{found}: 8 processes share the CPU, over gloo")
+
+
+def settings(here: Scene, out: str, *, steps: int, sample_tokens: int) -> TrainSettings:
+    """What the demo trains."""
+    return TrainSettings(
+        data=sysconfig.get_path("stdlib"),
+        out=out,
+        extensions=(".py",),
+        exclude=EXCLUDE,
+        max_bytes=MAX_BYTES,
+        parallel=here.parallel,
+        device=here.device,
+        model="gpt-small",
+        # Found by trial: 250 steps of this model and these short sequences come furthest in the time.
+        changes=dict(hidden=128, layers=2, heads=4, max_positions=64),
+        steps=steps,
+        batch_size=64,
+        seq_len=64,
+        lr=3e-3,
+        warmup=min(20, steps // 4),
+        eval_every=-(-steps // 4),
+        eval_batches=8,
+        prompt="def ",
+        sample_tokens=sample_tokens,
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Comparison:
+    """Losses of the same steps, of the parallel model and of the serial one."""
+
+    steps: tuple[int, ...]
+    parallel: tuple[float, ...]
+    serial: tuple[float, ...]
+
+    @property
+    def largest_difference(self) -> float:
+        """Over all steps."""
+        return max(abs(a - b) for a, b in zip(self.parallel, self.serial, strict=True))
+
+    def __str__(self) -> str:
+        return (
+            f"loss after {self.steps[-1]} steps: {self.parallel[-1]:.6f} in parallel, {self.serial[-1]:.6f} on one "
+            f"process; largest difference in these {len(self.steps)} steps {self.largest_difference:.1e}"
+        )
+
+
+def compare_with_serial(parallel: TrainSettings, steps: int) -> Comparison:
+    """Make the first steps again in this process, same seed and data, and draw both curves together."""
+    alone = replace(
+        parallel,
+        parallel={},
+        out=str(Path(parallel.out) / "serial"),
+        stop_after=steps,
+        eval_every=0,
+        prompt=None,
+    )
+    progress = Silent()
+    # The tokens are there already: the cache is the parallel run's.
+    inputs = open_inputs(parallel, progress)
+    serial = {row["step"]: row["loss"] for row in train(alone, inputs, progress) if "loss" in row}
+    rows = read_metrics(parallel.metrics)
+    curves = {
+        name: [(row["step"], row[key]) for row in rows if key in row]
+        for name, key in (("parallel", "loss"), ("validation", "validation_loss"))
+    }
+    if can_plot():
+        title = "The demo: a small GPT on the standard library's source"
+        plot_loss(Path(parallel.out) / "loss.png", {**curves, "serial": list(serial.items())}, title)
+    split = dict(curves["parallel"])
+    common = tuple(step for step in serial if step in split)
+    return Comparison(
+        steps=common,
+        parallel=tuple(split[step] for step in common),
+        serial=tuple(serial[step] for step in common),
+    )

@@ -1,0 +1,326 @@
+"""The training loop of ``meshfold train`` and ``meshfold demo``, to be read from top to bottom.
+
+Every rank runs :func:`train` with the same settings. The engine does what is parallel about it; what is left is a
+loop as for a single device. What rank 0 writes into the folder ``out``::
+
+    checkpoint/      the model, the optimizer and the step, loadable under any other spec; where several are kept
+                     checkpoints/step-00000120/ and its like
+    metrics.jsonl    a line a step, and a line an evaluation
+    settings.json    the settings, for a run that goes on from here
+    loss.png         the curves, if matplotlib is installed
+    sample.txt       text that the trained model wrote, if asked for
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from contextlib import closing
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from meshfold.checkpoint.errors import CheckpointError
+from meshfold.data.corpus import Corpus, largest_id, open_corpus
+from meshfold.data.rows import Batches
+from meshfold.data.tokenizers import Tokenizer, load_tokenizer, tokenizer_of_model
+from meshfold.engine.engine import Engine
+from meshfold.engine.long_runs.stopping import GracefulStop
+from meshfold.mesh import SpecError
+from meshfold.mesh.failure import told_to_all
+from meshfold.mesh.spec.entry import show
+from meshfold.train.folder_in_use import hold_folder
+from meshfold.train.kept_checkpoints import KeptCheckpoints
+from meshfold.train.kept_settings import keep
+from meshfold.train.metrics_file import MetricsFile, read_metrics
+from meshfold.train.model_choice import ModelChoice, check_name, choose_model
+from meshfold.train.model_flops import flops_per_token, peak_flops
+from meshfold.train.plots import can_plot, plot_loss
+from meshfold.train.progress import Progress
+from meshfold.train.schedule import go_on, lr_schedule
+from meshfold.train.settings import TrainSettings
+from meshfold.train.trackers import open_trackers
+
+
+@dataclass(frozen=True, kw_only=True)
+class Inputs:
+    """What a run reads, looked at before anything starts; ``notes`` is what a person should know of it."""
+
+    tokenizer: Tokenizer | None
+    corpus: Corpus
+    batches: Batches
+    model: ModelChoice
+    notes: tuple[str, ...] = ()
+
+
+def open_inputs(settings: TrainSettings, progress: Progress) -> Inputs:
+    """Open data, tokenizer and model, and see that they fit each other.
+
+    Raises:
+        SpecError: if one of them cannot be used, or they do not fit.
+    """
+    if settings.batch_size % settings.accumulate:
+        raise SpecError(
+            f"accumulate={settings.accumulate} does not divide batch_size={settings.batch_size}, the sequences of one "
+            "optimizer step: each micro-step has the same number"
+        )
+    if settings.hf is not None:
+        from meshfold.huggingface.causal_lm import check_folder
+
+        check_folder(settings.hf)  # before its tokenizer, which is not what is wrong then
+    else:
+        check_name(settings.model, settings.changes)  # before minutes of tokenising
+    is_text = not settings.data.endswith((".bin", ".npy"))
+    tokenizer, note = _tokenizer(settings, is_text)
+    corpus = open_corpus(
+        settings.data,
+        tokenizer,
+        cache=Path(settings.out) / "tokens",
+        validation=settings.validation,
+        extensions=settings.extensions,
+        exclude=settings.exclude,
+        token_dtype=settings.token_dtype,
+        max_bytes=settings.max_bytes,
+        text_column=settings.text_column,
+        say=progress.say,
+    )
+    batches = Batches(corpus, batch_size=settings.batch_size, seq_len=settings.seq_len, seed=settings.seed)
+    needed = None if tokenizer is None else tokenizer.vocab_size
+    model = choose_model(
+        settings.model, settings.hf, settings.changes, vocab_size=needed, seq_len=settings.seq_len
+    )
+    if not is_text and (largest := largest_id(corpus)) >= model.vocab_size:
+        raise SpecError(
+            f"{settings.data!r} holds the token id {largest}, and model {model.name!r} has a vocabulary of "
+            f"{model.vocab_size}: use the model or the --token-dtype that the file was made for, or --set vocab_size"
+        )
+    notes = (*((note,) if note else ()), *corpus.notes)
+    return Inputs(tokenizer=tokenizer, corpus=corpus, batches=batches, model=model, notes=notes)
+
+
+def _tokenizer(settings: TrainSettings, is_text: bool) -> tuple[Tokenizer | None, str]:
+    """The one asked for, else the Hugging Face model's own, else bytes; token ids need none. And what to say of it."""
+    if settings.tokenizer is not None:
+        return load_tokenizer(settings.tokenizer), ""
+    if not is_text:
+        return None, ""
+    return (load_tokenizer("byte"), "") if settings.hf is None else tokenizer_of_model(settings.hf)
+
+
+def train(settings: TrainSettings, inputs: Inputs, progress: Progress) -> list[dict[str, Any]]:
+    """Train; every rank calls, and gets the numbers of all steps.
+
+    Whatever ends it, nothing is left open: a checkpoint that is being written beside the training is completed, or, where
+    other ranks may not come any more, left out as a whole; the one before stays.
+
+    Raises:
+        SpecError: for settings that the engine refuses.
+        CheckpointError: if there is nothing to resume from, or it cannot be written.
+    """
+    with (
+        Engine(
+            inputs.model.source,
+            parallel=settings.parallel,
+            optimizer=optimizer_of(settings),
+            precision=settings.precision,
+            clip_grad_norm=settings.clip or None,
+            gradient_accumulation=settings.accumulate,
+            lr_scheduler=lr_schedule(settings.schedule, warmup=settings.warmup, steps=settings.steps),
+            rules=settings.rules,
+            recompute=settings.recompute,
+            seed=settings.seed,
+            device=settings.device,
+            nonfinite=settings.nonfinite,
+            watchdog=settings.watchdog,
+        ) as engine,
+        hold_folder(settings, engine._world),
+    ):
+        return _train(engine, settings, inputs, progress)
+
+
+@told_to_all  # inside of the engine: what fails here on one rank is told before its watchdog is closed
+def _train(
+    engine: Engine, settings: TrainSettings, inputs: Inputs, progress: Progress
+) -> list[dict[str, Any]]:
+    """What :func:`train` does with its engine."""
+    if engine.loaded is not None:
+        progress.say(str(engine.loaded).partition("\n")[0])
+    first, checkpoints = 0, settings.checkpoints
+    path = checkpoints.place(0)
+    if settings.resume:
+        path = checkpoints.to_go_on_from() or path
+        _load(engine, settings, path)
+        first = engine.steps + engine.skipped_steps
+        progress.say(f"going on from step {first} of {path}")
+    if engine.mesh.rank == 0 and first < settings.last_step:
+        keep(settings, engine.mesh.size("data"))
+    metrics = MetricsFile(settings.metrics, keep=first, write=engine.mesh.rank == 0)
+    if engine.mesh.rank == 0:
+        metrics.trackers = open_trackers(settings.track, Path(settings.out), asdict(settings), first=first)
+    peak = (
+        settings.peak_tflops * 1e12 if settings.peak_tflops else peak_flops(engine.device, settings.precision)
+    )
+    work = flops_of(inputs, settings) if peak else 0.0
+
+    saved, stopped, under_way = first, False, None
+    to_prune = settings.resume and engine.mesh.rank == 0  # the run before may have died at it
+    with closing(metrics), closing(progress):
+        with GracefulStop(engine) as stop:
+            for step in range(first + 1, settings.last_step + 1):
+                begin = time.perf_counter()
+                micro_steps = inputs.batches.batch(step - 1).chunk(settings.accumulate)
+                losses = [engine.train_step(engine.shard_batch(rows)) for rows in micro_steps]
+                numbers = measured(engine, sum(losses) / len(losses), settings, time.perf_counter() - begin)
+                if peak and work:
+                    numbers["mfu"] = work * numbers["tokens_per_s"] / (peak * engine.mesh.world_size)
+                metrics.add(step=step, **numbers)
+                progress.step(step, numbers)
+                if not math.isfinite(numbers["loss"]):
+                    progress.say(
+                        f"warning: the loss of step {step} is {numbers['loss']}; a smaller --lr or --clip may help"
+                    )
+                stopped = stop.now() and step < settings.last_step
+                if (
+                    not stopped
+                    and _due(step, settings.eval_every, settings.last_step)
+                    and (loss := evaluate(engine, inputs, settings)) is not None
+                ):
+                    metrics.add(step=step, validation_loss=loss)
+                    progress.say(f"step {step}: validation loss {loss:.4f}")
+                if stopped or _due(step, settings.save_every, settings.last_step):
+                    path = checkpoints.place(step)
+                    if engine.mesh.rank == 0 and (aside := checkpoints.make_room(step)) is not None:
+                        progress.say(f"warning: {path} is damaged, and is now {aside}")
+                    under_way = engine.save(path, asynchronous=settings.save_asynchronously)
+                    saved, to_prune = step, engine.mesh.rank == 0
+                if to_prune and (under_way is None or under_way.done):  # a newer one is complete
+                    _prune(checkpoints, progress)
+                    to_prune = False
+                if stopped:
+                    break
+        if under_way is not None:
+            under_way.wait()
+        if to_prune:
+            _prune(checkpoints, progress)
+
+    if stopped:
+        progress.say(f"stopped on request after step {saved}, checkpoint: {path}; go on with --resume")
+        return metrics.rows
+    if saved > first:
+        progress.say(f"checkpoint: {path}")
+    else:
+        progress.say(
+            f"nothing to do: the checkpoint is at step {first}, and step {settings.last_step} is the last"
+        )
+    if engine.mesh.rank == 0 and saved > first:
+        _draw(settings, inputs, progress)
+    if settings.prompt is not None and inputs.tokenizer is not None:
+        text = sample(engine, inputs.tokenizer, settings)
+        if engine.mesh.rank == 0:
+            (Path(settings.out) / "sample.txt").write_text(text, encoding="utf-8")
+        progress.say(f"\na sample of what it writes after {settings.prompt!r}:\n\n{text}\n")
+    return metrics.rows
+
+
+def _load(engine: Engine, settings: TrainSettings, path: Path) -> None:
+    """Take the checkpoint, and of it neither the learning rate nor the weight decay: they are those of the settings."""
+    assert engine.optimizer is not None and engine.lr_scheduler is not None  # train gives both
+    decay = [group["weight_decay"] for group in engine.optimizer.param_groups]
+    engine.load(path)
+    for group, wanted in zip(engine.optimizer.param_groups, decay, strict=True):
+        group["weight_decay"] = wanted
+    go_on(engine.lr_scheduler, step=engine.steps, lr=settings.lr)
+
+
+def _prune(checkpoints: KeptCheckpoints, progress: Progress) -> None:
+    """Let older checkpoints go; one that cannot be removed is no reason to stop."""
+    try:
+        checkpoints.prune()
+    except CheckpointError as error:
+        progress.say(f"warning: {error}")
+
+
+def optimizer_of(settings: TrainSettings) -> dict[str, Any]:
+    """The optimizer as the engine takes it."""
+    chosen: dict[str, Any] = dict(name=settings.optimizer, lr=settings.lr, weight_decay=settings.weight_decay)
+    return {**chosen, "no_decay": "norms_and_biases"}
+
+
+def measured(engine: Engine, loss: float, settings: TrainSettings, seconds: float) -> dict[str, Any]:
+    """The numbers of an optimizer step."""
+    last = engine.last
+    assert last is not None
+    return dict(
+        loss=loss,
+        lr=last.lr,
+        grad_norm=last.grad_norm,
+        tokens_per_s=settings.batch_size * settings.seq_len / seconds,
+        seconds=seconds,
+        memory_bytes=memory_bytes(engine.device),
+        **(dict(loss_scale=last.loss_scale, skipped=last.skipped) if settings.precision == "fp16" else {}),
+    )
+
+
+def flops_of(inputs: Inputs, settings: TrainSettings) -> float:
+    """Operations of a token; 0 for a model whose code cannot run without values."""
+    try:
+        return flops_per_token(inputs.model.build, settings.seq_len)
+    except Exception:
+        return 0.0
+
+
+def memory_bytes(device: torch.device) -> int:
+    """The most memory that this rank has had so far: the GPU's, as torch counts it, or the process's."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    import resource
+    import sys
+
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024
+
+
+def evaluate(engine: Engine, inputs: Inputs, settings: TrainSettings) -> float | None:
+    """The mean loss over a fixed part of what was set aside; None if that is less than a sequence."""
+    total, rows = 0.0, 0
+    for batch in inputs.batches.validation(settings.eval_batches):
+        for part in batch.split(settings.batch_size // settings.accumulate):
+            total += engine.eval_step(engine.shard_batch(part)) * len(part)
+            rows += len(part)
+    return total / rows if rows else None
+
+
+def sample(engine: Engine, tokenizer: Tokenizer, settings: TrainSettings) -> str:
+    """Text from the model; all ranks must call."""
+    from meshfold.models import generate
+
+    ids = [int(token) for token in tokenizer.encode(settings.prompt or "")] or [tokenizer.end]
+    found = generate(
+        engine.generator,
+        torch.tensor([ids], device=engine.device),
+        settings.sample_tokens,
+        temperature=0.8,
+        top_k=40,
+        generator=settings.seed,
+    )
+    return tokenizer.decode(found[0].tolist())
+
+
+def _due(step: int, every: int, last: int) -> bool:
+    return step == last or (every > 0 and step % every == 0)
+
+
+def _draw(settings: TrainSettings, inputs: Inputs, progress: Progress) -> None:
+    if not can_plot():
+        progress.say("no loss.png: pip install meshfold[plot]")
+        return
+    rows = read_metrics(settings.metrics)
+    path = Path(settings.out) / "loss.png"
+    curves = {
+        name: [(row["step"], row[key]) for row in rows if row.get(key) is not None]
+        for name, key in (("training", "loss"), ("validation", "validation_loss"))
+    }
+    plot_loss(path, curves, f"{inputs.model.name}, parallel={show(settings.parallel)}")
+    progress.say(f"loss curve: {path}")

@@ -1,0 +1,128 @@
+"""The model that a command was asked for: one of our own by name, or a Hugging Face one from a folder."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+
+from meshfold.mesh import SpecError
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelChoice:
+    """A model before it is built.
+
+    Attributes:
+        name: for people.
+        vocab_size: token ids are below it.
+        build: makes it with fresh weights.
+        load: opens the folder's weights, for the engine to read; None where there are none.
+    """
+
+    name: str
+    vocab_size: int
+    build: Callable[[], nn.Module]
+    load: Callable[[], Callable[[], nn.Module]] | None = None
+
+    @property
+    def source(self) -> Callable[[], nn.Module]:
+        """What to give to the engine: the folder's model, or the function that builds one."""
+        return self.build if self.load is None else self.load()
+
+
+def choose_model(
+    name: str | None, folder: str | None, changes: Mapping[str, Any], *, vocab_size: int | None, seq_len: int
+) -> ModelChoice:
+    """Find a model that can take sequences of ``seq_len`` tokens with ids below ``vocab_size``.
+
+    One of our own gets the vocabulary asked for, and as many positions as it needs; a Hugging Face one must have them.
+
+    Args:
+        name: of a preset, ``"gpt-tiny"``.
+        folder: of a Hugging Face model; then ``name`` is None.
+        changes: to the preset: ``dict(layers=4)``.
+        vocab_size: of the tokens; None if it is not known.
+        seq_len: tokens.
+
+    Raises:
+        SpecError: if there is no such model, or it cannot take the tokens.
+    """
+    return (
+        _of_folder(folder, changes, vocab_size, seq_len)
+        if folder is not None
+        else _own(name, changes, vocab_size, seq_len)
+    )
+
+
+def check_name(name: str | None, changes: Mapping[str, Any]) -> None:
+    """Check that there is a model of our own of that name, and that it can be changed so.
+
+    Raises:
+        SpecError: if not.
+    """
+    from meshfold.models import preset
+
+    preset(name or "gpt-tiny", **changes)
+
+
+def longest(name: str | None, folder: str | None, changes: Mapping[str, Any]) -> int:
+    """The most tokens of a sequence that a model has positions for; 2048 where it does not say.
+
+    Raises:
+        SpecError: if there is no such model.
+    """
+    if folder is None:
+        from meshfold.models import preset
+
+        return preset(name or "gpt-tiny", **changes).max_positions
+    from meshfold.huggingface.causal_lm import open_model
+
+    return open_model(folder).max_positions or 2048
+
+
+def _own(name: str | None, changes: Mapping[str, Any], vocab_size: int | None, seq_len: int) -> ModelChoice:
+    from meshfold.models import build, preset
+
+    changed = dict(changes)
+    if vocab_size is not None:
+        changed.setdefault("vocab_size", vocab_size)
+    config = preset(name or "gpt-tiny", **changed)
+    if "max_positions" not in changed and seq_len > config.max_positions:
+        config = preset(name or "gpt-tiny", **changed, max_positions=seq_len)
+    _check(name or "gpt-tiny", config.vocab_size, config.max_positions, vocab_size, seq_len)
+    shown = name or "gpt-tiny"
+    if changes:
+        shown += f" with {', '.join(f'{key}={value}' for key, value in changes.items())}"
+    return ModelChoice(name=shown, vocab_size=config.vocab_size, build=lambda: build(config))
+
+
+def _of_folder(folder: str, changes: Mapping[str, Any], vocab_size: int | None, seq_len: int) -> ModelChoice:
+    from meshfold.huggingface.causal_lm import open_model
+
+    if changes:
+        raise SpecError(
+            f"--set {' '.join(changes)} changes a model of our own: edit {folder}/config.json for this one"
+        )
+    found = open_model(folder)
+    _check(folder, found.vocab_size, found.max_positions, vocab_size, seq_len)
+    return ModelChoice(
+        name=f"{type(found.config).__name__.removesuffix('Config')} of {folder}",
+        vocab_size=found.vocab_size,
+        build=found.build,
+        load=found.load if found.has_weights else None,
+    )
+
+
+def _check(name: str, has: int, positions: int | None, vocab_size: int | None, seq_len: int) -> None:
+    if vocab_size is not None and vocab_size > has:
+        raise SpecError(
+            f"the tokenizer has {vocab_size} tokens and model {name!r} a vocabulary of {has}: use the tokenizer that "
+            "belongs to it"
+        )
+    if positions is not None and seq_len > positions:
+        raise SpecError(
+            f"sequences of {seq_len} tokens are longer than the {positions} positions of model {name!r}"
+        )

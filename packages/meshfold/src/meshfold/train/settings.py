@@ -1,0 +1,118 @@
+"""What a training run is asked for."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from meshfold.train.kept_checkpoints import KeptCheckpoints
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainSettings:
+    """What ``meshfold train`` was asked for; its options have the same names.
+
+    Attributes:
+        data: a folder of text, a file of text, records, or a file of token ids.
+        out: the folder to write to.
+        parallel: the spec.
+        model: one of our own by name; ``hf`` goes before it.
+        hf: folder of a Hugging Face model.
+        changes: to the model of our own.
+        rules: roles of submodules, by pattern of their names, where tensor parallelism cannot tell.
+        tokenizer: ``"byte"`` or a folder; None for ``hf`` if that has one, else bytes.
+        extensions: of the files to read; none for all text.
+        token_dtype: of a ``.bin`` file.
+        max_bytes: of text to read.
+        text_column: of records, the field that holds the text; None for ``text``, or the only one.
+        validation: share of the data to set aside.
+        exclude: names of folders to leave out.
+        steps: optimizer steps, from the very first on.
+        stop_after: stop at this step, while the schedule is that of all of them; None for the last.
+        batch_size: sequences of a global batch: what one optimizer step sees.
+        seq_len: tokens of a sequence.
+        accumulate: micro-steps that a global batch is split into.
+        optimizer: adamw, adam or sgd.
+        lr: the highest learning rate.
+        warmup: steps on the way up to it.
+        schedule: ``"cosine"``, ``"linear"`` or ``"constant"``, after that.
+        weight_decay: of matrices.
+        clip: largest norm of the gradient; 0 not to clip.
+        precision: fp32, bf16, fp16 or fp64.
+        recompute: ``"blocks"`` or ``"auto"``: which activations backward recomputes; None: the model's own business.
+        seed: of weights, dropout and the order of data.
+        device: ``"cpu"`` or ``"cuda"``; None for a GPU where there is one for each rank.
+        nonfinite: what to do about a loss or a gradient that is nan or infinite: ``"error"``, ``"skip"``, ``"report"``.
+        watchdog: seconds after which a collective that does not finish ends the run; None for the engine's default.
+        track: ``"tensorboard"``, ``"wandb"``: where the numbers go beside ``metrics.jsonl``.
+        peak_tflops: of a device, for MFU; None for the table's.
+        resume: go on from the checkpoint in ``out``; ``"auto"``: if there is one.
+        eval_every: steps between evaluations; 0 for one at the end.
+        eval_batches: global batches of an evaluation.
+        save_every: steps between checkpoints; 0 for one at the end.
+        keep: how many checkpoints stay, the newest; 1 is one that the next one replaces.
+        save_asynchronously: write them while training goes on.
+        prompt: what the sample goes on from; None for no sample.
+        sample_tokens: its length.
+    """
+
+    data: str
+    out: str
+    parallel: dict[str, Any] = field(default_factory=dict)
+    model: str | None = None
+    hf: str | None = None
+    changes: dict[str, Any] = field(default_factory=dict)
+    rules: dict[str, str] = field(default_factory=dict)
+    tokenizer: str | None = None
+    extensions: tuple[str, ...] = ()
+    token_dtype: str = "uint16"
+    max_bytes: int | None = None
+    text_column: str | None = None
+    validation: float = 0.05
+    exclude: tuple[str, ...] = ()
+    steps: int = 100
+    stop_after: int | None = None
+    batch_size: int = 8
+    seq_len: int = 128
+    accumulate: int = 1
+    optimizer: str = "adamw"
+    lr: float = 3e-4
+    warmup: int = 0
+    schedule: str = "cosine"
+    weight_decay: float = 0.1
+    clip: float = 1.0
+    precision: str = "fp32"
+    recompute: str | None = None
+    seed: int = 0
+    device: str | None = None
+    nonfinite: str = "report"
+    watchdog: float | None = None
+    track: tuple[str, ...] = ()
+    peak_tflops: float | None = None
+    resume: bool | str = False
+    eval_every: int = 0
+    eval_batches: int = 8
+    save_every: int = 0
+    keep: int = 1
+    save_asynchronously: bool = False
+    prompt: str | None = None
+    sample_tokens: int = 200
+
+    @property
+    def last_step(self) -> int:
+        """The number of the last step to make."""
+        return self.steps if self.stop_after is None else min(self.stop_after, self.steps)
+
+    @property
+    def checkpoints(self) -> KeptCheckpoints:
+        """Where checkpoints are."""
+        from meshfold.train.kept_checkpoints import KeptCheckpoints
+
+        return KeptCheckpoints(self.out, self.keep)
+
+    @property
+    def metrics(self) -> Path:
+        """Where the numbers are."""
+        return Path(self.out) / "metrics.jsonl"

@@ -1,0 +1,226 @@
+"""What a plan says is what a real run does; the picture and the words of it."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from typing import Any
+
+import pytest
+import torch
+
+from meshfold.cli import main
+from meshfold.engine import Engine
+from meshfold.mesh import ParallelSpec, record
+from meshfold.mesh.testing import run_on_ranks
+from meshfold.models import build, preset
+from meshfold.planner.estimate import Estimate, times
+from meshfold.planner.machines import MACHINES, Machine, machine
+from meshfold.planner.planner import estimate
+from meshfold.planner.text import memory_table, picture
+
+SIZES: dict[str, Any] = dict(hidden=32, layers=2, heads=4, vocab_size=40, max_positions=16)
+SPECS: dict[str, dict[str, Any]] = {
+    "data": dict(data=4),
+    "1d": dict(data=2, tensor=2),
+    "sequence": dict(data=2, tensor=2, sequence=dict(mode="megatron")),
+    "ring": dict(data=2, sequence=dict(mode="ring", size=2)),
+    "ring and ulysses": dict(sequence=dict(mode="ring_ulysses", size=4, ulysses=2)),
+    "2d": dict(tensor=dict(mode="2d", size=4)),
+    "2.5d": dict(tensor=dict(mode="2.5d", size=4, depth=1)),
+    "3d": dict(tensor=dict(mode="3d", grid=(2, 2, 1))),
+}
+
+
+def planned(name: str, precision: str, accumulate: int = 1) -> Estimate:
+    spec = ParallelSpec.parse(SPECS[name], 4)
+    return estimate(
+        lambda: build("llama-tiny", **SIZES, kv_heads=2, ffn=64),
+        spec,
+        batch_size=8,
+        seq_len=16,
+        precision=precision,
+        accumulate=accumulate,
+    )
+
+
+def real(
+    name: str, precision: str, accumulate: int
+) -> tuple[dict[tuple[Any, ...], tuple[int, float]], int, int]:
+    """Collectives that a real step hands over: (kind, axes) to (calls, bytes); bytes of parameters and true weights."""
+    engine = Engine(
+        lambda: build("llama-tiny", **SIZES, kv_heads=2, ffn=64),
+        SPECS[name],
+        optimizer="adamw",
+        precision=precision,
+        gradient_accumulation=accumulate,
+    )
+    batch = torch.randint(40, (8, 16), generator=torch.Generator().manual_seed(0))
+    with record() as log:
+        for part in batch.chunk(accumulate):
+            engine.train_step(engine.shard_batch(part))
+    found: dict[tuple[Any, ...], tuple[int, float]] = {}
+    for entry in log.entries:
+        calls, sent = found.get((entry.kind, entry.axes), (0, 0.0))
+        found[entry.kind, entry.axes] = calls + 1, sent + float(entry.bytes)
+    held = sum(p.numel() * p.element_size() for p in engine.model.parameters())
+    assert engine.optimizer is not None
+    state = sum(
+        t.numel() * t.element_size() for s in engine.optimizer.state.values() for t in s.values() if t.dim()
+    )
+    return found, held, state
+
+
+@pytest.mark.parametrize("name", SPECS)
+@pytest.mark.parametrize(("precision", "accumulate"), [("fp32", 1), ("bf16", 2)])
+def test_a_real_step_moves_and_holds_what_was_planned(name: str, precision: str, accumulate: int) -> None:
+    plan = planned(name, precision, accumulate)
+    found, held, state = run_on_ranks(4, real, name, precision, accumulate)[0]
+    expected: dict[tuple[Any, ...], tuple[int, float]] = {}
+    for entry in plan.traffic:
+        calls, sent = expected.get((entry.kind, entry.axes), (0, 0.0))
+        expected[entry.kind, entry.axes] = calls + entry.calls, sent + entry.bytes
+    assert {key: calls for key, (calls, _) in found.items()} == {
+        key: calls for key, (calls, _) in expected.items()
+    }
+    for key, (_, sent) in found.items():
+        assert expected[key][1] == pytest.approx(sent, abs=8), key  # each line of a plan is rounded to bytes
+    assert (plan.memory.parameters, plan.memory.optimizer) == (held, state)
+    assert (plan.memory.masters > 0) == (precision == "bf16")
+
+
+def test_flops_are_those_of_the_model_shared_out() -> None:
+    config = preset("gpt-small")
+    serial = estimate(lambda: build(config), ParallelSpec.parse({}, 1), batch_size=4, seq_len=256)
+    counted = config.flops_per_token(256) * serial.tokens
+    assert counted < serial.flops < 1.1 * counted  # flash attention computes the scores again in backward
+    split = estimate(
+        lambda: build(config), ParallelSpec.parse(dict(data=2, tensor=4)), batch_size=4, seq_len=256
+    )
+    assert split.flops * 8 == serial.flops
+    assert split.memory.total < serial.memory.total / 3
+
+
+def test_activations_are_those_that_autograd_keeps() -> None:
+    class Once(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a = torch.nn.Linear(8, 16, bias=False)
+            self.loss = torch.nn.Linear(16, 1)
+
+        def forward(self, input_ids: torch.Tensor, labels: torch.Tensor | None = None) -> Any:
+            x = torch.nn.functional.one_hot(input_ids, 8).float()
+            return dict(loss=self.loss(torch.relu(self.a(x))).mean())
+
+    found = estimate(Once, ParallelSpec.parse({}, 1), batch_size=4, seq_len=8)
+    # x [4 8 8] for a's weight, relu's output [4 8 16] once for itself and the next layer
+    assert found.memory.activations - 4 * (4 * 8 * 8 + 4 * 8 * 16) in range(64)
+
+
+def test_times_add_up() -> None:
+    plan = planned("1d", "bf16")
+    flat = Machine(
+        name="flat",
+        devices=2,
+        memory=1,
+        memory_rate=1.0,
+        host=MACHINES["laptop"].host,
+        flops={"bf16": 1e6},
+        inside=1e3,
+        between=1e2,
+        latency=0.0,
+        source="made up",
+    )
+    took = times(plan, flat, "bf16")
+    tensor = sum(e.bytes / (1e2 if "data" in e.axes else 1e3) for e in plan.traffic if e.phase != "gradients")
+    gradients = sum(e.bytes / 1e2 for e in plan.traffic if e.phase == "gradients")
+    assert took.compute == plan.flops / 1e6
+    assert (took.tensor, took.data) == (pytest.approx(tensor), pytest.approx(gradients))
+    assert took.overlapped == max(took.compute + took.tensor, took.data) < took.apart
+
+
+def test_machines_know_where_a_group_lies() -> None:
+    for name in MACHINES:
+        assert machine(name).inside > machine(name).between
+    h200 = machine("h200x8")
+    assert h200.bandwidth((0, 1, 7)) == h200.inside
+    assert h200.bandwidth((7, 8)) == h200.between
+
+
+@pytest.mark.parametrize(
+    ("axes", "lines"),
+    [
+        (dict(data=1), ["   data", "   0", "   0"]),
+        (dict(data=3), ["   data", "   0 1 2", "   0 1 2"]),
+        (
+            dict(data=1, row=2, col=2),
+            ["        col", "        0 1", "row 0   0 1", "row 1   2 3"],
+        ),
+        (
+            dict(data=2, pipe=1, row=2, col=2),
+            [
+                "data 0         data 1",
+                "        col            col",
+                "        0 1            0 1",
+                "row 0   0 1    row 0   4 5",
+                "row 1   2 3    row 1   6 7",
+            ],
+        ),
+    ],
+)
+def test_pictures(axes: dict[str, int], lines: list[str]) -> None:
+    assert picture(axes).splitlines() == lines
+
+
+def test_a_large_picture_keeps_to_the_page() -> None:
+    shown = picture(dict(data=64, depth=4, row=8, col=16))
+    assert max(map(len, shown.splitlines())) <= 100
+    assert "..." in shown and str(math.prod((64, 4, 8, 16)) - 1) in shown
+
+
+def test_plan_in_words_and_as_json(capsys: pytest.CaptureFixture[str]) -> None:
+    words = [
+        "plan",
+        "--model",
+        "gpt-tiny",
+        "--parallel",
+        "dict(data=2, tensor=dict(mode='2d', size=4))",
+        "--report",
+    ]
+    assert main(words) == 0
+    shown = capsys.readouterr().out
+    for part in ("gpt-tiny, 8 sequences of 128 tokens, bf16", "row 1   2 3    row 1   6 7", "blocks.0.attn.qkv  column",
+                 "optimizer state", "gradients  all_reduce      data", "tensor traffic", "it fits"):  # fmt: skip
+        assert part in shown
+    assert main([*words, "--json", "--machine", "a100x8"]) == 0
+    answer = json.loads(capsys.readouterr().out)
+    assert answer["axes"] == dict(data=2, row=2, col=2)
+    assert answer["moved_bytes"] == sum(row["bytes"] for row in answer["traffic"]) > 0
+    held = answer["memory_bytes"]
+    assert held["masters"] == held["gradients"] == 2 * held["parameters"] == held["optimizer"] / 2
+    assert answer["seconds"]["overlapped"] <= answer["seconds"]["apart"]
+
+
+def test_one_rank_needs_no_picture_and_one_number_no_range(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", "--model", "gpt-tiny", "--machine", "h200"]) == 0
+    shown = capsys.readouterr().out
+    assert "   data\n" not in shown and "world          1 " in shown
+    assert "on h200, 1 node of 1 device (" in shown
+    assert re.search(r"\ntogether +[\d.]+ µs  [\d,]+ tokens/s\n", shown)
+
+
+def test_a_spec_for_more_ranks_than_there_are_anywhere(capsys: pytest.CaptureFixture[str]) -> None:
+    parallel = "dict(data=8, tensor=dict(mode='3d', grid=(4, 4, 4)))"
+    assert (
+        main(["plan", "--model", "llama-small", "--parallel", parallel, "--batch-size", "256", "--json"]) == 0
+    )
+    answer = json.loads(capsys.readouterr().out)
+    assert answer["world_size"] == 512
+    assert answer["local_parameters"] < answer["parameters"] / 30
+
+
+def test_memory_table_leaves_out_what_is_not_there() -> None:
+    plan = planned("1d", "fp32")
+    assert "master weights" not in memory_table(plan)
+    assert "together" in memory_table(plan)

@@ -1,0 +1,133 @@
+"""The loop of ``meshfold train`` leaves nothing open, whatever ends it."""
+
+from __future__ import annotations
+
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+from meshfold.checkpoint.tensor_file import TensorWriter
+from meshfold.engine import Engine
+from meshfold.engine.checkpoints.checkpoint import Checkpoint
+from meshfold.mesh import CollectiveError, flight, inquiry
+from meshfold.mesh.testing import close_pools, run_on_ranks
+from meshfold.train import loop
+from meshfold.train.progress import Silent
+from meshfold.train.settings import TrainSettings
+
+SECONDS = 0.3  # that the disk takes for a file
+
+
+class Hole(Exception):
+    """Of the tests."""
+
+
+class Breaks(Silent):
+    """Raises in a step."""
+
+    def __init__(self, at: int) -> None:
+        self.at, self.closed = at, False
+
+    def step(self, step: int, numbers: dict[str, float]) -> None:
+        if step == self.at:
+            raise Hole("a hole in the data")
+
+    def close(self) -> None:
+        self.closed = True
+
+
+class Kept:
+    """A tracker that remembers."""
+
+    def __init__(self) -> None:
+        self.closed = False
+
+    def add(self, step: int, numbers: Any) -> None:
+        pass
+
+    def close(self) -> None:
+        self.closed = True
+
+
+def settings_in(folder: Path, **changes: Any) -> TrainSettings:
+    text = folder / "text.txt"
+    if not text.exists():
+        text.write_text("".join(f"sentence {number} of the text to train on. " for number in range(200)))
+    small: dict[str, Any] = dict(hidden=16, layers=1, heads=2)
+    settings: dict[str, Any] = dict(
+        data=str(text), out=str(folder / "out"), model="gpt-tiny", changes=small, batch_size=4, seq_len=16, steps=6, device="cpu"
+    )  # fmt: skip
+    return TrainSettings(**{**settings, **changes})
+
+
+def slow_disk(close: Any = TensorWriter.close) -> Any:
+    def slow(self: TensorWriter) -> None:
+        time.sleep(SECONDS)
+        close(self)
+
+    return slow
+
+
+def test_an_error_closes_all_and_the_save_under_way_is_completed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engines: list[Engine] = []
+
+    def keeping(*given: Any, **named: Any) -> Engine:
+        engines.append(Engine(*given, **named))
+        return engines[0]
+
+    tracker = Kept()
+    monkeypatch.setattr(loop, "Engine", keeping)
+    monkeypatch.setattr(loop, "open_trackers", lambda *given, **named: [tracker])
+    monkeypatch.setattr(TensorWriter, "close", slow_disk())
+    settings = settings_in(tmp_path, save_every=2, save_asynchronously=True)
+    progress = Breaks(at=3)
+    with pytest.raises(Hole):
+        loop.train(settings, loop.open_inputs(settings, progress), progress)
+    assert progress.closed and tracker.closed
+    assert not [thread.name for thread in threading.enumerate() if thread.name.startswith("save ")]
+    assert engines[0].mesh.is_closed
+    assert not engines[0]._saver._buffers
+    found = Checkpoint(tmp_path / "out" / "checkpoint")
+    found.verify()
+    assert found.state["step"] == 2
+    assert sorted(path.name for path in (tmp_path / "out").glob("*checkpoint*")) == ["checkpoint"]
+
+    monkeypatch.undo()
+    again = settings_in(tmp_path, resume=True)
+    rows = loop.train(again, loop.open_inputs(again, Silent()), Silent())
+    assert [row["step"] for row in rows if "loss" in row] == [1, 2, 3, 4, 5, 6]
+
+
+def one_rank_fails(folder: str) -> tuple[str, float, bool]:
+    """What a rank's run ends with, after how many seconds, and whether its watchdog is still at work."""
+    inquiry._BEAT_S = 0.1  # of this pool's ranks, which end after the test
+    settings = settings_in(Path(folder), parallel=dict(data=2), watchdog=300.0)
+    inputs = loop.open_inputs(settings, Silent())
+    began = time.monotonic()
+    # Rank 0 alone writes metrics, say, and finds its disk full.
+    try:
+        loop.train(settings, inputs, Breaks(at=3) if dist.get_rank() == 0 else Silent())
+    except (Hole, CollectiveError) as error:
+        return f"{type(error).__name__}: {error}", time.monotonic() - began, flight.active is not None
+    return "no error", time.monotonic() - began, flight.active is not None
+
+
+def test_what_fails_in_the_loop_on_one_rank_ends_all_and_no_watchdog_stays(tmp_path: Path) -> None:
+    settings_in(tmp_path)
+    close_pools()  # ranks of other tests have had errors of their own
+    try:
+        (first, *_), (other, *_) = found = run_on_ranks(2, one_rank_fails, str(tmp_path))
+    finally:
+        close_pools()  # its connections are broken now
+    assert first == "Hole: a hole in the data"
+    assert other.startswith(
+        "CollectiveError: rank 0 failed in step 3, so the others end: Hole: a hole in the data\n"
+    )
+    assert all(seconds < 60.0 for _, seconds, _ in found)
+    assert not any(watched for *_, watched in found)

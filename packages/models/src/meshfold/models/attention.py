@@ -1,0 +1,97 @@
+"""Causal self-attention over a flat stream of tokens, with one fused projection for queries, keys and values."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from meshfold.kernels import apply_rotary
+from meshfold.models.config import DecoderConfig
+
+if TYPE_CHECKING:
+    from meshfold.models.cache import KeyValueCache
+
+
+def fused(linear: nn.Linear, parts: Sequence[int]) -> nn.Linear:
+    """Note on a linear layer what its output is made of, so that a split gives every rank its share of each part."""
+    linear.__dict__["parts"] = tuple(parts)
+    return linear
+
+
+class Rotary(nn.Module):
+    """Tables of cosines and sines for rotary positions (Su et al., arXiv 2104.09864), recomputed for each batch.
+
+    ``attended_rows = True`` tells whoever shards a model to give it the positions of the rows that attention has.
+    """
+
+    attended_rows = True
+
+    def __init__(self, head_dim: int, theta: float) -> None:
+        super().__init__()
+        self.head_dim, self.theta = head_dim, theta
+
+    def forward(
+        self, position_ids: Tensor | None, seq_len: int, device: torch.device
+    ) -> tuple[Tensor, Tensor]:
+        """Two tables ``s d``, or ``b s d`` for positions ``b s``; float32, both halves alike as ``rotate_half`` wants them."""
+        exponents = torch.arange(0, self.head_dim, 2, dtype=torch.float32, device=device) / self.head_dim
+        positions = torch.arange(seq_len, device=device) if position_ids is None else position_ids
+        angles = positions.to(torch.float32).unsqueeze(-1) * self.theta**-exponents
+        angles = torch.cat((angles, angles), dim=-1)
+        return angles.cos(), angles.sin()
+
+    def extra_repr(self) -> str:
+        return f"head_dim={self.head_dim}, theta={self.theta}"
+
+
+class Attention(nn.Module):
+    """``m h -> m h``: each sequence attends to its own past, or to what a mask leaves of it.
+
+    ``n_heads`` and ``n_kv_heads`` are the heads of this module's own projection; who shards it sets them to the
+    local numbers. While text is generated ``kv_cache`` has the keys and values of earlier tokens.
+    """
+
+    def __init__(self, config: DecoderConfig, *, bias: bool) -> None:
+        super().__init__()
+        self.kv_cache: KeyValueCache | None = None
+        self.n_heads, self.n_kv_heads, self.head_dim = config.heads, config.n_kv_heads, config.d
+        parts = config.qkv_parts
+        self.qkv = fused(nn.Linear(config.hidden, sum(parts), bias=bias), parts)
+        self.out = nn.Linear(config.heads * config.d, config.hidden, bias=bias)
+
+    def forward(
+        self,
+        x: Tensor,
+        seq_len: int,
+        rotary: tuple[Tensor, Tensor] | None = None,
+        mask: Tensor | None = None,
+    ) -> Tensor:
+        heads, kv_heads, d = self.n_heads, self.n_kv_heads, self.head_dim
+        qkv = self.qkv(x).view(-1, seq_len, heads + 2 * kv_heads, d)
+        q, k, v = qkv.split((heads, kv_heads, kv_heads), dim=2)
+        if rotary is not None:
+            q, k = apply_rotary(q, k, *rotary)
+        causal = mask is None
+        if self.kv_cache is not None:
+            k, v = self.kv_cache.add(k, v)
+            causal = causal and seq_len > 1  # a token that comes alone sees all that is kept
+        if mask is not None and heads != kv_heads:
+            # On GPUs the kernel that takes a mask wants as many heads of keys; without it all scores would be kept.
+            k, v = (t.repeat_interleave(heads // kv_heads, dim=2) for t in (k, v))
+        y = F.scaled_dot_product_attention(
+            q.transpose(1, 2),
+            k.transpose(1, 2),
+            v.transpose(1, 2),
+            attn_mask=mask,
+            is_causal=causal,
+            enable_gqa=heads != kv_heads and mask is None,
+        )
+        out: Tensor = self.out(y.transpose(1, 2).reshape(-1, heads * d))
+        return out
+
+    def extra_repr(self) -> str:
+        return f"heads={self.n_heads}, kv_heads={self.n_kv_heads}, head_dim={self.head_dim}"

@@ -1,0 +1,94 @@
+"""GPT-2's architecture over a flat stream of tokens (Radford et al., 2019)."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from meshfold.mesh.documents import check_positions, without_first_tokens
+from meshfold.models.attention import Attention
+from meshfold.models.config import GPTConfig
+from meshfold.models.initialize import initialize
+from meshfold.models.loss import CausalLMLoss
+from meshfold.models.output import CausalLMOutput
+from meshfold.models.visible import CausalMask
+
+
+class MLP(nn.Module):
+    """``m h -> m h`` by way of GELU (tanh approximation)."""
+
+    def __init__(self, hidden: int, inner: int) -> None:
+        super().__init__()
+        self.up = nn.Linear(hidden, inner)
+        self.down = nn.Linear(inner, hidden)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.down(F.gelu(self.up(x), approximate="tanh"))
+        return y
+
+
+class Block(nn.Module):
+    """``m h -> m h``: attention and an MLP, each behind a norm and added to the stream."""
+
+    def __init__(self, config: GPTConfig) -> None:
+        super().__init__()
+        self.norm1 = nn.LayerNorm(config.hidden)
+        self.attn = Attention(config, bias=True)
+        self.dropout1 = nn.Dropout(config.dropout)
+        self.norm2 = nn.LayerNorm(config.hidden)
+        self.mlp = MLP(config.hidden, config.inner)
+        self.dropout2 = nn.Dropout(config.dropout)
+
+    def forward(self, x: Tensor, seq_len: int, mask: Tensor | None = None) -> Tensor:
+        x = x + self.dropout1(self.attn(self.norm1(x), seq_len, mask=mask))
+        y: Tensor = x + self.dropout2(self.mlp(self.norm2(x)))
+        return y
+
+
+class GPT(nn.Module):
+    """A GPT-2-like decoder with its language model head and loss."""
+
+    flat_tokens = True
+    caches_keys = True
+
+    def __init__(self, config: GPTConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.embed = nn.Embedding(config.vocab_size, config.hidden)
+        self.positions = nn.Embedding(config.max_positions, config.hidden)
+        self.dropout = nn.Dropout(config.dropout)
+        self.mask = CausalMask(config.window)
+        self.blocks = nn.ModuleList(Block(config) for _ in range(config.layers))
+        self.norm = nn.LayerNorm(config.hidden)
+        self.head = nn.Linear(config.hidden, config.vocab_size, bias=False)
+        self.loss = CausalLMLoss(label_smoothing=config.label_smoothing, z_loss=config.z_loss)
+        if config.tie:
+            self.head.weight = self.embed.weight
+        initialize(self, ("out", "down"), config.layers)
+
+    def forward(
+        self, input_ids: Tensor, labels: Tensor | None = None, position_ids: Tensor | None = None
+    ) -> CausalLMOutput:
+        """``b s`` int64 -> the loss if labels ``b s`` are given (not shifted; -100 does not count), logits.
+
+        Documents packed into a row are told by ``position_ids`` (``b s`` or ``1 s``) that begin anew at 0 with each: tokens see
+        their own, and none predicts another's first.
+
+        Raises:
+            SpecError: for position_ids of another shape.
+        """
+        check_positions(position_ids, input_ids)
+        batch, seq_len = input_ids.shape
+        counted = torch.arange(seq_len, device=input_ids.device) if position_ids is None else position_ids
+        positions = counted.expand(batch, seq_len).reshape(-1)
+        x = self.dropout(self.embed(input_ids.reshape(-1)) + self.positions(positions))
+        mask = self.mask(position_ids, x, seq_len)
+        for block in self.blocks:
+            x = block(x, seq_len, mask)
+        logits = self.head(self.norm(x))
+        if labels is not None:
+            if position_ids is not None and self.loss.shifts:
+                labels = without_first_tokens(labels, position_ids)
+            return CausalLMOutput(loss=self.loss(logits, labels), logits=logits)
+        return CausalLMOutput(loss=None, logits=logits.view(-1, seq_len, logits.shape[-1]))

@@ -1,0 +1,94 @@
+"""Llama's architecture over a flat stream of tokens (Touvron et al., arXiv 2302.13971; GQA as in 2307.09288)."""
+
+from __future__ import annotations
+
+from torch import Tensor, nn
+
+from meshfold.kernels import swiglu
+from meshfold.mesh.documents import check_positions, without_first_tokens
+from meshfold.models.attention import Attention, Rotary, fused
+from meshfold.models.config import LlamaConfig
+from meshfold.models.initialize import initialize
+from meshfold.models.loss import CausalLMLoss
+from meshfold.models.output import CausalLMOutput
+from meshfold.models.visible import CausalMask
+
+
+class GatedMLP(nn.Module):
+    """``m h -> m h`` by way of SwiGLU, gate and up in one projection (Shazeer, arXiv 2002.05202)."""
+
+    def __init__(self, hidden: int, inner: int) -> None:
+        super().__init__()
+        self.gate_up = fused(nn.Linear(hidden, 2 * inner, bias=False), (inner, inner))
+        self.down = nn.Linear(inner, hidden, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.down(swiglu(self.gate_up(x)))
+        return y
+
+
+class Block(nn.Module):
+    """``m h -> m h``: attention and an MLP, each behind a norm and added to the stream."""
+
+    def __init__(self, config: LlamaConfig) -> None:
+        super().__init__()
+        self.norm1 = nn.RMSNorm(config.hidden, eps=config.norm_eps)
+        self.attn = Attention(config, bias=False)
+        self.dropout1 = nn.Dropout(config.dropout)
+        self.norm2 = nn.RMSNorm(config.hidden, eps=config.norm_eps)
+        self.mlp = GatedMLP(config.hidden, config.inner)
+        self.dropout2 = nn.Dropout(config.dropout)
+
+    def forward(
+        self, x: Tensor, seq_len: int, rotary: tuple[Tensor, Tensor], mask: Tensor | None = None
+    ) -> Tensor:
+        x = x + self.dropout1(self.attn(self.norm1(x), seq_len, rotary, mask))
+        y: Tensor = x + self.dropout2(self.mlp(self.norm2(x)))
+        return y
+
+
+class Llama(nn.Module):
+    """A Llama-like decoder with its language model head and loss."""
+
+    flat_tokens = True
+    caches_keys = True
+
+    def __init__(self, config: LlamaConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.embed = nn.Embedding(config.vocab_size, config.hidden)
+        self.dropout = nn.Dropout(config.dropout)
+        self.rotary = Rotary(config.d, config.rope_theta)
+        self.mask = CausalMask(config.window)
+        self.blocks = nn.ModuleList(Block(config) for _ in range(config.layers))
+        self.norm = nn.RMSNorm(config.hidden, eps=config.norm_eps)
+        self.head = nn.Linear(config.hidden, config.vocab_size, bias=False)
+        self.loss = CausalLMLoss(label_smoothing=config.label_smoothing, z_loss=config.z_loss)
+        if config.tie:
+            self.head.weight = self.embed.weight
+        initialize(self, ("out", "down"), config.layers)
+
+    def forward(
+        self, input_ids: Tensor, labels: Tensor | None = None, position_ids: Tensor | None = None
+    ) -> CausalLMOutput:
+        """``b s`` int64 -> the loss if labels ``b s`` are given (not shifted; -100 does not count), logits.
+
+        Documents packed into a row are told by ``position_ids`` (``b s`` or ``1 s``) that begin anew at 0 with each: tokens see
+        their own, and none predicts another's first.
+
+        Raises:
+            SpecError: for position_ids of another shape.
+        """
+        check_positions(position_ids, input_ids)
+        seq_len = input_ids.shape[1]
+        rotary = self.rotary(position_ids, seq_len, input_ids.device)
+        x = self.dropout(self.embed(input_ids.reshape(-1)))
+        mask = self.mask(position_ids, x, seq_len)
+        for block in self.blocks:
+            x = block(x, seq_len, rotary, mask)
+        logits = self.head(self.norm(x))
+        if labels is not None:
+            if position_ids is not None and self.loss.shifts:
+                labels = without_first_tokens(labels, position_ids)
+            return CausalLMOutput(loss=self.loss(logits, labels), logits=logits)
+        return CausalLMOutput(loss=None, logits=logits.view(-1, seq_len, logits.shape[-1]))

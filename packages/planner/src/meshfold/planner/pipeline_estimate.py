@@ -1,0 +1,327 @@
+"""A spec with ``pipeline``, measured without running: every rank's stages on one micro-batch, the schedule on a clock.
+
+Each rank of the pipeline is set up in turn, on tensors without values among ranks that are not there, and runs F, B and W of
+its stages once. The simulator, which knows the order, says how long a step is, and how much each rank keeps at a time.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor, nn
+
+from meshfold.engine.assemble import Assembled, assemble
+from meshfold.engine.batches import batch as batches
+from meshfold.engine.batches.cut import cut
+from meshfold.engine.batches.shares import Shares
+from meshfold.engine.pipelining import PipelinedModel, PipelineSettings
+from meshfold.engine.precision import Masters, Precision, other_dtypes
+from meshfold.engine.recompute import recompute_blocks
+from meshfold.engine.sequence import counted_attention, split_sequence
+from meshfold.engine.states import PlainStates
+from meshfold.engine.world import PIPE, World, join
+from meshfold.mesh import Entry, Mesh, ParallelSpec, SpecError, all_reduce, dropout_stream, record
+from meshfold.mesh.process_group import start_fake
+from meshfold.mesh.targets import labels_are_shifted
+from meshfold.mesh.without_values import WithoutValues
+from meshfold.pipeline import Costs, Simulation
+from meshfold.pipeline.ghosts import recast
+from meshfold.pipeline.microbatch import Microbatch
+from meshfold.pipeline.simulate import simulate_costs
+from meshfold.planner.estimate import Estimate, Memory, summarised
+from meshfold.planner.machines import Machine
+from meshfold.planner.planner import STATES, tensor_bytes
+from meshfold.planner.stage_costs import StageCosts, held_at_most, stage_costs
+
+if TYPE_CHECKING:
+    from meshfold.pipeline import Pipeline
+    from meshfold.planner.stage_plan import StageProblem
+    from meshfold.zero_gemini.planner import Plan
+
+
+@dataclass(frozen=True, kw_only=True)
+class PipelineEstimate:
+    """A schedule, with what its stages take.
+
+    Attributes:
+        stages: what each takes for one micro-batch, in order.
+        simulation: of a micro-step; its times are seconds, its activations bytes.
+        memory: what each rank of the pipeline holds.
+        plans: under ``zero``, where everything lives on each rank; None where it does not fit.
+        schedule_seconds: what an optimizer step's schedules take.
+        chunk_seconds: under ``zero``, what moving and stepping chunks takes the rank that is at it longest; else 0.
+    """
+
+    stages: tuple[StageCosts, ...]
+    simulation: Simulation
+    memory: tuple[Memory, ...]
+    plans: tuple[Plan | None, ...]
+    schedule_seconds: float
+    chunk_seconds: float
+
+    @property
+    def seconds(self) -> float:
+        """Of an optimizer step at least."""
+        return max(self.schedule_seconds, self.chunk_seconds)
+
+    @property
+    def fullest(self) -> int:
+        """The coordinate of the rank that holds most."""
+        return max(range(len(self.memory)), key=lambda rank: self.memory[rank].total)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Asked:
+    """What is estimated."""
+
+    build: Callable[[], nn.Module]
+    spec: ParallelSpec
+    batch_size: int
+    seq_len: int
+    precision: Precision
+    optimizer: str
+    accumulate: int
+    rules: Mapping[str, str] | None
+    recompute: str | None
+    machine: Machine
+    name: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Rank:
+    """What was seen of one rank: collectives besides those of its stages, of a micro-step and of an optimizer step."""
+
+    pipeline: Pipeline
+    stages: list[StageCosts]
+    micro_step: list[Entry]
+    step: list[Entry]
+    memory: Memory
+    local_parameters: int
+    microbatches: int
+    outer_axes: tuple[str, ...]
+    problem: StageProblem | None
+
+
+def estimate_pipeline(
+    build: Callable[[], nn.Module],
+    spec: ParallelSpec,
+    whole: Estimate,
+    *,
+    batch_size: int,
+    seq_len: int,
+    precision: str,
+    optimizer: str,
+    accumulate: int,
+    rules: Mapping[str, str] | None,
+    recompute: str | None,
+    machine: Machine,
+    name: str,
+) -> Estimate:
+    """As :func:`meshfold.planner.planner.estimate`, of a spec with ``pipeline``.
+
+    Args:
+        whole: the estimate of the same model without ``pipeline`` and ``zero``: names, shapes, roles of submodules.
+
+    Returns:
+        ``memory``, ``traffic``, ``flops``, ``plan`` and ``local_parameters`` are those of the rank that holds most.
+    """
+    begin = time.perf_counter()
+    asked = _Asked(
+        build=build, spec=spec, batch_size=batch_size, seq_len=seq_len, precision=Precision.parse(precision),
+        optimizer=optimizer, accumulate=accumulate, rules=rules, recompute=recompute, machine=machine, name=name,
+    )  # fmt: skip
+    mesh = Mesh(spec.axes, rank=0)
+    seen = [_seen(asked, rank) for rank in next(iter(mesh.groups(PIPE)))]
+    stages = tuple(sorted((stage for one in seen for stage in one.stages), key=lambda stage: stage.number))
+    simulation = _simulated(seen[0], stages, asked, mesh)
+    memory: list[Memory] = []
+    plans: list[Plan | None] = []
+    refusals: list[str] = []
+    entries: list[list[Entry]] = []
+    for rank, one in enumerate(seen):
+        own = [*_stage_entries(one, mesh), *one.micro_step] * accumulate + one.step
+        if one.problem is None:
+            kept = held_at_most(simulation.schedule.ranks[rank], stages)
+            memory.append(replace(one.memory, activations=kept))
+        else:
+            solved = one.problem.solved(simulation.peak_microbatches[rank], len(one.stages), one.microbatches)
+            memory.append(solved.memory)
+            plans.append(solved.plan)
+            refusals += [f"rank {rank} of the pipeline: {solved.refusal}"] * bool(solved.refusal)
+            own += solved.entries
+        entries.append(own)
+    found = PipelineEstimate(
+        stages=stages, simulation=simulation, memory=tuple(memory), plans=tuple(plans),
+        schedule_seconds=simulation.makespan * accumulate,
+        chunk_seconds=max((plan.seconds for plan in plans if plan is not None), default=0.0),
+    )  # fmt: skip
+    rank = found.fullest
+    return replace(
+        whole,
+        spec=spec,
+        world_size=spec.world_size,
+        local_parameters=seen[rank].local_parameters,
+        tokens=batch_size * seq_len,
+        memory=memory[rank],
+        traffic=tuple(summarised(entries[rank], seen[rank].outer_axes)),
+        flops=accumulate * seen[rank].microbatches * sum(sum(stage.flops) for stage in seen[rank].stages),
+        seconds=whole.seconds + time.perf_counter() - begin,
+        plan=plans[rank] if plans else None,
+        refusal=refusals[0] if refusals else "",
+        pipeline=found,
+    )
+
+
+def _seen(asked: _Asked, rank: int) -> _Rank:
+    """Set up a rank of the world, and run its stages once."""
+    with (
+        start_fake(asked.spec.world_size, rank),
+        WithoutValues() as stand_in,
+        counted_attention(asked.spec, stand_in.add_attention),
+    ):
+        world = join(replace(asked.spec, zero=None), "meta")
+        built = assemble(asked.build, world, asked.precision, 0, asked.rules, PipelineSettings())
+        stages = built.pipelined
+        if stages is None:
+            raise SpecError(f"{asked.spec.written or asked.spec}: no pipeline to estimate")
+        sequence = split_sequence(built.model, world, own_loss=False)
+        blocks = recompute_blocks(asked.recompute, built.model, sequence, stages)
+        built.model.train()
+        recast(stages.pipeline.cut.beside, asked.precision.dtype)
+        if asked.spec.zero is not None:
+            from meshfold.planner.stage_plan import stage_problem
+
+            _cast(built, asked.precision)
+            with dropout_stream(0, 0):
+                costs, micro_step, works = _run(asked, world, built.model, stages, stand_in)
+                problem = stage_problem(
+                    built.model, world, asked.spec.zero, asked.precision, lambda: stages.pipeline.rehearse(works[0]), stand_in,
+                    machine=asked.machine, tokens=asked.batch_size * asked.seq_len // world.data_size,
+                    accumulation=asked.accumulate, moments=STATES[asked.optimizer],
+                    blocks=blocks if asked.recompute == "auto" else None, name=asked.name,
+                )  # fmt: skip
+                problem = replace(problem, recomputed=asked.recompute == "blocks")
+            step: list[Entry] = []
+            memory = Memory(
+                parameters=0, masters=0, gradients=0, optimizer=0, activations=0
+            )  # the plan says it
+        else:
+            states = PlainStates(
+                built.parameters,
+                Masters(
+                    built.parameters.values(), asked.precision, other_dtypes(built.model, asked.precision)
+                ),
+                world,
+                None,
+            )
+            problem, parameters = None, list(built.model.parameters())
+            states.begin(first=True)
+            with dropout_stream(0, 0), states.backward("last"):
+                costs, micro_step, works = _run(asked, world, built.model, stages, stand_in)
+                with record() as log:
+                    log.phase = "gradients"
+                    states.complete(parameters)
+                    states.finish(1.0)
+                    log.phase = "norm"
+                    states.norm()
+            memory, step = _held(parameters, [*states.targets.values()], asked.optimizer), log.entries
+        return _Rank(
+            pipeline=stages.pipeline,
+            stages=costs,
+            micro_step=micro_step,
+            step=step,
+            memory=memory,
+            local_parameters=sum(parameter.numel() for parameter in built.model.parameters()),
+            microbatches=len(works),
+            outer_axes=world.outer_axes,
+            problem=problem,
+        )
+
+
+def _run(
+    asked: _Asked, world: World, model: nn.Module, stages: PipelinedModel, stand_in: WithoutValues
+) -> tuple[list[StageCosts], list[Entry], list[Microbatch]]:
+    """What the stages take; collectives of a micro-step besides; the micro-batches."""
+    rows = asked.batch_size // asked.accumulate
+    ids = torch.empty(rows, asked.seq_len, dtype=torch.int64, device=world.device)
+    given = batches.prepare(
+        cut(ids, world.row_index, world.row_size), world.device, asked.precision.dtype, own_loss=False
+    )
+    with record() as log:
+        shares = Shares(given, world, shifted=labels_are_shifted(model), places=False)
+        log.phase = "loss"
+        all_reduce(shares.weight(), world.data_group)
+    pipe, cut_here = world.mesh.size(PIPE), stages.pipeline.cut
+    log.entries.append(Entry("broadcast", (PIPE,), pipe, 8, "loss"))
+    zero = asked.spec.zero
+    if zero is not None and zero.stage == 3:  # how many micro-batches all have
+        log.entries.append(Entry("all_reduce", world.data_group.axes, world.data_size, 8, "forward"))
+    for tie in cut_here.ties:
+        parameter = cut_here.parameter(tie.name)
+        width = max(parameter.element_size(), 4)  # summed in float32 at least
+        sent = Entry("send", (PIPE,), pipe, parameter.numel() * width, "backward")
+        log.entries += [sent] * (len(tie.ranks) - 1) * parameter.requires_grad
+    works = stages.microbatches(given)
+    with record() as scratch:
+        costs = stage_costs(stages.pipeline, works[0], scratch, stand_in)
+    return costs, log.entries, works
+
+
+def _stage_entries(one: _Rank, mesh: Mesh) -> list[Entry]:
+    """What a rank's stages send in a micro-step: over tensor axes, and to the stages beside them."""
+    home, pipe = one.pipeline.home, mesh.size(PIPE)
+    found: list[Entry] = []
+    for stage in one.stages:
+        found += [entry for entries in stage.entries for entry in entries]
+        before, after = stage.number - 1, stage.number + 1
+        if after < len(home) and home[after] != stage.rank:
+            found += [Entry("send", (PIPE,), pipe, size, "forward") for size in stage.sent]
+        if before >= 0 and home[before] != stage.rank:
+            found += [Entry("send", (PIPE,), pipe, size, "backward") for size in stage.received]
+    return found * one.microbatches
+
+
+def _simulated(one: _Rank, stages: Sequence[StageCosts], asked: _Asked, mesh: Mesh) -> Simulation:
+    """The schedule of a micro-step on a clock; ``auto`` looks for its order with these costs."""
+    machine, home = asked.machine, one.pipeline.home
+    seconds = [stage.seconds(machine, mesh, asked.precision.name) for stage in stages]
+    forward, backward, weight = ([one[i] for one in seconds] for i in range(3))
+    send = []
+    for stage, (source, target) in zip(stages, pairwise(home), strict=False):
+        link = min(machine.bandwidth((ranks[source], ranks[target])) for ranks in mesh.groups(PIPE))
+        send.append(machine.latency + sum(stage.sent) / link)
+    costs = Costs(
+        forward=forward,
+        backward_input=backward,
+        backward_weight=weight,
+        send=send,
+        activation=[float(stage.activation_bytes) for stage in stages],
+        kept=[min(1.0, stage.waiting_bytes / max(1, stage.activation_bytes)) for stage in stages],
+    )
+    if asked.spec.pipeline is not None and asked.spec.pipeline.schedule == "auto":
+        one.pipeline.replan(costs)
+    return simulate_costs(one.pipeline.program(one.microbatches).schedule, costs)
+
+
+def _held(parameters: Sequence[Tensor], targets: Sequence[Tensor], optimizer: str) -> Memory:
+    """Without ``zero``: all but the activations."""
+    true, own = sum(map(tensor_bytes, targets)), {id(target) for target in targets}
+    return Memory(
+        parameters=sum(map(tensor_bytes, parameters)),
+        masters=true - sum(tensor_bytes(p) for p in parameters if id(p) in own),
+        gradients=true,
+        optimizer=true * STATES[optimizer],
+        activations=0,
+    )
+
+
+def _cast(built: Assembled, precision: Precision) -> None:
+    """What chunks would do to the parameters."""
+    for parameter in built.model.parameters():
+        if parameter.is_floating_point():
+            parameter.data = parameter.data.to(precision.dtype)

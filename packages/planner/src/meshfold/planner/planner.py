@@ -1,0 +1,214 @@
+"""What a spec holds and moves, before anything runs: the engine itself, on the meta device in a world of fake ranks.
+
+Nothing is computed from a formula that the real run does not follow: the model is built, split and stepped as in
+training, on tensors without values; collectives are recorded as they would be handed to torch.distributed, and
+matmuls counted as they are called. Seen from rank 0, whose blocks are never smaller than another's.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.flop_counter import FlopCounterMode
+
+from meshfold.engine.engine import Engine
+from meshfold.engine.recompute import check
+from meshfold.engine.sequence import counted_attention
+from meshfold.engine.states import PlainStates
+from meshfold.mesh import Entry, Log, ParallelSpec, SpecError, all_reduce, record
+from meshfold.mesh.process_group import start_fake
+from meshfold.mesh.without_values import WithoutValues, saved_for_backward
+from meshfold.planner.estimate import Estimate, Memory, summarised
+from meshfold.planner.machines import MACHINES, Machine
+from meshfold.tensor_parallel import Report
+
+if TYPE_CHECKING:
+    from meshfold.planner.zero_estimate import ZeroEstimate
+
+# Bytes of optimizer state for a true weight of 4 bytes (8 in fp64 are twice that).
+STATES = {"adamw": 2, "adam": 2, "sgd": 0}
+
+
+def estimate(
+    build: Callable[[], nn.Module],
+    spec: ParallelSpec,
+    *,
+    batch_size: int,
+    seq_len: int,
+    precision: str = "fp32",
+    optimizer: str = "adamw",
+    accumulate: int = 1,
+    rules: Mapping[str, str] | None = None,
+    recompute: str | None = None,
+    clip: bool = True,
+    machine: Machine | None = None,
+    name: str = "model",
+) -> Estimate:
+    """Measure a causal language model under a spec.
+
+    Args:
+        build: makes the model in the plain way; it is never allocated.
+        spec: with its world size; no process may be running.
+        batch_size: sequences of a global batch.
+        seq_len: tokens of a sequence.
+        precision: as the engine takes it.
+        optimizer: adamw, adam or sgd.
+        accumulate: micro-steps of an optimizer step.
+        rules: as the engine takes them.
+        recompute: the same.
+        clip: whether gradients are clipped by their norm, for which all of them are held.
+        machine: what ``zero`` plans for; nodes of H200s by default.
+        name: of the model, for people.
+
+    Raises:
+        SpecError: for all that the engine refuses, and for a batch that ``accumulate`` does not divide.
+    """
+    if batch_size % accumulate:
+        raise SpecError(f"{accumulate} micro-steps do not divide the global batch of {batch_size} sequences")
+    recompute = check(recompute, spec)
+    if spec.pipeline is not None and spec.pipeline.size > 1:
+        from meshfold.planner.pipeline_estimate import estimate_pipeline
+
+        asked: dict[str, Any] = dict(
+            batch_size=batch_size, seq_len=seq_len, precision=precision, optimizer=optimizer, accumulate=accumulate, rules=rules,
+            recompute=recompute, machine=machine or MACHINES["h200x8"], name=name,
+        )  # fmt: skip
+        alone = replace(spec, pipeline=None, zero=None)
+        without = {**asked, "recompute": None if recompute is None else "blocks"}
+        return estimate_pipeline(build, spec, estimate(build, alone, **without), **asked)
+    begin = time.perf_counter()
+    with (
+        start_fake(spec.world_size),
+        WithoutValues() as stand_in,
+        counted_attention(spec, stand_in.add_attention),
+    ):
+        plain = replace(spec, zero=None)  # chunks are laid out from the shapes of what they would hold
+        engine = Engine(
+            build,
+            parallel=plain,
+            precision=precision,
+            device="meta",
+            rules=rules,
+            recompute=None if recompute is None else "blocks",
+            clip_grad_norm=1.0 if clip else None,
+        )
+        rows = engine.shard_batch(
+            torch.empty(batch_size // accumulate, seq_len, dtype=torch.int64, device="meta")
+        )
+        zero: ZeroEstimate | None = None
+        if spec.zero is None:
+            entries, flops, memory = _plain_steps(engine, rows, accumulate, stand_in, optimizer)
+        else:
+            from meshfold.planner.zero_estimate import estimate_zero
+
+            engine._states.close()  # chunks take gradients up as they come
+            zero = estimate_zero(
+                engine,
+                spec.zero,
+                lambda log: _forward_backward(engine, rows, log, nullcontext()),
+                stand_in,
+                machine=machine or MACHINES["h200x8"],
+                tokens=batch_size * seq_len // engine._world.data_size,
+                accumulation=accumulate,
+                moments=STATES[optimizer],
+                name=name,
+                blocks=engine._blocks if recompute == "auto" else None,
+                recomputed=recompute == "blocks",
+            )
+            entries, flops, memory = zero.entries, zero.flops, zero.memory
+        report = engine.report
+        local = sum(parameter.numel() for parameter in engine.model.parameters())
+        return Estimate(
+            spec=spec,
+            world_size=spec.world_size,
+            parameters=report.parameters if report is not None else local,
+            local_parameters=local,
+            tokens=batch_size * seq_len,
+            memory=memory,
+            traffic=tuple(summarised(entries, engine._world.outer_axes)),
+            flops=flops,
+            shapes={name: source.shape for name, source in engine._model_state.sources().items()},
+            summary="" if report is None else _in_a_line(report),
+            report="" if report is None else str(report),
+            seconds=time.perf_counter() - begin,
+            plan=None if zero is None else zero.plan,
+            refusal="" if zero is None else zero.refusal,
+        )
+
+
+def _plain_steps(
+    engine: Engine, rows: Any, accumulate: int, stand_in: WithoutValues, optimizer: str
+) -> tuple[list[Entry], int, Memory]:
+    """Collectives and operations of an optimizer step without ``zero``, and what is held."""
+    states = engine._states
+    assert isinstance(states, PlainStates)  # without zero
+    parameters = list(engine.model.parameters())
+    targets = list(states.targets.values())
+    earlier, last = Log(), Log()
+    flops = activations = 0
+    for log, number in ((earlier, accumulate - 1), (last, 1)):
+        if number:
+            stand_in.attention_flops = 0
+            with (
+                FlopCounterMode(display=False) as counter,
+                saved_for_backward(parameters) as saved,
+                record() as found,
+            ):
+                _micro_step(engine, rows, found, last=log is last)
+            log.entries = found.entries * number
+            flops += number * (counter.get_total_flops() + stand_in.attention_flops)
+            activations = max(activations, saved.bytes)
+    true = sum(map(tensor_bytes, targets))
+    own = {id(target) for target in targets}
+    memory = Memory(
+        parameters=sum(map(tensor_bytes, parameters)),
+        masters=true - sum(tensor_bytes(p) for p in parameters if id(p) in own),
+        gradients=true,
+        optimizer=true * STATES[optimizer],
+        activations=activations,
+    )
+    return [*earlier.entries, *last.entries], flops, memory
+
+
+def _micro_step(engine: Engine, rows: Any, log: Log, *, last: bool) -> None:
+    """What ``train_step`` does, but for looking at values, which are not there."""
+    engine._states.begin(first=True)
+    _forward_backward(engine, rows, log, engine._states.backward("last" if last else "more"))
+    if last:
+        log.phase = "backward"
+        engine._states.finish(1.0)
+        log.phase = "norm"
+        engine._states.norm()
+
+
+def _forward_backward(engine: Engine, rows: Any, log: Log, around: AbstractContextManager[None]) -> None:
+    """A micro-step's collectives, into the log; ``around`` its backward."""
+    engine.model.train()
+    work = engine._forward.prepare(rows)
+    shares = engine._forward.shares(work, places=False)
+    with engine._randomness(shares):
+        loss, share = engine._forward.loss(work, shares), shares.weight()
+        log.phase = "backward"
+        with around:
+            (loss * share).backward()
+    log.phase = "loss"
+    all_reduce(loss.detach() * share, engine._world.data_group)
+
+
+def _in_a_line(report: Report) -> str:
+    """``mode 2d: 1 embedding, 4 column, ...``."""
+    roles = Counter(placed.role for placed in report.placed)
+    counts = ", ".join(f"{count} {role.replace('_', ' ')}" for role, count in roles.items())
+    return f"mode {report.mode} places {counts}"
+
+
+def tensor_bytes(tensor: Tensor) -> int:
+    """Of its elements."""
+    return tensor.numel() * tensor.element_size()

@@ -1,0 +1,140 @@
+"""What the stages of one rank of a pipeline take for a micro-batch, seen on tensors without values."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from math import prod
+
+from torch import Tensor
+from torch.utils._pytree import tree_leaves
+from torch.utils.flop_counter import FlopCounterMode
+
+from meshfold.mesh import Entry, Log, Mesh
+from meshfold.mesh.without_values import WithoutValues, saved_for_backward
+from meshfold.pipeline import Pipeline
+from meshfold.pipeline.actions import Action, Op
+from meshfold.pipeline.measure import final, noise
+from meshfold.pipeline.microbatch import Microbatch
+from meshfold.pipeline.stage import Stage
+from meshfold.planner.machines import Machine
+
+_KEY = 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class StageCosts:
+    """A stage and a micro-batch.
+
+    Attributes:
+        number: of the stage, counted over the whole model.
+        rank: its coordinate on the pipeline axis.
+        blocks: how many of the repeated blocks it has.
+        flops: of F, B and W: matmuls and attention.
+        entries: collectives of F, B and W.
+        activation_bytes: kept from F to B; logits are among those of the last stage.
+        waiting_bytes: kept from B to W where W comes apart: what linear layers were given, and gradients of their outputs.
+        sent: bytes of every tensor that travels to the next stage, and comes back as a gradient.
+        received: the same of what travels from the stage before.
+    """
+
+    number: int
+    rank: int
+    blocks: int
+    flops: tuple[int, int, int]
+    entries: tuple[tuple[Entry, ...], ...]
+    activation_bytes: int
+    waiting_bytes: int
+    sent: tuple[int, ...]
+    received: tuple[int, ...]
+
+    def seconds(self, machine: Machine, mesh: Mesh, precision: str) -> tuple[float, float, float]:
+        """Of F, B and W: matmuls at full rate, and after them what is sent over other axes than the pipeline's."""
+        forward, backward, weight = (
+            flops / machine.flops[precision]
+            + sum(
+                machine.latency + float(entry.bytes) / machine.slowest(mesh, entry.axes)
+                for entry in sent
+                if entry.group_size > 1
+            )
+            for flops, sent in zip(self.flops, self.entries, strict=True)
+        )
+        return forward, backward, weight
+
+
+def stage_costs(pipeline: Pipeline, work: Microbatch, log: Log, stand_in: WithoutValues) -> list[StageCosts]:
+    """Run F, B and W of this rank's stages once each.
+
+    Args:
+        pipeline: of a model on the meta device.
+        work: the micro-batch.
+        log: a recording that runs; its entries are taken out of it.
+        stand_in: under which the model's code runs.
+    """
+    found = []
+    for stage in pipeline.stages.values():
+        log.entries.clear()
+        found.append(_costs_of(pipeline, stage, work, log, stand_in))
+    log.entries.clear()
+    return found
+
+
+def _costs_of(
+    pipeline: Pipeline, stage: Stage, work: Microbatch, log: Log, stand_in: WithoutValues
+) -> StageCosts:
+    plan = pipeline.plan_of(work)
+    log.entries.clear()
+    counts: list[int] = []
+    ends = [0]
+
+    def counted(phase: str, action: Callable[[], object]) -> None:
+        log.phase, stand_in.attention_flops = phase, 0
+        with FlopCounterMode(display=False) as counter:
+            action()
+        counts.append(counter.get_total_flops() + stand_in.attention_flops)
+        ends.append(len(log.entries))
+
+    given = noise(stage.inputs(plan), pipeline.device)
+    batch = [leaf for leaf in tree_leaves((work.args, work.kwargs)) if isinstance(leaf, Tensor)]
+    with saved_for_backward([*pipeline.parameters(), *batch]) as saved:
+        counted("forward", lambda: stage.forward(_KEY, work, plan, given))
+    for tensor in given:  # waits for its gradient, whatever autograd keeps
+        saved.add(tensor)
+    counted("backward", lambda: stage.backward_input(_KEY, final(stage, plan, pipeline.device)))
+    waiting = stage.queue.held_bytes
+    counted("backward", lambda: stage.backward_weight(_KEY))
+    forward, backward, weight = counts
+    return StageCosts(
+        number=stage.number,
+        rank=pipeline.cut.rank,
+        blocks=stage.stop - stage.first,
+        flops=(forward, backward, weight),
+        entries=tuple(tuple(log.entries[a:b]) for a, b in pairwise(ends)),
+        activation_bytes=saved.bytes,
+        waiting_bytes=waiting,
+        sent=tuple(slot.dtype.itemsize * prod(slot.shape) for slot in stage.outputs(plan)),
+        received=tuple(slot.dtype.itemsize * prod(slot.shape) for slot in stage.inputs(plan)),
+    )
+
+
+def held_at_most(actions: Sequence[Action], stages: Sequence[StageCosts]) -> int:
+    """Bytes that a rank's list of actions keeps for backward at most between two of them.
+
+    Args:
+        actions: the rank's.
+        stages: of the whole model, in order.
+    """
+    held = most = 0
+    for action in actions:
+        stage = stages[action.stage]
+        if action.op is Op.F:
+            held += stage.activation_bytes
+        elif action.op is Op.B:
+            held += stage.waiting_bytes - stage.activation_bytes
+        elif action.op is Op.W:
+            held -= stage.waiting_bytes
+        else:
+            held -= stage.activation_bytes
+        most = max(most, held)
+    return most

@@ -1,0 +1,183 @@
+"""A plan for people: the picture of a mesh, and tables of what a rank holds, moves and waits for."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from meshfold.mesh.human import human_bytes
+from meshfold.planner.estimate import Estimate, Times
+from meshfold.planner.machines import Machine
+
+_WIDTH = 100
+_MOST = 8  # rows, columns and blocks shown before the dots
+
+
+def picture(axes: Mapping[str, int]) -> str:
+    """Ranks by their places: the last axis across, the one before it down, the others block by block.
+
+    >>> print(picture(dict(data=2, row=2, col=2)))
+    data 0          data 1
+           col             col
+            0 1             0 1
+    row 0   0 1     row 0   4 5
+    row 1   2 3     row 1   6 7
+    """
+    sizes = {name: size for name, size in axes.items() if size > 1} or {"data": 1}
+    *outer, across = sizes
+    down = outer.pop() if outer else ""
+    rows, columns = sizes.get(down, 1), sizes[across]
+    blocks = [
+        _block(outer, sizes, number, down, rows, across, columns) for number in _some(_count(outer, sizes))
+    ]
+    return _beside(blocks)
+
+
+def _block(
+    outer: Sequence[str],
+    sizes: Mapping[str, int],
+    number: int | None,
+    down: str,
+    rows: int,
+    across: str,
+    columns: int,
+) -> list[str]:
+    """The lines of one grid of ranks; None is the block that stands for those left out."""
+    if number is None:
+        return ["..."]
+    places, rest = [], number
+    for name in reversed(outer):
+        rest, place = divmod(rest, sizes[name])
+        places.append(f"{name} {place}")
+    title = ["  ".join(reversed(places))] if outer else []
+    width = len(str(_count(outer, sizes) * rows * columns - 1))
+    margin = max(len(f"{down} {rows - 1}") if down else 0, 0)
+    label = f"{across:<{width}}"
+    header = " ".join(("..." if c is None else str(c)).rjust(width) for c in _some(columns))
+    lines = [*title, f"{'':<{margin}}   {label}".rstrip(), f"{'':<{margin}}   {header}"]
+    for row in _some(rows):
+        if row is None:
+            lines.append("...")
+            continue
+        first = (number * rows + row) * columns
+        ranks = " ".join(("..." if c is None else str(first + c)).rjust(width) for c in _some(columns))
+        lines.append(f"{f'{down} {row}' if down else '':<{margin}}   {ranks}")
+    return lines
+
+
+def _beside(blocks: list[list[str]]) -> str:
+    """Blocks next to each other, as many as the page is wide."""
+    width = max(len(line) for block in blocks for line in block) + 4
+    each = max(1, _WIDTH // width)
+    parts = []
+    for start in range(0, len(blocks), each):
+        row = blocks[start : start + each]
+        height = max(map(len, row))
+        padded = [[*block, *[""] * (height - len(block))] for block in row]
+        parts.append(
+            "\n".join(
+                "".join(line.ljust(width) for line in lines).rstrip() for lines in zip(*padded, strict=True)
+            )
+        )
+    return "\n\n".join(parts)
+
+
+def _some(count: int) -> list[int | None]:
+    """All numbers below ``count``, or the first and the last of many with None between them."""
+    return list(range(count)) if count <= _MOST else [*range(_MOST - 2), None, count - 1]
+
+
+def _count(axes: Sequence[str], sizes: Mapping[str, int]) -> int:
+    count = 1
+    for name in axes:
+        count *= sizes[name]
+    return count
+
+
+def memory_table(found: Estimate) -> str:
+    """What rank 0 holds."""
+    memory = found.memory
+    zero = found.spec.zero is not None
+    share = found.local_parameters / found.parameters if found.parameters else 1.0
+    note = f"{found.local_parameters:,} of {found.parameters:,} ({share:.1%})"
+    if zero:
+        note = f"of {found.local_parameters:,}, in chunks: what stays and what is gathered at that moment"
+    kept = "and all else that computing takes" if zero else "kept for backward, attention without scores"
+    rows = [
+        ("parameters", memory.parameters, note),
+        ("master weights", memory.masters, ""),
+        ("gradients", memory.gradients, ""),
+        ("optimizer state", memory.optimizer, "true weights with it" if zero else ""),
+        ("activations", memory.activations, kept),
+    ]
+    lines = [f"{name:<17}{human_bytes(size):>12}  {note}".rstrip() for name, size, note in rows if size]
+    lines.append(f"{'together':<17}{human_bytes(memory.total):>12}")
+    homes = (
+        ("host", memory.host, "of memory, for all ranks there"),
+        ("disk", memory.disk, "for all ranks there"),
+    )
+    lines += [f"{name:<17}{human_bytes(size):>12}  {note}" for name, size, note in homes if size]
+    title = "a rank holds" if found.pipeline is None else "the fullest rank of the pipeline holds"
+    if zero:
+        placed = ", with everything on its device" if found.refusal else ""
+        title = f"{title}{placed}, at its fullest moment"
+    return "\n".join([title, *lines])
+
+
+def traffic_table(found: Estimate) -> str:
+    """What rank 0 moves in an optimizer step."""
+    if not found.traffic:
+        return "a rank moves nothing"
+    rows = [("phase", "collective", "axes", "ranks", "calls", "a rank sends")]
+    rows += [
+        (e.phase, e.kind, ",".join(e.axes), str(e.ranks), f"{e.calls:,}", human_bytes(e.bytes))
+        for e in found.traffic
+    ]
+    rows.append(
+        ("together", "", "", "", f"{sum(e.calls for e in found.traffic):,}", human_bytes(found.moved))
+    )
+    widths = [max(len(row[i]) for row in rows) for i in range(6)]
+    lines = [
+        "  ".join(
+            cell.rjust(width) if i > 2 else cell.ljust(width)
+            for i, (cell, width) in enumerate(zip(row, widths, strict=True))
+        )
+        for row in rows
+    ]
+    return "\n".join([f"a rank moves in a step of {found.tokens:,} tokens", *lines])
+
+
+def time_table(found: Estimate, times: Times, machine: Machine, nodes: int) -> str:
+    """How long a step takes at least."""
+    fits = found.memory.total <= machine.memory
+    lines = [
+        f"a step takes at least, on {place(machine, nodes)}",
+        f"{'compute':<17}{seconds_in_words(times.compute):>12}  {found.flops / 1e12:,.3g} TFLOP a rank, matmuls alone",
+        f"{'tensor traffic':<17}{seconds_in_words(times.tensor):>12}",
+        f"{'data traffic':<17}{seconds_in_words(times.data):>12}  may run during backward",
+        together(times.overlapped, times.apart, found.tokens),
+        f"{'memory':<17}{human_bytes(machine.memory):>12}  a device: {'it fits' if fits else 'it does NOT fit'}",
+    ]
+    return "\n".join(lines)
+
+
+def place(machine: Machine, nodes: int) -> str:
+    """``h200x8, 2 nodes of 8 devices (where its numbers are from)``"""
+    of = f"{nodes} node{'s' if nodes > 1 else ''} of {machine.devices} device{'s' if machine.devices > 1 else ''}"
+    return f"{machine.name}, {of} ({machine.source})"
+
+
+def together(least: float, most: float, tokens: int) -> str:
+    """The row of a whole step: seconds from least to most, and tokens a second; one number where both read alike."""
+    slow, fast = f"{tokens / most:,.0f}", f"{tokens / least:,.0f}"
+    row = f"{'together':<17}{seconds_in_words(least):>12}  "
+    if slow == fast:
+        return f"{row}{fast} tokens/s"
+    return f"{row}to {seconds_in_words(most)}: {slow} to {fast} tokens/s"
+
+
+def seconds_in_words(value: float) -> str:
+    """``1.23 ms``"""
+    for factor, unit in ((1.0, "s"), (1e3, "ms")):
+        if value * factor >= 1:
+            return f"{value * factor:.3g} {unit}"
+    return f"{value * 1e6:.3g} µs"

@@ -1,0 +1,239 @@
+"""Measure a step under ``zero`` on meta tensors, and say what the plan for it holds and moves."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+from torch import Tensor, nn
+
+from meshfold.engine.precision import Precision, other_dtypes
+from meshfold.engine.zero.plan import limits_of, plan_for, regime_of
+from meshfold.engine.zero.process_memory import PROCESS_BYTES
+from meshfold.mesh import Entry, Log, Mesh, record
+from meshfold.mesh.spec import ZeroSpec
+from meshfold.mesh.without_values import WithoutValues
+from meshfold.planner.estimate import Memory
+from meshfold.planner.machines import Machine
+from meshfold.zero_gemini import MemoryPlanError
+from meshfold.zero_gemini.members import slot_align
+from meshfold.zero_gemini.planner import (
+    Limits,
+    Plan,
+    Workload,
+    timeline,
+)
+from meshfold.zero_gemini.planner.memory import windows
+from meshfold.zero_gemini.trace import LiveBytes, OperatorClock, StepTracer, Trace, chunk_uses, workload_of
+
+if TYPE_CHECKING:
+    from meshfold.engine.engine import Engine
+    from meshfold.engine.recompute import RecomputedBlocks
+
+WORKSPACE_BYTES = 66 * 2**20
+"""What cuBLAS keeps of a GPU as long as it is used: two workspaces of 32 MiB and a little (measured on an H200)."""
+MATMULS = 0.86
+"""Share of one large matmul's rate that those of a model reach, one after the other (measured: OPT-6.7B on an H200)."""
+ATTENTION = 0.55
+"""Share of a large matmul's rate that attention reaches."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ZeroEstimate:
+    """A spec with ``zero``, measured without running; fields as those of :class:`meshfold.planner.estimate.Estimate`."""
+
+    entries: list[Entry]
+    flops: int
+    memory: Memory
+    workload: Workload
+    plan: Plan | None
+    refusal: str
+
+
+def estimate_zero(
+    engine: Engine,
+    spec: ZeroSpec,
+    micro_step: Callable[[Log], None],
+    stand_in: WithoutValues,
+    *,
+    machine: Machine,
+    tokens: int,
+    accumulation: int,
+    moments: int,
+    name: str,
+    blocks: RecomputedBlocks | None = None,
+    recomputed: bool = False,
+) -> ZeroEstimate:
+    """Trace a micro-step of an engine without ``zero`` on the meta device, and plan as if it had it.
+
+    Blocks that the plan lets keep their activations do so when this returns.
+
+    Args:
+        engine: with the model; nobody else takes up gradients.
+        spec: the entry.
+        micro_step: forward and backward, telling a log of its phase.
+        stand_in: under which it runs.
+        machine: what to plan for.
+        tokens: of this rank in an optimizer step.
+        accumulation: micro-steps of an optimizer step.
+        moments: numbers that the optimizer keeps for an element.
+        name: of the model.
+        blocks: those whose activations the plan may keep.
+        recomputed: blocks recompute their activations, all of them.
+    """
+    world, precision = engine._world, engine._precision
+    ranks, local = world.data_size, min(machine.devices, world.mesh.world_size)
+
+    def traced() -> tuple[Trace, int, Log]:
+        with record() as log:
+            trace, flops = trace_without_values(
+                engine.model, lambda: micro_step(log), stand_in, machine, precision, blocks
+            )
+        return with_collectives(trace, log, world.mesh, machine), flops, log
+
+    trace, flops, log = traced()
+    workload = workload_of(
+        trace,
+        chunk_uses(
+            engine.model,
+            world.mesh,
+            dtype=precision.dtype,
+            other_dtypes=other_dtypes(engine.model, precision),
+            slot_align_elems=slot_align(spec.regime),
+        ),
+        name=name,
+        regime=regime_of(spec, precision, accumulation=accumulation, ranks=ranks, moments=moments),
+        tokens=tokens,
+        stage=spec.stage,
+        accumulation=accumulation,
+        data_ranks=ranks,
+        ranks_per_host=local,
+        host_base_bytes=PROCESS_BYTES,
+        reshards=spec.reshard_after_forward,
+        # Adam alone steps chunk by chunk in the backward.
+        clipping=engine._looks_at_all or moments != 2 or precision.name == "fp64",
+    )
+    workload = replace(workload, recomputed=recomputed)
+    rates = machine.rates(precision.name, mesh=world.mesh, axes=world.outer_axes, ranks=local)
+    found, refusal = None, ""
+    try:
+        found = plan_for(spec, workload, rates, limits_of(spec))
+    except MemoryPlanError as error:
+        refusal = str(error)
+    if found is not None and blocks is not None:
+        blocks.keep([layer.name for layer in found.layers if layer.kept])
+        _, flops, log = traced()  # what is kept is not computed, and its collectives are not made, once more
+    roomy = replace(rates, gpu_bytes=PLENTY, host_bytes=PLENTY, disk_bytes=PLENTY)
+    return ZeroEstimate(
+        entries=[*log.entries * accumulation, *chunk_entries(workload, world.outer_axes, world.mesh)],
+        flops=flops * accumulation,
+        memory=memory_of(found or plan_for(replace(spec, placement="cuda"), workload, roomy, Limits())),
+        workload=workload,
+        plan=found,
+        refusal=refusal,
+    )
+
+
+PLENTY = 2**60
+
+
+def trace_without_values(
+    model: nn.Module,
+    micro_step: Callable[[], None],
+    stand_in: WithoutValues,
+    machine: Machine,
+    precision: Precision,
+    blocks: RecomputedBlocks | None = None,
+) -> tuple[Trace, int]:
+    """A trace of a model on the meta device with a machine's rates, and the operations that were counted.
+
+    Args:
+        model: on the meta device.
+        micro_step: forward and backward; gradients are let go as soon as they are there, as chunks do it.
+        stand_in: under which it runs.
+        machine: whose rates.
+        precision: of the model.
+        blocks: whose recomputing is watched.
+    """
+    base = sum(map(_bytes, model.buffers())) + WORKSPACE_BYTES
+    clock = OperatorClock(flops=MATMULS * machine.flops[precision.name], bytes_per_second=machine.memory_rate)
+    handles = [
+        parameter.register_post_accumulate_grad_hook(_let_go)
+        for parameter in model.parameters()
+        if parameter.requires_grad
+    ]
+    stand_in.on_attention = lambda flop: clock.add(flop=flop, efficiency=ATTENTION)
+    try:
+        with ExitStack() as stack:
+            tracer = StepTracer(model, memory=LiveBytes(base_bytes=base, round_bytes=512), clock=clock)
+            if blocks is not None:
+                stack.enter_context(blocks.watched(tracer.layers))
+            stack.enter_context(tracer)
+            micro_step()
+    finally:
+        stand_in.on_attention = None
+        for handle in handles:
+            handle.remove()
+    return tracer.trace(), clock.flop
+
+
+def _let_go(parameter: Tensor) -> None:
+    parameter.grad = None
+
+
+def _bytes(tensor: Tensor) -> int:
+    return tensor.numel() * tensor.element_size()
+
+
+def with_collectives(trace: Trace, log: Log, mesh: Mesh, machine: Machine) -> Trace:
+    """With the seconds of what was sent over tensor axes, shared out to the moments of its half like their compute."""
+    moments, layers = list(trace.moments), list(trace.layers)
+    for phase in ("forward", "backward"):
+        sent = [entry for entry in log.entries if entry.phase == phase and entry.group_size > 1]
+        spent = sum(
+            machine.latency + float(entry.bytes) / machine.slowest(mesh, entry.axes) for entry in sent
+        )
+        half = [i for i, moment in enumerate(moments) if moment.backward == (phase == "backward")]
+        whole = sum(moments[i].seconds for i in half)
+        for i in half:
+            share = moments[i].seconds / whole if whole else 1 / len(half)
+            moments[i] = replace(moments[i], seconds=moments[i].seconds + spent * share)
+        if phase == "backward" and whole:  # recomputing sends what its forward sent
+            layers = [replace(layer, seconds=layer.seconds * (1.0 + spent / whole)) for layer in layers]
+    return Trace(moments=tuple(moments), layers=tuple(layers))
+
+
+def chunk_entries(workload: Workload, axes: tuple[str, ...], mesh: Mesh) -> list[Entry]:
+    """The collectives on chunks in an optimizer step."""
+    ranks, entries = workload.data_ranks, []
+    if ranks == 1:
+        return []
+    for chunk in workload.chunks:
+        gathered = int(workload.regime.parameter * chunk.gathered_elems)
+        reduced = int(workload.regime.gradient * chunk.gathered_elems)
+        # Under stages 1 and 2 parameters are gathered once, when they have been stepped.
+        uses = (
+            len(windows(chunk, workload)) * workload.accumulation if workload.stage == 3 else chunk.trainable
+        )
+        entries += [Entry("all_gather", axes, ranks, gathered, "parameters")] * uses
+        once = workload.stage == 1 or workload.whole_gradients
+        sums = (1 if once else workload.accumulation) * chunk.trainable
+        entries += [Entry("reduce_scatter", axes, ranks, reduced, "gradients")] * sums
+    number = Entry("all_reduce", mesh.names, mesh.world_size, 8, "norm")
+    return [*entries, number]
+
+
+def memory_of(found: Plan) -> Memory:
+    """What a plan holds at its fullest moment."""
+    kinds = max(timeline(found), key=lambda moment: moment.bytes).kinds
+    return Memory(
+        parameters=kinds["resident parameters"] + kinds["gathered"],
+        masters=0,
+        gradients=kinds["gradients"],
+        optimizer=kinds["optimizer state"],
+        activations=kinds["non-model"] + kinds["kept activations"],
+        host=found.peak_host_bytes,
+        disk=found.peak_disk_bytes,
+    )

@@ -1,0 +1,289 @@
+"""What a plan says of zero: chunks as in training, bytes within the limits, refusals that say the least that fits."""
+
+from __future__ import annotations
+
+import json
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from meshfold.cli import main
+from meshfold.engine import Engine
+from meshfold.engine.precision import Precision
+from meshfold.engine.zero.plan import limits_of, regime_of
+from meshfold.mesh import Mesh, ParallelSpec
+from meshfold.mesh.spec import ZeroSpec
+from meshfold.models import build, preset
+from meshfold.planner.estimate import Estimate, times
+from meshfold.planner.machines import MACHINES, machine
+from meshfold.planner.planner import estimate
+from meshfold.planner.text import memory_table
+from meshfold.zero_gemini.planner import GiB, MiB
+
+SIZES: dict[str, Any] = dict(hidden=64, layers=3, heads=4, vocab_size=96, max_positions=32)
+SMALL = partial(build, "gpt-tiny", **SIZES)
+
+
+def planned(
+    zero: dict[str, Any], parallel: dict[str, Any] | None = None, model: Any = SMALL, **settings: Any
+) -> Estimate:
+    given: dict[str, Any] = {"batch_size": 8, "seq_len": 32, "precision": "bf16", "machine": machine("h200")}
+    spec = ParallelSpec.parse({**(parallel or {}), "zero": zero})
+    return estimate(model, spec.with_world_size(spec.world_size), **{**given, **settings})
+
+
+class Recomputed(nn.Module):
+    """A block whose activations are computed again in backward."""
+
+    def __init__(self, block: nn.Module) -> None:
+        super().__init__()
+        self.block = block
+
+    def forward(self, *args: Any) -> Tensor:
+        found: Tensor = checkpoint(self.block, *args, use_reentrant=False)
+        return found
+
+
+def opt(layers: int, hidden: int, heads: int) -> nn.Module:
+    """As `benchmarks/zero_placements.py` builds it."""
+    shape = preset(
+        "gpt2", layers=layers, hidden=hidden, heads=heads, vocab_size=50272, max_positions=1024, dropout=0.0
+    )
+    model = build(shape)
+    model.blocks = nn.ModuleList(Recomputed(block) for block in model.blocks)
+    return model
+
+
+@pytest.mark.parametrize("regime", ["A", "C"])
+def test_chunks_are_those_of_training(regime: str) -> None:
+    zero = dict(stage=3, placement="cpu", regime=regime)
+    plan = planned(zero, precision="bf16").plan
+    assert plan is not None
+    engine = Engine(SMALL, {"zero": zero}, optimizer=dict(name="adamw", lr=1e-3), precision="bf16")
+    chunks = engine._states.gemini.chunks  # type: ignore[attr-defined]
+    assert sorted((c.name, c.elems) for c in plan.workload.chunks) == sorted(
+        (c.spec.names[0], c.spec.shard_elems) for c in chunks
+    )
+    engine.close()
+
+
+def test_moments_are_those_of_training() -> None:
+    plan = planned(dict(stage=3, placement="cuda")).plan
+    assert plan is not None
+    engine = Engine(SMALL, {"zero": dict(stage=3, placement="cpu")}, optimizer="adamw", precision="bf16")
+    batch = torch.randint(96, (8, 32), generator=torch.Generator().manual_seed(0))
+    for _ in range(2):
+        engine.train_step(batch)
+    runtime = engine._states.gemini._runtime  # type: ignore[attr-defined]
+    assert plan.workload.moments == len(runtime.order)
+    engine.close()
+
+
+# Measured on one H200 (benchmarks/results/zero_placements.md): seconds, GPU GiB, host GiB.
+MEASURED: dict[str, tuple[dict[str, Any], float, float, float]] = {
+    "cuda": (dict(placement="cuda"), 1.421, 89.4, 1.2),
+    "optimizer": (dict(placement="static", offload_optim_frac=1.0), 0.0, 25.9, 88.2),
+    "cpu": (dict(placement="cpu"), 0.0, 13.9, 88.2),
+    "cpu, C": (dict(placement="cpu", regime="C"), 0.0, 13.9, 51.2),
+}
+
+
+@pytest.mark.parametrize("name", MEASURED)
+def test_predictions_are_near_what_was_measured(name: str) -> None:
+    zero, seconds, gpu, host = MEASURED[name]
+    found = planned(dict(stage=3, **zero), model=partial(opt, 32, 4096, 32), batch_size=16, seq_len=1024)
+    assert found.plan is not None, found.refusal
+    assert found.plan.peak_gpu_bytes / GiB == pytest.approx(gpu, rel=0.05)
+    assert found.plan.peak_host_bytes / GiB == pytest.approx(host, rel=0.05)
+    if seconds:
+        assert found.plan.seconds == pytest.approx(seconds, rel=0.15)
+
+
+def test_activation_checkpointing_is_seen() -> None:
+    whole = planned(dict(placement="cuda"))
+    again = planned(dict(placement="cuda"), model=partial(opt, 2, 128, 4), batch_size=2, seq_len=64)
+    plain = planned(dict(placement="cuda"), model=lambda: build(preset(
+        "gpt2", layers=2, hidden=128, heads=4, vocab_size=50272, max_positions=1024, dropout=0.0
+    )), batch_size=2, seq_len=64)  # fmt: skip
+    assert again.flops > plain.flops and again.memory.activations < plain.memory.activations
+    assert whole.plan is not None and whole.plan.policy == "cuda"
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_ranks_share(stage: int) -> None:
+    one = planned(dict(stage=stage, placement="cuda"))
+    four = planned(dict(stage=stage, placement="cuda"), dict(data=4), machine=machine("h200x8"))
+    assert one.plan is not None and four.plan is not None
+    elems = one.plan.workload.elems
+    assert four.plan.workload.elems == pytest.approx(elems / 4, rel=0.01)
+    assert four.memory.optimizer == pytest.approx(one.memory.optimizer / 4, rel=0.01)
+    if stage < 3:
+        assert four.memory.parameters == pytest.approx(one.memory.parameters, rel=0.01)
+    kinds = {(entry.phase, entry.kind): entry for entry in four.traffic if entry.ranks == 4}
+    gathered, reduced = kinds["parameters", "all_gather"], kinds["gradients", "reduce_scatter"]
+    whole = sum(chunk.gathered_elems for chunk in four.plan.workload.chunks)
+    assert reduced.bytes == pytest.approx(4 * whole * 3 / 4)  # summed in float32
+    assert gathered.bytes >= 2 * whole * 3 / 4
+    if stage < 3:
+        assert gathered.bytes == pytest.approx(2 * whole * 3 / 4)
+    assert not [entry for entry in one.traffic if entry.ranks > 1]
+    assert times(four, machine("h200x8"), "bf16").data > 0
+
+
+def test_the_host_is_shared_by_its_ranks() -> None:
+    one, four = (
+        planned(dict(placement="cpu")),
+        planned(dict(placement="cpu"), dict(data=4), machine=machine("h200x8")),
+    )
+    assert one.plan is not None and four.plan is not None
+    process = one.plan.workload.host_base_bytes
+    held = one.memory.host - process
+    # all shards are on one host, and gradients are held in float32 instead of bfloat16
+    assert four.memory.host - 4 * process == pytest.approx(held * (12 + 4) / (12 + 2), rel=0.01)
+    assert four.plan.machine.host_memory == MACHINES["h200x8"].host.bandwidth / 4
+
+
+def test_accumulation_takes_as_many_micro_steps() -> None:
+    one, four = planned(dict(placement="cuda")), planned(dict(placement="cuda"), accumulate=4, batch_size=32)
+    assert one.plan is not None and four.plan is not None
+    assert four.flops == 4 * one.flops
+    assert 3.0 * one.plan.seconds < four.plan.seconds < 4.5 * one.plan.seconds
+    assert "later backwards (×3)" in str(four.plan)
+    gradients = [four.memory.gradients, one.memory.gradients]
+    assert gradients[0] > gradients[1]  # float32, and there from the first micro-step on
+
+
+def test_tensor_axes_divide_what_chunks_hold() -> None:
+    whole, half = (
+        planned(dict(placement="cuda")),
+        planned(dict(placement="cuda"), dict(tensor=2), machine=machine("h200x8")),
+    )
+    assert whole.plan is not None and half.plan is not None
+    assert 0.45 < half.plan.workload.elems / whole.plan.workload.elems < 0.6
+    assert any(entry.phase == "forward" and entry.axes == ("tensor",) for entry in half.traffic)
+
+
+@pytest.mark.parametrize("placement", ["auto", "cuda", "cpu", "static", "const"])
+def test_every_placement_keeps_to_the_limits(placement: str) -> None:
+    model = partial(opt, 6, 512, 8)
+    roomy = planned(dict(placement="cpu"), model=model, batch_size=2, seq_len=256)
+    limit = roomy.memory.total + 64 * MiB
+    zero = dict(placement=placement, gpu_memory_limit=limit)
+    if placement == "static":
+        zero |= dict(offload_optim_frac=1.0, offload_param_frac=1.0)
+    found = planned(zero, model=model, batch_size=2, seq_len=256)
+    if placement == "cuda":
+        assert found.plan is None and "needs" in found.refusal and "placement 'auto'" in found.refusal
+        return
+    assert found.plan is not None, found.refusal
+    assert found.plan.peak_gpu_bytes <= limit
+    assert found.memory.total == found.plan.peak_gpu_bytes
+
+
+def test_auto_stays_on_the_device_where_it_fits() -> None:
+    plan = planned(dict(placement="auto")).plan
+    assert plan is not None and plan.policy == "auto"
+    assert {chunk.state for chunk in plan.chunks} == {"gpu"}
+
+
+def test_the_disk_is_that_of_the_folder(tmp_path: Path) -> None:
+    assert limits_of(ZeroSpec.parse({})).disk_bytes == 0
+    assert limits_of(ZeroSpec.parse(dict(offload_path=tmp_path))).disk_bytes > 0  # type: ignore[operator]
+    assert limits_of(ZeroSpec.parse(dict(offload_path=tmp_path / "later"))).disk_bytes is None
+    model = partial(opt, 6, 1024, 8)
+    tight = dict(placement="auto", gpu_memory_limit="700MiB", host_memory_limit="2300MiB")
+    without = planned(tight, model=model, batch_size=1, seq_len=64)
+    assert without.plan is None and "host" in without.refusal
+    found = planned({**tight, "offload_path": tmp_path}, model=model, batch_size=1, seq_len=64)
+    assert found.plan is not None, found.refusal
+    assert found.memory.disk > 0 and found.memory.host <= 2300 * MiB
+
+
+@pytest.mark.parametrize(
+    ("precision", "regime", "moments", "held"),
+    [
+        ("bf16", "A", 2, 12),
+        ("bf16", "B", 2, 8),
+        ("bf16", "A", 0, 6),
+        ("fp16", "A", 2, 14),
+        ("fp32", "A", 2, 12),
+        ("fp64", "A", 2, 24),
+    ],
+)
+def test_bytes_of_regimes(precision: str, regime: str, moments: int, held: float) -> None:
+    spec, wide = ZeroSpec.parse(dict(regime=regime)), Precision.parse(precision)
+    found = regime_of(spec, wide, accumulation=1, ranks=1, moments=moments)
+    assert found.parameter + found.state == held and found.gradient == wide.dtype.itemsize
+    summed = regime_of(spec, wide, accumulation=2, ranks=1, moments=moments)
+    assert summed.gradient == max(4, wide.dtype.itemsize)
+    assert summed.step - found.step == summed.gradient - found.gradient
+
+
+def test_rates_are_a_ranks_share_of_a_node() -> None:
+    mesh = Mesh(dict(data=4), rank=0)
+    for name, node in MACHINES.items():
+        rates = node.rates("fp32", mesh=mesh, axes=("data",), ranks=min(4, node.devices))
+        assert rates.host_memory <= node.host.bandwidth and rates.host_bytes == int(node.host.memory), name
+    assert MACHINES["h200"].host.bandwidth == 141e9
+
+
+def test_plan_in_words_pictures_and_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = [
+        "plan",
+        "--model",
+        "gpt-small",
+        "--batch-size",
+        "4",
+        "--parallel",
+        "dict(zero=dict(placement='cpu'))",
+    ]
+    picture, trace = tmp_path / "plan.svg", tmp_path / "plan.json"
+    assert main([*words, "--timeline", str(picture), "--trace", str(trace)]) == 0
+    shown = capsys.readouterr().out
+    for part in (
+        "at its fullest moment",
+        "it fits",
+        "gpt-small on h200",
+        "policy cpu",
+        "s a step",
+        "exposed tail",
+        "host",
+    ):
+        assert part in shown
+    assert "<svg" in picture.read_text()
+    assert json.loads(trace.read_text())["traceEvents"]
+    assert main([*words, "--json"]) == 0
+    answer = json.loads(capsys.readouterr().out)
+    assert answer["fits"] and answer["zero"]["peak_gpu_bytes"] == answer["memory_bytes"]["total"]
+    assert {chunk["state"] for chunk in answer["zero"]["chunks"]} == {"host"}
+
+
+def test_what_does_not_fit_is_said(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["plan", "--model", "gpt-small", "--parallel", "dict(zero=dict(gpu_memory_limit='40MiB'))"]
+    assert main([*words, "--json"]) == 1
+    seen = capsys.readouterr()
+    assert "does not fit" in seen.err and "at least" in seen.err
+    assert not json.loads(seen.out)["fits"]
+    assert (
+        main(["plan", "--model", "gpt-small", "--parallel", "dict(zero=dict())", "--gpu-memory", "64MiB"])
+        == 1
+    )
+    assert "64.00 MiB" in capsys.readouterr().err
+    assert main(["plan", "--model", "gpt-tiny", "--parallel", "{}", "--timeline", "x.svg"]) == 2
+    assert "no zero" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        main(["plan", "--gpu-memory", "24 apples"])
+    assert "amount of memory" in capsys.readouterr().err
+    zero = "dict(zero=dict(stage=2, placement='static', offload_optim_frac=1.0, offload_param_frac=0.5))"
+    assert main(["plan", "--model", "gpt-tiny", "--parallel", zero]) == 1
+    assert "stage=3" in capsys.readouterr().err
+
+
+def test_memory_table_says_where_the_rest_is() -> None:
+    shown = memory_table(planned(dict(placement="cpu")))
+    assert "host" in shown and "master weights" not in shown
