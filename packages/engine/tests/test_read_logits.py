@@ -14,10 +14,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from meshfold.engine import Engine
-from meshfold.engine.models import GPT, GPTConfig
 from meshfold.mesh import CollectiveError, inquiry, record
 from meshfold.mesh.testing import close_pools, run_on_ranks
 from meshfold.mesh.when_read import WhenRead
+from meshfold.models import GPT, GPTConfig
 
 VOCABULARY, LENGTH = 37, 11
 WHOLE = (VOCABULARY, VOCABULARY + 1)  # without padding and with it

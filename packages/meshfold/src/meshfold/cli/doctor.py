@@ -26,7 +26,7 @@ PACKAGES = (
     "rich",
 )
 DISTRIBUTIONS = {
-    "meshfold": "meshfold.engine",
+    "meshfold": "meshfold.cli",
     "meshfold-mesh": "meshfold.mesh",
     "meshfold-kernels": "meshfold.kernels",
     "meshfold-tensor-parallel": "meshfold.tensor_parallel",
