@@ -307,6 +307,34 @@ def test_sequences_are_split_inside_of_the_model() -> None:
     strategy.close()
 
 
+class ReadsLogits(LightningModule):
+    """Trains on the loss that its model has computed, and on one of the logits beside it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        transformers = pytest.importorskip("transformers", reason="transformers is not installed")
+        config = transformers.GPT2Config(vocab_size=37, n_embd=16, n_layer=1, n_head=4, n_positions=8)
+        config.update(dict(attn_pdrop=0.0, resid_pdrop=0.0, embd_pdrop=0.0, bos_token_id=0, eos_token_id=0))
+        self.model = transformers.GPT2LMHeadModel(config)
+
+    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
+        output = self.model(batch[0], labels=batch[0])
+        assert output.logits.shape == (*batch[0].shape, 37) and output.logits.dtype == torch.float32
+        loss: Tensor = output.loss + nn.functional.cross_entropy(output.logits.mT, batch[1])
+        return loss
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+@ranks(2)
+def test_logits_beside_a_loss_are_whole() -> None:
+    wanted = serial("transformer", ReadsLogits)
+    for precision, tolerance in (("32-true", 1e-5), ("bf16-mixed", 0.05)):
+        found = parallel_run("transformer", {"tensor": 2}, ReadsLogits, precision=precision)
+        assert_same(found, wanted, tolerance)
+
+
 class Thaws(TwoLayers):
     """Freezes a layer and thaws it in the second epoch; the optimizer has had it all the time."""
 

@@ -247,6 +247,9 @@ def one_reads_alone(then: str) -> tuple[str, float]:
             first.argmax(-1)
         elif then == "a collective":
             all_reduce(torch.ones(4), group)
+        elif then == "one that it does not wait for":  # as over NCCL
+            all_reduce(torch.ones(4), group, async_op=True)
+            time.sleep(4)
         elif then == "another":
             second.argmax(-1)
         elif then == "its end":
@@ -257,7 +260,7 @@ def one_reads_alone(then: str) -> tuple[str, float]:
     return "", time.monotonic() - began
 
 
-@pytest.mark.parametrize("then", ["a collective", "another", "its end"])
+@pytest.mark.parametrize("then", ["a collective", "one that it does not wait for", "another", "its end"])
 def test_a_rank_that_reads_alone_is_told_so_within_seconds(then: str) -> None:
     close_pools()
     try:
@@ -270,12 +273,13 @@ def test_a_rank_that_reads_alone_is_told_so_within_seconds(then: str) -> None:
     assert "in one_reads_alone: ranks 0, 1 have a piece each, so all of them have to read" in text
     said = {
         "a collective": "waits in all_reduce of (4,) float32",
+        "one that it does not wait for": "its last collective was all_reduce of (4,) float32",
         "another": "waits in a meeting to read others",
         "its end": "its program has ended",
     }
     [line] = [line for line in text.splitlines() if line.startswith("  rank 1: ")]
     assert said[then] in line
-    if then != "its end":
+    if then in ("a collective", "another"):
         assert "cannot be read" in found[1][0]  # it was told
 
 
