@@ -24,7 +24,7 @@ PAGES = [
     *sorted((ROOT / "docs").rglob("*.md")),
 ]
 # Anything else behind a fence is a slip: `py`, `pycon` or `sh` would never run.
-LANGUAGES = {"", "python", "bash", "text", "toml", "json", "mermaid"}
+LANGUAGES = {"", "python", "bash", "diff", "text", "toml", "json", "mermaid"}
 TIMEOUT = 240.0
 
 SLOW = {"finetune-opt.md", "long-runs.md", "multi-node.md", "ray-and-trainer.md"}

@@ -18,6 +18,7 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
 import torch  # noqa: E402
+from docs.pictures import packages  # noqa: E402
 from docs.refresh import run_here  # noqa: E402
 from matplotlib import rc_context  # noqa: E402
 from matplotlib.patches import Rectangle  # noqa: E402
@@ -72,6 +73,7 @@ def pictures() -> dict[str, Picture]:
     shown = names_of("pipeline.md")
     found["schedule-auto.svg"] = _schedule(shown["found_result"])
     found["schedule-own.svg"] = _schedule(shown["own_result"])
+    found["packages.svg"] = (packages.description(), packages.draw)
     found["dropout.png"] = (f"{ROWS} x {COLUMNS}, p = {SHARE}, {STREAMS}", draw_dropout)
     return found
 
