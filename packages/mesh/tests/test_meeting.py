@@ -176,12 +176,15 @@ def test_a_rank_that_is_never_started_is_named_within_the_limit(tmp_path: Path) 
 @pytest.mark.usefixtures("warm_commands")
 def test_without_a_watchdog_a_group_with_a_rank_that_is_gone_is_an_error(tmp_path: Path) -> None:
     program = (
-        "import os, time\n"
+        "import glob, os, time\n"
         "from meshfold.mesh import Mesh\n"
         "from meshfold.mesh.process_group import start\n"
         "start(device='cpu', timeout=300)\n"
         "mesh = Mesh(dict(data=2, tensor=2))\n"
+        "open(f'started {mesh.rank}', 'w').close()\n"
         "if mesh.rank == 3:\n"
+        "    while len(glob.glob('started *')) < 4:\n"  # those who start still would find it gone
+        "        time.sleep(0.05)\n"
         "    os._exit(5)\n"
         "if mesh.rank == 1:\n"
         "    try:\n"
