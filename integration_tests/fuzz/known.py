@@ -26,7 +26,6 @@ KNOWN_OUTCOMES: dict[str, str] = {
     "an operation of a piece with a whole tensor fails by itself, before it is refused with its line": (
         r"raised in step \d+: RuntimeError: (mat1 and mat2 shapes|The size of tensor a)"
     ),
-    "a model that was split before its spec was refused stays split": r"refused in engine, and the model is harmed",
 }
 
 

@@ -14,7 +14,7 @@ from meshfold.colossalai.examples import example_of
 from meshfold.colossalai.handed_over import follow
 from meshfold.colossalai.loaders import deal
 from meshfold.colossalai.optimizers import take_over
-from meshfold.colossalai.schedulers import hand_over
+from meshfold.colossalai.schedulers import check, hand_over
 from meshfold.colossalai.settings import Settings, settings_of
 from meshfold.colossalai.sizes import tell_sizes
 from meshfold.colossalai.training import TrainingEngine
@@ -90,6 +90,8 @@ def make_engine(
         what: the name of the plugin that says the settings, or ``initialize``.
         dataloader: the script's, in whose data an example for a pipeline may be found.
     """
+    if optimizer is not None and lr_scheduler is not None:
+        check(lr_scheduler, optimizer)
     asked = dict(settings.engine)
     if "pipeline" in settings.parallel and asked.get("example") is None:
         asked["example"] = example_of(dataloader, model, criterion)
@@ -114,7 +116,7 @@ def make_engine(
     if engine.spec.zero is not None and engine.spec.zero.stage == 3:
         tell_sizes(engine.model, engine.mesh)
     Translation(words=list(settings.words)).say(what, rank=engine.mesh.rank)
-    schedule = engine.lr_scheduler = hand_over(lr_scheduler, optimizer, engine.optimizer)
+    schedule = engine.lr_scheduler = hand_over(lr_scheduler, engine.optimizer)
     given = "engine.step()" if what == "initialize" else "that of the optimizer that boost(...) gave back"
     follow(optimizer, engine, given)
     return engine, schedule

@@ -11,31 +11,34 @@ from torch.optim.lr_scheduler import LambdaLR, LRScheduler, ReduceLROnPlateau
 from meshfold.mesh import SpecError
 
 
-def hand_over(scheduler: Any, old: object, new: torch.optim.Optimizer | None) -> Any:
-    """The scheduler, and those inside it, of the engine's optimizer from now on; or what a function makes of that.
-
-    Args:
-        scheduler: of ``old``, or a function of an optimizer. It has its settings and its place in its schedule; base rates
-            are in the groups, which the new optimizer has from the old one.
-        old: the optimizer that the script made.
-        new: the engine's.
+def check(scheduler: Any, old: object) -> None:
+    """Whether :func:`hand_over` can take a scheduler over, or a function that makes one.
 
     Raises:
         SpecError: for the scheduler of another optimizer, and for what is none.
     """
+    if isinstance(scheduler, LRScheduler | ReduceLROnPlateau):
+        for one in _all(scheduler):
+            if one.optimizer is not old:
+                raise SpecError(
+                    f"lr_scheduler={type(one).__name__}(...) is of another optimizer than the one that was given with it"
+                )
+    elif not callable(scheduler):
+        raise SpecError(f"lr_scheduler={scheduler!r}: a scheduler of torch, or a function of the optimizer")
+
+
+def hand_over(scheduler: Any, new: torch.optim.Optimizer | None) -> Any:
+    """The scheduler, and those inside it, of the engine's optimizer from now on; or what a function makes of that.
+
+    Args:
+        scheduler: checked. It has its settings and its place in its schedule; base rates are in the groups, which the new
+            optimizer has from the old one.
+        new: the engine's.
+    """
     if scheduler is None or new is None:
         return None
     if not isinstance(scheduler, LRScheduler | ReduceLROnPlateau):
-        if not callable(scheduler):
-            raise SpecError(
-                f"lr_scheduler={scheduler!r}: a scheduler of torch, or a function of the optimizer"
-            )
         return scheduler(new)
-    for one in _all(scheduler):
-        if one.optimizer is not old:
-            raise SpecError(
-                f"lr_scheduler={type(one).__name__}(...) is of another optimizer than the one that was given with it"
-            )
     for one in _all(scheduler):
         one.optimizer = new
     _mark(new)

@@ -97,13 +97,14 @@ def assemble(
         elif (origin := origin_of(model, buffers=True)) is not None:
             # Weights were loaded inside ShardedInit; tables that are in no file were not made.
             materialize(model, origin.tape, seed=origin.seed, device="cpu", parameters=False)
-        _share(built, world)
     else:
         built, tape = build_on_meta(lambda: _checked(model))
 
     refuse_complex(built)
     refuse_layers(built, world, precision)
     tell(built, world)
+    if built is model:
+        _share(built, world)
     folder = _folder(model, built, world)
     dropout = has_dropout(built)
     if roots is None:
@@ -164,10 +165,12 @@ def make_states(
     world: World,
     asked: Arguments,
     blocks: RecomputedBlocks | None,
+    settled: Callable[[torch.optim.Optimizer | None], None],
 ) -> States:
     """Weights, gradients and optimizer state, as the spec says: whole on every data rank, or in chunks.
 
-    ``blocks``: those whose activations a plan may keep.
+    ``blocks``: those whose activations a plan may keep. ``settled``: called with the optimizer when nothing is left to refuse,
+    before weights go into chunks.
 
     Raises:
         SpecError: for an optimizer of a model that is frozen altogether; a stage of one may be.
@@ -181,6 +184,7 @@ def make_states(
         masters = Masters(built.parameters.values(), precision, other_dtypes(built.model, precision))
         trains = make is not None or world.device.type == "meta"  # a plan is one of training
         states = PlainStates(built.parameters, masters, world, make, trains=trains)
+        settled(states.optimizer)
     else:
         from meshfold.engine.zero.states import ZeroStates
 
@@ -195,6 +199,7 @@ def make_states(
             blocks=blocks,
             looks_at_all=asked.looks_at_all,
             names={} if built.pipelined is None else built.pipelined.inventory.first,
+            settled=settled,
         )
     if built.pipelined is not None:
         built.pipelined.attach(states)

@@ -12,6 +12,7 @@ from torch import nn
 
 from meshfold.engine import recompute as recomputation
 from meshfold.engine.arguments import Arguments
+from meshfold.engine.as_given import AsGiven
 from meshfold.engine.assemble import Assembled, assemble, make_states
 from meshfold.engine.checkpoints.model_state import ModelState
 from meshfold.engine.forward import Forward
@@ -73,7 +74,7 @@ def build(
     recompute: str | None,
     example: Any,
 ) -> Built:
-    """Build what an engine works with; all ranks must call.
+    """Build what an engine works with; all ranks must call. What raises leaves a module as it was given.
 
     Args:
         engine: who trains the model.
@@ -84,6 +85,8 @@ def build(
     Raises:
         SpecError: for what is wrong with the model, or with it under this spec.
     """
+    given = opened.enter_context(AsGiven(model))  # put back last
+
     # The running processes, as a mesh.
     world = join(parallel, device, limit_s=asked.watchdog)
     opened.callback(supervision.watch_over(world, asked.watchdog, asked.compare).close)
@@ -105,12 +108,17 @@ def build(
         opened.callback(blocks.close)
 
     # Its true weights, their gradients and the optimizer's state, and what works on them.
-    states = make_states(part, world, asked, blocks if recompute == "auto" else None)
+    schedulers: list[Any] = []
+
+    def settled(optimizer: torch.optim.Optimizer | None) -> None:
+        schedulers.append(scheduler_of(asked.lr_scheduler, optimizer))
+        given.forget()
+
+    states = make_states(part, world, asked, blocks if recompute == "auto" else None, settled)
     opened.callback(states.close)
     opened.callback(NoCopies(part.model, world).close)
     step_guard = StepGuard(states.optimizer, _BY_HAND)
     opened.callback(step_guard.close)
-    lr_scheduler = scheduler_of(asked.lr_scheduler, states.optimizer)
     if states.optimizer is not None:
         opened.callback(claim(part.model, engine, in_chunks=world.spec.zero is not None).close)
     return Built(
@@ -119,7 +127,7 @@ def build(
         blocks=blocks,
         states=states,
         step_guard=step_guard,
-        lr_scheduler=lr_scheduler,
+        lr_scheduler=schedulers[0],
         forward=Forward(
             part.model, world, asked.precision, states, pipelined=part.pipelined, loss_fn=asked.loss_fn
         ),

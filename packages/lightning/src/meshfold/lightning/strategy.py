@@ -12,6 +12,7 @@ import torch
 from lightning.pytorch.callbacks import GradientAccumulationScheduler
 from lightning.pytorch.core.optimizer import _MockOptimizer  # what stands for no optimizer at all
 from lightning.pytorch.trainer.states import TrainerFn
+from meshfold.engine.as_given import AsGiven
 from meshfold.engine.precision import ScaleSettings
 from meshfold.engine.world import World, require_runnable
 from meshfold.lightning import talk
@@ -168,9 +169,10 @@ class MeshfoldStrategy(CheckpointedStrategy):
         session = self.session
         if session is None:
             widen = plugin.is_mixed if self._outputs_fp32 is None else self._outputs_fp32
-            session = Session(
-                module, self._world, plugin.engine, seed=self._seed, rules=self._rules, outputs_fp32=widen
-            )
+            with AsGiven(module):
+                session = Session(
+                    module, self._world, plugin.engine, seed=self._seed, rules=self._rules, outputs_fp32=widen
+                )
             setattr(module, SESSION, session)
         else:
             session.require_same(self._world, plugin.engine)

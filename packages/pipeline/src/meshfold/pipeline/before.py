@@ -36,7 +36,7 @@ class Look:
         uses: of the parameters beside the blocks.
         seen: of the whole forward; None where it could not be run to its end.
         last: what it made behind the last block.
-        changed: buffers that the forward changes.
+        changed: buffers that the forward changes: those beside the blocks, and shared ones in them.
     """
 
     uses: Uses
@@ -73,6 +73,7 @@ def look_beside(
     weights: Sequence[tuple[nn.Module, str]],
     example: Example,
     device: torch.device,
+    shared: Sequence[nn.Module],
 ) -> Look:
     """See what a forward does beside its blocks, as far as it can be seen.
 
@@ -86,6 +87,7 @@ def look_beside(
         weights: parameters that lie in no block and no such module: module and name in it.
         example: what to call the model with.
         device: where it runs.
+        shared: blocks with buffers that other modules have too.
 
     Raises:
         ExampleError: if the model cannot be called with the example.
@@ -118,23 +120,32 @@ def look_beside(
             if b is not None
         ]
         with ExitStack() as stack:
-            stack.enter_context(standing_in([*model.modules()], device))
+            # One block at a time, but for what is looked at afterwards: all together might not fit.
+            kept = [gates.blocks[0], *shared]
+            stack.enter_context(
+                standing_in([*outside, *(m for block in kept for m in block.modules())], device)
+            )
             stack.enter_context(untouched_buffers(model))
             stack.enter_context(without_randomness(tree_leaves(example)))
             stack.enter_context(_NoLargeProducts())
             copies = [(module._buffers[name], _writes(module._buffers[name])) for module, name, _ in buffers]
             loose = [getattr(module, name) for module, name in weights]
             try:
-                seen, output = gates.watch(call, loose, stop=len(gates.blocks), keep=True)
+                seen, output = gates.watch(
+                    call,
+                    loose,
+                    stop=len(gates.blocks),
+                    keep=lambda block: standing_in([*block.modules()], device),
+                )
             except ChainError:
                 raise
             except Exception:  # without values it may not get through: a step may
                 return found
             found.seen = seen
             found.last = [t for t in tree_leaves(output) if isinstance(t, Tensor)]
-            kept = dict(seen.entering)
-            kept[max(seen.plan.slots)] = [*kept.get(max(seen.plan.slots), ()), *found.last]
-            for name, places in _used(model, seen, beside, weights, loose, kept).items():
+            computed = dict(seen.entering)
+            computed[max(seen.plan.slots)] = [*computed.get(max(seen.plan.slots), ()), *found.last]
+            for name, places in _used(model, seen, beside, weights, loose, computed).items():
                 found.uses.setdefault(name, set()).update(places)
             for (module, name, buffer), (copy, writes) in zip(buffers, copies, strict=True):
                 if module._buffers[name] is not copy or _writes(copy) != writes:

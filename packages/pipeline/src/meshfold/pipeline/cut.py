@@ -145,7 +145,8 @@ def cut(
         gates.put_at(block, index)
     for module in beside:
         gates.put_at(module, None)
-    look = look_beside(model, gates, beside, weights, example or some_tokens(model, mesh, axis, place), place)
+    given = example or some_tokens(model, mesh, axis, place)
+    look = look_beside(model, gates, beside, weights, given, place, _with_shared_buffers(model, found))
     before = {name for name, behind in look.uses.items() if -1 in behind}
     bounds = _bounds(model, found, before, len(home), costs, layers)
     look.check(bounds, found.name)
@@ -215,6 +216,15 @@ def cut(
         weights=weights,
         beside=places,
     )
+
+
+def _with_shared_buffers(model: nn.Module, blocks: Blocks) -> list[nn.Module]:
+    """The blocks with a buffer that others have too."""
+    places: dict[Tensor, set[int | None]] = {}
+    for name, buffer in model.named_buffers(remove_duplicate=False):
+        places.setdefault(buffer, set()).add(blocks.index_of(name))
+    shared = {index for found in places.values() if len(found) > 1 for index in found if index is not None}
+    return [blocks.members[index] for index in shared]
 
 
 def _check_buffers(model: nn.Module, changed: set[Tensor], ranks_of: Callable[[str], set[int]]) -> None:

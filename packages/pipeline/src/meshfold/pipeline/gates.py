@@ -17,7 +17,7 @@ that is.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
@@ -35,6 +35,7 @@ from meshfold.pipeline.forms import Form, Forms
 from meshfold.pipeline.placeholders import Absent, Like, sign, unscaled_tables, without_randomness
 
 Call = Callable[..., Any]
+Around = Callable[[nn.Module], AbstractContextManager[None]]
 _GATE = "_meshfold_gate"
 
 
@@ -97,7 +98,7 @@ class _Run:
         inputs: what was received, as backward knows it.
         at: the block that was called last; -1 before the first.
         calls: modules beside the blocks that were called, with ``at``.
-        keep: keep what modules are called with.
+        keep: keep what modules are called with, and run each block by itself, inside of what this makes of it; None: do not.
         entering: it, by the block that was called before.
         crossings: the points at which blocks were called, by block.
     """
@@ -112,7 +113,7 @@ class _Run:
     inputs: list[Tensor] = field(default_factory=list)
     at: int = -1
     calls: list[tuple[nn.Module, int]] = field(default_factory=list)
-    keep: bool = False
+    keep: Around | None = None
     entering: dict[int, list[Tensor]] = field(default_factory=dict)
     crossings: dict[int, Crossing] = field(default_factory=dict)
 
@@ -219,7 +220,7 @@ class Gates:
         return self.watch(call, weights, stop=len(self.blocks) - 1)[0].plan
 
     def watch(
-        self, call: Callable[[], Any], weights: Sequence[Tensor], *, stop: int, keep: bool = False
+        self, call: Callable[[], Any], weights: Sequence[Tensor], *, stop: int, keep: Around | None = None
     ) -> tuple[Watched, Any]:
         """:meth:`look` up to a block, or further; with what was seen beside the plan.
 
@@ -227,7 +228,7 @@ class Gates:
             call: calls the model on a batch.
             weights: see :meth:`look`.
             stop: the block at which the forward is left; the number of blocks for none.
-            keep: keep what modules are called with.
+            keep: keep what modules are called with, and run each block by itself, inside of what this makes of it; None: do not.
 
         Returns:
             What was seen, and the model's output, or what travels into the block at which the forward was left.
@@ -365,7 +366,8 @@ class Gates:
             return self._returned(here, index, hidden, args, kwargs)
 
         if run.keep:
-            return self.forms.note(index, learn)
+            with run.keep(self.blocks[index]):
+                return self.forms.note(index, learn)
         here = [place for place, block in enumerate(self.blocks) if not isinstance(block, Absent)]
         return self.forms.like(index, run.plan.forms, here, learn)
 

@@ -68,6 +68,7 @@ class HeldModel(ParameterValues):
         chunk_elems: int | None = None,
         prefetch: int = 1,
         apart: Sequence[str] = (),
+        settled: Callable[[torch.optim.Optimizer | None], None] = lambda optimizer: None,
     ) -> None:
         """Args:
         model: its parameters are put into chunks, in place; those on the meta device are replaced by real ones.
@@ -89,6 +90,8 @@ class HeldModel(ParameterValues):
         prefetch: units gathered ahead of the one that runs.
         apart: axes whose ranks have different parameters (stages of a pipeline). Axes that a parameter names by itself count
             too, but a stage may have no parameters, and its ranks must know the same.
+        settled: called with the optimizer, if there is one, before the first value goes into a chunk: what is refused is
+            refused until then, unless memory runs out. Meanwhile the optimizer has parameters without memory.
 
         Raises:
             ChunkError: for a meta parameter whose values nobody knows.
@@ -128,6 +131,7 @@ class HeldModel(ParameterValues):
         ]
         kinds = [self._known[spec.names[0]].kind for _, spec, _ in laid]
         chosen = self._residents.choose(homes, [spec for _, spec, _ in laid], kinds)
+        settled(self.optimizer)
         for (group, spec, mine), home in zip(laid, chosen, strict=True):
             with self._faults.together():
                 chunk = self._make_chunk(spec, mine, group, home, master_dtype, gradient_dtype)

@@ -65,6 +65,7 @@ class ZeroStates:
         blocks: RecomputedBlocks | None = None,
         looks_at_all: bool = True,
         names: Mapping[str, str] | None = None,
+        settled: Callable[[torch.optim.Optimizer | None], None] = lambda optimizer: None,
     ) -> None:
         """Args:
         model: real or on the meta device; parameters carry their metadata.
@@ -77,6 +78,7 @@ class ZeroStates:
         blocks: those whose activations the plan may keep.
         looks_at_all: something is asked of all gradients together before the first of them may be stepped with.
         names: what a parameter is called in the whole model, where this rank has stages of it and calls it otherwise.
+        settled: called with the optimizer when nothing is left to refuse, before weights go into chunks.
         """
         spec = world.spec.zero
         if spec is None:
@@ -123,6 +125,7 @@ class ZeroStates:
             seed=seed,
             values=values,
             apart=(PIPE,) if world.pipelined else (),
+            settled=settled,
         )
         self.gemini.takes = False
         self.optimizer = self.gemini.optimizer
