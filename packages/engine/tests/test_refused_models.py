@@ -13,9 +13,9 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn import functional as F
 
 from meshfold.engine import Engine
-from meshfold.models import GPT, GPTConfig
 from meshfold.mesh import MeshfoldError
 from meshfold.mesh.testing import run_on_ranks
+from meshfold.models import GPT, GPTConfig
 from meshfold.zero_gemini import Gemini
 
 IDS = torch.arange(32).view(4, 8) % 12
