@@ -66,6 +66,7 @@ def test_svg_is_whole_and_says_what_it_shows() -> None:
     assert {"time", "0", "20", "rank 3", "F: forward", "W: gradient of the weights"} <= set(words)
     assert "BW: both gradients" not in words
     assert svg(result) == text
+    assert result._repr_svg_() == text  # what a notebook shows
 
 
 def test_both_kinds_of_file_hold_the_same_boxes(tmp_path: Path) -> None:

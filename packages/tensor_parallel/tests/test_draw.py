@@ -5,13 +5,14 @@ from __future__ import annotations
 import subprocess
 import sys
 from collections.abc import Iterator
+from typing import Any, cast
 
 import pytest
 import torch
 
 from meshfold.mesh import Layout, LayoutError, Mesh, MeshfoldError, Placement
-from meshfold.tensor_parallel import MODES, plan
-from meshfold.tensor_parallel.draw import draw_matmul, draw_mesh, draw_mode, held, holders, working
+from meshfold.tensor_parallel import MODES, draw_matmul, draw_mesh, draw_mode, plan
+from meshfold.tensor_parallel.draw import held, holders, working
 
 matplotlib = pytest.importorskip("matplotlib", reason="pictures need matplotlib, the extra 'plot'")
 
@@ -121,6 +122,14 @@ def test_too_many_ranks_and_a_rank_that_is_not_there() -> None:
         draw_mode("1d", Mesh(dict(tensor=4)), rank=4)
 
 
+def test_a_notebook_shows_a_figure() -> None:
+    drawn, again = (cast(Any, draw_mesh(Mesh(dict(row=2, col=2)))) for _ in range(2))
+    assert drawn._repr_png_().startswith(b"\x89PNG")
+    assert drawn._repr_png_() == again._repr_png_()
+
+
 def test_matplotlib_is_imported_when_something_is_drawn() -> None:
-    code = "import sys, meshfold.tensor_parallel.draw; assert 'matplotlib' not in sys.modules"
+    code = (
+        "import sys; from meshfold.tensor_parallel import draw_mesh; assert 'matplotlib' not in sys.modules"
+    )
     subprocess.run([sys.executable, "-c", code], check=True)

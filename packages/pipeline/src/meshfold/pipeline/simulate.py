@@ -88,6 +88,12 @@ class Simulation:
         """The most pairs of stage and micro-batch that every rank holds from F to the gradient of the weights."""
         return tuple(live_at_most([one.action for one in timed]) for timed in self.ranks)
 
+    def _repr_svg_(self) -> str:
+        """What Jupyter asks for: a notebook shows the picture."""
+        from meshfold.pipeline.picture import svg
+
+        return svg(self)
+
     def __str__(self) -> str:
         lines = [
             f"{self.schedule.name}: {self.makespan:.4g} with a barrier after the step, bubble {self.bubble:.1%}; "

@@ -3,6 +3,7 @@
 from meshfold.tensor_parallel.algebra import MatmulPlan, Move, plan
 from meshfold.tensor_parallel.convert import parallelize
 from meshfold.tensor_parallel.cost import Cost, CostEntry
+from meshfold.tensor_parallel.draw import draw_matmul, draw_mesh, draw_mode
 from meshfold.tensor_parallel.layers import (
     CausalLMLoss,
     Embedding,
@@ -30,6 +31,9 @@ __all__ = [
     "RMSNorm",
     "Report",
     "cross_entropy",
+    "draw_matmul",
+    "draw_mesh",
+    "draw_mode",
     "find_mode",
     "matmul",
     "parallelize",

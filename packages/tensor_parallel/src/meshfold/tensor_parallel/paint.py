@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import colorsys
+import io
 import math
 
 from matplotlib.axes import Axes
@@ -39,9 +40,19 @@ def tint(base: Color, share: float) -> Color:
     return mix(base, (1.0, 1.0, 1.0), share)
 
 
-def new_figure(size: Point) -> Figure:
+class Picture(Figure):
+    """A figure that a notebook shows: matplotlib's own is shown there only after ``%matplotlib inline``."""
+
+    def _repr_png_(self) -> bytes:
+        """What Jupyter asks for."""
+        file = io.BytesIO()
+        self.savefig(file, format="png", dpi=100, metadata={"Software": None})
+        return file.getvalue()
+
+
+def new_figure(size: Point) -> Picture:
     """A white figure, without pyplot and its state; its size in inches."""
-    figure = Figure(figsize=size, dpi=150, facecolor="white")
+    figure = Picture(figsize=size, dpi=150, facecolor="white")
     FigureCanvasAgg(figure)
     return figure
 
