@@ -25,7 +25,7 @@ from meshfold.tensor_parallel.layers.norm import bind_layer_norm, bind_rms_norm
 from meshfold.tensor_parallel.lowerings import LOWERINGS
 from meshfold.tensor_parallel.matmul import bind_deferred_matmul, bind_matmul, weight_gradient
 from meshfold.tensor_parallel.modes import MODES, find_mode
-from meshfold.zero_gemini.passing import watch_inputs
+from meshfold.zero_gemini.runtime.gradient_arrival import watch_inputs
 
 Called = tuple[Callable[..., Tensor | tuple[Tensor, ...]], tuple[Tensor, ...]]
 """A function and the leaves that it is called on; all of them want a gradient."""

@@ -22,15 +22,17 @@ from meshfold.engine.zero.residency import Residency
 from meshfold.engine.zero.states import ZeroStates
 from meshfold.mesh.testing import ranks, run_on_ranks
 from meshfold.models import GPT, GPTConfig
-from meshfold.zero_gemini import Gemini, Home, MemoryPlanError, measuring, seen
-from meshfold.zero_gemini.chunk import Chunk
+from meshfold.zero_gemini import Gemini, Home, MemoryPlanError
+from meshfold.zero_gemini import machine_rates as measuring
+from meshfold.zero_gemini import watched_rates as seen
+from meshfold.zero_gemini.chunks.chunk import Chunk
 from meshfold.zero_gemini.errors import DiskError
+from meshfold.zero_gemini.optimizer import kernel_runs as runs
+from meshfold.zero_gemini.optimizer.cpu_executor import Worker
+from meshfold.zero_gemini.optimizer.step_rates import Pace, What
+from meshfold.zero_gemini.optimizer.trial_steps import Trials
 from meshfold.zero_gemini.planner import Machine, MiB, Plan, Workload
 from meshfold.zero_gemini.planner.options import OUT_OF_PLACE, SPLIT
-from meshfold.zero_gemini.stepping import runs
-from meshfold.zero_gemini.stepping.paces import Pace, What
-from meshfold.zero_gemini.stepping.trials import Trials
-from meshfold.zero_gemini.stepping.worker import Worker
 from meshfold.zero_gemini.trace import PhaseSeconds
 
 STEPS = 5

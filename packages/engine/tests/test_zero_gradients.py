@@ -20,7 +20,8 @@ from meshfold.mesh.testing import run_on_ranks
 from meshfold.models import GPT, GPTConfig
 from meshfold.planner.machines import machine
 from meshfold.planner.planner import estimate
-from meshfold.zero_gemini import Gemini, MemoryPlanError, members
+from meshfold.zero_gemini import Gemini, MemoryPlanError
+from meshfold.zero_gemini.chunks import groups as members
 from meshfold.zero_gemini.planner import MiB
 
 WORDS, WIDTH, ROWS = 37, 32, 8

@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from meshfold.zero_gemini.chunk import Chunk
-from meshfold.zero_gemini.stepping.runs import ChunkStep
-from meshfold.zero_gemini.stepping.worker import Worker
+from meshfold.zero_gemini.chunks.chunk import Chunk
+from meshfold.zero_gemini.optimizer.cpu_executor import Worker
+from meshfold.zero_gemini.optimizer.kernel_runs import ChunkStep
 
 
 class LazySteps:

@@ -13,12 +13,12 @@ import torch
 from torch import Tensor, nn
 
 from meshfold.mesh import Mesh
-from meshfold.zero_gemini.arena import PAGE_BYTES
-from meshfold.zero_gemini.chunk import Chunk
-from meshfold.zero_gemini.layout import Item, lay_out
-from meshfold.zero_gemini.memory import Memory
-from meshfold.zero_gemini.placing import Home
-from meshfold.zero_gemini.stepping import AdamStepper, DiskSettings, GeneralStepper, Stepper
+from meshfold.zero_gemini.chunks.chunk import Chunk
+from meshfold.zero_gemini.chunks.layout import Item, lay_out
+from meshfold.zero_gemini.chunks.placement import Home
+from meshfold.zero_gemini.memory.arena import PAGE_BYTES
+from meshfold.zero_gemini.memory.arenas import Memory
+from meshfold.zero_gemini.optimizer import AdamStepper, DiskSettings, GeneralStepper, Stepper
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 SHAPES = {"a": (30, 50), "b": (7,), "c": (1000,), "d": (33, 70), "e": (2500,), "f": (), "g": (40, 25)}

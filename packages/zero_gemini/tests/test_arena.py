@@ -11,10 +11,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from meshfold.zero_gemini import arena as arena_module
-from meshfold.zero_gemini.arena import ROUND_BYTES, Arena
 from meshfold.zero_gemini.errors import ArenaError, MemoryPlanError, OutOfBudget
-from meshfold.zero_gemini.page_locked import PAGE_BYTES
+from meshfold.zero_gemini.memory import arena as arena_module
+from meshfold.zero_gemini.memory.arena import ROUND_BYTES, Arena
+from meshfold.zero_gemini.memory.pinned import PAGE_BYTES
 
 DTYPES = [torch.bfloat16, torch.float32, torch.uint8, torch.int16, torch.float64]
 

@@ -28,10 +28,10 @@ from training_cases import CPU, in_chunks
 from meshfold.mesh import Mesh
 from meshfold.mesh.testing import run_on_ranks
 from meshfold.zero_gemini import Gemini, Home, Memory
-from meshfold.zero_gemini.arena import Arena, Block
-from meshfold.zero_gemini.chunk import Chunk
+from meshfold.zero_gemini.chunks.chunk import Chunk
 from meshfold.zero_gemini.errors import ChunkError
-from meshfold.zero_gemini.stepping import AdamStepper, DiskSettings
+from meshfold.zero_gemini.memory.arena import Arena, Block
+from meshfold.zero_gemini.optimizer import AdamStepper, DiskSettings
 
 HOMES = [
     Home(),

@@ -21,11 +21,11 @@ from torch.utils.checkpoint import checkpoint
 from meshfold.mesh import Mesh, ParameterMeta, Placement, annotate
 from meshfold.mesh.testing import run_on_ranks
 from meshfold.zero_gemini import ChunkError, Gemini, Memory, Shares
-from meshfold.zero_gemini.chunk import Chunk
+from meshfold.zero_gemini.chunks.chunk import Chunk
+from meshfold.zero_gemini.chunks.placement import EVERYTHING_ON_THE_DEVICE
 from meshfold.zero_gemini.errors import DiskError
-from meshfold.zero_gemini.placing import EVERYTHING_ON_THE_DEVICE
-from meshfold.zero_gemini.stepping import AdamStepper, DiskSettings
-from meshfold.zero_gemini.stepping import runs as runs_module
+from meshfold.zero_gemini.optimizer import AdamStepper, DiskSettings
+from meshfold.zero_gemini.optimizer import kernel_runs as runs_module
 
 WORDS, WIDTH, ROWS, STEPS = 50, 24, 8, 4
 CPU = torch.device("cpu")

@@ -26,9 +26,9 @@ from meshfold.mesh.errors import MeshfoldError
 from meshfold.mesh.testing import run_on_ranks
 from meshfold.zero_gemini import Gemini, Home, Memory
 from meshfold.zero_gemini.errors import DiskError, OutOfBudget, RankError
-from meshfold.zero_gemini.faults import Faults
-from meshfold.zero_gemini.stepping import DiskSettings
-from meshfold.zero_gemini.stepping import runs as runs_module
+from meshfold.zero_gemini.optimizer import DiskSettings
+from meshfold.zero_gemini.optimizer import kernel_runs as runs_module
+from meshfold.zero_gemini.rank_errors import Faults
 
 LIMIT_S = 60.0
 HOST, DISK = Home(parameters="host", state="host"), Home(parameters="host", state="disk")

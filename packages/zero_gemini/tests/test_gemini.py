@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 from meshfold.mesh import Mesh, ParameterMeta, Placement, annotate
 from meshfold.mesh.testing import run_on_ranks
 from meshfold.zero_gemini import Gemini, Memory, Shares
-from meshfold.zero_gemini.placing import EVERYTHING_ON_THE_DEVICE
+from meshfold.zero_gemini.chunks.placement import EVERYTHING_ON_THE_DEVICE
 
 WORDS, WIDTH, ROWS = 50, 24, 8
 CPU = torch.device("cpu")

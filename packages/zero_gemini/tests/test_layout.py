@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from meshfold.zero_gemini.chunks.layout import SLOT_ALIGN_ELEMS, Item, lay_out
 from meshfold.zero_gemini.errors import ChunkLayoutError
-from meshfold.zero_gemini.layout import SLOT_ALIGN_ELEMS, Item, lay_out
 
 items_of_any_size = st.lists(
     st.tuples(st.integers(1, 3000), st.sampled_from(["bf16", "fp32", ("data", True)])),

@@ -15,18 +15,19 @@ from planner_cases import EMULATED, stack
 from stepping_cases import SHAPES, Small, adam
 
 from meshfold.mesh import Group
-from meshfold.zero_gemini import measuring
-from meshfold.zero_gemini.arena import Arena
-from meshfold.zero_gemini.memory import Memory
-from meshfold.zero_gemini.page_locked import PAGE_BYTES, page_locked
-from meshfold.zero_gemini.placing import Home
+from meshfold.zero_gemini import machine_rates as measuring
+from meshfold.zero_gemini.chunks.placement import Home
+from meshfold.zero_gemini.memory.arena import Arena
+from meshfold.zero_gemini.memory.arenas import Memory
+from meshfold.zero_gemini.memory.pinned import PAGE_BYTES, page_locked
+from meshfold.zero_gemini.optimizer import AdamStepper
+from meshfold.zero_gemini.optimizer import step_rates as paces
+from meshfold.zero_gemini.optimizer.gpu_streaming import Passage
+from meshfold.zero_gemini.optimizer.step_rates import Pace, Paces, What
 from meshfold.zero_gemini.planner import H200, REGIMES, Machine
 from meshfold.zero_gemini.planner.options import HOST_STREAMED, SPLIT, Choice
 from meshfold.zero_gemini.planner.seconds import seconds_table
-from meshfold.zero_gemini.seen import ENOUGH_ELEMS, as_seen
-from meshfold.zero_gemini.stepping import AdamStepper, paces
-from meshfold.zero_gemini.stepping.paces import Pace, Paces, What
-from meshfold.zero_gemini.stepping.passage import Passage
+from meshfold.zero_gemini.watched_rates import ENOUGH_ELEMS, as_seen
 
 HOST = Home(parameters="host", state="host")
 

@@ -17,15 +17,15 @@ import torch
 from torch import Tensor, nn
 
 from meshfold.zero_gemini import Gemini, Shares
-from meshfold.zero_gemini.chunk import Chunk
-from meshfold.zero_gemini.gradient_ring import BUFFERS
+from meshfold.zero_gemini.chunks.chunk import Chunk
+from meshfold.zero_gemini.chunks.host_gradients import BUFFERS
+from meshfold.zero_gemini.optimizer.cpu_executor import Worker
 from meshfold.zero_gemini.planner import REGIMES, Workload, cpu
 from meshfold.zero_gemini.planner.options import HOST_STREAMED
 from meshfold.zero_gemini.planner.seconds import seconds_table
-from meshfold.zero_gemini.runtime import Runtime
-from meshfold.zero_gemini.stepping.worker import Worker
+from meshfold.zero_gemini.runtime.module_hooks import Runtime
+from meshfold.zero_gemini.runtime.units import Unit
 from meshfold.zero_gemini.trace import LiveBytes, StepTracer, Trace, workload_of
-from meshfold.zero_gemini.units import Unit
 
 sys.path.append(str(Path(__file__).parent))
 from hand_clock import HandClock

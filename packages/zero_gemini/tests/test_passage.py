@@ -16,14 +16,14 @@ sys.path.append(str(Path(__file__).parent))  # for the helpers beside this file,
 
 from stepping_cases import Small, adam, kinds, same
 
-from meshfold.zero_gemini.chunk import Chunk
+from meshfold.zero_gemini.chunks.chunk import Chunk
+from meshfold.zero_gemini.chunks.placement import Home
 from meshfold.zero_gemini.errors import OutOfBudget
-from meshfold.zero_gemini.memory import Memory
-from meshfold.zero_gemini.placing import Home
-from meshfold.zero_gemini.stepping import AdamStepper
-from meshfold.zero_gemini.stepping.passage import HostState, Passage
-from meshfold.zero_gemini.stepping.planes import planes_of
-from meshfold.zero_gemini.stepping.worker import Halves, _Deal
+from meshfold.zero_gemini.memory.arenas import Memory
+from meshfold.zero_gemini.optimizer import AdamStepper
+from meshfold.zero_gemini.optimizer.cpu_executor import Halves, _Deal
+from meshfold.zero_gemini.optimizer.gpu_streaming import HostState, Passage
+from meshfold.zero_gemini.optimizer.state_planes import planes_of
 
 HOST = Home(parameters="host", state="host")
 SLOT_BYTES = 2**14 * 16  # one piece of the smallest size, or a part of one more

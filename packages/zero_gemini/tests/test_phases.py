@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from meshfold.zero_gemini.runtime.host_waits import Waiting
 from meshfold.zero_gemini.trace import PhaseClock, PhaseSeconds
-from meshfold.zero_gemini.waiting import Waiting
 
 sys.path.append(str(Path(__file__).parent))
 from hand_clock import HandClock

@@ -22,9 +22,9 @@ from meshfold.kernels import AdamSettings, SplitState, WholeState, adam_step, us
 from meshfold.mesh import Group, Mesh, all_gather, all_reduce, reduce_scatter
 from meshfold.mesh.testing import run_on_ranks
 from meshfold.zero_gemini import Home, Shares
-from meshfold.zero_gemini.layout import Item, ShardSlice, lay_out
+from meshfold.zero_gemini.chunks.layout import Item, ShardSlice, lay_out
 from meshfold.zero_gemini.norm import power_sum
-from meshfold.zero_gemini.stepping import DiskSettings
+from meshfold.zero_gemini.optimizer import DiskSettings
 
 STEPS, ACCUMULATION, CLIP, OVERFLOWS = 20, 2, 0.4, 3
 SETTINGS = AdamSettings(beta1=0.9, beta2=0.999, adamw_mode=True, **ADAMW)

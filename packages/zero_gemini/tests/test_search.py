@@ -11,9 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
+from meshfold.zero_gemini.chunks.chunk_size import items_of, search_chunk_size
+from meshfold.zero_gemini.chunks.layout import Item, lay_out
 from meshfold.zero_gemini.errors import ChunkLayoutError
-from meshfold.zero_gemini.layout import Item, lay_out
-from meshfold.zero_gemini.search import items_of, search_chunk_size
 
 some_items = st.lists(st.tuples(st.integers(1, 2000), st.sampled_from("ab")), min_size=1, max_size=30).map(
     lambda pairs: [Item(f"p{i}", numel, group) for i, (numel, group) in enumerate(pairs)]

@@ -8,7 +8,7 @@ from typing import Any
 from hypothesis import given
 from hypothesis import strategies as st
 
-from meshfold.zero_gemini.staying import Staying
+from meshfold.zero_gemini.runtime.gather_cache import Staying
 
 
 @dataclass(eq=False)

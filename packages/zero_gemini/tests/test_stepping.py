@@ -20,12 +20,12 @@ sys.path.append(str(Path(__file__).parent))  # for the helpers beside this file,
 from stepping_cases import HOMES, SHAPES, Small, adam, kinds, same, small, two_groups
 
 from meshfold.mesh.testing import run_on_ranks
+from meshfold.zero_gemini.chunks.placement import Home
 from meshfold.zero_gemini.errors import MemoryPlanError, OutOfBudget
-from meshfold.zero_gemini.page_locked import PAGE_BYTES
-from meshfold.zero_gemini.placing import Home
-from meshfold.zero_gemini.stepping import AdamStepper, GeneralStepper
-from meshfold.zero_gemini.stepping import runs as runs_module
-from meshfold.zero_gemini.stepping.planes import planes_of
+from meshfold.zero_gemini.memory.pinned import PAGE_BYTES
+from meshfold.zero_gemini.optimizer import AdamStepper, GeneralStepper
+from meshfold.zero_gemini.optimizer import kernel_runs as runs_module
+from meshfold.zero_gemini.optimizer.state_planes import planes_of
 
 
 def check_bytes(made: Small, homes: Iterable[Home], regime: str, *, resident: bool = False) -> None:

@@ -22,17 +22,17 @@ import torch
 from torch import Tensor, nn
 
 from meshfold.mesh import Mesh
-from meshfold.zero_gemini.chunk import Chunk
+from meshfold.zero_gemini.chunks.chunk import Chunk
+from meshfold.zero_gemini.chunks.layout import Item, lay_out
+from meshfold.zero_gemini.chunks.placement import Home
 from meshfold.zero_gemini.disk import DiskStore
 from meshfold.zero_gemini.errors import DiskError, MemoryPlanError, OutOfBudget
-from meshfold.zero_gemini.layout import Item, lay_out
-from meshfold.zero_gemini.memory import Memory
-from meshfold.zero_gemini.placing import Home
-from meshfold.zero_gemini.stepping import AdamStepper, DiskSettings
-from meshfold.zero_gemini.stepping import runs as runs_module
-from meshfold.zero_gemini.stepping.held import Held
-from meshfold.zero_gemini.stepping.on_disk import DiskPlanes
-from meshfold.zero_gemini.stepping.planes import planes_of
+from meshfold.zero_gemini.memory.arenas import Memory
+from meshfold.zero_gemini.optimizer import AdamStepper, DiskSettings
+from meshfold.zero_gemini.optimizer import kernel_runs as runs_module
+from meshfold.zero_gemini.optimizer.adam_state import Held
+from meshfold.zero_gemini.optimizer.disk_state import DiskPlanes
+from meshfold.zero_gemini.optimizer.state_planes import planes_of
 
 PAGE = 4096
 CPU = torch.device("cpu")

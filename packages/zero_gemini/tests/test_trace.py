@@ -12,10 +12,10 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from meshfold.mesh.errors import SpecError
-from meshfold.zero_gemini.arena import Arena
-from meshfold.zero_gemini.runtime import Runtime
+from meshfold.zero_gemini.memory.arena import Arena
+from meshfold.zero_gemini.runtime.module_hooks import Runtime
+from meshfold.zero_gemini.runtime.units import find_units
 from meshfold.zero_gemini.trace import LiveBytes, OperatorClock, StepTracer, Trace, WallClock
-from meshfold.zero_gemini.units import find_units
 
 WIDTH, ROWS = 32, 8
 

@@ -13,14 +13,14 @@ from torch import Tensor, nn
 from meshfold.mesh import Mesh, ParameterMeta, Placement
 from meshfold.mesh.recorder import record
 from meshfold.mesh.testing import fake_world, run_on_ranks
-from meshfold.zero_gemini.chunk import Chunk
+from meshfold.zero_gemini.chunks.chunk import Chunk
+from meshfold.zero_gemini.chunks.layout import Item, lay_out
+from meshfold.zero_gemini.chunks.placement import Home
 from meshfold.zero_gemini.errors import MemoryPlanError, OutOfBudget
-from meshfold.zero_gemini.layout import Item, lay_out
-from meshfold.zero_gemini.memory import Memory
-from meshfold.zero_gemini.placing import Home
-from meshfold.zero_gemini.stepping.base import Entry
-from meshfold.zero_gemini.stepping.owners import Owners
-from meshfold.zero_gemini.stepping.whole import WholeStepper
+from meshfold.zero_gemini.memory.arenas import Memory
+from meshfold.zero_gemini.optimizer.interface import Entry
+from meshfold.zero_gemini.optimizer.parameter_owners import Owners
+from meshfold.zero_gemini.optimizer.whole_parameter import WholeStepper
 
 SHAPES: dict[str, tuple[int, ...]] = {
     "embed": (50, 24), "up": (40, 24), "up.bias": (40,), "down": (24, 40), "gate": (24,), "conv": (6, 5, 3, 3), "one": (1,),

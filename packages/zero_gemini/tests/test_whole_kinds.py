@@ -10,9 +10,9 @@ import torch
 from torch import Tensor, nn
 
 from meshfold.zero_gemini.errors import MemoryPlanError
+from meshfold.zero_gemini.optimizer import state_tree as paths
+from meshfold.zero_gemini.optimizer.dispatch import adam_regime, kind_of
 from meshfold.zero_gemini.optimizers import CPUAdam, HybridAdam
-from meshfold.zero_gemini.stepping import paths
-from meshfold.zero_gemini.stepping.kinds import adam_regime, kind_of
 
 
 class Custom(torch.optim.Optimizer):

@@ -16,7 +16,7 @@ from meshfold.engine.shown_gradients import ShownGradients
 from meshfold.engine.states import States
 
 if TYPE_CHECKING:
-    from meshfold.zero_gemini.backward import Backward
+    from meshfold.zero_gemini.optimizer.backward_role import Backward
 
 _ADVICE = (
     "the engine has the gradients. Between engine.backward(loss) and engine.step() torch.nn.utils.clip_grad_norm_ and "

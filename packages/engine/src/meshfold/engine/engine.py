@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from meshfold.engine.batches.batch import Batch
     from meshfold.engine.batches.shares import Shares
     from meshfold.engine.zero.residency import Residency
-    from meshfold.zero_gemini.backward import Backward
+    from meshfold.zero_gemini.optimizer.backward_role import Backward
 
 _DATA_PARALLEL: Mapping[str, object] = {}
 

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from meshfold.engine.zero.residency import Residency
     from meshfold.pipeline import Pipeline
     from meshfold.pipeline.microbatch import Microbatch
-    from meshfold.zero_gemini.backward import Backward
+    from meshfold.zero_gemini.optimizer.backward_role import Backward
 
 
 class Source(NamedTuple):

@@ -23,7 +23,7 @@ from meshfold.engine.world import World
 from meshfold.mesh import SpecError
 
 if TYPE_CHECKING:
-    from meshfold.zero_gemini.backward import Backward
+    from meshfold.zero_gemini.optimizer.backward_role import Backward
 
 _BEHIND = (
     "was called behind the strategy's back, where gradients are not summed over the ranks yet: call step() of what "

@@ -26,7 +26,7 @@ from meshfold.planner.zero_estimate import (
     with_collectives,
 )
 from meshfold.zero_gemini import MemoryPlanError
-from meshfold.zero_gemini.members import slot_align
+from meshfold.zero_gemini.chunks.groups import slot_align
 from meshfold.zero_gemini.planner import Limits, Plan, Regime
 from meshfold.zero_gemini.planner import Machine as Rates
 from meshfold.zero_gemini.trace import Trace, chunk_uses

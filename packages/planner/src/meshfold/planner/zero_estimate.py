@@ -18,7 +18,7 @@ from meshfold.mesh.without_values import WithoutValues
 from meshfold.planner.estimate import Memory
 from meshfold.planner.machines import Machine
 from meshfold.zero_gemini import MemoryPlanError
-from meshfold.zero_gemini.members import slot_align
+from meshfold.zero_gemini.chunks.groups import slot_align
 from meshfold.zero_gemini.planner import (
     Limits,
     Plan,

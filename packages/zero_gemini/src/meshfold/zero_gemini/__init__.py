@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
+from meshfold.zero_gemini.chunks.chunk_size import ChunkSearch, search_chunk_size
+from meshfold.zero_gemini.chunks.layout import ChunkLayout, Item, lay_out
+from meshfold.zero_gemini.chunks.placement import Home, Shares
 from meshfold.zero_gemini.errors import ChunkError, MemoryPlanError, OutOfBudget
 from meshfold.zero_gemini.gemini import Gemini
-from meshfold.zero_gemini.layout import ChunkLayout, Item, lay_out
-from meshfold.zero_gemini.memory import Memory
+from meshfold.zero_gemini.memory.arenas import Memory
+from meshfold.zero_gemini.optimizer import Entry
 from meshfold.zero_gemini.optimizers import CPUAdam, HybridAdam
-from meshfold.zero_gemini.placing import Home, Shares
-from meshfold.zero_gemini.search import ChunkSearch, search_chunk_size
 from meshfold.zero_gemini.sharded_init import ShardedInit
-from meshfold.zero_gemini.stepping import Entry
 
 __all__ = [
     "CPUAdam",

@@ -15,19 +15,20 @@ What happens to a chunk in it, in order:
 1. ``begin``: the order of units that the last step showed is what this one expects.
 2. Forward comes to a unit that uses the chunk: if the optimizer was still at work on its shard it is waited for
    (``Chunk.settle``), the shards are brought together (``Chunk.gather``, ``Chunk.wait``), those of the unit that comes next
-   are on their way, and what no unit inside needs is let go (:mod:`~meshfold.zero_gemini.runtime`).
+   are on their way, and what no unit inside needs is let go (:mod:`~meshfold.zero_gemini.runtime.module_hooks`).
 3. Backward comes to the unit: the same once more. Each parameter's gradient is taken up as autograd makes it; when all are
    there the chunk's are summed over the group, measured for the norm, and sent to where the chunk's state lives
-   (:mod:`~meshfold.zero_gemini.gradient_flow`, :mod:`~meshfold.zero_gemini.gradients`).
+   (:mod:`~meshfold.zero_gemini.chunks.reducer`, :mod:`~meshfold.zero_gemini.chunks.gradient`).
 4. In a ``"final"`` backward, where nobody looks at all gradients first, the chunk is stepped as soon as nothing reads it any
-   more (:mod:`~meshfold.zero_gemini.early`).
+   more (:mod:`~meshfold.zero_gemini.optimizer.early_steps`).
 5. Else ``finish`` and ``clip`` wait for all gradients and say what they count times, and ``step`` steps: on the device now,
    on the host beside what comes next: the parameters before the next forward wants them, the moments during the
-   backward after it (:mod:`~meshfold.zero_gemini.stepping.worker`). Until then the chunk is *due*.
+   backward after it (:mod:`~meshfold.zero_gemini.optimizer.cpu_executor`). Until then the chunk is *due*.
 6. ``forget``: gradients go. The next use of a due chunk is 2. again.
 
-How all this is put together from a model is :mod:`~meshfold.zero_gemini.held_model`; what is read and written between steps
-:mod:`~meshfold.zero_gemini.values`; how chunks change homes :mod:`~meshfold.zero_gemini.rehoming`.
+How all this is put together from a model is :mod:`~meshfold.zero_gemini.chunks.chunked_model`; what is read
+and written between steps
+:mod:`~meshfold.zero_gemini.chunks.parameter_values`; how chunks change homes :mod:`~meshfold.zero_gemini.chunks.moves`.
 """
 
 from __future__ import annotations
@@ -39,12 +40,12 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from meshfold.zero_gemini.backward import Backward
-from meshfold.zero_gemini.chunk import Chunk
+from meshfold.zero_gemini.chunks.chunk import Chunk
+from meshfold.zero_gemini.chunks.chunked_model import HeldModel
+from meshfold.zero_gemini.chunks.placement import Home
 from meshfold.zero_gemini.errors import ChunkError
-from meshfold.zero_gemini.held_model import HeldModel
 from meshfold.zero_gemini.norm import power_sum, total_norm
-from meshfold.zero_gemini.placing import Home
+from meshfold.zero_gemini.optimizer.backward_role import Backward
 
 
 class Gemini(HeldModel):

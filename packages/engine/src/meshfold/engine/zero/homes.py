@@ -12,8 +12,8 @@ from meshfold.engine.zero.process_memory import PROCESS_BYTES, resident_bytes
 from meshfold.mesh import Group, SpecError, all_reduce
 from meshfold.mesh.spec import ZeroSpec
 from meshfold.zero_gemini import MemoryPlanError, Shares
-from meshfold.zero_gemini.measuring import UNLIMITED, device_bytes, host_bytes
-from meshfold.zero_gemini.placing import Boundary, Homes
+from meshfold.zero_gemini.chunks.placement import Boundary, Homes
+from meshfold.zero_gemini.machine_rates import UNLIMITED, device_bytes, host_bytes
 from meshfold.zero_gemini.planner import Regime
 
 STATE_SHARE = 0.6

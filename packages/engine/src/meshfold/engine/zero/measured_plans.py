@@ -16,14 +16,14 @@ from meshfold.engine.zero.watching import Watcher, as_words, of_words, worst
 from meshfold.mesh.agree import tell_all
 from meshfold.mesh.spec import ZeroSpec
 from meshfold.zero_gemini import Gemini
-from meshfold.zero_gemini.measuring import UNLIMITED, device_bytes, measure
-from meshfold.zero_gemini.on_trial import ALIKE
+from meshfold.zero_gemini.machine_rates import UNLIMITED, device_bytes, measure
+from meshfold.zero_gemini.optimizer.speculative_steps import ALIKE
+from meshfold.zero_gemini.optimizer.step_rates import Pace, What
 from meshfold.zero_gemini.planner import Limits, Machine, Plan, Regime, Workload
 from meshfold.zero_gemini.planner.options import OUT_OF_PLACE, SPLIT, SPLIT_ON_DEVICE
 from meshfold.zero_gemini.planner.policies import again, placed
-from meshfold.zero_gemini.seen import as_seen
-from meshfold.zero_gemini.stepping.paces import Pace, What
 from meshfold.zero_gemini.trace import PhaseSeconds, workload_of
+from meshfold.zero_gemini.watched_rates import as_seen
 
 MARGIN = 0.03
 """Share of the device's limit that is left to the allocator's gaps."""

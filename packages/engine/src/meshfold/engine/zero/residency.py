@@ -30,13 +30,13 @@ from meshfold.engine.zero.watching import Watcher
 from meshfold.mesh.agree import tell_all
 from meshfold.mesh.spec import ZeroSpec
 from meshfold.zero_gemini import Gemini, Home, MemoryPlanError, OutOfBudget
-from meshfold.zero_gemini.chunk import Chunk
+from meshfold.zero_gemini.chunks.chunk import Chunk
 from meshfold.zero_gemini.errors import DiskError
-from meshfold.zero_gemini.measuring import UNLIMITED
-from meshfold.zero_gemini.memory import Place
+from meshfold.zero_gemini.machine_rates import UNLIMITED
+from meshfold.zero_gemini.memory.arenas import Place
+from meshfold.zero_gemini.optimizer.step_rates import Pace, What
 from meshfold.zero_gemini.planner import Plan, Regime
 from meshfold.zero_gemini.planner.options import OUT_OF_PLACE, SPLIT, SPLIT_ON_DEVICE
-from meshfold.zero_gemini.stepping.paces import Pace, What
 
 WATCHED_STEPS = 2
 CORRECTED_AFTER = 4
@@ -59,7 +59,7 @@ class Measured:
         gpu_bytes: most that tensors took on the device at once, gathered chunks and activations included; 0 on a CPU.
         host_bytes: most that the process had of the host's memory at the end of a step.
         host_steps: elements a second that the optimizer stepped on the host, by what was done (see
-            :mod:`meshfold.zero_gemini.stepping.paces`); empty for other optimizers than Adam.
+            :mod:`meshfold.zero_gemini.optimizer.step_rates`); empty for other optimizers than Adam.
     """
 
     seconds: float

@@ -31,10 +31,10 @@ from meshfold.mesh.metadata import placed
 from meshfold.mesh.names import plain
 from meshfold.mesh.parts import Parts
 from meshfold.zero_gemini import Entry, Gemini, Memory, OutOfBudget
-from meshfold.zero_gemini.backward import Backward
-from meshfold.zero_gemini.measuring import measure_early
-from meshfold.zero_gemini.stepping import DiskSettings
-from meshfold.zero_gemini.stepping.kinds import kind_of
+from meshfold.zero_gemini.machine_rates import measure_early
+from meshfold.zero_gemini.optimizer import DiskSettings
+from meshfold.zero_gemini.optimizer.backward_role import Backward
+from meshfold.zero_gemini.optimizer.dispatch import kind_of
 
 if TYPE_CHECKING:
     from meshfold.pipeline import Pipeline

@@ -8,7 +8,7 @@ from meshfold.engine.world import World
 from meshfold.mesh import all_reduce
 from meshfold.mesh.spec import ZeroSpec
 from meshfold.zero_gemini import Gemini
-from meshfold.zero_gemini.measuring import UNLIMITED, device_bytes
+from meshfold.zero_gemini.machine_rates import UNLIMITED, device_bytes
 
 ROOM = 0.1
 """Share of a GPU that is left free: batches differ, and who runs out in the middle of a step cannot undo it."""

@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_leaves
 
 from meshfold.engine.recompute import RecomputedBlocks
 from meshfold.zero_gemini import Gemini
-from meshfold.zero_gemini.stepping.paces import Pace, What
+from meshfold.zero_gemini.optimizer.step_rates import Pace, What
 from meshfold.zero_gemini.trace import (
     CudaBytes,
     CudaClock,

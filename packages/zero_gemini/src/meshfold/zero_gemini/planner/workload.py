@@ -10,9 +10,9 @@ from collections.abc import Collection
 from dataclasses import dataclass, replace
 
 from meshfold.mesh.errors import SpecError
-from meshfold.zero_gemini.ahead import ready_from
 from meshfold.zero_gemini.planner.options import NONE, STRATEGIES
 from meshfold.zero_gemini.planner.rates import Machine
+from meshfold.zero_gemini.runtime.prefetch import ready_from
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -171,7 +171,7 @@ class Workload:
     prefetch_moments: int = 1
     """a streamed chunk is on the GPU so many moments before its use,"""
     light_moments: frozenset[int] = frozenset()
-    """not counting these, in which next to nothing is computed (:mod:`meshfold.zero_gemini.ahead`)."""
+    """not counting these, in which next to nothing is computed (:mod:`meshfold.zero_gemini.runtime.prefetch`)."""
     reshards: bool = True
     """a streamed chunk leaves the GPU between two uses; else it stays from its first to its last of a micro-step."""
     drain_moments: int = 1

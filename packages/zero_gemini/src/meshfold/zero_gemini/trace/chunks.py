@@ -10,11 +10,11 @@ import torch
 from torch import Tensor, nn
 
 from meshfold.mesh import Mesh
-from meshfold.zero_gemini.known import Known, known_of, members_of
-from meshfold.zero_gemini.layout import ChunkSpec
-from meshfold.zero_gemini.members import lay_out_members
+from meshfold.zero_gemini.chunks.groups import lay_out_members
+from meshfold.zero_gemini.chunks.layout import ChunkSpec
+from meshfold.zero_gemini.chunks.parameter_table import Known, known_of, members_of
+from meshfold.zero_gemini.runtime.units import Unit, find_units
 from meshfold.zero_gemini.trace.workload import ChunkUse
-from meshfold.zero_gemini.units import Unit, find_units
 
 
 class Named(NamedTuple):

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
-from meshfold.zero_gemini.arena import Arena
+from meshfold.zero_gemini.memory.arena import Arena
 
 
 class MemoryProbe(Protocol):

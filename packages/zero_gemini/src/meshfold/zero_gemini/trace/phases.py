@@ -12,8 +12,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
+from meshfold.zero_gemini.runtime.host_waits import Waiting
 from meshfold.zero_gemini.trace.clocks import Clock
-from meshfold.zero_gemini.waiting import Waiting
 
 
 @dataclass(frozen=True, slots=True)

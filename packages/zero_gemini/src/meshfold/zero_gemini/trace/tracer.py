@@ -4,7 +4,8 @@ A unit is *arrived at*, then *entered* (in between, whoever gathers parameters w
 through hooks on its module, in the backward through hooks on what it returned and on what it was given. Those are the
 same places at which the runtime gathers and releases: moments of a trace are moments of the executor.
 
-Where the host waits inside of a moment (:mod:`meshfold.zero_gemini.waiting`) the time is not that of compute: it is taken
+Where the host waits inside of a moment (:mod:`meshfold.zero_gemini.runtime.host_waits`) the time is not that
+of compute: it is taken
 off, so that a plan is made of what the model needs wherever its chunks are, and not of where they were while it was watched.
 """
 
@@ -20,12 +21,12 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten
 
 from meshfold.mesh.errors import SpecError
-from meshfold.zero_gemini.passing import watch_inputs
+from meshfold.zero_gemini.runtime.gradient_arrival import watch_inputs
+from meshfold.zero_gemini.runtime.units import Unit, find_units
 from meshfold.zero_gemini.trace.clocks import Clock
 from meshfold.zero_gemini.trace.layers import LayerWatch
 from meshfold.zero_gemini.trace.live import MemoryProbe
 from meshfold.zero_gemini.trace.moments import Trace, TracedMoment
-from meshfold.zero_gemini.units import Unit, find_units
 
 
 class StepTracer:

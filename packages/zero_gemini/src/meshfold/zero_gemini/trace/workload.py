@@ -8,9 +8,9 @@ from dataclasses import dataclass, replace
 from statistics import mean
 
 from meshfold.mesh.errors import SpecError
-from meshfold.zero_gemini.ahead import light_ones
 from meshfold.zero_gemini.planner.options import SPLIT
 from meshfold.zero_gemini.planner.workload import ChunkCost, Layer, Regime, Workload
+from meshfold.zero_gemini.runtime.prefetch import light_ones
 from meshfold.zero_gemini.trace.moments import Trace, TracedLayer, TracedMoment
 
 

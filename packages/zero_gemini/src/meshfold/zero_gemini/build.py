@@ -1,0 +1,147 @@
+"""What Gemini is made of: a model's parameters, how they are laid out, and what steps on them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from meshfold.mesh import Group, Mesh
+from meshfold.mesh.parameter_hooks import keep_parameter_hooks
+from meshfold.zero_gemini.chunks.groups import lay_out_members
+from meshfold.zero_gemini.chunks.layout import ChunkSpec, ShardSlice
+from meshfold.zero_gemini.chunks.parameter_table import Known, known_of, members_of
+from meshfold.zero_gemini.errors import MemoryPlanError
+from meshfold.zero_gemini.optimizer import AdamStepper, DiskSettings, GeneralStepper, Stepper
+from meshfold.zero_gemini.optimizer.dispatch import adam_regime, kind_of
+from meshfold.zero_gemini.optimizer.whole_parameter import WholeStepper
+from meshfold.zero_gemini.rank_errors import Faults
+
+MakeOptimizer = Callable[[Sequence[nn.Parameter]], torch.optim.Optimizer]
+
+
+def take_parameters(
+    model: nn.Module,
+    mesh: Mesh,
+    device: torch.device,
+    dtype: torch.dtype | None,
+    other: Mapping[Tensor, torch.dtype],
+) -> tuple[dict[str, Known], dict[str, Tensor]]:
+    """What is known of a model's parameters, and their first values, by name; those on meta are real ones then.
+
+    Args:
+        model: its parameters on meta are replaced, without elements yet.
+        mesh: where blocks over the tensor axes lie.
+        device: of the parameters that take the place of those on meta.
+        dtype: in which the model will compute; None keeps each parameter's.
+        other: parameters that will be in another dtype.
+    """
+    first = {name: p.detach() for name, p in model.named_parameters()}
+    known = known_of(model, mesh, dtype, other)
+    _replace_meta(model, device)
+    here = dict(model.named_parameters())
+    return {name: replace(one, parameter=here[name]) for name, one in known.items()}, first
+
+
+def lay_out_known(
+    known: Mapping[str, Known], mesh: Mesh, *, chunk_elems: int | None, slot_align_elems: int
+) -> Iterator[tuple[Group, Sequence[ChunkSpec], list[list[ShardSlice]]]]:
+    """Group, chunks and this rank's slices of each, for every set of axes that gradients are summed over."""
+    for axes, layout in lay_out_members(
+        members_of(known), mesh, slot_align_elems=slot_align_elems, chunk_elems=chunk_elems
+    ):
+        group = mesh.group(*axes)
+        yield group, layout.chunks, [layout.shard_slices(chunk, group.index) for chunk in layout.chunks]
+
+
+@dataclass(frozen=True, kw_only=True)
+class MadeStepper:
+    """What steps on shards.
+
+    Attributes:
+        stepper: it.
+        group_names: names of the parameters in each of the optimizer's groups.
+        regime: what Adam keeps.
+    """
+
+    stepper: Stepper
+    group_names: list[list[str]]
+    regime: str
+
+
+def make_stepper(
+    make: MakeOptimizer,
+    known: Mapping[str, Known],
+    *,
+    master_dtype: torch.dtype | None,
+    regime: str,
+    seed: int,
+    disk: DiskSettings | None,
+    faults: Faults,
+) -> MadeStepper:
+    """Of the optimizer that is made of parameters of the whole ones' shapes, without memory.
+
+    Raises:
+        MemoryPlanError: for a regime that is not this optimizer's, or one that cannot be carried out on chunks.
+    """
+    trained = {name: one for name, one in known.items() if one.kind.trained}
+    stand_ins = {
+        name: nn.Parameter(torch.empty((), device="cpu").expand(one.shape)) for name, one in trained.items()
+    }
+    # torch refuses to make an optimizer of nothing, which is all that a stage has whose layers are frozen.
+    made = make(list(stand_ins.values()) or [nn.Parameter(torch.empty(0))])
+    looked_at = (trained or known).values()
+    kind = kind_of(made, {(one.kind.dtype, master_dtype or one.kind.dtype) for one in looked_at})
+    names = {parameter: name for name, parameter in stand_ins.items()}
+    groups = [[names[p] for p in group["params"] if p in names] for group in made.param_groups]
+    with_state = bool(made.state)
+    made.state.clear()
+    stepper: Any
+    if kind == "adam":
+        regime, seed = adam_regime(made, regime, seed)
+        stepper = AdamStepper(made, regime, seed, disk)
+        stepper.faults = faults
+        return MadeStepper(stepper=stepper, group_names=groups, regime=regime)
+    if regime != "A":
+        dtypes = {one.kind.dtype for one in trained.values()}
+        raise MemoryPlanError(
+            f"regime {regime!r} is how Adam keeps its state, and the optimizer is {type(made).__name__} "
+            f"(in {', '.join(map(str, dtypes))}): use adamw or adam with precision='bf16', or regime='A'"
+        )
+    if kind == "matrices":
+        stepper = WholeStepper(
+            made,
+            master_dtype,
+            metas={name: one.meta for name, one in trained.items()},
+            shapes={name: one.shape for name, one in trained.items()},
+            with_state=with_state,
+        )
+    else:
+        stepper = GeneralStepper(made, master_dtype, with_state=with_state)
+    return MadeStepper(stepper=stepper, group_names=groups, regime=regime)
+
+
+def give_stretches(stepper: Stepper, group_names: Sequence[Sequence[str]]) -> None:
+    """Put this rank's stretches into the optimizer's groups, in place of what they were made with."""
+    for group, names in zip(stepper.optimizer.param_groups, group_names, strict=True):
+        found = (stepper.stretch(name) for name in names)
+        group["params"] = [stretch for stretch in found if stretch is not None]
+    if isinstance(stepper, GeneralStepper | WholeStepper):
+        stepper.begin()
+
+
+def _replace_meta(model: nn.Module, device: torch.device) -> None:
+    """Put real parameters, without elements yet, in the place of those on the meta device; ties stay ties."""
+    made: dict[Tensor, nn.Parameter] = {}
+    for module in model.modules():
+        for name, parameter in module._parameters.items():
+            if parameter is not None and parameter.is_meta:
+                if parameter not in made:
+                    empty = torch.empty(0, dtype=parameter.dtype, device=device)
+                    made[parameter] = nn.Parameter(empty, requires_grad=parameter.requires_grad)
+                    made[parameter].__dict__.update(parameter.__dict__)
+                    keep_parameter_hooks(parameter, made[parameter])
+                module._parameters[name] = made[parameter]

@@ -1,0 +1,306 @@
+"""A model held in chunks: put together from its parts, gathered as it runs, with a home for every chunk.
+
+What is done with it in a training step is :mod:`meshfold.zero_gemini.gemini`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from types import MappingProxyType
+
+import torch
+from torch import Tensor, nn
+
+from meshfold.mesh import Group, Mesh
+from meshfold.mesh.metadata import placed
+from meshfold.zero_gemini.build import (
+    MakeOptimizer,
+    give_stretches,
+    lay_out_known,
+    make_stepper,
+    take_parameters,
+)
+from meshfold.zero_gemini.chunks.chunk import Chunk
+from meshfold.zero_gemini.chunks.contents import Contents
+from meshfold.zero_gemini.chunks.gradient import ChunkGradient
+from meshfold.zero_gemini.chunks.groups import slot_align
+from meshfold.zero_gemini.chunks.layout import ChunkSpec, ShardSlice
+from meshfold.zero_gemini.chunks.moves import Residents
+from meshfold.zero_gemini.chunks.parameter_values import ParameterValues
+from meshfold.zero_gemini.chunks.placement import EVERYTHING_ON_THE_DEVICE, Home, Homes
+from meshfold.zero_gemini.chunks.reducer import GradientFlow
+from meshfold.zero_gemini.errors import ChunkError
+from meshfold.zero_gemini.memory.arenas import Memory
+from meshfold.zero_gemini.norm import combine, power_sum
+from meshfold.zero_gemini.optimizer import AdamStepper, DiskSettings, Stepper
+from meshfold.zero_gemini.optimizer.early_steps import EarlySteps
+from meshfold.zero_gemini.optimizer.speculative_steps import TrialSteps
+from meshfold.zero_gemini.optimizer.step_rates import Pace, What
+from meshfold.zero_gemini.rank_errors import Faults
+from meshfold.zero_gemini.runtime.module_hooks import Runtime
+from meshfold.zero_gemini.runtime.units import Unit, find_units
+from meshfold.zero_gemini.sharded_init import sharded_values
+from meshfold.zero_gemini.trace.chunks import Named, uses_of
+from meshfold.zero_gemini.trace.workload import ChunkUse, light_units
+
+
+class HeldModel(ParameterValues):
+    """See :class:`meshfold.zero_gemini.gemini.Gemini`."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        mesh: Mesh,
+        *,
+        stage: int,
+        memory: Memory,
+        homes: Homes = EVERYTHING_ON_THE_DEVICE,
+        dtype: torch.dtype | None = None,
+        other_dtypes: Mapping[Tensor, torch.dtype] = MappingProxyType({}),
+        master_dtype: torch.dtype | None = None,
+        gradient_dtype: torch.dtype | None = None,
+        make_optimizer: MakeOptimizer | None = None,
+        regime: str = "A",
+        disk: DiskSettings | None = None,
+        seed: int = 0,
+        values: Callable[[str, nn.Parameter, torch.dtype], Tensor] | None = None,
+        chunk_elems: int | None = None,
+        prefetch: int = 1,
+        apart: Sequence[str] = (),
+        settled: Callable[[torch.optim.Optimizer | None], None] = lambda optimizer: None,
+    ) -> None:
+        """Args:
+        model: its parameters are put into chunks, in place; those on the meta device are replaced by real ones.
+        mesh: gives the group of each parameter's ``sum_axes``: the ranks that share a chunk.
+        stage: 1, 2 or 3.
+        memory: where the model computes and where chunks live, with budgets.
+        homes: says where each chunk lives, from the elements of their shards; stages 1 and 2 keep parameters on the device.
+        dtype: in which the model computes; None keeps each parameter's.
+        other_dtypes: parameters that it has in another dtype.
+        master_dtype: of the true weights; None: as the model computes.
+        gradient_dtype: in which gradients are summed over micro-steps and ranks; None: ``master_dtype``.
+        make_optimizer: makes an elementwise torch optimizer of parameters. Adam and AdamW are carried out by our kernels.
+        regime: what Adam keeps of a bfloat16 model, see :mod:`meshfold.zero_gemini.optimizer.adam`.
+        disk: where the optimizer state of chunks on disk lies.
+        seed: of stochastic rounding, in regimes B and C.
+        values: the first values of a meta parameter: this rank's block over the tensor axes, by name, in its dtype. None:
+            as :class:`meshfold.zero_gemini.ShardedInit` has noted them.
+        chunk_elems: size of a chunk in elements; None searches for the least waste.
+        prefetch: units gathered ahead of the one that runs.
+        apart: axes whose ranks have different parameters (stages of a pipeline). Axes that a parameter names by itself count
+            too, but a stage may have no parameters, and its ranks must know the same.
+        settled: called with the optimizer, if there is one, before the first value goes into a chunk: what is refused is
+            refused until then, unless memory runs out. Meanwhile the optimizer has parameters without memory.
+
+        Raises:
+            ChunkError: for a meta parameter whose values nobody knows.
+        """
+        self._mesh, self.memory, self._stage = mesh, memory, stage
+        self.chunks: list[Chunk] = []
+        self._chunk_of: dict[str, Chunk] = {}
+        self._stepper: Stepper | None = None
+        # Ranks with other parameters (stages of a pipeline) have other chunks, and do not come where these come.
+        others = {*apart, *(axis for p in model.parameters() for axis in placed(p, mesh).only_at)}
+        alike = [axis for axis in mesh.names if axis not in others]
+        self._faults = Faults(mesh.group(*alike), memory.device)
+        self._promised = False  # a step whose outcome the ranks have not told each other yet
+        self._gradients: dict[Chunk, ChunkGradient] = {}
+        values = values or sharded_values(model, memory.device)
+        self._known, first = take_parameters(model, mesh, memory.device, dtype, other_dtypes)
+        self._names: dict[Tensor, str] = {known.parameter: name for name, known in self._known.items()}
+        self.group_names: list[list[str]] = []
+        if make_optimizer is not None:
+            made = make_stepper(
+                make_optimizer, self._known, master_dtype=master_dtype, regime=regime, seed=seed, disk=disk, faults=self._faults
+            )  # fmt: skip
+            self._stepper, self.group_names, regime = made.stepper, made.group_names, made.regime
+        self._contents = Contents(
+            self._chunk_of, {name: known.shape for name, known in self._known.items()}, self._gradients,
+            self._stepper, memory.device, self._faults,
+        )  # fmt: skip
+        self._residents = Residents(
+            memory, self._faults, self._stepper, self._gradients, stage=stage, regime=regime
+        )
+        laid = [
+            (group, spec, mine)
+            for group, specs, slices in lay_out_known(
+                self._known, mesh, chunk_elems=chunk_elems, slot_align_elems=slot_align(regime)
+            )
+            for spec, mine in zip(specs, slices, strict=True)
+        ]
+        kinds = [self._known[spec.names[0]].kind for _, spec, _ in laid]
+        chosen = self._residents.choose(homes, [spec for _, spec, _ in laid], kinds)
+        settled(self.optimizer)
+        for (group, spec, mine), home in zip(laid, chosen, strict=True):
+            with self._faults.together():
+                chunk = self._make_chunk(spec, mine, group, home, master_dtype, gradient_dtype)
+                for name in spec.names:
+                    self._fill(name, first.pop(name), values)
+            chunk.publish()
+            chunk.wait_if_resident()
+        if self._stepper is not None:
+            give_stretches(self._stepper, self.group_names)
+        self._units = find_units(model)
+        light = light_units(self.uses())
+        self._runtime = Runtime(
+            model, self._units, self._chunks_of_unit, prefetch=prefetch, before_evaluation=self.flush,
+            light=frozenset(unit for unit in self._units if unit.name in light),
+        )  # fmt: skip
+        self._early = (
+            EarlySteps(self._stepper, self._runtime, memory)
+            if isinstance(self._stepper, AdamStepper)
+            else None
+        )
+        self._trials = TrialSteps(self._stepper) if isinstance(self._stepper, AdamStepper) else None
+        self._flow = GradientFlow(self._gradients, memory.device, self._runtime, self._early, self._trials)
+        if self._early is not None:
+            self._runtime.on_left, self._runtime.check = self._early.go, self._early.check
+        self.holds_gradients = True
+
+    def _make_chunk(
+        self,
+        spec: ChunkSpec,
+        slices: Sequence[ShardSlice],
+        group: Group,
+        home: Home,
+        master_dtype: torch.dtype | None,
+        gradient_dtype: torch.dtype | None,
+    ) -> Chunk:
+        members = [self._known[name] for name in spec.names]
+        kind = members[0].kind
+        chunk = Chunk(
+            spec, slices, [known.parameter for known in members], [known.shape for known in members], group,
+            dtype=kind.dtype, memory=self.memory, home=home.parameters, whole_group=self._stage < 3,
+        )  # fmt: skip
+        self.chunks.append(chunk)
+        self._residents.homes[chunk] = home
+        self._chunk_of.update(dict.fromkeys(spec.names, chunk))
+        if kind.trained and self._stepper is not None:
+            self._stepper.adopt(chunk, home.state)
+            if gradient_dtype is not None:
+                gradient_dtype = torch.promote_types(gradient_dtype, kind.dtype)
+            self._gradients[chunk] = ChunkGradient(
+                chunk, gradient_dtype or master_dtype or kind.dtype, home.state, every_time=self._stage > 1,
+                measure=partial(self._power_sum, chunk, 2.0),
+            )  # fmt: skip
+        return chunk
+
+    def _fill(
+        self,
+        name: str,
+        whole: Tensor,
+        values: Callable[[str, nn.Parameter, torch.dtype], Tensor] | None,
+    ) -> None:
+        """Give a parameter its first value."""
+        if whole.is_meta:
+            if values is None:
+                raise ChunkError(f"{name!r} is on the meta device and nothing says its first values")
+            whole = values(name, self._known[name].parameter, whole.dtype)
+        self._contents.fill(name, whole)
+
+    def _power_sum(self, chunk: Chunk, norm_type: float, shard: Tensor) -> Tensor:
+        """This rank's part of a norm: of a chunk's shard of the gradient, wherever that lies."""
+        alike = self._known[chunk.spec.names[0]].kind.holders
+        if alike:
+            return power_sum(shard, alike, norm_type)
+        sums = []
+        for part in chunk.slices:
+            holders = self._known[part.name].holders
+            if isinstance(holders, Tensor):
+                holders = holders[part.parameter_start : part.parameter_start + part.length]
+            stretch = shard[part.shard_start : part.shard_start + part.length]
+            sums.append(power_sum(stretch, holders, norm_type))
+        return combine(sums, norm_type, shard.device)
+
+    def _chunks_of_unit(self, unit: Unit) -> list[Chunk]:
+        names = (self._names[parameter] for parameter in unit.parameters)
+        return list(dict.fromkeys(self._chunk_of[name] for name in names if name in self._chunk_of))
+
+    @property
+    def optimizer(self) -> torch.optim.Optimizer | None:
+        """Has the groups with their settings, for schedulers; None if there is none."""
+        return None if self._stepper is None else self._stepper.optimizer
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """What a person should know of this rank's files: no direct I/O, what a killed process left and was removed."""
+        disk = self._stepper.disk if isinstance(self._stepper, AdamStepper) else None
+        return () if disk is None else disk.notes
+
+    def take_paces(self) -> dict[What, Pace]:
+        """How fast Adam stepped chunks on the host since the last call; nothing of other optimizers."""
+        return self._stepper.paces.take() if isinstance(self._stepper, AdamStepper) else {}
+
+    # -- what was promised --------------------------------------------------------------------------------------
+
+    def flush(self) -> None:
+        """Let every step that was only promised be done. All ranks must call.
+
+        Raises:
+            DiskError: if one could not be on some rank: on all of them, naming the rank and the cause. So does every
+                further call: training cannot go on from there.
+        """
+        self._check()
+        if self._stepper is not None:
+            self._stepper.finish()
+            for chunk in self.chunks:
+                chunk.wait_if_resident()
+        self._agree()
+
+    def _check(self) -> None:
+        """Raise what all ranks were told before, or that a step was broken off in the middle."""
+        self._faults.check()
+        if self._early is not None:
+            self._early.check()
+
+    def _agree(self) -> None:
+        """Raise what the last step has come to, on all ranks; it is done."""
+        if self._promised:
+            self._promised = False
+            self._faults.agree()
+
+    # -- where chunks live --------------------------------------------------------------------------------------
+
+    @property
+    def homes(self) -> dict[Chunk, Home]:
+        """Where each chunk lives."""
+        return dict(self._residents.homes)
+
+    def uses(self) -> list[ChunkUse]:
+        """The chunks, in the order of ``chunks``, with the units that need them: what a plan is made of."""
+        chunks = (
+            Named(str(number), chunk.spec, chunk in self._gradients)
+            for number, chunk in enumerate(self.chunks)
+        )
+        return uses_of(chunks, self._units, self._known)
+
+    def pass_through(self, on: bool, *, halves: bool = False) -> bool:
+        """Let the device step a part of the host's chunks, whose state passes through it: whether it does from now on.
+
+        It takes :data:`~meshfold.zero_gemini.optimizer.gpu_streaming.PASSAGE_BYTES` of the device, and changes no bit. Nothing but
+        Adam is stepped so.
+
+        Args:
+            on: or not.
+            halves: the device writes parameters alone, and the cores the moments, beside the backward.
+        """
+        self.flush()
+        return self._residents.pass_through(on, halves=halves)
+
+    def step_on_trial(self, on: bool) -> bool:
+        """Let chunks on the host be stepped before the norm is known, into a second copy
+        (:mod:`meshfold.zero_gemini.optimizer.speculative_steps`).
+
+        Changes no bit. Another home ends it for a chunk.
+
+        Returns:
+            Whether it is so from now on: False where the host has no memory for the copies, and for others than Adam.
+        """
+        self.flush()
+        return self._trials is not None and self._trials.turn(on)
+
+    @property
+    def steps_alike(self) -> int:
+        """Steps in a row, up to the last, in which gradients counted the same; 0 while nothing lives on the host."""
+        return 0 if self._trials is None else self._trials.alike

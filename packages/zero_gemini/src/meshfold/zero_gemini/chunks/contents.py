@@ -1,0 +1,164 @@
+"""What a model's chunks hold, parameter by parameter: true weights and optimizer state, read whole and written."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Container, Mapping
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from meshfold.mesh import Group, all_gather, all_reduce
+from meshfold.mesh.agree import tell_all
+from meshfold.mesh.parts import Parts
+from meshfold.zero_gemini.chunks.chunk import Chunk
+from meshfold.zero_gemini.optimizer import AdamStepper, Entry, Stepper
+from meshfold.zero_gemini.optimizer.state_snapshot import NotedAdam
+from meshfold.zero_gemini.optimizer.whole_parameter import WholeStepper
+from meshfold.zero_gemini.rank_errors import Faults
+
+
+class Contents:
+    """Reads and writes by the names of parameters; nothing may be under way."""
+
+    def __init__(
+        self,
+        chunk_of: Mapping[str, Chunk],
+        shapes: Mapping[str, torch.Size],
+        trained: Container[Chunk],
+        stepper: Stepper | None,
+        device: torch.device,
+        faults: Faults,
+    ) -> None:
+        """Args:
+        chunk_of: the chunk that a parameter lies in; may grow later, as ``trained`` may.
+        shapes: of this rank's blocks over the tensor axes, in order of registration.
+        trained: chunks that the stepper has.
+        stepper: keeps true weights and state.
+        device: where blocks are put together.
+        faults: keeps what could not be read on this rank; the others have what this one reads as NaN (0 of integers).
+        """
+        self._chunk_of, self._shapes, self._trained = chunk_of, shapes, trained
+        self._stepper, self._device, self._faults = stepper, device, faults
+
+    def _stepper_of(self, name: str) -> Stepper | None:
+        """What keeps a parameter's true weights, if it is not the chunk itself."""
+        return self._stepper if self._chunk_of[name] in self._trained else None
+
+    # -- true weights -------------------------------------------------------------------------------------------
+
+    def fill(self, name: str, block: Tensor) -> None:
+        """Take a parameter's true value: this rank keeps its share of it."""
+        stepper = self._stepper_of(name)
+        if stepper is None:
+            self._chunk_of[name].fill(name, block)
+        else:
+            stepper.fill(name, block)
+
+    def read(self, name: str) -> Tensor:
+        """This rank's block over the tensor axes of a parameter's true value. All ranks of its chunk's group must call."""
+        stepper, chunk = self._stepper_of(name), self._chunk_of[name]
+        if isinstance(stepper, WholeStepper):
+            return stepper.gather_true(name)
+        mine = next((part for part in chunk.slices if part.name == name), None)
+        if mine is None:
+            stretch = torch.zeros(0, dtype=self.true_dtype(name), device=self._device)
+        elif stepper is not None:
+            stretch = self._attempted(partial(stepper.true, name), mine.length, self.true_dtype(name))
+        else:
+            stretch = chunk.shard[mine.shard_start : mine.shard_start + mine.length]
+        return self._joined(name, stretch)
+
+    def kept(self, name: str) -> range:
+        """Which elements of a parameter's block, flat, this rank keeps of its true value and of what lies like it."""
+        stepper, chunk = self._stepper_of(name), self._chunk_of[name]
+        if isinstance(stepper, WholeStepper):
+            return range(self._shapes[name].numel() if stepper.owns(name) else 0)
+        mine = next((part for part in chunk.slices if part.name == name), None)
+        return range(0) if mine is None else range(mine.parameter_start, mine.parameter_start + mine.length)
+
+    def parts(self, name: str, key: str | None = None) -> Parts:
+        """These elements of the true value, or of an optimizer's tensor (the whole of one that does not lie so).
+
+        Flat, as they lie in memory; none where this rank keeps none. Without communication.
+        """
+        return self._parts(name, key, self._stepper)
+
+    def noted(self) -> Callable[[str, str | None], Parts] | None:
+        """What :meth:`parts` says now, to be asked later, in any thread, until the next step or move; None if that cannot be."""
+        adam = self._stepper.noted() if isinstance(self._stepper, AdamStepper) else None
+        return None if adam is None else lambda name, key: self._parts(name, key, adam)
+
+    def _parts(self, name: str, key: str | None, state: Stepper | NotedAdam | None) -> Parts:
+        if not self.kept(name):
+            return Parts(())
+        if state is not None and self._stepper_of(name) is not None:
+            return state.parts(name, key)
+        chunk = self._chunk_of[name]
+        begin, end = chunk.span(name)
+        return Parts((chunk.shard[begin:end],))
+
+    def true_dtype(self, name: str) -> torch.dtype:
+        """Of a parameter's true value."""
+        stepper, chunk = self._stepper_of(name), self._chunk_of[name]
+        return chunk.dtype if stepper is None else stepper.true_dtype(chunk)
+
+    # -- the optimizer's state ----------------------------------------------------------------------------------
+
+    def state_entries(self) -> dict[str, dict[str, Entry]]:
+        """What tensors the optimizer has, by parameter name and key. All ranks of the chunks' groups must call."""
+        found: dict[str, dict[str, Entry]] = {}
+        if self._stepper is None:
+            return found
+        mine: dict[
+            tuple[int, ...], tuple[Group, dict[str, dict[str, Entry]]]
+        ] = {}  # by the group that is told
+        for chunk in dict.fromkeys(self._chunk_of.values()):
+            if chunk in self._trained:
+                _, entries_of = mine.setdefault(chunk.group.ranks, (chunk.group, {}))
+                entries_of.update(self._stepper.entries(chunk))
+        for group, entries_of in mine.values():
+            for told in tell_all(entries_of, group, self._device):
+                for name, entries in told.items():
+                    found.setdefault(name, {}).update({key: Entry(*entry) for key, entry in entries.items()})
+        return {name: dict(sorted(found[name].items())) for name in self._shapes if found.get(name)}
+
+    def read_state(self, name: str, key: str, entry: Entry) -> Tensor:
+        """This rank's block over the tensor axes of an optimizer's tensor; a number as it is. The chunk's group must call."""
+        stepper, chunk, dtype = self._stepper, self._chunk_of[name], getattr(torch, entry.dtype)
+        if isinstance(stepper, WholeStepper):
+            return stepper.gather_state(name, key, entry)
+        value = None
+        if stepper is not None and stepper.stretch(name) is not None:
+            mine = next(part for part in chunk.slices if part.name == name)
+            value = self._attempted(partial(stepper.read, name, key), mine.length if entry.like else 1, dtype)
+        if entry.like:
+            return self._joined(name, torch.zeros(0, dtype=dtype) if value is None else value)
+        number = torch.tensor(-math.inf) if value is None else value.detach().reshape(())
+        return all_reduce(number.to(self._device, torch.float64), chunk.group, "max").to("cpu", dtype)
+
+    def write_state(self, name: str, key: str, value: Tensor) -> None:
+        """Take an optimizer's tensor: this rank's block over the tensor axes, or a number."""
+        if self._stepper is None or self._stepper.stretch(name) is None:
+            return
+        whole = isinstance(self._stepper, WholeStepper)
+        like = not whole and value.dim() > 0 and value.shape == self._shapes[name]
+        self._stepper.write(name, key, self._chunk_of[name].cut(name, value) if like else value)
+
+    def _attempted(self, read: Callable[[], Tensor], length: int, dtype: torch.dtype) -> Tensor:
+        """What is read on this rank alone; something of its length if that fails: the others are in the collective."""
+        found: list[Tensor] = []
+        if not self._faults.keep(lambda: found.append(read())):
+            found = [torch.full((length,), torch.nan if dtype.is_floating_point else 0, dtype=dtype)]
+        return found[0]
+
+    def _joined(self, name: str, stretch: Tensor) -> Tensor:
+        """A parameter's elements from all ranks of its chunk's group, in its shape."""
+        chunk = self._chunk_of[name]
+        lengths = chunk.lengths(name)
+        padded = torch.zeros(max(lengths), dtype=stretch.dtype, device=self._device)
+        padded[: stretch.numel()] = stretch
+        rows = all_gather(padded[None], chunk.group, 0)
+        whole = torch.cat([row[:length] for row, length in zip(rows, lengths, strict=True)])
+        return whole.view(self._shapes[name])

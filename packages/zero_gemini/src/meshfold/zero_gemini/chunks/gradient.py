@@ -1,0 +1,323 @@
+"""The gradients of a chunk: collected while backward runs, summed over the group, kept as one shard.
+
+Stage 1 of ZeRO collects the micro-steps of an accumulation in one flat tensor of the whole chunk and sums it over the
+group once, at the last (1/N of the communication, N times the memory); stages 2 and 3 sum after every micro-step and
+keep 1/N, unless they are told to keep a backward ``"apart"``: then they collect whole chunks too, where the optimizer's
+state lives. Chunks are reduced in the same order on every rank, whatever order gradients come in.
+
+A parameter that no rank used has no gradient, as in a single process. So that ranks which used different parameters
+meet in the same collectives, what is missing counts as zero, and who was used is told beside it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from meshfold.kernels import write_gradient
+from meshfold.mesh import Pending, reduce_scatter
+from meshfold.zero_gemini.chunks.chunk import Chunk
+from meshfold.zero_gemini.errors import ChunkError
+from meshfold.zero_gemini.group_flags import Flags
+from meshfold.zero_gemini.memory.arena import Block
+from meshfold.zero_gemini.memory.arenas import Place
+from meshfold.zero_gemini.memory.copies import Arrival, fetch, send_home, stream_of
+from meshfold.zero_gemini.optimizer.backward_role import Backward
+
+
+class ChunkGradient:
+    """Collects the gradients of one chunk.
+
+    Attributes:
+        home: where the optimizer's state is.
+        shard: the sum over the group and over micro-steps of this rank's elements; None before there is one.
+        used: places of the parameters that had a gradient on this rank since the last ``clear``.
+        measured: what ``measure`` said of the complete shard on the device, before it went home or was handed out.
+        is_settled: all ranks know that no more gradient comes before the next step.
+        is_gone: it was handed out.
+        sums: how often something was added to the shard, ever.
+    """
+
+    def __init__(
+        self, chunk: Chunk, dtype: torch.dtype, home: Place, *, every_time: bool,
+        measure: Callable[[Tensor], Tensor],
+    ) -> None:  # fmt: skip
+        """Args:
+        chunk: whose.
+        dtype: in which gradients are summed.
+        home: where the optimizer's state is: complete shards go to that side.
+        every_time: reduce after every backward, not only after the last of an accumulation.
+        measure: a figure of the complete shard that will be wanted, and is had cheaply while the shard is on the device.
+        """
+        self.chunk, self.dtype, self.home = chunk, dtype, home
+        self._wants_every_time, self._measure = every_time, measure
+        self._kind: Backward = "more"
+        self.measured: Tensor | None = None
+        self._whole: Block | None = None  # of the elements of all ranks, not reduced yet
+        self._filled: set[int] = set()  # places that are in it
+        self._arrived: set[int] = set()  # places whose gradient of this backward is there
+        self._apart: Block | None = None  # as ``_whole``, of earlier backwards, at home
+        self._owed = False  # whether something is in it
+        self._pending: Pending | None = None
+        self._sending: Block | None = None  # what the pending reduction reads
+        self._flags: Flags | None = None  # who was used, and whether more may come
+        self._told: list[bool] = []
+        self._here: Block | None = None  # the shard, on the compute device
+        self._host: Block | None = None  # the shard, at home: kept for the next step
+        self._sent: torch.cuda.Event | None = None
+        self._in_use: Callable[[], None] | None = None
+        self._name = f"gradients of {chunk.spec.names[0]} to {chunk.spec.names[-1]}"
+        self.shard: Tensor | None = None
+        self.used: set[int] = set()
+        self.is_settled = self.is_gone = False
+        self.sums = 0
+
+    @property
+    def _every_time(self) -> bool:
+        """Whole gradients do not wait on the device for the last micro-step if there is a better place for them."""
+        return self._wants_every_time and (self.chunk.group.size > 1 or self.home != "device")
+
+    def rehome(self, home: Place) -> None:
+        """Complete shards go elsewhere from now on; after ``clear``, and after what was handed over is done with."""
+        self._wait_for_user()
+        if self._host is not None and home == "device":
+            self._host.free()
+            self._host = None
+        self.home = home
+
+    # -- while backward runs ------------------------------------------------------------------------------------
+
+    def begin(self) -> None:
+        """Before the next backward."""
+        self._arrived.clear()
+
+    @property
+    def is_full(self) -> bool:
+        """Whether every parameter's gradient of this backward is there."""
+        return len(self._arrived) == len(self.chunk.parameters)
+
+    @property
+    def is_pending(self) -> bool:
+        """Whether a reduction is under way."""
+        return self._pending is not None
+
+    def add(self, place: int, gradient: Tensor) -> None:
+        """Take up a gradient.
+
+        Raises:
+            ChunkError: if none was to come any more.
+        """
+        if self.is_settled:
+            raise ChunkError(
+                f"{self.chunk.spec.names[place]!r} got a second gradient in one backward, after the optimizer was given the first: "
+                "use torch.utils.checkpoint.checkpoint with use_reentrant=False, or clip by norm, for which gradients are held"
+            )
+        if self._pending is not None:  # a second gradient of one backward, after the first was sent
+            self.collect()
+        if self._whole is None:
+            self._whole = self._allocate(self.chunk.spec.size_elems)
+        slot = self.chunk.spec.slots[place]
+        part = self._whole.tensor[slot.start_elems : slot.start_elems + slot.numel]
+        more = place in self._filled
+        if (
+            gradient.dtype is not part.dtype and gradient.is_contiguous()
+        ):  # which torch does at half of a GPU's rate
+            write_gradient(gradient.view(-1), part, add=more)
+        elif more:
+            part.view_as(gradient).add_(gradient)
+        else:
+            part.view_as(gradient).copy_(gradient)
+        self._filled.add(place)
+        self.used.add(place)
+        self._arrived.add(place)
+
+    def reduce(self, kind: Backward, *, unsure: bool = False) -> None:
+        """Start the sum over the group, if it is time. All of the group must call, in the same order of chunks.
+
+        Args:
+            kind: of the backward.
+            unsure: more of this chunk's gradient may come in this backward; counts in a final one, for all ranks.
+        """
+        if kind == "apart" and self._wants_every_time and self.chunk.group.size > 1:
+            self._put_aside()
+            return
+        if not (kind in ("last", "final") or self._every_time):
+            return
+        self.collect()
+        if self.is_settled:
+            return
+        self._kind = kind
+        whole, self._whole = self._complete(), None
+        self._filled.clear()
+        if self.chunk.group.size > 1:
+            self._pending = reduce_scatter(whole.tensor, self.chunk.group, 0, async_op=True)
+            self._sending = whole
+        if kind == "final":
+            mine = [place in self.used for place in range(len(self.chunk.parameters))]
+            if self.chunk.group.size > 1:
+                self._flags = Flags([*mine, unsure], self.chunk.group, self.chunk.device)
+            self._told = [*mine, unsure]
+        if self.chunk.group.size == 1:
+            self._keep(whole)
+
+    def collect(self) -> None:
+        """End a reduction that is under way."""
+        if self._pending is None or self._sending is None:
+            return
+        arrived = self._pending.wait()
+        self._sending.free()
+        self._pending = self._sending = None
+        self._keep(self.chunk.memory.count(arrived, self._name))
+
+    # -- the complete shard -------------------------------------------------------------------------------------
+
+    def finish(self) -> Tensor:
+        """After the last reduction: the complete shard, at home."""
+        self.collect()
+        if self.shard is None:
+            raise ChunkError(f"{self.chunk}: its gradient was asked for before any backward")
+        self._arrive()
+        return self.shard
+
+    @property
+    def names_used(self) -> set[str]:
+        """After a final backward: names of the parameters that any rank used."""
+        return {name for name, used in zip(self.chunk.spec.names, self._told, strict=False) if used}
+
+    @property
+    def has_home(self) -> bool:
+        """Whether there is memory of its own for the shard at home."""
+        return self._host is not None
+
+    def send_home(self) -> None:
+        """Let the complete shard wait at home, if that is not the device."""
+        if self._here is not None and self.home != "device":
+            self._send(self._here)
+
+    def hand_out(self) -> Block | None:
+        """The complete shard on the compute device, now the caller's to free; None if it went home: then ``finish`` has it.
+
+        ``measured`` stays.
+        """
+        self.collect()
+        if self.shard is None:
+            raise ChunkError(f"{self.chunk}: its gradient was asked for before any backward")
+        self.is_gone = True
+        if self._here is None:
+            return None
+        block, self._here, self.shard = self._here, None, None
+        return block
+
+    def arrival(self) -> Callable[[], None]:
+        """Waits until the shard has arrived at home, as :meth:`finish` does."""
+        return Arrival(self._sent)
+
+    def on_its_way(self) -> Callable[[], None]:
+        """Waits until the shard has arrived at home; from now on that is the caller's to do."""
+        sent, self._sent = self._sent, None
+        return Arrival(sent)
+
+    def hand_over(self, until: Callable[[], None]) -> None:
+        """Forget the shard at home, whose memory is somebody's ``until`` returns."""
+        self._in_use = until
+
+    def clear(self) -> None:
+        """Forget everything."""
+        self.collect()
+        self._arrive()
+        if self._apart is not None and self.chunk.device.type == "cuda":
+            stream_of(self.chunk.device).synchronize()  # copies to it and from it
+        for block in (self._whole, self._here, self._apart):
+            if block is not None:
+                block.free()
+        self._whole = self._here = self._apart = self.shard = self.measured = self._flags = None
+        self.is_settled = self.is_gone = self._owed = False
+        self._told = []
+        self._filled.clear()
+        self._arrived.clear()
+        self.used.clear()
+
+    def close(self) -> None:
+        """Give all memory back."""
+        self._wait_for_user()
+        self.clear()
+        if self._host is not None:
+            self._host.free()
+            self._host = None
+
+    # -- within -------------------------------------------------------------------------------------------------
+
+    def _allocate(self, elements: int, place: Place = "device") -> Block:
+        return self.chunk.memory.allocate(elements, self.dtype, place, self._name)
+
+    def _keep(self, arrived: Block) -> None:
+        """Add to the shard what was summed. It goes home, but for a final backward's, which is stepped with from here."""
+        tensor = arrived.tensor
+        if self._here is not None:
+            tensor.add_(self._here.tensor)
+            self._here.free()
+        elif self.shard is not None:  # an earlier micro-step's, which went home
+            tensor.add_(fetch(self.shard, self.chunk.device))
+        self._here, self.shard, self.measured = arrived, tensor, None
+        self.sums += 1
+        if self._kind == "final":
+            self.measured = self._measure(tensor)
+            if self._flags is not None:
+                self._told, self._flags = self._flags.read(), None
+            self.is_settled = not self._told[-1]
+        elif self.home != "device":
+            if self._kind == "last":
+                self.measured = self._measure(tensor)
+            self._send(arrived)
+
+    def _send(self, here: Block) -> None:
+        """Copy the shard home while the device goes on."""
+        with self.chunk.memory.waiting("a gradient's place at home"):
+            self._wait_for_user()
+            self._arrive()
+            if self._host is None:
+                self._host = self._allocate(here.tensor.numel(), self.home)
+        self._sent = send_home(here.tensor, self._host.tensor, self.chunk.device)
+        here.free()
+        self._here, self.shard = None, self._host.tensor
+
+    def _arrive(self) -> None:
+        """Wait for the copy that is on its way home."""
+        if self._sent is not None:
+            self._sent.synchronize()
+            self._sent = None
+
+    def _wait_for_user(self) -> None:
+        if self._in_use is not None:
+            self._in_use()
+            self._in_use = None
+
+    # -- whole chunks -------------------------------------------------------------------------------------------
+
+    def _put_aside(self) -> None:
+        """Let what came in this backward wait, whole, where the optimizer's state is: nothing is sent to other ranks."""
+        if self.home == "device" or self._whole is None:
+            return
+        whole, self._whole = self._complete(), None
+        self._filled.clear()
+        if self._apart is None:
+            self._apart = self._allocate(self.chunk.spec.size_elems, self.home)
+        send_home(whole.tensor, self._apart.tensor, self.chunk.device)
+        whole.free()
+        self._owed = True
+
+    def _complete(self) -> Block:
+        """The whole chunk's gradient with zeros where there is none, padding included, and with what was put aside."""
+        whole = self._whole or self._allocate(self.chunk.spec.size_elems)
+        end = 0
+        for place, slot in enumerate(self.chunk.spec.slots):
+            if place in self._filled:
+                whole.tensor[end : slot.start_elems].zero_()
+                end = slot.start_elems + slot.numel
+        whole.tensor[end:].zero_()
+        if self._owed and self._apart is not None:
+            whole.tensor.add_(fetch(self._apart.tensor, self.chunk.device))
+            self._owed = False
+        return whole

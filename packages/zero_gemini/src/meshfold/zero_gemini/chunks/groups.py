@@ -1,0 +1,62 @@
+"""All of a model's parameters in chunks, for every set of axes that gradients are summed over."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import dataclass
+
+from meshfold.mesh import Mesh
+from meshfold.zero_gemini.chunks.chunk_size import MIN_CHUNK_ELEMS, search_chunk_size
+from meshfold.zero_gemini.chunks.layout import ChunkLayout, Item, lay_out
+
+PARTS = 16
+"""Into about so many chunks at least a model is laid out, however small, so that some of it can be elsewhere."""
+LEAST_ELEMS = 2**16
+"""Chunks of fewer elements are not worth a collective."""
+
+
+def slot_align(regime: str) -> int:
+    """At a multiple of how many elements each parameter begins: moments in 8 bits share a scale every 256."""
+    return 256 if regime == "C" else 64
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Member:
+    """A parameter, as far as its place goes."""
+
+    numel: int
+    """elements on this rank, over the tensor axes"""
+    kind: Hashable
+    """what the parameters of a chunk have in common"""
+    sum_axes: tuple[str, ...]
+    """axes that its gradient is summed over: their ranks share its chunk"""
+
+
+def lay_out_members(
+    members: Mapping[str, Member], mesh: Mesh, *, slot_align_elems: int, chunk_elems: int | None = None
+) -> list[tuple[tuple[str, ...], ChunkLayout]]:
+    """The chunks of every set of axes that gradients are summed over, in order of registration.
+
+    Args:
+        members: parameters by name, in order of registration, tied ones once.
+        mesh: says how many ranks share a chunk.
+        slot_align_elems: each parameter begins at a multiple of this.
+        chunk_elems: size of a chunk in elements; None searches for the least waste.
+    """
+    found = []
+    for axes in dict.fromkeys(member.sum_axes for member in members.values()):
+        ranks = mesh.size(*axes)
+        items = [
+            Item(name, member.numel, member.kind)
+            for name, member in members.items()
+            if member.sum_axes == axes and member.numel
+        ]
+        size = chunk_elems or _size(items, ranks)
+        found.append((axes, lay_out(items, size, ranks, slot_align_elems=slot_align_elems)))
+    return found
+
+
+def _size(items: Sequence[Item], ranks: int) -> int:
+    """Elements of a chunk."""
+    least = min(MIN_CHUNK_ELEMS, max(LEAST_ELEMS, sum(item.numel for item in items) // PARTS))
+    return search_chunk_size(items, ranks, min_elems=least, max_elems=4 * least).chunk_elems

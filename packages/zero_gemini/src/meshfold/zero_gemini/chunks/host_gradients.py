@@ -1,0 +1,81 @@
+"""Two buffers of the host through which gradients go to the optimizer's step, where none is held."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from meshfold.zero_gemini.memory.arena import Block
+from meshfold.zero_gemini.memory.arenas import Memory
+
+BUFFERS = 2
+"""One is stepped from while another is filled; a plan counts as many (``planner.memory.gradient_ring``)."""
+
+
+class GradientRing:
+    """Buffers that are lent in turn, each until the step that reads it is done."""
+
+    def __init__(self, memory: Memory) -> None:
+        """Args:
+        memory: whose home they are in.
+        """
+        self._memory = memory
+        self._blocks: list[Block] = []
+        self._in_use: list[Callable[[], None] | None] = []
+        self._turn = self.nbytes = 0
+
+    def fit(self, nbytes: int) -> None:
+        """Have buffers of so many bytes each, or none for 0. What was lent is waited for.
+
+        Raises:
+            OutOfBudget: if the host has not as much left; there are none then.
+        """
+        if nbytes == self.nbytes:
+            return
+        with self._memory.waiting("the gradients' ring"):
+            self._renew(nbytes)
+
+    def _renew(self, nbytes: int) -> None:
+        self.close()
+        try:
+            for _ in range(BUFFERS if nbytes else 0):
+                self._blocks.append(
+                    self._memory.allocate(nbytes, torch.uint8, "host", "gradients on their way to the step")
+                )
+        except BaseException:
+            self.close()
+            raise
+        self._in_use = [None] * len(self._blocks)
+        self.nbytes = nbytes
+
+    def lend(self, elements: int, dtype: torch.dtype, until: Callable[[], None]) -> Tensor:
+        """A flat buffer of so many elements, undefined; waits while all are in use.
+
+        Args:
+            elements: no more than ``nbytes`` has room for.
+            dtype: of the elements.
+            until: returns when whoever gets the buffer needs it no more.
+        """
+        with self._memory.waiting("the gradients' ring"):
+            self._wait(self._turn)
+        buffer = self._blocks[self._turn].tensor[: elements * dtype.itemsize].view(dtype)
+        self._in_use[self._turn] = until
+        self._turn = (self._turn + 1) % len(self._blocks)
+        return buffer
+
+    def close(self) -> None:
+        """Wait for what was lent, and give the memory back."""
+        for turn in range(len(self._in_use)):
+            self._wait(turn)
+        for block in self._blocks:
+            block.free()
+        self._blocks.clear()
+        self._in_use.clear()
+        self._turn = self.nbytes = 0
+
+    def _wait(self, turn: int) -> None:
+        until, self._in_use[turn] = self._in_use[turn], None
+        if until is not None:
+            until()

@@ -1,0 +1,147 @@
+"""Where each chunk lives, and how it moves: chosen before there are chunks, changed between steps on all ranks or on none."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+
+import torch
+
+from meshfold.zero_gemini.chunks.chunk import Chunk
+from meshfold.zero_gemini.chunks.gradient import ChunkGradient
+from meshfold.zero_gemini.chunks.layout import ChunkSpec
+from meshfold.zero_gemini.chunks.move_order import Move, in_turn
+from meshfold.zero_gemini.chunks.parameter_table import Kind
+from meshfold.zero_gemini.chunks.placement import Home, Homes
+from meshfold.zero_gemini.errors import OutOfBudget
+from meshfold.zero_gemini.memory.arenas import Memory, Place
+from meshfold.zero_gemini.memory.copies import synchronize
+from meshfold.zero_gemini.optimizer import AdamStepper, Stepper
+from meshfold.zero_gemini.optimizer.gpu_streaming import Passage
+from meshfold.zero_gemini.optimizer.state_planes import planes_of
+from meshfold.zero_gemini.rank_errors import Faults
+
+
+class Residents:
+    """Knows where chunks live, and moves them with their gradients and their state.
+
+    Attributes:
+        homes: of every chunk.
+    """
+
+    def __init__(
+        self,
+        memory: Memory,
+        faults: Faults,
+        stepper: Stepper | None,
+        gradients: Mapping[Chunk, ChunkGradient],
+        *,
+        stage: int,
+        regime: str,
+    ) -> None:
+        """Args:
+        memory: that they live in.
+        faults: so that all ranks move a chunk or none does.
+        stepper: has the state; None: there is none.
+        gradients: of the chunks that it steps; may grow later.
+        stage: of ZeRO: 1 and 2 keep parameters on the device.
+        regime: what Adam keeps.
+        """
+        self._memory, self._faults, self._stepper, self._gradients = memory, faults, stepper, gradients
+        self._stage, self._regime = stage, regime
+        self.homes: dict[Chunk, Home] = {}
+
+    def choose(self, homes: Homes, specs: Sequence[ChunkSpec], kinds: Sequence[Kind]) -> list[Home]:
+        """Where chunks will live; there is room on disk for those that go there."""
+        found = [self._at_home(home) for home in homes([spec.shard_elems for spec in specs])]
+        self._reserve(
+            (kind.dtype, spec.shard_elems)
+            for home, spec, kind in zip(found, specs, kinds, strict=True)
+            if home.state == "disk" and kind.trained
+        )
+        return found
+
+    def rehome(self, homes: Mapping[Chunk, Home]) -> None:
+        """Let chunks live elsewhere; nothing may be under way, nothing gathered, no gradient kept. All ranks must call.
+
+        They go in turns, so that memory does not run out on the way. A chunk that cannot be moved on
+        one of the ranks stays where it was on all, and all raise.
+        """
+        self._reserve(
+            (chunk.dtype, chunk.spec.shard_elems)
+            for chunk, home in homes.items()
+            if home.state == "disk" != self.homes[chunk].state and chunk in self._gradients
+        )
+        synchronize(self._memory.device)  # copies that are under way read what is about to go
+        moves = [
+            self._as_move(chunk, self._at_home(home))
+            for chunk, home in homes.items()
+            if self._at_home(home) != self.homes[chunk]
+        ]
+        for move in in_turn(moves):
+            self._carry(*move.what)
+
+    def pass_through(self, on: bool, *, halves: bool = False) -> bool:
+        """Let the device step a part of the host's chunks, or none; whether it does from now on. No step may be due.
+
+        ``halves``: it does first halves alone.
+        """
+        if not isinstance(self._stepper, AdamStepper):
+            return False
+        self._stepper.pass_through(None)
+        if on:
+            try:
+                self._stepper.pass_through(Passage(memory=self._memory, halves=halves))
+            except OutOfBudget:
+                return False
+        return on
+
+    def _at_home(self, home: Home) -> Home:
+        """What a home means under this stage: 1 and 2 keep parameters on the device."""
+        return home if self._stage == 3 else replace(home, parameters="device")
+
+    def _reserve(self, shards: Iterable[tuple[torch.dtype, int]]) -> None:
+        if self._stepper is not None:
+            with self._faults.together():
+                self._stepper.reserve(shards)
+
+    def _as_move(self, chunk: Chunk, home: Home) -> Move[tuple[Chunk, Home]]:
+        """What it is to the two memories that a chunk changes homes; of the state that torch's optimizers keep, about."""
+        elements, width, was = chunk.shard.numel(), chunk.dtype.itemsize, self.homes[chunk]
+        state = 0.0
+        if chunk in self._gradients:
+            planes = planes_of(chunk.dtype, self._regime) if isinstance(self._stepper, AdamStepper) else ()
+            state = sum(plane.dtype.itemsize / plane.each for plane in planes) or 2.0 * width
+
+        def more(place: Place) -> int:
+            parameters = (home.parameters == place) - (was.parameters == place)
+            return round(
+                elements * (width * parameters + state * ((home.state == place) - (was.state == place)))
+            )
+
+        return Move(what=(chunk, home), device_bytes=more("device"), host_bytes=more("host"))
+
+    def _carry(self, chunk: Chunk, home: Home) -> None:
+        """Move a chunk, on all ranks or, if one cannot, on none."""
+        was, moved = self.homes[chunk], False
+        try:
+            with self._faults.together():
+                self._move(chunk, home)
+                moved = True
+        except BaseException:
+            if moved:  # here, and not on another rank
+                self._move(chunk, was)
+            raise
+        self.homes[chunk] = home
+
+    def _move(self, chunk: Chunk, home: Home) -> None:
+        if self._stepper is None or chunk not in self._gradients:
+            chunk.rehome(home.parameters)
+            return
+        gradient, was = self._gradients[chunk], self._gradients[chunk].home
+        gradient.rehome(home.state)
+        try:
+            self._stepper.move(chunk, home)
+        except BaseException:
+            gradient.rehome(was)
+            raise

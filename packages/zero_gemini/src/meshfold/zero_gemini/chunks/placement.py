@@ -1,0 +1,117 @@
+"""Where the parts of chunks live between their uses, and simple rules that say so."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from meshfold.zero_gemini.errors import MemoryPlanError
+from meshfold.zero_gemini.memory.arenas import Place
+
+
+@dataclass(frozen=True, kw_only=True)
+class Home:
+    """Where one chunk lives.
+
+    Attributes:
+        parameters: where the shard that the model computes with is.
+        state: where true weights and optimizer state are; the host steps what is not on the device.
+
+    Raises:
+        MemoryPlanError: for parameters on the host with their state on the device, or parameters on disk.
+    """
+
+    parameters: Place = "device"
+    state: Place = "device"
+
+    def __post_init__(self) -> None:
+        if self.parameters == "disk":
+            raise MemoryPlanError(
+                "parameters live on the device or on the host; only optimizer state goes to disk"
+            )
+        if self.parameters == "host" and self.state == "device":
+            raise MemoryPlanError(
+                "parameters on the host have their optimizer state on the host or on disk, not on the device"
+            )
+
+
+Homes = Callable[[Sequence[int]], Sequence[Home]]
+"""A rule: from the elements of all chunks' shards, in order of use, to where each lives."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Shares:
+    """At least some shares of all elements live on the host, those used last: the first ones' gradients come last, and their
+    parameters are needed first.
+
+    Attributes:
+        host_parameters: share of the elements whose parameters live on the host.
+        host_optimizer: share of the elements whose true weights and optimizer state do; not less.
+        disk_optimizer: share of the elements whose optimizer state is on disk; not more than ``host_optimizer``, in
+            which it is counted.
+
+    Raises:
+        MemoryPlanError: for what is no share, or not in this order.
+    """
+
+    host_parameters: float = 0.0
+    host_optimizer: float = 0.0
+    disk_optimizer: float = 0.0
+
+    def __post_init__(self) -> None:
+        for name in ("host_parameters", "host_optimizer", "disk_optimizer"):
+            if not 0.0 <= getattr(self, name) <= 1.0:
+                raise MemoryPlanError(f"{name}={getattr(self, name)!r}: a share is a number from 0 to 1")
+        if self.host_parameters > self.host_optimizer:
+            raise MemoryPlanError(
+                f"host_parameters={self.host_parameters} is above host_optimizer={self.host_optimizer}: parameters on the "
+                "host have their optimizer state there too; raise host_optimizer"
+            )
+
+        if self.disk_optimizer > self.host_optimizer:
+            raise MemoryPlanError(
+                f"disk_optimizer={self.disk_optimizer} is above host_optimizer={self.host_optimizer}: the host steps what is on "
+                "disk; raise host_optimizer"
+            )
+
+    def __call__(self, sizes: Sequence[int]) -> list[Home]:
+        elements, homes = max(sum(sizes), 1), []
+        after = sum(sizes)
+        for size in sizes:
+            after -= size
+            behind = after / elements  # share of the elements that come later
+            state: Place = (
+                "disk"
+                if behind < self.disk_optimizer
+                else "host"
+                if behind < self.host_optimizer
+                else "device"
+            )
+            homes.append(Home(parameters="host" if behind < self.host_parameters else "device", state=state))
+        return homes
+
+
+@dataclass(frozen=True, kw_only=True)
+class Boundary:
+    """Optimizer state on the host, and parameters on the device as far as they take no more than so many bytes.
+
+    Attributes:
+        most_bytes: of parameters on the device, those that are only there while they are used included.
+        element_bytes: of a parameter.
+        state: where optimizer state lives.
+    """
+
+    most_bytes: int
+    element_bytes: int
+    state: Place = "host"
+
+    def __call__(self, sizes: Sequence[int]) -> list[Home]:
+        left = self.most_bytes - 2 * max(sizes, default=0) * self.element_bytes  # one in use, one on its way
+        homes = []
+        for size in sizes:
+            left -= size * self.element_bytes
+            homes.append(Home(parameters="device" if left >= 0 else "host", state=self.state))
+        return homes
+
+
+EVERYTHING_ON_THE_DEVICE = Shares()

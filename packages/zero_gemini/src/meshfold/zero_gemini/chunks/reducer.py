@@ -1,0 +1,262 @@
+"""The gradients of all chunks: taken up as autograd makes them, reduced in order, measured, handed to the optimizer.
+
+Backward comes to the last chunk first, and chunks are reduced in that order on every rank, whatever order gradients come
+in: a chunk that is ready early waits for those behind it.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from meshfold.mesh import Group
+from meshfold.mesh.deferral import when_made
+from meshfold.mesh.shown_gradient import ShownGradient
+from meshfold.zero_gemini.chunks.chunk import Chunk
+from meshfold.zero_gemini.chunks.gradient import ChunkGradient
+from meshfold.zero_gemini.errors import ChunkError
+from meshfold.zero_gemini.group_flags import Flags
+from meshfold.zero_gemini.norm import total_norm
+from meshfold.zero_gemini.optimizer.backward_role import Backward
+from meshfold.zero_gemini.optimizer.early_steps import EarlySteps
+from meshfold.zero_gemini.optimizer.speculative_steps import TrialSteps
+from meshfold.zero_gemini.runtime.module_hooks import Runtime, graph_task
+
+_MOST_UNDER_WAY = 6  # reductions at a time, of a unit that has more chunks
+
+
+class GradientFlow:
+    """Hooks on parameters, and the order of reductions.
+
+    Attributes:
+        takes: whether gradients count that come now; those that come while it is False are dropped.
+        kind: of the backward that runs, or comes.
+    """
+
+    def __init__(
+        self,
+        gradients: dict[Chunk, ChunkGradient],
+        device: torch.device,
+        runtime: Runtime,
+        early: EarlySteps | None,
+        trials: TrialSteps | None,
+    ) -> None:
+        """Args:
+        gradients: of every chunk that is trained, in order of registration.
+        device: where the model computes.
+        runtime: knows what a backward has come to.
+        early: steps chunks in a final backward; None if that cannot be.
+        trials: steps chunks on trial in a last one; None as there.
+        """
+        self._gradients, self._device, self._runtime = gradients, device, runtime
+        self._early, self._trials = early, trials
+        self.takes = True
+        self.kind: Backward = "last"
+        self._waiting = [*reversed(gradients.values())]  # in the order of reductions
+        self._next = 0  # how many of them were reduced in this backward
+        # Reductions that have begun, with how many units were entered before.
+        self._under_way: deque[tuple[int, ChunkGradient]] = deque()
+        sizes = (chunk.spec.size_elems * gradient.dtype.itemsize for chunk, gradient in gradients.items())
+        self._largest_bytes = max(sizes, default=0)
+        self._in_parts: set[ChunkGradient] = set()  # of which some came in a backward inside of this one
+        self._in_backward = False
+        self._came = False  # a gradient did, since ``expect``
+        self._handles = [
+            parameter.register_post_accumulate_grad_hook(self._arrival(gradient, place))
+            for chunk, gradient in gradients.items()
+            for place, parameter in enumerate(chunk.parameters)
+        ]
+
+    @property
+    def was_broken_off(self) -> bool:
+        """Whether a backward began and did not end."""
+        return self._in_backward
+
+    def expect(self, kind: Backward) -> None:
+        """Before a backward; whose chunks are stepped in it where it is final and that can be."""
+        self._came = False
+        self.kind = "last" if kind == "final" and self._early is None else kind
+        if self.kind == "final" and self._early is not None:
+            self._early.begin(self._waiting)
+        elif (trials := self._trying) is not None:
+            trials.begin()
+
+    @property
+    def _trying(self) -> TrialSteps | None:
+        """What steps chunks on trial in the backward that runs, or comes; None: nothing does."""
+        is_on = self.kind == "last" and self._trials is not None and self._trials.are_made
+        return self._trials if is_on else None
+
+    # -- while backward runs ------------------------------------------------------------------------------------
+
+    def _arrival(self, gradient: ChunkGradient, place: int) -> Callable[[Tensor], None]:
+        def arrive(parameter: Tensor) -> None:
+            if isinstance(parameter.grad, ShownGradient):
+                return  # a backward of somebody else, while the gradient here is shown
+            found, parameter.grad = parameter.grad, None  # whatever happens: what stayed would be added to
+            if self.takes and found is not None:
+                if not self._in_backward:
+                    self._in_backward = self._came = True
+                    when_made(self._ended)
+                if self._runtime.task not in (None, graph_task()):
+                    self._in_parts.add(gradient)
+                gradient.add(place, found)
+                del found
+                self._reduce_ready()
+
+        return arrive
+
+    def _reduce_ready(self) -> None:
+        while self._next < len(self._waiting) and self._waiting[self._next].is_full:
+            self._reduce(self._waiting[self._next])
+            self._next += 1
+
+    def _reduce(self, gradient: ChunkGradient) -> None:
+        """Start one reduction, and end those of units before this one: they are over by now, and what they read can go."""
+        unsure = gradient in self._in_parts or self._runtime.is_unsure(gradient.chunk)
+        if not gradient.is_full:  # the end of a backward, and perhaps of one inside of another
+            unsure |= not self._runtime.is_over(gradient.chunk)
+        gradient.reduce(self.kind, unsure=unsure)
+        self._under_way.append((self._runtime.place, gradient))
+        while self._under_way and self._ends(*self._under_way[0]):
+            self._collect_first()
+
+    def _ends(self, place: int, gradient: ChunkGradient) -> bool:
+        """Whether to end the oldest reduction. The chunks of a compiled block are ready all at once: to end the first of
+        them for the last would be to wait for it."""
+        if not gradient.is_pending or place < self._runtime.place or len(self._under_way) > _MOST_UNDER_WAY:
+            return True
+        free = gradient.chunk.memory.compute.free_bytes
+        return len(self._under_way) > 2 and free is not None and free < 2 * self._largest_bytes
+
+    def _collect_first(self) -> None:
+        self._collect(self._under_way.popleft()[1])
+
+    def _collect(self, gradient: ChunkGradient) -> None:
+        gradient.collect()
+        if self.kind == "final" and self._early is not None:
+            self._early.offer(gradient)
+        elif (trials := self._trying) is not None:
+            trials.offer(gradient)
+
+    def _ended(self) -> None:
+        for gradient in self._waiting[self._next :]:
+            self._reduce(gradient)
+        if self.kind == "final" or self._trying is not None:
+            while self._under_way:
+                self._collect_first()
+        self._reset()
+        for gradient in self._gradients.values():
+            gradient.begin()
+
+    @property
+    def came(self) -> bool:
+        """Whether the backward has come to a parameter."""
+        return self._came
+
+    def end(self) -> None:
+        """After a backward: one that came to no parameter takes part in the sums all the same."""
+        if not self._came:
+            self._came = True
+            self._ended()
+
+    def _reset(self) -> None:
+        self._under_way.clear()
+        self._in_parts.clear()
+        self._next, self._in_backward = 0, False
+
+    # -- afterwards ---------------------------------------------------------------------------------------------
+
+    def reduce_rest(self) -> None:
+        """Reduce what backwards that were not the last have left. All ranks must call."""
+        for gradient in self._waiting:
+            gradient.reduce("last")
+
+    def shards(self) -> dict[Chunk, Tensor]:
+        """The complete gradient of every chunk, at home."""
+        return {chunk: gradient.finish() for chunk, gradient in self._gradients.items()}
+
+    @property
+    def steps_early(self) -> bool:
+        """Whether chunks are stepped in the backward that ran last."""
+        return self.kind == "final"
+
+    def complete(self) -> None:
+        """After the backward: all gradients are there; of a final one all steps are made, or promised."""
+        if self._early is not None and self.steps_early:
+            self._early.finish(self._waiting)
+        else:
+            self.shards()
+
+    def norm(
+        self, norm_type: float, measure: Callable[[Chunk, float, Tensor], Tensor], everyone: Group
+    ) -> Tensor:
+        """The norm of the whole model's gradient: float64, the same on every rank.
+
+        Args:
+            norm_type: which.
+            measure: a rank's part of it, of a chunk's shard.
+            everyone: all ranks.
+
+        Raises:
+            ChunkError: for another one than 2, of gradients that were stepped with.
+        """
+        sums = []
+        for chunk, gradient in self._gradients.items():
+            if gradient.is_gone and norm_type != 2.0:
+                raise ChunkError(
+                    f"the {norm_type:g}-norm of gradients was asked for, and they were stepped with as they came: clip by it, or "
+                    "say before the backward that it is not 'final'"
+                )
+            shard = None if gradient.is_gone else gradient.finish()
+            known = gradient.measured if norm_type == 2.0 else None
+            if known is None and shard is not None:
+                known = measure(chunk, norm_type, shard)
+            sums += [] if known is None else [known]
+        return total_norm(sums, norm_type, everyone, self._device)
+
+    def changed(self) -> None:
+        """Gradients were changed in place: what was measured of them is not true any more."""
+        for gradient in self._gradients.values():
+            gradient.measured = None
+
+    def used(self) -> set[str]:
+        """Names of the parameters that had a gradient on some rank. All ranks must call."""
+        asked: dict[tuple[int, ...], list[Chunk]] = {}  # chunks by who shares them: one question each
+        for chunk in self._gradients:
+            asked.setdefault(chunk.group.ranks, []).append(chunk)
+        told: set[str] = set()
+        for chunks in asked.values():
+            names = [name for chunk in chunks for name in chunk.spec.names]
+            mine = [place in self._gradients[c].used for c in chunks for place in range(len(c.parameters))]
+            if chunks[0].group.size > 1:
+                mine = Flags(mine, chunks[0].group, self._device).read()
+            told.update(name for name, used in zip(names, mine, strict=True) if used)
+        return told
+
+    def forget(self) -> None:
+        """Let all gradients go."""
+        if self._early is not None:
+            self._early.check()
+            self._early.forget()
+        if self._trials is not None:
+            self._trials.drop()
+        for gradient in self._gradients.values():
+            gradient.clear()
+
+    def abandon(self) -> None:
+        """Forget a backward that raised in the middle, with all gradients so far."""
+        self._reset()
+        self.forget()
+
+    def close(self) -> None:
+        """Take the hooks off, and give all memory back."""
+        for handle in self._handles:
+            handle.remove()
+        for gradient in self._gradients.values():
+            gradient.close()
+        if self._early is not None:
+            self._early.close()

@@ -1,0 +1,324 @@
+"""The rates of the machine at hand, measured in a second or two: what plans for this machine are made from."""
+
+from __future__ import annotations
+
+import functools
+import os
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from meshfold.kernels import AdamSettings, AdamState, adam_step, adam_update_parameters
+from meshfold.mesh import Group, all_gather
+from meshfold.zero_gemini.disk import bench, free_bytes
+from meshfold.zero_gemini.memory.arenas import Memory
+from meshfold.zero_gemini.memory.copies import stream_of, synchronize
+from meshfold.zero_gemini.optimizer.cpu_executor import threads_for_steps
+from meshfold.zero_gemini.optimizer.gpu_streaming import PASSAGE_BYTES, HostState, Passage
+from meshfold.zero_gemini.optimizer.state_planes import Plane, planes_of, state_of
+from meshfold.zero_gemini.planner import H200, REGIMES, GiB, Machine, MiB, Regime
+from meshfold.zero_gemini.rank_errors import Faults
+
+_BYTES = 256 * MiB
+_ELEMENTS, _ELEMENTS_BESIDE_GPU = (
+    2**25,
+    2**26,
+)  # of the optimizer's step: 450 and 900 MB, more than caches hold
+_DTYPES = {"fp16": torch.float16, "fp32": torch.float32}
+_ADAM = AdamSettings(lr=0.0, beta1=0.9, beta2=0.999, eps=1e-8, weight_decay=0.0, adamw_mode=True)
+_STRETCH_S, _STRETCHES = 0.15, 5
+_STEADY_S, _MOST_S = 0.15, 1.5
+WORTH_IT = 1.05
+"""How much faster the cores and the device must be than the cores alone for state to pass through the device."""
+UNLIMITED = 2**60
+"""Bytes of a memory that nobody limits."""
+
+
+def measure(
+    device: torch.device,
+    *,
+    everyone: Group,
+    disk: str | os.PathLike[str] | None = None,
+    regime: str = "A",
+    host: bool = True,
+) -> Machine:
+    """This rank's share of the machine. All ranks must call, so that those of one host are measured side by side.
+
+    Args:
+        device: where models compute.
+        everyone: all ranks.
+        disk: a folder for optimizer state; its disk is measured with 1 GiB.
+        regime: of the optimizer's step, whose kernels measure the host; where there are none, those of ``"A"``.
+        host: whether a GPU's host matters. It takes seconds, most of them to lock memory for the samples, and several GiB of
+            it; without, the rates of the host and of the way to it are those of an H200's.
+
+    Raises:
+        DiskError: if one of the ranks cannot use it, on all of them.
+    """
+    found = _rates(device, _known(regime)) if host or device.type != "cuda" else _of_gpu_alone(device)
+    if everyone.size > 1:
+        found = replace(found, collective=_collective(device, everyone))
+    if disk is not None:
+        with Faults(everyone, device).together():
+            rates = bench(disk, GiB)
+        found = replace(
+            found, disk_read=rates.read_bytes_per_s, disk_write=rates.write_bytes_per_s,
+            disk_bytes=free_bytes(Path(disk)) or 0,
+        )  # fmt: skip
+    return found
+
+
+def measure_early(device: torch.device, regime: str = "A") -> None:
+    """Measure now what :func:`measure` will tell of this process, while the memory that it takes is nobody's yet."""
+    _rates(device, _known(regime))
+
+
+def _known(regime: str) -> str:
+    return regime if regime in REGIMES else "A"
+
+
+@functools.cache
+def _rates(device: torch.device, regime: str) -> Machine:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(threads_for_steps(threads))
+    try:
+        return _rates_of(device, REGIMES[regime])
+    finally:
+        torch.set_num_threads(threads)
+
+
+@functools.cache
+def _of_gpu_alone(device: torch.device) -> Machine:
+    return replace(
+        H200, name=f"this machine ({_name(device)}), its host not measured", gpu_memory=_gpu_memory(device),
+        cpu_optimizer={}, gpu_bytes=UNLIMITED, host_bytes=host_bytes(), disk_bytes=0,
+    )  # fmt: skip
+
+
+def _gpu_memory(device: torch.device) -> float:
+    """Bytes/s of a copy on the device, reads and writes together."""
+    x = torch.empty(_BYTES, dtype=torch.uint8, device=device)
+    return 2 * _BYTES / _seconds(lambda a, b: b.copy_(a), device, x)
+
+
+def _rates_of(device: torch.device, regime: Regime) -> Machine:
+    host, cores_alone = _adam(device, regime)
+    machine = replace(
+        H200, name=f"this machine ({_name(device)})", host_memory=host, cpu_optimizer={}, gpu_bytes=UNLIMITED,
+        host_bytes=host_bytes(), disk_bytes=0,
+    )  # fmt: skip
+    if device.type != "cuda":
+        # The compute device is a budget of the same memory: copies between the two are copies in it.
+        copy = _seconds(lambda a, b: b.copy_(a), device, torch.empty(_BYTES, dtype=torch.uint8)) or 1e-9
+        rate = _BYTES / copy
+        return replace(machine, gpu_memory=host, h2d=rate, d2h=rate, pcie_both=rate, collective=rate)
+    up, down, both = _copies(device)
+    through, cores = _together(device, regime)
+    gained = through / regime.step + (cores - cores_alone) / regime.first_pass  # elements a second
+    if gained > (WORTH_IT - 1) * cores_alone / regime.first_pass:
+        machine = replace(machine, passage=through, beside_passage=cores, passage_bytes=PASSAGE_BYTES)
+    return replace(machine, gpu_memory=_gpu_memory(device), h2d=up, d2h=down, pcie_both=both)
+
+
+class _Sample:
+    """Optimizer state on the host, and how fast it is stepped there or through the device."""
+
+    def __init__(self, memory: Memory, regime: Regime) -> None:
+        self.elements = _ELEMENTS if memory.device.type == "cpu" else _ELEMENTS_BESIDE_GPU
+        self._regime = regime
+        self.passed = 0  # elements that the device has stepped, or is about to
+        dtype = _DTYPES.get(regime.name, torch.bfloat16)
+        self._kept = planes_of(dtype, regime.name)
+        planes = (Plane("weights", dtype), Plane("gradient", dtype), *self._kept)
+        self._blocks = {
+            plane.name: memory.allocate(plane.numel(self.elements), plane.dtype, "host", "measuring")
+            for plane in planes
+        }
+        tensors = {name: block.tensor.zero_() for name, block in self._blocks.items()}
+        self.gradient, self.weights = tensors.pop("gradient"), tensors.pop("weights")
+        self._planes = tensors
+        # Where parameters go when they have been stepped.
+        self._there = (
+            torch.empty_like(self.weights, device=memory.device) if memory.device.type == "cuda" else None
+        )
+
+    def half(self) -> int:
+        """The first half of a step, by the cores, while as many parameters go to a GPU: bytes that the cores move."""
+        self._show()
+        state = state_of(self.weights, self._planes)
+        adam_update_parameters(state, self.gradient, _ADAM, step=1, grad_scale=1.0, start=0, seed=0)
+        return round(self._regime.first_pass * self.elements)
+
+    def through(self, passage: Passage) -> Callable[[], None]:
+        """A step, by the device, and as many parameters behind it. Counts in ``passed`` as it goes."""
+
+        def piece(_: int, state: AdamState, gradient: Tensor, begin: int) -> None:
+            adam_step(state, gradient, _ADAM, step=1, grad_scale=1.0, start=begin, seed=0)
+            self.passed += gradient.numel()
+
+        host = HostState(
+            weights=self.weights,
+            planes=self._kept,
+            tensors=self._planes,
+            gradient=self.gradient,
+        )
+        end = passage.step(host, [(0, self.elements)], piece)
+        self._show()
+        return end
+
+    def free(self) -> None:
+        for block in self._blocks.values():
+            block.free()
+
+    def _show(self) -> None:
+        if self._there is not None:
+            self._there.copy_(self.weights, non_blocking=True)
+
+
+def _adam(device: torch.device, regime: Regime) -> tuple[float, float]:
+    """Bytes/s of host memory while the optimizer steps on the host and its parameters go to a GPU, if there is one.
+
+    Of both together, and of the optimizer alone.
+    """
+    sample = _Sample(Memory(device), regime)
+    sample.half()  # makes the kernel
+    alone = _steady(sample.half)
+    synchronize(device)
+    sample.free()
+    beside = 1.0 if device.type == "cpu" else 1.0 + regime.parameter / regime.first_pass
+    return alone * beside, alone
+
+
+def _steady(work: Callable[[], int]) -> float:
+    """Bytes/s of work when it has gone on for a while: the best, once nothing was faster for some time.
+
+    A step's threads are awake and its processor's clocks are up; those of a process that has just begun are not. What
+    else the machine does meanwhile only makes it slower.
+    """
+    best, begin = 0.0, time.perf_counter()
+    better = now = begin
+    while now - better < _STEADY_S and now - begin < _MOST_S:
+        before = now
+        moved = work()
+        now = time.perf_counter()
+        rate = moved / max(now - before, 1e-9)
+        if rate > best:
+            best, better = rate, now
+    return best
+
+
+def _together(device: torch.device, regime: Regime) -> tuple[float, float]:
+    """Bytes/s of state that passes through the device, and of host memory under the cores' halves meanwhile.
+
+    What both have stepped goes to the device all the time. As of the cores alone it is the best of some stretches that
+    counts: that in which both together stepped most.
+    """
+    memory = Memory(device)
+    mine, other = _Sample(memory, regime), _Sample(memory, regime)
+    passage = Passage(memory=memory)
+    other.through(passage)()  # once before, so that no kernel is made while the clock runs
+    stop = threading.Event()
+
+    def feed() -> None:
+        end: Callable[[], None] | None = None
+        while not stop.is_set():
+            end = other.through(passage)
+        if end is not None:
+            end()
+
+    def stretch() -> tuple[float, float]:
+        begin, passed, moved = time.perf_counter(), other.passed, 0
+        while time.perf_counter() - begin < _STRETCH_S:
+            moved += mine.half()
+        took = time.perf_counter() - begin
+        return (other.passed - passed) * regime.step / took, moved / took
+
+    def elements(rates: tuple[float, float]) -> float:
+        return rates[0] / regime.step + rates[1] / regime.first_pass
+
+    with ThreadPoolExecutor(1, "meshfold-feed") as feeder:
+        fed = feeder.submit(feed)
+        try:
+            best = max((stretch() for _ in range(_STRETCHES)), key=elements)
+        finally:
+            stop.set()
+        fed.result()
+    synchronize(device)
+    passage.close()
+    for sample in (mine, other):
+        sample.free()
+    return best
+
+
+def _copies(device: torch.device) -> tuple[float, float, float]:
+    """Bytes/s to the device, from it, and both at once."""
+    memory = Memory(device)
+    blocks = [memory.allocate(_BYTES, torch.uint8, "host", "measuring") for _ in range(2)]
+    a, b = (block.tensor for block in blocks)
+    x, y = torch.empty_like(a, device=device), torch.empty_like(b, device=device)
+
+    def both() -> None:
+        with torch.cuda.stream(stream_of(device)):
+            x.copy_(a, non_blocking=True)
+        b.copy_(y, non_blocking=True)
+
+    rates = [
+        _BYTES / min(_took(lambda: x.copy_(a, non_blocking=True), device) for _ in range(3)),
+        _BYTES / min(_took(lambda: b.copy_(y, non_blocking=True), device) for _ in range(3)),
+        2 * _BYTES / min(_took(both, device) for _ in range(3)),
+    ]
+    for block in blocks:
+        block.free()
+    return rates[0], rates[1], rates[2]
+
+
+def _collective(device: torch.device, everyone: Group) -> float:
+    """Bytes/s that a rank receives in an all-gather."""
+    mine = torch.zeros(64 * MiB // everyone.size, dtype=torch.uint8, device=device)
+    best = min(_took(lambda: all_gather(mine, everyone, 0), device) for _ in range(3))
+    return mine.numel() * (everyone.size - 1) / best
+
+
+def _seconds(copy: Callable[[Tensor, Tensor], object], device: torch.device, x: Tensor) -> float:
+    y = torch.zeros_like(x)
+    return min(_took(lambda: copy(x, y), device) for _ in range(3))
+
+
+def _took(work: Callable[[], object], device: torch.device) -> float:
+    synchronize(device)
+    begin = time.perf_counter()
+    work()
+    synchronize(device)
+    return max(time.perf_counter() - begin, 1e-9)
+
+
+def _name(device: torch.device) -> str:
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
+
+
+def device_bytes(device: torch.device) -> int:
+    """What this process has of a GPU's memory, and what is free of it; of a CPU, which no one limits, :data:`UNLIMITED`."""
+    if device.type != "cuda":
+        return UNLIMITED
+    return torch.cuda.mem_get_info(device)[0] + torch.cuda.memory_reserved(device)
+
+
+def host_bytes() -> int:
+    """What this process's control group may have of the host's memory, :data:`UNLIMITED` if it says nothing.
+
+    The system's own count is not asked: on some virtual machines it grows only as memory is touched.
+    """
+    for place in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):
+        try:
+            text = Path(place).read_text().strip()
+        except OSError:
+            continue
+        if text.isdigit() and int(text) < UNLIMITED:
+            return int(text)
+    return UNLIMITED

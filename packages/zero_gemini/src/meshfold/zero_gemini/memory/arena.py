@@ -1,0 +1,307 @@
+"""Memory that is accounted: every byte of chunks comes from an arena, which may have a budget.
+
+An arena hands out *blocks*; the bytes it accounts are the bytes of the blocks' storages, no more and no less. On a
+machine without a GPU, an arena with a budget stands for the compute device, so that plans can be executed anywhere.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter
+from typing import NoReturn
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import _disable_current_modes
+
+from meshfold.zero_gemini.errors import ArenaError, MemoryPlanError, OutOfBudget
+from meshfold.zero_gemini.memory.pinned import PAGE_BYTES, page_locked
+
+# What the CUDA allocator rounds to: storages are made that large, so that its count is ours (but for up to 1 MiB that
+# it leaves to a block rather than split a cached segment).
+ROUND_BYTES = 512
+
+
+class Block:
+    """A piece of an arena; comes from :meth:`Arena.allocate` or :meth:`Arena.count`.
+
+    Attributes:
+        arena: where it lies.
+        nbytes: bytes of its storage: those of the tensor, rounded up.
+        purpose: what it is for, as :class:`OutOfBudget` will tell.
+    """
+
+    __slots__ = ("_tensor", "arena", "nbytes", "purpose")
+
+    def __init__(self, arena: Arena, tensor: Tensor, nbytes: int, purpose: str) -> None:
+        self.arena = arena
+        self.nbytes = nbytes
+        self.purpose = purpose
+        self._tensor: Tensor | None = tensor
+
+    @property
+    def tensor(self) -> Tensor:
+        """Flat, ``numel``; its contents are undefined at first.
+
+        Raises:
+            ArenaError: after :meth:`free`.
+        """
+        if self._tensor is None:
+            raise ArenaError(f"{self} was freed: its tensor is gone")
+        return self._tensor
+
+    @property
+    def freed(self) -> bool:
+        """Whether its memory was given back."""
+        return self._tensor is None
+
+    def empty(self) -> None:
+        """Give the memory back and keep the tensor: it has no storage until :meth:`restore`. Nothing if it has none.
+
+        Raises:
+            ArenaError: after :meth:`free`.
+        """
+        storage = self.tensor.untyped_storage()
+        if storage.nbytes():
+            storage.resize_(0)
+            self.arena._returned(self.nbytes)
+
+    def restore(self) -> None:
+        """Have memory again after :meth:`empty`, of undefined contents. Nothing if it has some.
+
+        Raises:
+            OutOfBudget: if the arena has not as much left.
+            ArenaError: after :meth:`free`.
+        """
+        storage = self.tensor.untyped_storage()
+        if not storage.nbytes():
+            self.arena._taken(self.nbytes)
+            try:
+                storage.resize_(self.nbytes)
+            except RuntimeError as error:
+                self.arena._refused(self.nbytes, error)
+
+    def free(self) -> None:
+        """Give the memory back. The caller lets go of all views; they would keep the storage alive, unaccounted.
+
+        Device memory returns to torch's allocator in the order of the current stream: work on another stream must
+        have been waited for, and so must a copy to or from a pinned block.
+
+        Raises:
+            ArenaError: if it was freed before.
+        """
+        self.arena._give_back(self)
+
+    def __repr__(self) -> str:
+        of = f" for {self.purpose}" if self.purpose else ""
+        return f"block of {self.nbytes:,} bytes{of} in arena {self.arena.name!r}"
+
+
+class Arena:
+    """Accounted memory on one device.
+
+    Args:
+        name: what to call it in errors: "gpu", "host", ...
+        device: where its memory lies.
+        budget_bytes: how much may be in use at once; None for what the device has. May be changed at any time.
+        pinned: page-locked host memory, for copies that overlap with computation; every page is touched at once, by
+            all of torch's threads. Without CUDA the same memory, not locked.
+
+    Raises:
+        MemoryPlanError: for a negative budget, or pinned memory on a device.
+
+    Safe to use from several threads.
+    """
+
+    def __init__(
+        self, name: str, device: torch.device | str, budget_bytes: int | None = None, pinned: bool = False
+    ) -> None:
+        self.name = name
+        self.device = torch.device(device)
+        self.pinned = pinned
+        if pinned and self.device.type != "cpu":
+            raise MemoryPlanError(
+                f"arena {name!r}: only host memory can be pinned, and it is on {self.device}; use device='cpu'"
+            )
+        if budget_bytes is not None and budget_bytes < 0:
+            raise MemoryPlanError(
+                f"arena {name!r}: a budget of {budget_bytes} bytes; it must be at least 0, or None"
+            )
+        self.budget_bytes = budget_bytes
+        self._round_bytes = PAGE_BYTES if pinned else ROUND_BYTES
+        self._used = 0
+        self._peak = 0
+        self._blocks: dict[int, Block] = {}
+        self._lock = threading.Lock()
+
+    @property
+    def used_bytes(self) -> int:
+        """Bytes in use."""
+        return self._used
+
+    @property
+    def peak_bytes(self) -> int:
+        """The most bytes that were in use at once, since the start or :meth:`reset_peak`."""
+        return self._peak
+
+    @property
+    def free_bytes(self) -> int | None:
+        """Bytes that the budget still allows, never negative; None without a budget."""
+        return None if self.budget_bytes is None else max(0, self.budget_bytes - self._used)
+
+    @property
+    def blocks(self) -> tuple[Block, ...]:
+        """The blocks in use, oldest first."""
+        with self._lock:
+            return tuple(self._blocks.values())
+
+    def reset_peak(self) -> None:
+        """Measure the peak anew, from what is in use now."""
+        with self._lock:
+            self._peak = self._used
+
+    def nbytes(self, numel: int, dtype: torch.dtype) -> int:
+        """The bytes that a block of ``numel`` elements takes."""
+        return -(-numel * dtype.itemsize // self._round_bytes) * self._round_bytes
+
+    def fits(self, numel: int, dtype: torch.dtype) -> bool:
+        """Whether the budget still allows a block of ``numel`` elements."""
+        free = self.free_bytes
+        return free is None or self.nbytes(numel, dtype) <= free
+
+    def allocate(self, numel: int, dtype: torch.dtype, purpose: str = "") -> Block:
+        """A flat block of ``numel`` elements, aligned to 64 bytes at least (to a page, if pinned), undefined contents.
+
+        Args:
+            numel: elements.
+            dtype: of the elements.
+            purpose: what it is for, in a word or two: shown when memory runs out.
+
+        Raises:
+            OutOfBudget: if the budget or the device has not as much left; nothing has changed then.
+            ArenaError: if ``numel`` is not positive.
+        """
+        if numel <= 0:
+            raise ArenaError(f"arena {self.name!r}: a block of {numel} elements; it must have at least 1")
+        nbytes = self.nbytes(numel, dtype)
+        with self._lock:
+            if self.budget_bytes is not None and self._used + nbytes > self.budget_bytes:
+                raise self._exhausted(nbytes, "")
+            self._used += (
+                nbytes  # claimed before it is made, so that threads cannot exceed the budget together
+            )
+        try:
+            with _disable_current_modes():  # whoever counts what a model's operators make does not mean this
+                storage = self._storage(nbytes)
+        except (RuntimeError, OSError) as error:  # torch.OutOfMemoryError is a RuntimeError
+            with self._lock:
+                self._used -= nbytes
+                if not _is_out_of_memory(error):
+                    raise
+                reason = str(error).strip().splitlines()[0]
+                raise self._exhausted(nbytes, f"{self.device} itself has no more: {reason}") from error
+        block = Block(self, storage.view(dtype)[:numel], nbytes, purpose)
+        with self._lock:
+            self._blocks[id(block)] = block
+            self._peak = max(self._peak, self._used)
+        return block
+
+    def count(self, tensor: Tensor, purpose: str = "") -> Block:
+        """Account for a tensor that somebody else made, until the block is freed.
+
+        Raises:
+            OutOfBudget: if the budget has not as much left.
+        """
+        nbytes = self.nbytes(tensor.numel(), tensor.dtype)
+        self._taken(nbytes)
+        block = Block(self, tensor, nbytes, purpose)
+        with self._lock:
+            self._blocks[id(block)] = block
+        return block
+
+    def holders(self, most: int = 3) -> list[tuple[str, int]]:
+        """The purposes that hold most: ``(purpose, bytes)``, largest first."""
+        return self._holders(self.blocks, most)
+
+    def _storage(self, nbytes: int) -> Tensor:
+        if self.pinned:
+            return page_locked(nbytes)
+        return torch.empty(nbytes, dtype=torch.uint8, device=self.device)
+
+    def _give_back(self, block: Block) -> None:
+        with self._lock:
+            if self._blocks.pop(id(block), None) is not block:
+                raise ArenaError(f"{block} was freed before")
+            if block.tensor.untyped_storage().nbytes():
+                self._used -= block.nbytes
+            block._tensor = None
+
+    def _taken(self, nbytes: int) -> None:
+        with self._lock:
+            if self.budget_bytes is not None and self._used + nbytes > self.budget_bytes:
+                raise self._exhausted(nbytes, "")
+            self._used += nbytes
+            self._peak = max(self._peak, self._used)
+
+    def _returned(self, nbytes: int) -> None:
+        with self._lock:
+            self._used -= nbytes
+
+    def _refused(self, nbytes: int, error: RuntimeError) -> NoReturn:
+        """The device had no more after all."""
+        with self._lock:
+            self._used -= nbytes
+            if not _is_out_of_memory(error):
+                raise error
+            reason = str(error).strip().splitlines()[0]
+            raise self._exhausted(nbytes, f"{self.device} itself has no more: {reason}") from error
+
+    @staticmethod
+    def _holders(blocks: tuple[Block, ...], most: int) -> list[tuple[str, int]]:
+        held: Counter[str] = Counter()
+        for block in blocks:
+            if block.tensor.untyped_storage().nbytes():
+                held[block.purpose or "(no purpose given)"] += block.nbytes
+        return held.most_common(most)
+
+    def _exhausted(self, wanted: int, reason: str) -> OutOfBudget:
+        """The error to raise; the lock is held."""
+        if self.budget_bytes is None:
+            budget = "there is no budget"
+        else:
+            budget = f"the budget is {_size(self.budget_bytes)}, {_size(max(0, self.budget_bytes - self._used))} are free"
+        holders = self._holders(tuple(self._blocks.values()), 3)
+        held = (
+            "; most is held by " + ", ".join(f"{name}: {_size(size)}" for name, size in holders)
+            if holders
+            else ""
+        )
+        because = f" ({reason})" if reason else ""
+        return OutOfBudget(
+            f"arena {self.name!r} has no {_size(wanted)} left{because}: {_size(self._used)} are in use, {budget}{held}",
+            wanted_bytes=wanted,
+            used_bytes=self._used,
+            budget_bytes=self.budget_bytes,
+        )
+
+    def __repr__(self) -> str:
+        budget = "" if self.budget_bytes is None else f" of {_size(self.budget_bytes)}"
+        return (
+            f"Arena({self.name!r}, {self.device}, {_size(self._used)}{budget} in {len(self._blocks)} blocks)"
+        )
+
+
+def _is_out_of_memory(error: Exception) -> bool:
+    if isinstance(error, (torch.OutOfMemoryError, OSError)):
+        return True
+    text = str(error)  # the CPU allocator raises a plain RuntimeError
+    return "can't allocate memory" in text or "not enough memory" in text
+
+
+def _size(nbytes: int) -> str:
+    """Exact where a person would count, in GiB or MiB where not."""
+    if nbytes >= 2**30:
+        return f"{nbytes / 2**30:.2f} GiB"
+    if nbytes >= 2**20:
+        return f"{nbytes / 2**20:.2f} MiB"
+    return f"{nbytes:,} bytes"

@@ -1,0 +1,369 @@
+"""Adam on whole chunks, with the kernels of :mod:`meshfold.kernels`: numba for chunks on the host, Triton on the device.
+
+What is kept of a parameter, in bytes with the one the model computes with:
+
+========= ========= ================================================================== =====
+model     regime    true weights and moments                                           bytes
+========= ========= ================================================================== =====
+float32   A         the parameter; float32                                             12
+bfloat16  A         split master (bfloat16 and int16, exact); float32                  12
+bfloat16  B         split master; bfloat16, rounded stochastically                      8
+bfloat16  C         split master; 8 bits and a scale every 256 elements                6.03
+float16   A         float32; float32                                                   14
+========= ========= ================================================================== =====
+
+On disk goes everything but what the model computes with, which is the first 2 bytes (4 in float32).
+
+Neighbours that are used alike are stepped in one run of the kernel, the padding between them included (it is zero and
+stays so).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from meshfold.zero_gemini.chunks.chunk import Chunk
+from meshfold.zero_gemini.chunks.placement import Home
+from meshfold.zero_gemini.errors import MemoryPlanError, OutOfBudget
+from meshfold.zero_gemini.memory.arenas import Place
+from meshfold.zero_gemini.optimizer.adam_parameters import AdamValues
+from meshfold.zero_gemini.optimizer.adam_state import Held
+from meshfold.zero_gemini.optimizer.cpu_executor import Halves, Worker
+from meshfold.zero_gemini.optimizer.disk_buffers import Piece
+from meshfold.zero_gemini.optimizer.disk_state import DiskPlanes, DiskSettings
+from meshfold.zero_gemini.optimizer.gpu_streaming import Passage
+from meshfold.zero_gemini.optimizer.kernel_runs import ChunkStep, Run, settings_of
+from meshfold.zero_gemini.optimizer.state_planes import planes_of
+from meshfold.zero_gemini.optimizer.step_rates import Paces
+from meshfold.zero_gemini.optimizer.trial_steps import Trials
+from meshfold.zero_gemini.rank_errors import Faults
+
+REGIMES = ("A", "B", "C")
+_PLAIN = ("amsgrad", "maximize", "capturable", "differentiable")
+_FLOATS = (torch.float32, torch.bfloat16, torch.float16)
+
+
+def suits(optimizer: torch.optim.Optimizer, dtype: torch.dtype, true_dtype: torch.dtype) -> bool:
+    """Whether our Adam computes what a torch optimizer would: Adam or AdamW without extras, in float32 throughout."""
+    return (
+        type(optimizer) in (torch.optim.Adam, torch.optim.AdamW)
+        and dtype in _FLOATS
+        and true_dtype == torch.float32
+        and not any(group.get(key) for group in optimizer.param_groups for key in _PLAIN)
+        and not any(isinstance(group["lr"], Tensor) for group in optimizer.param_groups)
+    )
+
+
+class AdamStepper(AdamValues):
+    """See :class:`meshfold.zero_gemini.optimizer.interface.Stepper`.
+
+    Attributes:
+        disk: where state on disk lies; None without.
+        faults: keeps what fails of a promised step, which nobody can be told of in the middle of a collective.
+        paces: of steps on the host.
+    """
+
+    def __init__(
+        self, optimizer: torch.optim.Optimizer, regime: str, seed: int, disk: DiskSettings | None = None
+    ) -> None:
+        """Args:
+        optimizer: an Adam or AdamW of torch, for its groups and settings; it never steps itself.
+        regime: ``"A"``, ``"B"`` or ``"C"``.
+        seed: of stochastic rounding.
+        disk: where the state of chunks on disk lies; None: nothing is.
+        """
+        self.optimizer, self._regime, self._seed = optimizer, regime, seed
+        self.disk = None if disk is None else DiskPlanes(disk)
+        self._held: dict[Chunk, Held] = {}
+        self._first: dict[Chunk, int] = {}  # global number of the shard's first element
+        self._elements = 0
+        self._steps: dict[str, int] = {}
+        self._chunks: dict[str, Chunk] = {}
+        self._worker = Worker()
+        self._trials = Trials(self._worker)
+        self._groups: dict[Tensor, Any] = {}
+        self._coming: list[Piece] = []
+        self._passage: Passage | None = None
+        self.faults, self.paces = Faults(), Paces()
+
+    def reserve(self, shards: Iterable[tuple[torch.dtype, int]]) -> None:
+        """Have room on disk for chunks that are about to be adopted on, or moved to, disk: in one file for all of them.
+
+        Args:
+            shards: of each chunk, in which dtype the model computes and the elements of the shard.
+
+        Raises:
+            DiskError: if there is not as much room, or the folder cannot be used; nothing has changed then.
+            MemoryPlanError: if there are some and no folder was named.
+        """
+        wanted = [(planes_of(dtype, self._regime), elements) for dtype, elements in shards]
+        if self.disk is not None:
+            self.disk.reserve(wanted)
+        elif wanted:
+            raise MemoryPlanError(
+                f"the optimizer state of {len(wanted)} chunks is to live on disk, and no folder for it was named: give "
+                "offload_path"
+            )
+
+    def adopt(self, chunk: Chunk, place: Place) -> None:
+        if self._regime != "A" and chunk.dtype != torch.bfloat16:
+            raise MemoryPlanError(
+                f"regime {self._regime!r} is for models in bfloat16, and this one computes in {chunk.dtype}: use "
+                "precision='bf16', or regime='A'"
+            )
+        self._held[chunk] = Held(chunk, self._regime, place, self.disk)
+        self._first[chunk] = self._elements + chunk.group.index * chunk.shard.numel()
+        self._elements += chunk.spec.size_elems
+        self._promise(chunk)
+        for part in chunk.slices:
+            self._chunks[part.name] = chunk
+            self._steps[part.name] = 0
+
+    def pass_through(self, passage: Passage | None) -> None:
+        """Let the device step some of the host's chunks, whichever it is ready for before the cores are; None: none.
+
+        Not before it was :meth:`finish`-ed.
+        """
+        self.drop_trials()
+        before, self._passage = self._passage, passage
+        if before is not None:
+            before.close()
+
+    def move(self, chunk: Chunk, home: Home) -> None:
+        self.drop_trials()
+        self.finish()
+        self._held[chunk].move(home)
+        self._promise(chunk)
+
+    def _promise(self, chunk: Chunk) -> None:
+        """Steps of what is not on the device are done beside the computation."""
+        beside = self._beside(chunk)
+        chunk.due = partial(self._settle, chunk) if beside else None
+        chunk.is_stepped = partial(self._worker.is_done, chunk) if beside else None
+
+    def _beside(self, chunk: Chunk) -> bool:
+        return self._held[chunk].place != "device"
+
+    def publish(self, chunk: Chunk) -> None:
+        self._held[chunk].weights.show()
+        chunk.publish()
+
+    def step(self, gradients: Mapping[Chunk, Tensor], scale: float | Tensor, used: set[str]) -> None:
+        groups = self._groups_of()
+        self.finish()
+        late: dict[Chunk, Halves] = {}
+        on_disk = []  # what passes through the buffers, in order
+        factors: dict[torch.device, Tensor] = {}  # the factor, once on each device
+        steps: dict[Chunk, ChunkStep] = {}
+        for chunk, gradient in gradients.items():
+            factor = scale
+            if isinstance(scale, Tensor):
+                if gradient.device not in factors:
+                    factors[gradient.device] = scale.to(gradient.device, torch.float32)
+                factor = factors[gradient.device]
+            steps[chunk] = self._step_of(chunk, gradient, factor, used, groups)
+            self._count(chunk, used)
+        made = self._trials.keep(steps)
+        for chunk, step in steps.items():
+            if not self._beside(chunk):
+                step.at_once()
+                continue
+            # Late for every rank of the chunk's group, whatever lies in its shard: showing the chunk is theirs together.
+            if chunk in made:
+                chunk.is_due = True
+                continue
+            late[chunk] = step.halves(self._read_ahead, self._passage)
+            on_disk += step.held.pieces_of(step.spans)
+            chunk.is_due = True
+        if late:
+            then = None
+            if self.disk is not None:
+                self.disk.ring.expect(on_disk)
+                then = partial(self._get_ready, on_disk)
+            self._worker.submit(late, list(reversed(late)), then)
+        # Schedulers of torch warn if they are stepped before the optimizer, which never steps itself here.
+        self.optimizer._opt_called = True  # type: ignore[attr-defined]
+
+    # -- one by one ---------------------------------------------------------------------------------------------
+
+    def begin_steps(self, chunks: Sequence[Chunk]) -> None:
+        for chunk in self._held:
+            chunk.settle()  # of what this step did not use the last step may still be due
+        self._groups = self._groups_of()
+        self._coming = [
+            piece
+            for chunk in chunks
+            for piece in self._held[chunk].pieces_of([(0, chunk.shard.numel())])
+            if chunk.slices
+        ]
+        if self.disk is not None and self._coming:
+            self._worker.submit({}, [], partial(self.disk.ring.expect, self._coming))
+
+    def step_one(self, chunk: Chunk, gradient: Tensor, used: set[str], *, ready: Callable[[], None]) -> None:
+        step = self._step_of(chunk, gradient, 1.0, used, self._groups)
+        self._count(chunk, used)
+        if self._beside(chunk):
+            self._worker.submit({chunk: step.in_one(ready, self._read_ahead)}, [])
+            chunk.is_due = True
+        else:
+            ready()
+            step.at_once()
+
+    def end_steps(self) -> None:
+        if self.disk is not None and self._coming:
+            self._worker.submit({}, [], partial(self._get_ready, self._coming))
+        self.optimizer._opt_called = True  # type: ignore[attr-defined]
+
+    # -- on trial -----------------------------------------------------------------------------------------------
+
+    def keep_second_copies(self, yes: bool) -> bool:
+        """Have memory for steps on trial of the chunks whose state is in the host's memory; or none. No step may be due.
+
+        Returns:
+            Whether there is some; where it does not suffice for all there is none.
+        """
+        self.drop_trials()
+        try:
+            for held in self._held.values():
+                held.keep_second(yes)
+        except OutOfBudget:
+            return self.keep_second_copies(False)
+        return any(held.second is not None for held in self._held.values())
+
+    def begin_trials(self) -> None:
+        """Before a backward in which chunks will be stepped on trial."""
+        self.drop_trials()
+        self._groups = self._groups_of()
+
+    def try_step(
+        self, chunk: Chunk, gradient: Tensor, used: set[str], *, factor: float, ready: Callable[[], None]
+    ) -> bool:
+        """Step a chunk beside the computation, on trial: if :meth:`step` is called with the same it is made, else it never was.
+
+        Args:
+            chunk: which; nobody else changes its state until then.
+            gradient: its shard on the host.
+            used: names of the parameters that have a gradient.
+            factor: what the gradient is expected to count times.
+            ready: returns when it is there; called in another thread.
+
+        Returns:
+            Whether that can be: of a chunk that has a second copy, all of which is stepped alike.
+        """
+        if self._held[chunk].second is None or chunk.is_due:
+            return False
+        step = self._step_of(chunk, gradient, factor, used, self._groups)
+        if step.is_of_all:
+            self._trials.begin(chunk, step, ready, self._passage)
+        return step.is_of_all
+
+    def drop_trials(self) -> None:
+        self._trials.drop()
+
+    # -- within -------------------------------------------------------------------------------------------------
+
+    def _groups_of(self) -> dict[Tensor, Any]:
+        """The group of each stretch."""
+        return {p: group for group in self.optimizer.param_groups for p in group["params"]}
+
+    def _read_ahead(self) -> None:
+        if self.disk is not None:
+            self.disk.ring.advance()
+
+    def _get_ready(self, pieces: list[Piece]) -> None:
+        """After a step: begin to read what the next one will want first."""
+        if self.disk is not None:
+            self.disk.ring.settle()
+            self.disk.ring.expect(pieces)
+
+    def _step_of(
+        self,
+        chunk: Chunk,
+        gradient: Tensor,
+        factor: float | Tensor,
+        used: set[str],
+        groups: Mapping[Tensor, Any],
+    ) -> ChunkStep:
+        """The next step of a chunk."""
+        return ChunkStep(
+            held=self._held[chunk], gradient=gradient, factor=factor, first=self._first[chunk], seed=self._seed,
+            runs=self._runs(chunk, used, groups), paces=self.paces,
+        )  # fmt: skip
+
+    def _count(self, chunk: Chunk, used: set[str]) -> None:
+        """Of what is used, this step is made."""
+        for part in chunk.slices:
+            self._steps[part.name] += part.name in used
+
+    def _runs(self, chunk: Chunk, used: set[str], groups: Mapping[Tensor, Any]) -> list[Run]:
+        """Stretches of the shard that are stepped alike, as many neighbours as can be in one."""
+        stretches = self._held[chunk].weights.stretches
+        runs: list[Run] = []
+        key = None
+        for part in chunk.slices:
+            group = groups[stretches[part.name]]
+            mine = (id(group), self._steps[part.name]) if part.name in used else None
+            if mine != key:
+                if key is not None:
+                    runs[-1].end = part.shard_start
+                if mine is not None:
+                    settings = settings_of(self.optimizer, group)
+                    runs.append(Run(part.shard_start, chunk.shard.numel(), settings, mine[1] + 1))
+                key = mine
+        return runs
+
+    def _settle(self, chunk: Chunk) -> None:
+        """Before a chunk is gathered: its parameters must be there."""
+        if self.faults.keep(partial(self._worker.wait_parameters, chunk)):
+            self._trials.land(chunk)
+            self.publish(chunk)
+        else:
+            chunk.spoil()  # the others are in this collective too
+
+    def finish(self) -> None:
+        """Let every promised step be done, and the model see it.
+
+        Raises:
+            DiskError: if a step could not be, now and from then on; of several ranks ``faults`` keeps it.
+        """
+        for chunk in self._held:
+            chunk.settle()
+        if self.faults.keep(self._wait) and self.disk is not None:
+            self.faults.keep(self.disk.ring.settle)
+
+    def _wait(self) -> None:
+        self._worker.wait(but=self._trials.open)
+        self._trials.land_all()
+
+    def done_with(self, chunk: Chunk) -> None:
+        """Return once a chunk's gradient is needed no more."""
+        self.faults.keep(partial(self._worker.wait_moments, chunk))
+
+    def close(self) -> None:
+        """End the thread, with all steps done; remove what is on disk, and give all memory back.
+
+        Raises:
+            DiskError: or what else kept a step from being done, if nobody was told yet.
+        """
+        told = self._worker.failed or self.faults.told
+        try:
+            self.drop_trials()
+            self.finish()
+        except Exception:
+            if not told:
+                raise
+        finally:
+            self._worker.close()
+            self.pass_through(None)
+            for chunk, held in self._held.items():
+                chunk.due = None
+                held.free()
+            self._held.clear()
+            self._chunks.clear()
+            if self.disk is not None:
+                self.disk.close()

@@ -1,0 +1,146 @@
+"""What our Adam keeps of parameters, read and written by their names: true weights, moments, numbers of steps."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor, nn
+
+from meshfold.kernels import QuantizedState, WholeState, join_master, split_master
+from meshfold.mesh.parts import Parts
+from meshfold.zero_gemini.chunks.chunk import Chunk
+from meshfold.zero_gemini.optimizer.adam_state import Held
+from meshfold.zero_gemini.optimizer.interface import Entry
+from meshfold.zero_gemini.optimizer.state_planes import MOMENTS
+from meshfold.zero_gemini.optimizer.state_snapshot import NotedAdam
+
+
+class AdamValues(ABC):
+    """The part of :class:`~meshfold.zero_gemini.optimizer.adam.AdamStepper` that checkpoints are made of."""
+
+    _held: dict[Chunk, Held]
+    _chunks: dict[str, Chunk]  # by name
+    _steps: dict[str, int]  # of each parameter
+
+    @abstractmethod
+    def _wait(self) -> None:
+        """Return when nobody is at work on any chunk."""
+
+    @abstractmethod
+    def drop_trials(self) -> None:
+        """Forget what was stepped on trial since the last step: the state is another than it was stepped from."""
+
+    def stretch(self, name: str) -> nn.Parameter | None:
+        return self._held[self._chunks[name]].weights.stretches[name] if name in self._chunks else None
+
+    def true_dtype(self, chunk: Chunk) -> torch.dtype:
+        return torch.float32
+
+    @torch.no_grad()
+    def fill(self, name: str, block: Tensor) -> None:
+        if name not in self._chunks:
+            return
+        self.drop_trials()
+        held, (begin, end) = self._idle(name), self._range(name)
+        weights = held.weights.tensor[begin:end]
+        # Split where the values are: half the bytes go to page-locked memory directly, and no device waits for the host.
+        values = held.chunk.cut(name, block).float().contiguous()
+        if weights.dtype == torch.float32:
+            weights.copy_(values)
+        else:
+            for _, a, z, state in held.sections([(begin, end)], change=True):
+                part = values[a - begin : z - begin]
+                if isinstance(state, WholeState):
+                    state.parameter.copy_(part)
+                    state.weights.copy_(part)
+                else:
+                    hi, lo = split_master(part)
+                    state.hi.copy_(hi)
+                    state.lo.copy_(lo)
+        if not held.weights.are_shard:
+            held.chunk.shard[begin:end].copy_(weights)
+
+    def true(self, name: str) -> Tensor:
+        held, (begin, end) = self._idle(name), self._range(name)
+        if held.chunk.dtype == torch.float32:
+            return held.weights.tensor[begin:end]
+        return _joined(
+            state.parameter.clone() if isinstance(state, WholeState) else join_master(state.hi, state.lo)
+            for _, _, _, state in held.sections([(begin, end)], change=False)
+        )
+
+    @torch.no_grad()
+    def reset(self) -> None:
+        self.drop_trials()
+        self._wait()
+        self._steps = dict.fromkeys(self._steps, 0)
+        for chunk, held in self._held.items():
+            for _, _, _, state in held.sections([(0, chunk.shard.numel())], change=True):
+                for name in MOMENTS:
+                    getattr(state, name).zero_()
+                    if isinstance(state, QuantizedState):
+                        getattr(state, f"{name}_scale").zero_()
+
+    def entries(self, chunk: Chunk) -> dict[str, dict[str, Entry]]:
+        like = dict.fromkeys(MOMENTS, Entry(True, "float32"))
+        return {
+            part.name: {**like, "step": Entry(False, "float32")}
+            for part in chunk.slices
+            if self._steps[part.name]
+        }
+
+    def read(self, name: str, key: str) -> Tensor:
+        if key == "step":
+            return torch.tensor(float(self._steps[name]))
+        held = self._idle(name)
+        return _joined(
+            state.moment(key)
+            if isinstance(state, QuantizedState)
+            else getattr(state, key).to(torch.float32, copy=True)
+            for _, _, _, state in held.sections([self._range(name)], change=False)
+        )
+
+    def parts(self, name: str, key: str | None) -> Parts:
+        held = self._idle(name)
+        if key == "step":
+            return Parts((self.read(name, key),))
+        if held.place == "disk":
+            return Parts((self.true(name) if key is None else self.read(name, key),))
+        return held.noted().parts(*self._range(name), key)
+
+    def noted(self) -> NotedAdam | None:
+        """Where everything lies: good until the next step or move. None if some of it is on a disk."""
+        self._wait()
+        if any(held.place == "disk" for held in self._held.values()):
+            return None
+        chunks = {chunk: held.noted() for chunk, held in self._held.items()}
+        return NotedAdam(chunks=chunks, chunk_of=self._chunks, steps=dict(self._steps))
+
+    @torch.no_grad()
+    def write(self, name: str, key: str, value: Tensor) -> None:
+        self.drop_trials()
+        if key == "step":
+            self._steps[name] = int(value)
+        elif key in MOMENTS:
+            held, (begin, end) = self._idle(name), self._range(name)
+            for _, a, z, state in held.sections([(begin, end)], change=True):
+                part = value.reshape(-1)[a - begin : z - begin]
+                if isinstance(state, QuantizedState):
+                    state.load_moment(key, part.to(state.hi.device, torch.float32))
+                else:
+                    getattr(state, key).copy_(part)
+
+    def _idle(self, name: str) -> Held:
+        """What is held of a parameter's chunk, with nobody at work on it."""
+        self._wait()
+        return self._held[self._chunks[name]]
+
+    def _range(self, name: str) -> tuple[int, int]:
+        return self._chunks[name].span(name)
+
+
+def _joined(parts: Iterable[Tensor]) -> Tensor:
+    found = list(parts)
+    return found[0] if len(found) == 1 else torch.cat(found)

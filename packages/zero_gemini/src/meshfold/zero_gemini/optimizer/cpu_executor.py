@@ -1,0 +1,210 @@
+"""The host's optimizer steps, beside the computation: threads of their own that work through them in order.
+
+With clipping the norm is known only when backward is over, and by then the device has nothing left to do. So a chunk on
+the host is stepped *just in time*: its parameters right before the next forward wants them, while the device runs what
+comes before it; its moments after all parameters, while the device runs backward. Both halves together are the plain
+step to the bit. What is stepped in one go has no second half.
+
+One thread has the cores. Where the device steps a part of the host's chunks another thread feeds it: each takes the next
+chunk when it is ready for one.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Collection
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import NamedTuple, TypeVar
+
+import torch
+
+from meshfold.zero_gemini.chunks.chunk import Chunk
+from meshfold.zero_gemini.memory.copies import Arrival
+
+Work = Callable[[], None]
+T = TypeVar("T")
+
+
+class Halves(NamedTuple):
+    """A chunk's step.
+
+    Attributes:
+        parameters: writes its parameters.
+        moments: writes its moments; None if the first does all.
+        on_device: instead of both, or of the first: starts it on the device, and returns what waits for its end; None if
+            that cannot be.
+        device_does_all: ``on_device`` is instead of both.
+    """
+
+    parameters: Work
+    moments: Work | None = None
+    on_device: Callable[[], Arrival] | None = None
+    device_does_all: bool = True
+
+
+class Worker:
+    """Steps of chunks that were promised and may not be done yet.
+
+    A step that failed leaves the model between two steps: from then on everything here raises what it raised.
+    """
+
+    def __init__(self) -> None:
+        self._pool: ThreadPoolExecutor | None = None
+        self._feeder: ThreadPoolExecutor | None = None
+        self._parameters: dict[Chunk, Future[Arrival | None]] = {}
+        self._moments: dict[Chunk, Future[None]] = {}
+        self._rest: list[Future[None]] = []
+        self._failure: BaseException | None = None
+
+    @property
+    def failed(self) -> bool:
+        """Whether somebody was told that a step failed."""
+        return self._failure is not None
+
+    def submit(self, steps: dict[Chunk, Halves], backward: list[Chunk], then: Work | None = None) -> None:
+        """Take the steps of chunks.
+
+        Args:
+            steps: of chunks in the order in which forward wants them.
+            backward: the same chunks in the order in which backward gives their gradients.
+            then: done after all.
+        """
+        pool = self._started()
+        self._rest = [rest for rest in self._rest if not rest.done() or rest.exception() is not None]
+        self._parameters.update({chunk: Future() for chunk in steps})
+        deal = _Deal(steps, self._parameters)
+        pool.submit(deal.to_cores)
+        if any(halves.on_device for halves in steps.values()):
+            if self._feeder is None:
+                self._feeder = ThreadPoolExecutor(1, "meshfold-feed")
+            self._rest.append(self._feeder.submit(deal.to_device))
+        for chunk in backward:
+            if steps[chunk].moments is not None:
+                self._moments[chunk] = pool.submit(deal.moments, chunk)
+        if then is not None:
+            self._rest.append(pool.submit(then))
+
+    def is_done(self, chunk: Chunk) -> bool:
+        """Whether to wait for the chunk's parameters takes no time."""
+        future = self._parameters.get(chunk)
+        if future is None:
+            return True
+        if not future.done():
+            return False
+        on_its_way = None if future.exception() is not None else future.result()
+        return on_its_way is None or on_its_way.is_over()
+
+    def wait_parameters(self, chunk: Chunk) -> None:
+        """Return once the chunk's parameters are written."""
+        on_its_way = self._end(self._parameters.pop(chunk, None))
+        if on_its_way is not None:
+            on_its_way()
+
+    def wait_moments(self, chunk: Chunk) -> None:
+        """Return once the chunk's whole step is done, and its gradient is needed no more."""
+        self.wait_parameters(chunk)
+        self._end(self._moments.pop(chunk, None))
+
+    def wait(self, but: Collection[Chunk] = ()) -> None:
+        """Return once everything is done, but for the steps of some chunks."""
+        for chunk in {**self._parameters, **self._moments}:
+            if chunk not in but:
+                self.wait_moments(chunk)
+        while self._rest and not but:  # it may be theirs
+            self._end(self._rest.pop())
+
+    def close(self) -> None:
+        """Finish what was promised and end the threads."""
+        for pool in (self._feeder, self._pool):
+            if pool is not None:
+                pool.shutdown()
+        self._feeder = self._pool = None
+        self._parameters.clear()
+        self._moments.clear()
+        self._rest.clear()
+
+    def _end(self, future: Future[T] | None) -> T | None:
+        if future is not None:
+            error = future.exception()
+            self._failure = self._failure or error
+        if self._failure is not None:
+            raise self._failure
+        return None if future is None else future.result()
+
+    def _started(self) -> ThreadPoolExecutor:
+        if self._pool is None:
+            before = torch.get_num_threads()
+            self._pool = ThreadPoolExecutor(1, "meshfold-step")
+            self._pool.submit(_take_threads, threads_for_steps(before)).result()
+            torch.set_num_threads(before)  # what one thread sets is what later ones begin with
+        return self._pool
+
+
+class _Deal:
+    """Chunks of one step, each taken by the cores or by the device, whichever is ready for it first."""
+
+    def __init__(self, steps: dict[Chunk, Halves], done: dict[Chunk, Future[Arrival | None]]) -> None:
+        """Args:
+        steps: in the order in which they are wanted.
+        done: to be told once parameters are written, or on their way: with what waits for them.
+        """
+        self._steps, self._left = steps, [*steps]
+        self._done = {chunk: done[chunk] for chunk in steps}
+        self._lock = threading.Lock()
+        self._on_device: set[Chunk] = set()
+
+    def to_cores(self) -> None:
+        """Take chunks until none is left."""
+        while (chunk := self._next(on_device=False)) is not None:
+            self._do(chunk, self._steps[chunk].parameters)
+
+    def to_device(self) -> None:
+        """The same, of those that the device can step."""
+        while (chunk := self._next(on_device=True)) is not None:
+            start = self._steps[chunk].on_device
+            assert start is not None  # chosen so
+            self._do(chunk, start)
+
+    def moments(self, chunk: Chunk) -> None:
+        """The second half of a chunk, where the device has not done it."""
+        steps = self._steps[chunk]
+        if steps.moments is None or (chunk in self._on_device and steps.device_does_all):
+            return
+        on_its_way = self._done[chunk].result()
+        if on_its_way is not None:  # the device still reads the moments as they were
+            on_its_way()
+        steps.moments()
+
+    def _next(self, *, on_device: bool) -> Chunk | None:
+        with self._lock:
+            for place, chunk in enumerate(self._left):
+                if not on_device or self._steps[chunk].on_device is not None:
+                    del self._left[place]
+                    if on_device:
+                        self._on_device.add(chunk)
+                    return chunk
+        return None
+
+    def _do(self, chunk: Chunk, work: Callable[[], Arrival | None]) -> None:
+        try:
+            self._done[chunk].set_result(work())
+        except BaseException as error:
+            self._done[chunk].set_exception(error)
+
+
+def threads_for_steps(there: int) -> int:
+    """How many of a process's threads step.
+
+    The thread that launches the device's work keeps a core for itself, and autograd's another where there are many: with
+    14 of 16 cores the kernels are 8 % faster than with 15.
+    """
+    return max(1, there - (2 if there >= 8 else 1))
+
+
+def _take_threads(count: int) -> None:
+    """Let torch, and the kernels that go by it, use so many threads when they are called from this one."""
+    import numba
+
+    numba.get_num_threads()  # where it starts its own threads it changes how many torch has
+    torch.set_num_threads(count)
+    torch.get_num_threads()  # settles it: what other threads set from now on does not count here

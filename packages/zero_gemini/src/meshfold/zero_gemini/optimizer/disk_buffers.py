@@ -1,0 +1,293 @@
+"""A few buffers in the host's memory through which state that lives on disk passes: read ahead, changed, written behind.
+
+The buffers are a small cache: what was just used, or is expected next, is in one of them. One thread uses a ring at a
+time (the worker while a step is done, the main thread between steps), so there is no lock.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from itertools import islice
+
+from torch import Tensor, uint8
+
+from meshfold.zero_gemini.disk import DiskStore, Pending
+from meshfold.zero_gemini.errors import DiskError
+from meshfold.zero_gemini.memory.arena import Block
+from meshfold.zero_gemini.memory.arenas import Memory
+from meshfold.zero_gemini.memory.pinned import PAGE_BYTES
+from meshfold.zero_gemini.optimizer.state_planes import Plane, views
+
+_PAUSE_SECONDS = 2e-4  # a piece is on its way for some 20 ms
+
+
+@dataclass(eq=False, kw_only=True)
+class Piece:
+    """The state of some consecutive elements of a shard: one block on disk.
+
+    Attributes:
+        what: whose state it is, in words.
+        begin: first element of the shard.
+        end: behind the last.
+        planes: what lies in it, one plane after the other.
+        nbytes: of its block on disk, whole pages.
+        store: where the block is.
+        block: its name there.
+        written: whether it holds something; zeros if not.
+    """
+
+    what: str
+    begin: int
+    end: int
+    planes: tuple[Plane, ...]
+    nbytes: int
+    store: DiskStore
+    block: str
+    written: bool = False
+
+    def views(self, buffer: Tensor) -> dict[str, Tensor]:
+        """Its planes in a buffer of bytes."""
+        return views(buffer, self.planes, self.end - self.begin)
+
+
+@dataclass(eq=False)
+class _Buffer:
+    """Some memory and what is in it, or on the way."""
+
+    block: Block
+    tensor: Tensor
+    piece: Piece | None = None
+    pending: Pending | None = None
+    writes: bool = False  # what is pending
+    dirty: bool = False  # changed since it was last written
+
+
+class Ring:
+    """See the module.
+
+    Attributes:
+        count: buffers; with three, one is read, one changed and one written at a time.
+        nbytes: of each; 0 while there is nothing on disk.
+    """
+
+    def __init__(self, count: int) -> None:
+        self.count, self.nbytes = count, 0
+        self._buffers: list[_Buffer] = []
+        self._order: deque[Piece] = deque()  # what will be used next
+        self._failed: dict[Piece, DiskError] = {}
+
+    # -- memory -------------------------------------------------------------------------------------------------
+
+    @property
+    def host_bytes(self) -> int:
+        """Bytes of the host's memory that all buffers take, as they are accounted."""
+        return sum(buffer.block.nbytes for buffer in self._buffers)
+
+    def fit(self, nbytes: int, memory: Memory) -> None:
+        """Have buffers of this size, or none for 0. Between steps.
+
+        Raises:
+            OutOfBudget: if the host has not as much left; the buffers are as they were then.
+            DiskError: if what was in them could not be written.
+        """
+        if nbytes == self.nbytes:
+            return
+        self.flush()
+        before = self.nbytes
+        self._drop()
+        try:
+            self._make(nbytes, memory)
+        except BaseException:
+            self._drop()
+            self._make(before, memory)
+            raise
+
+    def _make(self, nbytes: int, memory: Memory) -> None:
+        # A pinned block begins on a page, as direct I/O wants it; another one is a page longer and cut to one.
+        extra = 0 if memory.home.pinned else PAGE_BYTES
+        for _ in range(self.count if nbytes else 0):
+            block = memory.allocate(nbytes + extra, uint8, "disk", "buffers of the disk")
+            start = -block.tensor.data_ptr() % PAGE_BYTES
+            self._buffers.append(_Buffer(block, block.tensor[start : start + nbytes]))
+        self.nbytes = nbytes
+
+    def _drop(self) -> None:
+        self._order.clear()
+        for buffer in self._buffers:
+            if buffer.pending is not None:  # what reads ahead
+                _end(buffer.pending)
+            buffer.tensor = buffer.tensor[:0].clone()
+            buffer.block.free()
+        self._buffers.clear()
+        self.nbytes = 0
+
+    # -- use ----------------------------------------------------------------------------------------------------
+
+    def expect(self, pieces: Iterable[Piece]) -> None:
+        """Say what will be used next, in order; reading begins as far as buffers are free."""
+        self._order = deque(pieces)
+        self.advance()
+
+    @contextmanager
+    def open(self, piece: Piece, *, change: bool, now: bool = False) -> Iterator[dict[str, Tensor]]:
+        """A piece's planes, in memory inside the block.
+
+        Args:
+            piece: which.
+            change: they will be changed.
+            now: start writing at the end; else it is written when its buffer is wanted for another.
+
+        Raises:
+            DiskError: if it cannot be read, or something before could not be written: that is lost, and said each time.
+        """
+        self.check()
+        if piece in self._order:
+            while self._order.popleft() is not piece:
+                pass
+        buffer = next((buffer for buffer in self._buffers if buffer.piece is piece), None)
+        if buffer is None:
+            buffer = self._load(self._free(), piece)
+        # A read must be there, and what is being written must not be changed. Others that end meanwhile free buffers.
+        while buffer.pending is not None and not buffer.pending.done():
+            self.advance(but=buffer)
+            time.sleep(_PAUSE_SECONDS)
+        self._collect(buffer)
+        buffer.dirty |= change
+        self.advance(but=buffer)
+        yield piece.views(buffer.tensor)
+        if now and buffer.dirty:
+            self._write(buffer)
+        self.advance()
+
+    def advance(self, but: _Buffer | None = None) -> None:
+        """Start to read what comes next, as far as buffers are free. Waits for nothing."""
+        window = [*islice(self._order, self.count)]
+        for piece in window:
+            if any(buffer.piece is piece for buffer in self._buffers):
+                continue
+            free = None
+            for buffer in self._buffers:
+                if buffer is but or buffer.piece in window:
+                    continue
+                if buffer.dirty:
+                    self._write(buffer)
+                if buffer.pending is None or buffer.pending.done():
+                    free = buffer
+                    break
+            if free is None:
+                return
+            self._collect(free)
+            self._load(free, piece)
+
+    def settle(self) -> None:
+        """Wait for what is being written.
+
+        Raises:
+            DiskError: if it could not be.
+        """
+        for buffer in self._buffers:
+            if buffer.writes:
+                self._collect(buffer)
+        self.check()
+
+    def flush(self) -> None:
+        """Write what was changed, and wait until it is there.
+
+        Raises:
+            DiskError: if it could not be.
+        """
+        for buffer in self._buffers:
+            if buffer.dirty:
+                self._write(buffer)
+        self.settle()
+
+    def forget(self, pieces: Iterable[Piece]) -> None:
+        """Let pieces go, whatever is in their buffers, and what went wrong with them."""
+        gone = set(pieces)
+        self._order = deque(piece for piece in self._order if piece not in gone)
+        for buffer in self._buffers:
+            if buffer.piece in gone:
+                if buffer.pending is not None:
+                    _end(buffer.pending)
+                buffer.piece = buffer.pending = None
+                buffer.writes = buffer.dirty = False
+        for piece in gone:
+            self._failed.pop(piece, None)
+
+    def close(self) -> None:
+        """Give the memory back; what is in it is forgotten."""
+        self._failed.clear()
+        self._drop()
+
+    def check(self) -> None:
+        """Raises:
+        DiskError: if some state is lost.
+        """
+        for buffer in self._buffers:
+            if buffer.writes and buffer.pending is not None and buffer.pending.done():
+                self._collect(buffer)
+        for error in self._failed.values():
+            raise error
+
+    # -- within -------------------------------------------------------------------------------------------------
+
+    def _free(self) -> _Buffer:
+        """A buffer for something that was not expected: one that is idle, else the one whose content is needed last."""
+        place = {piece: index for index, piece in enumerate(islice(self._order, self.count))}
+
+        def trouble(buffer: _Buffer) -> tuple[int, bool, bool]:
+            soon = -1 if buffer.piece is None else self.count - place.get(buffer.piece, self.count)
+            return soon, buffer.dirty, buffer.pending is not None and not buffer.pending.done()
+
+        buffer = min(self._buffers, key=trouble)
+        if buffer.dirty:
+            self._write(buffer)
+        self._collect(buffer)
+        return buffer
+
+    def _load(self, buffer: _Buffer, piece: Piece) -> _Buffer:
+        buffer.piece, buffer.dirty = piece, False
+        if piece.written:
+            buffer.pending = piece.store.read(piece.block, buffer.tensor[: piece.nbytes])
+            buffer.writes = False
+        else:
+            buffer.tensor[: piece.nbytes].zero_()
+        return buffer
+
+    def _write(self, buffer: _Buffer) -> None:
+        self._collect(buffer)
+        piece = buffer.piece
+        if piece is not None:
+            buffer.pending = piece.store.write(piece.block, buffer.tensor[: piece.nbytes])
+            buffer.writes = piece.written = True
+        buffer.dirty = False
+
+    def _collect(self, buffer: _Buffer) -> None:
+        """Wait for what a buffer takes part in."""
+        pending, piece = buffer.pending, buffer.piece
+        if pending is None or piece is None:
+            return
+        doing = "written to" if buffer.writes else "read from"
+        try:
+            pending.wait()
+        except DiskError as error:
+            lost = DiskError(
+                f"the optimizer state of {piece.what} could not be {doing} disk, so training cannot go on from here: "
+                f"{error} Put that right, and resume from the last checkpoint."
+            )
+            lost.errno = error.errno
+            self._failed[piece] = lost
+            buffer.piece = None
+            raise lost from error
+        finally:
+            buffer.pending, buffer.writes = None, False
+
+
+def _end(pending: Pending) -> None:
+    """Wait for something whose outcome does not matter."""
+    with suppress(DiskError):
+        pending.wait()

@@ -1,0 +1,128 @@
+"""What an optimizer needs to see of a parameter: its elements alone, or the whole of it.
+
+Known ones are looked up, those that declare it are believed, and others are tried out on a few numbers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, Literal
+
+import torch
+
+from meshfold.mesh.elementwise import TrialError, sight_of
+from meshfold.zero_gemini.errors import MemoryPlanError
+from meshfold.zero_gemini.optimizer.adam import suits
+from meshfold.zero_gemini.optimizers import FlatAdam
+
+Kind = Literal["adam", "elementwise", "matrices"]
+"""Carried out by our kernels; stepped on shards; stepped on whole parameters."""
+
+_ELEMENTWISE = (
+    "SGD", "Adam", "AdamW", "NAdam", "RAdam", "Adamax", "Adagrad", "Adadelta", "RMSprop", "Rprop", "ASGD",
+)  # fmt: skip
+_MATRICES = ("Adafactor", "Muon")
+_FLOAT32 = ((torch.float32, torch.float32),)
+
+
+def kind_of(
+    optimizer: torch.optim.Optimizer, dtypes: Iterable[tuple[torch.dtype, torch.dtype]] = _FLOAT32
+) -> Kind:
+    """How an optimizer is carried out on chunks.
+
+    ``optimizer.elementwise``, True or False, is believed. Without it, an optimizer that is not of torch steps on two
+    small random matrices: whole, each by itself, and in flat pieces. If pieces come out as the whole it is
+    ``"elementwise"``; if only each matrix by itself does, ``"matrices"``.
+
+    Args:
+        optimizer: with its groups; it is not changed and does not step.
+        dtypes: of the chunks, (the model's, that of true weights).
+
+    Raises:
+        MemoryPlanError: for one that cannot be carried out on chunks.
+    """
+    pairs = list(dtypes)
+    name = type(optimizer).__name__
+    if isinstance(optimizer, torch.optim.LBFGS):
+        raise MemoryPlanError(
+            "LBFGS needs all gradients in one vector and the loss several times a step, and with ZeRO a rank sees its shards "
+            "once: use adamw, or train without zero"
+        )
+    if isinstance(optimizer, torch.optim.SparseAdam):
+        raise MemoryPlanError(
+            "SparseAdam steps on sparse gradients, and shards are dense: use adamw with embeddings of sparse=False"
+        )
+    if isinstance(optimizer, FlatAdam):
+        return _of_ours(optimizer, pairs)
+    if all(suits(optimizer, dtype, true) for dtype, true in pairs):
+        return "adam"
+    if type(optimizer) in _of_torch(_ELEMENTWISE):
+        return "elementwise"
+    if type(optimizer) in _of_torch(_MATRICES):
+        return "matrices"
+    declared = getattr(optimizer, "elementwise", None)
+    if declared is not None:
+        if not isinstance(declared, bool):
+            raise MemoryPlanError(
+                f"{name}.elementwise is {declared!r}; it is True (steps on each element alone) or False (needs whole "
+                "parameters)"
+            )
+        return "elementwise" if declared else "matrices"
+    kinds = {_tried(optimizer, group) for group in optimizer.param_groups}
+    return "matrices" if "matrices" in kinds else "elementwise"
+
+
+def adam_regime(optimizer: torch.optim.Optimizer, regime: str, seed: int) -> tuple[str, int]:
+    """Regime and seed for an optimizer of kind ``"adam"``: those of HybridAdam and CPUAdam, unless Gemini was told others.
+
+    Raises:
+        MemoryPlanError: if both say a regime, and not the same; or groups have several.
+    """
+    if not isinstance(optimizer, FlatAdam):
+        return regime, seed
+    own = sorted({group["regime"] for group in optimizer.param_groups})
+    if len(own) > 1:
+        raise MemoryPlanError(
+            f"the groups of {type(optimizer).__name__} have regimes {' and '.join(own)}: with chunks all have one"
+        )
+    if regime not in ("A", own[0]):
+        raise MemoryPlanError(
+            f"regime={regime!r} was asked for, and {type(optimizer).__name__} was made with regime={own[0]!r}: say it in one "
+            "place"
+        )
+    return own[0], int(optimizer.param_groups[0]["seed"]) or seed
+
+
+def _of_torch(names: Sequence[str]) -> set[type]:
+    return {getattr(torch.optim, name) for name in names if hasattr(torch.optim, name)}
+
+
+def _of_ours(optimizer: FlatAdam, pairs: Sequence[tuple[torch.dtype, torch.dtype]]) -> Kind:
+    for dtype, true in pairs:
+        if true != torch.float32:
+            raise MemoryPlanError(
+                f"{type(optimizer).__name__} keeps true weights in float32, and this model (in {dtype}) has them in {true}: use "
+                "torch.optim.AdamW, or precision='bf16', 'fp16' or 'fp32'"
+            )
+    if all(group["bias_correction"] for group in optimizer.param_groups):
+        return "adam"
+    if any(group["regime"] != "A" for group in optimizer.param_groups):
+        raise MemoryPlanError(
+            f"{type(optimizer).__name__} has bias_correction=False and a regime other than 'A'; on chunks those come with bias "
+            "correction: leave one of them out"
+        )
+    return "elementwise"
+
+
+def _tried(optimizer: torch.optim.Optimizer, group: Mapping[str, Any]) -> Kind:
+    try:
+        sight = sight_of(optimizer, group)
+    except TrialError as error:
+        raise MemoryPlanError(str(error)) from error
+    if sight == "others":
+        raise MemoryPlanError(
+            f"{type(optimizer).__name__} steps on a parameter in a way that depends on others (or on chance), and with ZeRO no "
+            "rank has them all: if only clipping by a global norm does that, use the engine's clip_grad_norm; if it draws random "
+            "numbers for each element, let its class say elementwise = True"
+        )
+    return "elementwise" if sight == "elements" else "matrices"

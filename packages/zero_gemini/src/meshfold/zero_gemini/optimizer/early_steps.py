@@ -1,0 +1,132 @@
+"""Stepping chunks while backward goes on, where nobody looks at all gradients before the step.
+
+A chunk is stepped once its gradient is complete on this rank and nothing in this backward reads its parameters any more:
+all units that compute with them were left as often as they were called (:meth:`Runtime.is_over
+<meshfold.zero_gemini.runtime.module_hooks.Runtime.is_over>`), so that neither a second use nor a
+recomputation sees the new values. On
+the device it is stepped at once. For one on the host the gradient goes through a ring of two buffers, and the step is
+done beside the backward. What is not sure to be over before the end of backward is stepped then.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from functools import partial
+
+from meshfold.zero_gemini.chunks.gradient import ChunkGradient
+from meshfold.zero_gemini.chunks.host_gradients import GradientRing
+from meshfold.zero_gemini.errors import ChunkError
+from meshfold.zero_gemini.memory.arenas import Memory
+from meshfold.zero_gemini.memory.copies import Arrival, send_home
+from meshfold.zero_gemini.optimizer.interface import EarlyStepper
+from meshfold.zero_gemini.runtime.module_hooks import Runtime
+
+WAITING = 2
+"""Gradients that wait on the device for a use of their chunks to end, more than the chunks that one unit has."""
+
+
+class EarlySteps:
+    """Steps chunks one by one.
+
+    Attributes:
+        ring: through which gradients of chunks on the host go.
+        is_half: some chunks have made the step that is under way, and others may not have.
+    """
+
+    def __init__(self, stepper: EarlyStepper, runtime: Runtime, memory: Memory) -> None:
+        """Args:
+        stepper: steps a chunk.
+        runtime: knows what is still read.
+        memory: for the ring.
+        """
+        self._stepper, self._runtime, self._memory = stepper, runtime, memory
+        self.ring = GradientRing(memory)
+        self._waiting: list[ChunkGradient] = []
+        self.is_half = False
+
+    def begin(self, gradients: Iterable[ChunkGradient]) -> None:
+        """Before a backward.
+
+        Args:
+            gradients: all, about in the order in which they will be complete.
+
+        Raises:
+            OutOfBudget: if the host has no memory for the ring; nothing has changed then.
+        """
+        gradients = list(gradients)
+        through = [g for g in gradients if g.home != "device" and not g.has_home]
+        self.ring.fit(max((g.chunk.spec.shard_elems * g.dtype.itemsize for g in through), default=0))
+        self._stepper.begin_steps([g.chunk for g in gradients])
+
+    def offer(self, gradient: ChunkGradient) -> None:
+        """A gradient is complete, as far as this rank's backward has come."""
+        if gradient.is_gone or gradient in self._waiting:
+            return
+        if not gradient.is_settled:
+            gradient.send_home()  # more may come: it is held
+            return
+        self._waiting.append(gradient)
+        self.go()
+
+    def go(self) -> None:
+        """Step what can be."""
+        for gradient in [*self._waiting]:
+            if self._runtime.is_over(gradient.chunk):
+                self._waiting.remove(gradient)
+                self._step(gradient)
+        while len(self._waiting) > self._runtime.most_chunks + WAITING:
+            self._waiting.pop(0).send_home()
+
+    def finish(self, gradients: Iterable[ChunkGradient]) -> None:
+        """After the backward: step what was not yet."""
+        self._waiting.clear()
+        for gradient in gradients:
+            gradient.collect()
+            if not gradient.is_gone:
+                self._step(gradient)
+
+    def end(self) -> None:
+        """All chunks have made the step."""
+        self._stepper.end_steps()
+        self.is_half = False
+
+    def forget(self) -> None:
+        """Of a backward that was broken off before anything was stepped."""
+        self._waiting.clear()
+
+    def check(self) -> None:
+        """Raises:
+        ChunkError: if a step was broken off in the middle.
+        """
+        if self.is_half:
+            raise ChunkError(
+                "the last backward was broken off when some chunks had made the optimizer's step and others had not (without "
+                "clipping they make it while backward runs), so training cannot go on from here: make the engine anew and resume "
+                "from the last checkpoint"
+            )
+
+    def close(self) -> None:
+        """Give the ring's memory back."""
+        self._waiting.clear()
+        self.ring.close()
+
+    def _step(self, gradient: ChunkGradient) -> None:
+        chunk, used = gradient.chunk, gradient.names_used
+        if gradient.has_home:  # where sums over micro-steps wait
+            gradient.send_home()
+        block = gradient.hand_out()
+        self.is_half = True
+        if block is None:
+            assert gradient.shard is not None  # it went home
+            self._stepper.step_one(chunk, gradient.shard, used, ready=gradient.on_its_way())
+            gradient.hand_over(partial(self._stepper.done_with, chunk))
+        elif gradient.home == "device":
+            self._stepper.step_one(chunk, block.tensor, used, ready=Arrival())
+            block.free()
+        else:
+            buffer = self.ring.lend(
+                block.tensor.numel(), gradient.dtype, partial(self._stepper.done_with, chunk)
+            )
+            arrived = send_home(block.tensor, buffer, chunk.device)
+            block.free()
+            self._stepper.step_one(chunk, buffer, used, ready=Arrival(arrived))

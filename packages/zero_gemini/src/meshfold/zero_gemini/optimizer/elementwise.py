@@ -1,0 +1,205 @@
+"""Any elementwise optimizer of torch: it steps on stretches of the true weights, one a parameter."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+
+import torch
+from torch import Tensor, nn
+
+from meshfold.mesh.parts import Parts
+from meshfold.zero_gemini.chunks.chunk import Chunk
+from meshfold.zero_gemini.chunks.placement import Home
+from meshfold.zero_gemini.errors import MemoryPlanError
+from meshfold.zero_gemini.memory.arena import Arena, Block
+from meshfold.zero_gemini.memory.arenas import Place
+from meshfold.zero_gemini.optimizer.interface import Entry
+from meshfold.zero_gemini.optimizer.master_weights import Weights
+
+
+class GeneralStepper:
+    """See :class:`meshfold.zero_gemini.optimizer.interface.Stepper`. A parameter without a gradient is left out by torch itself.
+
+    The optimizer makes its state by itself, so that is accounted for once it is there. It steps on all parameters in one
+    call, so their gradients are held until then, also without clipping.
+    """
+
+    def __init__(
+        self, optimizer: torch.optim.Optimizer, dtype: torch.dtype | None, *, with_state: bool
+    ) -> None:
+        """Args:
+        optimizer: its groups will be given stretches.
+        dtype: of the true weights; None: as the model computes.
+        with_state: it makes its state as soon as it is made, as Adagrad does.
+        """
+        self.optimizer, self._dtype = optimizer, dtype
+        self._made_with_state = with_state
+        self._weights: dict[Chunk, Weights] = {}
+        self._chunks: dict[str, Chunk] = {}
+        self._counted: dict[nn.Parameter, dict[str, Block]] = {}
+
+    def reserve(self, shards: Iterable[tuple[torch.dtype, int]]) -> None:
+        if any(True for _ in shards):
+            self._possible("disk")
+
+    def adopt(self, chunk: Chunk, place: Place) -> None:
+        self._weights[chunk] = Weights(chunk, self._dtype or chunk.dtype, self._possible(place))
+        self._chunks.update((part.name, chunk) for part in chunk.slices)
+
+    def move(self, chunk: Chunk, home: Home) -> None:
+        weights = self._weights[chunk]
+        place, was = self._possible(home.state), weights.place
+        self._carry(chunk, place)
+        try:
+            weights.move(place, home.parameters)
+        except BaseException:
+            self._carry(chunk, was)
+            raise
+
+    def _possible(self, place: Place) -> Place:
+        if place == "disk":
+            raise MemoryPlanError(
+                f"the state of {type(self.optimizer).__name__} cannot live on disk, which is for adam and adamw: use one of "
+                "them, or keep it on the host (placement='cpu')"
+            )
+        return place
+
+    def _carry(self, chunk: Chunk, place: Place) -> None:
+        """Bring the optimizer's state of a chunk to a place, one tensor at a time."""
+        arena, moved = chunk.memory.arena(place), []
+        try:
+            for stretch in self._weights[chunk].stretches.values():
+                for key, value in self._tensors(stretch):
+                    old = self._counted.get(stretch, {}).get(key)
+                    if old is not None and old.arena is not arena:
+                        self._replace(stretch, key, arena)
+                        moved.append((stretch, key, old.arena))
+                    elif old is None and key != "step":  # torch counts steps on the CPU, whatever the device
+                        self.optimizer.state[stretch][key] = value.to(arena.device)
+        except BaseException:
+            for stretch, key, before in moved:
+                self._replace(stretch, key, before)
+            raise
+
+    def _replace(self, stretch: nn.Parameter, key: str, arena: Arena) -> None:
+        """Copy a tensor of the optimizer to an arena, and forget the one that was."""
+        old = self._counted[stretch][key]
+        new = arena.allocate(old.tensor.numel(), old.tensor.dtype, old.purpose)
+        new.tensor.copy_(old.tensor)
+        self.optimizer.state[stretch][key], self._counted[stretch][key] = new.tensor, new
+        old.free()
+
+    def begin(self) -> None:
+        """Make the optimizer anew where it keeps state from the start; its groups have their stretches by now."""
+        if self._made_with_state:
+            self.optimizer = type(self.optimizer)(self.optimizer.param_groups, **self.optimizer.defaults)
+            self._count()
+
+    def stretch(self, name: str) -> nn.Parameter | None:
+        return self._weights[self._chunks[name]].stretches[name] if name in self._chunks else None
+
+    def true_dtype(self, chunk: Chunk) -> torch.dtype:
+        return self._weights[chunk].dtype
+
+    @torch.no_grad()
+    def fill(self, name: str, block: Tensor) -> None:
+        if name in self._chunks:
+            chunk = self._chunks[name]
+            weights = self._weights[chunk]
+            weights.stretches[name].copy_(chunk.cut(name, block))
+            if not weights.are_shard:
+                chunk.fill(name, block)
+
+    def true(self, name: str) -> Tensor:
+        return self._weights[self._chunks[name]].stretches[name].detach()
+
+    def publish(self, chunk: Chunk) -> None:
+        self._weights[chunk].show()
+        chunk.publish()
+
+    def step(self, gradients: Mapping[Chunk, Tensor], scale: float | Tensor, used: set[str]) -> None:
+        for chunk, shard in gradients.items():
+            weights = self._weights[chunk]
+            gradient = shard.to(weights.dtype)
+            if isinstance(scale, Tensor):
+                gradient = gradient * scale.to(gradient)
+            elif scale != 1.0:
+                gradient = gradient * scale
+            for part in chunk.slices:
+                stretch = gradient[part.shard_start : part.shard_start + part.length]
+                weights.stretches[part.name].grad = stretch if part.name in used else None
+        self.optimizer.step()
+        for weights in self._weights.values():
+            for parameter in weights.stretches.values():
+                parameter.grad = None
+        self._count()
+
+    def finish(self) -> None:
+        pass  # its steps are done at once
+
+    def done_with(self, chunk: Chunk) -> None:
+        pass
+
+    def reset(self) -> None:
+        self.optimizer.state.clear()
+        self._count()
+        self.begin()
+
+    def close(self) -> None:
+        """Give all memory back."""
+        self.optimizer.state.clear()
+        self._count()
+        for weights in self._weights.values():
+            weights.free()
+
+    def entries(self, chunk: Chunk) -> dict[str, dict[str, Entry]]:
+        return {
+            name: {
+                key: Entry(_is_like(value, stretch), str(value.dtype).removeprefix("torch."))
+                for key, value in self._tensors(stretch)
+            }
+            for name, stretch in self._weights[chunk].stretches.items()
+        }
+
+    def read(self, name: str, key: str) -> Tensor:
+        value: Tensor = self.optimizer.state[self.stretch(name)][key]  # type: ignore[index]
+        return value.detach()
+
+    def parts(self, name: str, key: str | None) -> Parts:
+        return Parts((self.true(name) if key is None else self.read(name, key),))
+
+    def write(self, name: str, key: str, value: Tensor) -> None:
+        stretch = self._weights[self._chunks[name]].stretches[name]
+        # torch counts steps on the CPU, whatever the device; other numbers are where the parameter is.
+        home = torch.device("cpu") if key == "step" else stretch.device
+        self.optimizer.state[stretch][key] = value.to(home, copy=True)
+        self._count_one(self._weights[self._chunks[name]], stretch)
+
+    def _tensors(self, stretch: nn.Parameter) -> Iterator[tuple[str, Tensor]]:
+        for key, value in [*self.optimizer.state.get(stretch, {}).items()]:
+            if isinstance(value, Tensor):
+                yield key, value
+
+    def _count(self) -> None:
+        """Account for the state that is there now, and no more for what is not.
+
+        Raises:
+            OutOfBudget: if the optimizer took more than there was left.
+        """
+        for weights in self._weights.values():
+            for stretch in weights.stretches.values():
+                self._count_one(weights, stretch)
+
+    def _count_one(self, weights: Weights, stretch: nn.Parameter) -> None:
+        counted = self._counted.setdefault(stretch, {})
+        found = {key: value for key, value in self._tensors(stretch) if _is_like(value, stretch)}
+        for key, block in [*counted.items()]:
+            if found.get(key) is not block.tensor:
+                counted.pop(key).free()
+        for key, value in found.items():
+            if key not in counted:
+                counted[key] = weights.chunk.memory.arena(weights.place).count(value, "optimizer state")
+
+
+def _is_like(value: Tensor, stretch: Tensor) -> bool:
+    return value.dim() > 0 and value.shape == stretch.shape

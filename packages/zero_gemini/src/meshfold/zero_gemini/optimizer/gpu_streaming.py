@@ -1,0 +1,213 @@
+"""Steps of chunks that live on the host, done on the device: pieces of their state go up, are stepped, and come down.
+
+The cores alone do not reach all of the host memory's bandwidth, and while a forward waits for them the device's copy
+engines idle. So the cores step one chunk and the device another, each as fast as it can (see
+:mod:`meshfold.zero_gemini.optimizer.cpu_executor`): the kernels give the same bits on both.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from meshfold.kernels import AdamState
+from meshfold.zero_gemini.memory.arena import Block
+from meshfold.zero_gemini.memory.arenas import Memory
+from meshfold.zero_gemini.memory.copies import Arrival
+from meshfold.zero_gemini.optimizer.state_planes import Plane, cut, lie, state_of, views
+
+SLOT_BYTES = 32 * 2**20
+SLOTS = 6
+_UP_AT_A_TIME = 2  # pieces that are queued to go up: what computation waits for comes right behind them
+PASSAGE_BYTES = SLOTS * SLOT_BYTES
+"""What the pieces that are on the device at a time take of it."""
+_ALIGN_ELEMS = 2**14  # of pieces: blocks of 8-bit moments share a scale
+
+StepPiece = Callable[[int, AdamState, Tensor, int], None]
+"""Steps a piece: of which run it is, its state, its gradient, and its first element in the shard."""
+
+
+@dataclass(kw_only=True)
+class _Slot:
+    """A piece's place on the device, and when what was there has come down, if that is on its way."""
+
+    block: Block
+    free: torch.cuda.Event | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Streams:
+    up: torch.cuda.Stream
+    step: torch.cuda.Stream
+    down: torch.cuda.Stream
+
+
+@dataclass(frozen=True, kw_only=True)
+class HostState:
+    """What is to be stepped, all of it flat in the host's memory.
+
+    Attributes:
+        weights: of the shard, in the dtype that the model computes in.
+        planes: what is kept beside them.
+        tensors: by plane.
+        gradient: of the shard.
+    """
+
+    weights: Tensor
+    planes: tuple[Plane, ...]
+    tensors: Mapping[str, Tensor]
+    gradient: Tensor
+
+    def planes_up(self) -> tuple[Plane, ...]:
+        """All that goes up, in order."""
+        return (Plane("", self.weights.dtype), Plane("gradient", self.gradient.dtype), *self.planes)
+
+
+@dataclass(kw_only=True, eq=False)
+class Passage:
+    """Some places on the device through which state passes. One thread at a time may use it.
+
+    Attributes:
+        memory: whose compute device it is.
+        halves: the device does first halves alone where it can: parameters come down, and the moments are left to the cores.
+    """
+
+    memory: Memory
+    halves: bool = False
+    slot_bytes: int = SLOT_BYTES
+    slots: int = SLOTS
+    _slots: list[_Slot] = field(default_factory=list)
+    _streams: _Streams | None = None
+    _turn: int = 0
+    _going_up: deque[torch.cuda.Event] = field(default_factory=deque)
+
+    def __post_init__(self) -> None:
+        """Takes its memory.
+
+        Raises:
+            OutOfBudget: if the device has not as much left.
+        """
+        try:
+            for _ in range(self.slots):
+                block = self.memory.allocate(self.slot_bytes, torch.uint8, "device", "state passing through")
+                self._slots.append(_Slot(block=block))
+        except BaseException:
+            self.close()
+            raise
+        if self.memory.device.type == "cuda":
+            up, step, down = (torch.cuda.Stream(self.memory.device) for _ in range(3))
+            self._streams = _Streams(up=up, step=step, down=down)
+            # what was queued before may still use this memory
+            up.wait_stream(torch.cuda.current_stream(self.memory.device))
+
+    def step(
+        self,
+        host: HostState,
+        spans: list[tuple[int, int]],
+        do: StepPiece,
+        *,
+        moments: bool = True,
+        into: HostState | None = None,
+    ) -> Arrival:
+        """Step some runs of elements.
+
+        Args:
+            host: their state, which nobody else touches until the end.
+            spans: from and to which element of the shard they go, in order.
+            do: steps a piece of one of them on the device.
+            moments: it changes them too, so they come down.
+            into: where to; None: where they came from.
+
+        Returns:
+            As soon as the last pieces are on their way up: what returns when all is down again.
+        """
+        last: torch.cuda.Event | None = None
+        size = self._elements(host)
+        for index, (begin, end) in enumerate(spans):
+            # Pieces begin where blocks of elements that share a value do, wherever the run begins.
+            start = begin // _ALIGN_ELEMS * _ALIGN_ELEMS
+            for at in range(start, end, size):
+                a, z = max(at, begin), min(at + size, end)
+                last = self._piece(host, a, z, partial(do, index), moments, into or host)
+        return Arrival(last)
+
+    def close(self) -> None:
+        """Give the memory back; nothing may be on its way."""
+        for slot in self._slots:
+            if slot.free is not None:
+                slot.free.synchronize()
+            slot.block.free()
+        self._slots.clear()
+
+    def _elements(self, host: HostState) -> int:
+        """Elements of a piece: as many as a place holds."""
+        planes = host.planes_up()
+        elements = self.slot_bytes // sum(-(-plane.dtype.itemsize // plane.each) for plane in planes)
+        elements = max(_ALIGN_ELEMS, elements // _ALIGN_ELEMS * _ALIGN_ELEMS)
+        while lie(planes, elements)[1] > self.slot_bytes:
+            elements -= _ALIGN_ELEMS
+        return elements
+
+    def _piece(
+        self,
+        host: HostState,
+        begin: int,
+        end: int,
+        do: Callable[[AdamState, Tensor, int], None],
+        moments: bool,
+        into: HostState,
+    ) -> torch.cuda.Event | None:
+        slot = self._slots[self._turn % self.slots]
+        self._turn += 1
+        here = views(slot.block.tensor, host.planes_up(), end - begin)
+        weights, gradient = here.pop(""), here.pop("gradient")
+        home, target = (
+            {"": state.weights[begin:end], **cut(state.planes, state.tensors, begin, end)}
+            for state in (host, into)
+        )
+        arrived = {"": weights, **here}
+        changed = ["", *(plane.name for plane in host.planes if moments or not plane.is_of_moments)]
+
+        def up() -> None:
+            gradient.copy_(host.gradient[begin:end], non_blocking=True)
+            for name, tensor in arrived.items():
+                tensor.copy_(home[name], non_blocking=True)
+
+        def down() -> None:
+            for name in changed:
+                target[name].copy_(arrived[name], non_blocking=True)
+
+        streams = self._streams
+        if streams is None:
+            up()
+            do(state_of(weights, here), gradient, begin)
+            down()
+            return None
+        while len(self._going_up) >= _UP_AT_A_TIME:
+            self._going_up.popleft().synchronize()
+        with torch.cuda.stream(streams.up):
+            if slot.free is not None:
+                streams.up.wait_event(slot.free)
+            up()
+            self._going_up.append(_point(streams.up))
+        with torch.cuda.stream(streams.step):
+            streams.step.wait_event(self._going_up[-1])
+            do(state_of(weights, here), gradient, begin)
+            stepped = _point(streams.step)
+        with torch.cuda.stream(streams.down):
+            streams.down.wait_event(stepped)
+            down()
+            slot.free = _point(streams.down)
+        return slot.free
+
+
+def _point(stream: torch.cuda.Stream) -> torch.cuda.Event:
+    """A point that a thread waits for without using a core."""
+    event = torch.cuda.Event(blocking=True)
+    event.record(stream)
+    return event

@@ -1,0 +1,204 @@
+"""One step of one chunk as a few runs of the kernel, now or later, at once or in halves."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from meshfold.kernels import AdamSettings, AdamState, adam_step, adam_update_moments, adam_update_parameters
+from meshfold.zero_gemini.memory.copies import Arrival
+from meshfold.zero_gemini.optimizer.adam_state import Held
+from meshfold.zero_gemini.optimizer.cpu_executor import Halves, Work
+from meshfold.zero_gemini.optimizer.gpu_streaming import Passage
+from meshfold.zero_gemini.optimizer.step_rates import Paces, What
+
+
+@dataclass
+class Run:
+    """Elements of a shard that are stepped alike.
+
+    Attributes:
+        begin: the first.
+        end: behind the last.
+        settings: of all.
+        number: of their step, from 1.
+    """
+
+    begin: int
+    end: int
+    settings: AdamSettings
+    number: int
+
+    @property
+    def in_halves(self) -> bool:
+        """Whether parameters can be written before moments."""
+        return self.settings.adamw_mode or not self.settings.weight_decay
+
+
+@dataclass(frozen=True, kw_only=True)
+class ChunkStep:
+    """One chunk's step, to be done at any time.
+
+    Attributes:
+        held: the chunk's state.
+        gradient: of the chunk's shard.
+        factor: what the gradient counts times.
+        first: global number of the shard's first element.
+        seed: of stochastic rounding.
+        runs: in order.
+        paces: told how long steps of what is in the host's memory take.
+    """
+
+    held: Held
+    gradient: Tensor
+    factor: float | Tensor
+    first: int
+    seed: int
+    runs: list[Run]
+    paces: Paces
+
+    @property
+    def spans(self) -> list[tuple[int, int]]:
+        """From and to which elements the runs go."""
+        return [(run.begin, run.end) for run in self.runs]
+
+    def at_once(self) -> None:
+        """All of it, now."""
+        self._do(adam_step)
+
+    @property
+    def _elements(self) -> int:
+        return sum(run.end - run.begin for run in self.runs)
+
+    def _do_on_host(self, what: What, kernel: Callable[..., None]) -> None:
+        with self.paces.clock("disk" if self.held.place == "disk" else what, self._elements):
+            self._do(kernel)
+
+    def _do(self, kernel: Callable[..., None]) -> None:
+        for index, begin, end, state in self.held.sections(self.spans, change=True, now=True):
+            run = self.runs[index]
+            kernel(
+                state, self.gradient[begin:end], run.settings, step=run.number, grad_scale=self.factor,
+                start=self.first + begin, seed=self.seed,
+            )  # fmt: skip
+
+    def in_one(self, ready: Work, between: Work) -> Halves:
+        """All of it, in one.
+
+        Args:
+            ready: returns when the gradient is there.
+            between: done afterwards.
+        """
+
+        def work() -> None:
+            ready()
+            self._do_on_host("whole", adam_step)
+            between()
+
+        return Halves(work)
+
+    def halves(self, between: Work, passage: Passage | None = None) -> Halves:
+        """In two where that can be; what is on disk is read and written once, so in one.
+
+        Args:
+            between: done after each half.
+            passage: through which the device may step it instead.
+        """
+
+        def then(what: What, kernel: Callable[..., None]) -> None:
+            self._do_on_host(what, kernel)
+            between()
+
+        if self.held.place == "disk":
+            return Halves(partial(then, "whole", adam_step))
+        through = None if passage is None else partial(self._on_device, passage)
+        if not all(run.in_halves for run in self.runs):
+            return Halves(partial(then, "whole", adam_step), on_device=through)
+        first, second = (
+            partial(then, "parameters", adam_update_parameters),
+            partial(then, "moments", adam_update_moments),
+        )
+        return Halves(first, second, through, device_does_all=passage is None or not passage.halves)
+
+    @property
+    def is_of_all(self) -> bool:
+        """Whether the runs are all of the shard: nothing is left as it was."""
+        ends = [0, *(run.end for run in self.runs)]
+        return ends[:-1] == [run.begin for run in self.runs] and ends[-1] == self.gradient.numel() > 0
+
+    def does_as(self, other: ChunkStep) -> bool:
+        """Whether another step of the same chunk would change the same elements to the same bits."""
+        return self.runs == other.runs and float(self.factor) == float(other.factor)
+
+    def on_trial(self, ready: Work, wanted: Callable[[], bool], passage: Passage | None = None) -> Halves:
+        """All of it into the second copy of the state, which may become the first; nothing may be left as it was.
+
+        Args:
+            ready: returns when the gradient is there.
+            wanted: whether it still may count.
+            passage: through which the device may step it instead.
+        """
+
+        def work() -> None:
+            if not wanted():
+                return
+            ready()
+            with self.paces.clock("second copy", self._elements):
+                for run in self.runs:
+                    before, into = self.held.both(run.begin, run.end)
+                    adam_step(
+                        into, self.gradient[run.begin : run.end], run.settings, step=run.number, grad_scale=self.factor,
+                        start=self.first + run.begin, seed=self.seed, before=before,
+                    )  # fmt: skip
+
+        def through(passage: Passage) -> Arrival:
+            if not wanted():
+                return Arrival()
+            ready()
+            return self._on_device(passage, on_trial=True)
+
+        return Halves(work, on_device=None if passage is None else partial(through, passage))
+
+    @torch.no_grad()
+    def _on_device(self, passage: Passage, *, on_trial: bool = False) -> Arrival:
+        """All of it, or its first half, by the device: started, and what waits for the end. On trial: into the second copy."""
+        first = passage.halves and not on_trial and all(run.in_halves for run in self.runs)
+        kernel = adam_update_parameters if first else adam_step
+        factor = float(
+            self.factor
+        )  # it is on the host: to bring it up again would wait for what the device does
+
+        def piece(index: int, state: AdamState, gradient: Tensor, begin: int) -> None:
+            run = self.runs[index]
+            kernel(
+                state, gradient, run.settings, step=run.number, grad_scale=factor, start=self.first + begin,
+                seed=self.seed,
+            )  # fmt: skip
+
+        with self.paces.clock("passage", self._elements):  # until the last pieces are going up
+            return passage.step(
+                self.held.in_memory(self.gradient), self.spans, piece, moments=not first,
+                into=self.held.in_memory(self.gradient, second=True) if on_trial else None,
+            )  # fmt: skip
+
+
+def settings_of(optimizer: torch.optim.Optimizer, group: Mapping[str, Any]) -> AdamSettings:
+    """What one of an optimizer's groups says."""
+    beta1, beta2 = group["betas"]
+    return AdamSettings(
+        lr=float(group["lr"]),
+        beta1=float(beta1),
+        beta2=float(beta2),
+        eps=float(group["eps"]),
+        weight_decay=float(group["weight_decay"]),
+        adamw_mode=bool(
+            group.get(
+                "adamw_mode", group.get("decoupled_weight_decay", isinstance(optimizer, torch.optim.AdamW))
+            )
+        ),
+    )

@@ -1,0 +1,168 @@
+"""Parameters that one rank has whole: who owns which, and how shards come together there and go back.
+
+A chunk's shards cut through parameters. Optimizers that look at whole matrices step on each parameter at one rank of
+its chunk's group, the *owner*. It is mostly a rank that has the parameter, or most of it, in its shard already: in a
+chunk of many parameters only those at the borders of shards move at all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import accumulate, groupby
+
+import torch
+from torch import Tensor
+
+from meshfold.mesh import Group, all_to_all
+from meshfold.zero_gemini.chunks.chunk import Chunk
+from meshfold.zero_gemini.chunks.layout import Slot
+
+
+class Owners:
+    """Chooses owners, the same on every rank that is told of the same chunks in the same order.
+
+    A parameter that lies in one shard stays there: shards are of one size. One that lies across several goes, the
+    largest first, to the rank that owns least so far, over all chunks of the group, where a rank counts as owning less
+    by as much as it has of the parameter.
+    """
+
+    def __init__(self) -> None:
+        self._loads: dict[tuple[int, ...], list[int]] = {}
+
+    def choose(self, chunk: Chunk) -> dict[str, int]:
+        """Of each of its parameters: the owner's index in the chunk's group."""
+        loads = self._loads.setdefault(chunk.group.ranks, [0] * chunk.group.size)
+        chosen = {}
+        has_of = {slot.name: chunk.lengths(slot.name) for slot in chunk.spec.slots}
+
+        def order(slot: Slot) -> tuple[bool, int]:
+            return slot.numel not in has_of[slot.name], -slot.numel
+
+        for slot in sorted(chunk.spec.slots, key=order):
+            has = has_of[slot.name]
+            at_home = slot.numel in has
+            rank = (
+                has.index(slot.numel)
+                if at_home
+                else _least([load - part for load, part in zip(loads, has, strict=True)])
+            )
+            chosen[slot.name] = rank
+            loads[rank] += slot.numel
+        return chosen
+
+
+def _least(numbers: Sequence[int]) -> int:
+    return min(range(len(numbers)), key=lambda i: (numbers[i], i))
+
+
+class Round:
+    """Chunks whose pieces travel in one all-to-all.
+
+    Every piece goes from the rank that has it in its shard to the rank that owns it, or back, once. The all-to-all of
+    equal blocks pads each pair of ranks to the largest: with as many chunks in a round as there are ranks in the group,
+    a chunk of one large parameter, all of which goes to one rank, is balanced by those that go to others. What a rank
+    keeps does not travel. A round moves ``N · padded`` elements a rank each way, where a perfect one would move those of
+    ``N`` shards at most, and holds two such buffers on the compute device.
+    """
+
+    def __init__(self, chunks: Sequence[Chunk], owners: Mapping[str, int]) -> None:
+        """Args:
+        chunks: of one group and dtype.
+        owners: of all their parameters.
+        """
+        self.chunks, self._owners = list(chunks), owners
+        self._group: Group = chunks[0].group
+        self._lengths = {name: chunk.lengths(name) for chunk in chunks for name in chunk.spec.names}
+        ranks = range(self._group.size)
+        pairs = [[0] * self._group.size for _ in ranks]
+        for name, lengths in self._lengths.items():
+            for rank in ranks:
+                if rank != owners[name]:
+                    pairs[rank][owners[name]] += lengths[rank]
+        self.padded = max(map(max, pairs))
+
+    def to_owners(self, shards: Mapping[Chunk, Tensor]) -> Iterator[tuple[str, Tensor]]:
+        """The parameters that this rank owns, flat, from what all ranks have in their shards. All of the group must call.
+
+        Args:
+            shards: of each chunk: flat, like its shard, of one dtype on any device.
+        """
+        mine = self._group.index
+        sends: list[list[Tensor]] = [[] for _ in range(self._group.size)]
+        kept: dict[str, Tensor] = {}
+        for chunk in self.chunks:
+            for part in chunk.slices:
+                piece = shards[chunk][part.shard_start : part.shard_start + part.length]
+                if self._owners[part.name] == mine:
+                    kept[part.name] = piece
+                else:
+                    sends[self._owners[part.name]].append(piece)
+        arrived = self._exchange(sends, shards[self.chunks[0]].dtype)
+        for name, lengths in self._lengths.items():
+            if self._owners[name] == mine:
+                pieces = [
+                    kept[name] if rank == mine and length else next_of(arrived[rank], length)
+                    for rank, length in enumerate(lengths)
+                    if length
+                ]
+                home = self.chunks[0].device if len(pieces) > 1 else pieces[0].device
+                yield name, pieces[0] if len(pieces) == 1 else torch.cat([piece.to(home) for piece in pieces])
+
+    def to_shards(self, wholes: Mapping[str, Tensor]) -> None:
+        """Write the parameters that owners have into the chunks' shards. All of the group must call.
+
+        Args:
+            wholes: flat, those that this rank owns, of the chunks' dtype on any device.
+        """
+        mine = self._group.index
+        sends: list[list[Tensor]] = [[] for _ in range(self._group.size)]
+        kept: dict[str, Tensor] = {}
+        for name, lengths in self._lengths.items():
+            if self._owners[name] == mine:
+                starts = accumulate(lengths, initial=0)
+                for rank, (start, length) in enumerate(zip(starts, lengths, strict=False)):
+                    piece = wholes[name][start : start + length]
+                    if rank == mine:
+                        kept[name] = piece
+                    elif length:
+                        sends[rank].append(piece)
+        arrived = self._exchange(sends, self.chunks[0].dtype)
+        for chunk in self.chunks:
+            for part in chunk.slices:
+                owner = self._owners[part.name]
+                piece = kept[part.name] if owner == mine else next_of(arrived[owner], part.length)
+                place = chunk.shard[part.shard_start : part.shard_start + part.length]
+                if place.data_ptr() != piece.data_ptr() or place.dtype != piece.dtype:
+                    place.copy_(piece)
+
+    def _exchange(self, sends: Sequence[Sequence[Tensor]], dtype: torch.dtype) -> list[list[Tensor]]:
+        """What every rank has sent to this one, each in a list of one tensor that is eaten up from the front."""
+        if not self.padded:
+            return [[] for _ in sends]
+        device = self.chunks[0].device
+        buffer = torch.zeros(len(sends), self.padded, dtype=dtype, device=device)
+        for row, pieces in zip(buffer, sends, strict=True):
+            start = 0
+            for piece in pieces:
+                row[start : start + piece.numel()].copy_(piece)
+                start += piece.numel()
+        return [[row] for row in all_to_all(buffer, self._group, 0, 0)]
+
+
+def next_of(row: list[Tensor], length: int) -> Tensor:
+    """Take that many elements off the front of what arrived."""
+    piece, row[0] = row[0][:length], row[0][length:]
+    return piece
+
+
+def rounds_of(chunks: Sequence[Chunk], owners: Mapping[str, int]) -> list[Round]:
+    """Chunks in rounds of as many as their group has ranks, of one group and dtype each, in order."""
+    found = []
+    for _, alike in groupby(
+        sorted(chunks, key=lambda chunk: (chunk.group.ranks, str(chunk.dtype))),
+        key=lambda chunk: (chunk.group.ranks, str(chunk.dtype)),
+    ):
+        members = list(alike)
+        size = members[0].group.size
+        found += [Round(members[i : i + size], owners) for i in range(0, len(members), size)]
+    return found

@@ -1,0 +1,96 @@
+"""Stepping chunks on trial while backward goes on, where gradients are clipped and seldom have to be.
+
+The norm is known when backward is over, and then a step that waited for it has only the next forward to hide behind. But a
+gradient that was not scaled down in the last steps will hardly be in this one. So a chunk whose state is on the host is
+stepped as soon as its gradient is there, into a second copy
+(:mod:`meshfold.zero_gemini.optimizer.shadow_state`), as if the gradient
+counted what the last two steps' did. If it does, the step is made; else it never was, and the chunk is stepped again. Both
+ways give the same bits.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+
+from torch import Tensor
+
+from meshfold.zero_gemini.chunks.gradient import ChunkGradient
+from meshfold.zero_gemini.optimizer import AdamStepper
+
+ALIKE = 2
+"""Steps in a row whose gradients counted the same, before one is expected to."""
+
+
+class TrialSteps:
+    """Decides when to step on trial.
+
+    Attributes:
+        alike: steps in a row, up to the last, whose gradients counted the same; 0 if trials are of no use.
+    """
+
+    def __init__(self, stepper: AdamStepper) -> None:
+        """Args:
+        stepper: makes the steps.
+        """
+        self._stepper = stepper
+        self._on = self._in_vain = False
+        self._factor: float | None = None  # the last step's
+        self._sums: dict[ChunkGradient, int] = {}  # of what was stepped with since the last step, when it was
+        self.alike = 0
+
+    def turn(self, on: bool) -> bool:
+        """Have second copies from now on, or none. No step may be due.
+
+        Returns:
+            Whether there are some: False too where the host has no memory for them.
+        """
+        self._on = self._stepper.keep_second_copies(on)
+        return self._on
+
+    @property
+    def are_made(self) -> bool:
+        """Whether the coming step is one to be made on trial."""
+        return self._on and self.alike >= ALIKE
+
+    def begin(self) -> None:
+        """Before a backward that may be a step's last, in which steps are made on trial."""
+        if self._sums:
+            self.give_up()
+        else:
+            self._stepper.begin_trials()
+
+    def offer(self, gradient: ChunkGradient) -> None:
+        """In such a backward a gradient is complete, as far as one knows, and on its way home."""
+        if self._factor is None or gradient.home != "host" or gradient.shard is None:
+            return
+        chunk = gradient.chunk
+        if gradient in self._sums:  # it is the sum of several backwards that could each be the last
+            self.give_up()
+            return
+        used = {chunk.spec.names[place] for place in gradient.used}
+        if self._stepper.try_step(chunk, gradient.shard, used, factor=self._factor, ready=gradient.arrival()):
+            gradient.hand_over(partial(self._stepper.done_with, chunk))
+            self._sums[gradient] = gradient.sums
+
+    def check(self) -> None:
+        """Before a step: whether gradients are still those that were stepped with."""
+        if any(gradient.sums != sums for gradient, sums in self._sums.items()):
+            self.give_up()
+
+    def learn(self, scale: float | Tensor) -> None:
+        """After a step: what its gradients counted times."""
+        if self._in_vain:
+            return
+        factor = float(scale)
+        self.alike = self.alike + 1 if factor == self._factor else 1
+        self._factor = factor
+
+    def drop(self) -> None:
+        """After a step; or none follows what was stepped on trial."""
+        self._sums.clear()
+        self._stepper.drop_trials()
+
+    def give_up(self) -> None:
+        """Gradients are others than those that steps were made with, and will be again: from now on none is made on trial."""
+        self._in_vain, self.alike = True, 0
+        self.drop()

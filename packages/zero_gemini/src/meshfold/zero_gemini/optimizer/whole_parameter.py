@@ -1,0 +1,347 @@
+"""Optimizers that look at whole matrices (Adafactor, Muon, Shampoo and their like): each parameter has an owner.
+
+A step takes gradients from shards to owners, lets torch's own optimizer step there on whole parameters, and takes the
+new weights back to shards: see :mod:`meshfold.zero_gemini.optimizer.parameter_owners` for what travels. With N ranks each keeps
+1/N of the true weights and of the optimizer's state, to a parameter or two; while it steps, it also holds 1/N of the
+gradient in the true weights' dtype. Every matrix is stepped as one process would step it, to the bit.
+
+Nothing of this is done beside the computation, and state stays in memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from meshfold.mesh import ParameterMeta, broadcast
+from meshfold.mesh.parts import Parts
+from meshfold.zero_gemini.chunks.chunk import Chunk
+from meshfold.zero_gemini.chunks.placement import Home
+from meshfold.zero_gemini.errors import MemoryPlanError
+from meshfold.zero_gemini.memory.arena import Block
+from meshfold.zero_gemini.memory.arenas import Place
+from meshfold.zero_gemini.optimizer import state_tree as paths
+from meshfold.zero_gemini.optimizer.interface import Entry
+from meshfold.zero_gemini.optimizer.parameter_owners import Owners, rounds_of
+from meshfold.zero_gemini.optimizer.torch_state import STATE, CountedState
+
+
+class WholeStepper:
+    """See :class:`meshfold.zero_gemini.optimizer.interface.Stepper`; a *stretch* here is a whole parameter that this rank owns.
+
+    The optimizer steps on all parameters in one call, so their gradients are held until then, also without clipping.
+    """
+
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        dtype: torch.dtype | None,
+        *,
+        metas: Mapping[str, ParameterMeta],
+        shapes: Mapping[str, torch.Size],
+        with_state: bool = False,
+    ) -> None:
+        """Args:
+        optimizer: its groups will be given the parameters that this rank owns.
+        dtype: of the true weights; None: as the model computes.
+        metas: where each trained parameter lies.
+        shapes: of each, on this rank.
+        with_state: it makes its state as soon as it is made.
+
+        Raises:
+            MemoryPlanError: for a parameter that tensor axes split.
+        """
+        for name, meta in metas.items():
+            _refuse_split(type(optimizer).__name__, name, meta, shapes[name])
+        self.optimizer, self._dtype, self._made_with_state = optimizer, dtype, with_state
+        self._shapes = dict(shapes)
+        self._choice = Owners()
+        self._owners: dict[str, int] = {}
+        self._chunks: dict[str, Chunk] = {}
+        self._places: dict[Chunk, Place] = {}  # in the order of adoption
+        self._blocks: dict[Chunk, Block] = {}
+        self._counted = CountedState(self._tensors_of, self._places)
+        self._in_shard: set[Chunk] = set()  # whose shard is all the weights that there are
+        self._loaded: dict[str, dict[str, Tensor]] = {}  # what `write` took, by parameter and key
+        self._weights: dict[str, nn.Parameter] = {}
+
+    # -- chunks ---------------------------------------------------------------------------------------------------
+
+    def reserve(self, shards: Iterable[tuple[torch.dtype, int]]) -> None:
+        """Have room on disk, which is for Adam's state alone.
+
+        Raises:
+            MemoryPlanError: for any.
+        """
+        if any(True for _ in shards):
+            self._refuse_disk()
+
+    def adopt(self, chunk: Chunk, place: Place) -> None:
+        self._owners.update(self._choice.choose(chunk))
+        self._chunks.update(dict.fromkeys(chunk.spec.names, chunk))
+        self._house(chunk, place)
+
+    def move(self, chunk: Chunk, home: Home) -> None:
+        was = chunk.home
+        try:
+            chunk.rehome(home.parameters)
+            self._house(chunk, home.state)
+        except BaseException:
+            if chunk.home != was:
+                chunk.rehome(was)
+            if chunk in self._in_shard:
+                self._point(self._views(chunk, chunk.shard))
+            raise
+
+    def begin(self) -> None:
+        """Make the optimizer anew where it keeps state from the start; its groups have their parameters by now."""
+        if self._made_with_state:
+            self.optimizer = type(self.optimizer)(self.optimizer.param_groups, **self.optimizer.defaults)
+            self._counted.update()
+
+    @torch.no_grad()
+    def _house(self, chunk: Chunk, place: Place) -> None:
+        """Have the owned weights of a chunk, and the optimizer's state of them, in a place."""
+        if place == "disk":
+            self._refuse_disk()
+        dtype, arena = self.true_dtype(chunk), chunk.memory.arena(place)
+        shown = "device" if chunk.resident else chunk.home
+        in_shard = (
+            chunk.group.size == 1 and dtype == chunk.dtype and place == shown
+        )  # then it is all there is
+        size = sum(self._shapes[name].numel() for name in chunk.spec.names if self.owns(name))
+        taken: list[Block] = []
+        try:
+            if size and not in_shard:
+                taken.append(arena.allocate(size, dtype, f"weights of {chunk!r}"))
+            plane = taken[0].tensor if taken else chunk.shard
+            views = self._views(chunk, plane, packed=bool(taken))
+            if taken:
+                sources = self._views(chunk, chunk.shard) if chunk in self._in_shard else self._weights
+                for name, view in views.items():
+                    view.copy_(sources[name]) if name in sources else view.zero_()
+            weights = [*taken]
+            for value, _ in self._counted.missing({chunk: place}):
+                taken.append(arena.count(value, STATE))  # room for it, until it is there
+        except BaseException:
+            for block in taken:
+                block.free()
+            raise
+        self._point(views)
+        if chunk in self._blocks:
+            self._blocks.pop(chunk).free()
+        if weights:
+            self._blocks[chunk] = weights[0]
+        self._in_shard.discard(chunk)
+        if in_shard:
+            self._in_shard.add(chunk)
+        self._places[chunk] = place
+        for block in taken[len(weights) :]:
+            block.free()
+        self._counted.update()
+
+    def _refuse_disk(self) -> None:
+        raise MemoryPlanError(
+            f"the state of {type(self.optimizer).__name__} was to live on disk, from where only Adam's is streamed: use adamw, "
+            "or leave offload_path out"
+        )
+
+    def _views(self, chunk: Chunk, plane: Tensor, *, packed: bool = False) -> dict[str, Tensor]:
+        """The owned parameters of a chunk in a flat tensor, where they lie as in its shard, or one behind the other."""
+        found, end = {}, 0
+        starts = {part.name: part.shard_start for part in chunk.slices}
+        for name in filter(self.owns, chunk.spec.names):
+            shape = self._shapes[name]
+            start = end if packed else starts[name]
+            end = start + shape.numel()
+            found[name] = plane[start:end].view(shape)
+        return found
+
+    def _point(self, views: Mapping[str, Tensor]) -> None:
+        """Let the parameters be those views, and their state where they are."""
+        moved = {}
+        for name, view in views.items():
+            if name in self._weights:
+                old, state = self._weights[name].device, self.optimizer.state.get(self._weights[name])
+                if state and old != view.device:
+                    moved[name] = {
+                        key: value if key == "step" else paths.moved(value, old, view.device)
+                        for key, value in state.items()
+                    }
+        for name, view in views.items():
+            if name not in self._weights:
+                self._weights[name] = nn.Parameter(view)
+            self._weights[name].data = view
+            if name in moved:
+                self.optimizer.state[self._weights[name]].update(moved[name])
+
+    def owns(self, name: str) -> bool:
+        """Whether this rank has the whole of a parameter."""
+        return self._owners[name] == self._chunks[name].group.index
+
+    def stretch(self, name: str) -> nn.Parameter | None:
+        return self._weights.get(name)
+
+    # -- values ---------------------------------------------------------------------------------------------------
+
+    def true_dtype(self, chunk: Chunk) -> torch.dtype:
+        return self._dtype or chunk.dtype
+
+    @torch.no_grad()
+    def fill(self, name: str, block: Tensor) -> None:
+        if name in self._weights:
+            self._weights[name].copy_(block.view(self._shapes[name]))
+        self._chunks[name].fill(name, block)
+
+    def true(self, name: str) -> Tensor:
+        """A parameter's true values, flat, on the rank that owns it."""
+        return self._weights[name].detach().view(-1)
+
+    def publish(self, chunk: Chunk) -> None:
+        chunk.publish()  # a step and `fill` have written the shard
+
+    def gather_true(self, name: str) -> Tensor:
+        """A parameter's true value, from its owner. All ranks of its chunk's group must call."""
+        chunk = self._chunks[name]
+        return self._from_owner(name, self._weights.get(name), self._shapes[name], self.true_dtype(chunk))
+
+    def gather_state(self, name: str, key: str, entry: Entry) -> Tensor:
+        """One of the optimizer's tensors, in its shape, from its owner. All ranks of the chunk's group must call.
+
+        Numbers come on the CPU.
+        """
+        shape = self._shapes[name] if entry.like else torch.Size(entry.shape)
+        value = self._leaves(name)[key] if self.owns(name) else None
+        found = self._from_owner(name, value, shape, getattr(torch, entry.dtype))
+        return found if found.dim() else found.cpu()
+
+    def _from_owner(self, name: str, value: Tensor | None, shape: torch.Size, dtype: torch.dtype) -> Tensor:
+        chunk = self._chunks[name]
+        if value is None:
+            value = torch.empty(shape, dtype=dtype)
+        value = value.detach().to(chunk.device)
+        if not value.numel():
+            return value
+        if dtype == torch.bool:
+            return broadcast(value.to(torch.uint8), chunk.group, self._owners[name]).bool()
+        return broadcast(value, chunk.group, self._owners[name])
+
+    # -- stepping -------------------------------------------------------------------------------------------------
+
+    def step(self, gradients: Mapping[Chunk, Tensor], scale: float | Tensor, used: set[str]) -> None:
+        rounds = rounds_of([chunk for chunk in self._places if chunk in gradients], self._owners)
+        with torch.no_grad():
+            for some in rounds:
+                for name, flat in some.to_owners(gradients):
+                    if name in used:
+                        self._weights[name].grad = self._scaled(name, flat, scale)
+        self._loaded.clear()
+        self.optimizer.step()
+        with torch.no_grad():
+            for some in rounds:
+                some.to_shards(
+                    {
+                        name: self._weights[name].detach().view(-1)
+                        for chunk in some.chunks
+                        for name in chunk.spec.names
+                        if name in self._weights
+                    }
+                )
+        for parameter in self._weights.values():
+            parameter.grad = None
+        self._counted.update()
+
+    def _scaled(self, name: str, flat: Tensor, scale: float | Tensor) -> Tensor:
+        parameter = self._weights[name]
+        gradient = flat.to(parameter.device, parameter.dtype).view(parameter.shape)
+        if isinstance(scale, Tensor):
+            return gradient * scale.to(gradient)
+        return gradient if scale == 1.0 else gradient * scale
+
+    def finish(self) -> None:
+        pass  # its steps are done at once
+
+    def done_with(self, chunk: Chunk) -> None:
+        pass
+
+    def close(self) -> None:
+        """Give all memory back."""
+        self.optimizer.state.clear()
+        self._counted.update()
+        for parameter in self._weights.values():
+            parameter.data = parameter.data.new_empty(0)
+        for block in self._blocks.values():
+            block.free()
+        self._blocks.clear()
+
+    # -- state ----------------------------------------------------------------------------------------------------
+
+    def reset(self) -> None:
+        self.optimizer.state.clear()
+        self._loaded.clear()
+        self._counted.update()
+        self.begin()
+
+    def _tensors_of(self, chunk: Chunk) -> Iterator[Tensor]:
+        """The optimizer's tensors of a chunk's parameters, numbers left out."""
+        for name in chunk.spec.names:
+            if name in self._weights:
+                for value in paths.tensors_in(self.optimizer.state.get(self._weights[name], {})):
+                    if value.numel() > 1:
+                        yield value
+
+    def entries(self, chunk: Chunk) -> dict[str, dict[str, Entry]]:
+        found = {}
+        for name in chunk.spec.names:
+            if not self.owns(name):
+                continue
+            found[name] = {
+                key: _entry(value, self._shapes[name]) for key, value in self._leaves(name).items()
+            }
+        return found
+
+    def _leaves(self, name: str) -> dict[str, Tensor]:
+        state: dict[str, Any] = self.optimizer.state.get(self._weights[name], {})
+        return paths.flatten(state)
+
+    def read(self, name: str, key: str) -> Tensor:
+        """One of them, in its shape, on the rank that owns the parameter."""
+        return self._leaves(name)[key]
+
+    def parts(self, name: str, key: str | None) -> Parts:
+        """On the rank that owns the parameter."""
+        return Parts((self.true(name) if key is None else self.read(name, key).detach(),))
+
+    def write(self, name: str, key: str, value: Tensor) -> None:
+        """Take one of them: the whole tensor, on the rank that owns the parameter; elsewhere nothing is done."""
+        if name not in self._weights:
+            return
+        parameter = self._weights[name]
+        # torch counts steps on the CPU, whatever the device; all else is where the parameter is.
+        home = torch.device("cpu") if key == "step" else parameter.device
+        loaded = self._loaded.setdefault(name, {})  # the parts of a list may come in any order
+        loaded[key] = value.detach().to(home, copy=True)
+        self.optimizer.state[parameter].update(paths.unflatten(loaded))
+        self._counted.update()
+
+
+def _refuse_split(optimizer: str, name: str, meta: ParameterMeta, shape: torch.Size) -> None:
+    split = [axis for axis in meta.placement.split_axes if meta.mesh.size(axis) > 1]
+    if split:
+        raise MemoryPlanError(
+            f"{optimizer} looks at whole parameters, and {name!r} is split over {', '.join(split)}: its step on a part would not "
+            "be that of the whole; use an elementwise optimizer such as adamw, or leave tensor parallelism out"
+        )
+    if tuple(shape) != meta.placement.shape:
+        raise MemoryPlanError(
+            f"{optimizer} looks at whole parameters, and {name!r} of shape {meta.placement.shape} is padded to {tuple(shape)}: "
+            "zeros would count as values; use an elementwise optimizer such as adamw"
+        )
+
+
+def _entry(value: Tensor, shape: torch.Size) -> Entry:
+    like = value.dim() > 0 and value.shape == shape
+    return Entry(like, str(value.dtype).removeprefix("torch."), () if like else tuple(value.shape))

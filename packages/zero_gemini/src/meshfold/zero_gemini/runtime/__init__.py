@@ -1,0 +1,1 @@
+"""What happens while the model runs: gathering ahead of use, releasing behind it."""
