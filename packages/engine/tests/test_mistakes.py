@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import math
 import warnings
 from collections.abc import Callable
@@ -90,6 +91,26 @@ def step(engine: Engine) -> Callable[[torch.optim.Optimizer], Any]:
 def test_a_wrong_setting(settings: dict[str, Any], message: str) -> None:
     with pytest.raises(SpecError, match=message):
         engine_of(**settings)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        (
+            dict(optimiser=dict(name="sgd")),
+            r"Engine\(optimiser=dict\(name='sgd'\)\): there is no argument 'optimiser'\. Did you mean 'optimizer'\? Known: model, ",
+        ),
+        (dict(loss=F.mse_loss), r"Engine\(loss=<function .*no argument 'loss'\. Did you mean 'loss_fn'\?"),
+        (
+            dict(fsdp=True),
+            r"Engine\(fsdp=True\): there is no argument 'fsdp'\. Known: model, parallel, optimizer, ",
+        ),
+    ],
+)
+def test_a_name_that_is_no_argument(settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(SpecError, match=message):
+        Engine(Net, **settings)
+    assert "optimizer" in inspect.signature(Engine).parameters  # what editors and typing see
 
 
 @pytest.mark.parametrize(

@@ -29,6 +29,7 @@ from meshfold.engine.pipelining import PipelinedModel, check_own_loop
 from meshfold.engine.precision import LossScaler
 from meshfold.engine.randomness import randomness
 from meshfold.mesh import ParallelSpec, all_reduce, flight
+from meshfold.mesh.argument_checks import named_arguments
 from meshfold.mesh.failure import told_to_all
 
 if TYPE_CHECKING:
@@ -62,6 +63,7 @@ class Engine:
     """
 
     @told_to_all
+    @named_arguments
     def __init__(
         self,
         model: nn.Module | Callable[[], nn.Module],
@@ -113,7 +115,7 @@ class Engine:
                 (default: whether ``MESHFOLD_DEBUG=collectives``).
 
         Raises:
-            SpecError: for every setting that is wrong, before anything starts.
+            SpecError: for every setting that is wrong, and for a name that is none of these, before anything starts.
         """
         asked = Arguments.check(
             parallel=parallel, optimizer=optimizer, precision=precision, gradient_accumulation=gradient_accumulation,

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 import math
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
 from meshfold.mesh import SpecError
 from meshfold.mesh.errors import nearest
+from meshfold.mesh.spec.entry import show
+
+P = ParamSpec("P")
+R = TypeVar("R")
 
 
 def count(name: str, value: object, least: int = 1) -> int:
@@ -51,6 +56,23 @@ def known_keys(entry: str, value: object, keys: Mapping[str, Any], known: Mappin
             raise SpecError(
                 f"{entry}={value!r}: there is no key {key!r}.{hint} Known: {', '.join(known) or 'none'}"
             )
+
+
+def named_arguments(method: Callable[P, R]) -> Callable[P, R]:
+    """A constructor that raises a SpecError for a keyword that it does not take, with the name that is most like it."""
+    owner = method.__qualname__.partition(".")[0]
+    known = [*inspect.signature(method).parameters][1:]
+
+    @functools.wraps(method)
+    def called(*args: P.args, **kwargs: P.kwargs) -> R:
+        for name, value in kwargs.items():
+            if name not in known:
+                raise SpecError(
+                    f"{owner}({name}={show(value)}): there is no argument {name!r}.{nearest(name, known)} Known: {', '.join(known)}"
+                )
+        return method(*args, **kwargs)
+
+    return called
 
 
 def refused(function: Callable[..., object], *args: object, **kwargs: object) -> inspect.Signature | None:
