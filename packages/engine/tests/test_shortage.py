@@ -83,3 +83,44 @@ def test_a_plan_that_does_not_fit_names_the_moment() -> None:
     ):
         train(engine, ids)
     engine.close()
+
+
+class Deep(Model):
+    """With blocks, and the switch of transformers' models."""
+
+    def __init__(self, *, runs_out: bool, checkpointing: bool = False) -> None:
+        super().__init__(runs_out=runs_out)
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(2))
+        self.gradient_checkpointing = checkpointing
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.embed(ids)
+        for block in self.blocks:
+            x = block(x)
+        logits: Tensor = self.head(x)
+        return self.upcast(logits) if self.runs_out else logits
+
+
+@pytest.mark.parametrize(
+    ("recompute", "itself", "told"),
+    [(None, False, True), ("blocks", False, False), ("auto", False, False), (None, True, False)],
+)
+@ranks(1)
+def test_who_recomputes_is_not_told_to(recompute: str | None, itself: bool, told: bool) -> None:
+    ids = torch.zeros(ROWS, LENGTH, dtype=torch.int64)
+    settings = dict(optimizer="sgd", loss_fn=loss_fn, recompute=recompute)
+    small = dict(zero=dict(stage=3, gpu_memory_limit="12MiB"))
+    engine = Engine(Deep(runs_out=False, checkpointing=itself), small, **settings)  # type: ignore[arg-type]
+    with pytest.raises(MemoryPlanError, match="fewer tokens at once") as refused:
+        train(engine, ids)
+    assert ("recompute='blocks'" in str(refused.value)) == told
+    engine.close()
+    if recompute == "auto":
+        return  # goes with no placement but auto, under which one process makes room
+    there = dict(zero=dict(stage=3, placement="cpu"))
+    engine = Engine(Deep(runs_out=True, checkpointing=itself), there, **settings)  # type: ignore[arg-type]
+    with pytest.raises(torch.OutOfMemoryError) as raised:
+        train(engine, ids)
+    note = "\n".join(raised.value.__notes__)
+    assert "Take fewer tokens at once" in note and ("recompute='blocks'" in note) == told
+    engine.close()

@@ -165,12 +165,13 @@ def make_states(
     world: World,
     asked: Arguments,
     blocks: RecomputedBlocks | None,
+    recompute: str | None,
     settled: Callable[[torch.optim.Optimizer | None], None],
 ) -> States:
     """Weights, gradients and optimizer state, as the spec says: whole on every data rank, or in chunks.
 
-    ``blocks``: those whose activations a plan may keep. ``settled``: called with the optimizer when nothing is left to refuse,
-    before weights go into chunks.
+    ``blocks``: those that recompute their activations, under ``recompute="auto"`` if a plan does not keep them. ``settled``: called
+    with the optimizer when nothing is left to refuse, before weights go into chunks.
 
     Raises:
         SpecError: for an optimizer of a model that is frozen altogether; a stage of one may be.
@@ -196,7 +197,8 @@ def make_states(
             accumulation=asked.accumulation,
             seed=asked.seed,
             values=built.values,
-            blocks=blocks,
+            blocks=blocks if recompute == "auto" else None,
+            recomputes=blocks is not None,
             looks_at_all=asked.looks_at_all,
             names={} if built.pipelined is None else built.pipelined.inventory.first,
             settled=settled,

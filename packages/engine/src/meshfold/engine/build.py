@@ -114,7 +114,7 @@ def build(
         schedulers.append(scheduler_of(asked.lr_scheduler, optimizer))
         given.forget()
 
-    states = make_states(part, world, asked, blocks if recompute == "auto" else None, settled)
+    states = make_states(part, world, asked, blocks, recompute, settled)
     opened.callback(states.close)
     opened.callback(NoCopies(part.model, world).close)
     step_guard = StepGuard(states.optimizer, _BY_HAND)

@@ -79,6 +79,11 @@ def recompute_blocks(
     return RecomputedBlocks(model, around, None if pipelined is None else pipelined.blocks())
 
 
+def recomputes_by_itself(model: nn.Module) -> bool:
+    """Whether a model of the Hugging Face kind was told to: ``model.gradient_checkpointing_enable()``."""
+    return any(getattr(module, "gradient_checkpointing", False) is True for module in model.modules())
+
+
 class Recomputed:
     """Stands where a block's forward was: an attribute of the block itself, before that of its class.
 
@@ -181,8 +186,8 @@ class RecomputedBlocks:
             blocks = find_blocks(model)
         if not blocks:
             raise SpecError(
-                f"recompute: {type(model).__name__} has no repeated blocks; put them into an nn.ModuleList, or let the model "
-                "recompute by itself and leave recompute out"
+                f"recompute: {type(model).__name__} has no repeated blocks, which are modules of several layers: put them into an "
+                "nn.ModuleList, or let the model recompute by itself and leave recompute out"
             )
         # Dynamo goes on inside, where what it was asked to compile may be, and leaves the wrapping alone.
         torch.compiler.disable(Recomputed.__call__, recursive=False)

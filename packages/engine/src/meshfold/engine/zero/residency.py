@@ -12,7 +12,7 @@ from __future__ import annotations
 import time
 import warnings
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from statistics import median
 
 import torch
@@ -86,6 +86,7 @@ class Residency:
         regime: Regime,
         accumulation: int,
         blocks: RecomputedBlocks | None = None,
+        recomputes: bool = False,
     ) -> None:
         """Args:
         model: what is trained.
@@ -95,11 +96,12 @@ class Residency:
         regime: bytes an element takes.
         accumulation: micro-steps of an optimizer step.
         blocks: those whose activations the plan may keep; all recompute until there is one.
+        recomputes: blocks recompute their activations already, so that nobody is told to let them.
         """
         self._model, self._gemini, self._spec, self._world, self._blocks = model, gemini, spec, world, blocks
         self._plans = MeasuredPlans(model, gemini, spec, world, regime=regime, accumulation=accumulation)
         self._watcher = Watcher(model, gemini, world.device, blocks)
-        self._pressure = Pressure(world)
+        self._pressure, self._recomputes = Pressure(world), recomputes
         self._begun = 0.0
         self._took: list[float] = []  # seconds of the steps under the plan
         self._paces: dict[What, Pace] = {}  # of the host's optimizer in them, from the third on
@@ -229,9 +231,7 @@ class Residency:
                 "The device has not enough memory: give zero=dict(placement='auto', gpu_memory_limit=...) a lower limit, so that "
                 "more lives on the host, or take fewer tokens at once."
             )
-        recompute = (
-            "" if self._blocks is not None else ", or recompute activations: Engine(..., recompute='blocks')"
-        )
+        recompute = "" if self._recomputes else ", or recompute activations: Engine(..., recompute='blocks')"
         return (
             "No parameter and no optimizer state is on the device any more: what does not fit is made by the forward and the "
             f"backward. Take fewer tokens at once (smaller batches with a larger gradient_accumulation, or shorter sequences)"
@@ -308,6 +308,7 @@ class Residency:
 
     def _decide(self) -> None:
         workload, machine = self._plans.problem(self._watcher, self._in_flight)
+        workload = replace(workload, recomputed=self._recomputes)
         plan, refusal = None, None
         try:
             plan = self._plans.plan(workload, machine, shrunk=self._shrunk)

@@ -16,7 +16,7 @@ from meshfold.engine.blocks import put
 from meshfold.engine.checkpoints import optimizer_state
 from meshfold.engine.optimizers import Factory
 from meshfold.engine.precision import Precision, keeps_statistics, other_dtypes
-from meshfold.engine.recompute import RecomputedBlocks
+from meshfold.engine.recompute import RecomputedBlocks, recomputes_by_itself
 from meshfold.engine.refusals import refuse_empty
 from meshfold.engine.states import Source, Sources, held
 from meshfold.engine.world import PIPE, World
@@ -63,6 +63,7 @@ class ZeroStates:
         seed: int,
         values: Callable[[str, nn.Parameter, torch.dtype], Tensor] | None,
         blocks: RecomputedBlocks | None = None,
+        recomputes: bool = False,
         looks_at_all: bool = True,
         names: Mapping[str, str] | None = None,
         settled: Callable[[torch.optim.Optimizer | None], None] = lambda optimizer: None,
@@ -76,6 +77,7 @@ class ZeroStates:
         seed: of stochastic rounding.
         values: the first values of parameters on the meta device.
         blocks: those whose activations the plan may keep.
+        recomputes: the engine lets blocks recompute their activations, whether the plan may choose of them or not.
         looks_at_all: something is asked of all gradients together before the first of them may be stepped with.
         names: what a parameter is called in the whole model, where this rank has stages of it and calls it otherwise.
         settled: called with the optimizer when nothing is left to refuse, before weights go into chunks.
@@ -131,7 +133,7 @@ class ZeroStates:
         self.optimizer = self.gemini.optimizer
         self.residency = Residency(
             model, self.gemini, spec, world, accumulation=micro_steps,
-            regime=regime, blocks=blocks,
+            regime=regime, blocks=blocks, recomputes=recomputes or recomputes_by_itself(model),
         )  # fmt: skip
         self._names = {parameter: name for name, parameter in model.named_parameters()}
         self.trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
