@@ -26,7 +26,9 @@ def randomness(
         torch_too: seed torch's own generators for the time being, for dropout that draws from them. It then depends
             on how many data coordinates there are, and can only be repeated.
     """
-    with dropout_stream(seed, step, first_row=shares.first_row, first_token=shares.first_token):
+    with dropout_stream(
+        seed, step, first_row=shares.first_row, first_token=shares.first_token, rows=shares.rows
+    ):
         if not torch_too:
             yield
             return

@@ -51,6 +51,7 @@ class DropoutStream:
         step: which forward this is, counted over the whole run (micro-batches and accumulation steps included).
         first_row: number, in the global batch, of the first sequence that this forward is given.
         first_token: number, in the global batch, of its first token.
+        rows: sequences of the global batch; 0: as many as this forward is given.
         dealt: which tokens of each sequence it is given; None: all of them.
     """
 
@@ -62,12 +63,14 @@ class DropoutStream:
         *,
         first_row: int = 0,
         first_token: int = 0,
+        rows: int = 0,
         dealt: Dealt | None = None,
     ) -> None:
         self.seed = seed
         self.step = step
         self.first_row = first_row
         self.first_token = first_token
+        self.rows = rows
         self.dealt = dealt
         self._calls = Counter(calls or {})
 
@@ -82,10 +85,15 @@ class DropoutStream:
         self._calls[name] = call + 1
         return key_of(f"dropout/{self.step}/{name}/{call}")
 
+    def calls(self, name: str = "") -> int:
+        """How many calls of a name there have been."""
+        return self._calls[name]
+
     def copy(self) -> DropoutStream:
         """A stream that continues from here on its own."""
         return DropoutStream(
-            self.seed, self.step, self._calls, first_row=self.first_row, first_token=self.first_token, dealt=self.dealt
+            self.seed, self.step, self._calls, first_row=self.first_row, first_token=self.first_token, rows=self.rows,
+            dealt=self.dealt,
         )  # fmt: skip
 
 
@@ -109,7 +117,13 @@ class _Use:
 
 
 def dropout_stream(
-    seed: int, step: int, *, first_row: int = 0, first_token: int = 0, dealt: Dealt | None = None
+    seed: int,
+    step: int,
+    *,
+    first_row: int = 0,
+    first_token: int = 0,
+    rows: int = 0,
+    dealt: Dealt | None = None,
 ) -> AbstractContextManager[DropoutStream]:
     """Draw the keys of one forward, from the first call on. Streams nest: the inner one counts on its own.
 
@@ -119,9 +133,13 @@ def dropout_stream(
         first_row: number, in the global batch, of the first sequence that this forward is given: with data
             parallelism, the sequences of the data coordinates before this one.
         first_token: number, in the global batch, of its first token.
+        rows: sequences of the global batch, which tell where those of a model that takes tokens first lie; 0: as many as this
+            forward is given.
         dealt: which tokens of each sequence this forward is given; None: all of them.
     """
-    return _Use(DropoutStream(seed, step, first_row=first_row, first_token=first_token, dealt=dealt))
+    return _Use(
+        DropoutStream(seed, step, first_row=first_row, first_token=first_token, rows=rows, dealt=dealt)
+    )
 
 
 def current_dropout_stream() -> DropoutStream:

@@ -27,7 +27,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_unflatten
 
 from meshfold.mesh import LayoutError
-from meshfold.mesh.tracking import arrived, part_of_model, untracked, unwatched
+from meshfold.mesh.tracking import arrived, part_of_model, rows_of, untracked, unwatched
 from meshfold.pipeline.crossing import Crossing
 from meshfold.pipeline.entering import enter
 from meshfold.pipeline.errors import ChainError
@@ -299,9 +299,10 @@ class Gates:
             run.inside = True
             torch.set_grad_enabled(run.grad)
             leaves, _ = tree_flatten((args, kwargs))
-            for slot, tensor in zip(slots, run.received, strict=True):
-                run.inputs.append(enter(leaves[slot.place], tensor, run.grad))
-            arrived(leaves[slot.place] for slot in slots)
+            inside = [leaves[slot.place] for slot in slots]
+            rows = [rows_of(leaf) for leaf in inside]
+            run.inputs += (enter(leaf, x, run.grad) for leaf, x in zip(inside, run.received, strict=True))
+            arrived(inside, rows)
         return call(*args, **kwargs)
 
     def outside(self, module: nn.Module, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -314,9 +315,10 @@ class Gates:
         leaves, _ = tree_flatten((args, kwargs))
         if run.keep:
             run.entering.setdefault(run.at, []).extend(leaf for leaf in leaves if isinstance(leaf, Tensor))
-        key = (id(module), *(sign(leaf) for leaf in leaves))
+        followed = any(rows_of(leaf) is not None for leaf in leaves if isinstance(leaf, Tensor))
+        key = (id(module), followed, *(sign(leaf) for leaf in leaves))
         if key not in self._shapes:
-            with torch.no_grad(), without_randomness(leaves), unscaled_tables(module), untracked():
+            with torch.no_grad(), without_randomness(leaves), unscaled_tables(module), untracked(rows=True):
                 found = call(*args, **kwargs)
             outputs, spec = tree_flatten(found)
             if any(isinstance(leaf, Tensor) and not leaf.is_floating_point() for leaf in outputs):
@@ -324,7 +326,10 @@ class Gates:
             self._shapes[key] = spec, [Like(leaf) if isinstance(leaf, Tensor) else leaf for leaf in outputs]
         spec, outputs = self._shapes[key]
         made = [leaf.make(run.looking) if isinstance(leaf, Like) else leaf for leaf in outputs]
-        arrived(leaf for leaf in made if isinstance(leaf, Tensor))
+        others = [
+            (made, like.rows) for made, like in zip(made, outputs, strict=True) if isinstance(like, Like)
+        ]
+        arrived((leaf for leaf, _ in others), (rows for _, rows in others))
         return tree_unflatten(made, spec)
 
     def _look_at(self, run: _Run, index: int, before: int, args: Any, kwargs: Any) -> Any:

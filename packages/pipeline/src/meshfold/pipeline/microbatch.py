@@ -31,6 +31,7 @@ class Microbatch:
         given: the rows in the user's form, for ``loss_fn(output, given)``.
         first_row: rows of the batch before these.
         first_token: tokens of the batch before these: rows times the length of a sequence.
+        rows: of the whole batch.
         weight: its share of the batch's loss: float64 scalar, on the device of the batch.
     """
 
@@ -39,6 +40,7 @@ class Microbatch:
     given: Any
     first_row: int
     first_token: int
+    rows: int
     weight: Tensor
 
 
@@ -101,6 +103,7 @@ def split(
             given=part,
             first_row=sum(sizes[:index]),
             first_token=sum(sizes[:index]) * length,
+            rows=rows,
             weight=shares[index],
         )
         for index, ((args, kwargs), part) in enumerate(zip(forms, parts, strict=True))

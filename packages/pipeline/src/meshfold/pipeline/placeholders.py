@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten
 
 from meshfold.mesh import LayoutError, dropout_stream
+from meshfold.mesh.tracking import rows_of
 
 
 class Absent(nn.Module):
@@ -39,10 +40,11 @@ class Absent(nn.Module):
 
 
 class Like:
-    """The shape of a tensor that is not there."""
+    """The shape of a tensor that is not there, and where it has the rows of the batch."""
 
     def __init__(self, tensor: Tensor) -> None:
         self.shape, self.dtype, self.device = tensor.shape, tensor.dtype, tensor.device
+        self.rows = rows_of(tensor)
 
     def make(self, tracked: bool) -> Tensor:
         """NaN, so that a mistake shows; where it is only looked at, zeros that require a gradient."""

@@ -92,6 +92,7 @@ def attended(q: Tensor, k: Tensor, v: Tensor, attend: Callable[[], Tensor]) -> T
     dims = lies[0]
     tokens = (Factor(out.shape[1], found.dealt),) if is_unknown(dims[2]) else dims[2]
     found.mark(out, (dims[0], tokens, dims[1], *whole_dims(out.shape[3:])))
+    found.rows.keep(out, q)
     return out
 
 

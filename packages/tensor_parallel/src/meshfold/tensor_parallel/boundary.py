@@ -47,6 +47,7 @@ class Boundary(OnMesh):
         with found.untracked():
             y = self._split(x)
         found.mark(y, split_rows(found, self.mesh, dims, y, self.tokens, self.columns))
+        found.rows.flattened(y, x)
         found.flat = self.flatten and len(self.lead) > 1
         return y
 
@@ -72,6 +73,7 @@ class Boundary(OnMesh):
         with found.untracked():
             y = self._join(x)
         found.mark(y, joined_rows(found, self.mesh, found.dims(x), y))
+        found.rows.unflattened(y, x)
         found.flat = False
         return y
 

@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
 from meshfold.mesh import LayoutError, Mesh
 from meshfold.mesh.outputs import changed
@@ -151,6 +152,7 @@ class Frame(OnMesh):
         if self._padded != self._rows:
             given = {name: self._pad(name, value) for name, value in given.items()}
         given = self._cut_rows(self._drop_mask(given))
+        self._follow_rows(given)
         return tuple(given.pop(name) for name in names), given
 
     def _names_of(self, args: tuple[Any, ...]) -> list[str]:
@@ -166,16 +168,22 @@ class Frame(OnMesh):
         """Find the batch, and how many rows it has to be filled up to."""
         first = next((t for t in given.values() if isinstance(t, Tensor) and t.dim() > 1), None)
         self._rows = self._padded = 0
-        self._batch.rows = self._batch.length = 0
+        self._batch.rows = self._batch.given = self._batch.length = 0
         if first is None:
             return
         sequence = first.shape[1] if first.dim() == (3 if first.is_floating_point() else 2) else 1
         if self.one_by_one or given.get("use_cache"):
             sequence = 1  # the batch must stay the same when further tokens come one at a time
         self._rows, self._padded = first.shape[0], self.padded_rows(first.shape[0], sequence)
-        self._batch.rows, self._batch.length = self._padded, first.shape[1]
+        self._batch.rows, self._batch.given, self._batch.length = self._padded, self._rows, first.shape[1]
         for table in self.positions:
             table.whole_rows = self._padded
+
+    def _follow_rows(self, given: Mapping[str, Any]) -> None:
+        """Where a forward is looked at whose batch may be a part of a larger one, follow which dims are the batch."""
+        found = tracker()
+        if found is not None and self._padded and self.mesh.world_size > 1:
+            found.rows.begin((x for x in tree_leaves(given) if isinstance(x, Tensor)), self._padded)
 
     def _refuse(self, given: Mapping[str, Any]) -> None:
         config = getattr(self.model, "config", None)
@@ -230,6 +238,7 @@ class Frame(OnMesh):
             mine = take_block(value, self.mesh, 0, self._attended)
         if found is not None:
             found.mark(mine, (block(mine.shape[0], self._attended), *found.dims(value)[1:]))
+            found.rows.keep(mine, value)
         return mine
 
     def _pad(self, name: str, value: Any) -> Any:

@@ -94,6 +94,7 @@ def _dropout(
         dropped = part.drop(input, p)
     if (found := tracker()) is not None:
         found.mark(dropped, found.dims(input))
+        found.rows.keep(dropped, input)
     return dropped
 
 
@@ -120,6 +121,7 @@ def _attention(
     with untracked():
         dropped = attention(query, key, value, **given, p=dropout_p, dropout=part)
     found.mark(dropped, found.dims(tried))
+    found.rows.keep(dropped, tried)
     return dropped
 
 

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import ast
 import copy
 import functools
 import inspect
-import re
+import textwrap
 from collections.abc import Callable
 from typing import Any
 
@@ -86,6 +87,7 @@ class Maker:
             heads=counts.pop() if len(counts) == 1 else 0,
             whole=whole,
             flat_tokens=self.study.flat or (self.study.flat_at(name) is not None and not whole),
+            batch=self.batch,
         )
 
     def keep_whole(self, name: str, module: nn.Module, role: str = "replicate") -> str:
@@ -176,10 +178,28 @@ def _calls(module: nn.Module) -> tuple[str, ...]:
 @functools.lru_cache(maxsize=256)  # every layer of a model asks for the same few
 def _called_in(forward: Callable[..., object]) -> tuple[str, ...]:
     try:
-        source = inspect.getsource(forward)
-    except (OSError, TypeError):  # a class typed in at a prompt has no source
+        tree = ast.parse(textwrap.dedent(inspect.getsource(forward)))
+    except (OSError, TypeError, SyntaxError):  # a class typed in at a prompt has no source
         return ()
-    return tuple(dict.fromkeys(re.findall(r"\bself\.(\w+)\(", source)))
+    found = _Calls()
+    found.visit(tree)
+    return tuple(dict.fromkeys(found.names))
+
+
+class _Calls(ast.NodeVisitor):
+    """Children that are called, the arguments of a call before it."""
+
+    def __init__(self) -> None:
+        self.names: list[str] = []
+
+    def visit_Call(self, node: ast.Call) -> None:
+        self.generic_visit(node)
+        if (
+            isinstance(node.func, ast.Attribute)
+            and isinstance(node.func.value, ast.Name)
+            and node.func.value.id == "self"
+        ):
+            self.names.append(node.func.attr)
 
 
 def meta_twin(module: nn.Module) -> nn.Module:

@@ -138,6 +138,7 @@ class Region(OnMesh):
             entered = self.enter(x)
         if (found := tracker()) is not None:
             found.mark(entered, opaque(entered.shape))
+            found.rows.unflattened(entered, x)
         kwargs = {key: _for_rows(value, entered.shape[0]) for key, value in kwargs.items()}
         if args:
             return (entered, *(_for_rows(value, entered.shape[0]) for value in args[1:])), kwargs

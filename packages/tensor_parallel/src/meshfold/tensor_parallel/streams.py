@@ -14,6 +14,7 @@ from meshfold.mesh.tracking.dims import (
     Split,
     axes_of,
     block,
+    is_split,
     is_unknown,
     normal,
     size_of,
@@ -73,6 +74,13 @@ def inner_rows(found: Tracker, shape: tuple[int, ...]) -> Dims:
         (Factor(n, dealt),) if dealt is not None and place == 0 and n == found.dealt_length else whole(n)
         for place, n in enumerate(shape)
     )
+
+
+def stream_rows(found: Tracker, shape: tuple[int, ...], axes: Axes, rows: Dims) -> Dims:
+    """The dims before the last of a stream of which only is known where it has the rows of the batch, over these axes."""
+    if len(rows) > 2 and is_split(rows[1]) and not is_split(rows[0]):
+        return (*inner_rows(found, shape[:1]), block(shape[1], axes), *whole_dims(shape[2:]))
+    return (block(shape[0], axes), *inner_rows(found, shape[1:]))
 
 
 def split_rows(found: Tracker, mesh: Mesh, before: Dims, out: Tensor, axes: Axes, columns: Axes) -> Dims:

@@ -25,6 +25,7 @@ from meshfold.mesh.tracking.dims import (
     whole_dims,
 )
 from meshfold.mesh.tracking.follow import Tracker
+from meshfold.mesh.tracking.rows import EXCHANGED
 from meshfold.tensor_parallel.layers.base import OnMesh, ShardedLayer
 from meshfold.tensor_parallel.layers.dropout import Dropout
 from meshfold.tensor_parallel.layers.embedding import Embedding, HeadBias, PositionEmbedding
@@ -32,7 +33,7 @@ from meshfold.tensor_parallel.layers.linear import Linear
 from meshfold.tensor_parallel.layers.norm import HeadNorm, LayerNorm, RMSNorm
 from meshfold.tensor_parallel.layers.patch import PatchEmbedding
 from meshfold.tensor_parallel.modes import Mode
-from meshfold.tensor_parallel.streams import Axes, inner_rows, real, rows, tokens
+from meshfold.tensor_parallel.streams import Axes, real, rows, stream_rows, tokens
 
 
 class Tracked(OnMesh):
@@ -61,6 +62,8 @@ class Tracked(OnMesh):
         if given is None or not isinstance(first, Tensor):
             return
         found.mark(first, self._result(found, module, given, found.dims(given), first))
+        if isinstance(module, Linear):
+            self._rows_of(found, module, given, first)
 
     def remedy(self, name: str, axes: tuple[str, ...]) -> str:
         """Keep the module whole, or split something else."""
@@ -114,7 +117,46 @@ class Tracked(OnMesh):
     def _linear(
         self, found: Tracker, layer: Linear, given: Tensor, dims: Dims, shape: tuple[int, ...]
     ) -> Dims:
-        mesh, residual, hidden = layer.mesh, layer.mode.layout("residual"), layer.mode.layout("hidden")
+        mesh = layer.mesh
+        reads_m, reads_k, writes_m, writes_n = self._axes_of(layer)
+        entered = bool(given.dim()) and any(is_unknown(dim) for dim in dims)
+        if not entered:
+            self._check(found, layer, given, dims, reads_k)
+        if layer.gather_output:
+            lead = rows(found, mesh, dims[:-1], shape[:-1], ("",), ())
+            return (*lead, whole(shape[-1]))
+        moves = real(mesh, reads_m) != real(mesh, writes_m)
+        if moves and len(dims) > 2 and is_unknown(dims[0]) and not is_unknown(dims[-1]):
+            lead = tuple(map(unknown, shape[:-1]))
+        elif entered or (
+            layer.plan.entered and layer._enter_input is None
+        ):  # only the mode tells how it lies
+            lead = tuple(tokens(found, mesh, n, writes_m, None) for n in shape[:-1])
+            if len(shape) > 2:
+                lead = stream_rows(found, shape[:-1], real(mesh, writes_m), found.rows.dims(given))
+        elif self._is_turned(dims, reads_m, writes_m):
+            lead = tuple(map(unknown, shape[:-1]))
+        else:
+            lead = rows(found, mesh, dims[:-1], shape[:-1], reads_m, writes_m)
+        axes = real(mesh, writes_n)
+        blocks = mesh.size(*axes)
+        parts = tuple(max(1, part.size * part.repeat // blocks) for part in layer.parts)
+        if sum(parts) != shape[-1]:
+            parts = ()
+        return (*lead, block(shape[-1], axes, parts, layer.head_dim or -1))
+
+    def _rows_of(self, found: Tracker, layer: Linear, given: Tensor, out: Tensor) -> None:
+        """Say where a linear layer's output has the rows of the batch."""
+        if out.dim() < given.dim():
+            found.rows.flattened(out, given)
+        reads, _, writes, _ = self._axes_of(layer)
+        turned = given.dim() > 2 and not is_split(found.rows.dims(given)[0])
+        if turned and real(self.mesh, reads) != real(self.mesh, writes):
+            found.rows.lose(out, EXCHANGED)
+
+    def _axes_of(self, layer: Linear) -> tuple[Axes, Axes, Axes, Axes]:
+        """The axes that split tokens and columns of what a layer reads, and of what it writes."""
+        residual, hidden = layer.mode.layout("residual"), layer.mode.layout("hidden")
         between: Mapping[str, tuple[Axes, Axes, Axes, Axes]] = {
             "column": (residual["m"], residual["h"], hidden["m"], hidden["n"]),
             "row": (hidden["m"], hidden["n"], residual["m"], residual["h"]),
@@ -127,33 +169,10 @@ class Tracked(OnMesh):
             "stem": ((), (), residual["m"], residual["h"]),
         }
         plan = layer.plan
-        reads_m, reads_k, writes_m, writes_n = between.get(
+        return between.get(
             layer.role.removeprefix("tied_"),
             (plan.x[plan.m], plan.x[plan.k], plan.y[plan.m], plan.y[plan.n]),
         )
-        entered = bool(given.dim()) and any(is_unknown(dim) for dim in dims)
-        if not entered:
-            self._check(found, layer, given, dims, reads_k)
-        if layer.gather_output:
-            lead = rows(found, mesh, dims[:-1], shape[:-1], ("",), ())
-            return (*lead, whole(shape[-1]))
-        moves = real(mesh, reads_m) != real(mesh, writes_m)
-        if moves and len(dims) > 2 and is_unknown(dims[0]) and not is_unknown(dims[-1]):
-            lead = tuple(map(unknown, shape[:-1]))
-        elif entered or (plan.entered and layer._enter_input is None):  # only the mode tells how it lies
-            lead = tuple(tokens(found, mesh, n, writes_m, None) for n in shape[:-1])
-            if len(shape) > 2:
-                lead = (block(shape[0], real(mesh, writes_m)), *inner_rows(found, shape[1:-1]))
-        elif self._is_turned(dims, reads_m, writes_m):
-            lead = tuple(map(unknown, shape[:-1]))
-        else:
-            lead = rows(found, mesh, dims[:-1], shape[:-1], reads_m, writes_m)
-        axes = real(mesh, writes_n)
-        blocks = mesh.size(*axes)
-        parts = tuple(max(1, part.size * part.repeat // blocks) for part in layer.parts)
-        if sum(parts) != shape[-1]:
-            parts = ()
-        return (*lead, block(shape[-1], axes, parts, layer.head_dim or -1))
 
     def _positions(
         self, found: Tracker, table: PositionEmbedding, ids: Tensor, dims: Dims, shape: tuple[int, ...]

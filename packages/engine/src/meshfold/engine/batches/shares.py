@@ -22,6 +22,7 @@ class Shares:
         count: its targets that count, a scalar int64 on the device.
         first_row: rows of the coordinates before.
         first_token: tokens of the coordinates before.
+        rows: of the global batch.
     """
 
     def __init__(
@@ -39,9 +40,12 @@ class Shares:
         self._work, self._world, self._shifted = work, world, shifted
         self.count_without(ignored)
         self._sharing = world.data_size // world.row_size
-        self.first_row = self.first_token = 0
+        self.first_row, self.first_token, self.rows = 0, 0, work.rows
         if places and world.row_size > 1:
-            self.first_row, self.first_token = self._pending.wait()[: world.row_index, 1:].sum(0).tolist()
+            sizes: list[list[int]] = self._pending.wait()[:, 1:].tolist()
+            before = sizes[: world.row_index]
+            self.first_row, self.first_token = sum(rows for rows, _ in before), sum(n for _, n in before)
+            self.rows = sum(rows for rows, _ in sizes)
 
     def count_without(self, ignored: int) -> None:
         """Count, without the targets that are ignored; all must call."""

@@ -7,11 +7,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, nullcontext
+from itertools import zip_longest
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from meshfold.mesh.tracking.dims import UNKNOWN, Factor
+from meshfold.mesh.tracking.dims import UNKNOWN, Dims, Factor, shape_of
 
 if TYPE_CHECKING:
     from meshfold.mesh.tracking.follow import Tracker
@@ -25,9 +26,13 @@ def tracker() -> Tracker | None:
     return _active[-1] if _active else None
 
 
-def untracked() -> Any:
-    """A context in which ranks may exchange: operations are not looked at."""
-    return _active[-1].untracked() if _active else nullcontext()
+def untracked(*, rows: bool = False) -> Any:
+    """A context in which ranks may exchange: operations are not looked at.
+
+    Args:
+        rows: they do not, and the rows of the batch are followed all the same.
+    """
+    return _active[-1].untracked(rows=rows) if _active else nullcontext()
 
 
 @contextmanager
@@ -66,9 +71,23 @@ def part() -> object:
     return _parts[-1] if _parts else None
 
 
-def arrived(tensors: Iterable[Tensor]) -> None:
-    """Tensors have come from elsewhere: nothing is known of how they lie."""
+def arrived(tensors: Iterable[Tensor], rows: Iterable[Dims | None] = ()) -> None:
+    """Tensors have come from elsewhere: nothing is known of how they lie.
+
+    Args:
+        rows: where each has the rows of the batch, from :func:`rows_of`; left out: that is unknown as well.
+    """
     found = tracker()
     if found is not None:
-        for tensor in tensors:
+        for tensor, dims in zip_longest(tensors, rows):
             found.mark(tensor, tuple((Factor(size, UNKNOWN),) for size in tensor.shape))
+            if dims is None or shape_of(dims) != tuple(tensor.shape):
+                found.rows.lose(tensor)
+            else:
+                found.rows.put(tensor, dims)
+
+
+def rows_of(tensor: Tensor) -> Dims | None:
+    """Where a tensor has the rows of the batch; None where they are not followed."""
+    found = tracker()
+    return found.rows.dims(tensor) if found is not None and found.rows.follows else None

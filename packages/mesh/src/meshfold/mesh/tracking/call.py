@@ -76,6 +76,17 @@ def tensors_in(value: Any) -> Iterator[Tensor]:
             yield from tensors_in(item)
 
 
+def written(function: Any, given: Mapping[str, Any]) -> list[Tensor]:
+    """The arguments that an operation writes to."""
+    return [
+        value
+        for a in function._schema.arguments
+        if a.alias_info is not None
+        and a.alias_info.is_write
+        and isinstance(value := given.get(a.name), Tensor)
+    ]
+
+
 def keep_out(dims: Dims, numbers: tuple[int, ...], what: str) -> None:
     """Raise a MixesError if one of these dims is split."""
     for number in numbers:

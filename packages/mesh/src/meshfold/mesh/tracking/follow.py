@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from meshfold.mesh.tracking import along, indexing, products, views
 from meshfold.mesh.tracking.broadcast import alike, pointwise
-from meshfold.mesh.tracking.call import Call, bound, is_constant, tensors_in
+from meshfold.mesh.tracking.call import Call, bound, is_constant, tensors_in, written
 from meshfold.mesh.tracking.dims import (
     Dims,
     MixesError,
@@ -30,6 +30,7 @@ from meshfold.mesh.tracking.dims import (
 from meshfold.mesh.tracking.probing import probed
 from meshfold.mesh.tracking.records import Records
 from meshfold.mesh.tracking.refusal import refusal, user_line
+from meshfold.mesh.tracking.rows import Rows
 
 _LIKE = (
     "empty_like zeros_like ones_like full_like rand_like randn_like randint_like bernoulli fill zero alias detach "
@@ -69,11 +70,12 @@ class Tracker(TorchDispatchMode):
         flat: the stream has its tokens in one dim, where the model's code believes in two.
         overlooked: ends of the names of files whose operations may mix pieces, since nothing is made of what they compute.
         inferred: which size of the ``unflatten`` under way the user has left open.
+        rows: where tensors have the rows of the batch.
     """
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.records = Records()
+        self.records, self.rows = Records(), Rows(_RULES)
         self.module: Callable[[], str] = str
         self.remedy: Callable[[tuple[str, ...]], str] = lambda axes: ""
         self.dealt: Split | None = None
@@ -81,7 +83,7 @@ class Tracker(TorchDispatchMode):
         self.inferred: int | None = None
         self.flat = False
         self.overlooked: tuple[str, ...] = ()
-        self._off = 0
+        self._off = self._apart = 0
 
     def dims(self, tensor: Tensor) -> Dims:
         """How a tensor lies."""
@@ -96,20 +98,28 @@ class Tracker(TorchDispatchMode):
         raise refusal(name, why, tensors, self.module(), self.remedy(axes))
 
     @contextmanager
-    def untracked(self) -> Iterator[None]:
-        """Inside, operations are not looked at."""
+    def untracked(self, *, rows: bool = False) -> Iterator[None]:
+        """Inside, operations are not looked at; with ``rows`` the batch's rows are followed all the same."""
         self._off += 1
+        self._apart += not rows
         try:
             yield
         finally:
             self._off -= 1
+            self._apart -= not rows
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        if self._off or func.namespace in _OURS:
-            return func(*args, **kwargs)
+        ours = func.namespace in _OURS
+        before = self.rows.before(func, args, kwargs, apart=ours or self._apart > 0)
+        out = func(*args, **kwargs) if ours or self._off else self._followed(func, args, kwargs)
+        if before is not None:
+            self.rows.after(before, out)
+        return out
+
+    def _followed(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         name = func._schema.name.rpartition("::")[2]
         given = bound(func, args, kwargs)
         operands = [x for value in given.values() for x in tensors_in(value)]
@@ -120,8 +130,8 @@ class Tracker(TorchDispatchMode):
             if name == "embedding":
                 self._looked_up(given["indices"], out)
             return out
-        written = _written(func, given)
-        if written and name.endswith("_") and not name.endswith("__"):
+        into = written(func, given)
+        if into and name.endswith("_") and not name.endswith("__"):
             name = name[:-1]
         layouts: dict[int, Dims] = {id(x): dims for x, dims in zip(operands, known, strict=True)}
         call = dict(
@@ -131,10 +141,10 @@ class Tracker(TorchDispatchMode):
         def dims_of(x: Tensor) -> Dims:
             return layouts.get(id(x)) or self.records.dims(x)
 
-        if written:  # looked at before it is carried out
-            found = self._found(Call(**call, out=written[0], dims_of=dims_of), operands)
+        if into:  # looked at before it is carried out
+            found = self._found(Call(**call, out=into[0], dims_of=dims_of), operands)
             out = func(*args, **kwargs)
-            for x, dims in zip(written, found, strict=False):
+            for x, dims in zip(into, found, strict=False):
                 self.records.put_into_base(x, dims)
             return out
         out = func(*args, **kwargs)
@@ -189,14 +199,3 @@ class Tracker(TorchDispatchMode):
 
 def _listed(out: Any) -> list[Any]:
     return list(out) if isinstance(out, list | tuple) else [out]
-
-
-def _written(func: Any, given: Mapping[str, Any]) -> list[Tensor]:
-    """The arguments that an operation writes to."""
-    return [
-        value
-        for a in func._schema.arguments
-        if a.alias_info is not None
-        and a.alias_info.is_write
-        and isinstance(value := given.get(a.name), Tensor)
-    ]

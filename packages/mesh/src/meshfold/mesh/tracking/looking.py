@@ -72,6 +72,10 @@ class Looking:
     def _leave(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
         if not self._ended(module):
             return
+        given = next((x for x in (*args, *kwargs.values()) if isinstance(x, Tensor)), None)
+        first = output[0] if isinstance(output, tuple) and output else output
+        if given is not None and isinstance(first, Tensor):
+            self._tracker.rows.keep(first, given)
         for watched in self._watched:
             if watched.takes(module):
                 watched.returned(self._tracker, module, args, kwargs, output)

@@ -7,8 +7,6 @@ string it would make every block a graph of its own.
 
 from __future__ import annotations
 
-import math
-from collections.abc import Sequence
 from functools import cache
 from typing import Any
 
@@ -29,33 +27,32 @@ def code_of(name: str) -> Tensor:
     return torch.tensor(code)
 
 
-def draw(x: Tensor, code: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """(seed, key, first row, first token) of the next dropout under a name: four numbers on the device of ``x``."""
-    seed, key, first_row, first_token = torch.ops.meshfold.draw(x.detach(), code).unbind()
-    return seed, key, first_row, first_token
+def draw(x: Tensor, code: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """(seed, key, first row, first token, rows) of the next dropout under a name: numbers on the device of ``x``."""
+    seed, key, first_row, first_token, rows = torch.ops.meshfold.draw(x.detach(), code).unbind()
+    return seed, key, first_row, first_token, rows
 
 
-def dealt_place(here: Tensor, before: Tensor, shape: list[int]) -> Tensor:
-    """:func:`dealt_rows` for the current stream, as an operation of the graph."""
-    found: Tensor = torch.ops.meshfold.dealt_place(here, before, shape)
-    return found
-
-
-def dealt_rows(here: Tensor, before: int | Tensor, shape: Sequence[int], dealt: Dealt | None) -> Tensor:
-    """The rows of the global batch's ``.. h`` that some of this data coordinate's are.
+def dealt_numbers(
+    tokens: Tensor, size: int, dealt: Dealt | None, *, rows: bool
+) -> tuple[Tensor, int | Tensor]:
+    """Numbers among whole sequences, of tokens that are numbered among this rank's parts of them.
 
     Args:
-        here: numbers among this data coordinate's rows, int64.
-        before: sequences of the coordinates before; their tokens where dims are flat.
-        shape: what a sequence has between its own dim and the last: ``s`` for ``b s h``, nothing for ``b h``; ``0`` where
-            batch and tokens are one dim, ``m h``.
-        dealt: which tokens of each sequence are here; None: all.
+        tokens: int64, any shape.
+        size: how many there are of this rank's parts.
+        dealt: which tokens of each sequence those are; None: all. A graph asks for it when it runs.
+        rows: they are of several sequences, one behind the other; else another number of them is no sequence's.
+
+    Returns:
+        The numbers, and how many there are in whole sequences.
     """
-    each = math.prod(size or 1 for size in shape)
-    if dealt is None or not shape or shape[-1] not in (0, dealt.local):
-        return before * each + here
-    whole = each // dealt.local * dealt.length if shape[-1] else 1
-    return before * whole + dealt.numbers(here)
+    if torch.compiler.is_compiling():
+        found = torch.ops.meshfold.dealt_numbers(tokens, size, rows)
+        return found[1:].view(tokens.shape), found[0]
+    if dealt is None or (size % dealt.local if rows else size != dealt.local):
+        return tokens, size
+    return dealt.numbers(tokens), size // dealt.local * dealt.length
 
 
 @cache
@@ -63,19 +60,21 @@ def _operation() -> Any:
     @torch.library.custom_op("meshfold::draw", mutates_args=(), tags=(torch.Tag.nondeterministic_seeded,))
     def draw_now(x: Tensor, code: Tensor) -> Tensor:
         stream = current_dropout_stream()
-        numbers = [stream.seed, stream.next_key(_NAMES[int(code)]), stream.first_row, stream.first_token]
+        key = stream.next_key(_NAMES[int(code)])
+        numbers = [stream.seed, key, stream.first_row, stream.first_token, stream.rows]
         return torch.tensor(numbers, dtype=torch.int64).to(x.device, non_blocking=True)
 
     @draw_now.register_fake
     def _(x: Tensor, code: Tensor) -> Tensor:
-        return x.new_empty(4, dtype=torch.int64)
+        return x.new_empty(5, dtype=torch.int64)
 
-    @torch.library.custom_op("meshfold::dealt_place", mutates_args=())
-    def place_now(here: Tensor, before: Tensor, shape: list[int]) -> Tensor:
-        return dealt_rows(here, before, shape, current_dropout_stream().dealt)
+    @torch.library.custom_op("meshfold::dealt_numbers", mutates_args=())
+    def numbers_now(tokens: Tensor, size: int, rows: bool) -> Tensor:
+        found, whole = dealt_numbers(tokens, size, current_dropout_stream().dealt, rows=rows)
+        return torch.cat([torch.tensor([whole], device=tokens.device), found.flatten()])
 
-    @place_now.register_fake
-    def _(here: Tensor, before: Tensor, shape: list[int]) -> Tensor:
-        return torch.empty_like(here)
+    @numbers_now.register_fake
+    def _(tokens: Tensor, size: int, rows: bool) -> Tensor:
+        return tokens.new_empty(tokens.numel() + 1)
 
     return draw_now

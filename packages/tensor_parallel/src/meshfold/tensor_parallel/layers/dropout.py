@@ -1,7 +1,8 @@
 """Dropout that drops the same elements under every layout.
 
 Whether an element is kept is a function of (seed, call, global element index), so no rank needs to agree with
-another about a random state, and nothing is stored for backward.
+another about a random state, and nothing is stored for backward. Where the elements of a tensor lie is seen in the forward that
+is looked at (:mod:`meshfold.mesh.tracking`); where none is, sizes tell.
 """
 
 from __future__ import annotations
@@ -13,8 +14,12 @@ from meshfold import kernels
 from meshfold.mesh import Mesh
 from meshfold.mesh.dropout_stream import current_dropout_stream
 from meshfold.mesh.names import plain
+from meshfold.mesh.tracking import tracker
+from meshfold.mesh.tracking.follow import Tracker
 from meshfold.tensor_parallel.layers.base import ShardedLayer
-from meshfold.tensor_parallel.layers.draw import code_of, dealt_place, dealt_rows, draw
+from meshfold.tensor_parallel.layers.draw import code_of, draw
+from meshfold.tensor_parallel.layers.places import Batch, Place, Run, block_of, fitted, numbers_of, seen_place
+from meshfold.tensor_parallel.layers.stream_dims import BatchShape
 from meshfold.tensor_parallel.modes import Mode
 
 _SEQUENCE = ("seq", "ring", "ulysses")  # axes that sequences may be dealt to
@@ -38,6 +43,7 @@ class Dropout(ShardedLayer):
         heads: int = 0,
         whole: bool = False,
         flat_tokens: bool = True,
+        batch: BatchShape | None = None,
     ) -> None:
         """Args:
         p: probability to drop.
@@ -48,12 +54,14 @@ class Dropout(ShardedLayer):
         heads: of the attention it stands in, all ranks' together; 0 if it stands in none.
         whole: what it drops of is the same on every rank.
         flat_tokens: a tensor of two dims is ``m h``, tokens; else ``b h``, one vector a sequence.
+        batch: of the forward that runs.
         """
         super().__init__()
         self.p, self.mesh, self.hidden, self.name = p, mesh, hidden, plain(name)
         self.inner, self.heads, self.flat_tokens = inner, heads, flat_tokens
-        self._code = code_of(self.name)
+        self._code, self._batch = code_of(self.name), batch or BatchShape()
         self._dealt = mesh.size(*_SEQUENCE) > 1
+        self._seen: dict[int, Place] = {}  # by number of the call in a forward
         residual, between = mode.layout("residual"), mode.layout("hidden")
         self.residual = ((), ()) if whole else (residual["m"], residual["h"])
         self.between = ((), ()) if whole else (between["m"], between["n"])
@@ -62,44 +70,24 @@ class Dropout(ShardedLayer):
         return self.drop(x, self.p) if self.training and self.p > 0.0 else x
 
     def drop(self, x: Tensor, p: float) -> Tensor:
-        """Drop elements of ``x`` with probability ``p`` and scale the rest by 1/(1−p)."""
-        size, width = self.mesh.size, x.shape[-1]
-        if x.dim() == 4 and x.shape[1] * size(*self.between[1]) == self.heads:
-            return self.drop_weights(x, p)
-        fits_residual = width * size(*self.residual[1]) == self.hidden
-        fits_between = width * size(*self.between[1]) == self.inner
-        tokens, columns = self.residual if fits_residual and not fits_between else self.between
-        rows, first = x.numel() // width, self.mesh.index(*tokens)
-        column = self.mesh.index(*columns) * width, width * size(*columns)
-        by_tokens = x.dim() == 2 and self.flat_tokens
-        seed, key, before = self._draw(x, by_tokens)
-        shape = [0] if by_tokens else [*x.shape[1:-1]]
-        if isinstance(before, int):
-            place: int | Tensor = before * x.shape[1:-1].numel() + first * rows
-            if (dealt := current_dropout_stream().dealt) is not None:
-                # Without function modes: to one that counts positions, an arange would be tokens.
-                with torch._C.DisableTorchFunction():
-                    here = torch.arange(first * rows, (first + 1) * rows, device=x.device)
-                    place = dealt_rows(here, before, shape, dealt)
-                    return kernels.dropout(x, p, seed, key, place, *column)
-        else:
-            here = first * rows + torch.arange(rows, device=x.device)
-            if self._dealt:
-                place = dealt_place(here, before, shape)
-            else:
-                place = before * x.shape[1:-1].numel() + here
-        return kernels.dropout(x, p, seed, key, place, *column)
+        """Drop elements of ``x`` with probability ``p`` and scale the rest by 1/(1−p).
+
+        Raises:
+            LayoutError: if nothing tells where it has the rows of a batch that is a part of a larger one.
+        """
+        compiling = torch.compiler.is_compiling()
+        found = None if compiling else tracker()
+        call = -1 if compiling else current_dropout_stream().calls(self.name)
+        seed, key, batch = self._draw(x)
+        if found is not None and found.rows.follows:
+            self._look(found, x, call, batch)
+        place = self._remembered(x, call, batch) or self._guessed(x, batch)
+        return self._dropped(x, p, place, seed, key, batch)
 
     def drop_weights(self, weights: Tensor, p: float) -> Tensor:
         """The same for attention weights ``b heads s t``: each (b, head, s, t) of the whole model has one fate."""
-        b, heads, s, t = weights.shape
-        device = weights.device
-        seed, key, first, first_head, all_heads = self.draw_weights(weights)
-        sequence = torch.arange(b, device=device) + first
-        head = torch.arange(heads, device=device) + first_head
-        place = torch.arange(s, device=device)
-        rows = ((sequence[:, None, None] * all_heads + head[:, None]) * s + place).reshape(-1)
-        return kernels.dropout(weights.reshape(-1, t), p, seed, key, rows, 0, t).view(b, heads, s, t)
+        seed, key, batch = self._draw(weights)
+        return self._dropped(weights, p, self._of_weights(weights), seed, key, batch)
 
     def draw_weights(self, x: Tensor) -> tuple[int | Tensor, int | Tensor, int | Tensor, int, int]:
         """What the fates of this rank's attention weights follow from, ``b heads ..`` being those of ``x``: draws a key.
@@ -109,23 +97,99 @@ class Dropout(ShardedLayer):
         """
         b, heads = x.shape[:2]
         tokens, columns = self.between
-        seed, key, before = self._draw(x, False)
+        seed, key, batch = self._draw(x)
         index = self.mesh.index
         return (
             seed,
             key,
-            before + index(*tokens) * b,
+            batch.first_row + index(*tokens) * b,
             index(*columns) * heads,
             heads * self.mesh.size(*columns),
         )
 
-    def _draw(self, x: Tensor, by_tokens: bool) -> tuple[int | Tensor, int | Tensor, int | Tensor]:
-        """(seed, key, the rows or tokens of the global batch before this forward's)."""
+    def _draw(self, x: Tensor) -> tuple[int | Tensor, int | Tensor, Batch]:
+        """(seed, key, what the numbers of rows follow from) of the next call."""
         if torch.compiler.is_compiling():
-            seed, key, first_row, first_token = draw(x, self._code)
-            return seed, key, first_token if by_tokens else first_row
+            seed, key, first_row, first_token, rows = draw(x, self._code)
+            return seed, key, Batch(first_row, first_token, rows, self._batch, None)
         stream = current_dropout_stream()
-        return stream.seed, stream.next_key(self.name), stream.first_token if by_tokens else stream.first_row
+        batch = Batch(stream.first_row, stream.first_token, stream.rows, self._batch, stream.dealt)
+        return stream.seed, stream.next_key(self.name), batch
+
+    def _dropped(
+        self, x: Tensor, p: float, place: Place, seed: int | Tensor, key: int | Tensor, batch: Batch
+    ) -> Tensor:
+        block = block_of(place, batch, self.mesh)
+        if block is not None:
+            first, start, whole = block
+            if isinstance(first, Tensor):  # a graph's: as many numbers as rows, which it makes as it runs
+                first = first + torch.arange(x.numel() // x.shape[-1], device=x.device)
+            return kernels.dropout(x, p, seed, key, first, start, whole)
+        # Without function modes: to one that counts positions, an arange would be tokens.
+        with torch._C.DisableTorchFunction():
+            *lead, last = place
+            columns = block_of((last,), batch, self.mesh)
+            if columns is None:
+                numbers = numbers_of(place, batch, self.mesh, x.device)
+                return kernels.dropout(x.reshape(-1, 1), p, seed, key, numbers, 0, 1).view(x.shape)
+            numbers = numbers_of(lead, batch, self.mesh, x.device)
+            return kernels.dropout(x, p, seed, key, numbers, *columns[1:])
+
+    # -- where elements lie ---------------------------------------------------------------------------------------------
+
+    def _look(self, found: Tracker, x: Tensor, call: int, batch: Batch) -> None:
+        """Remember where the elements of a tensor lie, for this call in later forwards."""
+        dealt = () if found.dealt is None else found.dealt.axes
+        place = seen_place(
+            x, found.dims(x), found.rows.dims(x), self._guessed(x, batch), batch, self.mesh, dealt, self.name
+        )
+        if place is not None:
+            self._seen[call] = place
+        else:
+            self._seen.pop(call, None)
+
+    def _remembered(self, x: Tensor, call: int, batch: Batch) -> Place | None:
+        """Where elements lay when this call, or another of the same kind, was looked at; None if none was."""
+        place = self._seen.get(call)
+        if place is None or len(place) != x.dim():
+            alike = [seen for seen in self._seen.values() if len(seen) == x.dim()]
+            wide = [seen for seen in alike if seen[-1][-1].size == x.shape[-1]]
+            place = next(iter(wide or alike), None)
+        return None if place is None else fitted(place, tuple(x.shape), batch, self.mesh)
+
+    def _of_weights(self, x: Tensor) -> Place:
+        tokens, columns = self.between
+        return (
+            (Run(tokens, "rows", single=True, size=x.shape[0]),),
+            (Run(columns, size=x.shape[1]),),
+            *((Run(size=n),) for n in x.shape[2:]),
+        )
+
+    def _guessed(self, x: Tensor, batch: Batch) -> Place:
+        """Where elements lie, by the sizes of the tensor."""
+        size, shape, width = self.mesh.size, tuple(x.shape), x.shape[-1]
+        if x.dim() == 4 and shape[1] * size(*self.between[1]) == self.heads:
+            return self._of_weights(x)
+        fits_residual = width * size(*self.residual[1]) == self.hidden
+        fits_between = width * size(*self.between[1]) == self.inner
+        tokens, columns = self.residual if fits_residual and not fits_between else self.between
+        last = (Run(columns, size=width),)
+        if x.dim() == 2 and self.flat_tokens:
+            return ((Run(tokens, "tokens", dealt=self._dealt, size=shape[0]),), last)
+        made = [(Run(size=n),) for n in shape[:-1]]
+        if not made:
+            return (last,)
+        turned = x.dim() > 2 and self.mesh.world_size > 1 and self._tokens_first(shape, size(*tokens))
+        made[turned] = (Run(tokens, "rows", single=True, size=shape[turned]),)
+        if self._dealt and x.dim() > 2:
+            at = 0 if turned else len(made) - 1
+            made[at] = (made[at][0]._replace(dealt=True),)
+        return (*made, last)
+
+    def _tokens_first(self, shape: tuple[int, ...], blocks: int) -> bool:
+        """Whether the second dim is as long as there are rows, and the first is not."""
+        rows = self._batch.rows // blocks
+        return rows > 0 and shape[1] == rows != shape[0]
 
     def extra_repr(self) -> str:
         return f"p={self.p}"

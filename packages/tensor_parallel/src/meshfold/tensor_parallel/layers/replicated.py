@@ -12,10 +12,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
 from meshfold.mesh import Mesh, ParameterMeta, Placement, annotate
 from meshfold.mesh.primitives import bind_collect, bind_take
-from meshfold.mesh.tracking import arrived, untracked
+from meshfold.mesh.tracking import arrived, rows_of, tracker, untracked
 from meshfold.tensor_parallel.boundary import Boundary
 from meshfold.tensor_parallel.layers.base import OnMesh
 from meshfold.tensor_parallel.layers.stream_dims import BatchShape, DimFinder, StreamDims
@@ -97,7 +98,11 @@ class Replicated(OnMesh):
         with untracked():
             joined = self._joined_arguments(args, kwargs, values)
         changed = zip((*joined[0], *joined[1].values()), (*args, *kwargs.values()), strict=True)
-        arrived(x for x, before in changed if x is not before and isinstance(x, Tensor))
+        for x, before in changed:
+            if x is not before and isinstance(x, Tensor):
+                arrived([x])
+                if (found := tracker()) is not None:
+                    found.rows.unflattened(x, before)
         return joined
 
     def _joined_arguments(
@@ -130,10 +135,14 @@ class Replicated(OnMesh):
 
     def _after(self, module: nn.Module, args: Any, output: Any) -> Any:
         with untracked():
-            found = self._split_output(output)
-        for part in found if isinstance(found, tuple) else (found,):
-            arrived(x for x in (part if isinstance(part, tuple) else (part,)) if isinstance(x, Tensor))
-        return found
+            split = self._split_output(output)
+        found = tracker()
+        for x, before in zip(tree_leaves(split), tree_leaves(output), strict=True):
+            if isinstance(x, Tensor):
+                arrived([x], [rows_of(before)])
+                if found is not None and x is not before:
+                    found.rows.flattened(x, before)
+        return split
 
     def _split_output(self, output: Any) -> Any:
         if not isinstance(output, tuple):

@@ -28,10 +28,12 @@ class BatchShape:
 
     Attributes:
         rows: sequences, those that fill it up included; 0 where the input has none.
+        given: without these.
         length: tokens of each.
     """
 
     rows: int = 0
+    given: int = 0
     length: int = 0
 
 

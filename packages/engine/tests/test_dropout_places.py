@@ -1,0 +1,92 @@
+"""What a model drops is what it drops in one process, in whatever order its dims stand."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from meshfold.engine import Engine
+from meshfold.mesh import LayoutError
+from meshfold.mesh.testing import run_on_ranks
+
+sys.path.append(str(Path(__file__).parent))  # for the models beside this file, on every rank
+from dropping_models import MODELS, WORDS
+
+SHAPES = ((8, 4), (4, 6))
+"""Rows and tokens of two batches; of the first a rank's share of the rows, half of them, is as many as there are tokens."""
+State = dict[str, Tensor]
+
+
+def train(name: str, parallel: dict[str, Any]) -> tuple[list[float], State]:
+    """Losses and weights of two steps, each as large as its gradient."""
+    torch.manual_seed(0)
+    engine = Engine(
+        MODELS[name]().double(), parallel, optimizer=dict(name="sgd", lr=1.0), precision="fp64", seed=3,
+        loss_fn=lambda output, batch: F.cross_entropy(output.flatten(0, 1), batch[1].flatten()),
+    )  # fmt: skip
+    generator, losses = torch.Generator().manual_seed(1), []
+    for shape in SHAPES:
+        ids, targets = (torch.randint(0, WORDS, shape, generator=generator) for _ in range(2))
+        losses.append(engine.train_step(engine.shard_batch((ids, targets))))
+    return losses, engine.full_state_dict()
+
+
+def compare(wanted: dict[str, tuple[list[float], State]], specs: list[dict[str, Any]]) -> None:
+    for name, (losses, state) in wanted.items():
+        for parallel in specs:
+            found, after = train(name, parallel)
+            assert found == pytest.approx(losses, rel=1e-12), (name, parallel)
+            for key, value in state.items():
+                assert torch.allclose(after[key], value, rtol=0, atol=1e-12), (name, parallel, key)
+
+
+def alone(*names: str) -> dict[str, tuple[list[float], State]]:
+    return {name: train(name, {}) for name in names}
+
+
+def test_sequence_first_streams_drop_what_one_process_drops() -> None:
+    wanted = alone("turned", "torch's own", "attention")
+    run_on_ranks(
+        2, compare, wanted, [dict(data=2), dict(tensor=2), dict(pipeline=dict(size=2, microbatches=2))]
+    )
+    four = [dict(data=2, tensor=2), dict(tensor=dict(mode="2d", grid=(2, 2)))]
+    run_on_ranks(4, compare, wanted, [*four, dict(data=2, pipeline=dict(size=2, microbatches=2))])
+
+
+def test_sequence_first_streams_whose_tokens_are_dealt_drop_what_one_process_drops() -> None:
+    ring, ulysses = dict(mode="ring", size=2), dict(mode="ulysses", size=2)
+    specs = [dict(data=2, sequence=ulysses), dict(tensor=2, sequence=ring), dict(pipeline=2, sequence=ring)]
+    run_on_ranks(4, compare, alone("attention"), specs)
+    megatron = dict(tensor=2, sequence=dict(mode="megatron"))
+    run_on_ranks(4, compare, alone("turned", "torch's own"), [dict(data=2, **megatron)])
+
+
+def test_dims_merged_with_the_batch_drop_what_one_process_drops() -> None:
+    wanted = alone("mlp", "merged", "windows", "twice")
+    run_on_ranks(
+        2, compare, wanted, [dict(data=2), dict(tensor=2), dict(pipeline=dict(size=2, microbatches=2))]
+    )
+
+
+def refused(name: str, parallel: dict[str, Any]) -> None:
+    with pytest.raises(LayoutError) as raised:
+        train(name, parallel)
+    assert "others than one process" in str(raised.value) or "other elements than one process" in str(
+        raised.value
+    )
+    assert "set its probability to 0" in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "parallel"),
+    [("chosen", dict(data=2)), ("turned", dict(tensor=dict(mode="3d", grid=(1, 1, 2))))],
+    ids=["rows chosen by what they are", "tokens exchanged along the first dim"],
+)
+def test_what_could_not_drop_alike_is_refused(name: str, parallel: dict[str, Any]) -> None:
+    run_on_ranks(2, refused, name, parallel)

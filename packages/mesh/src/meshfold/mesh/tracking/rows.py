@@ -1,0 +1,263 @@
+"""Which dim of every tensor is the batch, while a forward is looked at: what is drawn for an element goes by its row.
+
+A batch may be a part of a larger one, as that of a data coordinate is, or a micro-batch. Unlike a dim that the mesh splits its
+rows may be mixed, as a norm's statistics do, so nothing is refused here: of what keeps no rows apart it is unknown where they are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from meshfold.mesh.tracking import indexing
+from meshfold.mesh.tracking.call import Call, bound, tensors_in, written
+from meshfold.mesh.tracking.dims import (
+    UNKNOWN,
+    Dim,
+    Dims,
+    Factor,
+    MixesError,
+    Split,
+    is_split,
+    is_unknown,
+    shape_of,
+    size_of,
+    unknown,
+    whole,
+    whole_dims,
+)
+from meshfold.mesh.tracking.records import Records
+
+ROWS = Split(("rows",))
+"""Of a factor that has rows, and maybe what each of them has, one behind the other."""
+TURNED = Split(("rows",), "dealt")
+"""Of a dim of tokens, each of which has all rows behind it, of which a rank may have a block."""
+EXCHANGED = Split(("tokens",), "unknown")
+"""Of a tensor whose rows nobody knows, since ranks have exchanged tokens along a dim that is not the batch's."""
+
+Rule = Callable[[Call], list[Dims]]
+_MIXING = frozenset(
+    (
+        *("sum", "mean", "amax", "amin", "max", "min", "prod", "any", "all", "logsumexp"),
+        *("var", "std", "var_mean", "std_mean", "norm", "linalg_vector_norm"),
+    )
+)
+_CHOOSING = frozenset((*indexing.RULES, "slice", "select", "narrow", "split", "split_with_sizes", "unbind"))
+"""Operations that make other rows of a batch's."""
+_SPREADING = ("expand", "repeat")
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Before:
+    """A call that is about to be carried out, with where its operands have their rows."""
+
+    function: Any
+    name: str
+    given: Mapping[str, Any]
+    dims: Mapping[int, Dims]
+    first: Tensor
+    apart: bool
+
+
+class Rows:
+    """Follows the rows of a batch through a forward.
+
+    Attributes:
+        follows: a batch was given; without one nothing is done.
+    """
+
+    def __init__(self, rules: Mapping[str, Rule]) -> None:
+        """Args:
+        rules: of operations by name, for split dims: rows move as these do.
+        """
+        self.follows = False
+        self._records, self._counts = Records(), set[int]()
+        alike = ("where", "_to_copy", "lerp", "addcmul", "addcdiv")
+        spread = {name: self._spread(rules[name]) for name in _SPREADING}
+        self._rules = {**rules, **dict.fromkeys(alike, _pointwise), **spread}
+
+    def begin(self, tensors: Iterable[Tensor], rows: int) -> None:
+        """Those of these tensors that have so many elements in their first dim have a batch there."""
+        self.follows = True
+        for tensor in tensors:
+            if tensor.dim() and tensor.shape[0] == rows:
+                self.put(tensor, ((Factor(rows, ROWS),), *whole_dims(tensor.shape[1:])))
+
+    def dims(self, tensor: Tensor) -> Dims:
+        """Where a tensor has its rows."""
+        return self._records.dims(tensor)
+
+    def put(self, tensor: Tensor, dims: Dims) -> None:
+        """Say where a tensor has its rows."""
+        if self.follows:
+            self._records.put(tensor, dims)
+            self._counts |= {dim[0].size for dim in dims if dim[0].split == ROWS}
+
+    def lose(self, tensor: Tensor, why: Split = UNKNOWN) -> None:
+        """Say that nobody knows where a tensor has its rows."""
+        self.put(tensor, tuple((Factor(n, why),) for n in tensor.shape))
+
+    def keep(self, made: Tensor, of: Tensor) -> None:
+        """Say that a tensor has its rows in the dim in which the one has that it was made of; there may be fewer."""
+        if self.follows:
+            self.put(made, _placed(self.dims(of), tuple(made.shape), fewer=True))
+
+    def flattened(self, made: Tensor, of: Tensor) -> None:
+        """:meth:`keep` where all dims but the last were made one, of which a rank may have a block."""
+        dims, size = self.dims(of), made.shape[0]
+        if not self.follows or made.dim() == of.dim():
+            return self.keep(made, of)
+        places = [place for place, dim in enumerate(dims) if is_split(dim)]
+        split = {0: ROWS, len(dims) - 2: TURNED}.get(places[0]) if len(places) == 1 else None
+        if split is None and (places or any(map(is_unknown, dims))):
+            return self.lose(made)
+        self.put(made, ((Factor(size, split),), *whole_dims(made.shape[1:])))
+
+    def unflattened(self, made: Tensor, of: Tensor) -> None:
+        """The way back."""
+        dims, shape = self.dims(of), tuple(made.shape)
+        if not self.follows or made.dim() == of.dim():
+            return self.keep(made, of)
+        if is_unknown(dims[0]):
+            return self.lose(made)
+        if is_split(dims[0]):
+            place = 0 if dims[0][0].split == ROWS else len(shape) - 2
+            self.put(made, tuple((Factor(n, ROWS),) if i == place else whole(n) for i, n in enumerate(shape)))
+
+    # -- operations -----------------------------------------------------------------------------------------------------
+
+    def _spread(self, rule: Rule) -> Rule:
+        """What is spread over as many elements as there are rows has them there."""
+
+        def found(call: Call) -> list[Dims]:
+            dims = rule(call)[0]
+            shape = tuple(call.tensors[0].shape)
+            new = len(dims) - len(shape)
+            if not any(map(is_split, dims)):
+                for place, size in enumerate(shape_of(dims)):
+                    if size in self._counts and (place < new or shape[place - new] == 1 != size):
+                        return [(*dims[:place], (Factor(size, ROWS),), *dims[place + 1 :])]
+            return [dims]
+
+        return found
+
+    def before(
+        self, function: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], apart: bool
+    ) -> _Before | None:
+        """To be called before an operation; None if it has nothing of a batch.
+
+        Args:
+            apart: ranks may exchange in it, so that its results are said by others.
+        """
+        if not self.follows:
+            return None
+        name, given = function._schema.name.rpartition("::")[2], bound(function, args, kwargs)
+        operands = [x for value in given.values() for x in tensors_in(value)]
+        dims = {id(x): self.dims(x) for x in operands}
+        known = (x for x in operands if any(is_split(dim) or is_unknown(dim) for dim in dims[id(x)]))
+        first = next(known, operands[0] if name in _SPREADING else None)
+        if first is None:
+            return None
+        return _Before(function=function, name=name, given=given, dims=dims, first=first, apart=apart)
+
+    def after(self, call: _Before, out: Any) -> None:
+        """To be called with what the operation has returned."""
+        into = written(call.function, call.given)
+        results = into or [
+            x for x in (out if isinstance(out, list | tuple) else [out]) if isinstance(x, Tensor)
+        ]
+        if call.apart:
+            exchanged = call.given if call.function.namespace == "c10d" else {}
+            received = [x for value in exchanged.values() for x in tensors_in(value)]
+            for x in (*results, *received):
+                if not any(map(is_split, self.dims(x))):  # of the same memory it may be known
+                    self.lose(x)
+            return
+        name = call.name
+        if into and name.endswith("_") and not name.endswith("__"):
+            name = name[:-1]
+        for x, dims in zip(results, self._found(call, name, into[0] if into else out, results), strict=False):
+            if shape_of(dims) == tuple(x.shape):
+                (self._records.put_into_base if into else self._records.put)(x, dims)
+
+    def _found(self, before: _Before, name: str, out: Any, results: list[Tensor]) -> list[Dims]:
+        call = Call(
+            function=before.function, name=name, given=before.given, out=out,
+            dims_of=lambda x: before.dims.get(id(x)) or self.dims(x), learned=lambda x: False,
+        )  # fmt: skip
+        rule = _pointwise if torch.Tag.pointwise in before.function.tags else self._rules.get(name)
+        mine, shape = before.dims[id(before.first)], before.first.shape
+        if rule is None:
+            return [_placed(mine, tuple(x.shape), fewer=False) for x in results]
+        try:
+            return rule(call)
+        except MixesError:
+            if joined := _joined(call):
+                return [joined]
+            if name in _MIXING:
+                return [whole_dims(x.shape) for x in results]
+            kept = name not in _CHOOSING
+            return [mine if kept and x.shape == shape else tuple(map(unknown, x.shape)) for x in results]
+
+
+def _placed(dims: Dims, shape: tuple[int, ...], *, fewer: bool) -> Dims:
+    """Rows in the same dim of another shape; ``fewer``: or only those of this rank."""
+    if why := _why_unknown(dims):
+        return tuple((Factor(n, why),) for n in shape)
+    made = [whole(n) for n in shape]
+    for place, dim in enumerate(dims):
+        if is_split(dim):
+            other = place >= len(shape) or shape[place] != size_of(dim)
+            if other and (place >= len(shape) or len(shape) < len(dims) or not fewer):
+                return tuple(map(unknown, shape))
+            made[place] = _resized(dim, shape[place])
+    return tuple(made)
+
+
+def _resized(dim: Dim, size: int) -> Dim:
+    if size == size_of(dim):
+        return dim
+    if len(dim) == 1:
+        return (Factor(size, dim[0].split),)
+    turned = len(dim) == 2 and dim[1].split == ROWS
+    return (Factor(size, TURNED),) if turned else unknown(size)
+
+
+def _pointwise(call: Call) -> list[Dims]:
+    """Rows where an operand has them, of several that with most dims."""
+    operands = sorted((call.dims_of(x) for x in call.tensors), key=len, reverse=True)
+    outs = call.out if isinstance(call.out, list | tuple) else [call.out]
+    return [_together(operands, tuple(out.shape)) if isinstance(out, Tensor) else () for out in outs]
+
+
+def _together(operands: list[Dims], shape: tuple[int, ...]) -> Dims:
+    made = [whole(n) for n in shape]
+    for dims in operands:
+        for back, dim in enumerate(reversed(dims), 1):
+            free = not any(map(is_split, made))
+            if back <= len(shape) and is_split(dim) and size_of(dim) == shape[-back] and free:
+                made[-back] = dim
+    why = next((why for dims in operands if (why := _why_unknown(dims))), None)
+    return tuple(made) if why is None or any(map(is_split, made)) else tuple((Factor(n, why),) for n in shape)
+
+
+def _why_unknown(dims: Dims) -> Split | None:
+    """The mark of dims of which it is unknown where they have rows."""
+    return next((factor.split for dim in dims if is_unknown(dim) for factor in dim if factor.split), None)
+
+
+def _joined(call: Call) -> Dims | None:
+    """Several batches one behind the other, all of them alike."""
+    if call.name != "cat":
+        return None
+    several = {call.dims_of(x) for x in call.given["tensors"]}
+    number = call.number(call.given.get("dim", 0), call.out.dim())
+    if len(several) > 1:
+        return None
+    dims = list(several.pop())
+    dims[number] = (Factor(len(call.given["tensors"])), *dims[number])
+    return tuple(dims)

@@ -1,0 +1,316 @@
+"""Where the elements of a rank's tensor lie in the tensor that one process has of the global batch.
+
+A dim is a row of *runs*, major first: neighbouring elements that are whole on the rank, or its block over mesh axes, or the rows
+of its part of the batch, or its tokens of sequences that are dealt. The number of an element in one process's tensor, row-major,
+follows from the numbers in each run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from math import prod
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from meshfold.mesh import LayoutError, Mesh, MeshfoldError
+from meshfold.mesh.dropout_stream import Dealt
+from meshfold.mesh.tracking.dims import Dim, Dims, Factor, Split, is_unknown
+from meshfold.mesh.tracking.rows import EXCHANGED, ROWS, TURNED
+from meshfold.tensor_parallel.layers.draw import dealt_numbers
+from meshfold.tensor_parallel.layers.stream_dims import BatchShape
+
+
+class Run(NamedTuple):
+    """A part of a dim.
+
+    Attributes:
+        axes: whose ranks have a block of it each, major first.
+        rows: ``"rows"``: rows of the batch, with what each has behind it; ``"turned"``: tokens, each with all rows behind it;
+            ``"tokens"``: tokens of the batch, counted through; ``""``: none of these.
+        dealt: its tokens are dealt to ranks.
+        single: of rows: nothing is behind them in the run.
+        size: local elements.
+    """
+
+    axes: tuple[str, ...] = ()
+    rows: str = ""
+    dealt: bool = False
+    single: bool = False
+    size: int = 0
+
+
+Place = tuple[tuple[Run, ...], ...]
+"""For each dim of a tensor its runs."""
+
+
+class Batch(NamedTuple):
+    """What the numbers of a forward's rows and tokens follow from.
+
+    Attributes:
+        first_row, first_token: those of the global batch before this forward's.
+        rows: of the global batch; 0: as many as this forward's.
+        here: this forward's, on all ranks that share them.
+        dealt: which tokens of each sequence there are; None: all. Unused where a graph asks for them when it runs.
+    """
+
+    first_row: int | Tensor
+    first_token: int | Tensor
+    rows: int | Tensor
+    here: BatchShape
+    dealt: Dealt | None
+
+
+def seen_place(
+    x: Tensor,
+    real: Dims,
+    rows: Dims,
+    guess: Place,
+    batch: Batch,
+    mesh: Mesh,
+    dealt: tuple[str, ...],
+    name: str,
+) -> Place | None:
+    """Where the elements of a tensor lie of which a tracker knows how it lies; None if what it knows does not tell.
+
+    Args:
+        x: the tensor.
+        real: its dims on the mesh; what is unknown of them is taken from ``guess``.
+        rows: its dims by rows of the batch.
+        guess: what its sizes tell.
+        batch: of the forward.
+        dealt: axes that sequences are dealt over.
+        name: what drops, for messages.
+
+    Raises:
+        LayoutError: if the batch is a part of a larger one, and nothing tells where the tensor has its rows.
+    """
+    if any(factor.split == EXCHANGED for dim in rows for factor in dim):
+        raise _exchanged(x, name)
+    is_part = batch.rows not in (0, batch.here.given)
+    tokens = tuple(axis for runs in guess for run in runs if run.rows for axis in run.axes)
+    if any(map(is_unknown, rows)):
+        if is_part:
+            raise _lost(x, name, batch.here.given)
+        rows = tuple(
+            (Factor(n, ROWS if runs[0].rows else None),) for n, runs in zip(x.shape, guess, strict=True)
+        )
+    if any(map(is_unknown, real)):
+        real = _guessed(x, rows, guess, tokens, batch, dealt)
+    found = [_runs(a, b, dealt, batch.here.rows, mesh) for a, b in zip(real, rows, strict=True)]
+    if None in found and is_part:
+        raise _lost(x, name, batch.here.given)
+    return None if None in found else tuple(runs for runs in found if runs is not None)
+
+
+def _exchanged(x: Tensor, name: str) -> LayoutError:
+    return LayoutError(
+        f"{name}: drops of a tensor {list(x.shape)}, the sequence first, of which ranks exchange tokens along the first dim "
+        "in this mode, so that it would drop other elements than one process. Give the layers round it [batch, tokens, "
+        "hidden], use mode '1d' or '2d', or set its probability to 0"
+    )
+
+
+def _lost(x: Tensor, name: str, rows: int) -> LayoutError:
+    return LayoutError(
+        f"{name}: drops of a tensor {list(x.shape)} that was made of {rows} rows of a larger batch, and nothing tells which of "
+        "its elements are of which row, so that it would drop others than one process. Drop before rows are chosen or mixed, or "
+        "set its probability to 0"
+    )
+
+
+def _guessed(
+    x: Tensor, rows: Dims, guess: Place, tokens: tuple[str, ...], batch: Batch, dealt: tuple[str, ...]
+) -> Dims:
+    """The dims on the mesh of a tensor of which only is known where it has rows: axes of tokens split these."""
+    made: list[Dim] = []
+    for place, (size, dim) in enumerate(zip(x.shape, rows, strict=True)):
+        has_rows, flat = any(f.split for f in dim), guess[place][0].rows == "tokens"
+        here = batch.dealt is not None and dealt and (flat or (not has_rows and size == batch.dealt.local))
+        axes = guess[place][0].axes if place == len(guess) - 1 else tokens if has_rows else ()
+        split = Split((*axes, *dealt), "dealt") if here else Split(axes) if axes else None
+        made.append((Factor(size, split),))
+    return tuple(made)
+
+
+def _runs(real: Dim, rows: Dim, dealt: tuple[str, ...], here: int, mesh: Mesh) -> tuple[Run, ...] | None:
+    """The runs of a dim of which both say what its factors are; None if they do not fit together."""
+    made: list[Run] = []
+    left, right = [*real], [*rows]
+    while left or right:
+        if left and right and (left[0].size == 1) == (right[0].size == 1):
+            pair = _aligned(left, right)
+        elif left and left[0].size == 1:  # a single element goes by itself
+            pair = left.pop(0), Factor(1)
+        else:
+            pair = (Factor(1), right.pop(0)) if right and right[0].size == 1 else None
+        run = None if pair is None else _run(*pair, dealt, here, mesh)
+        if run is None:
+            return None
+        made.append(run)
+    return tuple(made)
+
+
+def _aligned(left: list[Factor], right: list[Factor]) -> tuple[Factor, Factor] | None:
+    """Takes as many elements off both lists."""
+    size = min(left[0].size, right[0].size)
+    one, other = _taken(left, size), _taken(right, size)
+    return None if one is None or other is None else (one, other)
+
+
+def _taken(factors: list[Factor], size: int) -> Factor | None:
+    """Takes the major part of the first factor: of a block it is one, and what is behind it is whole."""
+    first = factors.pop(0)
+    if first.size == size:
+        return first
+    if first.size % size or first.parts or (first.split is not None and first.split.kind == "dealt"):
+        return None
+    factors.insert(0, Factor(first.size // size))
+    return Factor(size, first.split)
+
+
+def _run(real: Factor, rows: Factor, dealt: tuple[str, ...], here: int, mesh: Mesh) -> Run | None:
+    if real.parts or (real.split is not None and real.split.kind not in ("block", "dealt")):
+        return None
+    is_dealt = real.split is not None and real.split.kind == "dealt"
+    axes = () if real.split is None else real.split.axes
+    axes = tuple(axis for axis in axes if not (is_dealt and axis in dealt))
+    kind = "" if rows.split is None else "turned" if rows.split == TURNED else "rows"
+    size = max(real.size, rows.size)
+    every = size * mesh.size(*axes)
+    if kind == "rows" and every % here:
+        return None
+    return Run(axes, kind, is_dealt, kind == "rows" and every == here, size)
+
+
+def fitted(place: Place, shape: tuple[int, ...], batch: Batch, mesh: Mesh) -> Place | None:
+    """The same runs of a tensor of another shape; None if it cannot be so."""
+    if len(place) != len(shape):
+        return None
+    made = []
+    for runs, size in zip(place, shape, strict=True):
+        sizes = [size] if len(runs) == 1 else _sizes(runs, size, batch, mesh)
+        if sizes is None:
+            return None
+        made.append(tuple(_resized(run, n, batch, mesh) for run, n in zip(runs, sizes, strict=True)))
+    return tuple(made)
+
+
+def _resized(run: Run, size: int, batch: Batch, mesh: Mesh) -> Run:
+    if (
+        run.rows != "rows" or torch.compiler.is_compiling()
+    ):  # a graph would be another one for every number of rows
+        return run._replace(size=size)
+    return run._replace(size=size, single=size * mesh.size(*run.axes) == batch.here.rows)
+
+
+def _sizes(runs: tuple[Run, ...], size: int, batch: Batch, mesh: Mesh) -> list[int] | None:
+    """Sizes of the runs of one dim: rows and dealt tokens are known, of the others all but one are as they were."""
+    sizes, left = [run.size for run in runs], -1
+    for at, run in enumerate(runs):
+        if run.rows and run.single:
+            sizes[at] = batch.here.rows // mesh.size(*run.axes)
+        elif run.dealt and batch.dealt is not None:
+            sizes[at] = batch.dealt.local
+        elif left < 0:
+            left, sizes[at] = at, 1
+    rest, over = divmod(size, max(prod(sizes), 1))
+    if over or (left < 0 and rest != 1):
+        return None
+    if left >= 0:
+        sizes[left] = rest
+    return sizes
+
+
+def block_of(place: Place, batch: Batch, mesh: Mesh) -> tuple[int | Tensor, int, int] | None:
+    """The numbers of a tensor that is whole but for its last dim and its first, of which it may have a block.
+
+    Returns:
+        (number of the first row ``.. c``, of the first column, columns of the whole); None if it lies otherwise.
+    """
+    *lead, last = place
+    if len(last) != 1 or last[0].dealt or last[0].rows:
+        return None
+    width, axes = last[0].size, last[0].axes
+    columns = width * mesh.index(*axes), width * mesh.size(*axes)
+    runs = [run for dim in lead for run in dim]
+    if not runs:
+        return 0, *columns
+    first, *others = runs
+    if first.dealt or first.rows == "turned" or any(run.axes or run.rows or run.dealt for run in others):
+        return None
+    start = _first(first, batch, mesh)
+    for run in others:
+        start = start * run.size
+    return start, *columns
+
+
+def numbers_of(place: Sequence[tuple[Run, ...]], batch: Batch, mesh: Mesh, device: torch.device) -> Tensor:
+    """The number of each element of a tensor in one process's: a vector, row-major, int64."""
+    found: Tensor = torch.zeros(1, dtype=torch.int64, device=device)
+    stride: int | Tensor = 1
+    runs = [run for dim in place for run in dim]
+    for at in range(len(runs) - 1, -1, -1):
+        count, size = _counted(runs[at], batch, mesh, device, first=at == 0)
+        found = ((count * stride).unsqueeze(1) + found).flatten()
+        stride = stride * size
+    return found
+
+
+def _counted(
+    run: Run, batch: Batch, mesh: Mesh, device: torch.device, *, first: bool
+) -> tuple[Tensor, int | Tensor]:
+    """The numbers of a run's elements in the whole, and how many the whole has; of the ``first`` run these are not wanted."""
+    local = torch.arange(run.size, device=device)
+    if not run.dealt and run.rows != "turned":
+        every: int | Tensor = run.size * mesh.size(*run.axes)
+        if run.rows == "rows" and not first:
+            every = _all_rows(batch) * _inner(run, batch, mesh)
+        return local + _first(run, batch, mesh), every
+    size = run.size * mesh.size(*run.axes)
+    count = local + mesh.index(*run.axes) * run.size
+    if run.rows == "turned":
+        here = batch.here.rows
+        token, row = count // here, count % here
+        tokens: int | Tensor = size // here
+        if run.dealt:
+            token, tokens = dealt_numbers(token, size // here, batch.dealt, rows=False)
+        rows = _all_rows(batch)
+        return token * rows + batch.first_row + row, tokens * rows
+    count, whole = dealt_numbers(count, size, batch.dealt, rows=bool(run.rows))
+    if run.rows == "tokens":
+        return count + batch.first_token, whole
+    if not run.rows:
+        return count, whole
+    inner = whole // batch.here.rows
+    return count + batch.first_row * inner, whole if first else _all_rows(batch) * inner
+
+
+def _first(run: Run, batch: Batch, mesh: Mesh) -> int | Tensor:
+    """The number of the first element of a run that has one after the other."""
+    first = run.size * mesh.index(*run.axes)
+    if run.rows == "tokens":
+        return first + batch.first_token
+    return first + batch.first_row * _inner(run, batch, mesh) if run.rows else first
+
+
+def _inner(run: Run, batch: Batch, mesh: Mesh) -> int:
+    """Elements of a run that each row has."""
+    return 1 if run.single or not run.rows else run.size * mesh.size(*run.axes) // batch.here.rows
+
+
+def _all_rows(batch: Batch) -> int | Tensor:
+    """Rows of the global batch.
+
+    Raises:
+        MeshfoldError: if that is not said of a part of one.
+    """
+    if isinstance(batch.rows, Tensor):
+        return torch.where(batch.rows > 0, batch.rows, batch.here.given)
+    if batch.rows == 0 and isinstance(batch.first_row, int) and batch.first_row > 0:
+        raise MeshfoldError(
+            "dropout of a model that takes its tokens first has to know how many rows the global batch has, of which "
+            f"{batch.first_row} are before these: say so, dropout_stream(seed, step, first_row=..., rows=...)"
+        )
+    return batch.rows or batch.here.given
