@@ -10,16 +10,9 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from integration_tests.fuzz.cases import Case
-from integration_tests.fuzz.streams import ELEMENTS
 
 #: What is left out, by the defect.
-KNOWN: dict[str, Callable[[Case], bool]] = {
-    "code behind a recurrent layer that is kept whole, on a stream that is split along its hidden dim": lambda case: (
-        on(case, "tensor")
-        and any(part["kind"] == "recurrent" for part in parts(case.model))
-        and any(step not in ELEMENTS for step in steps(case))
-    ),
-}
+KNOWN: dict[str, Callable[[Case], bool]] = {}
 
 #: The same, told by what came of a case.
 KNOWN_OUTCOMES: dict[str, str] = {
@@ -39,25 +32,8 @@ def reason(case: Case) -> str | None:
     return next((defect for defect, holds in KNOWN.items() if holds(case)), None)
 
 
-def specs(case: Case) -> list[dict[str, Any]]:
-    """The specs that it is trained under."""
-    return [case.spec, case.then or {}]
-
-
-def on(case: Case, entry: str) -> bool:
-    """Whether a spec of its has an entry."""
-    return any(entry in spec for spec in specs(case))
-
-
 def parts(of: dict[str, Any]) -> Iterator[dict[str, Any]]:
     """All blocks of a model and all that is in them."""
     for one in (*of.get("blocks", ()), *of.get("parts", ()), *of.get("inner", ())):
         yield one
         yield from parts(one)
-
-
-def steps(case: Case) -> Iterator[str]:
-    """All functional code of a model."""
-    of = case.model
-    yield from (of[where] for where in ("before", "between", "behind") if of.get(where))
-    yield from (part["step"] for part in parts(of) if part["kind"] == "step")

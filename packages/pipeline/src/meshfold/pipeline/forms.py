@@ -9,7 +9,6 @@ from typing import Any
 from torch import Tensor
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
-from meshfold.mesh.tracking import arrived
 from meshfold.pipeline.entering import alike
 from meshfold.pipeline.errors import ChainError
 from meshfold.pipeline.placeholders import Like
@@ -79,7 +78,6 @@ class Form:
     def fill(self, given: Tensor) -> Any:
         """What a block returns that does nothing."""
         made = [leaf.make(given.requires_grad) if isinstance(leaf, Like) else leaf for leaf in self.leaves]
-        arrived(leaf for leaf, like in zip(made, self.leaves, strict=True) if isinstance(like, Like))
         made[self.place] = alike(given)
         return tree_unflatten(made, self.spec)
 

@@ -27,11 +27,12 @@ from torch import Tensor, nn
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_unflatten
 
 from meshfold.mesh import LayoutError
-from meshfold.mesh.tracking import arrived, part_of_model, rows_of, untracked, unwatched
+from meshfold.mesh.tracking import part_of_model, say, tracker, untracked, unwatched
 from meshfold.pipeline.crossing import Crossing
 from meshfold.pipeline.entering import enter
 from meshfold.pipeline.errors import ChainError
 from meshfold.pipeline.forms import Form, Forms
+from meshfold.pipeline.lying import Lying, check_handed_on, lying
 from meshfold.pipeline.placeholders import Absent, Like, sign, unscaled_tables, without_randomness
 
 Call = Callable[..., Any]
@@ -101,6 +102,7 @@ class _Run:
         keep: keep what modules are called with, and run each block by itself, inside of what this makes of it; None: do not.
         entering: it, by the block that was called before.
         crossings: the points at which blocks were called, by block.
+        began: how what travels lay at the first block that was run, by place.
     """
 
     plan: Plan
@@ -116,6 +118,7 @@ class _Run:
     keep: Around | None = None
     entering: dict[int, list[Tensor]] = field(default_factory=dict)
     crossings: dict[int, Crossing] = field(default_factory=dict)
+    began: Lying | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -293,16 +296,20 @@ class Gates:
         if index < run.first:
             return run.plan.forms[index].fill(_leaf(slots[0].place, args, kwargs))
         if index >= run.stop:
-            leaves, _ = tree_flatten((args, kwargs))
-            raise Handover([leaves[slot.place] for slot in slots])
+            travels = _travels(slots, args, kwargs)
+            check_handed_on(index, run.began or {}, travels)
+            raise Handover([*travels.values()])
         if not run.inside:
             run.inside = True
             torch.set_grad_enabled(run.grad)
-            leaves, _ = tree_flatten((args, kwargs))
-            inside = [leaves[slot.place] for slot in slots]
-            rows = [rows_of(leaf) for leaf in inside]
-            run.inputs += (enter(leaf, x, run.grad) for leaf, x in zip(inside, run.received, strict=True))
-            arrived(inside, rows)
+            travels = _travels(slots, args, kwargs)
+            known = lying(travels)  # what stands for them lies as they do
+            for leaf, tensor in zip(travels.values(), run.received, strict=True):
+                run.inputs.append(enter(leaf, tensor, run.grad))
+            for place, how in known.items():
+                say(travels[place], how)
+        if run.began is None:
+            run.began = lying(_travels(slots, args, kwargs))
         return call(*args, **kwargs)
 
     def outside(self, module: nn.Module, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -315,10 +322,11 @@ class Gates:
         leaves, _ = tree_flatten((args, kwargs))
         if run.keep:
             run.entering.setdefault(run.at, []).extend(leaf for leaf in leaves if isinstance(leaf, Tensor))
-        followed = any(rows_of(leaf) is not None for leaf in leaves if isinstance(leaf, Tensor))
-        key = (id(module), followed, *(sign(leaf) for leaf in leaves))
+        looking = tracker()  # how what it returns lies is known only where that is looked at
+        looked_at = None if looking is None else looking.rows.follows
+        key = (id(module), looked_at, *(sign(leaf) for leaf in leaves))
         if key not in self._shapes:
-            with torch.no_grad(), without_randomness(leaves), unscaled_tables(module), untracked(rows=True):
+            with torch.no_grad(), without_randomness(leaves), unscaled_tables(module):
                 found = call(*args, **kwargs)
             outputs, spec = tree_flatten(found)
             if any(isinstance(leaf, Tensor) and not leaf.is_floating_point() for leaf in outputs):
@@ -326,10 +334,6 @@ class Gates:
             self._shapes[key] = spec, [Like(leaf) if isinstance(leaf, Tensor) else leaf for leaf in outputs]
         spec, outputs = self._shapes[key]
         made = [leaf.make(run.looking) if isinstance(leaf, Like) else leaf for leaf in outputs]
-        others = [
-            (made, like.rows) for made, like in zip(made, outputs, strict=True) if isinstance(like, Like)
-        ]
-        arrived((leaf for leaf, _ in others), (rows for _, rows in others))
         return tree_unflatten(made, spec)
 
     def _look_at(self, run: _Run, index: int, before: int, args: Any, kwargs: Any) -> Any:
@@ -399,6 +403,12 @@ class Gates:
                 return block(*args, **kwargs)
         finally:
             self.run = run
+
+
+def _travels(slots: Slots, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[int, Tensor]:
+    """What of a block's arguments travels, by place."""
+    leaves, _ = tree_flatten((args, kwargs))
+    return {slot.place: leaves[slot.place] for slot in slots}
 
 
 def _leaf(place: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:

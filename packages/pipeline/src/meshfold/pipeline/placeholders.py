@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten
 
 from meshfold.mesh import LayoutError, dropout_stream
-from meshfold.mesh.tracking import rows_of
+from meshfold.mesh.tracking import lies, say
 
 
 class Absent(nn.Module):
@@ -40,18 +40,21 @@ class Absent(nn.Module):
 
 
 class Like:
-    """The shape of a tensor that is not there, and where it has the rows of the batch."""
+    """The shape of a tensor that is not there, and how it lies, where that is known."""
 
     def __init__(self, tensor: Tensor) -> None:
         self.shape, self.dtype, self.device = tensor.shape, tensor.dtype, tensor.device
-        self.rows = rows_of(tensor)
+        self.lies = lies(tensor)
 
     def make(self, tracked: bool) -> Tensor:
         """NaN, so that a mistake shows; where it is only looked at, zeros that require a gradient."""
         if tracked and self.dtype.is_floating_point:
-            return torch.zeros(self.shape, dtype=self.dtype, device=self.device, requires_grad=True).clone()
-        value = float("nan") if self.dtype.is_floating_point else 0
-        return torch.full(self.shape, value, dtype=self.dtype, device=self.device)
+            made = torch.zeros(self.shape, dtype=self.dtype, device=self.device, requires_grad=True).clone()
+        else:
+            value = float("nan") if self.dtype.is_floating_point else 0
+            made = torch.full(self.shape, value, dtype=self.dtype, device=self.device)
+        say(made, self.lies)
+        return made
 
 
 def sign(leaf: Any) -> object:

@@ -23,6 +23,10 @@ class Boundary(OnMesh):
     """Splits a whole tensor ``b s h`` into the residual stream and puts it together again.
 
     Inside, tokens are flattened to ``m h`` where a split by the batch alone would not do (``flatten``).
+
+    Attributes:
+        name: of the list of blocks that it is round; empty if it is round the model.
+        inside: the first of the blocks has been called, and the last has not returned.
     """
 
     def __init__(self, mesh: Mesh, mode: Mode, *, flatten: bool) -> None:
@@ -30,7 +34,7 @@ class Boundary(OnMesh):
         self.mesh, self.flatten = mesh, flatten
         self.tokens, self.columns = residual["m"], residual["h"]
         self.lead = torch.Size()
-        self._name, self._inside = "", False
+        self.name, self.inside = "", False
         self._take_rows, self._take_columns = (
             bind_take(mesh, 0, self.tokens),
             bind_take(mesh, -1, self.columns),
@@ -72,7 +76,7 @@ class Boundary(OnMesh):
         check_stream(found, self.mesh, x, self.tokens, self.columns, "the end of the blocks")
         with found.untracked():
             y = self._join(x)
-        found.mark(y, joined_rows(found, self.mesh, found.dims(x), y))
+        found.mark(y, joined_rows(found, self.mesh, found.dims(x), tuple(y.shape)))
         found.rows.unflattened(y, x)
         found.flat = False
         return y
@@ -94,7 +98,7 @@ class Boundary(OnMesh):
             blocks: in the order in which the model calls them; single layers among them may be called anywhere.
             model: whose forward has to leave the blocks by the last.
         """
-        self._name = name
+        self.name = name
         self.around(blocks[0], blocks[-1])
         for block in blocks[1:]:
             if next(block.children(), None) is not None:
@@ -103,36 +107,37 @@ class Boundary(OnMesh):
         model.register_forward_hook(self._end)
 
     def _begin(self, module: nn.Module, args: Any) -> None:
-        self._inside = False
+        self.inside = False
 
     def _end(self, module: nn.Module, args: Any, output: Any) -> None:
-        if self._inside:
-            raise LayoutError(f"{self._order()}: this forward never called the last of them")
+        if self.inside:
+            raise LayoutError(f"{self.order()}: this forward never called the last of them")
 
     def _in_between(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         x = args[0] if args else next(iter(kwargs.values()), None)
         if isinstance(x, Tensor) and x.shape[:-1].numel() * self.mesh.size(*self.tokens) != self.lead.numel():
             raise LayoutError(
-                f"{self._order()}: a {type(module).__name__} was called with {tuple(x.shape)}, which is not this rank's part"
+                f"{self.order()}: a {type(module).__name__} was called with {tuple(x.shape)}, which is not this rank's part"
             )
 
-    def _order(self) -> str:
+    def order(self) -> str:
+        """What to change where its blocks are not called one after another."""
         return (
-            f"{self._name}: tokens are split over {', '.join(self.tokens)} from the first block of the list to the last, so "
+            f"{self.name}: tokens are split over {', '.join(self.tokens)} from the first block of the list to the last, so "
             f"the model has to call all of them in the order of the list, each with what the one before returned. Put the "
             f"code between two blocks into a block, and what is called in another order into a list of its own, or use mode "
             f"'1d' (an Engine: without sequence=dict(mode='megatron'))"
         )
 
     def _before(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        self._inside = True
+        self.inside = True
         if args:
             return (self.split(args[0]), *args[1:]), kwargs
         name, x = next(iter(kwargs.items()))
         return args, {**kwargs, name: self.split(x)}
 
     def _after(self, module: nn.Module, args: Any, output: Any) -> Any:
-        self._inside = False
+        self.inside = False
         if isinstance(output, tuple):
             return (self.join(output[0]), *output[1:])
         return self.join(output)

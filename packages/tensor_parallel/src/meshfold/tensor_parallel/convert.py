@@ -162,8 +162,9 @@ class _Conversion:
         self._share_inputs()
         self._make_frame()
         calls = self._catch_dropout()
-        watch(self.model, Tracked(self.mesh, self.mode))
-        Recomputation([boundary for _, boundary in self.study.boundaries], calls).attach(self.model)
+        boundaries = [boundary for _, boundary in self.study.boundaries]
+        watch(self.model, Tracked(self.mesh, self.mode, self.roles.named("replicate"), boundaries))
+        Recomputation(boundaries, calls).attach(self.model)
         self.report.local_parameters = sum(p.numel() for p in self.model.parameters())
         return self.report
 

@@ -32,7 +32,7 @@ from meshfold.tensor_parallel.layers.linear import Linear
 from meshfold.tensor_parallel.layers.stream_dims import BatchShape
 from meshfold.tensor_parallel.modes import Mode
 from meshfold.tensor_parallel.split_output import SplitOutput
-from meshfold.tensor_parallel.streams import joined_rows
+from meshfold.tensor_parallel.streams import check_stream, joined_rows
 
 _IGNORED = -100
 _LABELS = ("labels", "shift_labels", "targets", "target")
@@ -278,7 +278,8 @@ class Frame(OnMesh):
         with untracked():
             joined = self._join_rows(self._join_columns(value))
         if found is not None:
-            found.mark(joined, joined_rows(found, self.mesh, found.dims(value), joined))
+            check_stream(found, self.mesh, value, self._stream, self._columns, "the end of the model")
+            found.mark(joined, joined_rows(found, self.mesh, found.dims(value), tuple(joined.shape)))
         return joined
 
     def _cut(self, name: str, value: Tensor) -> Tensor:

@@ -2,22 +2,26 @@
 
 from __future__ import annotations
 
-import torch
+from typing import NoReturn
+
 from torch import Tensor
 
 from meshfold.mesh import Mesh
+from meshfold.mesh.tracking import tracker
 from meshfold.mesh.tracking.dims import (
-    UNKNOWN,
+    ALIKE,
     Dim,
     Dims,
     Factor,
     Split,
+    axes_in,
     axes_of,
     block,
     is_split,
     is_unknown,
+    is_whole,
+    leads,
     normal,
-    size_of,
     whole,
     whole_dims,
 )
@@ -58,13 +62,37 @@ def rows(found: Tracker, mesh: Mesh, lead: Dims, shape: tuple[int, ...], reads: 
         reads, writes: the axes that split tokens before and behind it.
     """
     reads, writes = real(mesh, reads), real(mesh, writes)
-    if reads == writes and tuple(map(size_of, lead)) == shape:
+    if reads == writes:
         return lead
+    if (number := moved_by(lead)) is not None:
+        return brought_back(found.moved[number - 1], lead)
+    inside = axes_in(lead[1:]) & {*reads, *writes}
+    if inside or (lead and not leads(lead[0], reads)):
+        found.moved.append(lead)
+        return tuple(
+            (Factor(n, Split(() if place else writes, "moved", len(found.moved))),)
+            for place, n in enumerate(shape)
+        )
     if len(shape) == 1 or not lead:
         return tuple(tokens(found, mesh, n, writes, lead) for n in shape)
-    first = block(shape[0], writes)
-    inner = lead[1:] if len(lead) == len(shape) else whole_dims(shape[1:])
-    return (first, *inner)
+    return (block(shape[0], writes), *(lead[1:] if len(lead) == len(shape) else whole_dims(shape[1:])))
+
+
+def moved_by(lead: Dims) -> int | None:
+    """The number of the move that all of these dims are from; None if they are from none, or from several."""
+    numbers = {
+        factor.split.choice if factor.split and factor.split.kind == "moved" else 0
+        for dim in lead
+        for factor in dim
+    }
+    return next(iter(numbers)) or None if len(numbers) == 1 else None
+
+
+def brought_back(before: Dims, lead: Dims) -> Dims:
+    """The dims that tokens had before they were moved, where they lie in one dim if they do so now."""
+    if len(lead) == len(before):
+        return before
+    return (normal(factor for dim in before for factor in dim),)
 
 
 def inner_rows(found: Tracker, shape: tuple[int, ...]) -> Dims:
@@ -94,9 +122,8 @@ def split_rows(found: Tracker, mesh: Mesh, before: Dims, out: Tensor, axes: Axes
     return (block(shape[0], real(mesh, axes)), *before[1:-1], last)
 
 
-def joined_rows(found: Tracker, mesh: Mesh, before: Dims, out: Tensor) -> Dims:
+def joined_rows(found: Tracker, mesh: Mesh, before: Dims, shape: tuple[int, ...]) -> Dims:
     """The layout of a tensor that was put together of blocks of the stream."""
-    shape = tuple(out.shape)
     if len(shape) == len(before) and len(shape) != 2:
         return (whole(shape[0]), *before[1:-1], whole(shape[-1]))
     if len(shape) == 2:
@@ -104,24 +131,97 @@ def joined_rows(found: Tracker, mesh: Mesh, before: Dims, out: Tensor) -> Dims:
     return (whole(shape[0]), *inner_rows(found, shape[1:-1]), whole(shape[-1]))
 
 
+def put_together(
+    mesh: Mesh, x: Tensor, number: int, axes: Axes, joined: Tensor, *, repeated: bool = False
+) -> Tensor:
+    """``joined``, which is x put together along a dim; where the forward is looked at, x must lie so, and what it made lies whole.
+
+    Args:
+        repeated: x may be the same all along the dim, so that putting it together repeats it.
+
+    Raises:
+        LayoutError: for a tensor that is not split along that dim over these axes.
+    """
+    found, axes = tracker(), real(mesh, axes)
+    if found is None or not axes:
+        return joined
+    dims = list(found.dims(x))
+    first, *rest = dims[number]
+    if _is_block(dims[number], axes):
+        first = Factor(first.size * mesh.size(*axes))
+    elif repeated and is_whole(dims[number]) and found.records.is_alike(x, number):
+        first = Factor(joined.shape[number])
+    elif first.split != ALIKE:
+        _refuse_whole(found, x, number, axes, "is given", "puts it together")
+    dims[number] = normal((first, *rest))
+    found.mark(joined, tuple(dims))
+    found.records.sum_over([joined], found.records.summed(x))
+    return joined
+
+
+def places(dims: Dims, tokens: Axes, columns: Axes) -> tuple[int | None, int | None]:
+    """The dims that are split over the axes of tokens and of features, in blocks; None: none is."""
+    found: list[int | None] = [
+        next((number for number, dim in enumerate(dims) if axes and _is_block(dim, axes)), None)
+        for axes in (tokens, columns)
+    ]
+    return found[0], found[1]
+
+
+def _is_block(dim: Dim, axes: Axes) -> bool:
+    return dim[0].split == Split(axes) and not dim[0].parts
+
+
+def taken_apart(mesh: Mesh, x: Tensor, number: int, axes: Axes, mine: Tensor) -> Tensor:
+    """``mine``, a rank's block of x along a dim, which lies so where the forward is looked at.
+
+    Raises:
+        LayoutError: for a tensor that is not whole along that dim.
+    """
+    found, axes = tracker(), real(mesh, axes)
+    if found is None or not axes:
+        return mine
+    dims = list(found.dims(x))
+    if not is_whole(dims[number]):
+        _refuse_whole(found, x, number, axes, "returns", "takes it apart")
+    dims[number] = block(mine.shape[number], axes, grain=-1)
+    found.mark(mine, tuple(dims))
+    found.records.sum_over([mine], found.records.summed(x))
+    return mine
+
+
+def _refuse_whole(found: Tracker, x: Tensor, number: int, axes: Axes, what: str, does: str) -> NoReturn:
+    dim = found.dims(x)[number]
+    found.refuse(
+        "a module that is kept whole",
+        f"{what} a tensor whose dim {number % x.dim()} {how(dim)}, and {does} over {', '.join(axes)}",
+        x,
+        axes=(*axes_of(dim), *axes),
+    )
+
+
 def check_stream(found: Tracker, mesh: Mesh, x: Tensor, axes: Axes, columns: Axes, what: str) -> None:
-    """Refuse what is put together as the stream and does not lie as it."""
+    """Refuse what is taken for the stream, or what a head made of it, and does not lie so: rows in front, columns at the end."""
     dims = found.dims(x)
-    if any(is_unknown(dim) for dim in dims) or len(dims) < 2:
-        return
+    dealt = () if found.dealt is None else found.dealt.axes
     for place, wanted in ((0, real(mesh, axes)), (len(dims) - 1, real(mesh, columns))):
-        dealt = () if found.dealt is None else found.dealt.axes
         have = tuple(axis for axis in axes_of(dims[place]) if axis not in dealt)
-        if have != wanted:
-            found.refuse(
-                what,
-                f"is given a tensor whose dim {place} is split over {', '.join(have) or 'nothing'}, and puts it together over "
-                f"{', '.join(wanted) or 'nothing'}",
-                x,
-                axes=(*have, *wanted),
-            )
+        turn = "" if place else ": turn it, rows first"
+        if (have == wanted and leads(dims[place], wanted) and not is_unknown(dims[place])) or dims[place][
+            0
+        ].split == ALIKE:
+            continue
+        found.refuse(
+            what,
+            f"is given a tensor whose dim {place} {how(dims[place])}, where it wants one that is split over "
+            f"{', '.join(wanted) or 'nothing'}{turn}",
+            x,
+            axes=(*have, *wanted),
+        )
 
 
-def opaque(shape: torch.Size) -> Dims:
-    """Of a tensor that a module only reads the shape of, or hands to its layers."""
-    return tuple((Factor(size, UNKNOWN),) for size in shape)
+def how(dim: Dim) -> str:
+    """In words."""
+    if is_unknown(dim):
+        return "is not known to be split or whole"
+    return f"is split over {', '.join(axes_of(dim)) or 'nothing'}"

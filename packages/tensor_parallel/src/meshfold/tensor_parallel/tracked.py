@@ -6,41 +6,58 @@ write ``.. n`` of its hidden layout.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from torch import Tensor, nn
 
 from meshfold.mesh import Mesh
-from meshfold.mesh.tracking.call import is_constant
 from meshfold.mesh.tracking.dims import (
+    ALIKE,
     Dims,
+    Factor,
+    axes_in,
     axes_of,
     block,
+    is_open,
     is_split,
     is_unknown,
+    leads,
     size_of,
-    unknown,
-    whole,
     whole_dims,
 )
 from meshfold.mesh.tracking.follow import Tracker
 from meshfold.mesh.tracking.rows import EXCHANGED
+from meshfold.tensor_parallel.boundary import Boundary
 from meshfold.tensor_parallel.layers.base import OnMesh, ShardedLayer
 from meshfold.tensor_parallel.layers.dropout import Dropout
 from meshfold.tensor_parallel.layers.embedding import Embedding, HeadBias, PositionEmbedding
 from meshfold.tensor_parallel.layers.linear import Linear
+from meshfold.tensor_parallel.layers.loss import CausalLMLoss
 from meshfold.tensor_parallel.layers.norm import HeadNorm, LayerNorm, RMSNorm
 from meshfold.tensor_parallel.layers.patch import PatchEmbedding
 from meshfold.tensor_parallel.modes import Mode
-from meshfold.tensor_parallel.streams import Axes, real, rows, stream_rows, tokens
+from meshfold.tensor_parallel.streams import (
+    Axes,
+    check_stream,
+    how,
+    joined_rows,
+    real,
+    rows,
+    stream_rows,
+    tokens,
+)
 
 
 class Tracked(OnMesh):
     """What a model that was split over tensor axes says to :func:`meshfold.mesh.tracking.watch`."""
 
-    def __init__(self, mesh: Mesh, mode: Mode) -> None:
-        self.mesh, self.mode = mesh, mode
+    def __init__(self, mesh: Mesh, mode: Mode, kept: Sequence[str], boundaries: Sequence[Boundary]) -> None:
+        """Args:
+        kept: full names of the modules that are kept whole.
+        boundaries: of its lists of blocks.
+        """
+        self.mesh, self.mode, self.kept, self.boundaries = mesh, mode, frozenset(kept), boundaries
 
     def begin(self, found: Tracker, model: nn.Module, given: Mapping[str, Any]) -> None:
         """What a model is given is whole on every tensor axis."""
@@ -62,6 +79,7 @@ class Tracked(OnMesh):
         if given is None or not isinstance(first, Tensor):
             return
         found.mark(first, self._result(found, module, given, found.dims(given), first))
+        self._check_sums(found, module, given, first)
         if isinstance(module, Linear):
             self._rows_of(found, module, given, first)
 
@@ -69,6 +87,11 @@ class Tracked(OnMesh):
         """Keep the module whole, or split something else."""
         if not set(axes) & set(self.mode.axes):
             return ""
+        for boundary in self.boundaries:
+            if boundary.inside and boundary.name and not f"{name}.".startswith(f"{boundary.name}."):
+                return boundary.order()
+        while any(name == kept or name.startswith(f"{kept}.") for kept in self.kept):
+            name = name.rpartition(".")[0]  # it is whole, and meets what is not
         parts = name.split(".")
         pattern = ".".join("*" if part.isdigit() else part for part in parts)
         rule = (
@@ -112,30 +135,26 @@ class Tracked(OnMesh):
             return (*dims, block(shape[-1], real(module.mesh, self.mode.layout("hidden")["n"])))
         if isinstance(module, nn.MultiheadAttention):
             return dims
+        if isinstance(module, CausalLMLoss):
+            logits = module.mode.layout("logits")
+            check_stream(found, module.mesh, given, logits["m"], logits["v"], type(module).__name__)
         return whole_dims(shape)
 
     def _linear(
         self, found: Tracker, layer: Linear, given: Tensor, dims: Dims, shape: tuple[int, ...]
     ) -> Dims:
-        mesh = layer.mesh
-        reads_m, reads_k, writes_m, writes_n = self._axes_of(layer)
-        entered = bool(given.dim()) and any(is_unknown(dim) for dim in dims)
-        if not entered:
+        (reads_m, reads_k), (writes_m, writes_n) = _between(layer)
+        handed = _is_handed(layer, dims)
+        if not handed:
             self._check(found, layer, given, dims, reads_k)
         if layer.gather_output:
-            lead = rows(found, mesh, dims[:-1], shape[:-1], ("",), ())
-            return (*lead, whole(shape[-1]))
-        moves = real(mesh, reads_m) != real(mesh, writes_m)
-        if moves and len(dims) > 2 and is_unknown(dims[0]) and not is_unknown(dims[-1]):
-            lead = tuple(map(unknown, shape[:-1]))
-        elif entered or (
-            layer.plan.entered and layer._enter_input is None
-        ):  # only the mode tells how it lies
+            check_stream(found, layer.mesh, given, reads_m, reads_k, type(layer).__name__)
+            return joined_rows(found, layer.mesh, dims, shape)
+        mesh = layer.mesh
+        if handed and len(shape) > 2:
+            lead = stream_rows(found, shape[:-1], real(mesh, writes_m), found.rows.dims(given))
+        elif handed:
             lead = tuple(tokens(found, mesh, n, writes_m, None) for n in shape[:-1])
-            if len(shape) > 2:
-                lead = stream_rows(found, shape[:-1], real(mesh, writes_m), found.rows.dims(given))
-        elif self._is_turned(dims, reads_m, writes_m):
-            lead = tuple(map(unknown, shape[:-1]))
         else:
             lead = rows(found, mesh, dims[:-1], shape[:-1], reads_m, writes_m)
         axes = real(mesh, writes_n)
@@ -149,38 +168,23 @@ class Tracked(OnMesh):
         """Say where a linear layer's output has the rows of the batch."""
         if out.dim() < given.dim():
             found.rows.flattened(out, given)
-        reads, _, writes, _ = self._axes_of(layer)
+        (reads, _), (writes, _) = _between(layer)
         turned = given.dim() > 2 and not is_split(found.rows.dims(given)[0])
         if turned and real(self.mesh, reads) != real(self.mesh, writes):
             found.rows.lose(out, EXCHANGED)
-
-    def _axes_of(self, layer: Linear) -> tuple[Axes, Axes, Axes, Axes]:
-        """The axes that split tokens and columns of what a layer reads, and of what it writes."""
-        residual, hidden = layer.mode.layout("residual"), layer.mode.layout("hidden")
-        between: Mapping[str, tuple[Axes, Axes, Axes, Axes]] = {
-            "column": (residual["m"], residual["h"], hidden["m"], hidden["n"]),
-            "row": (hidden["m"], hidden["n"], residual["m"], residual["h"]),
-            "head": (
-                residual["m"],
-                residual["h"],
-                layer.mode.layout("logits")["m"],
-                layer.mode.layout("logits")["v"],
-            ),
-            "stem": ((), (), residual["m"], residual["h"]),
-        }
-        plan = layer.plan
-        return between.get(
-            layer.role.removeprefix("tied_"),
-            (plan.x[plan.m], plan.x[plan.k], plan.y[plan.m], plan.y[plan.n]),
-        )
 
     def _positions(
         self, found: Tracker, table: PositionEmbedding, ids: Tensor, dims: Dims, shape: tuple[int, ...]
     ) -> Dims:
         columns = real(table.mesh, table.mode.layout("residual")["h"])
         lead = dims
-        if len(dims) > 1 and not is_split(dims[0]) and size_of(dims[0]) > 1 and is_constant(ids, 0):
-            lead = (unknown(size_of(dims[0])), *dims[1:])
+        if (
+            len(dims) > 1
+            and not is_split(dims[0])
+            and size_of(dims[0]) > 1
+            and found.records.is_alike(ids, 0)
+        ):
+            lead = ((Factor(size_of(dims[0]), ALIKE),), *dims[1:])
         if table.flat_tokens:
             lead = tuple(tokens(found, table.mesh, n, table.tokens, dims) for n in shape[:-1])
         elif tuple(map(size_of, dims)) != shape[:-1]:
@@ -190,25 +194,69 @@ class Tracked(OnMesh):
     def _check(self, found: Tracker, layer: nn.Module, given: Tensor, dims: Dims, columns: Axes) -> None:
         """The last dim of what a layer is given must lie as it expects."""
         wanted = real(self.mesh, columns)
-        if not dims or is_unknown(dims[-1]) or axes_of(dims[-1]) == wanted:
+        if not dims or (leads(dims[-1], wanted) and axes_of(dims[-1]) == wanted and not is_open(dims[-1])):
             return
-        if not is_split(
-            dims[-1]
-        ):  # the layer's own weights fit nothing but a piece: whose it is was not followed
-            return
-        have = ", ".join(axes_of(dims[-1])) or "nothing"
         want = ", ".join(wanted) or "nothing"
         found.refuse(
             type(layer).__name__,
-            f"is given a tensor whose last dim is split over {have}, where it reads one that is split over {want}",
+            f"is given a tensor whose last dim {how(dims[-1])}, where it reads one that is split over {want}",
             given,
             axes=(*axes_of(dims[-1]), *wanted),
         )
 
-    def _is_turned(self, dims: Dims, reads: Axes, writes: Axes) -> bool:
-        """Whether a layer that gathers or scatters tokens is given them along another dim than the first.
+    def _check_sums(self, found: Tracker, layer: nn.Module, given: Tensor, out: Tensor) -> None:
+        """A layer sums the gradients of its weights over the axes that split tokens: what it is given must differ along these.
 
-        The layer behind it undoes what it does; in between nothing is known.
+        Raises:
+            LayoutError: if it does not, and wants a gradient that is whole on every rank.
         """
-        reads, writes = real(self.mesh, reads), real(self.mesh, writes)
-        return reads != writes and any(set(axes_of(dim)) & {*reads, *writes} for dim in dims[1:-1])
+        mine = found.records.summed(given) - axes_in(found.dims(given))
+        reads, writes = (
+            ((), ()) if _is_handed(layer, found.dims(given)) else _token_axes(layer) or (mine, mine)
+        )
+        reads, writes = (set(real(self.mesh, tuple(axes))) for axes in (reads, writes))
+        lacking = reads - axes_in(found.dims(given))
+        if lacking != mine and given.requires_grad and any(p.requires_grad for p in layer.parameters()):
+            axes = tuple(sorted(lacking ^ mine))
+            found.refuse(
+                type(layer).__name__,
+                f"is given a tensor that is the same on every rank along {', '.join(axes)}, where it reads the stream: the parts "
+                "of its gradient would not add up",
+                given,
+                axes=axes,
+            )
+        found.records.sum_over([out], writes - axes_in(found.dims(out)))
+
+
+def _is_handed(layer: nn.Module, dims: Dims) -> bool:
+    """Whether a layer is called by code of a region, with what that was given: the mode alone tells how it lies."""
+    return isinstance(layer, Linear) and layer.plan.entered and all(map(is_unknown, dims))
+
+
+def _token_axes(layer: nn.Module) -> tuple[Iterable[str], Iterable[str]] | None:
+    """The axes that split the tokens of what a layer reads, and writes; None for one without weights."""
+    if isinstance(layer, Linear):
+        (reads, _), (writes, _) = _between(layer)
+        return reads, writes
+    if isinstance(layer, LayerNorm | RMSNorm):
+        return layer.tokens, layer.tokens
+    if isinstance(layer, HeadNorm | HeadBias):
+        return layer.summed, layer.summed
+    if isinstance(layer, PositionEmbedding):
+        return (), layer.tokens
+    return None if isinstance(layer, Dropout) else ((), ())
+
+
+def _between(layer: Linear) -> tuple[tuple[Axes, Axes], tuple[Axes, Axes]]:
+    """The axes of tokens and features of what a linear layer reads, and of what it writes."""
+    residual, hidden, logits = (layer.mode.layout(name) for name in ("residual", "hidden", "logits"))
+    stream, inner = (residual["m"], residual["h"]), (hidden["m"], hidden["n"])
+    plan = layer.plan
+    known = {
+        "column": (stream, inner),
+        "row": (inner, stream),
+        "head": (stream, (logits["m"], logits["v"])),
+        "stem": (((), ()), stream),
+    }
+    itself = ((plan.x[plan.m], plan.x[plan.k]), (plan.y[plan.m], plan.y[plan.n]))
+    return known.get(layer.role.removeprefix("tied_"), itself)

@@ -3,7 +3,7 @@
 See :mod:`meshfold.mesh.tracking.follow`.
 """
 
-from meshfold.mesh.tracking.active import arrived, part_of_model, rows_of, tracker, untracked, unwatched
+from meshfold.mesh.tracking.active import Lies, lies, part_of_model, say, tracker, untracked, unwatched
 from meshfold.mesh.tracking.watch import Watched, watch
 
-__all__ = ["Watched", "arrived", "part_of_model", "rows_of", "tracker", "untracked", "unwatched", "watch"]
+__all__ = ["Lies", "Watched", "lies", "part_of_model", "say", "tracker", "untracked", "unwatched", "watch"]

@@ -5,14 +5,14 @@ Who runs parts of a model says which (:func:`part_of_model`), and which forwards
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
-from itertools import zip_longest
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from meshfold.mesh.tracking.dims import UNKNOWN, Dims, Factor, shape_of
+from meshfold.mesh.tracking.dims import Dims, shape_of, unknown_dims
 
 if TYPE_CHECKING:
     from meshfold.mesh.tracking.follow import Tracker
@@ -71,23 +71,34 @@ def part() -> object:
     return _parts[-1] if _parts else None
 
 
-def arrived(tensors: Iterable[Tensor], rows: Iterable[Dims | None] = ()) -> None:
-    """Tensors have come from elsewhere: nothing is known of how they lie.
+@dataclass(frozen=True)
+class Lies:
+    """How a tensor lies.
 
-    Args:
-        rows: where each has the rows of the batch, from :func:`rows_of`; left out: that is unknown as well.
+    Attributes:
+        dims: which of its dims are split.
+        rows: where it has the rows of the batch; None where they are not followed.
     """
-    found = tracker()
-    if found is not None:
-        for tensor, dims in zip_longest(tensors, rows):
-            found.mark(tensor, tuple((Factor(size, UNKNOWN),) for size in tensor.shape))
-            if dims is None or shape_of(dims) != tuple(tensor.shape):
-                found.rows.lose(tensor)
-            else:
-                found.rows.put(tensor, dims)
+
+    dims: Dims
+    rows: Dims | None
 
 
-def rows_of(tensor: Tensor) -> Dims | None:
-    """Where a tensor has the rows of the batch; None where they are not followed."""
+def lies(tensor: Tensor) -> Lies | None:
+    """How a tensor lies; None where the forward is not looked at."""
     found = tracker()
-    return found.rows.dims(tensor) if found is not None and found.rows.follows else None
+    if found is None:
+        return None
+    return Lies(found.dims(tensor), found.rows.dims(tensor) if found.rows.follows else None)
+
+
+def say(tensor: Tensor, known: Lies | None) -> None:
+    """Say how a tensor lies that has come from elsewhere; None: nothing is known of that."""
+    found = tracker()
+    if found is None:
+        return
+    found.mark(tensor, unknown_dims(tensor.shape) if known is None else known.dims)
+    if known is None or known.rows is None or shape_of(known.rows) != tuple(tensor.shape):
+        found.rows.lose(tensor)
+    else:
+        found.rows.put(tensor, known.rows)

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from torch import Tensor
 
 from meshfold.mesh.tracking.call import Call, keep_out
-from meshfold.mesh.tracking.dims import Dims, cut, is_split, shape_of, size_of, whole
+from meshfold.mesh.tracking.dims import Dims, cut, is_whole, shape_of, size_of, whole
 
 Rule = Callable[[Call], list[Dims]]
 
@@ -64,7 +64,7 @@ def _glu(call: Call) -> list[Dims]:
     dims = list(call.dims_of(call.tensors[0]))
     number = call.number(call.given["dim"], len(dims))
     half = size_of(dims[number]) // 2
-    if is_split(dims[number]):
+    if not is_whole(dims[number]):
         parts = [cut(dims[number], start, start + half) for start in (0, half)]
         dims[number] = parts[0]
     else:

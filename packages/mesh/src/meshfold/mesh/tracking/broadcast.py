@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from torch import Tensor
+from torch import Tensor, nn
 
-from meshfold.mesh.tracking.call import Call, is_constant
+from meshfold.mesh.tracking.call import Call
 from meshfold.mesh.tracking.dims import (
     Dim,
     Dims,
@@ -12,6 +12,7 @@ from meshfold.mesh.tracking.dims import (
     axes_of,
     chosen_by,
     common,
+    is_open,
     is_split,
     is_unknown,
     once,
@@ -36,8 +37,7 @@ def _dim(call: Call, operands: list[tuple[Tensor, Dims]], place: int, size: int)
     here = [(x, dims[place]) for x, dims in operands if len(dims) >= -place]
     split = common(dim for _, dim in here if is_split(dim))
     if not split:
-        wide = [dim for _, dim in here if size_of(dim) == size]
-        return wide[0] if wide and all(map(is_unknown, wide)) else whole(size)
+        return _open(call, [(x, dim) for x, dim in here if size_of(dim) == size], place, size)
     found = split[0]
     if len(split) > 1:
         raise MixesError(
@@ -46,15 +46,34 @@ def _dim(call: Call, operands: list[tuple[Tensor, Dims]], place: int, size: int)
     if size_of(found) != size:
         raise MixesError(f"spreads a piece of dim {place}, which is split over {_axes(found)}")
     for x, dim in here:
-        if is_split(dim) or is_unknown(dim) or size_of(dim) == 1:
+        if is_split(dim) or is_open(dim) or size_of(dim) == 1:
             continue
         # Equal numbers all along a dim, such as zeros, are a piece of as many more.
-        if x.stride(place) and (call.learned(x) or not is_constant(x, place)):
+        if not call.is_alike(x, place):
             raise MixesError(
                 f"brings a piece together with a tensor {list(x.shape)} that is the same on every rank; dim {place} of the piece "
                 f"is split over {_axes(found)}"
             )
     return found
+
+
+def _open(call: Call, wide: list[tuple[Tensor, Dim]], place: int, size: int) -> Dim:
+    """Of dims that are whole, or of which nothing is known, what tells of them all."""
+    unknown = next((dim for _, dim in wide if is_unknown(dim)), None)
+    known = [x for x, dim in wide if not is_open(dim) and not call.is_alike(x, place)]
+    if (
+        size == 1
+        or not wide
+        or (known and unknown is None)
+        or any(isinstance(x, nn.Parameter) for x in known)
+    ):
+        return whole(size)  # a weight has the size that one process has
+    if known:
+        raise MixesError(
+            f"brings a tensor whose dim {place} may be a piece together with a tensor {list(known[0].shape)} that is the same on "
+            "every rank"
+        )
+    return unknown or next((dim for _, dim in wide if is_open(dim)), whole(size))
 
 
 def _axes(dim: Dim) -> str:

@@ -6,10 +6,9 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import Tensor
 
-from meshfold.mesh.tracking.dims import Dim, Dims, MixesError, axes_of, is_split
+from meshfold.mesh.tracking.dims import Dim, Dims, MixesError, axes_of, is_split, is_whole
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -22,7 +21,7 @@ class Call:
         given: arguments by name, defaults included.
         out: what it returned.
         dims_of: the layout of a tensor before the call.
-        learned: whether a tensor's values may change while training.
+        is_alike: whether a tensor is the same all along a dim.
         inferred: which size of an ``unflatten`` the user has left open.
     """
 
@@ -31,7 +30,7 @@ class Call:
     given: Mapping[str, Any]
     out: Any
     dims_of: Callable[[Tensor], Dims]
-    learned: Callable[[Tensor], bool]
+    is_alike: Callable[[Tensor, int], bool]
     inferred: int | None = None
 
     @property
@@ -88,20 +87,17 @@ def written(function: Any, given: Mapping[str, Any]) -> list[Tensor]:
 
 
 def keep_out(dims: Dims, numbers: tuple[int, ...], what: str) -> None:
-    """Raise a MixesError if one of these dims is split."""
+    """Raise a MixesError if one of these dims is split, or may be."""
     for number in numbers:
-        if number < len(dims) and is_split(dims[number]):
+        if number < len(dims) and not is_whole(dims[number]):
             raise at_dim(what, number, dims[number])
 
 
 def at_dim(what: str, number: int, dim: Dim) -> MixesError:
     """The error of an operation that mixes a dim."""
-    return MixesError(f"{what} dim {number}, which is split over {', '.join(axes_of(dim))}")
-
-
-def is_constant(tensor: Tensor, number: int) -> bool:
-    """Whether a tensor is the same all along a dim; taken for granted of one without values."""
-    if tensor.is_meta or tensor.shape[number] < 2:
-        return True
-    with torch.no_grad():
-        return bool((tensor == tensor.narrow(number, 0, 1)).all())
+    how = (
+        f"which is split over {', '.join(axes_of(dim))}"
+        if is_split(dim)
+        else "of which nothing tells whether a rank has all of it"
+    )
+    return MixesError(f"{what} dim {number}, {how}")

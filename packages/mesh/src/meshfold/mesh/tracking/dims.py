@@ -22,17 +22,23 @@ class Split:
     Attributes:
         axes: mesh axes, major first.
         kind: ``"block"``: a contiguous block of the whole, ``"dealt"``: tokens in any order, ``"chosen"``: some of a rank's own
-            elements, ``"places"``: where ``nonzero`` has found these, ``"unknown"``: may be anything, as a tensor that an
-            earlier forward has left.
-        choice: tells choices apart.
+            elements, ``"places"``: where ``nonzero`` has found these, ``"moved"``: tokens of other ranks too, until they are
+            brought back, ``"alike"``: all elements are the same, so that they are a piece of as many more, ``"unknown"``: may be
+            anything, as a tensor that an earlier forward has left.
+        choice: tells choices, or moves, apart.
     """
 
     axes: tuple[str, ...]
-    kind: Literal["block", "dealt", "chosen", "places", "unknown"] = "block"
+    kind: Literal["block", "dealt", "chosen", "places", "moved", "alike", "unknown"] = "block"
     choice: int = 0
 
+    @property
+    def is_open(self) -> bool:
+        """Whether a factor may be whole or a piece."""
+        return self.kind in ("alike", "unknown")
 
-UNKNOWN = Split((), "unknown")
+
+UNKNOWN, ALIKE = Split((), "unknown"), Split((), "alike")
 
 
 @dataclass(frozen=True)
@@ -86,35 +92,65 @@ def axes_of(dim: Dim) -> tuple[str, ...]:
     return tuple(axis for factor in dim if factor.split is not None for axis in factor.split.axes)
 
 
+def axes_in(dims: Dims) -> set[str]:
+    """The axes that split any of these dims."""
+    return {axis for dim in dims for axis in axes_of(dim)}
+
+
+def leads(dim: Dim, axes: tuple[str, ...]) -> bool:
+    """Whether a dim is split over these axes before anything else, so that ranks' pieces lie one behind the other."""
+    split = dim[0].split
+    return not axes or (split is not None and split.axes[: len(axes)] == axes and not dim[0].parts)
+
+
 def unknown(size: int) -> Dim:
     """A dim that may be whole, or a piece."""
     return (Factor(size, UNKNOWN),)
 
 
+def unknown_dims(shape: Iterable[int]) -> Dims:
+    """The layout of a tensor of which nothing is known."""
+    return tuple(unknown(size) for size in shape)
+
+
 def is_split(dim: Dim) -> bool:
     """Whether a rank has a piece of the dim."""
-    return any(factor.split is not None and factor.split.kind != "unknown" for factor in dim)
+    return any(factor.split is not None and not factor.split.is_open for factor in dim)
+
+
+def is_open(dim: Dim) -> bool:
+    """Whether the dim may be whole or a piece, and only what it is brought together with tells."""
+    return not is_split(dim) and any(factor.split is not None for factor in dim)
 
 
 def is_unknown(dim: Dim) -> bool:
     """Whether nothing is known of the dim."""
-    return not is_split(dim) and any(factor.split is not None for factor in dim)
+    return not is_split(dim) and any(
+        factor.split is not None and factor.split.kind == "unknown" for factor in dim
+    )
+
+
+def is_whole(dim: Dim) -> bool:
+    """Whether every rank has all of the dim: nothing else may be mixed."""
+    return all(factor.split is None for factor in dim)
 
 
 def common(several: Iterable[Dim]) -> list[Dim]:
-    """The different ways in which a dim is split, where what is unknown of one may be as in another."""
+    """The different ways in which a dim is split, where what is open of one may be as in another."""
     found: list[Dim] = []
-    for dim in sorted(several, key=lambda d: any(f.split == UNKNOWN for f in d)):
+    for dim in sorted(several, key=_has_open):
         if not any(dim == other or _may_be(dim, other) for other in found):
             found.append(dim)
     return found
 
 
 def _may_be(dim: Dim, other: Dim) -> bool:
-    known = [f.split for f in dim if f.split is not None and f.split != UNKNOWN]
-    return any(f.split == UNKNOWN for f in dim) and all(
-        any(f.split == split for f in other) for split in known
-    )
+    known = [f.split for f in dim if f.split is not None and not f.split.is_open]
+    return _has_open(dim) and all(any(f.split == split for f in other) for split in known)
+
+
+def _has_open(dim: Dim) -> bool:
+    return any(f.split is not None and f.split.is_open for f in dim)
 
 
 def any_split(dims: Dims) -> bool:
@@ -295,7 +331,7 @@ def _apart(factor: Factor, major: int, inferred: bool) -> tuple[Factor, Factor]:
     """The factor as ``major`` times the rest; ``inferred``: however many there are."""
     minor = factor.size // major
     split = factor.split
-    if split is None or split.kind == "unknown":
+    if split is None or split.is_open:
         return Factor(major, split), Factor(minor, split)
     if split.kind != "block":
         raise MixesError("takes tokens that are dealt to ranks apart")
@@ -325,8 +361,8 @@ def cut(dim: Dim, start: int, stop: int, step: int = 1) -> Dim:
     count = max(0, -(-(stop - start) // step))
     if (start, count, step) == (0, size, 1):
         return dim
-    if not is_split(dim):
-        return (Factor(count, UNKNOWN),) if is_unknown(dim) else whole(count)
+    if is_whole(dim):
+        return whole(count)
     if len(dim) == 1 and dim[0].parts and step == 1:
         edges = [0]
         for part in dim[0].parts:

@@ -16,17 +16,20 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from meshfold.mesh.tracking import along, indexing, products, views
 from meshfold.mesh.tracking.broadcast import alike, pointwise
-from meshfold.mesh.tracking.call import Call, bound, is_constant, tensors_in, written
+from meshfold.mesh.tracking.call import Call, bound, tensors_in, written
 from meshfold.mesh.tracking.dims import (
+    ALIKE,
     Dims,
+    Factor,
     MixesError,
     Split,
     any_split,
     is_split,
-    is_unknown,
-    unknown,
+    is_whole,
+    unknown_dims,
     whole,
 )
+from meshfold.mesh.tracking.partial import check_gradients
 from meshfold.mesh.tracking.probing import probed
 from meshfold.mesh.tracking.records import Records
 from meshfold.mesh.tracking.refusal import refusal, user_line
@@ -67,6 +70,7 @@ class Tracker(TorchDispatchMode):
         remedy: what to write instead, from the axes.
         dealt: how sequences are dealt to ranks; None if they are not.
         dealt_length: tokens of a sequence that a rank has.
+        moved: the dims that tokens had before layers moved them to other ranks, by the number of the move less 1.
         flat: the stream has its tokens in one dim, where the model's code believes in two.
         overlooked: ends of the names of files whose operations may mix pieces, since nothing is made of what they compute.
         inferred: which size of the ``unflatten`` under way the user has left open.
@@ -82,6 +86,7 @@ class Tracker(TorchDispatchMode):
         self.dealt_length = 0
         self.inferred: int | None = None
         self.flat = False
+        self.moved: list[Dims] = []
         self.overlooked: tuple[str, ...] = ()
         self._off = self._apart = 0
 
@@ -124,9 +129,10 @@ class Tracker(TorchDispatchMode):
         given = bound(func, args, kwargs)
         operands = [x for value in given.values() for x in tensors_in(value)]
         known = [self.records.dims(x) for x in operands]
-        if not any(any_split(dims) or any(map(is_unknown, dims)) for dims in known):
+        if all(is_whole(dim) for dims in known for dim in dims):
             out = func(*args, **kwargs)
-            self._learn(operands, out)
+            self._pass_on(func, operands, out)
+            check_gradients(self, name, operands, [], out)
             if name == "embedding":
                 self._looked_up(given["indices"], out)
             return out
@@ -135,7 +141,7 @@ class Tracker(TorchDispatchMode):
             name = name[:-1]
         layouts: dict[int, Dims] = {id(x): dims for x, dims in zip(operands, known, strict=True)}
         call = dict(
-            function=func, name=name, given=given, learned=self.records.is_learned, inferred=self.inferred
+            function=func, name=name, given=given, is_alike=self.records.is_alike, inferred=self.inferred
         )
 
         def dims_of(x: Tensor) -> Dims:
@@ -143,14 +149,18 @@ class Tracker(TorchDispatchMode):
 
         if into:  # looked at before it is carried out
             found = self._found(Call(**call, out=into[0], dims_of=dims_of), operands)
+            check_gradients(self, name, operands, found, into)
             out = func(*args, **kwargs)
+            self._pass_on(func, operands, out)
             for x, dims in zip(into, found, strict=False):
                 self.records.put_into_base(x, dims)
             return out
         out = func(*args, **kwargs)
+        self._pass_on(func, operands, out)
         if name in _NEW:
             return out
         found = self._found(Call(**call, out=out, dims_of=dims_of), operands)
+        check_gradients(self, name, operands, found, out)
         for x, dims in zip(_listed(out), found, strict=False):
             if isinstance(x, Tensor) and len(dims) == x.dim():
                 self.records.put(x, dims)
@@ -164,9 +174,7 @@ class Tracker(TorchDispatchMode):
             return rule(call)
         except MixesError as error:
             if user_line()[0].endswith(self.overlooked or ("?",)):
-                return [
-                    tuple(map(unknown, x.shape)) if isinstance(x, Tensor) else () for x in _listed(call.out)
-                ]
+                return [unknown_dims(x.shape) if isinstance(x, Tensor) else () for x in _listed(call.out)]
             split = [x for x in operands if any_split(call.dims_of(x))]
             axes = dict.fromkeys(
                 a
@@ -181,20 +189,20 @@ class Tracker(TorchDispatchMode):
 
     def _looked_up(self, ids: Tensor, out: Tensor) -> None:
         """Rows of a table for ids that are all alike along a dim are a piece of as many more."""
-        alike = [is_constant(ids, place) for place in range(ids.dim())]
+        alike = [self.records.is_alike(ids, place) for place in range(ids.dim())]
         if any(alike):
             self.records.put(
                 out,
                 tuple(
-                    unknown(n) if place < len(alike) and alike[place] and n > 1 else whole(n)
+                    (Factor(n, ALIKE),) if place < len(alike) and alike[place] and n > 1 else whole(n)
                     for place, n in enumerate(out.shape)
                 ),
             )
 
-    def _learn(self, operands: list[Tensor], out: Any) -> None:
-        """What is made of weights is no constant."""
-        if not torch.is_grad_enabled() and any(map(self.records.is_learned, operands)):
-            self.records.learn(tensors_in(out))
+    def _pass_on(self, func: Any, operands: list[Tensor], out: Any) -> None:
+        """What is made of weights, of a batch or by chance varies as they do."""
+        if torch.Tag.nondeterministic_seeded in func.tags or any(map(self.records.varies, operands)):
+            self.records.vary(tensors_in(out))
 
 
 def _listed(out: Any) -> list[Any]:

@@ -20,7 +20,9 @@ from meshfold.mesh.tracking.dims import (
     chosen_by,
     common,
     is_split,
+    is_whole,
     once,
+    unknown,
     whole,
 )
 
@@ -62,7 +64,7 @@ def _index(call: Call) -> list[Dims]:
     at = [place for place, index in enumerate(indices) if index is not None]
     looked = [(indices[place], call.dims_of(indices[place])) for place in at]
     for (_, found), place in zip(looked, at, strict=True):
-        if is_split(dims[place]):
+        if not is_whole(dims[place]):
             own = _chosen_of(found)
             if own is None or not set(axes_of(dims[place])) <= set(own.axes):
                 raise at_dim("takes some of its elements by their places: those of", place, dims[place])
@@ -82,7 +84,7 @@ def _index_put(call: Call) -> list[Dims]:
     dims = call.dims_of(x)
     values = call.given["values"]
     for place, index in enumerate(indices):
-        if index is None or not is_split(dims[place]):
+        if index is None or is_whole(dims[place]):
             continue
         if index.dtype in _BOOLS and index.dim() == 1 and call.dims_of(index)[0] == dims[place]:
             continue
@@ -108,7 +110,7 @@ def _along(call: Call) -> list[Dims]:
     x = call.given["self"]
     dims = list(call.dims_of(x))
     number = call.number(call.given["dim"], len(dims))
-    if dims and is_split(dims[number]):
+    if dims and not is_whole(dims[number]):
         raise at_dim("takes some of its elements by their places: those of", number, dims[number])
     index = call.given["index"]
     found = list(call.dims_of(index))
@@ -122,7 +124,8 @@ def _along(call: Call) -> list[Dims]:
                 raise at_dim("brings a piece together with what is no such piece, along", place, mine)
             rest.append(dim)
         else:
-            rest.append(whole(index.shape[place]))
+            known = is_whole(mine) and is_whole(dim)
+            rest.append(whole(index.shape[place]) if known else unknown(index.shape[place]))
     if call.name.startswith("scatter"):
         made = [dims[number] if place == number else dim for place, dim in enumerate(rest)]
         return [tuple(made)]
@@ -133,7 +136,7 @@ def _index_select(call: Call) -> list[Dims]:
     dims = list(call.dims("self"))
     number = call.number(call.given["dim"], len(dims))
     index = call.dims("index")
-    if is_split(dims[number]):
+    if not is_whole(dims[number]):
         own = _chosen_of(index)
         if own is None or not set(axes_of(dims[number])) <= set(own.axes):
             raise at_dim("takes some of its elements by their places: those of", number, dims[number])
@@ -148,12 +151,12 @@ def _index_add(call: Call) -> list[Dims]:
     index = call.dims("index")
     source = call.dims("source")
     own = _chosen_of(index)
-    if is_split(dims[number]):
+    if not is_whole(dims[number]):
         if own is None or not set(axes_of(dims[number])) <= set(own.axes):
             raise at_dim("writes to places of a piece of", number, dims[number])
     elif own is not None:  # into empty memory, as many rows as this rank has
         raise MixesError("writes pieces of a split tensor into one that is the same on every rank")
-    elif index and is_split(index[0]):
+    elif index and not is_whole(index[0]):
         raise at_dim("writes to places that are counted on every rank by itself, along", number, index[0])
     for place, dim in enumerate(source):
         if place != number and is_split(dim) and not is_split(dims[place]):
@@ -172,7 +175,7 @@ def _loss(call: Call) -> list[Dims]:
     """A loss of dealt tokens by labels that are dealt as they are: the caller weighs each rank's mean by its labels."""
     dims, target = call.dims("self"), call.dims("target")
     classes = 1 if len(dims) > 1 else 0
-    if is_split(dims[classes]):
+    if not is_whole(dims[classes]):
         raise at_dim("looks classes up in a piece of", classes, dims[classes])
     rows = tuple(dim for place, dim in enumerate(dims) if place != classes)
     alike = len(rows) == len(target) and all(
@@ -182,7 +185,7 @@ def _loss(call: Call) -> list[Dims]:
         raise MixesError("brings a piece together with labels that are no such piece")
     if int(call.given.get("reduction", 1)):
         for place, dim in enumerate(rows):
-            if any(f.split is not None and f.split.kind not in ("dealt", "unknown") for f in dim):
+            if any(f.split is not None and f.split.kind != "dealt" for f in dim):
                 raise at_dim("reduces over", place, dim)
         return [() for _ in call.out]
     return [target, ()]

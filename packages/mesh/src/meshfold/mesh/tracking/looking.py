@@ -13,7 +13,7 @@ from torch.nn.modules.module import register_module_forward_hook, register_modul
 
 from meshfold.mesh.names import plain
 from meshfold.mesh.tracking.active import activated
-from meshfold.mesh.tracking.dims import UNKNOWN, Factor
+from meshfold.mesh.tracking.dims import Dims, unknown, unknown_dims, whole, whole_dims
 from meshfold.mesh.tracking.follow import Tracker
 from meshfold.mesh.tracking.sizes import OpenSizes
 from meshfold.mesh.tracking.watch import Watched
@@ -39,10 +39,12 @@ class Looking:
         tracker = self._tracker
         tracker.module, tracker.remedy = self._where, self._remedy
         # What belongs to a stage on another rank is a parameter of its own kind, which nobody may look at.
-        tracker.records.learn(p for p in self._model.parameters() if type(p) is nn.Parameter)
+        tracker.records.vary(p for p in self._model.parameters() if type(p) is nn.Parameter)
+        for value in self._given.values():
+            tracker.records.vary(_tensors(value, _DEEP, set()))
         for value in (*self._given.values(), *_objects(self._model)):
             for tensor in _kept_in(value, _DEEP, set()):
-                tracker.mark(tensor, tuple((Factor(size, UNKNOWN),) for size in tensor.shape))
+                tracker.mark(tensor, _cached(tensor) if _is_cache(value) else unknown_dims(tensor.shape))
         with ExitStack() as stack:
             if "torch._dynamo" in sys.modules:
                 stack.enter_context(torch.compiler.set_stance("force_eager"))
@@ -114,6 +116,19 @@ def _objects(model: nn.Module) -> Iterator[Any]:
         for value in module.__dict__.values():
             if not type(value).__module__.startswith(_PLAIN) or type(value).__module__.startswith(_MODELS):
                 yield value
+
+
+def _is_cache(value: Any) -> bool:
+    """Whether an object keeps what attention has made of earlier tokens."""
+    return type(value).__module__.startswith(("transformers.", _MODELS))
+
+
+def _cached(tensor: Tensor) -> Dims:
+    """Keys or values, ``.. b heads s d``: any rows and heads, of each all tokens."""
+    if tensor.dim() < 4:
+        return unknown_dims(tensor.shape)
+    *more, rows, heads, tokens, size = tensor.shape
+    return (*whole_dims(more), unknown(rows), unknown(heads), whole(tokens), whole(size))
 
 
 def _kept_in(value: Any, deep: int, seen: set[int]) -> list[Tensor]:

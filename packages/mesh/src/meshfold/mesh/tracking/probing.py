@@ -14,9 +14,7 @@ from meshfold.mesh.tracking.dims import (
     Factor,
     MixesError,
     Split,
-    any_split,
     once,
-    unknown,
     whole_dims,
 )
 
@@ -31,13 +29,9 @@ def probed(call: Call) -> list[Dims]:
         MixesError: if they are not, or the operation cannot be tried.
     """
     outs = list(tensors_in(call.out))
-    if not any(any_split(call.dims_of(x)) for x in call.tensors):
-        return [tuple(map(unknown, out.shape)) for out in outs]
     made: list[list[Dim]] = [list(whole_dims(out.shape)) for out in outs]
     splits = {f.split for x in call.tensors for dim in call.dims_of(x) for f in dim if f.split is not None}
     for split in sorted(splits, key=str):
-        if split.kind == "unknown":
-            continue
         for place, number in enumerate(_along(call, split, outs)):
             if number is not None:
                 size = outs[place].shape[number]
@@ -48,17 +42,17 @@ def probed(call: Call) -> list[Dims]:
 
 
 def _mixes(call: Call, split: Split, why: str) -> MixesError:
-    return MixesError(
-        f"works on a dim that is split over {', '.join(split.axes)}, and tried out on two pieces of it {why}"
-    )
+    return MixesError(f"works on a dim that {_how(split)}, and tried out on two pieces of it {why}")
+
+
+def _how(split: Split) -> str:
+    return f"is split over {', '.join(split.axes)}" if split.axes else "may be split"
 
 
 def _along(call: Call, split: Split, outs: list[Tensor]) -> list[int | None]:
     """For each result the dim along which it is split if operands are split so; None for one that is the same."""
     if sum(x.numel() for x in call.tensors) > _MOST or any(x.is_meta for x in call.tensors):
-        raise MixesError(
-            f"works on a dim that is split over {', '.join(split.axes)}, and no rule says what it makes of that"
-        )
+        raise MixesError(f"works on a dim that {_how(split)}, and no rule says what it makes of that")
     first, second, both = ({}, {}, {})  # type: tuple[dict[str, Any], dict[str, Any], dict[str, Any]]
     for name, value in call.given.items():
         number = _written_along(call, split) if name == "self" else None

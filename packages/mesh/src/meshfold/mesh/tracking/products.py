@@ -8,15 +8,30 @@ from torch import Tensor
 
 from meshfold.mesh.tracking.broadcast import together
 from meshfold.mesh.tracking.call import Call, at_dim, keep_out
-from meshfold.mesh.tracking.dims import Dim, Dims, axes_of, common, is_split, once, shape_of, size_of, whole
+from meshfold.mesh.tracking.dims import (
+    Dim,
+    Dims,
+    axes_of,
+    common,
+    is_open,
+    is_split,
+    is_whole,
+    once,
+    shape_of,
+    size_of,
+    whole,
+)
 
 Rule = Callable[[Call], list[Dims]]
 
 
 def _multiplied(call: Call, a: Dims, b: Dims, batch: int) -> Dims:
     """``.. i k`` times ``.. k j``, with so many dims of a batch."""
-    for dims, number in ((a, len(a) - 1), (b, batch)):
-        if is_split(dims[number]):
+    summed = ((a, len(a) - 1), (b, batch))
+    # Of one that is whole as many elements as of the other: what is not known of that is whole too.
+    lacking = is_split if any(is_whole(dims[number]) for dims, number in summed) else is_open
+    for dims, number in summed:
+        if is_split(dims[number]) or lacking(dims[number]):
             raise at_dim("sums products over", number, dims[number])
     rows: list[Dim] = list(a[batch:-1])
     columns: list[Dim] = list(b[batch + 1 :])
@@ -36,7 +51,7 @@ def _batch(call: Call, *several: Dims) -> Dims:
 
 
 def _free(dim: Dim) -> bool:
-    return shape_of((dim,)) == (1,) or any(f.split is not None and f.split.kind == "unknown" for f in dim)
+    return shape_of((dim,)) == (1,) or is_open(dim)
 
 
 def _matmul(call: Call) -> list[Dims]:
@@ -58,7 +73,7 @@ def _attention(call: Call) -> list[Dims]:
     q, k, v = (call.dims(name) for name in ("query", "key", "value"))
     for what, dims in (("queries", q), ("keys", k), ("values", v)):
         for number in (len(dims) - 2, len(dims) - 1):
-            if is_split(dims[number]):
+            if not is_whole(dims[number]):
                 raise at_dim(f"attends with pieces of {what}:", number, dims[number])
     # Fewer heads of keys and values serve several of queries each.
     k, v = (

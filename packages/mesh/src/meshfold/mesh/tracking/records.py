@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
+import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from meshfold.mesh.tracking.dims import Dims, any_split, axes_of, is_split, is_unknown, whole, whole_dims
+from meshfold.mesh.tracking.dims import Dims, axes_of, is_split, is_whole, whole, whole_dims
 
 _Geometry = tuple[int, tuple[int, ...], tuple[int, ...]]
 
@@ -19,7 +20,8 @@ class _Memory:
 
     alive: StorageWeakRef
     dims: dict[_Geometry, Dims]
-    learned: bool = False
+    varies: bool = False
+    summed: frozenset[str] = frozenset()
 
 
 class Records:
@@ -36,7 +38,7 @@ class Records:
 
     def put(self, tensor: Tensor, dims: Dims) -> None:
         """Say how a tensor lies."""
-        if any_split(dims) or any(map(is_unknown, dims)):
+        if not all(map(is_whole, dims)):
             self._at(tensor).dims[_geometry(tensor)] = dims
         elif (memory := self._memory.get(_storage(tensor))) is not None:
             memory.dims.pop(_geometry(tensor), None)
@@ -61,17 +63,34 @@ class Records:
                     break
         self.put(base, tuple(known))
 
-    def learn(self, tensors: Iterable[Tensor]) -> None:
-        """Note tensors whose values change while training."""
+    def vary(self, tensors: Iterable[Tensor]) -> None:
+        """Note tensors whose values are others in other forwards: weights, batches, random numbers."""
         for tensor in tensors:
-            self._at(tensor).learned = True
+            self._at(tensor).varies = True
 
-    def is_learned(self, tensor: Tensor) -> bool:
-        """Whether its values may change while training."""
+    def varies(self, tensor: Tensor) -> bool:
+        """Whether its values may be others in another forward, or on a rank with another batch."""
         if tensor.requires_grad:
             return True
         memory = self._memory.get(_storage(tensor))
-        return memory is not None and memory.learned
+        return memory is not None and memory.varies
+
+    def sum_over(self, tensors: Iterable[Tensor], axes: Iterable[str]) -> None:
+        """Note tensors whose gradients may come in parts, one a rank along these axes: who made them sums these."""
+        for tensor in tensors:
+            self._at(tensor).summed = frozenset(axes)
+
+    def summed(self, tensor: Tensor) -> frozenset[str]:
+        """The axes over which parts of its gradient are summed by who made it."""
+        memory = self._memory.get(_storage(tensor))
+        return frozenset() if memory is None else memory.summed
+
+    def is_alike(self, tensor: Tensor, number: int) -> bool:
+        """Whether a tensor is the same all along a dim, in every forward and on every rank; one without values is taken for it."""
+        if tensor.is_meta or tensor.shape[number] < 2 or tensor.stride(number) == 0:
+            return True
+        with torch.no_grad():
+            return not self.varies(tensor) and bool((tensor == tensor.narrow(number, 0, 1)).all())
 
     def _at(self, tensor: Tensor) -> _Memory:
         key = _storage(tensor)

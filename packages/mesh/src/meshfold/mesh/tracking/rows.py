@@ -187,7 +187,7 @@ class Rows:
     def _found(self, before: _Before, name: str, out: Any, results: list[Tensor]) -> list[Dims]:
         call = Call(
             function=before.function, name=name, given=before.given, out=out,
-            dims_of=lambda x: before.dims.get(id(x)) or self.dims(x), learned=lambda x: False,
+            dims_of=lambda x: before.dims.get(id(x)) or self.dims(x), is_alike=lambda x, place: True,
         )  # fmt: skip
         rule = _pointwise if torch.Tag.pointwise in before.function.tags else self._rules.get(name)
         mine, shape = before.dims[id(before.first)], before.first.shape
@@ -198,7 +198,7 @@ class Rows:
         except MixesError:
             if joined := _joined(call):
                 return [joined]
-            if name in _MIXING:
+            if name in _MIXING and _why_unknown(mine) is None:
                 return [whole_dims(x.shape) for x in results]
             kept = name not in _CHOOSING
             return [mine if kept and x.shape == shape else tuple(map(unknown, x.shape)) for x in results]

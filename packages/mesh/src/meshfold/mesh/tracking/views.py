@@ -10,14 +10,12 @@ from torch import Tensor
 from meshfold.mesh.tracking.broadcast import together
 from meshfold.mesh.tracking.call import Call, at_dim, tensors_in
 from meshfold.mesh.tracking.dims import (
-    UNKNOWN,
     Dim,
     Dims,
-    Factor,
     MixesError,
     cut,
     is_split,
-    is_unknown,
+    is_whole,
     normal,
     regroup,
     shape_of,
@@ -47,7 +45,7 @@ def _expand(call: Call) -> list[Dims]:
     for place, (dim, size) in enumerate(zip(dims, sizes[new:], strict=True)):
         if size_of(dim) == size:
             made.append(dim)
-        elif is_split(dim):
+        elif not is_whole(dim):
             raise at_dim("repeats a piece along", place, dim)
         else:
             made.append(whole(size))
@@ -79,7 +77,7 @@ def _squeeze(call: Call) -> list[Dims]:
     dims = _first(call)
     numbers = call.numbers(call.given.get("dim"), len(dims))
     for number in numbers:
-        if size_of(dims[number]) == 1 and is_split(dims[number]):
+        if size_of(dims[number]) == 1 and not is_whole(dims[number]):
             raise at_dim("drops a piece of", number, dims[number])
     return [tuple(d for place, d in enumerate(dims) if not (place in numbers and size_of(d) == 1))]
 
@@ -102,7 +100,7 @@ def _chosen(dims: Sequence[Dim], number: int, start: int, stop: int, *, keep: bo
         return tuple(made)
     if dims[number][0].parts and number + 1 < len(made):  # one head a rank, of queries, keys or values
         made[number + 1] = normal((*made[number], *made[number + 1]))
-    elif is_split(made[number]):
+    elif not is_whole(made[number]):
         raise at_dim("takes some of its elements by their places: those of", number, dims[number])
     del made[number]
     return tuple(made)
@@ -153,16 +151,13 @@ def _cat(call: Call) -> list[Dims]:
         joined.append(dims[number])
         dims[number] = whole(1)
         operands.append((x, tuple(dims)))
-    kinds = {normal(dim) for dim in joined if is_split(dim)}
-    if kinds and len(given) > 1:
-        dim = next(dim for dim in joined if is_split(dim))
-        raise at_dim("puts pieces one behind the other along", number, dim)
+    piece = next((dim for dim in joined if not is_whole(dim)), None)
+    if piece is not None and len(given) > 1:
+        raise at_dim("puts pieces one behind the other along", number, piece)
     made = list(
         together(call, operands, tuple(1 if i == number else n for i, n in enumerate(call.out.shape)))
     )
-    size = call.out.shape[number]
-    unknown = any(is_unknown(dim) for dim in joined)
-    made[number] = joined[0] if len(given) == 1 else (Factor(size, UNKNOWN),) if unknown else whole(size)
+    made[number] = joined[0] if len(given) == 1 else whole(call.out.shape[number])
     return [tuple(made)]
 
 
@@ -172,7 +167,7 @@ def _pad(call: Call) -> list[Dims]:
     for back in range(len(amounts) // 2):
         if amounts[2 * back] or amounts[2 * back + 1]:
             number = len(dims) - 1 - back
-            if is_split(dims[number]):
+            if not is_whole(dims[number]):
                 raise at_dim("fills up a piece of", number, dims[number])
             dims[number] = whole(call.out.shape[number])
     return [tuple(dims)]
@@ -183,7 +178,7 @@ def _repeat(call: Call) -> list[Dims]:
     new = len(repeats) - len(dims)
     made = [whole(n) for n in repeats[:new]]
     for place, (dim, n) in enumerate(zip(dims, repeats[new:], strict=True)):
-        if n != 1 and is_split(dim):
+        if n != 1 and not is_whole(dim):
             raise at_dim("repeats a piece along", place, dim)
         made.append(dim if n == 1 else whole(size_of(dim) * n))
     return [tuple(made)]
@@ -203,7 +198,7 @@ def _diagonal(call: Call) -> list[Dims]:
     dims = list(_first(call))
     pair = sorted({call.number(call.given[name], len(dims)) for name in ("dim1", "dim2")}, reverse=True)
     for number in pair:
-        if is_split(dims[number]):
+        if not is_whole(dims[number]):
             raise at_dim("takes the diagonal of", number, dims[number])
         del dims[number]
     return [(*dims, whole(call.out.shape[-1]))]
@@ -212,7 +207,7 @@ def _diagonal(call: Call) -> list[Dims]:
 def _unfold(call: Call) -> list[Dims]:
     dims = list(_first(call))
     number = call.number(call.given["dimension"], len(dims))
-    if is_split(dims[number]):
+    if not is_whole(dims[number]):
         raise at_dim("takes windows along", number, dims[number])
     dims[number] = whole(call.out.shape[number])
     return [(*dims, whole(call.out.shape[-1]))]

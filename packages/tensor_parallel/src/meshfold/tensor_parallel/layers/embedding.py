@@ -178,7 +178,8 @@ class HeadBias(ShardedLayer):
         split_evenly(module.embedding_dim, hidden["n"], mesh, f"{module.embedding_dim} heads")
         place = Placement(shape=tuple(module.weight.shape), axes=((), hidden["n"]))
         self.weight = shard_parameter(module.weight, place, mesh)
-        self._enter = bind_enter(mesh, hidden["m"])
+        self.summed = hidden["m"]
+        self._enter = bind_enter(mesh, self.summed)
 
     def forward(self, buckets: Tensor) -> Tensor:
         """``q k`` int64, the same on every rank -> ``q k heads``, local heads."""

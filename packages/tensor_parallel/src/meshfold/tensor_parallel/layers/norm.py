@@ -154,7 +154,8 @@ class HeadNorm(ShardedLayer):
             whole = getattr(module, name, None)
             self.register_parameter(name, None if whole is None else shard_parameter(whole, place, mesh))
         hidden = mode.layout("hidden")
-        self._enter = bind_enter(mesh, (*hidden["m"], *hidden["n"]))
+        self.summed = (*hidden["m"], *hidden["n"])
+        self._enter = bind_enter(mesh, self.summed)
         self.train(module.training)
 
     def forward(self, x: Tensor) -> Tensor:

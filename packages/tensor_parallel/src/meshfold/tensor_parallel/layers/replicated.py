@@ -16,11 +16,21 @@ from torch.utils._pytree import tree_leaves
 
 from meshfold.mesh import Mesh, ParameterMeta, Placement, annotate
 from meshfold.mesh.primitives import bind_collect, bind_take
-from meshfold.mesh.tracking import arrived, rows_of, tracker, untracked
+from meshfold.mesh.tracking import tracker, untracked
+from meshfold.mesh.tracking.dims import is_open
 from meshfold.tensor_parallel.boundary import Boundary
 from meshfold.tensor_parallel.layers.base import OnMesh
 from meshfold.tensor_parallel.layers.stream_dims import BatchShape, DimFinder, StreamDims
 from meshfold.tensor_parallel.modes import Mode
+from meshfold.tensor_parallel.streams import (
+    check_stream,
+    joined_rows,
+    places,
+    put_together,
+    real,
+    split_rows,
+    taken_apart,
+)
 
 MASK = "attention_mask"
 """What the model's own code makes for the rows that it sees of the stream: it is joined as the stream is."""
@@ -63,6 +73,10 @@ class Replicated(OnMesh):
         self._mask = -1  # its place among the arguments
         self._count, self._streams = 1, frozenset[str]()  # arguments that may be of a stream, and their names
         self._recurrent = False
+        self._real = real(mesh, self._tokens), real(mesh, self._axes)
+        self._known: dict[
+            tuple[int, int], StreamDims | None
+        ] = {}  # by place and number of dims of an argument
 
     def around(self, module: nn.Module, *, begins: bool = False, streams: int = 1) -> None:
         """Stand round a module that takes the stream first and returns a tensor, or a tuple that starts with one.
@@ -97,11 +111,10 @@ class Replicated(OnMesh):
             return args, kwargs
         with untracked():
             joined = self._joined_arguments(args, kwargs, values)
-        changed = zip((*joined[0], *joined[1].values()), (*args, *kwargs.values()), strict=True)
-        for x, before in changed:
-            if x is not before and isinstance(x, Tensor):
-                arrived([x])
-                if (found := tracker()) is not None:
+        if (found := tracker()) is not None:
+            changed = zip((*joined[0], *joined[1].values()), (*args, *kwargs.values()), strict=True)
+            for x, before in changed:
+                if x is not before and isinstance(x, Tensor):
                     found.rows.unflattened(x, before)
         return joined
 
@@ -114,7 +127,7 @@ class Replicated(OnMesh):
         values[0] = self._join(given[0])
         for place in self._others(args, kwargs):
             same = next((i for i in range(place) if given[i] is given[place]), None)
-            values[place] = self._join_other(given[place]) if same is None else values[same]
+            values[place] = self._join_other(place, given[place]) if same is None else values[same]
         if self._recurrent and len(values) > 1:
             values[1] = self._map_states(values[1], self._join_state)
         if self.boundary is None and self._dims.rows == 0:
@@ -136,11 +149,9 @@ class Replicated(OnMesh):
     def _after(self, module: nn.Module, args: Any, output: Any) -> Any:
         with untracked():
             split = self._split_output(output)
-        found = tracker()
-        for x, before in zip(tree_leaves(split), tree_leaves(output), strict=True):
-            if isinstance(x, Tensor):
-                arrived([x], [rows_of(before)])
-                if found is not None and x is not before:
+        if (found := tracker()) is not None:
+            for x, before in zip(tree_leaves(split), tree_leaves(output), strict=True):
+                if x is not before and isinstance(x, Tensor):
                     found.rows.flattened(x, before)
         return split
 
@@ -160,31 +171,68 @@ class Replicated(OnMesh):
         if self.boundary is not None:
             if x.shape[-1] != self._local:
                 return x
-            x = self._collect_rows[0](self._collect_columns[-1](x)).view(*self.boundary.lead, self.hidden)
+            x = self._join_flat(x, self.boundary)
             self._dims, self._joined = StreamDims(0, -1), x.shape
             return x
-        self._dims = self._find(x)
+        self._dims = self._where(0, x, self._find)
         x = self._collect(x, self._dims)
         self._joined = x.shape
         return x
 
-    def _join_other(self, x: Any) -> Any:
+    def _join_other(self, place: int, x: Any) -> Any:
         """What is of a stream as the first argument is; of one that is flat here another may be whole, with its batch dim."""
         if not isinstance(x, Tensor) or not x.is_floating_point() or x.shape[-1] != self._local:
             return x
         if self.boundary is None:
-            return self._collect(x, self._find(x))
-        if x.dim() != 2:
-            return x
-        return self._collect_rows[0](self._collect_columns[-1](x)).view(*self.boundary.lead, self.hidden)
+            return self._collect(x, self._where(place, x, self._find))
+        return self._join_flat(x, self.boundary) if x.dim() == 2 else x
+
+    def _where(self, place: int, x: Tensor, guess: Callable[[Tensor], StreamDims]) -> StreamDims:
+        """Where an argument is split: as the first forward followed it, which later ones remember; else as its shape tells.
+
+        Raises:
+            LayoutError: for an argument that lies otherwise in another call.
+        """
+        key, found = (place, x.dim()), tracker()
+        if found is None or any(map(is_open, found.dims(x))):
+            return self._known.get(key) or guess(x)
+        rows, columns = places(found.dims(x), *self._real)
+        dims = StreamDims(rows, -1 if columns == x.dim() - 1 else columns)
+        before = self._known.setdefault(key, dims)
+        if before is not None and before != dims:
+            self._known[key] = None  # a shape must tell them apart
+        turned = before is not None and before.rows != rows and None not in (before.rows, rows)
+        if turned or rows not in (None, 0, 1) or dims.columns not in (None, 1, -1):
+            found.refuse(
+                "a module that is kept whole",
+                f"is given a tensor that is split in dim {rows if columns is None else columns}, and puts rows together in dim 0 "
+                "or 1, in the same one in every call: turn it, b s h",
+                x,
+                axes=(*self._real[0], *self._real[1]),
+            )
+        return dims
+
+    def _join_flat(self, x: Tensor, boundary: Boundary) -> Tensor:
+        """``m h`` of a stream that is flat -> ``b s h``, whole."""
+        joined = self._collect_rows[0](self._collect_columns[-1](x)).view(*boundary.lead, self.hidden)
+        if (found := tracker()) is not None:
+            check_stream(found, self.mesh, x, self._tokens, self._axes, "a module that is kept whole")
+            found.mark(joined, joined_rows(found, self.mesh, found.dims(x), tuple(joined.shape)))
+        return joined
 
     def _collect(self, x: Tensor, dims: StreamDims) -> Tensor:
-        x = x if dims.columns is None else self._collect_columns[dims.columns](x)
-        return x if dims.rows is None else self._collect_rows[dims.rows](x)
+        if (dim := dims.columns) is not None:
+            x = put_together(self.mesh, x, dim, self._axes, self._collect_columns[dim](x))
+        if (dim := dims.rows) is not None:
+            x = put_together(self.mesh, x, dim, self._tokens, self._collect_rows[dim](x))
+        return x
 
     def _join_mask(self, mask: Any, rows: int) -> Any:
         """A mask for this rank's rows, for those of all. All ranks have one, or none has: the frame sees to it."""
-        return self._collect_rows[0](mask) if isinstance(mask, Tensor) and mask.shape[0] == rows else mask
+        if not isinstance(mask, Tensor) or mask.shape[0] != rows:
+            return mask
+        joined = self._collect_rows[0](mask)
+        return put_together(self.mesh, mask, 0, self._tokens, joined, repeated=True)
 
     def _map_states(self, states: Any, change: Callable[[Tensor], Tensor]) -> Any:
         """A recurrent layer's state, ``layers b h``, or the pair that an LSTM has."""
@@ -193,17 +241,22 @@ class Replicated(OnMesh):
         return change(states) if isinstance(states, Tensor) else states
 
     def _join_state(self, state: Tensor) -> Tensor:
+        return self._collect(state, self._where(1, state, self._guess_state))
+
+    def _guess_state(self, state: Tensor) -> StreamDims:
         rows = self.batch.rows // self.mesh.size(*self._tokens)
-        state = self._collect_columns[-1](state) if state.shape[-1] == self._local else state
-        return self._collect_rows[1](state) if state.dim() == 3 and state.shape[1] == rows else state
+        columns = -1 if state.shape[-1] == self._local else None
+        return StreamDims(1 if state.dim() == 3 and state.shape[1] == rows else None, columns)
 
     # -- out ------------------------------------------------------------------------------------------------------------
 
     def _split_state(self, state: Tensor) -> Tensor:
         if self._dims.rows is None and self._dims.columns is None:
             return state
-        state = self._take_columns[-1](state) if state.shape[-1] == self.hidden else state
-        return self._take_rows[1](state) if self._dims.rows is not None and state.dim() == 3 else state
+        columns = -1 if state.shape[-1] == self.hidden else None
+        return self._take(
+            state, StreamDims(1 if self._dims.rows is not None and state.dim() == 3 else None, columns)
+        )
 
     def _split(self, x: Any) -> Any:
         if not isinstance(x, Tensor) or not x.is_floating_point() or not self._joined or not x.dim():
@@ -211,17 +264,31 @@ class Replicated(OnMesh):
         if self.boundary is not None:
             if x.shape[:-1] != self._joined[:-1]:
                 return x
-            x = x.reshape(-1, x.shape[-1])
-            return self._take_rows[0](self._take_columns[-1](x) if x.shape[-1] == self.hidden else x)
+            flat = x.reshape(-1, x.shape[-1])
+            wide = x.shape[-1] == self.hidden
+            mine = self._take_rows[0](self._take_columns[-1](flat) if wide else flat)
+            if (found := tracker()) is not None:
+                axes = self._axes if wide else ()
+                found.mark(mine, split_rows(found, self.mesh, found.dims(x), mine, self._tokens, axes))
+            return mine
         rows = self._dims.rows
         pooled = x.dim() == len(self._joined) - 1 and x.shape[-1] == self.hidden  # one vector a sequence
         if x.dim() != len(self._joined) and not pooled:
             return x
-        if rows is not None:
-            dim = 0 if pooled else rows
-            if x.shape[dim] != self._joined[rows]:
-                return x
-            x = self._take_rows[dim](x)
-        if self._dims.columns == 1 and not pooled:
-            return self._take_columns[1](x) if x.shape[1] == self.hidden else x
-        return self._take_columns[-1](x) if x.shape[-1] == self.hidden else x
+        if rows is not None and pooled:
+            rows = 0
+        if rows is not None and x.shape[rows] != self._joined[self._dims.rows or 0]:
+            return x
+        columns = 1 if self._dims.columns == 1 and not pooled else -1
+        widths = {
+            self.hidden,
+            self.hidden if self._dims.columns is None else self._joined[self._dims.columns],
+        }
+        return self._take(x, StreamDims(rows, columns if x.shape[columns] in widths else None))
+
+    def _take(self, x: Tensor, dims: StreamDims) -> Tensor:
+        if (dim := dims.rows) is not None:
+            x = taken_apart(self.mesh, x, dim, self._tokens, self._take_rows[dim](x))
+        if (dim := dims.columns) is not None:
+            x = taken_apart(self.mesh, x, dim, self._axes, self._take_columns[dim](x))
+        return x
