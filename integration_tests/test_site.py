@@ -49,6 +49,7 @@ def test_the_order_is_that_of_the_index() -> None:
     headings = re.findall(r"^## (.+)$", (ROOT / "docs" / "README.md").read_text(), flags=re.MULTILINE)
     assert titles[1:-2] == headings
     assert sections["Start"][0] == "getting-started.md"
+    assert f"{BESIDE}/examples/README.md" in sections["Start"]
     assert "modes/2d.md" in sections["Understand"]
 
 

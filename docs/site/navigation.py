@@ -58,17 +58,19 @@ class Entry:
 
 
 def navigation() -> list[Entry]:
-    """The order of ``docs/README.md``: its sections, and in each the pages that it links to; then the reference.
+    """The order of ``docs/README.md``: its sections, and in each the pages that it links to; what they link to; the reference.
 
     Pages in folders (``modes/``) are a section of their own, behind the folder's README.
     """
     text = (ROOT / "docs" / INDEX).read_text(encoding="utf-8")
     parts = _SECTION.split(text)[1:]
-    sections = [Entry(title="Meshfold", page=INDEX)]
+    sections, listed = [Entry(title="Meshfold", page=INDEX)], set[str]()
     for title, body in zip(parts[::2], parts[1::2], strict=True):
-        pages = dict.fromkeys(target for target in _targets(body) if target.endswith(".md"))
+        places = (place_of(INDEX, target) for target in _targets(body))
+        pages = dict.fromkeys(place for place in places if place is not None and place.endswith(".md"))
+        listed.update(pages)
         sections.append(Entry(title=title, entries=tuple(_folded(list(pages)))))
-    beside = [page for page in outside() if page.endswith(".md")]
+    beside = [page for page in outside() if page.endswith(".md") and page not in listed]
     studies = [page for page in beside if page.startswith(STUDIES)]
     reference = tuple(Entry(title=f"meshfold.{name}", page=reference_page(name)) for name in REFERENCE)
     return [
@@ -89,11 +91,11 @@ def _study(page: str) -> Entry:
 
 
 def _folded(pages: list[str]) -> Iterator[Entry]:
-    """Pages in order; those of a folder together, where the first of them stands."""
+    """Pages in order; those of a folder of ``docs/`` together, where the first of them stands."""
     done: set[str] = set()
     for page in pages:
         folder = posixpath.dirname(page)
-        if not folder:
+        if not folder or folder.startswith(BESIDE):
             yield Entry(title="", page=page)
         elif folder not in done:
             done.add(folder)

@@ -46,7 +46,7 @@ class Picture(Figure):
     def _repr_png_(self) -> bytes:
         """What Jupyter asks for."""
         file = io.BytesIO()
-        self.savefig(file, format="png", dpi=100, metadata={"Software": None})
+        self.savefig(file, format="png", dpi=80, metadata={"Software": None})
         return file.getvalue()
 
 
