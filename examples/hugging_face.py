@@ -24,7 +24,7 @@ if process.rank == 0:
     sizes = dict(vocab_size=100, hidden_size=64, intermediate_size=128, num_hidden_layers=2)
     config = LlamaConfig(**sizes, num_attention_heads=4, num_key_value_heads=2)
     AutoModelForCausalLM.from_config(config).save_pretrained(base)
-barrier(Mesh(dict(all=process.world_size)).group("all"))
+barrier(Mesh(dict(all=process.world_size)).group("all"), process.device)
 
 # Each rank reads its blocks of the weights alone. parallel={} is one process, and nothing else changes.
 adamw = dict(name="adamw", lr=3e-3)

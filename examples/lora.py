@@ -25,7 +25,7 @@ if process.rank == 0:
     sizes = dict(vocab_size=100, hidden_size=64, intermediate_size=128, num_hidden_layers=2)
     config = LlamaConfig(**sizes, num_attention_heads=4, num_key_value_heads=2)
     AutoModelForCausalLM.from_config(config).save_pretrained(base)
-barrier(Mesh(dict(all=process.world_size)).group("all"))
+barrier(Mesh(dict(all=process.world_size)).group("all"), process.device)
 
 lora = LoraConfig(r=8, lora_alpha=32, target_modules=["q_proj", "v_proj", "up_proj", "down_proj"])
 adamw = dict(name="adamw", lr=2e-2)
