@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -49,6 +50,17 @@ def test_the_model_is_free_whatever_went_wrong(zero: dict[str, Any] | None) -> N
     assert losses[0] > losses[1] > losses[2] and kept.value is not None
     hooks = [p._post_accumulate_grad_hooks for p in model.parameters()]
     assert not any(hooks) and not any(module._forward_pre_hooks for module in model.modules())
+
+
+def test_nothing_of_it_is_left_on_the_disk(tmp_path: Path) -> None:
+    parallel = dict(zero=dict(stage=3, placement="cpu", offload_path=str(tmp_path)))
+    with pytest.raises(KeyError, match="absent"):
+        Engine(Net(), parallel, optimizer=ADAMW, loss_fn=loss, lr_scheduler=absent)
+    assert not [*tmp_path.iterdir()]
+    with Engine(Net(), parallel, optimizer=ADAMW, loss_fn=loss) as engine:
+        engine.train_step(BATCH)
+        assert [*tmp_path.iterdir()]
+    assert not [*tmp_path.iterdir()]
 
 
 @ranks(2)

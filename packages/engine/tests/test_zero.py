@@ -485,12 +485,14 @@ def test_two_engines_train_in_turns_in_one_process() -> None:
 
 @ranks(2)
 def test_a_scheduler_moves_the_rate_without_warnings() -> None:
-    for precision in ("fp64", "bf16"):  # the general way, and our Adam
+    # The general way, our Adam, and one that makes its state as soon as it is made.
+    for precision, kind in (("fp64", "adamw"), ("bf16", "adamw"), ("fp32", torch.optim.Adagrad)):
         with (
             warnings.catch_warnings(),
             engine_of(
                 dict(data=2, zero=dict(stage=3)),
                 precision=precision,
+                optimizer=dict(name=kind, lr=1e-2),
                 lr_scheduler=lambda optimizer: torch.optim.lr_scheduler.LambdaLR(
                     optimizer, lambda step: 0.5**step
                 ),
@@ -502,6 +504,7 @@ def test_a_scheduler_moves_the_rate_without_warnings() -> None:
                 engine.train_step(engine.shard_batch(batch))
                 assert engine.last is not None
                 rates.append(engine.last.lr)
+            assert engine.lr_scheduler.optimizer is engine.optimizer
         assert rates == [1e-2, 5e-3, 2.5e-3]
 
 

@@ -57,7 +57,7 @@ class _Module:
     def __init__(self, module: nn.Module) -> None:
         self._module, self._kind, self._attributes = module, type(module), dict(module.__dict__)
         self._inside = [
-            (value, _copied(value)) for value in self._attributes.values() if type(value) in _CONTAINERS
+            (value, value.copy()) for value in self._attributes.values() if type(value) in _CONTAINERS
         ]
 
     def put_back(self) -> None:
@@ -74,7 +74,7 @@ class _Tensor:
     def __init__(self, tensor: Tensor) -> None:
         self._tensor, self._data, self._gradient = tensor, tensor.data, tensor.grad
         self._trained, self._attributes = tensor.requires_grad, dict(tensor.__dict__)
-        self._hooks = {name: _copied(getattr(tensor, name)) for name in _HOOKS}
+        self._hooks = {name: dict(getattr(tensor, name) or {}) for name in _HOOKS}
 
     def put_back(self) -> None:
         tensor = self._tensor
@@ -84,17 +84,13 @@ class _Tensor:
             tensor.requires_grad_(self._trained)
         _refill(tensor.__dict__, self._attributes)
         for name, hooks in self._hooks.items():
-            if hooks is None:
-                setattr(tensor, name, None)
-            else:
+            if (
+                getattr(tensor, name) is not None
+            ):  # a dict that autograd has: to set another leaves it the first
                 _refill(getattr(tensor, name), hooks)
 
 
 _HOOKS = ("_backward_hooks", "_post_accumulate_grad_hooks")
-
-
-def _copied(container: Any) -> Any:
-    return None if container is None else container.copy()
 
 
 def _refill(container: Any, content: Any) -> None:

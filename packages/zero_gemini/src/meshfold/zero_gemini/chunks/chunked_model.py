@@ -130,15 +130,20 @@ class HeldModel(ParameterValues):
             for spec, mine in zip(specs, slices, strict=True)
         ]
         kinds = [self._known[spec.names[0]].kind for _, spec, _ in laid]
-        chosen = self._residents.choose(homes, [spec for _, spec, _ in laid], kinds)
-        settled(self.optimizer)
-        for (group, spec, mine), home in zip(laid, chosen, strict=True):
-            with self._faults.together():
-                chunk = self._make_chunk(spec, mine, group, home, master_dtype, gradient_dtype)
-                for name in spec.names:
-                    self._fill(name, first.pop(name), values)
-            chunk.publish()
-            chunk.wait_if_resident()
+        try:
+            chosen = self._residents.choose(homes, [spec for _, spec, _ in laid], kinds)
+            settled(self.optimizer)
+            for (group, spec, mine), home in zip(laid, chosen, strict=True):
+                with self._faults.together():
+                    chunk = self._make_chunk(spec, mine, group, home, master_dtype, gradient_dtype)
+                    for name in spec.names:
+                        self._fill(name, first.pop(name), values)
+                chunk.publish()
+                chunk.wait_if_resident()
+        except BaseException:
+            if self._stepper is not None:
+                self._stepper.close()  # its files and threads
+            raise
         if self._stepper is not None:
             give_stretches(self._stepper, self.group_names)
         self._units = find_units(model)

@@ -90,9 +90,11 @@ class GeneralStepper:
         old.free()
 
     def begin(self) -> None:
-        """Make the optimizer anew where it keeps state from the start; its groups have their stretches by now."""
+        """Make the optimizer's state anew where it keeps state from the start; its groups have their stretches by now."""
         if self._made_with_state:
-            self.optimizer = type(self.optimizer)(self.optimizer.param_groups, **self.optimizer.defaults)
+            # The object stays, which a scheduler is of.
+            groups, defaults = self.optimizer.param_groups, self.optimizer.defaults
+            type(self.optimizer).__init__(self.optimizer, groups, **defaults)
             self._count()
 
     def stretch(self, name: str) -> nn.Parameter | None:

@@ -97,9 +97,11 @@ class WholeStepper:
             raise
 
     def begin(self) -> None:
-        """Make the optimizer anew where it keeps state from the start; its groups have their parameters by now."""
+        """Make the optimizer's state anew where it keeps state from the start; its groups have their parameters by now."""
         if self._made_with_state:
-            self.optimizer = type(self.optimizer)(self.optimizer.param_groups, **self.optimizer.defaults)
+            # The object stays, which a scheduler is of.
+            groups, defaults = self.optimizer.param_groups, self.optimizer.defaults
+            type(self.optimizer).__init__(self.optimizer, groups, **defaults)
             self._counted.update()
 
     @torch.no_grad()
