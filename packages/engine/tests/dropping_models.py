@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 
 WORDS, HIDDEN, HEADS = 12, 8, 2
 
@@ -115,6 +116,30 @@ class Chosen(Model):
         return y + self.blocks[0](y[y[..., 0] > 0]).mean()
 
 
+class Repeated(Model):
+    """Each block repeated in backward, as a model's own code does it; the first one twice."""
+
+    reentrant = False
+
+    def run(self, x: Tensor) -> Tensor:
+        for block in (self.blocks[0], *self.blocks):
+            x = checkpoint(block, x, use_reentrant=self.reentrant)
+        return x
+
+
+class Reentrant(Repeated):
+    reentrant = True
+
+
+class Kept(Repeated):
+    """The same without."""
+
+    def run(self, x: Tensor) -> Tensor:
+        for block in (self.blocks[0], *self.blocks):
+            x = block(x)
+        return x
+
+
 def torchs_own() -> nn.Module:
     """torch's layers as they are by default, ``s b h``."""
     return Turned(*(nn.TransformerEncoderLayer(HIDDEN, HEADS, 16, dropout=0.5) for _ in range(2)))
@@ -128,5 +153,8 @@ MODELS = {
     "merged": lambda: Model(Merged(), Mlp(), Merged(), Mlp()),
     "windows": lambda: Windows(Mlp(), Mlp()),
     "twice": lambda: Twice(Mlp(), Mlp()),
+    "kept": lambda: Kept(Mlp(), Mlp()),
+    "repeated": lambda: Repeated(Mlp(), Mlp()),
+    "reentrant": lambda: Reentrant(Mlp(), Mlp()),
     "chosen": lambda: Chosen(Mlp(), Mlp()),
 }

@@ -74,6 +74,32 @@ def test_dims_merged_with_the_batch_drop_what_one_process_drops() -> None:
     )
 
 
+def test_a_model_that_repeats_its_blocks_drops_what_it_dropped() -> None:
+    """And has the gradients of the same model that keeps them."""
+    wanted = {name: train("kept", {}) for name in ("repeated", "reentrant")}
+    compare(wanted, [{}])
+    run_on_ranks(2, compare, wanted, [dict(data=2)])
+    piped = {"repeated": wanted["repeated"]}
+    run_on_ranks(2, compare, piped, [dict(pipeline=dict(size=2, microbatches=2))])
+
+
+def own_loop(name: str) -> State:
+    """Two forwards, then backward through both."""
+    torch.manual_seed(0)
+    engine = Engine(MODELS[name]().double(), optimizer=dict(name="sgd", lr=1.0), precision="fp64")
+    ids = torch.randint(0, WORDS, (4, 6))
+    outputs = [engine(ids), engine(ids.flip(0))]
+    engine.backward(sum(F.cross_entropy(output.flatten(0, 1), ids.flatten()) for output in outputs))
+    engine.step()
+    return engine.full_state_dict()
+
+
+def test_in_a_loop_of_ones_own_too() -> None:
+    kept = own_loop("kept")
+    for name in ("repeated", "reentrant"):
+        assert all(torch.equal(value, kept[key]) for key, value in own_loop(name).items())
+
+
 def refused(name: str, parallel: dict[str, Any]) -> None:
     with pytest.raises(LayoutError) as raised:
         train(name, parallel)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from typing import Any
 
 import pytest
 import torch
@@ -16,14 +17,14 @@ from meshfold.mesh.dropout_stream import (
     current_dropout_stream,
     deal_tokens,
     dropout_stream,
-    next_key,
+    next_draw,
 )
 from meshfold.mesh.random import uniform
 
 
 def keys(seed: int, step: int, names: list[str]) -> list[int]:
     with dropout_stream(seed, step):
-        return [next_key(name) for name in names]
+        return [next_draw(name).key for name in names]
 
 
 def test_keys_repeat_and_differ_by_call_name_and_step() -> None:
@@ -42,17 +43,17 @@ def test_a_named_call_does_not_depend_on_the_calls_before_it() -> None:
 def test_streams_nest_and_end() -> None:
     with dropout_stream(3, 1) as outer:
         assert current_dropout_stream().seed == 3 and outer.step == 1
-        before = next_key()
+        before = next_draw().key
         with dropout_stream(4, 1):
             assert current_dropout_stream().seed == 4
-            assert next_key() == before  # the seed is another, the key is that of the first call again
-        assert next_key() != before
+            assert next_draw().key == before  # the seed is another, the key is that of the first call again
+        assert next_draw().key != before
     with pytest.raises(MeshfoldError, match=r"with dropout_stream\(seed, step\)"):
-        next_key()
+        next_draw()
     with pytest.raises(ZeroDivisionError), dropout_stream(0, 0):
         1 / 0  # noqa: B018
     with pytest.raises(MeshfoldError):
-        next_key()
+        next_draw()
 
 
 def test_a_stream_knows_its_place_in_the_global_batch() -> None:
@@ -71,7 +72,7 @@ def test_every_thread_has_its_own() -> None:
 
     def work() -> None:
         try:
-            next_key()
+            next_draw()
         except MeshfoldError:
             seen.append("none")
         with dropout_stream(5, 0):
@@ -95,36 +96,48 @@ class Drop(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         for _ in range(2):
-            stream = current_dropout_stream()
-            self.taken.append(key := stream.next_key())
-            x = x * self.weight * (uniform(stream.seed, key, torch.arange(64)) < 0.5)
+            made = next_draw()
+            self.taken.append(made.key)
+            x = x * self.weight * (uniform(made.seed, made.key, torch.arange(64)) < 0.5)
         return x
 
 
-def gradient(checkpointed: bool, backwards: int = 1) -> tuple[Tensor, list[int]]:
+OWN = dict(use_reentrant=False, context_fn=checkpoint_contexts, preserve_rng_state=False)
+WAYS: dict[str, dict[str, Any]] = {
+    "with our contexts": OWN,
+    "as a model writes it": dict(use_reentrant=False),
+    "reentrant": dict(use_reentrant=True),
+}
+
+
+def gradient(checkpointed: dict[str, Any] | None, backwards: int = 1) -> tuple[Tensor, list[int]]:
     blocks = [Drop(), Drop()]
     x = torch.linspace(-1, 1, 64, requires_grad=True)
     with dropout_stream(0, 7):
         y = x
-        for block in blocks:
-            if checkpointed:
-                y = checkpoint(
-                    block, y, use_reentrant=False, context_fn=checkpoint_contexts, preserve_rng_state=False
-                )
-            else:
-                y = block(y)
+        for block in (*blocks, blocks[0]):  # one of them twice
+            y = block(y) if checkpointed is None else checkpoint(block, y, **checkpointed)
     for turn in range(backwards):  # the stream has ended: the recomputation brings its own
         y.square().sum().backward(retain_graph=turn < backwards - 1)
     return torch.cat([x.grad, *(block.weight.grad for block in blocks)]), [k for b in blocks for k in b.taken]
 
 
-@pytest.mark.parametrize("backwards", [1, 2])
-def test_recomputation_drops_the_same_elements(backwards: int) -> None:
-    expected, taken = gradient(checkpointed=False, backwards=backwards)
-    got, again = gradient(checkpointed=True, backwards=backwards)
+@pytest.mark.parametrize(("way", "backwards"), [*((way, 1) for way in WAYS), ("as a model writes it", 2)])
+def test_recomputation_drops_the_same_elements(way: str, backwards: int) -> None:
+    state = torch.get_rng_state()
+    expected, taken = gradient(None, backwards)
+    got, again = gradient(WAYS[way], backwards)
     assert torch.equal(got, expected)
-    assert len(set(taken)) == 4
+    assert len(set(taken)) == 6
     assert set(again) == set(taken) and len(again) > len(taken)
+    assert torch.equal(torch.get_rng_state(), state)  # nothing is drawn of what others draw from
+
+
+def test_recomputation_without_the_state_that_the_forward_had_is_refused() -> None:
+    with dropout_stream(0, 8):
+        y = checkpoint(Drop(), torch.ones(64), use_reentrant=False, preserve_rng_state=False).sum()
+        with pytest.raises(MeshfoldError, match="preserve_rng_state=True"):
+            y.backward()
 
 
 def test_checkpointing_without_dropout_needs_no_stream() -> None:

@@ -1,19 +1,20 @@
 """Which key each dropout call takes: the same one under every layout, and again when its forward is recomputed.
 
     with dropout_stream(seed, step):
-        loss = model(batch)               # a dropout layer asks current_dropout_stream().next_key()
+        loss = model(batch)               # a dropout layer asks next_draw(its name)
 
 The mask itself is a function of (seed, key, global element index), see `meshfold.mesh.random`.
 """
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, OrderedDict
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
 from contextvars import ContextVar, Token
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from meshfold.mesh.errors import MeshfoldError
@@ -43,6 +44,25 @@ class Dealt:
         return tokens // self.local * self.length + index[tokens % self.local]
 
 
+@dataclass(frozen=True, kw_only=True)
+class Draw:
+    """What one call of dropout has drawn.
+
+    Attributes:
+        key: with the seed, says what falls.
+        call: how many calls of the name there were before it.
+        seed, first_row, first_token, rows, dealt: those of the stream.
+    """
+
+    key: int
+    call: int
+    seed: int
+    first_row: int
+    first_token: int
+    rows: int
+    dealt: Dealt | None
+
+
 class DropoutStream:
     """The keys of one forward: counts the calls under each name.
 
@@ -53,6 +73,7 @@ class DropoutStream:
         first_token: number, in the global batch, of its first token.
         rows: sequences of the global batch; 0: as many as this forward is given.
         dealt: which tokens of each sequence it is given; None: all of them.
+        repeats: a forward is repeated with it.
     """
 
     def __init__(
@@ -72,10 +93,11 @@ class DropoutStream:
         self.first_token = first_token
         self.rows = rows
         self.dealt = dealt
+        self.repeats = False
         self._calls = Counter(calls or {})
 
-    def next_key(self, name: str = "") -> int:
-        """The key of the next dropout call, in [0, 2**63).
+    def draw(self, name: str = "") -> Draw:
+        """For the next dropout call; its key is in [0, 2**63).
 
         Args:
             name: the module's name in the whole model. With it the key does not depend on which modules ran before,
@@ -83,11 +105,10 @@ class DropoutStream:
         """
         call = self._calls[name]
         self._calls[name] = call + 1
-        return key_of(f"dropout/{self.step}/{name}/{call}")
-
-    def calls(self, name: str = "") -> int:
-        """How many calls of a name there have been."""
-        return self._calls[name]
+        return Draw(
+            key=key_of(f"dropout/{self.step}/{name}/{call}"), call=call, seed=self.seed, first_row=self.first_row,
+            first_token=self.first_token, rows=self.rows, dealt=self.dealt,
+        )  # fmt: skip
 
     def copy(self) -> DropoutStream:
         """A stream that continues from here on its own."""
@@ -100,20 +121,36 @@ class DropoutStream:
 _current: ContextVar[DropoutStream | None] = ContextVar("meshfold_dropout_stream", default=None)
 
 
-class _Use:
-    """Makes a copy of a stream the current one of this thread: entered again, it starts again at the same call."""
+_drawn: OrderedDict[tuple[int, str], Draw] = OrderedDict()
+"""What forwards have drawn, by name and a number of torch's CPU generator that was drawn with it: a checkpoint of torch puts that
+generator back when it repeats its forward, in whatever order and thread backward comes to it."""
+_MOST_DRAWN = 1 << 16
 
-    def __init__(self, stream: DropoutStream) -> None:
-        self._stream = stream
-        self._tokens: list[Token[DropoutStream | None]] = []
+
+class _Use:
+    """Makes a copy of a stream the current one of this thread: entered again, it starts again at the same call.
+
+    In a forward torch's CPU generator begins at the stream's place; where one is repeated it is as it is. Behind either it is put
+    back.
+    """
+
+    def __init__(self, stream: DropoutStream, *, repeats: bool = False) -> None:
+        self._stream, self._repeats = stream, repeats
+        self._open: list[tuple[Token[DropoutStream | None], Tensor]] = []
 
     def __enter__(self) -> DropoutStream:
         stream = self._stream.copy()
-        self._tokens.append(_current.set(stream))
+        stream.repeats = self._repeats
+        self._open.append((_current.set(stream), torch.get_rng_state()))
+        if not self._repeats:
+            place = f"torch/{stream.seed}/{stream.step}/{stream.first_row}"
+            torch.default_generator.manual_seed(key_of(place))
         return stream
 
     def __exit__(self, *error: object) -> None:
-        _current.reset(self._tokens.pop())
+        token, state = self._open.pop()
+        _current.reset(token)
+        torch.set_rng_state(state)
 
 
 def dropout_stream(
@@ -164,9 +201,31 @@ def deal_tokens(dealt: Dealt | None) -> None:
         stream.dealt = dealt
 
 
-def next_key(name: str = "") -> int:
-    """The key of the next dropout call of the current stream; see `DropoutStream.next_key`."""
-    return current_dropout_stream().next_key(name)
+def next_draw(name: str = "") -> Draw:
+    """For the next dropout call of the current stream; see `DropoutStream.draw`.
+
+    A forward that a checkpoint of torch repeats in backward draws what it drew the first time.
+
+    Raises:
+        MeshfoldError: outside of every stream; for one that is repeated with another random state.
+    """
+    with torch._C.DisableTorchFunction():
+        place = int(torch.empty((), dtype=torch.int64, device="cpu").random_())
+    repeated = torch._C._current_graph_task_id() != -1  # in backward
+    if repeated and (place, name) in _drawn:
+        return _drawn[place, name]
+    stream = current_dropout_stream()
+    if repeated and not stream.repeats:
+        raise MeshfoldError(
+            "dropout was called in backward by a forward that is repeated there without the random state it had: write "
+            "checkpoint(..., preserve_rng_state=True), which is the default, or leave the checkpoint out"
+        )
+    made = stream.draw(name)
+    if not repeated:
+        _drawn[place, name] = made
+        if len(_drawn) > _MOST_DRAWN:
+            _drawn.popitem(last=False)
+    return made
 
 
 def checkpoint_contexts() -> tuple[AbstractContextManager[object], AbstractContextManager[object]]:
@@ -178,4 +237,4 @@ def checkpoint_contexts() -> tuple[AbstractContextManager[object], AbstractConte
     stream = _current.get()
     if stream is None:
         return nullcontext(), nullcontext()
-    return nullcontext(), _Use(stream.copy())
+    return nullcontext(), _Use(stream.copy(), repeats=True)

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from meshfold.mesh.dropout_stream import Dealt, current_dropout_stream
+from meshfold.mesh.dropout_stream import Dealt, current_dropout_stream, next_draw
 from meshfold.mesh.random import key_of
 
 _NAMES: dict[int, str] = {}
@@ -59,9 +59,8 @@ def dealt_numbers(
 def _operation() -> Any:
     @torch.library.custom_op("meshfold::draw", mutates_args=(), tags=(torch.Tag.nondeterministic_seeded,))
     def draw_now(x: Tensor, code: Tensor) -> Tensor:
-        stream = current_dropout_stream()
-        key = stream.next_key(_NAMES[int(code)])
-        numbers = [stream.seed, key, stream.first_row, stream.first_token, stream.rows]
+        made = next_draw(_NAMES[int(code)])
+        numbers = [made.seed, made.key, made.first_row, made.first_token, made.rows]
         return torch.tensor(numbers, dtype=torch.int64).to(x.device, non_blocking=True)
 
     @draw_now.register_fake

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from meshfold import kernels
 from meshfold.mesh import Mesh
-from meshfold.mesh.dropout_stream import current_dropout_stream
+from meshfold.mesh.dropout_stream import next_draw
 from meshfold.mesh.names import plain
 from meshfold.mesh.tracking import tracker
 from meshfold.mesh.tracking.follow import Tracker
@@ -75,10 +75,8 @@ class Dropout(ShardedLayer):
         Raises:
             LayoutError: if nothing tells where it has the rows of a batch that is a part of a larger one.
         """
-        compiling = torch.compiler.is_compiling()
-        found = None if compiling else tracker()
-        call = -1 if compiling else current_dropout_stream().calls(self.name)
-        seed, key, batch = self._draw(x)
+        found = None if torch.compiler.is_compiling() else tracker()
+        seed, key, batch, call = self._draw(x)
         if found is not None and found.rows.follows:
             self._look(found, x, call, batch)
         place = self._remembered(x, call, batch) or self._guessed(x, batch)
@@ -86,7 +84,7 @@ class Dropout(ShardedLayer):
 
     def drop_weights(self, weights: Tensor, p: float) -> Tensor:
         """The same for attention weights ``b heads s t``: each (b, head, s, t) of the whole model has one fate."""
-        seed, key, batch = self._draw(weights)
+        seed, key, batch, _ = self._draw(weights)
         return self._dropped(weights, p, self._of_weights(weights), seed, key, batch)
 
     def draw_weights(self, x: Tensor) -> tuple[int | Tensor, int | Tensor, int | Tensor, int, int]:
@@ -97,7 +95,7 @@ class Dropout(ShardedLayer):
         """
         b, heads = x.shape[:2]
         tokens, columns = self.between
-        seed, key, batch = self._draw(x)
+        seed, key, batch, _ = self._draw(x)
         index = self.mesh.index
         return (
             seed,
@@ -107,14 +105,14 @@ class Dropout(ShardedLayer):
             heads * self.mesh.size(*columns),
         )
 
-    def _draw(self, x: Tensor) -> tuple[int | Tensor, int | Tensor, Batch]:
-        """(seed, key, what the numbers of rows follow from) of the next call."""
+    def _draw(self, x: Tensor) -> tuple[int | Tensor, int | Tensor, Batch, int]:
+        """(seed, key, what the numbers of rows follow from, number) of the next call; a graph's has no number."""
         if torch.compiler.is_compiling():
             seed, key, first_row, first_token, rows = draw(x, self._code)
-            return seed, key, Batch(first_row, first_token, rows, self._batch, None)
-        stream = current_dropout_stream()
-        batch = Batch(stream.first_row, stream.first_token, stream.rows, self._batch, stream.dealt)
-        return stream.seed, stream.next_key(self.name), batch
+            return seed, key, Batch(first_row, first_token, rows, self._batch, None), -1
+        made = next_draw(self.name)
+        batch = Batch(made.first_row, made.first_token, made.rows, self._batch, made.dealt)
+        return made.seed, made.key, batch, made.call
 
     def _dropped(
         self, x: Tensor, p: float, place: Place, seed: int | Tensor, key: int | Tensor, batch: Batch
