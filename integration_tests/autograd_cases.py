@@ -306,7 +306,7 @@ def watched(dtype: torch.dtype) -> Called:
 
 
 WATCHED = Case(
-    "zero_gemini.passing._Watched",
+    "zero_gemini.runtime.gradient_arrival._Watched",
     "",
     1,
     watched,
@@ -317,6 +317,7 @@ CASES = (*KERNELS, *PRIMITIVES, *SEQUENCE, *MATRICES, *LAYERS, WATCHED)
 
 NOT_COMPILED = {
     "mesh.without_values._Attention": "it has no values: a plan's stand-in on the meta device, which counts",
+    "mesh.when_read._Join": "a model's output beside its loss, behind the compiled part: it gathers when the user's code reads it",
     "pipeline.entering._Enter": "a stage is entered between its blocks, outside of their graphs: it gives a tensor other memory",
 }
 """Functions that no compiled graph can hold, with the reason."""
