@@ -58,6 +58,7 @@ class ChunkGradient:
         self._whole: Block | None = None  # of the elements of all ranks, not reduced yet
         self._filled: set[int] = set()  # places that are in it
         self._arrived: set[int] = set()  # places whose gradient of this backward is there
+        self._was_sent = False  # a reduction of this backward's gradients was started
         self._apart: Block | None = None  # as ``_whole``, of earlier backwards, at home
         self._owed = False  # whether something is in it
         self._pending: Pending | None = None
@@ -92,11 +93,17 @@ class ChunkGradient:
     def begin(self) -> None:
         """Before the next backward."""
         self._arrived.clear()
+        self._was_sent = False
 
     @property
     def is_full(self) -> bool:
         """Whether every parameter's gradient of this backward is there."""
         return len(self._arrived) == len(self.chunk.parameters)
+
+    @property
+    def has_late_parts(self) -> bool:
+        """Whether gradients of this backward came after the others were sent: one process alone can add them."""
+        return self._was_sent and bool(self._filled) and self.chunk.group.size == 1
 
     @property
     def is_pending(self) -> bool:
@@ -113,6 +120,12 @@ class ChunkGradient:
             raise ChunkError(
                 f"{self.chunk.spec.names[place]!r} got a second gradient in one backward, after the optimizer was given the first: "
                 "use torch.utils.checkpoint.checkpoint with use_reentrant=False, or clip by norm, for which gradients are held"
+            )
+        # Other ranks do not wait for a second sum, and without one this rank's part would be lost.
+        if self._was_sent and self._kind in ("last", "final") and self.chunk.group.size > 1:
+            raise ChunkError(
+                f"{self.chunk.spec.names[place]!r} got a second gradient in one backward, after the first was sent to the other "
+                "ranks: use torch.utils.checkpoint.checkpoint with use_reentrant=False"
             )
         if self._pending is not None:  # a second gradient of one backward, after the first was sent
             self.collect()
@@ -148,7 +161,7 @@ class ChunkGradient:
         self.collect()
         if self.is_settled:
             return
-        self._kind = kind
+        self._kind, self._was_sent = kind, True
         whole, self._whole = self._complete(), None
         self._filled.clear()
         if self.chunk.group.size > 1:
@@ -236,7 +249,7 @@ class ChunkGradient:
         self.is_settled = self.is_gone = self._owed = False
         self._told = []
         self._filled.clear()
-        self._arrived.clear()
+        self.begin()
         self.used.clear()
 
     def close(self) -> None:

@@ -23,7 +23,7 @@ from meshfold.zero_gemini.norm import total_norm
 from meshfold.zero_gemini.optimizer.backward_role import Backward
 from meshfold.zero_gemini.optimizer.early_steps import EarlySteps
 from meshfold.zero_gemini.optimizer.speculative_steps import TrialSteps
-from meshfold.zero_gemini.runtime.module_hooks import Runtime, graph_task
+from meshfold.zero_gemini.runtime.module_hooks import Runtime
 
 _MOST_UNDER_WAY = 6  # reductions at a time, of a unit that has more chunks
 
@@ -101,7 +101,7 @@ class GradientFlow:
                 if not self._in_backward:
                     self._in_backward = self._came = True
                     when_made(self._ended)
-                if self._runtime.task not in (None, graph_task()):
+                if self._runtime.note_gradient():
                     self._in_parts.add(gradient)
                 gradient.add(place, found)
                 del found
@@ -110,9 +110,13 @@ class GradientFlow:
         return arrive
 
     def _reduce_ready(self) -> None:
-        while self._next < len(self._waiting) and self._waiting[self._next].is_full:
+        while self._next < len(self._waiting) and self._is_ready(self._waiting[self._next]):
             self._reduce(self._waiting[self._next])
             self._next += 1
+
+    def _is_ready(self, gradient: ChunkGradient) -> bool:
+        # A unit that reentrant checkpointing calls several times brings a gradient in each of its backwards.
+        return gradient.is_full and not self._runtime.will_be_repeated(gradient.chunk)
 
     def _reduce(self, gradient: ChunkGradient) -> None:
         """Start one reduction, and end those of units before this one: they are over by now, and what they read can go."""
@@ -143,7 +147,8 @@ class GradientFlow:
             trials.offer(gradient)
 
     def _ended(self) -> None:
-        for gradient in self._waiting[self._next :]:
+        late = [gradient for gradient in self._waiting[: self._next] if gradient.has_late_parts]
+        for gradient in [*self._waiting[self._next :], *late]:
             self._reduce(gradient)
         if self.kind == "final" or self._trying is not None:
             while self._under_way:
@@ -174,6 +179,7 @@ class GradientFlow:
         """Reduce what backwards that were not the last have left. All ranks must call."""
         for gradient in self._waiting:
             gradient.reduce("last")
+            gradient.begin()
 
     def shards(self) -> dict[Chunk, Tensor]:
         """The complete gradient of every chunk, at home."""

@@ -67,6 +67,10 @@ class Runtime:
         self.most_chunks = max(map(len, self._all.values()), default=0)
         self._open: Counter[Unit] = Counter()  # calls of this step that backward has not left
         self._unsure: set[Unit] = set()  # called in a way that hides how often backward comes
+        self._hidden: Counter[Unit] = Counter()  # calls of reentrant checkpointing in this step
+        self._repeated: Counter[Unit] = Counter()  # and those that backward has repeated
+        self._repeating: set[Unit] = set()  # called several times; its backward may still run
+        self._repetition_ran = False  # a gradient came in that backward
         self.task: int | None = None
         self.on_left: Callable[[], None] | None = None
         self.check: Callable[[], None] | None = None
@@ -127,6 +131,9 @@ class Runtime:
         self._unfinished.clear()
         self._open.clear()
         self._unsure.clear()
+        self._hidden.clear()
+        self._repeated.clear()
+        self._end_repetition()
         self.task = None
 
     def abandon(self) -> None:
@@ -172,7 +179,7 @@ class Runtime:
             if self.is_quiet:
                 return None
             self._enter(unit)
-            return watch_inputs(args, kwargs, self._call(unit))
+            return watch_inputs(args, kwargs, self._call(unit, args, kwargs))
 
         # A compiled block has its graph between hooks, not round them.
         found: Callable[..., Any] = torch.compiler.disable(before)
@@ -224,11 +231,21 @@ class Runtime:
 
         return before_backward
 
-    def _call(self, unit: Unit) -> Callable[[], None]:
-        """Counts a call of a unit; what is returned is called when backward leaves it."""
+    def _call(self, unit: Unit, args: Any, kwargs: Any) -> Callable[[], None]:
+        """Count a call of a unit. Return what is called when backward leaves it."""
         # Without gradients inside of a forward that has them: reentrant checkpointing, or nothing that backward comes to.
         if not torch.is_grad_enabled():
             self._unsure.add(unit)
+            # Checkpointing is given what wants a gradient. What `no_grad` computes (recycling, a teacher) wants none.
+            self._hidden[unit] += graph_task() < 0 and any(
+                isinstance(leaf, Tensor) and leaf.requires_grad for leaf in tree_flatten((args, kwargs))[0]
+            )
+        elif graph_task() >= 0 and self._hidden[unit] > self._repeated[unit]:
+            self._repeated[unit] += 1
+            if self._repetition_ran:
+                self._end_repetition()
+            if self._hidden[unit] > 1:
+                self._repeating.add(unit)
         is_open = torch.is_grad_enabled() and graph_task() < 0  # else it is recomputed in a backward
         self._open[unit] += is_open
 
@@ -253,6 +270,26 @@ class Runtime:
     def is_unsure(self, chunk: Chunk) -> bool:
         """Whether backward may come to a unit of a chunk in ways that were not seen in forward."""
         return any(unit in self._unsure for unit in self._users.get(chunk, ()))
+
+    def will_be_repeated(self, chunk: Chunk) -> bool:
+        """Return whether backward has still to repeat a call of a unit of the chunk, or is at it: gradients come of that."""
+        return any(
+            self._hidden[unit] > self._repeated[unit] or unit in self._repeating
+            for unit in self._users.get(chunk, ())
+        )
+
+    def note_gradient(self) -> bool:
+        """Note that a parameter's gradient comes. Return whether it comes in a backward inside of the one that runs."""
+        is_inner = self.task not in (None, graph_task())
+        if is_inner:
+            self._repetition_ran = True
+        elif self._repeating:
+            self._end_repetition()
+        return is_inner
+
+    def _end_repetition(self) -> None:
+        self._repeating.clear()
+        self._repetition_ran = False
 
     def _after_backward(self) -> None:
         self._in_backward = False
