@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import argparse
+import json
 import os
+import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 
@@ -25,6 +28,8 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--seconds", type=float, default=60.0, help="how long to hunt")
     parser.add_argument("--cases", type=int, help="how many cases to judge at most")
     parser.add_argument("--seed", type=int, help="the first case's; by default the clock's")
+    parser.add_argument("--processes", type=int, default=1, help="how many hunt side by side")
+    parser.add_argument("--stride", type=int, default=1, help=argparse.SUPPRESS)
     parser.add_argument("--known", action="store_true", help="try cases with known defects too")
     parser.add_argument(
         "--write", nargs="?", const=str(RESULTS), metavar="FILE", help="keep the counts as JSON"
@@ -37,16 +42,45 @@ def main(argv: list[str]) -> int:
         return replay(asked.replay, smaller=asked.shrink)
     seed = int(time.time()) * 1000 if asked.seed is None else asked.seed
     print(f"seed {seed}", flush=True)
-    found = Hunt()
-    for case, verdict in hunt(seed, found, seconds=asked.seconds, cases=asked.cases, all_kinds=asked.known):
-        if verdict.kind == "finding":
-            print(told(case, verdict), flush=True)
-        if asked.write and found.cases % 100 == 0:
-            found.write(Path(asked.write))
+    found = side_by_side(seed, asked) if asked.processes > 1 else alone(seed, asked)
     print(found)
     if asked.write:
         found.write(Path(asked.write))
     return 1 if found.findings else 0
+
+
+def alone(seed: int, asked: argparse.Namespace) -> Hunt:
+    """Hunt in this process."""
+    found = Hunt()
+    for case, verdict in hunt(
+        seed, found, seconds=asked.seconds, cases=asked.cases, all_kinds=asked.known, stride=asked.stride
+    ):
+        if verdict.kind == "finding":
+            print(told(case, verdict), flush=True)
+        if asked.write and found.cases % 100 == 0:
+            found.write(Path(asked.write))
+    return found
+
+
+def side_by_side(seed: int, asked: argparse.Namespace) -> Hunt:
+    """Hunt in several processes, each with every n-th seed, and add up what they count."""
+    found, count = Hunt(), asked.processes
+    with tempfile.TemporaryDirectory(prefix="meshfold-fuzz-") as folder:
+        parts = [Path(folder) / f"{number}.json" for number in range(count)]
+        hunters = []
+        for number, part in enumerate(parts):
+            command = [sys.executable, "-m", "integration_tests.fuzz", f"--seed={seed + number}"]
+            command += [f"--stride={count}", f"--seconds={asked.seconds}", f"--write={part}"]
+            command += ["--known"] if asked.known else []
+            if asked.cases is not None:
+                command += [f"--cases={asked.cases // count + (number < asked.cases % count)}"]
+            hunters.append(subprocess.Popen(command))
+        for hunter, part in zip(hunters, parts, strict=True):
+            hunter.wait()
+            if not part.exists():
+                raise SystemExit(f"{' '.join(map(str, hunter.args))} ended with {hunter.returncode}")  # type: ignore[union-attr]
+            found.merge(json.loads(part.read_text()))
+    return found
 
 
 def replay(text: str, *, smaller: bool) -> int:

@@ -82,6 +82,18 @@ class Hunt:
             findings=[dict(case=case.to_json(), why=verdict.why) for case, verdict in self.findings],
         )
 
+    def merge(self, other: dict[str, Any]) -> None:
+        """Add the counts that another process wrote."""
+        self.kinds.update(other["kinds"])
+        self.entries.update(other["entries"])
+        for refusal in other["refusals"]:
+            self.refusals[refusal["words"]] += refusal["count"]
+            self.example.setdefault(refusal["words"], refusal["example"])
+        for finding in other["findings"]:
+            verdict = Verdict(kind="finding", why=finding["why"])
+            self.findings.append((Case.from_json(finding["case"]), verdict))
+        self.seconds = max(self.seconds, other["seconds"])
+
     def write(self, path: Path = RESULTS) -> None:
         """Keep it as JSON."""
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -101,7 +113,13 @@ def told(case: Case, verdict: Verdict) -> str:
 
 
 def hunt(
-    seed: int, found: Hunt, *, seconds: float, cases: int | None = None, all_kinds: bool = False
+    seed: int,
+    found: Hunt,
+    *,
+    seconds: float,
+    cases: int | None = None,
+    all_kinds: bool = False,
+    stride: int = 1,
 ) -> Iterator[tuple[Case, Verdict]]:
     """Judge the cases of one seed after another, until time or cases are used up.
 
@@ -111,11 +129,12 @@ def hunt(
         seconds: how long; a case that has begun is finished.
         cases: how many at most.
         all_kinds: whether cases with known defects are tried too.
+        stride: from one seed to the next: the number of processes that hunt side by side.
     """
     start = time.monotonic()
     while time.monotonic() - start < seconds and (cases is None or found.cases < cases):
         case = random_case(seed)
-        seed += 1
+        seed += stride
         if not all_kinds and known.reason(case) is not None:
             found.kinds["known"] += 1
             continue
