@@ -6,6 +6,7 @@ block runs where ``<!-- run -->`` stands before it; a Python block is left out w
 
 from __future__ import annotations
 
+import ast
 from collections.abc import Callable
 from pathlib import Path
 
@@ -35,6 +36,22 @@ each_page = pytest.mark.parametrize(
     [pytest.param(page, marks=pytest.mark.slow if page.name in SLOW else ()) for page in PAGES],
     ids=lambda page: page.relative_to(ROOT).as_posix(),
 )
+
+
+COLUMNS = 88
+"""What a phone on its side and half a laptop's screen show without scrolling; what code prints may be wider"""
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
+def test_code_is_narrow(page: Path) -> None:
+    code = [block for block in blocks(page.read_text(encoding="utf-8")) if block.language not in {"", "text"}]
+    wide = [
+        f"line {block.line + number}: {len(row)} columns"
+        for block in code
+        for number, row in enumerate(block.code.splitlines())
+        if len(row) > COLUMNS
+    ]
+    assert not wide, f"code is at most {COLUMNS} columns wide: {wide}"
 
 
 RunScript = Callable[..., tuple[str, str]]
@@ -71,12 +88,12 @@ def test_page_runs_and_prints_what_it_shows(page: Path, tmp_path: Path, run_scri
 
 
 @pytest.mark.parametrize("package", PACKAGES, ids=lambda package: package.name)
-def test_readme_starts_with_a_ten_line_example(package: Package) -> None:
+def test_readme_starts_with_a_short_example(package: Package) -> None:
     first = next((block for block in blocks((package.folder / "README.md").read_text()) if block.runs), None)
     assert first is not None, "no block of Python"
     assert first.language == "python"
-    rows = [row for row in first.code.splitlines() if row.strip()]
-    assert len(rows) <= 10, f"the example has {len(rows)} lines"
+    statements = [node for node in ast.walk(ast.parse(first.code)) if isinstance(node, ast.stmt)]
+    assert len(statements) <= 10, f"the example has {len(statements)} statements"
     assert any(f"meshfold.{source.name}" in first.code for source in package.sources)
 
 
