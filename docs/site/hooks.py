@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from pathlib import Path
 from typing import Any
@@ -9,9 +10,12 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from docs.site.navigation import (
+    INDEX,
     REFERENCE,
+    ROOT,
     Entry,
     file_of,
+    front_page,
     navigation,
     outside,
     reference,
@@ -32,15 +36,31 @@ def on_files(files: Any, config: Any) -> Any:
 
     for place in outside():
         files.append(File.generated(config, place, abs_src_path=str(file_of(place))))
+    style = str(Path(__file__).with_name("extra.css"))
+    files.append(File.generated(config, "stylesheets/extra.css", abs_src_path=style))
     for name in REFERENCE:
         files.append(File.generated(config, reference_page(name), content=reference(name)))
     return files
 
 
 def on_page_markdown(markdown: str, page: Any, config: Any, files: Any) -> str:
-    """Lead links to where files are on the site."""
+    """Lead links to where files are on the site; begin with the pitch."""
     place = page.file.src_uri
-    return markdown if place.startswith("reference/") else with_links(place, markdown)
+    if place.startswith("reference/"):
+        return markdown
+    if config.repo_url:
+        path = file_of(place).relative_to(ROOT).as_posix()
+        page.edit_url = f"{config.repo_url.rstrip('/')}/blob/main/{path}"
+    return with_links(place, front_page(markdown) if place == INDEX else markdown, config.repo_url or "")
+
+
+def on_page_content(html: str, page: Any, config: Any, files: Any) -> str:
+    """Put each picture that stands by itself into a box that scrolls where the screen is narrow."""
+    return re.sub(r"<p>(<img [^>]*?)\s*/?></p>", _figure, html)
+
+
+def _figure(picture: re.Match[str]) -> str:
+    return f'<div class="figure">{picture[1]} class="wide"></div>'
 
 
 def _entry(entry: Entry) -> Any:

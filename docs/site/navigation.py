@@ -6,6 +6,7 @@ Pure Python: ``integration_tests/test_site.py`` checks it without building anyth
 from __future__ import annotations
 
 import ast
+import contextlib
 import os
 import posixpath
 import re
@@ -105,6 +106,13 @@ def _folded(pages: list[str]) -> Iterator[Entry]:
             yield Entry(title=folder.capitalize(), entries=inside)
 
 
+def front_page(index: str) -> str:
+    """Return the first page of the site: the README's pitch in place of the heading of ``docs/README.md``."""
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    pitch = readme[: readme.index("\n## ")].replace("](docs/", "](")
+    return f"{pitch}\n{index[index.index(chr(10)) :]}"
+
+
 def reference_page(name: str) -> str:
     """The place of a package's reference."""
     return f"reference/{name}.md"
@@ -122,9 +130,27 @@ def reference(name: str) -> str:
         "      members: false",
         "",
     ]
+    elsewhere = _lazy_names(name)
     for public in public_names(name):
-        lines += [f"::: {module}.{public}", ""]
+        lines += [f"::: {elsewhere.get(public, module)}.{public}", ""]
     return "\n".join(lines)
+
+
+def _lazy_names(name: str) -> dict[str, str]:
+    """Return the modules of names that a package imports when they are asked for, and no type checker sees."""
+    tree = ast.parse(source_of(name).read_text(encoding="utf-8"))
+    imported = {
+        alias.asname or alias.name
+        for node in ast.walk(tree)
+        if isinstance(node, ast.ImportFrom)
+        for alias in node.names
+    }
+    found: dict[str, str] = {}
+    for node in tree.body:
+        if isinstance(node, ast.Assign) and isinstance(node.value, ast.Dict):
+            with contextlib.suppress(ValueError):
+                found.update(ast.literal_eval(node.value))
+    return {public: module for public, module in found.items() if public not in imported}
 
 
 def public_names(name: str) -> list[str]:
@@ -179,8 +205,12 @@ def place_of(page: str, target: str) -> str | None:
     return f"{BESIDE}/{path.relative_to(ROOT).as_posix()}"
 
 
-def with_links(page: str, text: str) -> str:
-    """A page with its links as they lead on the site; one to a folder becomes plain text."""
+def with_links(page: str, text: str, repository: str = "") -> str:
+    """Return a page with its links as they lead on the site.
+
+    A link to a folder leads to ``repository``, the address of the repository on a code host; without it, it
+    becomes plain text.
+    """
 
     def moved(match: re.Match[str]) -> str:
         target = match["target"]
@@ -188,7 +218,10 @@ def with_links(page: str, text: str) -> str:
             return match[0]
         place = place_of(page, target)
         if place is None:
-            return match["text"]
+            folder = Path(os.path.normpath(file_of(page).parent / target))
+            if not repository or not folder.is_dir():
+                return match["text"]
+            return f"[{match['text']}]({repository}/tree/main/{folder.relative_to(ROOT).as_posix()})"
         anchor = target[target.index("#") :] if "#" in target else ""
         there = posixpath.relpath(place, posixpath.dirname(page) or ".")
         return f"{match['image']}[{match['text']}]({there}{anchor})"
