@@ -225,7 +225,7 @@ _OPS = ("forward", "backward_input", "backward_weight")
 def _send_milliseconds(work: Any) -> float:
     """How long a micro-batch's activations are on their way to the next rank, from a ball played between two."""
     from meshfold.mesh import all_reduce
-    from meshfold.pipeline.interpreter import Channels
+    from meshfold.pipeline.runtime.executor import Channels
 
     channels = Channels(work.mesh, "pipe")
     args, times, here = work.args, 10, work.mesh.index("pipe")
@@ -363,7 +363,7 @@ def _bubbles(
 ) -> dict[str, float]:
     """The bubble as it was, and as simulated: from costs of each stage by itself, and from those seen in the run."""
     from meshfold.pipeline import Costs
-    from meshfold.pipeline.simulate import simulate_costs
+    from meshfold.pipeline.scheduling.simulation import simulate_costs
 
     schedule = pipeline.program(microbatches).schedule
     seen = sorted(lines, key=lambda line: line.makespan)[len(lines) // 2]

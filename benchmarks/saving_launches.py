@@ -28,7 +28,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.common import machine, median
-from meshfold.checkpoint.copying import HostLane, Pair
+from meshfold.checkpoint.staging.host_copies import HostLane, Pair
 from meshfold.engine import Engine
 from meshfold.models import GPT, GPTConfig
 

@@ -17,7 +17,7 @@ from meshfold import kernels as K
 from meshfold.kernels.nf4 import Nf4Linear
 from meshfold.mesh import Mesh, Placement, primitives
 from meshfold.mesh.deferral import Pair, Site, add_gradient
-from meshfold.pipeline.deferred import defer
+from meshfold.pipeline.runtime.deferred_linear import defer
 from meshfold.sequence import attention
 from meshfold.tensor_parallel.algebra import MatmulPlan
 from meshfold.tensor_parallel.layers.loss import bind_cross_entropy

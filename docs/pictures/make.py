@@ -25,7 +25,7 @@ from matplotlib.patches import Rectangle  # noqa: E402
 
 from meshfold.mesh import Mesh, ParallelSpec, Placement  # noqa: E402
 from meshfold.pipeline import schedule, simulate  # noqa: E402
-from meshfold.pipeline.picture import scene, svg  # noqa: E402
+from meshfold.pipeline.scheduling.drawing import scene, svg  # noqa: E402
 from meshfold.tensor_parallel import MODES, draw_matmul, draw_mesh, draw_mode, plan  # noqa: E402
 from meshfold.zero_gemini.planner import GiB, timeline  # noqa: E402
 from meshfold.zero_gemini.planner.paint import timeline_figure  # noqa: E402

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from meshfold.pipeline import schedule, simulate
-from meshfold.pipeline.simulate import Simulation
+from meshfold.pipeline.scheduling.simulation import Simulation
 
 RANKS = (2, 4, 8, 16, 32)
 WAVES = (1, 2, 4)

@@ -9,7 +9,7 @@ from pathlib import Path
 from experiments.report import read_csv
 from experiments.zero_bubble.heuristic import Lists, Times
 from meshfold.pipeline import Schedule, schedule
-from meshfold.pipeline.simulate import Simulation, simulate_costs
+from meshfold.pipeline.scheduling.simulation import Simulation, simulate_costs
 
 FOLDER = Path(__file__).parent
 

@@ -15,13 +15,13 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from meshfold.checkpoint.block_files import file_of, key_of, write_index
-from meshfold.checkpoint.folder_weights import open_weights
-from meshfold.checkpoint.names import SCHEDULER
-from meshfold.checkpoint.place import begin, finish
-from meshfold.checkpoint.state_file import BLOCKS, sealed, sum_of
-from meshfold.checkpoint.tensor_file import Described, TensorWriter
-from meshfold.checkpoint.tensor_files import verify
+from meshfold.checkpoint.file_names import SCHEDULER
+from meshfold.checkpoint.folder.writing import begin, finish
+from meshfold.checkpoint.state.state_file import BLOCKS, sealed, sum_of
+from meshfold.checkpoint.tensors.file_set import verify
+from meshfold.checkpoint.tensors.safetensors_file import Described, TensorWriter
+from meshfold.checkpoint.tensors.shard_files import file_of, key_of, write_index
+from meshfold.checkpoint.tensors.weights import open_weights
 from meshfold.data.corpus import open_corpus
 from meshfold.data.records import find_records, texts_of
 from meshfold.data.tokenizers import ByteTokenizer

@@ -11,14 +11,14 @@ from pathlib import Path
 
 import pytest
 
-from meshfold.checkpoint.folder_lock import hold, is_held
+from meshfold.checkpoint.folder.lock import hold, is_held
 from meshfold.engine import CheckpointError
 from meshfold.mesh import MeshfoldError
 
 HOLDER = """
 import sys, time
 from pathlib import Path
-from meshfold.checkpoint.folder_lock import hold
+from meshfold.checkpoint.folder.lock import hold
 with hold(Path(sys.argv[1]), doing="training into it"):
     print("held", flush=True)
     time.sleep(60)

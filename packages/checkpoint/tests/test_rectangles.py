@@ -9,14 +9,14 @@ from itertools import product
 import pytest
 import torch
 
-from meshfold.checkpoint import rectangles
-from meshfold.checkpoint.rectangles import (
+from meshfold.checkpoint.shards import rectangles
+from meshfold.checkpoint.shards.rectangles import (
     Piece,
     pieces_of_block,
     pieces_of_run,
     windows_of_run,
 )
-from meshfold.checkpoint.stored import Block, Stored
+from meshfold.checkpoint.tensors.stored_tensor import Block, Stored
 from meshfold.mesh import Mesh, Placement
 from meshfold.mesh.metadata import ParameterMeta
 from meshfold.mesh.placement import Part

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from meshfold.checkpoint.state_file import sealed, sum_of
+from meshfold.checkpoint.state.state_file import sealed, sum_of
 
 
 def edit_state(folder: Path, change: Callable[[dict[str, Any]], object]) -> None:

@@ -14,8 +14,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from meshfold.checkpoint import tensor_file, tensor_files
-from meshfold.checkpoint.tensor_file import Described, TensorFile, TensorWriter
+from meshfold.checkpoint.tensors import file_set, safetensors_file
+from meshfold.checkpoint.tensors.safetensors_file import Described, TensorFile, TensorWriter
 from meshfold.engine import CheckpointError, Engine
 from meshfold.engine.batches.loader import ShardedLoader
 from meshfold.mesh import SpecError
@@ -198,9 +198,9 @@ def test_tensors_that_are_added_are_written_together(tmp_path: Path, monkeypatch
     most = 11
     assert len(written("bit by bit")) >= sum(one.bytes for one in announced.values()) / 11
     most = 1 << 30
-    monkeypatch.setattr(tensor_file, "_TOGETHER", 4)
+    monkeypatch.setattr(safetensors_file, "_TOGETHER", 4)
     assert written("few") == [4, 4, 1]
-    monkeypatch.setattr(tensor_file, "_TOGETHER_BYTES", 300)
+    monkeypatch.setattr(safetensors_file, "_TOGETHER_BYTES", 300)
     assert sum(written("small")) == 9 and given[0] == 2
 
 
@@ -484,7 +484,7 @@ def save_in_pieces(
     parallel: dict[str, Any], path: str, fail_on: int
 ) -> tuple[str, dict[str, Tensor], list[str], int]:
     """Save with files of any size being worth it; on one rank the disk may be full. What was said, and what was saved."""
-    tensor_files.LEAST_BYTES = 1
+    file_set.LEAST_BYTES = 1
     rank = torch.distributed.get_rank()
     engine = engine_of("gpt", parallel)
     engine.train_step(engine.shard_batch(batches()[0]))
@@ -505,7 +505,7 @@ def save_in_pieces(
         message = str(error)
     finally:
         TensorWriter.write = original  # type: ignore[method-assign]
-        tensor_files.LEAST_BYTES = 64 * 2**20
+        file_set.LEAST_BYTES = 64 * 2**20
     return message, engine.full_state_dict(), sorted(p.name for p in Path(path).glob("*")), len(written)
 
 
@@ -597,10 +597,10 @@ def test_what_is_missing_is_said_on_all_ranks(tmp_path: Path) -> None:
 def test_a_deal_is_even_and_small_models_are_one_file(monkeypatch: pytest.MonkeyPatch) -> None:
     sizes = [40, 10, 10, 10, 30, 20, 8]
     announced = {f"t{n}": Described(dtype=torch.uint8, shape=(size,)) for n, size in enumerate(sizes)}
-    whole = tensor_files.Deal.make("model.safetensors", announced, 8, ())
+    whole = file_set.Deal.make("model.safetensors", announced, 8, ())
     assert whole.writers == [0] and whole.file_of(0) == "model.safetensors"
-    monkeypatch.setattr(tensor_files, "LEAST_BYTES", 32)
-    deal = tensor_files.Deal.make("model.safetensors", announced, 8, ["t6"])
+    monkeypatch.setattr(file_set, "LEAST_BYTES", 32)
+    deal = file_set.Deal.make("model.safetensors", announced, 8, ["t6"])
     assert deal.writers == [0, 2, 4, 6]  # 128 bytes are worth four files; not all on one node
     assert deal.writer_of["t6"] == 0
     loads = {rank: sum(d.bytes for d in deal.share(rank).values()) for rank in deal.writers}

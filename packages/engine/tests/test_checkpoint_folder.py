@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from meshfold.checkpoint.folder import latest, present, prune, step_folder, tidy
-from meshfold.checkpoint.folder_lock import hold
+from meshfold.checkpoint.folder.lock import hold
+from meshfold.checkpoint.folder.steps import latest, present, prune, step_folder, tidy
 from meshfold.engine import CheckpointError
 
 

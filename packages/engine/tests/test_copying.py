@@ -13,8 +13,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from meshfold.checkpoint import copying
-from meshfold.checkpoint.copying import Copying, HostLane, Pair
+from meshfold.checkpoint.staging import host_copies
+from meshfold.checkpoint.staging.host_copies import Copying, HostLane, Pair
 from meshfold.engine import Engine
 from meshfold.engine.checkpoints import background_save, saving
 from meshfold.engine.checkpoints.background_save import BackgroundSave
@@ -118,7 +118,7 @@ def test_forward_and_backward_run_beside_the_copies_and_the_step_waits(
     log: list[str] = []
     lanes: list[LateLane] = []
     monkeypatch.setattr(saving, "lane_of", late(lanes, log))
-    monkeypatch.setattr(copying, "AT_ONCE", 10**6)  # so that the whole save is late
+    monkeypatch.setattr(host_copies, "AT_ONCE", 10**6)  # so that the whole save is late
     parallel, settings, order = CASES[case]
     rows = list(torch.randint(37, (3, 2, 6), generator=torch.Generator().manual_seed(0)))
     arguments: dict[str, Any] = dict(optimizer=dict(name="adamw", lr=1e-2), clip_grad_norm=1.0)
@@ -343,7 +343,7 @@ def test_what_is_copied_is_not_kept_alive(tmp_path: Path, monkeypatch: pytest.Mo
 
 
 def test_a_bus_is_never_filled(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(copying, "SLICE_BYTES", 64)
+    monkeypatch.setattr(host_copies, "SLICE_BYTES", 64)
     waits: list[int] = []
     sizes: list[int] = []
 
@@ -352,7 +352,7 @@ def test_a_bus_is_never_filled(monkeypatch: pytest.MonkeyPatch) -> None:
             return True
 
         def queue(self, pairs: Sequence[Pair]) -> Callable[[], None]:
-            assert len(sizes) - len(waits) < copying.AT_ONCE
+            assert len(sizes) - len(waits) < host_copies.AT_ONCE
             number = len(sizes)
             sizes.append(sum(of.nbytes for _, of in pairs))
             for to, of in pairs:

@@ -15,8 +15,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from meshfold.checkpoint import replacing, tensor_files
-from meshfold.checkpoint.tensor_file import TensorWriter
+from meshfold.checkpoint.folder import replacement
+from meshfold.checkpoint.tensors import file_set
+from meshfold.checkpoint.tensors.safetensors_file import TensorWriter
 from meshfold.engine import Engine
 from meshfold.engine.checkpoints import checkpoint, saving
 from meshfold.engine.checkpoints.checkpoint import Checkpoint
@@ -62,7 +63,7 @@ def run(
         gpt, parallel, optimizer=dict(name="adamw", lr=1e-2), clip_grad_norm=0.5, lr_scheduler=halving
     )
     me = torch.distributed.get_rank()
-    tensor_files.LEAST_BYTES = 1  # let all ranks write, however little there is
+    file_set.LEAST_BYTES = 1  # let all ranks write, however little there is
     if Path(path).exists():
         engine.load(path)
     first, losses = engine.steps, []
@@ -82,7 +83,7 @@ def run(
                 engine.save(path, asynchronous=asynchronous)
             if engine.steps == STEPS:
                 break
-    tensor_files.LEAST_BYTES = 64 * 2**20
+    file_set.LEAST_BYTES = 64 * 2**20
     engine.close()
     if death.endswith(" s"):
         time.sleep(60.0)  # it comes
@@ -128,12 +129,12 @@ SAVE_DEATHS: dict[str, Callable[[], None]] = {
     "in a tensor": lambda: at_call(5, TensorWriter, "write"),
     "before a file is on the disk": lambda: at_call(1, TensorWriter, "close"),
     "before the folder is complete": lambda: at_call(1, checkpoint, "_finish"),
-    "before it replaces the one before": lambda: at_call(1, replacing, "replace"),
+    "before it replaces the one before": lambda: at_call(1, replacement, "replace"),
     "before it is called complete": lambda: at_call(1, Path, "rename"),
     "before its index is in place": lambda: at_call(1, Path, "replace"),
     "when its index is in place": lambda: at_call(1, Path, "replace", after=True),
     "between two files": lambda: at_call(2, Path, "replace", after=True),
-    "before the rest is removed": lambda: at_call(2, replacing, "remove_unfinished"),
+    "before the rest is removed": lambda: at_call(2, replacement, "remove_unfinished"),
 }
 # Rank 0 alone does these.
 ONLY_FIRST = tuple(SAVE_DEATHS)[2:]

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from meshfold.checkpoint.errors import CheckpointError
-from meshfold.checkpoint.tensor_file import TensorWriter
+from meshfold.checkpoint.tensors.safetensors_file import TensorWriter
 from meshfold.engine import Engine
 from meshfold.engine.zero import states as zero_module
 from meshfold.mesh.testing import run_on_ranks

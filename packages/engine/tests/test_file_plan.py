@@ -14,8 +14,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from meshfold.checkpoint import copying, politely
-from meshfold.checkpoint.copying import Copying, HostLane, Pair, StreamLane
+from meshfold.checkpoint.staging import host_copies, pauses
+from meshfold.checkpoint.staging.host_copies import Copying, HostLane, Pair, StreamLane
 from meshfold.engine import Engine
 from meshfold.engine.checkpoints import file_plan
 from meshfold.engine.checkpoints.background_save import BackgroundSave
@@ -154,7 +154,7 @@ def test_save_returns_before_its_thread_works(tmp_path: Path) -> None:
 
 
 def test_the_first_copies_do_not_wait_for_the_last_ones_to_be_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(copying, "SLICE_BYTES", 32)
+    monkeypatch.setattr(host_copies, "SLICE_BYTES", 32)
     found: list[int] = []
     at_queue: list[int] = []
 
@@ -235,9 +235,9 @@ def test_a_stream_copies_tensors_of_all_kinds_between_its_events(monkeypatch: py
 def test_a_thread_that_computes_lets_others_have_their_turn(monkeypatch: pytest.MonkeyPatch) -> None:
     now = [0.0]
     slept: list[float] = []
-    monkeypatch.setattr(politely.time, "perf_counter", lambda: now[0])
-    monkeypatch.setattr(politely.time, "sleep", lambda seconds: slept.append(now[0]))
-    for number in politely.politely(range(10)):
+    monkeypatch.setattr(pauses.time, "perf_counter", lambda: now[0])
+    monkeypatch.setattr(pauses.time, "sleep", lambda seconds: slept.append(now[0]))
+    for number in pauses.politely(range(10)):
         assert len(slept) == number // 2
-        now[0] += 0.6 * politely.BURST_S
+        now[0] += 0.6 * pauses.BURST_S
     assert len(slept) == 5

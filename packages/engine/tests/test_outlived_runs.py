@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import torch
 
-from meshfold.checkpoint import place, replacing
-from meshfold.checkpoint.tensor_files import WriterBehind
+from meshfold.checkpoint.folder import replacement, writing
+from meshfold.checkpoint.tensors.file_set import WriterBehind
 from meshfold.engine import CheckpointError, Engine
 from meshfold.engine.checkpoints.checkpoint import MODEL, Checkpoint
 from meshfold.engine.checkpoints.rank_file import RankFile
@@ -69,7 +69,7 @@ def test_while_one_saves_no_other_does(before: bool, tmp_path: Path, monkeypatch
     engine, other = engine_of(), engine_of()
     if before:
         engine.save(tmp_path / "ckpt")
-    real, refused = place.sync, []
+    real, refused = writing.sync, []
 
     def late(path: Path) -> None:
         if path == tmp_path:  # it has its name, and is complete
@@ -81,7 +81,7 @@ def test_while_one_saves_no_other_does(before: bool, tmp_path: Path, monkeypatch
         refused.append(caught.value)
         return real(path)
 
-    monkeypatch.setattr(replacing if before else place, "sync", late)
+    monkeypatch.setattr(replacement if before else writing, "sync", late)
     engine.save(tmp_path / "ckpt")
     monkeypatch.undo()
     assert refused
@@ -93,15 +93,15 @@ def test_while_one_saves_no_other_does(before: bool, tmp_path: Path, monkeypatch
 def test_what_another_begins_while_one_ends_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The name that was written under may be another's by then."""
     engine = engine_of()
-    real, writing = place.sync, tmp_path / ".ckpt.writing"
+    real, begun = writing.sync, tmp_path / ".ckpt.writing"
 
     def late(path: Path) -> None:
         real(path)
-        if path == tmp_path and not writing.exists():
-            writing.mkdir()
-            (writing / "mine").touch()
+        if path == tmp_path and not begun.exists():
+            begun.mkdir()
+            (begun / "mine").touch()
 
-    monkeypatch.setattr(place, "sync", late)
+    monkeypatch.setattr(writing, "sync", late)
     engine.save(tmp_path / "ckpt")
     assert (tmp_path / "ckpt" / "state.json").exists()
-    assert (writing / "mine").exists()
+    assert (begun / "mine").exists()

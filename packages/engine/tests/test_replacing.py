@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 import torch
 
-from meshfold.checkpoint import place, removing
-from meshfold.checkpoint.folder import complete, is_complete, present, prune, tidy
+from meshfold.checkpoint.folder import removal, writing
+from meshfold.checkpoint.folder.steps import complete, is_complete, present, prune, tidy
 from meshfold.engine import CheckpointError, Engine
 from meshfold.engine.checkpoints import persistence
 from meshfold.engine.checkpoints.checkpoint import Checkpoint
@@ -110,13 +110,13 @@ def test_a_file_that_appears_while_it_is_written_is_not_replaced(
 ) -> None:
     engine = engine_of()
     (tmp_path / "ckpt").mkdir()
-    real = place.sealed
+    real = writing.sealed
 
     def late(state: Any) -> Any:
         (tmp_path / "ckpt" / "model.safetensors").write_text("mine")
         return real(state)
 
-    monkeypatch.setattr(place, "sealed", late)
+    monkeypatch.setattr(writing, "sealed", late)
     with pytest.raises(CheckpointError, match=r"is there and is no checkpoint"):
         engine.save(tmp_path / "ckpt")
     assert (names(tmp_path / "ckpt"), names(tmp_path)) == (["model.safetensors"], ["ckpt"])
@@ -181,7 +181,7 @@ def test_a_removal_that_was_cut_short_is_ended_by_the_next(
     for step in (1, 2):
         engine.save(tmp_path / f"step-{step:08}")
     with monkeypatch.context() as patched:
-        patched.setattr(removing, "finish", lambda _: None)
+        patched.setattr(removal, "finish", lambda _: None)
         prune(tmp_path, 1)
     first = tmp_path / "step-00000001"
     assert "state.json.removing" in names(first) and "model.safetensors" in names(first)
@@ -190,7 +190,7 @@ def test_a_removal_that_was_cut_short_is_ended_by_the_next(
     assert names(tmp_path) == ["step-00000002"]
     engine.save(first)
     with monkeypatch.context() as patched:
-        patched.setattr(removing, "finish", lambda _: None)
+        patched.setattr(removal, "finish", lambda _: None)
         prune(tmp_path, 1)
     engine.save(first)  # in its place, too
     Checkpoint(first).verify()

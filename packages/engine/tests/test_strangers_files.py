@@ -16,9 +16,9 @@ import pytest
 import torch
 from torch import nn
 
-from meshfold.checkpoint.folder_weights import open_weights
-from meshfold.checkpoint.tensor_file import Described, TensorFile, TensorWriter
-from meshfold.checkpoint.tensor_files import open_tensors
+from meshfold.checkpoint.tensors.file_set import open_tensors
+from meshfold.checkpoint.tensors.safetensors_file import Described, TensorFile, TensorWriter
+from meshfold.checkpoint.tensors.weights import open_weights
 from meshfold.engine import CheckpointError, Engine, pretrained
 from meshfold.mesh import SpecError
 

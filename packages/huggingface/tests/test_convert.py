@@ -13,8 +13,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from meshfold.checkpoint.folder_weights import open_weights
-from meshfold.checkpoint.tensor_file import Described, TensorWriter
+from meshfold.checkpoint.tensors.safetensors_file import Described, TensorWriter
+from meshfold.checkpoint.tensors.weights import open_weights
 from meshfold.cli import main
 from meshfold.engine import CheckpointError, Engine
 from meshfold.huggingface.causal_lm import open_model

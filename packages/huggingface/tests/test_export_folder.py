@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from meshfold.checkpoint.tensor_file import Described
+from meshfold.checkpoint.tensors.safetensors_file import Described
 from meshfold.engine import CheckpointError
 from meshfold.huggingface.convert import convert
 from meshfold.huggingface.writing import FolderWriter

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from meshfold.checkpoint.folder_lock import hold
+from meshfold.checkpoint.folder.lock import hold
 from meshfold.cli import main, train
 from meshfold.mesh import SpecError
 from meshfold.train.folder_in_use import LOCK

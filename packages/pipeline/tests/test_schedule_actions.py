@@ -22,7 +22,7 @@ from meshfold.pipeline import (
     Send,
     communicate,
 )
-from meshfold.pipeline.communicate import parse_step
+from meshfold.pipeline.scheduling.communication import parse_step
 
 
 def test_text_of_an_action() -> None:
@@ -93,7 +93,7 @@ def test_what_a_schedule_says_about_itself() -> None:
 def test_import_is_light() -> None:
     """What only pictures or other parts need is not imported for a schedule."""
     code = (
-        "import sys, meshfold.mesh; before = set(sys.modules); import meshfold.pipeline, meshfold.pipeline.search; "
+        "import sys, meshfold.mesh; before = set(sys.modules); import meshfold.pipeline, meshfold.pipeline.scheduling.search; "
         "new = {name.split('.')[0] for name in set(sys.modules) - before}; print(*sorted(new & {'matplotlib', 'numba', "
         "'transformers', 'triton', 'scipy'}))"
     )

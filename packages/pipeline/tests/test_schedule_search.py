@@ -13,8 +13,8 @@ import pytest
 from schedule_cases import is_valid, random_schedule
 
 from meshfold.pipeline import Costs, Schedule, ScheduleError, check, communicate, schedule, search, simulate
-from meshfold.pipeline.improve import Clock, fuse, improve, makespan
-from meshfold.pipeline.simulate import simulate_costs
+from meshfold.pipeline.scheduling.local_search import Clock, fuse, improve, makespan
+from meshfold.pipeline.scheduling.simulation import simulate_costs
 
 
 @dataclass(frozen=True)

@@ -12,8 +12,7 @@ from torch import Tensor
 from meshfold.mesh import Mesh, collectives
 from meshfold.mesh.recorder import record
 from meshfold.mesh.testing import fake_world, ranks
-from meshfold.sequence import attention, traffic
-from meshfold.sequence import blocks as blocks_module
+from meshfold.sequence import attention, kernels, traffic
 
 CASES: list[tuple[dict[str, int], str, dict[str, Any]]] = [
     ({"seq": 4}, "ring", {}),
@@ -79,7 +78,7 @@ def test_the_next_block_is_on_its_way_while_a_tile_is_computed(monkeypatch: pyte
     events: list[str] = []
     shift = collectives.shift
 
-    class Watched(blocks_module.FlashCPU):
+    class Watched(kernels.FlashCPU):
         def forward(self, *arguments: Any) -> tuple[Tensor, Tensor]:
             events.append("tile")
             return super().forward(*arguments)
@@ -102,7 +101,7 @@ def test_the_next_block_is_on_its_way_while_a_tile_is_computed(monkeypatch: pyte
 
         return Seen(pending._tensor, None)
 
-    monkeypatch.setitem(blocks_module._ON, ("flash", "cpu"), Watched())
+    monkeypatch.setitem(kernels._ON, ("flash", "cpu"), Watched())
     monkeypatch.setattr(collectives, "shift", watched)
     with fake_world(4, rank=1):
         q, k, v = (torch.zeros(1, 8, 2, 8, dtype=torch.float32, requires_grad=True) for _ in range(3))

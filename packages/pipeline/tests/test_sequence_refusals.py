@@ -10,7 +10,7 @@ from torch import Tensor
 
 from meshfold.mesh import Mesh
 from meshfold.mesh.errors import LayoutError
-from meshfold.sequence import attention, blocks, dealing, sequence_parallel, traffic
+from meshfold.sequence import attention, dealing, kernels, sequence_parallel, traffic
 
 
 def tensors(
@@ -87,16 +87,16 @@ def test_pure_functions_refuse_too() -> None:
         traffic(8, 3, 3, 8, Mesh({"seq": 2}, rank=0), "ulysses")
 
 
-@pytest.mark.parametrize("kernel", [blocks.FlashCUDA(), blocks.CuDNN(), blocks.Efficient()])
+@pytest.mark.parametrize("kernel", [kernels.FlashCUDA(), kernels.CuDNN(), kernels.Efficient()])
 @pytest.mark.parametrize("kv_heads", [4, 2])
-def test_gpu_operations_take_these_arguments(kernel: blocks.Kernel, kv_heads: int) -> None:
+def test_gpu_operations_take_these_arguments(kernel: kernels.Kernel, kv_heads: int) -> None:
     """On tensors without values: names, order and number of arguments are those of this version of torch."""
 
     def empty(s: int, heads: int) -> Tensor:
         return torch.empty(2, s, heads, 16, dtype=torch.bfloat16, device="meta")
 
     q, k = empty(8, 4), empty(12, kv_heads)
-    pairs = blocks.Pairs(q, k, k, False, 0.25)
+    pairs = kernels.Pairs(q, k, k, False, 0.25)
     out, lse = kernel.forward(pairs)
     assert out.shape == q.shape and lse.shape == (2, 4, 8) and lse.dtype is torch.float32
     gradients = kernel.backward(pairs, q, q, lse)
@@ -118,7 +118,7 @@ def test_which_kernel_is_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
     def chosen(d: int, dtype: torch.dtype, *, name: str = "auto", dv: int = 0, shapes: int = 3) -> str:
         q: Any = OnGPU(d, dtype)
         v: Any = OnGPU(dv or d, dtype)
-        return type(blocks.choose(name, q, q, v, shapes)).__name__
+        return type(kernels.choose(name, q, q, v, shapes)).__name__
 
     monkeypatch.setattr(torch.backends.cudnn, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
@@ -135,5 +135,5 @@ def test_which_kernel_is_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
     assert chosen(128, bf16) == "FlashCUDA"
     x = torch.zeros(1, 2, 2, 8)
-    assert isinstance(blocks.choose("auto", x, x, x), blocks.FlashCPU)
-    assert isinstance(blocks.choose("auto", x, x, x[..., :4]), blocks.Reference)
+    assert isinstance(kernels.choose("auto", x, x, x), kernels.FlashCPU)
+    assert isinstance(kernels.choose("auto", x, x, x[..., :4]), kernels.Reference)

@@ -10,13 +10,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from meshfold.checkpoint import extra_state
 from meshfold.checkpoint.errors import CheckpointError
-from meshfold.checkpoint.folder_weights import ENDING, open_weights
-from meshfold.checkpoint.names import EXTRA, STATE
-from meshfold.checkpoint.tensor_file import Described, TensorWriter
-from meshfold.checkpoint.torch_file import read_torch_file
-from meshfold.checkpoint.whole_file import write_whole
+from meshfold.checkpoint.file_names import EXTRA, STATE
+from meshfold.checkpoint.files.atomic_write import write_whole
+from meshfold.checkpoint.files.torch_file import read_torch_file
+from meshfold.checkpoint.state import extra_state
+from meshfold.checkpoint.tensors.safetensors_file import Described, TensorWriter
+from meshfold.checkpoint.tensors.weights import ENDING, open_weights
 from meshfold.colossalai import tables
 from meshfold.colossalai.arguments import Argument, translate
 from meshfold.colossalai.training import TrainingEngine

@@ -11,10 +11,26 @@ from types import ModuleType
 
 from meshfold.engine.integrations import integration
 
-_CHECKPOINT = (
-    "block_files", "copying", "extra_state", "folder", "folder_weights", "names", "own_files", "place", "politely",
-    "rectangles", "removing", "replacing", "state_file", "stored", "tensor_file", "tensor_files", "tensor_folder", "torch_file",
-)  # fmt: skip
+_CHECKPOINT = {
+    "block_files": "tensors.shard_files",
+    "copying": "staging.host_copies",
+    "extra_state": "state.extra_state",
+    "folder": "folder",
+    "folder_weights": "tensors.weights",
+    "names": "file_names",
+    "own_files": "owned_files",
+    "place": "folder.writing",
+    "politely": "staging.pauses",
+    "rectangles": "shards.rectangles",
+    "removing": "folder.removal",
+    "replacing": "folder.replacement",
+    "state_file": "state.state_file",
+    "stored": "tensors.stored_tensor",
+    "tensor_file": "tensors.safetensors_file",
+    "tensor_files": "tensors.file_set",
+    "tensor_folder": "tensors.tensor_folder",
+    "torch_file": "files.torch_file",
+}
 
 MOVED = {
     "meshfold.engine.cli": "meshfold.cli",
@@ -25,7 +41,9 @@ MOVED = {
     "meshfold.engine.models": "meshfold.models",
     "meshfold.engine.planning": "meshfold.planner",
     "meshfold.engine.training": "meshfold.train",
-    **{f"meshfold.engine.checkpoints.{name}": f"meshfold.checkpoint.{name}" for name in _CHECKPOINT},
+    **{
+        f"meshfold.engine.checkpoints.{old}": f"meshfold.checkpoint.{new}" for old, new in _CHECKPOINT.items()
+    },
 }
 """Old path of a module or package: the path of today."""
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from meshfold.checkpoint.extra_state import modules_with_extra
+from meshfold.checkpoint.state.extra_state import modules_with_extra
 from meshfold.engine.batches import batch as batches
 from meshfold.engine.batches.loss_calls import LossCalls, is_compiled
 from meshfold.engine.batches.own_loss import leave_out_targets
@@ -30,8 +30,8 @@ from meshfold.tensor_parallel.frame import row_unit
 if TYPE_CHECKING:
     from meshfold.engine.states import States
     from meshfold.pipeline import Costs, Pipeline
-    from meshfold.pipeline.beside import Beside
-    from meshfold.pipeline.microbatch import Microbatch
+    from meshfold.pipeline.runtime.microbatch import Microbatch
+    from meshfold.pipeline.runtime.replicas import Beside
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -245,7 +245,7 @@ class PipelinedModel:
 
     def _beside(self) -> Beside:
         """Under ZeRO stage 3 every use of a stage gathers its parameters from the other data coordinates."""
-        from meshfold.pipeline.beside import ALONE, Beside
+        from meshfold.pipeline.runtime.replicas import ALONE, Beside
 
         zero = self._world.spec.zero
         if zero is None or zero.stage < 3:

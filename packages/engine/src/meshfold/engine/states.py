@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 import torch
 from torch import Tensor, nn
 
-from meshfold.checkpoint.rectangles import Cut, Piece, pieces_of_block, pieces_of_whole, ranks_alike
+from meshfold.checkpoint.shards.rectangles import Cut, Piece, pieces_of_block, pieces_of_whole, ranks_alike
 from meshfold.engine.blocks import gather, global_shape, put
 from meshfold.engine.checkpoints.optimizer_state import OptimizerState
 from meshfold.engine.data_parallel import GradientReducer
@@ -28,7 +28,7 @@ from meshfold.mesh.parts import Parts
 if TYPE_CHECKING:
     from meshfold.engine.zero.residency import Residency
     from meshfold.pipeline import Pipeline
-    from meshfold.pipeline.microbatch import Microbatch
+    from meshfold.pipeline.runtime.microbatch import Microbatch
     from meshfold.zero_gemini.optimizer.backward_role import Backward
 
 

@@ -19,12 +19,12 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor, nn
 
 from meshfold.checkpoint.errors import CheckpointError
-from meshfold.checkpoint.folder_lock import hold
-from meshfold.checkpoint.names import LOCK
-from meshfold.checkpoint.tensor_file import Described, TensorWriter
-from meshfold.checkpoint.tensor_files import open_tensors, verify
-from meshfold.checkpoint.tensor_folder import check_within
-from meshfold.checkpoint.whole_file import write_whole
+from meshfold.checkpoint.file_names import LOCK
+from meshfold.checkpoint.files.atomic_write import write_whole
+from meshfold.checkpoint.folder.lock import hold
+from meshfold.checkpoint.tensors.file_set import open_tensors, verify
+from meshfold.checkpoint.tensors.safetensors_file import Described, TensorWriter
+from meshfold.checkpoint.tensors.tensor_folder import check_within
 from meshfold.engine.together import fail_together
 from meshfold.mesh import SpecError, broadcast
 

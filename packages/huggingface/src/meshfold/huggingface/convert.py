@@ -17,14 +17,14 @@ import torch
 from torch import Tensor
 
 from meshfold.checkpoint.errors import CheckpointError
-from meshfold.checkpoint.folder import latest
-from meshfold.checkpoint.folder_weights import has_weights, open_weights
-from meshfold.checkpoint.names import STATE
-from meshfold.checkpoint.place import begin, finish, place_of
-from meshfold.checkpoint.state_file import FORMAT
-from meshfold.checkpoint.stored import Stored
-from meshfold.checkpoint.tensor_file import TensorWriter
-from meshfold.checkpoint.tensor_files import verify
+from meshfold.checkpoint.file_names import STATE
+from meshfold.checkpoint.folder.steps import latest
+from meshfold.checkpoint.folder.writing import begin, finish, place_of
+from meshfold.checkpoint.state.state_file import FORMAT
+from meshfold.checkpoint.tensors.file_set import verify
+from meshfold.checkpoint.tensors.safetensors_file import TensorWriter
+from meshfold.checkpoint.tensors.stored_tensor import Stored
+from meshfold.checkpoint.tensors.weights import has_weights, open_weights
 from meshfold.engine.checkpoints.checkpoint import MODEL, Checkpoint
 from meshfold.huggingface import our_names
 from meshfold.huggingface.layout import model_of, to_files

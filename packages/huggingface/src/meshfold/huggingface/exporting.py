@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from meshfold.checkpoint.errors import CheckpointError
-from meshfold.checkpoint.folder_weights import has_weights, open_weights
-from meshfold.checkpoint.place import advised
+from meshfold.checkpoint.folder.writing import advised
+from meshfold.checkpoint.tensors.weights import has_weights, open_weights
 from meshfold.engine.checkpoints.model_description import describe
 from meshfold.engine.together import fail_together
 from meshfold.huggingface import our_names

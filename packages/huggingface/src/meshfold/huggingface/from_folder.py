@@ -19,8 +19,8 @@ import torch
 from torch import Tensor, nn
 
 from meshfold.checkpoint.errors import CheckpointError
-from meshfold.checkpoint.folder_weights import has_weights, open_weights
-from meshfold.checkpoint.tensor_files import verify
+from meshfold.checkpoint.tensors.file_set import verify
+from meshfold.checkpoint.tensors.weights import has_weights, open_weights
 from meshfold.engine.weight_source import Loaded, SourceValues, WeightSource
 from meshfold.huggingface.adapter import Adapter
 from meshfold.huggingface.quantized import NF4, pack_linears, unpacked_twins

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from meshfold.checkpoint.tensor_file import Described
+from meshfold.checkpoint.tensors.safetensors_file import Described
 from meshfold.huggingface.our_names import Step, unchanged
 
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from meshfold.checkpoint.errors import CheckpointError
-from meshfold.checkpoint.tensor_file import Described
+from meshfold.checkpoint.tensors.safetensors_file import Described
 from meshfold.mesh import SpecError
 from meshfold.models.config import DecoderConfig, GPTConfig, LlamaConfig
 

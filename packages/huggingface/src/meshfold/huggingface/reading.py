@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from meshfold.checkpoint.errors import CheckpointError
-from meshfold.checkpoint.json_text import parse_object
-from meshfold.checkpoint.tensor_folder import check_within
+from meshfold.checkpoint.files.json_text import parse_object
+from meshfold.checkpoint.tensors.tensor_folder import check_within
 from meshfold.mesh import SpecError
 
 NO_CODE: dict[str, Any] = {"local_files_only": True, "trust_remote_code": False}

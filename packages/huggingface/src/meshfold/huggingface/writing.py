@@ -18,14 +18,14 @@ import torch
 from torch import Tensor
 
 from meshfold.checkpoint.errors import CheckpointError
-from meshfold.checkpoint.folder_lock import hold
-from meshfold.checkpoint.folder_weights import SAFE
-from meshfold.checkpoint.json_text import parse_object
-from meshfold.checkpoint.names import LOCK, SAVING, lock_of, writing_of
-from meshfold.checkpoint.place import make
-from meshfold.checkpoint.tensor_file import Described, TensorWriter
-from meshfold.checkpoint.tensor_folder import check_within
-from meshfold.checkpoint.whole_file import sync
+from meshfold.checkpoint.file_names import LOCK, SAVING, lock_of, writing_of
+from meshfold.checkpoint.files.atomic_write import sync
+from meshfold.checkpoint.files.json_text import parse_object
+from meshfold.checkpoint.folder.lock import hold
+from meshfold.checkpoint.folder.writing import make
+from meshfold.checkpoint.tensors.safetensors_file import Described, TensorWriter
+from meshfold.checkpoint.tensors.tensor_folder import check_within
+from meshfold.checkpoint.tensors.weights import SAFE
 
 SHARD_BYTES = 5 * 10**9
 """Of a file of weights, about: as transformers does it."""

@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import Tensor
 
-from meshfold.checkpoint.folder import remove
+from meshfold.checkpoint.folder.steps import remove
 from meshfold.engine.errors import TrainingError
 from meshfold.lightning import checkpoints as saving
 from meshfold.lightning.connected import ConnectedStrategy

@@ -17,10 +17,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from meshfold.checkpoint import extra_state
 from meshfold.checkpoint.errors import CheckpointError
-from meshfold.checkpoint.names import EXTRA, STATE
-from meshfold.checkpoint.whole_file import write_whole
+from meshfold.checkpoint.file_names import EXTRA, STATE
+from meshfold.checkpoint.files.atomic_write import write_whole
+from meshfold.checkpoint.state import extra_state
 from meshfold.engine.checkpoints.checkpoint import MODEL, Checkpoint, write_checkpoint
 from meshfold.engine.checkpoints.model_state import ModelState
 from meshfold.engine.checkpoints.optimizer_state import plain_settings

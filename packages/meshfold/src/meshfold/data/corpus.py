@@ -16,8 +16,8 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-from meshfold.checkpoint.json_text import parse_object
-from meshfold.checkpoint.whole_file import write_whole
+from meshfold.checkpoint.files.atomic_write import write_whole
+from meshfold.checkpoint.files.json_text import parse_object
 from meshfold.data.records import Part, find_records, texts_of
 from meshfold.data.tokenizers import Tokenizer
 from meshfold.mesh import SpecError

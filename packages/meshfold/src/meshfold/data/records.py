@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from meshfold.checkpoint.json_text import parse_json, parse_object
-from meshfold.checkpoint.tensor_folder import is_plain
+from meshfold.checkpoint.files.json_text import parse_json, parse_object
+from meshfold.checkpoint.tensors.tensor_folder import is_plain
 from meshfold.mesh import SpecError
 
 LINES, TABLES = (".jsonl",), (".parquet", ".arrow")

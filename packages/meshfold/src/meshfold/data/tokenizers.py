@@ -10,7 +10,7 @@ from typing import Any, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from meshfold.checkpoint.tensor_folder import check_within
+from meshfold.checkpoint.tensors.tensor_folder import check_within
 from meshfold.huggingface.reading import NO_CODE
 from meshfold.mesh import SpecError
 

@@ -10,7 +10,7 @@ import json
 from collections.abc import Iterator
 from pathlib import Path
 
-from meshfold.checkpoint.whole_file import write_whole
+from meshfold.checkpoint.files.atomic_write import write_whole
 
 LIST = ".demo.json"
 WRITTEN = ("checkpoint", "serial", "metrics.jsonl", "settings.json", "loss.png", "sample.txt")

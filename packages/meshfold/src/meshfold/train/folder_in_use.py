@@ -7,7 +7,7 @@ from contextlib import ExitStack
 from pathlib import Path
 
 from meshfold.checkpoint.errors import CheckpointError, InUseError
-from meshfold.checkpoint.folder_lock import hold, is_held
+from meshfold.checkpoint.folder.lock import hold, is_held
 from meshfold.engine.together import fail_together
 from meshfold.engine.world import World
 from meshfold.mesh import MeshfoldError

@@ -10,7 +10,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from meshfold.checkpoint.folder import (
+from meshfold.checkpoint.file_names import STATE, old_of
+from meshfold.checkpoint.folder.steps import (
     complete,
     is_complete,
     present,
@@ -20,8 +21,7 @@ from meshfold.checkpoint.folder import (
     step_of,
     tidy,
 )
-from meshfold.checkpoint.names import STATE, old_of
-from meshfold.checkpoint.state_file import listed_files, read_state
+from meshfold.checkpoint.state.state_file import listed_files, read_state
 from meshfold.engine.checkpoints.checkpoint import Checkpoint
 
 

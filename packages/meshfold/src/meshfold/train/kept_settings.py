@@ -8,9 +8,9 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
-from meshfold.checkpoint.json_text import parse_object
-from meshfold.checkpoint.state_file import CHECKSUM, is_sealed, sealed
-from meshfold.checkpoint.whole_file import write_whole
+from meshfold.checkpoint.files.atomic_write import write_whole
+from meshfold.checkpoint.files.json_text import parse_object
+from meshfold.checkpoint.state.state_file import CHECKSUM, is_sealed, sealed
 from meshfold.mesh import SpecError
 from meshfold.train.settings import TrainSettings
 

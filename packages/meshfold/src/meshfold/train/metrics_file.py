@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from meshfold.checkpoint.whole_file import write_whole
+from meshfold.checkpoint.files.atomic_write import write_whole
 from meshfold.train.trackers import Tracker
 
 

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from meshfold.pipeline.actions import Action, Op, Schedule
-from meshfold.pipeline.build import schedule
-from meshfold.pipeline.check import check
-from meshfold.pipeline.communicate import Program, Receive, ReduceGradients, Send, communicate
-from meshfold.pipeline.costs import Costs
 from meshfold.pipeline.errors import ScheduleError
-from meshfold.pipeline.picture import draw
 from meshfold.pipeline.pipeline import Pipeline
-from meshfold.pipeline.search import search
-from meshfold.pipeline.simulate import Simulation, simulate
+from meshfold.pipeline.scheduling.actions import Action, Op, Schedule
+from meshfold.pipeline.scheduling.build import schedule
+from meshfold.pipeline.scheduling.communication import Program, Receive, ReduceGradients, Send, communicate
+from meshfold.pipeline.scheduling.costs import Costs
+from meshfold.pipeline.scheduling.drawing import draw
+from meshfold.pipeline.scheduling.search import search
+from meshfold.pipeline.scheduling.simulation import Simulation, simulate
+from meshfold.pipeline.scheduling.validation import check
 
 __all__ = [
     "Action",

@@ -16,23 +16,23 @@ from torch import Tensor, nn
 
 from meshfold.mesh import Mesh, broadcast
 from meshfold.mesh.evaluating import evaluating
-from meshfold.pipeline.batches import Batches
-from meshfold.pipeline.before import Example
-from meshfold.pipeline.beside import ALONE, Beside
-from meshfold.pipeline.communicate import Program
-from meshfold.pipeline.costs import Costs
-from meshfold.pipeline.gates import Plan
-from meshfold.pipeline.interpreter import Channels, Interpreter, Peaks
-from meshfold.pipeline.measure import measure, rehearse
-from meshfold.pipeline.microbatch import Microbatch
-from meshfold.pipeline.outputs import Output, share
-from meshfold.pipeline.plans import Plans
-from meshfold.pipeline.programs import Programs, Source
-from meshfold.pipeline.stage import Stage, loss_in
-from meshfold.pipeline.staged import stage_model
-from meshfold.pipeline.ties import TiedGradients, pairs
-from meshfold.pipeline.untouched import untouched_buffers
-from meshfold.pipeline.whole_gradients import WholeGradients
+from meshfold.pipeline.runtime.batches import Batches
+from meshfold.pipeline.runtime.complete_gradients import WholeGradients
+from meshfold.pipeline.runtime.executor import Channels, Interpreter, Peaks
+from meshfold.pipeline.runtime.forward_analysis import Example
+from meshfold.pipeline.runtime.microbatch import Microbatch
+from meshfold.pipeline.runtime.outputs import Output, share
+from meshfold.pipeline.runtime.partial_forward import Plan
+from meshfold.pipeline.runtime.profile import measure, rehearse
+from meshfold.pipeline.runtime.replicas import ALONE, Beside
+from meshfold.pipeline.runtime.side_effects import untouched_buffers
+from meshfold.pipeline.runtime.stage import Stage, loss_in
+from meshfold.pipeline.runtime.staged_model import stage_model
+from meshfold.pipeline.runtime.tied_gradients import TiedGradients, pairs
+from meshfold.pipeline.runtime.transfer_plans import Plans
+from meshfold.pipeline.scheduling.communication import Program
+from meshfold.pipeline.scheduling.costs import Costs
+from meshfold.pipeline.scheduling.programs import Programs, Source
 
 
 class Pipeline:

@@ -7,16 +7,16 @@
 
 from __future__ import annotations
 
-from meshfold.sequence.attend import attention
-from meshfold.sequence.dealing import Dealing
-from meshfold.sequence.drop import WeightDropout
+from meshfold.sequence.attention import attention
+from meshfold.sequence.dropout import WeightDropout
 from meshfold.sequence.loss import loss_share
 from meshfold.sequence.mask import Mask
-from meshfold.sequence.model import SequenceParallel, sequence_parallel
 from meshfold.sequence.modes import MODES, dealing
-from meshfold.sequence.shards import gather_sequence, next_tokens, positions, shard_sequence
-from meshfold.sequence.steps import steps, work
-from meshfold.sequence.tiles import Tile, tiles
+from meshfold.sequence.parallel_model import SequenceParallel, sequence_parallel
+from meshfold.sequence.ring_steps import steps, work
+from meshfold.sequence.sharding import Dealing
+from meshfold.sequence.tiling import Tile, tiles
+from meshfold.sequence.token_shards import gather_sequence, next_tokens, positions, shard_sequence
 from meshfold.sequence.traffic import traffic
 
 __all__ = [

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from meshfold.mesh.errors import LayoutError
 from meshfold.mesh.tracking import untracked
-from meshfold.sequence.call import Settings
+from meshfold.sequence.attention_call import Settings
 
 NAME = "meshfold_sequence"
 _settings: WeakKeyDictionary[nn.Module, Callable[[], Settings]] = WeakKeyDictionary()

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from meshfold.mesh.errors import LayoutError, nearest
 from meshfold.mesh.mesh import Mesh
-from meshfold.sequence.dealing import Dealing, check_order
+from meshfold.sequence.sharding import Dealing, check_order
 
 
 @dataclass(frozen=True, kw_only=True)

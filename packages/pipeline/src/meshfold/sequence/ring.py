@@ -20,10 +20,10 @@ from meshfold.mesh import collectives
 from meshfold.mesh.collectives import Pending
 from meshfold.mesh.compiling import as_result
 from meshfold.mesh.mesh import Group
-from meshfold.sequence import tiled
-from meshfold.sequence.blocks import Gradients, Kernel, accumulating
-from meshfold.sequence.drop import Fates, RingDropout
-from meshfold.sequence.tiles import Tile
+from meshfold.sequence import tile_attention
+from meshfold.sequence.dropout import Fates, RingDropout
+from meshfold.sequence.kernels import Gradients, Kernel, accumulating
+from meshfold.sequence.tiling import Tile
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,11 +71,11 @@ class _Ring(torch.autograd.Function):
 
 
 def _forward(q: Tensor, k: Tensor, v: Tensor, job: Round) -> tuple[Tensor, Tensor]:
-    seen = tiled.Partial((*q.shape[:3], v.shape[3]), q)
+    seen = tile_attention.Partial((*q.shape[:3], v.shape[3]), q)
     block = _Travelling(job, k, v)
     for step, tiles in enumerate(job.steps):
         k, v = block.arrive(step)
-        met = tiled.Met(job.kernel, q, k, v, tiles, job.scale, job.fates(step, q))
+        met = tile_attention.Met(job.kernel, q, k, v, tiles, job.scale, job.fates(step, q))
         for tile, out, lse in met.forward():
             seen.take(tile, out, lse)
     return seen.result()
@@ -84,13 +84,13 @@ def _forward(q: Tensor, k: Tensor, v: Tensor, job: Round) -> tuple[Tensor, Tenso
 def _backward(
     dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, job: Round
 ) -> Gradients:
-    dq = tiled.Sum(q)
+    dq = tile_attention.Sum(q)
     block = _Travelling(job, k, v)
     sums: Pending | None = None  # dK and dV of the block, from the ranks that had it before
     for step, tiles in enumerate(job.steps):
         k, v = block.arrive(step)
-        dk, dv = tiled.Sum(k), tiled.Sum(v)
-        met = tiled.Met(job.kernel, q, k, v, tiles, job.scale, job.fates(step, q))
+        dk, dv = tile_attention.Sum(k), tile_attention.Sum(v)
+        met = tile_attention.Met(job.kernel, q, k, v, tiles, job.scale, job.fates(step, q))
         for tile, shares in met.backward(dout, out, lse):
             dq.add(tile.q, shares[0])
             dk.add(tile.k, shares[1])
@@ -109,7 +109,7 @@ def _backward(
     return dq_done, home[0].to(k.dtype), home[1].to(v.dtype)
 
 
-def _total(dk: tiled.Sum, dv: tiled.Sum, before: Tensor | None) -> Tensor:
+def _total(dk: tile_attention.Sum, dv: tile_attention.Sum, before: Tensor | None) -> Tensor:
     """This rank's dK and dV of a block on top of what ranks before it found, in one wide tensor."""
     wide = accumulating(dk.like.dtype)
     if before is None:

@@ -8,12 +8,12 @@ import torch
 
 from meshfold.mesh.mesh import Mesh
 from meshfold.mesh.traffic import moved_bytes
-from meshfold.sequence.blocks import accumulating
-from meshfold.sequence.dealing import check_documents
-from meshfold.sequence.heads import repeats
+from meshfold.sequence.kernels import accumulating
 from meshfold.sequence.mask import Mask
 from meshfold.sequence.modes import dealing, find
-from meshfold.sequence.steps import steps
+from meshfold.sequence.ring_steps import steps
+from meshfold.sequence.sharding import check_documents
+from meshfold.sequence.ulysses import repeats
 
 
 def traffic(

@@ -30,9 +30,9 @@ from meshfold.mesh.process_group import start_fake
 from meshfold.mesh.targets import labels_are_shifted
 from meshfold.mesh.without_values import WithoutValues
 from meshfold.pipeline import Costs, Simulation
-from meshfold.pipeline.ghosts import recast
-from meshfold.pipeline.microbatch import Microbatch
-from meshfold.pipeline.simulate import simulate_costs
+from meshfold.pipeline.runtime.absent_parameters import recast
+from meshfold.pipeline.runtime.microbatch import Microbatch
+from meshfold.pipeline.scheduling.simulation import simulate_costs
 from meshfold.planner.estimate import Estimate, Memory, summarised
 from meshfold.planner.machines import Machine
 from meshfold.planner.planner import STATES, tensor_bytes

@@ -14,10 +14,10 @@ from torch.utils.flop_counter import FlopCounterMode
 from meshfold.mesh import Entry, Log, Mesh
 from meshfold.mesh.without_values import WithoutValues, saved_for_backward
 from meshfold.pipeline import Pipeline
-from meshfold.pipeline.actions import Action, Op
-from meshfold.pipeline.measure import final, noise
-from meshfold.pipeline.microbatch import Microbatch
-from meshfold.pipeline.stage import Stage
+from meshfold.pipeline.runtime.microbatch import Microbatch
+from meshfold.pipeline.runtime.profile import final, noise
+from meshfold.pipeline.runtime.stage import Stage
+from meshfold.pipeline.scheduling.actions import Action, Op
 from meshfold.planner.machines import Machine
 
 _KEY = 0

@@ -10,12 +10,12 @@ from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
-from meshfold.checkpoint.copying import Copying
 from meshfold.checkpoint.errors import CheckpointError, InUseError
-from meshfold.checkpoint.folder_lock import hold
-from meshfold.checkpoint.names import lock_of
-from meshfold.checkpoint.own_files import remove_unfinished
-from meshfold.checkpoint.place import advised, attempt
+from meshfold.checkpoint.file_names import lock_of
+from meshfold.checkpoint.folder.lock import hold
+from meshfold.checkpoint.folder.writing import advised, attempt
+from meshfold.checkpoint.owned_files import remove_unfinished
+from meshfold.checkpoint.staging.host_copies import Copying
 from meshfold.engine.together import fail_together
 from meshfold.engine.world import World
 

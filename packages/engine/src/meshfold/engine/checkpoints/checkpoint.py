@@ -8,14 +8,14 @@
     extra_state.pt          extra state of modules (get_extra_state) that is not plain data; what is, is in state.json
     state.json              everything else, and each file's size and checksum; its presence says that the folder is complete
 
-A large file is several, with an index (:mod:`meshfold.checkpoint.tensor_files`): tensors are dealt to the ranks, and each
+A large file is several, with an index (:mod:`meshfold.checkpoint.tensors.file_set`): tensors are dealt to the ranks, and each
 rank writes its own while the others gather the next. No rank ever holds more than two whole tensors beside its own
 blocks: one that is written and one that is gathered. The checkpoint is put in place once all of it is on the disk, from
-all ranks; an older one in that place is kept until then (:mod:`meshfold.checkpoint.replacing`). Every rank reads,
+all ranks; an older one in that place is kept until then (:mod:`meshfold.checkpoint.folder.replacement`). Every rank reads,
 through a memory map, the parts of the files that are its own. So all ranks must see the folder.
 
 A save beside the training (:mod:`meshfold.engine.checkpoints.saving`) has the same tensors in rectangles, as each rank
-keeps them (:mod:`meshfold.checkpoint.block_files`); readers see no difference. Why this is not
+keeps them (:mod:`meshfold.checkpoint.tensors.shard_files`); readers see no difference. Why this is not
 ``torch.distributed.checkpoint``: a shard there has to be a DTensor or a ShardedTensor, which a flat run of a fused and
 padded block is not, plans are made by collectives, which must not meet those of the training, and metadata is a pickle.
 docs/checkpoints.md has the few lines from one to the other.
@@ -34,14 +34,14 @@ from typing import Any
 from torch import Tensor
 
 from meshfold.checkpoint.errors import CheckpointError
-from meshfold.checkpoint.names import EXTRA, SCHEDULER, STATE, old_of, writing_of
-from meshfold.checkpoint.place import advised, attempt, begin, finish, place_of
-from meshfold.checkpoint.replacing import path_of, saved_of
-from meshfold.checkpoint.state_file import FILES, FORMAT, SUMS, parsed, sum_of
-from meshfold.checkpoint.tensor_file import Described, writing_order
-from meshfold.checkpoint.tensor_files import Deal, WriterBehind, open_tensors, verify
-from meshfold.checkpoint.tensor_folder import TensorFolder
-from meshfold.checkpoint.torch_file import read_torch_file
+from meshfold.checkpoint.file_names import EXTRA, SCHEDULER, STATE, old_of, writing_of
+from meshfold.checkpoint.files.torch_file import read_torch_file
+from meshfold.checkpoint.folder.replacement import path_of, saved_of
+from meshfold.checkpoint.folder.writing import advised, attempt, begin, finish, place_of
+from meshfold.checkpoint.state.state_file import FILES, FORMAT, SUMS, parsed, sum_of
+from meshfold.checkpoint.tensors.file_set import Deal, WriterBehind, open_tensors, verify
+from meshfold.checkpoint.tensors.safetensors_file import Described, writing_order
+from meshfold.checkpoint.tensors.tensor_folder import TensorFolder
 from meshfold.engine.states import Source
 from meshfold.engine.together import agree, fail_together
 from meshfold.engine.world import World

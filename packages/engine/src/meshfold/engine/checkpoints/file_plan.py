@@ -11,10 +11,10 @@ from dataclasses import dataclass
 
 import torch
 
-from meshfold.checkpoint.block_files import key_of
-from meshfold.checkpoint.politely import politely
-from meshfold.checkpoint.rectangles import Cut, Piece
-from meshfold.checkpoint.tensor_file import Described, Header
+from meshfold.checkpoint.shards.rectangles import Cut, Piece
+from meshfold.checkpoint.staging.pauses import politely
+from meshfold.checkpoint.tensors.safetensors_file import Described, Header
+from meshfold.checkpoint.tensors.shard_files import key_of
 from meshfold.engine.states import Source
 
 Tensors = list[tuple[str, torch.dtype, tuple[int, ...], bool, Cut]]

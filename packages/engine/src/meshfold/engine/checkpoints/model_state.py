@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from meshfold.checkpoint import extra_state
 from meshfold.checkpoint.errors import CheckpointError
+from meshfold.checkpoint.state import extra_state
 from meshfold.engine.names import with_plain_names
 from meshfold.engine.states import Source, Sources, States
 from meshfold.engine.together import fail_together

@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from meshfold.checkpoint import extra_state
 from meshfold.checkpoint.errors import CheckpointError
-from meshfold.checkpoint.names import EXTRA, SCHEDULER
-from meshfold.checkpoint.state_file import BLOCKS
+from meshfold.checkpoint.file_names import EXTRA, SCHEDULER
+from meshfold.checkpoint.state import extra_state
+from meshfold.checkpoint.state.state_file import BLOCKS
 from meshfold.engine.checkpoints.checkpoint import MODEL, OPTIMIZER, Checkpoint, write_checkpoint
 from meshfold.engine.checkpoints.model_description import describe
 from meshfold.engine.checkpoints.optimizer_state import check_shapes

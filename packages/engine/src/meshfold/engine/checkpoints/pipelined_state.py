@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
-from meshfold.checkpoint.rectangles import Cut, no_pieces
+from meshfold.checkpoint.shards.rectangles import Cut, no_pieces
 from meshfold.engine.checkpoints.model_state import ModelState
 from meshfold.engine.checkpoints.optimizer_state import check_names
 from meshfold.engine.pipelining import Inventory

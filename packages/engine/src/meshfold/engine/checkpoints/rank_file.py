@@ -14,10 +14,10 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from meshfold.checkpoint.block_files import file_of
-from meshfold.checkpoint.copying import Pair
-from meshfold.checkpoint.politely import politely
-from meshfold.checkpoint.tensor_file import Described, TensorWriter
+from meshfold.checkpoint.staging.host_copies import Pair
+from meshfold.checkpoint.staging.pauses import politely
+from meshfold.checkpoint.tensors.safetensors_file import Described, TensorWriter
+from meshfold.checkpoint.tensors.shard_files import file_of
 from meshfold.engine.checkpoints.file_plan import FilePlan, Written, plan_of
 from meshfold.engine.states import Source, Sources
 from meshfold.engine.world import World

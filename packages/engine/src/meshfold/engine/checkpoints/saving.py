@@ -3,8 +3,8 @@
 1. ``Saver.start``, on all ranks: the folder is made, each rank begins files of its own, and notes which tensors it keeps.
    What may change in a forward (buffers) is copied where it is. What lives on a disk, for want of memory, is written now.
 2. In the background, on each rank, a little later (``background_save.HEAD_START_S``) or when somebody waits: the rectangles that
-   it writes are found (:mod:`meshfold.checkpoint.rectangles`) and copied to host memory
-   (:mod:`meshfold.checkpoint.copying`), the copies are written, and a file is given its name when it is on the disk.
+   it writes are found (:mod:`meshfold.checkpoint.shards.rectangles`) and copied to host memory
+   (:mod:`meshfold.checkpoint.staging.host_copies`), the copies are written, and a file is given its name when it is on the disk.
    There is no collective in this, which could meet those of the training: ranks see each other's files in the folder that all
    can see.
 3. In the background, on rank 0: when all files are there it looks whether every element of every tensor is in one of them,
@@ -32,11 +32,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from meshfold.checkpoint.block_files import file_of, index_of, write_index
-from meshfold.checkpoint.copying import Copying, Lane, lane_of
 from meshfold.checkpoint.errors import CheckpointError
-from meshfold.checkpoint.place import advised, attempt, finish, place_of
-from meshfold.checkpoint.tensor_file import Described
+from meshfold.checkpoint.folder.writing import advised, attempt, finish, place_of
+from meshfold.checkpoint.staging.host_copies import Copying, Lane, lane_of
+from meshfold.checkpoint.tensors.safetensors_file import Described
+from meshfold.checkpoint.tensors.shard_files import file_of, index_of, write_index
 from meshfold.engine.checkpoints.background_save import BackgroundSave
 from meshfold.engine.checkpoints.checkpoint import begin_together
 from meshfold.engine.checkpoints.file_plan import FilePlan

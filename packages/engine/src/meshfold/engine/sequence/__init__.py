@@ -53,7 +53,7 @@ def counted_attention(spec: ParallelSpec, count: Callable[[int], None]) -> Itera
     if spec.sequence is None or spec.sequence.size == 1:
         yield
         return
-    from meshfold.sequence.blocks import SHAPES
+    from meshfold.sequence.kernels import SHAPES
 
     SHAPES.count = count
     try:

@@ -98,8 +98,8 @@ def _layers(model: nn.Module) -> str:
 
 
 def _heads(model: nn.Module, world: World, spec: SequenceSpec) -> str:
-    from meshfold.sequence.heads import repeats
     from meshfold.sequence.modes import find
+    from meshfold.sequence.ulysses import repeats
 
     config = getattr(model, "config", None)
     ulysses = world.mesh.size(*find(spec.mode, world.mesh).ulysses)

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from meshfold.checkpoint.rectangles import Cut, Piece, pieces_of_run, pieces_of_whole, ranks_alike
+from meshfold.checkpoint.shards.rectangles import Cut, Piece, pieces_of_run, pieces_of_whole, ranks_alike
 from meshfold.engine.blocks import put
 from meshfold.engine.checkpoints import optimizer_state
 from meshfold.engine.optimizers import Factory
@@ -38,7 +38,7 @@ from meshfold.zero_gemini.optimizer.dispatch import kind_of
 
 if TYPE_CHECKING:
     from meshfold.pipeline import Pipeline
-    from meshfold.pipeline.microbatch import Microbatch
+    from meshfold.pipeline.runtime.microbatch import Microbatch
 
 
 class ZeroStates:
@@ -218,7 +218,7 @@ class ZeroStates:
 
     def look_at(self, pipeline: Pipeline, works: Sequence[Microbatch]) -> None:
         if self.residency.is_watching:
-            from meshfold.pipeline.simulate import live_at_most
+            from meshfold.pipeline.scheduling.simulation import live_at_most
 
             actions = pipeline.program(len(works)).schedule.ranks[self._world.mesh.index(PIPE)]
             self.residency.rehearse(

@@ -1,0 +1,90 @@
+"""A checkpoint that takes another's place in a folder: its files replace those of the one before, everything else stays.
+
+::
+
+    1. .saving/            the new one is written here, with its state.json, and brought to the disk
+    2. .saved-1f0c.../     its name from then on: .saved- and the checksum of its state.json
+    3. state.json          replaced in one rename. From here on the checkpoint is the new one
+    4. model.safetensors   and its other files: each replaces the one before in one rename; what only the one before had goes
+
+A file that ``state.json`` lists is looked for in ``.saved-...`` first and then in its place, so a process may die, or read, at
+any moment: before 3 the checkpoint is the one before, and after it the new one. The next save goes on with 4, or removes what
+1 and 2 left.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from meshfold.checkpoint.errors import CheckpointError
+from meshfold.checkpoint.file_names import REPLACED, SAVED, SAVING, STATE
+from meshfold.checkpoint.files.atomic_write import sync, write_synced
+from meshfold.checkpoint.files.json_text import parse_json
+from meshfold.checkpoint.owned_files import remove_files, remove_unfinished
+from meshfold.checkpoint.state.state_file import FILES, identity, listed_files, read_state
+
+
+def is_part_of_a_save(name: str) -> bool:
+    """Return whether this is what a save calls its folders within a checkpoint's."""
+    return name == SAVING or name.startswith(SAVED)
+
+
+def saved_of(folder: Path, state: Mapping[str, Any]) -> Path | None:
+    """Return where files of a checkpoint may be that have yet to be moved to their places; None if there is no such place."""
+    return folder / f"{SAVED}{identity(state)}" if identity(state) else None
+
+
+def replace(writing: Path, target: Path) -> None:
+    """Put a complete checkpoint, written in the folder that it goes to, in the place of the one there."""
+    state = read_state(writing / STATE)
+    listed = listed_files(target / STATE) or {}
+    write_synced(writing / REPLACED, json.dumps([*listed]))
+    saved = saved_of(target, state)
+    assert saved is not None  # what is written now has a checksum
+    remove_unfinished(saved)
+    writing.rename(saved)
+    sync(target)
+    (saved / STATE).replace(target / STATE)
+    sync(target)
+    finish(target)
+
+
+def finish(target: Path) -> None:
+    """Go on with a replacement at which a process died, and remove what others left. The folder's lock is held."""
+    try:
+        state = read_state(target / STATE)
+    except CheckpointError:
+        state = {}
+    saved = saved_of(target, state)
+    for path in [path for path in target.iterdir() if is_part_of_a_save(path.name)]:
+        if path != saved:
+            remove_unfinished(path)
+    if saved is None or not saved.is_dir() or saved.is_symlink():
+        return
+    listed = state.get(FILES, {})
+    remove_files(target, _replaced(saved / REPLACED) - listed.keys())
+    for name in listed:
+        if (saved / name).exists():
+            (saved / name).replace(target / name)
+    sync(target)
+    remove_unfinished(saved)
+
+
+def _replaced(path: Path) -> set[str]:
+    """Return the files that the checkpoint before listed."""
+    try:
+        found = parse_json(path.read_bytes())
+    except (OSError, ValueError):  # they have gone already
+        return set()
+    return {name for name in found if isinstance(name, str)} if isinstance(found, list) else set()
+
+
+def path_of(folder: Path, saved: Path | None, name: str) -> Path:
+    """Return where a file of a checkpoint is at this moment. It may move to its place right after."""
+    if saved is not None and os.path.lexists(saved / name):
+        return saved / name
+    return folder / name

@@ -1,0 +1,153 @@
+"""A folder of checkpoints, one a step: which is the last complete one, what a step's is called, and letting old ones go.
+
+::
+
+    runs/step-00000100/   complete: it has a state.json, and every file that this names
+    runs/step-00000120/
+    runs/.step-00000140.writing/   under way, or left by a process that died: never taken for a checkpoint
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+from meshfold.checkpoint.errors import CheckpointError
+from meshfold.checkpoint.file_names import STATE, lock_of, old_of
+from meshfold.checkpoint.folder import removal, replacement
+from meshfold.checkpoint.folder.lock import hold, is_held
+from meshfold.checkpoint.folder.replacement import path_of, saved_of
+from meshfold.checkpoint.folder.writing import clear_beside
+from meshfold.checkpoint.owned_files import remove_unfinished
+from meshfold.checkpoint.state.state_file import FILES, read_state
+
+_NAME = re.compile(r"step-(\d{8,})")
+_ENDINGS = ("writing", "old", "removing")
+_HIDDEN = re.compile(rf"\.step-(\d{{8,}})\.({'|'.join(_ENDINGS)})")
+
+
+def step_folder(folder: Path, step: int) -> Path:
+    """Where the checkpoint of a step goes: ``step-00000120``.
+
+    Raises:
+        CheckpointError: for a step below 0.
+    """
+    if step < 0:
+        raise CheckpointError(f"step {step}: steps are counted from 0 on")
+    return Path(folder) / f"step-{step:08}"
+
+
+def latest(folder: Path) -> Path | None:
+    """The complete checkpoint of the highest step, if there is any. What is damaged or half-written is passed over."""
+    return next(iter(complete(folder)), None)
+
+
+def prune(folder: Path, keep: int) -> list[Path]:
+    """Remove all but the last ``keep`` complete checkpoints, and what dead processes left of earlier ones.
+
+    Only files that a checkpoint's index lists go. A folder with other files in it stays, with these. One rank calls. What is
+    under way is left alone; a checkpoint that goes is never taken for one on its way.
+
+    Returns:
+        The checkpoints that went, the earliest first.
+
+    Raises:
+        CheckpointError: for ``keep`` below 1, or if one cannot be removed.
+    """
+    if isinstance(keep, bool) or not isinstance(keep, int) or keep < 1:
+        raise CheckpointError(f"keep={keep!r}: how many checkpoints stay, a whole number from 1 up")
+    folder = Path(folder)
+    found = complete(folder)
+    if not found:
+        return []
+    gone = [path for path in found[keep:][::-1] if not is_held(lock_of(path, inside=True))]
+    for path in gone:
+        remove(path)
+    with _removing(folder):
+        for path in [*folder.iterdir()]:
+            if _NAME.fullmatch(path.name) and removal.is_being_removed(path):
+                remove(path)
+            named = _HIDDEN.fullmatch(path.name)
+            if named is not None and int(named[1]) <= step_of(found[0]):
+                whole = folder / f"step-{named[1]}"
+                # It may be all there is of one that stays: the process of an earlier version died between two renames.
+                if is_complete(whole) or not is_complete(old_of(whole)):
+                    _clear(whole)
+    return gone
+
+
+def remove(path: Path) -> None:
+    """Remove a checkpoint, which at no moment looks like one that is whole and is not. One rank calls.
+
+    Raises:
+        CheckpointError: if it cannot be removed.
+    """
+    with _removing(path.parent):
+        for place in (old_of(path), path):
+            removal.discard(place)
+
+
+def tidy(path: Path) -> None:
+    """Remove what dead processes have left of saves of a checkpoint, if it is complete under its own name. One rank calls."""
+    if is_complete(path):
+        with suppress(OSError, CheckpointError), hold(lock_of(path, inside=True), doing="tidying it"):
+            replacement.finish(path)
+        _clear(path)
+
+
+def _clear(path: Path) -> None:
+    """Remove what dead processes have left beside a checkpoint."""
+    clear_beside(path)
+    with suppress(OSError, CheckpointError):
+        removed = path.with_name(f".{path.name}.removing")  # of an earlier version
+        if removed.is_dir():
+            removal.remove(removed)
+            remove_unfinished(removed)
+
+
+@contextmanager
+def _removing(folder: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise CheckpointError(
+            f"cannot remove an old checkpoint in {folder}: {error}; remove it by hand, or let this user write there"
+        ) from error
+
+
+def complete(folder: Path) -> list[Path]:
+    """The complete checkpoints, the last first. What is damaged or half-written is passed over."""
+    return [path for path in present(folder) if is_complete(path) or is_complete(old_of(path))]
+
+
+def present(folder: Path) -> list[Path]:
+    """The checkpoints, whole or damaged, the last first. What is under way is none."""
+    folder = Path(folder)
+    if not folder.is_dir():
+        return []
+    names = {entry.name for entry in folder.iterdir()}
+    # Between the two renames of a replacement only the old one is there, under its other name.
+    names |= {
+        f"step-{named[1]}" for name in names if (named := _HIDDEN.fullmatch(name)) and named[2] == "old"
+    }
+    found = (folder / name for name in names if _NAME.fullmatch(name))
+    return sorted((path for path in found if not removal.is_being_removed(path)), key=step_of)[::-1]
+
+
+def is_complete(path: Path) -> bool:
+    """Whether a folder is a checkpoint, with every file that its ``state.json`` names in its full size."""
+    try:
+        state = read_state(path / STATE)
+        saved = saved_of(path, state)
+        return all(
+            path_of(path, saved, name).stat().st_size == size for name, size in state.get(FILES, {}).items()
+        )
+    except (OSError, CheckpointError):
+        return False
+
+
+def step_of(path: Path) -> int:
+    """The step that a folder is named after."""
+    return int(path.name.partition("-")[2])

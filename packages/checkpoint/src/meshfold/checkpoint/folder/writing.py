@@ -1,0 +1,199 @@
+"""The folder of a checkpoint: written aside, brought to the disk, and put in place when all of it is there.
+
+Where the folder does not exist, the checkpoint is written beside it and gets its name in one rename. Where it does, it is written
+within it (:mod:`meshfold.checkpoint.folder.replacement`), so that everything else in the folder stays where it is and a mount point
+does too. Either way there is a complete checkpoint at every instant: the one before, then the new one.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import ExitStack, suppress
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from meshfold.checkpoint.errors import InUseError
+from meshfold.checkpoint.file_names import LOCK, STATE, lock_of, old_of, writing_of
+from meshfold.checkpoint.files.atomic_write import sync, write_synced
+from meshfold.checkpoint.folder import removal, replacement
+from meshfold.checkpoint.folder.lock import hold
+from meshfold.checkpoint.owned_files import remove_unfinished
+from meshfold.checkpoint.state.state_file import FILES, SUMS, listed_files, sealed, sum_of
+
+_ADVICE = {
+    errno.ENOSPC: "make room on that disk, or save elsewhere",
+    errno.EDQUOT: "the user's quota is used up: remove something, or save elsewhere",
+    errno.EFBIG: "files of that size are not allowed there: raise the limit (ulimit -f), or save elsewhere",
+    errno.EACCES: "let this user write there, or save elsewhere",
+    errno.EPERM: "let this user write there, or save elsewhere",
+    errno.EROFS: "it is mounted for reading only: save elsewhere",
+}
+
+
+def place_of(path: str | os.PathLike[str]) -> Path:
+    """The folder; of a link to one that which it points to, so that the link stays."""
+    found = Path(path).absolute()
+    return Path(os.path.realpath(found)) if found.is_symlink() else found
+
+
+def begin(target: Path, mine: ExitStack, files: Iterable[str] = (), *, doing: str = "saving into it") -> Path:
+    """Make the folder that is written, for this process alone until the end of ``mine``, when what is left of it goes.
+
+    Args:
+        target: the checkpoint's folder; it may exist.
+        mine: is closed when all is done, or has failed.
+        files: names that will be written, so that one which is somebody else's is refused now.
+        doing: what another process is told that this one does.
+
+    Returns:
+        The folder that is written.
+
+    Raises:
+        InUseError: if another process writes there.
+        OSError: if the folder is something else than a checkpoint, or cannot be made.
+    """
+    put_back(target)
+    inside = target.exists()
+    if inside and not target.is_dir():
+        raise OSError(f"{target} is there and is no checkpoint: remove it or choose another path")
+    if not inside:
+        make(target.parent)
+    mine.enter_context(hold(lock_of(target, inside=inside), doing=doing, folder=target))
+    if inside:
+        replacement.finish(target)
+        removal.finish(target)
+        check_free(target, files)
+    writing = writing_of(target, inside=inside)
+    remove_unfinished(writing)  # left by a run that died
+    try:
+        writing.mkdir()
+    except FileExistsError:
+        raise OSError(
+            f"{writing} is in the way: it holds files that no checkpoint has. Move it away, or save elsewhere"
+        ) from None
+    made = writing.stat()
+    mine.callback(lambda: _remove(writing, made))
+    return writing
+
+
+def put_back(target: Path) -> None:
+    """Give a checkpoint its name that an earlier version moved aside before it died, if nothing has the name since."""
+    old = old_of(target)
+    with suppress(OSError):  # somebody's folder with something in it has the name: then that one is looked at
+        if listed_files(old / STATE) is not None and (not target.exists() or not any(target.iterdir())):
+            old.rename(target)
+
+
+def check_free(target: Path, files: Iterable[str] = ()) -> None:
+    """Raise an OSError if a checkpoint in this folder would take the place of something else.
+
+    Args:
+        target: a folder that exists.
+        files: names that will be written.
+    """
+    listed = listed_files(target / STATE)
+    there = [path.name for path in target.iterdir() if not _is_ours(path.name)]
+    if (target / STATE).exists() and listed is None:
+        raise OSError(
+            f"{target / STATE} is no checkpoint's, or damaged, so what else is there cannot be told from a checkpoint's files: "
+            "save elsewhere, or move it away"
+        )
+    if listed is None and there:
+        raise OSError(f"{target} is there and is no checkpoint: remove it or choose another path")
+    for name in files:
+        path = target / name
+        if (name not in (listed or {}) and os.path.lexists(path)) or (
+            path.is_dir() and not path.is_symlink()
+        ):
+            raise OSError(
+                f"{path} is in the way: the checkpoint there does not list it, so it is somebody else's. Move it away, or save "
+                "elsewhere"
+            )
+
+
+def _is_ours(name: str) -> bool:
+    """Whether a name in a folder says that a save is or was under way there."""
+    return name == LOCK or replacement.is_part_of_a_save(name)
+
+
+def _remove(folder: Path, made: os.stat_result) -> None:
+    """Remove what was begun, unless it has gone and another one has its name."""
+    with suppress(OSError):
+        if os.path.samestat(folder.stat(), made):
+            remove_unfinished(folder)
+
+
+def make(folder: Path) -> None:
+    """A folder with its parents, on the disk."""
+    if not folder.is_dir():
+        make(folder.parent)
+        folder.mkdir(exist_ok=True)
+        sync(folder.parent)
+
+
+def finish(writing: Path, target: Path, state: Mapping[str, Any], small_files: Mapping[str, Any]) -> None:
+    """Write what is small, bring the folder to the disk and put it in its place.
+
+    Args:
+        writing: the folder, of :func:`begin`, whose lock is still held.
+        target: its place.
+        state: what goes into ``state.json``.
+        small_files: file name to what ``torch.save`` writes there.
+    """
+    for name, content in small_files.items():
+        torch.save(content, writing / name)
+    paths = sorted(writing.iterdir())
+    for path in paths:
+        if path.suffix != ".safetensors":  # their writers have done it
+            sync(path)
+    files = {path.name: path.stat().st_size for path in paths}
+    whole = sealed({**state, FILES: files, SUMS: {path.name: sum_of(path) for path in paths}})
+    write_synced(writing / STATE, json.dumps(whole, indent=1))
+    sync(writing)
+    if writing.parent == target:
+        check_free(target, files)
+        replacement.replace(writing, target)
+    else:
+        try:
+            writing.rename(target)
+        except OSError as error:
+            if error.errno not in (errno.EEXIST, errno.ENOTEMPTY, errno.ENOTDIR):
+                raise
+            raise OSError(
+                f"{target} was made by somebody else while it was written: give each run a path of its own"
+            ) from error
+        sync(target.parent)
+    clear_beside(target)
+
+
+def clear_beside(target: Path) -> None:
+    """Remove what dead processes have left beside a complete checkpoint, as far as it can be removed."""
+    writing, lock = writing_of(target, inside=False), lock_of(target, inside=False)
+    with suppress(OSError, InUseError):
+        removal.discard(old_of(target))
+        if writing.is_dir() or lock.exists():
+            with hold(lock, doing="removing what was left there"):
+                remove_unfinished(writing)
+
+
+def advised(error: Exception | None) -> Exception | None:
+    """An error of writing with what to do about it."""
+    if isinstance(error, OSError) and error.errno in _ADVICE:
+        told = type(error)(f"{error}: {_ADVICE[error.errno]}")
+        told.__cause__ = error
+        return told
+    return error
+
+
+def attempt(action: Callable[[], None]) -> Exception | None:
+    """What an action without communication raised, if it did: the ranks have to hear of it first."""
+    try:
+        action()
+    except Exception as error:
+        return error
+    return None

@@ -1,0 +1,1 @@
+"""Rectangles of a tensor that each rank keeps and writes."""

@@ -1,0 +1,1 @@
+"""Copies of tensors in host memory, made beside the training."""

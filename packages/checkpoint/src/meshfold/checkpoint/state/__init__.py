@@ -1,0 +1,1 @@
+"""The small state of a checkpoint, beside its tensors."""

@@ -1,0 +1,197 @@
+"""Named tensors in one file or in several that many ranks write at once, with an index beside them.
+
+The names are those of Hugging Face: ``model.safetensors`` alone, or ``model-00001-of-00004.safetensors`` and so on with
+``model.safetensors.index.json``, which says what is in which.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Collection, Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+from torch import Tensor
+
+from meshfold.checkpoint.errors import CheckpointError
+from meshfold.checkpoint.files.json_text import parse_object
+from meshfold.checkpoint.tensors.safetensors_file import Described, TensorFile, TensorWriter
+from meshfold.checkpoint.tensors.shard_files import BlockFiles, index_of
+from meshfold.checkpoint.tensors.tensor_folder import TensorFolder, is_plain
+
+LEAST_BYTES = 64 * 2**20
+"""Of a file, before another is begun beside it: small ones are not worth a rank's while."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Deal:
+    """Which rank writes which tensors, into which file.
+
+    Attributes:
+        name: of the file, were it one.
+        announced: all tensors.
+        writers: the ranks that write, in order of their files.
+        writer_of: tensor to the rank that writes it.
+    """
+
+    name: str
+    announced: Mapping[str, Described]
+    writers: list[int]
+    writer_of: dict[str, int]
+
+    @classmethod
+    def make(
+        cls, name: str, announced: Mapping[str, Described], ranks: int, by_first: Collection[str]
+    ) -> Deal:
+        """Deal tensors to as many ranks as are worth it, evenly by bytes and each in turn; ``by_first`` to rank 0."""
+        total = sum(described.bytes for described in announced.values())
+        count = max(1, min(ranks, -(-total // LEAST_BYTES)))
+        writers = [number * ranks // count for number in range(count)]  # over all nodes
+        load = dict.fromkeys(writers, 0)
+        writer_of = {}
+        for tensor in sorted(announced, key=lambda tensor: tensor not in by_first):
+            writer = 0 if tensor in by_first else min(load, key=load.__getitem__)
+            writer_of[tensor] = writer
+            load[writer] += announced[tensor].bytes
+        return cls(name=name, announced=announced, writers=writers, writer_of=writer_of)
+
+    def file_of(self, writer: int) -> str:
+        """The file that a rank writes."""
+        stem, _, ending = self.name.rpartition(".")
+        number, count = self.writers.index(writer) + 1, len(self.writers)
+        return self.name if count == 1 else f"{stem}-{number:05}-of-{count:05}.{ending}"
+
+    def share(self, rank: int) -> dict[str, Described]:
+        """What a rank writes."""
+        return {name: described for name, described in self.announced.items() if self.writer_of[name] == rank}
+
+    @property
+    def files(self) -> list[str]:
+        """All files that are written, the index too."""
+        index = [f"{self.name}.index.json"] if len(self.writers) > 1 else []
+        return [*map(self.file_of, self.writers), *index]
+
+    def write_index(self, folder: Path) -> None:
+        """Write down what is in which file, if there are several."""
+        if len(self.writers) > 1:
+            total = sum(described.bytes for described in self.announced.values())
+            where = {name: self.file_of(self.writer_of[name]) for name in self.announced}
+            text = json.dumps({"metadata": {"total_size": total}, "weight_map": where}, indent=1)
+            (folder / f"{self.name}.index.json").write_text(text)
+
+
+class WriterBehind:
+    """Writes a file's tensors in a thread while the next one is gathered; holds one tensor at a time."""
+
+    def __init__(self, path: Path, announced: Mapping[str, Described]) -> None:
+        """Raises:
+        OSError: if the file cannot be made, or is there already: another process writes it.
+        CheckpointError: for a dtype that files cannot hold.
+        """
+        self._writer = TensorWriter(path, announced, opener=_anew)
+        self._thread = ThreadPoolExecutor(1)
+        self._pending: Future[None] | None = None
+
+    def wait(self) -> None:
+        """Until the last tensor is written; raises what its writing raised."""
+        pending, self._pending = self._pending, None
+        if pending is not None:
+            pending.result()
+
+    def write(self, name: str, tensor: Tensor) -> None:
+        """Begin to write a tensor: the next in the order of the file."""
+        self.wait()
+        self._pending = self._thread.submit(self._writer.write, name, tensor.detach().to("cpu"))
+
+    def close(self, *, complete: bool) -> None:
+        """End the thread; bring everything to the disk if it is complete."""
+        try:
+            if complete:
+                self.wait()
+                self._writer.close()
+        finally:
+            self._thread.shutdown()
+            self._writer.abandon()
+
+
+def _anew(path: str, flags: int) -> int:
+    return os.open(path, flags | os.O_EXCL, 0o666)
+
+
+class TensorFiles(Mapping[str, Tensor]):
+    """The tensors of several files with an index, mapped into memory."""
+
+    def __init__(self, folder: TensorFolder, index: str) -> None:
+        """Raises:
+        CheckpointError: if a file is missing or damaged, or lacks what the index says.
+        """
+        self._where = weight_map(folder.path(index))
+        self._files = {name: folder.open(name) for name in sorted(set(self._where.values()))}
+        for name, file in self._where.items():
+            if name not in self._files[file]:
+                raise CheckpointError(
+                    f"{folder.folder / index} says that {name!r} is in {file}, which does not have it"
+                )
+        for file, found in self._files.items():  # as transformers does: a shard counts as a whole
+            self._where = {**dict.fromkeys(found, file), **self._where}
+
+    def __getitem__(self, name: str) -> Tensor:
+        return self._files[self._where[name]][name]
+
+    @property
+    def files(self) -> list[TensorFile]:
+        """The files."""
+        return [*self._files.values()]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._where)
+
+    def __len__(self) -> int:
+        return len(self._where)
+
+
+def weight_map(index: Path) -> dict[str, str]:
+    """Return which tensor is in which file of a folder, as an index says.
+
+    Raises:
+        CheckpointError: if it is damaged, or names something outside of the folder.
+    """
+    try:
+        where = parse_object(index.read_bytes()).get("weight_map")
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"cannot read {index}: {error}") from error
+    if not isinstance(where, dict):
+        raise CheckpointError(f"cannot read {index}: its weight_map is no table of tensors and files")
+    for name, file in where.items():
+        if not is_plain(file):
+            raise CheckpointError(
+                f"{index} says that {name!r} is in {file!r}, which is no file of its folder"
+            )
+    return where
+
+
+def open_tensors(folder: TensorFolder | Path, name: str) -> Mapping[str, Tensor]:
+    """The tensors of a file, or of the files that stand for it.
+
+    Raises:
+        CheckpointError: if there are none, or they are damaged.
+    """
+    if isinstance(folder, Path):
+        folder = TensorFolder(folder)
+    if folder.has(index_of(name)):
+        return BlockFiles(folder, index_of(name))
+    index = f"{name}.index.json"
+    return TensorFiles(folder, index) if folder.has(index) else folder.open(name)
+
+
+def verify(tensors: Mapping[str, Tensor], part: int, parts: int) -> None:
+    """Compare every ``parts``-th tensor of what was opened with its checksum, from number ``part`` on.
+
+    Raises:
+        CheckpointError: for one that is not what was written.
+    """
+    files = [tensors] if isinstance(tensors, TensorFile) else getattr(tensors, "files", [])
+    for number, file in enumerate(files):
+        file.verify((part + number) % parts, parts)

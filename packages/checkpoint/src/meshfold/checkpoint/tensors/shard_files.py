@@ -1,0 +1,209 @@
+"""Files of rectangles: each rank writes what it keeps into a file of its own, and an index says what lies where.
+
+::
+
+    model-blocks-00003-of-00008.safetensors   of rank 2, each rectangle under its tensor's name and its place in it
+    model.blocks.json                         {"tensors": {name: {"dtype", "shape", "blocks": [{"file", "offsets", "sizes"}]}}}
+
+Names of rectangles are as in Python, ``up.weight[0:128, 64:96]``. Nothing is gathered for such files, so they can be written
+beside the training without a collective.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any, cast
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from meshfold.checkpoint.errors import CheckpointError
+from meshfold.checkpoint.files.json_text import parse_object
+from meshfold.checkpoint.staging.pauses import politely
+from meshfold.checkpoint.tensors.safetensors_file import Described, TensorFile
+from meshfold.checkpoint.tensors.stored_tensor import Block, Stored
+from meshfold.checkpoint.tensors.tensor_folder import TensorFolder
+
+
+def file_of(name: str, rank: int, ranks: int) -> str:
+    """The file that a rank writes, of those that stand for ``model.safetensors``."""
+    stem, _, ending = name.rpartition(".")
+    return f"{stem}-blocks-{rank + 1:05}-of-{ranks:05}.{ending}"
+
+
+def index_of(name: str) -> str:
+    """The index of the files that stand for ``model.safetensors``."""
+    return f"{name.rpartition('.')[0]}.blocks.json"
+
+
+def key_of(name: str, offsets: tuple[int, ...], sizes: tuple[int, ...]) -> str:
+    """What a rectangle of a tensor is called in a file.
+
+    >>> key_of("up.weight", (0, 64), (128, 32))
+    'up.weight[0:128, 64:96]'
+    """
+    slices = (f"{at}:{at + size}" for at, size in zip(offsets, sizes, strict=True))
+    return f"{name}[{', '.join(slices)}]"
+
+
+def write_index(folder: Path, name: str, tensors: Mapping[str, Described], ranks: int) -> None:
+    """Look through what the ranks have written, see that nothing is missing, and write down what lies where.
+
+    Args:
+        folder: with the files.
+        name: ``"model.safetensors"``.
+        tensors: all that there must be.
+        ranks: how many have written.
+
+    Raises:
+        CheckpointError: if elements of a tensor are in no file, or in two.
+    """
+    blocks: dict[str, list[dict[str, Any]]] = {tensor: [] for tensor in tensors}
+    for rank in range(ranks):
+        path = folder / file_of(name, rank, ranks)
+        found = TensorFile(path)
+        for key in politely(found):
+            tensor, _, place = key.rpartition("[")
+            bounds = [tuple(map(int, part.split(":"))) for part in place.rstrip("]").split(", ") if part]
+            entry = {
+                "file": path.name,
+                "offsets": [a for a, _ in bounds],
+                "sizes": [z - a for a, z in bounds],
+            }
+            blocks.setdefault(tensor, []).append(entry)
+        if not found:
+            path.unlink()
+    for tensor, described in politely(tensors.items()):
+        written, wanted = (
+            sum(math.prod(block["sizes"]) for block in blocks[tensor]),
+            math.prod(described.shape),
+        )
+        if written != wanted:
+            raise CheckpointError(
+                f"{tensor!r} has {wanted} elements and {written} of them were written: ranks do not agree on who has what"
+            )
+    described_as = {
+        tensor: {
+            "dtype": str(described.dtype).removeprefix("torch."),
+            "shape": list(described.shape),
+            "blocks": blocks[tensor],
+        }
+        for tensor, described in politely(tensors.items())
+    }
+    (folder / index_of(name)).write_text(json.dumps({"tensors": described_as}))
+
+
+class BlockFiles(Mapping[str, Tensor]):
+    """The tensors that lie in rectangles in several files. Those of several rectangles are
+    :class:`~meshfold.checkpoint.tensors.stored_tensor.Stored`: a window of one reads that window."""
+
+    def __init__(self, folder: TensorFolder, index: str) -> None:
+        """Raises:
+        CheckpointError: if a file is missing or damaged, or lacks what the index says.
+        """
+        self._files: dict[str, TensorFile] = {}
+        self._tensors: dict[str, tuple[Described, list[dict[str, Any]]]] = {}
+        path = folder.path(index)
+        try:
+            found = parse_object(path.read_bytes()).get("tensors")
+        except (OSError, ValueError) as error:
+            raise CheckpointError(f"cannot read {path}: {error}") from error
+        if not isinstance(found, dict):
+            raise CheckpointError(f"cannot read {path}: it has no table of tensors")
+        for name, entry in found.items():
+            described = described_in(entry)
+            if described is None:
+                raise CheckpointError(f"{path} is damaged: it describes {name!r} as {str(entry)[:80]}")
+            if not is_tiled(
+                described.shape, [(block["offsets"], block["sizes"]) for block in entry["blocks"]]
+            ):
+                raise CheckpointError(
+                    f"{path} is damaged: its blocks of {name!r} are not all of {described.shape}"
+                )
+            self._tensors[name] = described, entry["blocks"]
+        for name, (described, blocks) in self._tensors.items():
+            for block in blocks:
+                file = block["file"]
+                if file not in self._files:
+                    self._files[file] = folder.open(file)
+                key = key_of(name, tuple(block["offsets"]), tuple(block["sizes"]))
+                if key not in self._files[file]:
+                    raise CheckpointError(f"{path} says that {key!r} is in {file}, which does not have it")
+                there = self._files[file].described(key)
+                if there != Described(dtype=described.dtype, shape=tuple(block["sizes"])):
+                    raise CheckpointError(
+                        f"{path} says that {key!r} is of {described.dtype}, and {file} has {there.dtype} and {there.shape}"
+                    )
+
+    def __getitem__(self, name: str) -> Tensor:
+        described, entries = self._tensors[name]
+        blocks = []
+        for entry in entries:
+            window = tuple(entry["offsets"]), tuple(entry["sizes"])
+            file = self._files[entry["file"]]
+            blocks.append(Block(window=window, load=partial(file.__getitem__, key_of(name, *window))))
+        if len(blocks) == 1:  # it is the whole
+            return blocks[0].load()
+        return cast(Tensor, Stored(described.shape, described.dtype, blocks))
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._tensors)
+
+    def __len__(self) -> int:
+        return len(self._tensors)
+
+    @property
+    def files(self) -> list[TensorFile]:
+        """The files."""
+        return [*self._files.values()]
+
+
+def described_in(entry: Any) -> Described | None:
+    """Return the dtype and shape of an entry of the index; None if it is damaged, or its blocks are."""
+    if not isinstance(entry, dict):
+        return None
+    dtype = getattr(torch, entry["dtype"], None) if isinstance(entry.get("dtype"), str) else None
+    shape, blocks = entry.get("shape"), entry.get("blocks")
+    if not isinstance(dtype, torch.dtype) or not isinstance(shape, list) or not isinstance(blocks, list):
+        return None
+    if not _are_counts(shape):
+        return None
+    for block in blocks:
+        if not isinstance(block, dict) or not isinstance(block.get("file"), str):
+            return None
+        if not all(
+            _are_counts(block.get(key)) and len(block[key]) == len(shape) for key in ("offsets", "sizes")
+        ):
+            return None
+    return Described(dtype=dtype, shape=tuple(shape))
+
+
+def _are_counts(value: Any) -> bool:
+    return isinstance(value, list) and all(type(number) is int and 0 <= number < 2**62 for number in value)
+
+
+def is_tiled(shape: Sequence[int], blocks: Sequence[tuple[Sequence[int], Sequence[int]]]) -> bool:
+    """Return whether rectangles, given by offsets and sizes, lie in a shape, do not overlap and are all of it.
+
+    >>> is_tiled((4, 4), [((0, 0), (4, 2)), ((0, 2), (4, 2))])
+    True
+    >>> is_tiled((4, 4), [((0, 0), (4, 2)), ((0, 0), (4, 2))])
+    False
+    """
+    if sum(math.prod(sizes) for _, sizes in blocks) != math.prod(shape):
+        return False
+    begins = np.array([offsets for offsets, _ in blocks], dtype=np.int64).reshape(len(blocks), len(shape))
+    ends = begins + np.array([sizes for _, sizes in blocks], dtype=np.int64).reshape(begins.shape)
+    if (ends > np.array(shape, dtype=np.int64)).any():
+        return False
+    whole = (ends > begins).all(axis=1)  # empty ones are nowhere
+    begins, ends = begins[whole], ends[whole]
+    return not any(
+        ((begins[place] < ends[place + 1 :]) & (begins[place + 1 :] < ends[place])).all(axis=1).any()
+        for place in range(len(begins) - 1)
+    )

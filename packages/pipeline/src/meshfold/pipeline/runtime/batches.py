@@ -1,0 +1,70 @@
+"""What a pipeline is given, in micro-batches on its device."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
+
+from meshfold.mesh.targets import labels_are_shifted
+from meshfold.pipeline.runtime.microbatch import Microbatch, rows_of, split
+from meshfold.pipeline.scheduling.programs import Programs
+
+
+class Batches:
+    """Cuts batches as a model and its schedules want them."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        programs: Programs,
+        device: torch.device,
+        *,
+        own_loss: bool,
+        weigh: Callable[[Any], Tensor | float] | None,
+    ) -> None:
+        """Args:
+        model: says by its class what it is called with, and what its loss is a mean over.
+        programs: say how many micro-batches there are.
+        device: where to.
+        own_loss: the loss is a ``loss_fn``'s.
+        weigh: how much a micro-batch counts, where neither labels nor rows tell.
+        """
+        self._programs, self._device = programs, device
+        self._own_loss, self._weigh = own_loss, weigh
+        self._takes_cache = "use_cache" in inspect.signature(model.forward).parameters
+        self._shifted = labels_are_shifted(model)
+
+    def to_train(self, batch: Any, *, unit: int = 1) -> list[Microbatch]:
+        """Of a batch with a loss; ``unit``: see :func:`meshfold.pipeline.microbatch.split`."""
+        works = split(
+            self._moved(batch),
+            self._programs.count(rows_of(batch), unit=unit),
+            unit=unit,
+            own_loss=self._own_loss,
+            shifted=self._shifted,
+            weigh=self._weigh,
+        )
+        if self._takes_cache:
+            for work in works:
+                work.kwargs.setdefault("use_cache", False)
+        return works
+
+    def to_call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Microbatch]:
+        """Of the arguments of a call, whose output is wanted; all count alike."""
+        given = self._moved((args, kwargs))
+        count = self._programs.count(rows_of(given), training=False)
+        default = {"use_cache": False} if self._takes_cache else {}
+        works = split(given, count, own_loss=True, weigh=lambda part: 1.0)
+        return [
+            replace(work, args=work.given[0], kwargs={**default, **work.given[1]}, given=None)
+            for work in works
+        ]
+
+    def _moved(self, batch: Any) -> Any:
+        return tree_map_only(Tensor, lambda tensor: tensor.to(self._device, non_blocking=True), batch)

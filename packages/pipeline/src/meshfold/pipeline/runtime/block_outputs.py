@@ -1,0 +1,140 @@
+"""In which form a block returns what it was given, so that what stands for it hands it through in the same form."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
+
+from meshfold.pipeline.errors import ChainError
+from meshfold.pipeline.runtime.injection import alike
+from meshfold.pipeline.runtime.placeholders import Like
+
+
+@dataclass(frozen=True, kw_only=True)
+class Form:
+    """What a block returned, without values.
+
+    Attributes:
+        spec: how the leaves lie in it.
+        leaves: what is no tensor as it is, of tensors the shape.
+        place: the leaf that takes the place of what the block was given.
+    """
+
+    spec: TreeSpec
+    leaves: tuple[Any, ...]
+    place: int
+
+    @classmethod
+    def of(cls, output: Any, given: Tensor, kind: str) -> Form:
+        """Of what a block made.
+
+        Args:
+            output: it.
+            given: what the block was called with.
+            kind: the block's class.
+
+        Raises:
+            ChainError: if nothing in it has the shape of what was given.
+        """
+        leaves, spec = tree_flatten(output)
+        place = next(
+            (i for i, t in enumerate(leaves) if isinstance(t, Tensor) and t.shape == given.shape), None
+        )
+        if place is None:
+            others = [
+                leaf for leaf in leaves if not isinstance(leaf, Tensor | int | float | str | bool | None)
+            ]
+            if others:
+                raise ChainError(
+                    f"a {kind} returns a {type(others[0]).__name__}, and what is in it cannot be seen: let blocks return a tensor, "
+                    "or a tuple, list or dict of tensors"
+                )
+            shapes = [tuple(leaf.shape) for leaf in leaves if isinstance(leaf, Tensor)]
+            raise ChainError(
+                f"a {kind} turns {tuple(given.shape)} into {shapes}: a model is cut into stages between blocks that keep the shape "
+                "of what they are given"
+            )
+        without_values = (Like(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves)
+        return cls(spec=spec, leaves=tuple(without_values), place=place)
+
+    @property
+    def key(self) -> object:
+        """The same for what is alike but for shapes and plain values."""
+        return str(self.spec), self.place, tuple(isinstance(leaf, Like) for leaf in self.leaves)
+
+    @property
+    def has_more(self) -> bool:
+        """Whether there are more tensors than the one that was given."""
+        return sum(isinstance(leaf, Like) for leaf in self.leaves) > 1
+
+    def __str__(self) -> str:
+        """As a message names it: ``(1, 6, 16) and (1, 1, 16)``."""
+        return " and ".join(str(tuple(leaf.shape)) for leaf in self.leaves if isinstance(leaf, Like))
+
+    def fill(self, given: Tensor) -> Any:
+        """What a block returns that does nothing."""
+        made = [leaf.make(given.requires_grad) if isinstance(leaf, Like) else leaf for leaf in self.leaves]
+        made[self.place] = alike(given)
+        return tree_unflatten(made, self.spec)
+
+
+class Forms:
+    """In which form each block of a model returns, as far as was seen while all of them were here."""
+
+    def __init__(self) -> None:
+        self._seen: dict[int, Form] = {}
+
+    def note(self, index: int, learn: Callable[[int], Form]) -> Form:
+        """That of a block, which ``learn`` calls; of one that cannot run without values that of the first, which must."""
+        try:
+            form = learn(index)
+        except Exception:
+            if not self._seen:
+                raise
+            form = next(iter(self._seen.values()))
+        self._seen[index] = form
+        return form
+
+    def like(
+        self, index: int, known: Mapping[int, Form], here: Sequence[int], learn: Callable[[int], Form]
+    ) -> Form:
+        """That of a block which is on another rank, perhaps.
+
+        Args:
+            index: of the block.
+            known: of other blocks, for this shape of input.
+            here: the blocks of this rank.
+            learn: calls one of them for its form.
+        """
+        same = next((form for other, form in known.items() if self._alike(other, index)), None)
+        if same is not None:
+            return same
+        mine = next((other for other in here if self._alike(other, index)), None)
+        if mine is None and index in self._seen:
+            return self._seen[index]
+        return learn(here[0] if mine is None else mine)
+
+    def check(self, ranks: Sequence[Sequence[int]]) -> None:
+        """Raise a ChainError for a rank that could not make what a block of another returns.
+
+        Args:
+            ranks: the blocks that each will have.
+        """
+        last = max(max(own) for own in ranks)
+        for index, form in self._seen.items():
+            if index == last or not form.has_more:  # the last hands nothing on
+                continue
+            for own in ranks:
+                if not any(self._alike(other, index) for other in own):
+                    raise ChainError(
+                        f"block {index} returns {form} and block {own[0]} {self._seen.get(own[0], 'something else')}: ranks whose "
+                        "own blocks return no such tensors cannot stand in for it. Let all blocks return alike"
+                    )
+
+    def _alike(self, one: int, other: int) -> bool:
+        first, second = self._seen.get(one), self._seen.get(other)
+        return first is second or (first is not None and second is not None and first.key == second.key)

@@ -1,0 +1,235 @@
+"""Which stage needs what of a model beside its blocks, seen by running its forward on an example, without values."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_leaves
+
+from meshfold.mesh import LayoutError, Mesh
+from meshfold.mesh.evaluating import evaluating
+from meshfold.pipeline.errors import ChainError, ExampleError
+from meshfold.pipeline.runtime.absent_parameters import LARGE, standing_in
+from meshfold.pipeline.runtime.partial_forward import Gates, Watched
+from meshfold.pipeline.runtime.placeholders import unscaled_tables, without_randomness
+from meshfold.pipeline.runtime.side_effects import untouched_buffers
+
+Example = tuple[tuple[Any, ...], dict[str, Any]]
+"""positional and keyword arguments of the model's forward"""
+Uses = dict[str, set[int]]
+"""By full name of a parameter: the blocks behind which it is used, each before the next block is called; -1 for before all"""
+
+
+@dataclass(kw_only=True)
+class Look:
+    """What was seen of a model's forward.
+
+    Attributes:
+        uses: of the parameters beside the blocks.
+        seen: of the whole forward; None where it could not be run to its end.
+        last: what it made behind the last block.
+        changed: buffers that the forward changes: those beside the blocks, and shared ones in them.
+    """
+
+    uses: Uses
+    seen: Watched | None = None
+    last: list[Tensor] = field(default_factory=list)
+    changed: set[Tensor] = field(default_factory=set)
+
+    def check(self, bounds: Sequence[int], blocks: str) -> None:
+        """Raise a ChainError for stages that such a forward cannot be cut into; arguments as of :meth:`Plan.check`."""
+        if self.seen is None:
+            return
+        self.seen.plan.check(bounds, blocks)
+        for first in bounds[1:-1]:
+            entry = min(index for index in self.seen.crossings if index >= first)
+            later = [t for place, made in self.seen.entering.items() if place >= entry for t in made]
+            if self.seen.crossings[entry].is_bypassed([*later, *self.last]):
+                raise ChainError(bypassed(blocks, f"block {entry}"))
+
+
+def bypassed(blocks: str, border: str) -> str:
+    """The sentence for what should have travelled."""
+    return (
+        f"the model is cut into stages between the blocks of {blocks or 'the model'}, at {border} among others, and a stage hands "
+        "on what the next block is called with: what else the model makes before that block and uses behind it (a residual round "
+        "all blocks, the output of an early one, a sum over blocks) is not there. Call the blocks with it too, and it travels; or "
+        "put what repeats into an nn.ModuleList"
+    )
+
+
+def look_beside(
+    model: nn.Module,
+    gates: Gates,
+    beside: Sequence[nn.Module],
+    weights: Sequence[tuple[nn.Module, str]],
+    example: Example,
+    device: torch.device,
+    shared: Sequence[nn.Module],
+) -> Look:
+    """See what a forward does beside its blocks, as far as it can be seen.
+
+    What comes before the blocks has to be seen. What comes between and behind them is, where the forward can be run to its end
+    without values.
+
+    Args:
+        model: real or meta; its parts are gated.
+        gates: of all blocks and of ``beside``.
+        beside: modules beside the blocks.
+        weights: parameters that lie in no block and no such module: module and name in it.
+        example: what to call the model with.
+        device: where it runs.
+        shared: blocks with buffers that other modules have too.
+
+    Raises:
+        ExampleError: if the model cannot be called with the example.
+        LayoutError: if it cannot be cut.
+    """
+    within = {module for block in gates.blocks for module in block.modules()}
+    outside = [module for module in model.modules() if module not in within]
+
+    def call() -> Any:
+        return model(*example[0], **example[1])
+
+    try:
+        with evaluating(model), standing_in(outside, device), unscaled_tables(model):
+            loose = [getattr(module, name) for module, name in weights]
+            try:
+                seen, entering = gates.watch(call, loose, stop=0)
+            except LayoutError:
+                raise
+            except Exception as error:
+                raise ExampleError(
+                    f"to see what {type(model).__name__} does before its blocks it was called with "
+                    f"{_described(example)}, and raised {type(error).__name__}: {error}"
+                ) from error
+            found = Look(uses=_used(model, seen, beside, weights, loose, {-1: entering}))
+        gates.forget()
+        buffers = [
+            (module, name, b)
+            for module in model.modules()
+            for name, b in module._buffers.items()
+            if b is not None
+        ]
+        with ExitStack() as stack:
+            # One block at a time, but for what is looked at afterwards: all together might not fit.
+            kept = [gates.blocks[0], *shared]
+            stack.enter_context(
+                standing_in([*outside, *(m for block in kept for m in block.modules())], device)
+            )
+            stack.enter_context(untouched_buffers(model))
+            stack.enter_context(without_randomness(tree_leaves(example)))
+            stack.enter_context(_NoLargeProducts())
+            copies = [(module._buffers[name], _writes(module._buffers[name])) for module, name, _ in buffers]
+            loose = [getattr(module, name) for module, name in weights]
+            try:
+                seen, output = gates.watch(
+                    call,
+                    loose,
+                    stop=len(gates.blocks),
+                    keep=lambda block: standing_in([*block.modules()], device),
+                )
+            except ChainError:
+                raise
+            except Exception:  # without values it may not get through: a step may
+                return found
+            found.seen = seen
+            found.last = [t for t in tree_leaves(output) if isinstance(t, Tensor)]
+            computed = dict(seen.entering)
+            computed[max(seen.plan.slots)] = [*computed.get(max(seen.plan.slots), ()), *found.last]
+            for name, places in _used(model, seen, beside, weights, loose, computed).items():
+                found.uses.setdefault(name, set()).update(places)
+            for (module, name, buffer), (copy, writes) in zip(buffers, copies, strict=True):
+                if module._buffers[name] is not copy or _writes(copy) != writes:
+                    found.changed.add(buffer)
+    finally:
+        gates.forget()
+    return found
+
+
+def _used(
+    model: nn.Module,
+    seen: Watched,
+    beside: Sequence[nn.Module],
+    weights: Sequence[tuple[nn.Module, str]],
+    loose: Sequence[Tensor],
+    computed: Mapping[int, Sequence[Tensor]],
+) -> Uses:
+    """Where parameters are used, of a forward that was watched; ``computed``: tensors, by the block called last before them."""
+    found: Uses = {}
+    since = {place: crossing.time for place, crossing in seen.crossings.items()}
+    reached = {place: _leaves(tensors, since.get(place, 0)) for place, tensors in computed.items()}
+    at: dict[nn.Module, set[int]] = {}
+    for module, place in seen.calls:
+        at.setdefault(module, set()).add(place)
+    for path, module in model.named_modules(remove_duplicate=False):
+        front = f"{path}." if path else ""
+        if module in beside and module in at:
+            for leaf, _ in module.named_parameters(remove_duplicate=False):
+                found.setdefault(front + leaf, set()).update(at[module])
+        for (other, leaf), tensor in zip(weights, loose, strict=True):
+            places = {place for place, leaves in reached.items() if id(tensor) in leaves}
+            if other is module and places:
+                found.setdefault(front + leaf, set()).update(places)
+    return found
+
+
+def _writes(buffer: Tensor | None) -> int:
+    """How often it was written to."""
+    return 0 if buffer is None else buffer._version
+
+
+class _NoLargeProducts(TorchFunctionMode):
+    """Spares the product with a large matrix that only stands for one: of its result the shape is wanted."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is F.linear and len(args) > 1:
+            x, weight = args[:2]
+            if weight.numel() > LARGE and not any(weight.stride()):
+                return (x[..., :1] * weight[0, 0]).expand(*x.shape[:-1], weight.shape[0])
+        return func(*args, **(kwargs or {}))
+
+
+def _leaves(tensors: Sequence[Tensor], since: int) -> set[int]:
+    """Identities of the tensors that these were computed from, by nodes of autograd's graph from a number on."""
+    waiting = [tensor.grad_fn for tensor in tensors if tensor.grad_fn is not None]
+    seen: set[Any] = set()
+    found = {id(tensor) for tensor in tensors if tensor.grad_fn is None}
+    while waiting:
+        node = waiting.pop()
+        if node in seen:
+            continue
+        seen.add(node)
+        if hasattr(node, "variable"):
+            found.add(id(node.variable))
+        elif node._sequence_nr() < since:
+            continue
+        waiting += [after for after, _ in node.next_functions if after is not None]
+    return found
+
+
+def some_tokens(model: nn.Module, mesh: Mesh, axis: str, device: torch.device) -> Example:
+    """Some token ids, as many rows as any split of the batch may want."""
+    rows = mesh.world_size // mesh.size(axis)
+    sizes = [p.shape[0] for p in model.parameters() if p.dim() > 1]
+    length = min([8, *(size for size in sizes if size > 1)])  # one of them may be of a table of positions
+    ids = torch.zeros(rows, length, dtype=torch.int64, device=device)
+    labels = inspect.signature(model.forward).parameters.get("labels")
+    wants = labels is not None and labels.default is inspect.Parameter.empty
+    return (ids,), {"labels": ids} if wants else {}
+
+
+def _described(example: Example) -> str:
+    def one(value: Any) -> str:
+        return f"a tensor {tuple(value.shape)} of {value.dtype}" if isinstance(value, Tensor) else repr(value)
+
+    positional = [one(value) for value in example[0]]
+    return ", ".join([*positional, *(f"{name}={one(value)}" for name, value in example[1].items())])

@@ -1,0 +1,420 @@
+"""Running some blocks of a model by the model's own forward.
+
+A stage runs the whole model's code. What lies before its first block is run for what it makes of the batch alone
+(masks, positions, rotary tables), and what depends on weights is a tensor of NaN in the right shape: modules with
+parameters are not run, blocks of other stages hand their input through. At the stage's first block these tensors
+become, in place, those that the stage before has sent, so that all code that still refers to them finds the right
+values; at the first block of the next stage, what that is called with is taken and the forward is left by an exception.
+So a stage needs nothing but the code that the model has.
+
+Which of a block's arguments travel is found without values, once for each shape of input: those that require a gradient
+when every module before the blocks is replaced by a tensor that does.
+
+Blocks are called in the order they stand in. One may be called several times in a row, or not at all; a stage has one at least
+that is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass, field
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_unflatten
+
+from meshfold.mesh import LayoutError
+from meshfold.mesh.tracking import part_of_model, say, tracker, untracked, unwatched
+from meshfold.pipeline.errors import ChainError
+from meshfold.pipeline.runtime.block_outputs import Form, Forms
+from meshfold.pipeline.runtime.border_layouts import Lying, check_handed_on, lying
+from meshfold.pipeline.runtime.bypass import Crossing
+from meshfold.pipeline.runtime.injection import enter
+from meshfold.pipeline.runtime.placeholders import Absent, Like, sign, unscaled_tables, without_randomness
+
+Call = Callable[..., Any]
+Around = Callable[[nn.Module], AbstractContextManager[None]]
+_GATE = "_meshfold_gate"
+
+
+@dataclass(frozen=True)
+class Slot:
+    """An argument of a block that travels: its place among the leaves of (args, kwargs), its shape and dtype."""
+
+    place: int
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+
+Slots = tuple[Slot, ...]
+
+
+@dataclass
+class Plan:
+    """What travels into each block, for one shape of input.
+
+    Attributes:
+        slots: by block, of those that are called.
+        forms: in which form each of them returns.
+    """
+
+    slots: dict[int, Slots] = field(default_factory=dict)
+    forms: dict[int, Form] = field(default_factory=dict)
+
+    def into(self, first: int) -> Slots:
+        """What travels into a stage that begins with a block: into the first that is called from there on."""
+        return self.slots[min(index for index in self.slots if index >= first)]
+
+    def check(self, bounds: Sequence[int], blocks: str) -> None:
+        """Raise a ChainError for a stage of which no block is called.
+
+        Args:
+            bounds: stage s has the blocks from bounds[s] to bounds[s + 1], excluded.
+            blocks: name of their list.
+        """
+        for stage, (first, stop) in enumerate(pairwise(bounds)):
+            if not any(first <= index < stop for index in self.slots):
+                raise ChainError(
+                    f"stage {stage} has blocks {first} to {stop - 1} of {blocks or 'the model'}, and the model's forward calls "
+                    f"none of them (it calls {', '.join(map(str, self.slots))}): use fewer stages, or take blocks that are not "
+                    "called out of the list"
+                )
+
+
+@dataclass
+class _Run:
+    """One forward.
+
+    Attributes:
+        plan: what travels; filled in where ``looking``.
+        first: the first block that runs.
+        stop: the block at which the forward is left; the number of blocks for none.
+        received: what came from the stage before, in the order of the slots.
+        looking: run without values, to find out what travels.
+        inside: the first block was reached.
+        grad: whether gradients are wanted.
+        inputs: what was received, as backward knows it.
+        at: the block that was called last; -1 before the first.
+        calls: modules beside the blocks that were called, with ``at``.
+        keep: keep what modules are called with, and run each block by itself, inside of what this makes of it; None: do not.
+        entering: it, by the block that was called before.
+        crossings: the points at which blocks were called, by block.
+        began: how what travels lay at the first block that was run, by place.
+    """
+
+    plan: Plan
+    first: int = 0
+    stop: int = 0
+    received: Sequence[Tensor] = ()
+    looking: bool = False
+    inside: bool = False
+    grad: bool = False
+    inputs: list[Tensor] = field(default_factory=list)
+    at: int = -1
+    calls: list[tuple[nn.Module, int]] = field(default_factory=list)
+    keep: Around | None = None
+    entering: dict[int, list[Tensor]] = field(default_factory=dict)
+    crossings: dict[int, Crossing] = field(default_factory=dict)
+    began: Lying | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Watched:
+    """What was seen of a forward without values.
+
+    Attributes:
+        plan: what travels into each block.
+        calls: modules beside the blocks, each with the block that was called last before it; -1 for none.
+        entering: what blocks and gated modules were called with, by the block called before, where that was kept.
+        crossings: the points at which blocks were called, by block, where that was kept.
+    """
+
+    plan: Plan
+    calls: list[tuple[nn.Module, int]]
+    entering: dict[int, list[Tensor]]
+    crossings: dict[int, Crossing]
+
+
+class Handover(Exception):
+    """Leaves a forward with what the next stage needs. An Exception: hooks that are always called run for no other."""
+
+    ends_forward = True
+
+    def __init__(self, tensors: Sequence[Tensor]) -> None:
+        super().__init__("a stage ends here")
+        self.tensors = list(tensors)
+
+
+class _Gated:
+    """What the class of a gated module is given beside its own: asks before it is called."""
+
+    def __call__(self: Any, *args: Any, **kwargs: Any) -> Any:
+        gates, index = self.__dict__[_GATE]
+        call = super().__call__  # type: ignore[misc]
+        if gates.run is None:
+            return call(*args, **kwargs)
+        if index is None:
+            return gates.outside(self, call, args, kwargs)
+        return gates.block(index, call, args, kwargs)
+
+
+_classes: dict[type, type] = {}
+
+
+class Gates:
+    """The gates of one model: at every block, and at every module beside them that has parameters.
+
+    Attributes:
+        blocks: the model's, those of other ranks :class:`Absent`.
+        forms: in which form they returned while all were here.
+    """
+
+    def __init__(self) -> None:
+        self.run: _Run | None = None
+        self.blocks: list[nn.Module] = []
+        self.forms = Forms()
+        self._shapes: dict[object, tuple[TreeSpec, list[Any]]] = {}
+
+    def put_at(self, module: nn.Module, index: int | None) -> None:
+        """Gate a module: block ``index``, or one beside the blocks (None). Its names and parameters stay."""
+        kind = type(module)
+        if not isinstance(module, _Gated):
+            if kind not in _classes:
+                _classes[kind] = type(kind.__name__, (_Gated, kind), {"__module__": kind.__module__})
+            module.__class__ = _classes[kind]
+        module.__dict__[_GATE] = (self, index)
+
+    # -- forwards ---------------------------------------------------------------------------------------------------
+
+    def forward(
+        self, call: Callable[[], Any], plan: Plan, first: int, stop: int, received: Sequence[Tensor]
+    ) -> tuple[Any, list[Tensor]]:
+        """Run blocks ``first`` to ``stop`` (excluded).
+
+        Returns:
+            A list of tensors for the next stage, or the model's output; and the tensors with what was received, whose
+            ``.grad`` backward will fill.
+        """
+        run = _Run(plan=plan, first=first, stop=stop, received=received, grad=torch.is_grad_enabled())
+        run.inside = first == 0
+        with (
+            self._running(run),
+            part_of_model((first, stop)),
+            torch.set_grad_enabled(run.grad and run.inside),
+        ):
+            try:
+                return call(), run.inputs
+            except Handover as end:
+                return end.tensors, run.inputs
+
+    def look(self, call: Callable[[], Any], weights: Sequence[Tensor]) -> Plan:
+        """Find out what travels into each block.
+
+        Args:
+            call: calls the model on a batch.
+            weights: parameters, or what stands for them, that lie in no gated module and no block.
+
+        Raises:
+            ChainError: for blocks that are no chain.
+        """
+        return self.watch(call, weights, stop=len(self.blocks) - 1)[0].plan
+
+    def watch(
+        self, call: Callable[[], Any], weights: Sequence[Tensor], *, stop: int, keep: Around | None = None
+    ) -> tuple[Watched, Any]:
+        """:meth:`look` up to a block, or further; with what was seen beside the plan.
+
+        Args:
+            call: calls the model on a batch.
+            weights: see :meth:`look`.
+            stop: the block at which the forward is left; the number of blocks for none.
+            keep: keep what modules are called with, and run each block by itself, inside of what this makes of it; None: do not.
+
+        Returns:
+            What was seen, and the model's output, or what travels into the block at which the forward was left.
+        """
+        run = _Run(plan=Plan(), stop=stop, looking=True, keep=keep)
+        seen = Watched(plan=run.plan, calls=run.calls, entering=run.entering, crossings=run.crossings)
+        frozen = [weight for weight in weights if not weight.requires_grad]
+        with self._running(run), unwatched(), torch.enable_grad():
+            for weight in frozen:
+                weight.requires_grad_(True)
+            try:
+                output = call()
+            except Handover as end:
+                output = end.tensors
+            finally:
+                for weight in frozen:
+                    weight.requires_grad_(False)
+        if not run.plan.slots:
+            raise ChainError("the model's forward did not call its blocks, so it cannot be cut into stages")
+        return seen, output
+
+    def forget(self) -> None:
+        """Forget the shapes that were seen: parameters may change their dtype."""
+        self._shapes.clear()
+
+    @contextmanager
+    def _running(self, run: _Run) -> Iterator[None]:
+        if self.run is not None:
+            raise LayoutError("a forward of this model is running already")
+        fast = torch.backends.mha.get_fastpath_enabled()
+        torch.backends.mha.set_fastpath_enabled(
+            False
+        )  # nested tensors, if the first layer of nn.TransformerEncoder is here
+        self.run = run
+        try:
+            yield
+        finally:
+            self.run = None
+            torch.backends.mha.set_fastpath_enabled(fast)
+
+    # -- at the gates -----------------------------------------------------------------------------------------------
+
+    def block(self, index: int, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """A block is called."""
+        run = self.run
+        assert run is not None  # the gate has looked
+        if index < run.at:
+            raise ChainError(
+                f"block {index} is called behind block {run.at}: a model is cut into stages along its list of blocks, so each is "
+                "called in the order they stand in. Call them so; a block that is to run again behind others may stand in the "
+                "list a second time"
+            )
+        before, run.at = run.at, index
+        if run.looking:
+            return self._look_at(run, index, before, args, kwargs)
+        slots = run.plan.slots.get(index)
+        if slots is None:
+            raise ChainError(
+                f"block {index} is called now, and was not when the forward was looked at: which blocks a model calls may depend "
+                "on shapes and on its mode, and neither on values nor on chance"
+            )
+        if index < run.first:
+            return run.plan.forms[index].fill(_leaf(slots[0].place, args, kwargs))
+        if index >= run.stop:
+            travels = _travels(slots, args, kwargs)
+            check_handed_on(index, run.began or {}, travels)
+            raise Handover([*travels.values()])
+        if not run.inside:
+            run.inside = True
+            torch.set_grad_enabled(run.grad)
+            travels = _travels(slots, args, kwargs)
+            known = lying(travels)  # what stands for them lies as they do
+            for leaf, tensor in zip(travels.values(), run.received, strict=True):
+                run.inputs.append(enter(leaf, tensor, run.grad))
+            for place, how in known.items():
+                say(travels[place], how)
+        if run.began is None:
+            run.began = lying(_travels(slots, args, kwargs))
+        return call(*args, **kwargs)
+
+    def outside(self, module: nn.Module, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """A module beside the blocks is called."""
+        run = self.run
+        assert run is not None
+        if run.inside:
+            return call(*args, **kwargs)
+        run.calls.append((module, run.at))
+        leaves, _ = tree_flatten((args, kwargs))
+        if run.keep:
+            run.entering.setdefault(run.at, []).extend(leaf for leaf in leaves if isinstance(leaf, Tensor))
+        looking = tracker()  # how what it returns lies is known only where that is looked at
+        looked_at = None if looking is None else looking.rows.follows
+        key = (id(module), looked_at, *(sign(leaf) for leaf in leaves))
+        if key not in self._shapes:
+            with torch.no_grad(), without_randomness(leaves), unscaled_tables(module):
+                found = call(*args, **kwargs)
+            outputs, spec = tree_flatten(found)
+            if any(isinstance(leaf, Tensor) and not leaf.is_floating_point() for leaf in outputs):
+                return found  # it makes something of the batch as well, which has to be made each time
+            self._shapes[key] = spec, [Like(leaf) if isinstance(leaf, Tensor) else leaf for leaf in outputs]
+        spec, outputs = self._shapes[key]
+        made = [leaf.make(run.looking) if isinstance(leaf, Like) else leaf for leaf in outputs]
+        return tree_unflatten(made, spec)
+
+    def _look_at(self, run: _Run, index: int, before: int, args: Any, kwargs: Any) -> Any:
+        leaves, _ = tree_flatten((args, kwargs))
+        travels: dict[int, Tensor] = {}
+        for place, leaf in enumerate(leaves):
+            asks = isinstance(leaf, Tensor) and leaf.requires_grad and not isinstance(leaf, nn.Parameter)
+            if asks and not any(leaf is other for other in travels.values()):
+                travels[place] = leaf
+        if index != before:  # not once more
+            run.plan.slots[index] = tuple(Slot(p, tuple(t.shape), t.dtype) for p, t in travels.items())
+        if run.keep:
+            run.entering.setdefault(before, []).extend(travels.values())
+            run.crossings.setdefault(index, Crossing.now([*travels.values()]))
+        if not travels and before < 0:
+            raise ChainError(
+                f"no layer runs before block {index}, which is called with the model's input as it is, and what travels between "
+                "stages is what layers make: leave the first layer out of the list of blocks (an embedding, or a first "
+                "nn.Linear, called before it)"
+            )
+        if not travels:
+            raise ChainError(
+                f"nothing that block {index} is called with depends on what runs before it: its blocks are no chain, and "
+                f"cannot be cut into stages"
+            )
+        if index >= run.stop:
+            raise Handover(list(travels.values()))
+        hidden = next(iter(travels.values()))
+        if index not in run.plan.forms:
+            run.plan.forms[index] = self._form_of(run, index, hidden, args, kwargs)
+        if run.keep:  # what is computed from here on depends on nothing from before
+            hidden = Like(hidden).make(True)
+        return run.plan.forms[index].fill(hidden)
+
+    def _form_of(self, run: _Run, index: int, hidden: Tensor, args: Any, kwargs: Any) -> Form:
+        """In which form block ``index`` returns, called like this: its own where all blocks are here, else that of one like it."""
+
+        def learn(here: int) -> Form:
+            return self._returned(here, index, hidden, args, kwargs)
+
+        if run.keep:
+            with run.keep(self.blocks[index]):
+                return self.forms.note(index, learn)
+        here = [place for place, block in enumerate(self.blocks) if not isinstance(block, Absent)]
+        return self.forms.like(index, run.plan.forms, here, learn)
+
+    def _returned(self, here: int, index: int, hidden: Tensor, args: Any, kwargs: Any) -> Form:
+        """Call block ``here`` as block ``index`` is called, to see in which form it returns what it was given."""
+        block = self.blocks[here]
+        try:
+            output = self._run_by_itself(block, args, kwargs)
+        except Exception as error:
+            if here == index:  # the model's own
+                raise
+            raise ChainError(
+                f"block {here}, a {type(block).__name__}, cannot be called as block {index} is ({type(error).__name__}: {error}). "
+                "Blocks of a pipeline take the same arguments and keep the shape of what they are given, and a forward must not "
+                "ask for a block's class: those of other stages are stand-ins. Let all blocks be called alike"
+            ) from error
+        return Form.of(output, hidden, type(block).__name__)
+
+    def _run_by_itself(self, block: nn.Module, args: Any, kwargs: Any) -> Any:
+        run, self.run = self.run, None
+        try:
+            leaves = tree_leaves((args, kwargs))
+            with torch.no_grad(), without_randomness(leaves), unscaled_tables(block), untracked():
+                return block(*args, **kwargs)
+        finally:
+            self.run = run
+
+
+def _travels(slots: Slots, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[int, Tensor]:
+    """What of a block's arguments travels, by place."""
+    leaves, _ = tree_flatten((args, kwargs))
+    return {slot.place: leaves[slot.place] for slot in slots}
+
+
+def _leaf(place: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+    """The leaf at a place; mostly the first argument, for which nothing need be flattened."""
+    if place == 0 and args and isinstance(args[0], Tensor):
+        return args[0]
+    leaves, _ = tree_flatten((args, kwargs))
+    found: Tensor = leaves[place]
+    return found

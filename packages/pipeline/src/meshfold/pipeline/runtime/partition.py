@@ -1,0 +1,335 @@
+"""Stages of any model with a repeated block: which rank keeps which parameters, and how its stages run.
+
+Blocks are dealt out by cost. What runs before them goes to the first stage, what runs behind them to the last, what runs
+between two blocks to the stage of the earlier; which is which is seen by running the model's forward without values. A
+parameter that stages of several ranks use is kept by all of them (a tie). Everything else is dropped, so a model on the meta
+device is never whole anywhere: cut it, then give it its values.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor, nn
+
+from meshfold.mesh import LayoutError, Mesh, annotate
+from meshfold.mesh.metadata import placed
+from meshfold.pipeline.runtime.absent_parameters import Ghost
+from meshfold.pipeline.runtime.blocks import Blocks, find_blocks, partition
+from meshfold.pipeline.runtime.forward_analysis import Example, look_beside, some_tokens
+from meshfold.pipeline.runtime.partial_forward import Gates
+from meshfold.pipeline.runtime.placeholders import Absent
+from meshfold.pipeline.runtime.repeated_blocks import put_twins
+
+
+@dataclass(frozen=True, kw_only=True)
+class Tie:
+    """A parameter that several ranks keep.
+
+    Attributes:
+        name: its first name in the model.
+        ranks: coordinates on the pipeline axis of those that keep it, ascending.
+    """
+
+    name: str
+    ranks: tuple[int, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cut:
+    """A model of which this rank keeps its stages.
+
+    Attributes:
+        model: what is left of it; names are those of the whole model.
+        gates: run parts of it.
+        blocks: the repeated block.
+        bounds: stage s has the blocks from bounds[s] to bounds[s + 1], excluded.
+        home: the rank of every stage, on the pipeline axis.
+        rank: this rank's coordinate on it.
+        ties: parameters that this rank keeps and others keep as well.
+        names: first name in the whole model by every name that is left.
+        users: this rank's stages that use a parameter that it keeps, by its first name.
+        weights: parameters, or what stands for them, beside the blocks and all gated modules: module and name in it.
+        beside: all of those beside the blocks, the same on all ranks.
+    """
+
+    model: nn.Module
+    gates: Gates
+    blocks: Blocks
+    bounds: tuple[int, ...]
+    home: tuple[int, ...]
+    rank: int
+    ties: tuple[Tie, ...]
+    names: dict[str, str]
+    users: dict[str, set[int]]
+    weights: tuple[tuple[nn.Module, str], ...]
+    beside: tuple[tuple[nn.Module, str], ...]
+
+    @property
+    def stages(self) -> tuple[int, ...]:
+        """This rank's stages."""
+        return tuple(stage for stage, rank in enumerate(self.home) if rank == self.rank)
+
+    def parameter(self, name: str) -> nn.Parameter:
+        """A kept parameter by its first name in the whole model."""
+        here = next(left for left, first in self.names.items() if first == name)
+        return self.model.get_parameter(here)
+
+    def named_parameters(self) -> list[tuple[str, nn.Parameter]]:
+        """What this rank keeps, each tensor once, by its first name in the whole model."""
+        return [(self.names[name], parameter) for name, parameter in self.model.named_parameters()]
+
+    def loose(self) -> list[Tensor]:
+        """The tensors of ``weights`` as they are now."""
+        return [getattr(module, name) for module, name in self.weights]
+
+    def __str__(self) -> str:
+        lines = [f"{len(self.blocks)} blocks of {self.blocks.name or 'the model'} in {len(self.home)} stages"]
+        for stage, rank in enumerate(self.home):
+            ends = " and what is before them" * (stage == 0) + " and what is behind them" * (
+                stage == len(self.home) - 1
+            )
+            lines.append(
+                f"stage {stage} on rank {rank}: blocks {self.bounds[stage]} to {self.bounds[stage + 1] - 1}{ends}"
+            )
+        lines += [f"{tie.name} is kept by ranks {', '.join(map(str, tie.ranks))}" for tie in self.ties]
+        return "\n".join(lines)
+
+
+def cut(
+    model: nn.Module,
+    mesh: Mesh,
+    home: Sequence[int],
+    *,
+    axis: str = "pipe",
+    example: Example | None = None,
+    device: torch.device | str = "cpu",
+    costs: Sequence[float] | None = None,
+    layers: Sequence[int] | None = None,
+    blocks: str | None = None,
+) -> Cut:
+    """Keep this rank's stages of a model, in place.
+
+    Args:
+        model: with real or meta weights, sharded over other axes or not; the same on every rank.
+        mesh: has the axis.
+        home: the rank of every stage, on the axis.
+        axis: of the pipeline.
+        example: what the model is called with, of any small size; by default some token ids.
+        device: where the model runs.
+        costs: time of every block, and of what is before and behind them: (before, *blocks, behind), in any unit.
+            By default estimated by the elements of the matrices that a token meets.
+        layers: how many blocks each stage gets, instead of costs.
+        blocks: full name of the list of blocks, where the largest is not the one.
+
+    Raises:
+        LayoutError: for a model that cannot be cut so.
+    """
+    place = torch.device(device)
+    found = find_blocks(model, blocks)
+    around = _around(model, found)
+    _check_not_compiled(around)
+    put_twins(model, found)
+    gates = Gates()
+    gates.blocks = list(found.members)
+    beside, containers = _beside(model, found, around)
+    weights = tuple(
+        (module, name)
+        for module in (*around, *containers)
+        for name, p in module._parameters.items()
+        if p is not None
+    )
+    for index, block in enumerate(gates.blocks):
+        gates.put_at(block, index)
+    for module in beside:
+        gates.put_at(module, None)
+    given = example or some_tokens(model, mesh, axis, place)
+    look = look_beside(model, gates, beside, weights, given, place, _with_shared_buffers(model, found))
+    before = {name for name, behind in look.uses.items() if -1 in behind}
+    bounds = _bounds(model, found, before, len(home), costs, layers)
+    look.check(bounds, found.name)
+    rank = mesh.index(axis)
+    stage_of_block = [stage for stage in range(len(home)) for _ in range(bounds[stage], bounds[stage + 1])]
+    gates.forms.check(
+        [[i for i, stage in enumerate(stage_of_block) if home[stage] == r] for r in range(max(home) + 1)]
+    )
+
+    def stages_of(name: str) -> set[int]:
+        index = found.index_of(name)
+        if index is not None:
+            return {stage_of_block[index]}
+        return {stage_of_block[max(behind, 0)] for behind in look.uses.get(name, ())} or {len(home) - 1}
+
+    _check_buffers(model, look.changed, lambda name: {home[stage] for stage in stages_of(name)})
+    stages: dict[Tensor, set[int]] = {}
+    firsts: dict[Tensor, str] = {}
+    everyone = list(model.named_parameters(remove_duplicate=False))
+    for name, parameter in everyone:
+        stages.setdefault(parameter, set()).update(stages_of(name))
+        firsts.setdefault(parameter, name)
+    ties = []
+    for kept, using in stages.items():
+        where = tuple(sorted({home[stage] for stage in using}))
+        if rank in where:
+            tied = len(where) > 1
+            if tied:
+                ties.append(Tie(name=firsts[kept], ranks=where))
+            only_at = {axis: where}
+            annotate(kept, replace(placed(kept, mesh), tie=firsts[kept] if tied else "", only_at=only_at))
+
+    places = tuple(slot for name, slot in _slots(model) if found.index_of(name) is None)
+
+    def used() -> bool:
+        return gates.run is not None and gates.run.inside
+
+    # A module may have several names, and be wanted for one of them.
+    here = {slot for name, slot in _slots(model) if rank in {home[stage] for stage in stages_of(name)}}
+    for index, block in enumerate(gates.blocks):
+        if home[stage_of_block[index]] != rank:
+            gates.blocks[index] = absent = Absent(block)
+            gates.put_at(absent, index)
+            found.home._modules[found.keys[index]] = absent
+    for path, module in model.named_modules():
+        for leaf, value in list(module._parameters.items()):
+            if value is not None and (module, leaf) not in here:
+                del module._parameters[leaf]
+                full = f"{path}.{leaf}" if path else leaf
+                module.__dict__[leaf] = Ghost.of(value, full, place, used)
+    names = {name: firsts[parameter] for name, parameter in model.named_parameters(remove_duplicate=False)}
+    users = {
+        firsts[parameter]: {stage for stage in using if home[stage] == rank}
+        for parameter, using in stages.items()
+        if firsts[parameter] in names.values()
+    }
+    return Cut(
+        model=model,
+        gates=gates,
+        blocks=found,
+        bounds=tuple(bounds),
+        home=tuple(home),
+        rank=rank,
+        ties=tuple(ties),
+        names=names,
+        users=users,
+        weights=weights,
+        beside=places,
+    )
+
+
+def _with_shared_buffers(model: nn.Module, blocks: Blocks) -> list[nn.Module]:
+    """The blocks with a buffer that others have too."""
+    places: dict[Tensor, set[int | None]] = {}
+    for name, buffer in model.named_buffers(remove_duplicate=False):
+        places.setdefault(buffer, set()).add(blocks.index_of(name))
+    shared = {index for found in places.values() if len(found) > 1 for index in found if index is not None}
+    return [blocks.members[index] for index in shared]
+
+
+def _check_buffers(model: nn.Module, changed: set[Tensor], ranks_of: Callable[[str], set[int]]) -> None:
+    """Refuse a buffer that the forward changes and several ranks have: each would change its own."""
+    ranks: dict[Tensor, set[int]] = {}
+    for name, buffer in model.named_buffers(remove_duplicate=False):
+        if buffer in changed:
+            ranks.setdefault(buffer, set()).update(ranks_of(name))
+            if len(ranks[buffer]) > 1:
+                raise LayoutError(
+                    f"the forward changes the buffer {name!r}, and its module stands in stages on several ranks, of which each "
+                    "would change its own: give every place a module of its own, or use fewer stages"
+                )
+
+
+def _slots(model: nn.Module) -> list[tuple[str, tuple[nn.Module, str]]]:
+    """Module and name in it of every parameter, by all of its full names."""
+    return [
+        (f"{path}.{leaf}" if path else leaf, (module, leaf))
+        for path, module in model.named_modules(remove_duplicate=False)
+        for leaf, value in module._parameters.items()
+        if value is not None
+    ]
+
+
+def _around(model: nn.Module, blocks: Blocks) -> list[nn.Module]:
+    """The modules that the list of blocks lies in, and the list."""
+    return [module for module in model.modules() if blocks.home in module.modules()]
+
+
+def _beside(
+    model: nn.Module, blocks: Blocks, around: Sequence[nn.Module]
+) -> tuple[list[nn.Module], list[nn.Module]]:
+    """The largest modules with parameters that hold no block and can be called, and those round them that cannot be."""
+    found: list[nn.Module] = []
+    containers: list[nn.Module] = []
+
+    def add(module: nn.Module) -> None:
+        if module in found or module in containers or next(module.parameters(), None) is None:
+            return
+        if type(module).forward is nn.Module.forward:
+            containers.append(module)
+            for child in module.children():
+                add(child)
+        else:
+            found.append(module)
+
+    for module in around:
+        for key, child in module._modules.items():
+            is_block = module is blocks.home and key in blocks.keys
+            if child is not None and child not in around and not is_block:
+                add(child)
+    return found, containers
+
+
+def _check_not_compiled(around: Sequence[nn.Module]) -> None:
+    """Refuse what torch.compile has made of a model: a stage leaves its forward in the middle."""
+    for module in around:
+        if "_orig_mod" in module._modules or module._compiled_call_impl is not None:
+            name = type(module._modules.get("_orig_mod", module)).__name__
+            raise LayoutError(
+                f"{name} is compiled as a whole, and a stage runs a part of its forward: compile the blocks in place of the model, "
+                "as for block in model.blocks: block.compile()"
+            )
+
+
+def _bounds(
+    model: nn.Module,
+    blocks: Blocks,
+    before: set[str],
+    stages: int,
+    costs: Sequence[float] | None,
+    layers: Sequence[int] | None,
+) -> list[int]:
+    counts = list(layers) if layers is not None else []
+    if layers is None:
+        times = estimate(model, blocks, before) if costs is None else list(costs)
+        if len(times) != len(blocks) + 2:
+            raise LayoutError(
+                f"{len(times)} costs for {len(blocks)} blocks: give (before, one for each block, behind), "
+                f"{len(blocks) + 2} in all"
+            )
+        counts = partition(times[1:-1], stages, before=times[0], after=times[-1])
+    elif len(counts) != stages or sum(counts) != len(blocks) or min(counts) < 1:
+        raise LayoutError(
+            f"layers={tuple(counts)} for {stages} stages of {len(blocks)} blocks: give each stage at least one, "
+            f"{len(blocks)} in all"
+        )
+    return [sum(counts[:stage]) for stage in range(stages + 1)]
+
+
+def estimate(model: nn.Module, blocks: Blocks, before: set[str]) -> list[float]:
+    """What a token costs (before, in every block, behind): elements of the matrices that it is multiplied with.
+
+    A table that is looked up costs nothing; a head that shares it costs what it multiplies.
+    """
+    times = [0.0] * (len(blocks) + 2)
+    for path, module in model.named_modules(remove_duplicate=False):
+        if isinstance(module, nn.Embedding) or type(module).__name__ == "Embedding":
+            continue
+        for leaf, parameter in module._parameters.items():
+            if parameter is None or parameter.dim() < 2:
+                continue
+            name = f"{path}.{leaf}" if path else leaf
+            index = blocks.index_of(name)
+            place = 0 if name in before else len(times) - 1
+            times[place if index is None else index + 1] += parameter.numel()
+    return times

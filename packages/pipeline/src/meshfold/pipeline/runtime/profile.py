@@ -1,0 +1,101 @@
+"""How long the stages of a cut model really take, and how to cut it better by that."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Mapping
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from meshfold.mesh import Group, all_reduce
+from meshfold.pipeline.runtime.clock import Clock
+from meshfold.pipeline.runtime.microbatch import Microbatch
+from meshfold.pipeline.runtime.partial_forward import Plan, Slots
+from meshfold.pipeline.runtime.stage import Stage
+from meshfold.pipeline.scheduling.costs import Costs
+
+_KEY = -1  # no micro-batch of a step has this number
+
+
+def measure(
+    stages: Mapping[int, Stage],
+    work: Microbatch,
+    plan: Plan,
+    group: Group,
+    count: int,
+    device: torch.device,
+    repeats: int,
+) -> Costs:
+    """Run F, B and W of this rank's stages by themselves, and tell all ranks; gradients are left as they were.
+
+    Args:
+        stages: this rank's.
+        work: a micro-batch.
+        plan: what travels for it.
+        group: of the pipeline axis; all of it must call.
+        count: stages of the model.
+        device: where stages run.
+        repeats: runs after a first one that does not count; their median does.
+
+    Returns:
+        Seconds.
+    """
+    clock = Clock(device)
+    table = torch.zeros(count, 3, dtype=torch.float64, device=device)
+    for number, stage in stages.items():
+        parameters = {p: p.grad for p in stage.parameters()}
+        for parameter in parameters:
+            parameter.grad = None
+        runs = [_run(stage, work, plan, device, clock) for _ in range(repeats + 1)][1:]
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        for parameter, gradient in parameters.items():
+            parameter.grad = gradient
+        seconds = [[clock.seconds(*pair) for pair in pairwise(points)] for points in runs]
+        table[number] = torch.tensor([statistics.median(column) for column in zip(*seconds, strict=True)])
+    forward, backward_input, backward_weight = all_reduce(table, group).t().tolist()
+    return Costs(forward=forward, backward_input=backward_input, backward_weight=backward_weight)
+
+
+def rehearse(stages: Mapping[int, Stage], work: Microbatch, plan: Plan, device: torch.device) -> None:
+    """F of all these stages, in order, then B and W of each, in the other order, on noise.
+
+    Args:
+        stages: a rank's.
+        work: a micro-batch.
+        plan: what travels for it.
+        device: where stages run.
+    """
+    for stage in stages.values():
+        stage.forward(_KEY, work, plan, noise(stage.inputs(plan), device))
+    for stage in reversed([*stages.values()]):
+        stage.backward(_KEY, final(stage, plan, device))
+
+
+def final(stage: Stage, plan: Plan, device: torch.device) -> list[Tensor]:
+    """Something for backward to begin with: noise, or 1 for the loss."""
+    return [torch.ones((), device=device)] if stage.is_last else noise(stage.outputs(plan), device)
+
+
+def _run(stage: Stage, work: Microbatch, plan: Plan, device: torch.device, clock: Clock) -> list[Any]:
+    """The points in time before F, between F, B and W, and behind W.
+
+    On a GPU nobody waits in between: what launching takes is hidden there, as it is in a step.
+    """
+    received, gradients = noise(stage.inputs(plan), device), final(stage, plan, device)
+    points = [clock.now()]
+    stage.forward(_KEY, work, plan, received)
+    points.append(clock.now())
+    stage.backward_input(_KEY, gradients)
+    points.append(clock.now())
+    stage.backward_weight(_KEY)
+    points.append(clock.now())
+    return points
+
+
+def noise(slots: Slots, device: torch.device) -> list[Tensor]:
+    """Tensors of these shapes."""
+    return [torch.randn(slot.shape, dtype=slot.dtype, device=device) for slot in slots]

@@ -1,0 +1,204 @@
+"""A stage: a run of blocks of the model on one rank, and what each of its micro-batches holds.
+
+F keeps the graph, B gives it back and leaves x and dy of every linear layer, W makes their weight gradients: nothing is
+computed twice. What else has parameters (norms, tables) gets its gradient in B, exactly as in one backward.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import GradientEdge, get_gradient_edge
+from torch.utils._pytree import tree_leaves
+
+from meshfold.mesh import LayoutError, MeshfoldError, SpecError, dropout_stream
+from meshfold.mesh.deferral import Queue, gradients_together
+from meshfold.mesh.dropout_stream import DropoutStream, current_dropout_stream
+from meshfold.mesh.when_read import here
+from meshfold.pipeline.runtime.forward_analysis import bypassed
+from meshfold.pipeline.runtime.microbatch import Microbatch
+from meshfold.pipeline.runtime.partial_forward import Plan, Slots
+from meshfold.pipeline.runtime.partition import Cut
+
+LossOf = Callable[[Any, Any], Tensor]
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Live:
+    """What one micro-batch holds from F to B."""
+
+    inputs: list[Tensor]
+    outputs: list[tuple[GradientEdge, torch.dtype] | None]
+
+
+class Stage:
+    """One stage of a cut model.
+
+    Attributes:
+        number: counted over the whole model.
+        queue: where its weight gradients wait.
+        live: micro-batches between F and B.
+        kept: micro-batches between F and W.
+    """
+
+    def __init__(self, cut: Cut, number: int, queue: Queue, loss_of: LossOf) -> None:
+        """Args:
+        cut: the model.
+        number: which of this rank's stages.
+        queue: of the whole model; its keys are (stage, micro-batch).
+        loss_of: a scalar from the model's output and the micro-batch in the user's form.
+        """
+        self.number, self.queue = number, queue
+        self.first, self.stop = cut.bounds[number], cut.bounds[number + 1]
+        self.is_last = number == len(cut.home) - 1
+        self._cut, self._loss_of = cut, loss_of
+        self._held: dict[int, _Live] = {}
+        self.kept: set[int] = set()
+        self._looked_at = False
+
+    @property
+    def live(self) -> tuple[int, ...]:
+        """Micro-batches between F and B."""
+        return tuple(self._held)
+
+    def parameters(self) -> Iterator[nn.Parameter]:
+        """Those that the stage uses."""
+        return (p for name, p in self._cut.named_parameters() if self.number in self._cut.users[name])
+
+    def inputs(self, plan: Plan) -> Slots:
+        """What travels in."""
+        return plan.into(self.first) if self.first else ()
+
+    def outputs(self, plan: Plan) -> Slots:
+        """What travels out."""
+        return () if self.is_last else plan.into(self.stop)
+
+    def run(self, work: Microbatch, plan: Plan, received: Sequence[Tensor]) -> tuple[Any, list[Tensor]]:
+        """The forward alone: what travels out, or the model's output; and what travelled in, as backward knows it."""
+        model, gates = self._cut.model, self._cut.gates
+        with dropout_of(work):
+            return gates.forward(
+                lambda: model(*work.args, **work.kwargs), plan, self.first, self.stop, received
+            )
+
+    def forward(
+        self, key: int, work: Microbatch, plan: Plan, received: Sequence[Tensor]
+    ) -> tuple[list[Tensor], Tensor | None]:
+        """F of micro-batch ``key``: what travels out, and the loss in the last stage.
+
+        Raises:
+            MeshfoldError: if what comes out has another shape than was foreseen.
+            LayoutError: if what stands for tensors of other stages got into it.
+        """
+        output, inputs = self.run(work, plan, received)
+        if not self._looked_at:
+            self._looked_at = True
+            self._check_values(output, received)
+        loss = None
+        if self.is_last:
+            loss = self._loss_of(output, work.given)
+            output = [loss]
+        else:
+            self._check(output, plan)
+        # Edges, not tensors: what has been sent need not be held by the one who sent it.
+        edges = [(get_gradient_edge(t), t.dtype) if t.requires_grad else None for t in output]
+        self._held[key] = _Live(inputs=inputs, outputs=edges)
+        self.kept.add(key)
+        return [tensor.detach() for tensor in output], None if loss is None else loss.detach()
+
+    def backward_input(self, key: int, gradients: Sequence[Tensor]) -> list[Tensor]:
+        """B of micro-batch ``key``: from the gradients of what travelled out to those of what travelled in."""
+        with self.queue.collecting((self.number, key)):
+            return self._backward(key, gradients)
+
+    def backward_weight(self, *keys: int) -> None:
+        """W of micro-batches after their B, in this order."""
+        self.queue.compute(*((self.number, key) for key in keys))
+        self.kept.difference_update(keys)
+
+    def backward(self, key: int, gradients: Sequence[Tensor]) -> list[Tensor]:
+        """B and W in one go: the same numbers, and what a layer holds is let go layer by layer."""
+        found = self._backward(key, gradients)
+        self.kept.discard(key)
+        return found
+
+    def clear(self) -> None:
+        """Forget all micro-batches, after a step that was broken off."""
+        self._held.clear()
+        self.kept.clear()
+
+    def _backward(self, key: int, gradients: Sequence[Tensor]) -> list[Tensor]:
+        if key not in self._held:
+            raise MeshfoldError(f"stage {self.number} has no forward of micro-batch {key} to go back through")
+        live = self._held.pop(key)
+        pairs = [
+            (output[0], gradient.to(output[1]))
+            for output, gradient in zip(live.outputs, gradients, strict=True)
+            if output is not None
+        ]
+        if pairs:
+            with gradients_together():
+                torch.autograd.backward([edge for edge, _ in pairs], [gradient for _, gradient in pairs])
+        return [torch.zeros_like(x) if x.grad is None else x.grad for x in live.inputs]
+
+    def _check_values(self, output: Any, received: Sequence[Tensor]) -> None:
+        """Of the first micro-batch: nothing but NaN of finite inputs is what stands for a tensor that did not travel."""
+        made = [
+            here(leaf)
+            for leaf in tree_leaves(output)
+            if isinstance(leaf, Tensor) and leaf.dim() and leaf.numel()
+        ]
+        if not received or any(tensor.is_meta for tensor in (*made, *received)):
+            return
+        lost = [tensor for tensor in made if tensor.is_floating_point() and bool(tensor.isnan().all())]
+        if lost and all(bool(tensor.isfinite().all()) for tensor in received):
+            why = bypassed(self._cut.blocks.name, f"block {self.first}")
+            raise LayoutError(f"stage {self.number} makes nothing but nan of finite inputs: {why}")
+
+    def _check(self, output: Sequence[Tensor], plan: Plan) -> None:
+        for tensor, slot in zip(output, self.outputs(plan), strict=True):
+            if tuple(tensor.shape) != slot.shape or tensor.dtype != slot.dtype:
+                raise MeshfoldError(
+                    f"stage {self.number} hands on {tuple(tensor.shape)} of {tensor.dtype} where {slot.shape} of "
+                    f"{slot.dtype} was foreseen: blocks must keep the shape and dtype of what they are given"
+                )
+
+
+def dropout_of(work: Microbatch) -> AbstractContextManager[object]:
+    """The dropout stream of a micro-batch, where there is one: its rows drop what they drop in the whole batch."""
+    try:
+        stream: DropoutStream = current_dropout_stream()
+    except MeshfoldError:
+        return nullcontext()
+    return dropout_stream(
+        stream.seed,
+        stream.step,
+        first_row=stream.first_row + work.first_row,
+        first_token=stream.first_token + work.first_token,
+        rows=stream.rows or work.rows,
+        dealt=stream.dealt,
+    )
+
+
+def loss_in(output: Any, given: Any, loss_fn: Callable[[Any, Any], Tensor] | None) -> Tensor:
+    """The scalar loss in a model's output, or what ``loss_fn`` makes of it.
+
+    Raises:
+        SpecError: if there is none.
+    """
+    loss = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
+    if loss_fn is not None:
+        loss = loss_fn(output, given)
+    elif loss is None and isinstance(output, Tensor):
+        loss = output
+    if not isinstance(loss, Tensor) or loss.dim():
+        raise SpecError(
+            f"the model returned {type(output).__name__} without a scalar loss: return an output with .loss, or give "
+            f"loss_fn=lambda output, batch: ..."
+        )
+    return loss

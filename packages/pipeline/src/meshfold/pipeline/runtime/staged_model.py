@@ -1,0 +1,128 @@
+"""From the user's model to this rank's stages of it, with their values, on their device."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from meshfold.mesh import Mesh, SpecError, build_on_meta, materialize, retrace_initialization
+from meshfold.mesh.first_values import coordinates_of, origin_of
+from meshfold.pipeline.runtime.deferred_linear import defer
+from meshfold.pipeline.runtime.forward_analysis import Example
+from meshfold.pipeline.runtime.partition import Cut, cut
+from meshfold.pipeline.runtime.stage import Stage, loss_in
+
+
+@dataclass(frozen=True, kw_only=True)
+class Staged:
+    """A model in stages, ready to run.
+
+    Attributes:
+        cut: what this rank keeps.
+        stages: this rank's, by number, ascending.
+        device: where they run.
+    """
+
+    cut: Cut
+    stages: dict[int, Stage]
+    device: torch.device
+
+    @property
+    def module(self) -> nn.Module:
+        """The model with only that in it."""
+        return self.cut.model
+
+
+def stage_model(
+    model: nn.Module | Callable[[], nn.Module],
+    mesh: Mesh,
+    home: Sequence[int],
+    *,
+    axis: str,
+    example: Example | None,
+    device: torch.device | str | None,
+    dtype: torch.dtype | None,
+    seed: int,
+    fill: Callable[[nn.Module], None] | None,
+    costs: Sequence[float] | None,
+    layers: Sequence[int] | None,
+    blocks: str | None,
+    batched_weights: bool,
+    loss_fn: Callable[[Any, Any], Tensor] | None,
+) -> Staged:
+    """Cut a model in place, give what is left of it its values, and take its weight gradients apart.
+
+    Args:
+        home: the rank of every stage, on the axis.
+        costs, layers, blocks: see :func:`meshfold.pipeline.cut.cut`.
+        model, mesh, axis, example, device, dtype, seed, fill, batched_weights, loss_fn: see
+            :class:`meshfold.pipeline.Pipeline`.
+
+    Raises:
+        LayoutError: for a model that cannot be cut.
+        SpecError: for what is no model, or ``fill`` with a function that makes one.
+    """
+    built, tape, seed = _built(model, seed) if fill is None else (model, None, seed)
+    if not isinstance(built, nn.Module):
+        raise SpecError(f"fill=... goes with a module on the meta device, and model is {model!r}")
+    place = _device(device, built)
+    found = cut(
+        built,
+        mesh,
+        home,
+        axis=axis,
+        example=example,
+        device=place,
+        costs=costs,
+        layers=layers,
+        blocks=blocks,
+    )
+    if fill is not None:
+        fill(built)
+    elif tape is not None:
+        materialize(
+            built,
+            tape,
+            seed=seed,
+            device=place,
+            dtype=dtype,
+            placement_of=lambda name, tensor: coordinates_of(tensor),
+        )
+    else:
+        built.to(place)
+    queue = defer(built, batched=batched_weights)
+    loss_of = partial(loss_in, loss_fn=loss_fn)
+    stages = {number: Stage(found, number, queue, loss_of) for number in found.stages}
+    return Staged(cut=found, stages=stages, device=place)
+
+
+def _built(model: nn.Module | Callable[[], nn.Module], seed: int) -> tuple[nn.Module, Any, int]:
+    """(the model, its tape if it is on the meta device, the seed of its values)"""
+    if not isinstance(model, nn.Module):
+        if not callable(model):
+            raise SpecError(f"model={model!r}: an nn.Module, or a function without arguments that makes one")
+        return (*build_on_meta(model), seed)
+    if not any(p.is_meta for p in model.parameters()):
+        return model, None, seed
+    origin = origin_of(model)
+    return (
+        (model, retrace_initialization(model), seed) if origin is None else (model, origin.tape, origin.seed)
+    )
+
+
+def _device(device: torch.device | str | None, model: nn.Module) -> torch.device:
+    if device is not None:
+        return torch.device(device)
+    first = next((p.device for p in model.parameters() if not p.is_meta), None)
+    if first is not None:
+        return first
+    return (
+        torch.device("cuda", torch.cuda.current_device())
+        if torch.cuda.is_available()
+        else torch.device("cpu")
+    )

@@ -1,0 +1,112 @@
+"""Parameters that several ranks keep, such as a head that shares the embedding's table: their gradients are summed.
+
+Every holder sends its own to every other and adds all in the order of the ranks, so all get the same bits, and copies
+that were equal stay equal under any optimizer that treats them alike. What a step's micro-batches make is put aside as it
+comes, before anybody else looks at ``.grad``, in float32 at least; the sum then comes as one gradient, as if autograd had
+made it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
+
+from meshfold.mesh import Transfer, deferral
+from meshfold.pipeline.runtime.executor import Channels
+from meshfold.pipeline.runtime.partition import Tie
+
+
+class TiedGradients:
+    """The gradients of the parameters that this rank shares. Make it before others hook these parameters."""
+
+    def __init__(self, ties: Sequence[Tie], parameters: Sequence[nn.Parameter], channels: Channels) -> None:
+        self.ties, self.parameters, self._channels = ties, list(parameters), channels
+        self._shapes = [parameter.shape for parameter in parameters]  # ZeRO stage 3 empties them between uses
+        self._own: list[Tensor | None] = [None] * len(self.parameters)
+        self._collecting = False
+        self._handles: list[RemovableHandle] = [
+            parameter.register_post_accumulate_grad_hook(self._hook(place))
+            for place, parameter in enumerate(self.parameters)
+            if parameter.requires_grad
+        ]
+
+    @contextmanager
+    def collecting(self) -> Iterator[None]:
+        """Around the actions of a step: gradients that come are put aside; what was in ``.grad`` stays there."""
+        before = [parameter.grad for parameter in self.parameters]
+        for parameter in self.parameters:
+            parameter.grad = None
+        self._own = [None] * len(self.parameters)
+        self._collecting = True
+        try:
+            yield
+        finally:
+            self._collecting = False
+            for parameter, gradient in zip(self.parameters, before, strict=True):
+                parameter.grad = gradient
+
+    def sum(self) -> None:
+        """After the step: add the sum over all holders to ``.grad``, as autograd would; all holders must call."""
+        coming: list[list[tuple[int, Transfer]]] = []
+        trained = [place for place, parameter in enumerate(self.parameters) if parameter.requires_grad]
+        here = self._channels.index
+        for place in trained:
+            found, parameter = self._own[place], self.parameters[place]
+            gradient = _zeros(parameter, self._shapes[place]) if found is None else found
+            self._own[place] = gradient
+            others = [rank for rank in self.ties[place].ranks if rank != here]
+            for rank in others:
+                self._channels.send(gradient, rank)
+            coming.append(
+                [(rank, self._channels.receive(torch.empty_like(gradient), rank)) for rank in others]
+            )
+        for place, transfers in zip(trained, coming, strict=True):
+            own, parameter = self._own[place], self.parameters[place]
+            assert own is not None  # set above
+            parts = dict([(here, own), *((rank, transfer.wait()) for rank, transfer in transfers)])
+            total = _sum([parts[rank] for rank in sorted(parts)])
+            deferral.add_gradient(parameter, total.to(parameter.dtype))
+        self._channels.finish()
+        self._own = [None] * len(self.parameters)
+
+    def close(self) -> None:
+        """Leave the parameters alone from now on."""
+        for handle in self._handles:
+            handle.remove()
+
+    def _hook(self, place: int) -> Callable[[Tensor], None]:
+        def arrive(parameter: Tensor) -> None:
+            if not self._collecting or parameter.grad is None:
+                return
+            found, parameter.grad = parameter.grad, None
+            own = self._own[place]
+            if own is None:
+                self._own[place] = found.to(_wide(found)).contiguous()
+            else:
+                own.add_(found)
+
+        return arrive
+
+
+def pairs(ties: Sequence[Tie]) -> set[tuple[int, int]]:
+    """Who sends to whom."""
+    return {(a, b) for tie in ties for a in tie.ranks for b in tie.ranks if a != b}
+
+
+def _wide(gradient: Tensor) -> torch.dtype:
+    return torch.promote_types(gradient.dtype, torch.float32)
+
+
+def _zeros(parameter: Tensor, shape: torch.Size) -> Tensor:
+    return torch.zeros(shape, dtype=_wide(parameter), device=parameter.device)
+
+
+def _sum(parts: Sequence[Tensor]) -> Tensor:
+    total = parts[0].clone()
+    for part in parts[1:]:
+        total += part
+    return total

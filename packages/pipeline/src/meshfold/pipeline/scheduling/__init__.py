@@ -1,0 +1,1 @@
+"""Schedules as data: made, checked, simulated, searched, drawn, and turned into programs with communication."""

@@ -1,0 +1,271 @@
+"""``auto``: an order found for given costs and a memory bound.
+
+Three sources of candidates, best first kept: every named schedule that has as many stages; list scheduling under the real
+costs with several keys, windows and placements of the stages; and moves on the critical path of the best of these
+(:mod:`meshfold.pipeline.scheduling.local_search`). What is returned is never slower than the best named schedule within the
+bound, because that is a candidate.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import accumulate, product
+
+from meshfold.pipeline.errors import ScheduleError
+from meshfold.pipeline.scheduling.actions import Action, Op, Schedule
+from meshfold.pipeline.scheduling.costs import Costs, StageCosts
+from meshfold.pipeline.scheduling.list_scheduling import Greedy, Key
+from meshfold.pipeline.scheduling.local_search import Clock, fuse, improve, makespan
+from meshfold.pipeline.scheduling.schedules import SCHEDULES
+from meshfold.pipeline.scheduling.schedules.hanayo import wave_home
+from meshfold.pipeline.scheduling.simulation import Simulation, peak_of, simulate_costs
+
+Lists = list[list[Action]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Found:
+    """What a search found.
+
+    Attributes:
+        schedule: the best; its name is ``auto``.
+        costs: under which costs; those of the chosen cut if there were several.
+        simulation: what it does under them.
+        named: the makespan of every named schedule that was within the bound, by a text such as ``interleaved, 2 chunks``.
+    """
+
+    schedule: Schedule
+    costs: Costs
+    simulation: Simulation
+    named: Mapping[str, float]
+
+    @property
+    def time(self) -> float:
+        """The makespan."""
+        return self.simulation.makespan
+
+
+def auto(
+    *,
+    ranks: int,
+    microbatches: int,
+    chunks: int | None = None,
+    costs: Costs | Mapping[int, Costs] | None = None,
+    memory: float | Sequence[float] | None = None,
+    home: Sequence[int] | None = None,
+) -> Schedule:
+    """The fastest order found for given costs; see :func:`search`, which also says what it was compared with."""
+    return search(
+        ranks=ranks, microbatches=microbatches, chunks=chunks, costs=costs, memory=memory, home=home
+    ).schedule
+
+
+def search(
+    *,
+    ranks: int,
+    microbatches: int,
+    chunks: int | None = None,
+    costs: Costs | Mapping[int, Costs] | None = None,
+    memory: float | Sequence[float] | None = None,
+    effort: float = 1.0,
+    home: Sequence[int] | None = None,
+) -> Found:
+    """Search for the order with the least makespan.
+
+    Args:
+        ranks, microbatches: as in :func:`meshfold.pipeline.schedule`.
+        chunks: stages a rank holds; None: what the lists in ``costs`` say, or whichever of the cuts in a mapping is faster.
+        costs: of ranks × chunks stages; or, by chunks, of the same model cut into ranks × chunks stages. None: equal
+            stages, F, B and W of equal length, free messages, one or two chunks a rank.
+        memory: the most activations that a rank may hold at a time, for all or for each, in the unit of
+            ``costs.activation``; None: no bound.
+        effort: how long to try; with 0 only named schedules are compared.
+        home: the rank of every stage, where that is settled: only orders with stages there.
+
+    Raises:
+        ScheduleError: if numbers do not fit the ranks, or if nothing within the bound was found.
+    """
+    if memory is not None and not isinstance(memory, int | float) and len(memory) != ranks:
+        raise ScheduleError(
+            f"memory has {len(memory)} bounds and there are {ranks} ranks. Give one for each."
+        )
+    limit = (
+        [float(memory)] * ranks
+        if isinstance(memory, int | float)
+        else memory and [float(one) for one in memory]
+    )
+    named: dict[str, float] = {}
+    best: tuple[Candidate, Costs] | None = None
+    alone = []
+    for count, given in _cuts(ranks, chunks, costs).items():
+        settled = None if home is None else tuple(home)
+        cut = _Cut(ranks, microbatches, count, given.for_stages(ranks * count), limit, settled)
+        alone.append(cut.least())
+        for one in cut.candidates(effort):
+            if one.label:
+                named[one.label] = one.time
+            if best is None or (one.time, one.peak) < (best[0].time, best[0].peak):
+                best = one, given
+    if best is None:
+        raise ScheduleError(
+            f"no order of {microbatches} micro-batches on {ranks} ranks was found that holds at most {memory} activations; "
+            f"one micro-batch alone takes {min(alone):.6g} on a rank. Raise the bound, make micro-batches smaller, or cut "
+            "the model over more ranks."
+        )
+    schedule = Schedule.of(best[0].lists, name="auto", microbatches=microbatches)
+    result = simulate_costs(schedule, best[1])
+    return Found(schedule=schedule, costs=best[1], simulation=result, named=named)
+
+
+def _cuts(ranks: int, chunks: int | None, costs: Costs | Mapping[int, Costs] | None) -> dict[int, Costs]:
+    """What the stages cost, for every number of chunks that may be chosen."""
+    if costs is None:
+        return {count: Costs().finer(count) for count in ([1, 2] if chunks is None else [chunks])}
+    if isinstance(costs, Mapping):
+        cuts = {count: one for count, one in costs.items() if chunks in (None, count)}
+        if not cuts:
+            raise ScheduleError(
+                f"costs are given for {sorted(costs)} chunks a rank, and chunks={chunks}. Add that cut."
+            )
+        return cuts
+    if chunks is None:
+        stages = costs.stages or ranks
+        if stages % ranks:
+            raise ScheduleError(
+                f"costs are given for {stages} stages, which {ranks} ranks cannot hold alike. Give a multiple of {ranks}."
+            )
+        chunks = stages // ranks
+    return {chunks: costs}
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """An order within the bound: its makespan, the most activations that a rank holds, and what it is called if it is named."""
+
+    time: float
+    peak: float
+    label: str
+    home: tuple[int, ...]
+    lists: Lists
+
+
+@dataclass(frozen=True)
+class _Cut:
+    """A model cut into so many stages, and its candidates."""
+
+    ranks: int
+    microbatches: int
+    chunks: int
+    costs: StageCosts
+    limit: Sequence[float] | None
+    home: tuple[int, ...] | None = None
+    clocks: dict[tuple[int, ...], Clock] = field(default_factory=dict)
+
+    def candidates(self, effort: float) -> Iterator[Candidate]:
+        """Every named schedule within the bound; then what list scheduling and moves find."""
+        tried = []
+        for label, lists in self.named():
+            home = Schedule.of(lists).home
+            tried += self._judge(home, lists, label)
+        if effort > 0:
+            for home, lists in self.listed():
+                tried += self._judge(home, lists, "")
+        yield from tried
+        if effort > 0:
+            for one in sorted(tried, key=lambda one: (one.time, one.peak))[:3]:
+                clock = self.clocks[one.home]
+                better = improve(clock, one.lists, self.limit, tries=int(400 * effort))
+                yield from self._judge(one.home, better, "")
+                yield from self._judge(one.home, fuse(clock, better), "")
+
+    def _judge(self, home: tuple[int, ...], lists: Lists, label: str) -> list[Candidate]:
+        """A candidate, or none where a rank would hold too much, or stages are not where they have to be."""
+        if self.home not in (None, home):
+            return []
+        peaks = [peak_of(actions, self.costs.activation, self.costs.kept) for actions in lists]
+        if self.limit and any(p > most * (1 + 1e-9) for p, most in zip(peaks, self.limit, strict=True)):
+            return []
+        clock = self.clocks.setdefault(home, Clock(home, self.costs))
+        return [Candidate(makespan(clock, lists), max(peaks), label, home, lists)]
+
+    def least(self) -> float:
+        """What one micro-batch takes at least on the rank where it takes most."""
+        sizes = self.costs.activation
+        return min(
+            max(
+                sum(size for size, at in zip(sizes, home, strict=True) if at == rank)
+                for rank in range(self.ranks)
+            )
+            for home in self._homes()
+        )
+
+    def _homes(self) -> list[tuple[int, ...]]:
+        """The stages round the ranks, and for several chunks in waves."""
+        if self.home is not None:
+            return [self.home]
+        homes = [tuple(range(self.ranks)) * self.chunks]
+        return homes if self.chunks == 1 else [*homes, wave_home(self.ranks, self.chunks)]
+
+    def named(self) -> Iterator[tuple[str, Lists]]:
+        """Every named schedule with so many chunks."""
+        size = dict(ranks=self.ranks, microbatches=self.microbatches)
+        one, two = ("gpipe", "1f1b", "zb-h1", "zb-h2"), ("zb-v", "dualpipe-v")
+        for name in {1: one, 2: two}.get(self.chunks, ()):
+            yield name, SCHEDULES[name](**size)
+        if self.chunks > 1:
+            yield f"interleaved, {self.chunks} chunks", SCHEDULES["interleaved"](**size, chunks=self.chunks)
+        if self.chunks % 2 == 0:
+            waves = self.chunks // 2
+            yield f"hanayo, {waves} wave{'s' * (waves > 1)}", SCHEDULES["hanayo"](**size, waves=waves)
+
+    def listed(self) -> Iterator[tuple[tuple[int, ...], Lists]]:
+        """List scheduling under the costs, with several keys and windows, weight gradients apart or not."""
+        ranks, m = self.ranks, self.microbatches
+        windows = {min(m, w) for w in (ranks, 3 * ranks // 2, max(2 * ranks - 1, 1), 3 * ranks)}
+        if self.limit is not None:
+            windows |= {1, max(ranks // 2, 1)}
+        ways = ((True, 0.0), (True, 1.0), (False, 0.0))
+        for home, key, window, (split, patience) in product(
+            self._homes(), self._keys(), sorted(windows), ways
+        ):
+            found = Greedy(
+                home=home,
+                microbatches=m,
+                costs=self.costs,
+                key=key,
+                window=window,
+                split=(split,) * len(home),
+                patience=patience,
+                limit=self.limit,
+            ).run(ranks)
+            if found is not None:
+                yield home, found[1]
+
+    def _keys(self) -> list[Key]:
+        """What to take first: what would be first if micro-batches entered at a steady pace; or gradients before forwards."""
+        read, last = self.costs, self.ranks * self.chunks - 1
+        down = list(
+            accumulate(
+                (read.durations[s][Op.F] + (read.send[s] if s < last else 0) for s in range(last + 1)),
+                initial=0,
+            )
+        )
+        up = list(
+            accumulate(
+                (read.durations[s][Op.B] + (read.send[s - 1] if s else 0) for s in range(last, -1, -1)),
+                initial=down[-1],
+            )
+        )
+        rank_time = sum(sum(one[op] for op in (Op.F, Op.BW)) for one in read.durations) / self.ranks
+
+        def paced(pace: float) -> Key:
+            def key(op: Op, stage: int, microbatch: int) -> float:
+                return (down[stage] if op is Op.F else up[last - stage]) + pace * rank_time * microbatch
+
+            return key
+
+        def backward_first(op: Op, stage: int, microbatch: int) -> float:
+            return microbatch * (last + 1) - stage + (0 if op is not Op.F else self.microbatches * (last + 2))
+
+        return [paced(0.5), paced(1.0), backward_first]

@@ -1,0 +1,212 @@
+"""A schedule on a clock: when every action begins and ends, how much time is idle, how many activations are held."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+from meshfold.pipeline.errors import ScheduleError
+from meshfold.pipeline.scheduling.actions import Action, Op, Schedule
+from meshfold.pipeline.scheduling.costs import Costs, Number, StageCosts
+
+
+@dataclass(frozen=True, slots=True)
+class Timed:
+    """An action, where it runs, and from when to when."""
+
+    action: Action
+    rank: int
+    start: float
+    end: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Simulation:
+    """What a schedule does under given costs.
+
+    Attributes:
+        schedule: what ran.
+        costs: under which costs.
+        ranks: for every rank its actions in order, with their times. The first action of all begins at 0.
+    """
+
+    schedule: Schedule
+    costs: StageCosts
+    ranks: tuple[tuple[Timed, ...], ...]
+
+    @property
+    def makespan(self) -> float:
+        """From the beginning of the first action of all to the end of the last: a step between two barriers."""
+        return max((timed[-1].end for timed in self.ranks if timed), default=0.0)
+
+    @cached_property
+    def busy(self) -> tuple[float, ...]:
+        """Time that every rank computes."""
+        return tuple(sum(one.end - one.start for one in timed) for timed in self.ranks)
+
+    @cached_property
+    def spans(self) -> tuple[float, ...]:
+        """From the beginning of a rank's own first action to the end of its last, for every rank."""
+        return tuple(timed[-1].end - timed[0].start if timed else 0.0 for timed in self.ranks)
+
+    @property
+    def longest_span(self) -> float:
+        """The longest span of a rank: time from step to step where no barrier stands between them."""
+        return max(self.spans, default=0.0)
+
+    @property
+    def bubble(self) -> float:
+        """Share of the ranks' time that is idle between a barrier before the step and one after it."""
+        return self._idle(self.makespan)
+
+    @property
+    def span_bubble(self) -> float:
+        """Share that is idle within the longest span: (cost - m (TF + TB + TW)) / cost of arXiv 2401.10241, section 5.3.
+
+        It is what is lost where the ranks pass from step to step without waiting for each other.
+        """
+        return self._idle(self.longest_span)
+
+    def _idle(self, time: float) -> float:
+        return 1 - sum(self.busy) / (len(self.ranks) * time) if time else 0.0
+
+    @cached_property
+    def peak(self) -> tuple[float, ...]:
+        """The most activations that every rank holds at a time, in the unit of ``activation``.
+
+        F allocates when it begins, B frees all but the share ``kept`` when it ends, W and BW free the rest.
+        """
+        return tuple(
+            peak_of([one.action for one in timed], self.costs.activation, self.costs.kept)
+            for timed in self.ranks
+        )
+
+    @cached_property
+    def peak_microbatches(self) -> tuple[int, ...]:
+        """The most pairs of stage and micro-batch that every rank holds from F to the gradient of the weights."""
+        return tuple(live_at_most([one.action for one in timed]) for timed in self.ranks)
+
+    def _repr_svg_(self) -> str:
+        """What Jupyter asks for: a notebook shows the picture."""
+        from meshfold.pipeline.scheduling.drawing import svg
+
+        return svg(self)
+
+    def __str__(self) -> str:
+        lines = [
+            f"{self.schedule.name}: {self.makespan:.4g} with a barrier after the step, bubble {self.bubble:.1%}; "
+            f"{self.longest_span:.4g} in the longest span of a rank, bubble {self.span_bubble:.1%}",
+            "rank   begins     ends     busy   activations at most",
+        ]
+        for rank, timed in enumerate(self.ranks):
+            start, end = (timed[0].start, timed[-1].end) if timed else (0.0, 0.0)
+            lines.append(f"{rank:4} {start:8.4g} {end:8.4g} {self.busy[rank]:8.4g}   {self.peak[rank]:.4g}")
+        return "\n".join(lines)
+
+
+def simulate(
+    schedule: Schedule,
+    forward: Number = 1.0,
+    backward_input: Number = 1.0,
+    backward_weight: Number = 1.0,
+    send: Number = 0.0,
+    *,
+    backward: Number | None = None,
+    activation: Number = 1.0,
+    kept: Number = 1.0,
+) -> Simulation:
+    """Run a schedule on a clock. The arguments are those of :class:`Costs`.
+
+    Every action begins as soon as the action before it on its rank is over and its inputs are there. What is sent
+    takes its time on the way and none of the sender's or the receiver's.
+
+    Raises:
+        ScheduleError: for costs that do not fit the stages, and for a schedule that can never end.
+    """
+    return simulate_costs(
+        schedule,
+        Costs(
+            forward=forward,
+            backward_input=backward_input,
+            backward_weight=backward_weight,
+            send=send,
+            backward=backward,
+            activation=activation,
+            kept=kept,
+        ),
+    )
+
+
+def simulate_costs(schedule: Schedule, costs: Costs) -> Simulation:
+    """:func:`simulate` with the costs in one object."""
+    read = costs.for_stages(schedule.stages)
+    done: dict[tuple[bool, int, int], float] = {}  # (is forward, stage, micro-batch): end
+    waiting: defaultdict[tuple[bool, int, int], list[int]] = defaultdict(list)
+    timed: list[list[Timed]] = [[] for _ in schedule.ranks]
+    ready = list(range(len(schedule.ranks)))
+    while ready:
+        rank = ready.pop()
+        mine = timed[rank]
+        clock = mine[-1].end if mine else 0.0
+        for action in schedule.ranks[rank][len(mine) :]:
+            source = source_of(action, schedule.stages)
+            if source is not None:
+                if source not in done:
+                    waiting[source].append(rank)
+                    break
+                stage = source[1]
+                away = schedule.home[stage] != rank
+                clock = max(clock, done[source] + (read.send[min(stage, action.stage)] if away else 0.0))
+            end = clock + read.durations[action.stage][action.op]
+            mine.append(Timed(action, rank, clock, end))
+            clock = end
+            if action.op is not Op.W:
+                made = (action.op is Op.F, action.stage, action.microbatch)
+                done[made] = end
+                ready += waiting.pop(made, ())
+    if sum(map(len, timed)) < sum(map(len, schedule.ranks)):
+        where = ", ".join(
+            f"rank {rank} at {schedule.ranks[rank][len(mine)]}"
+            for rank, mine in enumerate(timed)
+            if len(mine) < len(schedule.ranks[rank])
+        )
+        raise ScheduleError(
+            f"schedule {schedule.name!r} never ends: {where} wait for inputs. check(schedule) says what to change."
+        )
+    return Simulation(schedule=schedule, costs=read, ranks=tuple(map(tuple, timed)))
+
+
+def source_of(action: Action, stages: int) -> tuple[bool, int, int] | None:
+    """What an action has to wait for: (whether a forward, its stage, its micro-batch); None if only for the micro-batch."""
+    if action.op is Op.F:
+        return (True, action.stage - 1, action.microbatch) if action.stage else None
+    if action.op is Op.W:
+        return (False, action.stage, action.microbatch)
+    if action.stage == stages - 1:
+        return (True, action.stage, action.microbatch)
+    return (False, action.stage + 1, action.microbatch)
+
+
+def peak_of(actions: Sequence[Action], activation: Sequence[float], kept: Sequence[float]) -> float:
+    """The most activations that are held at a time when these actions run in this order."""
+    held = most = 0.0
+    for action in actions:
+        size, share = activation[action.stage], kept[action.stage]
+        if action.op is Op.F:
+            held += size
+            most = max(most, held)
+        elif action.op is Op.B:
+            held -= size * (1 - share)
+        elif action.op is Op.W:
+            held -= size * share
+        else:
+            held -= size
+    return most
+
+
+def live_at_most(actions: Sequence[Action]) -> int:
+    """The most pairs of stage and micro-batch that are between F and the gradient of the weights, in this order."""
+    ones = (1.0,) * (1 + max((action.stage for action in actions), default=0))
+    return round(peak_of(actions, ones, ones))

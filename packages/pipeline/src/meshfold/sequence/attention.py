@@ -1,0 +1,154 @@
+"""Attention over a sequence that is split over ranks."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import cast
+
+from torch import Tensor
+from torch.nn import functional as F
+
+from meshfold.mesh.errors import LayoutError
+from meshfold.mesh.mesh import Mesh
+from meshfold.sequence.dropout import RingDropout, WeightDropout
+from meshfold.sequence.kernels import choose
+from meshfold.sequence.mask import Mask
+from meshfold.sequence.modes import dealing, find
+from meshfold.sequence.ring import Round, ring_attention
+from meshfold.sequence.ring_self_attention import Whole, ring_self_attention
+from meshfold.sequence.ring_steps import steps
+from meshfold.sequence.sharding import Dealing, check_documents
+from meshfold.sequence.ulysses import to_heads, to_sequence
+
+
+def attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    mesh: Mesh,
+    mode: str | Callable[..., object] = "ring",
+    causal: bool = True,
+    window: int | None = None,
+    documents: Sequence[int] | Tensor | None = None,
+    scale: float | None = None,
+    length: int | None = None,
+    order: str | None = None,
+    kernel: str = "auto",
+    dropout: float | WeightDropout = 0.0,
+) -> Tensor:
+    """Attention of this rank's tokens to the whole sequence: ``b s heads d, b s kv_heads d, b s kv_heads d -> b s heads d``.
+
+    Note the layout: the heads come after the tokens (``scaled_dot_product_attention`` has them before). Gradients are
+    those of attention on one rank: each rank's dQ, dK and dV are of its own tokens, in full.
+
+    Args:
+        q, k, v: this rank's tokens, as :func:`meshfold.sequence.shard_sequence` deals them; kv_heads divides heads.
+        mesh: its axis ``seq`` (or ``ring`` and ``ulysses``) splits the sequence; axes of size 1 may be left out.
+        mode: "ring" (keys and values travel), "ulysses" (heads are split instead of the sequence, by all-to-all),
+            "ring_ulysses" (both), "ring_self" (the baseline of arXiv 2105.13120), or a callable over the axis ``seq``
+            that takes q, k, v, mesh, causal, window, documents, scale, length and dropout by name and deals with all of it.
+        causal: tokens see no later ones.
+        window: tokens see those less than this many tokens away (of themselves and earlier ones: ``window`` in all).
+        documents: cumulative lengths of documents packed into the sequence, of every row of the batch alike:
+            ``(0, 3, 8)`` for two of 3 and 5 tokens. Tokens see their own document.
+        scale: of the scores; None: 1 / sqrt(d).
+        length: tokens of the whole sequence where it does not divide; what lies beyond is padding, which neither sees
+            nor is seen: its output and gradients are zero. None: no padding.
+        order: "zigzag" or "contiguous", as the sequence was dealt; None: the mode's own.
+        kernel: "auto", "flash", "cudnn", "efficient" or "reference", see :mod:`meshfold.sequence.kernels`.
+        dropout: which weights fall, as :class:`meshfold.sequence.WeightDropout` says it: those that fall in one process. A share
+            alone is refused, since kernels draw by the place in a tile. Computed by the reference kernel, at a rank's share of
+            the memory of all scores.
+
+    Returns:
+        This rank's tokens, in the dtype of ``q``.
+
+    Raises:
+        LayoutError: for shapes, lengths, heads, masks or a mode that do not fit.
+    """
+    found = find(mode, mesh)
+    length = q.shape[1] * mesh.size(*found.axes) if length is None else length
+    if callable(mode):
+        own = mode(
+            q, k, v, mesh=mesh, causal=causal, window=window, documents=documents, scale=scale, length=length,
+            dropout=dropout,
+        )  # fmt: skip
+        return cast(Tensor, own)
+    dealt = dealing(length, mesh, mode, order)
+    _check(q, k, v, dealt, window, dropout)
+    mask = Mask(
+        length=length,
+        causal=causal,
+        window=window,
+        documents=None if documents is None else check_documents(documents, length),
+    )
+    scale = 1.0 / math.sqrt(q.shape[-1]) if scale is None else scale
+    drops = isinstance(dropout, WeightDropout) and dropout.p > 0.0 and not q.is_meta
+    if mode == "ring_self":
+        if drops:
+            raise LayoutError("mode='ring_self' is a baseline and drops no weights: use mode='ring'")
+        whole = Whole(group=mesh.group(*found.ring), dealing=dealt, mask=mask, scale=scale)
+        return ring_self_attention(q, k, v, whole)
+    width, missing = q.shape[-1], -q.shape[-1] % 8
+    pads = missing > 0 and q.is_cuda and q.dtype.itemsize < 8 and v.shape[-1] == width
+    if pads:  # GPU kernels want features by eights; zeros change nothing
+        q, k, v = (F.pad(x, (0, missing)) for x in (q, k, v))
+    if q.is_meta and causal and window is None and documents is None:
+        # Plans count all pairs of tokens, as they do where a sequence is whole; there are as many steps.
+        mask = replace(mask, causal=False)
+    mine = steps(dealt, mask, mesh.index(*found.ring))
+    shapes = len({(tile.shape, tile.rows, tile.columns) for step in mine for tile in step})
+    drop = None
+    if isinstance(dropout, WeightDropout) and drops:
+        heads = q.shape[2] // mesh.size(*found.ulysses)
+        weights = dropout.of_heads(heads * mesh.index(*found.ulysses))
+        drop = RingDropout(weights=weights, dealing=dealt, index=mesh.index(*found.ring))
+    job = Round(
+        kernel=choose(kernel, q, k, v, shapes),
+        group=mesh.group(*found.ring),
+        steps=mine,
+        scale=scale,
+        drop=drop,
+    )
+    q, k, v = to_heads(q, k, v, mesh, found.ulysses)
+    out = to_sequence(ring_attention(q, k, v, job), mesh, found.ulysses)
+    return out[..., :width] if pads else out
+
+
+def _check(
+    q: Tensor, k: Tensor, v: Tensor, dealt: Dealing, window: int | None, dropout: float | WeightDropout
+) -> None:
+    if dropout and not isinstance(dropout, WeightDropout):
+        raise LayoutError(
+            f"dropout={dropout!r}: kernels draw by the place in a tile, and ranks could not drop what a single process does: set "
+            "the model's attention dropout to 0, or say which weights fall by WeightDropout, as the engine does"
+        )
+    shapes = f"q {list(q.shape)}, k {list(k.shape)}, v {list(v.shape)}"
+    if (
+        q.dim() != 4
+        or k.dim() != 4
+        or v.dim() != 4
+        or q.shape[:2] != k.shape[:2]
+        or k.shape[:3] != v.shape[:3]
+    ):
+        raise LayoutError(
+            f"q must be [b, s, heads, d], k and v [b, s, kv_heads, d] with b and s alike, got {shapes}"
+        )
+    if q.shape[3] != k.shape[3] or not k.shape[2] or q.shape[2] % k.shape[2]:
+        raise LayoutError(
+            f"heads of q and k must be equally wide, and the {k.shape[2]} heads of keys divide the {q.shape[2]} of "
+            f"queries, got {shapes}"
+        )
+    if not q.dtype == k.dtype == v.dtype or not q.dtype.is_floating_point:
+        raise LayoutError(f"q, k and v must have one floating dtype, got {q.dtype}, {k.dtype} and {v.dtype}")
+    if q.shape[1] != dealt.local:
+        raise LayoutError(
+            f"a sequence of {dealt.length} tokens in {dealt.order} order gives each of {dealt.ranks} ranks {dealt.local} "
+            f"of them ({dealt.padded} with padding), and q has {q.shape[1]}: deal it by shard_sequence, and give "
+            "attention the length of the whole sequence if that does not divide"
+        )
+    if window is not None and (isinstance(window, bool) or not isinstance(window, int) or window < 1):
+        raise LayoutError(f"window={window!r}: a token sees a whole number of tokens from 1 (itself) up")

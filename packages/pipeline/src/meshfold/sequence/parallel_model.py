@@ -1,0 +1,249 @@
+"""Any model's attention over a split sequence, without a file per model."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from contextlib import AbstractContextManager, ExitStack
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from meshfold.mesh.errors import LayoutError
+from meshfold.mesh.mesh import Mesh
+from meshfold.mesh.tracking import untracked, watch
+from meshfold.sequence import hugging_face
+from meshfold.sequence.attention_call import Documents, Settings, by_row
+from meshfold.sequence.dropout import Draw
+from meshfold.sequence.function_mode import Around, Swap
+from meshfold.sequence.layout_tracking import Tracked
+from meshfold.sequence.modes import find
+from meshfold.sequence.token_shards import positions
+
+
+class SequenceParallel:
+    """What :func:`sequence_parallel` did to a model: ``remove()`` undoes it, and so does the end of a ``with``."""
+
+    def __init__(self, model: nn.Module, settings: Settings) -> None:
+        self._settings = settings
+        self._local = 0  # tokens of this rank in the last forward, which may be recomputed later
+        self._calls = 0  # of attention in the forward under way
+        self._signature = inspect.signature(model.forward)
+        self._takes_positions = "position_ids" in self._signature.parameters
+        self._shifts_labels = getattr(model, "loss_type", "") == "ForCausalLM" or any(
+            getattr(module, "causal_lm_loss", False) and getattr(module, "shifts", True)
+            for module in model.modules()
+        )
+        self._changes: list[Any] = []
+        self._tracked = Tracked(settings.mesh, find(settings.mode, settings.mesh).axes)
+        theirs = hugging_face.parts(model)
+        self._swaps = theirs != [model]
+        with ExitStack() as refused:  # a model that is not taken is left as it was
+            refused.callback(self.remove)
+            self._changes.append(_Undo(watch(model, self._tracked)))
+            self._changes.append(model.register_forward_pre_hook(self._begin, with_kwargs=True))
+            self._changes.append(model.register_forward_hook(self._end))
+            for part in theirs:
+                self._changes.append(hugging_face.Registered(part, self._asked))
+            masks = _NoMasks(model)
+            self._changes.append(masks)
+            if settings.window is None:
+                self._settings = replace(settings, window=masks.window)
+            if self._swaps:
+                self._changes.append(Around(model, self._swap))
+            refused.pop_all()
+
+    def set_batch(self, *, length: int | None = None, documents: Documents | None = None) -> None:
+        """Say of the batches from now on what ``length`` and ``documents`` say of the first."""
+        self._settings = self._settings.with_batch(length, documents)
+
+    def again(self) -> AbstractContextManager[None]:
+        """What has to be around a part of the forward under way when it is repeated, where that is not a module's own.
+
+        For who recomputes activations; may be entered any number of times.
+        """
+        return _Again(self, self._settings, self._local)
+
+    def remove(self) -> None:
+        """Leave the model as it was."""
+        for change in self._changes:
+            change.remove()
+        self._changes.clear()
+
+    def __enter__(self) -> SequenceParallel:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.remove()
+
+    def _begin(
+        self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[Any, Any] | None:
+        given = self._signature.bind_partial(*args, **kwargs).arguments
+        given = {**given, **given.get("kwargs", {})}
+        tokens = next((x for x in given.values() if isinstance(x, Tensor) and x.dim() >= 2), None)
+        if tokens is None:
+            raise LayoutError(
+                "sequence_parallel looks for this rank's tokens, [b, s] or [b, s, h], among the model's arguments, and there "
+                "are none: call the model with a batch"
+            )
+        if self._shifts_labels and given.get("labels") is not None and given.get("shift_labels") is None:
+            raise LayoutError(
+                "the model moves labels by one token, which a shard of a sequence cannot: move them before they are dealt, by "
+                "next_tokens(labels), and give the model shift_labels= and num_items_in_batch= as well (Hugging Face), or take "
+                "the loss of its logits by loss_share(logits, targets, mesh, mode)"
+            )
+        self._local, self._calls = tokens.shape[1], 0
+        self._tracked.dealt(given.values(), self._local)
+        if not self._takes_positions or given.get("position_ids") is not None:
+            return None
+        return args, {**kwargs, "position_ids": self._positions(tokens.device)}
+
+    def _end(self, model: nn.Module, args: Any, output: Any) -> None:
+        if not self._calls:
+            raise LayoutError(
+                f"{type(model).__name__} attended to nothing that sequence_parallel could see, so each rank saw its own tokens "
+                "alone: let it call torch.nn.functional.scaled_dot_product_attention"
+            )
+
+    def _swap(self) -> Swap:
+        return Swap(self._asked, self._counted, self._marked)
+
+    def _asked(self) -> Settings:
+        """The settings, for a call of attention."""
+        self._calls += 1
+        return self._settings
+
+    def _counted(self, n: int) -> Tensor | None:
+        """The positions that an arange of n stands for in a model that is not told them."""
+        if self._takes_positions or n != self._local:
+            return None
+        found = self._positions("cpu")
+        if found.shape[0] > 1:
+            raise LayoutError(
+                "the model counts positions itself, once for all rows, and rows have documents of their own: pack them alike"
+            )
+        return found[0]
+
+    def _marked(self, positions: Tensor) -> Tensor:
+        self._tracked.positions(positions)
+        return positions
+
+    def _positions(self, device: torch.device | str) -> Tensor:
+        """``rows local``, or ``1 local`` where all rows have the same."""
+        s = self._settings
+        length = s.length or self._local * s.mesh.size(*find(s.mode, s.mesh).axes)
+        rows: list[tuple[int, ...] | None] = [*by_row(s.documents)]
+        with untracked():
+            made = torch.stack(
+                [
+                    positions(length, s.mesh, s.mode, order=s.order, documents=row, device=device)
+                    for row in rows or [None]
+                ]
+            )
+        self._tracked.positions(made)
+        return made
+
+
+class _Undo:
+    """A change that a function undoes."""
+
+    def __init__(self, undo: Callable[[], None]) -> None:
+        self.remove = undo
+
+
+class _NoMasks:
+    """Lets modules that make causal masks of whole sequences (``makes_masks = True``) make none.
+
+    Attributes:
+        window: of what they would have let through; None if there is none.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._masks = [module for module in model.modules() if getattr(module, "makes_masks", False)]
+        windows = {getattr(module, "window", None) for module in self._masks}
+        if len(windows) > 1:
+            raise LayoutError(
+                f"the model's masks have the windows {sorted(map(str, windows))}, and attention over a split sequence has one "
+                "for all layers: give them one"
+            )
+        self.window: int | None = next(iter(windows), None)
+        for module in self._masks:
+            module.__dict__["makes_masks"] = False
+
+    def remove(self) -> None:
+        """Leave the modules as they were."""
+        for module in self._masks:
+            module.__dict__["makes_masks"] = True
+
+
+class _Again:
+    """A part of a forward that is repeated: with the batch that it had."""
+
+    def __init__(self, parallel: SequenceParallel, settings: Settings, local: int) -> None:
+        self._parallel, self._batch = parallel, (settings, local)
+        self._open: list[ExitStack] = []
+
+    def __enter__(self) -> None:
+        now = self._parallel._settings, self._parallel._local
+        with ExitStack() as stack:
+            stack.callback(self._say, *now)
+            self._say(*self._batch)
+            if self._parallel._swaps:
+                stack.enter_context(self._parallel._swap())
+            self._open.append(stack.pop_all())
+
+    def __exit__(self, *error: object) -> None:
+        self._open.pop().close()
+
+    def _say(self, settings: Settings, local: int) -> None:
+        self._parallel._settings, self._parallel._local = settings, local
+
+
+def sequence_parallel(
+    model: nn.Module,
+    mesh: Mesh,
+    mode: str | Callable[..., object] = "ring",
+    *,
+    causal: bool | None = None,
+    window: int | None = None,
+    documents: Documents | None = None,
+    length: int | None = None,
+    order: str | None = None,
+    kernel: str = "auto",
+    draw: Draw | None = None,
+) -> SequenceParallel:
+    """From now on, or inside of ``with``, the model computes on this rank's tokens and attends to the whole sequence.
+
+    Models of Hugging Face's transformers get an attention through its registry; in every other model
+    ``torch.nn.functional.scaled_dot_product_attention`` is replaced inside of its forward, activation checkpointing
+    included. Each rank's positions go in as ``position_ids`` where the model takes them; where it does not,
+    ``torch.arange(n)`` for the n tokens of the rank counts the right positions in its forward.
+
+    Call the model with tokens dealt by :func:`meshfold.sequence.shard_sequence`. Labels have to be moved by one token
+    before they are dealt. Gradients of the parameters are to be summed over the sequence axes.
+
+    Args:
+        model: any module with self-attention; its attention dropout must be 0 unless ``draw`` is given.
+        mesh, mode, order, kernel: as in :func:`meshfold.sequence.attention`.
+        causal: None: what the model asks for at each call; said, it stands for the masks that the model makes.
+        window: None: what the model asks for (Hugging Face's ``sliding_window``, own models' ``window``).
+        documents: cumulative lengths of packed documents, of all rows alike or one for every row (which then attend one
+            after another); positions start again at each.
+        length: tokens of the whole sequence where it does not divide; ``set_batch`` says it anew for other batches.
+        draw: says at each attention that drops weights which ones fall; called with queries ``b heads s d`` and the share.
+
+    Raises:
+        LayoutError: for an unknown mode or a mesh that does not fit; in the forward, for what the model wants and
+            attention over a split sequence cannot do.
+    """
+    find(mode, mesh)
+    return SequenceParallel(
+        model,
+        Settings(
+            mesh=mesh, mode=mode, causal=causal, window=window, documents=documents, length=length, order=order,
+            kernel=kernel, draw=draw,
+        ),
+    )  # fmt: skip

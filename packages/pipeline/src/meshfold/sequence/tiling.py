@@ -1,0 +1,167 @@
+"""Cuts what a block of queries sees of a block of keys into rectangles and triangles, which attention kernels can do.
+
+Both blocks hold ascending pieces of the sequence and a query sees an interval of positions, so it sees an interval of
+the block's keys as well, whose two ends never move back from one query to the next. Between the places where an end
+begins or ceases to move, the visible part of the block is a rectangle, a trapezoid or a band, and these are cut::
+
+    first stands, stop stands      a rectangle
+    first stands, stop moves       a rectangle and a "lower" triangle (causal: query x sees keys 0 to x of the tile)
+    first moves, stop stands       an "upper" triangle (query x sees keys x to the end of the tile) and a rectangle
+    both move                      bands of that width, each an upper and a lower triangle
+
+So the two halves of a zigzag meet as halves: what is masked whole costs nothing, and a diagonal block of two pieces is
+one triangle.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Literal
+
+from meshfold.sequence.mask import Mask
+from meshfold.sequence.sharding import Pieces
+
+Shape = Literal["full", "lower", "upper"]
+
+
+@dataclass(frozen=True, slots=True)
+class Tile:
+    """Queries [q, q + rows) against keys [k, k + columns) of two blocks; triangles have as many rows as columns."""
+
+    shape: Shape
+    q: int
+    k: int
+    rows: int
+    columns: int
+
+    @property
+    def work(self) -> int:
+        """How many (query, key) pairs are computed."""
+        return self.rows * self.columns if self.shape == "full" else self.rows * (self.rows + 1) // 2
+
+
+@dataclass(slots=True)
+class _Run:
+    """Queries [start, start + rows) of the block see keys [first, stop); each end stands (0), moves (1), or is not
+    known to do either, of a single row (None)."""
+
+    start: int
+    rows: int
+    first: int
+    stop: int
+    first_moves: int | None
+    stop_moves: int | None
+
+    def joins(self, other: _Run) -> bool:
+        """Take in the rows that follow, if the ends go on as they did."""
+        first = _goes_on(self.first, self.first_moves, self.rows, other.first, other.first_moves)
+        stop = _goes_on(self.stop, self.stop_moves, self.rows, other.stop, other.stop_moves)
+        if first is None or stop is None:
+            return False
+        self.rows += other.rows
+        self.first_moves, self.stop_moves = first, stop
+        return True
+
+
+def tiles(queries: Pieces, keys: Pieces, mask: Mask) -> tuple[Tile, ...]:
+    """The tiles that cover exactly what queries at these pieces see of keys at those, each pair once."""
+    found: list[Tile] = []
+    for run in _runs(queries, keys, mask):
+        found.extend(_cut(run))
+    return tuple(found)
+
+
+def _goes_on(value: int, moves: int | None, rows: int, then: int, then_moves: int | None) -> int | None:
+    """How an end moves over two stretches of rows, None if not in one way."""
+    if moves is None:
+        moves = then - value if rows == 1 else 0
+    if moves not in (0, 1) or then != value + moves * rows or then_moves not in (None, moves):
+        return None
+    return moves
+
+
+def _runs(queries: Pieces, keys: Pieces, mask: Mask) -> Iterator[_Run]:
+    offsets = []  # for each piece of keys, how many keys come before it
+    held = 0
+    for start, stop in keys:
+        offsets.append(held)
+        held += stop - start
+
+    def place(position: int) -> int:
+        """How many keys of the block lie before a global position."""
+        for (start, stop), offset in zip(keys, offsets, strict=True):
+            if position < stop:
+                return offset + max(position - start, 0)
+        return held
+
+    def ends(position: int) -> tuple[int, int]:
+        first, stop = mask.visible(position)
+        return place(first), place(stop)
+
+    run: _Run | None = None
+    passed = 0
+    marks = _marks(keys, mask)
+    for start, stop in queries:
+        bounds = sorted({start, stop, *(mark for mark in marks if start < mark < stop)})
+        for low, high in pairwise(bounds):
+            (first, end), rows = ends(low), high - low
+            moves: tuple[int | None, int | None] = (None, None)
+            if rows > 1:
+                then = ends(low + 1)
+                moves = (then[0] - first, then[1] - end)
+            piece = _Run(passed + low - start, rows, first, end, *moves)
+            if run is None or not run.joins(piece):
+                if run is not None:
+                    yield run
+                run = piece
+        passed += stop - start
+    if run is not None:
+        yield run
+
+
+def _marks(keys: Pieces, mask: Mask) -> tuple[int, ...]:
+    """Positions of queries at which an end of what they see may begin or cease to move."""
+    edges = {0, mask.length, *(edge for piece in keys for edge in piece), *(mask.documents or ())}
+    window = mask.window or 0
+    shifts = {0, -1, 1, window - 1, window, -window, 1 - window}
+    return tuple(sorted({edge + shift for edge in edges for shift in shifts}))
+
+
+def _cut(run: _Run) -> Iterator[Tile]:
+    start, rows, first, stop = run.start, run.rows, run.first, run.stop
+    if run.first_moves and run.stop_moves:
+        yield from _band(start, rows, first, stop)
+    elif run.stop_moves:
+        if (blind := max(0, first - stop + 1)) > 0:  # the first rows see nothing yet
+            start, rows, stop = start + blind, rows - blind, stop + blind
+        if rows > 0:
+            if stop - 1 > first:
+                yield Tile("full", start, first, rows, stop - 1 - first)
+            yield Tile("lower", start, stop - 1, rows, rows)
+    elif run.first_moves:
+        rows = min(rows, stop - first)  # the last rows see nothing any more
+        if rows > 0:
+            yield Tile("upper", start, first, rows, rows)
+            if stop > first + rows:
+                yield Tile("full", start, first + rows, rows, stop - first - rows)
+    elif stop > first:
+        yield Tile("full", start, first, rows, stop - first)
+
+
+def _band(start: int, rows: int, first: int, stop: int) -> Iterator[Tile]:
+    width = stop - first
+    if width < 1:
+        return
+    if width == 1:  # each query sees one key: the diagonal
+        for row in range(rows):
+            yield Tile("full", start + row, first + row, 1, 1)
+        return
+    for done in range(0, rows, width - 1):
+        high = min(width - 1, rows - done)
+        left, right = first + done, stop + done
+        yield Tile("upper", start + done, left, high, high)
+        if right - 1 > left + high:
+            yield Tile("full", start + done, left + high, high, right - 1 - left - high)
+        yield Tile("lower", start + done, right - 1, high, high)

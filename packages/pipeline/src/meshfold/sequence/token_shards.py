@@ -1,0 +1,99 @@
+"""Between whole sequences and what each rank has of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from meshfold.mesh import primitives
+from meshfold.mesh.mesh import Mesh
+from meshfold.sequence.modes import dealing, find
+from meshfold.sequence.sharding import check_documents
+
+ModeName = str | Callable[..., object]
+
+
+def shard_sequence(
+    x: Tensor, mesh: Mesh, mode: ModeName = "ring", *, dim: int = 1, order: str | None = None, pad: float = 0
+) -> Tensor:
+    """This rank's tokens of a whole sequence: ``b length .. -> b local ..``. No communication.
+
+    Args:
+        x: tokens, labels or hidden states, the same on every rank.
+        mesh: with the axis ``seq``, or ``ring`` × ``ulysses``.
+        mode: as in :func:`meshfold.sequence.attention`.
+        dim: the sequence dim.
+        order: "zigzag" or "contiguous"; None: the mode's own.
+        pad: what a length that does not divide is filled up with at its end; -100 for labels.
+
+    Raises:
+        LayoutError: for an unknown mode or order.
+    """
+    found = find(mode, mesh)
+    return dealing(x.shape[dim], mesh, mode, order).shard(x, mesh.index(*found.axes), dim, pad)
+
+
+def gather_sequence(
+    x: Tensor,
+    mesh: Mesh,
+    mode: ModeName = "ring",
+    *,
+    length: int | None = None,
+    dim: int = 1,
+    order: str | None = None,
+) -> Tensor:
+    """The whole sequence on every rank, in its order and without padding: ``b local .. -> b length ..``.
+
+    By all-gather. Backward gives every rank its own tokens of the gradient: for a use that is the same on all ranks.
+
+    Args:
+        x: this rank's tokens.
+        mesh, mode, dim, order: as they were dealt.
+        length: tokens of the whole sequence; None: there is no padding.
+    """
+    axes = find(mode, mesh).axes
+    dealt = dealing(length or x.shape[dim] * mesh.size(*axes), mesh, mode, order)
+    return dealt.join(primitives.collect(x, mesh, dim % x.dim(), axes), dim)
+
+
+def positions(
+    length: int,
+    mesh: Mesh,
+    mode: ModeName = "ring",
+    *,
+    order: str | None = None,
+    documents: Sequence[int] | None = None,
+    device: torch.device | str = "cpu",
+) -> Tensor:
+    """The position in the whole sequence of each of this rank's tokens: ``local``, int64.
+
+    Args:
+        length: tokens of the whole sequence, without padding; a padded token has the position of the last one.
+        mesh, mode, order: as the sequence is dealt.
+        documents: cumulative lengths of packed documents; positions start again at each.
+        device: of the result.
+    """
+    rank = mesh.index(*find(mode, mesh).axes)
+    return dealing(length, mesh, mode, order).positions(rank, documents).to(device)
+
+
+def next_tokens(
+    labels: Tensor, documents: Sequence[int] | None = None, *, ignore_index: int = -100
+) -> Tensor:
+    """Labels of a whole batch, moved so that each token has the next one's: ``b length -> b length``.
+
+    A model shifts labels by one token itself, which a shard of a sequence cannot do: do it before dealing them out.
+
+    Args:
+        labels: not shifted.
+        documents: cumulative lengths; the last token of each has no next one.
+        ignore_index: the label of a token that does not count.
+    """
+    moved = F.pad(labels[:, 1:], (0, 1), value=ignore_index)
+    if documents is not None:
+        for stop in check_documents(documents, labels.shape[1])[1:]:
+            moved[:, stop - 1] = ignore_index
+    return moved
