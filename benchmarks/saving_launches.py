@@ -28,18 +28,18 @@ import torch
 from torch import Tensor
 
 from benchmarks.common import machine, median
-from meshfold.checkpoint.staging.host_copies import HostLane, Pair
+from meshfold.checkpoint.staging import CopyPair, HostCopyQueue
 from meshfold.engine import Engine
 from meshfold.models import GPT, GPTConfig
 
 
-class Bus(HostLane):
+class Bus(HostCopyQueue):
     """Takes everything, as the stream of a GPU does, and has copied it when it is waited for."""
 
     def takes(self, tensor: Tensor) -> bool:
         return True
 
-    def queue(self, pairs: Sequence[Pair]) -> Callable[[], None]:
+    def queue(self, pairs: Sequence[CopyPair]) -> Callable[[], None]:
         with torch.no_grad():
             torch._foreach_copy_([to for to, _ in pairs], [of for _, of in pairs])
         return lambda: None

@@ -15,13 +15,17 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from meshfold.checkpoint.file_names import SCHEDULER
-from meshfold.checkpoint.folder.writing import begin, finish
-from meshfold.checkpoint.state.state_file import BLOCKS, sealed, sum_of
-from meshfold.checkpoint.tensors.file_set import verify
-from meshfold.checkpoint.tensors.safetensors_file import Described, TensorWriter
-from meshfold.checkpoint.tensors.shard_files import file_of, key_of, write_index
-from meshfold.checkpoint.tensors.weights import open_weights
+from meshfold.checkpoint.folder import SCHEDULER_FILE, begin_checkpoint, commit_checkpoint
+from meshfold.checkpoint.state import FORMAT_SHARDED, file_checksum, with_checksum
+from meshfold.checkpoint.tensors import (
+    TensorInfo,
+    TensorWriter,
+    open_weights,
+    shard_file_name,
+    shard_key,
+    verify_checksums,
+    write_shard_index,
+)
 from meshfold.data.corpus import open_corpus
 from meshfold.data.records import find_records, texts_of
 from meshfold.data.tokenizers import ByteTokenizer
@@ -138,7 +142,7 @@ def save_rectangles(folder: Path, seed: int) -> None:
     save_whole(whole, seed)
     found = Checkpoint(whole)
     with ExitStack() as mine:
-        writing = begin(folder, mine)
+        writing = begin_checkpoint(folder, mine)
         for name in (MODEL, OPTIMIZER):
             tensors = found.tensors(name)
             pieces: list[dict[str, Tensor]] = [{}, {}]
@@ -150,24 +154,24 @@ def save_rectangles(folder: Path, seed: int) -> None:
                     if value.dim() and end > start:
                         part = value[start:end]
                         offsets = (start,) + (0,) * (value.dim() - 1)
-                        pieces[rank][key_of(key, offsets, tuple(part.shape))] = part
+                        pieces[rank][shard_key(key, offsets, tuple(part.shape))] = part
                 if not value.dim():
-                    pieces[0][key_of(key, (), ())] = value
+                    pieces[0][shard_key(key, (), ())] = value
             for rank, mapped in enumerate(pieces):
                 announced = {
-                    key: Described(dtype=value.dtype, shape=tuple(value.shape))
+                    key: TensorInfo(dtype=value.dtype, shape=tuple(value.shape))
                     for key, value in mapped.items()
                 }
-                with TensorWriter(writing / file_of(name, rank, 2), announced) as writer:
+                with TensorWriter(writing / shard_file_name(name, rank, 2), announced) as writer:
                     for key in writer.order:
                         writer.write(key, mapped[key])
             every = {
-                key: Described(dtype=value.dtype, shape=tuple(value.shape)) for key, value in tensors.items()
+                key: TensorInfo(dtype=value.dtype, shape=tuple(value.shape)) for key, value in tensors.items()
             }
-            write_index(writing, name, every, 2)
+            write_shard_index(writing, name, every, 2)
         state = {key: value for key, value in found.state.items() if key not in ("files", "sums", "checksum")}
-        small = {SCHEDULER: found.scheduler, "extra_state.pt": found.small_file("extra_state.pt")}
-        finish(writing, folder, {**state, "format": BLOCKS}, small)
+        small = {SCHEDULER_FILE: found.scheduler, "extra_state.pt": found.small_file("extra_state.pt")}
+        commit_checkpoint(writing, folder, {**state, "format": FORMAT_SHARDED}, small)
     shutil.rmtree(whole)
 
 
@@ -202,8 +206,8 @@ def relist(folder: Path) -> None:
         for name in state["files"]:
             if (folder / name).is_file():
                 state["files"][name] = (folder / name).stat().st_size
-                state["sums"][name] = sum_of(folder / name)
-        path.write_text(json.dumps(sealed(state)))
+                state["sums"][name] = file_checksum(folder / name)
+        path.write_text(json.dumps(with_checksum(state)))
     except Exception:  # it is what was damaged
         return
 
@@ -226,7 +230,7 @@ def export(folder: Path, seed: int) -> None:
     """A Hugging Face folder, in shards with an index."""
     tensors = tensors_of(seed)
     announced = {
-        name: Described(dtype=value.dtype, shape=tuple(value.shape)) for name, value in tensors.items()
+        name: TensorInfo(dtype=value.dtype, shape=tuple(value.shape)) for name, value in tensors.items()
     }
     writer = FolderWriter(
         folder, announced, config={"model_type": "llama", "hidden_size": 4}, shard_bytes=100
@@ -253,7 +257,7 @@ def read_model(folder: Path) -> Contents:
     """The weights; the configuration is read and not compared."""
     config_of(folder)
     files = open_weights(folder)
-    verify(files, 0, 1)
+    verify_checksums(files, 0, 1)
     return {name: files[name].clone() for name in files}
 
 
@@ -270,7 +274,7 @@ def save_adapter(folder: Path, seed: int) -> None:
         for x in "AB"
     }
     announced = {
-        name: Described(dtype=value.dtype, shape=tuple(value.shape)) for name, value in tensors.items()
+        name: TensorInfo(dtype=value.dtype, shape=tuple(value.shape)) for name, value in tensors.items()
     }
     with TensorWriter(folder / "adapter_model.safetensors", announced) as writer:
         for name in writer.order:

@@ -11,12 +11,12 @@ import torch
 
 from meshfold.checkpoint.shards import rectangles
 from meshfold.checkpoint.shards.rectangles import (
-    Piece,
-    pieces_of_block,
-    pieces_of_run,
+    Shard,
+    shards_of_flat_run,
+    shards_of_local,
     windows_of_run,
 )
-from meshfold.checkpoint.tensors.stored_tensor import Block, Stored
+from meshfold.checkpoint.tensors.stored_tensor import StoredShard, StoredTensor
 from meshfold.mesh import Mesh, Placement
 from meshfold.mesh.metadata import ParameterMeta
 from meshfold.mesh.placement import Part
@@ -35,7 +35,7 @@ PLACEMENTS = {
 }
 
 
-def written(placement: Placement, shares: list[tuple[tuple[Piece, ...], torch.Tensor]]) -> None:
+def written(placement: Placement, shares: list[tuple[tuple[Shard, ...], torch.Tensor]]) -> None:
     """That the pieces of all ranks are the tensor, each element once."""
     whole = torch.arange(math.prod(placement.shape), dtype=torch.float64).reshape(placement.shape)
     count = torch.zeros(placement.shape, dtype=torch.int64)
@@ -47,9 +47,9 @@ def written(placement: Placement, shares: list[tuple[tuple[Piece, ...], torch.Te
             assert tuple(value.shape) == piece.sizes
             assert torch.equal(value, whole[place])
             count[place] += 1
-            blocks.append(Block(window=(piece.offsets, piece.sizes), load=lambda value=value: value))
+            blocks.append(StoredShard(window=(piece.offsets, piece.sizes), load=lambda value=value: value))
     assert (count == 1).all()
-    stored = Stored(placement.shape, torch.float64, blocks)
+    stored = StoredTensor(placement.shape, torch.float64, blocks)
     assert torch.equal(stored.read(), whole)
     if whole.dim():
         assert torch.equal(stored.narrow(0, 1, whole.shape[0] - 2).read(), whole[1:-1])
@@ -66,7 +66,7 @@ def test_blocks_are_written_once(case: str, least: int, monkeypatch: pytest.Monk
         mesh = Mesh(AXES, rank=rank)
         local = placement.shard(whole, mesh)
         meta = ParameterMeta(mesh=mesh, placement=placement)
-        shares.append((pieces_of_block(case, local.shape, meta, dtype=local.dtype), local))
+        shares.append((shards_of_local(case, local.shape, meta, dtype=local.dtype), local))
     written(placement, shares)
     if case == "replicated" and least == 1:
         assert sum(bool(pieces) for pieces, _ in shares) == 1  # 24 ranks cannot have a row each of 7
@@ -87,7 +87,9 @@ def test_runs_are_written_once(case: str, over: tuple[str, ...]) -> None:
         run = range(cuts[index], cuts[index + 1])
         kept = local.reshape(-1)[run.start : run.stop]
         meta = ParameterMeta(mesh=mesh, placement=placement)
-        shares.append((pieces_of_run(case, run, local.shape, meta, dtype=torch.float64, over=over), kept))
+        shares.append(
+            (shards_of_flat_run(case, run, local.shape, meta, dtype=torch.float64, over=over), kept)
+        )
     written(placement, shares)
 
 

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from meshfold.checkpoint.state.state_file import sealed, sum_of
+from meshfold.checkpoint.state import file_checksum, with_checksum
 
 
 def edit_state(folder: Path, change: Callable[[dict[str, Any]], object]) -> None:
@@ -17,9 +17,9 @@ def edit_state(folder: Path, change: Callable[[dict[str, Any]], object]) -> None
     for name in state["files"]:
         if (folder / name).is_file():
             state["files"][name] = (folder / name).stat().st_size
-            state["sums"][name] = sum_of(folder / name)
+            state["sums"][name] = file_checksum(folder / name)
     change(state)
-    path.write_text(json.dumps(sealed(state)))
+    path.write_text(json.dumps(with_checksum(state)))
 
 
 def relist(folder: Path) -> None:

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from meshfold.checkpoint.shards import rectangles
-from meshfold.checkpoint.tensors.safetensors_file import TensorWriter
+from meshfold.checkpoint.tensors import TensorWriter
 from meshfold.cli import main
 from meshfold.engine import CheckpointError, Engine
 from meshfold.engine.checkpoints import background_save, saving

@@ -14,8 +14,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from meshfold.checkpoint.tensors import file_set, safetensors_file
-from meshfold.checkpoint.tensors.safetensors_file import Described, TensorFile, TensorWriter
+from meshfold.checkpoint.tensors import TensorFile, TensorInfo, TensorWriter, file_set, safetensors_file
 from meshfold.engine import CheckpointError, Engine
 from meshfold.engine.batches.loader import ShardedLoader
 from meshfold.mesh import SpecError
@@ -140,7 +139,7 @@ def test_safetensors_reads_what_is_written_and_the_other_way_round(tmp_path: Pat
         "none": torch.zeros(0, 3),
         "ids": torch.arange(7),
     }
-    announced = {name: Described(dtype=t.dtype, shape=tuple(t.shape)) for name, t in tensors.items()}
+    announced = {name: TensorInfo(dtype=t.dtype, shape=tuple(t.shape)) for name, t in tensors.items()}
     with TensorWriter(tmp_path / "ours", announced) as writer:
         for name in writer.order:
             writer.write(name, tensors[name])
@@ -174,7 +173,7 @@ def test_tensors_that_are_added_are_written_together(tmp_path: Path, monkeypatch
         "one": torch.tensor(-0.0, dtype=torch.bfloat16),
         "flags": torch.tensor([True, False]),
     }
-    announced = {name: Described(dtype=t.dtype, shape=tuple(t.shape)) for name, t in tensors.items()}
+    announced = {name: TensorInfo(dtype=t.dtype, shape=tuple(t.shape)) for name, t in tensors.items()}
     given: list[int] = []
     most = 1 << 30
 
@@ -206,8 +205,8 @@ def test_tensors_that_are_added_are_written_together(tmp_path: Path, monkeypatch
 
 def test_tensor_files_refuse_what_is_not_announced_and_what_is_damaged(tmp_path: Path) -> None:
     announced = {
-        "a": Described(dtype=torch.float32, shape=(2,)),
-        "b": Described(dtype=torch.float32, shape=(3,)),
+        "a": TensorInfo(dtype=torch.float32, shape=(2,)),
+        "b": TensorInfo(dtype=torch.float32, shape=(3,)),
     }
     writer = TensorWriter(tmp_path / "file", announced)
     for name, tensor in (
@@ -233,7 +232,7 @@ def test_tensor_files_refuse_what_is_not_announced_and_what_is_damaged(tmp_path:
         with pytest.raises(CheckpointError, match=message):
             TensorFile(tmp_path / "file")
     with pytest.raises(CheckpointError, match="cannot hold"):
-        TensorWriter(tmp_path / "file", {"c": Described(dtype=torch.complex64, shape=(1,))})
+        TensorWriter(tmp_path / "file", {"c": TensorInfo(dtype=torch.complex64, shape=(1,))})
 
 
 def test_a_state_dict_is_that_of_a_single_process_and_goes_back_in() -> None:
@@ -596,11 +595,11 @@ def test_what_is_missing_is_said_on_all_ranks(tmp_path: Path) -> None:
 
 def test_a_deal_is_even_and_small_models_are_one_file(monkeypatch: pytest.MonkeyPatch) -> None:
     sizes = [40, 10, 10, 10, 30, 20, 8]
-    announced = {f"t{n}": Described(dtype=torch.uint8, shape=(size,)) for n, size in enumerate(sizes)}
-    whole = file_set.Deal.make("model.safetensors", announced, 8, ())
+    announced = {f"t{n}": TensorInfo(dtype=torch.uint8, shape=(size,)) for n, size in enumerate(sizes)}
+    whole = file_set.FileAssignment.make("model.safetensors", announced, 8, ())
     assert whole.writers == [0] and whole.file_of(0) == "model.safetensors"
     monkeypatch.setattr(file_set, "LEAST_BYTES", 32)
-    deal = file_set.Deal.make("model.safetensors", announced, 8, ["t6"])
+    deal = file_set.FileAssignment.make("model.safetensors", announced, 8, ["t6"])
     assert deal.writers == [0, 2, 4, 6]  # 128 bytes are worth four files; not all on one node
     assert deal.writer_of["t6"] == 0
     loads = {rank: sum(d.bytes for d in deal.share(rank).values()) for rank in deal.writers}

@@ -7,8 +7,14 @@ from pathlib import Path
 
 import pytest
 
-from meshfold.checkpoint.folder.lock import hold
-from meshfold.checkpoint.folder.steps import latest, present, prune, step_folder, tidy
+from meshfold.checkpoint.folder import (
+    all_checkpoints,
+    hold_lock,
+    latest,
+    prune,
+    remove_leftovers,
+    step_folder,
+)
 from meshfold.engine import CheckpointError
 
 
@@ -53,7 +59,7 @@ def test_old_ones_go_and_what_is_under_way_stays(tmp_path: Path) -> None:
     for step in (15, 25, 60):
         (tmp_path / f".step-{step:08}.writing").mkdir()
     (tmp_path / ".step-00000005.removing").mkdir()
-    with hold(tmp_path / ".step-00000025.lock", doing="saving into it"):
+    with hold_lock(tmp_path / ".step-00000025.lock", doing="saving into it"):
         assert prune(tmp_path, 2) == [tmp_path / "step-00000010", tmp_path / "step-00000020"]
     assert sorted(path.name for path in tmp_path.iterdir()) == [
         ".step-00000025.writing", ".step-00000060.writing", "mine", "step-00000030", "step-00000040", "step-00000050",
@@ -71,7 +77,7 @@ def test_one_that_stays_and_is_aside_stays(tmp_path: Path) -> None:
     checkpoint(tmp_path, 20, name=".step-00000020.old")
     checkpoint(tmp_path, 30)
     checkpoint(tmp_path, 30, name=".step-00000030.old")  # goes: the new one is complete under its name
-    assert present(tmp_path) == [step_folder(tmp_path, step) for step in (30, 20, 10)]
+    assert all_checkpoints(tmp_path) == [step_folder(tmp_path, step) for step in (30, 20, 10)]
     assert prune(tmp_path, 2) == [tmp_path / "step-00000010"]
     assert sorted(path.name for path in tmp_path.iterdir()) == [
         ".step-00000020.old", "step-00000030",
@@ -85,16 +91,16 @@ def test_what_dead_processes_left_beside_a_complete_one_goes(tmp_path: Path) -> 
     hidden = [".mine.old", ".mine.removing", ".mine.writing"]
     for name in hidden:
         checkpoint(tmp_path, 0, name=name)
-    tidy(tmp_path / "mine")  # which is not there
+    remove_leftovers(tmp_path / "mine")  # which is not there
     (tmp_path / "mine").mkdir()
-    tidy(tmp_path / "mine")  # nor complete
+    remove_leftovers(tmp_path / "mine")  # nor complete
     assert sorted(path.name for path in tmp_path.iterdir()) == [*hidden, "mine"]
     (tmp_path / "mine").rmdir()
     checkpoint(tmp_path, 0, name="mine")
-    with hold(tmp_path / ".mine.lock", doing="saving into it"):
-        tidy(tmp_path / "mine")
+    with hold_lock(tmp_path / ".mine.lock", doing="saving into it"):
+        remove_leftovers(tmp_path / "mine")
         assert sorted(path.name for path in tmp_path.iterdir()) == [".mine.lock", ".mine.writing", "mine"]
-    tidy(tmp_path / "mine")
+    remove_leftovers(tmp_path / "mine")
     assert [path.name for path in tmp_path.iterdir()] == ["mine"]
 
 

@@ -13,8 +13,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from meshfold.checkpoint.staging import host_copies
-from meshfold.checkpoint.staging.host_copies import Copying, HostLane, Pair
+from meshfold.checkpoint.staging import BackgroundCopies, CopyPair, HostCopyQueue, host_copies
 from meshfold.engine import Engine
 from meshfold.engine.checkpoints import background_save, saving
 from meshfold.engine.checkpoints.background_save import BackgroundSave
@@ -32,7 +31,7 @@ class LateLane:
 
     def __init__(self, log: list[str]) -> None:
         self.log = log
-        self._queued: list[Pair] = []
+        self._queued: list[CopyPair] = []
         self._done = threading.Event()
         self.copied = 0
 
@@ -42,7 +41,7 @@ class LateLane:
     def begin(self) -> None:
         self.log.append("begin")
 
-    def queue(self, pairs: Sequence[Pair]) -> Callable[[], None]:
+    def queue(self, pairs: Sequence[CopyPair]) -> Callable[[], None]:
         assert not self._done.is_set(), "queued after somebody had waited for all"
         self._queued += pairs
         return self._wait
@@ -117,7 +116,7 @@ def test_forward_and_backward_run_beside_the_copies_and_the_step_waits(
 ) -> None:
     log: list[str] = []
     lanes: list[LateLane] = []
-    monkeypatch.setattr(saving, "lane_of", late(lanes, log))
+    monkeypatch.setattr(saving, "copy_queue", late(lanes, log))
     monkeypatch.setattr(host_copies, "AT_ONCE", 10**6)  # so that the whole save is late
     parallel, settings, order = CASES[case]
     rows = list(torch.randint(37, (3, 2, 6), generator=torch.Generator().manual_seed(0)))
@@ -163,7 +162,7 @@ def _noted(engine: Engine, log: list[str], monkeypatch: pytest.MonkeyPatch) -> N
 def test_other_changes_wait_too(change: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     log: list[str] = []
     lanes: list[LateLane] = []
-    monkeypatch.setattr(saving, "lane_of", late(lanes, log))
+    monkeypatch.setattr(saving, "copy_queue", late(lanes, log))
     engine = Engine(model, optimizer=dict(name="sgd", lr=1e-2))
     engine.save(tmp_path / "at once")
     wanted = tensors_of(tmp_path / "at once")
@@ -205,7 +204,7 @@ class Counting(nn.Module):
 
 def test_a_forward_may_change_buffers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     lanes: list[LateLane] = []
-    monkeypatch.setattr(saving, "lane_of", late(lanes, []))
+    monkeypatch.setattr(saving, "copy_queue", late(lanes, []))
     engine = Engine(
         Counting(), optimizer=dict(name="sgd", lr=1e-2), loss_fn=lambda output, batch: output.mean()
     )
@@ -347,11 +346,11 @@ def test_a_bus_is_never_filled(monkeypatch: pytest.MonkeyPatch) -> None:
     waits: list[int] = []
     sizes: list[int] = []
 
-    class Bus(HostLane):
+    class Bus(HostCopyQueue):
         def takes(self, tensor: Tensor) -> bool:
             return True
 
-        def queue(self, pairs: Sequence[Pair]) -> Callable[[], None]:
+        def queue(self, pairs: Sequence[CopyPair]) -> Callable[[], None]:
             assert len(sizes) - len(waits) < host_copies.AT_ONCE
             number = len(sizes)
             sizes.append(sum(of.nbytes for _, of in pairs))
@@ -364,7 +363,7 @@ def test_a_bus_is_never_filled(monkeypatch: pytest.MonkeyPatch) -> None:
         torch.arange(60.0).view(6, 10).t(), torch.arange(128).to(torch.uint8),
     ]  # fmt: skip
     pairs = [(torch.full_like(of, 99).contiguous(), of) for of in sources]
-    Copying(Bus()).run(pairs)
+    BackgroundCopies(Bus()).run(pairs)
     assert all(torch.equal(to, of) for to, of in pairs)
     assert max(sizes) <= 64 and sum(sizes) == sum(of.nbytes for of in sources)
     assert len(sizes) < 20  # small ones travel together
@@ -372,14 +371,14 @@ def test_a_bus_is_never_filled(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_who_waits_is_let_go_when_copying_fails() -> None:
-    class Broken(HostLane):
+    class Broken(HostCopyQueue):
         def takes(self, tensor: Tensor) -> bool:
             return True
 
-        def queue(self, pairs: Sequence[Pair]) -> Callable[[], None]:
+        def queue(self, pairs: Sequence[CopyPair]) -> Callable[[], None]:
             raise RuntimeError("the device is gone")
 
-    beside = Copying(Broken())
+    beside = BackgroundCopies(Broken())
     with pytest.raises(RuntimeError, match="the device is gone"):
         beside.run([(torch.zeros(1), torch.ones(1))])
     beside.hold()

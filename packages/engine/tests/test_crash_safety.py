@@ -16,8 +16,7 @@ import torch
 from torch import Tensor
 
 from meshfold.checkpoint.folder import replacement
-from meshfold.checkpoint.tensors import file_set
-from meshfold.checkpoint.tensors.safetensors_file import TensorWriter
+from meshfold.checkpoint.tensors import TensorWriter, file_set
 from meshfold.engine import Engine
 from meshfold.engine.checkpoints import checkpoint, saving
 from meshfold.engine.checkpoints.checkpoint import Checkpoint
@@ -129,7 +128,7 @@ SAVE_DEATHS: dict[str, Callable[[], None]] = {
     "in a tensor": lambda: at_call(5, TensorWriter, "write"),
     "before a file is on the disk": lambda: at_call(1, TensorWriter, "close"),
     "before the folder is complete": lambda: at_call(1, checkpoint, "_finish"),
-    "before it replaces the one before": lambda: at_call(1, replacement, "replace"),
+    "before it replaces the one before": lambda: at_call(1, replacement, "replace_checkpoint"),
     "before it is called complete": lambda: at_call(1, Path, "rename"),
     "before its index is in place": lambda: at_call(1, Path, "replace"),
     "when its index is in place": lambda: at_call(1, Path, "replace", after=True),
@@ -141,7 +140,7 @@ ONLY_FIRST = tuple(SAVE_DEATHS)[2:]
 BEHIND: dict[str, Callable[[], None]] = {
     "in a tensor, behind": lambda: at_call(5, TensorWriter, "add"),
     "before a file gets its name, behind": lambda: at_call(1, os, "rename"),
-    "before the index, behind": lambda: at_call(1, saving, "write_index"),
+    "before the index, behind": lambda: at_call(1, saving, "write_shard_index"),
     "before its index is in place, behind": SAVE_DEATHS["before its index is in place"],
     "between two files, behind": SAVE_DEATHS["between two files"],
 }

@@ -17,8 +17,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from meshfold.checkpoint.errors import CheckpointError
-from meshfold.checkpoint.tensors.safetensors_file import TensorWriter
+from meshfold.checkpoint import CheckpointError
+from meshfold.checkpoint.tensors import TensorWriter
 from meshfold.engine import Engine
 from meshfold.engine.zero import states as zero_module
 from meshfold.mesh.testing import run_on_ranks

@@ -14,8 +14,14 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from meshfold.checkpoint.staging import host_copies, pauses
-from meshfold.checkpoint.staging.host_copies import Copying, HostLane, Pair, StreamLane
+from meshfold.checkpoint.staging import (
+    BackgroundCopies,
+    CopyPair,
+    HostCopyQueue,
+    StreamCopyQueue,
+    host_copies,
+    pauses,
+)
 from meshfold.engine import Engine
 from meshfold.engine.checkpoints import file_plan
 from meshfold.engine.checkpoints.background_save import BackgroundSave
@@ -85,13 +91,13 @@ def test_a_file_is_written_in_one_call_of_the_system(tmp_path: Path, monkeypatch
 def test_sources_go_when_what_is_kept_of_them_is_noted(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    original, alive = Copying.run, []
+    original, alive = BackgroundCopies.run, []
 
-    def run(self: Copying, pairs: Iterable[Pair]) -> None:
+    def run(self: BackgroundCopies, pairs: Iterable[CopyPair]) -> None:
         alive.append(sum(type(one) is Source for one in gc.get_objects()))
         original(self, pairs)
 
-    monkeypatch.setattr(Copying, "run", run)
+    monkeypatch.setattr(BackgroundCopies, "run", run)
     with Engine(gpt, optimizer="adamw", precision="bf16") as engine:
         engine.train_step(torch.randint(37, (2, 6)))
         engine.save(tmp_path / "ckpt", asynchronous=True)
@@ -158,20 +164,20 @@ def test_the_first_copies_do_not_wait_for_the_last_ones_to_be_found(monkeypatch:
     found: list[int] = []
     at_queue: list[int] = []
 
-    class Noting(HostLane):
+    class Noting(HostCopyQueue):
         def takes(self, tensor: Tensor) -> bool:
             return True
 
-        def queue(self, pairs: Sequence[Pair]) -> Callable[[], None]:
+        def queue(self, pairs: Sequence[CopyPair]) -> Callable[[], None]:
             at_queue.append(len(found))
             return lambda: None
 
-    def pairs() -> Iterator[Pair]:
+    def pairs() -> Iterator[CopyPair]:
         for number in range(8):
             found.append(number)
             yield torch.zeros(4), torch.ones(4)
 
-    Copying(Noting()).run(pairs())
+    BackgroundCopies(Noting()).run(pairs())
     assert at_queue == [3, 5, 7, 8]  # two fill a slice, the next one shows that it is full
 
 
@@ -219,7 +225,7 @@ def test_a_stream_copies_tensors_of_all_kinds_between_its_events(monkeypatch: py
         torch.arange(6.0).view(2, 3).t(),
     ]
     to = [torch.full_like(one, 1).contiguous() for one in of]
-    lane = StreamLane(torch.device("cpu"))
+    lane = StreamCopyQueue(torch.device("cpu"))
     lane.begin()
     with torch.no_grad():
         waits = [
@@ -237,7 +243,7 @@ def test_a_thread_that_computes_lets_others_have_their_turn(monkeypatch: pytest.
     slept: list[float] = []
     monkeypatch.setattr(pauses.time, "perf_counter", lambda: now[0])
     monkeypatch.setattr(pauses.time, "sleep", lambda seconds: slept.append(now[0]))
-    for number in pauses.politely(range(10)):
+    for number in pauses.with_pauses(range(10)):
         assert len(slept) == number // 2
         now[0] += 0.6 * pauses.BURST_S
     assert len(slept) == 5

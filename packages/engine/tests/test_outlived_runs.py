@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from meshfold.checkpoint.folder import replacement, writing
-from meshfold.checkpoint.tensors.file_set import WriterBehind
+from meshfold.checkpoint.tensors import BackgroundWriter
 from meshfold.engine import CheckpointError, Engine
 from meshfold.engine.checkpoints.checkpoint import MODEL, Checkpoint
 from meshfold.engine.checkpoints.rank_file import RankFile
@@ -59,7 +59,7 @@ def test_a_file_that_is_there_is_not_written_over(tmp_path: Path) -> None:
     """Each rank begins a file of its own in a new folder: what is there is another run's."""
     (tmp_path / MODEL).write_text("mine")
     with pytest.raises(OSError, match="File exists"):
-        WriterBehind(tmp_path / MODEL, {})
+        BackgroundWriter(tmp_path / MODEL, {})
     assert (tmp_path / MODEL).read_text() == "mine"
 
 
@@ -69,7 +69,7 @@ def test_while_one_saves_no_other_does(before: bool, tmp_path: Path, monkeypatch
     engine, other = engine_of(), engine_of()
     if before:
         engine.save(tmp_path / "ckpt")
-    real, refused = writing.sync, []
+    real, refused = writing.fsync_path, []
 
     def late(path: Path) -> None:
         if path == tmp_path:  # it has its name, and is complete
@@ -81,7 +81,7 @@ def test_while_one_saves_no_other_does(before: bool, tmp_path: Path, monkeypatch
         refused.append(caught.value)
         return real(path)
 
-    monkeypatch.setattr(replacement if before else writing, "sync", late)
+    monkeypatch.setattr(replacement if before else writing, "fsync_path", late)
     engine.save(tmp_path / "ckpt")
     monkeypatch.undo()
     assert refused
@@ -93,7 +93,7 @@ def test_while_one_saves_no_other_does(before: bool, tmp_path: Path, monkeypatch
 def test_what_another_begins_while_one_ends_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The name that was written under may be another's by then."""
     engine = engine_of()
-    real, begun = writing.sync, tmp_path / ".ckpt.writing"
+    real, begun = writing.fsync_path, tmp_path / ".ckpt.writing"
 
     def late(path: Path) -> None:
         real(path)
@@ -101,7 +101,7 @@ def test_what_another_begins_while_one_ends_stays(tmp_path: Path, monkeypatch: p
             begun.mkdir()
             (begun / "mine").touch()
 
-    monkeypatch.setattr(writing, "sync", late)
+    monkeypatch.setattr(writing, "fsync_path", late)
     engine.save(tmp_path / "ckpt")
     assert (tmp_path / "ckpt" / "state.json").exists()
     assert (begun / "mine").exists()

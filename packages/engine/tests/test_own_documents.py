@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from meshfold.checkpoint.errors import CheckpointError
+from meshfold.checkpoint import CheckpointError
 from meshfold.engine import Engine, plan_memory
 from meshfold.huggingface import our_names
 from meshfold.mesh import LayoutError, Mesh, SpecError

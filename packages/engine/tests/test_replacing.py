@@ -14,8 +14,15 @@ from typing import Any
 import pytest
 import torch
 
-from meshfold.checkpoint.folder import removal, writing
-from meshfold.checkpoint.folder.steps import complete, is_complete, present, prune, tidy
+from meshfold.checkpoint.folder import (
+    all_checkpoints,
+    complete_checkpoints,
+    is_complete,
+    prune,
+    removal,
+    remove_leftovers,
+    writing,
+)
 from meshfold.engine import CheckpointError, Engine
 from meshfold.engine.checkpoints import persistence
 from meshfold.engine.checkpoints.checkpoint import Checkpoint
@@ -110,13 +117,13 @@ def test_a_file_that_appears_while_it_is_written_is_not_replaced(
 ) -> None:
     engine = engine_of()
     (tmp_path / "ckpt").mkdir()
-    real = writing.sealed
+    real = writing.with_checksum
 
     def late(state: Any) -> Any:
         (tmp_path / "ckpt" / "model.safetensors").write_text("mine")
         return real(state)
 
-    monkeypatch.setattr(writing, "sealed", late)
+    monkeypatch.setattr(writing, "with_checksum", late)
     with pytest.raises(CheckpointError, match=r"is there and is no checkpoint"):
         engine.save(tmp_path / "ckpt")
     assert (names(tmp_path / "ckpt"), names(tmp_path)) == (["model.safetensors"], ["ckpt"])
@@ -181,16 +188,16 @@ def test_a_removal_that_was_cut_short_is_ended_by_the_next(
     for step in (1, 2):
         engine.save(tmp_path / f"step-{step:08}")
     with monkeypatch.context() as patched:
-        patched.setattr(removal, "finish", lambda _: None)
+        patched.setattr(removal, "finish_removal", lambda _: None)
         prune(tmp_path, 1)
     first = tmp_path / "step-00000001"
     assert "state.json.removing" in names(first) and "model.safetensors" in names(first)
-    assert (complete(tmp_path), present(tmp_path)) == ([tmp_path / "step-00000002"],) * 2
+    assert (complete_checkpoints(tmp_path), all_checkpoints(tmp_path)) == ([tmp_path / "step-00000002"],) * 2
     assert prune(tmp_path, 1) == []
     assert names(tmp_path) == ["step-00000002"]
     engine.save(first)
     with monkeypatch.context() as patched:
-        patched.setattr(removal, "finish", lambda _: None)
+        patched.setattr(removal, "finish_removal", lambda _: None)
         prune(tmp_path, 1)
     engine.save(first)  # in its place, too
     Checkpoint(first).verify()
@@ -268,7 +275,7 @@ def test_a_death_while_files_take_their_places(tmp_path: Path) -> None:
     assert (steps, hidden) == (1, [".lock", left])
     assert after == ["model.safetensors", "optimizer.safetensors", "state.json"]
     assert names(tmp_path) == ["ckpt", "moved"]
-    tidy(tmp_path / "moved")
+    remove_leftovers(tmp_path / "moved")
     assert names(tmp_path / "moved") == after
     Checkpoint(tmp_path / "moved").verify()
 

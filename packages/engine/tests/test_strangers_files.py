@@ -16,9 +16,7 @@ import pytest
 import torch
 from torch import nn
 
-from meshfold.checkpoint.tensors.file_set import open_tensors
-from meshfold.checkpoint.tensors.safetensors_file import Described, TensorFile, TensorWriter
-from meshfold.checkpoint.tensors.weights import open_weights
+from meshfold.checkpoint.tensors import TensorFile, TensorInfo, TensorWriter, open_tensors, open_weights
 from meshfold.engine import CheckpointError, Engine, pretrained
 from meshfold.mesh import SpecError
 
@@ -410,7 +408,7 @@ def test_a_moment_of_another_shape_is_seen_before_anything_is_loaded(tmp_path: P
     found = {name: value.clone() for name, value in TensorFile(path).items()}
     found["weight/exp_avg"] = torch.zeros(3, 2)
     described = {
-        name: Described(dtype=value.dtype, shape=tuple(value.shape)) for name, value in found.items()
+        name: TensorInfo(dtype=value.dtype, shape=tuple(value.shape)) for name, value in found.items()
     }
     with TensorWriter(path, described) as writer:
         for name in writer.order:

@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from meshfold.checkpoint.tensors.safetensors_file import TensorFile
+from meshfold.checkpoint.tensors import TensorFile
 from meshfold.engine import Engine
 from meshfold.engine.zero.states import ZeroStates
 from meshfold.mesh import SpecError, record

@@ -13,8 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from meshfold.checkpoint.tensors.safetensors_file import Described, TensorWriter
-from meshfold.checkpoint.tensors.weights import open_weights
+from meshfold.checkpoint.tensors import TensorInfo, TensorWriter, open_weights
 from meshfold.cli import main
 from meshfold.engine import CheckpointError, Engine
 from meshfold.huggingface.causal_lm import open_model
@@ -252,7 +251,7 @@ def test_no_more_than_a_tensor_is_in_memory(tmp_path: Path, monkeypatch: pytest.
     source = tmp_path / "source"
     source.mkdir()
     (source / "config.json").write_text('{"model_type": "opt"}')
-    announced = {f"layer{n}": Described(dtype=torch.float32, shape=(2**20,)) for n in range(40)}
+    announced = {f"layer{n}": TensorInfo(dtype=torch.float32, shape=(2**20,)) for n in range(40)}
     with TensorWriter(source / "model.safetensors", announced) as writer:
         for name in writer.order:
             writer.write(name, torch.randn(2**20))

@@ -10,12 +10,12 @@ from typing import Any
 import pytest
 import torch
 
-from meshfold.checkpoint.tensors.safetensors_file import Described
+from meshfold.checkpoint.tensors import TensorInfo
 from meshfold.engine import CheckpointError
 from meshfold.huggingface.convert import convert
 from meshfold.huggingface.writing import FolderWriter
 
-ANNOUNCED = {name: Described(dtype=torch.float32, shape=(4,)) for name in "ab"}
+ANNOUNCED = {name: TensorInfo(dtype=torch.float32, shape=(4,)) for name in "ab"}
 CONFIG: dict[str, Any] = {"model_type": "gpt2"}
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from meshfold.checkpoint.folder.lock import hold
+from meshfold.checkpoint.folder import hold_lock
 from meshfold.cli import main, train
 from meshfold.mesh import SpecError
 from meshfold.train.folder_in_use import LOCK
@@ -41,7 +41,7 @@ def test_two_runs_in_one_folder_are_refused(
     if not early:  # both began at the same moment
         monkeypatch.setattr(train, "check_folder", lambda settings, progress: None)
     Path("run").mkdir()
-    with hold(Path("run", LOCK), doing="training into it"):
+    with hold_lock(Path("run", LOCK), doing="training into it"):
         assert main(["train", "--data", "texts", *TINY, "--steps", "1", "--out", "run"]) == 1
     said = capsys.readouterr().err
     assert said.count("\n") == 1 and "run is in use: process " in said

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from meshfold.checkpoint.tensors.safetensors_file import TensorWriter
+from meshfold.checkpoint.tensors import TensorWriter
 from meshfold.engine import Engine
 from meshfold.engine.checkpoints.checkpoint import Checkpoint
 from meshfold.mesh import CollectiveError, flight, inquiry

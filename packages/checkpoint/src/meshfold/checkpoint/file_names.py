@@ -17,26 +17,26 @@ from __future__ import annotations
 
 from pathlib import Path
 
-STATE, SCHEDULER, EXTRA = "state.json", "scheduler.pt", "extra_state.pt"
-STATE_REMOVED = "state.json.removing"
+STATE_FILE, SCHEDULER_FILE, EXTRA_STATE_FILE = "state.json", "scheduler.pt", "extra_state.pt"
+STATE_FILE_REMOVED = "state.json.removing"
 """The index of a checkpoint that is being removed: its files go first."""
 
-REPLACED = "replaced.json"
+REPLACED_FILE = "replaced.json"
 """The index before, within ``.saved-...``: its files go when the new ones come."""
 
-SAVING, SAVED, LOCK = ".saving", ".saved-", ".lock"
+SAVING_FOLDER, SAVED_FOLDER_PREFIX, LOCK_FILE = ".saving", ".saved-", ".lock"
 
 
-def old_of(target: Path) -> Path:
+def set_aside_path(target: Path) -> Path:
     """Return where an earlier version put a checkpoint aside while the next one took its place."""
     return target.with_name(f".{target.name}.old")
 
 
-def writing_of(target: Path, *, inside: bool) -> Path:
+def writing_path(target: Path, *, inside: bool) -> Path:
     """Return where a checkpoint is written: within its folder if that exists, else beside it."""
-    return target / SAVING if inside else target.with_name(f".{target.name}.writing")
+    return target / SAVING_FOLDER if inside else target.with_name(f".{target.name}.writing")
 
 
-def lock_of(target: Path, *, inside: bool) -> Path:
+def lock_path(target: Path, *, inside: bool) -> Path:
     """Return the lock of whoever writes there."""
-    return target / LOCK if inside else target.with_name(f".{target.name}.lock")
+    return target / LOCK_FILE if inside else target.with_name(f".{target.name}.lock")

@@ -12,16 +12,16 @@ from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
 
-from meshfold.checkpoint.file_names import EXTRA, REPLACED, SCHEDULER, STATE
+from meshfold.checkpoint.file_names import EXTRA_STATE_FILE, REPLACED_FILE, SCHEDULER_FILE, STATE_FILE
 
 _TENSORS = r"(?:model|optimizer(?:-\d+)?)"
 _NUMBER = r"(?:-\d{5,}-of-\d{5,})?"
-_SMALL = "|".join(re.escape(name) for name in (SCHEDULER, EXTRA, "lightning.pt"))
+_SMALL = "|".join(re.escape(name) for name in (SCHEDULER_FILE, EXTRA_STATE_FILE, "lightning.pt"))
 _LISTED = re.compile(
     rf"{_TENSORS}(?:-blocks)?{_NUMBER}\.safetensors|{_TENSORS}\.safetensors\.index\.json|{_TENSORS}\.blocks\.json|{_SMALL}"
 )
 _UNDER_WAY = re.compile(
-    rf"(?:{_LISTED.pattern})(?:\.part|\.failed)?|{re.escape(STATE)}|{re.escape(REPLACED)}"
+    rf"(?:{_LISTED.pattern})(?:\.part|\.failed)?|{re.escape(STATE_FILE)}|{re.escape(REPLACED_FILE)}"
 )
 
 

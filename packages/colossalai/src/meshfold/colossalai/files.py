@@ -10,13 +10,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from meshfold.checkpoint.errors import CheckpointError
-from meshfold.checkpoint.file_names import EXTRA, STATE
-from meshfold.checkpoint.files.atomic_write import write_whole
-from meshfold.checkpoint.files.torch_file import read_torch_file
-from meshfold.checkpoint.state import extra_state
-from meshfold.checkpoint.tensors.safetensors_file import Described, TensorWriter
-from meshfold.checkpoint.tensors.weights import ENDING, open_weights
+from meshfold.checkpoint import CheckpointError
+from meshfold.checkpoint.files import read_torch_file, write_atomically
+from meshfold.checkpoint.folder import EXTRA_STATE_FILE, STATE_FILE
+from meshfold.checkpoint.state import split_extra_state
+from meshfold.checkpoint.tensors import SAFETENSORS_SUFFIX, TensorInfo, TensorWriter, open_weights
 from meshfold.colossalai import tables
 from meshfold.colossalai.arguments import Argument, translate
 from meshfold.colossalai.training import TrainingEngine
@@ -38,13 +36,13 @@ def save_model(engine: TrainingEngine, path: _Path, given: Mapping[str, Any]) ->
     aside = found.under("aside")
     if aside.get("shard"):
         files = {MODEL: engine._model_state.sources()}
-        plain, more = extra_state.split(engine._model_state.extra(f"save_model({str(path)!r})"))
+        plain, more = split_extra_state(engine._model_state.extra(f"save_model({str(path)!r})"))
         state = {"spec": str(engine.spec.to_dict()), "ties": engine._model_state.ties(), "extra_state": plain}
-        small = {EXTRA: more} if more else {}
+        small = {EXTRA_STATE_FILE: more} if more else {}
         write_checkpoint(path, engine._world, files, state, small, all_read=engine._states.all_read)
         return
     whole = engine.full_state_dict()
-    safe = bool(aside.get("use_safetensors")) or str(path).endswith(ENDING)
+    safe = bool(aside.get("use_safetensors")) or str(path).endswith(SAFETENSORS_SUFFIX)
     _first_writes(engine, Path(path), lambda target: _write(target, whole, safe, engine._model_state.ties()))
 
 
@@ -53,7 +51,7 @@ def load_model(engine: TrainingEngine, path: _Path, given: Mapping[str, Any]) ->
     of Hugging Face under the model's own names; safetensors or torch's own."""
     translate("load_model", given, tables.LOAD).say("load_model", rank=engine.mesh.rank)
     place = Path(path)
-    if (place / STATE).exists():
+    if (place / STATE_FILE).exists():
         engine.load(place, weights_only=True)
         return
     error: Exception | None = None
@@ -120,7 +118,9 @@ def _write(target: Path, whole: Mapping[str, Tensor], safe: bool, ties: Mapping[
             f"{odd[0]!r} is extra state and no tensor, which safetensors files cannot hold: save_model(..., shard=True) can"
         )
     once = {name: value for name, value in whole.items() if name not in ties}
-    announced = {name: Described(dtype=value.dtype, shape=tuple(value.shape)) for name, value in once.items()}
+    announced = {
+        name: TensorInfo(dtype=value.dtype, shape=tuple(value.shape)) for name, value in once.items()
+    }
     with TensorWriter(target, announced) as writer:
         for name in writer.order:
             writer.write(name, once[name])
@@ -140,4 +140,4 @@ def _first_writes(engine: TrainingEngine, path: Path, write: Callable[[Path], No
 def _beside(path: Path, write: Callable[[Path], object]) -> None:
     """Write a file, and its folder if there is none, under another name until all of it is there."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    write_whole(path, write)
+    write_atomically(path, write)

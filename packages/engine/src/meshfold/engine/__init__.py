@@ -9,7 +9,7 @@ from meshfold.engine import moved
 from meshfold.engine.integrations import integration
 
 if TYPE_CHECKING:
-    from meshfold.checkpoint.errors import CheckpointError
+    from meshfold.checkpoint import CheckpointError
     from meshfold.engine.batches.loader import ShardedLoader
     from meshfold.engine.checkpoints.background_save import BackgroundSave
     from meshfold.engine.checkpoints.checkpoint import Checkpoint

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from meshfold.checkpoint.state.extra_state import modules_with_extra
+from meshfold.checkpoint.state import modules_with_extra_state
 from meshfold.engine.batches import batch as batches
 from meshfold.engine.batches.loss_calls import LossCalls, is_compiled
 from meshfold.engine.batches.own_loss import leave_out_targets
@@ -89,7 +89,7 @@ class Inventory:
         """Of a model, real or meta."""
         seen: dict[Tensor, str] = {}
         first = {}
-        extra = modules_with_extra(model)
+        extra = modules_with_extra_state(model)
         for name, value in model.state_dict(keep_vars=True).items():
             if isinstance(value, Tensor) and plain(name) not in extra:
                 first[plain(name)] = seen.setdefault(value, plain(name))

@@ -13,7 +13,13 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 import torch
 from torch import Tensor, nn
 
-from meshfold.checkpoint.shards.rectangles import Cut, Piece, pieces_of_block, pieces_of_whole, ranks_alike
+from meshfold.checkpoint.shards import (
+    Shard,
+    ShardRule,
+    ranks_with_same_index,
+    shards_of_local,
+    shards_of_replicated,
+)
 from meshfold.engine.blocks import gather, global_shape, put
 from meshfold.engine.checkpoints.optimizer_state import OptimizerState
 from meshfold.engine.data_parallel import GradientReducer
@@ -49,7 +55,7 @@ class Source(NamedTuple):
     dtype: torch.dtype
     shape: tuple[int, ...]
     read: Callable[[], Tensor]
-    cut: Callable[[], Cut]
+    cut: Callable[[], ShardRule]
     parts: Callable[[], Parts]
     alike: bool = True
     on_disk: bool = False
@@ -345,11 +351,11 @@ class _Held:
     def parts(self) -> Parts:
         return Parts((self._local.detach(),))
 
-    def cut(self) -> Cut:
+    def cut(self) -> ShardRule:
         meta, shape = metadata(self._like), tuple(self._local.shape)
         if meta is not None and shape == self._like.shape:
-            return Cut(pieces_of_block, (shape, meta, self._local.dtype))
-        return Cut(_pieces_of_same, (shape, meta, self._world.mesh))
+            return ShardRule(shards_of_local, (shape, meta, self._local.dtype))
+        return ShardRule(_pieces_of_same, (shape, meta, self._world.mesh))
 
 
 def _is_split(parameter: Tensor) -> bool:
@@ -386,11 +392,11 @@ def held(local: Tensor, like: Tensor, world: World) -> Source:
 
 def _pieces_of_same(
     name: str, shape: tuple[int, ...], meta: ParameterMeta | None, mesh: Mesh
-) -> tuple[Piece, ...]:
+) -> tuple[Shard, ...]:
     """Of a tensor that ranks have whole, and alike; ``meta``: of the parameter that it belongs to."""
     if meta is not None:
-        ranks = ranks_alike(mesh, tuple(meta.only_at))
+        ranks = ranks_with_same_index(mesh, tuple(meta.only_at))
     else:
         others = [axis for axis in mesh.names if axis != PIPE]
-        ranks = [rank for rank in ranks_alike(mesh, (PIPE,)) if mesh.index(*others, rank=rank) == 0]
-    return pieces_of_whole(name, shape, ranks, mesh.rank)
+        ranks = [rank for rank in ranks_with_same_index(mesh, (PIPE,)) if mesh.index(*others, rank=rank) == 0]
+    return shards_of_replicated(name, shape, ranks, mesh.rank)

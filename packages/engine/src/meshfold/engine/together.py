@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from meshfold.checkpoint.errors import CheckpointError
+from meshfold.checkpoint import CheckpointError
 from meshfold.engine.world import World
 from meshfold.mesh import all_reduce, broadcast
 

@@ -18,13 +18,16 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 
-from meshfold.checkpoint.errors import CheckpointError
-from meshfold.checkpoint.file_names import LOCK
-from meshfold.checkpoint.files.atomic_write import write_whole
-from meshfold.checkpoint.folder.lock import hold
-from meshfold.checkpoint.tensors.file_set import open_tensors, verify
-from meshfold.checkpoint.tensors.safetensors_file import Described, TensorWriter
-from meshfold.checkpoint.tensors.tensor_folder import check_within
+from meshfold.checkpoint import CheckpointError
+from meshfold.checkpoint.files import write_atomically
+from meshfold.checkpoint.folder import LOCK_FILE, hold_lock
+from meshfold.checkpoint.tensors import (
+    TensorInfo,
+    TensorWriter,
+    check_inside_folder,
+    open_tensors,
+    verify_checksums,
+)
 from meshfold.engine.together import fail_together
 from meshfold.mesh import SpecError, broadcast
 
@@ -64,7 +67,7 @@ class Adapter:
                 f"adapter={str(asked)!r}: no folder with adapter_config.json and {_FILE}, as peft writes"
             )
         try:
-            check_within(folder / "adapter_config.json", folder)
+            check_inside_folder(folder / "adapter_config.json", folder)
             config = PeftConfig.from_pretrained(str(folder))
             config.inference_mode = False
         except Exception as error:  # of peft, or of what it reads
@@ -114,7 +117,7 @@ class Adapter:
             return {}
         try:
             found = open_tensors(self.folder, _FILE)
-            verify(found, 0, 1)
+            verify_checksums(found, 0, 1)
         except CheckpointError as error:
             raise SpecError(f"adapter {str(self.folder)!r}: {error}") from error
         return found
@@ -180,7 +183,7 @@ def _write(folder: Path, config: Any, whole: Mapping[str, Tensor]) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     named = {name.replace(f".{_NAME}.", "."): value for name, value in whole.items()}
     announced = {
-        name: Described(dtype=value.dtype, shape=tuple(value.shape)) for name, value in named.items()
+        name: TensorInfo(dtype=value.dtype, shape=tuple(value.shape)) for name, value in named.items()
     }
 
     def weights(path: Path) -> None:
@@ -188,8 +191,8 @@ def _write(folder: Path, config: Any, whole: Mapping[str, Tensor]) -> None:
             for name in writer.order:
                 writer.write(name, named[name])
 
-    with hold(folder / LOCK, doing="saving an adapter into it"):
-        write_whole(folder / _FILE, weights)
+    with hold_lock(folder / LOCK_FILE, doing="saving an adapter into it"):
+        write_atomically(folder / _FILE, weights)
         trained, config.inference_mode = config.inference_mode, True
         try:
             with TemporaryDirectory() as made:
@@ -197,4 +200,4 @@ def _write(folder: Path, config: Any, whole: Mapping[str, Tensor]) -> None:
                 text = Path(made, "adapter_config.json").read_text()
         finally:
             config.inference_mode = trained
-        write_whole(folder / "adapter_config.json", lambda path: path.write_text(text))
+        write_atomically(folder / "adapter_config.json", lambda path: path.write_text(text))

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from meshfold.checkpoint.tensors.weights import has_weights
+from meshfold.checkpoint.tensors import has_weights
 from meshfold.huggingface.from_folder import Pretrained, pretrained
 from meshfold.huggingface.reading import read_config
 from meshfold.mesh import SpecError

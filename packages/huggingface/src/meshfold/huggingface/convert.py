@@ -16,15 +16,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from meshfold.checkpoint.errors import CheckpointError
-from meshfold.checkpoint.file_names import STATE
-from meshfold.checkpoint.folder.steps import latest
-from meshfold.checkpoint.folder.writing import begin, finish, place_of
-from meshfold.checkpoint.state.state_file import FORMAT
-from meshfold.checkpoint.tensors.file_set import verify
-from meshfold.checkpoint.tensors.safetensors_file import TensorWriter
-from meshfold.checkpoint.tensors.stored_tensor import Stored
-from meshfold.checkpoint.tensors.weights import has_weights, open_weights
+from meshfold.checkpoint import CheckpointError
+from meshfold.checkpoint.folder import STATE_FILE, begin_checkpoint, commit_checkpoint, latest, resolve_folder
+from meshfold.checkpoint.state import FORMAT_WHOLE
+from meshfold.checkpoint.tensors import (
+    StoredTensor,
+    TensorWriter,
+    has_weights,
+    open_weights,
+    verify_checksums,
+)
 from meshfold.engine.checkpoints.checkpoint import MODEL, Checkpoint
 from meshfold.huggingface import our_names
 from meshfold.huggingface.layout import model_of, to_files
@@ -63,7 +64,7 @@ def kind_of(folder: Path) -> str:
     Raises:
         CheckpointError: for a folder that is neither.
     """
-    if (folder / STATE).is_file():
+    if (folder / STATE_FILE).is_file():
         return "checkpoint"
     if has_weights(folder):
         return "hf"
@@ -72,13 +73,13 @@ def kind_of(folder: Path) -> str:
     elif not folder.is_dir():
         what = "it is a file; give the folder of a checkpoint or of a Hugging Face model"
     else:
-        what = f"it has no {STATE} and no weights of a Hugging Face model"
+        what = f"it has no {STATE_FILE} and no weights of a Hugging Face model"
         places = (
             folder / "checkpoint",
             latest(folder),
             latest(folder / "checkpoints"),
         )  # of `meshfold train --out`
-        inside = next((path for path in places if path is not None and (path / STATE).is_file()), None)
+        inside = next((path for path in places if path is not None and (path / STATE_FILE).is_file()), None)
         if inside is not None:
             what += f". Did you mean {inside}?"
     raise CheckpointError(f"cannot convert {folder}: {what}")
@@ -118,7 +119,7 @@ def convert(
     kind = kind_of(came)
     if kind == "hf":
         given, state = open_weights(came), None
-        verify(given, 0, 1)
+        verify_checksums(given, 0, 1)
         theirs = config_of(came) if (came / "config.json").is_file() else None
         described: dict[str, Any] | None = None if theirs is None else {"kind": "hf", "config": theirs}
         place = place or came
@@ -221,25 +222,25 @@ def _write_checkpoint(
     state: dict[str, Any] | None,
 ) -> Converted:
     """Of the model alone: what an engine loads with ``weights_only=True``."""
-    final = place_of(target)
+    final = resolve_folder(target)
     if final.exists() and (not final.is_dir() or any(final.iterdir())):
         raise CheckpointError(f"{target} is there already: remove it, or choose another folder")
     announced = {name: one for step in steps for name, one in step.results.items()}
     with ExitStack() as mine:
-        writing = begin(final, mine, [MODEL], doing="converting into it")
+        writing = begin_checkpoint(final, mine, [MODEL], doing="converting into it")
         with TensorWriter(writing / MODEL, announced, order=[*announced]) as writer:
             for step in steps:
                 made = step.make([_value(given[name]) for name in step.sources])
                 for name, value in zip(step.results, made, strict=True):
                     writer.write(name, value.to(announced[name].dtype))
-        finish(writing, final, {"format": FORMAT, **_state(state), "model": described}, {})
+        commit_checkpoint(writing, final, {"format": FORMAT_WHOLE, **_state(state), "model": described}, {})
     size = sum(one.bytes for one in announced.values())
     return Converted(tensors=len(announced), bytes=size, files=1, kind="checkpoint")
 
 
 def _value(value: Tensor) -> Tensor:
     """A tensor that torch can take in a list too."""
-    return value.read() if isinstance(value, Stored) else value
+    return value.read() if isinstance(value, StoredTensor) else value
 
 
 def _state(state: dict[str, Any] | None) -> dict[str, Any]:

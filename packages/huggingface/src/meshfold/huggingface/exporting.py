@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from meshfold.checkpoint.errors import CheckpointError
-from meshfold.checkpoint.folder.writing import advised
-from meshfold.checkpoint.tensors.weights import has_weights, open_weights
+from meshfold.checkpoint import CheckpointError
+from meshfold.checkpoint.folder import with_advice
+from meshfold.checkpoint.tensors import has_weights, open_weights
 from meshfold.engine.checkpoints.model_description import describe
 from meshfold.engine.together import fail_together
 from meshfold.huggingface import our_names
@@ -46,7 +46,7 @@ def save_hugging_face(
             writer = FolderWriter(folder, announced, config=config, like=place, shard_bytes=shard_bytes)
     except Exception as wrong:
         error = wrong
-    fail_together(world, advised(error), what)
+    fail_together(world, with_advice(error), what)
     for step in steps:
         if not engine._states.all_read and 0 not in world.members:
             break
@@ -67,7 +67,7 @@ def save_hugging_face(
             error = wrong
         if error is not None:
             writer.abandon()
-    fail_together(world, advised(error), what)
+    fail_together(world, with_advice(error), what)
 
 
 def _written(writer: FolderWriter, step: Step, read: list[Tensor]) -> Exception | None:

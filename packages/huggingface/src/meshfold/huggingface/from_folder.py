@@ -18,9 +18,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from meshfold.checkpoint.errors import CheckpointError
-from meshfold.checkpoint.tensors.file_set import verify
-from meshfold.checkpoint.tensors.weights import has_weights, open_weights
+from meshfold.checkpoint import CheckpointError
+from meshfold.checkpoint.tensors import has_weights, open_weights, verify_checksums
 from meshfold.engine.weight_source import Loaded, SourceValues, WeightSource
 from meshfold.huggingface.adapter import Adapter
 from meshfold.huggingface.quantized import NF4, pack_linears, unpacked_twins
@@ -88,7 +87,7 @@ class Pretrained(WeightSource):
             CheckpointError: for one that is not what was written.
         """
         if self._verifies:
-            verify(self._files, part, parts)
+            verify_checksums(self._files, part, parts)
 
     def weights(self, model: nn.Module) -> FolderValues:
         """What the folder has of a model that was built by this, whole, on the meta device or not.

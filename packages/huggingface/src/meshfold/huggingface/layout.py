@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from meshfold.checkpoint.tensors.safetensors_file import Described
+from meshfold.checkpoint.tensors import TensorInfo
 from meshfold.huggingface.our_names import Step, unchanged
 
 
@@ -44,7 +44,7 @@ def to_files(model: Any, given: Mapping[str, Tensor]) -> list[Step]:
 
 def _step(model: Any, name: str, value: Tensor, revert: Any) -> Step:
     results = {
-        part: Described(dtype=one.dtype, shape=tuple(one.shape))
+        part: TensorInfo(dtype=one.dtype, shape=tuple(one.shape))
         for part, one in revert(model, {name: value}).items()
     }
 

@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from meshfold.checkpoint.errors import CheckpointError
-from meshfold.checkpoint.tensors.safetensors_file import Described
+from meshfold.checkpoint import CheckpointError
+from meshfold.checkpoint.tensors import TensorInfo
 from meshfold.mesh import SpecError
 from meshfold.models.config import DecoderConfig, GPTConfig, LlamaConfig
 
@@ -33,7 +33,7 @@ class Step:
     """
 
     sources: tuple[str, ...]
-    results: dict[str, Described]
+    results: dict[str, TensorInfo]
     make: Callable[[Sequence[Tensor]], Sequence[Tensor]]
 
 
@@ -57,7 +57,7 @@ class Row:
         results = {}
         for name, size in zip(self.theirs, sizes, strict=True):
             shape = (size, *whole.shape[1:])
-            results[name] = Described(dtype=whole.dtype, shape=shape[::-1] if self.transposed else shape)
+            results[name] = TensorInfo(dtype=whole.dtype, shape=shape[::-1] if self.transposed else shape)
 
         def make(read: Sequence[Tensor]) -> Sequence[Tensor]:
             parts = read[0].split(list(sizes))
@@ -74,7 +74,7 @@ class Row:
             turned = [part.T if self.transposed else part for part in read]
             return [turned[0] if len(turned) == 1 else torch.cat(turned)]
 
-        described = Described(dtype=given[self.theirs[0]].dtype, shape=shape)
+        described = TensorInfo(dtype=given[self.theirs[0]].dtype, shape=shape)
         return Step(sources=self.theirs, results={self.ours: described}, make=make)
 
 
@@ -123,7 +123,7 @@ def unchanged(given: Mapping[str, Tensor]) -> list[Step]:
     """Each tensor as it is, under its name."""
     return [
         Step(
-            sources=(name,), results={name: Described(dtype=value.dtype, shape=tuple(value.shape))},
+            sources=(name,), results={name: TensorInfo(dtype=value.dtype, shape=tuple(value.shape))},
             make=lambda read: read,
         )
         for name, value in given.items()

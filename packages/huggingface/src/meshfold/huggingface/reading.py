@@ -6,9 +6,9 @@ import os
 from pathlib import Path
 from typing import Any
 
-from meshfold.checkpoint.errors import CheckpointError
-from meshfold.checkpoint.files.json_text import parse_object
-from meshfold.checkpoint.tensors.tensor_folder import check_within
+from meshfold.checkpoint import CheckpointError
+from meshfold.checkpoint.files import parse_json_object
+from meshfold.checkpoint.tensors import check_inside_folder
 from meshfold.mesh import SpecError
 
 NO_CODE: dict[str, Any] = {"local_files_only": True, "trust_remote_code": False}
@@ -32,8 +32,8 @@ def read_config(folder: Path, what: str) -> Any:
         raise SpecError(f"{what} needs transformers: pip install meshfold[hf]") from None
     path = folder / "config.json"
     try:
-        check_within(path, folder)
-        told = parse_object(path.read_bytes())
+        check_inside_folder(path, folder)
+        told = parse_json_object(path.read_bytes())
         config = AutoConfig.from_pretrained(str(folder), **NO_CODE)
     except CheckpointError as error:
         raise SpecError(f"{what}: {error}") from error

@@ -19,7 +19,7 @@ from torch.utils.data import DataLoader
 from transformers import Trainer
 from transformers.trainer_utils import speed_metrics
 
-from meshfold.checkpoint.files.torch_file import read_torch_file
+from meshfold.checkpoint.files import read_torch_file
 from meshfold.engine.batches.loader import ShardedLoader
 from meshfold.engine.engine import Engine
 from meshfold.huggingface.trainer_metrics import Predictions

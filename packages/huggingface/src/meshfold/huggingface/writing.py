@@ -17,15 +17,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from meshfold.checkpoint.errors import CheckpointError
-from meshfold.checkpoint.file_names import LOCK, SAVING, lock_of, writing_of
-from meshfold.checkpoint.files.atomic_write import sync
-from meshfold.checkpoint.files.json_text import parse_object
-from meshfold.checkpoint.folder.lock import hold
-from meshfold.checkpoint.folder.writing import make
-from meshfold.checkpoint.tensors.safetensors_file import Described, TensorWriter
-from meshfold.checkpoint.tensors.tensor_folder import check_within
-from meshfold.checkpoint.tensors.weights import SAFE
+from meshfold.checkpoint import CheckpointError
+from meshfold.checkpoint.files import fsync_path, parse_json_object
+from meshfold.checkpoint.folder import (
+    LOCK_FILE,
+    SAVING_FOLDER,
+    hold_lock,
+    lock_path,
+    make_durable_folder,
+    writing_path,
+)
+from meshfold.checkpoint.tensors import SAFETENSORS_NAME, TensorInfo, TensorWriter, check_inside_folder
 
 SHARD_BYTES = 5 * 10**9
 """Of a file of weights, about: as transformers does it."""
@@ -39,7 +41,7 @@ class FolderWriter:
     def __init__(
         self,
         folder: str | os.PathLike[str],
-        announced: Mapping[str, Described],
+        announced: Mapping[str, TensorInfo],
         *,
         config: Mapping[str, Any] | None,
         like: Path | None = None,
@@ -69,14 +71,14 @@ class FolderWriter:
             self._config = config_of(like)
         self._shards = _shards(self._announced, shard_bytes)
         inside = self._target.exists()
-        make(self._target if inside else self._target.parent)
+        make_durable_folder(self._target if inside else self._target.parent)
         with ExitStack() as mine:
-            lock = lock_of(self._target, inside=inside)
-            mine.enter_context(hold(lock, doing="exporting into it", folder=self._target))
+            lock = lock_path(self._target, inside=inside)
+            mine.enter_context(hold_lock(lock, doing="exporting into it", folder=self._target))
             self._check_empty()
-            self.folder = writing_of(self._target, inside=inside)
+            self.folder = writing_path(self._target, inside=inside)
             _clear(self.folder)  # left by a process that died
-            make(self.folder)
+            make_durable_folder(self.folder)
             self._mine = mine.pop_all()
         self._left = [*self._announced]
         self._number = -1
@@ -103,22 +105,22 @@ class FolderWriter:
             where = {name: self._file(number) for number, shard in enumerate(self._shards) for name in shard}
             total = sum(described.bytes for described in self._announced.values())
             text = json.dumps({"metadata": {"total_size": total}, "weight_map": where}, indent=2)
-            (self.folder / f"{SAFE}.index.json").write_text(text)
+            (self.folder / f"{SAFETENSORS_NAME}.index.json").write_text(text)
         for path in self._beside:
             shutil.copyfile(path, self.folder / path.name)
         (self.folder / "config.json").write_text(json.dumps(self._described(), indent=2) + "\n")
         for path in self.folder.iterdir():
-            sync(path)
-        sync(self.folder)
+            fsync_path(path)
+        fsync_path(self.folder)
         self._check_empty()
         if self.folder.parent == self._target:
             for path in sorted(self.folder.iterdir(), key=lambda path: path.name == "config.json"):
                 path.rename(self._target / path.name)
             self.folder.rmdir()
-            sync(self._target)
+            fsync_path(self._target)
         else:
             self.folder.rename(self._target)
-            sync(self._target.parent)
+            fsync_path(self._target.parent)
         self._mine.close()
 
     def abandon(self) -> None:
@@ -132,7 +134,8 @@ class FolderWriter:
         """Raise a CheckpointError if there is something in the target already."""
         target = self._target
         if target.exists() and (
-            not target.is_dir() or any(path.name not in (LOCK, SAVING) for path in target.iterdir())
+            not target.is_dir()
+            or any(path.name not in (LOCK_FILE, SAVING_FOLDER) for path in target.iterdir())
         ):
             raise CheckpointError(f"{target} is there already: remove it, or choose another folder")
 
@@ -148,8 +151,8 @@ class FolderWriter:
 
     def _file(self, number: int) -> str:
         if len(self._shards) == 1:
-            return SAFE
-        stem, _, ending = SAFE.rpartition(".")
+            return SAFETENSORS_NAME
+        stem, _, ending = SAFETENSORS_NAME.rpartition(".")
         return f"{stem}-{number + 1:05}-of-{len(self._shards):05}.{ending}"
 
     def _described(self) -> dict[str, Any]:
@@ -173,9 +176,9 @@ def config_of(folder: Path) -> dict[str, Any]:
         CheckpointError: if it cannot be read, or is a link to a file elsewhere.
     """
     path = folder / "config.json"
-    check_within(path, folder)
+    check_inside_folder(path, folder)
     try:
-        return parse_object(path.read_bytes())
+        return parse_json_object(path.read_bytes())
     except (OSError, ValueError) as error:
         raise CheckpointError(f"cannot read {path}: {error}") from error
 
@@ -189,10 +192,10 @@ def _carried(like: Path) -> list[Path]:
     found = [
         path
         for path in sorted(like.iterdir())
-        if path.is_file() and not path.name.endswith(_WEIGHTS) and path.name not in ("state.json", LOCK)
+        if path.is_file() and not path.name.endswith(_WEIGHTS) and path.name not in ("state.json", LOCK_FILE)
     ]
     for path in found:
-        check_within(path, like)
+        check_inside_folder(path, like)
     return found
 
 
@@ -211,8 +214,8 @@ def _clear(folder: Path) -> None:
     folder.rmdir()
 
 
-def _shards(announced: Mapping[str, Described], most: int) -> list[dict[str, Described]]:
-    shards: list[dict[str, Described]] = [{}]
+def _shards(announced: Mapping[str, TensorInfo], most: int) -> list[dict[str, TensorInfo]]:
+    shards: list[dict[str, TensorInfo]] = [{}]
     held = 0
     for name, described in announced.items():
         if shards[-1] and held + described.bytes > most:

@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import Tensor
 
-from meshfold.checkpoint.folder.steps import remove
+from meshfold.checkpoint.folder import remove_checkpoint
 from meshfold.engine.errors import TrainingError
 from meshfold.lightning import checkpoints as saving
 from meshfold.lightning.connected import ConnectedStrategy
@@ -101,7 +101,7 @@ class CheckpointedStrategy(ConnectedStrategy):
         if not saving.is_folder(filepath):
             super().remove_checkpoint(filepath)
         elif self.is_global_zero:
-            remove(Path(filepath))
+            remove_checkpoint(Path(filepath))
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
         """Give the module its state, each rank its own blocks.

@@ -17,10 +17,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from meshfold.checkpoint.errors import CheckpointError
-from meshfold.checkpoint.file_names import EXTRA, STATE
-from meshfold.checkpoint.files.atomic_write import write_whole
-from meshfold.checkpoint.state import extra_state
+from meshfold.checkpoint import CheckpointError
+from meshfold.checkpoint.files import write_atomically
+from meshfold.checkpoint.folder import EXTRA_STATE_FILE, STATE_FILE
+from meshfold.checkpoint.state import extra_state_value, split_extra_state
 from meshfold.engine.checkpoints.checkpoint import MODEL, Checkpoint, write_checkpoint
 from meshfold.engine.checkpoints.model_state import ModelState
 from meshfold.engine.checkpoints.optimizer_state import plain_settings
@@ -44,7 +44,7 @@ def optimizer_file(number: int) -> str:
 def is_folder(path: str | os.PathLike[str]) -> bool:
     """Whether there is a folder of ours."""
     place = Path(path)
-    return (place / STATE).exists() or (place.with_name(f".{place.name}.old") / STATE).exists()
+    return (place / STATE_FILE).exists() or (place.with_name(f".{place.name}.old") / STATE_FILE).exists()
 
 
 # -- writing --------------------------------------------------------------------------------------------------------
@@ -76,8 +76,8 @@ def write_folder(path: str | os.PathLike[str], session: Session, checkpoint: Map
             files[optimizer_file(number)] = lane.states.optimizer_sources()
             state["optimizers"].append(lane.states.optimizer_description())
     rest = {key: value for key, value in checkpoint.items() if key not in (_STATE, _OPTIMIZERS)}
-    state["extra_state"], more = extra_state.split(session.state.extra(f"cannot write the checkpoint {path}"))
-    small = {REST: rest, **({EXTRA: more} if more else {})}
+    state["extra_state"], more = split_extra_state(session.state.extra(f"cannot write the checkpoint {path}"))
+    small = {REST: rest, **({EXTRA_STATE_FILE: more} if more else {})}
     write_checkpoint(path, session.world, files, state, small, all_read=session.lanes.all_read)
 
 
@@ -91,7 +91,7 @@ def whole_state(session: Session, *, everywhere: bool) -> dict[str, Tensor]:
     if session.world.mesh.rank:
         return {}
     found: dict[str, Any] = {name: whole[ties.get(name, name)] for name in state.names()}
-    return {**found, **{name: extra_state.value_of(entry) for name, entry in extra.items()}}
+    return {**found, **{name: extra_state_value(entry) for name, entry in extra.items()}}
 
 
 def whole_optimizer_state(session: Session, lane: Lane) -> dict[str, Any]:
@@ -286,7 +286,7 @@ def consolidate(
     if _OPTIMIZERS in found:
         found[_OPTIMIZERS] = [_as_torch(state) for state in found[_OPTIMIZERS]]
     target = Path(file)
-    write_whole(target, partial(torch.save, found))
+    write_atomically(target, partial(torch.save, found))
 
 
 def _as_torch(state: Mapping[str, Any]) -> dict[str, Any]:

@@ -16,8 +16,7 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-from meshfold.checkpoint.files.atomic_write import write_whole
-from meshfold.checkpoint.files.json_text import parse_object
+from meshfold.checkpoint.files import parse_json_object, write_atomically
 from meshfold.data.records import Part, find_records, texts_of
 from meshfold.data.tokenizers import Tokenizer
 from meshfold.mesh import SpecError
@@ -272,17 +271,17 @@ def _records(
 
 def _keep(file: Path, tokens: Tokens, numbers: dict[str, int]) -> tuple[Tokens, dict[str, int]]:
     """Write tokens into the cache, and numbers beside them; return both as they are read from there."""
-    write_whole(file, lambda path: np.save(path, tokens))
+    write_atomically(file, lambda path: np.save(path, tokens))
     kept: Tokens = np.load(file, mmap_mode="r")
     told = {**numbers, "tokens": len(kept), "crc32": zlib.crc32(np.ascontiguousarray(kept).data)}
-    write_whole(file.with_suffix(".json"), lambda path: path.write_text(json.dumps(told)))
+    write_atomically(file.with_suffix(".json"), lambda path: path.write_text(json.dumps(told)))
     return kept, told
 
 
 def _kept(file: Path) -> tuple[Tokens, dict[str, int]] | None:
     """Return tokens from the cache, and the numbers beside them; None if they are not there or damaged."""
     try:
-        numbers = parse_object(file.with_suffix(".json").read_bytes())
+        numbers = parse_json_object(file.with_suffix(".json").read_bytes())
         tokens: Tokens = np.load(file, mmap_mode="r", allow_pickle=False)
         counts = all(type(number) is int and number >= 0 for number in numbers.values())
         if not counts or tokens.ndim != 1 or not 0 <= numbers["train_tokens"] <= len(tokens):

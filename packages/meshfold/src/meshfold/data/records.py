@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from meshfold.checkpoint.files.json_text import parse_json, parse_object
-from meshfold.checkpoint.tensors.tensor_folder import is_plain
+from meshfold.checkpoint.files import parse_json, parse_json_object
+from meshfold.checkpoint.tensors import is_file_name
 from meshfold.mesh import SpecError
 
 LINES, TABLES = (".jsonl",), (".parquet", ".arrow")
@@ -72,10 +72,10 @@ def find_records(source: Path) -> list[Part]:
 def _splits(path: Path) -> list[str]:
     """Return the names of the splits that a folder of datasets' lists; each is a folder within it."""
     try:
-        splits = parse_object(path.read_bytes()).get("splits")
+        splits = parse_json_object(path.read_bytes()).get("splits")
     except (OSError, ValueError) as error:
         raise SpecError(f"{str(path)!r} cannot be read: {error}") from error
-    if not isinstance(splits, list) or not all(map(is_plain, splits)):
+    if not isinstance(splits, list) or not all(map(is_file_name, splits)):
         raise SpecError(f"{str(path)!r} lists no splits: it is damaged")
     return splits
 

@@ -10,7 +10,7 @@ from typing import Any, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from meshfold.checkpoint.tensors.tensor_folder import check_within
+from meshfold.checkpoint.tensors import check_inside_folder
 from meshfold.huggingface.reading import NO_CODE
 from meshfold.mesh import SpecError
 
@@ -103,7 +103,7 @@ class HuggingFaceTokenizer:
         try:
             for pattern in _FILES:
                 for file in path.glob(pattern):
-                    check_within(file, path)
+                    check_inside_folder(file, path)
             self._tokenizer: Any = AutoTokenizer.from_pretrained(str(path), **NO_CODE)
         except Exception as error:  # whatever it stumbles over, it means this
             reason = str(error).strip().split("\n")[0]

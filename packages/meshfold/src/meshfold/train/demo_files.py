@@ -10,7 +10,7 @@ import json
 from collections.abc import Iterator
 from pathlib import Path
 
-from meshfold.checkpoint.files.atomic_write import write_whole
+from meshfold.checkpoint.files import write_atomically
 
 LIST = ".demo.json"
 WRITTEN = ("checkpoint", "serial", "metrics.jsonl", "settings.json", "loss.png", "sample.txt")
@@ -22,7 +22,7 @@ def sign(out: Path) -> None:
     if not out.is_dir():
         return
     listed = {_name(path, out): _seen(path) for path in _there(out) if not _is_folder(path)}
-    write_whole(out / LIST, lambda part: part.write_text(json.dumps(listed, indent=1)))
+    write_atomically(out / LIST, lambda part: part.write_text(json.dumps(listed, indent=1)))
 
 
 def of_others(out: Path) -> list[Path]:

@@ -6,8 +6,8 @@ import time
 from contextlib import ExitStack
 from pathlib import Path
 
-from meshfold.checkpoint.errors import CheckpointError, InUseError
-from meshfold.checkpoint.folder.lock import hold, is_held
+from meshfold.checkpoint import CheckpointError, InUseError
+from meshfold.checkpoint.folder import hold_lock, is_locked
 from meshfold.engine.together import fail_together
 from meshfold.engine.world import World
 from meshfold.mesh import MeshfoldError
@@ -21,8 +21,8 @@ _LOOKED_AT_S = 1.0  # somebody who looks whether the lock is held holds it for a
 def check_free(out: str) -> None:
     """Raise what :func:`hold_folder` would, if another run is writing there now."""
     lock = Path(out) / LOCK
-    if is_held(lock):
-        with hold(lock, doing=_DOING):
+    if is_locked(lock):
+        with hold_lock(lock, doing=_DOING):
             pass
 
 
@@ -53,7 +53,7 @@ def _take(held: ExitStack, lock: Path) -> None:
     deadline = time.monotonic() + _LOOKED_AT_S
     while True:
         try:
-            held.enter_context(hold(lock, doing=_DOING))
+            held.enter_context(hold_lock(lock, doing=_DOING))
             return
         except InUseError:
             if time.monotonic() > deadline:

@@ -10,18 +10,19 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from meshfold.checkpoint.file_names import STATE, old_of
-from meshfold.checkpoint.folder.steps import (
-    complete,
+from meshfold.checkpoint.folder import (
+    STATE_FILE,
+    all_checkpoints,
+    complete_checkpoints,
     is_complete,
-    present,
     prune,
-    remove,
+    remove_checkpoint,
+    remove_leftovers,
+    set_aside_path,
     step_folder,
     step_of,
-    tidy,
 )
-from meshfold.checkpoint.state.state_file import listed_files, read_state
+from meshfold.checkpoint.state import listed_files, read_state
 from meshfold.engine.checkpoints.checkpoint import Checkpoint
 
 
@@ -53,15 +54,19 @@ class KeptCheckpoints:
             Where it is now; None if nothing was in the way.
         """
         place = self.place(step)
-        if place == self._single or not (place / STATE).exists() or listed_files(place / STATE) is not None:
+        if (
+            place == self._single
+            or not (place / STATE_FILE).exists()
+            or listed_files(place / STATE_FILE) is not None
+        ):
             return None
         numbered = (place.with_name(f"{place.name}.damaged{number}") for number in ("", *range(2, 1000)))
         return place.rename(next(path for path in numbered if not path.exists()))
 
     def there(self) -> list[Path]:
         """The checkpoints of the run, whole or damaged; what is under way is none."""
-        single = [self._single] if self._single.exists() or old_of(self._single).exists() else []
-        return present(self._several) + single
+        single = [self._single] if self._single.exists() or set_aside_path(self._single).exists() else []
+        return all_checkpoints(self._several) + single
 
     def damaged(self) -> list[Path]:
         """Those that are not complete."""
@@ -99,16 +104,18 @@ class KeptCheckpoints:
         if several:
             prune(self._several, several)  # and what dead processes have left there
         for path in gone:
-            remove(path)
+            remove_checkpoint(path)
         if self._single in stay:
-            tidy(self._single)
+            remove_leftovers(self._single)
         return gone
 
     def _complete(self) -> list[Path]:
         """The complete ones, the newest first."""
-        found = {path: step_of(path) for path in complete(self._several)}
-        single = next((path for path in (self._single, old_of(self._single)) if is_complete(path)), None)
+        found = {path: step_of(path) for path in complete_checkpoints(self._several)}
+        single = next(
+            (path for path in (self._single, set_aside_path(self._single)) if is_complete(path)), None
+        )
         if single is not None:
-            state = read_state(single / STATE)
+            state = read_state(single / STATE_FILE)
             found[self._single] = int(state.get("step", 0)) + int(state.get("skipped_steps", 0))
         return sorted(found, key=lambda path: (found[path], path == self.place(found[path])))[::-1]

@@ -8,9 +8,8 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
-from meshfold.checkpoint.files.atomic_write import write_whole
-from meshfold.checkpoint.files.json_text import parse_object
-from meshfold.checkpoint.state.state_file import CHECKSUM, is_sealed, sealed
+from meshfold.checkpoint.files import parse_json_object, write_atomically
+from meshfold.checkpoint.state import CHECKSUM, has_valid_checksum, with_checksum
 from meshfold.mesh import SpecError
 from meshfold.train.settings import TrainSettings
 
@@ -53,7 +52,7 @@ def keep(settings: TrainSettings, data_size: int) -> None:
         except TypeError:  # a spec with objects in it, from a file: it has to be given again
             del found[name]
     path.parent.mkdir(parents=True, exist_ok=True)
-    write_whole(path, lambda part: part.write_text(json.dumps(sealed(found), indent=1)))
+    write_atomically(path, lambda part: part.write_text(json.dumps(with_checksum(found), indent=1)))
 
 
 def kept(out: str) -> dict[str, Any]:
@@ -64,14 +63,14 @@ def kept(out: str) -> dict[str, Any]:
     """
     path = Path(out) / FILE
     try:
-        found = parse_object(path.read_bytes())
+        found = parse_json_object(path.read_bytes())
     except FileNotFoundError:
         return {}
     except (OSError, ValueError) as error:
         raise SpecError(
             f"cannot read {path}: {error}. Remove it, and type the options of the run again"
         ) from error
-    if CHECKSUM in found and not is_sealed(found):
+    if CHECKSUM in found and not has_valid_checksum(found):
         raise SpecError(
             f"{path} is damaged or was changed by hand: its checksum does not fit. To keep a change made by hand, remove its entry "
             f'"{CHECKSUM}"'

@@ -22,7 +22,7 @@ from typing import Any
 
 import torch
 
-from meshfold.checkpoint.errors import CheckpointError
+from meshfold.checkpoint import CheckpointError
 from meshfold.data.corpus import Corpus, largest_id, open_corpus
 from meshfold.data.rows import Batches
 from meshfold.data.tokenizers import Tokenizer, load_tokenizer, tokenizer_of_model

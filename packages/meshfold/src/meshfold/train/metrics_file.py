@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from meshfold.checkpoint.files.atomic_write import write_whole
+from meshfold.checkpoint.files import write_atomically
 from meshfold.train.trackers import Tracker
 
 
@@ -26,7 +26,7 @@ class MetricsFile:
             path.parent.mkdir(parents=True, exist_ok=True)
             # A process that dies here leaves the rows that were there.
             text = "".join(json.dumps(row) + "\n" for row in self.rows)
-            write_whole(path, lambda part: part.write_text(text, encoding="utf-8"))
+            write_atomically(path, lambda part: part.write_text(text, encoding="utf-8"))
 
     def add(self, **row: Any) -> None:
         """One more row."""

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 
-def write_whole(path: Path, write: Callable[[Path], object]) -> None:
+def write_atomically(path: Path, write: Callable[[Path], object]) -> None:
     """Write a file so that nobody ever sees half of it, also after a power cut: several processes may do so at once.
 
     Args:
@@ -18,14 +18,14 @@ def write_whole(path: Path, write: Callable[[Path], object]) -> None:
     part = path.with_name(f".{secrets.token_hex(4)}.{path.name}")
     try:
         write(part)
-        sync(part)
+        fsync_path(part)
         part.replace(path)
-        sync(path.parent)
+        fsync_path(path.parent)
     finally:
         part.unlink(missing_ok=True)
 
 
-def write_synced(path: Path, text: str) -> None:
+def write_text_synced(path: Path, text: str) -> None:
     """Write a text file and bring it to the disk; for a folder that nobody reads yet."""
     with path.open("w", encoding="utf-8") as file:
         file.write(text)
@@ -33,7 +33,7 @@ def write_synced(path: Path, text: str) -> None:
         os.fsync(file.fileno())
 
 
-def sync(path: Path) -> None:
+def fsync_path(path: Path) -> None:
     """Bring a file or a folder's entries to the disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:

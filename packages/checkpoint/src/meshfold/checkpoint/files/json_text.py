@@ -18,7 +18,7 @@ def parse_json(text: str | bytes) -> Any:
         raise ValueError("its values are nested too deeply") from None
 
 
-def parse_object(text: str | bytes) -> dict[str, Any]:
+def parse_json_object(text: str | bytes) -> dict[str, Any]:
     """Parse a JSON object.
 
     Raises:

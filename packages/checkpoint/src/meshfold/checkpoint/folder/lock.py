@@ -2,7 +2,7 @@
 
 ::
 
-    with hold(out / ".run.lock", doing="training into it"):
+    with hold_lock(out / ".run.lock", doing="training into it"):
         ...
 
 One rank holds it for a run (rank 0); the others hear of a refusal through
@@ -27,7 +27,7 @@ _held: set[int] = set()
 
 
 @contextmanager
-def hold(lock: Path, *, doing: str, folder: Path | None = None) -> Iterator[None]:
+def hold_lock(lock: Path, *, doing: str, folder: Path | None = None) -> Iterator[None]:
     """Hold a lock file for as long as the block runs; it is removed at the end.
 
     The lock is advisory (``flock``). A file system without locks lets every process in.
@@ -55,7 +55,7 @@ def hold(lock: Path, *, doing: str, folder: Path | None = None) -> Iterator[None
             os.close(descriptor)
 
 
-def is_held(lock: Path) -> bool:
+def is_locked(lock: Path) -> bool:
     """Return whether a process holds a lock file, as far as the file system can tell. Changes nothing."""
     try:
         descriptor = os.open(lock, os.O_RDONLY | os.O_NOFOLLOW)

@@ -21,8 +21,8 @@ from pathlib import Path
 from typing import Any
 
 from meshfold.checkpoint.errors import CheckpointError
-from meshfold.checkpoint.file_names import REPLACED, SAVED, SAVING, STATE
-from meshfold.checkpoint.files.atomic_write import sync, write_synced
+from meshfold.checkpoint.file_names import REPLACED_FILE, SAVED_FOLDER_PREFIX, SAVING_FOLDER, STATE_FILE
+from meshfold.checkpoint.files.atomic_write import fsync_path, write_text_synced
 from meshfold.checkpoint.files.json_text import parse_json
 from meshfold.checkpoint.owned_files import remove_files, remove_unfinished
 from meshfold.checkpoint.state.state_file import FILES, identity, listed_files, read_state
@@ -30,47 +30,47 @@ from meshfold.checkpoint.state.state_file import FILES, identity, listed_files, 
 
 def is_part_of_a_save(name: str) -> bool:
     """Return whether this is what a save calls its folders within a checkpoint's."""
-    return name == SAVING or name.startswith(SAVED)
+    return name == SAVING_FOLDER or name.startswith(SAVED_FOLDER_PREFIX)
 
 
-def saved_of(folder: Path, state: Mapping[str, Any]) -> Path | None:
+def saved_folder(folder: Path, state: Mapping[str, Any]) -> Path | None:
     """Return where files of a checkpoint may be that have yet to be moved to their places; None if there is no such place."""
-    return folder / f"{SAVED}{identity(state)}" if identity(state) else None
+    return folder / f"{SAVED_FOLDER_PREFIX}{identity(state)}" if identity(state) else None
 
 
-def replace(writing: Path, target: Path) -> None:
+def replace_checkpoint(writing: Path, target: Path) -> None:
     """Put a complete checkpoint, written in the folder that it goes to, in the place of the one there."""
-    state = read_state(writing / STATE)
-    listed = listed_files(target / STATE) or {}
-    write_synced(writing / REPLACED, json.dumps([*listed]))
-    saved = saved_of(target, state)
+    state = read_state(writing / STATE_FILE)
+    listed = listed_files(target / STATE_FILE) or {}
+    write_text_synced(writing / REPLACED_FILE, json.dumps([*listed]))
+    saved = saved_folder(target, state)
     assert saved is not None  # what is written now has a checksum
     remove_unfinished(saved)
     writing.rename(saved)
-    sync(target)
-    (saved / STATE).replace(target / STATE)
-    sync(target)
-    finish(target)
+    fsync_path(target)
+    (saved / STATE_FILE).replace(target / STATE_FILE)
+    fsync_path(target)
+    finish_replacement(target)
 
 
-def finish(target: Path) -> None:
+def finish_replacement(target: Path) -> None:
     """Go on with a replacement at which a process died, and remove what others left. The folder's lock is held."""
     try:
-        state = read_state(target / STATE)
+        state = read_state(target / STATE_FILE)
     except CheckpointError:
         state = {}
-    saved = saved_of(target, state)
+    saved = saved_folder(target, state)
     for path in [path for path in target.iterdir() if is_part_of_a_save(path.name)]:
         if path != saved:
             remove_unfinished(path)
     if saved is None or not saved.is_dir() or saved.is_symlink():
         return
     listed = state.get(FILES, {})
-    remove_files(target, _replaced(saved / REPLACED) - listed.keys())
+    remove_files(target, _replaced(saved / REPLACED_FILE) - listed.keys())
     for name in listed:
         if (saved / name).exists():
             (saved / name).replace(target / name)
-    sync(target)
+    fsync_path(target)
     remove_unfinished(saved)
 
 
@@ -83,7 +83,7 @@ def _replaced(path: Path) -> set[str]:
     return {name for name in found if isinstance(name, str)} if isinstance(found, list) else set()
 
 
-def path_of(folder: Path, saved: Path | None, name: str) -> Path:
+def current_path(folder: Path, saved: Path | None, name: str) -> Path:
     """Return where a file of a checkpoint is at this moment. It may move to its place right after."""
     if saved is not None and os.path.lexists(saved / name):
         return saved / name

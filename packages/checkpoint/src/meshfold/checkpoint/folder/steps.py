@@ -15,10 +15,10 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from meshfold.checkpoint.errors import CheckpointError
-from meshfold.checkpoint.file_names import STATE, lock_of, old_of
+from meshfold.checkpoint.file_names import STATE_FILE, lock_path, set_aside_path
 from meshfold.checkpoint.folder import removal, replacement
-from meshfold.checkpoint.folder.lock import hold, is_held
-from meshfold.checkpoint.folder.replacement import path_of, saved_of
+from meshfold.checkpoint.folder.lock import hold_lock, is_locked
+from meshfold.checkpoint.folder.replacement import current_path, saved_folder
 from meshfold.checkpoint.folder.writing import clear_beside
 from meshfold.checkpoint.owned_files import remove_unfinished
 from meshfold.checkpoint.state.state_file import FILES, read_state
@@ -41,7 +41,7 @@ def step_folder(folder: Path, step: int) -> Path:
 
 def latest(folder: Path) -> Path | None:
     """The complete checkpoint of the highest step, if there is any. What is damaged or half-written is passed over."""
-    return next(iter(complete(folder)), None)
+    return next(iter(complete_checkpoints(folder)), None)
 
 
 def prune(folder: Path, keep: int) -> list[Path]:
@@ -59,41 +59,41 @@ def prune(folder: Path, keep: int) -> list[Path]:
     if isinstance(keep, bool) or not isinstance(keep, int) or keep < 1:
         raise CheckpointError(f"keep={keep!r}: how many checkpoints stay, a whole number from 1 up")
     folder = Path(folder)
-    found = complete(folder)
+    found = complete_checkpoints(folder)
     if not found:
         return []
-    gone = [path for path in found[keep:][::-1] if not is_held(lock_of(path, inside=True))]
+    gone = [path for path in found[keep:][::-1] if not is_locked(lock_path(path, inside=True))]
     for path in gone:
-        remove(path)
+        remove_checkpoint(path)
     with _removing(folder):
         for path in [*folder.iterdir()]:
             if _NAME.fullmatch(path.name) and removal.is_being_removed(path):
-                remove(path)
+                remove_checkpoint(path)
             named = _HIDDEN.fullmatch(path.name)
             if named is not None and int(named[1]) <= step_of(found[0]):
                 whole = folder / f"step-{named[1]}"
                 # It may be all there is of one that stays: the process of an earlier version died between two renames.
-                if is_complete(whole) or not is_complete(old_of(whole)):
+                if is_complete(whole) or not is_complete(set_aside_path(whole)):
                     _clear(whole)
     return gone
 
 
-def remove(path: Path) -> None:
+def remove_checkpoint(path: Path) -> None:
     """Remove a checkpoint, which at no moment looks like one that is whole and is not. One rank calls.
 
     Raises:
         CheckpointError: if it cannot be removed.
     """
     with _removing(path.parent):
-        for place in (old_of(path), path):
-            removal.discard(place)
+        for place in (set_aside_path(path), path):
+            removal.discard_set_aside(place)
 
 
-def tidy(path: Path) -> None:
+def remove_leftovers(path: Path) -> None:
     """Remove what dead processes have left of saves of a checkpoint, if it is complete under its own name. One rank calls."""
     if is_complete(path):
-        with suppress(OSError, CheckpointError), hold(lock_of(path, inside=True), doing="tidying it"):
-            replacement.finish(path)
+        with suppress(OSError, CheckpointError), hold_lock(lock_path(path, inside=True), doing="tidying it"):
+            replacement.finish_replacement(path)
         _clear(path)
 
 
@@ -103,7 +103,7 @@ def _clear(path: Path) -> None:
     with suppress(OSError, CheckpointError):
         removed = path.with_name(f".{path.name}.removing")  # of an earlier version
         if removed.is_dir():
-            removal.remove(removed)
+            removal.remove_listed(removed)
             remove_unfinished(removed)
 
 
@@ -117,12 +117,14 @@ def _removing(folder: Path) -> Iterator[None]:
         ) from error
 
 
-def complete(folder: Path) -> list[Path]:
+def complete_checkpoints(folder: Path) -> list[Path]:
     """The complete checkpoints, the last first. What is damaged or half-written is passed over."""
-    return [path for path in present(folder) if is_complete(path) or is_complete(old_of(path))]
+    return [
+        path for path in all_checkpoints(folder) if is_complete(path) or is_complete(set_aside_path(path))
+    ]
 
 
-def present(folder: Path) -> list[Path]:
+def all_checkpoints(folder: Path) -> list[Path]:
     """The checkpoints, whole or damaged, the last first. What is under way is none."""
     folder = Path(folder)
     if not folder.is_dir():
@@ -139,10 +141,11 @@ def present(folder: Path) -> list[Path]:
 def is_complete(path: Path) -> bool:
     """Whether a folder is a checkpoint, with every file that its ``state.json`` names in its full size."""
     try:
-        state = read_state(path / STATE)
-        saved = saved_of(path, state)
+        state = read_state(path / STATE_FILE)
+        saved = saved_folder(path, state)
         return all(
-            path_of(path, saved, name).stat().st_size == size for name, size in state.get(FILES, {}).items()
+            current_path(path, saved, name).stat().st_size == size
+            for name, size in state.get(FILES, {}).items()
         )
     except (OSError, CheckpointError):
         return False

@@ -18,12 +18,12 @@ from typing import Any
 import torch
 
 from meshfold.checkpoint.errors import InUseError
-from meshfold.checkpoint.file_names import LOCK, STATE, lock_of, old_of, writing_of
-from meshfold.checkpoint.files.atomic_write import sync, write_synced
+from meshfold.checkpoint.file_names import LOCK_FILE, STATE_FILE, lock_path, set_aside_path, writing_path
+from meshfold.checkpoint.files.atomic_write import fsync_path, write_text_synced
 from meshfold.checkpoint.folder import removal, replacement
-from meshfold.checkpoint.folder.lock import hold
+from meshfold.checkpoint.folder.lock import hold_lock
 from meshfold.checkpoint.owned_files import remove_unfinished
-from meshfold.checkpoint.state.state_file import FILES, SUMS, listed_files, sealed, sum_of
+from meshfold.checkpoint.state.state_file import CHECKSUMS, FILES, file_checksum, listed_files, with_checksum
 
 _ADVICE = {
     errno.ENOSPC: "make room on that disk, or save elsewhere",
@@ -35,13 +35,15 @@ _ADVICE = {
 }
 
 
-def place_of(path: str | os.PathLike[str]) -> Path:
+def resolve_folder(path: str | os.PathLike[str]) -> Path:
     """The folder; of a link to one that which it points to, so that the link stays."""
     found = Path(path).absolute()
     return Path(os.path.realpath(found)) if found.is_symlink() else found
 
 
-def begin(target: Path, mine: ExitStack, files: Iterable[str] = (), *, doing: str = "saving into it") -> Path:
+def begin_checkpoint(
+    target: Path, mine: ExitStack, files: Iterable[str] = (), *, doing: str = "saving into it"
+) -> Path:
     """Make the folder that is written, for this process alone until the end of ``mine``, when what is left of it goes.
 
     Args:
@@ -62,13 +64,13 @@ def begin(target: Path, mine: ExitStack, files: Iterable[str] = (), *, doing: st
     if inside and not target.is_dir():
         raise OSError(f"{target} is there and is no checkpoint: remove it or choose another path")
     if not inside:
-        make(target.parent)
-    mine.enter_context(hold(lock_of(target, inside=inside), doing=doing, folder=target))
+        make_durable_folder(target.parent)
+    mine.enter_context(hold_lock(lock_path(target, inside=inside), doing=doing, folder=target))
     if inside:
-        replacement.finish(target)
-        removal.finish(target)
+        replacement.finish_replacement(target)
+        removal.finish_removal(target)
         check_free(target, files)
-    writing = writing_of(target, inside=inside)
+    writing = writing_path(target, inside=inside)
     remove_unfinished(writing)  # left by a run that died
     try:
         writing.mkdir()
@@ -83,9 +85,9 @@ def begin(target: Path, mine: ExitStack, files: Iterable[str] = (), *, doing: st
 
 def put_back(target: Path) -> None:
     """Give a checkpoint its name that an earlier version moved aside before it died, if nothing has the name since."""
-    old = old_of(target)
+    old = set_aside_path(target)
     with suppress(OSError):  # somebody's folder with something in it has the name: then that one is looked at
-        if listed_files(old / STATE) is not None and (not target.exists() or not any(target.iterdir())):
+        if listed_files(old / STATE_FILE) is not None and (not target.exists() or not any(target.iterdir())):
             old.rename(target)
 
 
@@ -96,12 +98,12 @@ def check_free(target: Path, files: Iterable[str] = ()) -> None:
         target: a folder that exists.
         files: names that will be written.
     """
-    listed = listed_files(target / STATE)
+    listed = listed_files(target / STATE_FILE)
     there = [path.name for path in target.iterdir() if not _is_ours(path.name)]
-    if (target / STATE).exists() and listed is None:
+    if (target / STATE_FILE).exists() and listed is None:
         raise OSError(
-            f"{target / STATE} is no checkpoint's, or damaged, so what else is there cannot be told from a checkpoint's files: "
-            "save elsewhere, or move it away"
+            f"{target / STATE_FILE} is no checkpoint's, or damaged, so what else is there cannot be told from a checkpoint's "
+            "files: save elsewhere, or move it away"
         )
     if listed is None and there:
         raise OSError(f"{target} is there and is no checkpoint: remove it or choose another path")
@@ -118,7 +120,7 @@ def check_free(target: Path, files: Iterable[str] = ()) -> None:
 
 def _is_ours(name: str) -> bool:
     """Whether a name in a folder says that a save is or was under way there."""
-    return name == LOCK or replacement.is_part_of_a_save(name)
+    return name == LOCK_FILE or replacement.is_part_of_a_save(name)
 
 
 def _remove(folder: Path, made: os.stat_result) -> None:
@@ -128,19 +130,21 @@ def _remove(folder: Path, made: os.stat_result) -> None:
             remove_unfinished(folder)
 
 
-def make(folder: Path) -> None:
+def make_durable_folder(folder: Path) -> None:
     """A folder with its parents, on the disk."""
     if not folder.is_dir():
-        make(folder.parent)
+        make_durable_folder(folder.parent)
         folder.mkdir(exist_ok=True)
-        sync(folder.parent)
+        fsync_path(folder.parent)
 
 
-def finish(writing: Path, target: Path, state: Mapping[str, Any], small_files: Mapping[str, Any]) -> None:
+def commit_checkpoint(
+    writing: Path, target: Path, state: Mapping[str, Any], small_files: Mapping[str, Any]
+) -> None:
     """Write what is small, bring the folder to the disk and put it in its place.
 
     Args:
-        writing: the folder, of :func:`begin`, whose lock is still held.
+        writing: the folder, of :func:`begin_checkpoint`, whose lock is still held.
         target: its place.
         state: what goes into ``state.json``.
         small_files: file name to what ``torch.save`` writes there.
@@ -150,14 +154,16 @@ def finish(writing: Path, target: Path, state: Mapping[str, Any], small_files: M
     paths = sorted(writing.iterdir())
     for path in paths:
         if path.suffix != ".safetensors":  # their writers have done it
-            sync(path)
+            fsync_path(path)
     files = {path.name: path.stat().st_size for path in paths}
-    whole = sealed({**state, FILES: files, SUMS: {path.name: sum_of(path) for path in paths}})
-    write_synced(writing / STATE, json.dumps(whole, indent=1))
-    sync(writing)
+    whole = with_checksum(
+        {**state, FILES: files, CHECKSUMS: {path.name: file_checksum(path) for path in paths}}
+    )
+    write_text_synced(writing / STATE_FILE, json.dumps(whole, indent=1))
+    fsync_path(writing)
     if writing.parent == target:
         check_free(target, files)
-        replacement.replace(writing, target)
+        replacement.replace_checkpoint(writing, target)
     else:
         try:
             writing.rename(target)
@@ -167,21 +173,21 @@ def finish(writing: Path, target: Path, state: Mapping[str, Any], small_files: M
             raise OSError(
                 f"{target} was made by somebody else while it was written: give each run a path of its own"
             ) from error
-        sync(target.parent)
+        fsync_path(target.parent)
     clear_beside(target)
 
 
 def clear_beside(target: Path) -> None:
     """Remove what dead processes have left beside a complete checkpoint, as far as it can be removed."""
-    writing, lock = writing_of(target, inside=False), lock_of(target, inside=False)
+    writing, lock = writing_path(target, inside=False), lock_path(target, inside=False)
     with suppress(OSError, InUseError):
-        removal.discard(old_of(target))
+        removal.discard_set_aside(set_aside_path(target))
         if writing.is_dir() or lock.exists():
-            with hold(lock, doing="removing what was left there"):
+            with hold_lock(lock, doing="removing what was left there"):
                 remove_unfinished(writing)
 
 
-def advised(error: Exception | None) -> Exception | None:
+def with_advice(error: Exception | None) -> Exception | None:
     """An error of writing with what to do about it."""
     if isinstance(error, OSError) and error.errno in _ADVICE:
         told = type(error)(f"{error}: {_ADVICE[error.errno]}")
@@ -190,7 +196,7 @@ def advised(error: Exception | None) -> Exception | None:
     return error
 
 
-def attempt(action: Callable[[], None]) -> Exception | None:
+def error_of(action: Callable[[], None]) -> Exception | None:
     """What an action without communication raised, if it did: the ranks have to hear of it first."""
     try:
         action()

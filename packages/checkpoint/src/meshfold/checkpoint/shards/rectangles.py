@@ -30,7 +30,7 @@ Window = tuple[tuple[int, ...], tuple[int, ...]]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Piece:
+class Shard:
     """A rectangle that this rank writes.
 
     Attributes:
@@ -44,7 +44,7 @@ class Piece:
     view: Callable[[Tensor], Tensor]
 
 
-class Cut(NamedTuple):
+class ShardRule(NamedTuple):
     """How a rank's pieces of a tensor are found, as a value: equal cuts of a name make equal pieces.
 
     Attributes:
@@ -52,35 +52,35 @@ class Cut(NamedTuple):
         arguments: values, none of them a tensor.
     """
 
-    function: Callable[..., tuple[Piece, ...]]
+    function: Callable[..., tuple[Shard, ...]]
     arguments: tuple[object, ...] = ()
 
-    def pieces(self, name: str) -> tuple[Piece, ...]:
+    def shards(self, name: str) -> tuple[Shard, ...]:
         """What this rank writes of the tensor with that name."""
         return self.function(name, *self.arguments)
 
 
-def no_pieces(name: str) -> tuple[Piece, ...]:
+def no_shards(name: str) -> tuple[Shard, ...]:
     """What a rank writes of a tensor of which it keeps nothing."""
     return ()
 
 
-def pieces_of_block(
+def shards_of_local(
     name: str, shape: Sequence[int], meta: ParameterMeta, dtype: torch.dtype
-) -> tuple[Piece, ...]:
+) -> tuple[Shard, ...]:
     """What this rank writes of a tensor of which it keeps its block whole; ``shape``: of the block."""
     whole = (0,) * len(shape), tuple(shape)
     return tuple(_pieces(name, [(whole, lambda kept: kept)], meta, (), dtype.itemsize))
 
 
-def pieces_of_run(
+def shards_of_flat_run(
     name: str,
     run: range,
     shape: Sequence[int],
     meta: ParameterMeta,
     dtype: torch.dtype,
     over: tuple[str, ...],
-) -> tuple[Piece, ...]:
+) -> tuple[Shard, ...]:
     """What this rank writes of a tensor of which it keeps a flat run of its block's elements, row by row.
 
     Args:
@@ -104,9 +104,11 @@ def pieces_of_run(
     return tuple(_pieces(name, boxes, meta, over, dtype.itemsize))
 
 
-def pieces_of_whole(name: str, shape: Sequence[int], ranks: Sequence[int], rank: int) -> tuple[Piece, ...]:
+def shards_of_replicated(
+    name: str, shape: Sequence[int], ranks: Sequence[int], rank: int
+) -> tuple[Shard, ...]:
     """What a rank writes of a tensor that some ranks have whole: one of them writes it."""
-    piece = Piece(offsets=(0,) * len(shape), sizes=tuple(shape), view=lambda kept: kept)
+    piece = Shard(offsets=(0,) * len(shape), sizes=tuple(shape), view=lambda kept: kept)
     return (piece,) if rank == _drawn(name, ranks) else ()
 
 
@@ -159,7 +161,7 @@ def _pieces(
     meta: ParameterMeta,
     over: tuple[str, ...],
     width: int,
-) -> Iterator[Piece]:
+) -> Iterator[Shard]:
     """What this rank writes of the rectangles that it keeps; ``boxes``: these in its block, with their views."""
     keepers = _keepers(meta, over)
     for rectangle in meta.placement.rectangles(meta.mesh):
@@ -182,7 +184,7 @@ def _pieces(
                 ) -> Tensor:
                     return narrowed(view(kept), inner, sizes)
 
-                yield Piece(offsets=found[0], sizes=found[1], view=cut)
+                yield Shard(offsets=found[0], sizes=found[1], view=cut)
 
 
 def _mine(name: str, window: Window, ranks: Sequence[int], rank: int, width: int) -> Window | None:
@@ -215,14 +217,14 @@ def _keepers(meta: ParameterMeta, over: tuple[str, ...]) -> dict[Window, list[in
     known, key = _known.setdefault(meta.mesh, {}), (_key(meta.placement), alike)
     if key not in known:
         found: dict[Window, list[int]] = {}
-        for rank in ranks_alike(meta.mesh, alike):
+        for rank in ranks_with_same_index(meta.mesh, alike):
             for rectangle in meta.placement.rectangles(meta.mesh, rank):
                 found.setdefault((rectangle.offsets, rectangle.sizes), []).append(rank)
         known[key] = found
     return known[key]
 
 
-def ranks_alike(mesh: Mesh, axes: Sequence[str]) -> list[int]:
+def ranks_with_same_index(mesh: Mesh, axes: Sequence[str]) -> list[int]:
     """The ranks that stand where this one does on some axes."""
     here = mesh.index(*axes)
     return [rank for rank in range(mesh.world_size) if mesh.index(*axes, rank=rank) == here]

@@ -25,11 +25,11 @@ SLICE_BYTES = 32 * 2**20
 AT_ONCE = 2
 """Slices on their way: one that the bus is at, and one for it to go on with."""
 
-Pair = tuple[Tensor, Tensor]
+CopyPair = tuple[Tensor, Tensor]
 """Where a copy goes, on the host, and of what it is."""
 
 
-class Lane(Protocol):
+class CopyQueue(Protocol):
     """Where copies are queued that the host does not make itself."""
 
     def takes(self, tensor: Tensor) -> bool:
@@ -38,7 +38,7 @@ class Lane(Protocol):
     def begin(self) -> None:
         """Called by the training: copies come after what it has queued until now."""
 
-    def queue(self, pairs: Sequence[Pair]) -> Callable[[], None]:
+    def queue(self, pairs: Sequence[CopyPair]) -> Callable[[], None]:
         """Queue copies. What comes back lets the host wait for them."""
 
     def settle(self) -> None:
@@ -48,7 +48,7 @@ class Lane(Protocol):
         """Called by the training: what it queues from now on comes after the copies that were queued."""
 
 
-class HostLane:
+class HostCopyQueue:
     """Without a GPU there is none."""
 
     def takes(self, tensor: Tensor) -> bool:
@@ -56,7 +56,7 @@ class HostLane:
 
     def begin(self) -> None: ...
 
-    def queue(self, pairs: Sequence[Pair]) -> Callable[[], None]:
+    def queue(self, pairs: Sequence[CopyPair]) -> Callable[[], None]:
         raise RuntimeError("without a GPU the host copies by itself")
 
     def settle(self) -> None: ...
@@ -64,7 +64,7 @@ class HostLane:
     def hold(self) -> None: ...
 
 
-class StreamLane:
+class StreamCopyQueue:
     """A stream of a GPU."""
 
     def __init__(self, device: torch.device) -> None:
@@ -84,7 +84,7 @@ class StreamLane:
         self._before = torch.cuda.Event(blocking=True)
         self._before.record(torch.cuda.current_stream(self._device))
 
-    def queue(self, pairs: Sequence[Pair]) -> Callable[[], None]:
+    def queue(self, pairs: Sequence[CopyPair]) -> Callable[[], None]:
         with torch.cuda.stream(self._stream):
             if self._last is None and self._before is not None:
                 self._stream.wait_event(self._before)
@@ -103,15 +103,15 @@ class StreamLane:
             torch.cuda.current_stream(self._device).wait_event(self._last)
 
 
-def lane_of(device: torch.device) -> Lane:
+def copy_queue(device: torch.device) -> CopyQueue:
     """The lane of a device that one trains on."""
-    return StreamLane(device) if device.type == "cuda" else HostLane()
+    return StreamCopyQueue(device) if device.type == "cuda" else HostCopyQueue()
 
 
-class Copying:
+class BackgroundCopies:
     """The copies of one save."""
 
-    def __init__(self, lane: Lane) -> None:
+    def __init__(self, lane: CopyQueue) -> None:
         """The training calls: what it has queued until now is in the copies."""
         self._lane = lane
         self._queued = threading.Event()  # all that is, and what the host copies itself is copied
@@ -119,11 +119,11 @@ class Copying:
         lane.begin()
 
     @torch.no_grad()
-    def run(self, pairs: Iterable[Pair]) -> None:
+    def run(self, pairs: Iterable[CopyPair]) -> None:
         """Make the copies, in a thread of one's own; they are there on return. The tensors live until then."""
         queued: deque[Callable[[], None]] = deque()
         try:
-            mine: list[Pair] = []
+            mine: list[CopyPair] = []
             for some in _slices(self._taken(pairs, mine)):
                 if len(queued) == AT_ONCE:
                     queued.popleft()()
@@ -137,7 +137,7 @@ class Copying:
         for wait in queued:
             wait()
 
-    def _taken(self, pairs: Iterable[Pair], rest: list[Pair]) -> Iterator[Pair]:
+    def _taken(self, pairs: Iterable[CopyPair], rest: list[CopyPair]) -> Iterator[CopyPair]:
         """Those that the lane takes, each found when it is wanted: the first copies do not wait for the last ones' views."""
         for pair in pairs:
             if self._lane.takes(pair[1]):
@@ -160,9 +160,9 @@ class Copying:
             self._is_held = True
 
 
-def _slices(pairs: Iterable[Pair]) -> Iterator[list[Pair]]:
+def _slices(pairs: Iterable[CopyPair]) -> Iterator[list[CopyPair]]:
     """Pairs, cut or put together to about ``SLICE_BYTES`` each."""
-    some: list[Pair] = []
+    some: list[CopyPair] = []
     nbytes = 0
     for pair in pairs:
         for part in _cut(*pair):
@@ -175,7 +175,7 @@ def _slices(pairs: Iterable[Pair]) -> Iterator[list[Pair]]:
         yield some
 
 
-def _cut(to: Tensor, of: Tensor) -> Iterator[Pair]:
+def _cut(to: Tensor, of: Tensor) -> Iterator[CopyPair]:
     if of.nbytes <= SLICE_BYTES:
         yield to, of
         return

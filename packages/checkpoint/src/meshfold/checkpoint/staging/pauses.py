@@ -20,7 +20,7 @@ PAUSE_S = 0.0001
 T = TypeVar("T")
 
 
-def politely(items: Iterable[T]) -> Iterator[T]:
+def with_pauses(items: Iterable[T]) -> Iterator[T]:
     """The same items; sleeps for a moment between two of them whenever ``BURST_S`` have passed."""
     since = time.perf_counter()
     for item in items:

@@ -23,7 +23,7 @@ KEY = "_extra_state"
 """The last part of a name in a state dict."""
 
 
-def modules_with_extra(model: nn.Module) -> dict[str, nn.Module]:
+def modules_with_extra_state(model: nn.Module) -> dict[str, nn.Module]:
     """Return the modules that have extra state, by its names in a state dict."""
     return {
         plain(f"{name}.{KEY}" if name else KEY): module
@@ -32,8 +32,8 @@ def modules_with_extra(model: nn.Module) -> dict[str, nn.Module]:
     }
 
 
-def described(modules: Mapping[str, nn.Module]) -> dict[str, dict[str, Any]]:
-    """Return the extra state of modules in a form that JSON can hold; :func:`value_of` is the inverse.
+def describe_extra_state(modules: Mapping[str, nn.Module]) -> dict[str, dict[str, Any]]:
+    """Return the extra state of modules in a form that JSON can hold; :func:`extra_state_value` is the inverse.
 
     Raises:
         CheckpointError: for a value that cannot be read without running code.
@@ -41,20 +41,22 @@ def described(modules: Mapping[str, nn.Module]) -> dict[str, dict[str, Any]]:
     return {name: _described(name, module) for name, module in modules.items()}
 
 
-def value_of(entry: Mapping[str, Any]) -> Any:
-    """Return the value of an entry of :func:`described`."""
+def extra_state_value(entry: Mapping[str, Any]) -> Any:
+    """Return the value of an entry of :func:`describe_extra_state`."""
     if "json" in entry:
         return entry["json"]
     return _read(base64.b64decode(entry["torch"]))
 
 
-def split(entries: Mapping[str, Mapping[str, Any]]) -> tuple[dict[str, Any], dict[str, Any]]:
+def split_extra_state(entries: Mapping[str, Mapping[str, Any]]) -> tuple[dict[str, Any], dict[str, Any]]:
     """Return what goes into ``state.json``, and what goes into a file of torch."""
     plain_data = {name: entry["json"] for name, entry in entries.items() if "json" in entry}
-    return plain_data, {name: value_of(entry) for name, entry in entries.items() if name not in plain_data}
+    return plain_data, {
+        name: extra_state_value(entry) for name, entry in entries.items() if name not in plain_data
+    }
 
 
-def take(
+def load_extra_state(
     modules: Mapping[str, nn.Module], given: Mapping[str, Any]
 ) -> tuple[dict[str, Any], CheckpointError | None]:
     """Give modules their extra state.
@@ -78,7 +80,7 @@ def take(
     return before, None
 
 
-def restore(modules: Mapping[str, nn.Module], before: Mapping[str, Any]) -> None:
+def restore_extra_state(modules: Mapping[str, nn.Module], before: Mapping[str, Any]) -> None:
     """Give modules back what they had."""
     for name, value in before.items():
         modules[name].set_extra_state(value)

@@ -15,32 +15,32 @@ from pathlib import Path
 from typing import Any
 
 from meshfold.checkpoint.errors import CheckpointError
-from meshfold.checkpoint.files.json_text import parse_object
+from meshfold.checkpoint.files.json_text import parse_json_object
 from meshfold.checkpoint.owned_files import may_be_listed
 
-FORMAT, BLOCKS = 2, 3
+FORMAT_WHOLE, FORMAT_SHARDED = 2, 3
 """Whole tensors; tensors in rectangles (:mod:`meshfold.engine.checkpoints.saving`). 1 had each file whole."""
 
-_READ = (1, FORMAT, BLOCKS)
-CHECKSUM, FILES, SUMS = "checksum", "files", "sums"
+_READ = (1, FORMAT_WHOLE, FORMAT_SHARDED)
+CHECKSUM, FILES, CHECKSUMS = "checksum", "files", "sums"
 
 _ELSEWHERE = "Copy the checkpoint again from where it came, or go on from an earlier one"
 
 
-def sealed(state: Mapping[str, Any]) -> dict[str, Any]:
+def with_checksum(state: Mapping[str, Any]) -> dict[str, Any]:
     """Add the checksum. Values are those that JSON gives back."""
     plain = json.loads(json.dumps({key: value for key, value in state.items() if key != CHECKSUM}))
     return {**plain, CHECKSUM: _checksum(plain)}
 
 
-def is_sealed(state: Mapping[str, Any]) -> bool:
+def has_valid_checksum(state: Mapping[str, Any]) -> bool:
     """Return whether the checksum is that of the other values."""
     return bool(
         state.get(CHECKSUM) == _checksum({key: value for key, value in state.items() if key != CHECKSUM})
     )
 
 
-def parsed(text: bytes, path: Path) -> dict[str, Any]:
+def parse_state(text: bytes, path: Path) -> dict[str, Any]:
     """Check and return what a ``state.json`` says.
 
     Args:
@@ -51,16 +51,17 @@ def parsed(text: bytes, path: Path) -> dict[str, Any]:
         CheckpointError: if it is damaged, of something else than a checkpoint, or of a later version.
     """
     try:
-        state = parse_object(text)
+        state = parse_json_object(text)
     except ValueError as error:
         raise CheckpointError(f"cannot read {path}: {error}. {_ELSEWHERE}") from error
     if "format" not in state:
         raise CheckpointError(f"{path} is no checkpoint's: it has no format. Another program has written it")
     if not _is_count(state["format"]) or state["format"] not in _READ:
         raise CheckpointError(
-            f"{path.parent} has format {state['format']!r}, this version of Meshfold reads up to format {BLOCKS}: take a later one"
+            f"{path.parent} has format {state['format']!r}, this version of Meshfold reads up to format "
+            f"{FORMAT_SHARDED}: take a later one"
         )
-    if CHECKSUM in state and not is_sealed(state):
+    if CHECKSUM in state and not has_valid_checksum(state):
         raise CheckpointError(
             f"{path} is damaged or was changed by hand: its checksum does not fit. {_ELSEWHERE}. To keep a change made by "
             f'hand, remove the entry "{CHECKSUM}"'
@@ -79,13 +80,13 @@ def read_state(path: Path) -> dict[str, Any]:
     """Check and return what the ``state.json`` at a path says.
 
     Raises:
-        CheckpointError: see :func:`parsed`.
+        CheckpointError: see :func:`parse_state`.
     """
     try:
         text = path.read_bytes()
     except OSError as error:
         raise CheckpointError(f"cannot read {path}: {error}") from error
-    return parsed(text, path)
+    return parse_state(text, path)
 
 
 def listed_files(path: Path) -> dict[str, int] | None:
@@ -102,7 +103,7 @@ def identity(state: Mapping[str, Any]) -> str:
     return str(state.get(CHECKSUM, ""))
 
 
-def sum_of(path: Path) -> str:
+def file_checksum(path: Path) -> str:
     """Return the CRC-32 of a file; of a safetensors file that of its header, which has a checksum of each tensor."""
     with path.open("rb") as file:
         if path.suffix != ".safetensors":
@@ -175,7 +176,10 @@ def _is_position(value: Any) -> bool:
 
 _ENTRIES: dict[str, tuple[Callable[[Any], bool], str]] = {
     FILES: (lambda value: _is_map(value, _is_count, may_be_listed), "a table of files and their sizes"),
-    SUMS: (lambda value: _is_map(value, _is_text, may_be_listed), "a table of files and their checksums"),
+    CHECKSUMS: (
+        lambda value: _is_map(value, _is_text, may_be_listed),
+        "a table of files and their checksums",
+    ),
     "kind": (_is_text, "a text"),
     "spec": (_is_text, "a text"),
     "precision": (lambda value: value is None or _is_text(value), "a text"),

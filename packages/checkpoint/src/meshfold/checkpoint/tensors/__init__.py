@@ -2,6 +2,54 @@
 
 from __future__ import annotations
 
-from meshfold.checkpoint.tensors.safetensors_file import Described, TensorFile, TensorWriter
+from meshfold.checkpoint.tensors.file_set import (
+    BackgroundWriter,
+    FileAssignment,
+    open_tensors,
+    verify_checksums,
+)
+from meshfold.checkpoint.tensors.safetensors_file import (
+    SafetensorsHeader,
+    TensorFile,
+    TensorInfo,
+    TensorWriter,
+    writing_order,
+)
+from meshfold.checkpoint.tensors.shard_files import (
+    shard_file_name,
+    shard_index_name,
+    shard_key,
+    write_shard_index,
+)
+from meshfold.checkpoint.tensors.stored_tensor import StoredTensor
+from meshfold.checkpoint.tensors.tensor_folder import TensorFolder, check_inside_folder, is_file_name
+from meshfold.checkpoint.tensors.weights import (
+    SAFETENSORS_NAME,
+    SAFETENSORS_SUFFIX,
+    has_weights,
+    open_weights,
+)
 
-__all__ = ["Described", "TensorFile", "TensorWriter"]
+__all__ = [
+    "SAFETENSORS_NAME",
+    "SAFETENSORS_SUFFIX",
+    "BackgroundWriter",
+    "FileAssignment",
+    "SafetensorsHeader",
+    "StoredTensor",
+    "TensorFile",
+    "TensorFolder",
+    "TensorInfo",
+    "TensorWriter",
+    "check_inside_folder",
+    "has_weights",
+    "is_file_name",
+    "open_tensors",
+    "open_weights",
+    "shard_file_name",
+    "shard_index_name",
+    "shard_key",
+    "verify_checksums",
+    "write_shard_index",
+    "writing_order",
+]

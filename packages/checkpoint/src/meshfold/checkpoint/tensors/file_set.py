@@ -16,17 +16,17 @@ from pathlib import Path
 from torch import Tensor
 
 from meshfold.checkpoint.errors import CheckpointError
-from meshfold.checkpoint.files.json_text import parse_object
-from meshfold.checkpoint.tensors.safetensors_file import Described, TensorFile, TensorWriter
-from meshfold.checkpoint.tensors.shard_files import BlockFiles, index_of
-from meshfold.checkpoint.tensors.tensor_folder import TensorFolder, is_plain
+from meshfold.checkpoint.files.json_text import parse_json_object
+from meshfold.checkpoint.tensors.safetensors_file import TensorFile, TensorInfo, TensorWriter
+from meshfold.checkpoint.tensors.shard_files import ShardFiles, shard_index_name
+from meshfold.checkpoint.tensors.tensor_folder import TensorFolder, is_file_name
 
 LEAST_BYTES = 64 * 2**20
 """Of a file, before another is begun beside it: small ones are not worth a rank's while."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Deal:
+class FileAssignment:
     """Which rank writes which tensors, into which file.
 
     Attributes:
@@ -37,14 +37,14 @@ class Deal:
     """
 
     name: str
-    announced: Mapping[str, Described]
+    announced: Mapping[str, TensorInfo]
     writers: list[int]
     writer_of: dict[str, int]
 
     @classmethod
     def make(
-        cls, name: str, announced: Mapping[str, Described], ranks: int, by_first: Collection[str]
-    ) -> Deal:
+        cls, name: str, announced: Mapping[str, TensorInfo], ranks: int, by_first: Collection[str]
+    ) -> FileAssignment:
         """Deal tensors to as many ranks as are worth it, evenly by bytes and each in turn; ``by_first`` to rank 0."""
         total = sum(described.bytes for described in announced.values())
         count = max(1, min(ranks, -(-total // LEAST_BYTES)))
@@ -63,7 +63,7 @@ class Deal:
         number, count = self.writers.index(writer) + 1, len(self.writers)
         return self.name if count == 1 else f"{stem}-{number:05}-of-{count:05}.{ending}"
 
-    def share(self, rank: int) -> dict[str, Described]:
+    def share(self, rank: int) -> dict[str, TensorInfo]:
         """What a rank writes."""
         return {name: described for name, described in self.announced.items() if self.writer_of[name] == rank}
 
@@ -82,10 +82,10 @@ class Deal:
             (folder / f"{self.name}.index.json").write_text(text)
 
 
-class WriterBehind:
+class BackgroundWriter:
     """Writes a file's tensors in a thread while the next one is gathered; holds one tensor at a time."""
 
-    def __init__(self, path: Path, announced: Mapping[str, Described]) -> None:
+    def __init__(self, path: Path, announced: Mapping[str, TensorInfo]) -> None:
         """Raises:
         OSError: if the file cannot be made, or is there already: another process writes it.
         CheckpointError: for a dtype that files cannot hold.
@@ -159,13 +159,13 @@ def weight_map(index: Path) -> dict[str, str]:
         CheckpointError: if it is damaged, or names something outside of the folder.
     """
     try:
-        where = parse_object(index.read_bytes()).get("weight_map")
+        where = parse_json_object(index.read_bytes()).get("weight_map")
     except (OSError, ValueError) as error:
         raise CheckpointError(f"cannot read {index}: {error}") from error
     if not isinstance(where, dict):
         raise CheckpointError(f"cannot read {index}: its weight_map is no table of tensors and files")
     for name, file in where.items():
-        if not is_plain(file):
+        if not is_file_name(file):
             raise CheckpointError(
                 f"{index} says that {name!r} is in {file!r}, which is no file of its folder"
             )
@@ -180,13 +180,13 @@ def open_tensors(folder: TensorFolder | Path, name: str) -> Mapping[str, Tensor]
     """
     if isinstance(folder, Path):
         folder = TensorFolder(folder)
-    if folder.has(index_of(name)):
-        return BlockFiles(folder, index_of(name))
+    if folder.has(shard_index_name(name)):
+        return ShardFiles(folder, shard_index_name(name))
     index = f"{name}.index.json"
     return TensorFiles(folder, index) if folder.has(index) else folder.open(name)
 
 
-def verify(tensors: Mapping[str, Tensor], part: int, parts: int) -> None:
+def verify_checksums(tensors: Mapping[str, Tensor], part: int, parts: int) -> None:
     """Compare every ``parts``-th tensor of what was opened with its checksum, from number ``part`` on.
 
     Raises:

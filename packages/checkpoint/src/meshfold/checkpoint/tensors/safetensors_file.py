@@ -29,7 +29,7 @@ import torch
 from torch import Tensor
 
 from meshfold.checkpoint.errors import CheckpointError
-from meshfold.checkpoint.files.json_text import parse_object
+from meshfold.checkpoint.files.json_text import parse_json_object
 
 _NAMES = {
     torch.float64: "F64",
@@ -54,7 +54,7 @@ _TOGETHER = 512  # tensors, likewise; a call of the system takes 1024 (IOV_MAX o
 
 
 @dataclass(frozen=True, kw_only=True)
-class Described:
+class TensorInfo:
     """A tensor that is to be written: its dtype and shape."""
 
     dtype: torch.dtype
@@ -66,7 +66,7 @@ class Described:
         return torch.Size(self.shape).numel() * self.dtype.itemsize
 
 
-class Header:
+class SafetensorsHeader:
     """How a file begins: what will be in it, and where.
 
     Attributes:
@@ -79,7 +79,7 @@ class Header:
 
     def __init__(
         self,
-        announced: Mapping[str, Described],
+        announced: Mapping[str, TensorInfo],
         notes: Mapping[str, str] | None = None,
         *,
         order: Sequence[str] | None = None,
@@ -124,7 +124,7 @@ class TensorWriter:
     def __init__(
         self,
         path: Path,
-        announced: Mapping[str, Described] | Header,
+        announced: Mapping[str, TensorInfo] | SafetensorsHeader,
         notes: Mapping[str, str] | None = None,
         *,
         order: Sequence[str] | None = None,
@@ -140,7 +140,11 @@ class TensorWriter:
         Raises:
             CheckpointError: for a dtype that the format does not have.
         """
-        header = announced if isinstance(announced, Header) else Header(announced, notes, order=order)
+        header = (
+            announced
+            if isinstance(announced, SafetensorsHeader)
+            else SafetensorsHeader(announced, notes, order=order)
+        )
         self.order, self._announced, self._path = header.order, header.announced, path
         self._left = deque(header.order)
         self._together: deque[memoryview] = deque()
@@ -271,7 +275,7 @@ def _is_entry(entry: Any) -> bool:
     return offsets[0] <= offsets[1] and math.prod(size or 1 for size in shape) < _MOST
 
 
-def writing_order(announced: Mapping[str, Described]) -> list[str]:
+def writing_order(announced: Mapping[str, TensorInfo]) -> list[str]:
     """Wide dtypes first, so that every tensor begins at a multiple of its element's size."""
     return sorted(announced, key=lambda name: -announced[name].dtype.itemsize)
 
@@ -296,7 +300,7 @@ class TensorFile(Mapping[str, Tensor]):
                         f"{path} is damaged or no safetensors file: its header is {length} bytes in a file of {size}"
                     )
                 text = file.read(length)
-                header = parse_object(text)
+                header = parse_json_object(text)
                 self._start = 8 + length
                 self._read_header(header, text, size - self._start)
                 mapped = (
@@ -367,7 +371,7 @@ class TensorFile(Mapping[str, Tensor]):
             raw = raw.clone()
         return raw.view(dtype).view(shape)
 
-    def described(self, name: str) -> Described:
+    def described(self, name: str) -> TensorInfo:
         """A tensor's dtype and shape, from the header alone."""
         entry = self._entries[name]
         dtype = _DTYPES.get(entry["dtype"])
@@ -375,7 +379,7 @@ class TensorFile(Mapping[str, Tensor]):
             raise CheckpointError(
                 f"{name!r} in {self._path} is of dtype {entry['dtype']}, which is not known here"
             )
-        return Described(dtype=dtype, shape=tuple(entry["shape"]))
+        return TensorInfo(dtype=dtype, shape=tuple(entry["shape"]))
 
     def verify(self, part: int = 0, parts: int = 1) -> None:
         """Read every ``parts``-th tensor from number ``part`` on and compare it with its checksum, where it has one.

@@ -23,25 +23,25 @@ import torch
 from torch import Tensor
 
 from meshfold.checkpoint.errors import CheckpointError
-from meshfold.checkpoint.files.json_text import parse_object
-from meshfold.checkpoint.staging.pauses import politely
-from meshfold.checkpoint.tensors.safetensors_file import Described, TensorFile
-from meshfold.checkpoint.tensors.stored_tensor import Block, Stored
+from meshfold.checkpoint.files.json_text import parse_json_object
+from meshfold.checkpoint.staging.pauses import with_pauses
+from meshfold.checkpoint.tensors.safetensors_file import TensorFile, TensorInfo
+from meshfold.checkpoint.tensors.stored_tensor import StoredShard, StoredTensor
 from meshfold.checkpoint.tensors.tensor_folder import TensorFolder
 
 
-def file_of(name: str, rank: int, ranks: int) -> str:
+def shard_file_name(name: str, rank: int, ranks: int) -> str:
     """The file that a rank writes, of those that stand for ``model.safetensors``."""
     stem, _, ending = name.rpartition(".")
     return f"{stem}-blocks-{rank + 1:05}-of-{ranks:05}.{ending}"
 
 
-def index_of(name: str) -> str:
+def shard_index_name(name: str) -> str:
     """The index of the files that stand for ``model.safetensors``."""
     return f"{name.rpartition('.')[0]}.blocks.json"
 
 
-def key_of(name: str, offsets: tuple[int, ...], sizes: tuple[int, ...]) -> str:
+def shard_key(name: str, offsets: tuple[int, ...], sizes: tuple[int, ...]) -> str:
     """What a rectangle of a tensor is called in a file.
 
     >>> key_of("up.weight", (0, 64), (128, 32))
@@ -51,7 +51,7 @@ def key_of(name: str, offsets: tuple[int, ...], sizes: tuple[int, ...]) -> str:
     return f"{name}[{', '.join(slices)}]"
 
 
-def write_index(folder: Path, name: str, tensors: Mapping[str, Described], ranks: int) -> None:
+def write_shard_index(folder: Path, name: str, tensors: Mapping[str, TensorInfo], ranks: int) -> None:
     """Look through what the ranks have written, see that nothing is missing, and write down what lies where.
 
     Args:
@@ -65,9 +65,9 @@ def write_index(folder: Path, name: str, tensors: Mapping[str, Described], ranks
     """
     blocks: dict[str, list[dict[str, Any]]] = {tensor: [] for tensor in tensors}
     for rank in range(ranks):
-        path = folder / file_of(name, rank, ranks)
+        path = folder / shard_file_name(name, rank, ranks)
         found = TensorFile(path)
-        for key in politely(found):
+        for key in with_pauses(found):
             tensor, _, place = key.rpartition("[")
             bounds = [tuple(map(int, part.split(":"))) for part in place.rstrip("]").split(", ") if part]
             entry = {
@@ -78,7 +78,7 @@ def write_index(folder: Path, name: str, tensors: Mapping[str, Described], ranks
             blocks.setdefault(tensor, []).append(entry)
         if not found:
             path.unlink()
-    for tensor, described in politely(tensors.items()):
+    for tensor, described in with_pauses(tensors.items()):
         written, wanted = (
             sum(math.prod(block["sizes"]) for block in blocks[tensor]),
             math.prod(described.shape),
@@ -93,24 +93,24 @@ def write_index(folder: Path, name: str, tensors: Mapping[str, Described], ranks
             "shape": list(described.shape),
             "blocks": blocks[tensor],
         }
-        for tensor, described in politely(tensors.items())
+        for tensor, described in with_pauses(tensors.items())
     }
-    (folder / index_of(name)).write_text(json.dumps({"tensors": described_as}))
+    (folder / shard_index_name(name)).write_text(json.dumps({"tensors": described_as}))
 
 
-class BlockFiles(Mapping[str, Tensor]):
+class ShardFiles(Mapping[str, Tensor]):
     """The tensors that lie in rectangles in several files. Those of several rectangles are
-    :class:`~meshfold.checkpoint.tensors.stored_tensor.Stored`: a window of one reads that window."""
+    :class:`~meshfold.checkpoint.tensors.stored_tensor.StoredTensor`: a window of one reads that window."""
 
     def __init__(self, folder: TensorFolder, index: str) -> None:
         """Raises:
         CheckpointError: if a file is missing or damaged, or lacks what the index says.
         """
         self._files: dict[str, TensorFile] = {}
-        self._tensors: dict[str, tuple[Described, list[dict[str, Any]]]] = {}
+        self._tensors: dict[str, tuple[TensorInfo, list[dict[str, Any]]]] = {}
         path = folder.path(index)
         try:
-            found = parse_object(path.read_bytes()).get("tensors")
+            found = parse_json_object(path.read_bytes()).get("tensors")
         except (OSError, ValueError) as error:
             raise CheckpointError(f"cannot read {path}: {error}") from error
         if not isinstance(found, dict):
@@ -131,11 +131,11 @@ class BlockFiles(Mapping[str, Tensor]):
                 file = block["file"]
                 if file not in self._files:
                     self._files[file] = folder.open(file)
-                key = key_of(name, tuple(block["offsets"]), tuple(block["sizes"]))
+                key = shard_key(name, tuple(block["offsets"]), tuple(block["sizes"]))
                 if key not in self._files[file]:
                     raise CheckpointError(f"{path} says that {key!r} is in {file}, which does not have it")
                 there = self._files[file].described(key)
-                if there != Described(dtype=described.dtype, shape=tuple(block["sizes"])):
+                if there != TensorInfo(dtype=described.dtype, shape=tuple(block["sizes"])):
                     raise CheckpointError(
                         f"{path} says that {key!r} is of {described.dtype}, and {file} has {there.dtype} and {there.shape}"
                     )
@@ -146,10 +146,12 @@ class BlockFiles(Mapping[str, Tensor]):
         for entry in entries:
             window = tuple(entry["offsets"]), tuple(entry["sizes"])
             file = self._files[entry["file"]]
-            blocks.append(Block(window=window, load=partial(file.__getitem__, key_of(name, *window))))
+            blocks.append(
+                StoredShard(window=window, load=partial(file.__getitem__, shard_key(name, *window)))
+            )
         if len(blocks) == 1:  # it is the whole
             return blocks[0].load()
-        return cast(Tensor, Stored(described.shape, described.dtype, blocks))
+        return cast(Tensor, StoredTensor(described.shape, described.dtype, blocks))
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._tensors)
@@ -163,7 +165,7 @@ class BlockFiles(Mapping[str, Tensor]):
         return [*self._files.values()]
 
 
-def described_in(entry: Any) -> Described | None:
+def described_in(entry: Any) -> TensorInfo | None:
     """Return the dtype and shape of an entry of the index; None if it is damaged, or its blocks are."""
     if not isinstance(entry, dict):
         return None
@@ -180,7 +182,7 @@ def described_in(entry: Any) -> Described | None:
             _are_counts(block.get(key)) and len(block[key]) == len(shape) for key in ("offsets", "sizes")
         ):
             return None
-    return Described(dtype=dtype, shape=tuple(shape))
+    return TensorInfo(dtype=dtype, shape=tuple(shape))
 
 
 def _are_counts(value: Any) -> bool:

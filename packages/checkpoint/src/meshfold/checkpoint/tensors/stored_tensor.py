@@ -13,7 +13,7 @@ from meshfold.checkpoint.shards.rectangles import Window, narrowed, overlap
 
 
 @dataclass(frozen=True, kw_only=True)
-class Block:
+class StoredShard:
     """A rectangle of a tensor.
 
     Attributes:
@@ -25,14 +25,18 @@ class Block:
     load: Callable[[], Tensor]
 
 
-class Stored:
+class StoredTensor:
     """Stands for a tensor: shape and dtype are known, ``narrow`` gives another of its kind, all else reads it.
 
     Functions of torch take it where they take a tensor; ``local.copy_(stored.narrow(0, 2, 4))`` reads four rows.
     """
 
     def __init__(
-        self, shape: Sequence[int], dtype: torch.dtype, blocks: Sequence[Block], window: Window | None = None
+        self,
+        shape: Sequence[int],
+        dtype: torch.dtype,
+        blocks: Sequence[StoredShard],
+        window: Window | None = None,
     ) -> None:
         """Args:
         shape: of the whole.
@@ -56,12 +60,12 @@ class Stored:
         """How many elements."""
         return self.shape.numel()
 
-    def narrow(self, dim: int, start: int, length: int) -> Stored:
+    def narrow(self, dim: int, start: int, length: int) -> StoredTensor:
         """A window along one dim, which is not read either."""
         offsets, sizes = map(list, self._window)
         offsets[dim] += start
         sizes[dim] = length
-        return Stored(self._whole, self.dtype, self._blocks, (tuple(offsets), tuple(sizes)))
+        return StoredTensor(self._whole, self.dtype, self._blocks, (tuple(offsets), tuple(sizes)))
 
     def new_zeros(self, size: Sequence[int]) -> Tensor:
         """A tensor in memory of the same dtype."""

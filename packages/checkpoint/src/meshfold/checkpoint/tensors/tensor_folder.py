@@ -43,10 +43,10 @@ class TensorFolder:
         Raises:
             CheckpointError: if it is no file of this folder.
         """
-        if not is_plain(name) or (self._listed is not None and name not in self._listed):
+        if not is_file_name(name) or (self._listed is not None and name not in self._listed):
             raise CheckpointError(f"{self.folder} has no file {name!r}, which its index names: it is damaged")
         found = self._path_of(str(name))
-        check_within(found, self.folder)
+        check_inside_folder(found, self.folder)
         return found
 
     def open(self, name: object) -> TensorFile:
@@ -65,12 +65,12 @@ class TensorFolder:
             return TensorFile(moved)  # a save has put it in its place meanwhile
 
 
-def is_plain(name: object) -> bool:
+def is_file_name(name: object) -> bool:
     """Return whether this is the name of a file in a folder, not a path to somewhere else."""
     return isinstance(name, str) and name not in ("", ".", "..") and not any(sign in name for sign in "/\\\0")
 
 
-def check_within(path: Path, folder: Path) -> None:
+def check_inside_folder(path: Path, folder: Path) -> None:
     """Raise a CheckpointError for a link that leads out of a folder.
 
     Args:

@@ -18,8 +18,8 @@ from meshfold.checkpoint.tensors.file_set import open_tensors, weight_map
 from meshfold.checkpoint.tensors.safetensors_file import TensorFile
 from meshfold.checkpoint.tensors.tensor_folder import TensorFolder
 
-SAFE, TORCH = "model.safetensors", "pytorch_model.bin"
-ENDING = ".safetensors"
+SAFETENSORS_NAME, TORCH = "model.safetensors", "pytorch_model.bin"
+SAFETENSORS_SUFFIX = ".safetensors"
 
 
 class TorchFiles(Mapping[str, Tensor]):
@@ -99,7 +99,7 @@ def _torch_file(path: Path) -> tuple[Mapping[str, Tensor], bool]:
 
 def has_weights(folder: Path) -> bool:
     """Whether a folder has weights in a form that :func:`open_weights` reads."""
-    names = (SAFE, f"{SAFE}.index.json", TORCH, f"{TORCH}.index.json")
+    names = (SAFETENSORS_NAME, f"{SAFETENSORS_NAME}.index.json", TORCH, f"{TORCH}.index.json")
     return any((folder / name).exists() for name in names)
 
 
@@ -110,9 +110,11 @@ def open_weights(place: Path) -> Mapping[str, Tensor]:
         CheckpointError: if there are none, or they are damaged or incomplete.
     """
     if not place.is_dir():
-        return TensorFile(place) if place.suffix == ENDING else _torch_file(place)[0]
-    if (place / SAFE).exists() or (place / f"{SAFE}.index.json").exists():
-        return open_tensors(place, SAFE)
+        return TensorFile(place) if place.suffix == SAFETENSORS_SUFFIX else _torch_file(place)[0]
+    if (place / SAFETENSORS_NAME).exists() or (place / f"{SAFETENSORS_NAME}.index.json").exists():
+        return open_tensors(place, SAFETENSORS_NAME)
     if has_weights(place):
         return TorchFiles(place)
-    raise CheckpointError(f"{place} has no weights: no {SAFE} and no {TORCH}, nor an index of several")
+    raise CheckpointError(
+        f"{place} has no weights: no {SAFETENSORS_NAME} and no {TORCH}, nor an index of several"
+    )

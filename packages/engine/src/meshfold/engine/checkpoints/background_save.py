@@ -10,12 +10,9 @@ from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
-from meshfold.checkpoint.errors import CheckpointError, InUseError
-from meshfold.checkpoint.file_names import lock_of
-from meshfold.checkpoint.folder.lock import hold
-from meshfold.checkpoint.folder.writing import advised, attempt
-from meshfold.checkpoint.owned_files import remove_unfinished
-from meshfold.checkpoint.staging.host_copies import Copying
+from meshfold.checkpoint import CheckpointError, InUseError
+from meshfold.checkpoint.folder import error_of, hold_lock, lock_path, remove_unfinished, with_advice
+from meshfold.checkpoint.staging import BackgroundCopies
 from meshfold.engine.together import fail_together
 from meshfold.engine.world import World
 
@@ -47,7 +44,7 @@ class BackgroundSave:
         self._told = False
         self._awaited = threading.Event()  # somebody waits for the thread
         self._thread: threading.Thread | None = None
-        self.copying: Copying | None = None
+        self.copying: BackgroundCopies | None = None
 
     @property
     def done(self) -> bool:
@@ -79,7 +76,7 @@ class BackgroundSave:
                     inside = self.writing.parent == self.path
                     with (
                         suppress(OSError, InUseError),
-                        hold(lock_of(self.path, inside=inside), doing="saving into it"),
+                        hold_lock(lock_path(self.path, inside=inside), doing="saving into it"),
                     ):
                         remove_unfinished(self.writing)
                 raise
@@ -109,7 +106,7 @@ class BackgroundSave:
 
         def keep() -> None:
             self._awaited.wait(HEAD_START_S)
-            self._error = advised(attempt(work))
+            self._error = with_advice(error_of(work))
             self.seconds = time.perf_counter() - self._begun
 
         self._thread = threading.Thread(target=keep, name=f"save {self.path.name}")

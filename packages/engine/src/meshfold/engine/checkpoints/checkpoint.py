@@ -33,15 +33,32 @@ from typing import Any
 
 from torch import Tensor
 
-from meshfold.checkpoint.errors import CheckpointError
-from meshfold.checkpoint.file_names import EXTRA, SCHEDULER, STATE, old_of, writing_of
-from meshfold.checkpoint.files.torch_file import read_torch_file
-from meshfold.checkpoint.folder.replacement import path_of, saved_of
-from meshfold.checkpoint.folder.writing import advised, attempt, begin, finish, place_of
-from meshfold.checkpoint.state.state_file import FILES, FORMAT, SUMS, parsed, sum_of
-from meshfold.checkpoint.tensors.file_set import Deal, WriterBehind, open_tensors, verify
-from meshfold.checkpoint.tensors.safetensors_file import Described, writing_order
-from meshfold.checkpoint.tensors.tensor_folder import TensorFolder
+from meshfold.checkpoint import CheckpointError
+from meshfold.checkpoint.files import read_torch_file
+from meshfold.checkpoint.folder import (
+    EXTRA_STATE_FILE,
+    SCHEDULER_FILE,
+    STATE_FILE,
+    begin_checkpoint,
+    commit_checkpoint,
+    current_path,
+    error_of,
+    resolve_folder,
+    saved_folder,
+    set_aside_path,
+    with_advice,
+    writing_path,
+)
+from meshfold.checkpoint.state import CHECKSUMS, FILES, FORMAT_WHOLE, file_checksum, parse_state
+from meshfold.checkpoint.tensors import (
+    BackgroundWriter,
+    FileAssignment,
+    TensorFolder,
+    TensorInfo,
+    open_tensors,
+    verify_checksums,
+    writing_order,
+)
 from meshfold.engine.states import Source
 from meshfold.engine.together import agree, fail_together
 from meshfold.engine.world import World
@@ -73,7 +90,7 @@ def write_checkpoint(
     Raises:
         CheckpointError: if the folder could not be written. A checkpoint that was there before still is.
     """
-    target = place_of(path)
+    target = resolve_folder(path)
     what, first = f"cannot write the checkpoint {target}", world.mesh.rank == 0
     deals = [_deal(name, sources, world) for name, sources in files.items()]
     with ExitStack() as mine:  # of the first rank: the folder, while it is written
@@ -82,15 +99,17 @@ def write_checkpoint(
         error: Exception | None = None
         for deal, sources in zip(deals, files.values(), strict=True):
             error = _write_tensors(writing, deal, sources, world, all_read=all_read, error=error)
-        fail_together(world, advised(error), what)
+        fail_together(world, with_advice(error), what)
         error = None
         if first:
-            error = attempt(lambda: _finish(writing, target, deals, {"format": FORMAT, **state}, small))
-        fail_together(world, advised(error), what)
+            error = error_of(
+                lambda: _finish(writing, target, deals, {"format": FORMAT_WHOLE, **state}, small)
+            )
+        fail_together(world, with_advice(error), what)
 
 
 def begin_together(target: Path, mine: ExitStack, files: Sequence[str], world: World, what: str) -> Path:
-    """Let the first rank begin a folder (:func:`meshfold.checkpoint.place.begin`); all ranks must call.
+    """Let the first rank begin a folder (:func:`meshfold.checkpoint.folder.begin_checkpoint`); all ranks must call.
 
     Returns:
         The folder that is written, on every rank.
@@ -98,28 +117,32 @@ def begin_together(target: Path, mine: ExitStack, files: Sequence[str], world: W
     made: list[Path] = []
     error = None
     if world.mesh.rank == 0:
-        error = attempt(lambda: made.append(begin(target, mine, files)))
-    fail_together(world, advised(error), what)
-    return writing_of(target, inside=bool(agree(world, int(bool(made) and made[0].parent == target))))
+        error = error_of(lambda: made.append(begin_checkpoint(target, mine, files)))
+    fail_together(world, with_advice(error), what)
+    return writing_path(target, inside=bool(agree(world, int(bool(made) and made[0].parent == target))))
 
 
 def _finish(
-    writing: Path, target: Path, deals: list[Deal], state: dict[str, Any], small_files: Mapping[str, Any]
+    writing: Path,
+    target: Path,
+    deals: list[FileAssignment],
+    state: dict[str, Any],
+    small_files: Mapping[str, Any],
 ) -> None:
     for deal in deals:
         deal.write_index(writing)
-    finish(writing, target, state, small_files)
+    commit_checkpoint(writing, target, state, small_files)
 
 
-def _deal(name: str, sources: dict[str, Source], world: World) -> Deal:
-    announced = {key: Described(dtype=source.dtype, shape=source.shape) for key, source in sources.items()}
+def _deal(name: str, sources: dict[str, Source], world: World) -> FileAssignment:
+    announced = {key: TensorInfo(dtype=source.dtype, shape=source.shape) for key, source in sources.items()}
     differ = [key for key, source in sources.items() if not source.alike]
-    return Deal.make(name, announced, world.mesh.world_size, differ)
+    return FileAssignment.make(name, announced, world.mesh.world_size, differ)
 
 
 def _write_tensors(
     folder: Path,
-    deal: Deal,
+    deal: FileAssignment,
     sources: dict[str, Source],
     world: World,
     *,
@@ -128,10 +151,10 @@ def _write_tensors(
 ) -> Exception | None:
     """Gather each tensor, once, among ranks that have it together; its writer writes it. What failed here, if anything."""
     rank, members = world.mesh.rank, world.members
-    writer: WriterBehind | None = None
+    writer: BackgroundWriter | None = None
     if rank in deal.writers and error is None:
         try:
-            writer = WriterBehind(folder / deal.file_of(rank), deal.share(rank))
+            writer = BackgroundWriter(folder / deal.file_of(rank), deal.share(rank))
         except Exception as refused:
             error = refused
     for name in writing_order(deal.announced):
@@ -144,10 +167,10 @@ def _write_tensors(
             error = error or unread
             continue
         if writer is not None and chosen == rank and error is None:
-            error = attempt(partial(writer.write, name, whole))
+            error = error_of(partial(writer.write, name, whole))
         del whole
     if writer is not None:
-        found = attempt(partial(writer.close, complete=error is None))
+        found = error_of(partial(writer.close, complete=error is None))
         error = error or found
     return error
 
@@ -165,27 +188,27 @@ class Checkpoint:
         """Raises:
         CheckpointError: if there is none, or it was written by a newer version.
         """
-        target = place_of(path)
+        target = resolve_folder(path)
         # An earlier version put the one before aside for an instant, and may have died then.
-        old = old_of(target)
-        self.path = old if not (target / STATE).exists() and (old / STATE).exists() else target
-        if not (self.path / STATE).exists():
+        old = set_aside_path(target)
+        self.path = old if not (target / STATE_FILE).exists() and (old / STATE_FILE).exists() else target
+        if not (self.path / STATE_FILE).exists():
             raise CheckpointError(f"cannot load {target}: it {_what_it_is(target)}")
         try:
-            text = (self.path / STATE).read_bytes()
+            text = (self.path / STATE_FILE).read_bytes()
         except OSError as error:
-            raise CheckpointError(f"cannot read {self.path / STATE}: {error}") from error
-        self.state: dict[str, Any] = parsed(text, self.path / STATE)
+            raise CheckpointError(f"cannot read {self.path / STATE_FILE}: {error}") from error
+        self.state: dict[str, Any] = parse_state(text, self.path / STATE_FILE)
         self.mark = zlib.crc32(text)
         self._files: dict[str, int] = self.state[FILES]
-        self._saved = saved_of(self.path, self.state)
-        sums = self.state.get(SUMS, {})
+        self._saved = saved_folder(self.path, self.state)
+        sums = self.state.get(CHECKSUMS, {})
         for name, size in self._files.items():
             self._check(name, size, sums.get(name))
 
     def path_of(self, name: str) -> Path:
         """Where one of its files is at this moment."""
-        return path_of(self.path, self._saved, name)
+        return current_path(self.path, self._saved, name)
 
     def _check(self, name: str, size: int, wanted: str | None) -> None:
         """Compare a file with what the index says: its size, and its checksum (of tensors that of the header)."""
@@ -194,7 +217,7 @@ class Checkpoint:
             found = path.stat().st_size
             path = path if found == size else self.path_of(name)  # it was moved to its place meanwhile
             found = path.stat().st_size
-            told = sum_of(path) if found == size and wanted is not None else wanted
+            told = file_checksum(path) if found == size and wanted is not None else wanted
         except OSError as error:
             self.check_still_there()
             raise CheckpointError(f"cannot read {path}: {error.strerror}. {_ELSEWHERE}") from error
@@ -216,9 +239,9 @@ class Checkpoint:
         Raises:
             CheckpointError: for one that is not what was written.
         """
-        verify(self.model, part, parts)
+        verify_checksums(self.model, part, parts)
         if "optimizer" in self.state and not weights_only:
-            verify(self.optimizer, part, parts)
+            verify_checksums(self.optimizer, part, parts)
 
     @property
     def model(self) -> Mapping[str, Tensor]:
@@ -249,7 +272,7 @@ class Checkpoint:
             CheckpointError: if a run that goes on has put another one in its place meanwhile.
         """
         try:
-            now = zlib.crc32((self.path / STATE).read_bytes())
+            now = zlib.crc32((self.path / STATE_FILE).read_bytes())
         except OSError:
             now = None
         if now != self.mark:
@@ -260,20 +283,20 @@ class Checkpoint:
     @property
     def scheduler(self) -> dict[str, Any] | None:
         """The scheduler's state, if it was saved."""
-        found: dict[str, Any] | None = self.small_file(SCHEDULER)
+        found: dict[str, Any] | None = self.small_file(SCHEDULER_FILE)
         if found is not None and not isinstance(found, dict):
             raise CheckpointError(
-                f"{self.path / SCHEDULER} holds a {type(found).__name__}, not a scheduler's state"
+                f"{self.path / SCHEDULER_FILE} holds a {type(found).__name__}, not a scheduler's state"
             )
         return found
 
     @property
     def extra_state(self) -> dict[str, Any]:
         """The extra state of modules, by its names in a state dict."""
-        found = self.small_file(EXTRA) or {}
+        found = self.small_file(EXTRA_STATE_FILE) or {}
         if not isinstance(found, dict):
             raise CheckpointError(
-                f"{self.path / EXTRA} holds a {type(found).__name__}, not extra state by name"
+                f"{self.path / EXTRA_STATE_FILE} holds a {type(found).__name__}, not extra state by name"
             )
         return {**self.state.get("extra_state", {}), **found}
 

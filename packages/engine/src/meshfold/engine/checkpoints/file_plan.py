@@ -11,13 +11,12 @@ from dataclasses import dataclass
 
 import torch
 
-from meshfold.checkpoint.shards.rectangles import Cut, Piece
-from meshfold.checkpoint.staging.pauses import politely
-from meshfold.checkpoint.tensors.safetensors_file import Described, Header
-from meshfold.checkpoint.tensors.shard_files import key_of
+from meshfold.checkpoint.shards import Shard, ShardRule
+from meshfold.checkpoint.staging import with_pauses
+from meshfold.checkpoint.tensors import SafetensorsHeader, TensorInfo, shard_key
 from meshfold.engine.states import Source
 
-Tensors = list[tuple[str, torch.dtype, tuple[int, ...], bool, Cut]]
+Tensors = list[tuple[str, torch.dtype, tuple[int, ...], bool, ShardRule]]
 """All that a plan hangs on: each tensor's name, dtype and whole shape, whether it is on a disk, and its cut."""
 
 
@@ -35,8 +34,8 @@ class Written:
 
     tensor: str
     key: str
-    described: Described
-    piece: Piece
+    described: TensorInfo
+    piece: Shard
     on_disk: bool
 
 
@@ -57,21 +56,21 @@ class FilePlan:
             (
                 Written(
                     tensor=tensor,
-                    key=key_of(tensor, piece.offsets, piece.sizes),
-                    described=Described(dtype=dtype, shape=piece.sizes),
+                    key=shard_key(tensor, piece.offsets, piece.sizes),
+                    described=TensorInfo(dtype=dtype, shape=piece.sizes),
                     piece=piece,
                     on_disk=on_disk,
                 )
-                for tensor, dtype, _, on_disk, cut in politely(tensors)
-                for piece in cut.pieces(tensor)
+                for tensor, dtype, _, on_disk, cut in with_pauses(tensors)
+                for piece in cut.shards(tensor)
             ),
             key=lambda one: (not one.on_disk, -one.described.dtype.itemsize),
         )
-        announced = {one.key: one.described for one in politely(self.rectangles)}
-        self.header = Header(announced, order=[*announced])
+        announced = {one.key: one.described for one in with_pauses(self.rectangles)}
+        self.header = SafetensorsHeader(announced, order=[*announced])
         self.bytes = sum(described.bytes for described in announced.values())
         self.described = {
-            tensor: Described(dtype=dtype, shape=shape) for tensor, dtype, shape, *_ in politely(tensors)
+            tensor: TensorInfo(dtype=dtype, shape=shape) for tensor, dtype, shape, *_ in with_pauses(tensors)
         }
 
 
@@ -83,6 +82,7 @@ def plan_of(sources: Iterable[tuple[str, Source]], before: FilePlan | None) -> F
         before: of the last save of such a file.
     """
     tensors = [
-        (name, source.dtype, source.shape, source.on_disk, source.cut()) for name, source in politely(sources)
+        (name, source.dtype, source.shape, source.on_disk, source.cut())
+        for name, source in with_pauses(sources)
     ]
     return before if before is not None and before.tensors == tensors else FilePlan(tensors)

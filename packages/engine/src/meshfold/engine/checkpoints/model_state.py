@@ -12,8 +12,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from meshfold.checkpoint.errors import CheckpointError
-from meshfold.checkpoint.state import extra_state
+from meshfold.checkpoint import CheckpointError
+from meshfold.checkpoint.state import (
+    describe_extra_state,
+    extra_state_value,
+    load_extra_state,
+    modules_with_extra_state,
+    restore_extra_state,
+)
 from meshfold.engine.names import with_plain_names
 from meshfold.engine.states import Source, Sources, States
 from meshfold.engine.together import fail_together
@@ -38,7 +44,7 @@ class ModelState:
 
     def modules_with_extra(self) -> dict[str, nn.Module]:
         """This rank's modules with extra state, by its names in the whole state dict."""
-        return extra_state.modules_with_extra(self._model)
+        return modules_with_extra_state(self._model)
 
     def extra_names(self) -> Collection[str]:
         """Every name of extra state in the whole model."""
@@ -86,7 +92,7 @@ class ModelState:
         ties = self.ties()
         found: dict[str, Any] = {name: whole[ties.get(name, name)] for name in self.names()}
         extra = self.extra("cannot read the model's state")
-        return {**found, **{name: extra_state.value_of(entry) for name, entry in extra.items()}}
+        return {**found, **{name: extra_state_value(entry) for name, entry in extra.items()}}
 
     def extra(self, what: str) -> dict[str, dict[str, Any]]:
         """The extra state of the whole model: of each module that of the first rank which has it. All ranks must call.
@@ -95,7 +101,7 @@ class ModelState:
             what: could not be done, for the message.
 
         Returns:
-            Name to what :func:`meshfold.checkpoint.extra_state.described` says of it.
+            Name to what :func:`meshfold.checkpoint.state.describe_extra_state` says of it.
 
         Raises:
             CheckpointError: on all ranks, for a value that a checkpoint cannot hold.
@@ -105,7 +111,7 @@ class ModelState:
         mine: dict[str, dict[str, Any]] = {}
         error = None
         try:
-            mine = extra_state.described(self.modules_with_extra())
+            mine = describe_extra_state(self.modules_with_extra())
         except CheckpointError as refused:
             error = refused
         fail_together(self._world, error, what)
@@ -125,11 +131,11 @@ class ModelState:
         if not names:
             return
         modules = self.modules_with_extra()
-        before, error = extra_state.take(modules, given)
+        before, error = load_extra_state(modules, given)
         try:
             fail_together(self._world, error, what)
         except CheckpointError:
-            extra_state.restore(modules, before)
+            restore_extra_state(modules, before)
             raise
         missing = [name for name in names if name not in given]
         if missing and self._world.mesh.rank == 0:

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from meshfold.checkpoint.errors import CheckpointError
+from meshfold.checkpoint import CheckpointError
 from meshfold.engine.blocks import blocks_of
 
 _MOMENTS = {

@@ -11,10 +11,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from meshfold.checkpoint.errors import CheckpointError
-from meshfold.checkpoint.file_names import EXTRA, SCHEDULER
-from meshfold.checkpoint.state import extra_state
-from meshfold.checkpoint.state.state_file import BLOCKS
+from meshfold.checkpoint import CheckpointError
+from meshfold.checkpoint.folder import EXTRA_STATE_FILE, SCHEDULER_FILE
+from meshfold.checkpoint.state import FORMAT_SHARDED, split_extra_state
 from meshfold.engine.checkpoints.checkpoint import MODEL, OPTIMIZER, Checkpoint, write_checkpoint
 from meshfold.engine.checkpoints.model_description import describe
 from meshfold.engine.checkpoints.optimizer_state import check_shapes
@@ -64,12 +63,12 @@ def save(engine: Engine, path: str | os.PathLike[str], *, asynchronous: bool) ->
         else:
             files[OPTIMIZER] = kept.optimizer_sources()
         state["optimizer"] = kept.optimizer_description()
-    state["extra_state"], more = extra_state.split(kept.extra(f"save({str(path)!r})"))
-    small = {EXTRA: more} if more else {}
+    state["extra_state"], more = split_extra_state(kept.extra(f"save({str(path)!r})"))
+    small = {EXTRA_STATE_FILE: more} if more else {}
     if engine.lr_scheduler is not None:
-        small[SCHEDULER] = engine.lr_scheduler.state_dict()
+        small[SCHEDULER_FILE] = engine.lr_scheduler.state_dict()
     if asynchronous:
-        return engine._saver.start(path, noted, {"format": BLOCKS, **state}, small)
+        return engine._saver.start(path, noted, {"format": FORMAT_SHARDED, **state}, small)
     engine._saver.finish()  # saves are in the order of their calls
     write_checkpoint(path, engine._world, files, state, small, all_read=engine._states.all_read)
     return None

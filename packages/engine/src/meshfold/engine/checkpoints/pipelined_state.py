@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
-from meshfold.checkpoint.shards.rectangles import Cut, no_pieces
+from meshfold.checkpoint.shards import ShardRule, no_shards
 from meshfold.engine.checkpoints.model_state import ModelState
 from meshfold.engine.checkpoints.optimizer_state import check_names
 from meshfold.engine.pipelining import Inventory
@@ -170,7 +170,8 @@ class PipelinedState(ModelState):
                 on_disk=own.on_disk,
             )  # fmt: skip
         return Source(
-            dtype=kept.dtype, shape=kept.shape, read=read, cut=lambda: Cut(no_pieces), parts=lambda: Parts(()), alike=kept.alike
+            dtype=kept.dtype, shape=kept.shape, read=read, cut=lambda: ShardRule(no_shards), parts=lambda: Parts(()),
+            alike=kept.alike
         )  # fmt: skip
 
     def _read(self, kept: Kept, own: Source | None) -> Tensor:

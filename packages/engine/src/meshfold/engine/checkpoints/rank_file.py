@@ -14,10 +14,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from meshfold.checkpoint.staging.host_copies import Pair
-from meshfold.checkpoint.staging.pauses import politely
-from meshfold.checkpoint.tensors.safetensors_file import Described, TensorWriter
-from meshfold.checkpoint.tensors.shard_files import file_of
+from meshfold.checkpoint.staging import CopyPair, with_pauses
+from meshfold.checkpoint.tensors import TensorInfo, TensorWriter, shard_file_name
 from meshfold.engine.checkpoints.file_plan import FilePlan, Written, plan_of
 from meshfold.engine.states import Source, Sources
 from meshfold.engine.world import World
@@ -42,7 +40,7 @@ class RankFile:
             world: where they lie.
         """
         rank, size = world.mesh.rank, world.mesh.world_size
-        self.path = folder / file_of(name, rank, size)
+        self.path = folder / shard_file_name(name, rank, size)
         self.part = self.path.with_name(f"{self.path.name}.part")
         self._sources: Mapping[str, Source] = {}
         self._kept: dict[str, Parts] = {}
@@ -75,7 +73,7 @@ class RankFile:
         return 0 if self._plan is None else self._plan.bytes
 
     @property
-    def described(self) -> Mapping[str, Described]:
+    def described(self) -> Mapping[str, TensorInfo]:
         """Every tensor of the checkpoint's file; none before they are laid out."""
         return {} if self._plan is None else self._plan.described
 
@@ -106,11 +104,11 @@ class RankFile:
     def _to_copy(self) -> Iterator[tuple[Written, Parts]]:
         """What is not on a disk, with what is kept of it."""
         assert self._plan is not None  # it was laid out
-        for one in politely(self._plan.rectangles):
+        for one in with_pauses(self._plan.rectangles):
             if not one.on_disk:
                 yield one, self._kept[one.tensor]
 
-    def copies(self, buffer: Callable[[str, Tensor], Tensor]) -> Iterator[Pair]:
+    def copies(self, buffer: Callable[[str, Tensor], Tensor]) -> Iterator[CopyPair]:
         """What is copied to the host, and where to.
 
         Args:

@@ -32,11 +32,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from meshfold.checkpoint.errors import CheckpointError
-from meshfold.checkpoint.folder.writing import advised, attempt, finish, place_of
-from meshfold.checkpoint.staging.host_copies import Copying, Lane, lane_of
-from meshfold.checkpoint.tensors.safetensors_file import Described
-from meshfold.checkpoint.tensors.shard_files import file_of, index_of, write_index
+from meshfold.checkpoint import CheckpointError
+from meshfold.checkpoint.folder import commit_checkpoint, error_of, resolve_folder, with_advice
+from meshfold.checkpoint.staging import BackgroundCopies, CopyQueue, copy_queue
+from meshfold.checkpoint.tensors import TensorInfo, shard_file_name, shard_index_name, write_shard_index
 from meshfold.engine.checkpoints.background_save import BackgroundSave
 from meshfold.engine.checkpoints.checkpoint import begin_together
 from meshfold.engine.checkpoints.file_plan import FilePlan
@@ -61,7 +60,7 @@ class Saver:
         self._under_way: BackgroundSave | None = None
         self._buffers: dict[str, Tensor] = {}
         self._plans: dict[str, FilePlan] = {}  # by file
-        self._lane: Lane | None = None
+        self._lane: CopyQueue | None = None
 
     def start(
         self,
@@ -82,29 +81,29 @@ class Saver:
             CheckpointError: on all ranks, if the save before has failed, or this one cannot begin on one of them.
         """
         self._settle()
-        target = place_of(path)
+        target = resolve_folder(path)
         save = BackgroundSave(target, self._world)
         first = self._world.mesh.rank == 0
         what = f"cannot write the checkpoint {target}"
         small = json.loads(json.dumps(state)), copy.deepcopy(dict(small_files))  # as they are now
         names = [*files]
         size = self._world.mesh.world_size
-        written = [file_of(name, rank, size) for name in names for rank in range(size)]
-        written += [*map(index_of, names), *small_files]
+        written = [shard_file_name(name, rank, size) for name in names for rank in range(size)]
+        written += [*map(shard_index_name, names), *small_files]
         mine = ExitStack()  # of the first rank: the folder, while it is written
         made: list[RankFile] = []
         try:
             writing = begin_together(target, mine, written, self._world, what)
-            error = attempt(lambda: made.extend(self._begun(writing, files)))
-            fail_together(self._world, advised(error), what)
+            error = error_of(lambda: made.extend(self._begun(writing, files)))
+            fail_together(self._world, with_advice(error), what)
         except BaseException:
             for file in made:
                 file.abandon()
             mine.close()
             raise
         # From here on this rank waits for nothing of its GPU: the copies may take as long as a step.
-        self._lane = self._lane or lane_of(self._world.device)
-        save.writing, save.copying = writing, Copying(self._lane)
+        self._lane = self._lane or copy_queue(self._world.device)
+        save.writing, save.copying = writing, BackgroundCopies(self._lane)
 
         def work() -> None:
             with mine:
@@ -187,7 +186,7 @@ class Saver:
                     file.let_go()
             except Exception as error:
                 for file in files:
-                    file.give_up(advised(error) or error)
+                    file.give_up(with_advice(error) or error)
                 raise
             finally:
                 copying.over()
@@ -208,21 +207,21 @@ class Saver:
                 file.write()
             except Exception as error:
                 for rest in files[number:]:
-                    rest.give_up(advised(error) or error)
+                    rest.give_up(with_advice(error) or error)
                 raise
 
 
 def _complete(
     writing: Path,
     target: Path,
-    files: Mapping[str, Mapping[str, Described]],
+    files: Mapping[str, Mapping[str, TensorInfo]],
     state: dict[str, Any],
     small_files: Mapping[str, Any],
     *,
     ranks: int,
 ) -> None:
     """On rank 0: wait for the files of all, and make a checkpoint of them."""
-    wanted = [(rank, writing / file_of(name, rank, ranks)) for name in files for rank in range(ranks)]
+    wanted = [(rank, writing / shard_file_name(name, rank, ranks)) for name in files for rank in range(ranks)]
     size, since, pause = -1, time.monotonic(), 0.005
     while missing := [(rank, path) for rank, path in wanted if not path.exists()]:
         for rank, path in missing:
@@ -246,8 +245,8 @@ def _complete(
         time.sleep(pause)
         pause = min(2 * pause, 0.5)
     for name, tensors in files.items():
-        write_index(writing, name, tensors, ranks)
-    finish(writing, target, state, small_files)
+        write_shard_index(writing, name, tensors, ranks)
+    commit_checkpoint(writing, target, state, small_files)
 
 
 def _size(path: Path) -> int:

@@ -11,7 +11,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from meshfold.checkpoint.shards.rectangles import Cut, Piece, pieces_of_run, pieces_of_whole, ranks_alike
+from meshfold.checkpoint.shards import (
+    Shard,
+    ShardRule,
+    ranks_with_same_index,
+    shards_of_flat_run,
+    shards_of_replicated,
+)
 from meshfold.engine.blocks import put
 from meshfold.engine.checkpoints import optimizer_state
 from meshfold.engine.optimizers import Factory
@@ -325,19 +331,19 @@ class ZeroStates:
         # Stages of a pipeline tell each other what they have, which a thread beside the training could not.
         return None if self._world.pipelined else self.gemini.noted_parts()
 
-    def _cut(self, parameter: Tensor) -> Cut:
+    def _cut(self, parameter: Tensor) -> ShardRule:
         """Of what lies like a parameter: this rank's run of it."""
         gemini, meta = self.gemini, placed(parameter, self._world.mesh)
         shape = meta.placement.local_shape(self._world.mesh)
         run, dtype, over = gemini.kept(parameter), gemini.true_dtype(parameter), gemini.axes_over(parameter)
-        return Cut(pieces_of_run, (run, shape, meta, dtype, over))
+        return ShardRule(shards_of_flat_run, (run, shape, meta, dtype, over))
 
-    def _cut_of_state(self, entry: Entry, parameter: Tensor) -> Cut:
+    def _cut_of_state(self, entry: Entry, parameter: Tensor) -> ShardRule:
         if entry.like:
             return self._cut(parameter)
         meta, run = placed(parameter, self._world.mesh), self.gemini.kept(parameter)
         alike = (*self.gemini.axes_over(parameter), *meta.only_at)
-        return Cut(_pieces_of_number, (run, entry.shape, alike, self._world.mesh))
+        return ShardRule(_pieces_of_number, (run, entry.shape, alike, self._world.mesh))
 
     def _reader(self, name: str, key: str, entry: Entry, parameter: Tensor) -> Callable[[], Tensor]:
         meta = placed(parameter, self._world.mesh)
@@ -392,10 +398,10 @@ class ZeroStates:
 
 def _pieces_of_number(
     name: str, run: range, shape: tuple[int, ...], alike: tuple[str, ...], mesh: Mesh
-) -> tuple[Piece, ...]:
+) -> tuple[Shard, ...]:
     """A number, which all ranks have that have a part of the parameter; or of a parameter that one rank has whole."""
-    ranks = ranks_alike(mesh, alike) if run and run.start == 0 else [-1]
-    return pieces_of_whole(name, shape, ranks, mesh.rank)
+    ranks = ranks_with_same_index(mesh, alike) if run and run.start == 0 else [-1]
+    return shards_of_replicated(name, shape, ranks, mesh.rank)
 
 
 def _first_norm(model: nn.Module) -> str:
