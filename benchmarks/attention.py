@@ -70,7 +70,7 @@ def main(argv: Sequence[str]) -> int:
     if "RANK" not in os.environ:
         _names(args)
         check_out(args.out)
-        from meshfold.mesh.launch import launch
+        from meshfold.mesh.processes import launch
 
         return launch([str(Path(__file__).resolve()), *argv], args.ranks)
     return _measure(args)
@@ -176,7 +176,7 @@ def _repeated(way: Way) -> Way:
 def _measure(args: argparse.Namespace) -> int:
     from torch.distributed.device_mesh import init_device_mesh
 
-    from meshfold.mesh import process_group
+    from meshfold.mesh.processes import process_group
 
     world = process_group.start(timeout=180)
     if world.device.type == "cpu":

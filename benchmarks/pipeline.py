@@ -74,7 +74,7 @@ def main(argv: Sequence[str]) -> int:
     if "RANK" not in os.environ:
         _names(args)
         check_out(args.out)
-        from meshfold.mesh.launch import launch
+        from meshfold.mesh.processes import launch
 
         # Each contestant has streams of its own for what it sends. Streams that share one of the GPU's queues wait for
         # each other, and a kernel that waits for a message must hold up none that the sender waits for: take all queues.
@@ -87,7 +87,8 @@ def _measure(args: argparse.Namespace) -> int:
     from benchmarks.pipelining.contestants import Runner
     from benchmarks.pipelining.work import Work
     from meshfold.engine.zero.allocator import grow_segments
-    from meshfold.mesh import Mesh, process_group
+    from meshfold.mesh import Mesh
+    from meshfold.mesh.processes import process_group
 
     if torch.cuda.is_available():
         grow_segments()  # many contestants live side by side: leave no gaps between them

@@ -8,7 +8,7 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
-_LAUNCH = "import sys; from meshfold.mesh.launch import launch; raise SystemExit(launch(sys.argv[2:], int(sys.argv[1])))"
+_LAUNCH = "import sys; from meshfold.mesh.processes import launch; raise SystemExit(launch(sys.argv[2:], int(sys.argv[1])))"
 
 
 def start_ranks(script: Path, words: Sequence[str], ranks: int, timeout: float) -> tuple[int | None, str]:

@@ -64,7 +64,7 @@ def main(argv: list[str]) -> int:
     if "RANK" not in os.environ:
         _names(args)
         check_out(args.out)
-        from meshfold.mesh.launch import launch
+        from meshfold.mesh.processes import launch
 
         return launch([str(Path(__file__).resolve()), *argv], args.ranks)
     return _measure(args)
@@ -91,7 +91,8 @@ def _names(args: argparse.Namespace) -> list[str]:
 
 
 def _measure(args: argparse.Namespace) -> int:
-    from meshfold.mesh import Mesh, barrier, process_group
+    from meshfold.mesh import Mesh, barrier
+    from meshfold.mesh.processes import process_group
 
     world = process_group.start()
     device = (

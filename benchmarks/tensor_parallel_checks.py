@@ -55,14 +55,14 @@ def main(argv: list[str]) -> int:
     args = parser.parse_args(argv)
     if "RANK" not in os.environ:
         check_out(args.out)
-        from meshfold.mesh.launch import launch
+        from meshfold.mesh.processes import launch
 
         return launch([str(Path(__file__).resolve()), *argv], args.ranks)
     return _check(args)
 
 
 def _check(args: argparse.Namespace) -> int:
-    from meshfold.mesh import process_group
+    from meshfold.mesh.processes import process_group
 
     world = process_group.start()
     torch.backends.cuda.matmul.allow_tf32 = False

@@ -220,7 +220,7 @@ class Experiment:
         """
         folder: Path = options.output
         if options.measure is not None:
-            from meshfold.mesh.launch import launch
+            from meshfold.mesh.processes import launch
 
             program = [str(self.folder / "measured.py"), "--output", str(folder.resolve()), *options.sizes]
             return launch(program, options.measure)

@@ -15,8 +15,9 @@ from torch import Tensor, nn
 from integration_tests.house import PACKAGES
 from meshfold import kernels as K
 from meshfold.kernels.nf4 import Nf4Linear
-from meshfold.mesh import Mesh, Placement, primitives
-from meshfold.mesh.deferral import Pair, Site, add_gradient
+from meshfold.mesh import Mesh, Placement
+from meshfold.mesh.collectives import primitives
+from meshfold.mesh.parameters.deferred_wgrad import Pair, Site, add_gradient
 from meshfold.pipeline.runtime.deferred_linear import defer
 from meshfold.sequence import attention
 from meshfold.tensor_parallel.algebra import MatmulPlan

@@ -16,7 +16,7 @@ from meshfold.engine import Engine
 from meshfold.engine.states import PlainStates
 from meshfold.engine.zero.states import ZeroStates
 from meshfold.mesh import Mesh, all_gather
-from meshfold.mesh.metadata import placed
+from meshfold.mesh.parameters.parameter_meta import placed
 from meshfold.models import GPT, GPTConfig, Llama, LlamaConfig
 
 SIZES: dict[str, Any] = dict(vocab_size=37, hidden=32, layers=4, heads=8, max_positions=16)

@@ -81,7 +81,7 @@ def test_the_longest_sequence_is_foretold_and_tried(tmp_path: Path) -> None:
 def test_a_contestant_that_is_not_there_is_refused_before_ranks_start(
     area: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(import_module("meshfold.mesh.launch"), "launch", _no_start)
+    monkeypatch.setattr(import_module("meshfold.mesh.processes.launcher"), "launch", _no_start)
     said = ""
     try:
         assert main(["bench", area, "--ranks", "2", "--only", "nobody"]) == 2
@@ -97,7 +97,7 @@ def test_a_contestant_that_is_not_there_is_refused_before_ranks_start(
 def test_a_result_that_could_not_be_written_is_refused_before_anything_is_measured(
     area: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(import_module("meshfold.mesh.launch"), "launch", _no_start)
+    monkeypatch.setattr(import_module("meshfold.mesh.processes.launcher"), "launch", _no_start)
     (tmp_path / "file").touch()
     assert main(["bench", area, "--out", str(tmp_path / "file" / "found.json")]) == 2
     assert (

@@ -28,7 +28,7 @@ from meshfold.mesh import ParallelSpec
 from meshfold.mesh.spec.installed import Need, why_missing
 
 # Files of meshfold.mesh that may import torch.distributed: communication, process groups, and the pool of test ranks.
-DISTRIBUTED = ("agent.py", "collectives.py", "groups.py", "launch.py", "process_group.py", "testing/")
+DISTRIBUTED = ("collectives/operations.py", "processes/", "testing/")
 
 each_package = pytest.mark.parametrize("package", PACKAGES, ids=lambda package: package.name)
 

@@ -17,7 +17,8 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from benchmarks.longest.memory import OnCPU, OnGPU, is_refusal
-from meshfold.mesh import Mesh, all_reduce, barrier, process_group
+from meshfold.mesh import Mesh, all_reduce, barrier
+from meshfold.mesh.processes import process_group
 from meshfold.models.config import LlamaConfig
 from meshfold.models.llama import Llama
 from meshfold.sequence import next_tokens, sequence_parallel, shard_sequence

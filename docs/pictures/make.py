@@ -107,7 +107,7 @@ STREAMS = {"1d": dict(tensor=1), "1d+sequence": dict(tensor=4), "2d": dict(row=2
 def draw_dropout() -> Figure:
     """What dropout keeps of the residual stream, put together from what each rank keeps of its own block."""
     from meshfold.kernels import use
-    from meshfold.mesh.dropout_stream import dropout_stream
+    from meshfold.mesh.random.dropout import dropout_stream
     from meshfold.tensor_parallel.layers.dropout import Dropout
     from meshfold.tensor_parallel.paint import color, new_figure, tint
 

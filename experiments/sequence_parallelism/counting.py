@@ -14,8 +14,8 @@ from torch import Tensor, nn
 
 from experiments.sequence_parallelism.bert import BASE, LARGE, Layer, Shape, Stack, split_sequence
 from meshfold.mesh import Mesh, record
+from meshfold.mesh.model_io.dry_run import saved_for_backward
 from meshfold.mesh.testing import fake_world
-from meshfold.mesh.without_values import saved_for_backward
 from meshfold.sequence import Mask, dealing, work
 from meshfold.tensor_parallel import parallelize
 

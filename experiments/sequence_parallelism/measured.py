@@ -25,7 +25,7 @@ from experiments.sequence_parallelism.counting import RING, RING_SELF, TENSOR, s
 from experiments.sequence_parallelism.plan import MB
 from experiments.sequence_parallelism.tables import NAMES
 from meshfold.mesh import Mesh, all_reduce, start
-from meshfold.mesh.without_values import saved_for_backward
+from meshfold.mesh.model_io.dry_run import saved_for_backward
 from meshfold.sequence import gather_sequence, shard_sequence
 
 SCHEMES = (TENSOR, RING_SELF, RING)

@@ -18,7 +18,7 @@ from meshfold.checkpoint.shards.rectangles import (
 )
 from meshfold.checkpoint.tensors.stored_tensor import StoredShard, StoredTensor
 from meshfold.mesh import Mesh, Placement
-from meshfold.mesh.metadata import ParameterMeta
+from meshfold.mesh.parameters.parameter_meta import ParameterMeta
 from meshfold.mesh.placement import Part
 
 AXES = {"data": 3, "row": 2, "col": 4}

@@ -28,7 +28,8 @@ from meshfold.colossalai import (
 )
 from meshfold.colossalai.plugins import Plugin
 from meshfold.engine import CheckpointError, Engine, TrainingError
-from meshfold.mesh import Mesh, SpecError, all_reduce, barrier, process_group
+from meshfold.mesh import Mesh, SpecError, all_reduce, barrier
+from meshfold.mesh.processes import process_group
 from meshfold.mesh.testing import ranks, run_on_ranks
 from meshfold.models import GPT, GPTConfig
 

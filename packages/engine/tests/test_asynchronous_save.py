@@ -22,8 +22,8 @@ from meshfold.engine import CheckpointError, Engine
 from meshfold.engine.checkpoints import background_save, saving
 from meshfold.engine.checkpoints.checkpoint import Checkpoint
 from meshfold.engine.checkpoints.rank_file import RankFile
-from meshfold.mesh import process_group
-from meshfold.mesh.meeting import Address
+from meshfold.mesh.processes import process_group
+from meshfold.mesh.processes.rendezvous import Address
 from meshfold.mesh.testing import run_on_ranks
 from meshfold.models import GPT, GPTConfig, Llama, LlamaConfig
 from meshfold.zero_gemini import Gemini

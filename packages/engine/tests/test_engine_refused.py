@@ -13,8 +13,11 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from meshfold.engine import Engine
-from meshfold.mesh import CollectiveError, SpecError, all_reduce, flight, inquiry, process_group
+from meshfold.mesh import CollectiveError, SpecError, all_reduce
+from meshfold.mesh.processes import process_group
+from meshfold.mesh.recording import flight_recorder
 from meshfold.mesh.testing import close_pools, ranks, run_on_ranks
+from meshfold.mesh.watchdog import diagnosis
 from meshfold.models import GPT, GPTConfig
 
 INPUTS = torch.randn(6, 4, generator=torch.Generator().manual_seed(0))
@@ -65,10 +68,10 @@ def test_nothing_of_it_is_left_on_the_disk(tmp_path: Path) -> None:
 
 @ranks(2)
 def test_nobody_watches_any_more() -> None:
-    before = flight.active
+    before = flight_recorder.active
     with pytest.raises(SpecError, match="lr_scheduler=7"):
         Engine(Net, dict(data=2), optimizer=ADAMW, loss_fn=loss, lr_scheduler=7)  # type: ignore[arg-type]
-    assert flight.active is before
+    assert flight_recorder.active is before
     engine = Engine(Net, dict(data=2), optimizer=ADAMW, loss_fn=loss)
     assert int(all_reduce(torch.ones(()), engine._world.everyone)) == 2
     engine.close()
@@ -94,7 +97,7 @@ def test_a_model_whose_attention_is_refused_is_as_it_was() -> None:
 
 def one_is_refused(make: Callable[..., Engine]) -> tuple[str, float]:
     """What a rank ends with where the last one's scheduler is wrong."""
-    inquiry._BEAT_S = 0.1  # of this pool's ranks, which end after the test
+    diagnosis._BEAT_S = 0.1  # of this pool's ranks, which end after the test
     rank, _ = process_group.place()
     scheduler = absent if rank == 1 else None
     began = time.monotonic()

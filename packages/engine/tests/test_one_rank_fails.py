@@ -10,8 +10,9 @@ import torch
 from torch import Tensor
 
 from meshfold.engine import Engine
-from meshfold.mesh import CollectiveError, inquiry
+from meshfold.mesh import CollectiveError
 from meshfold.mesh.testing import close_pools, run_on_ranks
+from meshfold.mesh.watchdog import diagnosis
 from meshfold.models import GPT, GPTConfig
 
 LIMIT_S = 300.0
@@ -36,7 +37,7 @@ def wrong_block(*given: Any, **named: Any) -> Tensor:
 
 def step_in_which_one_fails(parallel: dict[str, Any], victim: int, where: str) -> tuple[str, float]:
     """What a rank's second step ends with, and after how many seconds. The rank that fails lives on."""
-    inquiry._BEAT_S = 0.1  # of this pool's ranks, which end after the test
+    diagnosis._BEAT_S = 0.1  # of this pool's ranks, which end after the test
     healthy = True
 
     def loss_fn(output: Any, batch: Any) -> Tensor:

@@ -14,9 +14,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from meshfold.engine import Engine
-from meshfold.mesh import CollectiveError, inquiry, record
+from meshfold.mesh import CollectiveError, record
+from meshfold.mesh.model_io.lazy_tensor import WhenRead
 from meshfold.mesh.testing import close_pools, run_on_ranks
-from meshfold.mesh.when_read import WhenRead
+from meshfold.mesh.watchdog import diagnosis
 from meshfold.models import GPT, GPTConfig
 
 VOCABULARY, LENGTH = 37, 11
@@ -151,7 +152,7 @@ def test_a_step_makes_no_whole_logits(name: str) -> None:
 
 
 def one_rank_looks() -> tuple[str, float]:
-    inquiry._BEAT_S = 0.2  # of this pool's ranks, which end with the test
+    diagnosis._BEAT_S = 0.2  # of this pool's ranks, which end with the test
     with Engine(gpt, dict(tensor=2), optimizer=dict(name="sgd", lr=0.1), watchdog=100.0) as engine:
         began = time.monotonic()
         try:

@@ -16,7 +16,7 @@ from torch.nn import functional as F
 
 from meshfold.engine import Engine
 from meshfold.mesh import Mesh, SpecError
-from meshfold.mesh.primitives import gather
+from meshfold.mesh.collectives.primitives import gather
 from meshfold.mesh.testing import fake_world, run_on_ranks
 from meshfold.models import GPT, GPTConfig, Llama, LlamaConfig
 from meshfold.models.generate import generate

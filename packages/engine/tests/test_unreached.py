@@ -9,8 +9,9 @@ import torch
 from torch import Tensor, nn
 
 from meshfold.engine import Engine
-from meshfold.mesh import CollectiveError, inquiry
+from meshfold.mesh import CollectiveError
 from meshfold.mesh.testing import close_pools, ranks, run_on_ranks
+from meshfold.mesh.watchdog import diagnosis
 from meshfold.zero_gemini import ChunkError
 
 X = torch.randn(3, 4, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
@@ -57,7 +58,7 @@ def test_its_gradient_counts_as_zero(spec: str, optimizer: dict[str, Any], backw
 
 
 def stage_3() -> str:
-    inquiry._BEAT_S = 0.1  # of this pool's ranks, which end after the test
+    diagnosis._BEAT_S = 0.1  # of this pool's ranks, which end after the test
     engine = Engine(net, dict(data=2, zero=dict(stage=3)), optimizer="sgd", precision="fp64", watchdog=300.0)
     try:
         engine.backward(loss_of(engine, engine.mesh.rank))

@@ -726,12 +726,14 @@ def test_a_parameter_used_outside_of_its_module_is_named() -> None:
 def test_first_values_of_large_parameters_are_made_some_rows_at_a_time(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    from meshfold.mesh import first_values
+    from meshfold.mesh.initialization import parameter_values
 
     wanted = engine_of(dict(zero=dict(stage=3))).full_state_dict()
-    monkeypatch.setattr(first_values, "_AT_ONCE", 100)
+    monkeypatch.setattr(parameter_values, "_AT_ONCE", 100)
     pieces = []
-    by_rows = first_values._by_rows
-    monkeypatch.setattr(first_values, "_by_rows", lambda *given: pieces.append(given[1]) or by_rows(*given))
+    by_rows = parameter_values._by_rows
+    monkeypatch.setattr(
+        parameter_values, "_by_rows", lambda *given: pieces.append(given[1]) or by_rows(*given)
+    )
     found = engine_of(dict(zero=dict(stage=3))).full_state_dict()
     assert "embed.weight" in pieces and all(torch.equal(found[name], wanted[name]) for name in wanted)

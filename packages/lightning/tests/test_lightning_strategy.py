@@ -340,8 +340,7 @@ def test_a_later_trainer_finds_processes_that_it_has_not_started() -> None:
     from lightning.fabric.plugins.environments import LightningEnvironment
 
     from meshfold.engine.world import join
-    from meshfold.mesh import groups
-    from meshfold.mesh.environment import Environment
+    from meshfold.mesh.processes import Environment, groups
 
     here = groups.world()
     assert here is not None

@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from meshfold.mesh import copies
-from meshfold.mesh.copies import contiguous, reshaped
+from meshfold.mesh.collectives import copies
+from meshfold.mesh.collectives.copies import contiguous, reshaped
 
 DTYPES = (torch.bfloat16, torch.float32, torch.float64, torch.int8, torch.int64, torch.bool)
 

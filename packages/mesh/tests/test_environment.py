@@ -6,9 +6,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from meshfold.mesh import process_group
-from meshfold.mesh.environment import Environment, expand_nodes
 from meshfold.mesh.errors import LaunchError
+from meshfold.mesh.processes import process_group
+from meshfold.mesh.processes.environment import Environment, expand_nodes
 
 TORCHRUN = {
     "RANK": "5",

@@ -12,12 +12,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from meshfold.mesh import Mesh, MeshfoldError, Part, Placement, replay
+from meshfold.mesh import Mesh, MeshfoldError, Part, Placement
 from meshfold.mesh.initialization import (
     Tape,
     build_on_meta,
     materialize,
     record_initialization,
+    replay,
     retrace_initialization,
 )
 from meshfold.mesh.random import fill_normal_, fill_uniform_, key_of

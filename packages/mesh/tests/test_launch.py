@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from meshfold.mesh.errors import LaunchError
-from meshfold.mesh.launch import launch
+from meshfold.mesh.processes import launch
 
 SECONDS = 40.0  # far below what the ranks would sleep, with room for a busy machine
 
@@ -73,7 +73,7 @@ def launcher(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[subproc
         [
             sys.executable,
             "-c",
-            f"import sys; from meshfold.mesh.launch import launch; sys.exit(launch([{program!r}], 4{options}))",
+            f"import sys; from meshfold.mesh.processes import launch; sys.exit(launch([{program!r}], 4{options}))",
         ],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
@@ -186,7 +186,7 @@ def test_a_process_group_can_be_started_again_in_the_same_job(
     file.write_text(
         "import torch\n"
         "import torch.distributed as dist\n"
-        "from meshfold.mesh.process_group import start\n"
+        "from meshfold.mesh.processes.process_group import start\n"
         "for _ in range(2):\n"
         "    with start(device='cpu', timeout=20) as process:\n"
         "        x = torch.ones(1)\n"
@@ -204,7 +204,7 @@ def test_a_rank_that_raises_in_the_middle_ends_the_job_and_its_traceback_comes_l
     program = script(
         tmp_path,
         "import torch\n"
-        "from meshfold.mesh.process_group import start\n"
+        "from meshfold.mesh.processes.process_group import start\n"
         "import torch.distributed as dist\n"
         "start(timeout=300)\n"
         "dist.barrier()\n"

@@ -15,8 +15,8 @@ import pytest
 import torch
 import torch.distributed as dist  # what runs in the ranks below talks to it directly: the pool is what is tested
 
-from meshfold.mesh import process_group
 from meshfold.mesh.errors import LaunchError
+from meshfold.mesh.processes import process_group
 from meshfold.mesh.testing import RankFailure, fake_world, ranks, run_on_ranks
 
 

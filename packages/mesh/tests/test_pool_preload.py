@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from meshfold.mesh.testing import close_pools, nursery, pool, run_on_ranks
+from meshfold.mesh.testing import close_pools, fork_server, pool, run_on_ranks
 
 
 def who() -> tuple[int, bool]:
@@ -21,7 +21,7 @@ def test_ranks_have_what_optimizers_import() -> None:
 
 @pytest.fixture(scope="module")
 def own_pools() -> Iterator[pool.Pools]:
-    """With a nursery of its own, which knows nothing of other tests."""
+    """With a fork server of its own, which knows nothing of other tests."""
     pools = pool.Pools()
     yield pools
     pools.close()
@@ -50,13 +50,13 @@ def test_what_a_function_imports_new_ranks_have(pools: pool.Pools) -> None:
 
 def test_new_ranks_come_from_the_process_that_forked_those_before(pools: pool.Pools) -> None:
     run_on_ranks(1, who)
-    before = pools._nursery
+    before = pools._fork_server
     [(old, _)] = run_on_ranks(1, who)
     close_pools()
     with pytest.raises(ProcessLookupError):
         os.kill(old, 0)
     [(new, _)] = run_on_ranks(1, who)
-    assert new != old and pools._nursery is before
+    assert new != old and pools._fork_server is before
 
 
 @pytest.mark.parametrize(("seconds", "anew"), [(0.1, False), (2.0, True)])
@@ -65,7 +65,7 @@ def test_ranks_that_lack_slow_modules_are_forked_anew(
 ) -> None:
     before = {size: run_on_ranks(size, who) for size in (1, 2)}
     with monkeypatch.context() as patch:
-        patch.setattr(nursery.Nursery, "preload", lambda self: seconds)
+        patch.setattr(fork_server.ForkServer, "preload", lambda self: seconds)
         second = run_on_ranks(2, who)
     after = {1: run_on_ranks(1, who), 2: run_on_ranks(2, who)}
     assert (second != before[2]) == anew
@@ -75,7 +75,7 @@ def test_ranks_that_lack_slow_modules_are_forked_anew(
 
 def test_a_second_look_finds_nothing_new() -> None:
     run_on_ranks(1, who)
-    found = pool.POOLS._nursery
+    found = pool.POOLS._fork_server
     assert found is not None
     found.preload()
     assert found.preload() == 0.0

@@ -9,7 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from meshfold.mesh import LayoutError, Mesh, Placement, all_reduce, primitives
+from meshfold.mesh import LayoutError, Mesh, Placement, all_reduce
+from meshfold.mesh.collectives import primitives
 from meshfold.mesh.testing import ranks
 
 AXES = [

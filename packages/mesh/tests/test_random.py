@@ -10,7 +10,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from meshfold.mesh import random
 from meshfold.mesh.random import (
     fill_normal_,
     fill_truncated_normal_,
@@ -21,6 +20,7 @@ from meshfold.mesh.random import (
     stream_state,
     uniform,
 )
+from meshfold.mesh.random import numbers as random
 
 WORD = (1 << 64) - 1
 FILLS = [fill_uniform_, fill_normal_, fill_truncated_normal_]

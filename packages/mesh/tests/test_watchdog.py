@@ -10,13 +10,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from meshfold.mesh import CollectiveError, LaunchError, Mesh, all_gather, all_reduce, flight, receive, send
-from meshfold.mesh.environment import watching
-from meshfold.mesh.flight import Call, Flight
+from meshfold.mesh import CollectiveError, LaunchError, Mesh, all_gather, all_reduce, receive, send
 from meshfold.mesh.mesh import Group
-from meshfold.mesh.progress import Progress
+from meshfold.mesh.processes.environment import watching
+from meshfold.mesh.recording import flight_recorder
+from meshfold.mesh.recording.flight_recorder import Call, Flight
 from meshfold.mesh.testing import close_pools, fake_world, ranks, run_on_ranks
-from meshfold.mesh.watching import watch
+from meshfold.mesh.watchdog.gpu_progress import Progress
+from meshfold.mesh.watchdog.shared import watch
 
 LIMIT_S = 1.0
 
@@ -27,7 +28,7 @@ def mesh() -> Mesh:
 
 def some_steps(mesh: Mesh) -> None:
     for step in range(3):
-        flight.at_step(step)
+        flight_recorder.at_step(step)
         for axis in ("tensor", "data"):
             all_reduce(torch.ones(3), mesh.group(axis))
 
@@ -88,10 +89,14 @@ def test_calls_are_counted_and_watched_only_while_somebody_watches() -> None:
     here = mesh()
     group = here.group("tensor")
     some_steps(here)
-    assert flight.active is None
+    assert flight_recorder.active is None
     first, second = watch(30.0), watch(20.0)
-    active = flight.active
-    assert active is not None and flight.limit is not None and flight.limit.total_seconds() == 20
+    active = flight_recorder.active
+    assert (
+        active is not None
+        and flight_recorder.limit is not None
+        and flight_recorder.limit.total_seconds() == 20
+    )
     before = active.counts.get(group.name, 0)
     pending = all_gather(torch.ones(2), group, async_op=True)
     assert active.counts[group.name] == before + 1 and not active.waiting
@@ -104,9 +109,9 @@ def test_calls_are_counted_and_watched_only_while_somebody_watches() -> None:
     )
     second.close()
     second.close()
-    assert flight.active is active
+    assert flight_recorder.active is active
     first.close()
-    assert flight.active is None and flight.limit is None
+    assert flight_recorder.active is None and flight_recorder.limit is None
 
 
 def other_shape(x: Tensor, group: Group) -> None:
@@ -214,7 +219,7 @@ class Moment:
 
 def test_a_gpu_that_comes_no_further_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     """Events stand behind the calls; what counts is that the first that is not over stays the first."""
-    from meshfold.mesh import progress as module
+    from meshfold.mesh.watchdog import gpu_progress as module
 
     now = [100.0]
     monkeypatch.setattr(module.time, "monotonic", lambda: now[0])
@@ -246,9 +251,9 @@ def test_a_gpu_that_comes_no_further_is_seen(monkeypatch: pytest.MonkeyPatch) ->
 def test_nothing_is_watched_where_nobody_communicates() -> None:
     with fake_world(8):
         watch(5.0).close()
-        assert flight.active is None
+        assert flight_recorder.active is None
     watch(5.0).close()
-    assert flight.active is None
+    assert flight_recorder.active is None
 
 
 @pytest.mark.parametrize(

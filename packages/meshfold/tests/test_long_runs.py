@@ -19,7 +19,7 @@ from meshfold.cli import main
 from meshfold.engine.long_runs.resuming import refit
 from meshfold.engine.nodes import crossing, warn_of_crossing
 from meshfold.mesh import Environment, LaunchError, Mesh, SpecError
-from meshfold.mesh.agent import launch_node
+from meshfold.mesh.processes.elastic import launch_node
 from meshfold.models import build
 from meshfold.train.metrics_file import read_metrics
 from meshfold.train.model_flops import flops_per_token

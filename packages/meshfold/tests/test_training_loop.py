@@ -13,8 +13,10 @@ import torch.distributed as dist
 from meshfold.checkpoint.tensors import TensorWriter
 from meshfold.engine import Engine
 from meshfold.engine.checkpoints.checkpoint import Checkpoint
-from meshfold.mesh import CollectiveError, flight, inquiry
+from meshfold.mesh import CollectiveError
+from meshfold.mesh.recording import flight_recorder
 from meshfold.mesh.testing import close_pools, run_on_ranks
+from meshfold.mesh.watchdog import diagnosis
 from meshfold.train import loop
 from meshfold.train.progress import Silent
 from meshfold.train.settings import TrainSettings
@@ -106,7 +108,7 @@ def test_an_error_closes_all_and_the_save_under_way_is_completed(
 
 def one_rank_fails(folder: str) -> tuple[str, float, bool]:
     """What a rank's run ends with, after how many seconds, and whether its watchdog is still at work."""
-    inquiry._BEAT_S = 0.1  # of this pool's ranks, which end after the test
+    diagnosis._BEAT_S = 0.1  # of this pool's ranks, which end after the test
     settings = settings_in(Path(folder), parallel=dict(data=2), watchdog=300.0)
     inputs = loop.open_inputs(settings, Silent())
     began = time.monotonic()
@@ -114,8 +116,12 @@ def one_rank_fails(folder: str) -> tuple[str, float, bool]:
     try:
         loop.train(settings, inputs, Breaks(at=3) if dist.get_rank() == 0 else Silent())
     except (Hole, CollectiveError) as error:
-        return f"{type(error).__name__}: {error}", time.monotonic() - began, flight.active is not None
-    return "no error", time.monotonic() - began, flight.active is not None
+        return (
+            f"{type(error).__name__}: {error}",
+            time.monotonic() - began,
+            flight_recorder.active is not None,
+        )
+    return "no error", time.monotonic() - began, flight_recorder.active is not None
 
 
 def test_what_fails_in_the_loop_on_one_rank_ends_all_and_no_watchdog_stays(tmp_path: Path) -> None:

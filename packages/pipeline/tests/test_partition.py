@@ -12,7 +12,7 @@ from pipeline_checks import VOCAB, WIDTH, Block, Model, model
 from torch import Tensor, nn
 
 from meshfold.mesh import LayoutError, Mesh, SpecError, metadata
-from meshfold.mesh.dropout_stream import Dealt, current_dropout_stream, dropout_stream
+from meshfold.mesh.random.dropout import Dealt, current_dropout_stream, dropout_stream
 from meshfold.pipeline.runtime.absent_parameters import Ghost
 from meshfold.pipeline.runtime.blocks import find_blocks, partition
 from meshfold.pipeline.runtime.microbatch import rows_of, split

@@ -504,7 +504,7 @@ def test_refusals() -> None:
 
 @ranks(4)
 def test_tensor_parallel_stages() -> None:
-    from meshfold.mesh.metadata import placed
+    from meshfold.mesh.parameters.parameter_meta import placed
     from meshfold.models import LlamaConfig, build
     from meshfold.tensor_parallel import parallelize
 
@@ -578,8 +578,8 @@ def test_dtypes_may_change_after_the_cut() -> None:
 @ranks(4)
 def test_tensor_parallel_stages_on_the_meta_device() -> None:
     from meshfold.mesh import build_on_meta, materialize
-    from meshfold.mesh.first_values import coordinates_of
-    from meshfold.mesh.metadata import placed
+    from meshfold.mesh.initialization.parameter_values import coordinates_of
+    from meshfold.mesh.parameters.parameter_meta import placed
     from meshfold.models import GPT, GPTConfig
     from meshfold.tensor_parallel import parallelize
 

@@ -164,7 +164,7 @@ def test_activation_checkpointing() -> None:
 
 
 def check_tensor_parallel(kind: str, settings: dict[str, Any]) -> None:
-    from meshfold.mesh.metadata import placed
+    from meshfold.mesh.parameters.parameter_meta import placed
     from meshfold.tensor_parallel import parallelize
 
     serial, mesh = exact(kind, **settings), Mesh({"pipe": 2, "tensor": 2})

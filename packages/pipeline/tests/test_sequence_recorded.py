@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from meshfold.mesh import Mesh, collectives
-from meshfold.mesh.recorder import record
+from meshfold.mesh.recording.comm_log import record
 from meshfold.mesh.testing import fake_world, ranks
 from meshfold.sequence import attention, kernels, traffic
 

@@ -14,7 +14,7 @@ from tensor_parallel_models import HIDDEN, VOCAB, Classic, Flat, GatedMLP, ViT, 
 from torch import Tensor, nn
 
 from meshfold.mesh import Mesh, dropout_stream
-from meshfold.mesh.dropout_stream import Dealt, deal_tokens
+from meshfold.mesh.random.dropout import Dealt, deal_tokens
 from meshfold.mesh.testing import fake_world, run_on_ranks
 from meshfold.tensor_parallel import parallelize
 from meshfold.tensor_parallel.layers.dropout import Dropout

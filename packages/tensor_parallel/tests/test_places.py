@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from meshfold.mesh import Mesh, MeshfoldError, dropout_stream
-from meshfold.mesh.dropout_stream import Dealt
+from meshfold.mesh.random.dropout import Dealt
 from meshfold.mesh.testing import fake_world
 from meshfold.mesh.tracking.dims import Dims, Factor, Split, block, whole
 from meshfold.mesh.tracking.rows import ROWS, TURNED

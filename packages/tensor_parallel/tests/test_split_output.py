@@ -25,8 +25,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from meshfold.mesh import LayoutError, record
+from meshfold.mesh.model_io.lazy_tensor import WhenRead
 from meshfold.mesh.testing import run_on_ranks
-from meshfold.mesh.when_read import WhenRead
 from meshfold.tensor_parallel import parallelize
 
 needs_transformers = pytest.mark.skipif(

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from meshfold.mesh import Mesh, MeshfoldError, SpecError, annotate, build_on_meta, materialize
-from meshfold.mesh.metadata import placed
+from meshfold.mesh.parameters.parameter_meta import placed
 from meshfold.mesh.testing import ranks, run_on_ranks
 from meshfold.zero_gemini import Gemini, Memory, ShardedInit
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from meshfold.mesh import Mesh, ParameterMeta, Placement
-from meshfold.mesh.recorder import record
+from meshfold.mesh.recording.comm_log import record
 from meshfold.mesh.testing import fake_world, run_on_ranks
 from meshfold.zero_gemini.chunks.chunk import Chunk
 from meshfold.zero_gemini.chunks.layout import Item, lay_out

@@ -6,7 +6,8 @@ from typing import Any
 
 from meshfold.colossalai.context import SEQUENCE_AXES, TENSOR_AXES
 from meshfold.engine.world import PIPE
-from meshfold.mesh import Mesh, SpecError, groups, is_started
+from meshfold.mesh import Mesh, SpecError, is_started
+from meshfold.mesh.processes import groups
 
 AXES = {"dp": ("data",), "pp": (PIPE,), "tp": TENSOR_AXES, "sp": SEQUENCE_AXES}
 """What their short names span."""

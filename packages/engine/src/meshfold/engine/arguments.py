@@ -17,7 +17,7 @@ from meshfold.engine.optimizers import Factory, optimizer_factory
 from meshfold.engine.precision import Precision
 from meshfold.engine.world import has_zero
 from meshfold.mesh import ParallelSpec, SpecError
-from meshfold.mesh import argument_checks as settings
+from meshfold.mesh.spec import argument_checks as settings
 
 
 @dataclass(frozen=True, kw_only=True)

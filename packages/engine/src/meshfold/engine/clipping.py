@@ -9,7 +9,7 @@ from torch import Tensor
 
 from meshfold.engine.states import States
 from meshfold.mesh import SpecError
-from meshfold.mesh import argument_checks as settings
+from meshfold.mesh.spec import argument_checks as settings
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import nn
 
 from meshfold.mesh import SpecError, metadata
-from meshfold.mesh import argument_checks as settings
+from meshfold.mesh.spec import argument_checks as settings
 
 # By name: importing what wraps costs more than all of this library.
 _WRAPPERS = {

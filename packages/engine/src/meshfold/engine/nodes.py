@@ -6,7 +6,7 @@ import sys
 from collections.abc import Sequence
 
 from meshfold.mesh import Mesh
-from meshfold.mesh.environment import Environment
+from meshfold.mesh.processes import Environment
 from meshfold.mesh.spec.entry import listed
 
 

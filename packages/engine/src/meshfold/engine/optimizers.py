@@ -15,9 +15,9 @@ import torch
 from torch import Tensor, nn
 
 from meshfold.mesh import SpecError
-from meshfold.mesh import argument_checks as settings
-from meshfold.mesh.elementwise import TrialError, sight_of
 from meshfold.mesh.errors import nearest
+from meshfold.mesh.parameters.optimizer_probe import TrialError, sight_of
+from meshfold.mesh.spec import argument_checks as settings
 
 Scheduler: TypeAlias = torch.optim.lr_scheduler.LRScheduler
 Factory: TypeAlias = Callable[[Sequence[nn.Parameter]], torch.optim.Optimizer]

@@ -21,10 +21,10 @@ from meshfold.engine.sequence import local_length
 from meshfold.engine.sequence.checks import check_mixing
 from meshfold.engine.world import PIPE, World
 from meshfold.mesh import LayoutError, SpecError, all_reduce
-from meshfold.mesh.argument_checks import refused
-from meshfold.mesh.names import plain
+from meshfold.mesh.model_io.labels import has_encoder_apart
+from meshfold.mesh.parameters.names import plain
+from meshfold.mesh.spec.argument_checks import refused
 from meshfold.mesh.spec.entry import show
-from meshfold.mesh.targets import has_encoder_apart
 from meshfold.tensor_parallel.frame import row_unit
 
 if TYPE_CHECKING:

@@ -27,7 +27,7 @@ from torch import Tensor, nn
 
 from meshfold.engine.precision_names import ours
 from meshfold.mesh import SpecError, annotate, metadata
-from meshfold.mesh import argument_checks as settings
+from meshfold.mesh.spec import argument_checks as settings
 
 _DTYPES = {"fp32": torch.float32, "fp64": torch.float64, "bf16": torch.bfloat16, "fp16": torch.float16}
 

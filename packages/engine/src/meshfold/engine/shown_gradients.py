@@ -1,7 +1,7 @@
 """What ``parameter.grad`` of a trained model shows, so that torch's own clipping works on gradients that are in shards.
 
 Gradients wait in buckets and chunks, where ``parameter.grad`` is None: ``torch.nn.utils.clip_grad_norm_`` would find nothing to
-clip, return 0.0 and say nothing. A :class:`meshfold.mesh.shown_gradient.ShownGradient` stands there instead, except while a
+clip, return 0.0 and say nothing. A :class:`meshfold.mesh.parameters.ShownGradient` stands there instead, except while a
 backward runs.
 """
 
@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from meshfold.engine.errors import TrainingError
 from meshfold.engine.states import States
-from meshfold.mesh.shown_gradient import ShownGradient
+from meshfold.mesh.parameters.shown_gradient import ShownGradient
 
 
 class ShownGradients:

@@ -27,9 +27,9 @@ from meshfold.engine.optimizers import Factory, check_sight
 from meshfold.engine.precision import Masters
 from meshfold.engine.world import PIPE, World
 from meshfold.mesh import Mesh, clip_gradient_values, clip_gradients, gradient_norm, metadata
-from meshfold.mesh.metadata import ParameterMeta
-from meshfold.mesh.names import plain
-from meshfold.mesh.parts import Parts
+from meshfold.mesh.parameters.names import plain
+from meshfold.mesh.parameters.parameter_meta import ParameterMeta
+from meshfold.mesh.parameters.stored_value import Parts
 
 if TYPE_CHECKING:
     from meshfold.engine.zero.residency import Residency

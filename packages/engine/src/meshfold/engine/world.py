@@ -11,10 +11,10 @@ from datetime import timedelta
 import torch
 
 from meshfold.engine.nodes import warn_of_crossing
-from meshfold.mesh import Group, Mesh, ParallelSpec, SpecError, process_group
-from meshfold.mesh import groups as running
-from meshfold.mesh.environment import Environment
-from meshfold.mesh.watching import limit_of
+from meshfold.mesh import Group, Mesh, ParallelSpec, SpecError
+from meshfold.mesh.processes import Environment, process_group
+from meshfold.mesh.processes import groups as running
+from meshfold.mesh.watchdog.shared import limit_of
 
 PIPE = "pipe"
 """The axis of a pipeline's stages"""

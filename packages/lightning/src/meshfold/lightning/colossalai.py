@@ -10,8 +10,8 @@ import torch
 from meshfold.engine.precision import ScaleSettings
 from meshfold.lightning.strategy import MeshfoldStrategy
 from meshfold.mesh import ParallelSpec, SpecError
-from meshfold.mesh import argument_checks as settings
 from meshfold.mesh.errors import nearest
+from meshfold.mesh.spec import argument_checks as settings
 
 _POLICIES = ("auto", "cpu", "cuda")
 

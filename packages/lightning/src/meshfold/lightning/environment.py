@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from lightning.fabric.plugins import ClusterEnvironment
-from meshfold.mesh import LaunchError, groups
-from meshfold.mesh.environment import Environment
+from meshfold.mesh import LaunchError
+from meshfold.mesh.processes import Environment, groups
 
 
 class RunningRanks(ClusterEnvironment):
-    """For processes that are connected already, by ``meshfold.mesh.process_group.start()`` or ``init_process_group``.
+    """For processes that are connected already, by ``meshfold.mesh.start()`` or ``init_process_group``.
 
     The trainer then starts none: ``Trainer(devices=..., strategy=MeshfoldStrategy(cluster_environment=RunningRanks()))``, where
     ``devices`` is how many of them this machine has.
@@ -21,7 +21,7 @@ class RunningRanks(ClusterEnvironment):
         here = groups.world()
         if here is None:
             raise LaunchError(
-                "RunningRanks() without a process group: call meshfold.mesh.process_group.start() first, or leave "
+                "RunningRanks() without a process group: call meshfold.mesh.start() first, or leave "
                 "cluster_environment out and let the trainer start the processes"
             )
         self._rank, self._size = here.rank, here.size

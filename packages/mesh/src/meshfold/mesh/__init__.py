@@ -1,6 +1,7 @@
 """The ground floor of Meshfold: spec, mesh, layout, collectives, parameter metadata, norms, random numbers, launch."""
 
-from meshfold.mesh.collectives import (
+from meshfold.mesh import moved
+from meshfold.mesh.collectives.operations import (
     Pending,
     Transfer,
     all_gather,
@@ -13,8 +14,6 @@ from meshfold.mesh.collectives import (
     send,
     shift,
 )
-from meshfold.mesh.dropout_stream import checkpoint_contexts, current_dropout_stream, dropout_stream
-from meshfold.mesh.environment import Environment
 from meshfold.mesh.errors import (
     CollectiveError,
     LaunchError,
@@ -23,23 +22,28 @@ from meshfold.mesh.errors import (
     SpecError,
     TokenError,
 )
-from meshfold.mesh.initialization import (
+from meshfold.mesh.group import Group
+from meshfold.mesh.initialization.api import (
     build_on_meta,
     materialize,
     record_initialization,
     retrace_initialization,
 )
-from meshfold.mesh.launch import launch
 from meshfold.mesh.layout import Layout
-from meshfold.mesh.mesh import Group, Mesh
-from meshfold.mesh.metadata import ParameterMeta, annotate, metadata
-from meshfold.mesh.norms import clip_gradient_values, clip_gradients, gradient_norm
+from meshfold.mesh.mesh import Mesh
+from meshfold.mesh.parameters.grad_norm import clip_gradient_values, clip_gradients, gradient_norm
+from meshfold.mesh.parameters.parameter_meta import ParameterMeta, annotate, metadata
 from meshfold.mesh.placement import Part, Placement, Rectangle
-from meshfold.mesh.process_group import Process, is_started, start
-from meshfold.mesh.random import key_of
-from meshfold.mesh.recorder import Entry, Log, record
+from meshfold.mesh.processes.environment import Environment
+from meshfold.mesh.processes.launcher import launch
+from meshfold.mesh.processes.process_group import Process, is_started, start
+from meshfold.mesh.random.dropout import checkpoint_contexts, current_dropout_stream, dropout_stream
+from meshfold.mesh.random.numbers import key_of
+from meshfold.mesh.recording.comm_log import Entry, Log, record
+from meshfold.mesh.recording.traffic import moved_bytes
 from meshfold.mesh.spec import ParallelSpec
-from meshfold.mesh.traffic import moved_bytes
+
+moved.install()
 
 __all__ = [
     "CollectiveError",

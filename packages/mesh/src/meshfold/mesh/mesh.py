@@ -9,37 +9,16 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable, Hashable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cached_property
 from typing import Any, TypeVar
 
 from meshfold.mesh.errors import MeshfoldError, SpecError, nearest
+from meshfold.mesh.group import Group
 
 T = TypeVar("T")
 
 _FACTOR = re.compile(r"(?P<axis>[A-Za-z][A-Za-z0-9_]*)(?P<kind>[/%])(?P<size>[1-9][0-9]*)")
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Group:
-    """The ranks that share all coordinates but those along ``axes``; what a collective runs over.
-
-    Attributes:
-        axes: the mesh axes spanned, in mesh order, those of size 1 left out.
-        ranks: global ranks, ascending, which is row-major order over ``axes``.
-        index: this process's position in ``ranks``.
-        name: what torch.distributed calls the group; empty for a group of one rank, which never communicates.
-    """
-
-    axes: tuple[str, ...]
-    ranks: tuple[int, ...]
-    index: int
-    name: str
-
-    @property
-    def size(self) -> int:
-        """How many ranks the group has."""
-        return len(self.ranks)
 
 
 class Mesh:
@@ -106,7 +85,7 @@ class Mesh:
         """This process's rank in the mesh."""
         if self._given_rank is not None:
             return self._given_rank
-        from meshfold.mesh import groups
+        from meshfold.mesh.processes import groups
 
         world = groups.world()
         if world is None:
@@ -176,7 +155,7 @@ class Mesh:
 
         All of its ranks must call.
         """
-        from meshfold.mesh import groups
+        from meshfold.mesh.processes import groups
 
         group = self.group(*axes)
         if group.size == 1:
@@ -195,7 +174,7 @@ class Mesh:
 
     def prepare(self, *axes: str) -> None:
         """Make the group along the axes now, if processes are running: before a forward is traced, not in it."""
-        from meshfold.mesh import groups
+        from meshfold.mesh.processes import groups
 
         self.size(*axes)
         if groups.world() is not None and not self._closed:
@@ -235,7 +214,7 @@ class Mesh:
                 )
 
     def _make_group(self, axes: tuple[str, ...]) -> Group:
-        from meshfold.mesh import groups
+        from meshfold.mesh.processes import groups
 
         spanned = self.spanned(*axes)
         coordinates = self.coordinates()

@@ -15,7 +15,7 @@ from itertools import product
 import torch
 from torch import Tensor
 
-from meshfold.mesh import collectives
+from meshfold.mesh.collectives import operations
 from meshfold.mesh.errors import LayoutError
 from meshfold.mesh.mesh import Mesh
 
@@ -122,7 +122,7 @@ class Placement:
         for dim, axes in enumerate(self.axes):
             blocks = mesh.size(*axes)
             for axis in reversed(axes):
-                local = collectives.all_gather(local, mesh.group(axis), dim)
+                local = operations.all_gather(local, mesh.group(axis), dim)
             if dim in self.parts:
                 order = torch.empty(self.shape[dim], dtype=torch.int64, device="cpu")
                 position = 0

@@ -137,7 +137,7 @@ def kernels() -> list[dict[str, Any]]:
 
 def self_test(backend: str, ranks: int = 2) -> dict[str, Any]:
     """Start ranks that try every collective; what they found, or why it failed."""
-    from meshfold.mesh.launch import launch
+    from meshfold.mesh.processes import launch
 
     with tempfile.TemporaryDirectory() as folder:
         answer = Path(folder, "answer.json")

@@ -73,9 +73,7 @@ def run(arguments: argparse.Namespace) -> int:
     program = ["-m", *arguments.module] if arguments.module is not None else arguments.script
     import torch
 
-    from meshfold.mesh import _bootstrap
-    from meshfold.mesh.environment import Environment
-    from meshfold.mesh.launch import launch
+    from meshfold.mesh.processes import Environment, _bootstrap, launch
 
     here = Environment.detect()
     if here.source != "single":
@@ -113,7 +111,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _with_others(arguments: argparse.Namespace, program: list[str], ranks: int) -> int:
     """Through torch's agent, which can meet other nodes and start ranks anew."""
-    from meshfold.mesh.agent import launch_node
+    from meshfold.mesh.processes.elastic import launch_node
 
     for option in ("port", "log_dir"):
         if getattr(arguments, option) is not None:

@@ -21,7 +21,7 @@ from meshfold.mesh import (
     reduce_scatter,
     shift,
 )
-from meshfold.mesh.process_group import start
+from meshfold.mesh.processes import start
 
 _TIMEOUT_S = 60.0
 

@@ -27,7 +27,7 @@ from meshfold.engine.long_runs.stopping import STOPPED_CODE
 
 if TYPE_CHECKING:
     from meshfold.mesh import ParallelSpec
-    from meshfold.mesh.environment import Environment
+    from meshfold.mesh.processes import Environment
     from meshfold.train.loop import Inputs
     from meshfold.train.progress import Progress
     from meshfold.train.settings import TrainSettings
@@ -39,7 +39,7 @@ _STOP_S = 3600.0  # for the last step and its checkpoint; whoever asked may kill
 
 def run(arguments: argparse.Namespace) -> int:
     """Run ``meshfold train``: in a process that the ranks are started from, or as one of them."""
-    from meshfold.mesh.environment import Environment
+    from meshfold.mesh.processes import Environment
 
     here = Environment.detect()
     arguments.rank = None if here.source == "single" else here.rank
@@ -86,7 +86,7 @@ def start(
     """
     from meshfold.engine.world import require_runnable
     from meshfold.mesh import ParallelSpec
-    from meshfold.mesh.launch import launch
+    from meshfold.mesh.processes import launch
     from meshfold.train.progress import make_progress
     from meshfold.train.trackers import check_trackers
 
@@ -114,7 +114,7 @@ def start(
 class CtrlC:
     """A first Ctrl-C asks a run of one process to stop with a checkpoint, as SIGTERM does; a second one interrupts it.
 
-    Several ranks are asked by :func:`meshfold.mesh.launch.launch`.
+    Several ranks are asked by :func:`meshfold.mesh.processes.launcher.launch`.
 
     Attributes:
         caught: whether it asked.
@@ -150,9 +150,9 @@ def _as_rank(settings: TrainSettings, here: Environment, *, plan: bool, as_json:
     from meshfold.engine.world import require_runnable
     from meshfold.huggingface.causal_lm import quiet
     from meshfold.mesh import Mesh, ParallelSpec, barrier
-    from meshfold.mesh.process_group import DEFAULT_TIMEOUT
-    from meshfold.mesh.process_group import start as join
-    from meshfold.mesh.watching import limit_of
+    from meshfold.mesh.processes.process_group import DEFAULT_TIMEOUT
+    from meshfold.mesh.processes.process_group import start as join
+    from meshfold.mesh.watchdog.shared import limit_of
     from meshfold.train.loop import open_inputs, train
     from meshfold.train.progress import Silent, make_progress
 

@@ -20,8 +20,8 @@ from meshfold.checkpoint.files import parse_json_object, write_atomically
 from meshfold.data.records import Part, find_records, texts_of
 from meshfold.data.tokenizers import Tokenizer
 from meshfold.mesh import SpecError
-from meshfold.mesh.human import human_bytes
 from meshfold.mesh.random import key_of
+from meshfold.mesh.spec.byte_sizes import human_bytes
 
 TOKEN_FILES = (".bin", ".npy")
 _PIECE = 1 << 20  # characters that are tokenised together

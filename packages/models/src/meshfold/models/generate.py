@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from meshfold.mesh import SpecError
-from meshfold.mesh import argument_checks as settings
-from meshfold.mesh.evaluating import evaluating
+from meshfold.mesh.model_io.eval_mode import evaluating
+from meshfold.mesh.spec import argument_checks as settings
 from meshfold.models.cache import keeping_keys
 
 

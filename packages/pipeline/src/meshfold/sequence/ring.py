@@ -18,7 +18,7 @@ from torch import Tensor
 
 from meshfold.mesh import collectives
 from meshfold.mesh.collectives import Pending
-from meshfold.mesh.compiling import as_result
+from meshfold.mesh.collectives.autograd import as_result
 from meshfold.mesh.mesh import Group
 from meshfold.sequence import tile_attention
 from meshfold.sequence.dropout import Fates, RingDropout

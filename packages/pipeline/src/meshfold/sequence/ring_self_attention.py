@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from meshfold.mesh import collectives
-from meshfold.mesh.compiling import as_result
+from meshfold.mesh.collectives.autograd import as_result
 from meshfold.mesh.mesh import Group
 from meshfold.sequence.kernels import Gradients, accumulating
 from meshfold.sequence.mask import Mask, dense

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from meshfold.mesh import primitives
+from meshfold.mesh.collectives import primitives
 from meshfold.mesh.mesh import Mesh
 from meshfold.sequence.modes import dealing, find
 from meshfold.sequence.sharding import check_documents

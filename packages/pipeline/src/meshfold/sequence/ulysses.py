@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from meshfold.mesh import primitives
+from meshfold.mesh.collectives import primitives
 from meshfold.mesh.errors import LayoutError
 from meshfold.mesh.mesh import Mesh
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from fractions import Fraction
 
 from meshfold.mesh import Mesh, moved_bytes
-from meshfold.mesh.traffic import Kind
+from meshfold.mesh.recording.traffic import Kind
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,7 +21,7 @@ class CostEntry:
         operand: the tensor that moves.
         axes: mesh axes, in mesh order, those of size 1 left out.
         group_size: ranks that take part.
-        block_bytes: bytes of the block (see :mod:`meshfold.mesh.traffic`).
+        block_bytes: bytes of the block (see :mod:`meshfold.mesh.recording.traffic`).
     """
 
     phase: str

@@ -9,8 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from meshfold.mesh import LayoutError, Mesh, deferral
-from meshfold.mesh.compiling import unviewed
+from meshfold.mesh import LayoutError, Mesh
+from meshfold.mesh.collectives.autograd import unviewed
+from meshfold.mesh.parameters import deferred_wgrad
 from meshfold.tensor_parallel.algebra import MatmulPlan
 from meshfold.tensor_parallel.lowerings import Lowering
 from meshfold.tensor_parallel.lowerings import lowering as find_lowering
@@ -68,7 +69,7 @@ DeferredProduct = Callable[[Tensor, Tensor, Tensor], Tensor]
 def bind_deferred_matmul(plan: MatmulPlan, mesh: Mesh, *, lowering: str = "gather") -> DeferredProduct:
     """:func:`bind_matmul` for a weight that autograd does not see: (x, detached w, ticket) to y.
 
-    Backward computes dx and hands x and dy, both at rest, to :func:`meshfold.mesh.deferral.put`; what both gradients
+    Backward computes dx and hands x and dy, both at rest, to :func:`.deferred_wgrad.put`; what both gradients
     need gathered is gathered for each.
     """
     chosen = find_lowering(lowering, plan)
@@ -100,7 +101,7 @@ def _make_deferred_product(plan: MatmulPlan, mesh: Mesh, chosen: Lowering) -> De
             dx = None
             if ctx.needs_input_grad[0]:
                 dx, _ = chosen.backward(plan, mesh, x, w, dy, wants=(True, False), kept=(None, None))
-            return dx, None, deferral.put(ticket, x, dy)
+            return dx, None, deferred_wgrad.put(ticket, x, dy)
 
     def product(x: Tensor, w: Tensor, ticket: Tensor) -> Tensor:
         y: Tensor = DeferredMatmul.apply(x.reshape(-1, x.shape[-1]), w, ticket)

@@ -10,10 +10,10 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from meshfold.mesh import LayoutError, Mesh
-from meshfold.mesh.primitives import take_block
+from meshfold.mesh.collectives.primitives import take_block
+from meshfold.mesh.model_io.lazy_tensor import Pieces, when_read
 from meshfold.mesh.tracking import tracker
 from meshfold.mesh.tracking.dims import axes_of, is_unknown
-from meshfold.mesh.when_read import Pieces, when_read
 from meshfold.tensor_parallel.layers.base import OnMesh
 from meshfold.tensor_parallel.layers.linear import Linear
 from meshfold.tensor_parallel.modes import Mode

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from meshfold.mesh import Group, all_reduce
-from meshfold.mesh.agree import tell_all
+from meshfold.mesh.collectives.objects import tell_all
 from meshfold.mesh.errors import MeshfoldError
 from meshfold.zero_gemini.errors import (
     ArenaError,

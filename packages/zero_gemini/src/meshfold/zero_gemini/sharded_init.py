@@ -13,7 +13,8 @@ from torch.nn.modules.module import (
 )
 
 from meshfold.mesh import SpecError
-from meshfold.mesh.first_values import (
+from meshfold.mesh.initialization import materialize, record_initialization
+from meshfold.mesh.initialization.parameter_values import (
     FirstValues,
     Origin,
     coordinates_of,
@@ -21,7 +22,6 @@ from meshfold.mesh.first_values import (
     origin_of,
     set_origin,
 )
-from meshfold.mesh.initialization import materialize, record_initialization
 
 
 class ShardedInit:

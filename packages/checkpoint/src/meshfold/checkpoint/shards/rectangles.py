@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from meshfold.mesh import Mesh
-from meshfold.mesh.metadata import ParameterMeta
+from meshfold.mesh.parameters.parameter_meta import ParameterMeta
 from meshfold.mesh.placement import Placement
 
 LEAST_SPLIT_BYTES = 2**20

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from meshfold.engine.batches.own_loss import GivesWay, call
 from meshfold.mesh import SpecError
-from meshfold.mesh.targets import IGNORE, name_of_targets, with_one_at_least
+from meshfold.mesh.model_io.labels import IGNORE, name_of_targets, with_one_at_least
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,7 +67,7 @@ class Batch:
         return (counts if ignored == IGNORE else counts & (targets != ignored)).sum()
 
     def countable(self, count: Tensor) -> Batch:
-        """The batch with a target that counts, if it has none: see :func:`meshfold.mesh.targets.with_one_at_least`.
+        """The batch with a target that counts, if it has none: see :func:`meshfold.mesh.model_io.labels.with_one_at_least`.
 
         Args:
             count: from :meth:`count`.

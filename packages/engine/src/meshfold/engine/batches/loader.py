@@ -12,8 +12,8 @@ from torch.utils.data import DataLoader, default_collate
 
 from meshfold.engine.batches.cut import cut, share
 from meshfold.mesh import SpecError
-from meshfold.mesh import argument_checks as settings
 from meshfold.mesh.random import key_of
+from meshfold.mesh.spec import argument_checks as settings
 
 # Of torch's loader, what the engine's has under these names or does by itself.
 _OURS = ("dataset", "batch_size", "shuffle", "drop_last", "sampler", "batch_sampler")

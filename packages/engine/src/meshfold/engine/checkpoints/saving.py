@@ -43,7 +43,8 @@ from meshfold.engine.checkpoints.rank_file import RankFile
 from meshfold.engine.states import Sources
 from meshfold.engine.together import fail_together
 from meshfold.engine.world import World
-from meshfold.mesh import all_reduce, process_group
+from meshfold.mesh import all_reduce
+from meshfold.mesh.processes import process_group
 
 PATIENCE = 120.0
 """Seconds without any file growing, after which rank 0 gives a save up."""

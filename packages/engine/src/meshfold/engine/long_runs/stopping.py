@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from meshfold.engine.long_runs.second_request import SecondRequest
-from meshfold.mesh import Pending, _bootstrap, all_reduce
+from meshfold.mesh import Pending, all_reduce
+from meshfold.mesh.processes import _bootstrap
 
 if TYPE_CHECKING:
     from meshfold.engine.engine import Engine

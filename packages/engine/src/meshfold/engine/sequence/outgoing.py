@@ -10,9 +10,9 @@ from torch import Tensor
 
 from meshfold.engine.sequence.incoming import Forward
 from meshfold.mesh import Mesh, SpecError
-from meshfold.mesh.outputs import changed
-from meshfold.mesh.primitives import gather, gather_blocks, scatter_sums
-from meshfold.mesh.when_read import Pieces, when_read
+from meshfold.mesh.collectives.primitives import gather, gather_blocks, scatter_sums
+from meshfold.mesh.model_io.lazy_tensor import Pieces, when_read
+from meshfold.mesh.model_io.outputs import changed
 from meshfold.sequence.modes import find
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from meshfold.mesh.process_group import Process, start_fake
+from meshfold.mesh.processes.process_group import Process, start_fake
 
 
 @contextmanager

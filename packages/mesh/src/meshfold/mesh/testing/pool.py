@@ -22,14 +22,14 @@ from pathlib import Path
 from typing import Any
 
 from meshfold.mesh.errors import MeshfoldError
-from meshfold.mesh.testing.nursery import Nursery
+from meshfold.mesh.testing.fork_server import ForkServer
 from meshfold.mesh.testing.rank import Answer, Call
 
 _START_TIMEOUT_S = 120.0
-_MOST_POOLS = 3  # the sizes that suites use; idle ranks share most of their memory with the nursery
+_MOST_POOLS = 3  # the sizes that suites use; idle ranks share most of their memory with the fork server
 # Process groups that a rank may pile up before its pool is renewed; each costs about 5 descriptors and 3 threads.
 _MOST_GROUPS = 64
-# Ranks that lack modules which take longer than that to import are forked anew, from the nursery that has them by now.
+# Ranks that lack modules which take longer than that to import are forked anew, from the fork server that has them by now.
 _WORTH_FORKING_S = 0.4
 _GRACE_S = 0.1  # after the first sign of failure, how long to listen for an earlier one
 _SHOWN_OUTPUT = 8000  # characters
@@ -52,11 +52,11 @@ class RankFailure(MeshfoldError):
 class Pool:
     """The ranks of one world size, joined in one gloo process group."""
 
-    def __init__(self, size: int, nursery: Nursery) -> None:
+    def __init__(self, size: int, fork_server: ForkServer) -> None:
         self.size = size
         self.worn = False
         self.imported: tuple[str, ...] = ()  # by the last call, of the slow packages
-        self._nursery = nursery
+        self._fork_server = fork_server
         self._folder = Path(tempfile.mkdtemp(prefix="meshfold-ranks-"))
         self._connections: list[Connection] = []
         self._pids: list[int] = []
@@ -67,7 +67,7 @@ class Pool:
                 ours, theirs = socket.socketpair()
                 with theirs:
                     self._pids.append(
-                        nursery.fork(
+                        fork_server.fork(
                             theirs.fileno(),
                             listener.fileno() if rank == 0 else None,
                             rank=rank,
@@ -107,7 +107,7 @@ class Pool:
 
     def close(self) -> dict[int, int]:
         """End the ranks; how each ended (exit code, or minus the signal), by rank."""
-        ended = self._nursery.kill(self._pids) if self._pids else {}
+        ended = self._fork_server.kill(self._pids) if self._pids else {}
         for connection in self._connections:
             connection.close()
         shutil.rmtree(self._folder, ignore_errors=True)
@@ -158,7 +158,9 @@ class Pool:
         raise RankFailure(f"rank {rank} of {self.size} failed in {what}: {summary}", rank, detail + printed)
 
     def _hang(self, what: str, starts: list[int], missing: list[int], timeout_s: float) -> None:
-        self._nursery.signal([self._pids[rank] for rank in missing], signal.SIGUSR1)  # each dumps its stacks
+        self._fork_server.signal(
+            [self._pids[rank] for rank in missing], signal.SIGUSR1
+        )  # each dumps its stacks
         time.sleep(0.3)
         stacks = "".join(self._printed_by(rank, starts[rank]) for rank in missing)
         self.close()
@@ -189,7 +191,7 @@ class Pools:
 
     def __init__(self) -> None:
         self._lock = threading.RLock()
-        self._nursery: Nursery | None = None
+        self._fork_server: ForkServer | None = None
         self._pools: dict[int, Pool] = {}
         self._imported: dict[str, None] = {}  # by functions on ranks; new ranks shall have it
         self._owner = os.getpid()
@@ -223,14 +225,14 @@ class Pools:
             return
         with self._lock:
             self.end_ranks()
-            if self._nursery is not None:
-                self._nursery.close()
-                self._nursery = None
+            if self._fork_server is not None:
+                self._fork_server.close()
+                self._fork_server = None
 
     def _take(self, size: int) -> Pool:
-        if self._nursery is None:
-            self._nursery = Nursery()
-        if self._nursery.preload() > _WORTH_FORKING_S:
+        if self._fork_server is None:
+            self._fork_server = ForkServer()
+        if self._fork_server.preload() > _WORTH_FORKING_S:
             for lacking in self._pools.values():
                 lacking.worn = True
         if size in self._pools and self._pools[size].worn:
@@ -239,8 +241,8 @@ class Pools:
         if pool is None:
             while len(self._pools) >= _MOST_POOLS:
                 self._pools.pop(next(iter(self._pools))).close()
-            self._nursery.preload_what(self._imported)
-            pool = Pool(size, self._nursery)
+            self._fork_server.preload_what(self._imported)
+            pool = Pool(size, self._fork_server)
         self._pools[size] = pool
         return pool
 

@@ -23,9 +23,9 @@ from typing import Any
 
 import torch
 
-from meshfold.mesh import process_group
-from meshfold.mesh.environment import Environment
-from meshfold.mesh.testing.nursery import worth_preloading
+from meshfold.mesh.processes import process_group
+from meshfold.mesh.processes.environment import Environment
+from meshfold.mesh.testing.fork_server import worth_preloading
 
 #: The bodies of functions decorated with ``@ranks``, by module and qualified name. The module's own attribute is
 #: the wrapper that asks the pool, perhaps wrapped again by other decorators; a rank wants what is inside.

@@ -6,7 +6,7 @@
 
 :func:`defer` switches the linear layers of a module to it, in place: names, parameters and hooks stay. Everything else
 of a stage (norms, tables, what is not a linear layer) gets its gradient in B, by autograd. Without a queue that collects
-(:mod:`meshfold.mesh.deferral`) dw is made as soon as backward comes by, and the layer is an ordinary one.
+(:mod:`meshfold.mesh.parameters.deferred_wgrad`) dw is made as soon as backward comes by, and the layer is an ordinary one.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from meshfold.mesh import deferral
-from meshfold.mesh.deferral import Defers, Pair, Queue, Site
+from meshfold.mesh.parameters import deferred_wgrad
+from meshfold.mesh.parameters.deferred_wgrad import Defers, Pair, Queue, Site
 
 _SITE = "_meshfold_site"
 
@@ -46,7 +46,7 @@ class _Product(torch.autograd.Function):
         dx = None
         if ctx.needs_input_grad[0]:
             dx = (rows @ (weight.t() if ctx.turned else weight)).view(x.shape)
-        return dx, None, None, deferral.put(ticket, x.reshape(-1, x.shape[-1]), rows), None
+        return dx, None, None, deferred_wgrad.put(ticket, x.reshape(-1, x.shape[-1]), rows), None
 
 
 class _Deferring:
@@ -136,9 +136,9 @@ class _Adder:
         for x, dy in pairs:
             if weight is not None:
                 left, right = (x, dy) if self._turned else (dy, x)
-                deferral.add_product(weight, left.t(), right)
+                deferred_wgrad.add_product(weight, left.t(), right)
             if bias is not None:
-                deferral.add_gradient(bias, dy.sum(0))
+                deferred_wgrad.add_gradient(bias, dy.sum(0))
 
 
 def _is_conv1d(layer: nn.Module) -> bool:

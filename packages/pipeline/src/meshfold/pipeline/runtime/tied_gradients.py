@@ -15,7 +15,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from meshfold.mesh import Transfer, deferral
+from meshfold.mesh import Transfer
+from meshfold.mesh.parameters import deferred_wgrad
 from meshfold.pipeline.runtime.executor import Channels
 from meshfold.pipeline.runtime.partition import Tie
 
@@ -69,7 +70,7 @@ class TiedGradients:
             assert own is not None  # set above
             parts = dict([(here, own), *((rank, transfer.wait()) for rank, transfer in transfers)])
             total = _sum([parts[rank] for rank in sorted(parts)])
-            deferral.add_gradient(parameter, total.to(parameter.dtype))
+            deferred_wgrad.add_gradient(parameter, total.to(parameter.dtype))
         self._channels.finish()
         self._own = [None] * len(self.parameters)
 

@@ -26,8 +26,8 @@ import torch
 from torch import Tensor, nn
 
 from meshfold.mesh import Layout, LayoutError, Mesh, ParameterMeta, Part, Placement, metadata
-from meshfold.mesh.deferral import Pair, Site, add_gradient
-from meshfold.mesh.primitives import Primitive, bind_collect, bind_enter, bind_take, identity
+from meshfold.mesh.collectives.primitives import Primitive, bind_collect, bind_enter, bind_take, identity
+from meshfold.mesh.parameters.deferred_wgrad import Pair, Site, add_gradient
 from meshfold.tensor_parallel.algebra import MatmulPlan, plan
 from meshfold.tensor_parallel.layers.autocast import casts, lowered
 from meshfold.tensor_parallel.layers.base import ShardedLayer, shard_parameter
@@ -200,7 +200,7 @@ class Linear(ShardedLayer):
         self._enter_input = enter
 
     def defer_weight_gradient(self) -> Site:
-        """From now on let dw wait where the site says (:mod:`meshfold.mesh.deferral`); db is made with dx."""
+        """From now on let dw wait where the site says (:mod:`meshfold.mesh.parameters.deferred_wgrad`); db is made with dx."""
         if self._site is None:
             self._multiply_deferred = bind_deferred_matmul(self.plan, self.mesh, lowering=self.lowering)
             self._site = Site(self._add_weight_gradients)

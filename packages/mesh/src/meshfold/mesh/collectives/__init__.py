@@ -1,0 +1,77 @@
+"""Collectives over groups of a mesh: the only calls of torch.distributed, and the same with gradients."""
+
+from __future__ import annotations
+
+from meshfold.mesh.collectives.autograd import as_result, unviewed
+from meshfold.mesh.collectives.copies import contiguous, reshaped
+from meshfold.mesh.collectives.objects import tell_all
+from meshfold.mesh.collectives.operations import (
+    Pending,
+    Transfer,
+    all_gather,
+    all_gather_into,
+    all_reduce,
+    all_to_all,
+    barrier,
+    broadcast,
+    receive,
+    reduce_scatter,
+    reduce_scatter_inside,
+    send,
+    shift,
+)
+from meshfold.mesh.collectives.primitives import (
+    Primitive,
+    adjoint_pair,
+    bind_collect,
+    bind_enter,
+    bind_exchange,
+    bind_gather,
+    bind_leave,
+    bind_take,
+    collect,
+    exchange,
+    exchange_blocks,
+    gather,
+    gather_blocks,
+    identity,
+    scatter_sums,
+    take_block,
+)
+
+__all__ = [
+    "Pending",
+    "Primitive",
+    "Transfer",
+    "adjoint_pair",
+    "all_gather",
+    "all_gather_into",
+    "all_reduce",
+    "all_to_all",
+    "as_result",
+    "barrier",
+    "bind_collect",
+    "bind_enter",
+    "bind_exchange",
+    "bind_gather",
+    "bind_leave",
+    "bind_take",
+    "broadcast",
+    "collect",
+    "contiguous",
+    "exchange",
+    "exchange_blocks",
+    "gather",
+    "gather_blocks",
+    "identity",
+    "receive",
+    "reduce_scatter",
+    "reduce_scatter_inside",
+    "reshaped",
+    "scatter_sums",
+    "send",
+    "shift",
+    "take_block",
+    "tell_all",
+    "unviewed",
+]

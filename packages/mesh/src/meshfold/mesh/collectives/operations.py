@@ -1,0 +1,373 @@
+"""The collectives: the one place that talks to torch.distributed.
+
+They are PyTorch's functional collectives, so each returns a new tensor, leaves its input alone, and can be traced
+by torch.compile. None of them is differentiable: see :mod:`meshfold.mesh.collectives.primitives` for the pairs with adjoints.
+A group of one rank never communicates and returns its input.
+
+With ``async_op=True`` a call returns a :class:`Pending` at once; other work may be queued before ``.wait()``.
+On a GPU waiting blocks the stream, never the host.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any, Literal, overload
+
+import torch
+import torch.distributed as dist
+import torch.distributed._functional_collectives  # registers the meta kernels that tracing needs
+from torch import Tensor
+
+from meshfold.mesh.collectives.copies import contiguous, reshaped
+from meshfold.mesh.errors import CollectiveError
+from meshfold.mesh.group import Group
+from meshfold.mesh.recording import comm_log, flight_recorder
+from meshfold.mesh.recording.flight_recorder import Call
+from meshfold.mesh.recording.traffic import Kind
+
+_ops = torch.ops._c10d_functional
+_c10d: Any = dist.distributed_c10d  # its private parts have no exported types
+_resolve = _c10d._resolve_process_group
+# AOTAutograd of torch 2.11 refuses collectives that write into a tensor they are given.
+_TRACES_NO_OUT = torch.__version__ < "2.13"
+
+
+class Pending:
+    """A collective on its way: ``wait()`` gives the tensor, as often as it is asked."""
+
+    __slots__ = ("_call", "_finish", "_tensor", "_waits")
+
+    def __init__(
+        self,
+        tensor: Tensor,
+        finish: Callable[[Tensor], Tensor] | None,
+        *,
+        waits: bool = True,
+        call: Call | None = None,
+    ) -> None:
+        """Args:
+        tensor: the functional collective's output, or the result itself if there is nothing to finish.
+        finish: turns the output into the result.
+        waits: the tensor has to be waited for; if not, ``finish`` does that.
+        call: for the watchdog, if there is one.
+        """
+        self._tensor = tensor
+        self._finish = finish
+        self._waits = waits
+        self._call = call
+
+    def wait(self) -> Tensor:
+        """The result, ordered after the collective on the current stream."""
+        if self._finish is not None:
+            if self._call is None or torch.compiler.is_compiling():
+                self._tensor = self._finish(self._arrived())
+            else:
+                with self._call:
+                    self._tensor = self._finish(self._arrived())
+                self._call = None
+            self._finish = None
+        return self._tensor
+
+    def _arrived(self) -> Tensor:
+        arrived: Tensor = _ops.wait_tensor(self._tensor) if self._waits else self._tensor
+        return arrived
+
+
+@overload
+def all_reduce(x: Tensor, group: Group, op: str = ..., *, async_op: Literal[False] = ...) -> Tensor: ...
+@overload
+def all_reduce(x: Tensor, group: Group, op: str = ..., *, async_op: Literal[True]) -> Pending: ...
+def all_reduce(x: Tensor, group: Group, op: str = "sum", *, async_op: bool = False) -> Tensor | Pending:
+    """The sum (or ``"max"``, ``"min"``) over the group, the same bits on every rank. Shape unchanged."""
+    if group.size == 1:
+        return _ready(x, async_op)
+    call = _note("all_reduce", group, x, detail=op, later=async_op)
+    return _issue(_ops.all_reduce(x.contiguous(), op, group.name), _same, async_op, call)
+
+
+@overload
+def all_gather(x: Tensor, group: Group, dim: int = ..., *, async_op: Literal[False] = ...) -> Tensor: ...
+@overload
+def all_gather(x: Tensor, group: Group, dim: int = ..., *, async_op: Literal[True]) -> Pending: ...
+def all_gather(x: Tensor, group: Group, dim: int = 0, *, async_op: bool = False) -> Tensor | Pending:
+    """Every rank's block, concatenated along ``dim`` in group order: ``[.., n, ..] -> [.., g·n, ..]``."""
+    if group.size == 1:
+        return _ready(x, async_op)
+    dim = dim % x.dim()
+    shape, size = x.shape, group.size
+    call = _note("all_gather", group, x, times=size, detail=dim, later=async_op)
+    if _leads_in_memory(x, dim):
+        turned = x.movedim(dim, 0)
+        gathered = _blocks_of_all(turned, group)
+        rest = turned.shape[1:]
+        return _issue(
+            gathered, lambda out: out.view(size * shape[dim], *rest).movedim(0, dim), async_op, call
+        )
+    gathered = _blocks_of_all(contiguous(x), group)
+    whole = (*shape[:dim], size * shape[dim], *shape[dim + 1 :])
+
+    def finish(out: Tensor) -> Tensor:
+        if math.prod(shape[:dim]) == 1:  # the blocks already lie one behind the other: no copy
+            return out.view(whole)
+        return reshaped(out.view(size, *shape).movedim(0, dim), whole)
+
+    return _issue(gathered, finish, async_op, call)
+
+
+def _blocks_of_all(x: Tensor, group: Group) -> Tensor:
+    """Begin to gather every rank's block along dim 0, of a contiguous tensor: ``[n, ..] -> [g·n, ..]``, to be waited for."""
+    if x.device.type != "cpu":
+        gathered: Tensor = _ops.all_gather_into_tensor(x, group.size, group.name)
+        return gathered
+    if _TRACES_NO_OUT and torch.compiler.is_compiling():  # the same messages as an exchange of equal blocks
+        rows = [x.shape[0]] * group.size
+        sent = x.repeat(group.size, *[1] * (x.dim() - 1))
+        exchanged: Tensor = _ops.all_to_all_single(sent, rows, rows, group.name)
+        return exchanged
+    # The same collective into memory of our own, because gloo runs the op above as ALLGATHER_COALESCED, and then corrupts
+    # the heap now and then (seen with torch 2.13): when a collective is over, each of a group's two worker threads
+    # assigns its name to one std::string that they share, without a lock. Up to 15 characters that is a copy in place;
+    # a longer name, and of those we cause this is the only one, lies on the heap and may be freed by both.
+    out = x.new_empty((group.size * x.shape[0], *x.shape[1:]))
+    into: Tensor = _ops.all_gather_into_tensor_out(x, group.size, group.name, out=out)
+    return into
+
+
+def all_gather_into(out: Tensor, x: Tensor, group: Group) -> Pending:
+    """:func:`all_gather` along dim 0 into memory that is there already: ``[n, ..] -> [g·n, ..]``.
+
+    Args:
+        out: contiguous; written when the result has been waited for.
+        x: contiguous; it may be this rank's block of ``out``.
+
+    Raises:
+        CollectiveError: if ``out`` has not room for exactly every rank's block.
+    """
+    if out.shape != (group.size * x.shape[0], *x.shape[1:]) or out.dtype != x.dtype:
+        raise CollectiveError(
+            f"all_gather_into: {group.size} blocks of {tuple(x.shape)} {x.dtype} do not make {tuple(out.shape)} {out.dtype}"
+        )
+    if group.size == 1:
+        if out.data_ptr() != x.data_ptr():
+            out.copy_(x)
+        return Pending(out, None)
+    call = _note("all_gather", group, x, times=group.size, detail=0, later=True)
+    gathered = _ops.all_gather_into_tensor_out(x, group.size, group.name, out=out)
+    return Pending(gathered, _same, call=call)
+
+
+@overload
+def reduce_scatter(x: Tensor, group: Group, dim: int = ..., *, async_op: Literal[False] = ...) -> Tensor: ...
+@overload
+def reduce_scatter(x: Tensor, group: Group, dim: int = ..., *, async_op: Literal[True]) -> Pending: ...
+def reduce_scatter(x: Tensor, group: Group, dim: int = 0, *, async_op: bool = False) -> Tensor | Pending:
+    """This rank's block along ``dim`` of the sum over the group: ``[.., g·n, ..] -> [.., n, ..]``.
+
+    Raises:
+        CollectiveError: if the group's size does not divide the dim.
+    """
+    if group.size == 1:
+        return _ready(x, async_op)
+    dim = dim % x.dim()
+    shape, size = x.shape, group.size
+    if shape[dim] % size:
+        raise CollectiveError(
+            f"reduce_scatter of {tuple(shape)} along dim {dim}: {size} ranks do not divide {shape[dim]}"
+        )
+    call = _note("reduce_scatter", group, x, detail=dim, later=async_op)
+    if _leads_in_memory(x, dim):
+        scattered = _ops.reduce_scatter_tensor(x.movedim(dim, 0), "sum", size, group.name)
+        return _issue(scattered, lambda out: out.movedim(0, dim), async_op, call)
+    block = (*shape[:dim], shape[dim] // size, *shape[dim + 1 :])
+    if math.prod(shape[:dim]) == 1:
+        stacked = x.contiguous().view(size, *block)
+    else:
+        stacked = contiguous(x.reshape(*shape[:dim], size, *block[dim:]).movedim(dim, 0))
+    scattered = _ops.reduce_scatter_tensor(stacked, "sum", size, group.name)
+    return _issue(scattered, lambda out: out.view(block), async_op, call)
+
+
+def reduce_scatter_inside(x: Tensor, group: Group) -> Pending:
+    """:func:`reduce_scatter` along dim 0 for a tensor that is not needed afterwards: where the back end can (NCCL), the
+    result is this rank's block of ``x`` itself, which is overwritten, and no memory is taken for it.
+
+    Args:
+        x: contiguous, dim 0 a multiple of the group's size.
+    """
+    if group.size == 1 or not x.is_cuda or torch.compiler.is_compiling():
+        return reduce_scatter(x, group, async_op=True)
+    call = _note("reduce_scatter", group, x, detail=0, later=True)
+    rows = x.shape[0] // group.size
+    block = x[group.index * rows : (group.index + 1) * rows]
+    work = dist.reduce_scatter_tensor(block, x, group=_resolve(group.name), async_op=True)
+
+    def finish(_: Tensor) -> Tensor:
+        work.wait()
+        return block
+
+    return Pending(block, finish, waits=False, call=call)
+
+
+@overload
+def all_to_all(
+    x: Tensor, group: Group, split_dim: int, concat_dim: int, *, async_op: Literal[False] = ...
+) -> Tensor: ...
+@overload
+def all_to_all(
+    x: Tensor, group: Group, split_dim: int, concat_dim: int, *, async_op: Literal[True]
+) -> Pending: ...
+def all_to_all(
+    x: Tensor, group: Group, split_dim: int, concat_dim: int, *, async_op: bool = False
+) -> Tensor | Pending:
+    """Move the split from one dim to another: block ``j`` along ``split_dim`` goes to rank ``j``, what arrives is
+    concatenated along ``concat_dim`` in group order.
+
+    Raises:
+        CollectiveError: if the group's size does not divide ``split_dim``.
+    """
+    if group.size == 1:
+        return _ready(x, async_op)
+    split, concat = split_dim % x.dim(), concat_dim % x.dim()
+    shape, size = x.shape, group.size
+    if shape[split] % size:
+        raise CollectiveError(
+            f"all_to_all of {tuple(shape)} along dim {split}: {size} ranks do not divide {shape[split]}"
+        )
+    call = _note("all_to_all", group, x, detail=(split, concat), later=async_op)
+    block = (*shape[:split], shape[split] // size, *shape[split + 1 :])
+    stacked = contiguous(x.reshape(*shape[:split], size, *block[split:]).movedim(split, 0))
+    ones = [1] * size
+    exchanged = _ops.all_to_all_single(stacked, ones, ones, group.name)
+    whole = (*block[:concat], size * block[concat], *block[concat + 1 :])
+    return _issue(exchanged, lambda out: reshaped(out.movedim(0, concat), whole), async_op, call)
+
+
+@overload
+def broadcast(x: Tensor, group: Group, source: int, *, async_op: Literal[False] = ...) -> Tensor: ...
+@overload
+def broadcast(x: Tensor, group: Group, source: int, *, async_op: Literal[True]) -> Pending: ...
+def broadcast(x: Tensor, group: Group, source: int, *, async_op: bool = False) -> Tensor | Pending:
+    """The tensor of the rank with index ``source`` in the group; the others pass one of the same shape and dtype."""
+    if group.size == 1:
+        return _ready(x, async_op)
+    call = _note("broadcast", group, x, detail=source, later=async_op)
+    return _issue(_ops.broadcast(x.contiguous(), source, group.name), _same, async_op, call)
+
+
+@overload
+def shift(x: Tensor, group: Group, steps: int = ..., *, async_op: Literal[False] = ...) -> Tensor: ...
+@overload
+def shift(x: Tensor, group: Group, steps: int = ..., *, async_op: Literal[True]) -> Pending: ...
+def shift(x: Tensor, group: Group, steps: int = 1, *, async_op: bool = False) -> Tensor | Pending:
+    """Send to the rank ``steps`` further round the ring of the group, receive from the one ``steps`` before."""
+    size = group.size
+    if size == 1 or steps % size == 0:
+        return _ready(x, async_op)
+    call = _note("shift", group, x, detail=steps, later=async_op)
+    # A point-to-point exchange written as an all-to-all in which all blocks but one are empty: that is what it
+    # becomes on the wire, and unlike isend/irecv it can be traced.
+    sends, receives = [0] * size, [0] * size
+    sends[(group.index + steps) % size] = receives[(group.index - steps) % size] = x.numel()
+    moved = _ops.all_to_all_single(x.contiguous().view(-1), receives, sends, group.name)
+    shape = x.shape
+    return _issue(moved, lambda out: out.view(shape), async_op, call)
+
+
+class Transfer(Pending):
+    """A tensor on its way between two ranks; it is kept until ``wait()``, or until ``done`` was seen to be true."""
+
+    __slots__ = ("_work",)
+
+    def __init__(self, tensor: Tensor, work: Any, call: Call | None = None) -> None:
+        self._work = work
+        super().__init__(tensor, self._arrive, waits=False, call=call)
+
+    def _arrive(self, tensor: Tensor) -> Tensor:
+        # Over gloo a group's own limit does not count for one that receives; over NCCL a limit here would block the host.
+        if flight_recorder.limit is None or tensor.is_cuda:
+            self._work.wait()
+        else:
+            self._work.wait(flight_recorder.limit)
+        return tensor
+
+    @property
+    def done(self) -> bool:
+        """Whether it is over, without waiting: then the memory of what was sent may be used again."""
+        return self._finish is None or bool(self._work.is_completed())
+
+
+def send(x: Tensor, group: Group, target: int) -> Transfer:
+    """Send a tensor to the rank with index ``target`` in the group, which must :func:`receive` one of its shape and dtype.
+
+    What is sent from one rank to another over one group arrives in the order in which it was sent. On a GPU one
+    direction must not wait for the other: give each a group of its own (:meth:`meshfold.mesh.Mesh.channel`).
+    """
+    call = _note("send", group, x, peer=group.ranks[target], later=True)
+    whole = x.contiguous()
+    work = _begun(call, lambda: dist.isend(whole, group=_resolve(group.name), group_dst=target))
+    return Transfer(whole, work, call)
+
+
+def receive(out: Tensor, group: Group, source: int) -> Transfer:
+    """Receive from the rank with index ``source`` in the group into ``out``, which is contiguous."""
+    call = None
+    if flight_recorder.active is not None and not torch.compiler.is_compiling():
+        call = flight_recorder.active.enter("receive", group, out, None, group.ranks[source], now=False)
+    work = _begun(call, lambda: dist.irecv(out, group=_resolve(group.name), group_src=source))
+    return Transfer(out, work, call)
+
+
+def barrier(group: Group, device: torch.device | str = "cpu") -> None:
+    """Return once every rank of the group has called."""
+    token = all_reduce(torch.zeros(1, device=device), group)
+    if token.is_cuda:
+        torch.cuda.synchronize(token.device)
+
+
+def _begun(call: Call | None, start: Callable[[], Any]) -> Any:
+    """A message on its way; gloo raises here where the other side has gone."""
+    try:
+        return start()
+    except RuntimeError as error:
+        if call is None:
+            raise
+        raise call.failed(error) from None
+
+
+def _issue(
+    tensor: Tensor, finish: Callable[[Tensor], Tensor], async_op: bool, call: Call | None
+) -> Tensor | Pending:
+    pending = Pending(tensor, finish, call=call)
+    return pending if async_op else pending.wait()
+
+
+def _ready(x: Tensor, async_op: bool) -> Tensor | Pending:
+    return Pending(x, None) if async_op else x
+
+
+def _same(x: Tensor) -> Tensor:
+    return x
+
+
+def _leads_in_memory(x: Tensor, dim: int) -> bool:
+    """Whether a dim that is not the first lies outermost in memory (a transposed tensor): then blocks need no copy."""
+    return dim > 0 and not x.is_contiguous() and x.movedim(dim, 0).is_contiguous()
+
+
+def _note(
+    kind: Kind,
+    group: Group,
+    x: Tensor,
+    times: int = 1,
+    *,
+    detail: object = None,
+    peer: int | None = None,
+    later: bool,
+) -> Call | None:
+    """Tell the recorder and the watchdog, where there is one, of a collective; ``later``: it is not waited for yet."""
+    if comm_log._active:
+        comm_log.note(kind, group.axes, group.size, times * x.numel() * x.element_size())
+    if torch.compiler.is_compiling() or flight_recorder.active is None:
+        return None
+    return flight_recorder.active.enter(kind, group, x, detail, peer, now=not later)

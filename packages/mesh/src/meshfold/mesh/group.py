@@ -1,0 +1,27 @@
+"""The ranks that a collective runs over."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Group:
+    """The ranks that share all coordinates but those along ``axes``; what a collective runs over.
+
+    Attributes:
+        axes: the mesh axes spanned, in mesh order, those of size 1 left out.
+        ranks: global ranks, ascending, which is row-major order over ``axes``.
+        index: this process's position in ``ranks``.
+        name: what torch.distributed calls the group; empty for a group of one rank, which never communicates.
+    """
+
+    axes: tuple[str, ...]
+    ranks: tuple[int, ...]
+    index: int
+    name: str
+
+    @property
+    def size(self) -> int:
+        """How many ranks the group has."""
+        return len(self.ranks)

@@ -1,0 +1,106 @@
+"""First values of parameters on the meta device, one by one: what a model needs that is never whole anywhere."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TypeAlias
+
+import torch
+from torch import Tensor, nn
+
+from meshfold.mesh.errors import MeshfoldError
+from meshfold.mesh.initialization.api import Tape
+from meshfold.mesh.parameters.parameter_meta import metadata
+
+FirstValues: TypeAlias = Callable[[str, nn.Parameter, torch.dtype], Tensor]
+"""From a parameter's name, the parameter and a dtype to this rank's block of its first values."""
+
+_ATTRIBUTE = "_meshfold_origin"
+# Random numbers of a block take some 75 bytes an element while they are made. On a device fewer would be all launches.
+_AT_ONCE, _AT_ONCE_ON_DEVICE = 2**20, 2**22
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Origin:
+    """How a model on the meta device comes by its values.
+
+    Attributes:
+        tape: what its code did.
+        seed: of the random numbers.
+    """
+
+    tape: Tape
+    seed: int
+
+
+def set_origin(parameter: Tensor, origin: Origin) -> None:
+    """Let a parameter, or a buffer, remember where its values come from."""
+    setattr(parameter, _ATTRIBUTE, origin)
+
+
+def origin_of(model: nn.Module, *, buffers: bool = False) -> Origin | None:
+    """Where the values of a model's meta parameters come from, with the tape bound to the model; None if nobody said.
+
+    Args:
+        model: whole, or some of its stages.
+        buffers: ask for those of its meta buffers instead.
+
+    Raises:
+        MeshfoldError: for a model whose parts were built under several tapes.
+    """
+    found: dict[Origin, str] = {}
+    for name, tensor in model.named_buffers() if buffers else model.named_parameters():
+        origin = getattr(tensor, _ATTRIBUTE, None)
+        if isinstance(origin, Origin) and tensor.is_meta:
+            found.setdefault(origin, name)
+    if len(found) > 1:
+        one, other, *_ = found.values()
+        raise MeshfoldError(
+            f"{one!r} and {other!r} were built under different initialisations: build the whole model under one"
+        )
+    for origin in found:
+        origin.tape.bind(model)
+        return origin
+    return None
+
+
+def coordinates_of(tensor: Tensor) -> list[Tensor] | None:
+    """The global coordinates of this rank's block of a tensor, a vector a dim; None for one that no mesh knows."""
+    meta = metadata(tensor)
+    if meta is None:
+        return None
+    return [meta.placement.coordinates(meta.mesh, dim) for dim in range(len(meta.placement.shape))]
+
+
+def first_values(tape: Tape, seed: int, device: torch.device) -> FirstValues:
+    """What makes this rank's block of any parameter of the model that the tape was bound to.
+
+    Large blocks are made some rows at a time, so that making one takes little more memory than the block.
+    """
+
+    def values(name: str, parameter: nn.Parameter, dtype: torch.dtype) -> Tensor:
+        meta = metadata(parameter)
+        shape = tape.shape_of(name) if meta is None else meta.placement.local_shape(meta.mesh)
+        coordinates = coordinates_of(parameter) or [torch.arange(size) for size in shape]
+        local = torch.empty(shape, dtype=dtype, device=device)
+        at_once = _AT_ONCE_ON_DEVICE if local.is_cuda else _AT_ONCE
+        if local.dim() > 1 and local.numel() > at_once:
+            try:
+                return _by_rows(tape, name, local, coordinates, seed, at_once)
+            except MeshfoldError:  # an initialisation that looks at the whole tensor
+                pass
+        return tape.materialize(name, local, coordinates, seed=seed)
+
+    return values
+
+
+def _by_rows(
+    tape: Tape, name: str, local: Tensor, coordinates: list[Tensor], seed: int, at_once: int
+) -> Tensor:
+    """The first values of a large block, some rows at a time: ``at_once`` elements."""
+    rows = max(1, at_once * local.shape[0] // local.numel())
+    for start in range(0, local.shape[0], rows):
+        some = [coordinates[0][start : start + rows], *coordinates[1:]]
+        tape.materialize(name, local[start : start + rows], some, seed=seed)
+    return local

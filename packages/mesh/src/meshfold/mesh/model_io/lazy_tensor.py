@@ -1,0 +1,191 @@
+"""Tensors of which each rank has a piece, put together when somebody reads them.
+
+:func:`when_read` stands for the whole of a tensor that most programs never look at, such as logits beside a loss. Its shape,
+dtype and device are known, casts to another dtype wait, and gradients pass; the first operation that needs values has the ranks
+exchange their pieces, and all of them must carry it out (`joint_read.py`). Until then no memory is taken for it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, SupportsIndex
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_map_only
+
+from meshfold.mesh.collectives.copies import contiguous
+from meshfold.mesh.mesh import Mesh
+from meshfold.mesh.model_io.joint_read import come_to_read
+from meshfold.mesh.tracking import untracked
+
+_aten = torch.ops.aten
+_SAME = (_aten.detach.default, _aten.alias.default)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Pieces:
+    """How the pieces of a tensor lie.
+
+    Attributes:
+        what: the tensor in words, for messages.
+        mesh, axes: over which it is split.
+        shape: of the whole.
+        whole: puts it together from this rank's piece; a collective.
+        piece: the adjoint: this rank's piece of the gradient of the whole.
+    """
+
+    what: str
+    mesh: Mesh
+    axes: tuple[str, ...]
+    shape: tuple[int, ...]
+    whole: Callable[[Tensor], Tensor]
+    piece: Callable[[Tensor], Tensor]
+
+    def ranks(self) -> tuple[int, ...]:
+        """Those that have a piece each, ascending."""
+        mesh, axes = self.mesh, self.axes
+        groups = (tuple(sorted(group)) for group in mesh.groups(*axes))
+        return mesh.once(("ranks", axes), lambda: next(group for group in groups if mesh.rank in group))
+
+
+def when_read(piece: Tensor, pieces: Pieces) -> Tensor:
+    """The whole tensor of which this is a piece. All ranks that have one must call, and later read alike.
+
+    Gradients come back through ``pieces.piece``.
+    """
+    join = torch.compiler.disable(_Join.apply) if torch.compiler.is_compiling() else _Join.apply
+    found: Tensor = join(piece, pieces)
+    return found
+
+
+def here(tensor: Tensor) -> Tensor:
+    """What this rank has of a tensor: the piece of one that is not put together yet; else the tensor. No ranks exchange."""
+    while isinstance(tensor, WhenRead):
+        tensor = tensor.held.here
+    return tensor
+
+
+class _Join(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, piece: Tensor, pieces: Pieces) -> Tensor:
+        ctx.pieces = pieces
+        return _Values(pieces, piece.detach(), (piece.dtype,)).shown()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return ctx.pieces.piece(grad), None
+
+
+class _Values:
+    """The values of a tensor, or what they will be made of.
+
+    Attributes:
+        here: the whole once it was read; before, this rank's piece.
+        read: whether it was read.
+    """
+
+    def __init__(self, pieces: Pieces, piece: Tensor, dtypes: tuple[torch.dtype, ...]) -> None:
+        """Args:
+        pieces: how they lie.
+        piece: this rank's.
+        dtypes: of the pieces, and what they are cast to, one after the other.
+        """
+        self.here, self.read = piece, False
+        self._pieces, self._dtypes = pieces, dtypes
+
+    def shown(self) -> WhenRead:
+        """A tensor that has these values."""
+        made: WhenRead = torch.Tensor._make_wrapper_subclass(
+            WhenRead, self._pieces.shape, dtype=self._dtypes[-1], device=self.here.device
+        )
+        made.held = self
+        return made
+
+    def cast(self, dtype: torch.dtype) -> _Values:
+        """The same in another dtype, of what was not read yet."""
+        return _Values(self._pieces, self.here, (*self._dtypes, dtype))
+
+    def whole(self) -> Tensor:
+        """The values; all ranks that have a piece must call."""
+        if not self.read:
+            piece = self.here.held.whole() if isinstance(self.here, WhenRead) else self.here
+            come_to_read(self._pieces.what, self._pieces.ranks())
+            # What is first read without gradients may be trained on later.
+            with torch.inference_mode(False), torch.no_grad(), untracked():
+                whole = contiguous(self._pieces.whole(piece))
+                for dtype in self._dtypes:
+                    whole = whole.to(dtype)
+            self.here, self.read = whole, True
+        return self.here
+
+    def __str__(self) -> str:
+        pieces = self._pieces
+        count = pieces.mesh.size(*pieces.axes)
+        return f"{pieces.what}: a piece on each of {count} ranks, put together when they are read"
+
+
+class WhenRead(Tensor):
+    """Stands for a tensor; operations on it work on its values. Made by :func:`when_read`."""
+
+    held: _Values
+
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        given = kwargs or {}
+        first = args[0] if args else None
+        if isinstance(first, WhenRead):
+            if func in _SAME:
+                return first.held.shown()
+            if func is _aten._to_copy.default and not first.held.read and _only_casts(given):
+                return first.held.cast(given["dtype"]).shown()
+        shown: dict[int, WhenRead] = {}
+
+        def whole(tensor: WhenRead) -> Tensor:
+            values = tensor.held.whole()
+            shown[id(values)] = tensor
+            return values
+
+        args, given = tree_map_only(WhenRead, whole, (args, given))
+        found = func(*args, **given)
+        # What works in place returns the tensor that it was given.
+        return tree_map_only(Tensor, lambda one: shown.get(id(one), one), found)
+
+    def _plain(self) -> Tensor:
+        """The values as a tensor of torch's own."""
+        return self.view(self.shape)
+
+    def __repr__(self, *, tensor_contents: object = None) -> str:  # type: ignore[override]
+        if self.held.read:  # to print it is no reason to exchange: one rank may do so alone
+            return repr(self._plain())
+        return f"tensor(..., size={tuple(self.shape)}, dtype={self.dtype}; {self.held})"
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        return self._plain().__deepcopy__(memo)
+
+    def __reduce_ex__(self, protocol: SupportsIndex) -> Any:
+        return self._plain().__reduce_ex__(protocol)
+
+    def __array__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._plain().__array__(*args, **kwargs)
+
+    def __dlpack__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._plain().__dlpack__(*args, **kwargs)
+
+    def numpy(self, *, force: bool = False) -> Any:
+        return self._plain().numpy(force=force)
+
+    def tolist(self) -> Any:
+        return self._plain().tolist()
+
+    def data_ptr(self) -> int:
+        return self._plain().data_ptr()
+
+
+def _only_casts(given: dict[str, Any]) -> bool:
+    return {name for name, value in given.items() if value not in (None, False)} == {"dtype"}

@@ -1,0 +1,148 @@
+"""The gradient norm of a sharded model, and clipping by it.
+
+Each rank sums the powers of its own blocks, divided by the number of ranks that hold the same block; one
+all-reduce over the mesh gives the norm of the whole model: the same bits on every rank, so that every replica is
+scaled alike. Blocks that equally many ranks hold are summed together, in a handful of kernels.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor
+
+from meshfold.mesh.collectives import operations
+from meshfold.mesh.errors import SpecError
+from meshfold.mesh.group import Group
+from meshfold.mesh.mesh import Mesh
+from meshfold.mesh.parameters.parameter_meta import ParameterMeta, placed
+
+
+def gradient_norm(
+    parameters: Iterable[Tensor],
+    mesh: Mesh,
+    norm_type: float = 2.0,
+    *,
+    device: torch.device | str | None = None,
+) -> Tensor:
+    """The norm over all gradients of the global model: a float64 scalar, equal on every rank of the mesh.
+
+    Gradients must already be summed over their ``sum_axes``. Padding counts as nothing (its gradient is zero).
+
+    Args:
+        parameters: this rank's blocks; those without a gradient are left out.
+        mesh: where they lie.
+        norm_type: 1, 2, any p > 0, or infinity.
+        device: where this rank computes; None: where its gradients are. One without gradients, such as a stage whose layers
+            are frozen, has to say it where ranks communicate from a GPU.
+
+    Raises:
+        SpecError: for a norm type that is not a positive number.
+    """
+    if isinstance(norm_type, bool) or not isinstance(norm_type, int | float) or not norm_type > 0:
+        raise SpecError(f"norm_type={norm_type!r}: a norm is 1, 2, any number above 0, or math.inf")
+    found: dict[tuple[int, torch.dtype], list[Tensor]] = {}
+    for parameter in parameters:
+        if parameter.grad is None:
+            continue
+        for piece, holders in pieces(parameter.grad.detach(), placed(parameter, mesh), mesh):
+            if piece.numel():
+                found.setdefault((holders, piece.dtype), []).append(piece)
+    if device is None:
+        device = next((piece.device for alike in found.values() for piece in alike), torch.device("cpu"))
+    total = torch.zeros((), dtype=torch.float64, device=device)
+    largest = math.isinf(norm_type)
+    for (holders, dtype), alike in found.items():
+        # A norm's sum of squares is kept in float32 at least; other powers are not worth a fast path.
+        wide = torch.float32 if norm_type == 2.0 and dtype != torch.float64 else torch.float64
+        norms = torch.stack(torch._foreach_norm(alike, norm_type, dtype=wide)).to(device, torch.float64)
+        if largest:
+            total = torch.maximum(total, norms.max())
+        else:
+            total = total + norms.pow(norm_type).sum() / holders
+    whole = mesh.group(*mesh.names)
+    if largest:
+        return largest_of(total, whole)
+    return operations.all_reduce(total, whole) ** (1.0 / norm_type)
+
+
+def largest_of(value: Tensor, group: Group) -> Tensor:
+    """The largest of all ranks' scalars; NaN if one is NaN, which back ends take for smaller or larger as it comes."""
+    nan = value.isnan()
+    both = operations.all_reduce(torch.stack([value.masked_fill(nan, 0.0), nan.to(value)]), group, "max")
+    return both[0].masked_fill(both[1] > 0, math.nan)
+
+
+def clip_gradients(
+    parameters: Iterable[Tensor],
+    mesh: Mesh,
+    max_norm: float,
+    norm_type: float = 2.0,
+    *,
+    device: torch.device | str | None = None,
+) -> Tensor:
+    """Scale all gradients so that their norm is at most ``max_norm``; return the norm before.
+
+    The same rule as ``torch.nn.utils.clip_grad_norm_``, over the global model, in place, without waiting for the
+    device. ``device``: as of :func:`gradient_norm`.
+
+    Raises:
+        SpecError: for a ``max_norm`` that is not a positive number.
+    """
+    if isinstance(max_norm, bool) or not isinstance(max_norm, int | float) or not max_norm > 0:
+        raise SpecError(
+            f"max_norm={max_norm!r}: the largest norm allowed is a number above 0; leave it out not to clip"
+        )
+    chosen = [p for p in parameters if p.grad is not None]
+    norm = gradient_norm(chosen, mesh, norm_type, device=device)
+    scale = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
+    grads: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
+    for parameter in chosen:
+        if parameter.grad is not None:
+            grads.setdefault((parameter.grad.dtype, parameter.grad.device), []).append(parameter.grad)
+    for (dtype, device), alike in grads.items():
+        torch._foreach_mul_(alike, scale.to(device, dtype))
+    return norm
+
+
+@torch.no_grad()
+def clip_gradient_values(parameters: Iterable[Tensor], max_value: float) -> None:
+    """Bring every element of all gradients into [-max_value, max_value], in place.
+
+    The same rule as ``torch.nn.utils.clip_grad_value_``. Gradients must already be summed over their ``sum_axes``;
+    each block is then clipped on its own, whatever its layout. NaN stays NaN.
+
+    Raises:
+        SpecError: for a ``max_value`` that is not a positive number.
+    """
+    if isinstance(max_value, bool) or not isinstance(max_value, int | float) or not max_value > 0:
+        raise SpecError(
+            f"max_value={max_value!r}: the largest value allowed is a number above 0; leave it out not to clip"
+        )
+    alike: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
+    for parameter in parameters:
+        if parameter.grad is not None:
+            alike.setdefault((parameter.grad.dtype, parameter.grad.device), []).append(parameter.grad)
+    for gradients in alike.values():
+        torch._foreach_clamp_min_(gradients, -max_value)
+        torch._foreach_clamp_max_(gradients, max_value)
+
+
+def pieces(grad: Tensor, meta: ParameterMeta, mesh: Mesh) -> Iterable[tuple[Tensor, int]]:
+    """The gradient in pieces, each with how many ranks hold the same numbers."""
+    replicas = mesh.world_size // meta.mesh.size(*meta.placement.split_axes, *meta.only_at)
+    replicas *= math.prod(map(len, meta.only_at.values()))
+    if all(part.repeat == 1 for parts in meta.placement.parts.values() for part in parts):
+        yield grad, replicas
+        return
+    cut = [(grad, replicas)]
+    for dim, parts in meta.placement.parts.items():
+        lengths = [n for _, n in meta.placement.segments(meta.mesh, dim)]
+        cut = [
+            (stretch, holders * part.repeat)
+            for piece, holders in cut
+            for stretch, part in zip(piece.split(lengths, dim), parts, strict=True)
+        ]
+    yield from cut

@@ -1,0 +1,161 @@
+"""What every rank that the launcher starts runs first, as a file: no torch, nothing of Meshfold.
+
+It ties the rank's life to the launcher's, runs the user's program, and leaves a record of how that failed.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import ctypes
+import faulthandler
+import importlib.util
+import json
+import os
+import runpy
+import signal
+import sys
+import threading
+import time
+import traceback
+from typing import Any
+
+_PR_SET_PDEATHSIG = 1
+STOPPED_CODE = 75
+"""What a program ends with that has stopped on request and is to go on later: EX_TEMPFAIL of sysexits.h"""
+
+
+def die_with_parent(parent: int, signal_number: int = signal.SIGKILL) -> None:
+    """Have the kernel end this process when its parent ends, however that happens (Linux; elsewhere nothing).
+
+    Args:
+        parent: the process id that the parent has; if it is gone already, this process ends here.
+        signal_number: what the kernel sends.
+    """
+    if not sys.platform.startswith("linux"):
+        return
+    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal_number, 0, 0, 0)
+    if os.getppid() != parent:  # it died before the call above
+        os._exit(128 + signal_number)
+
+
+def run(argv: list[str]) -> None:
+    """Run a program as Python itself would: ``script.py ...``, ``-m module ...``, or ``file.py::function ...``."""
+    target, *rest = argv
+    if target == "-m":
+        sys.argv = rest
+        sys.path.insert(0, os.getcwd())
+        runpy.run_module(rest[0], run_name="__main__", alter_sys=True)
+        return
+    file, _, function = target.partition("::")
+    sys.argv = [file, *rest]
+    sys.path.insert(0, os.path.dirname(os.path.abspath(file)))
+    if not function:
+        runpy.run_path(file, run_name="__main__")
+        return
+    name = os.path.splitext(os.path.basename(file))[0]
+    spec = importlib.util.spec_from_file_location(name, file)
+    if spec is None or spec.loader is None:
+        raise ImportError(f"{file} is not a Python file")
+    module = sys.modules[name] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    called: Any = module
+    for part in function.split("."):
+        called = getattr(called, part)
+    called()
+
+
+def main() -> None:
+    """``python _bootstrap.py LAUNCHER_PID RECORD PROGRAM ...``: see :func:`run` for the program.
+
+    RECORD is a file; or a folder in which each rank has its own, where an agent of torch.distributed.elastic starts it. To
+    that agent every code but 0 is a failure, after which it starts all ranks anew; one that stopped on request must not be.
+    """
+    parent, record, *argv = sys.argv[1:]
+    die_with_parent(int(parent))
+    under_agent = os.path.isdir(record)
+    if under_agent:
+        with open(os.path.join(record, "started"), "w"):
+            pass
+        record = os.path.join(record, f"rank{os.environ.get('RANK', '0')}.json")
+        with contextlib.suppress(FileNotFoundError):
+            os.remove(record)  # of an attempt before
+    faulthandler.enable()
+    try:
+        run(argv)
+    except SystemExit as stop:
+        code = stop.code if isinstance(stop.code, int) else int(stop.code is not None)
+        if code:
+            _leave(record, code & 255, "")
+            if code != STOPPED_CODE or not under_agent:
+                raise
+    except BaseException as error:
+        code = 128 + signal.SIGINT if isinstance(error, KeyboardInterrupt) else 1
+        # The launcher shows the first failing rank's traceback, once; printed here it would drown among the others'.
+        _leave(record, code, _render(error), sentence_of(error))
+        sys.last_value = error  # as Python sets it: what runs at exit can tell that the program failed
+        sys.exit(code)
+    _end()
+
+
+def _end() -> None:
+    """Leave after a program that has come to its end, with all that Python does then and nothing behind it.
+
+    Once in some hundred runs over gloo a C++ library is taken down with a thread that still runs, which aborts the process:
+    a program that has done its work must not fail by that. With CUDA the process ends as it always does, since profilers
+    write what they have at that moment.
+    """
+    torch = sys.modules.get("torch")
+    if torch is None or torch.cuda.is_initialized():
+        return
+    threading._shutdown()  # type: ignore[attr-defined]  # waits for threads, as Python does first
+    atexit._run_exitfuncs()
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError, ValueError, AttributeError):  # closed, or nobody reads any more
+            stream.flush()
+    os._exit(0)
+
+
+def sentence_of(error: BaseException) -> str:
+    """Return ``SpecError at train.py:4 in <module>: ...``, where Meshfold refused what the program asked for; else nothing.
+
+    Such an error says by itself what to change, and its traceback is Meshfold's. One from a collective is none of these: it is
+    not the program that is wrong.
+    """
+    errors = sys.modules.get("meshfold.mesh.errors")
+    if (
+        errors is None
+        or not isinstance(error, errors.MeshfoldError)
+        or isinstance(error, errors.CollectiveError)
+    ):
+        return ""
+    from meshfold.mesh.watchdog.rank_status import raised_at
+
+    notes = "".join(f"\n{note}" for note in getattr(error, "__notes__", []))
+    return f"{type(error).__name__} at {raised_at(error)}: {error}{notes}"
+
+
+def _leave(record: str, code: int, text: str, sentence: str = "") -> None:
+    """Write the record in one step, so that the launcher never reads half of it."""
+    moment = time.monotonic()  # one clock for all processes of a machine: tells which rank failed first
+    with contextlib.suppress(OSError):  # without its folder the launcher is gone, and nobody reads
+        with open(record + ".part", "w", encoding="utf-8") as file:
+            json.dump({"time": moment, "code": code, "traceback": text, "sentence": sentence}, file)
+        os.replace(record + ".part", record)
+
+
+def _render(error: BaseException) -> str:
+    """The traceback from the user's first line on."""
+    first = error.__traceback__
+    while first is not None and _ours(first.tb_frame.f_code.co_filename):
+        first = first.tb_next
+    error.__traceback__ = first
+    return "".join(traceback.format_exception(error))
+
+
+def _ours(file: str) -> bool:
+    return file == __file__ or file.startswith("<frozen ") or os.path.basename(file) == "runpy.py"
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,189 @@
+"""Start a program on several local ranks, and end all of them when one fails.
+
+The launcher itself hosts the store in which the ranks meet, on a port that the system picks, so a port in use
+cannot break a start. Several machines are torchrun's or Slurm's business, see :mod:`meshfold.mesh.processes.environment`.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import sys
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from meshfold.mesh.errors import LaunchError
+from meshfold.mesh.processes import process_group
+from meshfold.mesh.processes.environment import Environment
+from meshfold.mesh.processes.rank_processes import Failure, Rank, Signals, end, report, watch
+
+_HOST = "127.0.0.1"
+
+
+def launch(
+    argv: Sequence[str],
+    ranks: int,
+    *,
+    env: Mapping[str, str] | None = None,
+    log_dir: str | os.PathLike[str] | None = None,
+    port: int | None = None,
+    grace_s: float = 2.0,
+    stop_s: float = 0.0,
+    stopped_code: int = 0,
+) -> int:
+    """Run a program on local ranks until all have ended, or one has failed and the others were ended.
+
+    Rank 0's standard output passes through; every rank's standard error is shown with the rank before each line.
+    The traceback of the rank that failed first comes last. SIGINT and SIGTERM end all ranks, and a line on standard error
+    says so; so does the death of the launcher (on Linux), without a line.
+
+    Args:
+        argv: ``["script.py", ...]``, ``["-m", "module", ...]`` or ``["file.py::function", ...]``.
+        ranks: how many processes.
+        env: variables for the ranks on top of this process's own.
+        log_dir: folder for what ranks print: ``rank3.out`` (all but rank 0) and ``rank3.err``.
+        port: where the ranks should meet; if it is in use, a free one is taken with a warning.
+        grace_s: seconds between asking ranks to end (SIGTERM) and killing them.
+        stop_s: a first SIGTERM or SIGUSR1 goes to the ranks, a first SIGINT does as SIGTERM; they get so many seconds to come
+            to an end of their own. The same a second time ends them.
+        stopped_code: what ranks exit with that have stopped so: no failure.
+
+    Returns:
+        0, or the code of the rank that failed first; 128 + n if signal n ended it, or ended the launcher.
+
+    Raises:
+        LaunchError: before any process starts, for a program or a number of ranks that cannot be.
+    """
+    _check(argv, ranks, port)
+    logs = None if log_dir is None else Path(log_dir)
+    if logs is not None:
+        try:
+            logs.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise LaunchError(
+                f"log_dir={str(logs)!r} cannot be made ({error.strerror}): give a folder that can be written to"
+            ) from error
+    store, meeting_port = _host_store(port)
+    with (
+        tempfile.TemporaryDirectory(prefix="meshfold-launch-") as records,
+        Signals(gentle=stop_s > 0) as signals,
+    ):
+        job: list[Rank] = []
+        try:
+            for rank in range(ranks):
+                place = Environment(
+                    rank=rank,
+                    world_size=ranks,
+                    local_rank=rank,
+                    local_world_size=ranks,
+                    master_addr=_HOST,
+                    master_port=meeting_port,
+                    source="torchrun",
+                )
+                job.append(Rank(argv, place, _variables(place, env or {}), Path(records), logs))
+            failure = watch(job, signals, calm=stopped_code)
+            if failure is None and signals.caught:
+                failure = _let_stop(job, signals, stop_s, stopped_code)
+        finally:
+            end(job, grace_s, signals)
+        for rank_process in job:
+            rank_process.finish()
+        del store  # it served until here
+        if failure is not None:
+            report(job, failure)
+            return failure.code
+        codes = {rank_process.process.returncode for rank_process in job}
+        by_themselves = codes <= {0, stopped_code}
+        on_request = not signals.caught or signals.caught[0] in (signal.SIGTERM, signal.SIGUSR1)
+        if on_request and stopped_code and stopped_code in codes and by_themselves:
+            return stopped_code
+        if not signals.caught:
+            return 0
+        if not by_themselves:
+            _say(f"{signal.Signals(signals.caught[0]).name}: {_ranks(ranks)} ended")
+        return 128 + signals.caught[0]
+
+
+def _let_stop(job: list[Rank], signals: Signals, stop_s: float, calm: int) -> Failure | None:
+    """Pass requests to stop on to the ranks, until they have ended, their time is over, or the same is asked a second time."""
+    until, asked = time.monotonic() + stop_s, list[int]()
+    while True:
+        for number in signals.caught[len(asked) :]:
+            # Ranks are in sessions of their own, where Ctrl-C does not reach them; what they heed is SIGTERM.
+            request = int(signal.SIGTERM) if number == signal.SIGINT else number
+            if number not in signals.gentle or request in asked:
+                return None
+            if number == signal.SIGINT:
+                _say(f"{_ranks(len(job))} asked to stop; Ctrl-C again ends {_them(len(job))} at once")
+            asked.append(request)
+            for rank in job:
+                rank.send(request, alone=True)
+        failure = watch(job, signals, calm=calm, seconds=until - time.monotonic())
+        if failure is not None and signals.caught[0] == signal.SIGINT and failure.ended_by(signal.SIGTERM):
+            return None  # it did not heed the signal yet, and ended of it, as was wanted
+        if failure is not None or len(signals.caught) == len(asked):
+            return failure
+
+
+def _say(sentence: str) -> None:
+    sys.stdout.flush()
+    sys.stderr.write(sentence + "\n")
+    sys.stderr.flush()
+
+
+def _ranks(ranks: int) -> str:
+    return "the rank was" if ranks == 1 else f"the {ranks} ranks were"
+
+
+def _them(ranks: int) -> str:
+    return "it" if ranks == 1 else "them"
+
+
+def _check(argv: Sequence[str], ranks: int, port: int | None) -> None:
+    if not isinstance(ranks, int) or isinstance(ranks, bool) or ranks < 1:
+        raise LaunchError(f"cannot start {ranks!r} ranks: the number of ranks is a whole number from 1 up")
+    if isinstance(argv, str) or not argv or (argv[0] == "-m" and len(argv) < 2):
+        raise LaunchError(f"nothing to run in {argv!r}: give ['script.py', ...] or ['-m', 'module', ...]")
+    if argv[0] != "-m" and not Path(argv[0].partition("::")[0]).exists():
+        raise LaunchError(f"there is no file {argv[0].partition('::')[0]!r} to run (in {os.getcwd()})")
+    if port is not None and not 0 <= port <= 65535:
+        raise LaunchError(f"port {port} is not a port: use 1 to 65535, or leave it out for a free one")
+
+
+def _host_store(port: int | None) -> tuple[Any, int]:
+    """A store that listens on this machine only, and its port: the one given if it is free."""
+    listener = socket.socket()
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        listener.bind((_HOST, port or 0))
+    except OSError as error:
+        listener.bind((_HOST, 0))
+        free = listener.getsockname()[1]
+        sys.stderr.write(
+            f"warning: port {port} cannot be used ({error.strerror}); the ranks meet on port {free}\n"
+        )
+    listener.listen(1024)
+    number = listener.getsockname()[1]
+    return process_group.serve_store(listener.detach()), number
+
+
+def _cores_each(ranks: int) -> int:
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return max(1, cores // ranks)
+
+
+def _variables(place: Environment, given: Mapping[str, str]) -> dict[str, str]:
+    """The environment of a rank. A launcher that torchrun started must not pass its own rank on."""
+    variables = {name: value for name, value in os.environ.items() if not name.startswith("TORCHELASTIC_")}
+    variables.setdefault("OMP_NUM_THREADS", str(_cores_each(place.local_world_size)))
+    variables.setdefault("PYTHONUNBUFFERED", "1")  # what is printed is seen at once, not lost with the rank
+    if sys.platform.startswith("linux"):
+        variables.setdefault("GLOO_SOCKET_IFNAME", "lo")  # the host's name may resolve to nowhere
+    variables.update(given)
+    variables.update(place.variables())
+    variables["TORCHELASTIC_USE_AGENT_STORE"] = "True"  # it is served already: rank 0 must not serve one too
+    return variables

@@ -1,0 +1,398 @@
+"""Start and end this process's part in the job: the one place that calls ``init_process_group``."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import os
+import socket
+import sys
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from meshfold.mesh.errors import LaunchError
+from meshfold.mesh.processes.environment import Environment, store_is_served
+from meshfold.mesh.processes.rendezvous import Address, leave, meet
+from meshfold.mesh.recording import flight_recorder
+
+DEFAULT_TIMEOUT = timedelta(minutes=30)
+_LEAVE_TIMEOUT = timedelta(seconds=10)
+_NEVER_SENT = 0x5EED  # the tag of no message
+_starts = itertools.count()  # all ranks start equally often
+_limit: timedelta | None = None  # of all groups, where a watchdog has set one
+_addresses: dict[int, Address] = {}  # of the ranks of this world
+_broken_off: Any = None  # the world whose collectives are to fail at once
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Process:
+    """This process, once it takes part: who it is and where its tensors live.
+
+    Attributes:
+        rank: 0 to ``world_size - 1``.
+        world_size: how many processes take part.
+        device: where this rank's tensors belong, ``cpu`` or ``cuda:i``.
+        backend: what carries the communication: ``nccl``, ``gloo`` or ``fake``.
+        environment: what the numbers came from.
+        owner: whether :func:`start` made the process group, so that :meth:`close` destroys it.
+    """
+
+    rank: int
+    world_size: int
+    device: torch.device
+    backend: str
+    environment: Environment
+    owner: bool = True
+    _hooks: tuple[Any, Any] | None = field(default=None, repr=False, compare=False)
+
+    def close(self, *, wait: bool = True) -> None:
+        """End this process's part, and with it all groups, if this object began it. May be called twice.
+
+        Args:
+            wait: first let the others come to their end too (ten seconds at most): rank 0 may be the one that
+                serves the store, and those still at work would complain of its loss. False where this rank failed.
+        """
+        if self.owner and is_started():
+            if wait:
+                _meet(self.world_size)
+            dist.destroy_process_group()
+            # torch puts the rank before each line of a traceback, and would put one hook round the other at each start.
+            # The traceback of a rank that failed is still to come.
+            if self._hooks is not None and (wait or self.backend == "fake"):
+                before, ours = self._hooks
+                if sys.excepthook is ours:
+                    sys.excepthook = before
+
+    def __enter__(self) -> Process:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *error: object) -> None:
+        self.close(wait=kind is None)
+
+
+def is_started() -> bool:
+    """Whether this process takes part in a process group, whoever started it."""
+    return dist.is_available() and dist.is_initialized()
+
+
+def start(
+    environment: Environment | None = None,
+    backend: str | None = None,
+    device: torch.device | str | None = None,
+    timeout: timedelta | float = DEFAULT_TIMEOUT,
+    *,
+    store: Any = None,
+    meeting: timedelta | float | None = None,
+) -> Process:
+    """Take part in the job: find the other processes and make the process group of all.
+
+    Alone (no launcher), the process becomes a world of one, without a port. If a process group is already
+    running, it is taken as it is.
+
+    Args:
+        environment: which rank to be; by default :meth:`Environment.detect`.
+        backend: ``nccl``, ``gloo`` or any that torch.distributed knows; by default NCCL when this machine has a
+            GPU for each of its ranks, else gloo.
+        device: where this rank's tensors belong; by default the local rank's GPU under NCCL, else the CPU.
+        timeout: seconds (or a timedelta) after which a collective that some rank never joins is an error.
+        store: where to meet, in place of the environment's address and port.
+        meeting: seconds (or a timedelta) that ranks are waited for here; by default the timeout.
+
+    Raises:
+        LaunchError: when the environment is wrong, there are too few GPUs, or the others cannot be met.
+    """
+    environment = Environment.detect() if environment is None else environment
+    if is_started():
+        return _running(environment, backend, device)
+    place = None if device is None else torch.device(device)
+    if backend is None:
+        gpu_wanted = place is None or place.type == "cuda"
+        backend = "nccl" if gpu_wanted and _gpu_for_each(environment) else "gloo"
+    place = _settle(place, backend, environment)
+    if store is None and environment.world_size == 1:
+        from torch._C._distributed_c10d import HashStore
+
+        store = HashStore()
+    limit, wait = _seconds(timeout), _seconds(timeout if meeting is None else meeting)
+    hook = sys.excepthook
+    _addresses.clear()
+    where = "" if store is not None else f" at {environment.master_addr}:{environment.master_port}"
+    # No device_id: it makes every later new_group split the world's communicator, which *all* ranks have to join
+    # at the same moment; a pipeline stage that makes a group only it needs would wait for ever.
+    try:
+        own = _own_part(_meeting_place(environment, wait) if store is None else store, environment.attempt)
+        if backend != "fake" and environment.world_size > 1:
+            meet(own, "world", environment.rank, range(environment.world_size), wait, _addresses)
+        dist.init_process_group(
+            backend, rank=environment.rank, world_size=environment.world_size, timeout=wait, store=own
+        )
+        if limit != wait and backend in (dist.Backend.GLOO, dist.Backend.NCCL):
+            dist.distributed_c10d._set_pg_timeout(limit, dist.group.WORLD)
+    except (RuntimeError, ValueError) as error:
+        raise LaunchError(
+            f"rank {environment.rank} of {environment.world_size} could not start {backend}{where}: {error}"
+        ) from error
+    return Process(
+        rank=environment.rank,
+        world_size=environment.world_size,
+        device=place,
+        backend=backend,
+        environment=environment,
+        _hooks=(hook, sys.excepthook),
+    )
+
+
+def start_fake(world_size: int, rank: int = 0) -> Process:
+    """Take part in a world that is not there: groups of any size can be made, collectives return at once.
+
+    What a collective returns is meaningless; what was asked of it can be recorded.
+    """
+    if is_started():
+        raise LaunchError(
+            "a process group is already running in this process: close it before starting a fake one"
+        )
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    if not 0 <= rank < world_size:
+        raise LaunchError(
+            f"rank {rank} is outside a fake world of {world_size} ranks: use 0 to {world_size - 1}"
+        )
+    environment = Environment(rank=rank, world_size=world_size, local_rank=rank, local_world_size=world_size)
+    return start(environment, backend="fake", device="cpu", store=FakeStore())
+
+
+def new_group(ranks: Sequence[int], name: str) -> Any:
+    """A process group of these ranks under a name of its own; only they call.
+
+    ``torch.distributed.new_group`` either wants all ranks of the world to call in one order, or (local
+    synchronisation) names the group after how many the process has open: ranks that opened different ones before
+    then wait for ever, as do those that open a group again after it was destroyed.
+
+    Args:
+        ranks: global ranks in group order; this process's is among them.
+        name: the same on all of them, and never used before in this job, not even for a group destroyed since.
+
+    Raises:
+        LaunchError: if one of them does not come; where a watchdog looks, a CollectiveError that says why.
+    """
+    c10d = dist.distributed_c10d
+    members, rank = list(ranks), dist.get_rank()
+    with flight_recorder.meeting("the making of a process group", members, rank, name):
+        meet_members(members, name)
+        backend, store = c10d._world.pg_map[c10d._get_default_group()]
+        group, _ = c10d._new_process_group_helper(
+            len(members),
+            members.index(rank),
+            members,
+            dist.Backend(backend),
+            store,
+            c10d.GroupName(name),
+            timeout=_call_limit(),
+        )
+    c10d._world.pg_group_ranks[group] = {rank: index for index, rank in enumerate(members)}
+    if _limit is not None:
+        _limit_group(group, _limit)
+    return group
+
+
+def meet_members(
+    ranks: Sequence[int], name: str, look: Callable[[], None] = lambda: None, forget: str = ""
+) -> None:
+    """Wait in the store until all of these ranks have come. Alone, or in a world that is not there, at once.
+
+    Args:
+        ranks: global ranks; this process's is among them.
+        name: the same on all of them.
+        look: is called once a second; what it raises ends the wait.
+        forget: the name of a meeting that all of them have left.
+
+    Raises:
+        RuntimeError: if one of them does not come.
+    """
+    c10d = dist.distributed_c10d
+    backend, store = c10d._world.pg_map[c10d._get_default_group()]
+    if backend == dist.Backend.FAKE or store is None:
+        return
+    rank = dist.get_rank()
+    meet(store, name, rank, ranks, _call_limit(), _addresses, lambda: _broken_off is world_key(), look)
+    if forget:
+        leave(store, forget, rank)
+
+
+def _call_limit() -> timedelta:
+    """How long a collective may take, of a group that is made now."""
+    return _limit or dist.distributed_c10d._get_default_timeout(dist.Backend(dist.get_backend()))
+
+
+def serve_store(listener: int) -> Any:
+    """Serve the store in which processes meet, from this process, on a socket that listens already.
+
+    Args:
+        listener: the socket's descriptor, which the store takes over.
+    """
+    from torch._C._distributed_c10d import TCPStore
+
+    with socket.socket(fileno=os.dup(listener)) as bound:
+        host, port = bound.getsockname()[:2]
+    return TCPStore(host, port, is_master=True, wait_for_workers=False, master_listen_fd=listener)
+
+
+def join_store(host: str, port: int) -> Any:
+    """The store that another process serves."""
+    from torch._C._distributed_c10d import TCPStore
+
+    return TCPStore(host, port, is_master=False, wait_for_workers=False)
+
+
+def own_store() -> Any:
+    """A connection of its own to the store in which all processes met; None alone, and in a world that is not there."""
+    if not is_started() or dist.get_world_size() == 1 or dist.get_backend() == dist.Backend.FAKE:
+        return None
+    c10d = dist.distributed_c10d
+    store: Any = c10d._world.pg_map[c10d._get_default_group()][1]
+    return store.clone()
+
+
+def limit_groups(limit: timedelta | None) -> None:
+    """How long a collective may take, of all groups there are and will be; None: torch's own limits again."""
+    global _limit
+    _limit = limit
+    for group in list(dist.distributed_c10d._world.pg_map) if is_started() else []:
+        _limit_group(group, limit)
+
+
+def _limit_group(group: Any, limit: timedelta | None) -> None:
+    c10d = dist.distributed_c10d
+    backend = dist.Backend(dist.get_backend(group))
+    if limit is None:
+        limit = c10d._get_default_timeout(backend)
+    elif backend == dist.Backend.NCCL:
+        limit += timedelta(minutes=1)  # torch then ends the process without a word about the others: after us
+    if backend in (dist.Backend.GLOO, dist.Backend.NCCL):
+        c10d._set_pg_timeout(limit, group)
+
+
+def break_off() -> None:
+    """Have every collective over gloo that this process is in, and every later one, fail at once; of any thread.
+
+    gloo has no call for that, but closes all connections of a group when one of its messages is not there in time.
+    """
+    global _broken_off
+    _broken_off = world_key()
+    for group in list(dist.distributed_c10d._world.pg_map) if is_started() else []:
+        if group.size() == 1 or dist.get_backend(group) != dist.Backend.GLOO:
+            continue
+        with contextlib.suppress(RuntimeError):
+            neighbour = (group.rank() + 1) % group.size()
+            never = group.recv([torch.empty(1)], neighbour, _NEVER_SENT)
+            never.wait(timedelta(milliseconds=1))
+
+
+def place() -> tuple[int, int]:
+    """This process's rank, and how many take part."""
+    return dist.get_rank(), dist.get_world_size()
+
+
+def ended(ranks: Iterable[int]) -> list[int]:
+    """Return those of the ranks whose processes are known to have ended: of this machine, in a world that :func:`start` made."""
+    own = Address.own()
+    return [rank for rank in ranks if rank in _addresses and _addresses[rank].is_gone(own)]
+
+
+def world_key() -> Any:
+    """What tells this world of processes from one before it; None without one."""
+    return dist.group.WORLD if is_started() else None
+
+
+def group_count() -> int:
+    """How many process groups this process has open, the world's own included."""
+    return len(dist.distributed_c10d._world.pg_map) if is_started() else 0
+
+
+def _meet(world_size: int) -> None:
+    """Wait in the store until all ranks have come here."""
+    c10d = dist.distributed_c10d
+    store = c10d._world.pg_map[c10d._get_default_group()][1]
+    # Whoever serves the store leaves as soon as all have come, so a store that is lost is as good as a reply.
+    with contextlib.suppress(RuntimeError):
+        if store.add("meshfold/leaving", 1) == world_size:
+            store.set("meshfold/left", "1")
+        elif dist.get_backend() != dist.Backend.FAKE:
+            store.wait(["meshfold/left"], _LEAVE_TIMEOUT)
+
+
+def _running(environment: Environment, backend: str | None, device: torch.device | str | None) -> Process:
+    rank, world_size, running = dist.get_rank(), dist.get_world_size(), dist.get_backend()
+    if backend is not None and backend != running and running not in backend:
+        raise LaunchError(
+            f"backend {backend!r} was asked for, but a process group with {running!r} is running: close it first"
+        )
+    if device is None:
+        device = (
+            torch.device("cuda", torch.cuda.current_device()) if running == "nccl" else torch.device("cpu")
+        )
+    return Process(
+        rank=rank,
+        world_size=world_size,
+        device=torch.device(device),
+        backend=running,
+        environment=environment,
+        owner=False,
+    )
+
+
+def _seconds(value: timedelta | float) -> timedelta:
+    return value if isinstance(value, timedelta) else timedelta(seconds=value)
+
+
+def _gpu_for_each(environment: Environment) -> bool:
+    return torch.cuda.is_available() and torch.cuda.device_count() >= environment.local_world_size
+
+
+def _settle(place: torch.device | None, backend: str, environment: Environment) -> torch.device:
+    """The device with its index, made this process's current one if it is a GPU; raise if it is not there."""
+    if place is None:
+        place = torch.device("cuda" if "nccl" in backend else "cpu")
+    if place.type != "cuda":
+        if backend == "nccl":
+            raise LaunchError(
+                f"backend 'nccl' needs a GPU, not device {str(place)!r}: leave device out, or use 'gloo'"
+            )
+        return place
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    index = environment.local_rank if place.index is None else place.index
+    if index >= count:
+        remedy = f"start at most {count} ranks on it, or use" if count else "use"
+        raise LaunchError(
+            f"rank {environment.rank} (local rank {environment.local_rank}) wants GPU {index}, but torch sees {count} "
+            f"GPUs on this machine: {remedy} backend='gloo'"
+        )
+    torch.cuda.set_device(index)
+    return torch.device("cuda", index)
+
+
+def _meeting_place(environment: Environment, timeout: timedelta) -> Any:
+    """The store at the environment's address; rank 0 serves it unless the launcher does. Nobody is waited for."""
+    from torch._C._distributed_c10d import TCPStore
+
+    return TCPStore(
+        environment.master_addr,
+        environment.master_port,
+        is_master=environment.rank == 0 and not store_is_served(),
+        timeout=timeout,
+        wait_for_workers=False,
+        multi_tenant=True,
+    )
+
+
+def _own_part(store: Any, attempt: int) -> Any:
+    """A part of the store for this start: a second one would find the addresses of the first, which are dead."""
+    from torch._C._distributed_c10d import PrefixStore
+
+    again = f" of attempt {attempt}" if attempt else ""
+    return PrefixStore(f"meshfold start {next(_starts)}{again}", store)

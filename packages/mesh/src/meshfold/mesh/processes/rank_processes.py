@@ -1,0 +1,249 @@
+"""The processes of a local job: their lives, their output, and which of them failed first."""
+
+from __future__ import annotations
+
+import collections
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
+from typing import IO, Any
+
+from meshfold.mesh.processes import _bootstrap
+from meshfold.mesh.processes.environment import Environment
+
+_POLL_S = 0.02
+# The others' connections break the moment a rank dies. After the first sign of a failure, listen this long for an
+# earlier one; and take a death to have happened this long before it was noticed.
+_SETTLE_S = 0.25
+_TAIL_LINES = 30
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Failure:
+    """How a rank failed: ``time`` is of ``time.monotonic()``, ``code`` what the job is to end with.
+
+    ``sentence`` stands for the traceback where Meshfold refused what the program asked for.
+    """
+
+    rank: int
+    time: float
+    code: int
+    how: str
+    traceback: str = ""
+    sentence: str = ""
+
+    def ended_by(self, number: int) -> bool:
+        """Whether a signal ended the rank, and nothing of its own."""
+        return self.code == 128 + number and not self.traceback
+
+
+class Rank:
+    """One process, the thread that reads its standard error, and the record it leaves when it fails."""
+
+    _screen = threading.Lock()
+
+    def __init__(
+        self,
+        argv: Sequence[str],
+        place: Environment,
+        variables: dict[str, str],
+        records: Path,
+        logs: Path | None,
+    ) -> None:
+        self.rank = place.rank
+        self.quiet = False
+        self.tail: collections.deque[str] = collections.deque(maxlen=_TAIL_LINES)
+        self.noticed: float | None = None
+        self._record = records / f"rank{self.rank}.json"
+        self._log: IO[str] | None = None if logs is None else (logs / f"rank{self.rank}.err").open("w")
+        sys.stdout.flush()
+        output: int | IO[bytes] | None = None  # rank 0 writes where the launcher does
+        if self.rank != 0:
+            output = subprocess.DEVNULL if logs is None else (logs / f"rank{self.rank}.out").open("wb")
+        self.process = subprocess.Popen(
+            # -P: the bootstrap's own folder must not come first on the path (its random.py is not Python's)
+            [sys.executable, "-P", _bootstrap.__file__, str(os.getpid()), str(self._record), *argv],
+            env=variables,
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=subprocess.PIPE,
+            start_new_session=True,  # its own process group, so that what it starts ends with it
+        )
+        if output is not None and not isinstance(output, int):
+            output.close()
+        self._reader = threading.Thread(target=self._read, daemon=True)
+        self._reader.start()
+
+    def failure(self) -> Failure | None:
+        """How this rank failed, if it did; asked again and again."""
+        code = self.process.poll()
+        if code is not None and self.noticed is None:
+            self.noticed = time.monotonic()
+        with suppress(FileNotFoundError):
+            left = json.loads(self._record.read_text(encoding="utf-8"))
+            how = "raised" if left["traceback"] else f"exited with code {left['code']}"
+            return Failure(
+                rank=self.rank,
+                time=left["time"],
+                code=left["code"],
+                how=how,
+                traceback=left["traceback"],
+                sentence=left["sentence"],
+            )
+        if not code or self.noticed is None:
+            return None
+        died = self.noticed - _SETTLE_S
+        if code < 0:
+            return Failure(
+                rank=self.rank, time=died, code=128 - code, how=f"was ended by {_signal_name(-code)}"
+            )
+        return Failure(rank=self.rank, time=died, code=code, how=f"exited with code {code}")
+
+    def send(self, number: int, *, alone: bool = False) -> None:
+        """Send a signal to the rank and, unless to it alone, to what it has started."""
+        with suppress(ProcessLookupError, PermissionError):
+            (os.kill if alone else os.killpg)(self.process.pid, number)
+
+    def finish(self) -> None:
+        """Read what is left of the standard error and close the log."""
+        # A process that the rank left running may hold the pipe open; do not wait for it.
+        self._reader.join(timeout=1.0)
+        if self._log is not None:
+            failed = self.failure()
+            if failed is not None and failed.traceback:
+                self._log.write(failed.traceback)
+            self._log.close()
+
+    def _read(self) -> None:
+        assert self.process.stderr is not None
+        for line in _lines(self.process.stderr):
+            self.tail.append(line)
+            with suppress(ValueError):  # the log was closed under a process left running
+                if self._log is not None:
+                    self._log.write(line)
+                    self._log.flush()
+            if not self.quiet:
+                with self._screen:
+                    sys.stderr.write(f"[rank {self.rank}] {line}")
+                    sys.stderr.flush()
+
+
+class Signals:
+    """Requests to end, caught while the job runs (only the main thread can; elsewhere nothing is caught).
+
+    Attributes:
+        caught: in order.
+        gentle: those that ask ranks to stop by themselves.
+    """
+
+    def __init__(self, *, gentle: bool = False) -> None:
+        self.caught: list[int] = []
+        self.gentle = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1) if gentle else ()
+        self._before: dict[int, Any] = {}
+
+    def __enter__(self) -> Signals:
+        if threading.current_thread() is threading.main_thread():
+            for number in sorted({signal.SIGINT, signal.SIGTERM, signal.SIGHUP, *self.gentle}):
+                if signal.getsignal(number) is not signal.SIG_IGN:  # as under nohup
+                    self._before[number] = signal.signal(number, self._catch)
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+
+    def _catch(self, number: int, frame: FrameType | None) -> None:
+        self.caught.append(number)
+
+
+def watch(
+    job: list[Rank], signals: Signals, *, calm: int = 0, seconds: float | None = None
+) -> Failure | None:
+    """Until all ranks have ended well (None), one has failed (the first that did), or a signal came (None).
+
+    Args:
+        job: the ranks.
+        signals: what is caught meanwhile.
+        calm: a code that is as good as 0.
+        seconds: look no longer than this; None for as long as it takes.
+    """
+    settled: float | None = None
+    caught = len(signals.caught)
+    until = None if seconds is None else time.monotonic() + seconds
+    while len(signals.caught) == caught and (until is None or time.monotonic() < until):
+        failures = [
+            failure
+            for rank in job
+            if (failure := rank.failure()) is not None and (not calm or failure.code != calm)
+        ]
+        if failures and settled is None:
+            settled = time.monotonic() + _SETTLE_S
+            for rank in job:
+                rank.quiet = True  # from here on the others only echo it
+        if settled is not None and time.monotonic() >= settled:
+            return min(failures, key=lambda failure: failure.time)
+        if not failures and all(rank.process.poll() in (0, calm) for rank in job):
+            return None
+        time.sleep(_POLL_S)
+    return None
+
+
+def end(job: list[Rank], grace_s: float, signals: Signals) -> None:
+    """End what still runs: ask, wait, kill. A second Ctrl-C cuts the waiting short."""
+    if all(rank.process.poll() == 0 for rank in job):
+        return  # all is well: what the program left running on purpose stays
+    for rank in job:
+        rank.send(signal.SIGTERM)
+    deadline, patience = time.monotonic() + grace_s, len(signals.caught) + 1
+    while time.monotonic() < deadline and len(signals.caught) < patience:
+        if all(rank.process.poll() is not None for rank in job):
+            break
+        time.sleep(_POLL_S)
+    for rank in job:
+        rank.send(signal.SIGKILL)  # also where the rank itself has ended: what it started may live
+    for rank in job:
+        rank.process.wait()
+
+
+def report(job: list[Rank], failure: Failure) -> None:
+    """Say on standard error which rank failed, how, and with what sentence, traceback or last words."""
+    rank, ranks = job[failure.rank], len(job)
+    text = failure.traceback
+    if not text and rank.tail:
+        text = "the last it wrote to standard error:\n" + "".join(rank.tail)
+    who, others = f"rank {failure.rank} of {ranks}", "; the other ranks were ended" if ranks > 1 else ""
+    said = f"{who} {failure.how}{others}.\n{text}"
+    if failure.sentence:
+        alike = [other.failure() for other in job]
+        if ranks > 1 and all(one is not None and one.sentence == failure.sentence for one in alike):
+            who, others = f"each of {ranks} ranks", ""
+        said = f"{who}{others}: {failure.sentence}\n"
+    sys.stdout.flush()
+    sys.stderr.write(f"\n{said}")
+    sys.stderr.flush()
+
+
+def _lines(stream: IO[bytes]) -> Iterator[str]:
+    """Lines as they come; a progress bar's carriage return ends one too."""
+    rest = b""
+    while chunk := os.read(stream.fileno(), 65536):
+        *whole, rest = (rest + chunk).replace(b"\r\n", b"\n").replace(b"\r", b"\n").split(b"\n")
+        for line in whole:
+            yield line.decode(errors="replace") + "\n"
+    if rest:
+        yield rest.decode(errors="replace") + "\n"
+
+
+def _signal_name(number: int) -> str:
+    with suppress(ValueError):
+        return signal.Signals(number).name
+    return f"signal {number}"

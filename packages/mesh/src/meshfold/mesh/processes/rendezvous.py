@@ -1,0 +1,139 @@
+"""Meeting in the store: ranks that are about to connect to each other first wait until all of them have come.
+
+torch waits for a rank that never comes in C++, for half an hour and without a name. Here a rank leaves its address under a key
+of the meeting and waits for the others' keys. Once a second it looks whether one that is missing can still come: a process of
+this machine that is gone cannot, and neither can one that has failed (:mod:`meshfold.mesh.watchdog` then breaks the wait off).
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import socket
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from datetime import timedelta
+from typing import Any
+
+from meshfold.mesh.recording.flight_recorder import shortened
+from meshfold.mesh.watchdog.rank_status import process_of
+
+_LOOK_S = 1.0
+_FIRST_PAUSE_S = 0.0005
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Address:
+    """The process of a rank.
+
+    Attributes:
+        host: the name of its machine.
+        space: in which its number counts: two containers may have one host's name, and numbers of their own.
+        pid: its number there.
+    """
+
+    host: str
+    space: str
+    pid: int
+
+    @classmethod
+    def own(cls) -> Address:
+        """Return this process's."""
+        space = ""
+        with suppress(OSError):
+            space = os.readlink("/proc/self/ns/pid")
+        return cls(host=socket.gethostname(), space=space, pid=os.getpid())
+
+    def is_gone(self, seen_from: Address) -> bool:
+        """Tell whether the process is known to have ended; False for one that cannot be seen from there."""
+        return self.space == seen_from.space and process_of(self, seen_from.host) == "gone"
+
+
+def meet(
+    store: Any,
+    name: str,
+    rank: int,
+    ranks: Sequence[int],
+    limit: timedelta,
+    known: dict[int, Address],
+    broken_off: Callable[[], bool] = lambda: False,
+    look: Callable[[], None] = lambda: None,
+) -> None:
+    """Wait until all ranks have come; add their addresses to ``known``.
+
+    Args:
+        store: where they meet.
+        name: of the meeting; never used before in this store.
+        rank: this one.
+        ranks: all that are to come.
+        limit: how long they are waited for.
+        known: addresses from earlier meetings, by rank.
+        broken_off: whether the wait is to end at once.
+        look: is called once a second; what it raises ends the wait.
+
+    Raises:
+        RuntimeError: if a rank did not come within the limit or its process is gone, the wait was broken off, or the store
+            does not answer.
+    """
+    keys = {one: _key(name, one) for one in ranks}
+    own = Address.own()
+    store.set(keys[rank], json.dumps(asdict(own)))
+    try:
+        _wait(store, keys, limit, broken_off, lambda missing: _check_alive(missing, known, own), look)
+    except BaseException:
+        with suppress(RuntimeError):  # the store may be gone
+            leave(store, name, rank)  # whoever comes later is not to think that this rank waits
+        raise
+    for one, text in zip(ranks, store.multi_get(list(keys.values())), strict=True):
+        known[one] = Address(**json.loads(text))
+    _check_alive(ranks, known, own)
+
+
+def _wait(
+    store: Any,
+    keys: dict[int, str],
+    limit: timedelta,
+    broken_off: Callable[[], bool],
+    check: Callable[[Sequence[int]], None],
+    look: Callable[[], None],
+) -> None:
+    deadline = time.monotonic() + limit.total_seconds()
+    missing, pause, looked = list(keys), _FIRST_PAUSE_S, -math.inf
+    while missing := [one for one in missing if not store.check([keys[one]])]:
+        now = time.monotonic()
+        if broken_off():
+            raise RuntimeError("the wait for the other ranks was broken off")
+        if now >= deadline:
+            raise RuntimeError(
+                f"timed out after {limit.total_seconds():g} s: {_named(missing)} of {len(keys)} did not come"
+            )
+        if now - looked > _LOOK_S:
+            check(missing)
+            if looked > 0:  # at first they may be about to come
+                look()
+            looked = now
+        # Asking again, since torch's own wait complains on standard error when its time is over. Many ranks ask less often.
+        time.sleep(pause)
+        pause = min(2 * pause, 0.02 + 0.002 * len(keys), _LOOK_S)
+
+
+def leave(store: Any, name: str, rank: int) -> None:
+    """Take back that a rank has come: when all have met, or when it waits no longer."""
+    store.delete_key(_key(name, rank))
+
+
+def _key(name: str, rank: int) -> str:
+    return f"meshfold meeting/{name}/{rank}"
+
+
+def _check_alive(ranks: Sequence[int], known: dict[int, Address], own: Address) -> None:
+    gone = [rank for rank in ranks if rank in known and known[rank].is_gone(own)]
+    if gone:
+        raise RuntimeError(f"{_named(gone)} ended before all had met")
+
+
+def _named(ranks: Sequence[int]) -> str:
+    return f"rank{'s'[: len(ranks) > 1]} {shortened(tuple(ranks))}"

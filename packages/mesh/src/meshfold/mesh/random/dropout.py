@@ -1,0 +1,240 @@
+"""Which key each dropout call takes: the same one under every layout, and again when its forward is recomputed.
+
+    with dropout_stream(seed, step):
+        loss = model(batch)               # a dropout layer asks next_draw(its name)
+
+The mask itself is a function of (seed, key, global element index), see `meshfold.mesh.random.numbers`.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, OrderedDict
+from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
+from contextvars import ContextVar, Token
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from meshfold.mesh.errors import MeshfoldError
+from meshfold.mesh.random.numbers import key_of
+
+
+@dataclass(frozen=True, kw_only=True)
+class Dealt:
+    """How the tokens of every sequence are dealt to ranks, which decides what a rank's tokens drop.
+
+    Attributes:
+        length: tokens of a whole sequence.
+        index: ``local``, int64: which token of its sequence each of this rank's is.
+    """
+
+    length: int
+    index: Tensor
+
+    @property
+    def local(self) -> int:
+        """Tokens of a sequence that this rank has."""
+        return self.index.shape[0]
+
+    def numbers(self, tokens: Tensor) -> Tensor:
+        """Numbers among whole sequences, of tokens that are numbered among this rank's parts of them; int64."""
+        index = self.index.to(tokens.device)
+        return tokens // self.local * self.length + index[tokens % self.local]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Draw:
+    """What one call of dropout has drawn.
+
+    Attributes:
+        key: with the seed, says what falls.
+        call: how many calls of the name there were before it.
+        seed, first_row, first_token, rows, dealt: those of the stream.
+    """
+
+    key: int
+    call: int
+    seed: int
+    first_row: int
+    first_token: int
+    rows: int
+    dealt: Dealt | None
+
+
+class DropoutStream:
+    """The keys of one forward: counts the calls under each name.
+
+    Attributes:
+        seed: the seed that goes with every key.
+        step: which forward this is, counted over the whole run (micro-batches and accumulation steps included).
+        first_row: number, in the global batch, of the first sequence that this forward is given.
+        first_token: number, in the global batch, of its first token.
+        rows: sequences of the global batch; 0: as many as this forward is given.
+        dealt: which tokens of each sequence it is given; None: all of them.
+        repeats: a forward is repeated with it.
+    """
+
+    def __init__(
+        self,
+        seed: int,
+        step: int,
+        calls: Mapping[str, int] | None = None,
+        *,
+        first_row: int = 0,
+        first_token: int = 0,
+        rows: int = 0,
+        dealt: Dealt | None = None,
+    ) -> None:
+        self.seed = seed
+        self.step = step
+        self.first_row = first_row
+        self.first_token = first_token
+        self.rows = rows
+        self.dealt = dealt
+        self.repeats = False
+        self._calls = Counter(calls or {})
+
+    def draw(self, name: str = "") -> Draw:
+        """For the next dropout call; its key is in [0, 2**63).
+
+        Args:
+            name: the module's name in the whole model. With it the key does not depend on which modules ran before,
+                so that stages of a pipeline, which see only their own calls, agree with the serial model.
+        """
+        call = self._calls[name]
+        self._calls[name] = call + 1
+        return Draw(
+            key=key_of(f"dropout/{self.step}/{name}/{call}"), call=call, seed=self.seed, first_row=self.first_row,
+            first_token=self.first_token, rows=self.rows, dealt=self.dealt,
+        )  # fmt: skip
+
+    def copy(self) -> DropoutStream:
+        """A stream that continues from here on its own."""
+        return DropoutStream(
+            self.seed, self.step, self._calls, first_row=self.first_row, first_token=self.first_token, rows=self.rows,
+            dealt=self.dealt,
+        )  # fmt: skip
+
+
+_current: ContextVar[DropoutStream | None] = ContextVar("meshfold_dropout_stream", default=None)
+
+
+_drawn: OrderedDict[tuple[int, str], Draw] = OrderedDict()
+"""What forwards have drawn, by name and a number of torch's CPU generator that was drawn with it: a checkpoint of torch puts that
+generator back when it repeats its forward, in whatever order and thread backward comes to it."""
+_MOST_DRAWN = 1 << 16
+
+
+class _Use:
+    """Makes a copy of a stream the current one of this thread: entered again, it starts again at the same call.
+
+    In a forward torch's CPU generator begins at the stream's place; where one is repeated it is as it is. Behind either it is put
+    back.
+    """
+
+    def __init__(self, stream: DropoutStream, *, repeats: bool = False) -> None:
+        self._stream, self._repeats = stream, repeats
+        self._open: list[tuple[Token[DropoutStream | None], Tensor]] = []
+
+    def __enter__(self) -> DropoutStream:
+        stream = self._stream.copy()
+        stream.repeats = self._repeats
+        self._open.append((_current.set(stream), torch.get_rng_state()))
+        if not self._repeats:
+            place = f"torch/{stream.seed}/{stream.step}/{stream.first_row}"
+            torch.default_generator.manual_seed(key_of(place))
+        return stream
+
+    def __exit__(self, *error: object) -> None:
+        token, state = self._open.pop()
+        _current.reset(token)
+        torch.set_rng_state(state)
+
+
+def dropout_stream(
+    seed: int,
+    step: int,
+    *,
+    first_row: int = 0,
+    first_token: int = 0,
+    rows: int = 0,
+    dealt: Dealt | None = None,
+) -> AbstractContextManager[DropoutStream]:
+    """Draw the keys of one forward, from the first call on. Streams nest: the inner one counts on its own.
+
+    Args:
+        seed: of the run.
+        step: which forward this is, counted over the whole run.
+        first_row: number, in the global batch, of the first sequence that this forward is given: with data
+            parallelism, the sequences of the data coordinates before this one.
+        first_token: number, in the global batch, of its first token.
+        rows: sequences of the global batch, which tell where those of a model that takes tokens first lie; 0: as many as this
+            forward is given.
+        dealt: which tokens of each sequence this forward is given; None: all of them.
+    """
+    return _Use(
+        DropoutStream(seed, step, first_row=first_row, first_token=first_token, rows=rows, dealt=dealt)
+    )
+
+
+def current_dropout_stream() -> DropoutStream:
+    """The stream that dropout layers take their keys from.
+
+    Raises:
+        MeshfoldError: outside of every ``with dropout_stream(...)``.
+    """
+    stream = _current.get()
+    if stream is None:
+        raise MeshfoldError(
+            "dropout in training mode needs to know which step it is in, so that every rank drops the same elements: "
+            "run the forward inside `with dropout_stream(seed, step):`, or call model.eval()"
+        )
+    return stream
+
+
+def deal_tokens(dealt: Dealt | None) -> None:
+    """Say of the current stream, if there is one, which tokens of each sequence its forward is given."""
+    stream = _current.get()
+    if stream is not None:
+        stream.dealt = dealt
+
+
+def next_draw(name: str = "") -> Draw:
+    """For the next dropout call of the current stream; see `DropoutStream.draw`.
+
+    A forward that a checkpoint of torch repeats in backward draws what it drew the first time.
+
+    Raises:
+        MeshfoldError: outside of every stream; for one that is repeated with another random state.
+    """
+    with torch._C.DisableTorchFunction():
+        place = int(torch.empty((), dtype=torch.int64, device="cpu").random_())
+    repeated = torch._C._current_graph_task_id() != -1  # in backward
+    if repeated and (place, name) in _drawn:
+        return _drawn[place, name]
+    stream = current_dropout_stream()
+    if repeated and not stream.repeats:
+        raise MeshfoldError(
+            "dropout was called in backward by a forward that is repeated there without the random state it had: write "
+            "checkpoint(..., preserve_rng_state=True), which is the default, or leave the checkpoint out"
+        )
+    made = stream.draw(name)
+    if not repeated:
+        _drawn[place, name] = made
+        if len(_drawn) > _MOST_DRAWN:
+            _drawn.popitem(last=False)
+    return made
+
+
+def checkpoint_contexts() -> tuple[AbstractContextManager[object], AbstractContextManager[object]]:
+    """The ``context_fn`` of torch.utils.checkpoint.checkpoint: recomputing a forward draws its keys again.
+
+    >>> from torch.utils.checkpoint import checkpoint
+    >>> # y = checkpoint(block, x, use_reentrant=False, context_fn=checkpoint_contexts, preserve_rng_state=False)
+    """
+    stream = _current.get()
+    if stream is None:
+        return nullcontext(), nullcontext()
+    return nullcontext(), _Use(stream.copy(), repeats=True)

@@ -1,0 +1,104 @@
+"""The recorder: what was really handed to torch.distributed.
+
+>>> with record() as log:                              # doctest: +SKIP
+...     loss = model(batch)
+...     log.phase = "backward"
+...     loss.backward()
+>>> print(log)                                         # doctest: +SKIP
+
+Bytes are counted from the tensors of each call and never from a plan, so that a plan can be checked against them.
+Inside a compiled graph a call is recorded when it is traced, not each time it runs.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from fractions import Fraction
+
+from meshfold.mesh.recording.traffic import Kind, moved_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """One collective.
+
+    Attributes:
+        kind: what it was.
+        axes: the mesh axes it ran over.
+        group_size: ranks that took part.
+        block_bytes: bytes of the block (see :mod:`meshfold.mesh.recording.traffic`).
+        phase: the log's phase when it was issued.
+    """
+
+    kind: Kind
+    axes: tuple[str, ...]
+    group_size: int
+    block_bytes: int
+    phase: str
+
+    @property
+    def bytes(self) -> Fraction:
+        """Bytes this rank sent."""
+        return moved_bytes(self.kind, self.block_bytes, self.group_size)
+
+
+@dataclass(eq=False)  # two logs are never the same one, even while both are empty
+class Log:
+    """The collectives of one recording, in the order they were issued."""
+
+    entries: list[Entry] = field(default_factory=list)
+    phase: str = "forward"
+
+    @property
+    def bytes(self) -> Fraction:
+        """Bytes this rank sent in all."""
+        return sum((entry.bytes for entry in self.entries), Fraction(0))
+
+    def count(self, phase: str | None = None) -> Counter[tuple[Kind, tuple[str, ...], Fraction]]:
+        """How often each (kind, axes, bytes) was issued, in a phase or in all."""
+        chosen = (entry for entry in self.entries if phase is None or entry.phase == phase)
+        return Counter((entry.kind, entry.axes, entry.bytes) for entry in chosen)
+
+    def bytes_by(self, *fields: str) -> dict[tuple[object, ...], Fraction]:
+        """Bytes summed by the fields named, such as ``bytes_by("kind", "axes")``."""
+        total: dict[tuple[object, ...], Fraction] = {}
+        for entry in self.entries:
+            key = tuple(getattr(entry, name) for name in fields)
+            total[key] = total.get(key, Fraction(0)) + entry.bytes
+        return total
+
+    def __str__(self) -> str:
+        lines = [
+            f"{'phase':<10}{'collective':<16}{'axes':<20}{'ranks':>6}{'calls':>7}{'bytes a rank sends':>20}"
+        ]
+        seen: dict[tuple[str, Kind, tuple[str, ...], int], list[Fraction]] = {}
+        for entry in self.entries:
+            seen.setdefault((entry.phase, entry.kind, entry.axes, entry.group_size), []).append(entry.bytes)
+        for (phase, kind, axes, size), sent in seen.items():
+            lines.append(
+                f"{phase:<10}{kind:<16}{','.join(axes):<20}{size:>6}{len(sent):>7}{float(sum(sent)):>20,.0f}"
+            )
+        return "\n".join(lines)
+
+
+_active: list[Log] = []
+
+
+@contextmanager
+def record() -> Iterator[Log]:
+    """Record every collective that this process issues inside the block. Recordings may nest."""
+    log = Log()
+    _active.append(log)
+    try:
+        yield log
+    finally:
+        _active.remove(log)
+
+
+def note(kind: Kind, axes: tuple[str, ...], group_size: int, block_bytes: int) -> None:
+    """Tell the active recordings of a collective; called by :mod:`meshfold.mesh.collectives.operations` alone."""
+    for log in _active:
+        log.entries.append(Entry(kind, axes, group_size, block_bytes, log.phase))

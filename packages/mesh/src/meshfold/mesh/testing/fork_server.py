@@ -1,0 +1,230 @@
+"""A process with torch imported and nothing run, which forks ranks on request.
+
+Importing torch costs a second; a fork of a process that has done so costs milliseconds. The test process itself
+must not be forked: once it has run a backward it has threads, and a forked child hangs. So this one is kept clean.
+
+Requests and replies are one JSON line each over a socket; a request to fork carries file descriptors.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import importlib
+import inspect
+import json
+import os
+import resource
+import signal
+import socket
+import subprocess
+import sys
+import time
+import traceback
+from collections.abc import Iterable
+from typing import Any
+
+from meshfold.mesh.processes._bootstrap import die_with_parent
+
+_LINE = 65536
+# Not torch's own: some parts of it start threads or processes when imported. What most ranks need of it, `_preload` imports.
+_WORTH_PRELOADING = frozenset(
+    {"meshfold", "numpy", "einops", "numba", "transformers", "safetensors", "hypothesis"}
+)
+
+
+def worth_preloading() -> list[str]:
+    """What this process has imported of the slow packages, in the order in which it did."""
+    return [
+        name
+        for name, module in list(sys.modules.items())
+        if name.partition(".")[0] in _WORTH_PRELOADING and module is not None
+    ]
+
+
+class ForkServer:
+    """The test process's end: starts the fork server at the first use and asks it for ranks."""
+
+    def __init__(self) -> None:
+        self._socket, theirs = socket.socketpair()
+        with theirs:
+            environment = dict(os.environ, OMP_NUM_THREADS="1", MKL_NUM_THREADS="1")
+            # The ranks must find what the test process finds, however that came to its path.
+            environment["PYTHONPATH"] = os.pathsep.join(path or os.getcwd() for path in sys.path)
+            self._process = subprocess.Popen(
+                [
+                    sys.executable,
+                    "-c",
+                    "import sys; from meshfold.mesh.testing.fork_server import main; main(*sys.argv[1:])",
+                    str(theirs.fileno()),
+                    str(os.getpid()),
+                ],
+                pass_fds=[theirs.fileno()],
+                env=environment,
+                stdin=subprocess.DEVNULL,
+                start_new_session=True,  # Ctrl-C is for the test process, which then ends the ranks
+            )
+
+        self._preloaded: set[str] = set()
+        self._looked_at = 0
+
+    def preload(self) -> float:
+        """Import what this process has imported of the slow packages, once there instead of in every rank.
+
+        Returns:
+            the CPU seconds that it took: about what every rank that was forked before will take to do the same.
+        """
+        if len(sys.modules) == self._looked_at:  # nothing new: tests ask for ranks thousands of times
+            return 0.0
+        self._looked_at = len(sys.modules)
+        return self.preload_what(worth_preloading())
+
+    def preload_what(self, modules: Iterable[str]) -> float:
+        """Import these, unless it has; the CPU seconds that it took. Ranks that are forked from now on have them."""
+        names = [name for name in modules if name not in self._preloaded]
+        self._preloaded.update(names)
+        return float(self._ask({"do": "preload", "modules": names})) if names else 0.0
+
+    def fork(self, connection: int, listener: int | None, **settings: Any) -> int:
+        """Fork a rank that serves on ``connection``; its process id. ``settings``: see :func:`rank.serve`."""
+        descriptors = [connection] if listener is None else [connection, listener]
+        return int(self._ask({"do": "fork", "settings": settings}, descriptors))
+
+    def signal(self, pids: list[int], number: int) -> None:
+        """Send a signal to ranks."""
+        self._ask({"do": "signal", "pids": pids, "number": number})
+
+    def kill(self, pids: list[int]) -> dict[int, int]:
+        """End ranks and whatever they started; how each ended: its exit code, or minus the signal."""
+        return {int(pid): code for pid, code in self._ask({"do": "kill", "pids": pids}).items()}
+
+    def close(self) -> None:
+        """End the fork server and every rank."""
+        self._socket.close()
+        try:
+            self._process.wait(timeout=2.0)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+
+    def _ask(self, request: dict[str, Any], descriptors: list[int] | None = None) -> Any:
+        socket.send_fds(self._socket, [json.dumps(request).encode() + b"\n"], descriptors or [])
+        reply = b""
+        while not reply.endswith(b"\n"):
+            more = self._socket.recv(_LINE)
+            if not more:
+                raise RuntimeError(
+                    f"the process that forks the ranks ended (exit code {self._process.poll()})"
+                )
+            reply += more
+        return json.loads(reply)
+
+
+def main(descriptor: str, parent: str) -> None:
+    """The fork server's own loop; ends when the test process closes its end of the socket."""
+    die_with_parent(int(parent))
+    _preload()
+    # Process groups of gloo take many descriptors: use what the machine allows.
+    hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    with contextlib.suppress(ValueError, OSError):
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    with socket.socket(fileno=int(descriptor)) as connection:
+        children: dict[int, int | None] = {}
+        while True:
+            line, descriptors, _, _ = socket.recv_fds(connection, _LINE, 8)
+            while line and not line.endswith(b"\n"):
+                line += connection.recv(_LINE)
+            if not line:
+                break
+            reply = _answer(json.loads(line), descriptors, connection, children)
+            connection.sendall(json.dumps(reply).encode() + b"\n")
+        _kill(list(children), children)
+
+
+def _preload() -> None:
+    """Import what ranks will want; nothing here may start a thread."""
+    import torch
+    import torch._dynamo  # every optimizer imports it, and it takes as long as torch itself
+    import torch.distributed
+    import torch.nn.functional
+
+    torch.set_num_threads(1)
+    with contextlib.suppress(ImportError):
+        import pytest  # noqa: F401  every test file imports it
+    import meshfold.mesh.testing.rank  # noqa: F401
+
+
+def _answer(
+    request: dict[str, Any],
+    descriptors: list[int],
+    connection: socket.socket,
+    children: dict[int, int | None],
+) -> Any:
+    if request["do"] == "fork":
+        gc.freeze()  # no rank looks for garbage in what it shares with this process, which would copy all of it
+        parent = os.getpid()
+        pid = os.fork()
+        if pid == 0:
+            _be_rank(parent, connection, descriptors, request["settings"])
+        for descriptor in descriptors:
+            os.close(descriptor)
+        children[pid] = None
+        return pid
+    if request["do"] == "preload":
+        begin = time.process_time()
+        for name in request["modules"]:
+            with contextlib.suppress(
+                Exception
+            ):  # it came about in another way there; ranks import it if they can
+                importlib.import_module(name)
+        # `inspect` looks once at every module that there is, for the first source that torch or we ask it for.
+        inspect.getmodule(compile("", "a file of no module", "exec"))
+        return time.process_time() - begin
+    if request["do"] == "signal":
+        for pid in request["pids"]:
+            if children.get(pid, 0) is None:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, request["number"])
+        return None
+    return _kill(request["pids"], children)
+
+
+def _kill(pids: list[int], children: dict[int, int | None]) -> dict[int, int]:
+    """Reap; those that had ended already tell how, the others are killed with all of their session."""
+    ended: dict[int, int] = {}
+    deadline = time.monotonic() + 0.05  # a rank whose socket just closed may still be ending
+    for pid in pids:
+        while True:
+            found, status = os.waitpid(pid, os.WNOHANG)
+            if found or time.monotonic() > deadline:
+                break
+            time.sleep(0.002)
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(pid, signal.SIGKILL)
+        if not found:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+            _, status = os.waitpid(pid, 0)
+        ended[pid] = os.waitstatus_to_exitcode(status)
+        children.pop(pid, None)
+    return ended
+
+
+def _be_rank(
+    parent: int, connection: socket.socket, descriptors: list[int], settings: dict[str, Any]
+) -> None:
+    """The forked child: become a rank, serve, and never return into the fork server's loop."""
+    code = 1
+    try:
+        die_with_parent(parent)
+        os.setsid()
+        connection.close()
+        from meshfold.mesh.testing.rank import serve
+
+        serve(*descriptors, **settings)
+        code = 0
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        sys.stderr.flush()
+        os._exit(code)

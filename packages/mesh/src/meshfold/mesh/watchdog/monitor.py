@@ -1,0 +1,214 @@
+"""The watchdog: a collective that does not finish ends the job, with a message that says which and whose fault it is.
+
+A thread in every rank tells the others once a second, through the store in which they met, how many calls of each group
+this rank has made and where it is. When a call has been waited for as long as the limit, or its connection breaks, the
+rank finds out who did not arrive (:mod:`meshfold.mesh.watchdog.diagnosis`), and every rank ends with what the first one found.
+
+- Over gloo the call itself gives up at the limit and raises :class:`CollectiveError` where it stands in the program.
+- Over NCCL the host does not wait for a collective but for what follows it. There an event behind every call tells how
+  far the GPU has come; if it does not come further for the limit, the rank says why and ends its process, since nothing
+  can be raised in a program that waits for its GPU.
+- A rank that is not in a collective at all (it reads data, say) ends ten seconds after the others have found it
+  missing, if it has not come to one by then.
+- A rank that has failed (:mod:`meshfold.mesh.watchdog.rank_errors`) is not waited for until the limit: over gloo the others' call
+  raises after a few seconds, over NCCL their processes end.
+
+The limit also becomes that of every process group (torch's own, a minute later, for NCCL).
+"""
+
+from __future__ import annotations
+
+import atexit
+import os
+import sys
+import threading
+import time
+from contextlib import suppress
+from datetime import timedelta
+from typing import Any, NoReturn
+
+from meshfold.mesh.errors import CollectiveError
+from meshfold.mesh.processes import process_group
+from meshfold.mesh.recording import flight_recorder
+from meshfold.mesh.recording.flight_recorder import Call, Flight
+from meshfold.mesh.watchdog.consistency import Agreement
+from meshfold.mesh.watchdog.diagnosis import Inquiry
+from meshfold.mesh.watchdog.gpu_progress import Progress
+from meshfold.mesh.watchdog.rank_errors import Failures
+from meshfold.mesh.watchdog.rank_status import main_line, oldest, waited_for, waiting_of
+
+STUCK_CODE = 124
+"""The exit code of a process that the watchdog has ended, as that of timeout(1)"""
+
+FAILED_CODE = 1
+"""That of one that it has ended because another rank had failed"""
+
+_GRACE_S = 10.0
+_STORE_LIMIT = timedelta(seconds=10)
+
+
+class Watchdog:
+    """Of one process in one world; made by :func:`meshfold.mesh.watchdog.shared.watch`."""
+
+    def __init__(self, rank: int, world_size: int, store: Any, checks: Any) -> None:
+        """Args:
+        rank, world_size: of this process.
+        store, checks: two connections of their own to the store, for the thread and for comparing calls.
+        """
+        self.rank = rank
+        self.users = 0
+        self.flight = Flight(self)
+        store.set_timeout(_STORE_LIMIT)
+        lock = threading.Lock()
+        self._checks, self._agreement = checks, Agreement(checks, rank)
+        self._failures = Failures(rank, store, lock, self.flight)
+        self._inquiry = Inquiry(rank, world_size, store, lock, self.flight, self._failures)
+        self._progress = Progress(self.flight)
+        self.comparing = False
+        self._raising = False
+        self._condemned: float | None = None
+        self._inquiry.publish()
+        threading.Thread(target=self._run, name="meshfold watchdog", daemon=True).start()
+        atexit.register(self._end)
+
+    def set_limit(self, limit_s: float, compare: bool) -> None:
+        """From now on; the process groups follow."""
+        self._inquiry.limit_s, self.comparing = limit_s, compare
+        flight_recorder.limit = timedelta(seconds=limit_s)
+        self._checks.set_timeout(flight_recorder.limit)
+        process_group.limit_groups(flight_recorder.limit)
+
+    # -- what collectives call -------------------------------------------------------------------------------------
+
+    def before(self, call: Call) -> None:
+        """Compare a call with the other ranks', if that was asked for.
+
+        Raises:
+            CollectiveError: if they do not call the same.
+        """
+        if not self.comparing or call.checked:
+            return
+        call.checked = True
+        self.flight.waiting[id(call)] = call
+        call.since = time.monotonic()
+        try:
+            self._agreement.compare(call)
+        except CollectiveError:
+            raise
+        except RuntimeError as error:  # the store: somebody did not come
+            raise self.failed(call, error) from error
+        finally:
+            self.flight.waiting.pop(id(call), None)
+
+    def announce(self, call: Call) -> None:
+        """Let the others see a call that is made, if calls are compared."""
+        if self.comparing:
+            self._agreement.announce(call)
+            self._agreement.look(call)
+
+    def stays_away(self, call: Call) -> str | None:
+        """A line about a rank that is known not to come to a meeting; None if all may still do."""
+        return self._inquiry.stays_away(call)
+
+    def ended(self, call: Call) -> None:
+        """Take this rank's error back, if it had one and has gone on: here, where no thread can be late for it."""
+        if self._failures.stands:
+            with suppress(RuntimeError):  # the store may be gone
+                self._failures.renew()
+
+    def failed(self, call: Call, error: RuntimeError) -> CollectiveError:
+        """What to raise for a call that did not come to its end."""
+        self._raising = True
+        found: list[str] = []
+        self.flight.waiting[id(call)] = (
+            call  # it is still what this rank is in, as far as others are concerned
+        )
+
+        def ask() -> None:
+            with suppress(RuntimeError):  # the store is gone; said below
+                found.append(self._inquiry.verdict(call, error))
+
+        thread = threading.Thread(target=ask, daemon=True)
+        thread.start()
+        thread.join(_STORE_LIMIT.total_seconds() + 5 * self._inquiry.interval_s)
+        self.flight.waiting.pop(id(call), None)
+        if found:
+            return CollectiveError(found[0])
+        return CollectiveError(
+            f"{self._inquiry.what(call, error)}\nNothing can be said of the other ranks: the store in which they met does not "
+            "answer. The process that serves it is stopped or gone: rank 0, or the launcher's"
+        )
+
+    def tell(self, error: BaseException) -> None:
+        """An error of this rank's own; not what it was told by others."""
+        if not self._raising:
+            self._failures.tell(error)
+
+    # -- the thread ------------------------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        while not self._inquiry.ended:
+            time.sleep(self._inquiry.interval_s)
+            if not self.users:
+                continue
+            with suppress(RuntimeError):  # the store may be gone: then every rank's next collective fails
+                self._inquiry.publish()
+                self._heed()
+                self._wait_no_longer()
+            if not self._raising and (stuck := self._stuck()) is not None:
+                with suppress(RuntimeError):
+                    self._give_up(self._inquiry.verdict(stuck, None))
+                self._give_up(self._inquiry.what(stuck, None))
+
+    def _heed(self) -> None:
+        """End this process some time after others have ended theirs."""
+        text = self._inquiry.agreed()
+        if text is None or self._raising or self._failures.stands:
+            return
+        now = time.monotonic()
+        if self._condemned is None:
+            self._condemned = now + _GRACE_S
+        if now >= self._condemned:
+            self._give_up(f"{text}\n(Rank {self.rank} was at {main_line()}.)")
+
+    def _wait_no_longer(self) -> None:
+        """End what this rank waits in, if that is for one that has failed and does not go on."""
+        # A rank that catches its error and goes on has the time to say so.
+        long = 2 * self._inquiry.interval_s
+        failures = self._failures.lasting(long)
+        if not failures or self._raising:
+            return
+        now = time.monotonic()
+        call = oldest(self.flight) or self._progress.held_up_by(long)
+        if call is None or now - (call.since or now) < long:
+            return
+        awaited = waited_for(waiting_of(call), self._inquiry.read(), self.rank)
+        failure = next((one for one in failures if one.rank in awaited), None)
+        if failure is None:
+            return
+        if call.event is None:
+            process_group.break_off()
+        else:
+            self._give_up(failure.told(self.rank, call), FAILED_CODE)
+
+    def _stuck(self) -> Call | None:
+        """A call that should have ended long ago, or behind which the GPU has not come further."""
+        limit, now = self._inquiry.limit_s, time.monotonic()
+        call = oldest(self.flight)
+        if call is not None and call.since is not None and now - call.since > limit + _GRACE_S:
+            return call
+        self._progress.look()
+        return self._progress.held_up_by(limit)
+
+    def _give_up(self, text: str, code: int = STUCK_CODE) -> NoReturn:
+        sys.stderr.write(f"\nmeshfold watchdog, rank {self.rank}: {text}\n")
+        sys.stderr.flush()
+        os._exit(code)
+
+    def _end(self) -> None:
+        self._inquiry.ended = True
+        with suppress(Exception):  # the store may have ended first
+            failed = getattr(sys, "last_value", None)  # what the program ends with
+            if isinstance(failed, Exception) and not self._raising:
+                self._failures.tell(failed, final=True)
+            self._inquiry.publish()

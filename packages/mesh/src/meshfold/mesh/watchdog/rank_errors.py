@@ -1,0 +1,255 @@
+"""An error on one rank alone: the others hear of it, and do not wait for that rank until the watchdog's limit.
+
+The rank leaves its error in the store in which all met, under a key of its own. Whoever waits for it, directly or through
+others, finds it there and ends with it (:mod:`meshfold.mesh.watchdog` looks once a second). Two kinds of errors are no reason
+to end:
+
+- one that all ranks raise alike, and may catch. It was raised at one place of the program, which is told by the optimizer
+  step and the calls made until then: whoever has had as many errors of that type there does not heed it. Errors that a rank
+  had elsewhere, or of other types, do not count.
+- one after which the rank goes on: it takes its error back as soon as a later collective has ended, before it does anything
+  else.
+
+An error that ended the program of its rank is always heeded: that rank goes on nowhere.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import threading
+import time
+import traceback
+from collections.abc import Callable, Iterable
+from contextlib import suppress
+from dataclasses import asdict, dataclass, replace
+from typing import Any, ParamSpec, TypeVar
+
+from meshfold.mesh.recording import flight_recorder
+from meshfold.mesh.recording.flight_recorder import Call, Flight
+from meshfold.mesh.watchdog.rank_status import main_line, raised_at
+
+_KEY = "meshfold watch/failure "  # and the rank
+_WHO = "meshfold watch/failed"  # the ranks that ever had an error
+_ORDER = "meshfold watch/failures"  # how many errors all of them had
+_REMEMBERED = 64  # places at which this rank had errors
+_LONGEST = 20_000  # characters of a traceback
+_TOLD = "_meshfold_told"
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Place:
+    """Where in the program an error was raised, as far as ranks that run the same program can compare it.
+
+    Attributes:
+        kind: the error's type.
+        step: the optimizer step; None if nobody said.
+        counts: calls made until then, by channel.
+    """
+
+    kind: str
+    step: int | None
+    counts: tuple[tuple[str, int], ...]
+
+    @classmethod
+    def of(cls, error: BaseException, recorder: Flight) -> Place:
+        """Of an error that this rank has now."""
+        kind = f"{type(error).__module__}.{type(error).__qualname__}"
+        return cls(kind=kind, step=recorder.step, counts=tuple(recorder.counts.items()))
+
+    @classmethod
+    def read(cls, words: dict[str, Any]) -> Place:
+        """From what JSON makes of it."""
+        return cls(
+            kind=words["kind"], step=words["step"], counts=tuple((name, n) for name, n in words["counts"])
+        )
+
+    def is_that_of(self, other: Place, shared: Iterable[str]) -> bool:
+        """Whether it is another rank's place too; ``shared``: the channels over which both ranks call."""
+        mine, theirs = dict(self.counts), dict(other.counts)
+        return (self.kind, self.step) == (other.kind, other.step) and all(
+            mine.get(channel, 0) == theirs.get(channel, 0) for channel in shared
+        )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Failure:
+    """An error of one rank.
+
+    Attributes:
+        rank: whose.
+        order: its place among the errors of all ranks, from 1.
+        place: where it was raised.
+        number: how many of its kind its rank has had at that place, from 1.
+        final: it has ended its rank's program.
+        line: of the user's program that called the library.
+        error: its type and message.
+        traceback: from there on.
+    """
+
+    rank: int
+    order: int
+    place: Place
+    number: int
+    final: bool
+    line: str
+    error: str
+    traceback: str
+
+    @classmethod
+    def of(
+        cls,
+        error: BaseException,
+        rank: int,
+        place: Place,
+        *,
+        order: int = 1,
+        number: int = 1,
+        final: bool = False,
+    ) -> Failure:
+        """What a rank says of an error."""
+        first = error.__traceback__
+        if first is not None and first.tb_frame.f_code.co_filename == __file__:
+            first = first.tb_next
+        text = "".join(traceback.format_exception(type(error), error, first))
+        if len(text) > _LONGEST:  # its end says what, the last frames say where
+            text = f"...\n{text[-_LONGEST:]}"
+        words = f"{type(error).__name__}: {error}".removesuffix(": ")
+        line = raised_at(error) if final else main_line()
+        return cls(
+            rank=rank, order=order, place=place, number=number, final=final, line=line, error=words, traceback=text
+        )  # fmt: skip
+
+    def written(self) -> str:
+        """As text."""
+        return json.dumps(asdict(self))
+
+    @classmethod
+    def read(cls, text: str | bytes) -> Failure:
+        """The way back."""
+        words: dict[str, Any] = json.loads(text)
+        return cls(**{**words, "place": Place.read(words["place"])})
+
+    def told(self, rank: int, call: Call) -> str:
+        """What another rank says that was waiting."""
+        step = "" if self.place.step is None else f" in step {self.place.step}"
+        return (
+            f"rank {self.rank} failed{step}, so the others end: {self.error}\n"
+            f"On rank {self.rank}, at {self.line}:\n{self.traceback}(Rank {rank} was in {call}.)"
+        )
+
+
+class Failures:
+    """What one rank says of its errors, and hears of the others'."""
+
+    def __init__(self, rank: int, store: Any, lock: threading.Lock, recorder: Flight) -> None:
+        """Args:
+        rank: this one.
+        store, lock: a connection to the store, and what to hold while it is used.
+        recorder: of this rank's calls.
+        """
+        self._rank, self._store, self._lock, self._flight = rank, store, lock, recorder
+        self._key = f"{_KEY}{rank}"
+        self._had: dict[Place, int] = {}  # how many errors where, of the newest places
+        self._own: tuple[Failure, Call | None] | None = None  # and the last call before it
+        self._since: dict[tuple[int, int], float] = {}  # by rank and order
+
+    def tell(self, error: BaseException, *, final: bool = False) -> None:
+        """Let the others know of an error that leaves the library, once; and once more if it is ``final``."""
+        if getattr(error, _TOLD, False) and not final:
+            return
+        with suppress(AttributeError):  # an exception class with slots
+            setattr(error, _TOLD, True)
+        place, last = Place.of(error, self._flight), self._last()
+        number = self._had[place] = self._had.pop(place, 0) + 1
+        if len(self._had) > _REMEMBERED:
+            del self._had[next(iter(self._had))]
+        failure = Failure.of(error, self._rank, place, number=number, final=final)
+        self._own = failure, last
+        with suppress(RuntimeError):  # without a store the others' connections break
+            with self._lock:
+                failure = replace(failure, order=self._store.add(_ORDER, 1))
+            self._own = failure, last
+            self._say(failure)
+
+    @property
+    def stands(self) -> bool:
+        """Whether this rank has failed, and not gone on."""
+        return self._own is not None
+
+    def renew(self) -> None:
+        """Take this rank's error back, if it has gone on."""
+        own = self._own
+        if own is None or own[0].final:
+            return
+        failure, before = own
+        calls = list(self._flight.last)
+        later = calls[calls.index(before) + 1 :] if before in calls else calls
+        if not any(call.since is not None and id(call) not in self._flight.waiting for call in later):
+            return
+        with self._lock:
+            self._store.compare_set(self._key, failure.written(), "")  # not one that was told since
+        if self._own is own:
+            self._own = None
+
+    def elsewhere(self) -> list[Failure]:
+        """The errors of other ranks that this one has not had, the first one first.
+
+        Where no rank has ever failed this asks the store one question.
+        """
+        with self._lock:
+            if not self._store.check([_WHO]):
+                return []
+            ranks = json.loads(self._store.get(_WHO))
+            keys = [f"{_KEY}{rank}" for rank in ranks if rank != self._rank]
+            held = self._store.multi_get(keys) if keys else []
+        found = [Failure.read(text) for text in held if text]
+        return sorted((one for one in found if self._heeds(one)), key=lambda one: one.order)
+
+    def lasting(self, seconds: float) -> list[Failure]:
+        """The same, of those that have stood for so long; to be asked again and again."""
+        found, now = self.elsewhere(), time.monotonic()
+        self._since = {(one.rank, one.order): self._since.get((one.rank, one.order), now) for one in found}
+        return [one for one in found if now - self._since[one.rank, one.order] >= seconds]
+
+    def _heeds(self, failure: Failure) -> bool:
+        shared = [channel for channel, ranks in list(self._flight.members.items()) if failure.rank in ranks]
+        had = list(self._had.items())
+        alike = [number for place, number in had if place.is_that_of(failure.place, shared)]
+        return failure.final or failure.number > max(alike, default=0)
+
+    def _say(self, failure: Failure) -> None:
+        """Write it down, then that this rank is one that has failed."""
+        with self._lock:
+            self._store.set(self._key, failure.written())
+            wanted, held = [self._rank], ""
+            while True:
+                now = self._store.compare_set(_WHO, held, json.dumps(wanted)).decode()
+                if now == json.dumps(wanted):
+                    return
+                held = now
+                ranks = json.loads(held)
+                if self._rank in ranks:
+                    return
+                wanted = [*ranks, self._rank]
+
+    def _last(self) -> Call | None:
+        return self._flight.last[-1] if self._flight.last else None
+
+
+def told_to_all(function: Callable[P, R]) -> Callable[P, R]:
+    """A function that all ranks call: an error that leaves it is told to the other ranks, where somebody watches."""
+
+    @functools.wraps(function)
+    def called(*args: P.args, **kwargs: P.kwargs) -> R:
+        try:
+            return function(*args, **kwargs)
+        except Exception as error:
+            if flight_recorder.active is not None:
+                flight_recorder.active.watcher.tell(error)
+            raise
+
+    return called
