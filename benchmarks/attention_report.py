@@ -105,7 +105,7 @@ def report(path: Path) -> int:
         reports.draw_bars(panel, speeds, ours, "TFLOP/s a rank (forward + backward)", digits=0)
         panel.set_title(f"{int(length):,} tokens", loc="left")
     figure.suptitle(
-        f"{result['settings']['ranks']} × {result['machine'].get('gpu', 'CPU')}: ours blue, torch grey"
+        f"{result['settings']['ranks']} × {result['machine'].get('gpu', 'CPU')}: Meshfold blue, torch grey"
     )
     reports.save(figure, [described(result)], path)
     return 0

@@ -244,7 +244,7 @@ def report(path: Path) -> int:
         panel.set_title(titles[comparison])
     s = result["settings"]
     figure.suptitle(
-        f"Adam on {s['parameters'] / 1e6:.0f} M parameters, {s['threads']} threads: ours blue, peers grey"
+        f"Adam on {s['parameters'] / 1e6:.0f} M parameters, {s['threads']} threads: Meshfold blue, peers grey"
     )
     reports.save(figure, [_described(result), "", table(result)], path)
     return 0

@@ -210,14 +210,17 @@ def report(path: Path) -> int:
     counts = {int(count): found for count, found in result["counts"].items()}
     figure, panels = reports.panels(1, 1, (5.5, 3.6))
     panel = panels[0][0]
-    for name, mark, colour in (("fits", "o-", reports.OURS), ("refused", "x", "#bb4422")):
+    for name, words, mark, colour in (
+        ("fits", "longest that trains", "o-", reports.OURS),
+        ("refused", "shortest that does not fit", "x", "#bb4422"),
+    ):
         shown = {count: counts[count][name] for count in sorted(counts) if counts[count][name]}
-        panel.plot(list(shown), list(shown.values()), mark, color=colour, label=name)
+        panel.plot(list(shown), [value / 1000 for value in shown.values()], mark, color=colour, label=words)
     if counts.get(1, {}).get("fits"):
-        proportional = [counts[1]["fits"] * count for count in sorted(counts)]
-        panel.plot(sorted(counts), proportional, ":", color=reports.PEER, label="proportional")
-    panel.set_xlabel("ranks")
-    panel.set_ylabel("tokens of one sequence")
+        proportional = [counts[1]["fits"] * count / 1000 for count in sorted(counts)]
+        panel.plot(sorted(counts), proportional, ":", color=reports.PEER, label="proportional to GPUs")
+    panel.set_xlabel("GPUs")
+    panel.set_ylabel("length of a sequence, thousand tokens")
     panel.set_xticks(sorted(counts))
     panel.set_ylim(bottom=0)
     panel.legend()

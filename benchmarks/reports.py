@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -66,15 +67,19 @@ def draw_bars(
     digits: int = 1,
     limits: Mapping[str, float] | None = None,
 ) -> None:
-    """A bar for each name from the top down, its value at its end; ``ours`` are blue. Of ``limits`` each is a stroke."""
+    """Draw a bar for each name from the top down, its value at its end; ``ours`` are blue, limits are strokes.
+
+    The row of a name whose value is nan stays empty, for a heading.
+    """
     blue = set(ours)
     colours = [OURS if name in blue else PEER for name in values]
     panel.barh(list(values), list(values.values()), color=colours)
     limits = {name: limit for name, limit in (limits or {}).items() if limit}
     if limits:
         panel.plot(list(limits.values()), list(limits), "k|", markersize=12, label="limit")
-    width = 0.12 * max([*values.values(), *limits.values()], default=0.0)  # of a number, with room
-    for name, value in values.items():
+    known = {name: value for name, value in values.items() if not math.isnan(value)}
+    width = 0.12 * max([*known.values(), *limits.values()], default=0.0)  # of a number, with room
+    for name, value in known.items():
         limit = limits.get(name, value)
         end = (
             limit if value <= limit < value + width else value

@@ -407,14 +407,14 @@ def report(path: Path) -> int:
     ours = [name for name in names if name not in PEERS]
     figure, panels = reports.panels(1, 2, (11, 0.42 * len(names) + 1.6))
     left, right = panels[0]
-    reports.draw_bars(left, {name: times[name] for name in names}, ours, "ms a step (forward + backward)")
+    reports.draw_bars(left, {name: times[name] for name in names}, ours, "time of forward and backward, ms")
     peaks = {name: result["peak_bytes"][name] / 2**30 for name in names}
-    reports.draw_bars(right, peaks, ours, "peak GiB a rank")
+    reports.draw_bars(right, peaks, ours, "peak of GPU memory, GiB")
     right.set_yticks([])
     settings = result["settings"]
     figure.suptitle(
         f"{settings['layers']} Llama blocks, {settings['ranks']} × {result['machine'].get('gpu', 'CPU')}: "
-        "ours blue, DTensor grey"
+        "Meshfold blue, DTensor grey"
     )
     reports.save(figure, [_described(result), "", table(result)], path)
     return 0

@@ -37,6 +37,23 @@ PLACEMENTS: dict[str, dict[str, Any] | None] = {
     "cpu, regime B": dict(placement="cpu", regime="B"),
     "cpu, regime C": dict(placement="cpu", regime="C"),
 }
+WORDS_OF = {
+    "everything on the GPU, no zero": "on the GPU, no ZeRO",
+    "cuda": "on the GPU, ZeRO-3",
+    "cpu": "on the host, float32",
+    "cpu, regime B": "on the host, bfloat16",
+    "cpu, regime C": "on the host, 8 bits",
+    "optimizer on the host": "all of it stepped on the host",
+    "half of the optimizer on the host": "half of it stepped on the host",
+}
+"""Labels of the plot's points"""
+SIDES = {
+    "cuda": ((0, -9), "center", "top"),
+    "cpu": ((9, -4), "left", "center"),
+    "cpu, regime C": ((9, 3), "left", "center"),
+    "everything on the GPU, no zero": ((0, 9), "center", "bottom"),
+}
+"""Offset and alignment of the labels that would not stand right of their points"""
 
 
 def main(argv: list[str]) -> int:
@@ -174,16 +191,22 @@ def drawn(about: dict[str, Any], rows: dict[str, dict[str, Any]]) -> Any:
     figure, panels = reports.panels(1, 1, (8, 4.5))
     panel = panels[0][0]
     for name, row in rows.items():
-        panel.plot(row["gpu_peak_bytes"] / 2**30, median(row["seconds"]), "o", markersize=9, label=name)
+        point = row["gpu_peak_bytes"] / 2**30, median(row["seconds"])
+        panel.plot(*point, "o", markersize=9, color=reports.OURS)
+        shift, across, down = SIDES.get(name, ((9, 0), "left", "center"))
+        panel.annotate(
+            WORDS_OF.get(name, name), point, xytext=shift, textcoords="offset points", ha=across, va=down
+        )
     panel.set(
-        xlabel="peak of GPU memory, GiB", ylabel="seconds a step",
-        title=f"{about['model']}, {about['rows']} × {about['seq_len']} tokens: less GPU memory, longer steps",
-    )  # fmt: skip
+        xlabel="peak of GPU memory, GiB",
+        ylabel="time of a step, s",
+        title=f"{about['model']}, {about['rows']} × {about['seq_len']} tokens: where optimizer state lives",
+    )
     panel.margins(0.1)  # so that no point is cut off at the edge
-    panel.set_ylim(bottom=0)
-    panel.set_xlim(left=0)
-    panel.legend(loc="lower left", title="state lives", fontsize=9)
+    panel.set_ylim(bottom=0, top=3.4)
+    panel.set_xlim(left=0, right=130)
     panel.grid(alpha=0.3)
+    reports.frame_open(panel)
     return figure
 
 

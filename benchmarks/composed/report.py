@@ -151,13 +151,19 @@ def report(path: Path) -> int:
         left.plot(range(1, len(losses) + 1), losses, style, label=name, linewidth=1.2)
     left.set_xlabel("step")
     left.xaxis.get_major_locator().set_params(integer=True)
-    left.set_ylabel("loss")
-    left.legend(fontsize=8)
+    left.set_ylabel("loss, nats a token")
+    distances = _distances(result)
+    if distances and max(distances.values()) <= APART:
+        left.set_title(
+            f"{len(distances)} loss curves, at most {max(distances.values()):.1%} apart", fontsize=10
+        )
+    else:
+        left.legend(fontsize=8)
     reports.frame_open(left)
     ordered = {name: speeds[name] for name in sorted(speeds, key=speeds.__getitem__, reverse=True)}
     ours = [name for name in ordered if name not in PEERS]
-    reports.draw_bars(right, ordered, ours, "tokens/s a GPU", digits=0)
+    reports.draw_bars(right, ordered, ours, "throughput, tokens/s a GPU", digits=0)
     gpu = result["machine"].get("gpu", "CPU")
-    figure.suptitle(f"{s['model']}, {s['ranks']} × {gpu}: ours blue, FSDP2 grey")
+    figure.suptitle(f"{s['model']}, {s['ranks']} × {gpu}: Meshfold blue, FSDP2 grey")
     reports.save(figure, [described(result)], path)
     return 0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -129,9 +130,11 @@ def _predicted(row: dict[str, Any]) -> str:
 
 def _drawn(result: dict[str, Any]) -> Any:
     """For each case TFLOP/s and the peak of GPU memory, with its limit."""
-    speeds, peaks, limits, ours = {}, {}, {}, []
+    speeds, peaks, limits, ours, headings = {}, {}, {}, [], []
     for name, case in result["cases"].items():
         settings = case["settings"]
+        headings.append(settings["about"])
+        speeds[headings[-1]] = peaks[headings[-1]] = math.nan
         for contestant, runs in verdict.rows(result, name).items():
             times = verdict.all_seconds(runs)
             if not times:
@@ -143,11 +146,21 @@ def _drawn(result: dict[str, Any]) -> Any:
             peaks[row] = verdict.peak(runs, "gpu_peak_bytes")
             limits[row] = settings["gpu_gib"]
             ours += [row] if contestant in MINE else []
-    figure, panels = reports.panels(1, 2, (11, 0.34 * len(speeds) + 1.6))
+    figure, panels = reports.panels(1, 2, (11, 0.27 * len(speeds) + 1.6))
     left, right = panels[0]
-    reports.draw_bars(left, speeds, ours, "TFLOP/s a GPU (6 · parameters · tokens)", digits=0)
+    reports.draw_bars(left, speeds, ours, "TFLOP/s a GPU (6 · parameters · tokens / time)", digits=0)
     reports.draw_bars(right, peaks, ours, "peak of GPU memory, GiB", limits=limits)
     right.set_yticks([])
+    right.set_facecolor("none")
+    rows = list(speeds)
+    left.set_yticks(range(len(rows)), ["" if row in headings else row.partition(": ")[2] for row in rows])
+    left.tick_params(axis="y", length=0)
+    for row in headings:
+        words = left.annotate(
+            row, (0, row), xytext=(3, 0), textcoords="offset points", va="center", weight="bold"
+        )
+        words.set_in_layout(False)  # it may reach into the other panel, whose row is empty
+    figure.suptitle("Meshfold blue, peers grey")
     if any(limits.values()):
-        right.legend(loc="upper right")
+        right.legend(loc="lower right")
     return figure

@@ -116,13 +116,15 @@ def _drawn(result: dict[str, Any]) -> Any:
         times = {name: median(values) for name, values in case["milliseconds"].items()}
         names = sorted(times, key=times.__getitem__)
         ours = [name for name in names if not name.startswith("torch")]
-        reports.draw_bars(left, {name: times[name] for name in names}, ours, "ms a step (forward + backward)")
+        reports.draw_bars(
+            left, {name: times[name] for name in names}, ours, "time of forward and backward, ms"
+        )
         peaks = {name: case["peak_bytes"][name] / 2**30 for name in names}
-        reports.draw_bars(right, peaks, ours, "peak GiB, fullest rank")
+        reports.draw_bars(right, peaks, ours, "peak of GPU memory, fullest rank, GiB")
         left.set_title(f"{microbatches} micro-batches", loc="left")
         right.set_yticks([])
     s = result["settings"]
     figure.suptitle(
-        f"{s['layers']} Llama blocks, {s['ranks']} × {result['machine'].get('gpu', 'CPU')}: ours blue, torch grey"
+        f"{s['layers']} Llama blocks, {s['ranks']} × {result['machine'].get('gpu', 'CPU')}: Meshfold blue, torch grey"
     )
     return figure

@@ -37,11 +37,11 @@ def draw(found: Mapping[str, Any], file: Path) -> None:
                     [row["published"] for row in line],
                     "o-",
                     color=COLOURS[m],
-                    label=f"M = {m}, published",
+                    label=f"{m} micro-batches, published",
                 )
                 axes.plot(
                     ranks, [row[ours] for row in line], "x--", color=COLOURS[m],
-                    label=f"M = {m}, simulated, {ours}",
+                    label=f"{m} micro-batches, simulated, {ours}",
                 )  # fmt: skip
             axes.set(
                 title=title, xlabel="accelerators K", ylabel="throughput, normalised as in the paper", ylim=0

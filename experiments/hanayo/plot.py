@@ -28,7 +28,7 @@ def draw(found: Mapping[str, Any], file: Path) -> None:
         (
             "send",
             found["messages"],
-            "time of a message, in TF of a rank's share",
+            "time of a message ÷ a rank's forward time",
             "8 ranks, messages that take time",
         ),
     ]

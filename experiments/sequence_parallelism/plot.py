@@ -13,7 +13,7 @@ COLOURS = {TENSOR: "#b07d2b", RING_SELF: "#2463a8", RING: "#2a8f5f"}
 NAMES = {
     TENSOR: "tensor parallelism",
     RING_SELF: "ring self-attention",
-    RING: "our ring",
+    RING: "ring of Meshfold",
 }
 
 
@@ -41,7 +41,7 @@ def draw(found: Mapping[str, Any], file: Path) -> None:
             _table(axes, rows, found["memory"], start, columns, 1 / 1024, "plan")
             axes.axhline(CARD / MB / 1024, color="#b3323c", linewidth=1, linestyle=":")
             axes.text(1, CARD / MB / 1024 + 0.2, "a P100", color="#b3323c", fontsize=8.5)
-            axes.set(title=title, xlabel="ranks N", ylabel="GB of a rank", ylim=(0, 26))
+            axes.set(title=title, xlabel="ranks N", ylabel="memory of a rank, GB", ylim=(0, 26))
         columns = {TENSOR: "tp_tokens_s", RING_SELF: "sp_tokens_s"}
         _table(speed, rows, found["clock"]["rows"], 4, columns, 1e-3, "clock")
         speed.set(
@@ -58,7 +58,7 @@ def draw(found: Mapping[str, Any], file: Path) -> None:
         longest.set(
             title="The plan: longest sequence on P100s, BERT-Base, batch 64",
             xlabel="ranks N",
-            ylabel="tokens",
+            ylabel="longest sequence, tokens",
         )
         longest.legend(fontsize=8.5)
         figure.savefig(file, dpi=110)

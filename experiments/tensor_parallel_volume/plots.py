@@ -145,6 +145,6 @@ def _growth(axes: Any, results: Results) -> None:
     axes.set(
         title="How fast a problem must grow to keep its efficiency",
         xlabel="ranks p",
-        ylabel="W(p) / W(fewest ranks)",
+        ylabel="work W(p) ÷ work on the fewest ranks",
     )
     axes.legend(fontsize=9)

@@ -49,9 +49,9 @@ def draw(found: Mapping[str, Any], file: Path) -> None:
                 axes.plot(places, [row["rate"][name] for row in rows], "x", color=COLOURS[name], label=name)
             axes.plot([], [], "o", color="#777777", markersize=9, markerfacecolor="none", label="published")
             axes.plot([], [], "x", color="#777777", label="simulated")
-            labels = [f"{row['model']}\np {row['p']}\nm {row['m']}" for row in rows]
+            labels = [f"{row['model']}\n{row['p']}\n{row['m']}" for row in rows]
             axes.set_xticks(list(places), labels, fontsize=8)
-            axes.set(title=f"Bubble rates, {title}", ylim=(0, 0.33))
+            axes.set(title=f"Bubble rates, {title}", ylim=(0, 0.33), xlabel="model, stages, micro-batches")
             axes.legend(fontsize=8.5, ncols=4, loc="upper left")
         plots[0].set_ylabel("idle share of the longest span of a rank")
         figure.savefig(file, dpi=130)
