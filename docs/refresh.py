@@ -3,10 +3,11 @@
     python docs/refresh.py                    # every page of this folder
     python docs/refresh.py docs/kernels.md     # some of them
 
-A block of text after ``<!-- prints -->`` is what the block of code before it prints, to the letter; a test compares
-(``integration_tests/test_docs.py``). After ``<!-- printed: reason -->`` it is what one run printed, with the
-reason why another run prints something else. What stands between ``<!-- from FILE -->`` and ``<!-- end of FILE -->``
-is that file of the repository. Pictures are made by ``docs/pictures/make.py``.
+A block of text after ``<!-- prints -->`` is what the block of code before it prints, to the letter. After ``<!-- printed:
+reason -->`` it is what one run printed, with the reason why another run prints other numbers. A test compares both
+(``integration_tests/test_docs.py``), the second without its numbers, unless the reason begins with "it depends". What stands
+between ``<!-- from FILE -->`` and ``<!-- end of FILE -->`` is that file of the repository. Pictures are made by
+``docs/pictures/make.py``.
 """
 
 from __future__ import annotations
@@ -41,6 +42,7 @@ class Output:
         first, last: the lines of text it has now, from 0; ``last`` is the closing fence.
         text: these lines.
         exact: whether it must be this to the letter.
+        reason: why it need not.
         source: number of the block of code, among those that run.
     """
 
@@ -48,6 +50,7 @@ class Output:
     last: int
     text: str
     exact: bool
+    reason: str
     source: int
 
 
@@ -80,6 +83,7 @@ def outputs(page: str) -> list[Output]:
                 last=last,
                 text="\n".join(lines[number + 2 : last]),
                 exact=mark["reason"] is None,
+                reason=mark["reason"] or "",
                 source=source,
             )
         )
@@ -169,6 +173,7 @@ def refreshed(page: str, name: str) -> str:
 def tidy(text: str) -> str:
     """Printed text as a page shows it: no blanks at the ends, nothing that names this machine."""
     text = text.replace(str(ROOT) + os.sep, "").replace(platform.platform(), platform.system())
+    text = re.sub(r"/\S+/work/", "", text)  # the folder that the page runs in
     return "\n".join(line.rstrip() for line in text.splitlines()).strip("\n")
 
 
