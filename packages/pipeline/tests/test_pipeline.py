@@ -22,7 +22,7 @@ from pipeline_checks import (
 )
 from torch import Tensor, nn
 
-from meshfold.mesh import LayoutError, Mesh, SpecError, dropout_stream, metadata, record
+from meshfold.mesh import LayoutError, Mesh, MeshfoldError, SpecError, dropout_stream, metadata, record
 from meshfold.mesh.testing import ranks, run_on_ranks
 from meshfold.pipeline import Pipeline, schedule
 
@@ -226,6 +226,41 @@ def test_dropout_is_that_of_one_process() -> None:
             assert_gradients(pipeline, gradients(serial), "dropout")
         with dropout_stream(3, 8, first_row=10, first_token=60):
             assert abs(float(pipeline.step(batch) - wanted)) > 1e-6  # another step drops other elements
+
+
+@ranks(2)
+def test_a_block_at_several_places_drops_what_it_drops_in_one_process() -> None:
+    from meshfold.models import GPTConfig, build
+    from meshfold.tensor_parallel import parallelize
+
+    config = GPTConfig(vocab_size=64, hidden=16, layers=2, heads=2, max_positions=8, dropout=0.3)
+    torch.manual_seed(0)
+    serial = build(config).double()
+    (blocks,) = (module for module in serial.modules() if isinstance(module, nn.ModuleList))
+    one, two = blocks
+    blocks.extend([one, two, two, one])
+    cut = copy.deepcopy(serial)
+    parallelize(serial, Mesh({"tensor": 1}, rank=0), "1d")
+    batch = tokens(6)
+    with dropout_stream(3, 7):
+        wanted = loss_of(serial, batch)
+        wanted.backward()
+    for name in ("1f1b", "interleaved"):
+        mine, mesh = copy.deepcopy(cut), Mesh({"pipe": 2, "tensor": 1})
+        parallelize(mine, mesh, "1d")
+        pipeline = Pipeline(mine, mesh, schedule=name, microbatches=2)
+        with dropout_stream(3, 7):
+            assert abs(float(pipeline.step(batch) - wanted)) < 1e-9
+        assert_gradients(pipeline, gradients(serial), name)
+
+
+def test_draws_of_other_stages_are_counted() -> None:
+    with dropout_stream(3, 7) as whole:
+        calls = [whole.draw("a") for _ in range(3)]
+    with dropout_stream(3, 7) as stage, stage.after_calls_elsewhere(2):
+        assert stage.draw("a") == calls[2]
+        with pytest.raises(MeshfoldError, match=r"'a' is called more than once .* a dropout of its own"):
+            stage.draw("a")
 
 
 @ranks(4)

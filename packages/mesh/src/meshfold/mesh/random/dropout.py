@@ -9,8 +9,8 @@ The mask itself is a function of (seed, key, global element index), see `meshfol
 from __future__ import annotations
 
 from collections import Counter, OrderedDict
-from collections.abc import Mapping
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar, Token
 from dataclasses import dataclass
 
@@ -95,6 +95,8 @@ class DropoutStream:
         self.dealt = dealt
         self.repeats = False
         self._calls = Counter(calls or {})
+        self._calls_elsewhere = 0
+        self._named: set[str] = set()
 
     def draw(self, name: str = "") -> Draw:
         """For the next dropout call; its key is in [0, 2**63).
@@ -105,6 +107,14 @@ class DropoutStream:
         """
         call = self._calls[name]
         self._calls[name] = call + 1
+        if self._calls_elsewhere:
+            if name in self._named:
+                raise MeshfoldError(
+                    f"dropout of {name!r} is called more than once in a block that stands in the model several times, and stages "
+                    "of a pipeline cannot count its calls: give every call a dropout of its own, or every place a block of its own"
+                )
+            self._named.add(name)
+            call += self._calls_elsewhere
         return Draw(
             key=key_of(f"dropout/{self.step}/{name}/{call}"), call=call, seed=self.seed, first_row=self.first_row,
             first_token=self.first_token, rows=self.rows, dealt=self.dealt,
@@ -112,10 +122,22 @@ class DropoutStream:
 
     def copy(self) -> DropoutStream:
         """A stream that continues from here on its own."""
-        return DropoutStream(
+        made = DropoutStream(
             self.seed, self.step, self._calls, first_row=self.first_row, first_token=self.first_token, rows=self.rows,
             dealt=self.dealt,
         )  # fmt: skip
+        made._calls_elsewhere, made._named = self._calls_elsewhere, {*self._named}
+        return made
+
+    @contextmanager
+    def after_calls_elsewhere(self, calls: int) -> Iterator[None]:
+        """Number draws inside as if each name had been drawn ``calls`` times more: by other stages, earlier in the same forward."""
+        before = self._calls_elsewhere, self._named
+        self._calls_elsewhere, self._named = calls, set()
+        try:
+            yield
+        finally:
+            self._calls_elsewhere, self._named = before
 
 
 _current: ContextVar[DropoutStream | None] = ContextVar("meshfold_dropout_stream", default=None)
@@ -192,6 +214,12 @@ def current_dropout_stream() -> DropoutStream:
             "run the forward inside `with dropout_stream(seed, step):`, or call model.eval()"
         )
     return stream
+
+
+def after_calls_elsewhere(calls: int) -> AbstractContextManager[None]:
+    """Tell the current stream, if there is one, that other ranks made ``calls`` calls of what is called inside."""
+    stream = _current.get()
+    return nullcontext() if stream is None or not calls else stream.after_calls_elsewhere(calls)
 
 
 def deal_tokens(dealt: Dealt | None) -> None:

@@ -16,6 +16,7 @@ that is.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
@@ -27,6 +28,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_unflatten
 
 from meshfold.mesh import LayoutError
+from meshfold.mesh.dropout_stream import after_calls_elsewhere
 from meshfold.mesh.tracking import part_of_model, say, tracker, untracked, unwatched
 from meshfold.pipeline.errors import ChainError
 from meshfold.pipeline.runtime.block_outputs import Form, Forms
@@ -103,6 +105,7 @@ class _Run:
         entering: it, by the block that was called before.
         crossings: the points at which blocks were called, by block.
         began: how what travels lay at the first block that was run, by place.
+        elsewhere: calls of blocks that earlier stages make, by the first place of the block.
     """
 
     plan: Plan
@@ -119,6 +122,7 @@ class _Run:
     entering: dict[int, list[Tensor]] = field(default_factory=dict)
     crossings: dict[int, Crossing] = field(default_factory=dict)
     began: Lying | None = None
+    elsewhere: Counter[int] = field(default_factory=Counter)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -172,7 +176,11 @@ class Gates:
         forms: in which form they returned while all were here.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, same: Sequence[int] = ()) -> None:
+        """Args:
+        same: for each block the first place in the list where it stands.
+        """
+        self._same = same
         self.run: _Run | None = None
         self.blocks: list[nn.Module] = []
         self.forms = Forms()
@@ -294,6 +302,7 @@ class Gates:
                 "on shapes and on its mode, and neither on values nor on chance"
             )
         if index < run.first:
+            run.elsewhere[self._first_place(index)] += 1
             return run.plan.forms[index].fill(_leaf(slots[0].place, args, kwargs))
         if index >= run.stop:
             travels = _travels(slots, args, kwargs)
@@ -310,7 +319,11 @@ class Gates:
                 say(travels[place], how)
         if run.began is None:
             run.began = lying(_travels(slots, args, kwargs))
-        return call(*args, **kwargs)
+        with after_calls_elsewhere(run.elsewhere[self._first_place(index)]):
+            return call(*args, **kwargs)
+
+    def _first_place(self, index: int) -> int:
+        return self._same[index] if self._same else index
 
     def outside(self, module: nn.Module, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """A module beside the blocks is called."""

@@ -131,8 +131,7 @@ def cut(
     found = find_blocks(model, blocks)
     around = _around(model, found)
     _check_not_compiled(around)
-    put_twins(model, found)
-    gates = Gates()
+    gates = Gates(same=put_twins(model, found))
     gates.blocks = list(found.members)
     beside, containers = _beside(model, found, around)
     weights = tuple(

@@ -16,19 +16,23 @@ from meshfold.mesh import LayoutError
 from meshfold.pipeline.runtime.blocks import Blocks
 
 
-def put_twins(model: nn.Module, blocks: Blocks) -> None:
-    """Let each block stand at one place of the model alone, in place."""
+def put_twins(model: nn.Module, blocks: Blocks) -> list[int]:
+    """Let each block stand at one place of the model alone, in place. Return for each place the first that had the same block."""
     lists = {path for path, module in model.named_modules(remove_duplicate=False) if module is blocks.home}
     places = {f"{path}.{key}" if path else key for path in lists for key in blocks.keys}
     stands = Counter(
         module for path, module in model.named_modules(remove_duplicate=False) if path not in places
     )
-    for key in blocks.keys:
+    first: dict[nn.Module, int] = {}
+    same = []
+    for index, key in enumerate(blocks.keys):
         block = blocks.home._modules[key]
         assert block is not None  # a block has parameters or is called
+        same.append(first.setdefault(block, index))
         if stands[block]:
             blocks.home._modules[key] = twin_of(block)
         stands[block] += 1
+    return same
 
 
 def twin_of(module: nn.Module, made: dict[nn.Module, nn.Module] | None = None) -> nn.Module:
