@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from meshfold.engine.optimizers import Factory
 from meshfold.mesh import SpecError
-from meshfold.mesh.parameters.names import plain
+from meshfold.mesh.parameters import plain
 
 _NOT_SETTINGS = ("params", "param_names")
 

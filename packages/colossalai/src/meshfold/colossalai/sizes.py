@@ -7,7 +7,7 @@ from functools import partial
 from torch import nn
 
 from meshfold.mesh import Mesh
-from meshfold.mesh.parameters.parameter_meta import placed
+from meshfold.mesh.parameters import placed
 
 
 def tell_sizes(model: nn.Module, mesh: Mesh) -> None:

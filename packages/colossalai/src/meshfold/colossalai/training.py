@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from meshfold.engine.batches.own_loss import GivesWay
 from meshfold.engine.engine import Engine
 from meshfold.mesh import SpecError
-from meshfold.mesh.model_io.eval_mode import evaluating
+from meshfold.mesh.model_io import evaluating
 
 
 class Criterion:

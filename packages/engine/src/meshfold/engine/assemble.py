@@ -23,10 +23,16 @@ from meshfold.engine.together import fail_together
 from meshfold.engine.weight_source import Loaded, SourceValues, WeightSource
 from meshfold.engine.world import World
 from meshfold.mesh import LayoutError, SpecError, annotate, broadcast, metadata
-from meshfold.mesh.initialization import build_on_meta, materialize, retrace_initialization
-from meshfold.mesh.initialization.parameter_values import FirstValues, coordinates_of, first_values, origin_of
-from meshfold.mesh.parameters.hooks import keep_parameter_hooks
-from meshfold.mesh.parameters.parameter_meta import placed
+from meshfold.mesh.initialization import (
+    FirstValues,
+    build_on_meta,
+    coordinates_of,
+    first_values,
+    materialize,
+    origin_of,
+    retrace_initialization,
+)
+from meshfold.mesh.parameters import keep_parameter_hooks, placed
 from meshfold.tensor_parallel import Report, parallelize
 from meshfold.tensor_parallel.rules import check_rules
 

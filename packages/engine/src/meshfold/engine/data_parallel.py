@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from meshfold.engine.errors import TrainingError
 from meshfold.engine.precision import Masters
 from meshfold.mesh import Group, Mesh, Pending, all_reduce, metadata
-from meshfold.mesh.parameters.shown_gradient import ShownGradient
+from meshfold.mesh.parameters import ShownGradient
 
 BUCKET_BYTES = 25 * 2**20
 _ALIGN = 16  # elements: gradients begin where vector instructions like it

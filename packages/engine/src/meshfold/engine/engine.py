@@ -29,9 +29,9 @@ from meshfold.engine.pipelining import PipelinedModel, check_own_loop
 from meshfold.engine.precision import LossScaler
 from meshfold.engine.randomness import randomness
 from meshfold.mesh import ParallelSpec, all_reduce
-from meshfold.mesh.recording import flight_recorder
+from meshfold.mesh.recording import at_step
 from meshfold.mesh.spec.argument_checks import named_arguments
-from meshfold.mesh.watchdog.rank_errors import told_to_all
+from meshfold.mesh.watchdog import told_to_all
 
 if TYPE_CHECKING:
     from meshfold.engine.batches.batch import Batch
@@ -181,7 +181,7 @@ class Engine:
             TrainingError: without an optimizer.
         """
         self._gradients.check_open()
-        flight_recorder.at_step(self.steps + self.skipped_steps + 1)
+        at_step(self.steps + self.skipped_steps + 1)
         work = self._forward.prepare(batch)
         last = self._gradients.place == self._accumulation - 1
         self.model.train()

@@ -21,8 +21,7 @@ from meshfold.engine.precision import Precision
 from meshfold.engine.states import States
 from meshfold.engine.world import World
 from meshfold.mesh import SpecError
-from meshfold.mesh.model_io.eval_mode import evaluating
-from meshfold.mesh.model_io.labels import IGNORE, has_encoder_apart, labels_are_shifted
+from meshfold.mesh.model_io import IGNORE, evaluating, has_encoder_apart, labels_are_shifted
 
 
 class Forward:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TypeVar
 
-from meshfold.mesh.parameters.names import plain
+from meshfold.mesh.parameters import plain
 
 T = TypeVar("T")
 

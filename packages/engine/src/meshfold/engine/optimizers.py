@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from meshfold.mesh import SpecError
 from meshfold.mesh.errors import nearest
-from meshfold.mesh.parameters.optimizer_probe import TrialError, sight_of
+from meshfold.mesh.parameters import TrialError, sight_of
 from meshfold.mesh.spec import argument_checks as settings
 
 Scheduler: TypeAlias = torch.optim.lr_scheduler.LRScheduler

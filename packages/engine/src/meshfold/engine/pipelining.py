@@ -21,8 +21,8 @@ from meshfold.engine.sequence import local_length
 from meshfold.engine.sequence.checks import check_mixing
 from meshfold.engine.world import PIPE, World
 from meshfold.mesh import LayoutError, SpecError, all_reduce
-from meshfold.mesh.model_io.labels import has_encoder_apart
-from meshfold.mesh.parameters.names import plain
+from meshfold.mesh.model_io import has_encoder_apart
+from meshfold.mesh.parameters import plain
 from meshfold.mesh.spec.argument_checks import refused
 from meshfold.mesh.spec.entry import show
 from meshfold.tensor_parallel.frame import row_unit

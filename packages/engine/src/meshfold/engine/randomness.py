@@ -8,8 +8,7 @@ from contextlib import contextmanager
 import torch
 
 from meshfold.engine.batches.shares import Shares
-from meshfold.mesh.random import key_of
-from meshfold.mesh.random.dropout import dropout_stream
+from meshfold.mesh.random import dropout_stream, key_of
 
 
 @contextmanager

@@ -21,7 +21,7 @@ from meshfold.engine.recomputed_buffers import Buffers
 from meshfold.engine.repeated import find_blocks
 from meshfold.mesh import ParallelSpec, SpecError
 from meshfold.mesh.errors import nearest
-from meshfold.mesh.model_io.dry_run import WithoutValues
+from meshfold.mesh.model_io import WithoutValues
 from meshfold.tensor_parallel.foreign import recompute_contexts
 
 if TYPE_CHECKING:

@@ -10,8 +10,7 @@ from meshfold.engine.errors import TrainingError
 from meshfold.engine.precision import Precision
 from meshfold.engine.world import World
 from meshfold.mesh import SpecError, all_reduce
-from meshfold.mesh.parameters.names import plain
-from meshfold.mesh.parameters.parameter_meta import placed
+from meshfold.mesh.parameters import placed, plain
 
 
 def refuse_unmade(model: nn.Module) -> None:

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from meshfold.engine.errors import TrainingError
 from meshfold.engine.states import States
-from meshfold.mesh.parameters.shown_gradient import ShownGradient
+from meshfold.mesh.parameters import ShownGradient
 
 
 class ShownGradients:

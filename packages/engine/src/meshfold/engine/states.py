@@ -27,9 +27,7 @@ from meshfold.engine.optimizers import Factory, check_sight
 from meshfold.engine.precision import Masters
 from meshfold.engine.world import PIPE, World
 from meshfold.mesh import Mesh, clip_gradient_values, clip_gradients, gradient_norm, metadata
-from meshfold.mesh.parameters.names import plain
-from meshfold.mesh.parameters.parameter_meta import ParameterMeta
-from meshfold.mesh.parameters.stored_value import Parts
+from meshfold.mesh.parameters import ParameterMeta, Parts, plain
 
 if TYPE_CHECKING:
     from meshfold.engine.zero.residency import Residency

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from meshfold.mesh import ParallelSpec
-from meshfold.mesh.initialization.parameter_values import FirstValues
+from meshfold.mesh.initialization import FirstValues
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -12,9 +12,8 @@ import torch
 
 from meshfold.engine.nodes import warn_of_crossing
 from meshfold.mesh import Group, Mesh, ParallelSpec, SpecError
-from meshfold.mesh.processes import Environment, process_group
-from meshfold.mesh.processes import groups as running
-from meshfold.mesh.watchdog.shared import limit_of
+from meshfold.mesh.processes import DEFAULT_TIMEOUT, Environment, Process, start, world
+from meshfold.mesh.watchdog import limit_of
 
 PIPE = "pipe"
 """The axis of a pipeline's stages"""
@@ -119,7 +118,7 @@ def join(
         SpecError: for a spec that is wrong, does not fit the processes, or needs what is not installed.
         LaunchError: when the other processes cannot be met.
     """
-    alive = running.world()
+    alive = world()
     if alive is not None:
         size = alive.size
     else:
@@ -132,12 +131,12 @@ def join(
     require_runnable(spec)
     place = _device(device)
     if alive is None and size > 1:
-        limit = timedelta(seconds=limit_of(limit_s)) or process_group.DEFAULT_TIMEOUT
-        process = process_group.start(environment, device=place, meeting=limit)
+        limit = timedelta(seconds=limit_of(limit_s)) or DEFAULT_TIMEOUT
+        process = start(environment, device=place, meeting=limit)
         atexit.register(_leave, process)
         place = process.device
     elif alive is not None:
-        place = process_group.start(environment, device=place).device
+        place = start(environment, device=place).device
     elif place is None:
         place = (
             torch.device("cuda", torch.cuda.current_device())
@@ -182,7 +181,7 @@ def _device(device: torch.device | str | None) -> torch.device | None:
     return place
 
 
-def _leave(process: process_group.Process) -> None:
+def _leave(process: Process) -> None:
     """At exit; a rank that failed does not wait for the others."""
     process.close(wait=not hasattr(sys, "last_value"))
 

@@ -28,7 +28,7 @@ from meshfold.huggingface.weight_names import Matched, match
 from meshfold.kernels.nf4 import pack_nf4
 from meshfold.mesh import ParallelSpec, SpecError, metadata
 from meshfold.mesh.errors import nearest
-from meshfold.mesh.initialization.parameter_values import FirstValues
+from meshfold.mesh.initialization import FirstValues
 
 _IMPLEMENTATIONS = ("attn_implementation", "experts_implementation")
 """Settings of transformers that are no fields of a configuration."""

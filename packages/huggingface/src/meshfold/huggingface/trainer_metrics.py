@@ -14,7 +14,7 @@ from transformers.trainer_utils import EvalPrediction, denumpify_detensorize
 from meshfold.engine.batches.cut import share
 from meshfold.engine.batches.gathered import gathered_list
 from meshfold.engine.engine import Engine
-from meshfold.mesh.model_io.eval_mode import evaluating
+from meshfold.mesh.model_io import evaluating
 
 _PADDING = -100  # as the Trainer's
 

@@ -30,7 +30,7 @@ from meshfold.engine.together import fail_together
 from meshfold.engine.world import World
 from meshfold.lightning.lanes import Lane, Lanes
 from meshfold.lightning.session import Session
-from meshfold.mesh.parameters.names import plain
+from meshfold.mesh.parameters import plain
 
 REST = "lightning.pt"
 _STATE, _OPTIMIZERS = "state_dict", "optimizer_states"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from lightning.fabric.plugins import ClusterEnvironment
 from meshfold.mesh import LaunchError
-from meshfold.mesh.processes import Environment, groups
+from meshfold.mesh.processes import Environment, world
 
 
 class RunningRanks(ClusterEnvironment):
@@ -18,7 +18,7 @@ class RunningRanks(ClusterEnvironment):
         """Raises:
         LaunchError: if no process group is running.
         """
-        here = groups.world()
+        here = world()
         if here is None:
             raise LaunchError(
                 "RunningRanks() without a process group: call meshfold.mesh.start() first, or leave "
@@ -49,7 +49,7 @@ class RunningRanks(ClusterEnvironment):
     @staticmethod
     def detect() -> bool:
         """Whether a process group is running."""
-        return groups.world() is not None
+        return world() is not None
 
     def world_size(self) -> int:
         """How many processes there are."""

@@ -8,8 +8,7 @@ from contextlib import contextmanager
 from torch import nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
 
-from meshfold.mesh.initialization import record_initialization
-from meshfold.mesh.initialization.parameter_values import Origin, set_origin
+from meshfold.mesh.initialization import Origin, record_initialization, set_origin
 
 
 @contextmanager

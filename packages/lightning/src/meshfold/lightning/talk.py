@@ -15,7 +15,7 @@ from torch import Tensor
 from meshfold.engine.batches.gathered import gathered_list
 from meshfold.engine.world import World
 from meshfold.mesh import Group, SpecError, all_gather, all_reduce, broadcast
-from meshfold.mesh.collectives.primitives import gather
+from meshfold.mesh.collectives import gather
 
 T = TypeVar("T")
 

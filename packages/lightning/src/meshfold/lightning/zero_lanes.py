@@ -14,9 +14,8 @@ from meshfold.engine.world import World
 from meshfold.engine.zero.states import ZeroStates
 from meshfold.lightning.lanes import Around, Lane, Lanes, repoint
 from meshfold.mesh import SpecError
-from meshfold.mesh.initialization.parameter_values import FirstValues
-from meshfold.mesh.parameters.names import plain
-from meshfold.mesh.parameters.parameter_meta import placed
+from meshfold.mesh.initialization import FirstValues
+from meshfold.mesh.parameters import placed, plain
 
 
 class ZeroLanes:

@@ -21,6 +21,7 @@ from meshfold.mesh.errors import (
     MeshfoldError,
     SpecError,
     TokenError,
+    nearest,
 )
 from meshfold.mesh.group import Group
 from meshfold.mesh.initialization.api import (
@@ -85,6 +86,7 @@ __all__ = [
     "materialize",
     "metadata",
     "moved_bytes",
+    "nearest",
     "receive",
     "record",
     "record_initialization",

@@ -73,7 +73,8 @@ def run(arguments: argparse.Namespace) -> int:
     program = ["-m", *arguments.module] if arguments.module is not None else arguments.script
     import torch
 
-    from meshfold.mesh.processes import Environment, _bootstrap, launch
+    from meshfold.mesh.processes import STOPPED_CODE, Environment, launch, sentence_of
+    from meshfold.mesh.processes import run as run_program
 
     here = Environment.detect()
     if here.source != "single":
@@ -83,9 +84,9 @@ def run(arguments: argparse.Namespace) -> int:
             )
         _check_file(program)
         try:
-            _bootstrap.run(program)
+            run_program(program)
         except Exception as error:
-            sentence = _bootstrap.sentence_of(error)
+            sentence = sentence_of(error)
             if sentence:
                 print(f"meshfold run: rank {here.rank}: {sentence}", file=sys.stderr)
             else:
@@ -105,13 +106,13 @@ def run(arguments: argparse.Namespace) -> int:
         port=arguments.port,
         log_dir=arguments.log_dir,
         stop_s=arguments.grace,
-        stopped_code=_bootstrap.STOPPED_CODE if arguments.grace else 0,
+        stopped_code=STOPPED_CODE if arguments.grace else 0,
     )
 
 
 def _with_others(arguments: argparse.Namespace, program: list[str], ranks: int) -> int:
     """Through torch's agent, which can meet other nodes and start ranks anew."""
-    from meshfold.mesh.processes.elastic import launch_node
+    from meshfold.mesh.processes import launch_node
 
     for option in ("port", "log_dir"):
         if getattr(arguments, option) is not None:

@@ -150,9 +150,9 @@ def _as_rank(settings: TrainSettings, here: Environment, *, plan: bool, as_json:
     from meshfold.engine.world import require_runnable
     from meshfold.huggingface.causal_lm import quiet
     from meshfold.mesh import Mesh, ParallelSpec, barrier
-    from meshfold.mesh.processes.process_group import DEFAULT_TIMEOUT
-    from meshfold.mesh.processes.process_group import start as join
-    from meshfold.mesh.watchdog.shared import limit_of
+    from meshfold.mesh.processes import DEFAULT_TIMEOUT
+    from meshfold.mesh.processes import start as join
+    from meshfold.mesh.watchdog import limit_of
     from meshfold.train.loop import open_inputs, train
     from meshfold.train.progress import Silent, make_progress
 

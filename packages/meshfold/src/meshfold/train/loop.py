@@ -30,7 +30,7 @@ from meshfold.engine.engine import Engine
 from meshfold.engine.long_runs.stopping import GracefulStop
 from meshfold.mesh import SpecError
 from meshfold.mesh.spec.entry import show
-from meshfold.mesh.watchdog.rank_errors import told_to_all
+from meshfold.mesh.watchdog import told_to_all
 from meshfold.train.folder_in_use import hold_folder
 from meshfold.train.kept_checkpoints import KeptCheckpoints
 from meshfold.train.kept_settings import keep

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from meshfold.mesh import SpecError
-from meshfold.mesh.model_io.eval_mode import evaluating
+from meshfold.mesh.model_io import evaluating
 from meshfold.mesh.spec import argument_checks as settings
 from meshfold.models.cache import keeping_keys
 

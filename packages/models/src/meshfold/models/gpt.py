@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from meshfold.mesh.model_io.documents import check_positions, without_first_tokens
+from meshfold.mesh.model_io import check_positions, without_first_tokens
 from meshfold.models.attention import Attention
 from meshfold.models.config import GPTConfig
 from meshfold.models.initialize import initialize

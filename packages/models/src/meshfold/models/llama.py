@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import Tensor, nn
 
 from meshfold.kernels import swiglu
-from meshfold.mesh.model_io.documents import check_positions, without_first_tokens
+from meshfold.mesh.model_io import check_positions, without_first_tokens
 from meshfold.models.attention import Attention, Rotary, fused
 from meshfold.models.config import LlamaConfig
 from meshfold.models.initialize import initialize

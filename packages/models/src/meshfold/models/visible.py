@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from meshfold.mesh.model_io.documents import first_tokens
+from meshfold.mesh.model_io import first_tokens
 
 
 class CausalMask(nn.Module):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from meshfold.mesh.errors import LayoutError, MeshfoldError
+from meshfold.mesh import LayoutError, MeshfoldError
 
 
 class ScheduleError(MeshfoldError, ValueError):

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from meshfold.mesh import Mesh, broadcast
-from meshfold.mesh.model_io.eval_mode import evaluating
+from meshfold.mesh.model_io import evaluating
 from meshfold.pipeline.runtime.batches import Batches
 from meshfold.pipeline.runtime.complete_gradients import WholeGradients
 from meshfold.pipeline.runtime.executor import Channels, Interpreter, Peaks

@@ -10,8 +10,7 @@ from typing import cast
 from torch import Tensor
 from torch.nn import functional as F
 
-from meshfold.mesh.errors import LayoutError
-from meshfold.mesh.mesh import Mesh
+from meshfold.mesh import LayoutError, Mesh
 from meshfold.sequence.dropout import RingDropout, WeightDropout
 from meshfold.sequence.kernels import choose
 from meshfold.sequence.mask import Mask

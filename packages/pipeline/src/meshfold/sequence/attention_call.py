@@ -9,8 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from meshfold.mesh.errors import LayoutError
-from meshfold.mesh.mesh import Mesh
+from meshfold.mesh import LayoutError, Mesh
 from meshfold.sequence.attention import attention
 from meshfold.sequence.dropout import Draw, WeightDropout
 from meshfold.sequence.layout_tracking import attended

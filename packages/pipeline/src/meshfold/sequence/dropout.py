@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from meshfold.kernels import dropout
-from meshfold.mesh.errors import LayoutError
+from meshfold.mesh import LayoutError
 from meshfold.sequence.sharding import Dealing
 from meshfold.sequence.tiling import Tile
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
-from meshfold.mesh.errors import LayoutError
+from meshfold.mesh import LayoutError
 from meshfold.sequence.attention_call import Settings
 
 # They attend inside, where it cannot be replaced.

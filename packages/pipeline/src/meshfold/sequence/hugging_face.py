@@ -12,7 +12,7 @@ from weakref import WeakKeyDictionary
 
 from torch import Tensor, nn
 
-from meshfold.mesh.errors import LayoutError
+from meshfold.mesh import LayoutError
 from meshfold.mesh.tracking import untracked
 from meshfold.sequence.attention_call import Settings
 

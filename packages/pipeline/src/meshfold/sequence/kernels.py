@@ -27,7 +27,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from meshfold.mesh.errors import LayoutError, nearest
+from meshfold.mesh import LayoutError
+from meshfold.mesh.errors import nearest
 
 _aten = torch.ops.aten
 Gradients = tuple[Tensor, Tensor, Tensor]

@@ -7,8 +7,7 @@ from collections.abc import Callable
 from torch import Tensor
 from torch.nn import functional as F
 
-from meshfold.mesh import collectives
-from meshfold.mesh.mesh import Mesh
+from meshfold.mesh import Mesh, collectives
 from meshfold.sequence.modes import find
 
 

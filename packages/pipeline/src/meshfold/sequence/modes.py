@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-from meshfold.mesh.errors import LayoutError, nearest
-from meshfold.mesh.mesh import Mesh
+from meshfold.mesh import LayoutError, Mesh
+from meshfold.mesh.errors import nearest
 from meshfold.sequence.sharding import Dealing, check_order
 
 

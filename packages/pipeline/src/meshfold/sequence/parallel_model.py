@@ -11,8 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from meshfold.mesh.errors import LayoutError
-from meshfold.mesh.mesh import Mesh
+from meshfold.mesh import LayoutError, Mesh
 from meshfold.mesh.tracking import untracked, watch
 from meshfold.sequence import hugging_face
 from meshfold.sequence.attention_call import Documents, Settings, by_row

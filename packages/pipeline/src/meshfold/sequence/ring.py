@@ -16,10 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from meshfold.mesh import collectives
-from meshfold.mesh.collectives import Pending
-from meshfold.mesh.collectives.autograd import as_result
-from meshfold.mesh.mesh import Group
+from meshfold.mesh import Group, collectives
+from meshfold.mesh.collectives import Pending, as_result
 from meshfold.sequence import tile_attention
 from meshfold.sequence.dropout import Fates, RingDropout
 from meshfold.sequence.kernels import Gradients, Kernel, accumulating

@@ -16,9 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from meshfold.mesh import collectives
-from meshfold.mesh.collectives.autograd import as_result
-from meshfold.mesh.mesh import Group
+from meshfold.mesh import Group, collectives
+from meshfold.mesh.collectives import as_result
 from meshfold.sequence.kernels import Gradients, accumulating
 from meshfold.sequence.mask import Mask, dense
 from meshfold.sequence.sharding import Dealing

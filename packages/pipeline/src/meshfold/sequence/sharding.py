@@ -17,7 +17,8 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from meshfold.mesh.errors import LayoutError, nearest
+from meshfold.mesh import LayoutError
+from meshfold.mesh.errors import nearest
 
 ORDERS = ("zigzag", "contiguous")
 

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from meshfold.mesh.collectives import primitives
-from meshfold.mesh.mesh import Mesh
+from meshfold.mesh import Mesh
+from meshfold.mesh.collectives import collect
 from meshfold.sequence.modes import dealing, find
 from meshfold.sequence.sharding import check_documents
 
@@ -56,7 +56,7 @@ def gather_sequence(
     """
     axes = find(mode, mesh).axes
     dealt = dealing(length or x.shape[dim] * mesh.size(*axes), mesh, mode, order)
-    return dealt.join(primitives.collect(x, mesh, dim % x.dim(), axes), dim)
+    return dealt.join(collect(x, mesh, dim % x.dim(), axes), dim)
 
 
 def positions(

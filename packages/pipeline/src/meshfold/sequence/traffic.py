@@ -6,8 +6,8 @@ from fractions import Fraction
 
 import torch
 
-from meshfold.mesh.mesh import Mesh
-from meshfold.mesh.recording.traffic import moved_bytes
+from meshfold.mesh import Mesh
+from meshfold.mesh.recording import moved_bytes
 from meshfold.sequence.kernels import accumulating
 from meshfold.sequence.mask import Mask
 from meshfold.sequence.modes import dealing, find

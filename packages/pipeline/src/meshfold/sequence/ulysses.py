@@ -9,9 +9,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from meshfold.mesh.collectives import primitives
-from meshfold.mesh.errors import LayoutError
-from meshfold.mesh.mesh import Mesh
+from meshfold.mesh import LayoutError, Mesh
+from meshfold.mesh.collectives import exchange
 
 
 def repeats(heads: int, kv_heads: int, ranks: int) -> int:
@@ -50,11 +49,11 @@ def to_heads(
         q, k, v = (F.pad(x, (0, max(sizes) - size)) for x, size in zip((q, k, v), sizes, strict=True))
     # Packed as it is sent, what goes to each rank in one piece, so that nothing is copied twice.
     packed = torch.cat([x.unflatten(2, (ranks, -1)).movedim(2, 0) for x in (q, k, v)], 3)
-    arrived = primitives.exchange(packed, mesh, 0, 0, axes).movedim(0, 1).flatten(1, 2)
+    arrived = exchange(packed, mesh, 0, 0, axes).movedim(0, 1).flatten(1, 2)
     q, k, v = arrived.split([x.shape[2] // ranks for x in (q, k, v)], 2)
     return q[..., : sizes[0]], k[..., : sizes[1]], v[..., : sizes[2]]
 
 
 def to_sequence(out: Tensor, mesh: Mesh, axes: tuple[str, ...]) -> Tensor:
     """``b (u s) (heads / u) d -> b s heads d``: the way back."""
-    return primitives.exchange(out, mesh, 1, 2, axes)
+    return exchange(out, mesh, 1, 2, axes)

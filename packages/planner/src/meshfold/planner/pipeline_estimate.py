@@ -26,8 +26,7 @@ from meshfold.engine.sequence import counted_attention, split_sequence
 from meshfold.engine.states import PlainStates
 from meshfold.engine.world import PIPE, World, join
 from meshfold.mesh import Entry, Mesh, ParallelSpec, SpecError, all_reduce, dropout_stream, record
-from meshfold.mesh.model_io.dry_run import WithoutValues
-from meshfold.mesh.model_io.labels import labels_are_shifted
+from meshfold.mesh.model_io import WithoutValues, labels_are_shifted
 from meshfold.mesh.processes import start_fake
 from meshfold.pipeline import Costs, Simulation
 from meshfold.pipeline.runtime.absent_parameters import recast

@@ -23,7 +23,7 @@ from meshfold.engine.recompute import check
 from meshfold.engine.sequence import counted_attention
 from meshfold.engine.states import PlainStates
 from meshfold.mesh import Entry, Log, ParallelSpec, SpecError, all_reduce, record
-from meshfold.mesh.model_io.dry_run import WithoutValues, saved_for_backward
+from meshfold.mesh.model_io import WithoutValues, saved_for_backward
 from meshfold.mesh.processes import start_fake
 from meshfold.planner.estimate import Estimate, Memory, summarised
 from meshfold.planner.machines import MACHINES, Machine

@@ -12,7 +12,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode
 
 from meshfold.mesh import Entry, Log, Mesh
-from meshfold.mesh.model_io.dry_run import WithoutValues, saved_for_backward
+from meshfold.mesh.model_io import WithoutValues, saved_for_backward
 from meshfold.pipeline import Pipeline
 from meshfold.pipeline.runtime.microbatch import Microbatch
 from meshfold.pipeline.runtime.profile import final, noise

@@ -13,7 +13,7 @@ from meshfold.engine.precision import Precision, other_dtypes
 from meshfold.engine.zero.plan import limits_of, plan_for, regime_of
 from meshfold.engine.zero.process_memory import PROCESS_BYTES
 from meshfold.mesh import Entry, Log, Mesh, record
-from meshfold.mesh.model_io.dry_run import WithoutValues
+from meshfold.mesh.model_io import WithoutValues
 from meshfold.mesh.spec import ZeroSpec
 from meshfold.planner.estimate import Memory
 from meshfold.planner.machines import Machine

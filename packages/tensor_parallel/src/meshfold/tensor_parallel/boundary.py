@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from meshfold.mesh import LayoutError, Mesh
-from meshfold.mesh.collectives.primitives import bind_collect, bind_take
+from meshfold.mesh.collectives import bind_collect, bind_take
 from meshfold.mesh.tracking import tracker
 from meshfold.tensor_parallel.layers.base import OnMesh
 from meshfold.tensor_parallel.modes import Mode

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from fractions import Fraction
 
 from meshfold.mesh import Mesh, moved_bytes
-from meshfold.mesh.recording.traffic import Kind
+from meshfold.mesh.recording import Kind
 
 
 @dataclass(frozen=True, slots=True)

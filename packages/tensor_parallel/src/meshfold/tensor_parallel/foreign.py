@@ -11,7 +11,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from meshfold.mesh import Mesh
-from meshfold.mesh.random.dropout import checkpoint_contexts
+from meshfold.mesh.random import checkpoint_contexts
 from meshfold.tensor_parallel.boundary import Boundary
 from meshfold.tensor_parallel.functional import DropoutCalls
 from meshfold.tensor_parallel.layers.loss import CausalLMLoss

@@ -22,8 +22,8 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from meshfold.mesh import LayoutError, Mesh
-from meshfold.mesh.collectives.primitives import bind_collect, take_block
-from meshfold.mesh.model_io.outputs import changed
+from meshfold.mesh.collectives import bind_collect, take_block
+from meshfold.mesh.model_io import changed
 from meshfold.mesh.tracking import tracker, untracked
 from meshfold.mesh.tracking.dims import block
 from meshfold.tensor_parallel.layers.base import OnMesh

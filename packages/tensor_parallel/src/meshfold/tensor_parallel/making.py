@@ -13,7 +13,7 @@ from typing import Any
 from torch import nn
 
 from meshfold.mesh import Mesh, Part
-from meshfold.mesh.parameters.hooks import keep_parameter_hooks
+from meshfold.mesh.parameters import keep_parameter_hooks
 from meshfold.tensor_parallel import lowerings
 from meshfold.tensor_parallel.kinds import features, is_conv1d, norm_eps, norm_kind
 from meshfold.tensor_parallel.layers.dropout import Dropout

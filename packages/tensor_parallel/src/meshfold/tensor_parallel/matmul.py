@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from meshfold.mesh import LayoutError, Mesh
-from meshfold.mesh.collectives.autograd import unviewed
-from meshfold.mesh.parameters import deferred_wgrad
+from meshfold.mesh.collectives import unviewed
+from meshfold.mesh.parameters import put
 from meshfold.tensor_parallel.algebra import MatmulPlan
 from meshfold.tensor_parallel.lowerings import Lowering
 from meshfold.tensor_parallel.lowerings import lowering as find_lowering
@@ -101,7 +101,7 @@ def _make_deferred_product(plan: MatmulPlan, mesh: Mesh, chosen: Lowering) -> De
             dx = None
             if ctx.needs_input_grad[0]:
                 dx, _ = chosen.backward(plan, mesh, x, w, dy, wants=(True, False), kept=(None, None))
-            return dx, None, deferred_wgrad.put(ticket, x, dy)
+            return dx, None, put(ticket, x, dy)
 
     def product(x: Tensor, w: Tensor, ticket: Tensor) -> Tensor:
         y: Tensor = DeferredMatmul.apply(x.reshape(-1, x.shape[-1]), w, ticket)

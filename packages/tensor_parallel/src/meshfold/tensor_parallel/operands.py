@@ -11,7 +11,7 @@ from typing import Literal
 from torch import Tensor
 
 from meshfold.mesh import Mesh, collectives
-from meshfold.mesh.collectives.primitives import Primitive, adjoint_pair, identity
+from meshfold.mesh.collectives import Primitive, adjoint_pair, identity
 from meshfold.tensor_parallel.algebra import MatmulPlan
 from meshfold.tensor_parallel.lowerings.gather import start_gather, start_leave
 

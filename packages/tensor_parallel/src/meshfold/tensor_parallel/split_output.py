@@ -10,8 +10,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from meshfold.mesh import LayoutError, Mesh
-from meshfold.mesh.collectives.primitives import take_block
-from meshfold.mesh.model_io.lazy_tensor import Pieces, when_read
+from meshfold.mesh.collectives import take_block
+from meshfold.mesh.model_io import Pieces, when_read
 from meshfold.mesh.tracking import tracker
 from meshfold.mesh.tracking.dims import axes_of, is_unknown
 from meshfold.tensor_parallel.layers.base import OnMesh

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from meshfold.mesh import Group, Mesh
-from meshfold.mesh.parameters.hooks import keep_parameter_hooks
+from meshfold.mesh.parameters import keep_parameter_hooks
 from meshfold.zero_gemini.chunks.groups import lay_out_members
 from meshfold.zero_gemini.chunks.layout import ChunkSpec, ShardSlice
 from meshfold.zero_gemini.chunks.parameter_table import Known, known_of, members_of

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from meshfold.mesh.errors import MeshfoldError
+from meshfold.mesh import MeshfoldError
 
 
 class ChunkError(MeshfoldError, RuntimeError):

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from meshfold.kernels import largest_magnitude, sum_of_magnitudes, sum_of_squares
 from meshfold.mesh import Group, Mesh, ParameterMeta, all_reduce
-from meshfold.mesh.parameters.grad_norm import largest_of, pieces
+from meshfold.mesh.parameters import largest_of, pieces
 
 _KERNELS = {1.0: sum_of_magnitudes, 2.0: sum_of_squares, math.inf: largest_magnitude}
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16)

@@ -14,9 +14,8 @@ from typing import Any
 
 import torch
 
-from meshfold.mesh import Group, all_reduce
-from meshfold.mesh.collectives.objects import tell_all
-from meshfold.mesh.errors import MeshfoldError
+from meshfold.mesh import Group, MeshfoldError, all_reduce
+from meshfold.mesh.collectives import tell_all
 from meshfold.zero_gemini.errors import (
     ArenaError,
     ChunkError,

@@ -13,13 +13,14 @@ from torch.nn.modules.module import (
 )
 
 from meshfold.mesh import SpecError
-from meshfold.mesh.initialization import materialize, record_initialization
-from meshfold.mesh.initialization.parameter_values import (
+from meshfold.mesh.initialization import (
     FirstValues,
     Origin,
     coordinates_of,
     first_values,
+    materialize,
     origin_of,
+    record_initialization,
     set_origin,
 )
 

@@ -18,9 +18,8 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor
 
-from meshfold.mesh import Mesh
-from meshfold.mesh.parameters.parameter_meta import ParameterMeta
-from meshfold.mesh.placement import Placement
+from meshfold.mesh import Mesh, Placement
+from meshfold.mesh.parameters import ParameterMeta
 
 LEAST_SPLIT_BYTES = 2**20
 """Of a rectangle, before the ranks that keep it write rows of it each."""

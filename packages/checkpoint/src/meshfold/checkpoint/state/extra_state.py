@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from meshfold.checkpoint.errors import CheckpointError
-from meshfold.mesh.parameters.names import plain
+from meshfold.mesh.parameters import plain
 
 KEY = "_extra_state"
 """The last part of a name in a state dict."""

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from meshfold.engine.batches.own_loss import GivesWay, call
 from meshfold.mesh import SpecError
-from meshfold.mesh.model_io.labels import IGNORE, name_of_targets, with_one_at_least
+from meshfold.mesh.model_io import IGNORE, name_of_targets, with_one_at_least
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from meshfold.mesh import SpecError
-from meshfold.mesh.model_io.labels import IGNORE, name_of_targets
+from meshfold.mesh.model_io import IGNORE, name_of_targets
 
 _INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 

@@ -14,7 +14,7 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
 from meshfold.mesh import SpecError
-from meshfold.mesh.model_io.labels import IGNORE
+from meshfold.mesh.model_io import IGNORE
 
 
 class LossCalls(TorchFunctionMode):

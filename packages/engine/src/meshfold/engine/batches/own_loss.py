@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from meshfold.engine.batches.shown import shown
 from meshfold.mesh import SpecError
-from meshfold.mesh.model_io.labels import has_encoder_apart
+from meshfold.mesh.model_io import has_encoder_apart
 from meshfold.mesh.spec import argument_checks as settings
 
 _TARGETS = ("labels", "shift_labels", "targets", "target")

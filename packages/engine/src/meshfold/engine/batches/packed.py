@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from meshfold.mesh import SpecError
-from meshfold.mesh.model_io.documents import without_first_tokens
+from meshfold.mesh.model_io import without_first_tokens
 
 _BOUNDS = ("cu_seq_lens_q", "cu_seq_lens_k")
 _LENGTHS = ("max_length_q", "max_length_k")

@@ -8,7 +8,7 @@ from torch import Tensor
 from meshfold.engine.batches.batch import Batch
 from meshfold.engine.world import World
 from meshfold.mesh import all_gather
-from meshfold.mesh.model_io.labels import IGNORE
+from meshfold.mesh.model_io import IGNORE
 
 
 class Shares:

@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from meshfold.mesh.parameters.names import plain
+from meshfold.mesh.parameters import plain
 
 _MOST = 8  # parts of one value
 _LONGEST = 60  # characters of what is no tensor

@@ -25,7 +25,7 @@ from meshfold.engine.states import Source, Sources, States
 from meshfold.engine.together import fail_together
 from meshfold.engine.world import World
 from meshfold.mesh import broadcast
-from meshfold.mesh.collectives.objects import tell_all
+from meshfold.mesh.collectives import tell_all
 
 
 class ModelState:

@@ -21,8 +21,8 @@ from meshfold.engine.pipelining import Inventory
 from meshfold.engine.states import Source, States
 from meshfold.engine.world import World
 from meshfold.mesh import SpecError, broadcast
-from meshfold.mesh.collectives.objects import tell_all
-from meshfold.mesh.parameters.stored_value import Parts
+from meshfold.mesh.collectives import tell_all
+from meshfold.mesh.parameters import Parts
 
 T = TypeVar("T")
 

@@ -19,7 +19,7 @@ from meshfold.checkpoint.tensors import TensorInfo, TensorWriter, shard_file_nam
 from meshfold.engine.checkpoints.file_plan import FilePlan, Written, plan_of
 from meshfold.engine.states import Source, Sources
 from meshfold.engine.world import World
-from meshfold.mesh.parameters.stored_value import Parts
+from meshfold.mesh.parameters import Parts
 
 
 class RankFile:

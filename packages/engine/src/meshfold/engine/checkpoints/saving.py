@@ -44,7 +44,7 @@ from meshfold.engine.states import Sources
 from meshfold.engine.together import fail_together
 from meshfold.engine.world import World
 from meshfold.mesh import all_reduce
-from meshfold.mesh.processes import process_group
+from meshfold.mesh.processes import ended as ended_ranks
 
 PATIENCE = 120.0
 """Seconds without any file growing, after which rank 0 gives a save up."""
@@ -229,7 +229,7 @@ def _complete(
             failed = path.with_name(f"{path.name}.failed")
             if failed.exists():
                 raise CheckpointError(f"rank {rank}: {failed.read_text() or 'it could not write its part'}")
-        gone = process_group.ended(rank for rank, _ in missing)
+        gone = ended_ranks(rank for rank, _ in missing)
         if any(rank in gone and not path.exists() for rank, path in missing):
             raise CheckpointError(
                 f"rank {gone[0]} ended before it had written its part. Go on from the checkpoint before"

@@ -17,8 +17,8 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from meshfold.mesh import all_gather
-from meshfold.mesh.model_io.lazy_tensor import here
-from meshfold.mesh.parameters.names import plain
+from meshfold.mesh.model_io import here
+from meshfold.mesh.parameters import plain
 
 if TYPE_CHECKING:
     from meshfold.engine.batches.batch import Batch

@@ -12,12 +12,12 @@ import torch
 
 from meshfold.engine.long_runs.second_request import SecondRequest
 from meshfold.mesh import Pending, all_reduce
-from meshfold.mesh.processes import _bootstrap
+from meshfold.mesh.processes import STOPPED_CODE
 
 if TYPE_CHECKING:
     from meshfold.engine.engine import Engine
 
-STOPPED_CODE = _bootstrap.STOPPED_CODE
+STOPPED_CODE = STOPPED_CODE
 """The exit code of a run that stopped on request with a checkpoint: 75, "try again later" """
 
 #: What batch systems send before they end a job: Slurm SIGTERM, and the one of ``--signal=USR1@120``.

@@ -7,7 +7,7 @@ import math
 from meshfold.engine.world import World
 from meshfold.mesh import SpecError
 from meshfold.mesh.processes.environment import watching
-from meshfold.mesh.watchdog.shared import Watch, limit_of, watch
+from meshfold.mesh.watchdog import Watch, limit_of, watch
 
 
 def check(watchdog: object, check_collectives: object) -> tuple[float | None, bool]:

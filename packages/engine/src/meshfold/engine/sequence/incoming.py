@@ -12,9 +12,8 @@ from torch import Tensor, nn
 from meshfold.engine.batches.packed import Documents, packed_documents
 from meshfold.engine.sequence.labels import Labels
 from meshfold.mesh import Mesh, SpecError
-from meshfold.mesh.model_io.documents import without_first_tokens
-from meshfold.mesh.model_io.labels import IGNORE
-from meshfold.mesh.random.dropout import Dealt, deal_tokens
+from meshfold.mesh.model_io import IGNORE, without_first_tokens
+from meshfold.mesh.random import Dealt, deal_tokens
 from meshfold.sequence import Dealing, dealing
 from meshfold.sequence.modes import find
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from meshfold.mesh import SpecError
-from meshfold.mesh.model_io.labels import IGNORE
+from meshfold.mesh.model_io import IGNORE
 from meshfold.sequence import Dealing, next_tokens
 
 _UNSHIFTED = ("ForMaskedLM", "ForTokenClassification")  # transformers' names of losses token by token

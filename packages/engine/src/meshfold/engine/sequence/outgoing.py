@@ -10,9 +10,8 @@ from torch import Tensor
 
 from meshfold.engine.sequence.incoming import Forward
 from meshfold.mesh import Mesh, SpecError
-from meshfold.mesh.collectives.primitives import gather, gather_blocks, scatter_sums
-from meshfold.mesh.model_io.lazy_tensor import Pieces, when_read
-from meshfold.mesh.model_io.outputs import changed
+from meshfold.mesh.collectives import gather, gather_blocks, scatter_sums
+from meshfold.mesh.model_io import Pieces, changed, when_read
 from meshfold.sequence.modes import find
 
 

@@ -13,7 +13,7 @@ from meshfold.engine.zero.plan import plan_for
 from meshfold.engine.zero.process_memory import free_host_bytes, ranks_per_host, resident_bytes
 from meshfold.engine.zero.stage_workload import InFlight, workload_of_stages
 from meshfold.engine.zero.watching import Watcher, as_words, of_words, worst
-from meshfold.mesh.collectives.objects import tell_all
+from meshfold.mesh.collectives import tell_all
 from meshfold.mesh.spec import ZeroSpec
 from meshfold.zero_gemini import Gemini
 from meshfold.zero_gemini.machine_rates import UNLIMITED, device_bytes, measure

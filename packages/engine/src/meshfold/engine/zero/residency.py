@@ -27,7 +27,7 @@ from meshfold.engine.zero.process_memory import resident_bytes
 from meshfold.engine.zero.shortage import describe
 from meshfold.engine.zero.stage_workload import InFlight
 from meshfold.engine.zero.watching import Watcher
-from meshfold.mesh.collectives.objects import tell_all
+from meshfold.mesh.collectives import tell_all
 from meshfold.mesh.spec import ZeroSpec
 from meshfold.zero_gemini import Gemini, Home, MemoryPlanError, OutOfBudget
 from meshfold.zero_gemini.chunks.chunk import Chunk

@@ -11,7 +11,7 @@ from types import FrameType
 import torch
 from torch import Tensor, nn
 
-from meshfold.mesh.parameters.names import plain
+from meshfold.mesh.parameters import plain
 from meshfold.zero_gemini.planner import GiB, MiB
 
 _ASKED = re.compile(r"Tried to allocate ([\d.]+) (GiB|MiB)")

@@ -33,9 +33,7 @@ from meshfold.engine.zero.process_memory import ranks_per_host
 from meshfold.engine.zero.residency import Residency
 from meshfold.engine.zero.staying import StayingBytes
 from meshfold.mesh import Mesh, SpecError
-from meshfold.mesh.parameters.names import plain
-from meshfold.mesh.parameters.parameter_meta import placed
-from meshfold.mesh.parameters.stored_value import Parts
+from meshfold.mesh.parameters import Parts, placed, plain
 from meshfold.zero_gemini import Entry, Gemini, Memory, OutOfBudget
 from meshfold.zero_gemini.machine_rates import measure_early
 from meshfold.zero_gemini.optimizer import DiskSettings

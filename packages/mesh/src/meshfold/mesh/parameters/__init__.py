@@ -8,7 +8,9 @@ from meshfold.mesh.parameters.deferred_wgrad import (
     Queue,
     Site,
     add_gradient,
+    add_product,
     gradients_together,
+    put,
     when_made,
 )
 from meshfold.mesh.parameters.grad_norm import (
@@ -35,6 +37,7 @@ __all__ = [
     "Site",
     "TrialError",
     "add_gradient",
+    "add_product",
     "annotate",
     "clip_gradient_values",
     "clip_gradients",
@@ -46,6 +49,7 @@ __all__ = [
     "pieces",
     "placed",
     "plain",
+    "put",
     "sight_of",
     "trainable",
     "when_made",

@@ -8,6 +8,11 @@ what to change. Pure Python: no process group, no device, no tensor library.
 from __future__ import annotations
 
 from meshfold.mesh.errors import SpecError
+from meshfold.mesh.spec import argument_checks
+from meshfold.mesh.spec.argument_checks import named_arguments, refused
+from meshfold.mesh.spec.byte_sizes import UNITS, human_bytes, unit_of
+from meshfold.mesh.spec.entry import listed, show
+from meshfold.mesh.spec.installed import importable
 from meshfold.mesh.spec.parallel import ParallelSpec
 from meshfold.mesh.spec.pipeline import PipelineSpec
 from meshfold.mesh.spec.sequence import SequenceSpec
@@ -15,6 +20,7 @@ from meshfold.mesh.spec.tensor import TensorMode, TensorSpec
 from meshfold.mesh.spec.zero import ZeroSpec
 
 __all__ = [
+    "UNITS",
     "ParallelSpec",
     "PipelineSpec",
     "SequenceSpec",
@@ -22,4 +28,12 @@ __all__ = [
     "TensorMode",
     "TensorSpec",
     "ZeroSpec",
+    "argument_checks",
+    "human_bytes",
+    "importable",
+    "listed",
+    "named_arguments",
+    "refused",
+    "show",
+    "unit_of",
 ]

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from fractions import Fraction
 
 from meshfold.mesh.errors import nearest
+from meshfold.mesh.spec.byte_sizes import UNITS, unit_of
 from meshfold.mesh.spec.entry import Entry, kind, show
 
 PLACEMENTS = ("auto", "cuda", "cpu", "static", "const")
@@ -16,17 +17,6 @@ REGIMES = ("A", "B", "C")
 _FRACTIONS = ("offload_optim_frac", "offload_param_frac")
 _LIMITS = ("gpu_memory_limit", "host_memory_limit")
 KEYS = ("stage", "placement", "regime", "reshard_after_forward", "offload_path", *_LIMITS, *_FRACTIONS)
-UNITS = {
-    "B": 1,
-    "KB": 10**3,
-    "MB": 10**6,
-    "GB": 10**9,
-    "TB": 10**12,
-    "KiB": 2**10,
-    "MiB": 2**20,
-    "GiB": 2**30,
-    "TiB": 2**40,
-}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -140,17 +130,6 @@ def _path(entry: Entry, placement: str, fields: Mapping[str, object]) -> str | N
             "Leave offload_path out, or write placement='auto'.",
         )
     return path
-
-
-def unit_of(word: str) -> str:
-    """Return the key of :data:`UNITS` that a word stands for, in any case and without its B; the word itself if it is none.
-
-    >>> unit_of("G"), unit_of("gib"), unit_of("Gi"), unit_of("parsec")
-    ('GB', 'GiB', 'GiB', 'parsec')
-    """
-    folded = {name.casefold(): name for name in UNITS}
-    known = folded | {name.removesuffix("b"): unit for name, unit in folded.items() if unit != "B"}
-    return known.get(word.casefold(), word)
 
 
 def _bytes(entry: Entry, key: str, value: object) -> int:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
-from meshfold.mesh.model_io.labels import labels_are_shifted
+from meshfold.mesh.model_io import labels_are_shifted
 from meshfold.pipeline.runtime.microbatch import Microbatch, rows_of, split
 from meshfold.pipeline.scheduling.programs import Programs
 

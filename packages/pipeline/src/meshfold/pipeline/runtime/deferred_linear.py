@@ -18,8 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from meshfold.mesh.parameters import deferred_wgrad
-from meshfold.mesh.parameters.deferred_wgrad import Defers, Pair, Queue, Site
+from meshfold.mesh.parameters import Defers, Pair, Queue, Site, add_gradient, add_product, put
 
 _SITE = "_meshfold_site"
 
@@ -46,7 +45,7 @@ class _Product(torch.autograd.Function):
         dx = None
         if ctx.needs_input_grad[0]:
             dx = (rows @ (weight.t() if ctx.turned else weight)).view(x.shape)
-        return dx, None, None, deferred_wgrad.put(ticket, x.reshape(-1, x.shape[-1]), rows), None
+        return dx, None, None, put(ticket, x.reshape(-1, x.shape[-1]), rows), None
 
 
 class _Deferring:
@@ -136,9 +135,9 @@ class _Adder:
         for x, dy in pairs:
             if weight is not None:
                 left, right = (x, dy) if self._turned else (dy, x)
-                deferred_wgrad.add_product(weight, left.t(), right)
+                add_product(weight, left.t(), right)
             if bias is not None:
-                deferred_wgrad.add_gradient(bias, dy.sum(0))
+                add_gradient(bias, dy.sum(0))
 
 
 def _is_conv1d(layer: nn.Module) -> bool:

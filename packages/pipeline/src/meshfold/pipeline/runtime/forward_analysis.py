@@ -15,7 +15,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
 from meshfold.mesh import LayoutError, Mesh
-from meshfold.mesh.model_io.eval_mode import evaluating
+from meshfold.mesh.model_io import evaluating
 from meshfold.pipeline.errors import ChainError, ExampleError
 from meshfold.pipeline.runtime.absent_parameters import LARGE, standing_in
 from meshfold.pipeline.runtime.partial_forward import Gates, Watched

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from meshfold.mesh import SpecError
-from meshfold.mesh.model_io.labels import IGNORE, name_of_targets, with_one_at_least
+from meshfold.mesh.model_io import IGNORE, name_of_targets, with_one_at_least
 
 
 @dataclass(frozen=True, kw_only=True)

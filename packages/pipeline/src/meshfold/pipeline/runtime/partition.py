@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from meshfold.mesh import LayoutError, Mesh, annotate
-from meshfold.mesh.parameters.parameter_meta import placed
+from meshfold.mesh.parameters import placed
 from meshfold.pipeline.runtime.absent_parameters import Ghost
 from meshfold.pipeline.runtime.blocks import Blocks, find_blocks, partition
 from meshfold.pipeline.runtime.forward_analysis import Example, look_beside, some_tokens

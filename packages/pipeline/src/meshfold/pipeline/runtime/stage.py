@@ -17,9 +17,9 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.utils._pytree import tree_leaves
 
 from meshfold.mesh import LayoutError, MeshfoldError, SpecError, dropout_stream
-from meshfold.mesh.model_io.lazy_tensor import here
-from meshfold.mesh.parameters.deferred_wgrad import Queue, gradients_together
-from meshfold.mesh.random.dropout import DropoutStream, current_dropout_stream
+from meshfold.mesh.model_io import here
+from meshfold.mesh.parameters import Queue, gradients_together
+from meshfold.mesh.random import DropoutStream, current_dropout_stream
 from meshfold.pipeline.runtime.forward_analysis import bypassed
 from meshfold.pipeline.runtime.microbatch import Microbatch
 from meshfold.pipeline.runtime.partial_forward import Plan, Slots

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from meshfold.mesh import Mesh, SpecError, build_on_meta, materialize, retrace_initialization
-from meshfold.mesh.initialization.parameter_values import coordinates_of, origin_of
+from meshfold.mesh.initialization import coordinates_of, origin_of
 from meshfold.pipeline.runtime.deferred_linear import defer
 from meshfold.pipeline.runtime.forward_analysis import Example
 from meshfold.pipeline.runtime.partition import Cut, cut

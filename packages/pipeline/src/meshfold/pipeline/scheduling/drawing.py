@@ -15,7 +15,7 @@ from html import escape
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from meshfold.mesh.errors import MeshfoldError
+from meshfold.mesh import MeshfoldError
 from meshfold.pipeline.scheduling.actions import Op
 from meshfold.pipeline.scheduling.simulation import Simulation, Timed
 

@@ -13,8 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from meshfold.mesh.random import key_of
-from meshfold.mesh.random.dropout import Dealt, current_dropout_stream, next_draw
+from meshfold.mesh.random import Dealt, current_dropout_stream, key_of, next_draw
 
 _NAMES: dict[int, str] = {}
 

@@ -12,8 +12,8 @@ from torch import Tensor
 
 from meshfold import kernels
 from meshfold.mesh import Mesh
-from meshfold.mesh.parameters.names import plain
-from meshfold.mesh.random.dropout import next_draw
+from meshfold.mesh.parameters import plain
+from meshfold.mesh.random import next_draw
 from meshfold.mesh.tracking import tracker
 from meshfold.mesh.tracking.follow import Tracker
 from meshfold.tensor_parallel.layers.base import ShardedLayer

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from meshfold.mesh import LayoutError, Mesh, Placement
-from meshfold.mesh.collectives.primitives import bind_enter, take_block
+from meshfold.mesh.collectives import bind_enter, take_block
 from meshfold.tensor_parallel.layers import vocabulary
 from meshfold.tensor_parallel.layers.base import ShardedLayer, shard_parameter
 from meshfold.tensor_parallel.layers.vocabulary import checked

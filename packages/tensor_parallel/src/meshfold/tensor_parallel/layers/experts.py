@@ -12,7 +12,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from meshfold.mesh import Mesh, Part, Placement
-from meshfold.mesh.collectives.primitives import bind_enter, bind_leave
+from meshfold.mesh.collectives import bind_enter, bind_leave
 from meshfold.tensor_parallel.layers.base import OnMesh, shard_parameter
 from meshfold.tensor_parallel.modes import Mode
 

@@ -26,8 +26,8 @@ import torch
 from torch import Tensor, nn
 
 from meshfold.mesh import Layout, LayoutError, Mesh, ParameterMeta, Part, Placement, metadata
-from meshfold.mesh.collectives.primitives import Primitive, bind_collect, bind_enter, bind_take, identity
-from meshfold.mesh.parameters.deferred_wgrad import Pair, Site, add_gradient
+from meshfold.mesh.collectives import Primitive, bind_collect, bind_enter, bind_take, identity
+from meshfold.mesh.parameters import Pair, Site, add_gradient
 from meshfold.tensor_parallel.algebra import MatmulPlan, plan
 from meshfold.tensor_parallel.layers.autocast import casts, lowered
 from meshfold.tensor_parallel.layers.base import ShardedLayer, shard_parameter

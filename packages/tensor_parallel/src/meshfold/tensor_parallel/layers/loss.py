@@ -16,7 +16,7 @@ from torch.nn import functional as F
 
 from meshfold import kernels
 from meshfold.mesh import LayoutError, Mesh, collectives
-from meshfold.mesh.collectives.primitives import bind_leave, take_block
+from meshfold.mesh.collectives import bind_leave, take_block
 from meshfold.tensor_parallel.layers import vocabulary
 from meshfold.tensor_parallel.layers.autocast import left_alone
 from meshfold.tensor_parallel.layers.base import OnMesh

@@ -17,8 +17,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from meshfold.mesh import LayoutError, Mesh, Part, Placement
-from meshfold.mesh.collectives.primitives import bind_collect, bind_enter, bind_leave
-from meshfold.mesh.parameters.hooks import keep_parameter_hooks
+from meshfold.mesh.collectives import bind_collect, bind_enter, bind_leave
+from meshfold.mesh.parameters import keep_parameter_hooks
 from meshfold.tensor_parallel.layers.attention import attention, attention_weights
 from meshfold.tensor_parallel.layers.base import ShardedLayer, shard_parameter
 from meshfold.tensor_parallel.layers.dropout import Dropout

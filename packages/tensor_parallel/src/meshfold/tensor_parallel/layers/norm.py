@@ -15,8 +15,7 @@ from torch import Tensor, nn
 
 from meshfold import kernels
 from meshfold.mesh import Mesh, Placement, collectives
-from meshfold.mesh.collectives.autograd import as_result
-from meshfold.mesh.collectives.primitives import bind_enter
+from meshfold.mesh.collectives import as_result, bind_enter
 from meshfold.tensor_parallel.kinds import eps_for, norm_eps, norm_kind, norm_size
 from meshfold.tensor_parallel.layers.autocast import left_alone, widened
 from meshfold.tensor_parallel.layers.base import ShardedLayer, shard_parameter

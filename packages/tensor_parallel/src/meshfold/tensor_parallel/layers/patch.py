@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import Tensor, nn
 
 from meshfold.mesh import LayoutError, Mesh, Placement
-from meshfold.mesh.collectives.primitives import Primitive, bind_enter, bind_take
+from meshfold.mesh.collectives import Primitive, bind_enter, bind_take
 from meshfold.tensor_parallel.algebra import MatmulPlan
 from meshfold.tensor_parallel.kinds import is_patch
 from meshfold.tensor_parallel.layers.autocast import lowered

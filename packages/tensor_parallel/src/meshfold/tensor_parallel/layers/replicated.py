@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from meshfold.mesh import Mesh, ParameterMeta, Placement, annotate
-from meshfold.mesh.collectives.primitives import bind_collect, bind_take
+from meshfold.mesh.collectives import bind_collect, bind_take
 from meshfold.mesh.tracking import tracker, untracked
 from meshfold.mesh.tracking.dims import is_open
 from meshfold.tensor_parallel.boundary import Boundary

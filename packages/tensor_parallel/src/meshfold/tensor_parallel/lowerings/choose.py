@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 
 from meshfold.mesh import Mesh
-from meshfold.mesh.recording.traffic import Kind
+from meshfold.mesh.recording import Kind
 from meshfold.tensor_parallel.cost import Cost, CostEntry
 from meshfold.tensor_parallel.lowerings.base import Lowering
 from meshfold.tensor_parallel.lowerings.gather import Gather

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from meshfold.mesh import Mesh, Pending, collectives
-from meshfold.mesh.collectives.copies import reshaped
+from meshfold.mesh.collectives import reshaped
 from meshfold.tensor_parallel.cost import Cost, CostBuilder
 
 if TYPE_CHECKING:

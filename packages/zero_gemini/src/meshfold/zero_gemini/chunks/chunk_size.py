@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from torch import nn
 
-from meshfold.mesh.parameters.parameter_meta import metadata
+from meshfold.mesh.parameters import metadata
 from meshfold.zero_gemini.chunks.layout import (
     SHARD_ALIGN_ELEMS,
     SLOT_ALIGN_ELEMS,

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from meshfold.mesh import Group, Mesh
-from meshfold.mesh.parameters.parameter_meta import placed
+from meshfold.mesh.parameters import placed
 from meshfold.zero_gemini.build import (
     MakeOptimizer,
     give_stretches,

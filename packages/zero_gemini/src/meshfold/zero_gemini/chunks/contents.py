@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from meshfold.mesh import Group, all_gather, all_reduce
-from meshfold.mesh.collectives.objects import tell_all
-from meshfold.mesh.parameters.stored_value import Parts
+from meshfold.mesh.collectives import tell_all
+from meshfold.mesh.parameters import Parts
 from meshfold.zero_gemini.chunks.chunk import Chunk
 from meshfold.zero_gemini.optimizer import AdamStepper, Entry, Stepper
 from meshfold.zero_gemini.optimizer.state_snapshot import NotedAdam

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from meshfold.mesh import Mesh, ParameterMeta
-from meshfold.mesh.parameters.parameter_meta import placed
+from meshfold.mesh.parameters import placed
 from meshfold.zero_gemini.chunks.groups import Member
 from meshfold.zero_gemini.norm import holders_of
 

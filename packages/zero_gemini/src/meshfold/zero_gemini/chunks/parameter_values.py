@@ -9,7 +9,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from meshfold.mesh.parameters.stored_value import Parts
+from meshfold.mesh.parameters import Parts
 from meshfold.zero_gemini.chunks.chunk import Chunk
 from meshfold.zero_gemini.chunks.contents import Contents
 from meshfold.zero_gemini.chunks.gradient import ChunkGradient

@@ -13,8 +13,7 @@ import torch
 from torch import Tensor
 
 from meshfold.mesh import Group
-from meshfold.mesh.parameters.deferred_wgrad import when_made
-from meshfold.mesh.parameters.shown_gradient import ShownGradient
+from meshfold.mesh.parameters import ShownGradient, when_made
 from meshfold.zero_gemini.chunks.chunk import Chunk
 from meshfold.zero_gemini.chunks.gradient import ChunkGradient
 from meshfold.zero_gemini.errors import ChunkError

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from meshfold.kernels import QuantizedState, WholeState, join_master, split_master
-from meshfold.mesh.parameters.stored_value import Parts
+from meshfold.mesh.parameters import Parts
 from meshfold.zero_gemini.chunks.chunk import Chunk
 from meshfold.zero_gemini.optimizer.adam_state import Held
 from meshfold.zero_gemini.optimizer.interface import Entry

@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 import torch
 
-from meshfold.mesh.parameters.optimizer_probe import TrialError, sight_of
+from meshfold.mesh.parameters import TrialError, sight_of
 from meshfold.zero_gemini.errors import MemoryPlanError
 from meshfold.zero_gemini.optimizer.adam import suits
 from meshfold.zero_gemini.optimizers import FlatAdam

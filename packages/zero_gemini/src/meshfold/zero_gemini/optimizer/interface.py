@@ -8,7 +8,7 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor, nn
 
-from meshfold.mesh.parameters.stored_value import Parts
+from meshfold.mesh.parameters import Parts
 from meshfold.zero_gemini.chunks.chunk import Chunk
 from meshfold.zero_gemini.chunks.placement import Home
 from meshfold.zero_gemini.memory.arenas import Place

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from meshfold.kernels import QuantizedState, join_master
-from meshfold.mesh.parameters.stored_value import Parts
+from meshfold.mesh.parameters import Parts
 from meshfold.zero_gemini.chunks.chunk import Chunk
 from meshfold.zero_gemini.optimizer.state_planes import Plane
 

@@ -7,7 +7,8 @@ from math import ceil
 
 import numpy as np
 
-from meshfold.mesh.errors import SpecError, nearest
+from meshfold.mesh import SpecError
+from meshfold.mesh.errors import nearest
 from meshfold.zero_gemini.errors import MemoryPlanError
 from meshfold.zero_gemini.planner.family import Family, layer_order
 from meshfold.zero_gemini.planner.memory import gpu_kinds

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 
-from meshfold.mesh.errors import SpecError
+from meshfold.mesh import SpecError
 
 KiB, MiB, GiB = 2**10, 2**20, 2**30
 _MAY_BE_NONE = ("disk_bytes", "passage", "beside_passage", "passage_bytes", "moments_memory")

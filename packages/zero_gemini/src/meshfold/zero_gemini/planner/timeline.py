@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from meshfold.mesh.errors import MeshfoldError
+from meshfold.mesh import MeshfoldError
 from meshfold.zero_gemini.planner.memory import KINDS, gpu_kinds, layer_bytes
 from meshfold.zero_gemini.planner.result import Plan, options_of
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Collection
 from dataclasses import dataclass, replace
 
-from meshfold.mesh.errors import SpecError
+from meshfold.mesh import SpecError
 from meshfold.zero_gemini.planner.options import NONE, STRATEGIES
 from meshfold.zero_gemini.planner.rates import Machine
 from meshfold.zero_gemini.runtime.prefetch import ready_from

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten
 
-from meshfold.mesh.errors import SpecError
+from meshfold.mesh import SpecError
 from meshfold.zero_gemini.runtime.gradient_arrival import watch_inputs
 from meshfold.zero_gemini.runtime.units import Unit, find_units
 from meshfold.zero_gemini.trace.clocks import Clock

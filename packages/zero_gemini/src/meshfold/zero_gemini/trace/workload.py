@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from statistics import mean
 
-from meshfold.mesh.errors import SpecError
+from meshfold.mesh import SpecError
 from meshfold.zero_gemini.planner.options import SPLIT
 from meshfold.zero_gemini.planner.workload import ChunkCost, Layer, Regime, Workload
 from meshfold.zero_gemini.runtime.prefetch import light_ones
