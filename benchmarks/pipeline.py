@@ -363,8 +363,7 @@ def _bubbles(
     lines: Sequence[Any], alone: dict[str, list[float]], pipeline: Any, microbatches: int, send: float
 ) -> dict[str, float]:
     """The bubble as it was, and as simulated: from costs of each stage by itself, and from those seen in the run."""
-    from meshfold.pipeline import Costs
-    from meshfold.pipeline.scheduling.simulation import simulate_costs
+    from meshfold.pipeline import Costs, simulate_costs
 
     schedule = pipeline.program(microbatches).schedule
     seen = sorted(lines, key=lambda line: line.makespan)[len(lines) // 2]

@@ -10,7 +10,7 @@ import torch
 from meshfold.engine import Engine
 from meshfold.mesh import Mesh
 from meshfold.models import build
-from meshfold.sequence import dealing, traffic
+from meshfold.sequence import sequence_sharding, traffic
 
 LENGTH = 1024
 
@@ -23,7 +23,7 @@ parallel = dict(sequence=dict(mode="ring", size=4))
 engine = Engine(model, parallel, optimizer=dict(name="adamw", lr=1e-2), precision="fp64")
 
 # A late token sees more than an early one, so each rank gets an early piece and a late one.
-dealt = dealing(LENGTH, Mesh(dict(seq=4)), "ring")
+dealt = sequence_sharding(LENGTH, Mesh(dict(seq=4)), "ring")
 for rank in range(4):
     engine.print(f"rank {rank} has tokens", *(f"{start}–{stop - 1}" for start, stop in dealt.pieces(rank)))
 

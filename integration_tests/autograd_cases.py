@@ -18,7 +18,7 @@ from meshfold.kernels.nf4 import Nf4Linear
 from meshfold.mesh import Mesh, Placement
 from meshfold.mesh.collectives import primitives
 from meshfold.mesh.parameters.deferred_wgrad import Pair, Site, add_gradient
-from meshfold.pipeline.runtime.deferred_linear import defer
+from meshfold.pipeline.runtime.deferred_linear import defer_weight_gradients
 from meshfold.sequence import attention
 from meshfold.tensor_parallel.algebra import MatmulPlan
 from meshfold.tensor_parallel.layers.loss import bind_cross_entropy
@@ -207,7 +207,7 @@ def deferred(bias: bool, dtype: torch.dtype) -> Called:
     with torch.no_grad():
         for parameter in linear.parameters():
             parameter.copy_(leaf(dtype, *parameter.shape, seed=1))
-    defer(linear)
+    defer_weight_gradients(linear)
     return lambda x, *_: linear(x), (leaf(dtype, *X), *linear.parameters())
 
 

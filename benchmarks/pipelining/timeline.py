@@ -13,7 +13,7 @@ import torch
 from benchmarks.common import synchronize
 from meshfold.mesh import all_reduce, barrier
 from meshfold.pipeline import Costs, Pipeline, Schedule
-from meshfold.pipeline.runtime.clock import Clock
+from meshfold.pipeline.runtime.clock import DeviceClock
 
 _METHODS = ("forward", "backward_input", "backward_weight", "backward")
 
@@ -69,7 +69,7 @@ class Timeline:
 def watch(pipeline: Pipeline, step: Callable[[], object], microbatches: int) -> Timeline:
     """Run a step after a barrier and say when each action of each rank ran; all ranks call."""
     group, device = pipeline.mesh.group(pipeline.axis), pipeline.device
-    clock = Clock(device)
+    clock = DeviceClock(device)
     seen: list[tuple[Any, Any, int]] = []
     barrier(group, device)
     begin = clock.now()
@@ -95,7 +95,7 @@ def watch(pipeline: Pipeline, step: Callable[[], object], microbatches: int) -> 
 
 
 @contextmanager
-def _timed(pipeline: Pipeline, clock: Clock, seen: list[tuple[Any, Any, int]]) -> Iterator[None]:
+def _timed(pipeline: Pipeline, clock: DeviceClock, seen: list[tuple[Any, Any, int]]) -> Iterator[None]:
     """Have the stages note when they begin and end what the schedule asks of them."""
     stages = list(pipeline._stages.values())
 

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
-from meshfold.pipeline import schedule, simulate
-from meshfold.pipeline.scheduling.simulation import Simulation
+from meshfold.pipeline import Simulation, schedule, simulate
 
 RANKS = (2, 4, 8, 16, 32)
 WAVES = (1, 2, 4)

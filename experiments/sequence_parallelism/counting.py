@@ -16,7 +16,7 @@ from experiments.sequence_parallelism.bert import BASE, LARGE, Layer, Shape, Sta
 from meshfold.mesh import Mesh, record
 from meshfold.mesh.model_io.dry_run import saved_for_backward
 from meshfold.mesh.testing import fake_world
-from meshfold.sequence import Mask, dealing, work
+from meshfold.sequence import Mask, sequence_sharding, work
 from meshfold.tensor_parallel import parallelize
 
 STAGE_LAYERS = 3  # of BERT-Large's 24 on eight stages
@@ -223,7 +223,8 @@ def causal_work(ranks: Sequence[int] = (2, 4, 8), length: int = 2048) -> Iterato
         even = length * (length + 1) / 2 / n
         mesh = Mesh({"seq": n}, rank=0)
         found = {
-            order: max(work(dealing(length, mesh, "ring", order), mask, rank) for rank in range(n)) / even
+            order: max(work(sequence_sharding(length, mesh, "ring", order), mask, rank) for rank in range(n))
+            / even
             for order in ("zigzag", "contiguous")
         }
         yield {"N": n, **found, RING_SELF: length * length / n / even}

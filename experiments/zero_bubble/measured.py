@@ -20,8 +20,7 @@ from experiments.zero_bubble.heuristic import Times, heuristic
 from experiments.zero_bubble.settings import FOLDER
 from meshfold.mesh import Group, Mesh, shift, start
 from meshfold.models import GPT, GPTConfig
-from meshfold.pipeline import Costs, Pipeline
-from meshfold.pipeline.scheduling.simulation import simulate_costs
+from meshfold.pipeline import Costs, Pipeline, simulate_costs
 
 SCHEDULES: dict[str, dict[str, Any]] = {
     "1F1B": {"schedule": "1f1b"},

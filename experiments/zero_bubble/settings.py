@@ -8,8 +8,7 @@ from pathlib import Path
 
 from experiments.report import read_csv
 from experiments.zero_bubble.heuristic import Lists, Times
-from meshfold.pipeline import Schedule, schedule
-from meshfold.pipeline.scheduling.simulation import Simulation, simulate_costs
+from meshfold.pipeline import Schedule, Simulation, schedule, simulate_costs
 
 FOLDER = Path(__file__).parent
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from meshfold.mesh import Mesh, MeshfoldError
 from meshfold.mesh.testing import ranks
-from meshfold.pipeline.runtime.deferred_linear import defer, restore
+from meshfold.pipeline.runtime.deferred_linear import defer_weight_gradients, restore
 
 ROWS, SEQUENCE, WIDTH = 4, 5, 8
 
@@ -58,7 +58,7 @@ def test_the_operation_is_exact() -> None:
         inputs(1),
     )
     split.load_state_dict(plain.state_dict())
-    queue, other = defer(split), x.detach().clone().requires_grad_()
+    queue, other = defer_weight_gradients(split), x.detach().clone().requires_grad_()
     dy = torch.randn(ROWS, SEQUENCE, 3, dtype=torch.float64)
     y = plain(x)
     y.backward(dy)
@@ -77,7 +77,7 @@ def test_the_operation_is_exact() -> None:
 @pytest.mark.parametrize("batched", [True, False])
 def test_microbatches_in_any_order(bias: bool, batched: bool) -> None:
     plain, split = block(bias), block(bias)
-    queue = defer(split, batched=batched)
+    queue = defer_weight_gradients(split, batched=batched)
     assert list(split.state_dict()) == list(plain.state_dict()) and isinstance(split.up, nn.Linear)
     for k, x in enumerate(inputs(3)):
         plain(x).square().sum().backward()
@@ -97,7 +97,7 @@ def test_batching_makes_one_product(monkeypatch: pytest.MonkeyPatch) -> None:
     counts = []
     for batched in (False, True):
         split = block(False)
-        queue = defer(split.up, batched=batched)
+        queue = defer_weight_gradients(split.up, batched=batched)
         for k, x in enumerate(inputs(3)):
             with queue.collecting(k):
                 split.up(x).sum().backward()
@@ -109,7 +109,7 @@ def test_batching_makes_one_product(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_without_a_queue_that_collects_it_is_an_ordinary_layer() -> None:
     plain, split = block(), block()
-    defer(split)
+    defer_weight_gradients(split)
     for x in inputs(2):
         plain(x).square().sum().backward()
         split(x).square().sum().backward()
@@ -123,7 +123,7 @@ def test_without_a_queue_that_collects_it_is_an_ordinary_layer() -> None:
 def test_what_follows_may_change_the_output_in_place(dims: int, change: Callable[[Tensor], Tensor]) -> None:
     plain, split, x = block(), block(), inputs(1)[0].detach()
     x = x if dims == 3 else x[0]
-    queue = defer(split)
+    queue = defer_weight_gradients(split)
     wanted, found = (change(of.up(x)).square().sum() for of in (plain, split))
     wanted.backward()
     with queue.collecting(0):
@@ -138,7 +138,7 @@ def test_frozen_parameters_and_inputs_without_gradient() -> None:
     for module in (plain, split):
         module.up.weight.requires_grad_(False)
         module.norm.requires_grad_(False)
-    queue = defer(split)
+    queue = defer_weight_gradients(split)
     plain(x).sum().backward()
     with queue.collecting(0):
         split(x).sum().backward()
@@ -148,7 +148,7 @@ def test_frozen_parameters_and_inputs_without_gradient() -> None:
 
 def test_hooks_of_parameters_run_and_copies_are_ordinary() -> None:
     split, seen = block(), []
-    queue = defer(split)
+    queue = defer_weight_gradients(split)
     split.up.weight.register_post_accumulate_grad_hook(lambda p: seen.append(p.grad.shape))
     with queue.collecting(0):
         split(inputs(1)[0]).sum().backward()
@@ -164,7 +164,7 @@ def test_hooks_of_parameters_run_and_copies_are_ordinary() -> None:
 
 def test_activations_of_the_rest_are_freed_by_backward() -> None:
     split, freed = block(), []
-    queue = defer(split.down)
+    queue = defer_weight_gradients(split.down)
 
     class Watch(torch.autograd.Function):
         @staticmethod
@@ -187,7 +187,7 @@ def test_activations_of_the_rest_are_freed_by_backward() -> None:
 
 
 def test_mistakes_are_told() -> None:
-    queue = defer(block())
+    queue = defer_weight_gradients(block())
     with pytest.raises(MeshfoldError, match="no backward has collected weight gradients of 3"):
         queue.compute(3)
     with queue.collecting(0), pytest.raises(MeshfoldError, match="collected already"), queue.collecting(1):
@@ -202,7 +202,7 @@ def test_conv1d_of_transformers() -> None:
     torch.manual_seed(0)
     plain = Conv1D(3 * WIDTH, WIDTH).double()
     split, (x,) = copy.deepcopy(plain), inputs(1)
-    queue, other = defer(split), x.detach().clone().requires_grad_()
+    queue, other = defer_weight_gradients(split), x.detach().clone().requires_grad_()
     y = plain(x)
     y.square().sum().backward()
     with queue.collecting(0):
@@ -216,7 +216,7 @@ def test_conv1d_of_transformers() -> None:
 @pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
 def test_blocks_stay_compilable(backend: str) -> None:
     plain, split = block(), block()
-    queue = defer(split)
+    queue = defer_weight_gradients(split)
     compiled = torch.compile(split, fullgraph=True, backend=backend)
     for k, x in enumerate(inputs(2)):
         plain(x).square().sum().backward()
@@ -250,7 +250,7 @@ def test_tensor_parallel_layers() -> None:
         split, mesh = copy.deepcopy(plain), Mesh(axes)
         parallelize(plain, mesh, mode)
         parallelize(split, mesh, mode)
-        queue = defer(split)
+        queue = defer_weight_gradients(split)
         linears = [name for name, m in split.named_modules() if isinstance(m, Linear)]
         for k in range(2):
             plain(ids, ids).loss.backward()

@@ -13,16 +13,16 @@ from torch import Tensor, nn
 
 from meshfold.mesh import LayoutError, Mesh, SpecError, metadata
 from meshfold.mesh.random.dropout import Dealt, current_dropout_stream, dropout_stream
-from meshfold.pipeline.runtime.absent_parameters import Ghost
-from meshfold.pipeline.runtime.blocks import find_blocks, partition
+from meshfold.pipeline.runtime.absent_parameters import AbsentParameter
+from meshfold.pipeline.runtime.blocks import balance_blocks, find_blocks
 from meshfold.pipeline.runtime.microbatch import rows_of, split
-from meshfold.pipeline.runtime.partition import Cut, cut, estimate
-from meshfold.pipeline.runtime.placeholders import Absent
+from meshfold.pipeline.runtime.partition import Partition, estimate, partition_model
+from meshfold.pipeline.runtime.placeholders import AbsentBlock
 from meshfold.pipeline.runtime.stage import dropout_of
 
 
-def of(rank: int, whole: nn.Module, home: tuple[int, ...] = (0, 1, 2, 3), **settings: Any) -> Cut:
-    return cut(whole, Mesh({"pipe": max(home) + 1}, rank=rank), home, **settings)
+def of(rank: int, whole: nn.Module, home: tuple[int, ...] = (0, 1, 2, 3), **settings: Any) -> Partition:
+    return partition_model(whole, Mesh({"pipe": max(home) + 1}, rank=rank), home, **settings)
 
 
 def dearest(costs: list[float], counts: tuple[int, ...], before: float, after: float) -> float:
@@ -41,7 +41,7 @@ def test_the_dearest_stage_is_as_cheap_as_can_be() -> None:
         costs = [chance.choice([1.0, 2.0, chance.random() * 5]) for _ in range(chance.randint(1, 8))]
         stages = chance.randint(1, len(costs))
         before, after = chance.random() * 3, chance.random() * 6
-        found = partition(costs, stages, before=before, after=after)
+        found = balance_blocks(costs, stages, before=before, after=after)
         assert sum(found) == len(costs) and len(found) == stages and min(found) >= 1
         every = [
             tuple(b - a for a, b in itertools.pairwise((0, *ends, len(costs))))
@@ -52,13 +52,16 @@ def test_the_dearest_stage_is_as_cheap_as_can_be() -> None:
 
 
 def test_equal_blocks_are_dealt_evenly_and_a_dear_head_takes_some() -> None:
-    assert sorted(partition([1.0] * 10, 4)) == [2, 2, 3, 3]
-    assert partition([1.0] * 8, 4) == [2, 2, 2, 2]
-    assert partition([1.0] * 9, 4, after=2.0) == [3, 3, 2, 1] or partition([1.0] * 9, 4, after=2.0)[-1] == 1
+    assert sorted(balance_blocks([1.0] * 10, 4)) == [2, 2, 3, 3]
+    assert balance_blocks([1.0] * 8, 4) == [2, 2, 2, 2]
+    assert (
+        balance_blocks([1.0] * 9, 4, after=2.0) == [3, 3, 2, 1]
+        or balance_blocks([1.0] * 9, 4, after=2.0)[-1] == 1
+    )
     with pytest.raises(LayoutError, match="3 blocks cannot be cut into 4 stages"):
-        partition([1.0] * 3, 4)
+        balance_blocks([1.0] * 3, 4)
     with pytest.raises(LayoutError, match="negative"):
-        partition([1.0, -1.0], 1)
+        balance_blocks([1.0, -1.0], 1)
 
 
 def test_the_repeated_block_is_found() -> None:
@@ -94,9 +97,9 @@ def test_ranks_keep_their_stages_under_the_names_of_the_whole_model() -> None:
         assert mine.bounds == (0, 2, 5, 7, 8) and mine.stages == (rank,)
         seen += kept
         assert ("embed.weight" in kept) == (rank == 0) and ("head.weight" in kept) == (rank == 3)
-        assert all(isinstance(block, Block | Absent) for block in mine.model.layers)
+        assert all(isinstance(block, Block | AbsentBlock) for block in mine.model.layers)
         assert isinstance(mine.model.embed, nn.Embedding)
-        assert isinstance(mine.model.embed.weight, Ghost) == (rank > 0)
+        assert isinstance(mine.model.embed.weight, AbsentParameter) == (rank > 0)
         assert f"stage {rank} on rank {rank}" in str(mine)
     assert sorted(seen) == sorted(names)
 

@@ -84,7 +84,7 @@ def check_tied(name: str) -> None:
         meta = metadata(kept["embed.weight"])
         assert meta is not None and meta.tie == "embed.weight"
     else:
-        assert pipeline.cut.ties == ()
+        assert pipeline.partition.ties == ()
 
 
 class Shared(nn.Module):
@@ -116,7 +116,7 @@ def shared() -> Shared:
 @ranks(4)
 def test_a_weight_that_all_stages_share() -> None:
     pipeline = compare(shared, [tokens(4, s) for s in range(2)], {"pipe": 4}, "shared", microbatches=4)
-    assert [tie.ranks for tie in pipeline.cut.ties] == [(0, 1, 2, 3)]
+    assert [tie.ranks for tie in pipeline.partition.ties] == [(0, 1, 2, 3)]
 
 
 # -- what stages need beside the stream -----------------------------------------------------------------------------
@@ -353,7 +353,7 @@ def test_a_step_that_fails_leaves_nothing_behind() -> None:
         slot = pipeline.plan_of(work).slots[stage.first][0]
         with pytest.raises(IndexError):
             stage.forward(0, work, pipeline.plan_of(work), [torch.zeros(slot.shape, dtype=slot.dtype)])
-        assert stage.live == () and pipeline.cut.gates.run is None
+        assert stage.live == () and pipeline.partition.partial_forward.run is None
     pipeline.step(tokens(4))
     for name, p in pipeline.named_parameters():
         assert torch.allclose(p.grad, 2 * before[name], rtol=1e-9, atol=1e-12), name
@@ -588,7 +588,7 @@ def test_measured_costs() -> None:
     for times in (costs.forward, costs.backward_input, costs.backward_weight):
         assert isinstance(times, list) and len(times) == 2 and min(times) > 0
     again = Pipeline(model(), Mesh({"pipe": 2}), block_costs=[0, *[1.0] * 8, 2.0])
-    assert again.cut.bounds == (0, 5, 8)
+    assert again.partition.bounds == (0, 5, 8)
 
 
 @ranks(4)

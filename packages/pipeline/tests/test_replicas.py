@@ -5,13 +5,13 @@ from __future__ import annotations
 import torch
 
 from meshfold.pipeline.runtime.microbatch import split
-from meshfold.pipeline.runtime.replicas import ALONE, Beside
+from meshfold.pipeline.runtime.replicas import NO_REPLICAS, Replicas
 
 
 def test_the_last_one_again_without_weight() -> None:
     ids = torch.arange(12).view(3, 4)
     works = split(ids, 3)
-    filled = Beside(agree=lambda count: count + 2).filled(works)
+    filled = Replicas(agree=lambda count: count + 2).filled(works)
     assert [float(work.weight) for work in filled] == [float(work.weight) for work in works] + [0.0, 0.0]
     assert sum(float(work.weight) for work in filled) == 1.0
     for filler in filled[3:]:
@@ -26,5 +26,5 @@ def test_the_others_are_asked_with_the_own_number() -> None:
         return count
 
     works = split(torch.zeros(4, 2, dtype=torch.int64), 2)
-    assert Beside(agree=agree).filled(works) == works and asked == [2]
-    assert ALONE.filled(works) == works
+    assert Replicas(agree=agree).filled(works) == works and asked == [2]
+    assert NO_REPLICAS.filled(works) == works

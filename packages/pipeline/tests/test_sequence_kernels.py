@@ -47,8 +47,8 @@ def test_tiles_make_attention(
     on_device = [x.detach().to(device, dtype) for x in (q, k, v, towards)]
     tiles = [Tile(*row) for row in (CAUSAL if window is None else WINDOW)]  # type: ignore[arg-type]
     kernel = kernels.choose(name, *on_device[:3])
-    seen = tile_attention.Partial((2, 128, 4, 64), on_device[0])
-    met = tile_attention.Met(kernel, *on_device[:3], tiles, 0.125)
+    seen = tile_attention.PartialAttention((2, 128, 4, 64), on_device[0])
+    met = tile_attention.TilePairs(kernel, *on_device[:3], tiles, 0.125)
     for tile, part, part_lse in met.forward():
         assert part_lse.dtype is kernels.accumulating(dtype)
         seen.take(tile, part, part_lse)
@@ -67,10 +67,10 @@ def test_tiles_make_attention(
 
 def test_rows_that_see_nothing_are_zero() -> None:
     q, k = seeded(1, 4, 2, 8), seeded(1, 3, 2, 8, seed=1)
-    seen = tile_attention.Partial((1, 4, 2, 8), q)
+    seen = tile_attention.PartialAttention((1, 4, 2, 8), q)
     out, lse = seen.result()
     assert not out.any() and torch.isinf(lse).all()
-    met = tile_attention.Met(kernels.REFERENCE, q, k, k, [Tile("full", 1, 0, 2, 3)], 1.0)
+    met = tile_attention.TilePairs(kernels.REFERENCE, q, k, k, [Tile("full", 1, 0, 2, 3)], 1.0)
     for tile, part, part_lse in met.forward():
         seen.take(tile, part, part_lse)
     out, lse = seen.result()

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from meshfold.mesh import Mesh
 from meshfold.mesh.errors import LayoutError
-from meshfold.sequence import attention, dealing, kernels, sequence_parallel, traffic
+from meshfold.sequence import attention, kernels, sequence_parallel, sequence_sharding, traffic
 
 
 def tensors(
@@ -82,7 +82,7 @@ def test_models_are_refused_before_they_are_changed() -> None:
 
 def test_pure_functions_refuse_too() -> None:
     with pytest.raises(LayoutError, match="write mode='ring'"):
-        dealing(8, Mesh({"seq": 2}, rank=0), "ring_ulysses")
+        sequence_sharding(8, Mesh({"seq": 2}, rank=0), "ring_ulysses")
     with pytest.raises(LayoutError, match="cannot be split"):
         traffic(8, 3, 3, 8, Mesh({"seq": 2}, rank=0), "ulysses")
 

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from meshfold.mesh import Mesh
 from meshfold.mesh.errors import LayoutError
 from meshfold.sequence import (
-    Dealing,
     Mask,
+    SequenceSharding,
     next_tokens,
     positions,
     shard_sequence,
@@ -25,7 +25,7 @@ from meshfold.sequence.mask import dense
 from meshfold.sequence.tiling import Tile
 
 dealings = st.builds(
-    Dealing,
+    SequenceSharding,
     length=st.integers(1, 40),
     ring=st.integers(1, 5),
     ulysses=st.integers(1, 3),
@@ -50,7 +50,7 @@ def tokens(pieces: tuple[tuple[int, int], ...]) -> list[int]:
 
 @settings(max_examples=200, deadline=None)
 @given(dealing=dealings)
-def test_every_token_is_dealt_once_in_equal_shares_and_joins_again(dealing: Dealing) -> None:
+def test_every_token_is_dealt_once_in_equal_shares_and_joins_again(dealing: SequenceSharding) -> None:
     dealt = [tokens(dealing.pieces(rank)) for rank in range(dealing.ranks)]
     assert all(len(mine) == dealing.local and mine == sorted(mine) for mine in dealt)
     assert sorted(chain.from_iterable(dealt)) == list(range(dealing.padded))
@@ -66,17 +66,19 @@ def test_every_token_is_dealt_once_in_equal_shares_and_joins_again(dealing: Deal
 
 
 def test_zigzag_is_an_early_and_a_late_piece() -> None:
-    dealing = Dealing(length=32, ring=4)
+    dealing = SequenceSharding(length=32, ring=4)
     assert [dealing.pieces(rank) for rank in range(4)] == [
         ((0, 4), (28, 32)), ((4, 8), (24, 28)), ((8, 12), (20, 24)), ((12, 20),),
     ]  # fmt: skip
     assert dealing.indices(1).tolist() == [4, 5, 6, 7, 24, 25, 26, 27]
-    assert Dealing(length=32, ring=4, order="contiguous").pieces(1) == ((8, 16),)
+    assert SequenceSharding(length=32, ring=4, order="contiguous").pieces(1) == ((8, 16),)
 
 
 @settings(max_examples=150, deadline=None)
 @given(data=st.data(), dealing=dealings)
-def test_tiles_cover_what_is_seen_once_and_nothing_else(data: st.DataObject, dealing: Dealing) -> None:
+def test_tiles_cover_what_is_seen_once_and_nothing_else(
+    data: st.DataObject, dealing: SequenceSharding
+) -> None:
     mask = data.draw(masks(dealing.length))
     for i in range(dealing.ring):
         for j in range(dealing.ring):
@@ -95,7 +97,7 @@ def test_tiles_cover_what_is_seen_once_and_nothing_else(data: st.DataObject, dea
 
 
 def test_halves_of_a_zigzag_meet_as_halves() -> None:
-    dealing, mask = Dealing(length=64, ring=4), Mask(length=64)
+    dealing, mask = SequenceSharding(length=64, ring=4), Mask(length=64)
     assert steps(dealing, mask, 1) == (
         (Tile("lower", 0, 0, 16, 16),),  # its own two pieces: one triangle
         (Tile("full", 0, 0, 16, 8),),  # an earlier rank: all queries see the early half
@@ -105,7 +107,7 @@ def test_halves_of_a_zigzag_meet_as_halves() -> None:
 
 
 def test_blocks_that_a_mask_empties_are_skipped() -> None:
-    dealing, mask = Dealing(length=64, ring=4, order="contiguous"), Mask(length=64)
+    dealing, mask = SequenceSharding(length=64, ring=4, order="contiguous"), Mask(length=64)
     assert [len(step) for step in steps(dealing, mask, 1)] == [1, 1, 0, 0]
     assert [len(steps(dealing, Mask(length=64, window=5), rank)) for rank in range(4)] == [2] * 4
     packed = Mask(length=64, documents=(0, 16, 32, 48, 64))
@@ -118,14 +120,18 @@ def test_zigzag_balances_causal_work(ranks: int) -> None:
     length = 16 * ranks
     mask = Mask(length=length)
     whole = length * (length + 1) // 2
-    balanced = [work(Dealing(length=length, ring=ranks), mask, rank) for rank in range(ranks)]
+    balanced = [work(SequenceSharding(length=length, ring=ranks), mask, rank) for rank in range(ranks)]
     uneven = [
-        work(Dealing(length=length, ring=ranks, order="contiguous"), mask, rank) for rank in range(ranks)
+        work(SequenceSharding(length=length, ring=ranks, order="contiguous"), mask, rank)
+        for rank in range(ranks)
     ]
     assert sum(balanced) == sum(uneven) == whole
     assert len(set(balanced)) == 1
     assert max(uneven) * ranks / whole == pytest.approx((2 * ranks - 1) / ranks, rel=0.07)
-    short = [work(Dealing(length=length - 3, ring=ranks), Mask(length=length - 3), r) for r in range(ranks)]
+    short = [
+        work(SequenceSharding(length=length - 3, ring=ranks), Mask(length=length - 3), r)
+        for r in range(ranks)
+    ]
     assert max(short) <= balanced[0] and sum(short) == whole - sum(range(length - 2, length + 1))
 
 
@@ -161,18 +167,18 @@ def test_dealings_that_cannot_be_are_refused() -> None:
     with pytest.raises(LayoutError, match=r"Did you mean 'zigzag'"):
         positions(8, Mesh({}), order="zigzags")
     with pytest.raises(LayoutError, match="at least one"):
-        Dealing(length=0, ring=2)
+        SequenceSharding(length=0, ring=2)
     with pytest.raises(LayoutError, match="whole sequence of 8"):
-        Dealing(length=8, ring=2).shard(torch.zeros(1, 7), 0)
+        SequenceSharding(length=8, ring=2).shard(torch.zeros(1, 7), 0)
     with pytest.raises(LayoutError, match="dealt to 2 ranks has 8"):
-        Dealing(length=8, ring=2).join([torch.zeros(1, 3)] * 2)
+        SequenceSharding(length=8, ring=2).join([torch.zeros(1, 3)] * 2)
 
 
 def test_pieces_are_ascending() -> None:
     """What the cutting into tiles rests on."""
     for ring in range(1, 9):
         for ulysses in range(1, 5):
-            dealing = Dealing(length=97, ring=ring, ulysses=ulysses)
+            dealing = SequenceSharding(length=97, ring=ring, ulysses=ulysses)
             for rank in range(dealing.ranks):
                 edges = [edge for piece in dealing.pieces(rank) for edge in piece]
                 assert all(a < b for a, b in pairwise(edges))

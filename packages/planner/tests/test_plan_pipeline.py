@@ -18,8 +18,8 @@ from meshfold.engine.zero.states import ZeroStates
 from meshfold.mesh import ParallelSpec, record
 from meshfold.mesh.testing import run_on_ranks
 from meshfold.pipeline import simulate
+from meshfold.pipeline.runtime import Stage
 from meshfold.pipeline.runtime.executor import Peaks
-from meshfold.pipeline.runtime.stage import Stage
 from meshfold.planner.estimate import Estimate
 from meshfold.planner.machines import MACHINES
 from meshfold.planner.pipeline_estimate import PipelineEstimate

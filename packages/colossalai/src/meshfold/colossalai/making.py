@@ -106,7 +106,7 @@ def make_engine(
     except SpecError as error:
         if error.__cause__ is None:
             raise
-        from meshfold.pipeline.errors import ExampleError
+        from meshfold.pipeline import ExampleError
 
         if not isinstance(error.__cause__, ExampleError):
             raise

@@ -30,8 +30,7 @@ from meshfold.tensor_parallel.frame import row_unit
 if TYPE_CHECKING:
     from meshfold.engine.states import States
     from meshfold.pipeline import Costs, Pipeline
-    from meshfold.pipeline.runtime.microbatch import Microbatch
-    from meshfold.pipeline.runtime.replicas import Beside
+    from meshfold.pipeline.runtime import Microbatch, Replicas
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -130,8 +129,7 @@ class PipelinedModel:
         Raises:
             SpecError: if it cannot be cut so.
         """
-        from meshfold.pipeline import Pipeline, ScheduleError
-        from meshfold.pipeline.errors import ExampleError
+        from meshfold.pipeline import ExampleError, Pipeline, ScheduleError
 
         spec = world.spec.pipeline
         if spec is None:
@@ -158,7 +156,7 @@ class PipelinedModel:
                 device=world.device,
                 fill=fill,
                 reduce=self._complete,
-                beside=self._beside(),
+                replicas=self._replicas(),
             )
         except ExampleError as error:
             raise SpecError(
@@ -174,11 +172,7 @@ class PipelinedModel:
 
     def blocks(self) -> dict[str, nn.Module]:
         """The repeated blocks that this rank has, by name."""
-        cut = self.pipeline.cut
-        home, keys = cut.blocks, cut.blocks.keys
-        prefix = f"{home.name}." if home.name else ""
-        here = [index for stage in cut.stages for index in range(cut.bounds[stage], cut.bounds[stage + 1])]
-        return {f"{prefix}{keys[index]}": cut.gates.blocks[index] for index in here}
+        return self.pipeline.partition.named_blocks()
 
     def step(self, works: Sequence[Microbatch], scale: Tensor) -> Tensor:
         """Forward and backward of this data coordinate's batch: its mean loss, float64, on every rank of the pipeline.
@@ -243,19 +237,19 @@ class PipelinedModel:
         whole = batches.Batch(args=(), kwargs={}, given=given, rows=1, targets=None)
         return batches.loss_of(output, whole, self._loss_fn)
 
-    def _beside(self) -> Beside:
+    def _replicas(self) -> Replicas:
         """Under ZeRO stage 3 every use of a stage gathers its parameters from the other data coordinates."""
-        from meshfold.pipeline.runtime.replicas import ALONE, Beside
+        from meshfold.pipeline.runtime import Replicas
 
         zero = self._world.spec.zero
         if zero is None or zero.stage < 3:
-            return ALONE
+            return Replicas()
         group, device = self._world.data_group, self._world.device
 
         def agree(count: int) -> int:
             return int(all_reduce(torch.tensor([count], device=device), group, "max"))
 
-        return Beside(agree=agree, looking=self._shapes_only)
+        return Replicas(agree=agree, looking=self._shapes_only)
 
     def _shapes_only(self) -> AbstractContextManager[None]:
         return nullcontext() if self._states is None else self._states.shapes_only()

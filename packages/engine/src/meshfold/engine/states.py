@@ -32,7 +32,7 @@ from meshfold.mesh.parameters import ParameterMeta, Parts, plain
 if TYPE_CHECKING:
     from meshfold.engine.zero.residency import Residency
     from meshfold.pipeline import Pipeline
-    from meshfold.pipeline.runtime.microbatch import Microbatch
+    from meshfold.pipeline.runtime import Microbatch
     from meshfold.zero_gemini.optimizer.backward_role import Backward
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from meshfold.pipeline.errors import ScheduleError
+from meshfold.pipeline.errors import ExampleError, ScheduleError
 from meshfold.pipeline.pipeline import Pipeline
 from meshfold.pipeline.scheduling.actions import Action, Op, Schedule
 from meshfold.pipeline.scheduling.build import schedule
@@ -10,12 +10,13 @@ from meshfold.pipeline.scheduling.communication import Program, Receive, ReduceG
 from meshfold.pipeline.scheduling.costs import Costs
 from meshfold.pipeline.scheduling.drawing import draw
 from meshfold.pipeline.scheduling.search import search
-from meshfold.pipeline.scheduling.simulation import Simulation, simulate
+from meshfold.pipeline.scheduling.simulation import Simulation, peak_microbatches, simulate, simulate_costs
 from meshfold.pipeline.scheduling.validation import check
 
 __all__ = [
     "Action",
     "Costs",
+    "ExampleError",
     "Op",
     "Pipeline",
     "Program",
@@ -28,7 +29,9 @@ __all__ = [
     "check",
     "communicate",
     "draw",
+    "peak_microbatches",
     "schedule",
     "search",
     "simulate",
+    "simulate_costs",
 ]

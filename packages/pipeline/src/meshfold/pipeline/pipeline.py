@@ -8,6 +8,7 @@ optimizer.step()
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -17,19 +18,20 @@ from torch import Tensor, nn
 from meshfold.mesh import Mesh, broadcast
 from meshfold.mesh.model_io import evaluating
 from meshfold.pipeline.runtime.batches import Batches
-from meshfold.pipeline.runtime.complete_gradients import WholeGradients
-from meshfold.pipeline.runtime.executor import Channels, Interpreter, Peaks
+from meshfold.pipeline.runtime.complete_gradients import CompleteGradients
+from meshfold.pipeline.runtime.executor import Channels, Executor, Peaks
 from meshfold.pipeline.runtime.forward_analysis import Example
 from meshfold.pipeline.runtime.microbatch import Microbatch
 from meshfold.pipeline.runtime.outputs import Output, share
-from meshfold.pipeline.runtime.partial_forward import Plan
+from meshfold.pipeline.runtime.partial_forward import TransferPlan
+from meshfold.pipeline.runtime.partition import Partition
 from meshfold.pipeline.runtime.profile import measure, rehearse
-from meshfold.pipeline.runtime.replicas import ALONE, Beside
-from meshfold.pipeline.runtime.side_effects import untouched_buffers
+from meshfold.pipeline.runtime.replicas import NO_REPLICAS, Replicas
+from meshfold.pipeline.runtime.side_effects import preserved_buffers
 from meshfold.pipeline.runtime.stage import Stage, loss_in
 from meshfold.pipeline.runtime.staged_model import stage_model
 from meshfold.pipeline.runtime.tied_gradients import TiedGradients, pairs
-from meshfold.pipeline.runtime.transfer_plans import Plans
+from meshfold.pipeline.runtime.transfer_plans import TransferPlans
 from meshfold.pipeline.scheduling.communication import Program
 from meshfold.pipeline.scheduling.costs import Costs
 from meshfold.pipeline.scheduling.programs import Programs, Source
@@ -42,7 +44,7 @@ class Pipeline:
     and their names are those of the whole model; each rank has those of its stages.
 
     Attributes:
-        cut: what this rank keeps.
+        partition: what this rank keeps.
         module: the model with only that in it.
         peaks: what the last step held at most on this rank.
     """
@@ -71,7 +73,7 @@ class Pipeline:
         blocks: str | None = None,
         batched_weights: bool = False,
         reduce: Callable[[Sequence[tuple[str, nn.Parameter]]], None] | None = None,
-        beside: Beside = ALONE,
+        replicas: Replicas = NO_REPLICAS,
     ) -> None:
         """Args:
             model: a module, the same on every rank, or a function that makes one, of which each rank then only allocates
@@ -90,11 +92,12 @@ class Pipeline:
             dtype: of the weights of a model that a function makes, or that is on the meta device.
             seed: of its first values.
             fill: gives what is left of a model on the meta device its values and its device, in place of dtype and seed.
-            block_costs, layers, blocks: how it is cut, see :func:`meshfold.pipeline.cut.cut` (there: costs).
+            block_costs, layers, blocks: as ``costs``, ``layers`` and ``blocks`` of
+                :func:`meshfold.pipeline.runtime.partition.partition_model`.
             batched_weights: let the weight gradients of several micro-batches that are due at once be one product.
             reduce: called with parameters as soon as a step has completed their gradients, in the same order on all
                 ranks with the same stages; where gradients over data axes may be summed meanwhile.
-            beside: what is to be agreed with other pipelines that share this one's parameters.
+            replicas: what is to be agreed with other pipelines that share this one's parameters.
 
         Raises:
             LayoutError: for a model that cannot be cut.
@@ -103,7 +106,7 @@ class Pipeline:
         """
         mesh.require(axis, what="the pipeline")
         self.mesh, self.axis = mesh, axis
-        self._loss_fn, self._beside = loss_fn, beside
+        self._loss_fn, self._replicas = loss_fn, replicas
         self._programs = Programs(
             schedule, mesh.size(axis), microbatches, chunks=chunks, waves=waves, costs=costs, memory=memory
         )
@@ -124,18 +127,20 @@ class Pipeline:
             batched_weights=batched_weights,
             loss_fn=loss_fn,
         )
-        self.cut, self.module, self.device = staged.cut, staged.module, staged.device
+        self.partition, self.module, self.device = staged.partition, staged.module, staged.device
         self._stages = staged.stages
         self._batches = Batches(
             self.module, self._programs, self.device, own_loss=loss_fn is not None, weigh=weigh
         )
-        self._plans = Plans(staged, mesh, axis, beside)
+        self._plans = TransferPlans(staged, mesh, axis, replicas)
         self._channels = Channels(mesh, axis)
         self._ties = TiedGradients(
-            self.cut.ties, [self.cut.parameter(tie.name) for tie in self.cut.ties], self._channels
+            self.partition.ties,
+            [self.partition.parameter(tie.name) for tie in self.partition.ties],
+            self._channels,
         )
-        self._whole = None if reduce is None else WholeGradients(self.cut, self._ties, reduce)
-        self._interpreter = Interpreter(
+        self._whole = None if reduce is None else CompleteGradients(self.partition, self._ties, reduce)
+        self._executor = Executor(
             stages=self._stages,
             home=self.home,
             channels=self._channels,
@@ -148,7 +153,7 @@ class Pipeline:
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """What this rank keeps, each tensor once, by its name in the whole model."""
-        yield from self.cut.named_parameters()
+        yield from self.partition.named_parameters()
 
     def parameters(self) -> Iterator[nn.Parameter]:
         """What this rank keeps."""
@@ -176,10 +181,16 @@ class Pipeline:
     @property
     def peaks(self) -> Peaks:
         """What the last step held at most on this rank."""
-        return self._interpreter.peaks
+        return self._executor.peaks
+
+    @property
+    def cut(self) -> Partition:
+        """The old name of ``partition``."""
+        warnings.warn("Pipeline.cut is now Pipeline.partition", DeprecationWarning, stacklevel=2)
+        return self.partition
 
     def __str__(self) -> str:
-        return str(self.cut)
+        return str(self.partition)
 
     @property
     def stages(self) -> dict[int, Stage]:
@@ -207,17 +218,17 @@ class Pipeline:
 
     def split(self, batch: Any, *, unit: int = 1) -> list[Microbatch]:
         """A batch in micro-batches, on the device; ``unit``: see :func:`meshfold.pipeline.microbatch.split`."""
-        return self._beside.filled(self._batches.to_train(batch, unit=unit))
+        return self._replicas.filled(self._batches.to_train(batch, unit=unit))
 
     def run(self, works: Sequence[Microbatch], *, scale: float | Tensor = 1.0) -> Tensor:
         """:meth:`step` for micro-batches that are there already; their weights should add up to 1."""
         program = self.program(len(works))
         plans = [self._plans.of(work) for work in works]
-        self._channels.open(pairs(self.cut.ties), self.device)
+        self._channels.open(pairs(self.partition.ties), self.device)
         if self._whole is not None:
             self._whole.begin()
         with self._ties.collecting():
-            loss = self._interpreter.run(program, works, plans, scale)
+            loss = self._executor.run(program, works, plans, scale)
         self._ties.sum()
         if self._whole is not None:
             self._whole.of_ties()
@@ -234,7 +245,7 @@ class Pipeline:
     def measure_work(self, work: Microbatch, repeats: int = 3) -> Costs:
         """:meth:`measure` for a micro-batch that is there already."""
         plan, group = self._plans.of(work), self.mesh.group(self.axis)
-        with untouched_buffers(self.module):
+        with preserved_buffers(self.module):
             return measure(self._stages, work, plan, group, len(self.home), self.device, repeats)
 
     def replan(self, costs: Costs) -> None:
@@ -249,10 +260,10 @@ class Pipeline:
         them up.
         """
         plan = self._plans.of(work)
-        with untouched_buffers(self.module):
+        with preserved_buffers(self.module):
             rehearse(self._stages, work, plan, self.device)
 
-    def plan_of(self, work: Microbatch) -> Plan:
+    def plan_of(self, work: Microbatch) -> TransferPlan:
         """What travels between stages for a micro-batch of this shape."""
         return self._plans.of(work)
 
@@ -288,7 +299,7 @@ class Pipeline:
         ``meshfold.models.generate(pipeline, ids, 20)`` writes text.
         """
         calls = self._batches.to_call(args, kwargs)
-        outputs = list(self._outputs(self._beside.filled(calls)))[: len(calls)]
+        outputs = list(self._outputs(self._replicas.filled(calls)))[: len(calls)]
         source = self.home[-1]
         here = outputs if self._channels.index == source else None
         return share(here, self.mesh.group(self.axis), source, self.device)
@@ -297,7 +308,7 @@ class Pipeline:
         """Outputs of the model where the last stage is, None elsewhere."""
         plans = [self._plans.of(work) for work in works]
         program = self._programs.forward(len(works))
-        return iter(self._interpreter.evaluate(program, works, plans))
+        return iter(self._executor.evaluate(program, works, plans))
 
     def _everywhere(self, loss: Tensor | None) -> Tensor:
         """The last stage's scalar on all ranks."""

@@ -7,35 +7,53 @@
 
 from __future__ import annotations
 
+import warnings
+from typing import Any
+
 from meshfold.sequence.attention import attention
 from meshfold.sequence.dropout import WeightDropout
+from meshfold.sequence.kernels import count_attention_flops
 from meshfold.sequence.loss import loss_share
 from meshfold.sequence.mask import Mask
-from meshfold.sequence.modes import MODES, dealing
+from meshfold.sequence.modes import MODES, sequence_mode, sequence_sharding
 from meshfold.sequence.parallel_model import SequenceParallel, sequence_parallel
 from meshfold.sequence.ring_steps import steps, work
-from meshfold.sequence.sharding import Dealing
+from meshfold.sequence.sharding import SequenceSharding
 from meshfold.sequence.tiling import Tile, tiles
 from meshfold.sequence.token_shards import gather_sequence, next_tokens, positions, shard_sequence
 from meshfold.sequence.traffic import traffic
+from meshfold.sequence.ulysses import kv_head_repeats
 
 __all__ = [
     "MODES",
-    "Dealing",
     "Mask",
     "SequenceParallel",
+    "SequenceSharding",
     "Tile",
     "WeightDropout",
     "attention",
-    "dealing",
+    "count_attention_flops",
     "gather_sequence",
+    "kv_head_repeats",
     "loss_share",
     "next_tokens",
     "positions",
+    "sequence_mode",
     "sequence_parallel",
+    "sequence_sharding",
     "shard_sequence",
     "steps",
     "tiles",
     "traffic",
     "work",
 ]
+
+_OLD = {"Dealing": "SequenceSharding", "dealing": "sequence_sharding"}
+
+
+def __getattr__(name: str) -> Any:
+    """Give old names what they are called today, with a DeprecationWarning."""
+    if name not in _OLD:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    warnings.warn(f"{__name__}.{name} is now {_OLD[name]}", DeprecationWarning, stacklevel=2)
+    return globals()[_OLD[name]]

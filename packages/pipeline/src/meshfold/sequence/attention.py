@@ -14,11 +14,11 @@ from meshfold.mesh import LayoutError, Mesh
 from meshfold.sequence.dropout import RingDropout, WeightDropout
 from meshfold.sequence.kernels import choose
 from meshfold.sequence.mask import Mask
-from meshfold.sequence.modes import dealing, find
+from meshfold.sequence.modes import sequence_mode, sequence_sharding
 from meshfold.sequence.ring import Round, ring_attention
 from meshfold.sequence.ring_self_attention import Whole, ring_self_attention
 from meshfold.sequence.ring_steps import steps
-from meshfold.sequence.sharding import Dealing, check_documents
+from meshfold.sequence.sharding import SequenceSharding, check_documents
 from meshfold.sequence.ulysses import to_heads, to_sequence
 
 
@@ -68,7 +68,7 @@ def attention(
     Raises:
         LayoutError: for shapes, lengths, heads, masks or a mode that do not fit.
     """
-    found = find(mode, mesh)
+    found = sequence_mode(mode, mesh)
     length = q.shape[1] * mesh.size(*found.axes) if length is None else length
     if callable(mode):
         own = mode(
@@ -76,7 +76,7 @@ def attention(
             dropout=dropout,
         )  # fmt: skip
         return cast(Tensor, own)
-    dealt = dealing(length, mesh, mode, order)
+    dealt = sequence_sharding(length, mesh, mode, order)
     _check(q, k, v, dealt, window, dropout)
     mask = Mask(
         length=length,
@@ -118,7 +118,12 @@ def attention(
 
 
 def _check(
-    q: Tensor, k: Tensor, v: Tensor, dealt: Dealing, window: int | None, dropout: float | WeightDropout
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    dealt: SequenceSharding,
+    window: int | None,
+    dropout: float | WeightDropout,
 ) -> None:
     if dropout and not isinstance(dropout, WeightDropout):
         raise LayoutError(

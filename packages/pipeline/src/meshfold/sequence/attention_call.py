@@ -11,14 +11,14 @@ from torch import Tensor
 
 from meshfold.mesh import LayoutError, Mesh
 from meshfold.sequence.attention import attention
-from meshfold.sequence.dropout import Draw, WeightDropout
-from meshfold.sequence.layout_tracking import attended
+from meshfold.sequence.dropout import DrawDropout, WeightDropout
+from meshfold.sequence.layout_tracking import track_attention
 
 Documents = Sequence[int] | Sequence[Sequence[int]]
 """cumulative lengths of packed documents, of all rows alike or of each row"""
 
 
-def by_row(documents: Documents | None) -> list[tuple[int, ...]]:
+def documents_by_row(documents: Documents | None) -> list[tuple[int, ...]]:
     """The documents of every row; one if all have the same, none if there are none."""
     if documents is None:
         return []
@@ -27,7 +27,7 @@ def by_row(documents: Documents | None) -> list[tuple[int, ...]]:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Settings:
+class AttentionSettings:
     """What :func:`meshfold.sequence.sequence_parallel` was told; its arguments say what each means."""
 
     mesh: Mesh
@@ -38,9 +38,9 @@ class Settings:
     length: int | None = None
     order: str | None = None
     kernel: str = "auto"
-    draw: Draw | None = None
+    draw: DrawDropout | None = None
 
-    def with_batch(self, length: int | None, documents: Documents | None) -> Settings:
+    def with_batch(self, length: int | None, documents: Documents | None) -> AttentionSettings:
         """The same for a batch of another length or other documents."""
         return replace(self, length=length, documents=documents)
 
@@ -72,7 +72,7 @@ class Settings:
                 "sequence_parallel(..., causal=True) or causal=False, with window= or documents= where it has them; "
                 "pad at the end and give the length instead of masking padding"
             )
-        rows = by_row(self.documents)
+        rows = documents_by_row(self.documents)
         if len(rows) > 1 and len(rows) != q.shape[0]:
             raise LayoutError(
                 f"{len(rows)} rows with documents of their own, and attention sees {q.shape[0]} of them here: pack all rows alike "
@@ -88,7 +88,7 @@ class Settings:
         if dropout and self.draw is not None and not callable(self.mode):
             drop = self.draw(q, dropout)
         given |= dict(mesh=self.mesh, mode=self.mode, order=self.order, kernel=self.kernel)
-        return attended(q, k, v, lambda: self._over_ranks(q, k, v, rows, drop, given))
+        return track_attention(q, k, v, lambda: self._over_ranks(q, k, v, rows, drop, given))
 
     def _over_ranks(
         self,

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from meshfold.kernels import dropout
 from meshfold.mesh import LayoutError
-from meshfold.sequence.sharding import Dealing
+from meshfold.sequence.sharding import SequenceSharding
 from meshfold.sequence.tiling import Tile
 
 
@@ -66,10 +66,10 @@ class WeightDropout:
         return dropout(ones.view(-1, 1), self.p, self.seed, self.key, place.view(-1), 0, 1).view(place.shape)
 
 
-Draw = Callable[[Tensor, float], WeightDropout]
+DrawDropout = Callable[[Tensor, float], WeightDropout]
 """The dropout of the next attention: of queries ``b heads s d``, and the share that the model asks for"""
 
-Fates = Callable[[Sequence[Tile]], Tensor]
+DropoutFactors = Callable[[Sequence[Tile]], Tensor]
 """The factors of some tiles of one shape, one behind the other in the batch: ``(tiles b) heads rows columns``"""
 
 
@@ -84,10 +84,10 @@ class RingDropout:
     """
 
     weights: WeightDropout
-    dealing: Dealing
+    dealing: SequenceSharding
     index: int
 
-    def at(self, step: int, q: Tensor) -> Fates:
+    def at(self, step: int, q: Tensor) -> DropoutFactors:
         """For this rank's queries and the keys that arrive at a step."""
         queries = self._positions(self.index, q.device)
         keys = self._positions((self.index - step) % self.dealing.ring, q.device)

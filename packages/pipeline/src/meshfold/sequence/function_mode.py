@@ -12,7 +12,7 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
 from meshfold.mesh import LayoutError
-from meshfold.sequence.attention_call import Settings
+from meshfold.sequence.attention_call import AttentionSettings
 
 # They attend inside, where it cannot be replaced.
 _SEALED = (
@@ -23,7 +23,7 @@ _SEALED = (
 _INTEGERS = (None, torch.int64, torch.int32)
 
 
-class Swap(TorchFunctionMode):
+class AttentionMode(TorchFunctionMode):
     """While it is on, ``scaled_dot_product_attention`` runs over the ranks.
 
     Where a model counts positions itself, ``torch.arange(n)`` for the n tokens of this rank gives their positions in
@@ -32,7 +32,7 @@ class Swap(TorchFunctionMode):
 
     def __init__(
         self,
-        settings: Callable[[], Settings],
+        settings: Callable[[], AttentionSettings],
         positions: Callable[[int], Tensor | None],
         told: Callable[[Tensor], Tensor],
     ) -> None:
@@ -96,7 +96,7 @@ class Swap(TorchFunctionMode):
         return self._told(positions.to(where, dtype or torch.int64))
 
 
-class Around:
+class ModeAroundModules:
     """Puts a mode around the forward of modules, so that a forward that is recomputed has it too."""
 
     def __init__(self, model: nn.Module, make: Callable[[], TorchFunctionMode]) -> None:

@@ -14,10 +14,10 @@ from torch import Tensor, nn
 
 from meshfold.mesh import LayoutError
 from meshfold.mesh.tracking import untracked
-from meshfold.sequence.attention_call import Settings
+from meshfold.sequence.attention_call import AttentionSettings
 
 NAME = "meshfold_sequence"
-_settings: WeakKeyDictionary[nn.Module, Callable[[], Settings]] = WeakKeyDictionary()
+_settings: WeakKeyDictionary[nn.Module, Callable[[], AttentionSettings]] = WeakKeyDictionary()
 _UNKNOWN = ("softcap", "position_bias", "s_aux", "head_mask")
 
 
@@ -35,7 +35,7 @@ def parts(model: nn.Module) -> list[nn.Module]:
 class Registered:
     """Has the attention of a model's modules run over the ranks until it is removed."""
 
-    def __init__(self, model: nn.Module, settings: Callable[[], Settings]) -> None:
+    def __init__(self, model: nn.Module, settings: Callable[[], AttentionSettings]) -> None:
         from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
         from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 

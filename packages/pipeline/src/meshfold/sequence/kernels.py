@@ -20,7 +20,8 @@ Tensors are ``b s heads d``, keys and values ``b s kv_heads d`` with kv_heads a 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import NamedTuple, Protocol
 
 import torch
@@ -111,7 +112,7 @@ class Reference:
         return scores
 
 
-class Shapes:
+class MetaKernel:
     """Tensors without values, as plans have them: what a flash kernel returns, and nothing that it keeps in between.
 
     Attributes:
@@ -236,16 +237,26 @@ def _back(gradients: Sequence[Tensor]) -> Gradients:
 
 
 REFERENCE = Reference()
-SHAPES = Shapes()
+META_KERNEL = MetaKernel()
 _ON: Mapping[tuple[str, str], Kernel] = {
     ("flash", "cpu"): FlashCPU(),
-    ("flash", "meta"): SHAPES,
+    ("flash", "meta"): META_KERNEL,
     ("flash", "cuda"): FlashCUDA(),
     ("cudnn", "cuda"): CuDNN(),
     ("efficient", "cuda"): Efficient(),
 }
 NAMES = ("auto", "flash", "cudnn", "efficient", "reference")
 _WIDEST = {"flash": 256, "cudnn": 128, "efficient": 256}
+
+
+@contextmanager
+def count_attention_flops(count: Callable[[int], None]) -> Iterator[None]:
+    """Context manager: call ``count`` with the floating point operations of each tile of meta tensors, masked pairs included."""
+    META_KERNEL.count = count
+    try:
+        yield
+    finally:
+        META_KERNEL.count = None
 
 
 def choose(name: str, q: Tensor, k: Tensor, v: Tensor, shapes: int = 1) -> Kernel:

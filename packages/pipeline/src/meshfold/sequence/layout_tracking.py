@@ -16,13 +16,13 @@ from meshfold.mesh.tracking.dims import Dim, Factor, Split, is_split, is_unknown
 from meshfold.mesh.tracking.follow import Tracker
 
 
-class Tracked:
+class ShardedSequenceLayout:
     """What a model whose sequences are dealt says to :func:`meshfold.mesh.tracking.watch`."""
 
     def __init__(self, mesh: Mesh, axes: tuple[str, ...]) -> None:
         self._split = Split(tuple(axis for axis in axes if mesh.size(axis) > 1), "dealt")
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Tracked:
+    def __deepcopy__(self, memo: dict[int, Any]) -> ShardedSequenceLayout:
         return self
 
     def begin(self, found: Tracker, model: nn.Module, given: Mapping[str, Any]) -> None:
@@ -67,7 +67,7 @@ class Tracked:
         )
 
 
-def attended(q: Tensor, k: Tensor, v: Tensor, attend: Callable[[], Tensor]) -> Tensor:
+def track_attention(q: Tensor, k: Tensor, v: Tensor, attend: Callable[[], Tensor]) -> Tensor:
     """Attention of ``b heads s d`` to ``b s heads d``, carried out over ranks, whose tokens must be those that were dealt."""
     found = tracker()
     if found is None or found.dealt is None:

@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from meshfold.mesh import Mesh, collectives
-from meshfold.sequence.modes import find
+from meshfold.sequence.modes import sequence_mode
 
 
 def loss_share(
@@ -34,4 +34,4 @@ def loss_share(
     wide = rows if rows.itemsize == 8 else rows.float()
     total = F.cross_entropy(wide, targets.reshape(-1), ignore_index=ignore_index, reduction="sum")
     counted = (targets != ignore_index).sum().to(total.dtype)
-    return total / collectives.all_reduce(counted, mesh.group(*find(mode, mesh).axes)).clamp(min=1)
+    return total / collectives.all_reduce(counted, mesh.group(*sequence_mode(mode, mesh).axes)).clamp(min=1)

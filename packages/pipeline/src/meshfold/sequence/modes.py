@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from meshfold.mesh import LayoutError, Mesh
 from meshfold.mesh.errors import nearest
-from meshfold.sequence.sharding import Dealing, check_order
+from meshfold.sequence.sharding import SequenceSharding, check_order
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,7 +39,7 @@ MODES: Mapping[str, Mode] = {
 _OWN = Mode(ring=("seq",), order="contiguous")  # an attention of one's own: it says what runs over the axis
 
 
-def find(mode: str | Callable[..., object], mesh: Mesh) -> Mode:
+def sequence_mode(mode: str | Callable[..., object], mesh: Mesh) -> Mode:
     """The row of a mode, checked against the mesh.
 
     Raises:
@@ -67,14 +67,16 @@ def find(mode: str | Callable[..., object], mesh: Mesh) -> Mode:
     return found
 
 
-def dealing(length: int, mesh: Mesh, mode: str | Callable[..., object], order: str | None = None) -> Dealing:
+def sequence_sharding(
+    length: int, mesh: Mesh, mode: str | Callable[..., object], order: str | None = None
+) -> SequenceSharding:
     """How a sequence of ``length`` tokens is dealt under a mode.
 
     Raises:
         LayoutError: for an unknown mode or order, or a mesh that does not fit the mode.
     """
-    found = find(mode, mesh)
-    return Dealing(
+    found = sequence_mode(mode, mesh)
+    return SequenceSharding(
         length=length,
         ring=mesh.size(*found.ring),
         ulysses=mesh.size(*found.ulysses),

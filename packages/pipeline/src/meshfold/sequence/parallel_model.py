@@ -14,18 +14,18 @@ from torch import Tensor, nn
 from meshfold.mesh import LayoutError, Mesh
 from meshfold.mesh.tracking import untracked, watch
 from meshfold.sequence import hugging_face
-from meshfold.sequence.attention_call import Documents, Settings, by_row
-from meshfold.sequence.dropout import Draw
-from meshfold.sequence.function_mode import Around, Swap
-from meshfold.sequence.layout_tracking import Tracked
-from meshfold.sequence.modes import find
+from meshfold.sequence.attention_call import AttentionSettings, Documents, documents_by_row
+from meshfold.sequence.dropout import DrawDropout
+from meshfold.sequence.function_mode import AttentionMode, ModeAroundModules
+from meshfold.sequence.layout_tracking import ShardedSequenceLayout
+from meshfold.sequence.modes import sequence_mode
 from meshfold.sequence.token_shards import positions
 
 
 class SequenceParallel:
     """What :func:`sequence_parallel` did to a model: ``remove()`` undoes it, and so does the end of a ``with``."""
 
-    def __init__(self, model: nn.Module, settings: Settings) -> None:
+    def __init__(self, model: nn.Module, settings: AttentionSettings) -> None:
         self._settings = settings
         self._local = 0  # tokens of this rank in the last forward, which may be recomputed later
         self._calls = 0  # of attention in the forward under way
@@ -36,7 +36,7 @@ class SequenceParallel:
             for module in model.modules()
         )
         self._changes: list[Any] = []
-        self._tracked = Tracked(settings.mesh, find(settings.mode, settings.mesh).axes)
+        self._tracked = ShardedSequenceLayout(settings.mesh, sequence_mode(settings.mode, settings.mesh).axes)
         theirs = hugging_face.parts(model)
         self._swaps = theirs != [model]
         with ExitStack() as refused:  # a model that is not taken is left as it was
@@ -51,7 +51,7 @@ class SequenceParallel:
             if settings.window is None:
                 self._settings = replace(settings, window=masks.window)
             if self._swaps:
-                self._changes.append(Around(model, self._swap))
+                self._changes.append(ModeAroundModules(model, self._swap))
             refused.pop_all()
 
     def set_batch(self, *, length: int | None = None, documents: Documents | None = None) -> None:
@@ -107,10 +107,10 @@ class SequenceParallel:
                 "alone: let it call torch.nn.functional.scaled_dot_product_attention"
             )
 
-    def _swap(self) -> Swap:
-        return Swap(self._asked, self._counted, self._marked)
+    def _swap(self) -> AttentionMode:
+        return AttentionMode(self._asked, self._counted, self._marked)
 
-    def _asked(self) -> Settings:
+    def _asked(self) -> AttentionSettings:
         """The settings, for a call of attention."""
         self._calls += 1
         return self._settings
@@ -133,8 +133,8 @@ class SequenceParallel:
     def _positions(self, device: torch.device | str) -> Tensor:
         """``rows local``, or ``1 local`` where all rows have the same."""
         s = self._settings
-        length = s.length or self._local * s.mesh.size(*find(s.mode, s.mesh).axes)
-        rows: list[tuple[int, ...] | None] = [*by_row(s.documents)]
+        length = s.length or self._local * s.mesh.size(*sequence_mode(s.mode, s.mesh).axes)
+        rows: list[tuple[int, ...] | None] = [*documents_by_row(s.documents)]
         with untracked():
             made = torch.stack(
                 [
@@ -181,7 +181,7 @@ class _NoMasks:
 class _Again:
     """A part of a forward that is repeated: with the batch that it had."""
 
-    def __init__(self, parallel: SequenceParallel, settings: Settings, local: int) -> None:
+    def __init__(self, parallel: SequenceParallel, settings: AttentionSettings, local: int) -> None:
         self._parallel, self._batch = parallel, (settings, local)
         self._open: list[ExitStack] = []
 
@@ -197,7 +197,7 @@ class _Again:
     def __exit__(self, *error: object) -> None:
         self._open.pop().close()
 
-    def _say(self, settings: Settings, local: int) -> None:
+    def _say(self, settings: AttentionSettings, local: int) -> None:
         self._parallel._settings, self._parallel._local = settings, local
 
 
@@ -212,7 +212,7 @@ def sequence_parallel(
     length: int | None = None,
     order: str | None = None,
     kernel: str = "auto",
-    draw: Draw | None = None,
+    draw: DrawDropout | None = None,
 ) -> SequenceParallel:
     """From now on, or inside of ``with``, the model computes on this rank's tokens and attends to the whole sequence.
 
@@ -238,10 +238,10 @@ def sequence_parallel(
         LayoutError: for an unknown mode or a mesh that does not fit; in the forward, for what the model wants and
             attention over a split sequence cannot do.
     """
-    find(mode, mesh)
+    sequence_mode(mode, mesh)
     return SequenceParallel(
         model,
-        Settings(
+        AttentionSettings(
             mesh=mesh, mode=mode, causal=causal, window=window, documents=documents, length=length, order=order,
             kernel=kernel, draw=draw,
         ),

@@ -19,7 +19,7 @@ from torch import Tensor
 from meshfold.mesh import Group, collectives
 from meshfold.mesh.collectives import Pending, as_result
 from meshfold.sequence import tile_attention
-from meshfold.sequence.dropout import Fates, RingDropout
+from meshfold.sequence.dropout import DropoutFactors, RingDropout
 from meshfold.sequence.kernels import Gradients, Kernel, accumulating
 from meshfold.sequence.tiling import Tile
 
@@ -42,7 +42,7 @@ class Round:
     scale: float
     drop: RingDropout | None = None
 
-    def fates(self, step: int, q: Tensor) -> Fates | None:
+    def fates(self, step: int, q: Tensor) -> DropoutFactors | None:
         """What becomes of the weights of a step's tiles; None if all stay."""
         return None if self.drop is None else self.drop.at(step, q)
 
@@ -69,11 +69,11 @@ class _Ring(torch.autograd.Function):
 
 
 def _forward(q: Tensor, k: Tensor, v: Tensor, job: Round) -> tuple[Tensor, Tensor]:
-    seen = tile_attention.Partial((*q.shape[:3], v.shape[3]), q)
+    seen = tile_attention.PartialAttention((*q.shape[:3], v.shape[3]), q)
     block = _Travelling(job, k, v)
     for step, tiles in enumerate(job.steps):
         k, v = block.arrive(step)
-        met = tile_attention.Met(job.kernel, q, k, v, tiles, job.scale, job.fates(step, q))
+        met = tile_attention.TilePairs(job.kernel, q, k, v, tiles, job.scale, job.fates(step, q))
         for tile, out, lse in met.forward():
             seen.take(tile, out, lse)
     return seen.result()
@@ -82,13 +82,13 @@ def _forward(q: Tensor, k: Tensor, v: Tensor, job: Round) -> tuple[Tensor, Tenso
 def _backward(
     dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, job: Round
 ) -> Gradients:
-    dq = tile_attention.Sum(q)
+    dq = tile_attention.PartialSum(q)
     block = _Travelling(job, k, v)
     sums: Pending | None = None  # dK and dV of the block, from the ranks that had it before
     for step, tiles in enumerate(job.steps):
         k, v = block.arrive(step)
-        dk, dv = tile_attention.Sum(k), tile_attention.Sum(v)
-        met = tile_attention.Met(job.kernel, q, k, v, tiles, job.scale, job.fates(step, q))
+        dk, dv = tile_attention.PartialSum(k), tile_attention.PartialSum(v)
+        met = tile_attention.TilePairs(job.kernel, q, k, v, tiles, job.scale, job.fates(step, q))
         for tile, shares in met.backward(dout, out, lse):
             dq.add(tile.q, shares[0])
             dk.add(tile.k, shares[1])
@@ -107,7 +107,7 @@ def _backward(
     return dq_done, home[0].to(k.dtype), home[1].to(v.dtype)
 
 
-def _total(dk: tile_attention.Sum, dv: tile_attention.Sum, before: Tensor | None) -> Tensor:
+def _total(dk: tile_attention.PartialSum, dv: tile_attention.PartialSum, before: Tensor | None) -> Tensor:
     """This rank's dK and dV of a block on top of what ranks before it found, in one wide tensor."""
     wide = accumulating(dk.like.dtype)
     if before is None:

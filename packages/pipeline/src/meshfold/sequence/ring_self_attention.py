@@ -20,7 +20,7 @@ from meshfold.mesh import Group, collectives
 from meshfold.mesh.collectives import as_result
 from meshfold.sequence.kernels import Gradients, accumulating
 from meshfold.sequence.mask import Mask, dense
-from meshfold.sequence.sharding import Dealing
+from meshfold.sequence.sharding import SequenceSharding
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,7 +28,7 @@ class Whole:
     """What a rank needs besides the tensors: its ring, how the sequence is dealt, the mask, the scale of the scores."""
 
     group: Group
-    dealing: Dealing
+    dealing: SequenceSharding
     mask: Mask
     scale: float
 

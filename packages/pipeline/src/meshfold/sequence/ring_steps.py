@@ -8,13 +8,13 @@ from functools import lru_cache
 import torch
 
 from meshfold.sequence.mask import Mask
-from meshfold.sequence.sharding import Dealing
+from meshfold.sequence.sharding import SequenceSharding
 from meshfold.sequence.tiling import Tile, tiles
 
 Steps = tuple[tuple[Tile, ...], ...]
 
 
-def steps(dealing: Dealing, mask: Mask, index: int) -> Steps:
+def steps(dealing: SequenceSharding, mask: Mask, index: int) -> Steps:
     """The tiles of each step of the ring at place ``index``.
 
     At step t the keys are those of place ``(index - t) mod ring``: keys and values travel to the next place. There
@@ -26,13 +26,16 @@ def steps(dealing: Dealing, mask: Mask, index: int) -> Steps:
     return _kept_steps(dealing, mask, index)
 
 
-def work(dealing: Dealing, mask: Mask, index: int) -> int:
+def work(dealing: SequenceSharding, mask: Mask, index: int) -> int:
     """How many (query, key) pairs the place ``index`` of the ring computes, a head."""
     return sum(tile.work for step in steps(dealing, mask, index) for tile in step)
 
 
 def _steps(
-    dealing: Dealing, mask: Mask, index: int, at: Callable[[Dealing, Mask, int, int], tuple[Tile, ...]]
+    dealing: SequenceSharding,
+    mask: Mask,
+    index: int,
+    at: Callable[[SequenceSharding, Mask, int, int], tuple[Tile, ...]],
 ) -> Steps:
     places = range(dealing.ring)
     last = dealing.ring - 1
@@ -41,7 +44,7 @@ def _steps(
     return tuple(at(dealing, mask, index, step) for step in places[: last + 1])
 
 
-def _at(dealing: Dealing, mask: Mask, index: int, step: int) -> tuple[Tile, ...]:
+def _at(dealing: SequenceSharding, mask: Mask, index: int, step: int) -> tuple[Tile, ...]:
     source = (index - step) % dealing.ring
     return tiles(dealing.ring_pieces(index), dealing.ring_pieces(source), mask)
 
@@ -50,5 +53,5 @@ _kept_at = lru_cache(maxsize=4096)(_at)
 
 
 @lru_cache(maxsize=1024)
-def _kept_steps(dealing: Dealing, mask: Mask, index: int) -> Steps:
+def _kept_steps(dealing: SequenceSharding, mask: Mask, index: int) -> Steps:
     return _steps(dealing, mask, index, _kept_at)

@@ -26,7 +26,7 @@ Pieces = tuple[tuple[int, int], ...]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Dealing:
+class SequenceSharding:
     """A sequence of ``length`` tokens dealt to ``ring · ulysses`` ranks.
 
     Attributes:
@@ -164,8 +164,8 @@ class Dealing:
 
 
 @lru_cache(maxsize=64)
-def inverse_of(dealing: Dealing) -> Tensor:
-    """:meth:`Dealing.inverse`, kept."""
+def inverse_of(dealing: SequenceSharding) -> Tensor:
+    """:meth:`SequenceSharding.inverse`, kept."""
     return dealing.inverse()
 
 

@@ -9,13 +9,13 @@ import torch
 from torch import Tensor
 
 from meshfold.kernels import merge_attention_
-from meshfold.sequence.dropout import Fates
+from meshfold.sequence.dropout import DropoutFactors
 from meshfold.sequence.kernels import REFERENCE, Gradients, Kernel, Pairs, accumulating
 from meshfold.sequence.tiling import Tile
 
 
 @dataclass(slots=True)
-class Partial:
+class PartialAttention:
     """Attention over the keys seen so far: the output ``b s heads d`` and its log-sum-exp ``b heads s``, both wide."""
 
     shape: tuple[int, ...]
@@ -49,7 +49,7 @@ class Partial:
 
 
 @dataclass(slots=True)
-class Sum:
+class PartialSum:
     """A sum of parts of a tensor ``b s heads d`` along its tokens, wide as soon as there is something to add."""
 
     like: Tensor
@@ -90,7 +90,7 @@ class Sum:
 
 
 @dataclass(frozen=True, slots=True)
-class Met:
+class TilePairs:
     """A block of queries that meets one of keys.
 
     Attributes:
@@ -108,7 +108,7 @@ class Met:
     v: Tensor
     tiles: Sequence[Tile]
     scale: float
-    fates: Fates | None = None
+    fates: DropoutFactors | None = None
 
     def forward(self) -> Iterator[tuple[Tile, Tensor, Tensor]]:
         """Each tile with attention over its keys and the log-sum-exp."""
@@ -143,7 +143,7 @@ class Met:
         return self.kernel if kept is None else REFERENCE, pairs
 
 
-def _factors(fates: Fates, tiles: Sequence[Tile]) -> Tensor:
+def _factors(fates: DropoutFactors, tiles: Sequence[Tile]) -> Tensor:
     found = fates(tiles)
     return found.flip(2, 3) if tiles[0].shape == "upper" else found
 

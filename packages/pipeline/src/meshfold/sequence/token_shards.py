@@ -10,7 +10,7 @@ from torch.nn import functional as F
 
 from meshfold.mesh import Mesh
 from meshfold.mesh.collectives import collect
-from meshfold.sequence.modes import dealing, find
+from meshfold.sequence.modes import sequence_mode, sequence_sharding
 from meshfold.sequence.sharding import check_documents
 
 ModeName = str | Callable[..., object]
@@ -32,8 +32,8 @@ def shard_sequence(
     Raises:
         LayoutError: for an unknown mode or order.
     """
-    found = find(mode, mesh)
-    return dealing(x.shape[dim], mesh, mode, order).shard(x, mesh.index(*found.axes), dim, pad)
+    found = sequence_mode(mode, mesh)
+    return sequence_sharding(x.shape[dim], mesh, mode, order).shard(x, mesh.index(*found.axes), dim, pad)
 
 
 def gather_sequence(
@@ -54,8 +54,8 @@ def gather_sequence(
         mesh, mode, dim, order: as they were dealt.
         length: tokens of the whole sequence; None: there is no padding.
     """
-    axes = find(mode, mesh).axes
-    dealt = dealing(length or x.shape[dim] * mesh.size(*axes), mesh, mode, order)
+    axes = sequence_mode(mode, mesh).axes
+    dealt = sequence_sharding(length or x.shape[dim] * mesh.size(*axes), mesh, mode, order)
     return dealt.join(collect(x, mesh, dim % x.dim(), axes), dim)
 
 
@@ -76,8 +76,8 @@ def positions(
         documents: cumulative lengths of packed documents; positions start again at each.
         device: of the result.
     """
-    rank = mesh.index(*find(mode, mesh).axes)
-    return dealing(length, mesh, mode, order).positions(rank, documents).to(device)
+    rank = mesh.index(*sequence_mode(mode, mesh).axes)
+    return sequence_sharding(length, mesh, mode, order).positions(rank, documents).to(device)
 
 
 def next_tokens(

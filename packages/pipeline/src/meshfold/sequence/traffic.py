@@ -10,10 +10,10 @@ from meshfold.mesh import Mesh
 from meshfold.mesh.recording import moved_bytes
 from meshfold.sequence.kernels import accumulating
 from meshfold.sequence.mask import Mask
-from meshfold.sequence.modes import dealing, find
+from meshfold.sequence.modes import sequence_mode, sequence_sharding
 from meshfold.sequence.ring_steps import steps
 from meshfold.sequence.sharding import check_documents
-from meshfold.sequence.ulysses import repeats
+from meshfold.sequence.ulysses import kv_head_repeats
 
 
 def traffic(
@@ -46,13 +46,13 @@ def traffic(
     Raises:
         LayoutError: for heads, a mode, a mask or a mesh that do not fit.
     """
-    found = find(mode, mesh)
-    dealt = dealing(length, mesh, mode, order)
+    found = sequence_mode(mode, mesh)
+    dealt = sequence_sharding(length, mesh, mode, order)
     size, wide = dtype.itemsize, accumulating(dtype).itemsize
     if mode == "ring_self":
         block = 2 * batch * dealt.local * kv_heads * head_dim * (dealt.ring - 1)
         return Fraction(block * size), Fraction(block * (size + 2 * wide))
-    times = repeats(heads, kv_heads, dealt.ulysses)
+    times = kv_head_repeats(heads, kv_heads, dealt.ulysses)
     packed = batch * dealt.local * (heads + 2 * kv_heads * times) * head_dim * size
     back = batch * dealt.local * heads * head_dim * size
     exchanges = moved_bytes("all_to_all", packed, dealt.ulysses) + moved_bytes(

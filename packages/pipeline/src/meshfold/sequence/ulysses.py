@@ -13,7 +13,7 @@ from meshfold.mesh import LayoutError, Mesh
 from meshfold.mesh.collectives import exchange
 
 
-def repeats(heads: int, kv_heads: int, ranks: int) -> int:
+def kv_head_repeats(heads: int, kv_heads: int, ranks: int) -> int:
     """How often each head of keys and values is repeated so that every rank has those of its query heads: least.
 
     Raises:
@@ -41,7 +41,7 @@ def to_heads(
     ranks = mesh.size(*axes)
     if ranks == 1:
         return q, k, v
-    times = repeats(q.shape[2], k.shape[2], ranks)
+    times = kv_head_repeats(q.shape[2], k.shape[2], ranks)
     if times > 1:
         k, v = (x.repeat_interleave(times, dim=2) for x in (k, v))
     sizes = [x.shape[-1] for x in (q, k, v)]

@@ -28,10 +28,8 @@ from meshfold.engine.world import PIPE, World, join
 from meshfold.mesh import Entry, Mesh, ParallelSpec, SpecError, all_reduce, dropout_stream, record
 from meshfold.mesh.model_io import WithoutValues, labels_are_shifted
 from meshfold.mesh.processes import start_fake
-from meshfold.pipeline import Costs, Simulation
-from meshfold.pipeline.runtime.absent_parameters import recast
-from meshfold.pipeline.runtime.microbatch import Microbatch
-from meshfold.pipeline.scheduling.simulation import simulate_costs
+from meshfold.pipeline import Costs, Simulation, simulate_costs
+from meshfold.pipeline.runtime import Microbatch
 from meshfold.planner.estimate import Estimate, Memory, summarised
 from meshfold.planner.machines import Machine
 from meshfold.planner.planner import STATES, tensor_bytes
@@ -191,7 +189,7 @@ def _seen(asked: _Asked, rank: int) -> _Rank:
         sequence = split_sequence(built.model, world, own_loss=False)
         blocks = recompute_blocks(asked.recompute, built.model, sequence, stages)
         built.model.train()
-        recast(stages.pipeline.cut.beside, asked.precision.dtype)
+        stages.pipeline.partition.set_absent_dtype(asked.precision.dtype)
         if asked.spec.zero is not None:
             from meshfold.planner.stage_plan import stage_problem
 
@@ -255,7 +253,7 @@ def _run(
         shares = Shares(given, world, shifted=labels_are_shifted(model), places=False)
         log.phase = "loss"
         all_reduce(shares.weight(), world.data_group)
-    pipe, cut_here = world.mesh.size(PIPE), stages.pipeline.cut
+    pipe, cut_here = world.mesh.size(PIPE), stages.pipeline.partition
     log.entries.append(Entry("broadcast", (PIPE,), pipe, 8, "loss"))
     zero = asked.spec.zero
     if zero is not None and zero.stage == 3:  # how many micro-batches all have

@@ -13,11 +13,8 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from meshfold.mesh import Entry, Log, Mesh
 from meshfold.mesh.model_io import WithoutValues, saved_for_backward
-from meshfold.pipeline import Pipeline
-from meshfold.pipeline.runtime.microbatch import Microbatch
-from meshfold.pipeline.runtime.profile import final, noise
-from meshfold.pipeline.runtime.stage import Stage
-from meshfold.pipeline.scheduling.actions import Action, Op
+from meshfold.pipeline import Action, Op, Pipeline
+from meshfold.pipeline.runtime import Microbatch, Stage
 from meshfold.planner.machines import Machine
 
 _KEY = 0
@@ -95,19 +92,19 @@ def _costs_of(
         counts.append(counter.get_total_flops() + stand_in.attention_flops)
         ends.append(len(log.entries))
 
-    given = noise(stage.inputs(plan), pipeline.device)
+    given = stage.random_inputs(plan, pipeline.device)
     batch = [leaf for leaf in tree_leaves((work.args, work.kwargs)) if isinstance(leaf, Tensor)]
     with saved_for_backward([*pipeline.parameters(), *batch]) as saved:
         counted("forward", lambda: stage.forward(_KEY, work, plan, given))
     for tensor in given:  # waits for its gradient, whatever autograd keeps
         saved.add(tensor)
-    counted("backward", lambda: stage.backward_input(_KEY, final(stage, plan, pipeline.device)))
+    counted("backward", lambda: stage.backward_input(_KEY, stage.random_gradients(plan, pipeline.device)))
     waiting = stage.queue.held_bytes
     counted("backward", lambda: stage.backward_weight(_KEY))
     forward, backward, weight = counts
     return StageCosts(
         number=stage.number,
-        rank=pipeline.cut.rank,
+        rank=pipeline.partition.rank,
         blocks=stage.stop - stage.first,
         flops=(forward, backward, weight),
         entries=tuple(tuple(log.entries[a:b]) for a, b in pairwise(ends)),

@@ -42,9 +42,9 @@ def local_length(length: int, world: World) -> int:
     spec = world.spec.sequence
     if spec is None or spec.size == 1:
         return length
-    from meshfold.sequence import dealing
+    from meshfold.sequence import sequence_sharding
 
-    return dealing(length, world.mesh, spec.mode).local
+    return sequence_sharding(length, world.mesh, spec.mode).local
 
 
 @contextmanager
@@ -53,10 +53,7 @@ def counted_attention(spec: ParallelSpec, count: Callable[[int], None]) -> Itera
     if spec.sequence is None or spec.sequence.size == 1:
         yield
         return
-    from meshfold.sequence.kernels import SHAPES
+    from meshfold.sequence import count_attention_flops
 
-    SHAPES.count = count
-    try:
+    with count_attention_flops(count):
         yield
-    finally:
-        SHAPES.count = None

@@ -98,11 +98,10 @@ def _layers(model: nn.Module) -> str:
 
 
 def _heads(model: nn.Module, world: World, spec: SequenceSpec) -> str:
-    from meshfold.sequence.modes import find
-    from meshfold.sequence.ulysses import repeats
+    from meshfold.sequence import kv_head_repeats, sequence_mode
 
     config = getattr(model, "config", None)
-    ulysses = world.mesh.size(*find(spec.mode, world.mesh).ulysses)
+    ulysses = world.mesh.size(*sequence_mode(spec.mode, world.mesh).ulysses)
     heads = next(
         (getattr(config, name) for name in _HEADS if isinstance(getattr(config, name, None), int)), 0
     )
@@ -112,7 +111,7 @@ def _heads(model: nn.Module, world: World, spec: SequenceSpec) -> str:
     if world.mode is not None:
         split = world.mesh.size(*find_mode(world.mode).layout("hidden")["n"])  # type: ignore[arg-type]
     try:
-        repeats(heads // split, 1, ulysses)
+        kv_head_repeats(heads // split, 1, ulysses)
     except LayoutError as error:
         return f"of {heads} heads a rank has {heads // split}, and {error}" if split > 1 else str(error)
     return ""

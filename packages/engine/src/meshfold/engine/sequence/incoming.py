@@ -14,8 +14,7 @@ from meshfold.engine.sequence.labels import Labels
 from meshfold.mesh import Mesh, SpecError
 from meshfold.mesh.model_io import IGNORE, without_first_tokens
 from meshfold.mesh.random import Dealt, deal_tokens
-from meshfold.sequence import Dealing, dealing
-from meshfold.sequence.modes import find
+from meshfold.sequence import SequenceSharding, sequence_mode, sequence_sharding
 
 _TARGETS = ("targets", "target")
 _CACHES = ("past_key_values", "past_key_value", "layer_past", "use_cache", "cache_position")
@@ -33,7 +32,7 @@ class Forward:
         documents: packed into each row, which attention keeps to; None if there are none.
     """
 
-    dealing: Dealing
+    dealing: SequenceSharding
     rows: int
     share: Tensor | None
     documents: Documents | None
@@ -52,7 +51,7 @@ class Incoming:
         written: the spec, for messages.
         """
         self._mesh, self._mode, self._labels, self._written = mesh, mode, labels, written
-        self._axes = find(mode, mesh).axes
+        self._axes = sequence_mode(mode, mesh).axes
         parameters = inspect.signature(model.forward).parameters
         positional = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
         self._names = [name for name, p in parameters.items() if p.kind in positional]
@@ -79,7 +78,7 @@ class Incoming:
                 "are what is split"
             )
         rows, length = tokens.shape[:2]
-        dealt = dealing(length, self._mesh, self._mode)
+        dealt = sequence_sharding(length, self._mesh, self._mode)
         rank = self._mesh.index(*self._axes)
         self._refuse_parts(given)
         documents = self._documents(given, rows, length)

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from meshfold.mesh import SpecError
 from meshfold.mesh.model_io import IGNORE
-from meshfold.sequence import Dealing, next_tokens
+from meshfold.sequence import SequenceSharding, next_tokens
 
 _UNSHIFTED = ("ForMaskedLM", "ForTokenClassification")  # transformers' names of losses token by token
 
@@ -69,7 +69,7 @@ class Labels:
             return None
         return labels if self.kind == "as they are" else next_tokens(labels, ignore_index=IGNORE)
 
-    def deal(self, given: dict[str, Any], dealt: Dealing, rank: int, rows: int) -> Tensor | None:
+    def deal(self, given: dict[str, Any], dealt: SequenceSharding, rank: int, rows: int) -> Tensor | None:
         """Put this rank's labels in place of all.
 
         Returns:

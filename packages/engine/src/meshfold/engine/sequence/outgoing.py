@@ -12,7 +12,7 @@ from meshfold.engine.sequence.incoming import Forward
 from meshfold.mesh import Mesh, SpecError
 from meshfold.mesh.collectives import gather, gather_blocks, scatter_sums
 from meshfold.mesh.model_io import Pieces, changed, when_read
-from meshfold.sequence.modes import find
+from meshfold.sequence import sequence_mode
 
 
 class Outgoing:
@@ -23,7 +23,7 @@ class Outgoing:
         mesh, mode: how sequences are dealt.
         written: the spec, for messages.
         """
-        self._mesh, self._axes, self._written = mesh, find(mode, mesh).axes, written
+        self._mesh, self._axes, self._written = mesh, sequence_mode(mode, mesh).axes, written
 
     def give(self, output: Any, now: Forward) -> Any:
         """A model's output of whole sequences. Beside a loss, tensors are put together when somebody reads them.

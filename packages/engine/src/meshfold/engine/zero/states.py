@@ -42,7 +42,7 @@ from meshfold.zero_gemini.optimizer.dispatch import kind_of
 
 if TYPE_CHECKING:
     from meshfold.pipeline import Pipeline
-    from meshfold.pipeline.runtime.microbatch import Microbatch
+    from meshfold.pipeline.runtime import Microbatch
 
 
 class ZeroStates:
@@ -222,12 +222,12 @@ class ZeroStates:
 
     def look_at(self, pipeline: Pipeline, works: Sequence[Microbatch]) -> None:
         if self.residency.is_watching:
-            from meshfold.pipeline.scheduling.simulation import live_at_most
+            from meshfold.pipeline import peak_microbatches
 
             actions = pipeline.program(len(works)).schedule.ranks[self._world.mesh.index(PIPE)]
             self.residency.rehearse(
                 lambda: pipeline.rehearse(works[0]),
-                live=live_at_most(actions),
+                live=peak_microbatches(actions),
                 stages=len(pipeline.stages),
                 microbatches=len(works),
             )

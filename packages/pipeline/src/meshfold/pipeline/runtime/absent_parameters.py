@@ -30,7 +30,7 @@ LARGE = 2**20
 _LOOKS = {"__get__", "size", "dim", "numel", "element_size", "is_floating_point", "__repr__", "stride"}
 
 
-class Ghost(Tensor):
+class AbsentParameter(Tensor):
     """A tensor of NaN. It may be looked at, and used before the blocks, where only shapes count.
 
     Attributes:
@@ -42,7 +42,9 @@ class Ghost(Tensor):
     used: Callable[[], bool]
 
     @classmethod
-    def of(cls, parameter: Tensor, label: str, device: torch.device, used: Callable[[], bool]) -> Ghost:
+    def of(
+        cls, parameter: Tensor, label: str, device: torch.device, used: Callable[[], bool]
+    ) -> AbsentParameter:
         """In place of a parameter, real or meta."""
         one = torch.full((), float("nan"), dtype=torch.float32).to(device, parameter.dtype)
         made = torch.Tensor._make_subclass(cls, one.expand(parameter.shape))
@@ -59,11 +61,11 @@ class Ghost(Tensor):
         with torch._C.DisableTorchFunctionSubclass():
             if getattr(func, "__name__", "") in _LOOKS:
                 return func(*args, **(kwargs or {}))
-            plain = tree_map_only(Ghost, _plain, (args, kwargs or {}))
+            plain = tree_map_only(AbsentParameter, _plain, (args, kwargs or {}))
             return func(*plain[0], **plain[1])
 
 
-def _plain(ghost: Ghost) -> Tensor:
+def _plain(ghost: AbsentParameter) -> Tensor:
     if ghost.used():
         raise LayoutError(
             f"{ghost.label!r} belongs to a stage on another rank, but is used by function behind the blocks: give it a "
@@ -72,7 +74,7 @@ def _plain(ghost: Ghost) -> Tensor:
     return ghost.as_subclass(Tensor)
 
 
-def agree(parameters: Sequence[tuple[nn.Module, str]], group: Group, device: torch.device) -> None:
+def agree_on_dtypes(parameters: Sequence[tuple[nn.Module, str]], group: Group, device: torch.device) -> None:
     """Give every ghost the dtype that the parameter now has where it is kept; all ranks of the group call.
 
     Args:
@@ -84,16 +86,17 @@ def agree(parameters: Sequence[tuple[nn.Module, str]], group: Group, device: tor
         return
     values = [getattr(module, name) for module, name in parameters]
     codes = [
-        -1 if value is None or isinstance(value, Ghost) else DTYPES.index(value.dtype) for value in values
+        -1 if value is None or isinstance(value, AbsentParameter) else DTYPES.index(value.dtype)
+        for value in values
     ]
     found = all_reduce(torch.tensor(codes, device=device), group, "max").tolist()
     for (module, name), value, code in zip(parameters, values, found, strict=True):
-        if isinstance(value, Ghost) and code >= 0:
+        if isinstance(value, AbsentParameter) and code >= 0:
             _recast(module, name, value, DTYPES[code])
 
 
-def recast(parameters: Sequence[tuple[nn.Module, str]], dtype: torch.dtype) -> None:
-    """:func:`agree` where the other ranks are not there: let all that stands for a floating parameter have this dtype.
+def set_absent_dtype(parameters: Sequence[tuple[nn.Module, str]], dtype: torch.dtype) -> None:
+    """:func:`agree_on_dtypes` where the other ranks are not there: let all that stands for a floating parameter have this dtype.
 
     Args:
         parameters: (module, name in it).
@@ -112,13 +115,13 @@ def _recast(module: nn.Module, name: str, value: Tensor, dtype: torch.dtype) -> 
     meta = metadata(value)
     if meta is not None:
         annotate(like, meta)
-    if isinstance(value, Ghost):
-        like = Ghost.of(like, value.label, value.device, value.used)
+    if isinstance(value, AbsentParameter):
+        like = AbsentParameter.of(like, value.label, value.device, value.used)
     module.__dict__[name] = like
 
 
 @contextmanager
-def standing_in(modules: Sequence[nn.Module], device: torch.device) -> Iterator[None]:
+def zeros_in_place(modules: Sequence[nn.Module], device: torch.device) -> Iterator[None]:
     """Let zeros stand for all tensors of these modules that are not on the device; for a large one zeros of one element.
 
     Kernels that compute addresses by themselves are given vectors and packed bytes, and find all of these there.

@@ -10,12 +10,12 @@ from torch import Tensor
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from meshfold.pipeline.errors import ChainError
-from meshfold.pipeline.runtime.injection import alike
-from meshfold.pipeline.runtime.placeholders import Like
+from meshfold.pipeline.runtime.injection import same_storage
+from meshfold.pipeline.runtime.placeholders import TensorPlaceholder
 
 
 @dataclass(frozen=True, kw_only=True)
-class Form:
+class OutputForm:
     """What a block returned, without values.
 
     Attributes:
@@ -29,7 +29,7 @@ class Form:
     place: int
 
     @classmethod
-    def of(cls, output: Any, given: Tensor, kind: str) -> Form:
+    def of(cls, output: Any, given: Tensor, kind: str) -> OutputForm:
         """Of what a block made.
 
         Args:
@@ -58,37 +58,42 @@ class Form:
                 f"a {kind} turns {tuple(given.shape)} into {shapes}: a model is cut into stages between blocks that keep the shape "
                 "of what they are given"
             )
-        without_values = (Like(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves)
+        without_values = (TensorPlaceholder(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves)
         return cls(spec=spec, leaves=tuple(without_values), place=place)
 
     @property
     def key(self) -> object:
         """The same for what is alike but for shapes and plain values."""
-        return str(self.spec), self.place, tuple(isinstance(leaf, Like) for leaf in self.leaves)
+        return str(self.spec), self.place, tuple(isinstance(leaf, TensorPlaceholder) for leaf in self.leaves)
 
     @property
     def has_more(self) -> bool:
         """Whether there are more tensors than the one that was given."""
-        return sum(isinstance(leaf, Like) for leaf in self.leaves) > 1
+        return sum(isinstance(leaf, TensorPlaceholder) for leaf in self.leaves) > 1
 
     def __str__(self) -> str:
         """As a message names it: ``(1, 6, 16) and (1, 1, 16)``."""
-        return " and ".join(str(tuple(leaf.shape)) for leaf in self.leaves if isinstance(leaf, Like))
+        return " and ".join(
+            str(tuple(leaf.shape)) for leaf in self.leaves if isinstance(leaf, TensorPlaceholder)
+        )
 
     def fill(self, given: Tensor) -> Any:
         """What a block returns that does nothing."""
-        made = [leaf.make(given.requires_grad) if isinstance(leaf, Like) else leaf for leaf in self.leaves]
-        made[self.place] = alike(given)
+        made = [
+            leaf.make(given.requires_grad) if isinstance(leaf, TensorPlaceholder) else leaf
+            for leaf in self.leaves
+        ]
+        made[self.place] = same_storage(given)
         return tree_unflatten(made, self.spec)
 
 
-class Forms:
+class OutputForms:
     """In which form each block of a model returns, as far as was seen while all of them were here."""
 
     def __init__(self) -> None:
-        self._seen: dict[int, Form] = {}
+        self._seen: dict[int, OutputForm] = {}
 
-    def note(self, index: int, learn: Callable[[int], Form]) -> Form:
+    def note(self, index: int, learn: Callable[[int], OutputForm]) -> OutputForm:
         """That of a block, which ``learn`` calls; of one that cannot run without values that of the first, which must."""
         try:
             form = learn(index)
@@ -100,8 +105,12 @@ class Forms:
         return form
 
     def like(
-        self, index: int, known: Mapping[int, Form], here: Sequence[int], learn: Callable[[int], Form]
-    ) -> Form:
+        self,
+        index: int,
+        known: Mapping[int, OutputForm],
+        here: Sequence[int],
+        learn: Callable[[int], OutputForm],
+    ) -> OutputForm:
         """That of a block which is on another rank, perhaps.
 
         Args:

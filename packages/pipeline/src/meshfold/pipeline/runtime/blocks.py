@@ -93,7 +93,9 @@ def _lists_of(model: nn.Module, name: str | None, *classes: type[nn.Module]) -> 
     return found
 
 
-def partition(costs: Sequence[float], stages: int, *, before: float = 0.0, after: float = 0.0) -> list[int]:
+def balance_blocks(
+    costs: Sequence[float], stages: int, *, before: float = 0.0, after: float = 0.0
+) -> list[int]:
     """How many blocks each stage gets, so that the dearest stage is as cheap as can be, and the others are even.
 
     Args:

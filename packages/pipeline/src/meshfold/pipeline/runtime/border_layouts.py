@@ -10,16 +10,16 @@ from meshfold.mesh import LayoutError
 from meshfold.mesh.tracking import Lies, lies
 from meshfold.mesh.tracking.dims import Dims, axes_of, is_open
 
-Lying = dict[int, Lies]
+Layouts = dict[int, Lies]
 """By place among the arguments of a block; empty where the forward is not looked at."""
 
 
-def lying(leaves: Mapping[int, Tensor]) -> Lying:
+def layouts_of(leaves: Mapping[int, Tensor]) -> Layouts:
     """How a block's arguments lie."""
     return {place: known for place, leaf in leaves.items() if (known := lies(leaf)) is not None}
 
 
-def check_handed_on(block: int, began: Lying, leaves: Mapping[int, Tensor]) -> None:
+def check_handed_on(block: int, began: Layouts, leaves: Mapping[int, Tensor]) -> None:
     """See that what a stage hands on lies as what its first block was given.
 
     Args:
@@ -30,7 +30,7 @@ def check_handed_on(block: int, began: Lying, leaves: Mapping[int, Tensor]) -> N
     Raises:
         LayoutError: if it does not.
     """
-    for place, known in lying(leaves).items():
+    for place, known in layouts_of(leaves).items():
         now, before = known.dims, began[place].dims if place in began else known.dims
         if len(before) == len(now) and before != now:
             raise LayoutError(

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 
-class Clock:
+class DeviceClock:
     """Events in the order of a GPU's stream, where nobody has to wait in between; the clock on a CPU."""
 
     def __init__(self, device: torch.device) -> None:

@@ -4,9 +4,9 @@
     B        dx = dy w
     W        dw += dyᵀ x,  db += Σ dy
 
-:func:`defer` switches the linear layers of a module to it, in place: names, parameters and hooks stay. Everything else
-of a stage (norms, tables, what is not a linear layer) gets its gradient in B, by autograd. Without a queue that collects
-(:mod:`meshfold.mesh.parameters.deferred_wgrad`) dw is made as soon as backward comes by, and the layer is an ordinary one.
+:func:`defer_weight_gradients` switches the linear layers of a module to it, in place: names, parameters and hooks stay.
+Everything else of a stage (norms, tables, what is not a linear layer) gets its gradient in B, by autograd. Without a queue that
+collects (:mod:`meshfold.mesh.parameters.deferred_wgrad`) dw is made as soon as backward comes by, and the layer is an ordinary one.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ class _DeferringTurned(_Deferring):
 _classes: dict[type, type] = {}
 
 
-def defer(module: nn.Module, *, batched: bool = False) -> Queue:
+def defer_weight_gradients(module: nn.Module, *, batched: bool = False) -> Queue:
     """Switch the linear layers of a module to deferred weight gradients, in place.
 
     nn.Linear, transformers' Conv1D and layers that know how (tensor-parallel ones). A layer with a forward of its own, or
@@ -94,7 +94,7 @@ def defer(module: nn.Module, *, batched: bool = False) -> Queue:
 
 
 def restore(module: nn.Module) -> None:
-    """Undo :func:`defer` for nn.Linear and Conv1D."""
+    """Undo :func:`defer_weight_gradients` for nn.Linear and Conv1D."""
     for layer in module.modules():
         if isinstance(layer, _Deferring):
             layer.__dict__.pop(_SITE, None)

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from meshfold.mesh import Group, Mesh, Transfer, collectives
 from meshfold.pipeline.runtime.microbatch import Microbatch
-from meshfold.pipeline.runtime.partial_forward import Plan, Slots
+from meshfold.pipeline.runtime.partial_forward import Slots, TransferPlan
 from meshfold.pipeline.runtime.stage import Stage
 from meshfold.pipeline.scheduling.actions import Action, Op
 from meshfold.pipeline.scheduling.communication import Program, Receive, ReduceGradients, Send
@@ -88,7 +88,7 @@ class Peaks:
 
 
 @dataclass
-class Interpreter:
+class Executor:
     """What a rank needs to run programs.
 
     Attributes:
@@ -113,7 +113,7 @@ class Interpreter:
         self,
         program: Program,
         works: Sequence[Microbatch],
-        plans: Sequence[Plan],
+        plans: Sequence[TransferPlan],
         scale: float | Tensor = 1.0,
     ) -> Tensor | None:
         """Run this rank's steps; the gradients are in ``.grad`` afterwards.
@@ -145,7 +145,7 @@ class Interpreter:
         return step.loss
 
     def evaluate(
-        self, program: Program, works: Sequence[Microbatch], plans: Sequence[Plan]
+        self, program: Program, works: Sequence[Microbatch], plans: Sequence[TransferPlan]
     ) -> list[Any | None]:
         """Run a program of forwards alone, without gradients: the model's outputs where the last stage is."""
         step = _Step(self, works, plans, 1.0, training=False)
@@ -162,9 +162,9 @@ class _Step:
 
     def __init__(
         self,
-        interpreter: Interpreter,
+        interpreter: Executor,
         works: Sequence[Microbatch],
-        plans: Sequence[Plan],
+        plans: Sequence[TransferPlan],
         scale: float | Tensor,
         *,
         training: bool = True,

@@ -17,10 +17,10 @@ from torch.utils._pytree import tree_leaves
 from meshfold.mesh import LayoutError, Mesh
 from meshfold.mesh.model_io import evaluating
 from meshfold.pipeline.errors import ChainError, ExampleError
-from meshfold.pipeline.runtime.absent_parameters import LARGE, standing_in
-from meshfold.pipeline.runtime.partial_forward import Gates, Watched
+from meshfold.pipeline.runtime.absent_parameters import LARGE, zeros_in_place
+from meshfold.pipeline.runtime.partial_forward import ObservedForward, PartialForward
 from meshfold.pipeline.runtime.placeholders import unscaled_tables, without_randomness
-from meshfold.pipeline.runtime.side_effects import untouched_buffers
+from meshfold.pipeline.runtime.side_effects import preserved_buffers
 
 Example = tuple[tuple[Any, ...], dict[str, Any]]
 """positional and keyword arguments of the model's forward"""
@@ -29,7 +29,7 @@ Uses = dict[str, set[int]]
 
 
 @dataclass(kw_only=True)
-class Look:
+class ForwardAnalysis:
     """What was seen of a model's forward.
 
     Attributes:
@@ -40,7 +40,7 @@ class Look:
     """
 
     uses: Uses
-    seen: Watched | None = None
+    seen: ObservedForward | None = None
     last: list[Tensor] = field(default_factory=list)
     changed: set[Tensor] = field(default_factory=set)
 
@@ -66,15 +66,15 @@ def bypassed(blocks: str, border: str) -> str:
     )
 
 
-def look_beside(
+def analyze_forward(
     model: nn.Module,
-    gates: Gates,
+    partial_forward: PartialForward,
     beside: Sequence[nn.Module],
     weights: Sequence[tuple[nn.Module, str]],
     example: Example,
     device: torch.device,
     shared: Sequence[nn.Module],
-) -> Look:
+) -> ForwardAnalysis:
     """See what a forward does beside its blocks, as far as it can be seen.
 
     What comes before the blocks has to be seen. What comes between and behind them is, where the forward can be run to its end
@@ -82,7 +82,7 @@ def look_beside(
 
     Args:
         model: real or meta; its parts are gated.
-        gates: of all blocks and of ``beside``.
+        partial_forward: of the model; gates all blocks and of ``beside``.
         beside: modules beside the blocks.
         weights: parameters that lie in no block and no such module: module and name in it.
         example: what to call the model with.
@@ -93,17 +93,17 @@ def look_beside(
         ExampleError: if the model cannot be called with the example.
         LayoutError: if it cannot be cut.
     """
-    within = {module for block in gates.blocks for module in block.modules()}
+    within = {module for block in partial_forward.blocks for module in block.modules()}
     outside = [module for module in model.modules() if module not in within]
 
     def call() -> Any:
         return model(*example[0], **example[1])
 
     try:
-        with evaluating(model), standing_in(outside, device), unscaled_tables(model):
+        with evaluating(model), zeros_in_place(outside, device), unscaled_tables(model):
             loose = [getattr(module, name) for module, name in weights]
             try:
-                seen, entering = gates.watch(call, loose, stop=0)
+                seen, entering = partial_forward.watch(call, loose, stop=0)
             except LayoutError:
                 raise
             except Exception as error:
@@ -111,8 +111,8 @@ def look_beside(
                     f"to see what {type(model).__name__} does before its blocks it was called with "
                     f"{_described(example)}, and raised {type(error).__name__}: {error}"
                 ) from error
-            found = Look(uses=_used(model, seen, beside, weights, loose, {-1: entering}))
-        gates.forget()
+            found = ForwardAnalysis(uses=_used(model, seen, beside, weights, loose, {-1: entering}))
+        partial_forward.forget()
         buffers = [
             (module, name, b)
             for module in model.modules()
@@ -121,21 +121,21 @@ def look_beside(
         ]
         with ExitStack() as stack:
             # One block at a time, but for what is looked at afterwards: all together might not fit.
-            kept = [gates.blocks[0], *shared]
+            kept = [partial_forward.blocks[0], *shared]
             stack.enter_context(
-                standing_in([*outside, *(m for block in kept for m in block.modules())], device)
+                zeros_in_place([*outside, *(m for block in kept for m in block.modules())], device)
             )
-            stack.enter_context(untouched_buffers(model))
+            stack.enter_context(preserved_buffers(model))
             stack.enter_context(without_randomness(tree_leaves(example)))
             stack.enter_context(_NoLargeProducts())
             copies = [(module._buffers[name], _writes(module._buffers[name])) for module, name, _ in buffers]
             loose = [getattr(module, name) for module, name in weights]
             try:
-                seen, output = gates.watch(
+                seen, output = partial_forward.watch(
                     call,
                     loose,
-                    stop=len(gates.blocks),
-                    keep=lambda block: standing_in([*block.modules()], device),
+                    stop=len(partial_forward.blocks),
+                    keep=lambda block: zeros_in_place([*block.modules()], device),
                 )
             except ChainError:
                 raise
@@ -151,13 +151,13 @@ def look_beside(
                 if module._buffers[name] is not copy or _writes(copy) != writes:
                     found.changed.add(buffer)
     finally:
-        gates.forget()
+        partial_forward.forget()
     return found
 
 
 def _used(
     model: nn.Module,
-    seen: Watched,
+    seen: ObservedForward,
     beside: Sequence[nn.Module],
     weights: Sequence[tuple[nn.Module, str]],
     loose: Sequence[Tensor],

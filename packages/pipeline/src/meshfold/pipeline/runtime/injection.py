@@ -21,7 +21,7 @@ class _Enter(torch.autograd.Function):
         return None, gradient
 
 
-def enter(inside: Tensor, received: Tensor, grad: bool) -> Tensor:
+def inject(inside: Tensor, received: Tensor, grad: bool) -> Tensor:
     """Let a tensor of the model's code be what was received, in place: all who refer to it find the right values.
 
     It may be changed in place then, as what a block returns may be; save if it is a view, of something else that the code has.
@@ -43,7 +43,7 @@ def enter(inside: Tensor, received: Tensor, grad: bool) -> Tensor:
     return root
 
 
-def alike(given: Tensor) -> Tensor:
+def same_storage(given: Tensor) -> Tensor:
     """Another tensor with the same memory, no view of it, as a block's output is none; with its history, if it has one."""
     if given.requires_grad:
         return given.view_as(given)

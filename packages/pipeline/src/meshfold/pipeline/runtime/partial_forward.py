@@ -31,11 +31,17 @@ from meshfold.mesh import LayoutError
 from meshfold.mesh.random.dropout import after_calls_elsewhere
 from meshfold.mesh.tracking import part_of_model, say, tracker, untracked, unwatched
 from meshfold.pipeline.errors import ChainError
-from meshfold.pipeline.runtime.block_outputs import Form, Forms
-from meshfold.pipeline.runtime.border_layouts import Lying, check_handed_on, lying
+from meshfold.pipeline.runtime.block_outputs import OutputForm, OutputForms
+from meshfold.pipeline.runtime.border_layouts import Layouts, check_handed_on, layouts_of
 from meshfold.pipeline.runtime.bypass import Crossing
-from meshfold.pipeline.runtime.injection import enter
-from meshfold.pipeline.runtime.placeholders import Absent, Like, sign, unscaled_tables, without_randomness
+from meshfold.pipeline.runtime.injection import inject
+from meshfold.pipeline.runtime.placeholders import (
+    AbsentBlock,
+    TensorPlaceholder,
+    sign,
+    unscaled_tables,
+    without_randomness,
+)
 
 Call = Callable[..., Any]
 Around = Callable[[nn.Module], AbstractContextManager[None]]
@@ -55,7 +61,7 @@ Slots = tuple[Slot, ...]
 
 
 @dataclass
-class Plan:
+class TransferPlan:
     """What travels into each block, for one shape of input.
 
     Attributes:
@@ -64,7 +70,7 @@ class Plan:
     """
 
     slots: dict[int, Slots] = field(default_factory=dict)
-    forms: dict[int, Form] = field(default_factory=dict)
+    forms: dict[int, OutputForm] = field(default_factory=dict)
 
     def into(self, first: int) -> Slots:
         """What travels into a stage that begins with a block: into the first that is called from there on."""
@@ -108,7 +114,7 @@ class _Run:
         elsewhere: calls of blocks that earlier stages make, by the first place of the block.
     """
 
-    plan: Plan
+    plan: TransferPlan
     first: int = 0
     stop: int = 0
     received: Sequence[Tensor] = ()
@@ -121,12 +127,12 @@ class _Run:
     keep: Around | None = None
     entering: dict[int, list[Tensor]] = field(default_factory=dict)
     crossings: dict[int, Crossing] = field(default_factory=dict)
-    began: Lying | None = None
+    began: Layouts | None = None
     elsewhere: Counter[int] = field(default_factory=Counter)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Watched:
+class ObservedForward:
     """What was seen of a forward without values.
 
     Attributes:
@@ -136,13 +142,13 @@ class Watched:
         crossings: the points at which blocks were called, by block, where that was kept.
     """
 
-    plan: Plan
+    plan: TransferPlan
     calls: list[tuple[nn.Module, int]]
     entering: dict[int, list[Tensor]]
     crossings: dict[int, Crossing]
 
 
-class Handover(Exception):
+class StageEnd(Exception):
     """Leaves a forward with what the next stage needs. An Exception: hooks that are always called run for no other."""
 
     ends_forward = True
@@ -168,11 +174,11 @@ class _Gated:
 _classes: dict[type, type] = {}
 
 
-class Gates:
+class PartialForward:
     """The gates of one model: at every block, and at every module beside them that has parameters.
 
     Attributes:
-        blocks: the model's, those of other ranks :class:`Absent`.
+        blocks: the model's, those of other ranks :class:`AbsentBlock`.
         forms: in which form they returned while all were here.
     """
 
@@ -183,7 +189,7 @@ class Gates:
         self._same = same
         self.run: _Run | None = None
         self.blocks: list[nn.Module] = []
-        self.forms = Forms()
+        self.forms = OutputForms()
         self._shapes: dict[object, tuple[TreeSpec, list[Any]]] = {}
 
     def put_at(self, module: nn.Module, index: int | None) -> None:
@@ -198,7 +204,7 @@ class Gates:
     # -- forwards ---------------------------------------------------------------------------------------------------
 
     def forward(
-        self, call: Callable[[], Any], plan: Plan, first: int, stop: int, received: Sequence[Tensor]
+        self, call: Callable[[], Any], plan: TransferPlan, first: int, stop: int, received: Sequence[Tensor]
     ) -> tuple[Any, list[Tensor]]:
         """Run blocks ``first`` to ``stop`` (excluded).
 
@@ -215,10 +221,10 @@ class Gates:
         ):
             try:
                 return call(), run.inputs
-            except Handover as end:
+            except StageEnd as end:
                 return end.tensors, run.inputs
 
-    def look(self, call: Callable[[], Any], weights: Sequence[Tensor]) -> Plan:
+    def look(self, call: Callable[[], Any], weights: Sequence[Tensor]) -> TransferPlan:
         """Find out what travels into each block.
 
         Args:
@@ -232,7 +238,7 @@ class Gates:
 
     def watch(
         self, call: Callable[[], Any], weights: Sequence[Tensor], *, stop: int, keep: Around | None = None
-    ) -> tuple[Watched, Any]:
+    ) -> tuple[ObservedForward, Any]:
         """:meth:`look` up to a block, or further; with what was seen beside the plan.
 
         Args:
@@ -244,15 +250,15 @@ class Gates:
         Returns:
             What was seen, and the model's output, or what travels into the block at which the forward was left.
         """
-        run = _Run(plan=Plan(), stop=stop, looking=True, keep=keep)
-        seen = Watched(plan=run.plan, calls=run.calls, entering=run.entering, crossings=run.crossings)
+        run = _Run(plan=TransferPlan(), stop=stop, looking=True, keep=keep)
+        seen = ObservedForward(plan=run.plan, calls=run.calls, entering=run.entering, crossings=run.crossings)
         frozen = [weight for weight in weights if not weight.requires_grad]
         with self._running(run), unwatched(), torch.enable_grad():
             for weight in frozen:
                 weight.requires_grad_(True)
             try:
                 output = call()
-            except Handover as end:
+            except StageEnd as end:
                 output = end.tensors
             finally:
                 for weight in frozen:
@@ -307,18 +313,18 @@ class Gates:
         if index >= run.stop:
             travels = _travels(slots, args, kwargs)
             check_handed_on(index, run.began or {}, travels)
-            raise Handover([*travels.values()])
+            raise StageEnd([*travels.values()])
         if not run.inside:
             run.inside = True
             torch.set_grad_enabled(run.grad)
             travels = _travels(slots, args, kwargs)
-            known = lying(travels)  # what stands for them lies as they do
+            known = layouts_of(travels)  # what stands for them lies as they do
             for leaf, tensor in zip(travels.values(), run.received, strict=True):
-                run.inputs.append(enter(leaf, tensor, run.grad))
+                run.inputs.append(inject(leaf, tensor, run.grad))
             for place, how in known.items():
                 say(travels[place], how)
         if run.began is None:
-            run.began = lying(_travels(slots, args, kwargs))
+            run.began = layouts_of(_travels(slots, args, kwargs))
         with after_calls_elsewhere(run.elsewhere[self._first_place(index)]):
             return call(*args, **kwargs)
 
@@ -344,9 +350,12 @@ class Gates:
             outputs, spec = tree_flatten(found)
             if any(isinstance(leaf, Tensor) and not leaf.is_floating_point() for leaf in outputs):
                 return found  # it makes something of the batch as well, which has to be made each time
-            self._shapes[key] = spec, [Like(leaf) if isinstance(leaf, Tensor) else leaf for leaf in outputs]
+            self._shapes[key] = (
+                spec,
+                [TensorPlaceholder(leaf) if isinstance(leaf, Tensor) else leaf for leaf in outputs],
+            )
         spec, outputs = self._shapes[key]
-        made = [leaf.make(run.looking) if isinstance(leaf, Like) else leaf for leaf in outputs]
+        made = [leaf.make(run.looking) if isinstance(leaf, TensorPlaceholder) else leaf for leaf in outputs]
         return tree_unflatten(made, spec)
 
     def _look_at(self, run: _Run, index: int, before: int, args: Any, kwargs: Any) -> Any:
@@ -373,27 +382,27 @@ class Gates:
                 f"cannot be cut into stages"
             )
         if index >= run.stop:
-            raise Handover(list(travels.values()))
+            raise StageEnd(list(travels.values()))
         hidden = next(iter(travels.values()))
         if index not in run.plan.forms:
             run.plan.forms[index] = self._form_of(run, index, hidden, args, kwargs)
         if run.keep:  # what is computed from here on depends on nothing from before
-            hidden = Like(hidden).make(True)
+            hidden = TensorPlaceholder(hidden).make(True)
         return run.plan.forms[index].fill(hidden)
 
-    def _form_of(self, run: _Run, index: int, hidden: Tensor, args: Any, kwargs: Any) -> Form:
+    def _form_of(self, run: _Run, index: int, hidden: Tensor, args: Any, kwargs: Any) -> OutputForm:
         """In which form block ``index`` returns, called like this: its own where all blocks are here, else that of one like it."""
 
-        def learn(here: int) -> Form:
+        def learn(here: int) -> OutputForm:
             return self._returned(here, index, hidden, args, kwargs)
 
         if run.keep:
             with run.keep(self.blocks[index]):
                 return self.forms.note(index, learn)
-        here = [place for place, block in enumerate(self.blocks) if not isinstance(block, Absent)]
+        here = [place for place, block in enumerate(self.blocks) if not isinstance(block, AbsentBlock)]
         return self.forms.like(index, run.plan.forms, here, learn)
 
-    def _returned(self, here: int, index: int, hidden: Tensor, args: Any, kwargs: Any) -> Form:
+    def _returned(self, here: int, index: int, hidden: Tensor, args: Any, kwargs: Any) -> OutputForm:
         """Call block ``here`` as block ``index`` is called, to see in which form it returns what it was given."""
         block = self.blocks[here]
         try:
@@ -406,7 +415,7 @@ class Gates:
                 "Blocks of a pipeline take the same arguments and keep the shape of what they are given, and a forward must not "
                 "ask for a block's class: those of other stages are stand-ins. Let all blocks be called alike"
             ) from error
-        return Form.of(output, hidden, type(block).__name__)
+        return OutputForm.of(output, hidden, type(block).__name__)
 
     def _run_by_itself(self, block: nn.Module, args: Any, kwargs: Any) -> Any:
         run, self.run = self.run, None

@@ -16,12 +16,12 @@ from torch import Tensor, nn
 
 from meshfold.mesh import LayoutError, Mesh, annotate
 from meshfold.mesh.parameters import placed
-from meshfold.pipeline.runtime.absent_parameters import Ghost
-from meshfold.pipeline.runtime.blocks import Blocks, find_blocks, partition
-from meshfold.pipeline.runtime.forward_analysis import Example, look_beside, some_tokens
-from meshfold.pipeline.runtime.partial_forward import Gates
-from meshfold.pipeline.runtime.placeholders import Absent
-from meshfold.pipeline.runtime.repeated_blocks import put_twins
+from meshfold.pipeline.runtime.absent_parameters import AbsentParameter, set_absent_dtype
+from meshfold.pipeline.runtime.blocks import Blocks, balance_blocks, find_blocks
+from meshfold.pipeline.runtime.forward_analysis import Example, analyze_forward, some_tokens
+from meshfold.pipeline.runtime.partial_forward import PartialForward
+from meshfold.pipeline.runtime.placeholders import AbsentBlock
+from meshfold.pipeline.runtime.repeated_blocks import separate_repeated_blocks
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,12 +38,12 @@ class Tie:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Cut:
+class Partition:
     """A model of which this rank keeps its stages.
 
     Attributes:
         model: what is left of it; names are those of the whole model.
-        gates: run parts of it.
+        partial_forward: run parts of it.
         blocks: the repeated block.
         bounds: stage s has the blocks from bounds[s] to bounds[s + 1], excluded.
         home: the rank of every stage, on the pipeline axis.
@@ -52,11 +52,11 @@ class Cut:
         names: first name in the whole model by every name that is left.
         users: this rank's stages that use a parameter that it keeps, by its first name.
         weights: parameters, or what stands for them, beside the blocks and all gated modules: module and name in it.
-        beside: all of those beside the blocks, the same on all ranks.
+        outside_blocks: all of those beside the blocks, the same on all ranks.
     """
 
     model: nn.Module
-    gates: Gates
+    partial_forward: PartialForward
     blocks: Blocks
     bounds: tuple[int, ...]
     home: tuple[int, ...]
@@ -65,7 +65,7 @@ class Cut:
     names: dict[str, str]
     users: dict[str, set[int]]
     weights: tuple[tuple[nn.Module, str], ...]
-    beside: tuple[tuple[nn.Module, str], ...]
+    outside_blocks: tuple[tuple[nn.Module, str], ...]
 
     @property
     def stages(self) -> tuple[int, ...]:
@@ -80,6 +80,16 @@ class Cut:
     def named_parameters(self) -> list[tuple[str, nn.Parameter]]:
         """What this rank keeps, each tensor once, by its first name in the whole model."""
         return [(self.names[name], parameter) for name, parameter in self.model.named_parameters()]
+
+    def named_blocks(self) -> dict[str, nn.Module]:
+        """Return the repeated blocks that this rank keeps, by full name."""
+        prefix = f"{self.blocks.name}." if self.blocks.name else ""
+        here = [i for stage in self.stages for i in range(self.bounds[stage], self.bounds[stage + 1])]
+        return {f"{prefix}{self.blocks.keys[i]}": self.partial_forward.blocks[i] for i in here}
+
+    def set_absent_dtype(self, dtype: torch.dtype) -> None:
+        """Give all that stands for absent floating parameters a dtype, where no other rank can be asked for it."""
+        set_absent_dtype(self.outside_blocks, dtype)
 
     def loose(self) -> list[Tensor]:
         """The tensors of ``weights`` as they are now."""
@@ -98,7 +108,7 @@ class Cut:
         return "\n".join(lines)
 
 
-def cut(
+def partition_model(
     model: nn.Module,
     mesh: Mesh,
     home: Sequence[int],
@@ -109,7 +119,7 @@ def cut(
     costs: Sequence[float] | None = None,
     layers: Sequence[int] | None = None,
     blocks: str | None = None,
-) -> Cut:
+) -> Partition:
     """Keep this rank's stages of a model, in place.
 
     Args:
@@ -131,8 +141,8 @@ def cut(
     found = find_blocks(model, blocks)
     around = _around(model, found)
     _check_not_compiled(around)
-    gates = Gates(same=put_twins(model, found))
-    gates.blocks = list(found.members)
+    partial_forward = PartialForward(same=separate_repeated_blocks(model, found))
+    partial_forward.blocks = list(found.members)
     beside, containers = _beside(model, found, around)
     weights = tuple(
         (module, name)
@@ -140,18 +150,20 @@ def cut(
         for name, p in module._parameters.items()
         if p is not None
     )
-    for index, block in enumerate(gates.blocks):
-        gates.put_at(block, index)
+    for index, block in enumerate(partial_forward.blocks):
+        partial_forward.put_at(block, index)
     for module in beside:
-        gates.put_at(module, None)
+        partial_forward.put_at(module, None)
     given = example or some_tokens(model, mesh, axis, place)
-    look = look_beside(model, gates, beside, weights, given, place, _with_shared_buffers(model, found))
+    look = analyze_forward(
+        model, partial_forward, beside, weights, given, place, _with_shared_buffers(model, found)
+    )
     before = {name for name, behind in look.uses.items() if -1 in behind}
     bounds = _bounds(model, found, before, len(home), costs, layers)
     look.check(bounds, found.name)
     rank = mesh.index(axis)
     stage_of_block = [stage for stage in range(len(home)) for _ in range(bounds[stage], bounds[stage + 1])]
-    gates.forms.check(
+    partial_forward.forms.check(
         [[i for i, stage in enumerate(stage_of_block) if home[stage] == r] for r in range(max(home) + 1)]
     )
 
@@ -181,30 +193,30 @@ def cut(
     places = tuple(slot for name, slot in _slots(model) if found.index_of(name) is None)
 
     def used() -> bool:
-        return gates.run is not None and gates.run.inside
+        return partial_forward.run is not None and partial_forward.run.inside
 
     # A module may have several names, and be wanted for one of them.
     here = {slot for name, slot in _slots(model) if rank in {home[stage] for stage in stages_of(name)}}
-    for index, block in enumerate(gates.blocks):
+    for index, block in enumerate(partial_forward.blocks):
         if home[stage_of_block[index]] != rank:
-            gates.blocks[index] = absent = Absent(block)
-            gates.put_at(absent, index)
+            partial_forward.blocks[index] = absent = AbsentBlock(block)
+            partial_forward.put_at(absent, index)
             found.home._modules[found.keys[index]] = absent
     for path, module in model.named_modules():
         for leaf, value in list(module._parameters.items()):
             if value is not None and (module, leaf) not in here:
                 del module._parameters[leaf]
                 full = f"{path}.{leaf}" if path else leaf
-                module.__dict__[leaf] = Ghost.of(value, full, place, used)
+                module.__dict__[leaf] = AbsentParameter.of(value, full, place, used)
     names = {name: firsts[parameter] for name, parameter in model.named_parameters(remove_duplicate=False)}
     users = {
         firsts[parameter]: {stage for stage in using if home[stage] == rank}
         for parameter, using in stages.items()
         if firsts[parameter] in names.values()
     }
-    return Cut(
+    return Partition(
         model=model,
-        gates=gates,
+        partial_forward=partial_forward,
         blocks=found,
         bounds=tuple(bounds),
         home=tuple(home),
@@ -213,7 +225,7 @@ def cut(
         names=names,
         users=users,
         weights=weights,
-        beside=places,
+        outside_blocks=places,
     )
 
 
@@ -306,7 +318,7 @@ def _bounds(
                 f"{len(times)} costs for {len(blocks)} blocks: give (before, one for each block, behind), "
                 f"{len(blocks) + 2} in all"
             )
-        counts = partition(times[1:-1], stages, before=times[0], after=times[-1])
+        counts = balance_blocks(times[1:-1], stages, before=times[0], after=times[-1])
     elif len(counts) != stages or sum(counts) != len(blocks) or min(counts) < 1:
         raise LayoutError(
             f"layers={tuple(counts)} for {stages} stages of {len(blocks)} blocks: give each stage at least one, "

@@ -14,7 +14,7 @@ from meshfold.mesh import LayoutError, dropout_stream
 from meshfold.mesh.tracking import lies, say
 
 
-class Absent(nn.Module):
+class AbsentBlock(nn.Module):
     """Stands where a block of another rank was, with the plain attributes that it and the modules in it had.
 
     A model may look at them (``self.layers[0].self_attn.batch_first``). What stands for the modules inside is no part of the model.
@@ -26,7 +26,7 @@ class Absent(nn.Module):
         plain = {name: value for name, value in block.__dict__.items() if name not in own}
         self.__dict__.update(plain)
         for name, child in block._modules.items():
-            self.__dict__[name] = None if child is None else Absent(child)
+            self.__dict__[name] = None if child is None else AbsentBlock(child)
         self.kind = type(block).__name__
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -39,7 +39,7 @@ class Absent(nn.Module):
         return f"{self.kind} of another rank"
 
 
-class Like:
+class TensorPlaceholder:
     """The shape of a tensor that is not there, and how it lies, where that is known."""
 
     def __init__(self, tensor: Tensor) -> None:

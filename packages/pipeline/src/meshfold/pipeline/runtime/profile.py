@@ -8,12 +8,11 @@ from itertools import pairwise
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from meshfold.mesh import Group, all_reduce
-from meshfold.pipeline.runtime.clock import Clock
+from meshfold.pipeline.runtime.clock import DeviceClock
 from meshfold.pipeline.runtime.microbatch import Microbatch
-from meshfold.pipeline.runtime.partial_forward import Plan, Slots
+from meshfold.pipeline.runtime.partial_forward import TransferPlan
 from meshfold.pipeline.runtime.stage import Stage
 from meshfold.pipeline.scheduling.costs import Costs
 
@@ -23,7 +22,7 @@ _KEY = -1  # no micro-batch of a step has this number
 def measure(
     stages: Mapping[int, Stage],
     work: Microbatch,
-    plan: Plan,
+    plan: TransferPlan,
     group: Group,
     count: int,
     device: torch.device,
@@ -43,7 +42,7 @@ def measure(
     Returns:
         Seconds.
     """
-    clock = Clock(device)
+    clock = DeviceClock(device)
     table = torch.zeros(count, 3, dtype=torch.float64, device=device)
     for number, stage in stages.items():
         parameters = {p: p.grad for p in stage.parameters()}
@@ -60,7 +59,7 @@ def measure(
     return Costs(forward=forward, backward_input=backward_input, backward_weight=backward_weight)
 
 
-def rehearse(stages: Mapping[int, Stage], work: Microbatch, plan: Plan, device: torch.device) -> None:
+def rehearse(stages: Mapping[int, Stage], work: Microbatch, plan: TransferPlan, device: torch.device) -> None:
     """F of all these stages, in order, then B and W of each, in the other order, on noise.
 
     Args:
@@ -70,22 +69,19 @@ def rehearse(stages: Mapping[int, Stage], work: Microbatch, plan: Plan, device: 
         device: where stages run.
     """
     for stage in stages.values():
-        stage.forward(_KEY, work, plan, noise(stage.inputs(plan), device))
+        stage.forward(_KEY, work, plan, stage.random_inputs(plan, device))
     for stage in reversed([*stages.values()]):
-        stage.backward(_KEY, final(stage, plan, device))
+        stage.backward(_KEY, stage.random_gradients(plan, device))
 
 
-def final(stage: Stage, plan: Plan, device: torch.device) -> list[Tensor]:
-    """Something for backward to begin with: noise, or 1 for the loss."""
-    return [torch.ones((), device=device)] if stage.is_last else noise(stage.outputs(plan), device)
-
-
-def _run(stage: Stage, work: Microbatch, plan: Plan, device: torch.device, clock: Clock) -> list[Any]:
+def _run(
+    stage: Stage, work: Microbatch, plan: TransferPlan, device: torch.device, clock: DeviceClock
+) -> list[Any]:
     """The points in time before F, between F, B and W, and behind W.
 
     On a GPU nobody waits in between: what launching takes is hidden there, as it is in a step.
     """
-    received, gradients = noise(stage.inputs(plan), device), final(stage, plan, device)
+    received, gradients = stage.random_inputs(plan, device), stage.random_gradients(plan, device)
     points = [clock.now()]
     stage.forward(_KEY, work, plan, received)
     points.append(clock.now())
@@ -94,8 +90,3 @@ def _run(stage: Stage, work: Microbatch, plan: Plan, device: torch.device, clock
     stage.backward_weight(_KEY)
     points.append(clock.now())
     return points
-
-
-def noise(slots: Slots, device: torch.device) -> list[Tensor]:
-    """Tensors of these shapes."""
-    return [torch.randn(slot.shape, dtype=slot.dtype, device=device) for slot in slots]

@@ -16,7 +16,7 @@ from meshfold.mesh import LayoutError
 from meshfold.pipeline.runtime.blocks import Blocks
 
 
-def put_twins(model: nn.Module, blocks: Blocks) -> list[int]:
+def separate_repeated_blocks(model: nn.Module, blocks: Blocks) -> list[int]:
     """Let each block stand at one place of the model alone, in place. Return for each place the first that had the same block."""
     lists = {path for path, module in model.named_modules(remove_duplicate=False) if module is blocks.home}
     places = {f"{path}.{key}" if path else key for path in lists for key in blocks.keys}
@@ -30,12 +30,12 @@ def put_twins(model: nn.Module, blocks: Blocks) -> list[int]:
         assert block is not None  # a block has parameters or is called
         same.append(first.setdefault(block, index))
         if stands[block]:
-            blocks.home._modules[key] = twin_of(block)
+            blocks.home._modules[key] = shallow_twin(block)
         stands[block] += 1
     return same
 
 
-def twin_of(module: nn.Module, made: dict[nn.Module, nn.Module] | None = None) -> nn.Module:
+def shallow_twin(module: nn.Module, made: dict[nn.Module, nn.Module] | None = None) -> nn.Module:
     """Another module with the same parameters, buffers and attributes; the modules in it are twins too."""
     made = {} if made is None else made
     if module not in made:
@@ -49,7 +49,7 @@ def twin_of(module: nn.Module, made: dict[nn.Module, nn.Module] | None = None) -
             twin.__dict__[name] = _own(value)
         twin._compiled_call_impl = None  # of the first
         for name, child in module._modules.items():
-            twin._modules[name] = None if child is None else twin_of(child, made)
+            twin._modules[name] = None if child is None else shallow_twin(child, made)
     return made[module]
 
 

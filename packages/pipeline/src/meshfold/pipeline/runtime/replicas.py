@@ -16,7 +16,7 @@ from meshfold.pipeline.runtime.microbatch import Microbatch
 
 
 @dataclass(frozen=True, kw_only=True)
-class Beside:
+class Replicas:
     """What is agreed with the other pipelines; all of them must come.
 
     Attributes:
@@ -36,4 +36,4 @@ class Beside:
         return [*works, *[nothing] * (self.agree(len(works)) - len(works))]
 
 
-ALONE = Beside()
+NO_REPLICAS = Replicas()

@@ -9,7 +9,7 @@ from torch import nn
 
 
 @contextmanager
-def untouched_buffers(model: nn.Module) -> Iterator[None]:
+def preserved_buffers(model: nn.Module) -> Iterator[None]:
     """Inside, forwards change copies of the buffers: running statistics of norms, counters.
 
     And attention adds nothing to its ``kv_cache``, the keys and values of the text that is being generated.

@@ -22,8 +22,8 @@ from meshfold.mesh.parameters import Queue, gradients_together
 from meshfold.mesh.random import DropoutStream, current_dropout_stream
 from meshfold.pipeline.runtime.forward_analysis import bypassed
 from meshfold.pipeline.runtime.microbatch import Microbatch
-from meshfold.pipeline.runtime.partial_forward import Plan, Slots
-from meshfold.pipeline.runtime.partition import Cut
+from meshfold.pipeline.runtime.partial_forward import Slots, TransferPlan
+from meshfold.pipeline.runtime.partition import Partition
 
 LossOf = Callable[[Any, Any], Tensor]
 
@@ -46,17 +46,17 @@ class Stage:
         kept: micro-batches between F and W.
     """
 
-    def __init__(self, cut: Cut, number: int, queue: Queue, loss_of: LossOf) -> None:
+    def __init__(self, partition: Partition, number: int, queue: Queue, loss_of: LossOf) -> None:
         """Args:
-        cut: the model.
+        partition: the model.
         number: which of this rank's stages.
         queue: of the whole model; its keys are (stage, micro-batch).
         loss_of: a scalar from the model's output and the micro-batch in the user's form.
         """
         self.number, self.queue = number, queue
-        self.first, self.stop = cut.bounds[number], cut.bounds[number + 1]
-        self.is_last = number == len(cut.home) - 1
-        self._cut, self._loss_of = cut, loss_of
+        self.first, self.stop = partition.bounds[number], partition.bounds[number + 1]
+        self.is_last = number == len(partition.home) - 1
+        self._partition, self._loss_of = partition, loss_of
         self._held: dict[int, _Live] = {}
         self.kept: set[int] = set()
         self._looked_at = False
@@ -68,26 +68,38 @@ class Stage:
 
     def parameters(self) -> Iterator[nn.Parameter]:
         """Those that the stage uses."""
-        return (p for name, p in self._cut.named_parameters() if self.number in self._cut.users[name])
+        return (
+            p for name, p in self._partition.named_parameters() if self.number in self._partition.users[name]
+        )
 
-    def inputs(self, plan: Plan) -> Slots:
+    def inputs(self, plan: TransferPlan) -> Slots:
         """What travels in."""
         return plan.into(self.first) if self.first else ()
 
-    def outputs(self, plan: Plan) -> Slots:
+    def outputs(self, plan: TransferPlan) -> Slots:
         """What travels out."""
         return () if self.is_last else plan.into(self.stop)
 
-    def run(self, work: Microbatch, plan: Plan, received: Sequence[Tensor]) -> tuple[Any, list[Tensor]]:
+    def random_inputs(self, plan: TransferPlan, device: torch.device) -> list[Tensor]:
+        """Return random tensors in the shape of what travels in."""
+        return _random(self.inputs(plan), device)
+
+    def random_gradients(self, plan: TransferPlan, device: torch.device) -> list[Tensor]:
+        """Return random gradients of what travels out; 1 for the loss, in the last stage."""
+        return [torch.ones((), device=device)] if self.is_last else _random(self.outputs(plan), device)
+
+    def run(
+        self, work: Microbatch, plan: TransferPlan, received: Sequence[Tensor]
+    ) -> tuple[Any, list[Tensor]]:
         """The forward alone: what travels out, or the model's output; and what travelled in, as backward knows it."""
-        model, gates = self._cut.model, self._cut.gates
+        model, partial_forward = self._partition.model, self._partition.partial_forward
         with dropout_of(work):
-            return gates.forward(
+            return partial_forward.forward(
                 lambda: model(*work.args, **work.kwargs), plan, self.first, self.stop, received
             )
 
     def forward(
-        self, key: int, work: Microbatch, plan: Plan, received: Sequence[Tensor]
+        self, key: int, work: Microbatch, plan: TransferPlan, received: Sequence[Tensor]
     ) -> tuple[list[Tensor], Tensor | None]:
         """F of micro-batch ``key``: what travels out, and the loss in the last stage.
 
@@ -157,16 +169,20 @@ class Stage:
             return
         lost = [tensor for tensor in made if tensor.is_floating_point() and bool(tensor.isnan().all())]
         if lost and all(bool(tensor.isfinite().all()) for tensor in received):
-            why = bypassed(self._cut.blocks.name, f"block {self.first}")
+            why = bypassed(self._partition.blocks.name, f"block {self.first}")
             raise LayoutError(f"stage {self.number} makes nothing but nan of finite inputs: {why}")
 
-    def _check(self, output: Sequence[Tensor], plan: Plan) -> None:
+    def _check(self, output: Sequence[Tensor], plan: TransferPlan) -> None:
         for tensor, slot in zip(output, self.outputs(plan), strict=True):
             if tuple(tensor.shape) != slot.shape or tensor.dtype != slot.dtype:
                 raise MeshfoldError(
                     f"stage {self.number} hands on {tuple(tensor.shape)} of {tensor.dtype} where {slot.shape} of "
                     f"{slot.dtype} was foreseen: blocks must keep the shape and dtype of what they are given"
                 )
+
+
+def _random(slots: Slots, device: torch.device) -> list[Tensor]:
+    return [torch.randn(slot.shape, dtype=slot.dtype, device=device) for slot in slots]
 
 
 def dropout_of(work: Microbatch) -> AbstractContextManager[object]:

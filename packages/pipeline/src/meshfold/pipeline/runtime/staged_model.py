@@ -12,30 +12,30 @@ from torch import Tensor, nn
 
 from meshfold.mesh import Mesh, SpecError, build_on_meta, materialize, retrace_initialization
 from meshfold.mesh.initialization import coordinates_of, origin_of
-from meshfold.pipeline.runtime.deferred_linear import defer
+from meshfold.pipeline.runtime.deferred_linear import defer_weight_gradients
 from meshfold.pipeline.runtime.forward_analysis import Example
-from meshfold.pipeline.runtime.partition import Cut, cut
+from meshfold.pipeline.runtime.partition import Partition, partition_model
 from meshfold.pipeline.runtime.stage import Stage, loss_in
 
 
 @dataclass(frozen=True, kw_only=True)
-class Staged:
+class StagedModel:
     """A model in stages, ready to run.
 
     Attributes:
-        cut: what this rank keeps.
+        partition: what this rank keeps.
         stages: this rank's, by number, ascending.
         device: where they run.
     """
 
-    cut: Cut
+    partition: Partition
     stages: dict[int, Stage]
     device: torch.device
 
     @property
     def module(self) -> nn.Module:
         """The model with only that in it."""
-        return self.cut.model
+        return self.partition.model
 
 
 def stage_model(
@@ -54,12 +54,12 @@ def stage_model(
     blocks: str | None,
     batched_weights: bool,
     loss_fn: Callable[[Any, Any], Tensor] | None,
-) -> Staged:
+) -> StagedModel:
     """Cut a model in place, give what is left of it its values, and take its weight gradients apart.
 
     Args:
         home: the rank of every stage, on the axis.
-        costs, layers, blocks: see :func:`meshfold.pipeline.cut.cut`.
+        costs, layers, blocks: see :func:`meshfold.pipeline.runtime.partition.partition_model`.
         model, mesh, axis, example, device, dtype, seed, fill, batched_weights, loss_fn: see
             :class:`meshfold.pipeline.Pipeline`.
 
@@ -71,7 +71,7 @@ def stage_model(
     if not isinstance(built, nn.Module):
         raise SpecError(f"fill=... goes with a module on the meta device, and model is {model!r}")
     place = _device(device, built)
-    found = cut(
+    found = partition_model(
         built,
         mesh,
         home,
@@ -95,10 +95,10 @@ def stage_model(
         )
     else:
         built.to(place)
-    queue = defer(built, batched=batched_weights)
+    queue = defer_weight_gradients(built, batched=batched_weights)
     loss_of = partial(loss_in, loss_fn=loss_fn)
     stages = {number: Stage(found, number, queue, loss_of) for number in found.stages}
-    return Staged(cut=found, stages=stages, device=place)
+    return StagedModel(partition=found, stages=stages, device=place)
 
 
 def _built(model: nn.Module | Callable[[], nn.Module], seed: int) -> tuple[nn.Module, Any, int]:

@@ -15,7 +15,7 @@ Key = Callable[[Op, int, int], float]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Greedy:
+class ListScheduler:
     """How to choose.
 
     Attributes:
@@ -44,7 +44,7 @@ class Greedy:
 
 
 class _Clock:
-    def __init__(self, how: Greedy, ranks: int) -> None:
+    def __init__(self, how: ListScheduler, ranks: int) -> None:
         self.how = how
         self.free = [0.0] * ranks
         self.held = [0.0] * ranks

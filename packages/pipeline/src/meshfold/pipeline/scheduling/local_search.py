@@ -12,7 +12,7 @@ Lists = list[list[Action]]
 _SLACK = 1e-9
 
 
-class Clock:
+class Timing:
     """When every action of some lists begins and ends; the homes of the stages and the costs stay.
 
     The same arithmetic as :func:`meshfold.pipeline.simulate`'s, to the bit, with what does not change looked up once.
@@ -62,7 +62,7 @@ class Clock:
         return (times, made) if ended else None
 
 
-def makespan(clock: Clock, lists: Lists) -> float:
+def makespan(clock: Timing, lists: Lists) -> float:
     """When the last action ends; infinite for lists that never end."""
     found = clock.run(lists)
     return float("inf") if found is None else _value(found[0])[0]
@@ -74,7 +74,7 @@ def _value(times: list[list[tuple[float, float]]]) -> tuple[float, float]:
     return max(ends), sum(ends)
 
 
-def improve(clock: Clock, lists: Lists, limit: Sequence[float] | None, *, tries: int) -> Lists:
+def improve(clock: Timing, lists: Lists, limit: Sequence[float] | None, *, tries: int) -> Lists:
     """Descend by such moves until none helps, or ``tries`` moves have been looked at; never worse than what it begins with."""
     costs = clock.costs
     found = clock.run(lists)
@@ -112,7 +112,7 @@ def improve(clock: Clock, lists: Lists, limit: Sequence[float] | None, *, tries:
 
 
 def _moves(
-    clock: Clock,
+    clock: Timing,
     lists: Lists,
     found: tuple[list[list[tuple[float, float]]], dict[tuple[bool, int, int], float]],
 ) -> Iterator[tuple[int, int, int]]:
@@ -161,7 +161,7 @@ def _gaps(own: list[tuple[float, float]], place: int) -> Iterator[int]:
         yield len(own) - 1
 
 
-def fuse(clock: Clock, lists: Lists) -> Lists:
+def fuse(clock: Timing, lists: Lists) -> Lists:
     """Make B and W that follow each other one BW wherever that is no slower: both gradients in one pass are cheaper to run."""
     found = clock.run(lists)
     if found is None:

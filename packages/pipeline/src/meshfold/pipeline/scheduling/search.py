@@ -15,8 +15,8 @@ from itertools import accumulate, product
 from meshfold.pipeline.errors import ScheduleError
 from meshfold.pipeline.scheduling.actions import Action, Op, Schedule
 from meshfold.pipeline.scheduling.costs import Costs, StageCosts
-from meshfold.pipeline.scheduling.list_scheduling import Greedy, Key
-from meshfold.pipeline.scheduling.local_search import Clock, fuse, improve, makespan
+from meshfold.pipeline.scheduling.list_scheduling import Key, ListScheduler
+from meshfold.pipeline.scheduling.local_search import Timing, fuse, improve, makespan
 from meshfold.pipeline.scheduling.schedules import SCHEDULES
 from meshfold.pipeline.scheduling.schedules.hanayo import wave_home
 from meshfold.pipeline.scheduling.simulation import Simulation, peak_of, simulate_costs
@@ -160,7 +160,7 @@ class _Cut:
     costs: StageCosts
     limit: Sequence[float] | None
     home: tuple[int, ...] | None = None
-    clocks: dict[tuple[int, ...], Clock] = field(default_factory=dict)
+    clocks: dict[tuple[int, ...], Timing] = field(default_factory=dict)
 
     def candidates(self, effort: float) -> Iterator[Candidate]:
         """Every named schedule within the bound; then what list scheduling and moves find."""
@@ -186,7 +186,7 @@ class _Cut:
         peaks = [peak_of(actions, self.costs.activation, self.costs.kept) for actions in lists]
         if self.limit and any(p > most * (1 + 1e-9) for p, most in zip(peaks, self.limit, strict=True)):
             return []
-        clock = self.clocks.setdefault(home, Clock(home, self.costs))
+        clock = self.clocks.setdefault(home, Timing(home, self.costs))
         return [Candidate(makespan(clock, lists), max(peaks), label, home, lists)]
 
     def least(self) -> float:
@@ -229,7 +229,7 @@ class _Cut:
         for home, key, window, (split, patience) in product(
             self._homes(), self._keys(), sorted(windows), ways
         ):
-            found = Greedy(
+            found = ListScheduler(
                 home=home,
                 microbatches=m,
                 costs=self.costs,

@@ -86,7 +86,7 @@ class Simulation:
     @cached_property
     def peak_microbatches(self) -> tuple[int, ...]:
         """The most pairs of stage and micro-batch that every rank holds from F to the gradient of the weights."""
-        return tuple(live_at_most([one.action for one in timed]) for timed in self.ranks)
+        return tuple(peak_microbatches([one.action for one in timed]) for timed in self.ranks)
 
     def _repr_svg_(self) -> str:
         """What Jupyter asks for: a notebook shows the picture."""
@@ -206,7 +206,7 @@ def peak_of(actions: Sequence[Action], activation: Sequence[float], kept: Sequen
     return most
 
 
-def live_at_most(actions: Sequence[Action]) -> int:
+def peak_microbatches(actions: Sequence[Action]) -> int:
     """The most pairs of stage and micro-batch that are between F and the gradient of the weights, in this order."""
     ones = (1.0,) * (1 + max((action.stage for action in actions), default=0))
     return round(peak_of(actions, ones, ones))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from meshfold.pipeline.scheduling.actions import Action, Op
 from meshfold.pipeline.scheduling.costs import Costs
-from meshfold.pipeline.scheduling.list_scheduling import Greedy
+from meshfold.pipeline.scheduling.list_scheduling import ListScheduler
 
 Lists = list[list[Action]]
 
@@ -32,7 +32,7 @@ def hanayo(*, ranks: int, microbatches: int, waves: int = 1) -> Lists:
             alone = stage if op is Op.F else stages + 2 * (stages - 1 - stage)
             return stretch * alone + 3 * waves * microbatch
 
-        return Greedy(
+        return ListScheduler(
             home=wave_home(ranks, 2 * waves),
             microbatches=microbatches,
             costs=costs,
