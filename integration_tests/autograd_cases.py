@@ -17,7 +17,7 @@ from meshfold import kernels as K
 from meshfold.kernels.nf4 import Nf4Linear
 from meshfold.mesh import Mesh, Placement
 from meshfold.mesh.collectives import primitives
-from meshfold.mesh.parameters.deferred_wgrad import Pair, Site, add_gradient
+from meshfold.mesh.parameters.deferred_wgrad import MatmulOperands, WeightGradSite, accumulate_grad
 from meshfold.pipeline.runtime.deferred_linear import defer_weight_gradients
 from meshfold.sequence import attention
 from meshfold.tensor_parallel.algebra import MatmulPlan
@@ -233,11 +233,11 @@ def deferred_product(ranks: int, lowering: str, dtype: torch.dtype) -> Called:
     multiply = bind_deferred_matmul(plan, over, lowering=lowering)
     x, w = blocks(plan, over, dtype)
 
-    def add(pairs: Sequence[Pair]) -> None:
+    def add(pairs: Sequence[MatmulOperands]) -> None:
         for x, dy in pairs:
-            add_gradient(w, weight_gradient(plan, over, x, w.detach(), dy, lowering=lowering))  # type: ignore[arg-type]
+            accumulate_grad(w, weight_gradient(plan, over, x, w.detach(), dy, lowering=lowering))  # type: ignore[arg-type]
 
-    site = Site(add)
+    site = WeightGradSite(add)
     return lambda x, w: multiply(x, w.detach(), site.ticket), (x, w)
 
 

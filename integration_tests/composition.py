@@ -16,7 +16,7 @@ from meshfold.engine import Engine
 from meshfold.engine.states import PlainStates
 from meshfold.engine.zero.states import ZeroStates
 from meshfold.mesh import Mesh, all_gather
-from meshfold.mesh.parameters.parameter_meta import placed
+from meshfold.mesh.parameters.parameter_meta import metadata_on
 from meshfold.models import GPT, GPTConfig, Llama, LlamaConfig
 
 SIZES: dict[str, Any] = dict(vocab_size=37, hidden=32, layers=4, heads=8, max_positions=16)
@@ -120,7 +120,7 @@ def differing_replicas(engine: Engine) -> list[str]:
 
 def agrees(local: Tensor, parameter: Tensor, mesh: Mesh) -> bool:
     """Whether all ranks that hold an element of a parameter hold the same bits."""
-    meta = placed(parameter, mesh)
+    meta = metadata_on(parameter, mesh)
     placement = meta.placement
     # Ranks of other stages have other parameters at this place.
     group = mesh.group(*(axis for axis in mesh.names if axis not in meta.only_at))

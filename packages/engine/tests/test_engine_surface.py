@@ -21,7 +21,7 @@ from torch.nn import functional as F
 from meshfold.engine import CheckpointError, Engine, TrainingError
 from meshfold.engine.precision import LossScaler, ScaleSettings
 from meshfold.mesh import SpecError, all_gather, all_reduce, record
-from meshfold.mesh.parameters.names import plain
+from meshfold.mesh.parameters.names import uncompiled_name
 from meshfold.mesh.testing import ranks, run_on_ranks
 from meshfold.models import GPT, GPTConfig
 
@@ -358,7 +358,7 @@ def compare(name: str, pieces: int, specs: list[dict[str, Any]]) -> None:
                 assert ours == pytest.approx(theirs, rel=1e-9), (name, parallel)
                 continue
             theirs = {
-                plain(key): value for key, value in theirs.items()
+                uncompiled_name(key): value for key, value in theirs.items()
             }  # what torch.compile adds is no name's
             assert list(ours) == list(theirs)
             for key, value in theirs.items():

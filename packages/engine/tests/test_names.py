@@ -15,7 +15,7 @@ from torch import nn
 from meshfold.engine import Engine
 from meshfold.engine.checkpoints.checkpoint import Checkpoint
 from meshfold.engine.names import with_plain_names
-from meshfold.mesh.parameters.names import plain
+from meshfold.mesh.parameters.names import uncompiled_name
 from meshfold.mesh.testing import run_on_ranks
 from meshfold.models import GPT, GPTConfig
 
@@ -125,12 +125,12 @@ def test_a_state_dict_of_a_compiled_model_goes_in() -> None:
     engine = engine_of({}, leave, leave)
     engine.load_state_dict(state)
     found = engine.full_state_dict()
-    assert all(torch.equal(found[plain(name)], value) for name, value in state.items())
+    assert all(torch.equal(found[uncompiled_name(name)], value) for name, value in state.items())
     engine.close()
 
 
 def test_plain_names() -> None:
-    assert plain("_orig_mod.a.b") == "a.b"
-    assert plain("a._orig_mod._orig_mod.b") == "a.b"
-    assert plain("a.not_orig_mod.b") == "a.not_orig_mod.b"
+    assert uncompiled_name("_orig_mod.a.b") == "a.b"
+    assert uncompiled_name("a._orig_mod._orig_mod.b") == "a.b"
+    assert uncompiled_name("a.not_orig_mod.b") == "a.not_orig_mod.b"
     assert with_plain_names({"a.b": 1, "_orig_mod.a.b": 2, "c": 3}) == {"a.b": 1, "c": 3}

@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_leaves
 
 from meshfold.engine import Engine
 from meshfold.mesh import CollectiveError, record
-from meshfold.mesh.model_io.lazy_tensor import WhenRead
+from meshfold.mesh.model_io.lazy_tensor import LazyTensor
 from meshfold.mesh.testing import close_pools, run_on_ranks
 from meshfold.mesh.watchdog import diagnosis
 from meshfold.models import GPT, GPTConfig
@@ -129,7 +129,7 @@ def steps_that_read_nothing(name: str) -> None:
             with record() as log, Widest() as widest:
                 if way == "loop":
                     output = engine(**batch())
-                    assert isinstance(output.logits, WhenRead)
+                    assert isinstance(output.logits, LazyTensor)
                     engine.backward(output.loss)
                     engine.step()
                 elif way == "eval_step":

@@ -342,7 +342,7 @@ def test_a_later_trainer_finds_processes_that_it_has_not_started() -> None:
     from meshfold.engine.world import join
     from meshfold.mesh.processes import Environment, groups
 
-    here = groups.world()
+    here = groups.running_world()
     assert here is not None
     place = Environment(
         rank=here.rank, world_size=2, local_rank=here.rank, local_world_size=2, source="torchrun"

@@ -11,13 +11,14 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from meshfold.mesh.collectives import copies
-from meshfold.mesh.collectives.copies import contiguous, reshaped
+from meshfold.mesh.collectives.copies import wide_contiguous, wide_reshape
 
 DTYPES = (torch.bfloat16, torch.float32, torch.float64, torch.int8, torch.int64, torch.bool)
 
 
 def bits(x: Tensor) -> list[int]:
-    kept: list[int] = x.reshape(-1).contiguous().view(torch.uint8).tolist()
+    row = x.reshape(-1).clone(memory_format=torch.contiguous_format)  # a single element may have any stride
+    kept: list[int] = row.view(torch.uint8).tolist()
     return kept
 
 
@@ -39,8 +40,8 @@ def turned(draw: st.DrawFn) -> Tensor:
 
 @given(turned())
 def test_the_bits_are_those_of_torch(x: Tensor) -> None:
-    assert bits(contiguous(x)) == bits(x) and contiguous(x).is_contiguous()
-    assert bits(reshaped(x, (x.numel(),))) == bits(x.reshape(x.numel()))
+    assert bits(wide_contiguous(x)) == bits(x) and wide_contiguous(x).is_contiguous()
+    assert bits(wide_reshape(x, (x.numel(),))) == bits(x.reshape(x.numel()))
 
 
 def test_runs_of_features_go_in_wide_elements(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -53,25 +54,25 @@ def test_runs_of_features_go_in_wide_elements(monkeypatch: pytest.MonkeyPatch) -
 
     monkeypatch.setattr(torch.Tensor, "contiguous", watched)
     x = torch.randn(4, 6, 8).bfloat16()
-    assert torch.equal(contiguous(x.movedim(1, 0)), x.transpose(0, 1))
-    contiguous(x[..., :4].movedim(1, 0))  # 8 bytes
-    contiguous(x.movedim(2, 0))  # features apart
-    contiguous(x)
+    assert torch.equal(wide_contiguous(x.movedim(1, 0)), x.transpose(0, 1))
+    wide_contiguous(x[..., :4].movedim(1, 0))  # 8 bytes
+    wide_contiguous(x.movedim(2, 0))  # features apart
+    wide_contiguous(x)
     assert seen == [copies.WIDE, torch.bfloat16, torch.bfloat16, torch.bfloat16]
 
 
 def test_what_can_be_a_view_is_one() -> None:
     x = torch.randn(3, 4, 8)
-    assert reshaped(x, (12, 8)).data_ptr() == x.data_ptr()
-    assert contiguous(x) is x
+    assert wide_reshape(x, (12, 8)).data_ptr() == x.data_ptr()
+    assert wide_contiguous(x) is x
 
 
 def test_what_is_differentiated_is_left_to_torch() -> None:
     x = torch.randn(2, 3, 8, requires_grad=True)
-    contiguous(x.movedim(1, 0)).sum().backward()
+    wide_contiguous(x.movedim(1, 0)).sum().backward()
     assert x.grad is not None and torch.equal(x.grad, torch.ones_like(x))
 
 
 def test_tensors_without_values_are_reshaped_too() -> None:
     x = torch.empty(2, 3, 8, device="meta").movedim(1, 0)
-    assert reshaped(x, (6, 8)).shape == (6, 8) and contiguous(x).is_contiguous()
+    assert wide_reshape(x, (6, 8)).shape == (6, 8) and wide_contiguous(x).is_contiguous()

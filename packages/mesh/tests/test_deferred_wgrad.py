@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from meshfold.mesh.parameters.deferred_wgrad import add_gradient, gradients_together, when_made
+from meshfold.mesh.parameters.deferred_wgrad import accumulate_grad, after_gradients, gradient_scope
 
 
 def test_an_empty_parameter_takes_its_gradient_through_its_hooks() -> None:
@@ -20,7 +20,7 @@ def test_an_empty_parameter_takes_its_gradient_through_its_hooks() -> None:
     parameter.register_post_accumulate_grad_hook(take)
     empty = parameter.data = torch.empty(0)
     gradient = torch.arange(6.0).view(2, 3)
-    add_gradient(parameter, gradient)
+    accumulate_grad(parameter, gradient)
     assert len(found) == 1 and torch.equal(found[0], gradient)
     assert parameter.shape == (0,) and parameter.data_ptr() == empty.data_ptr()
 
@@ -31,12 +31,12 @@ def test_what_asks_is_called_when_all_gradients_are_there() -> None:
 
     def ask(_: Tensor) -> None:
         calls.append("gradient")
-        when_made(lambda: calls.append("all"))
+        after_gradients(lambda: calls.append("all"))
 
     handle = parameter.register_post_accumulate_grad_hook(ask)
-    with gradients_together():
+    with gradient_scope():
         parameter.sum().backward()
-        with gradients_together():
+        with gradient_scope():
             parameter.sum().backward()
         assert calls == ["gradient"] * 2
     assert calls == ["gradient"] * 2 + ["all"] * 2
@@ -49,11 +49,11 @@ def test_what_asks_is_called_when_all_gradients_are_there() -> None:
 def test_what_raises_calls_nobody() -> None:
     calls: list[str] = []
     try:
-        with gradients_together():
-            when_made(lambda: calls.append("all"))
+        with gradient_scope():
+            after_gradients(lambda: calls.append("all"))
             raise ValueError
     except ValueError:
         pass
-    with gradients_together():
+    with gradient_scope():
         pass
     assert calls == []

@@ -13,18 +13,18 @@ from torch.utils.checkpoint import checkpoint
 from meshfold.mesh import MeshfoldError
 from meshfold.mesh.random import uniform
 from meshfold.mesh.random.dropout import (
-    Dealt,
+    TokenShards,
     checkpoint_contexts,
     current_dropout_stream,
-    deal_tokens,
     dropout_stream,
-    next_draw,
+    next_dropout_draw,
+    set_token_shards,
 )
 
 
 def keys(seed: int, step: int, names: list[str]) -> list[int]:
     with dropout_stream(seed, step):
-        return [next_draw(name).key for name in names]
+        return [next_dropout_draw(name).key for name in names]
 
 
 def test_keys_repeat_and_differ_by_call_name_and_step() -> None:
@@ -43,17 +43,19 @@ def test_a_named_call_does_not_depend_on_the_calls_before_it() -> None:
 def test_streams_nest_and_end() -> None:
     with dropout_stream(3, 1) as outer:
         assert current_dropout_stream().seed == 3 and outer.step == 1
-        before = next_draw().key
+        before = next_dropout_draw().key
         with dropout_stream(4, 1):
             assert current_dropout_stream().seed == 4
-            assert next_draw().key == before  # the seed is another, the key is that of the first call again
-        assert next_draw().key != before
+            assert (
+                next_dropout_draw().key == before
+            )  # the seed is another, the key is that of the first call again
+        assert next_dropout_draw().key != before
     with pytest.raises(MeshfoldError, match=r"with dropout_stream\(seed, step\)"):
-        next_draw()
+        next_dropout_draw()
     with pytest.raises(ZeroDivisionError), dropout_stream(0, 0):
         1 / 0  # noqa: B018
     with pytest.raises(MeshfoldError):
-        next_draw()
+        next_dropout_draw()
 
 
 def test_a_stream_knows_its_place_in_the_global_batch() -> None:
@@ -72,7 +74,7 @@ def test_every_thread_has_its_own() -> None:
 
     def work() -> None:
         try:
-            next_draw()
+            next_dropout_draw()
         except MeshfoldError:
             seen.append("none")
         with dropout_stream(5, 0):
@@ -96,7 +98,7 @@ class Drop(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         for _ in range(2):
-            made = next_draw()
+            made = next_dropout_draw()
             self.taken.append(made.key)
             x = x * self.weight * (uniform(made.seed, made.key, torch.arange(64)) < 0.5)
         return x
@@ -149,12 +151,12 @@ def test_checkpointing_without_dropout_needs_no_stream() -> None:
 
 def test_tokens_that_are_dealt_have_the_numbers_of_whole_sequences() -> None:
     """Two sequences of 5 tokens, of which this rank has the first, the last and a third that is padding."""
-    dealt = Dealt(length=5, index=torch.tensor([0, 4, 4]))
+    dealt = TokenShards(length=5, index=torch.tensor([0, 4, 4]))
     assert dealt.numbers(torch.arange(6)).tolist() == [0, 4, 4, 5, 9, 9]
-    deal_tokens(dealt)  # without a stream there is nobody to tell
+    set_token_shards(dealt)  # without a stream there is nobody to tell
     with dropout_stream(0, 0):
         assert current_dropout_stream().dealt is None
-        deal_tokens(dealt)
+        set_token_shards(dealt)
         _, again = checkpoint_contexts()
     with again:
         assert current_dropout_stream().dealt is dealt

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from meshfold.mesh import Mesh, MeshfoldError, Part, Placement
 from meshfold.mesh.initialization import (
-    Tape,
+    InitTrace,
     build_on_meta,
     materialize,
     record_initialization,
@@ -99,7 +99,7 @@ def constant(value: Tensor) -> bool:
 
 
 @pytest.fixture(scope="module")
-def zoo() -> tuple[nn.Module, Tape, nn.Module]:
+def zoo() -> tuple[nn.Module, InitTrace, nn.Module]:
     torch.manual_seed(0)
     return (*build_on_meta(Zoo), Zoo())
 
@@ -111,7 +111,7 @@ RANDOM = [
 ]  # fmt: skip
 
 
-def test_nothing_is_allocated_while_a_model_is_built(zoo: tuple[nn.Module, Tape, nn.Module]) -> None:
+def test_nothing_is_allocated_while_a_model_is_built(zoo: tuple[nn.Module, InitTrace, nn.Module]) -> None:
     model, _, plain = zoo
     real = {name for name, value in values_of(model).items() if not value.is_meta}
     assert real == {"from_table", "scalar", "batch_norm.num_batches_tracked"}  # torch.tensor of given numbers
@@ -119,7 +119,7 @@ def test_nothing_is_allocated_while_a_model_is_built(zoo: tuple[nn.Module, Tape,
     assert model.head.weight is model.embedding.weight
 
 
-def test_what_is_not_random_is_equal_bit_for_bit(zoo: tuple[nn.Module, Tape, nn.Module]) -> None:
+def test_what_is_not_random_is_equal_bit_for_bit(zoo: tuple[nn.Module, InitTrace, nn.Module]) -> None:
     model, tape, plain = zoo
     model = materialize(build_on_meta(Zoo)[0], tape, seed=0, device="cpu")
     ours, theirs = values_of(model), values_of(plain)
@@ -139,7 +139,7 @@ def test_what_is_not_random_is_equal_bit_for_bit(zoo: tuple[nn.Module, Tape, nn.
     torch.testing.assert_close(model.orthogonal @ model.orthogonal.T, torch.eye(12))
 
 
-def test_what_is_random_is_equal_in_distribution(zoo: tuple[nn.Module, Tape, nn.Module]) -> None:
+def test_what_is_random_is_equal_in_distribution(zoo: tuple[nn.Module, InitTrace, nn.Module]) -> None:
     _, _, plain = zoo
     model, tape = build_on_meta(Zoo)
     ours, theirs = values_of(materialize(model, tape, seed=0, device="cpu")), values_of(plain)
@@ -186,7 +186,7 @@ def test_weights_do_not_depend_on_the_order_of_construction_and_differ_by_name_a
 @settings(deadline=None, max_examples=8)
 @given(data=st.data())
 def test_any_split_replays_to_the_values_of_the_whole(
-    zoo: tuple[nn.Module, Tape, nn.Module], name: str, data: st.DataObject
+    zoo: tuple[nn.Module, InitTrace, nn.Module], name: str, data: st.DataObject
 ) -> None:
     model, tape, _ = zoo
     value = values_of(model)[name]

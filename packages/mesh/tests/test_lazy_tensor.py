@@ -18,7 +18,7 @@ from torch.utils.checkpoint import checkpoint
 
 from meshfold.mesh import CollectiveError, Mesh, all_reduce, record
 from meshfold.mesh.collectives.primitives import gather_blocks, take_block
-from meshfold.mesh.model_io.lazy_tensor import Pieces, WhenRead, here, when_read
+from meshfold.mesh.model_io.lazy_tensor import LazyTensor, ShardedOutput, lazy_gather, local_shard
 from meshfold.mesh.testing import close_pools, ranks, run_on_ranks
 from meshfold.mesh.watchdog import diagnosis, shared
 
@@ -30,8 +30,8 @@ def values(dtype: torch.dtype = torch.float64) -> Tensor:
     return torch.randn(ROWS, COLUMNS, dtype=dtype, generator=torch.Generator().manual_seed(1))
 
 
-def pieces(mesh: Mesh, what: str = "the scores") -> Pieces:
-    return Pieces(
+def pieces(mesh: Mesh, what: str = "the scores") -> ShardedOutput:
+    return ShardedOutput(
         what=what,
         mesh=mesh,
         axes=("tensor",),
@@ -43,7 +43,7 @@ def pieces(mesh: Mesh, what: str = "the scores") -> Pieces:
 
 def of(x: Tensor, mesh: Mesh) -> Tensor:
     """``2 x`` that is put together of its columns when it is read; and so is its gradient."""
-    return when_read(take_block(x, mesh, 1, ("tensor",)) * 2, pieces(mesh))
+    return lazy_gather(take_block(x, mesh, 1, ("tensor",)) * 2, pieces(mesh))
 
 
 def test_nothing_is_exchanged_before_values_are_needed() -> None:
@@ -60,16 +60,16 @@ def look_without_reading() -> None:
         assert found.dim() == found.ndim == 2 and found.numel() == 24 and len(found) == ROWS
         assert found.dtype == torch.float64 and found.device.type == "cpu" and found.is_floating_point()
         for other in (found.float(), found.to(torch.bfloat16).double(), found.detach(), found.data.half()):
-            assert isinstance(other, WhenRead) and not other.held.read
+            assert isinstance(other, LazyTensor) and not other.held.read
         assert not found.detach().requires_grad and found.float().requires_grad
         text = f"{found} {found.detach()!r}"
         assert "the scores: a piece on each of 2 ranks, put together when they are read" in text
-        assert here(found).shape == here(found.float()).shape == (ROWS, COLUMNS // 2)
+        assert local_shard(found).shape == local_shard(found.float()).shape == (ROWS, COLUMNS // 2)
         found.register_hook(lambda g: g)
         assert not log.entries
         found.argmax(-1)
     assert [(entry.kind, entry.axes) for entry in log.entries] == [("all_gather", ("tensor",))]
-    assert torch.equal(here(found), 2 * values()) and "tensor([[" in repr(found)
+    assert torch.equal(local_shard(found), 2 * values()) and "tensor([[" in repr(found)
 
 
 def masked(z: Tensor) -> Tensor:
@@ -208,19 +208,19 @@ def pieces_of_pieces() -> None:
     )
     x.requires_grad_()
     y.requires_grad_()
-    inner = Pieces(
+    inner = ShardedOutput(
         what="inner", mesh=mesh, axes=("tensor",), shape=(2, COLUMNS),
         whole=partial(gather_blocks, mesh=mesh, dim=1, axes=("tensor",)),
         piece=partial(take_block, mesh=mesh, dim=1, axes=("tensor",)),
     )  # fmt: skip
-    outer = Pieces(
+    outer = ShardedOutput(
         what="outer", mesh=mesh, axes=("rows",), shape=(4, COLUMNS),
         whole=partial(gather_blocks, mesh=mesh, dim=0, axes=("rows",)),
         piece=partial(take_block, mesh=mesh, dim=0, axes=("rows",)),
     )  # fmt: skip
     mine = take_block(take_block(x, mesh, 0, ("rows",)), mesh, 1, ("tensor",))
-    found = when_read(when_read(mine, inner), outer)
-    assert here(found).shape == (2, COLUMNS // 2)
+    found = lazy_gather(lazy_gather(mine, inner), outer)
+    assert local_shard(found).shape == (2, COLUMNS // 2)
     loss = found.float().double().exp().sum() + found.exp().sum()
     loss.backward()
     (2 * y.exp().sum()).backward()
@@ -240,7 +240,7 @@ def one_reads_alone(then: str) -> tuple[str, float]:
     shared.watch(100.0)
     mesh = Mesh(dict(tensor=2))
     group = mesh.group("tensor")
-    first, second = of(values(), mesh), when_read(torch.ones(ROWS, 4), pieces(mesh, "others"))
+    first, second = of(values(), mesh), lazy_gather(torch.ones(ROWS, 4), pieces(mesh, "others"))
     all_reduce(torch.ones(1), group)
     began = time.monotonic()
     try:

@@ -13,7 +13,7 @@ import torch
 from meshfold.mesh import CollectiveError, Group, Mesh, all_reduce, barrier, receive
 from meshfold.mesh.testing import close_pools, ranks, run_on_ranks
 from meshfold.mesh.watchdog import diagnosis, shared
-from meshfold.mesh.watchdog.rank_errors import Failure, Place, told_to_all
+from meshfold.mesh.watchdog.rank_errors import Failure, Place, report_errors
 
 BEAT_S = 0.1
 LONG_S = 1.0
@@ -28,7 +28,7 @@ class Trouble(Exception):
     """Of the tests."""
 
 
-@told_to_all
+@report_errors
 def step(*, fails: bool) -> None:
     if fails:
         raise Trouble(WRONG)

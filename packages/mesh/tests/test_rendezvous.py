@@ -22,7 +22,7 @@ from meshfold.mesh.processes import groups
 from meshfold.mesh.processes.rendezvous import Address, meet
 from meshfold.mesh.testing import close_pools, run_on_ranks
 from meshfold.mesh.watchdog import diagnosis, shared
-from meshfold.mesh.watchdog.rank_errors import told_to_all
+from meshfold.mesh.watchdog.rank_errors import report_errors
 
 LONG = timedelta(seconds=300)
 SECONDS = 60.0
@@ -86,7 +86,7 @@ class Trouble(Exception):
     """Of the tests."""
 
 
-@told_to_all
+@report_errors
 def fail() -> None:
     raise Trouble("the labels are wrong")
 
@@ -102,7 +102,7 @@ def one_fails_while_others_make_a_group(watched: bool) -> tuple[str, float]:
         if mesh.rank == 3 and watched:
             fail()
         if mesh.rank != 3:
-            groups.create((0, 1, 2, 3), "of the test")
+            groups.create_group((0, 1, 2, 3), "of the test")
     except (CollectiveError, Trouble) as error:
         return f"{type(error).__name__}: {error}", time.monotonic() - began
     return "no error", time.monotonic() - began

@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 import meshfold.mesh.spec
 from meshfold.mesh.spec import ParallelSpec, PipelineSpec, SequenceSpec, SpecError, TensorSpec, ZeroSpec
 from meshfold.mesh.spec.factors import balanced, divisors, is_power, powers_near, root
-from meshfold.mesh.spec.installed import importable
+from meshfold.mesh.spec.installed import is_importable
 
 
 @dataclasses.dataclass(frozen=True)
@@ -409,7 +409,7 @@ def test_what_is_missing_is_named_with_what_to_do(monkeypatch: pytest.MonkeyPatc
     parallel = dict(pipeline=2, zero=dict(stage=3), tensor=2, sequence=dict(mode="ring", size=2))
     spec = ParallelSpec.parse(parallel)
     present = {"meshfold.tensor_parallel"}
-    monkeypatch.setattr("meshfold.mesh.spec.parallel.importable", lambda module: module in present)
+    monkeypatch.setattr("meshfold.mesh.spec.parallel.is_importable", lambda module: module in present)
     assert spec.missing_distributions() == ("meshfold-pipeline", "meshfold-zero-gemini")
     with pytest.raises(SpecError) as caught:
         spec.require_installed()
@@ -432,15 +432,15 @@ def test_what_is_missing_is_named_with_what_to_do(monkeypatch: pytest.MonkeyPatc
 
 
 def test_importable_sees_code_and_only_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert importable("meshfold.mesh")
-    assert not importable("meshfold.no_such_package")
-    assert not importable("no_such_namespace.child")
+    assert is_importable("meshfold.mesh")
+    assert not is_importable("meshfold.no_such_package")
+    assert not is_importable("no_such_namespace.child")
     (tmp_path / "spec_probe" / "empty").mkdir(parents=True)
     (tmp_path / "spec_probe" / "full").mkdir()
     (tmp_path / "spec_probe" / "full" / "__init__.py").write_text("raise RuntimeError('must not run')\n")
     monkeypatch.syspath_prepend(tmp_path)
-    assert not importable("spec_probe.empty")
-    assert importable("spec_probe.full")
+    assert not is_importable("spec_probe.empty")
+    assert is_importable("spec_probe.full")
 
 
 def test_the_spec_imports_nothing_but_the_standard_library_and_the_errors() -> None:
@@ -462,7 +462,9 @@ def test_the_spec_imports_nothing_but_the_standard_library_and_the_errors() -> N
             names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
             names += [node.module or ""] if isinstance(node, ast.ImportFrom) else []
             for name in names:
-                own = name == "meshfold.mesh.errors" or name.startswith("meshfold.mesh.spec.")
+                own = name in ("meshfold.mesh.errors", "meshfold.mesh.spec") or name.startswith(
+                    "meshfold.mesh.spec."
+                )
                 assert own or name.split(".")[0] in allowed, f"{file.name} imports {name}"
 
 

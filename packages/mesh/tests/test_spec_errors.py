@@ -12,7 +12,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from meshfold.mesh.errors import CollectiveError, LaunchError, LayoutError, MeshfoldError, SpecError, nearest
+from meshfold.mesh.errors import (
+    CollectiveError,
+    LaunchError,
+    LayoutError,
+    MeshfoldError,
+    SpecError,
+    did_you_mean,
+)
 from meshfold.mesh.spec import ParallelSpec, TensorSpec
 
 
@@ -425,8 +432,8 @@ def test_the_errors_are_what_people_catch() -> None:
 
 def test_nearest() -> None:
     known = ["data", "pipeline", "tensor"]
-    assert nearest("pipelin", known) == " Did you mean 'pipeline'?"
-    assert nearest("TENSOR", known) == " Did you mean 'tensor'?"
-    assert nearest("quux", known) == ""
-    assert nearest("data", []) == ""
-    assert nearest("Row", (name for name in ("row", "col"))) == " Did you mean 'row'?"
+    assert did_you_mean("pipelin", known) == " Did you mean 'pipeline'?"
+    assert did_you_mean("TENSOR", known) == " Did you mean 'tensor'?"
+    assert did_you_mean("quux", known) == ""
+    assert did_you_mean("data", []) == ""
+    assert did_you_mean("Row", (name for name in ("row", "col"))) == " Did you mean 'row'?"

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from meshfold.mesh import CollectiveError, LaunchError, Mesh, all_gather, all_reduce, receive, send
 from meshfold.mesh.mesh import Group
-from meshfold.mesh.processes.environment import watching
+from meshfold.mesh.processes.environment import watchdog_settings
 from meshfold.mesh.recording import flight_recorder
 from meshfold.mesh.recording.flight_recorder import Call, Flight
 from meshfold.mesh.testing import close_pools, fake_world, ranks, run_on_ranks
@@ -154,7 +154,7 @@ CASES: dict[str, tuple[Callable[[Tensor, Group], None], str, str]] = {
 
 def differ(name: str) -> str:
     group = Mesh(dict(tensor=2)).group("tensor")
-    watching = watch(10.0, compare=True)
+    watchdog_settings = watch(10.0, compare=True)
     try:
         for _ in range(3):
             all_reduce(torch.ones(4), group)
@@ -162,7 +162,7 @@ def differ(name: str) -> str:
     except CollectiveError as error:
         return str(error)
     finally:
-        watching.close()
+        watchdog_settings.close()
     return "no error"
 
 
@@ -188,7 +188,7 @@ def test_calls_that_differ_are_shown_before_they_run(name: str) -> None:
 @ranks(4)
 def test_comparing_lets_through_what_is_right() -> None:
     here = mesh()
-    watching = watch(10.0, compare=True)
+    watchdog_settings = watch(10.0, compare=True)
     some_steps(here)
     both = here.group("data", "tensor")
     one, two = (
@@ -204,7 +204,7 @@ def test_comparing_lets_through_what_is_right() -> None:
         sent.wait()
     assert two.wait().shape == (10,)
     assert one.wait().tolist() == [4.0] * 5
-    watching.close()
+    watchdog_settings.close()
 
 
 class Moment:
@@ -266,7 +266,7 @@ def test_nothing_is_watched_where_nobody_communicates() -> None:
     ids=["nothing", "limit", "both"],
 )
 def test_what_the_environment_says(variables: dict[str, str], expected: tuple[float | None, bool]) -> None:
-    assert watching(variables) == expected
+    assert watchdog_settings(variables) == expected
 
 
 @pytest.mark.parametrize(
@@ -279,7 +279,7 @@ def test_what_the_environment_says(variables: dict[str, str], expected: tuple[fl
 )
 def test_what_the_environment_must_not_say(variables: dict[str, str], message: str) -> None:
     with pytest.raises(LaunchError, match=message):
-        watching(variables)
+        watchdog_settings(variables)
 
 
 @ranks(2)
@@ -299,7 +299,7 @@ def test_watching_costs_microseconds() -> None:
     without = with_it = 1.0
     for _ in range(4):
         without = min(without, least())
-        watching = watch(60.0)
+        watchdog_settings = watch(60.0)
         with_it = min(with_it, least())
-        watching.close()
+        watchdog_settings.close()
     assert with_it - without < 100e-6, (without, with_it)

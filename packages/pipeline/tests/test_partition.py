@@ -12,7 +12,7 @@ from pipeline_checks import VOCAB, WIDTH, Block, Model, model
 from torch import Tensor, nn
 
 from meshfold.mesh import LayoutError, Mesh, SpecError, metadata
-from meshfold.mesh.random.dropout import Dealt, current_dropout_stream, dropout_stream
+from meshfold.mesh.random.dropout import TokenShards, current_dropout_stream, dropout_stream
 from meshfold.pipeline.runtime.absent_parameters import AbsentParameter
 from meshfold.pipeline.runtime.blocks import balance_blocks, find_blocks
 from meshfold.pipeline.runtime.microbatch import rows_of, split
@@ -208,7 +208,7 @@ def test_batches_in_parts() -> None:
 
 def test_a_micro_batch_drops_what_its_rows_and_tokens_drop_in_the_whole_batch() -> None:
     work = split(torch.arange(32).view(4, 8), 2)[1]
-    dealt = Dealt(length=16, index=torch.arange(8))
+    dealt = TokenShards(length=16, index=torch.arange(8))
     with dropout_stream(1, 2, first_row=3, first_token=24, dealt=dealt), dropout_of(work):
         now = current_dropout_stream()
         assert (now.seed, now.step, now.first_row, now.first_token) == (1, 2, 5, 40)

@@ -539,7 +539,7 @@ def test_refusals() -> None:
 
 @ranks(4)
 def test_tensor_parallel_stages() -> None:
-    from meshfold.mesh.parameters.parameter_meta import placed
+    from meshfold.mesh.parameters.parameter_meta import metadata_on
     from meshfold.models import LlamaConfig, build
     from meshfold.tensor_parallel import parallelize
 
@@ -558,7 +558,7 @@ def test_tensor_parallel_stages() -> None:
         loss = pipeline.step(tokens(6))
         assert abs(float(loss - loss_of(serial, tokens(6)))) < 1e-9
         parts = {
-            key: placed(p, mesh).placement.shard(serial.get_parameter(key).grad, mesh)
+            key: metadata_on(p, mesh).placement.shard(serial.get_parameter(key).grad, mesh)
             for key, p in pipeline.named_parameters()
         }
         assert_gradients(pipeline, parts, f"{mode} under {name}")
@@ -613,8 +613,8 @@ def test_dtypes_may_change_after_the_cut() -> None:
 @ranks(4)
 def test_tensor_parallel_stages_on_the_meta_device() -> None:
     from meshfold.mesh import build_on_meta, materialize
-    from meshfold.mesh.initialization.parameter_values import coordinates_of
-    from meshfold.mesh.parameters.parameter_meta import placed
+    from meshfold.mesh.initialization.parameter_values import shard_coordinates
+    from meshfold.mesh.parameters.parameter_meta import metadata_on
     from meshfold.models import GPT, GPTConfig
     from meshfold.tensor_parallel import parallelize
 
@@ -630,11 +630,11 @@ def test_tensor_parallel_stages_on_the_meta_device() -> None:
         microbatches=2,
         device="cpu",
         fill=lambda left: materialize(
-            left, tape, seed=5, device="cpu", placement_of=lambda name, tensor: coordinates_of(tensor)
+            left, tape, seed=5, device="cpu", placement_of=lambda name, tensor: shard_coordinates(tensor)
         ),
     )
     for name, parameter in pipeline.named_parameters():
-        meta = placed(parameter, mesh)
+        meta = metadata_on(parameter, mesh)
         assert torch.equal(parameter, meta.placement.shard(whole.get_parameter(name).detach(), mesh)), name
         assert meta.tie == ("embed.weight" if name == "embed.weight" else "")
     assert abs(float(pipeline.step(tokens(4)) - loss_of(whole, tokens(4)))) < 1e-5

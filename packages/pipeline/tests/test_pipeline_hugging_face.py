@@ -164,7 +164,7 @@ def test_activation_checkpointing() -> None:
 
 
 def check_tensor_parallel(kind: str, settings: dict[str, Any]) -> None:
-    from meshfold.mesh.parameters.parameter_meta import placed
+    from meshfold.mesh.parameters.parameter_meta import metadata_on
     from meshfold.tensor_parallel import parallelize
 
     serial, mesh = exact(kind, **settings), Mesh({"pipe": 2, "tensor": 2})
@@ -178,7 +178,7 @@ def check_tensor_parallel(kind: str, settings: dict[str, Any]) -> None:
     loss = pipeline.step(batch)
     assert abs(float(loss - wanted)) < 1e-6  # this loss goes through float32
     parts = {
-        key: placed(p, mesh).placement.shard(serial.get_parameter(key).grad, mesh)
+        key: metadata_on(p, mesh).placement.shard(serial.get_parameter(key).grad, mesh)
         for key, p in pipeline.named_parameters()
     }
     assert_gradients(pipeline, parts, f"{kind} in 1d", tolerance=1e-6)

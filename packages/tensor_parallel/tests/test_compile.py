@@ -14,7 +14,7 @@ from tensor_parallel_models import HIDDEN, VOCAB, Classic, Flat, GatedMLP, ViT, 
 from torch import Tensor, nn
 
 from meshfold.mesh import Mesh, dropout_stream
-from meshfold.mesh.random.dropout import Dealt, deal_tokens
+from meshfold.mesh.random.dropout import TokenShards, set_token_shards
 from meshfold.mesh.testing import fake_world, run_on_ranks
 from meshfold.tensor_parallel import parallelize
 from meshfold.tensor_parallel.layers.dropout import Dropout
@@ -206,5 +206,5 @@ def test_a_dealt_token_has_its_own_fate(shape: tuple[int, ...]) -> None:
             wanted = wanted.view(2, 5, 4)[:, places].view(6, 4)
         for run in (part, compiled(part)):
             with dropout_stream(0, 0, first_row=1, first_token=5):
-                deal_tokens(Dealt(length=5, index=places))
+                set_token_shards(TokenShards(length=5, index=places))
                 assert torch.equal(run(torch.ones(shape)), wanted)

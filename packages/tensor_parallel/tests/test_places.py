@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from meshfold.mesh import Mesh, MeshfoldError, dropout_stream
-from meshfold.mesh.random.dropout import Dealt
+from meshfold.mesh.random.dropout import TokenShards
 from meshfold.mesh.testing import fake_world
 from meshfold.mesh.tracking.dims import Dims, Factor, Split, block, whole
 from meshfold.mesh.tracking.rows import ROWS, TURNED
@@ -20,7 +20,7 @@ from meshfold.tensor_parallel.modes import find_mode
 
 S, ALL, FIRST, HERE, HEADS, WIDTH = 6, 10, 4, 4, 2, 3  # rows 4 to 7 of 10 are this data coordinate's
 MESH = Mesh(dict(row=2, tensor=2, seq=2), rank=7)  # the second of each
-DEALT = Dealt(length=S, index=torch.tensor([1, 3, 5]))
+DEALT = TokenShards(length=S, index=torch.tensor([1, 3, 5]))
 MINE, TOKENS = slice(FIRST, FIRST + HERE), [1, 3, 5]
 ROW, COLUMN, SEQ = ("row",), ("tensor",), Split(("seq",), "dealt")
 

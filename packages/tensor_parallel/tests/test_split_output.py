@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from meshfold.mesh import LayoutError, record
-from meshfold.mesh.model_io.lazy_tensor import WhenRead
+from meshfold.mesh.model_io.lazy_tensor import LazyTensor
 from meshfold.mesh.testing import run_on_ranks
 from meshfold.tensor_parallel import parallelize
 
@@ -118,7 +118,9 @@ def compare(name: str, cases: tuple[Case, ...], beside: bool) -> None:
             model.zero_grad()
             with record() as log:
                 found = model(**given)
-                assert isinstance(found.logits, WhenRead) and found.logits.shape == wanted.logits.shape, what
+                assert isinstance(found.logits, LazyTensor) and found.logits.shape == wanted.logits.shape, (
+                    what
+                )
                 gathered = [entry for entry in log.entries if entry.kind == "all_gather"]
                 assert mode != "1d" or not gathered
             loss = own_loss(found.logits, given["labels"]) + (found.loss if beside else 0.0)

@@ -15,7 +15,7 @@ from collections.abc import Iterable, Mapping
 from enum import Enum
 from types import MappingProxyType
 
-from meshfold.mesh.errors import nearest
+from meshfold.mesh.errors import did_you_mean
 from meshfold.zero_gemini.errors import ChunkError
 
 
@@ -128,7 +128,7 @@ class Tracker:
             return self._states[name]
         except KeyError:
             raise ChunkError(
-                f"{self._chunk} has no parameter {name!r}.{nearest(name, self._states)}"
+                f"{self._chunk} has no parameter {name!r}.{did_you_mean(name, self._states)}"
             ) from None
 
     def uses(self, name: str) -> int:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from meshfold.mesh import Mesh, MeshfoldError, SpecError, annotate, build_on_meta, materialize
-from meshfold.mesh.parameters.parameter_meta import placed
+from meshfold.mesh.parameters.parameter_meta import metadata_on
 from meshfold.mesh.testing import ranks, run_on_ranks
 from meshfold.zero_gemini import Gemini, Memory, ShardedInit
 
@@ -55,7 +55,7 @@ def shared(model: nn.Module, stage: int, chunk_elems: int) -> Gemini:
     """The model in chunks that two ranks share."""
     mesh = Mesh(dict(data=2))
     for parameter in model.parameters():
-        annotate(parameter, replace(placed(parameter, mesh), sum_axes=("data",)))
+        annotate(parameter, replace(metadata_on(parameter, mesh), sum_axes=("data",)))
     return Gemini(model, mesh, stage=stage, memory=Memory(CPU), chunk_elems=chunk_elems)
 
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from meshfold.mesh import SpecError
-from meshfold.mesh.errors import nearest
+from meshfold.mesh.errors import did_you_mean
 
 
 class MigrationNote(UserWarning):
@@ -105,7 +105,7 @@ def check_names(where: str, given: Iterable[str], known: Iterable[str]) -> None:
     names = list(known)
     for name in given:
         if name not in names:
-            hint = nearest(str(name), names) or f" Known: {', '.join(names)}"
+            hint = did_you_mean(str(name), names) or f" Known: {', '.join(names)}"
             raise SpecError(f"{where}: there is no {name!r}.{hint}")
 
 
@@ -134,7 +134,7 @@ def one_of(known: Mapping[Any, Any]) -> Callable[[Any], Any]:
             words = [str(key) for key in known]
             if str(name) in words:
                 raise ValueError(f"write {name} without quotes")
-            raise ValueError(f"it is one of {', '.join(words)}.{nearest(str(name), words)}")
+            raise ValueError(f"it is one of {', '.join(words)}.{did_you_mean(str(name), words)}")
         return known[name]
 
     return by

@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader, IterableDataset
 from meshfold.engine.batches import batch as batches
 from meshfold.engine.batches.loader import ShardedLoader
 from meshfold.mesh import SpecError
-from meshfold.mesh.spec.argument_checks import refused
+from meshfold.mesh.spec.argument_checks import signature_mismatch
 
 _ROWS = 2
 
@@ -60,4 +60,4 @@ def _fits(batch: Any, model: nn.Module, criterion: Callable[..., Any] | None) ->
         work = batches.prepare(batch, torch.device("cpu"), torch.float32, own_loss=criterion is not None)
     except SpecError:
         return False
-    return refused(model.forward, *work.args, **work.kwargs) is None
+    return signature_mismatch(model.forward, *work.args, **work.kwargs) is None

@@ -7,7 +7,7 @@ from typing import Any
 from meshfold.colossalai.context import SEQUENCE_AXES, TENSOR_AXES
 from meshfold.engine.world import PIPE
 from meshfold.mesh import Mesh, SpecError, is_started
-from meshfold.mesh.processes import create
+from meshfold.mesh.processes import create_group
 
 AXES = {"dp": ("data",), "pp": (PIPE,), "tp": TENSOR_AXES, "sp": SEQUENCE_AXES}
 """What their short names span."""
@@ -27,7 +27,7 @@ def ranks_of(mesh: Mesh, *names: str) -> tuple[int, ...]:
 
 def group_of(mesh: Mesh, *names: str) -> Any:
     """A process group of torch over them; None where no processes were started. Its ranks call, the others need not."""
-    return create(ranks_of(mesh, *names)) if is_started() else None
+    return create_group(ranks_of(mesh, *names)) if is_started() else None
 
 
 class ProcessGroupMesh:

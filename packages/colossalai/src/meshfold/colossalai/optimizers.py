@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from meshfold.engine.optimizers import Factory
 from meshfold.mesh import SpecError
-from meshfold.mesh.parameters import plain
+from meshfold.mesh.parameters import uncompiled_name
 
 _NOT_SETTINGS = ("params", "param_names")
 
@@ -51,7 +51,7 @@ def _groups(optimizer: torch.optim.Optimizer, model: nn.Module) -> dict[str, int
     """The number of the group of each parameter, under each of its names."""
     names: dict[Tensor, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
-        names.setdefault(parameter, []).append(plain(name))
+        names.setdefault(parameter, []).append(uncompiled_name(name))
     group_of: dict[str, int] = {}
     for number, group in enumerate(optimizer.param_groups):
         for parameter in group["params"]:
@@ -66,7 +66,7 @@ def _groups(optimizer: torch.optim.Optimizer, model: nn.Module) -> dict[str, int
 
 def _freeze(model: nn.Module, group_of: dict[str, int]) -> None:
     for name, parameter in model.named_parameters():
-        if parameter.requires_grad and plain(name) not in group_of:
+        if parameter.requires_grad and uncompiled_name(name) not in group_of:
             parameter.requires_grad_(False)
 
 
@@ -79,7 +79,7 @@ def _factory(optimizer: torch.optim.Optimizer, model: nn.Module, group_of: dict[
 
     def make(parameters: Sequence[nn.Parameter]) -> torch.optim.Optimizer:
         # The engine sharded the model in place, and asks for an optimizer of what it then has to train, in that order.
-        names = [plain(name) for name, p in model.named_parameters() if p.requires_grad]
+        names = [uncompiled_name(name) for name, p in model.named_parameters() if p.requires_grad]
         groups: list[dict[str, Any]] = [{"params": [], **own} for own in settings]
         if len(names) != len(parameters):  # it tries the function on two small parameters first
             names = [next(iter(group_of))] * len(parameters)

@@ -13,7 +13,7 @@ import torch
 from meshfold.colossalai.context import ParallelMode, gpc
 from meshfold.engine.world import join
 from meshfold.mesh import Environment, SpecError
-from meshfold.mesh.errors import nearest
+from meshfold.mesh.errors import did_you_mean
 
 _LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR")
 
@@ -151,5 +151,7 @@ def _rank() -> int:
 
 def _checked(level: str) -> str:
     if level not in _LEVELS:
-        raise SpecError(f"level={level!r}: it is one of {', '.join(_LEVELS)}.{nearest(str(level), _LEVELS)}")
+        raise SpecError(
+            f"level={level!r}: it is one of {', '.join(_LEVELS)}.{did_you_mean(str(level), _LEVELS)}"
+        )
     return level

@@ -12,7 +12,7 @@ from meshfold.colossalai import tables
 from meshfold.colossalai.arguments import Translation, translate
 from meshfold.colossalai.config import Config
 from meshfold.mesh import SpecError
-from meshfold.mesh.errors import nearest
+from meshfold.mesh.errors import did_you_mean
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,8 +75,8 @@ def _known(config: Config) -> dict[str, Any]:
         component = isinstance(value, Mapping) and "type" in value
         if name not in tables.CONFIG and not name.isupper() and not component:
             raise SpecError(
-                f"config: there is no {name!r}.{nearest(name, tables.CONFIG)} Known: {', '.join(tables.CONFIG)}. Names of your "
-                f"own are in capitals, {name.upper()}, begin with an underscore, or are dicts with a 'type'"
+                f"config: there is no {name!r}.{did_you_mean(name, tables.CONFIG)} Known: {', '.join(tables.CONFIG)}. Names of "
+                f"your own are in capitals, {name.upper()}, begin with an underscore, or are dicts with a 'type'"
             )
     return {name: value for name, value in config.items() if name in tables.CONFIG}
 

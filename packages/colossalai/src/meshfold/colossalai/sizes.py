@@ -7,7 +7,7 @@ from functools import partial
 from torch import nn
 
 from meshfold.mesh import Mesh
-from meshfold.mesh.parameters import placed
+from meshfold.mesh.parameters import metadata_on
 
 
 def tell_sizes(model: nn.Module, mesh: Mesh) -> None:
@@ -18,7 +18,7 @@ def tell_sizes(model: nn.Module, mesh: Mesh) -> None:
         mesh: that it lies on; over tensor axes it is the block's size.
     """
     for parameter in model.parameters():
-        shape = placed(parameter, mesh).placement.local_shape(mesh)
+        shape = metadata_on(parameter, mesh).placement.local_shape(mesh)
         size = 1
         for length in shape:
             size *= length

@@ -18,7 +18,7 @@ from types import ModuleType
 from typing import Any
 
 from meshfold.colossalai.elsewhere import instead_of
-from meshfold.mesh.errors import nearest
+from meshfold.mesh.errors import did_you_mean
 
 HERE = "meshfold.colossalai"
 _PAGE = "docs/from-colossalai.md lists every name with what to write"
@@ -66,7 +66,7 @@ def find(name: str, module: str, homes: dict[str, str]) -> Any:
     is_ours = module == HERE and (Path(__file__).parent / f"{name}.py").exists()
     if is_ours:  # Python imports it when it hears this
         raise AttributeError(name)
-    raise ImportError(f"{module} has no {name!r}.{nearest(name, homes)} {_PAGE}", name=module)
+    raise ImportError(f"{module} has no {name!r}.{did_you_mean(name, homes)} {_PAGE}", name=module)
 
 
 class _Paths(MetaPathFinder, Loader):
@@ -90,7 +90,7 @@ class _Paths(MetaPathFinder, Loader):
             return ModuleSpec(fullname, self, is_package=True)
         unknown = next(part for part in parts if part not in PARTS)
         raise ModuleNotFoundError(
-            f"{HERE} has no module {'.'.join(parts)!r}.{nearest(unknown, PARTS)} All names are in {HERE} itself; {_PAGE}",
+            f"{HERE} has no module {'.'.join(parts)!r}.{did_you_mean(unknown, PARTS)} All names are in {HERE} itself; {_PAGE}",
             name=fullname,
         )
 

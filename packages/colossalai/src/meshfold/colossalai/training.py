@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from meshfold.engine.batches.own_loss import GivesWay
 from meshfold.engine.engine import Engine
 from meshfold.mesh import SpecError
-from meshfold.mesh.model_io import evaluating
+from meshfold.mesh.model_io import eval_mode
 
 
 class Criterion:
@@ -123,7 +123,7 @@ class TrainingEngine(Engine):
             return super().__call__(*args, **kwargs)
         work = self._forward.inputs(args, kwargs)
         runs: Any = self.model if self.pipeline is None else self.pipeline
-        with evaluating(self.model), torch.no_grad():
+        with eval_mode(self.model), torch.no_grad():
             return runs(*work.args, **work.kwargs)
 
     def output_of(self, batch: Any) -> Any:
@@ -131,7 +131,7 @@ class TrainingEngine(Engine):
         work = self._forward.prepare(batch)
         if self._forward.shifts_labels:  # with labels, logits stay split over the vocabulary for the loss
             work.kwargs.pop("labels", None)
-        with evaluating(self.model), torch.no_grad():
+        with eval_mode(self.model), torch.no_grad():
             return self.generator(*work.args, **work.kwargs)
 
     def backward(self, loss: Tensor, *, retain_graph: bool = False) -> None:

@@ -24,15 +24,15 @@ from meshfold.engine.weight_source import Loaded, SourceValues, WeightSource
 from meshfold.engine.world import World
 from meshfold.mesh import LayoutError, SpecError, annotate, broadcast, metadata
 from meshfold.mesh.initialization import (
-    FirstValues,
+    ParameterInit,
     build_on_meta,
-    coordinates_of,
-    first_values,
+    find_value_source,
     materialize,
-    origin_of,
+    parameter_init,
     retrace_initialization,
+    shard_coordinates,
 )
-from meshfold.mesh.parameters import keep_parameter_hooks, placed
+from meshfold.mesh.parameters import copy_parameter_hooks, metadata_on
 from meshfold.tensor_parallel import Report, parallelize
 from meshfold.tensor_parallel.rules import check_rules
 
@@ -57,7 +57,7 @@ class Assembled:
 
     model: nn.Module
     parameters: dict[str, nn.Parameter]
-    values: FirstValues | None
+    values: ParameterInit | None
     report: Report | None
     torch_dropout: bool
     pipelined: PipelinedModel | None = None
@@ -96,11 +96,11 @@ def assemble(
         built, tape = model, None
         refuse_unmade(model)
         if any(p.is_meta for p in model.parameters()):
-            origin = origin_of(model)  # of a model that was built under zero_gemini's ShardedInit
+            origin = find_value_source(model)  # of a model that was built under zero_gemini's ShardedInit
             tape, seed = (
                 (retrace_initialization(model), seed) if origin is None else (origin.tape, origin.seed)
             )
-        elif (origin := origin_of(model, buffers=True)) is not None:
+        elif (origin := find_value_source(model, buffers=True)) is not None:
             # Weights were loaded inside ShardedInit; tables that are in no file were not made.
             materialize(model, origin.tape, seed=origin.seed, device="cpu", parameters=False)
     else:
@@ -123,7 +123,7 @@ def assemble(
     in_chunks = world.spec.zero is not None
     values = None
     if tape is not None and (in_chunks or folder is not None):
-        values = first_values(tape, seed, world.device)
+        values = parameter_init(tape, seed, world.device)
     if folder is not None and values is not None:
         values = folder.over(values, world.device)
 
@@ -135,7 +135,7 @@ def assemble(
                 seed=seed,
                 device=world.device,
                 # What is real was cut when it was split.
-                placement_of=lambda name, tensor: coordinates_of(tensor) if tensor.is_meta else None,
+                placement_of=lambda name, tensor: shard_coordinates(tensor) if tensor.is_meta else None,
                 parameters=values is None,
             )
         if values is not None:
@@ -151,7 +151,7 @@ def assemble(
         stages.called(built, world.device, precision)
         fill(built)
     for parameter in built.parameters():
-        annotate(parameter, replace(placed(parameter, world.mesh), sum_axes=world.outer_axes))
+        annotate(parameter, replace(metadata_on(parameter, world.mesh), sum_axes=world.outer_axes))
     named = built.named_parameters() if pipelined is None else pipelined.pipeline.named_parameters()
     parameters = {name: p for name, p in named if p.requires_grad}
     cast_rest(built, precision, set(built.parameters()) if in_chunks else set(parameters.values()))
@@ -294,7 +294,7 @@ def _folder(model: object, built: nn.Module, world: World) -> SourceValues | Non
 
 
 @torch.no_grad()
-def _fill(model: nn.Module, values: FirstValues, *, tied: bool) -> None:
+def _fill(model: nn.Module, values: ParameterInit, *, tied: bool) -> None:
     """Give parameters on the meta device their values; ``tied``: only those that other stages keep too.
 
     Of these the gradients are looked after apart from all others, which get theirs in chunks.
@@ -311,7 +311,7 @@ def _fill(model: nn.Module, values: FirstValues, *, tied: bool) -> None:
                 value = values(f"{path}.{leaf}" if path else leaf, parameter, parameter.dtype)
                 made[parameter] = nn.Parameter(value, requires_grad=parameter.requires_grad)
                 made[parameter].__dict__.update(parameter.__dict__)
-                keep_parameter_hooks(parameter, made[parameter])
+                copy_parameter_hooks(parameter, made[parameter])
             module._parameters[leaf] = made[parameter]
 
 

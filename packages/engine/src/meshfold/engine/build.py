@@ -28,7 +28,7 @@ from meshfold.engine.states import States
 from meshfold.engine.step_guard import StepGuard
 from meshfold.engine.world import World, join
 from meshfold.mesh import ParallelSpec
-from meshfold.mesh.watchdog import told_to_all
+from meshfold.mesh.watchdog import report_errors
 
 _BY_HAND = (
     "was called by hand, and the engine has the gradients: call engine.step() after engine.backward(loss), which sums them over "
@@ -61,7 +61,7 @@ class Built:
     model_state: ModelState
 
 
-@told_to_all  # an error is told before the watchdog is closed
+@report_errors  # an error is told before the watchdog is closed
 def build(
     engine: object,
     model: nn.Module | Callable[[], nn.Module],

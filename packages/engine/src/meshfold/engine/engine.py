@@ -30,8 +30,8 @@ from meshfold.engine.precision import LossScaler
 from meshfold.engine.randomness import randomness
 from meshfold.mesh import ParallelSpec, all_reduce
 from meshfold.mesh.recording import at_step
-from meshfold.mesh.spec.argument_checks import named_arguments
-from meshfold.mesh.watchdog import told_to_all
+from meshfold.mesh.spec.argument_checks import reject_unknown_arguments
+from meshfold.mesh.watchdog import report_errors
 
 if TYPE_CHECKING:
     from meshfold.engine.batches.batch import Batch
@@ -63,8 +63,8 @@ class Engine:
         last: what the last ``train_step`` or ``step`` did; None before the first.
     """
 
-    @told_to_all
-    @named_arguments
+    @report_errors
+    @reject_unknown_arguments
     def __init__(
         self,
         model: nn.Module | Callable[[], nn.Module],
@@ -166,7 +166,7 @@ class Engine:
         """Tell whether the optimizer steps right after the last backward, before anyone can look at gradients."""
         return True
 
-    @told_to_all
+    @report_errors
     def train_step(self, batch: Any) -> float:
         """One micro-step on this data coordinate's batch; every ``gradient_accumulation``-th call steps the optimizer.
 
@@ -253,7 +253,7 @@ class Engine:
 
     # The halves of a train step, for a loop of one's own.
 
-    @told_to_all
+    @report_errors
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """The model's output, to be trained on: on this rank's inputs, in training mode, with dropout.
 
@@ -271,7 +271,7 @@ class Engine:
         self.micro_step += 1
         return output
 
-    @told_to_all
+    @report_errors
     def backward(self, loss: Tensor, *, retain_graph: bool = False) -> None:
         """Add a loss's gradient to what the next :meth:`step` steps with; call it as often as there are losses.
 
@@ -305,7 +305,7 @@ class Engine:
         check_own_loop(self._pipelined, "engine.no_sync()")
         return self._gradients.no_sync()
 
-    @told_to_all
+    @report_errors
     def step(self) -> bool:
         """End an accumulation: unscale, clip, and let optimizer and scheduler step; gradients are gone then.
 
@@ -348,7 +348,7 @@ class Engine:
         """The mean loss over all tokens of the global batch, without dropout and without training."""
         return self._assessed(batch)[0]
 
-    @told_to_all
+    @report_errors
     @torch.no_grad()
     def _assessed(self, batch: Any) -> tuple[float, int]:
         """The mean loss over all tokens of the global batch, and how many they are; nan if none counts."""
@@ -358,7 +358,7 @@ class Engine:
         count = int(shares.total())
         return (float(loss) if count else math.nan), count
 
-    @told_to_all
+    @report_errors
     def _targets(self, batch: Any) -> int:
         """How many tokens of the global batch count."""
         return int(self._forward.shares(self._forward.prepare(batch), places=False).total())

@@ -21,7 +21,7 @@ from meshfold.engine.precision import Precision
 from meshfold.engine.states import States
 from meshfold.engine.world import World
 from meshfold.mesh import SpecError
-from meshfold.mesh.model_io import IGNORE, evaluating, has_encoder_apart, labels_are_shifted
+from meshfold.mesh.model_io import IGNORE_INDEX, eval_mode, is_encoder_decoder, labels_are_shifted
 
 
 class Forward:
@@ -48,10 +48,10 @@ class Forward:
         self._model, self._world, self._precision, self._states = model, world, precision, states
         self._pipelined, self._loss_fn = pipelined, loss_fn
         self._shifted = loss_fn is None and labels_are_shifted(model)
-        self._aligned = not has_encoder_apart(model)
+        self._aligned = not is_encoder_decoder(model)
         self._takes_cache = batches.takes_cache(model)
         self._names_taken = batches.names_taken(model)
-        self._ignored = IGNORE
+        self._ignored = IGNORE_INDEX
         # Looked at once: what a loss is a mean over does not change.
         self._looks = world.data_size > 1 and not is_compiled(model) and not is_compiled(loss_fn)
         self._documents = OwnDocuments(model, own_loss=loss_fn is not None)
@@ -149,7 +149,7 @@ class Forward:
 
     def assess(self, work: batches.Batch, shares: Shares) -> Tensor:
         """:meth:`loss`, of a model in stages too, without dropout and without training."""
-        with evaluating(self._model), torch.no_grad():
+        with eval_mode(self._model), torch.no_grad():
             return self.loss(work, shares) if self._pipelined is None else self._pipelined.assess(work)
 
 

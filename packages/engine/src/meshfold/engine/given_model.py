@@ -39,7 +39,7 @@ def check_model(model: object) -> None:
         return
     if not callable(model):
         raise SpecError(f"model={model!r}: an nn.Module, or a function without arguments that makes one")
-    signature = settings.refused(model)
+    signature = settings.signature_mismatch(model)
     if signature is not None:
         name = getattr(model, "__name__", type(model).__name__)
         raise SpecError(

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TypeVar
 
-from meshfold.mesh.parameters import plain
+from meshfold.mesh.parameters import uncompiled_name
 
 T = TypeVar("T")
 
@@ -14,5 +14,5 @@ def with_plain_names(found: Mapping[str, T]) -> dict[str, T]:
     """The same under plain names; of what has one twice, the first."""
     named: dict[str, T] = {}
     for name, value in found.items():
-        named.setdefault(plain(name), value)
+        named.setdefault(uncompiled_name(name), value)
     return named

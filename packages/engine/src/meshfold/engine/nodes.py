@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from meshfold.mesh import Mesh
 from meshfold.mesh.processes import Environment
-from meshfold.mesh.spec.entry import listed
+from meshfold.mesh.spec.entry import join_choices
 
 
 def crossing(mesh: Mesh, axes: Sequence[str], ranks_per_node: int) -> list[str]:
@@ -27,7 +27,7 @@ def warn_of_crossing(mesh: Mesh, axes: Sequence[str], here: Environment) -> None
     outside = crossing(mesh, axes, here.local_world_size)
     if outside:
         sys.stderr.write(
-            f"warning: a node has {here.local_world_size} ranks, and the tensor axes {listed(outside, last='and')} go from node "
-            "to node: they communicate in every layer, at the speed of the network. Make their product divide "
+            f"warning: a node has {here.local_world_size} ranks, and the tensor axes {join_choices(outside, last='and')} go from "
+            "node to node: they communicate in every layer, at the speed of the network. Make their product divide "
             f"{here.local_world_size}, and let data or pipeline span the nodes\n"
         )

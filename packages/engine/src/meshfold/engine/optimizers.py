@@ -15,8 +15,8 @@ import torch
 from torch import Tensor, nn
 
 from meshfold.mesh import SpecError
-from meshfold.mesh.errors import nearest
-from meshfold.mesh.parameters import TrialError, sight_of
+from meshfold.mesh.errors import did_you_mean
+from meshfold.mesh.parameters import OptimizerProbeError, probe_optimizer
 from meshfold.mesh.spec import argument_checks as settings
 
 Scheduler: TypeAlias = torch.optim.lr_scheduler.LRScheduler
@@ -126,8 +126,12 @@ def check_sight(optimizer: torch.optim.Optimizer, *, split: Sequence[str], stage
     if declared is True:
         return
     try:
-        seen = {"matrices"} if declared is False else {sight_of(optimizer, g) for g in optimizer.param_groups}
-    except TrialError as error:
+        seen = (
+            {"matrices"}
+            if declared is False
+            else {probe_optimizer(optimizer, g) for g in optimizer.param_groups}
+        )
+    except OptimizerProbeError as error:
         raise SpecError(f"optimizer: {error}") from error
     if "others" in seen:
         raise SpecError(
@@ -181,7 +185,7 @@ def _from_dict(value: Mapping[str, Any], whole: bool) -> Factory:
     no_decay = rest.pop("no_decay", None)
     if no_decay not in (None, NO_DECAY):
         raise SpecError(
-            f"optimizer={value!r}: no_decay is {NO_DECAY!r} or left out.{nearest(str(no_decay), [NO_DECAY])}"
+            f"optimizer={value!r}: no_decay is {NO_DECAY!r} or left out.{did_you_mean(str(no_decay), [NO_DECAY])}"
         )
     defaults = {name: p.default for name, p in inspect.signature(cls).parameters.items() if name not in _OURS}
     settings.known_keys("optimizer", value, rest, {**defaults, "no_decay": None})

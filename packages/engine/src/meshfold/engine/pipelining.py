@@ -21,10 +21,10 @@ from meshfold.engine.sequence import local_length
 from meshfold.engine.sequence.checks import check_mixing
 from meshfold.engine.world import PIPE, World
 from meshfold.mesh import LayoutError, SpecError, all_reduce
-from meshfold.mesh.model_io import has_encoder_apart
-from meshfold.mesh.parameters import plain
-from meshfold.mesh.spec.argument_checks import refused
-from meshfold.mesh.spec.entry import show
+from meshfold.mesh.model_io import is_encoder_decoder
+from meshfold.mesh.parameters import uncompiled_name
+from meshfold.mesh.spec.argument_checks import signature_mismatch
+from meshfold.mesh.spec.entry import format_value
 from meshfold.tensor_parallel.frame import row_unit
 
 if TYPE_CHECKING:
@@ -58,9 +58,9 @@ class PipelineSettings:
         if self.example is None:
             return None
         dtype = next((p.dtype for p in model.parameters() if p.is_floating_point()), precision.dtype)
-        own_loss, aligned = self.loss_fn is not None, not has_encoder_apart(model)
+        own_loss, aligned = self.loss_fn is not None, not is_encoder_decoder(model)
         work = batches.prepare(self.example, device, dtype, own_loss=own_loss, aligned=aligned)
-        signature = refused(model.forward, *work.args, **work.kwargs)
+        signature = signature_mismatch(model.forward, *work.args, **work.kwargs)
         if signature is not None:
             raise SpecError(
                 f"example: {type(model).__name__} takes {signature}, and would be called with "
@@ -90,8 +90,8 @@ class Inventory:
         first = {}
         extra = modules_with_extra_state(model)
         for name, value in model.state_dict(keep_vars=True).items():
-            if isinstance(value, Tensor) and plain(name) not in extra:
-                first[plain(name)] = seen.setdefault(value, plain(name))
+            if isinstance(value, Tensor) and uncompiled_name(name) not in extra:
+                first[uncompiled_name(name)] = seen.setdefault(value, uncompiled_name(name))
         parameters = {seen[p] for p in model.parameters() if p in seen}
         return cls(first=first, parameters=frozenset(parameters), extra=tuple(extra))
 
@@ -99,7 +99,7 @@ class Inventory:
         """From first names to what this rank calls these tensors, of the names that it has."""
         found: dict[str, str] = {}
         for name in names:
-            found.setdefault(self.first[plain(name)], name)
+            found.setdefault(self.first[uncompiled_name(name)], name)
         return found
 
 
@@ -164,7 +164,7 @@ class PipelinedModel:
                 "given, whose values do not matter"
             ) from error
         except (LayoutError, ScheduleError) as error:
-            raise SpecError(f"pipeline={show(spec.to_dict())}: {error}") from error
+            raise SpecError(f"pipeline={format_value(spec.to_dict())}: {error}") from error
 
     def attach(self, states: States) -> None:
         """Whom to tell that gradients are complete."""

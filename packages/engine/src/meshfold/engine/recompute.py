@@ -20,8 +20,8 @@ from torch.utils.checkpoint import checkpoint
 from meshfold.engine.recomputed_buffers import Buffers
 from meshfold.engine.repeated import find_blocks
 from meshfold.mesh import ParallelSpec, SpecError
-from meshfold.mesh.errors import nearest
-from meshfold.mesh.model_io import WithoutValues
+from meshfold.mesh.errors import did_you_mean
+from meshfold.mesh.model_io import DryRun
 from meshfold.tensor_parallel.foreign import recompute_contexts
 
 if TYPE_CHECKING:
@@ -45,7 +45,7 @@ def check(recompute: object, spec: ParallelSpec) -> str | None:
     if recompute is None:
         return None
     if recompute not in WAYS:
-        hint = nearest(recompute, WAYS) if isinstance(recompute, str) else ""
+        hint = did_you_mean(recompute, WAYS) if isinstance(recompute, str) else ""
         raise SpecError(
             f"recompute={recompute!r}: None (the model's own business), 'blocks' (every block recomputes its activations) or "
             f"'auto' (a plan says which).{hint}"
@@ -150,7 +150,7 @@ class _Repetition:
 
     def __init__(self, contexts: AbstractContextManager[Any], buffers: Buffers) -> None:
         self._contexts, self._buffers = contexts, buffers
-        self._stand_in = WithoutValues.active
+        self._stand_in = DryRun.active
         self._open: list[ExitStack] = []
 
     def __enter__(self) -> None:

@@ -10,7 +10,7 @@ from meshfold.engine.errors import TrainingError
 from meshfold.engine.precision import Precision
 from meshfold.engine.world import World
 from meshfold.mesh import SpecError, all_reduce
-from meshfold.mesh.parameters import placed, plain
+from meshfold.mesh.parameters import metadata_on, uncompiled_name
 
 
 def refuse_unmade(model: nn.Module) -> None:
@@ -81,11 +81,11 @@ def refuse_complex(model: nn.Module) -> None:
 def refuse_empty(model: nn.Module, world: World) -> None:
     """Raise a SpecError for a parameter of no elements, which no chunk could hold."""
     for name, parameter in model.named_parameters():
-        shape = placed(parameter, world.mesh).placement.shape
+        shape = metadata_on(parameter, world.mesh).placement.shape
         if 0 in shape:
             raise SpecError(
-                f"zero: parameter {plain(name)!r} of shape {tuple(shape)} has no elements, so there is nothing of it to share "
-                "out: leave it out of the model, or register it as a buffer"
+                f"zero: parameter {uncompiled_name(name)!r} of shape {tuple(shape)} has no elements, so there is nothing of it to "
+                "share out: leave it out of the model, or register it as a buffer"
             )
 
 

@@ -27,7 +27,7 @@ from meshfold.engine.optimizers import Factory, check_sight
 from meshfold.engine.precision import Masters
 from meshfold.engine.world import PIPE, World
 from meshfold.mesh import Mesh, clip_gradient_values, clip_gradients, gradient_norm, metadata
-from meshfold.mesh.parameters import ParameterMeta, Parts, plain
+from meshfold.mesh.parameters import ParameterMeta, StoredValue, uncompiled_name
 
 if TYPE_CHECKING:
     from meshfold.engine.zero.residency import Residency
@@ -54,7 +54,7 @@ class Source(NamedTuple):
     shape: tuple[int, ...]
     read: Callable[[], Tensor]
     cut: Callable[[], ShardRule]
-    parts: Callable[[], Parts]
+    parts: Callable[[], StoredValue]
     alike: bool = True
     on_disk: bool = False
 
@@ -211,7 +211,7 @@ class PlainStates:
         trains: whether gradients are taken and summed; who only evaluates leaves them alone.
         """
         self.masters, self._world = masters, world
-        self.targets = {plain(name): masters.of(p) for name, p in parameters.items()}
+        self.targets = {uncompiled_name(name): masters.of(p) for name, p in parameters.items()}
         self.optimizer = None if make is None else _optimizer(make, list(self.targets.values()))
         if self.optimizer is not None:
             split = [name for name, target in self.targets.items() if _is_split(target)]
@@ -346,8 +346,8 @@ class _Held:
     def read(self) -> Tensor:
         return gather(self._local, self._like, self._world)
 
-    def parts(self) -> Parts:
-        return Parts((self._local.detach(),))
+    def parts(self) -> StoredValue:
+        return StoredValue((self._local.detach(),))
 
     def cut(self) -> ShardRule:
         meta, shape = metadata(self._like), tuple(self._local.shape)

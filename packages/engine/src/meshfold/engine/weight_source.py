@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from meshfold.mesh import ParallelSpec
-from meshfold.mesh.initialization import FirstValues
+from meshfold.mesh.initialization import ParameterInit
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,7 +62,7 @@ class SourceValues(ABC):
     report: Loaded
 
     @abstractmethod
-    def over(self, fresh: FirstValues, device: torch.device) -> FirstValues:
+    def over(self, fresh: ParameterInit, device: torch.device) -> ParameterInit:
         """Return what makes this rank's block of a parameter; ``fresh`` makes those that the source lacks."""
 
     @abstractmethod

@@ -12,8 +12,8 @@ import torch
 
 from meshfold.engine.nodes import warn_of_crossing
 from meshfold.mesh import Group, Mesh, ParallelSpec, SpecError
-from meshfold.mesh.processes import DEFAULT_TIMEOUT, Environment, Process, start, world
-from meshfold.mesh.watchdog import limit_of
+from meshfold.mesh.processes import DEFAULT_TIMEOUT, Environment, Process, running_world, start
+from meshfold.mesh.watchdog import watchdog_limit
 
 PIPE = "pipe"
 """The axis of a pipeline's stages"""
@@ -118,7 +118,7 @@ def join(
         SpecError: for a spec that is wrong, does not fit the processes, or needs what is not installed.
         LaunchError: when the other processes cannot be met.
     """
-    alive = world()
+    alive = running_world()
     if alive is not None:
         size = alive.size
     else:
@@ -131,7 +131,7 @@ def join(
     require_runnable(spec)
     place = _device(device)
     if alive is None and size > 1:
-        limit = timedelta(seconds=limit_of(limit_s)) or DEFAULT_TIMEOUT
+        limit = timedelta(seconds=watchdog_limit(limit_s)) or DEFAULT_TIMEOUT
         process = start(environment, device=place, meeting=limit)
         atexit.register(_leave, process)
         place = process.device

@@ -27,8 +27,8 @@ from meshfold.huggingface.reading import read_config
 from meshfold.huggingface.weight_names import Matched, match
 from meshfold.kernels.nf4 import pack_nf4
 from meshfold.mesh import ParallelSpec, SpecError, metadata
-from meshfold.mesh.errors import nearest
-from meshfold.mesh.initialization import FirstValues
+from meshfold.mesh.errors import did_you_mean
+from meshfold.mesh.initialization import ParameterInit
 
 _IMPLEMENTATIONS = ("attn_implementation", "experts_implementation")
 """Settings of transformers that are no fields of a configuration."""
@@ -161,7 +161,7 @@ class FolderValues(SourceValues):
             mismatched=found.mismatched,
         )
 
-    def over(self, fresh: FirstValues, device: torch.device) -> FirstValues:
+    def over(self, fresh: ParameterInit, device: torch.device) -> ParameterInit:
         """This rank's block of a parameter from the folder; what it lacks from ``fresh``."""
 
         def values(name: str, parameter: nn.Parameter, dtype: torch.dtype) -> Tensor:
@@ -253,7 +253,7 @@ def pretrained(
             continue
         if not hasattr(config, key):
             raise SpecError(
-                f"pretrained({key}=...): {type(config).__name__} has no {key!r}.{nearest(key, config.to_dict())}"
+                f"pretrained({key}=...): {type(config).__name__} has no {key!r}.{did_you_mean(key, config.to_dict())}"
             )
         setattr(config, key, value)
     if getattr(config, "is_encoder_decoder", False) or hasattr(config, "use_cache"):

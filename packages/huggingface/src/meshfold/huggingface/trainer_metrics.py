@@ -14,7 +14,7 @@ from transformers.trainer_utils import EvalPrediction, denumpify_detensorize
 from meshfold.engine.batches.cut import share
 from meshfold.engine.batches.gathered import gathered_list
 from meshfold.engine.engine import Engine
-from meshfold.mesh.model_io import evaluating
+from meshfold.mesh.model_io import eval_mode
 
 _PADDING = -100  # as the Trainer's
 
@@ -74,7 +74,7 @@ class Predictions:
         work = engine._forward.prepare(dict(fields))
         if engine._forward.shifts_labels:  # with labels, logits stay split over the vocabulary for the loss
             work.kwargs.pop("labels", None)
-        with evaluating(engine.model), torch.no_grad():
+        with eval_mode(engine.model), torch.no_grad():
             output = engine.generator(*work.args, **work.kwargs)
         if isinstance(output, Mapping):
             parts = tuple(value for name, value in output.items() if name not in self._left_out)

@@ -30,7 +30,7 @@ from meshfold.engine.together import fail_together
 from meshfold.engine.world import World
 from meshfold.lightning.lanes import Lane, Lanes
 from meshfold.lightning.session import Session
-from meshfold.mesh.parameters import plain
+from meshfold.mesh.parameters import uncompiled_name
 
 REST = "lightning.pt"
 _STATE, _OPTIMIZERS = "state_dict", "optimizer_states"
@@ -132,7 +132,7 @@ def _numbered(lane: Lane) -> tuple[dict[str, int], list[list[int]]]:
     numbers: dict[str, int] = {}
     groups = []
     for names in lane.given:
-        groups.append([numbers.setdefault(plain(name), len(numbers)) for name in names])
+        groups.append([numbers.setdefault(uncompiled_name(name), len(numbers)) for name in names])
     return numbers, groups
 
 

@@ -10,7 +10,7 @@ import torch
 from meshfold.engine.precision import ScaleSettings
 from meshfold.lightning.strategy import MeshfoldStrategy
 from meshfold.mesh import ParallelSpec, SpecError
-from meshfold.mesh.errors import nearest
+from meshfold.mesh.errors import did_you_mean
 from meshfold.mesh.spec import argument_checks as settings
 
 _POLICIES = ("auto", "cpu", "cuda")
@@ -76,7 +76,7 @@ class ColossalAIStrategy(MeshfoldStrategy):
         if placement_policy not in _POLICIES:
             raise SpecError(
                 f"placement_policy={placement_policy!r}: write one of {', '.join(map(repr, _POLICIES))}."
-                f"{nearest(str(placement_policy), _POLICIES)}"
+                f"{did_you_mean(str(placement_policy), _POLICIES)}"
             )
         if chunk_size is not None:
             settings.count("chunk_size", chunk_size)

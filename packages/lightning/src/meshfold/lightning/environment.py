@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from lightning.fabric.plugins import ClusterEnvironment
 from meshfold.mesh import LaunchError
-from meshfold.mesh.processes import Environment, world
+from meshfold.mesh.processes import Environment, running_world
 
 
 class RunningRanks(ClusterEnvironment):
@@ -18,7 +18,7 @@ class RunningRanks(ClusterEnvironment):
         """Raises:
         LaunchError: if no process group is running.
         """
-        here = world()
+        here = running_world()
         if here is None:
             raise LaunchError(
                 "RunningRanks() without a process group: call meshfold.mesh.start() first, or leave "
@@ -49,7 +49,7 @@ class RunningRanks(ClusterEnvironment):
     @staticmethod
     def detect() -> bool:
         """Whether a process group is running."""
-        return world() is not None
+        return running_world() is not None
 
     def world_size(self) -> int:
         """How many processes there are."""

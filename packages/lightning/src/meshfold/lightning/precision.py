@@ -36,7 +36,7 @@ from lightning.pytorch.plugins.precision import (
 )
 from meshfold.engine.precision import LossScaler, Precision, ScaleSettings
 from meshfold.mesh import SpecError
-from meshfold.mesh.errors import nearest
+from meshfold.mesh.errors import did_you_mean
 
 if TYPE_CHECKING:
     from lightning.pytorch import LightningModule
@@ -73,7 +73,7 @@ class MeshfoldPrecision(LightningPrecision):
         """
         if precision not in _NAMES:
             raise SpecError(
-                f"precision={precision!r}: MeshfoldStrategy knows {', '.join(_NAMES)}.{nearest(str(precision), _NAMES)}"
+                f"precision={precision!r}: MeshfoldStrategy knows {', '.join(_NAMES)}.{did_you_mean(str(precision), _NAMES)}"
             )
         self.precision = precision
         dynamic = (scale or ScaleSettings()) if precision == "16-mixed" else None

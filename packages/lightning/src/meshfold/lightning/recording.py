@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from torch import nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
 
-from meshfold.mesh.initialization import Origin, record_initialization, set_origin
+from meshfold.mesh.initialization import ValueSource, record_initialization, set_value_source
 
 
 @contextmanager
@@ -18,11 +18,11 @@ def recorded(seed: int) -> Iterator[None]:
     As :class:`meshfold.zero_gemini.ShardedInit`, for those who have not installed it.
     """
     with record_initialization() as tape:
-        origin = Origin(tape=tape, seed=seed)
+        origin = ValueSource(tape=tape, seed=seed)
 
         def note(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
             if parameter is not None and tape.recording.knows(parameter):
-                set_origin(parameter, origin)
+                set_value_source(parameter, origin)
 
         handle = register_module_parameter_registration_hook(note)
         try:

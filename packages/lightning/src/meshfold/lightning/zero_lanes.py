@@ -14,8 +14,8 @@ from meshfold.engine.world import World
 from meshfold.engine.zero.states import ZeroStates
 from meshfold.lightning.lanes import Around, Lane, Lanes, repoint
 from meshfold.mesh import SpecError
-from meshfold.mesh.initialization import FirstValues
-from meshfold.mesh.parameters import placed, plain
+from meshfold.mesh.initialization import ParameterInit
+from meshfold.mesh.parameters import metadata_on, uncompiled_name
 
 
 class ZeroLanes:
@@ -34,7 +34,7 @@ class ZeroLanes:
         precision: Precision,
         *,
         seed: int,
-        values: FirstValues | None,
+        values: ParameterInit | None,
     ) -> None:
         """Args:
         module: assembled; its parameters may be on the meta device.
@@ -166,9 +166,9 @@ class ZeroLanes:
                 chosen.append(child)
         return shares
 
-    def _take_over(self, before: Sequence[Lane]) -> FirstValues:
+    def _take_over(self, before: Sequence[Lane]) -> ParameterInit:
         """Put parameters without values in the place of those in chunks; what makes the values again, from the chunks."""
-        known = {plain(name): (lane, p) for lane in before for name, p in lane.parameters.items()}
+        known = {uncompiled_name(name): (lane, p) for lane in before for name, p in lane.parameters.items()}
         fresh: dict[nn.Parameter, nn.Parameter] = {}
         for module in self._module.modules():
             for name, parameter in module._parameters.items():
@@ -183,14 +183,14 @@ class ZeroLanes:
                 module._parameters[name] = fresh[parameter]
 
         def values(name: str, parameter: nn.Parameter, dtype: torch.dtype) -> Tensor:
-            lane, old = known[plain(name)]
+            lane, old = known[uncompiled_name(name)]
             return _states(lane).gemini.read(old).to(self._world.device, dtype)
 
         return values
 
     def _shape(self, parameter: Tensor) -> tuple[int, ...]:
         """Of this rank's block over the tensor axes, also of a parameter that is released."""
-        return placed(parameter, self._world.mesh).placement.local_shape(self._world.mesh)
+        return metadata_on(parameter, self._world.mesh).placement.local_shape(self._world.mesh)
 
 
 def _states(lane: Lane) -> ZeroStates:

@@ -21,7 +21,7 @@ from meshfold.mesh.errors import (
     MeshfoldError,
     SpecError,
     TokenError,
-    nearest,
+    did_you_mean,
 )
 from meshfold.mesh.group import Group
 from meshfold.mesh.initialization.api import (
@@ -78,6 +78,7 @@ __all__ = [
     "clip_gradient_values",
     "clip_gradients",
     "current_dropout_stream",
+    "did_you_mean",
     "dropout_stream",
     "gradient_norm",
     "is_started",
@@ -86,7 +87,6 @@ __all__ = [
     "materialize",
     "metadata",
     "moved_bytes",
-    "nearest",
     "receive",
     "record",
     "record_initialization",

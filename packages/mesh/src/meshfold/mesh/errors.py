@@ -33,7 +33,7 @@ class CollectiveError(MeshfoldError, RuntimeError):
     """A collective that was asked for something it cannot do, or that failed while it ran."""
 
 
-def nearest(word: str, known: Iterable[str]) -> str:
+def did_you_mean(word: str, known: Iterable[str]) -> str:
     """The known name most like ``word`` as a question to append to a message, or ``""`` if none is close.
 
     >>> nearest("pipelin", ["data", "pipeline"])

@@ -13,7 +13,7 @@ from dataclasses import replace
 from functools import cached_property
 from typing import Any, TypeVar
 
-from meshfold.mesh.errors import MeshfoldError, SpecError, nearest
+from meshfold.mesh.errors import MeshfoldError, SpecError, did_you_mean
 from meshfold.mesh.group import Group
 
 T = TypeVar("T")
@@ -87,7 +87,7 @@ class Mesh:
             return self._given_rank
         from meshfold.mesh.processes import groups
 
-        world = groups.world()
+        world = groups.running_world()
         if world is None:
             return 0
         if world.size != self.world_size:
@@ -160,8 +160,10 @@ class Mesh:
         group = self.group(*axes)
         if group.size == 1:
             return group
-        handle = self.once(("channel", purpose, group.ranks), lambda: groups.create(group.ranks, purpose))
-        return replace(group, name=groups.name_of(handle))
+        handle = self.once(
+            ("channel", purpose, group.ranks), lambda: groups.create_group(group.ranks, purpose)
+        )
+        return replace(group, name=groups.group_name(handle))
 
     def numbers(self, *axes: str) -> tuple[int, ...]:
         """The index over the axes, in the order given, of each rank of this process's group, which has mesh order."""
@@ -177,7 +179,7 @@ class Mesh:
         from meshfold.mesh.processes import groups
 
         self.size(*axes)
-        if groups.world() is not None and not self._closed:
+        if groups.running_world() is not None and not self._closed:
             self.index(*axes)
             self.numbers(*axes)
 
@@ -209,7 +211,7 @@ class Mesh:
             base = axis.split("/")[0].split("%")[0]
             if base not in self.axes:
                 raise LayoutError(
-                    f"{what} names the axis {axis!r}, which {self} does not have.{nearest(base, self.axes)} "
+                    f"{what} names the axis {axis!r}, which {self} does not have.{did_you_mean(base, self.axes)} "
                     f"Its axes are {', '.join(self.axes) or 'none'}"
                 )
 
@@ -229,9 +231,12 @@ class Mesh:
         if self._closed:
             raise MeshfoldError(f"{self} is closed: make a new Mesh")
         if ranks not in self._handles:
-            self._handles[ranks] = groups.create(ranks)
+            self._handles[ranks] = groups.create_group(ranks)
         return Group(
-            axes=spanned, ranks=ranks, index=ranks.index(self.rank), name=groups.name_of(self._handles[ranks])
+            axes=spanned,
+            ranks=ranks,
+            index=ranks.index(self.rank),
+            name=groups.group_name(self._handles[ranks]),
         )
 
     def _candidates(self, at: Mapping[str, int], axes: tuple[str, ...]) -> list[int]:

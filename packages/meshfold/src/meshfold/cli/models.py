@@ -66,7 +66,7 @@ def read_rules(words: list[str]) -> dict[str, str]:
     """
     if not words:
         return {}
-    from meshfold.mesh.errors import nearest
+    from meshfold.mesh.errors import did_you_mean
     from meshfold.tensor_parallel.rules import ROLES
 
     found: dict[str, str] = {}
@@ -76,7 +76,7 @@ def read_rules(words: list[str]) -> dict[str, str]:
             raise Failure(f"--rule {word!r}: write pattern=role, such as --rule '*.self_attn=replicate'")
         if role not in ROLES:
             raise Failure(
-                f"--rule {word!r}: {role!r} is not a role.{nearest(role, ROLES)} Roles are {', '.join(ROLES)}"
+                f"--rule {word!r}: {role!r} is not a role.{did_you_mean(role, ROLES)} Roles are {', '.join(ROLES)}"
             )
         if found.get(pattern, role) != role:
             raise Failure(f"--rule {word!r}: another rule says that {pattern!r} is {found[pattern]!r}")

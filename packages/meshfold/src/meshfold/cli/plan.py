@@ -77,14 +77,14 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def size(text: str) -> int:
     """An argument that is an amount of memory, in bytes."""
-    from meshfold.mesh.spec.zero import UNITS, unit_of
+    from meshfold.mesh.spec.zero import UNITS, canonical_unit
 
     match = re.fullmatch(r"([0-9]{1,18}(?:\.[0-9]{1,18})?) ?([A-Za-z]+)", text)
-    if match is None or unit_of(match[2]) not in UNITS:
+    if match is None or canonical_unit(match[2]) not in UNITS:
         raise argparse.ArgumentTypeError(
             f"{text!r} is not an amount of memory such as 24GiB ({', '.join(UNITS)})"
         )
-    return int(Fraction(match[1]) * UNITS[unit_of(match[2])])
+    return int(Fraction(match[1]) * UNITS[canonical_unit(match[2])])
 
 
 def run(arguments: argparse.Namespace) -> int:

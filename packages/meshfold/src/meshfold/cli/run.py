@@ -73,8 +73,8 @@ def run(arguments: argparse.Namespace) -> int:
     program = ["-m", *arguments.module] if arguments.module is not None else arguments.script
     import torch
 
-    from meshfold.mesh.processes import STOPPED_CODE, Environment, launch, sentence_of
-    from meshfold.mesh.processes import run as run_program
+    from meshfold.mesh.processes import STOPPED_CODE, Environment, launch, refusal_sentence
+    from meshfold.mesh.processes import run_program as run_program
 
     here = Environment.detect()
     if here.source != "single":
@@ -86,7 +86,7 @@ def run(arguments: argparse.Namespace) -> int:
         try:
             run_program(program)
         except Exception as error:
-            sentence = sentence_of(error)
+            sentence = refusal_sentence(error)
             if sentence:
                 print(f"meshfold run: rank {here.rank}: {sentence}", file=sys.stderr)
             else:

@@ -152,7 +152,7 @@ def _as_rank(settings: TrainSettings, here: Environment, *, plan: bool, as_json:
     from meshfold.mesh import Mesh, ParallelSpec, barrier
     from meshfold.mesh.processes import DEFAULT_TIMEOUT
     from meshfold.mesh.processes import start as join
-    from meshfold.mesh.watchdog import limit_of
+    from meshfold.mesh.watchdog import watchdog_limit
     from meshfold.train.loop import open_inputs, train
     from meshfold.train.progress import Silent, make_progress
 
@@ -168,7 +168,9 @@ def _as_rank(settings: TrainSettings, here: Environment, *, plan: bool, as_json:
         plan
     ):  # on every rank: torch numbers process groups, the fake ones too, and ranks must agree on the numbers
         _show_plan(settings, spec, _open_inputs(settings, progress), progress, show=True, report=report)
-    with join(device=settings.device, meeting=limit_of(settings.watchdog) or DEFAULT_TIMEOUT) as process:
+    with join(
+        device=settings.device, meeting=watchdog_limit(settings.watchdog) or DEFAULT_TIMEOUT
+    ) as process:
         everyone = Mesh({"rank": process.world_size}).group("rank")
         if here.local_rank == 0:
             inputs = open_inputs(settings, progress)  # tokenises, for all ranks of this machine

@@ -21,7 +21,7 @@ from meshfold.data.records import Part, find_records, texts_of
 from meshfold.data.tokenizers import Tokenizer
 from meshfold.mesh import SpecError
 from meshfold.mesh.random import key_of
-from meshfold.mesh.spec.byte_sizes import human_bytes
+from meshfold.mesh.spec.byte_sizes import format_bytes
 
 TOKEN_FILES = (".bin", ".npy")
 _PIECE = 1 << 20  # characters that are tokenised together
@@ -215,7 +215,7 @@ def _tokenise(
     total = sum(sizes[path] for path in order)
     known = _kept(file)
     if known is None:
-        say(f"tokenising {_files(len(order))}, {human_bytes(total)}")
+        say(f"tokenising {_files(len(order))}, {format_bytes(total)}")
         cache.mkdir(parents=True, exist_ok=True)
         tokens, train_tokens = _encode(order, tokenizer, total, validation)
         known = _keep(file, tokens, {"train_tokens": train_tokens})
@@ -224,7 +224,7 @@ def _tokenise(
         notes.append(f"{_files(skipped)} skipped: empty or not UTF-8 text")
     if len(order) < len(documents):
         notes.append(
-            f"{_files(len(documents) - len(order))} left out to stay within {human_bytes(max_bytes or 0)}"
+            f"{_files(len(documents) - len(order))} left out to stay within {format_bytes(max_bytes or 0)}"
         )
     tokens, numbers = known
     return Corpus(tokens=tokens, train_tokens=numbers["train_tokens"], notes=tuple(notes))
@@ -249,7 +249,7 @@ def _records(
     known = _kept(file)
     if known is None:
         say(
-            f"tokenising records of {_files(len(stamps))}, {human_bytes(sum(size for _, size, *_ in stamps))}"
+            f"tokenising records of {_files(len(stamps))}, {format_bytes(sum(size for _, size, *_ in stamps))}"
         )
         cache.mkdir(parents=True, exist_ok=True)
         found = [_encode_records(part, tokenizer, column, max_bytes) for part in parts]

@@ -29,8 +29,8 @@ from meshfold.data.tokenizers import Tokenizer, load_tokenizer, tokenizer_of_mod
 from meshfold.engine.engine import Engine
 from meshfold.engine.long_runs.stopping import GracefulStop
 from meshfold.mesh import SpecError
-from meshfold.mesh.spec.entry import show
-from meshfold.mesh.watchdog import told_to_all
+from meshfold.mesh.spec.entry import format_value
+from meshfold.mesh.watchdog import report_errors
 from meshfold.train.folder_in_use import hold_folder
 from meshfold.train.kept_checkpoints import KeptCheckpoints
 from meshfold.train.kept_settings import keep
@@ -140,7 +140,7 @@ def train(settings: TrainSettings, inputs: Inputs, progress: Progress) -> list[d
         return _train(engine, settings, inputs, progress)
 
 
-@told_to_all  # inside of the engine: what fails here on one rank is told before its watchdog is closed
+@report_errors  # inside of the engine: what fails here on one rank is told before its watchdog is closed
 def _train(
     engine: Engine, settings: TrainSettings, inputs: Inputs, progress: Progress
 ) -> list[dict[str, Any]]:
@@ -322,5 +322,5 @@ def _draw(settings: TrainSettings, inputs: Inputs, progress: Progress) -> None:
         name: [(row["step"], row[key]) for row in rows if row.get(key) is not None]
         for name, key in (("training", "loss"), ("validation", "validation_loss"))
     }
-    plot_loss(path, curves, f"{inputs.model.name}, parallel={show(settings.parallel)}")
+    plot_loss(path, curves, f"{inputs.model.name}, parallel={format_value(settings.parallel)}")
     progress.say(f"loss curve: {path}")

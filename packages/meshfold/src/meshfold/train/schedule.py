@@ -9,7 +9,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 
 from meshfold.mesh import SpecError
-from meshfold.mesh.errors import nearest
+from meshfold.mesh.errors import did_you_mean
 
 _LAST = 0.1  # of the highest rate, where a schedule falls
 
@@ -37,7 +37,7 @@ def lr_schedule(schedule: str, *, warmup: int, steps: int) -> Callable[[Optimize
     """
     if schedule not in SCHEDULES:
         raise SpecError(
-            f"schedule={schedule!r}: {nearest(schedule, SCHEDULES)} Known: {', '.join(SCHEDULES)}"
+            f"schedule={schedule!r}: {did_you_mean(schedule, SCHEDULES)} Known: {', '.join(SCHEDULES)}"
         )
     if warmup < 0 or steps < 1:
         raise SpecError(f"warmup={warmup}, steps={steps}: steps from 1 up, of which 0 or more warm up")

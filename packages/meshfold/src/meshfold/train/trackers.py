@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from meshfold.mesh import SpecError
-from meshfold.mesh.errors import nearest
+from meshfold.mesh.errors import did_you_mean
 
 
 class Tracker(Protocol):
@@ -78,7 +78,7 @@ def check_trackers(names: Sequence[str]) -> None:
     for name in names:
         if name not in _KNOWN:
             raise SpecError(
-                f"--metrics {name}: there is no {name!r}.{nearest(name, _KNOWN)} Known: {', '.join(_KNOWN)}; "
+                f"--metrics {name}: there is no {name!r}.{did_you_mean(name, _KNOWN)} Known: {', '.join(_KNOWN)}; "
                 "metrics.jsonl is always written"
             )
         module = _KNOWN[name][0]

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from meshfold.mesh import SpecError
-from meshfold.mesh.model_io import evaluating
+from meshfold.mesh.model_io import eval_mode
 from meshfold.mesh.spec import argument_checks as settings
 from meshfold.models.cache import keeping_keys
 
@@ -78,7 +78,7 @@ def generate(
     last = ids.shape[1] + max_new_tokens - 1  # the longest row of which a next token is wanted
     last = last if longest is None else min(last, longest)
     ended = torch.zeros(ids.shape[0], 1, dtype=torch.bool)
-    with evaluating(model if isinstance(model, nn.Module) else model.module), ExitStack() as keeping:
+    with eval_mode(model if isinstance(model, nn.Module) else model.module), ExitStack() as keeping:
         call: Callable[[Tensor], Any] = model
         if use_cache and ids.shape[1] < last:
             call = keeping.enter_context(keeping_keys(model, last))

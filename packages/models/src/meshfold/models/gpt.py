@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from meshfold.mesh.model_io import check_positions, without_first_tokens
+from meshfold.mesh.model_io import check_position_ids, ignore_document_starts
 from meshfold.models.attention import Attention
 from meshfold.models.config import GPTConfig
 from meshfold.models.initialize import initialize
@@ -78,7 +78,7 @@ class GPT(nn.Module):
         Raises:
             SpecError: for position_ids of another shape.
         """
-        check_positions(position_ids, input_ids)
+        check_position_ids(position_ids, input_ids)
         batch, seq_len = input_ids.shape
         counted = torch.arange(seq_len, device=input_ids.device) if position_ids is None else position_ids
         positions = counted.expand(batch, seq_len).reshape(-1)
@@ -89,6 +89,6 @@ class GPT(nn.Module):
         logits = self.head(self.norm(x))
         if labels is not None:
             if position_ids is not None and self.loss.shifts:
-                labels = without_first_tokens(labels, position_ids)
+                labels = ignore_document_starts(labels, position_ids)
             return CausalLMOutput(loss=self.loss(logits, labels), logits=logits)
         return CausalLMOutput(loss=None, logits=logits.view(-1, seq_len, logits.shape[-1]))

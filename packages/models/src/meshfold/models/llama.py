@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import Tensor, nn
 
 from meshfold.kernels import swiglu
-from meshfold.mesh.model_io import check_positions, without_first_tokens
+from meshfold.mesh.model_io import check_position_ids, ignore_document_starts
 from meshfold.models.attention import Attention, Rotary, fused
 from meshfold.models.config import LlamaConfig
 from meshfold.models.initialize import initialize
@@ -79,7 +79,7 @@ class Llama(nn.Module):
         Raises:
             SpecError: for position_ids of another shape.
         """
-        check_positions(position_ids, input_ids)
+        check_position_ids(position_ids, input_ids)
         seq_len = input_ids.shape[1]
         rotary = self.rotary(position_ids, seq_len, input_ids.device)
         x = self.dropout(self.embed(input_ids.reshape(-1)))
@@ -89,6 +89,6 @@ class Llama(nn.Module):
         logits = self.head(self.norm(x))
         if labels is not None:
             if position_ids is not None and self.loss.shifts:
-                labels = without_first_tokens(labels, position_ids)
+                labels = ignore_document_starts(labels, position_ids)
             return CausalLMOutput(loss=self.loss(logits, labels), logits=logits)
         return CausalLMOutput(loss=None, logits=logits.view(-1, seq_len, logits.shape[-1]))

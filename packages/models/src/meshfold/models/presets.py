@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 from meshfold.mesh import SpecError
-from meshfold.mesh.errors import nearest
+from meshfold.mesh.errors import did_you_mean
 from meshfold.models.config import DecoderConfig, GPTConfig, LlamaConfig
 from meshfold.models.gpt import GPT
 from meshfold.models.llama import Llama
@@ -46,13 +46,13 @@ def preset(name: str, **changes: Any) -> GPTConfig | LlamaConfig:
     """
     if name not in PRESETS:
         raise SpecError(
-            f"there is no model {name!r}.{nearest(str(name), PRESETS)} Known: {', '.join(PRESETS)}"
+            f"there is no model {name!r}.{did_you_mean(str(name), PRESETS)} Known: {', '.join(PRESETS)}"
         )
     known = PRESETS[name].__dataclass_fields__
     for field in changes:
         if field not in known:
             raise SpecError(
-                f"model {name!r} has no setting {field!r}.{nearest(field, known)} Known: {', '.join(known)}"
+                f"model {name!r} has no setting {field!r}.{did_you_mean(field, known)} Known: {', '.join(known)}"
             )
     return replace(PRESETS[name], **changes)
 

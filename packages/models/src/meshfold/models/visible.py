@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from meshfold.mesh.model_io import first_tokens
+from meshfold.mesh.model_io import document_starts
 
 
 class CausalMask(nn.Module):
@@ -43,7 +43,7 @@ class CausalMask(nn.Module):
         if window is not None:
             seen = seen & (back < window)
         if position_ids is not None:
-            document = first_tokens(position_ids).cumsum(1)
+            document = document_starts(position_ids).cumsum(1)
             seen = (seen & (document[:, :, None] == document[:, None, :])).unsqueeze(1)
         mask = torch.zeros(seen.shape, dtype=like.dtype, device=like.device)
         return mask.masked_fill_(~seen, -torch.inf)

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from meshfold.mesh import Mesh, broadcast
-from meshfold.mesh.model_io import evaluating
+from meshfold.mesh.model_io import eval_mode
 from meshfold.pipeline.runtime.batches import Batches
 from meshfold.pipeline.runtime.complete_gradients import CompleteGradients
 from meshfold.pipeline.runtime.executor import Channels, Executor, Peaks
@@ -282,7 +282,7 @@ class Pipeline:
     def assess(self, works: Sequence[Microbatch]) -> Tensor:
         """:meth:`evaluate` for micro-batches that are there already."""
         total: Tensor | None = None
-        with evaluating(self.module):
+        with eval_mode(self.module):
             for work, output in zip(works, self._outputs(works), strict=True):
                 if output is not None:
                     loss = loss_in(output, work.given, self._loss_fn)

@@ -29,7 +29,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from meshfold.mesh import LayoutError
-from meshfold.mesh.errors import nearest
+from meshfold.mesh.errors import did_you_mean
 
 _aten = torch.ops.aten
 Gradients = tuple[Tensor, Tensor, Tensor]
@@ -275,7 +275,7 @@ def choose(name: str, q: Tensor, k: Tensor, v: Tensor, shapes: int = 1) -> Kerne
     """
     if name not in NAMES:
         raise LayoutError(
-            f"kernel={name!r}: it must be one of {', '.join(map(repr, NAMES))}.{nearest(str(name), NAMES)}"
+            f"kernel={name!r}: it must be one of {', '.join(map(repr, NAMES))}.{did_you_mean(str(name), NAMES)}"
         )
     if name == "reference":
         return REFERENCE

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from meshfold.mesh import LayoutError, Mesh
-from meshfold.mesh.errors import nearest
+from meshfold.mesh.errors import did_you_mean
 from meshfold.sequence.sharding import SequenceSharding, check_order
 
 
@@ -54,7 +54,7 @@ def sequence_mode(mode: str | Callable[..., object], mesh: Mesh) -> Mode:
         )
     if mode not in MODES:
         raise LayoutError(
-            f"mode={mode!r}: sequence parallelism knows {', '.join(map(repr, MODES))}.{nearest(str(mode), MODES)}"
+            f"mode={mode!r}: sequence parallelism knows {', '.join(map(repr, MODES))}.{did_you_mean(str(mode), MODES)}"
         )
     found = MODES[mode]
     others = [axis for axis in ("seq", "ring", "ulysses") if axis not in found.axes and mesh.size(axis) > 1]

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from meshfold.mesh import Group, collectives
-from meshfold.mesh.collectives import Pending, as_result
+from meshfold.mesh.collectives import Pending, traceable_result
 from meshfold.sequence import tile_attention
 from meshfold.sequence.dropout import DropoutFactors, RingDropout
 from meshfold.sequence.kernels import Gradients, Kernel, accumulating
@@ -59,7 +59,7 @@ class _Ring(torch.autograd.Function):
         out, lse = _forward(q, k, v, job)
         ctx.save_for_backward(q, k, v, out, lse)
         ctx.job = job
-        return as_result(out)
+        return traceable_result(out)
 
     @staticmethod
     @torch.autograd.function.once_differentiable

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from meshfold.mesh import Group, collectives
-from meshfold.mesh.collectives import as_result
+from meshfold.mesh.collectives import traceable_result
 from meshfold.sequence.kernels import Gradients, accumulating
 from meshfold.sequence.mask import Mask, dense
 from meshfold.sequence.sharding import SequenceSharding
@@ -56,7 +56,7 @@ class _RingSelf(torch.autograd.Function):
             out += torch.einsum("bgrij,bjgd->bigrd", _of(weights, source, block), block.to(wide))
         ctx.save_for_backward(q, k, v, weights)
         ctx.job = job
-        return as_result(out.flatten(2, 3).to(q.dtype))
+        return traceable_result(out.flatten(2, 3).to(q.dtype))
 
     @staticmethod
     @torch.autograd.function.once_differentiable

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from meshfold.mesh import LayoutError
-from meshfold.mesh.errors import nearest
+from meshfold.mesh.errors import did_you_mean
 
 ORDERS = ("zigzag", "contiguous")
 
@@ -174,7 +174,7 @@ def check_order(order: str) -> str:
     if order not in ORDERS:
         raise LayoutError(
             f"order={order!r}: a sequence is dealt in the order {' or '.join(map(repr, ORDERS))}."
-            f"{nearest(str(order), ORDERS)}"
+            f"{did_you_mean(str(order), ORDERS)}"
         )
     return order
 

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 
 from meshfold.mesh import MeshfoldError, ParallelSpec
-from meshfold.mesh.spec.byte_sizes import human_bytes
+from meshfold.mesh.spec.byte_sizes import format_bytes
 from meshfold.planner.estimate import Estimate
 from meshfold.planner.machines import Machine
 
@@ -28,7 +28,7 @@ def why_not(found: Estimate, machine: Machine) -> str:
     if fits(found, machine):
         return ""
     return found.refusal or (
-        f"a rank holds {human_bytes(found.memory.total)}, and a device of {machine.name} has {human_bytes(machine.memory)}"
+        f"a rank holds {format_bytes(found.memory.total)}, and a device of {machine.name} has {format_bytes(machine.memory)}"
     )
 
 

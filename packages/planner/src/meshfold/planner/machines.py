@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from meshfold.mesh import Mesh, SpecError
-from meshfold.mesh.errors import nearest
+from meshfold.mesh.errors import did_you_mean
 
 if TYPE_CHECKING:
     from meshfold.zero_gemini.planner import Machine as Rates
@@ -247,7 +247,7 @@ def machine(name: str) -> Machine:
     """
     if name not in MACHINES:
         raise SpecError(
-            f"there is no machine {name!r}.{nearest(name, MACHINES)} Known: {', '.join(MACHINES)}"
+            f"there is no machine {name!r}.{did_you_mean(name, MACHINES)} Known: {', '.join(MACHINES)}"
         )
     return MACHINES[name]
 

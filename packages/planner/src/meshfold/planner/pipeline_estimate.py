@@ -26,7 +26,7 @@ from meshfold.engine.sequence import counted_attention, split_sequence
 from meshfold.engine.states import PlainStates
 from meshfold.engine.world import PIPE, World, join
 from meshfold.mesh import Entry, Mesh, ParallelSpec, SpecError, all_reduce, dropout_stream, record
-from meshfold.mesh.model_io import WithoutValues, labels_are_shifted
+from meshfold.mesh.model_io import DryRun, labels_are_shifted
 from meshfold.mesh.processes import start_fake
 from meshfold.pipeline import Costs, Simulation, simulate_costs
 from meshfold.pipeline.runtime import Microbatch
@@ -178,7 +178,7 @@ def _seen(asked: _Asked, rank: int) -> _Rank:
     """Set up a rank of the world, and run its stages once."""
     with (
         start_fake(asked.spec.world_size, rank),
-        WithoutValues() as stand_in,
+        DryRun() as stand_in,
         counted_attention(asked.spec, stand_in.add_attention),
     ):
         world = join(replace(asked.spec, zero=None), "meta")
@@ -241,7 +241,7 @@ def _seen(asked: _Asked, rank: int) -> _Rank:
 
 
 def _run(
-    asked: _Asked, world: World, model: nn.Module, stages: PipelinedModel, stand_in: WithoutValues
+    asked: _Asked, world: World, model: nn.Module, stages: PipelinedModel, stand_in: DryRun
 ) -> tuple[list[StageCosts], list[Entry], list[Microbatch]]:
     """What the stages take; collectives of a micro-step besides; the micro-batches."""
     rows = asked.batch_size // asked.accumulate

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from meshfold.mesh.spec.byte_sizes import human_bytes
+from meshfold.mesh.spec.byte_sizes import format_bytes
 from meshfold.pipeline import Simulation
 from meshfold.planner.estimate import Estimate, Times
 from meshfold.planner.machines import Machine
@@ -20,7 +20,7 @@ def stage_table(found: PipelineEstimate) -> str:
     ]
     for stage, seconds in zip(found.stages, durations, strict=True):
         times = (seconds_in_words(seconds[op]) for op in ("F", "B", "W"))  # type: ignore[index]
-        kept = (human_bytes(size) for size in (stage.activation_bytes, stage.waiting_bytes, sum(stage.sent)))
+        kept = (format_bytes(size) for size in (stage.activation_bytes, stage.waiting_bytes, sum(stage.sent)))
         rows.append((str(stage.number), str(stage.rank), str(stage.blocks), *times, *kept))
     return "\n".join(["a stage takes for a micro-batch", *_columns(rows)])
 
@@ -32,7 +32,7 @@ def rank_table(found: PipelineEstimate) -> str:
     for rank, memory in enumerate(found.memory):
         live, busy = str(simulation.peak_microbatches[rank]), seconds_in_words(simulation.busy[rank])
         sizes = (memory.activations, memory.total - memory.activations, memory.total)
-        rows.append((str(rank), live, *map(human_bytes, sizes), busy))
+        rows.append((str(rank), live, *map(format_bytes, sizes), busy))
     return "\n".join(["a rank of the pipeline holds at most, of its stages", *_columns(rows)])
 
 
@@ -52,7 +52,7 @@ def pipeline_time_table(
         *[chunks] * (pipeline.chunk_seconds > 0),
         f"{'data traffic':<17}{seconds_in_words(times.data):>12}  may run as stages become complete",
         together(max(pipeline.seconds, times.data), pipeline.seconds + times.data, found.tokens),
-        f"{'memory':<17}{human_bytes(machine.memory):>12}  a device: {'it fits' if fits else 'it does NOT fit'}",
+        f"{'memory':<17}{format_bytes(machine.memory):>12}  a device: {'it fits' if fits else 'it does NOT fit'}",
     ]
     return "\n".join(lines)
 

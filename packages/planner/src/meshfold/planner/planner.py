@@ -23,7 +23,7 @@ from meshfold.engine.recompute import check
 from meshfold.engine.sequence import counted_attention
 from meshfold.engine.states import PlainStates
 from meshfold.mesh import Entry, Log, ParallelSpec, SpecError, all_reduce, record
-from meshfold.mesh.model_io import WithoutValues, saved_for_backward
+from meshfold.mesh.model_io import DryRun, saved_for_backward
 from meshfold.mesh.processes import start_fake
 from meshfold.planner.estimate import Estimate, Memory, summarised
 from meshfold.planner.machines import MACHINES, Machine
@@ -86,7 +86,7 @@ def estimate(
     begin = time.perf_counter()
     with (
         start_fake(spec.world_size),
-        WithoutValues() as stand_in,
+        DryRun() as stand_in,
         counted_attention(spec, stand_in.add_attention),
     ):
         plain = replace(spec, zero=None)  # chunks are laid out from the shapes of what they would hold
@@ -144,7 +144,7 @@ def estimate(
 
 
 def _plain_steps(
-    engine: Engine, rows: Any, accumulate: int, stand_in: WithoutValues, optimizer: str
+    engine: Engine, rows: Any, accumulate: int, stand_in: DryRun, optimizer: str
 ) -> tuple[list[Entry], int, Memory]:
     """Collectives and operations of an optimizer step without ``zero``, and what is held."""
     states = engine._states

@@ -12,7 +12,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode
 
 from meshfold.mesh import Entry, Log, Mesh
-from meshfold.mesh.model_io import WithoutValues, saved_for_backward
+from meshfold.mesh.model_io import DryRun, saved_for_backward
 from meshfold.pipeline import Action, Op, Pipeline
 from meshfold.pipeline.runtime import Microbatch, Stage
 from meshfold.planner.machines import Machine
@@ -60,7 +60,7 @@ class StageCosts:
         return forward, backward, weight
 
 
-def stage_costs(pipeline: Pipeline, work: Microbatch, log: Log, stand_in: WithoutValues) -> list[StageCosts]:
+def stage_costs(pipeline: Pipeline, work: Microbatch, log: Log, stand_in: DryRun) -> list[StageCosts]:
     """Run F, B and W of this rank's stages once each.
 
     Args:
@@ -77,9 +77,7 @@ def stage_costs(pipeline: Pipeline, work: Microbatch, log: Log, stand_in: Withou
     return found
 
 
-def _costs_of(
-    pipeline: Pipeline, stage: Stage, work: Microbatch, log: Log, stand_in: WithoutValues
-) -> StageCosts:
+def _costs_of(pipeline: Pipeline, stage: Stage, work: Microbatch, log: Log, stand_in: DryRun) -> StageCosts:
     plan = pipeline.plan_of(work)
     log.entries.clear()
     counts: list[int] = []

@@ -14,7 +14,7 @@ from meshfold.engine.zero.plan import limits_of, plan_for, regime_of
 from meshfold.engine.zero.process_memory import PROCESS_BYTES
 from meshfold.engine.zero.stage_workload import InFlight, workload_of_stages
 from meshfold.mesh import Entry, record
-from meshfold.mesh.model_io import WithoutValues
+from meshfold.mesh.model_io import DryRun
 from meshfold.mesh.spec import ZeroSpec
 from meshfold.planner.estimate import Memory
 from meshfold.planner.machines import Machine
@@ -97,7 +97,7 @@ def stage_problem(
     spec: ZeroSpec,
     precision: Precision,
     rehearse: Callable[[], None],
-    stand_in: WithoutValues,
+    stand_in: DryRun,
     *,
     machine: Machine,
     tokens: int,

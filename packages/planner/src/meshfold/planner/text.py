@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from meshfold.mesh.spec.byte_sizes import human_bytes
+from meshfold.mesh.spec.byte_sizes import format_bytes
 from meshfold.planner.estimate import Estimate, Times
 from meshfold.planner.machines import Machine
 
@@ -109,13 +109,13 @@ def memory_table(found: Estimate) -> str:
         ("optimizer state", memory.optimizer, "true weights with it" if zero else ""),
         ("activations", memory.activations, kept),
     ]
-    lines = [f"{name:<17}{human_bytes(size):>12}  {note}".rstrip() for name, size, note in rows if size]
-    lines.append(f"{'together':<17}{human_bytes(memory.total):>12}")
+    lines = [f"{name:<17}{format_bytes(size):>12}  {note}".rstrip() for name, size, note in rows if size]
+    lines.append(f"{'together':<17}{format_bytes(memory.total):>12}")
     homes = (
         ("host", memory.host, "of memory, for all ranks there"),
         ("disk", memory.disk, "for all ranks there"),
     )
-    lines += [f"{name:<17}{human_bytes(size):>12}  {note}" for name, size, note in homes if size]
+    lines += [f"{name:<17}{format_bytes(size):>12}  {note}" for name, size, note in homes if size]
     title = "a rank holds" if found.pipeline is None else "the fullest rank of the pipeline holds"
     if zero:
         placed = ", with everything on its device" if found.refusal else ""
@@ -129,11 +129,11 @@ def traffic_table(found: Estimate) -> str:
         return "a rank moves nothing"
     rows = [("phase", "collective", "axes", "ranks", "calls", "a rank sends")]
     rows += [
-        (e.phase, e.kind, ",".join(e.axes), str(e.ranks), f"{e.calls:,}", human_bytes(e.bytes))
+        (e.phase, e.kind, ",".join(e.axes), str(e.ranks), f"{e.calls:,}", format_bytes(e.bytes))
         for e in found.traffic
     ]
     rows.append(
-        ("together", "", "", "", f"{sum(e.calls for e in found.traffic):,}", human_bytes(found.moved))
+        ("together", "", "", "", f"{sum(e.calls for e in found.traffic):,}", format_bytes(found.moved))
     )
     widths = [max(len(row[i]) for row in rows) for i in range(6)]
     lines = [
@@ -155,7 +155,7 @@ def time_table(found: Estimate, times: Times, machine: Machine, nodes: int) -> s
         f"{'tensor traffic':<17}{seconds_in_words(times.tensor):>12}",
         f"{'data traffic':<17}{seconds_in_words(times.data):>12}  may run during backward",
         together(times.overlapped, times.apart, found.tokens),
-        f"{'memory':<17}{human_bytes(machine.memory):>12}  a device: {'it fits' if fits else 'it does NOT fit'}",
+        f"{'memory':<17}{format_bytes(machine.memory):>12}  a device: {'it fits' if fits else 'it does NOT fit'}",
     ]
     return "\n".join(lines)
 

@@ -13,7 +13,7 @@ from meshfold.engine.precision import Precision, other_dtypes
 from meshfold.engine.zero.plan import limits_of, plan_for, regime_of
 from meshfold.engine.zero.process_memory import PROCESS_BYTES
 from meshfold.mesh import Entry, Log, Mesh, record
-from meshfold.mesh.model_io import WithoutValues
+from meshfold.mesh.model_io import DryRun
 from meshfold.mesh.spec import ZeroSpec
 from meshfold.planner.estimate import Memory
 from meshfold.planner.machines import Machine
@@ -56,7 +56,7 @@ def estimate_zero(
     engine: Engine,
     spec: ZeroSpec,
     micro_step: Callable[[Log], None],
-    stand_in: WithoutValues,
+    stand_in: DryRun,
     *,
     machine: Machine,
     tokens: int,
@@ -142,7 +142,7 @@ PLENTY = 2**60
 def trace_without_values(
     model: nn.Module,
     micro_step: Callable[[], None],
-    stand_in: WithoutValues,
+    stand_in: DryRun,
     machine: Machine,
     precision: Precision,
     blocks: RecomputedBlocks | None = None,

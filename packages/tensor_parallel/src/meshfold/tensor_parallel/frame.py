@@ -23,7 +23,7 @@ from torch.utils._pytree import tree_leaves
 
 from meshfold.mesh import LayoutError, Mesh
 from meshfold.mesh.collectives import bind_collect, take_block
-from meshfold.mesh.model_io import changed
+from meshfold.mesh.model_io import map_tensors
 from meshfold.mesh.tracking import tracker, untracked
 from meshfold.mesh.tracking.dims import block
 from meshfold.tensor_parallel.layers.base import OnMesh
@@ -257,12 +257,12 @@ class Frame(OnMesh):
 
     def _after(self, module: nn.Module, args: Any, output: Any) -> Any:
         if self.hidden:
-            output = changed(output, self._join)
+            output = map_tensors(output, self._join)
         if self.loss and self.heads and not self.heads[0].gather_output:
-            return changed(output, self._of_own_loss)
+            return map_tensors(output, self._of_own_loss)
         if self._rows == self._padded:
             return output
-        return changed(output, self._cut)
+        return map_tensors(output, self._cut)
 
     def _of_own_loss(self, name: str, value: Tensor) -> Tensor:
         """An output of a model that has computed its loss: logits are split."""

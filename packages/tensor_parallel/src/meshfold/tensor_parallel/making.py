@@ -13,7 +13,7 @@ from typing import Any
 from torch import nn
 
 from meshfold.mesh import Mesh, Part
-from meshfold.mesh.parameters import keep_parameter_hooks
+from meshfold.mesh.parameters import copy_parameter_hooks
 from meshfold.tensor_parallel import lowerings
 from meshfold.tensor_parallel.kinds import features, is_conv1d, norm_eps, norm_kind
 from meshfold.tensor_parallel.layers.dropout import Dropout
@@ -228,5 +228,5 @@ def keep_ties(module: nn.Module, made: nn.Module, blocks: dict[nn.Parameter, nn.
         block = made._parameters.get(name)
         if whole is not None and block is not None:
             if whole not in blocks:
-                keep_parameter_hooks(whole, block)
+                copy_parameter_hooks(whole, block)
             made._parameters[name] = blocks.setdefault(whole, block)

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from meshfold.mesh import LayoutError, Mesh
-from meshfold.mesh.collectives import unviewed
-from meshfold.mesh.parameters import put
+from meshfold.mesh.collectives import non_view_result
+from meshfold.mesh.parameters import defer_weight_grad
 from meshfold.tensor_parallel.algebra import MatmulPlan
 from meshfold.tensor_parallel.lowerings import Lowering
 from meshfold.tensor_parallel.lowerings import lowering as find_lowering
@@ -69,7 +69,7 @@ DeferredProduct = Callable[[Tensor, Tensor, Tensor], Tensor]
 def bind_deferred_matmul(plan: MatmulPlan, mesh: Mesh, *, lowering: str = "gather") -> DeferredProduct:
     """:func:`bind_matmul` for a weight that autograd does not see: (x, detached w, ticket) to y.
 
-    Backward computes dx and hands x and dy, both at rest, to :func:`.deferred_wgrad.put`; what both gradients
+    Backward computes dx and hands x and dy, both at rest, to :func:`.deferred_wgrad.defer_weight_grad`; what both gradients
     need gathered is gathered for each.
     """
     chosen = find_lowering(lowering, plan)
@@ -93,7 +93,7 @@ def _make_deferred_product(plan: MatmulPlan, mesh: Mesh, chosen: Lowering) -> De
         def forward(ctx: Any, x: Tensor, w: Tensor, ticket: Tensor) -> Tensor:
             y, _, _ = chosen.forward(plan, mesh, x, w, frozenset())
             ctx.save_for_backward(x, w, ticket)
-            return unviewed(y, x)
+            return non_view_result(y, x)
 
         @staticmethod
         def backward(ctx: Any, dy: Tensor) -> Any:
@@ -101,7 +101,7 @@ def _make_deferred_product(plan: MatmulPlan, mesh: Mesh, chosen: Lowering) -> De
             dx = None
             if ctx.needs_input_grad[0]:
                 dx, _ = chosen.backward(plan, mesh, x, w, dy, wants=(True, False), kept=(None, None))
-            return dx, None, put(ticket, x, dy)
+            return dx, None, defer_weight_grad(ticket, x, dy)
 
     def product(x: Tensor, w: Tensor, ticket: Tensor) -> Tensor:
         y: Tensor = DeferredMatmul.apply(x.reshape(-1, x.shape[-1]), w, ticket)
@@ -117,7 +117,7 @@ def _make_product(plan: MatmulPlan, mesh: Mesh, chosen: Lowering, keep: frozense
             y, x_whole, w_whole = chosen.forward(plan, mesh, x, w, keep)
             kept = [whole for whole in (x_whole, w_whole) if whole is not None]
             ctx.save_for_backward(x, w, *kept)
-            return unviewed(y, x)
+            return non_view_result(y, x)
 
         @staticmethod
         def backward(ctx: Any, dy: Tensor) -> Any:

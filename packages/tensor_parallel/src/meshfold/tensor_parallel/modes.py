@@ -20,7 +20,7 @@ from dataclasses import dataclass, fields, replace
 from functools import cached_property
 
 from meshfold.mesh import Layout, LayoutError, Mesh
-from meshfold.mesh.errors import nearest
+from meshfold.mesh.errors import did_you_mean
 from meshfold.tensor_parallel.algebra import MatmulPlan, plan
 
 
@@ -73,7 +73,7 @@ class Mode:
                 if axis not in self.axes:
                     raise LayoutError(
                         f"mode {self.name!r}: {role}={str(layout)!r} names the axis {axis!r}, which is not one of its axes "
-                        f"{', '.join(self.axes)}.{nearest(axis, self.axes)}"
+                        f"{', '.join(self.axes)}.{did_you_mean(axis, self.axes)}"
                     )
         _ = self.plans  # made here, so that what does not fit is refused here
 
@@ -172,7 +172,7 @@ def find_mode(mode: str | Mode) -> Mode:
     if isinstance(mode, Mode):
         return mode
     if not isinstance(mode, str) or mode not in MODES:
-        hint = nearest(mode, MODES) if isinstance(mode, str) else ""
+        hint = did_you_mean(mode, MODES) if isinstance(mode, str) else ""
         raise LayoutError(
             f"no tensor-parallel mode {mode!r}.{hint} There are {', '.join(MODES)}, or make a Mode of your own"
         )

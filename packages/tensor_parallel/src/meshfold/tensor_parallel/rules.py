@@ -14,7 +14,7 @@ from fnmatch import fnmatchcase
 from torch import nn
 
 from meshfold.mesh import LayoutError, metadata
-from meshfold.mesh.errors import nearest
+from meshfold.mesh.errors import did_you_mean
 from meshfold.tensor_parallel.kinds import features, is_linear, is_patch, norm_kind, norm_size, why_not
 from meshfold.tensor_parallel.layers.experts import experts_of
 
@@ -94,7 +94,7 @@ def check_rules(model: nn.Module, rules: Mapping[str, str]) -> None:
     for pattern, role in rules.items():
         if role not in ROLES:
             raise LayoutError(
-                f"rule {pattern!r}: {role!r} is not a role.{nearest(str(role), ROLES)} Roles are {', '.join(ROLES)}"
+                f"rule {pattern!r}: {role!r} is not a role.{did_you_mean(str(role), ROLES)} Roles are {', '.join(ROLES)}"
             )
         if not any(fnmatchcase(name, pattern) for name in names):
             raise LayoutError(f"rule {pattern!r} matches no submodule.{_instead(pattern, names)}")
@@ -107,7 +107,7 @@ def _instead(pattern: str, names: list[str]) -> str:
     others = [
         other for leaf in leaves if any(fnmatchcase(name, other := f"{front}{dot}{leaf}") for name in names)
     ]
-    meant = nearest(str(pattern), others) or nearest(str(pattern), names)
+    meant = did_you_mean(str(pattern), others) or did_you_mean(str(pattern), names)
     if not any(leaves):  # numbers alone, as in nn.Sequential
         return meant or f" Names here are {', '.join(filter(None, names))}"
     return meant or f" Names here end in {', '.join(filter(None, leaves))}"

@@ -11,7 +11,7 @@ from torch.nn import functional as F
 
 from meshfold.mesh import LayoutError, Mesh
 from meshfold.mesh.collectives import take_block
-from meshfold.mesh.model_io import Pieces, when_read
+from meshfold.mesh.model_io import ShardedOutput, lazy_gather
 from meshfold.mesh.tracking import tracker
 from meshfold.mesh.tracking.dims import axes_of, is_unknown
 from meshfold.tensor_parallel.layers.base import OnMesh
@@ -51,9 +51,9 @@ class SplitOutput(OnMesh):
         if head is not None and (
             split is None or (split[-1] in (None, self._words) and not any(split[1:-1]))
         ):
-            return when_read(value, self._pieces(name, value, head, rows, padded))
+            return lazy_gather(value, self._pieces(name, value, head, rows, padded))
         axes = tuple(dict.fromkeys(axis for dim in split or () for axis in dim or ()))
-        return when_read(value, self._refused(name, value, axes)) if axes else None
+        return lazy_gather(value, self._refused(name, value, axes)) if axes else None
 
     def _split(self, name: str, value: Tensor) -> tuple[tuple[str, ...] | None, ...] | None:
         """The axes that split each dim of an output, None for one of which that is not known; None if nobody has looked."""
@@ -65,7 +65,7 @@ class SplitOutput(OnMesh):
             )
         return self._seen.get(key)
 
-    def _pieces(self, name: str, value: Tensor, head: Linear, rows: int, padded: int) -> Pieces:
+    def _pieces(self, name: str, value: Tensor, head: Linear, rows: int, padded: int) -> ShardedOutput:
         first, columns = (
             value.shape[0] * self.mesh.size(*self._tokens),
             value.shape[-1] * self.mesh.size(*self._words),
@@ -84,9 +84,9 @@ class SplitOutput(OnMesh):
 
         shape = (kept, *value.shape[1:-1], head.out_features)
         axes = (*self._tokens, *self._words)
-        return Pieces(what=name, mesh=self.mesh, axes=axes, shape=shape, whole=whole, piece=piece)
+        return ShardedOutput(what=name, mesh=self.mesh, axes=axes, shape=shape, whole=whole, piece=piece)
 
-    def _refused(self, name: str, value: Tensor, axes: tuple[str, ...]) -> Pieces:
+    def _refused(self, name: str, value: Tensor, axes: tuple[str, ...]) -> ShardedOutput:
         def refuse(piece: Tensor) -> NoReturn:
             raise LayoutError(
                 f"{name}, of which this rank has {tuple(piece.shape)}, is split over {', '.join(axes)} and cannot be read: of a "
@@ -95,4 +95,4 @@ class SplitOutput(OnMesh):
             )
 
         shape = tuple(value.shape)
-        return Pieces(what=name, mesh=self.mesh, axes=(), shape=shape, whole=refuse, piece=refuse)
+        return ShardedOutput(what=name, mesh=self.mesh, axes=(), shape=shape, whole=refuse, piece=refuse)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from meshfold.mesh import Group, Mesh
-from meshfold.mesh.parameters import keep_parameter_hooks
+from meshfold.mesh.parameters import copy_parameter_hooks
 from meshfold.zero_gemini.chunks.groups import lay_out_members
 from meshfold.zero_gemini.chunks.layout import ChunkSpec, ShardSlice
 from meshfold.zero_gemini.chunks.parameter_table import Known, known_of, members_of
@@ -143,5 +143,5 @@ def _replace_meta(model: nn.Module, device: torch.device) -> None:
                     empty = torch.empty(0, dtype=parameter.dtype, device=device)
                     made[parameter] = nn.Parameter(empty, requires_grad=parameter.requires_grad)
                     made[parameter].__dict__.update(parameter.__dict__)
-                    keep_parameter_hooks(parameter, made[parameter])
+                    copy_parameter_hooks(parameter, made[parameter])
                 module._parameters[name] = made[parameter]

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from meshfold.kernels import largest_magnitude, sum_of_magnitudes, sum_of_squares
 from meshfold.mesh import Group, Mesh, ParameterMeta, all_reduce
-from meshfold.mesh.parameters import largest_of, pieces
+from meshfold.mesh.parameters import gradient_shards, max_over_ranks
 
 _KERNELS = {1.0: sum_of_magnitudes, 2.0: sum_of_squares, math.inf: largest_magnitude}
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16)
@@ -24,12 +24,13 @@ def holders_of(meta: ParameterMeta, shape: torch.Size, mesh: Mesh) -> int | Tens
     """How many ranks hold the same element of a shard: a number, or one for each element of the flat parameter."""
     apart = mesh.size(*meta.sum_axes)
     counts = [
-        (piece, holders // apart) for piece, holders in pieces(torch.empty(shape, device="meta"), meta, mesh)
+        (piece, holders // apart)
+        for piece, holders in gradient_shards(torch.empty(shape, device="meta"), meta, mesh)
     ]
     if len({holders for _, holders in counts}) == 1:
         return counts[0][1]
     by_element = torch.empty(shape)
-    for piece, holders in pieces(by_element, meta, mesh):
+    for piece, holders in gradient_shards(by_element, meta, mesh):
         piece.fill_(holders // apart)
     return by_element.reshape(-1)
 
@@ -65,5 +66,5 @@ def total_norm(sums: Iterable[Tensor], norm_type: float, everyone: Group, device
     """The norm that all ranks' sums make: float64, the same on every rank."""
     total = combine(sums, norm_type, device)
     if math.isinf(norm_type):
-        return largest_of(total, everyone)
+        return max_over_ranks(total, everyone)
     return all_reduce(total, everyone) ** (1.0 / norm_type)

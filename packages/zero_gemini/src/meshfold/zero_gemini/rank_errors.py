@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from meshfold.mesh import Group, MeshfoldError, all_reduce
-from meshfold.mesh.collectives import tell_all
+from meshfold.mesh.collectives import all_gather_object
 from meshfold.zero_gemini.errors import (
     ArenaError,
     ChunkError,
@@ -104,7 +104,7 @@ class Faults:
         flag = torch.tensor([mine is not None], dtype=torch.int32, device=self._device)
         if not int(all_reduce(flag, self._everyone, "max")):
             return None
-        told = tell_all(None if mine is None else _described(mine), self._everyone, self._device)
+        told = all_gather_object(None if mine is None else _described(mine), self._everyone, self._device)
         place = next(place for place, one in enumerate(told) if one is not None)
         return self._everyone.ranks[place], told[place]
 

@@ -14,14 +14,14 @@ from torch.nn.modules.module import (
 
 from meshfold.mesh import SpecError
 from meshfold.mesh.initialization import (
-    FirstValues,
-    Origin,
-    coordinates_of,
-    first_values,
+    ParameterInit,
+    ValueSource,
+    find_value_source,
     materialize,
-    origin_of,
+    parameter_init,
     record_initialization,
-    set_origin,
+    set_value_source,
+    shard_coordinates,
 )
 
 
@@ -56,11 +56,11 @@ class ShardedInit:
 
     def __enter__(self) -> ShardedInit:
         tape = self._inside.enter_context(record_initialization())
-        origin = Origin(tape=tape, seed=self._seed)
+        origin = ValueSource(tape=tape, seed=self._seed)
 
         def note(module: nn.Module, name: str, tensor: torch.Tensor | None) -> None:
             if tensor is not None and tape.recording.knows(tensor):
-                set_origin(tensor, origin)
+                set_value_source(tensor, origin)
 
         self._inside.callback(register_module_parameter_registration_hook(note).remove)
         self._inside.callback(register_module_buffer_registration_hook(note).remove)
@@ -72,7 +72,7 @@ class ShardedInit:
         self._inside.close()
 
 
-def sharded_values(model: nn.Module, device: torch.device) -> FirstValues | None:
+def sharded_values(model: nn.Module, device: torch.device) -> ParameterInit | None:
     """What makes the parameters of a model that was built under :class:`ShardedInit`; None for another model.
 
     Its buffers are made here and now.
@@ -80,11 +80,11 @@ def sharded_values(model: nn.Module, device: torch.device) -> FirstValues | None
     Raises:
         MeshfoldError: if a buffer stays uninitialised.
     """
-    origin = origin_of(model)
+    origin = find_value_source(model)
     if origin is None:
         return None
     materialize(
         model, origin.tape, seed=origin.seed, device=device, parameters=False,
-        placement_of=lambda name, tensor: coordinates_of(tensor),
+        placement_of=lambda name, tensor: shard_coordinates(tensor),
     )  # fmt: skip
-    return first_values(origin.tape, origin.seed, device)
+    return parameter_init(origin.tape, origin.seed, device)

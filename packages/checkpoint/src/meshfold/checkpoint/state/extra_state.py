@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from meshfold.checkpoint.errors import CheckpointError
-from meshfold.mesh.parameters import plain
+from meshfold.mesh.parameters import uncompiled_name
 
 KEY = "_extra_state"
 """The last part of a name in a state dict."""
@@ -26,7 +26,7 @@ KEY = "_extra_state"
 def modules_with_extra_state(model: nn.Module) -> dict[str, nn.Module]:
     """Return the modules that have extra state, by its names in a state dict."""
     return {
-        plain(f"{name}.{KEY}" if name else KEY): module
+        uncompiled_name(f"{name}.{KEY}" if name else KEY): module
         for name, module in model.named_modules(remove_duplicate=False)
         if type(module).get_extra_state is not nn.Module.get_extra_state
     }

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from meshfold.engine.batches.own_loss import GivesWay, call
 from meshfold.mesh import SpecError
-from meshfold.mesh.model_io import IGNORE, name_of_targets, with_one_at_least
+from meshfold.mesh.model_io import IGNORE_INDEX, ensure_one_target, targets_key
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,7 +50,7 @@ class Batch:
             return self.rows
         return self.rows * first.shape[1]
 
-    def count(self, *, shifted: bool, ignored: int = IGNORE) -> Tensor:
+    def count(self, *, shifted: bool, ignored: int = IGNORE_INDEX) -> Tensor:
         """How many targets count: a scalar int64 on the batch's device.
 
         Args:
@@ -63,18 +63,18 @@ class Batch:
             return torch.tensor(self.targets.shape[0])
         moves = shifted and self.name == "labels" and self.targets.dim() > 1
         targets = self.targets[:, 1:] if moves else self.targets
-        counts = targets != IGNORE
-        return (counts if ignored == IGNORE else counts & (targets != ignored)).sum()
+        counts = targets != IGNORE_INDEX
+        return (counts if ignored == IGNORE_INDEX else counts & (targets != ignored)).sum()
 
     def countable(self, count: Tensor) -> Batch:
-        """The batch with a target that counts, if it has none: see :func:`meshfold.mesh.model_io.labels.with_one_at_least`.
+        """The batch with a target that counts, if it has none: see :func:`meshfold.mesh.model_io.labels.ensure_one_target`.
 
         Args:
             count: from :meth:`count`.
         """
         if self.targets is None:
             return self
-        targets = with_one_at_least(self.targets, count, self.kwargs.get("attention_mask"))
+        targets = ensure_one_target(self.targets, count, self.kwargs.get("attention_mask"))
         kwargs, given = self.kwargs, self.given
         if self.name in kwargs:
             kwargs = {**kwargs, self.name: targets}
@@ -112,7 +112,7 @@ def prepare(
         return Batch(args=(inputs,), kwargs={}, given=inputs, rows=_rows(batch), targets=None)
     if isinstance(batch, Mapping | Tensor):
         form = batch if isinstance(batch, Mapping) else {"input_ids": batch}
-        named = name_of_targets(form) or "labels"
+        named = targets_key(form) or "labels"
         fields = {name: move(value, cast=name != "labels") for name, value in form.items()}
         ids = fields.get("input_ids")
         if ids is not None:
@@ -130,7 +130,7 @@ def prepare(
         ):
             raise SpecError(
                 f"labels of shape {tuple(labels.shape)} for input_ids of shape {tuple(ids.shape)}: one label a token, "
-                f"{IGNORE} where none counts"
+                f"{IGNORE_INDEX} where none counts"
             )
         targets = fields.get(named)
         rest = {name: value for name, value in fields.items() if name != "input_ids"}
@@ -249,7 +249,7 @@ def loss_of(output: Any, batch: Batch, loss_fn: Callable[[Any, Any], Tensor] | N
 def _without_padding(ids: Tensor, mask: object) -> Tensor:
     """Ids as labels: of a token that ``attention_mask`` ``b s`` hides nothing is predicted."""
     if isinstance(mask, Tensor) and mask.shape == ids.shape:
-        return ids.masked_fill(mask == 0, IGNORE)
+        return ids.masked_fill(mask == 0, IGNORE_INDEX)
     return ids
 
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from meshfold.mesh import SpecError
-from meshfold.mesh.model_io import IGNORE, name_of_targets
+from meshfold.mesh.model_io import IGNORE_INDEX, targets_key
 
 _INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 
@@ -30,7 +30,9 @@ def cut(batch: Any, index: int, blocks: int) -> Any:
         _check_rows(batch.shape[0], blocks, batch)
         mine = _cut_tensor(batch, index, blocks)
         return (
-            {"input_ids": batch[:1], "labels": torch.full_like(batch[:1], IGNORE)} if mine is None else mine
+            {"input_ids": batch[:1], "labels": torch.full_like(batch[:1], IGNORE_INDEX)}
+            if mine is None
+            else mine
         )
     if isinstance(batch, Mapping):
         sizes = {
@@ -46,13 +48,13 @@ def cut(batch: Any, index: int, blocks: int) -> Any:
             name: _cut_tensor(value, index, blocks) if sizes.get(name) == rows and rows else value
             for name, value in batch.items()
         }
-        named = name_of_targets(batch) or "labels"
+        named = targets_key(batch) or "labels"
         labels = batch.get(named, batch.get("input_ids"))
         _check_rows(rows, blocks, labels)
         if len(share(rows, index, blocks)) or not isinstance(labels, Tensor):
             return fields
         filler = {name: value[:1] if name in sizes else value for name, value in batch.items()}
-        return {**filler, named: torch.full_like(labels[:1], IGNORE)}
+        return {**filler, named: torch.full_like(labels[:1], IGNORE_INDEX)}
     if isinstance(batch, tuple | list) and len(batch) == 2:
         inputs, targets = batch
         if isinstance(targets, Tensor) and isinstance(inputs, Tensor):
@@ -62,7 +64,7 @@ def cut(batch: Any, index: int, blocks: int) -> Any:
             first, second = _cut_tensor(inputs, index, blocks), _cut_tensor(targets, index, blocks)
             if first is not None and second is not None:
                 return first, second
-            return inputs[:1], torch.full_like(targets[:1], IGNORE)
+            return inputs[:1], torch.full_like(targets[:1], IGNORE_INDEX)
         if isinstance(targets, Tensor) and isinstance(inputs, tuple | list) and inputs:
             each = [cut((one, targets), index, blocks) for one in inputs]  # says what is wrong with one
             return tuple(one for one, _ in each), each[0][1]

@@ -14,7 +14,7 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
 from meshfold.mesh import SpecError
-from meshfold.mesh.model_io import IGNORE
+from meshfold.mesh.model_io import IGNORE_INDEX
 
 
 class LossCalls(TorchFunctionMode):
@@ -30,7 +30,7 @@ class LossCalls(TorchFunctionMode):
         exact: another index than -100 can be counted without.
         """
         super().__init__()
-        self.ignored = IGNORE
+        self.ignored = IGNORE_INDEX
         self._parts, self._exact = parts, exact
 
     def __torch_function__(
@@ -47,7 +47,7 @@ class LossCalls(TorchFunctionMode):
         target: Tensor,
         weight: Tensor | None = None,
         size_average: bool | None = None,
-        ignore_index: int = IGNORE,
+        ignore_index: int = IGNORE_INDEX,
         reduce: bool | None = None,
         reduction: str = "mean",
         label_smoothing: float = 0.0,
@@ -63,13 +63,13 @@ class LossCalls(TorchFunctionMode):
                 "are put together by how many targets each has. Take the sum, and divide by the targets that count: "
                 "cross_entropy(output, targets, weight=weight, reduction='sum') / (targets != -100).sum()"
             )
-        if ignore_index == IGNORE:
+        if ignore_index == IGNORE_INDEX:
             return
-        if not self._exact or self.ignored not in (IGNORE, ignore_index):
+        if not self._exact or self.ignored not in (IGNORE_INDEX, ignore_index):
             raise SpecError(
                 f"cross_entropy(ignore_index={ignore_index}): the means of {self._parts} are put together by how many targets "
-                f"each has that are not {IGNORE}. Write targets.masked_fill(targets == {ignore_index}, {IGNORE}), and leave "
-                "ignore_index out"
+                f"each has that are not {IGNORE_INDEX}. Write targets.masked_fill(targets == {ignore_index}, {IGNORE_INDEX}), "
+                "and leave ignore_index out"
             )
         self.ignored = ignore_index
 

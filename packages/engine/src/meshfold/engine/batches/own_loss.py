@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from meshfold.engine.batches.shown import shown
 from meshfold.mesh import SpecError
-from meshfold.mesh.model_io import has_encoder_apart
+from meshfold.mesh.model_io import is_encoder_decoder
 from meshfold.mesh.spec import argument_checks as settings
 
 _TARGETS = ("labels", "shift_labels", "targets", "target")
@@ -44,7 +44,7 @@ def check(loss_fn: object) -> None:
             f"loss_fn={loss_fn.__name__} is a class: make one, and write loss_fn=lambda output, batch: "
             f"criterion(output, batch[1]) with criterion = {loss_fn.__name__}()"
         )
-    signature = settings.refused(loss_fn, None, None)
+    signature = settings.signature_mismatch(loss_fn, None, None)
     if signature is not None:
         raise SpecError(
             f"loss_fn takes {signature}: it is called with the model's output and the batch, as in "
@@ -64,7 +64,7 @@ def leave_out_targets(kwargs: dict[str, Any], model: nn.Module, loss_fn: object)
         return kwargs
     parameters = inspect.signature(model.forward).parameters
     found = [name for name in _TARGETS if name in parameters and kwargs.get(name) is not None]
-    if found and has_encoder_apart(model):
+    if found and is_encoder_decoder(model):
         raise SpecError(
             f"loss_fn with {found[0]} for {type(model).__name__}, an encoder and a decoder: it makes the decoder's input of them, "
             "and a loss of its own. Leave loss_fn out"

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from meshfold.mesh import SpecError
-from meshfold.mesh.model_io import without_first_tokens
+from meshfold.mesh.model_io import ignore_document_starts
 
 _BOUNDS = ("cu_seq_lens_q", "cu_seq_lens_k")
 _LENGTHS = ("max_length_q", "max_length_k")
@@ -95,7 +95,7 @@ class OwnDocuments:
         self._check(positions.cpu(), documents)
         labels = given.get("labels", None if self._own_loss else ids)
         if isinstance(labels, Tensor) and labels.shape == ids.shape:
-            given["labels"] = without_first_tokens(labels, positions)
+            given["labels"] = ignore_document_starts(labels, positions)
         return given
 
     def _check(self, positions: Tensor, documents: Documents) -> None:

@@ -8,7 +8,7 @@ from torch import Tensor
 from meshfold.engine.batches.batch import Batch
 from meshfold.engine.world import World
 from meshfold.mesh import all_gather
-from meshfold.mesh.model_io import IGNORE
+from meshfold.mesh.model_io import IGNORE_INDEX
 
 
 class Shares:
@@ -26,7 +26,7 @@ class Shares:
     """
 
     def __init__(
-        self, work: Batch, world: World, *, shifted: bool, places: bool, ignored: int = IGNORE
+        self, work: Batch, world: World, *, shifted: bool, places: bool, ignored: int = IGNORE_INDEX
     ) -> None:
         """Ask the other data coordinates; all must call.
 

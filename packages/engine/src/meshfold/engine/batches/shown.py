@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from meshfold.mesh.parameters import plain
+from meshfold.mesh.parameters import uncompiled_name
 
 _MOST = 8  # parts of one value
 _LONGEST = 60  # characters of what is no tensor
@@ -55,7 +55,7 @@ def rows_of_tables(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str,
     ]
     ids = [value for value in given if not value.is_floating_point() and not value.is_complex()]
     tables = [
-        f"{plain(name)} {module.weight.shape[0]}"
+        f"{uncompiled_name(name)} {module.weight.shape[0]}"
         for name, module in model.named_modules()
         if "Embedding" in type(module).__name__ and isinstance(getattr(module, "weight", None), Tensor)
     ]

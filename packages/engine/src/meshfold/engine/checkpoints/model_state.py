@@ -25,7 +25,7 @@ from meshfold.engine.states import Source, Sources, States
 from meshfold.engine.together import fail_together
 from meshfold.engine.world import World
 from meshfold.mesh import broadcast
-from meshfold.mesh.collectives import tell_all
+from meshfold.mesh.collectives import all_gather_object
 
 
 class ModelState:
@@ -118,7 +118,9 @@ class ModelState:
         return self._merged_extra(mine)
 
     def _merged_extra(self, mine: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
-        found: dict[str, dict[str, Any]] = tell_all(mine, self._world.everyone, self._world.device)[0]
+        found: dict[str, dict[str, Any]] = all_gather_object(mine, self._world.everyone, self._world.device)[
+            0
+        ]
         return found
 
     def load_extra(self, given: Mapping[str, Any], what: str) -> None:

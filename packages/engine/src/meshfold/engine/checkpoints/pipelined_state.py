@@ -21,8 +21,8 @@ from meshfold.engine.pipelining import Inventory
 from meshfold.engine.states import Source, States
 from meshfold.engine.world import World
 from meshfold.mesh import SpecError, broadcast
-from meshfold.mesh.collectives import tell_all
-from meshfold.mesh.parameters import Parts
+from meshfold.mesh.collectives import all_gather_object
+from meshfold.mesh.parameters import StoredValue
 
 T = TypeVar("T")
 
@@ -142,7 +142,7 @@ class PipelinedState(ModelState):
         return {**description, "values": here(description["values"])}, here(tensors)
 
     def _tell(self, mine: Any) -> list[Any]:
-        return tell_all(mine, self._world.pipe_group, self._world.device)
+        return all_gather_object(mine, self._world.pipe_group, self._world.device)
 
     def _merged(self, sources: Mapping[str, Source], used: set[str]) -> dict[str, Kept]:
         """What all have, from what each has; those that use a tensor own it before those that only keep it."""
@@ -170,7 +170,7 @@ class PipelinedState(ModelState):
                 on_disk=own.on_disk,
             )  # fmt: skip
         return Source(
-            dtype=kept.dtype, shape=kept.shape, read=read, cut=lambda: ShardRule(no_shards), parts=lambda: Parts(()),
+            dtype=kept.dtype, shape=kept.shape, read=read, cut=lambda: ShardRule(no_shards), parts=lambda: StoredValue(()),
             alike=kept.alike
         )  # fmt: skip
 

@@ -19,7 +19,7 @@ from meshfold.checkpoint.tensors import TensorInfo, TensorWriter, shard_file_nam
 from meshfold.engine.checkpoints.file_plan import FilePlan, Written, plan_of
 from meshfold.engine.states import Source, Sources
 from meshfold.engine.world import World
-from meshfold.mesh.parameters import Parts
+from meshfold.mesh.parameters import StoredValue
 
 
 class RankFile:
@@ -43,7 +43,7 @@ class RankFile:
         self.path = folder / shard_file_name(name, rank, size)
         self.part = self.path.with_name(f"{self.path.name}.part")
         self._sources: Mapping[str, Source] = {}
-        self._kept: dict[str, Parts] = {}
+        self._kept: dict[str, StoredValue] = {}
         self._make = None if isinstance(sources, Mapping) else sources
         if isinstance(sources, Mapping):
             self._sources = sources
@@ -101,7 +101,7 @@ class RankFile:
         return self._plan
 
     @property
-    def _to_copy(self) -> Iterator[tuple[Written, Parts]]:
+    def _to_copy(self) -> Iterator[tuple[Written, StoredValue]]:
         """What is not on a disk, with what is kept of it."""
         assert self._plan is not None  # it was laid out
         for one in with_pauses(self._plan.rectangles):
@@ -125,7 +125,7 @@ class RankFile:
 
     def let_go(self) -> None:
         """All is copied: the tensors may go."""
-        self._kept = {tensor: Parts((), parts.whole) for tensor, parts in self._kept.items()}
+        self._kept = {tensor: StoredValue((), parts.whole) for tensor, parts in self._kept.items()}
         self._sources = {}
 
     def write(self) -> None:
@@ -180,7 +180,7 @@ class RankFile:
         os.rename(self.part.name, name, src_dir_fd=self._folder, dst_dir_fd=self._folder)
 
 
-def _noted(source: Source) -> Parts:
+def _noted(source: Source) -> StoredValue:
     """What this rank keeps of a tensor; a copy on its device if a forward may change it."""
     parts = source.parts()
-    return parts if source.alike else Parts(tuple(part.clone() for part in parts.tensors), parts.whole)
+    return parts if source.alike else StoredValue(tuple(part.clone() for part in parts.tensors), parts.whole)

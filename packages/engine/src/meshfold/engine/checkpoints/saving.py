@@ -44,7 +44,7 @@ from meshfold.engine.states import Sources
 from meshfold.engine.together import fail_together
 from meshfold.engine.world import World
 from meshfold.mesh import all_reduce
-from meshfold.mesh.processes import ended as ended_ranks
+from meshfold.mesh.processes import ended_ranks as ended_ranks
 
 PATIENCE = 120.0
 """Seconds without any file growing, after which rank 0 gives a save up."""

@@ -17,7 +17,7 @@ from torch import Tensor
 from meshfold.engine.errors import NonFiniteError
 from meshfold.engine.long_runs.provenance import Finding, first_of_all, looked_at
 from meshfold.mesh import SpecError
-from meshfold.mesh.errors import nearest
+from meshfold.mesh.errors import did_you_mean
 
 if TYPE_CHECKING:
     from meshfold.engine.batches.batch import Batch
@@ -35,7 +35,7 @@ def check_mode(value: object) -> Mode | None:
         return None
     if value not in known:
         raise SpecError(
-            f"nonfinite={value!r}:{nearest(str(value), known)} Known: 'error' (raise), 'skip' (leave the step out), "
+            f"nonfinite={value!r}:{did_you_mean(str(value), known)} Known: 'error' (raise), 'skip' (leave the step out), "
             "'report' (say so, and step), None (do not look)"
         )
     return value  # type: ignore[return-value]

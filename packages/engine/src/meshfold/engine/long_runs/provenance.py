@@ -17,8 +17,8 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from meshfold.mesh import all_gather
-from meshfold.mesh.model_io import here
-from meshfold.mesh.parameters import plain
+from meshfold.mesh.model_io import local_shard
+from meshfold.mesh.parameters import uncompiled_name
 
 if TYPE_CHECKING:
     from meshfold.engine.batches.batch import Batch
@@ -178,14 +178,14 @@ def first_of_all(mine: list[Finding], engine: Engine) -> Finding | None:
 
 def _title(name: str, module: nn.Module) -> str:
     kind = type(module).__name__
-    return f"{plain(name)} ({kind})" if name else f"the model ({kind})"
+    return f"{uncompiled_name(name)} ({kind})" if name else f"the model ({kind})"
 
 
 def _wrong(value: Any, *, masks: bool = True) -> str | None:
     """``3 nan, 1 inf of 4096 elements``, if a tensor has any; ``masks``: -inf alone is none."""
     if not isinstance(value, Tensor) or not value.is_floating_point() or value.is_meta or not value.numel():
         return None
-    value = here(value.detach())  # ranks look each by itself
+    value = local_shard(value.detach())  # ranks look each by itself
     nan, inf = int(value.isnan().sum()), int((value == torch.inf).sum())
     minus = int((value == -torch.inf).sum())
     if not nan and not inf and (masks or not minus):

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from meshfold.mesh import ParallelSpec, SpecError
-from meshfold.mesh.spec.entry import show
+from meshfold.mesh.spec.entry import format_value
 
 
 def refit(parallel: Mapping[str, Any], world_size: int) -> tuple[dict[str, Any], str]:
@@ -28,7 +28,7 @@ def refit(parallel: Mapping[str, Any], world_size: int) -> tuple[dict[str, Any],
     rest = math.prod(size for axis, size in spec.axes.items() if axis != "data")
     if world_size % rest:
         raise SpecError(
-            f"parallel={show(dict(parallel))} on {world_size} ranks: all axes but data need a multiple of {rest} ranks. "
+            f"parallel={format_value(dict(parallel))} on {world_size} ranks: all axes but data need a multiple of {rest} ranks. "
             f"Start {max(rest, world_size // rest * rest)}, or give another --parallel: the checkpoint loads under any"
         )
     fitted = {**parallel, "data": world_size // rest}

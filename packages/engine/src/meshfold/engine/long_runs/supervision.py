@@ -6,8 +6,8 @@ import math
 
 from meshfold.engine.world import World
 from meshfold.mesh import SpecError
-from meshfold.mesh.processes.environment import watching
-from meshfold.mesh.watchdog import Watch, limit_of, watch
+from meshfold.mesh.processes.environment import watchdog_settings
+from meshfold.mesh.watchdog import Watch, watch, watchdog_limit
 
 
 def check(watchdog: object, check_collectives: object) -> tuple[float | None, bool]:
@@ -34,5 +34,5 @@ def watch_over(world: World, watchdog: float | None, compare: bool) -> Watch:
     """Watch from now on; all ranks must call. Alone there is nothing to watch."""
     if world.mesh.world_size == 1:
         return Watch(None)
-    _, also = watching()
-    return watch(limit_of(watchdog), compare=compare or also)
+    _, also = watchdog_settings()
+    return watch(watchdog_limit(watchdog), compare=compare or also)

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from meshfold.engine.batches.packed import Documents, packed_documents
 from meshfold.engine.sequence.labels import Labels
 from meshfold.mesh import Mesh, SpecError
-from meshfold.mesh.model_io import IGNORE, without_first_tokens
-from meshfold.mesh.random import Dealt, deal_tokens
+from meshfold.mesh.model_io import IGNORE_INDEX, ignore_document_starts
+from meshfold.mesh.random import TokenShards, set_token_shards
 from meshfold.sequence import SequenceSharding, sequence_mode, sequence_sharding
 
 _TARGETS = ("targets", "target")
@@ -91,7 +91,7 @@ class Incoming:
         if self._caches:
             given["use_cache"] = False  # keys and values of a part of the tokens, which nobody could use
         if training:
-            deal_tokens(Dealt(length=length, index=dealt.indices(rank).to(tokens.device)))
+            set_token_shards(TokenShards(length=length, index=dealt.indices(rank).to(tokens.device)))
         now = Forward(dealing=dealt, rows=rows, share=share, documents=documents)
         return tuple(given.pop(name, None) for name in names), given, now
 
@@ -128,11 +128,11 @@ class Incoming:
             # A causal model's tokens do not see padding behind them.
             behind = self._labels.kind == "shift_labels" and bool((real[:, 1:] <= real[:, :-1]).all())
             targets = self._labels.moved(given)
-            counted = targets is None or bool(((targets != IGNORE) & ~real).any())
+            counted = targets is None or bool(((targets != IGNORE_INDEX) & ~real).any())
             if not bool(real.all()) and (counted or not behind):
                 self._refuse(
-                    f"attention_mask hides tokens that count, or that others see: pad on the right, with the label {IGNORE}, or "
-                    "make sequences of one length"
+                    f"attention_mask hides tokens that count, or that others see: pad on the right, with the label {IGNORE_INDEX}, "
+                    "or make sequences of one length"
                 )
             given["attention_mask"] = None
 
@@ -158,7 +158,7 @@ class Incoming:
             )
         labels = given.get("labels")
         if self._own and isinstance(labels, Tensor) and labels.shape == (rows, length):
-            given["labels"] = without_first_tokens(labels, given["position_ids"])
+            given["labels"] = ignore_document_starts(labels, given["position_ids"])
         return found
 
 

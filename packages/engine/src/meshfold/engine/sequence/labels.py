@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from meshfold.mesh import SpecError
-from meshfold.mesh.model_io import IGNORE
+from meshfold.mesh.model_io import IGNORE_INDEX
 from meshfold.sequence import SequenceSharding, next_tokens
 
 _UNSHIFTED = ("ForMaskedLM", "ForTokenClassification")  # transformers' names of losses token by token
@@ -67,7 +67,7 @@ class Labels:
         labels = given.get("labels")
         if not isinstance(labels, Tensor):
             return None
-        return labels if self.kind == "as they are" else next_tokens(labels, ignore_index=IGNORE)
+        return labels if self.kind == "as they are" else next_tokens(labels, ignore_index=IGNORE_INDEX)
 
     def deal(self, given: dict[str, Any], dealt: SequenceSharding, rank: int, rows: int) -> Tensor | None:
         """Put this rank's labels in place of all.
@@ -92,10 +92,10 @@ class Labels:
                 )
         moved = self.moved(found)
         assert moved is not None  # there are some
-        mine = dealt.shard(moved, rank, pad=IGNORE)
+        mine = dealt.shard(moved, rank, pad=IGNORE_INDEX)
         given["labels"] = mine
         if self.kind == "shift_labels":
             given["shift_labels"] = mine
         if given.get("num_items_in_batch") is not None:  # the loss is a sum, divided already
             return torch.ones((), dtype=torch.float64, device=mine.device)
-        return (mine != IGNORE).sum().double() / (moved != IGNORE).sum().clamp(min=1)
+        return (mine != IGNORE_INDEX).sum().double() / (moved != IGNORE_INDEX).sum().clamp(min=1)

@@ -11,7 +11,7 @@ from torch import Tensor
 from meshfold.engine.sequence.incoming import Forward
 from meshfold.mesh import Mesh, SpecError
 from meshfold.mesh.collectives import gather, gather_blocks, scatter_sums
-from meshfold.mesh.model_io import Pieces, changed, when_read
+from meshfold.mesh.model_io import ShardedOutput, lazy_gather, map_tensors
 from meshfold.sequence import sequence_mode
 
 
@@ -32,11 +32,11 @@ class Outgoing:
             SpecError: for an output that has no loss, or tensors that do not lie along the tokens.
         """
         if now.share is None:
-            return changed(output, lambda _, value: self._whole(value, now), deep=True)
+            return map_tensors(output, lambda _, value: self._whole(value, now), deep=True)
         share, place = now.share, _place_of_loss(output)
         if place is None:
             self._refuse(f"the model was given labels and returned {type(output).__name__} without a loss")
-        return changed(
+        return map_tensors(
             output,
             lambda name, value: self._loss(value, share) if name == place else self._beside(name, value, now),
         )
@@ -81,8 +81,8 @@ class Outgoing:
             dealt = torch.cat([dealing.shard(rows_of_all, rank, 1) for rank in range(dealing.ranks)], 1)
             return scatter_sums(dealt, mesh, 1, axes).reshape(value.shape)
 
-        return when_read(
-            value, Pieces(what=name, mesh=mesh, axes=axes, shape=shape, whole=whole, piece=piece)
+        return lazy_gather(
+            value, ShardedOutput(what=name, mesh=mesh, axes=axes, shape=shape, whole=whole, piece=piece)
         )
 
 

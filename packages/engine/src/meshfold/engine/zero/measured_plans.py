@@ -13,7 +13,7 @@ from meshfold.engine.zero.plan import plan_for
 from meshfold.engine.zero.process_memory import free_host_bytes, ranks_per_host, resident_bytes
 from meshfold.engine.zero.stage_workload import InFlight, workload_of_stages
 from meshfold.engine.zero.watching import Watcher, as_words, of_words, worst
-from meshfold.mesh.collectives import tell_all
+from meshfold.mesh.collectives import all_gather_object
 from meshfold.mesh.spec import ZeroSpec
 from meshfold.zero_gemini import Gemini
 from meshfold.zero_gemini.machine_rates import UNLIMITED, device_bytes, measure
@@ -77,7 +77,7 @@ class MeasuredPlans:
         # A first step reads nothing from a disk: what is written nowhere is zero.
         paces: dict[What, Pace] = {what: pace for what, pace in watcher.paces.items() if what != "disk"}
         machine = as_seen(machine, self._regime, paces)
-        told = tell_all(
+        told = all_gather_object(
             [as_words(worst(watcher.traces, seconds=min)), asdict(machine)],
             world.stage_group,
             world.device,
@@ -125,7 +125,7 @@ class MeasuredPlans:
             passed = self._regime.first_pass if made.strategy == SPLIT_ON_DEVICE else self._regime.step
         machine = as_seen(made.machine, self._regime, paces, passed=passed)
         mine = None if compute is None else [compute.forward, compute.backward]
-        told = tell_all([peak, asdict(machine), mine], self._world.stage_group, self._world.device)
+        told = all_gather_object([peak, asdict(machine), mine], self._world.stage_group, self._world.device)
         most, workload = max(most for most, _, _ in told), made.workload
         spare = made.peak_gpu_bytes - most
         if most and spare > MARGIN * made.peak_gpu_bytes:
@@ -151,7 +151,7 @@ class MeasuredPlans:
         wanted = (regime.parameter + regime.state) * made.host_elems * made.workload.ranks_per_host
         if made.machine.host_bytes < UNLIMITED:
             return made.peak_host_bytes + wanted <= made.machine.host_bytes
-        free: list[int] = tell_all(free_host_bytes(), self._world.stage_group, self._world.device)
+        free: list[int] = all_gather_object(free_host_bytes(), self._world.stage_group, self._world.device)
         return 2 * wanted <= min(free)
 
     @property

@@ -27,7 +27,7 @@ from meshfold.engine.zero.process_memory import resident_bytes
 from meshfold.engine.zero.shortage import describe
 from meshfold.engine.zero.stage_workload import InFlight
 from meshfold.engine.zero.watching import Watcher
-from meshfold.mesh.collectives import tell_all
+from meshfold.mesh.collectives import all_gather_object
 from meshfold.mesh.spec import ZeroSpec
 from meshfold.zero_gemini import Gemini, Home, MemoryPlanError, OutOfBudget
 from meshfold.zero_gemini.chunks.chunk import Chunk
@@ -326,7 +326,7 @@ class Residency:
         if not world.pipelined or self._can_make_do:
             return
         mine = None if refusal is None else f"rank {world.mesh.index(PIPE)} of the pipeline: {refusal}"
-        told = [one for one in tell_all(mine, world.everyone, world.device) if one is not None]
+        told = [one for one in all_gather_object(mine, world.everyone, world.device) if one is not None]
         if told:
             raise MemoryPlanError(told[0]) from refusal
 

@@ -11,7 +11,7 @@ from types import FrameType
 import torch
 from torch import Tensor, nn
 
-from meshfold.mesh.parameters import plain
+from meshfold.mesh.parameters import uncompiled_name
 from meshfold.zero_gemini.planner import GiB, MiB
 
 _ASKED = re.compile(r"Tried to allocate ([\d.]+) (GiB|MiB)")
@@ -71,7 +71,7 @@ def _outputs_of(asked: int, model: nn.Module, tokens: int) -> str:
             bytes_ = tokens * features * dtype.itemsize
             if abs(bytes_ - asked) <= _CLOSE * asked:
                 kind = str(dtype).removeprefix("torch.")
-                return f"{tokens:,} tokens × {features:,} outputs of {plain(name)!r} in {kind}"
+                return f"{tokens:,} tokens × {features:,} outputs of {uncompiled_name(name)!r} in {kind}"
     return ""
 
 

@@ -33,7 +33,7 @@ from meshfold.engine.zero.process_memory import ranks_per_host
 from meshfold.engine.zero.residency import Residency
 from meshfold.engine.zero.staying import StayingBytes
 from meshfold.mesh import Mesh, SpecError
-from meshfold.mesh.parameters import Parts, placed, plain
+from meshfold.mesh.parameters import StoredValue, metadata_on, uncompiled_name
 from meshfold.zero_gemini import Entry, Gemini, Memory, OutOfBudget
 from meshfold.zero_gemini.machine_rates import measure_early
 from meshfold.zero_gemini.optimizer import DiskSettings
@@ -262,7 +262,7 @@ class ZeroStates:
     def source(self, tensor: Tensor) -> Source:
         if tensor not in self._names:
             return held(tensor, tensor, self._world)
-        meta = placed(tensor, self._world.mesh)
+        meta = metadata_on(tensor, self._world.mesh)
         return Source(
             dtype=self.gemini.true_dtype(tensor),
             shape=meta.placement.shape,
@@ -274,7 +274,7 @@ class ZeroStates:
 
     def write(self, tensor: Tensor, whole: Tensor) -> None:
         if tensor in self._names:
-            meta = placed(tensor, self._world.mesh)
+            meta = metadata_on(tensor, self._world.mesh)
             self.gemini.write(tensor, meta.placement.shard(whole, self._world.mesh))
         else:
             put(whole, tensor, tensor)
@@ -283,11 +283,11 @@ class ZeroStates:
         return dict(self._optimizer_sources(self.gemini.state_entries(), self.gemini.parts))
 
     def _optimizer_sources(
-        self, entries: Mapping[str, Mapping[str, Entry]], parts: Callable[[Tensor, str | None], Parts]
+        self, entries: Mapping[str, Mapping[str, Entry]], parts: Callable[[Tensor, str | None], StoredValue]
     ) -> Iterator[tuple[str, Source]]:
         parameters = {name: parameter for parameter, name in self._names.items()}
         for name, mine in entries.items():
-            meta = placed(parameters[name], self._world.mesh)
+            meta = metadata_on(parameters[name], self._world.mesh)
             for key, entry in mine.items():
                 source = Source(
                     dtype=getattr(torch, entry.dtype),
@@ -325,13 +325,13 @@ class ZeroStates:
         entries = self.gemini.state_entries()
         return lambda: self._optimizer_sources(entries, parts)
 
-    def _noted_parts(self) -> Callable[[Tensor, str | None], Parts] | None:
+    def _noted_parts(self) -> Callable[[Tensor, str | None], StoredValue] | None:
         # Stages of a pipeline tell each other what they have, which a thread beside the training could not.
         return None if self._world.pipelined else self.gemini.noted_parts()
 
     def _cut(self, parameter: Tensor) -> ShardRule:
         """Of what lies like a parameter: this rank's run of it."""
-        gemini, meta = self.gemini, placed(parameter, self._world.mesh)
+        gemini, meta = self.gemini, metadata_on(parameter, self._world.mesh)
         shape = meta.placement.local_shape(self._world.mesh)
         run, dtype, over = gemini.kept(parameter), gemini.true_dtype(parameter), gemini.axes_over(parameter)
         return ShardRule(shards_of_flat_run, (run, shape, meta, dtype, over))
@@ -339,12 +339,12 @@ class ZeroStates:
     def _cut_of_state(self, entry: Entry, parameter: Tensor) -> ShardRule:
         if entry.like:
             return self._cut(parameter)
-        meta, run = placed(parameter, self._world.mesh), self.gemini.kept(parameter)
+        meta, run = metadata_on(parameter, self._world.mesh), self.gemini.kept(parameter)
         alike = (*self.gemini.axes_over(parameter), *meta.only_at)
         return ShardRule(_pieces_of_number, (run, entry.shape, alike, self._world.mesh))
 
     def _reader(self, name: str, key: str, entry: Entry, parameter: Tensor) -> Callable[[], Tensor]:
-        meta = placed(parameter, self._world.mesh)
+        meta = metadata_on(parameter, self._world.mesh)
 
         def read() -> Tensor:
             block = self.gemini.read_state(name, key, entry)
@@ -377,7 +377,7 @@ class ZeroStates:
         for entry in (*tensors, *description["values"]):
             name, _, key = entry.rpartition("/")
             value = tensors[entry] if entry in tensors else torch.tensor(description["values"][entry])
-            meta = placed(parameters[name], self._world.mesh)
+            meta = metadata_on(parameters[name], self._world.mesh)
             like = tuple(value.shape) == meta.placement.shape and value.dim() > 0
             block = meta.placement.shard(value, self._world.mesh) if like else value
             self.gemini.write_state(self._names[parameters[name]], key, block)
@@ -387,7 +387,7 @@ class ZeroStates:
 
     def _title(self, name: str) -> str:
         """What a parameter is called in the whole model."""
-        return self._whole_names.get(plain(name), plain(name))
+        return self._whole_names.get(uncompiled_name(name), uncompiled_name(name))
 
     def _made(self) -> torch.optim.Optimizer:
         assert self.optimizer is not None  # the engine asks only then

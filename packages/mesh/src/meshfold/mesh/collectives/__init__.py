@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from meshfold.mesh.collectives.autograd import as_result, unviewed
-from meshfold.mesh.collectives.copies import contiguous, reshaped
-from meshfold.mesh.collectives.objects import tell_all
+from meshfold.mesh.collectives.autograd import non_view_result, traceable_result
+from meshfold.mesh.collectives.copies import wide_contiguous, wide_reshape
+from meshfold.mesh.collectives.objects import all_gather_object
 from meshfold.mesh.collectives.operations import (
     Pending,
     Transfer,
@@ -46,9 +46,9 @@ __all__ = [
     "adjoint_pair",
     "all_gather",
     "all_gather_into",
+    "all_gather_object",
     "all_reduce",
     "all_to_all",
-    "as_result",
     "barrier",
     "bind_collect",
     "bind_enter",
@@ -58,20 +58,20 @@ __all__ = [
     "bind_take",
     "broadcast",
     "collect",
-    "contiguous",
     "exchange",
     "exchange_blocks",
     "gather",
     "gather_blocks",
     "identity",
+    "non_view_result",
     "receive",
     "reduce_scatter",
     "reduce_scatter_inside",
-    "reshaped",
     "scatter_sums",
     "send",
     "shift",
     "take_block",
-    "tell_all",
-    "unviewed",
+    "traceable_result",
+    "wide_contiguous",
+    "wide_reshape",
 ]

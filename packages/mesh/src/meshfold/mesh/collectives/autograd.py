@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 
-def as_result(y: Tensor) -> Tensor:
+def traceable_result(y: Tensor) -> Tensor:
     """What a forward computed, for it to return: ``y`` itself, and in a traced graph a tensor of its own in y's memory.
 
     Torch 2.11 gives the graph of a forward every tensor on the way as a further result. Where an operator returned its
@@ -18,8 +18,8 @@ def as_result(y: Tensor) -> Tensor:
     return y.detach() if torch.compiler.is_compiling() else y
 
 
-def unviewed(y: Tensor, x: Tensor) -> Tensor:
-    """:func:`as_result`, and no view: autograd forbids in-place changes of a view that a Function returns.
+def non_view_result(y: Tensor, x: Tensor) -> Tensor:
+    """:func:`traceable_result`, and no view: autograd forbids in-place changes of a view that a Function returns.
 
     So ``nn.ReLU(inplace=True)`` and ``y += x`` work behind a sharded layer as behind torch's own.
 
@@ -28,7 +28,7 @@ def unviewed(y: Tensor, x: Tensor) -> Tensor:
         x: its input; of a part of it a copy is returned, which may be changed without changing the input.
     """
     if torch.compiler.is_compiling() or not y._is_view():
-        return as_result(y)
+        return traceable_result(y)
     if y._base is (x._base if x._is_view() else x):
         return y.clone()
     # Nobody else has the tensor that y is a view of.

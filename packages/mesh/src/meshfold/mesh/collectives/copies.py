@@ -16,21 +16,21 @@ WIDE = torch.complex128
 """the widest element there is; it is only moved"""
 
 
-def contiguous(x: Tensor) -> Tensor:
+def wide_contiguous(x: Tensor) -> Tensor:
     """``x.contiguous()``."""
     if x.is_contiguous() or not _is_wide(x):
         return x.contiguous()
     return x.view(WIDE).contiguous().view(x.dtype)
 
 
-def reshaped(x: Tensor, shape: Sequence[int]) -> Tensor:
+def wide_reshape(x: Tensor, shape: Sequence[int]) -> Tensor:
     """``x.reshape(shape)``: a view where it can be one."""
     if not _is_wide(x):
         return x.reshape(shape)
     try:
         return x.view(shape)
     except RuntimeError:  # torch's only way of saying that the elements do not lie so
-        return contiguous(x).view(shape)
+        return wide_contiguous(x).view(shape)
 
 
 def _is_wide(x: Tensor) -> bool:

@@ -11,7 +11,7 @@ from meshfold.mesh.collectives.operations import all_gather, all_reduce
 from meshfold.mesh.group import Group
 
 
-def tell_all(mine: Any, group: Group, device: torch.device) -> list[Any]:
+def all_gather_object(mine: Any, group: Group, device: torch.device) -> list[Any]:
     """What every rank of the group has to say, in group order. All of it must call."""
     words = json.dumps(mine).encode()
     if group.size == 1:  # without the device, which may be busy

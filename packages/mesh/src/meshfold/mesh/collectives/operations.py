@@ -19,7 +19,7 @@ import torch.distributed as dist
 import torch.distributed._functional_collectives  # registers the meta kernels that tracing needs
 from torch import Tensor
 
-from meshfold.mesh.collectives.copies import contiguous, reshaped
+from meshfold.mesh.collectives.copies import wide_contiguous, wide_reshape
 from meshfold.mesh.errors import CollectiveError
 from meshfold.mesh.group import Group
 from meshfold.mesh.recording import comm_log, flight_recorder
@@ -104,13 +104,13 @@ def all_gather(x: Tensor, group: Group, dim: int = 0, *, async_op: bool = False)
         return _issue(
             gathered, lambda out: out.view(size * shape[dim], *rest).movedim(0, dim), async_op, call
         )
-    gathered = _blocks_of_all(contiguous(x), group)
+    gathered = _blocks_of_all(wide_contiguous(x), group)
     whole = (*shape[:dim], size * shape[dim], *shape[dim + 1 :])
 
     def finish(out: Tensor) -> Tensor:
         if math.prod(shape[:dim]) == 1:  # the blocks already lie one behind the other: no copy
             return out.view(whole)
-        return reshaped(out.view(size, *shape).movedim(0, dim), whole)
+        return wide_reshape(out.view(size, *shape).movedim(0, dim), whole)
 
     return _issue(gathered, finish, async_op, call)
 
@@ -183,7 +183,7 @@ def reduce_scatter(x: Tensor, group: Group, dim: int = 0, *, async_op: bool = Fa
     if math.prod(shape[:dim]) == 1:
         stacked = x.contiguous().view(size, *block)
     else:
-        stacked = contiguous(x.reshape(*shape[:dim], size, *block[dim:]).movedim(dim, 0))
+        stacked = wide_contiguous(x.reshape(*shape[:dim], size, *block[dim:]).movedim(dim, 0))
     scattered = _ops.reduce_scatter_tensor(stacked, "sum", size, group.name)
     return _issue(scattered, lambda out: out.view(block), async_op, call)
 
@@ -236,11 +236,11 @@ def all_to_all(
         )
     call = _note("all_to_all", group, x, detail=(split, concat), later=async_op)
     block = (*shape[:split], shape[split] // size, *shape[split + 1 :])
-    stacked = contiguous(x.reshape(*shape[:split], size, *block[split:]).movedim(split, 0))
+    stacked = wide_contiguous(x.reshape(*shape[:split], size, *block[split:]).movedim(split, 0))
     ones = [1] * size
     exchanged = _ops.all_to_all_single(stacked, ones, ones, group.name)
     whole = (*block[:concat], size * block[concat], *block[concat + 1 :])
-    return _issue(exchanged, lambda out: reshaped(out.movedim(0, concat), whole), async_op, call)
+    return _issue(exchanged, lambda out: wide_reshape(out.movedim(0, concat), whole), async_op, call)
 
 
 @overload

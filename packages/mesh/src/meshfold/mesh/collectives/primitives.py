@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from meshfold.mesh.collectives import operations
-from meshfold.mesh.collectives.autograd import unviewed
+from meshfold.mesh.collectives.autograd import non_view_result
 from meshfold.mesh.errors import LayoutError
 from meshfold.mesh.mesh import Mesh
 
@@ -87,7 +87,7 @@ def adjoint_pair(forward: Primitive, backward: Primitive) -> Primitive:
         @staticmethod
         def forward(ctx: Any, x: Tensor) -> Tensor:
             y = forward(x)
-            return x.view_as(x) if y is x else unviewed(y, x)
+            return x.view_as(x) if y is x else non_view_result(y, x)
 
         @staticmethod
         def backward(ctx: Any, grad: Tensor) -> Tensor:

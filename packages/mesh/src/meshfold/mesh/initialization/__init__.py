@@ -3,31 +3,31 @@
 from __future__ import annotations
 
 from meshfold.mesh.initialization.api import (
-    Tape,
+    InitTrace,
     build_on_meta,
     materialize,
     record_initialization,
     retrace_initialization,
 )
 from meshfold.mesh.initialization.parameter_values import (
-    FirstValues,
-    Origin,
-    coordinates_of,
-    first_values,
-    origin_of,
-    set_origin,
+    ParameterInit,
+    ValueSource,
+    find_value_source,
+    parameter_init,
+    set_value_source,
+    shard_coordinates,
 )
 
 __all__ = [
-    "FirstValues",
-    "Origin",
-    "Tape",
+    "InitTrace",
+    "ParameterInit",
+    "ValueSource",
     "build_on_meta",
-    "coordinates_of",
-    "first_values",
+    "find_value_source",
     "materialize",
-    "origin_of",
+    "parameter_init",
     "record_initialization",
     "retrace_initialization",
-    "set_origin",
+    "set_value_source",
+    "shard_coordinates",
 ]

@@ -22,8 +22,8 @@ from meshfold.mesh.errors import MeshfoldError
 from meshfold.mesh.initialization.replay import Replay, take_block
 from meshfold.mesh.initialization.trace import Recording, Ref, Write
 from meshfold.mesh.initialization.tracer import Reader, Recorder, noting_truncated_normal
-from meshfold.mesh.parameters.hooks import keep_parameter_hooks
-from meshfold.mesh.parameters.names import plain
+from meshfold.mesh.parameters.hooks import copy_parameter_hooks
+from meshfold.mesh.parameters.names import uncompiled_name
 from meshfold.mesh.random.numbers import key_of
 
 Module = TypeVar("Module", bound=nn.Module)
@@ -32,7 +32,7 @@ PlacementOf = Callable[[str, Tensor], Sequence[Tensor] | None]
 _ADVICE = "build the model in the plain way, on a real device, and pass that instead"
 
 
-class Tape:
+class InitTrace:
     """How the parameters and buffers of a model come by their values.
 
     Made by `record_initialization` or `build_on_meta`.
@@ -66,7 +66,7 @@ class Tape:
             for name, ref in fresh.items():
                 for storage, write in self._draws(ref, set(), deep=deep):
                     if write not in self._keys:
-                        owner = plain(owners.get(storage, name))
+                        owner = uncompiled_name(owners.get(storage, name))
                         count = draws.get(owner, 0)
                         draws[owner] = count + 1
                         self._keys[write] = key_of(f"{owner}#{count}" if count else owner)
@@ -157,18 +157,18 @@ class Tape:
 
 
 @contextmanager
-def record_initialization() -> Iterator[Tape]:
+def record_initialization() -> Iterator[InitTrace]:
     """Record how tensors get their values: inside, every factory makes a tensor on the meta device.
 
     No ``torch.device("meta")`` is needed; code that asks a tensor for a value (``.item()``, ``.tolist()``, a branch)
     gets it, unless it is random. Call ``tape.bind(model)`` once the model is there.
     """
-    tape = Tape()
+    tape = InitTrace()
     with noting_truncated_normal(tape.recording), Reader(tape.value), Recorder(tape.recording, tape.value):
         yield tape
 
 
-def build_on_meta(builder: Callable[[], Module]) -> tuple[Module, Tape]:
+def build_on_meta(builder: Callable[[], Module]) -> tuple[Module, InitTrace]:
     """Build a model without allocating it: its tensors are on the meta device, how they get their values on the tape.
 
     Args:
@@ -183,7 +183,7 @@ def build_on_meta(builder: Callable[[], Module]) -> tuple[Module, Tape]:
     return model, tape
 
 
-def retrace_initialization(model: nn.Module) -> Tape:
+def retrace_initialization(model: nn.Module) -> InitTrace:
     """A tape for a model that is on the meta device already: has every module initialise itself once more.
 
     Calls ``initialize_weights`` of Hugging Face models and ``reset_parameters`` of other modules. What a constructor
@@ -226,7 +226,7 @@ def _untied(model: nn.Module) -> Iterator[None]:
 
 def materialize(
     model: Module,
-    tape: Tape,
+    tape: InitTrace,
     *,
     seed: int,
     device: torch.device | str,
@@ -285,7 +285,7 @@ def materialize(
                     block = block_of(path + name, parameter)
                     made[parameter] = nn.Parameter(block, requires_grad=parameter.requires_grad)
                     made[parameter].__dict__.update(parameter.__dict__)
-                    keep_parameter_hooks(parameter, made[parameter])
+                    copy_parameter_hooks(parameter, made[parameter])
                 module._parameters[name] = made[parameter]
         for name, buffer in module._buffers.items():
             if buffer is not None:

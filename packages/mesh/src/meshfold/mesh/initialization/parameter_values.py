@@ -10,10 +10,10 @@ import torch
 from torch import Tensor, nn
 
 from meshfold.mesh.errors import MeshfoldError
-from meshfold.mesh.initialization.api import Tape
+from meshfold.mesh.initialization.api import InitTrace
 from meshfold.mesh.parameters.parameter_meta import metadata
 
-FirstValues: TypeAlias = Callable[[str, nn.Parameter, torch.dtype], Tensor]
+ParameterInit: TypeAlias = Callable[[str, nn.Parameter, torch.dtype], Tensor]
 """From a parameter's name, the parameter and a dtype to this rank's block of its first values."""
 
 _ATTRIBUTE = "_meshfold_origin"
@@ -22,7 +22,7 @@ _AT_ONCE, _AT_ONCE_ON_DEVICE = 2**20, 2**22
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class Origin:
+class ValueSource:
     """How a model on the meta device comes by its values.
 
     Attributes:
@@ -30,16 +30,16 @@ class Origin:
         seed: of the random numbers.
     """
 
-    tape: Tape
+    tape: InitTrace
     seed: int
 
 
-def set_origin(parameter: Tensor, origin: Origin) -> None:
+def set_value_source(parameter: Tensor, origin: ValueSource) -> None:
     """Let a parameter, or a buffer, remember where its values come from."""
     setattr(parameter, _ATTRIBUTE, origin)
 
 
-def origin_of(model: nn.Module, *, buffers: bool = False) -> Origin | None:
+def find_value_source(model: nn.Module, *, buffers: bool = False) -> ValueSource | None:
     """Where the values of a model's meta parameters come from, with the tape bound to the model; None if nobody said.
 
     Args:
@@ -49,10 +49,10 @@ def origin_of(model: nn.Module, *, buffers: bool = False) -> Origin | None:
     Raises:
         MeshfoldError: for a model whose parts were built under several tapes.
     """
-    found: dict[Origin, str] = {}
+    found: dict[ValueSource, str] = {}
     for name, tensor in model.named_buffers() if buffers else model.named_parameters():
         origin = getattr(tensor, _ATTRIBUTE, None)
-        if isinstance(origin, Origin) and tensor.is_meta:
+        if isinstance(origin, ValueSource) and tensor.is_meta:
             found.setdefault(origin, name)
     if len(found) > 1:
         one, other, *_ = found.values()
@@ -65,7 +65,7 @@ def origin_of(model: nn.Module, *, buffers: bool = False) -> Origin | None:
     return None
 
 
-def coordinates_of(tensor: Tensor) -> list[Tensor] | None:
+def shard_coordinates(tensor: Tensor) -> list[Tensor] | None:
     """The global coordinates of this rank's block of a tensor, a vector a dim; None for one that no mesh knows."""
     meta = metadata(tensor)
     if meta is None:
@@ -73,7 +73,7 @@ def coordinates_of(tensor: Tensor) -> list[Tensor] | None:
     return [meta.placement.coordinates(meta.mesh, dim) for dim in range(len(meta.placement.shape))]
 
 
-def first_values(tape: Tape, seed: int, device: torch.device) -> FirstValues:
+def parameter_init(tape: InitTrace, seed: int, device: torch.device) -> ParameterInit:
     """What makes this rank's block of any parameter of the model that the tape was bound to.
 
     Large blocks are made some rows at a time, so that making one takes little more memory than the block.
@@ -82,7 +82,7 @@ def first_values(tape: Tape, seed: int, device: torch.device) -> FirstValues:
     def values(name: str, parameter: nn.Parameter, dtype: torch.dtype) -> Tensor:
         meta = metadata(parameter)
         shape = tape.shape_of(name) if meta is None else meta.placement.local_shape(meta.mesh)
-        coordinates = coordinates_of(parameter) or [torch.arange(size) for size in shape]
+        coordinates = shard_coordinates(parameter) or [torch.arange(size) for size in shape]
         local = torch.empty(shape, dtype=dtype, device=device)
         at_once = _AT_ONCE_ON_DEVICE if local.is_cuda else _AT_ONCE
         if local.dim() > 1 and local.numel() > at_once:
@@ -96,7 +96,7 @@ def first_values(tape: Tape, seed: int, device: torch.device) -> FirstValues:
 
 
 def _by_rows(
-    tape: Tape, name: str, local: Tensor, coordinates: list[Tensor], seed: int, at_once: int
+    tape: InitTrace, name: str, local: Tensor, coordinates: list[Tensor], seed: int, at_once: int
 ) -> Tensor:
     """The first values of a large block, some rows at a time: ``at_once`` elements."""
     rows = max(1, at_once * local.shape[0] // local.numel())

@@ -2,33 +2,33 @@
 
 from __future__ import annotations
 
-from meshfold.mesh.model_io.documents import check_positions, first_tokens, without_first_tokens
-from meshfold.mesh.model_io.dry_run import WithoutValues, saved_for_backward
-from meshfold.mesh.model_io.eval_mode import evaluating
+from meshfold.mesh.model_io.documents import check_position_ids, document_starts, ignore_document_starts
+from meshfold.mesh.model_io.dry_run import DryRun, saved_for_backward
+from meshfold.mesh.model_io.eval_mode import eval_mode
 from meshfold.mesh.model_io.labels import (
-    IGNORE,
-    has_encoder_apart,
+    IGNORE_INDEX,
+    ensure_one_target,
+    is_encoder_decoder,
     labels_are_shifted,
-    name_of_targets,
-    with_one_at_least,
+    targets_key,
 )
-from meshfold.mesh.model_io.lazy_tensor import Pieces, here, when_read
-from meshfold.mesh.model_io.outputs import changed
+from meshfold.mesh.model_io.lazy_tensor import ShardedOutput, lazy_gather, local_shard
+from meshfold.mesh.model_io.outputs import map_tensors
 
 __all__ = [
-    "IGNORE",
-    "Pieces",
-    "WithoutValues",
-    "changed",
-    "check_positions",
-    "evaluating",
-    "first_tokens",
-    "has_encoder_apart",
-    "here",
+    "IGNORE_INDEX",
+    "DryRun",
+    "ShardedOutput",
+    "check_position_ids",
+    "document_starts",
+    "ensure_one_target",
+    "eval_mode",
+    "ignore_document_starts",
+    "is_encoder_decoder",
     "labels_are_shifted",
-    "name_of_targets",
+    "lazy_gather",
+    "local_shard",
+    "map_tensors",
     "saved_for_backward",
-    "when_read",
-    "with_one_at_least",
-    "without_first_tokens",
+    "targets_key",
 ]

@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 
 from meshfold.mesh.errors import SpecError
-from meshfold.mesh.model_io.labels import IGNORE
+from meshfold.mesh.model_io.labels import IGNORE_INDEX
 
 
-def check_positions(position_ids: Tensor | None, input_ids: Tensor) -> None:
+def check_position_ids(position_ids: Tensor | None, input_ids: Tensor) -> None:
     """Raise a SpecError for positions that are not ``b s`` or ``1 s`` integers for ids ``b s``."""
     if position_ids is None:
         return
@@ -25,13 +25,13 @@ def check_positions(position_ids: Tensor | None, input_ids: Tensor) -> None:
         )
 
 
-def first_tokens(position_ids: Tensor) -> Tensor:
+def document_starts(position_ids: Tensor) -> Tensor:
     """``b s`` positions -> ``b s`` bool: where a document begins, the first of the row left out."""
     first = torch.zeros_like(position_ids, dtype=torch.bool)
     first[:, 1:] = position_ids.diff(dim=1) != 1
     return first
 
 
-def without_first_tokens(labels: Tensor, position_ids: Tensor) -> Tensor:
+def ignore_document_starts(labels: Tensor, position_ids: Tensor) -> Tensor:
     """Labels ``b s``, not shifted, that leave out each document's first token: none before it should predict it."""
-    return labels.masked_fill(first_tokens(position_ids), IGNORE)
+    return labels.masked_fill(document_starts(position_ids), IGNORE_INDEX)

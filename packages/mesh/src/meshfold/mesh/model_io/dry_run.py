@@ -82,7 +82,7 @@ def _pairs(q: Tensor, k: Tensor) -> int:
     return 2 * q.shape[:-1].numel() * k.shape[-2]
 
 
-class WithoutValues(TorchFunctionMode):
+class DryRun(TorchFunctionMode):
     """Lets a model's code run on the meta device.
 
     ``scaled_dot_product_attention`` would keep all scores there; the one above takes its place. Code that looks
@@ -94,7 +94,7 @@ class WithoutValues(TorchFunctionMode):
         on_attention: is told of each as it comes.
     """
 
-    active: ClassVar[WithoutValues | None] = None
+    active: ClassVar[DryRun | None] = None
 
     def __init__(self) -> None:
         super().__init__()
@@ -103,18 +103,18 @@ class WithoutValues(TorchFunctionMode):
         self._depth = 0
         self._handles: list[Any] = []
 
-    def __enter__(self) -> WithoutValues:
+    def __enter__(self) -> DryRun:
         # Torch takes function modes off for a backward; activation checkpointing calls modules in there.
         self._handles = [
             register_module_forward_pre_hook(self._begin),
             register_module_forward_hook(self._end, always_call=True),
         ]
         super().__enter__()  # type: ignore[no-untyped-call]
-        WithoutValues.active = self
+        DryRun.active = self
         return self
 
     def __exit__(self, *error: Any) -> None:
-        WithoutValues.active = None
+        DryRun.active = None
         super().__exit__(*error)  # type: ignore[no-untyped-call]
         for handle in self._handles:
             handle.remove()

@@ -9,7 +9,7 @@ from torch import nn
 
 
 @contextmanager
-def evaluating(model: nn.Module) -> Iterator[None]:
+def eval_mode(model: nn.Module) -> Iterator[None]:
     """Inside, the model is in eval mode; each of its modules gets back the mode that it had."""
     training = {module: module.training for module in model.modules()}
     model.eval()

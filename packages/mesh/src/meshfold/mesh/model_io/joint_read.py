@@ -12,14 +12,14 @@ from meshfold.mesh.errors import CollectiveError, LaunchError
 from meshfold.mesh.processes import process_group
 from meshfold.mesh.recording import flight_recorder
 from meshfold.mesh.recording.flight_recorder import Call, shortened
-from meshfold.mesh.watchdog.rank_errors import told_to_all
+from meshfold.mesh.watchdog.rank_errors import report_errors
 from meshfold.mesh.watchdog.rank_status import own_line
 
 _times: dict[tuple[str, tuple[int, ...]], int] = {}  # that ranks have met, in this world
 _of_world: Any = None
 
 
-@told_to_all
+@report_errors
 def come_to_read(what: str, ranks: tuple[int, ...]) -> None:
     """Return once all of these ranks have come to read the same. Alone, or in a world that is not there, at once.
 

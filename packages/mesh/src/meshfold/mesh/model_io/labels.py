@@ -8,14 +8,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-IGNORE = -100
+IGNORE_INDEX = -100
 """The target of what does not count"""
 
 
 _NAMES = ("labels", "targets", "target")
 
 
-def name_of_targets(fields: Mapping[str, Any]) -> str:
+def targets_key(fields: Mapping[str, Any]) -> str:
     """Under which name a batch in the form of a dict has the targets of its loss; "" if under none that is known."""
     return next((name for name in _NAMES if isinstance(fields.get(name), Tensor)), "")
 
@@ -26,15 +26,15 @@ def labels_are_shifted(model: nn.Module) -> bool:
     True unless it names another kind of loss, as ``transformers`` does (``model.loss_type``: masked words, classes, ...), or
     has an encoder apart.
     """
-    return getattr(model, "loss_type", None) in (None, "ForCausalLM") and not has_encoder_apart(model)
+    return getattr(model, "loss_type", None) in (None, "ForCausalLM") and not is_encoder_decoder(model)
 
 
-def has_encoder_apart(model: nn.Module) -> bool:
+def is_encoder_decoder(model: nn.Module) -> bool:
     """Whether its labels are what a decoder says, of another length than what an encoder reads."""
     return getattr(getattr(model, "config", None), "is_encoder_decoder", False) is True
 
 
-def with_one_at_least(targets: Tensor, count: Tensor, mask: Any = None) -> Tensor:
+def ensure_one_target(targets: Tensor, count: Tensor, mask: Any = None) -> Tensor:
     """Targets of any shape; where none counts, the last one is class 0, so that a mean over them is finite.
 
     For a part of a batch that has no share in the loss: 0 times its gradient is 0, and 0 times that of a mean over nothing

@@ -1,6 +1,6 @@
 """Tensors of which each rank has a piece, put together when somebody reads them.
 
-:func:`when_read` stands for the whole of a tensor that most programs never look at, such as logits beside a loss. Its shape,
+:func:`lazy_gather` stands for the whole of a tensor that most programs never look at, such as logits beside a loss. Its shape,
 dtype and device are known, casts to another dtype wait, and gradients pass; the first operation that needs values has the ranks
 exchange their pieces, and all of them must carry it out (`joint_read.py`). Until then no memory is taken for it.
 """
@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
-from meshfold.mesh.collectives.copies import contiguous
+from meshfold.mesh.collectives.copies import wide_contiguous
 from meshfold.mesh.mesh import Mesh
 from meshfold.mesh.model_io.joint_read import come_to_read
 from meshfold.mesh.tracking import untracked
@@ -25,7 +25,7 @@ _SAME = (_aten.detach.default, _aten.alias.default)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Pieces:
+class ShardedOutput:
     """How the pieces of a tensor lie.
 
     Attributes:
@@ -50,7 +50,7 @@ class Pieces:
         return mesh.once(("ranks", axes), lambda: next(group for group in groups if mesh.rank in group))
 
 
-def when_read(piece: Tensor, pieces: Pieces) -> Tensor:
+def lazy_gather(piece: Tensor, pieces: ShardedOutput) -> Tensor:
     """The whole tensor of which this is a piece. All ranks that have one must call, and later read alike.
 
     Gradients come back through ``pieces.piece``.
@@ -60,16 +60,16 @@ def when_read(piece: Tensor, pieces: Pieces) -> Tensor:
     return found
 
 
-def here(tensor: Tensor) -> Tensor:
+def local_shard(tensor: Tensor) -> Tensor:
     """What this rank has of a tensor: the piece of one that is not put together yet; else the tensor. No ranks exchange."""
-    while isinstance(tensor, WhenRead):
+    while isinstance(tensor, LazyTensor):
         tensor = tensor.held.here
     return tensor
 
 
 class _Join(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, piece: Tensor, pieces: Pieces) -> Tensor:
+    def forward(ctx: Any, piece: Tensor, pieces: ShardedOutput) -> Tensor:
         ctx.pieces = pieces
         return _Values(pieces, piece.detach(), (piece.dtype,)).shown()
 
@@ -86,7 +86,7 @@ class _Values:
         read: whether it was read.
     """
 
-    def __init__(self, pieces: Pieces, piece: Tensor, dtypes: tuple[torch.dtype, ...]) -> None:
+    def __init__(self, pieces: ShardedOutput, piece: Tensor, dtypes: tuple[torch.dtype, ...]) -> None:
         """Args:
         pieces: how they lie.
         piece: this rank's.
@@ -95,10 +95,10 @@ class _Values:
         self.here, self.read = piece, False
         self._pieces, self._dtypes = pieces, dtypes
 
-    def shown(self) -> WhenRead:
+    def shown(self) -> LazyTensor:
         """A tensor that has these values."""
-        made: WhenRead = torch.Tensor._make_wrapper_subclass(
-            WhenRead, self._pieces.shape, dtype=self._dtypes[-1], device=self.here.device
+        made: LazyTensor = torch.Tensor._make_wrapper_subclass(
+            LazyTensor, self._pieces.shape, dtype=self._dtypes[-1], device=self.here.device
         )
         made.held = self
         return made
@@ -110,11 +110,11 @@ class _Values:
     def whole(self) -> Tensor:
         """The values; all ranks that have a piece must call."""
         if not self.read:
-            piece = self.here.held.whole() if isinstance(self.here, WhenRead) else self.here
+            piece = self.here.held.whole() if isinstance(self.here, LazyTensor) else self.here
             come_to_read(self._pieces.what, self._pieces.ranks())
             # What is first read without gradients may be trained on later.
             with torch.inference_mode(False), torch.no_grad(), untracked():
-                whole = contiguous(self._pieces.whole(piece))
+                whole = wide_contiguous(self._pieces.whole(piece))
                 for dtype in self._dtypes:
                     whole = whole.to(dtype)
             self.here, self.read = whole, True
@@ -126,8 +126,8 @@ class _Values:
         return f"{pieces.what}: a piece on each of {count} ranks, put together when they are read"
 
 
-class WhenRead(Tensor):
-    """Stands for a tensor; operations on it work on its values. Made by :func:`when_read`."""
+class LazyTensor(Tensor):
+    """Stands for a tensor; operations on it work on its values. Made by :func:`lazy_gather`."""
 
     held: _Values
 
@@ -139,19 +139,19 @@ class WhenRead(Tensor):
     ) -> Any:
         given = kwargs or {}
         first = args[0] if args else None
-        if isinstance(first, WhenRead):
+        if isinstance(first, LazyTensor):
             if func in _SAME:
                 return first.held.shown()
             if func is _aten._to_copy.default and not first.held.read and _only_casts(given):
                 return first.held.cast(given["dtype"]).shown()
-        shown: dict[int, WhenRead] = {}
+        shown: dict[int, LazyTensor] = {}
 
-        def whole(tensor: WhenRead) -> Tensor:
+        def whole(tensor: LazyTensor) -> Tensor:
             values = tensor.held.whole()
             shown[id(values)] = tensor
             return values
 
-        args, given = tree_map_only(WhenRead, whole, (args, given))
+        args, given = tree_map_only(LazyTensor, whole, (args, given))
         found = func(*args, **given)
         # What works in place returns the tensor that it was given.
         return tree_map_only(Tensor, lambda one: shown.get(id(one), one), found)

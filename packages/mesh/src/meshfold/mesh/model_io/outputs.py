@@ -11,7 +11,7 @@ Change = Callable[[str, Tensor], Tensor]
 """of a tensor's name in the output, and the tensor"""
 
 
-def changed(output: Any, change: Change, *, deep: bool = False, name: str = "output") -> Any:
+def map_tensors(output: Any, change: Change, *, deep: bool = False, name: str = "output") -> Any:
     """A model's output with its tensors changed: a tensor, a tuple or list, a mapping or an object with attributes.
 
     Args:
@@ -25,7 +25,7 @@ def changed(output: Any, change: Change, *, deep: bool = False, name: str = "out
 
     def inner(place: str, value: Any) -> Any:
         if isinstance(value, Tensor) or (deep and isinstance(value, tuple | list)):
-            return changed(value, change, deep=deep, name=place)
+            return map_tensors(value, change, deep=deep, name=place)
         return value
 
     if isinstance(output, tuple) and hasattr(output, "_fields"):

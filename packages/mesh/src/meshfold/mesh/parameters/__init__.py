@@ -3,54 +3,60 @@
 from __future__ import annotations
 
 from meshfold.mesh.parameters.deferred_wgrad import (
-    Defers,
-    Pair,
-    Queue,
-    Site,
-    add_gradient,
-    add_product,
-    gradients_together,
-    put,
-    when_made,
+    DefersWeightGrad,
+    MatmulOperands,
+    WeightGradQueue,
+    WeightGradSite,
+    accumulate_grad,
+    accumulate_grad_product,
+    after_gradients,
+    defer_weight_grad,
+    gradient_scope,
 )
 from meshfold.mesh.parameters.grad_norm import (
     clip_gradient_values,
     clip_gradients,
     gradient_norm,
-    largest_of,
-    pieces,
+    gradient_shards,
+    max_over_ranks,
 )
-from meshfold.mesh.parameters.hooks import keep_parameter_hooks
-from meshfold.mesh.parameters.names import plain
-from meshfold.mesh.parameters.optimizer_probe import TrialError, sight_of
-from meshfold.mesh.parameters.parameter_meta import ParameterMeta, annotate, metadata, placed, trainable
+from meshfold.mesh.parameters.hooks import copy_parameter_hooks
+from meshfold.mesh.parameters.names import uncompiled_name
+from meshfold.mesh.parameters.optimizer_probe import OptimizerProbeError, probe_optimizer
+from meshfold.mesh.parameters.parameter_meta import (
+    ParameterMeta,
+    annotate,
+    metadata,
+    metadata_on,
+    trainable_parameters,
+)
 from meshfold.mesh.parameters.shown_gradient import ShownGradient
-from meshfold.mesh.parameters.stored_value import Parts
+from meshfold.mesh.parameters.stored_value import StoredValue
 
 __all__ = [
-    "Defers",
-    "Pair",
+    "DefersWeightGrad",
+    "MatmulOperands",
+    "OptimizerProbeError",
     "ParameterMeta",
-    "Parts",
-    "Queue",
     "ShownGradient",
-    "Site",
-    "TrialError",
-    "add_gradient",
-    "add_product",
+    "StoredValue",
+    "WeightGradQueue",
+    "WeightGradSite",
+    "accumulate_grad",
+    "accumulate_grad_product",
+    "after_gradients",
     "annotate",
     "clip_gradient_values",
     "clip_gradients",
+    "copy_parameter_hooks",
+    "defer_weight_grad",
     "gradient_norm",
-    "gradients_together",
-    "keep_parameter_hooks",
-    "largest_of",
+    "gradient_scope",
+    "gradient_shards",
+    "max_over_ranks",
     "metadata",
-    "pieces",
-    "placed",
-    "plain",
-    "put",
-    "sight_of",
-    "trainable",
-    "when_made",
+    "metadata_on",
+    "probe_optimizer",
+    "trainable_parameters",
+    "uncompiled_name",
 ]

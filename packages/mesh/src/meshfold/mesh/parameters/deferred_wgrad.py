@@ -1,9 +1,9 @@
 """Weight gradients that wait: what a matmul leaves behind in backward, to be multiplied when there is time.
 
 A matmul that defers is given its weight detached, beside a *ticket*: a scalar that asks for a gradient, so that autograd
-calls the backward. There it computes dx and hands x and dy to :func:`put`, which returns the ticket's gradient: none, or
-zero.
-Whoever runs backward decides by a :class:`Queue` when dw is made; without one it is made at once. dw is added to the
+calls the backward. There it computes dx and hands x and dy to :func:`defer_weight_grad`, which returns the ticket's gradient:
+none, or zero.
+Whoever runs backward decides by a :class:`WeightGradQueue` when dw is made; without one it is made at once. dw is added to the
 parameter's ``.grad`` as autograd would have done. This is how a zero-bubble pipeline splits B from W (Qi et al., "Zero
 Bubble Pipeline Parallelism", arXiv 2401.10241, section 2) with no second pass through the graph.
 
@@ -25,14 +25,14 @@ from torch import Tensor, nn
 
 from meshfold.mesh.errors import MeshfoldError
 
-Pair = tuple[Tensor, Tensor]
+MatmulOperands = tuple[Tensor, Tensor]
 """x ``m k`` and dy ``m n`` of one matmul"""
 
-_sites: WeakValueDictionary[int, Site] = WeakValueDictionary()
+_sites: WeakValueDictionary[int, WeightGradSite] = WeakValueDictionary()
 _numbers = count()
 
 
-class Site:
+class WeightGradSite:
     """A matmul whose weight gradient may wait.
 
     Attributes:
@@ -40,7 +40,7 @@ class Site:
         queue: where pairs wait; None: nowhere.
     """
 
-    def __init__(self, add: Callable[[Sequence[Pair]], None]) -> None:
+    def __init__(self, add: Callable[[Sequence[MatmulOperands]], None]) -> None:
         """Args:
         add: computes dw of pairs, in order, and adds it to the parameter's ``.grad``.
         """
@@ -48,7 +48,7 @@ class Site:
         _operation()  # there before anything is traced
         self.ticket = torch.tensor(float(number), dtype=torch.float64, requires_grad=True)
         self.ticket.register_post_accumulate_grad_hook(_forget)
-        self.queue: Queue | None = None
+        self.queue: WeightGradQueue | None = None
         self.add = add
         _sites[number] = self
 
@@ -56,12 +56,12 @@ class Site:
         """The copy of a layer is an ordinary one: its gradients must not go to this one's parameters."""
 
 
-class Queue:
+class WeightGradQueue:
     """Holds pairs by a key (a micro-batch) until their weight gradients are asked for."""
 
     def __init__(self) -> None:
         self._open: Hashable | None = None
-        self._waiting: dict[Hashable, list[tuple[Site, Pair]]] = {}
+        self._waiting: dict[Hashable, list[tuple[WeightGradSite, MatmulOperands]]] = {}
 
     @contextmanager
     def collecting(self, key: Hashable) -> Iterator[None]:
@@ -78,7 +78,7 @@ class Queue:
         finally:
             self._open = None
 
-    def put(self, site: Site, pair: Pair) -> bool:
+    def put(self, site: WeightGradSite, pair: MatmulOperands) -> bool:
         """Keep a pair; False if nobody collects."""
         if self._open is None:
             return False
@@ -94,11 +94,11 @@ class Queue:
         missing = [key for key in keys if key not in self._waiting]
         if missing:
             raise MeshfoldError(f"no backward has collected weight gradients of {missing[0]!r}")
-        pairs: dict[Site, list[Pair]] = {}
+        pairs: dict[WeightGradSite, list[MatmulOperands]] = {}
         for key in keys:
             for site, pair in self._waiting.pop(key):
                 pairs.setdefault(site, []).append(pair)
-        with torch.no_grad(), gradients_together():
+        with torch.no_grad(), gradient_scope():
             while pairs:
                 site = next(iter(pairs))
                 site.add(pairs.pop(site))  # the tensors go before the next site's gradient is made
@@ -126,15 +126,15 @@ class Queue:
 
 
 @runtime_checkable
-class Defers(Protocol):
+class DefersWeightGrad(Protocol):
     """A layer that can defer its weight gradient by itself."""
 
-    def defer_weight_gradient(self) -> Site:
+    def defer_weight_gradient(self) -> WeightGradSite:
         """From now on hand the weight gradient to the site."""
         ...
 
 
-def put(ticket: Tensor, x: Tensor, dy: Tensor) -> Tensor | None:
+def defer_weight_grad(ticket: Tensor, x: Tensor, dy: Tensor) -> Tensor | None:
     """Called by a backward: let dw of x and dy be made now or later. Returns the gradient of the ticket."""
     if torch.compiler.is_compiling():
         given: Tensor = torch.ops.meshfold.defer(ticket.detach(), x.detach(), dy.detach())
@@ -143,10 +143,10 @@ def put(ticket: Tensor, x: Tensor, dy: Tensor) -> Tensor | None:
     return None
 
 
-def when_made(callback: Callable[[], None]) -> None:
+def after_gradients(callback: Callable[[], None]) -> None:
     """For hooks on parameters: be called when the gradients that are made now are all there.
 
-    That is at the end of the outermost :func:`gradients_together`, else of the backward that runs.
+    That is at the end of the outermost :func:`gradient_scope`, else of the backward that runs.
     """
     if _together:
         _together[0].append(callback)
@@ -155,7 +155,7 @@ def when_made(callback: Callable[[], None]) -> None:
 
 
 @contextmanager
-def gradients_together() -> Iterator[None]:
+def gradient_scope() -> Iterator[None]:
     """Around what makes gradients in several backwards, one inside of the other or one after the other."""
     callbacks: list[Callable[[], None]] = []
     _together.append(callbacks)
@@ -170,7 +170,7 @@ def gradients_together() -> Iterator[None]:
 _together: list[list[Callable[[], None]]] = []  # not of a thread: autograd calls hooks on threads of its own
 
 
-def add_gradient(parameter: nn.Parameter, gradient: Tensor) -> None:
+def accumulate_grad(parameter: nn.Parameter, gradient: Tensor) -> None:
     """Add to ``.grad`` as autograd does, and run the hooks that wait for it. A first gradient is taken as it is.
 
     The parameter may be empty meanwhile: ZeRO stage 3 puts values away that nobody computes with, and dw needs none.
@@ -190,12 +190,12 @@ def add_gradient(parameter: nn.Parameter, gradient: Tensor) -> None:
         parameter.grad.add_(gradient)
 
 
-def add_product(parameter: nn.Parameter, left: Tensor, right: Tensor) -> None:
+def accumulate_grad_product(parameter: nn.Parameter, left: Tensor, right: Tensor) -> None:
     """Add ``left @ right`` to ``.grad``, in one multiplication where there is a gradient already."""
     hooked = parameter._post_accumulate_grad_hooks or parameter._backward_hooks
     grad = parameter.grad
     if hooked or grad is None or grad.dtype != left.dtype:
-        add_gradient(parameter, (left @ right).to(parameter.dtype))
+        accumulate_grad(parameter, (left @ right).to(parameter.dtype))
     else:
         grad.addmm_(left, right)
 

@@ -17,7 +17,7 @@ from meshfold.mesh.collectives import operations
 from meshfold.mesh.errors import SpecError
 from meshfold.mesh.group import Group
 from meshfold.mesh.mesh import Mesh
-from meshfold.mesh.parameters.parameter_meta import ParameterMeta, placed
+from meshfold.mesh.parameters.parameter_meta import ParameterMeta, metadata_on
 
 
 def gradient_norm(
@@ -47,7 +47,7 @@ def gradient_norm(
     for parameter in parameters:
         if parameter.grad is None:
             continue
-        for piece, holders in pieces(parameter.grad.detach(), placed(parameter, mesh), mesh):
+        for piece, holders in gradient_shards(parameter.grad.detach(), metadata_on(parameter, mesh), mesh):
             if piece.numel():
                 found.setdefault((holders, piece.dtype), []).append(piece)
     if device is None:
@@ -64,11 +64,11 @@ def gradient_norm(
             total = total + norms.pow(norm_type).sum() / holders
     whole = mesh.group(*mesh.names)
     if largest:
-        return largest_of(total, whole)
+        return max_over_ranks(total, whole)
     return operations.all_reduce(total, whole) ** (1.0 / norm_type)
 
 
-def largest_of(value: Tensor, group: Group) -> Tensor:
+def max_over_ranks(value: Tensor, group: Group) -> Tensor:
     """The largest of all ranks' scalars; NaN if one is NaN, which back ends take for smaller or larger as it comes."""
     nan = value.isnan()
     both = operations.all_reduce(torch.stack([value.masked_fill(nan, 0.0), nan.to(value)]), group, "max")
@@ -130,7 +130,7 @@ def clip_gradient_values(parameters: Iterable[Tensor], max_value: float) -> None
         torch._foreach_clamp_max_(gradients, max_value)
 
 
-def pieces(grad: Tensor, meta: ParameterMeta, mesh: Mesh) -> Iterable[tuple[Tensor, int]]:
+def gradient_shards(grad: Tensor, meta: ParameterMeta, mesh: Mesh) -> Iterable[tuple[Tensor, int]]:
     """The gradient in pieces, each with how many ranks hold the same numbers."""
     replicas = mesh.world_size // meta.mesh.size(*meta.placement.split_axes, *meta.only_at)
     replicas *= math.prod(map(len, meta.only_at.values()))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 
 
-def keep_parameter_hooks(before: Tensor, now: Tensor) -> None:
+def copy_parameter_hooks(before: Tensor, now: Tensor) -> None:
     """Register on the parameter ``now`` what was registered on the one it stands for.
 
     A hook then sees what this rank has of the gradient: that of its rows, in its block. Handles of the hooks before do not

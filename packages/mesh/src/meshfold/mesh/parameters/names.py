@@ -5,7 +5,7 @@ from __future__ import annotations
 _WRAPPED = "_orig_mod"  # how torch.compile(module) names the module in the one it makes
 
 
-def plain(name: str) -> str:
+def uncompiled_name(name: str) -> str:
     """A name in the model that was written.
 
     >>> plain("blocks.0._orig_mod.up.weight")

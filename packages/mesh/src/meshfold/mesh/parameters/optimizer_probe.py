@@ -21,11 +21,11 @@ _CUT = 13  # in the middle of a row
 _WIDTH = 1e-9  # how far apart the same may be: they differ by the order of some additions at most
 
 
-class TrialError(MeshfoldError):
+class OptimizerProbeError(MeshfoldError):
     """An optimizer could not be tried out."""
 
 
-def sight_of(optimizer: torch.optim.Optimizer, group: Mapping[str, Any]) -> Sight:
+def probe_optimizer(optimizer: torch.optim.Optimizer, group: Mapping[str, Any]) -> Sight:
     """Step whole, each matrix by itself, and in flat pieces: what comes out alike tells what is looked at.
 
     Args:
@@ -47,7 +47,7 @@ def sight_of(optimizer: torch.optim.Optimizer, group: Mapping[str, Any]) -> Sigh
                 _run(optimizer, group, [first[i]], [[g[i]] for g in gradients]) for i in range(len(first))
             ]
     except Exception as error:
-        raise TrialError(
+        raise OptimizerProbeError(
             f"{type(optimizer).__name__} is not known, and trying it out on two small matrices failed ({type(error).__name__}: "
             f"{error}): let its class say elementwise = True (each element is stepped on its own) or elementwise = False (it "
             "needs whole matrices)"

@@ -47,7 +47,7 @@ def metadata(parameter: Tensor) -> ParameterMeta | None:
     return getattr(parameter, _ATTRIBUTE, None)
 
 
-def placed(parameter: Tensor, mesh: Mesh) -> ParameterMeta:
+def metadata_on(parameter: Tensor, mesh: Mesh) -> ParameterMeta:
     """The metadata of a parameter; replicated over ``mesh`` if it has none."""
     found = metadata(parameter)
     if found is not None:
@@ -56,7 +56,7 @@ def placed(parameter: Tensor, mesh: Mesh) -> ParameterMeta:
     return ParameterMeta(mesh=mesh, placement=Placement(shape=shape, axes=((),) * len(shape)))
 
 
-def trainable(module: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
+def trainable_parameters(module: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
     """Named parameters that want a gradient, each tensor once."""
     for name, parameter in module.named_parameters():
         if parameter.requires_grad:

@@ -14,7 +14,7 @@ def the_only_one(tensors: Sequence[Tensor]) -> Tensor:
     return tensor
 
 
-class Parts(NamedTuple):
+class StoredValue(NamedTuple):
     """The tensors that a value is kept in, none of them copied: they change when the value does.
 
     Attributes:

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from meshfold.mesh.processes._bootstrap import STOPPED_CODE, run, sentence_of
+from meshfold.mesh.processes._bootstrap import STOPPED_CODE, refusal_sentence, run_program
 from meshfold.mesh.processes.elastic import launch_node
-from meshfold.mesh.processes.environment import Environment, watching
-from meshfold.mesh.processes.groups import World, create, name_of, world
+from meshfold.mesh.processes.environment import Environment, watchdog_settings
+from meshfold.mesh.processes.groups import RunningWorld, create_group, group_name, running_world
 from meshfold.mesh.processes.launcher import launch
 from meshfold.mesh.processes.process_group import (
     DEFAULT_TIMEOUT,
     Process,
-    ended,
+    ended_ranks,
     group_count,
     is_started,
     start,
@@ -22,18 +22,18 @@ __all__ = [
     "STOPPED_CODE",
     "Environment",
     "Process",
-    "World",
-    "create",
-    "ended",
+    "RunningWorld",
+    "create_group",
+    "ended_ranks",
     "group_count",
+    "group_name",
     "is_started",
     "launch",
     "launch_node",
-    "name_of",
-    "run",
-    "sentence_of",
+    "refusal_sentence",
+    "run_program",
+    "running_world",
     "start",
     "start_fake",
-    "watching",
-    "world",
+    "watchdog_settings",
 ]

@@ -39,7 +39,7 @@ def die_with_parent(parent: int, signal_number: int = signal.SIGKILL) -> None:
         os._exit(128 + signal_number)
 
 
-def run(argv: list[str]) -> None:
+def run_program(argv: list[str]) -> None:
     """Run a program as Python itself would: ``script.py ...``, ``-m module ...``, or ``file.py::function ...``."""
     target, *rest = argv
     if target == "-m":
@@ -66,7 +66,7 @@ def run(argv: list[str]) -> None:
 
 
 def main() -> None:
-    """``python _bootstrap.py LAUNCHER_PID RECORD PROGRAM ...``: see :func:`run` for the program.
+    """``python _bootstrap.py LAUNCHER_PID RECORD PROGRAM ...``: see :func:`run_program` for the program.
 
     RECORD is a file; or a folder in which each rank has its own, where an agent of torch.distributed.elastic starts it. To
     that agent every code but 0 is a failure, after which it starts all ranks anew; one that stopped on request must not be.
@@ -82,7 +82,7 @@ def main() -> None:
             os.remove(record)  # of an attempt before
     faulthandler.enable()
     try:
-        run(argv)
+        run_program(argv)
     except SystemExit as stop:
         code = stop.code if isinstance(stop.code, int) else int(stop.code is not None)
         if code:
@@ -92,7 +92,7 @@ def main() -> None:
     except BaseException as error:
         code = 128 + signal.SIGINT if isinstance(error, KeyboardInterrupt) else 1
         # The launcher shows the first failing rank's traceback, once; printed here it would drown among the others'.
-        _leave(record, code, _render(error), sentence_of(error))
+        _leave(record, code, _render(error), refusal_sentence(error))
         sys.last_value = error  # as Python sets it: what runs at exit can tell that the program failed
         sys.exit(code)
     _end()
@@ -116,7 +116,7 @@ def _end() -> None:
     os._exit(0)
 
 
-def sentence_of(error: BaseException) -> str:
+def refusal_sentence(error: BaseException) -> str:
     """Return ``SpecError at train.py:4 in <module>: ...``, where Meshfold refused what the program asked for; else nothing.
 
     Such an error says by itself what to change, and its traceback is Meshfold's. One from a collective is none of these: it is

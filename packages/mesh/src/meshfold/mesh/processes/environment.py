@@ -156,7 +156,7 @@ def store_is_served(variables: Mapping[str, str] | None = None) -> bool:
     return found.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
 
 
-def watching(variables: Mapping[str, str] | None = None) -> tuple[float | None, bool]:
+def watchdog_settings(variables: Mapping[str, str] | None = None) -> tuple[float | None, bool]:
     """What ``MESHFOLD_WATCHDOG`` (seconds; 0 for none) and ``MESHFOLD_DEBUG=collectives`` ask for.
 
     Returns:

@@ -12,18 +12,18 @@ from meshfold.mesh.processes import process_group
 
 
 @dataclass(frozen=True, slots=True)
-class World:
+class RunningWorld:
     """This process's place among all processes."""
 
     rank: int
     size: int
 
 
-def world() -> World | None:
+def running_world() -> RunningWorld | None:
     """The running world, or None without a process group."""
     if not (dist.is_available() and dist.is_initialized()):
         return None
-    return World(rank=dist.get_rank(), size=dist.get_world_size())
+    return RunningWorld(rank=dist.get_rank(), size=dist.get_world_size())
 
 
 # Groups by their ranks, kept for the next mesh that wants the same ones: a group is named after its ranks, whichever
@@ -32,7 +32,7 @@ _made: dict[tuple[tuple[int, ...], str], Any] = {}
 _made_in: Any = None
 
 
-def create(ranks: tuple[int, ...], purpose: str = "") -> Any:
+def create_group(ranks: tuple[int, ...], purpose: str = "") -> Any:
     """A process group of the ranks; each of them must call, the others need not.
 
     Args:
@@ -43,7 +43,7 @@ def create(ranks: tuple[int, ...], purpose: str = "") -> Any:
         LaunchError: without running processes.
     """
     global _made_in
-    here = world()
+    here = running_world()
     if here is None:
         raise LaunchError(
             f"ranks {ranks} are to communicate, but no process group is running: start the script with "
@@ -60,6 +60,6 @@ def create(ranks: tuple[int, ...], purpose: str = "") -> Any:
     return _made[ranks, purpose]
 
 
-def name_of(handle: Any) -> str:
+def group_name(handle: Any) -> str:
     """The name under which the functional collectives find the group."""
     return str(handle.group_name)

@@ -298,7 +298,7 @@ def place() -> tuple[int, int]:
     return dist.get_rank(), dist.get_world_size()
 
 
-def ended(ranks: Iterable[int]) -> list[int]:
+def ended_ranks(ranks: Iterable[int]) -> list[int]:
     """Return those of the ranks whose processes are known to have ended: of this machine, in a world that :func:`start` made."""
     own = Address.own()
     return [rank for rank in ranks if rank in _addresses and _addresses[rank].is_gone(own)]

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from meshfold.mesh.random.dropout import (
-    Dealt,
     DropoutStream,
+    TokenShards,
     checkpoint_contexts,
     current_dropout_stream,
-    deal_tokens,
     dropout_stream,
-    next_draw,
+    next_dropout_draw,
+    set_token_shards,
 )
 from meshfold.mesh.random.numbers import (
     fill_normal_,
@@ -23,19 +23,19 @@ from meshfold.mesh.random.numbers import (
 )
 
 __all__ = [
-    "Dealt",
     "DropoutStream",
+    "TokenShards",
     "checkpoint_contexts",
     "current_dropout_stream",
-    "deal_tokens",
     "dropout_stream",
     "fill_normal_",
     "fill_truncated_normal_",
     "fill_uniform_",
     "key_of",
-    "next_draw",
+    "next_dropout_draw",
     "normal",
     "random_bits",
+    "set_token_shards",
     "stream_state",
     "uniform",
 ]

@@ -22,7 +22,7 @@ from meshfold.mesh.random.numbers import key_of
 
 
 @dataclass(frozen=True, kw_only=True)
-class Dealt:
+class TokenShards:
     """How the tokens of every sequence are dealt to ranks, which decides what a rank's tokens drop.
 
     Attributes:
@@ -60,7 +60,7 @@ class Draw:
     first_row: int
     first_token: int
     rows: int
-    dealt: Dealt | None
+    dealt: TokenShards | None
 
 
 class DropoutStream:
@@ -85,7 +85,7 @@ class DropoutStream:
         first_row: int = 0,
         first_token: int = 0,
         rows: int = 0,
-        dealt: Dealt | None = None,
+        dealt: TokenShards | None = None,
     ) -> None:
         self.seed = seed
         self.step = step
@@ -182,7 +182,7 @@ def dropout_stream(
     first_row: int = 0,
     first_token: int = 0,
     rows: int = 0,
-    dealt: Dealt | None = None,
+    dealt: TokenShards | None = None,
 ) -> AbstractContextManager[DropoutStream]:
     """Draw the keys of one forward, from the first call on. Streams nest: the inner one counts on its own.
 
@@ -222,14 +222,14 @@ def after_calls_elsewhere(calls: int) -> AbstractContextManager[None]:
     return nullcontext() if stream is None or not calls else stream.after_calls_elsewhere(calls)
 
 
-def deal_tokens(dealt: Dealt | None) -> None:
+def set_token_shards(dealt: TokenShards | None) -> None:
     """Say of the current stream, if there is one, which tokens of each sequence its forward is given."""
     stream = _current.get()
     if stream is not None:
         stream.dealt = dealt
 
 
-def next_draw(name: str = "") -> Draw:
+def next_dropout_draw(name: str = "") -> Draw:
     """For the next dropout call of the current stream; see `DropoutStream.draw`.
 
     A forward that a checkpoint of torch repeats in backward draws what it drew the first time.

@@ -9,10 +9,10 @@ from __future__ import annotations
 
 from meshfold.mesh.errors import SpecError
 from meshfold.mesh.spec import argument_checks
-from meshfold.mesh.spec.argument_checks import named_arguments, refused
-from meshfold.mesh.spec.byte_sizes import UNITS, human_bytes, unit_of
-from meshfold.mesh.spec.entry import listed, show
-from meshfold.mesh.spec.installed import importable
+from meshfold.mesh.spec.argument_checks import reject_unknown_arguments, signature_mismatch
+from meshfold.mesh.spec.byte_sizes import UNITS, canonical_unit, format_bytes
+from meshfold.mesh.spec.entry import format_value, join_choices
+from meshfold.mesh.spec.installed import is_importable
 from meshfold.mesh.spec.parallel import ParallelSpec
 from meshfold.mesh.spec.pipeline import PipelineSpec
 from meshfold.mesh.spec.sequence import SequenceSpec
@@ -29,11 +29,11 @@ __all__ = [
     "TensorSpec",
     "ZeroSpec",
     "argument_checks",
-    "human_bytes",
-    "importable",
-    "listed",
-    "named_arguments",
-    "refused",
-    "show",
-    "unit_of",
+    "canonical_unit",
+    "format_bytes",
+    "format_value",
+    "is_importable",
+    "join_choices",
+    "reject_unknown_arguments",
+    "signature_mismatch",
 ]

@@ -8,8 +8,8 @@ import math
 from collections.abc import Callable, Mapping
 from typing import Any, ParamSpec, TypeVar
 
-from meshfold.mesh.errors import SpecError, nearest
-from meshfold.mesh.spec.entry import show
+from meshfold.mesh.errors import SpecError, did_you_mean
+from meshfold.mesh.spec.entry import format_value
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -42,7 +42,7 @@ def named(entry: str, value: object, known: Mapping[str, object]) -> tuple[str, 
         raise SpecError(f"{entry}={value!r}: a name or a dict with one. Known: {', '.join(known)}")
     if name not in known:
         raise SpecError(
-            f"{entry}={value!r}: there is no {entry} {name!r}.{nearest(name, known)} Known: {', '.join(known)}"
+            f"{entry}={value!r}: there is no {entry} {name!r}.{did_you_mean(name, known)} Known: {', '.join(known)}"
         )
     return name, rest
 
@@ -51,13 +51,13 @@ def known_keys(entry: str, value: object, keys: Mapping[str, Any], known: Mappin
     """Raise for the first key that is not known."""
     for key in keys:
         if key not in known:
-            hint = nearest(str(key), known)
+            hint = did_you_mean(str(key), known)
             raise SpecError(
                 f"{entry}={value!r}: there is no key {key!r}.{hint} Known: {', '.join(known) or 'none'}"
             )
 
 
-def named_arguments(method: Callable[P, R]) -> Callable[P, R]:
+def reject_unknown_arguments(method: Callable[P, R]) -> Callable[P, R]:
     """A constructor that raises a SpecError for a keyword that it does not take, with the name that is most like it."""
     owner = method.__qualname__.partition(".")[0]
     known = [*inspect.signature(method).parameters][1:]
@@ -67,14 +67,17 @@ def named_arguments(method: Callable[P, R]) -> Callable[P, R]:
         for name, value in kwargs.items():
             if name not in known:
                 raise SpecError(
-                    f"{owner}({name}={show(value)}): there is no argument {name!r}.{nearest(name, known)} Known: {', '.join(known)}"
+                    f"{owner}({name}={format_value(value)}): there is no argument {name!r}.{did_you_mean(name, known)} "
+                    f"Known: {', '.join(known)}"
                 )
         return method(*args, **kwargs)
 
     return called
 
 
-def refused(function: Callable[..., object], *args: object, **kwargs: object) -> inspect.Signature | None:
+def signature_mismatch(
+    function: Callable[..., object], *args: object, **kwargs: object
+) -> inspect.Signature | None:
     """The signature of a function that cannot be called so; None if it can, or does not say what it takes."""
     try:
         signature = inspect.signature(function)

@@ -15,7 +15,7 @@ UNITS = {
 }
 
 
-def unit_of(word: str) -> str:
+def canonical_unit(word: str) -> str:
     """Return the key of :data:`UNITS` that a word stands for, in any case and without its B; the word itself if it is none.
 
     >>> unit_of("G"), unit_of("gib"), unit_of("Gi"), unit_of("parsec")
@@ -26,7 +26,7 @@ def unit_of(word: str) -> str:
     return known.get(word.casefold(), word)
 
 
-def human_bytes(count: float) -> str:
+def format_bytes(count: float) -> str:
     """``1.50 GiB``."""
     for unit in ("B", "KiB", "MiB", "GiB"):
         if count < 1024:

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import SupportsIndex
 
-from meshfold.mesh.errors import SpecError, nearest
+from meshfold.mesh.errors import SpecError, did_you_mean
 
 _LONGEST_QUOTE = 300  # characters; longer values (a module as a mode, say) are cut in messages
 
@@ -54,12 +54,12 @@ _SYNONYMS = {
 }
 
 
-def show(value: object) -> str:
+def format_value(value: object) -> str:
     """The value as a user would write it: dicts as ``dict(size=2)``, everything else by repr."""
     if isinstance(value, dict) and all(
         isinstance(key, str) and key.isidentifier() and not keyword.iskeyword(key) for key in value
     ):
-        text = "dict(" + ", ".join(f"{key}={show(item)}" for key, item in value.items()) + ")"
+        text = "dict(" + ", ".join(f"{key}={format_value(item)}" for key, item in value.items()) + ")"
     else:
         try:
             text = repr(value)
@@ -76,7 +76,7 @@ def kind(value: object) -> str:
     return f"{'an' if name[0] in 'aeiouAEIO' else 'a'} {name}"
 
 
-def listed(words: Iterable[object], last: str = "or") -> str:
+def join_choices(words: Iterable[object], last: str = "or") -> str:
     """``1, 2 or 4``."""
     texts = [str(word) for word in words]
     return texts[0] if len(texts) == 1 else f"{', '.join(texts[:-1])} {last} {texts[-1]}"
@@ -86,7 +86,7 @@ def suggest(word: str, known: Iterable[str]) -> str:
     """`` Did you mean 'tensor'?`` by spelling or by what other libraries call it; may be empty."""
     names = list(known)
     synonym = _SYNONYMS.get(word.casefold())
-    return f" Did you mean {synonym!r}?" if synonym in names else nearest(word, names)
+    return f" Did you mean {synonym!r}?" if synonym in names else did_you_mean(word, names)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -97,7 +97,7 @@ class Entry:
     value: object
 
     def __str__(self) -> str:
-        return f"{self.name}={show(self.value)}"
+        return f"{self.name}={format_value(self.value)}"
 
     def error(self, problem: str, change: str) -> SpecError:
         """The error to raise: the entry, what is wrong with it, what to change. Both are whole sentences."""
@@ -111,7 +111,7 @@ class Entry:
         keys = f"Known keys: {', '.join(known)}."
         for key in self.value:
             if not isinstance(key, str):
-                raise self.error(f"the key {show(key)} is {kind(key)}, not a name.", keys)
+                raise self.error(f"the key {format_value(key)} is {kind(key)}, not a name.", keys)
             if key not in known:
                 raise self.error(f"{self.name} has no key {key!r}.{suggest(key, known)}", keys)
         return self.value
@@ -119,11 +119,11 @@ class Entry:
     def count(self, key: str, value: object, example: int) -> int:
         """``value`` as an int of at least 1; ``example`` is a number that would do."""
         if isinstance(value, bool) or not isinstance(value, int):
-            problem = f"{key}={show(value)} is {kind(value)}, not an int."
+            problem = f"{key}={format_value(value)} is {kind(value)}, not an int."
             raise self.error(problem, f"Write {key}={meant(value) or example}.")
         if value < 1:
             sign = "zero" if value == 0 else "negative"
-            problem = f"{key}={show(value)} is {sign}, and the least is 1."
+            problem = f"{key}={format_value(value)} is {sign}, and the least is 1."
             raise self.error(problem, f"Write {key}={example}, say.")
         if value >= 2**63:
             raise self.error(f"{key} is more than any machine has.", f"Write {key}={example}, say.")
@@ -133,11 +133,11 @@ class Entry:
         """``value`` as one of the known names, exactly; ``also`` tells what else the key takes."""
         options = f"Known: {', '.join(known)}{also}."
         if not isinstance(value, str):
-            raise self.error(f"{key}={show(value)} is {kind(value)}, not a name.", options)
+            raise self.error(f"{key}={format_value(value)} is {kind(value)}, not a name.", options)
         for name in known:
             if value == name:
                 return name
-        raise self.error(f"there is no {key} {show(value)}.{suggest(value, known)}", options)
+        raise self.error(f"there is no {key} {format_value(value)}.{suggest(value, known)}", options)
 
 
 def meant(value: object) -> int | None:

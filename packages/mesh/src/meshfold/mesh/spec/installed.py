@@ -6,7 +6,7 @@ import importlib.util
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from meshfold.mesh.spec.entry import listed
+from meshfold.mesh.spec.entry import join_choices
 
 
 class Need(NamedTuple):
@@ -17,7 +17,7 @@ class Need(NamedTuple):
     module: str
 
 
-def importable(module: str) -> bool:
+def is_importable(module: str) -> bool:
     """Whether ``module`` could be imported, without importing it. A folder without code does not count."""
     try:
         found = importlib.util.find_spec(module)
@@ -31,10 +31,12 @@ def why_missing(needs: Sequence[Need]) -> str:
     entries: dict[str, list[str]] = {}
     for need in needs:
         entries.setdefault(need.distribution, []).append(need.entry)
-    wants = (f"{listed(names, 'and')} {'need' if names[1:] else 'needs'} {d}" for d, names in entries.items())
+    wants = (
+        f"{join_choices(names, 'and')} {'need' if names[1:] else 'needs'} {d}" for d, names in entries.items()
+    )
     folders = " ".join(f"./packages/{_folder(distribution)}" for distribution in entries)
     return (
-        f"{listed(wants, 'and')}, which this installation does not have. In a clone of Meshfold's repository, run: "
+        f"{join_choices(wants, 'and')}, which this installation does not have. In a clone of Meshfold's repository, run: "
         f"pip install {folders}."
     )
 

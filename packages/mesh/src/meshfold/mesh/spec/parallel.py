@@ -7,9 +7,9 @@ from dataclasses import dataclass, field, replace
 
 from meshfold.mesh.errors import SpecError
 from meshfold.mesh.spec.describe import table
-from meshfold.mesh.spec.entry import Entry, kind, listed, show, suggest
+from meshfold.mesh.spec.entry import Entry, format_value, join_choices, kind, suggest
 from meshfold.mesh.spec.factors import divisors
-from meshfold.mesh.spec.installed import Need, importable, why_missing
+from meshfold.mesh.spec.installed import Need, is_importable, why_missing
 from meshfold.mesh.spec.pipeline import KEYS as PIPELINE_KEYS
 from meshfold.mesh.spec.pipeline import PipelineSpec
 from meshfold.mesh.spec.sequence import KEYS as SEQUENCE_KEYS
@@ -48,7 +48,7 @@ class ParallelSpec:
         """
         if not isinstance(parallel, dict):
             raise SpecError(
-                f"parallel={show(parallel)}: parallel is {kind(parallel)}, not a dict. "
+                f"parallel={format_value(parallel)}: parallel is {kind(parallel)}, not a dict. "
                 "Write parallel=dict(data=2, tensor=4), or parallel={} for plain data parallelism."
             )
         for key, value in parallel.items():
@@ -58,7 +58,7 @@ class ParallelSpec:
                     hint = _belongs(key, value) or suggest(key, DIMENSIONS)
                     raise Entry(name=key, value=value).error(f"there is no dimension {key!r}.{hint}", known)
                 raise SpecError(
-                    f"parallel={show(parallel)}: the key {show(key)} is {kind(key)}, not a name. {known}"
+                    f"parallel={format_value(parallel)}: the key {format_value(key)} is {kind(key)}, not a name. {known}"
                 )
         spec = cls(
             data=_data(parallel["data"]) if "data" in parallel else None,
@@ -66,7 +66,7 @@ class ParallelSpec:
             sequence=SequenceSpec.parse(parallel["sequence"]) if "sequence" in parallel else None,
             tensor=TensorSpec.parse(parallel["tensor"]) if "tensor" in parallel else None,
             zero=ZeroSpec.parse(parallel["zero"]) if "zero" in parallel else None,
-            written=f"parallel={show(parallel)}",
+            written=f"parallel={format_value(parallel)}",
         )
         spec._check_megatron(parallel)
         return spec if world_size is None else spec.with_world_size(world_size)
@@ -77,7 +77,7 @@ class ParallelSpec:
         rest = math.prod(size for name, size in self.axes.items() if name != "data")
         if total % rest == 0 and self.data in (None, total // rest):
             return replace(self, data=total // rest)
-        written = self.written or f"parallel={show(self.to_dict())}"
+        written = self.written or f"parallel={format_value(self.to_dict())}"
         shown = {name: size for name, size in self.axes.items() if name != "data" or self.data is not None}
         sizes = " × ".join(f"{name}={size}" for name, size in shown.items())
         problem = f"{written}: {sizes} makes {self.world_size} ranks, but the world size is {total}"
@@ -87,10 +87,10 @@ class ParallelSpec:
             )
         below = total // rest * rest
         near = [number for number in (below, below + rest) if number > 0]
-        fitting = listed(near) if self.data is None else str(self.world_size)
+        fitting = join_choices(near) if self.data is None else str(self.world_size)
         raise SpecError(
             f"{problem}, and no size of data fits: {rest} does not divide {total}. "
-            f"Start {fitting} processes, or make the other dimensions {listed(divisors(total)[:12])}."
+            f"Start {fitting} processes, or make the other dimensions {join_choices(divisors(total)[:12])}."
         )
 
     def _check_megatron(self, parallel: dict[str, object]) -> None:
@@ -105,7 +105,7 @@ class ParallelSpec:
             )
             raise entry.error(problem, change)
         if self.tensor.mode_name != "1d":
-            written = f"tensor={show(parallel['tensor'])}"
+            written = f"tensor={format_value(parallel['tensor'])}"
             raise entry.error(f"mode 'megatron' needs tensor mode '1d', and there is {written}.", change)
 
     @property
@@ -154,15 +154,15 @@ class ParallelSpec:
     def missing_distributions(self) -> tuple[str, ...]:
         """Those of ``required_distributions`` whose modules cannot be imported here."""
         return tuple(
-            dict.fromkeys(need.distribution for need in self._needs() if not importable(need.module))
+            dict.fromkeys(need.distribution for need in self._needs() if not is_importable(need.module))
         )
 
     def require_installed(self) -> None:
         """Raises a SpecError that names what is missing and what to do about it; nothing if all is there."""
-        missing = [need for need in self._needs() if not importable(need.module)]
+        missing = [need for need in self._needs() if not is_importable(need.module)]
         if not missing:
             return
-        written = self.written or f"parallel={show(self.to_dict())}"
+        written = self.written or f"parallel={format_value(self.to_dict())}"
         raise SpecError(f"{written}: {why_missing(missing)}")
 
 
@@ -170,7 +170,7 @@ def _belongs(key: str, value: object) -> str:
     """Whose key it is that stands where a dimension should: ``mode='2d'`` is one of tensor's."""
     owners = [name for name, keys in _KEYS.items() if key in keys]
     return (
-        f" {key!r} goes into {listed(owners)}, as {owners[0]}=dict({key}={show(value)}, ...)."
+        f" {key!r} goes into {join_choices(owners)}, as {owners[0]}=dict({key}={format_value(value)}, ...)."
         if owners
         else ""
     )

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from meshfold.mesh.spec.entry import Entry, listed, meant, show
+from meshfold.mesh.spec.entry import Entry, format_value, join_choices, meant
 from meshfold.mesh.spec.factors import divisors
 
 MODES = ("ring", "ulysses", "ring_ulysses", "megatron")
@@ -47,7 +47,7 @@ class SequenceSpec:
         entry = Entry(name="sequence", value=value)
         fields = entry.fields(KEYS, "sequence=dict(mode='ring', size=2)")
         if "mode" not in fields:
-            raise entry.error("mode is missing.", f"Write mode={listed(repr(name) for name in MODES)}.")
+            raise entry.error("mode is missing.", f"Write mode={join_choices(repr(name) for name in MODES)}.")
         mode = _mode(entry, fields["mode"])
         if mode == "megatron":
             for key in ("size", "ulysses"):
@@ -64,11 +64,11 @@ class SequenceSpec:
         if mode != "ring_ulysses":
             if "ulysses" in fields:
                 raise entry.error(
-                    f"ulysses belongs to mode 'ring_ulysses', and the mode is {show(mode)}.",
+                    f"ulysses belongs to mode 'ring_ulysses', and the mode is {format_value(mode)}.",
                     "Leave ulysses out, or write mode='ring_ulysses'.",
                 )
             return cls(mode=mode, size=size)
-        fits = listed(divisors(size)[:8])
+        fits = join_choices(divisors(size)[:8])
         if "ulysses" not in fields:
             problem = "mode 'ring_ulysses' needs ulysses: size = ring × ulysses."
             raise entry.error(problem, f"Write ulysses={fits}.")

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Protocol, cast
 
-from meshfold.mesh.spec.entry import Entry, kind, listed, meant, show
+from meshfold.mesh.spec.entry import Entry, format_value, join_choices, kind, meant
 from meshfold.mesh.spec.factors import balanced, divisors, is_power, powers_near, root
 
 # Axes of the built-in modes, outermost first.
@@ -113,14 +113,14 @@ def _mode(entry: Entry, value: object) -> tuple[str | TensorMode, str, tuple[str
     own_name, own_axes = getattr(value, "name", None), getattr(value, "axes", None)
     if not isinstance(own_name, str) or not isinstance(own_axes, (tuple, list)):
         raise entry.error(
-            f"mode={show(value)} is {kind(value)}, neither a mode's name nor an object with a name and axes.",
+            f"mode={format_value(value)} is {kind(value)}, neither a mode's name nor an object with a name and axes.",
             f"Known: {', '.join(MODES)}; a mode of your own has a string .name and a tuple .axes.",
         )
     axes = tuple(own_axes)
     for axis in axes:
         if not isinstance(axis, str) or not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", axis):
             raise entry.error(
-                f"the axis {show(axis)} of mode {own_name!r} is not a plain name.",
+                f"the axis {format_value(axis)} of mode {own_name!r} is not a plain name.",
                 "Name axes with letters, digits and underscores, e.g. axes=('x', 'y').",
             )
         if axis in RESERVED:
@@ -177,9 +177,9 @@ def _depth(
         grid = fields.get("grid")
         change = "Write depth=2, say."
         if isinstance(grid, (tuple, list)) and len(grid) == len(axes):
-            change = f"Write depth={show(grid[0])}, grid={show(grid[1:])}."
+            change = f"Write depth={format_value(grid[0])}, grid={format_value(grid[1:])}."
         elif grid is None and size is not None:
-            change = f"Write depth={listed(_depths(size, len(free))[:4])}."
+            change = f"Write depth={join_choices(_depths(size, len(free))[:4])}."
         raise entry.error(f"mode {name!r} needs depth: size = depth × {' × '.join(free)}.", change)
     depth = entry.count("depth", fields["depth"], 2)
     if not has_depth:
@@ -200,11 +200,13 @@ def _grid(
     example = balanced(4 if size is None or size % depth else size // depth, len(free))
     wanted = f"grid=({', '.join(free)}), e.g. grid={example}"
     if not isinstance(value, (tuple, list)):
-        raise entry.error(f"grid={show(value)} is {kind(value)}, not a tuple of ints.", f"Write {wanted}.")
+        raise entry.error(
+            f"grid={format_value(value)} is {kind(value)}, not a tuple of ints.", f"Write {wanted}."
+        )
     if len(value) != len(free):
         entries = "1 entry" if len(value) == 1 else f"{len(value)} entries"
         beside = " beside depth" if "depth" in fields else ""
-        problem = f"grid={show(value)} has {entries}, but mode {name!r} takes {len(free)}."
+        problem = f"grid={format_value(value)} has {entries}, but mode {name!r} takes {len(free)}."
         raise entry.error(problem, f"Write {wanted}{beside}.")
     grid = tuple(entry.count(f"grid[{place}]", item, 2) for place, item in enumerate(value))
     product = depth * math.prod(grid)
@@ -226,22 +228,22 @@ def _equal(
         grid = "" if degree == 1 else f" or grid={(2,) * degree}"
         raise entry.error("size is missing.", f"Write size={depth * 2**degree}{grid}.")
     if size % depth:
-        fits = listed(_depths(size, degree)[:4])
-        sizes = listed(depth * base**degree for base in (1, 2, 3))
+        fits = join_choices(_depths(size, degree)[:4])
+        sizes = join_choices(depth * base**degree for base in (1, 2, 3))
         change = f"Write depth={fits} for size {size}, or size={sizes} for depth {depth}."
         raise entry.error(f"depth {depth} does not divide size {size}.", change)
     rest = size // depth
     if is_power(rest, degree):
         return (root(rest, degree),) * degree
     shape = _POWERS.get(degree, f"a whole number to the power {degree}")
-    sizes = listed(depth * number for number in powers_near(rest, degree))
+    sizes = join_choices(depth * number for number in powers_near(rest, degree))
     change = f"Write size={sizes}, or grid={balanced(rest, degree)} with unequal sides"
     if "depth" not in fields:
         raise entry.error(f"mode {name!r} needs {shape}, and size {size} is none.", change + ".")
     deeper = [other for other in _depths(size, degree) if other != depth]
     raise entry.error(
         f"mode {name!r} needs depth × {shape}, and size {size} / depth {depth} = {rest} is none.",
-        change + (f", or depth={listed(deeper[:4])}." if deeper else "."),
+        change + (f", or depth={join_choices(deeper[:4])}." if deeper else "."),
     )
 
 

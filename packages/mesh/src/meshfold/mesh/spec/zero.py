@@ -8,9 +8,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from fractions import Fraction
 
-from meshfold.mesh.errors import nearest
-from meshfold.mesh.spec.byte_sizes import UNITS, unit_of
-from meshfold.mesh.spec.entry import Entry, kind, show
+from meshfold.mesh.errors import did_you_mean
+from meshfold.mesh.spec.byte_sizes import UNITS, canonical_unit
+from meshfold.mesh.spec.entry import Entry, format_value, kind
 
 PLACEMENTS = ("auto", "cuda", "cpu", "static", "const")
 REGIMES = ("A", "B", "C")
@@ -81,7 +81,7 @@ def _stage(entry: Entry, value: object) -> int:
 def _reshards(entry: Entry, stage: int, placement: str, fields: Mapping[str, object]) -> bool:
     value = fields.get("reshard_after_forward", True)
     if not isinstance(value, bool):
-        problem = f"reshard_after_forward={show(value)} is {kind(value)}, not a bool."
+        problem = f"reshard_after_forward={format_value(value)} is {kind(value)}, not a bool."
         raise entry.error(
             problem, "Write True, or False to keep what is gathered from a forward until its backward."
         )
@@ -103,9 +103,9 @@ def _fractions(entry: Entry, placement: str, fields: Mapping[str, object]) -> di
         value = fields[key]
         change = f"Write {key}=0.5, say: 0.0 is all on the GPU, 1.0 all on the host."
         if isinstance(value, bool) or not isinstance(value, (int, float)):
-            raise entry.error(f"{key}={show(value)} is {kind(value)}, not a number.", change)
+            raise entry.error(f"{key}={format_value(value)} is {kind(value)}, not a number.", change)
         if not 0 <= value <= 1:  # false for nan too
-            raise entry.error(f"{key}={show(value)} is not between 0 and 1.", change)
+            raise entry.error(f"{key}={format_value(value)} is not between 0 and 1.", change)
         if placement != "static":
             raise entry.error(
                 f"{key} belongs to placement 'static', and the placement is {placement!r}.",
@@ -123,7 +123,7 @@ def _path(entry: Entry, placement: str, fields: Mapping[str, object]) -> str | N
     if not isinstance(path, str) or not path.strip():
         problem = "is empty" if isinstance(path, str) else f"is {kind(value)}, not a path"
         change = "Write a folder on a fast disk, e.g. offload_path='/scratch/offload'."
-        raise entry.error(f"offload_path={show(value)} {problem}.", change)
+        raise entry.error(f"offload_path={format_value(value)} {problem}.", change)
     if placement == "cuda":
         raise entry.error(
             "placement 'cuda' keeps everything on the GPU, so nothing would reach offload_path.",
@@ -136,17 +136,17 @@ def _bytes(entry: Entry, key: str, value: object) -> int:
     """Bytes, from a whole number or a string such as ``24GiB``."""
     if not isinstance(value, str):
         if isinstance(value, bool) or not isinstance(value, int):
-            problem = f"{key}={show(value)} is {kind(value)}, neither whole bytes nor a string."
+            problem = f"{key}={format_value(value)} is {kind(value)}, neither whole bytes nor a string."
             raise entry.error(problem, f"Write {key}='24GiB', say.")
         return entry.count(key, value, 24 * 2**30)
     match = re.fullmatch(r"([0-9]{1,18}(?:\.[0-9]{1,18})?) ?([A-Za-z]*)", value)
     if match is None:
-        problem = f"{key}={show(value)} is not an amount of memory."
+        problem = f"{key}={format_value(value)} is not an amount of memory."
         raise entry.error(problem, f"Write {key}='24GiB', or whole bytes.")
     number, unit = match.groups()
-    unit = unit_of(unit)
+    unit = canonical_unit(unit)
     if unit not in UNITS:
-        problem = f"has no unit {unit!r}.{nearest(unit, UNITS)}" if unit else "has no unit."
+        problem = f"has no unit {unit!r}.{did_you_mean(unit, UNITS)}" if unit else "has no unit."
         change = f"Write {key}='{number}GiB', say; units are {', '.join(UNITS)}."
         raise entry.error(f"{key}={value!r} {problem}", change)
     amount = int(Fraction(number) * UNITS[unit])  # exact: 0.1GiB is no float's business

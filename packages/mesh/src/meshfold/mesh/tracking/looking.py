@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
-from meshfold.mesh.parameters.names import plain
+from meshfold.mesh.parameters.names import uncompiled_name
 from meshfold.mesh.tracking.active import activated
 from meshfold.mesh.tracking.dims import Dims, unknown, unknown_dims, whole, whole_dims
 from meshfold.mesh.tracking.follow import Tracker
@@ -30,7 +30,7 @@ class Looking:
     def __init__(self, model: nn.Module, watched: Sequence[Watched], given: Mapping[str, Any]) -> None:
         self._model, self._watched, self._given = model, watched, given
         self._tracker = Tracker()
-        self._names = {id(module): plain(name) for name, module in model.named_modules()}
+        self._names = {id(module): uncompiled_name(name) for name, module in model.named_modules()}
         self._inside: list[nn.Module] = []
         self._exchanging: list[tuple[nn.Module, Any]] = []
         self._open = ExitStack()

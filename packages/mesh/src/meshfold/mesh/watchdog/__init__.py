@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from meshfold.mesh.watchdog.rank_errors import told_to_all
-from meshfold.mesh.watchdog.shared import Watch, limit_of, watch
+from meshfold.mesh.watchdog.rank_errors import report_errors
+from meshfold.mesh.watchdog.shared import Watch, watch, watchdog_limit
 
 __all__ = [
     "Watch",
-    "limit_of",
-    "told_to_all",
+    "report_errors",
     "watch",
+    "watchdog_limit",
 ]

@@ -240,7 +240,7 @@ class Failures:
         return self._flight.last[-1] if self._flight.last else None
 
 
-def told_to_all(function: Callable[P, R]) -> Callable[P, R]:
+def report_errors(function: Callable[P, R]) -> Callable[P, R]:
     """A function that all ranks call: an error that leaves it is told to the other ranks, where somebody watches."""
 
     @functools.wraps(function)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from meshfold.mesh.processes import process_group
-from meshfold.mesh.processes.environment import watching
+from meshfold.mesh.processes.environment import watchdog_settings
 from meshfold.mesh.recording import flight_recorder
 from meshfold.mesh.watchdog.diagnosis import DEFAULT_LIMIT_S
 from meshfold.mesh.watchdog.monitor import Watchdog
@@ -13,13 +13,13 @@ from meshfold.mesh.watchdog.monitor import Watchdog
 _running: tuple[Any, Watchdog] | None = None  # and the world it is of
 
 
-def limit_of(watchdog: float | None) -> float:
+def watchdog_limit(watchdog: float | None) -> float:
     """Return the seconds that other ranks are waited for: those given, else ``MESHFOLD_WATCHDOG``, else the default.
 
     Raises:
         LaunchError: for a variable that is no number.
     """
-    limit, _ = watching()
+    limit, _ = watchdog_settings()
     if watchdog is not None:
         return watchdog
     return DEFAULT_LIMIT_S if limit is None else limit

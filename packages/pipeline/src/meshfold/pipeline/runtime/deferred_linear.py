@@ -18,7 +18,15 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from meshfold.mesh.parameters import Defers, Pair, Queue, Site, add_gradient, add_product, put
+from meshfold.mesh.parameters import (
+    DefersWeightGrad,
+    MatmulOperands,
+    WeightGradQueue,
+    WeightGradSite,
+    accumulate_grad,
+    accumulate_grad_product,
+    defer_weight_grad,
+)
 
 _SITE = "_meshfold_site"
 
@@ -45,7 +53,7 @@ class _Product(torch.autograd.Function):
         dx = None
         if ctx.needs_input_grad[0]:
             dx = (rows @ (weight.t() if ctx.turned else weight)).view(x.shape)
-        return dx, None, None, put(ticket, x.reshape(-1, x.shape[-1]), rows), None
+        return dx, None, None, defer_weight_grad(ticket, x.reshape(-1, x.shape[-1]), rows), None
 
 
 class _Deferring:
@@ -71,7 +79,7 @@ class _DeferringTurned(_Deferring):
 _classes: dict[type, type] = {}
 
 
-def defer_weight_gradients(module: nn.Module, *, batched: bool = False) -> Queue:
+def defer_weight_gradients(module: nn.Module, *, batched: bool = False) -> WeightGradQueue:
     """Switch the linear layers of a module to deferred weight gradients, in place.
 
     nn.Linear, transformers' Conv1D and layers that know how (tensor-parallel ones). A layer with a forward of its own, or
@@ -85,7 +93,7 @@ def defer_weight_gradients(module: nn.Module, *, batched: bool = False) -> Queue
     Returns:
         Where the gradients wait: ``with queue.collecting(0): loss.backward()``, later ``queue.compute(0)``.
     """
-    queue = Queue()
+    queue = WeightGradQueue()
     for layer in module.modules():
         site = _site_of(layer, batched)
         if site is not None:
@@ -101,11 +109,11 @@ def restore(module: nn.Module) -> None:
             layer.__class__ = type(layer).__mro__[2]
 
 
-def _site_of(layer: nn.Module, batched: bool) -> Site | None:
+def _site_of(layer: nn.Module, batched: bool) -> WeightGradSite | None:
     known = layer.__dict__.get(_SITE)
-    if isinstance(known, Site):
+    if isinstance(known, WeightGradSite):
         return known
-    if isinstance(layer, Defers):
+    if isinstance(layer, DefersWeightGrad):
         return layer.defer_weight_gradient()
     turned = _is_conv1d(layer)
     if not (turned or (isinstance(layer, nn.Linear) and type(layer).forward is nn.Linear.forward)):
@@ -117,7 +125,7 @@ def _site_of(layer: nn.Module, batched: bool) -> Site | None:
         base = _DeferringTurned if turned else _Deferring
         _classes[kind] = type(kind.__name__, (base, kind), {"__module__": kind.__module__})
     layer.__class__ = _classes[kind]
-    site = Site(_Adder(layer, turned, batched))
+    site = WeightGradSite(_Adder(layer, turned, batched))
     layer.__dict__[_SITE] = site
     return site
 
@@ -128,16 +136,16 @@ class _Adder:
     def __init__(self, layer: nn.Module, turned: bool, batched: bool) -> None:
         self._layer, self._turned, self._batched = layer, turned, batched
 
-    def __call__(self, pairs: Sequence[Pair]) -> None:
+    def __call__(self, pairs: Sequence[MatmulOperands]) -> None:
         weight, bias = self._layer._parameters["weight"], self._layer._parameters["bias"]
         if self._batched and len(pairs) > 1:
             pairs = [(torch.cat([x for x, _ in pairs]), torch.cat([dy for _, dy in pairs]))]
         for x, dy in pairs:
             if weight is not None:
                 left, right = (x, dy) if self._turned else (dy, x)
-                add_product(weight, left.t(), right)
+                accumulate_grad_product(weight, left.t(), right)
             if bias is not None:
-                add_gradient(bias, dy.sum(0))
+                accumulate_grad(bias, dy.sum(0))
 
 
 def _is_conv1d(layer: nn.Module) -> bool:

@@ -15,7 +15,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
 from meshfold.mesh import LayoutError, Mesh
-from meshfold.mesh.model_io import evaluating
+from meshfold.mesh.model_io import eval_mode
 from meshfold.pipeline.errors import ChainError, ExampleError
 from meshfold.pipeline.runtime.absent_parameters import LARGE, zeros_in_place
 from meshfold.pipeline.runtime.partial_forward import ObservedForward, PartialForward
@@ -100,7 +100,7 @@ def analyze_forward(
         return model(*example[0], **example[1])
 
     try:
-        with evaluating(model), zeros_in_place(outside, device), unscaled_tables(model):
+        with eval_mode(model), zeros_in_place(outside, device), unscaled_tables(model):
             loose = [getattr(module, name) for module, name in weights]
             try:
                 seen, entering = partial_forward.watch(call, loose, stop=0)

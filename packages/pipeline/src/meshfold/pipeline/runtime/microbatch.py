@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from meshfold.mesh import SpecError
-from meshfold.mesh.model_io import IGNORE, name_of_targets, with_one_at_least
+from meshfold.mesh.model_io import IGNORE_INDEX, ensure_one_target, targets_key
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -160,7 +160,7 @@ def form(batch: Any, *, own_loss: bool) -> tuple[tuple[Any, ...], dict[str, Any]
         return (batch,), {"labels": batch}
     if isinstance(batch, Mapping):
         fields = dict(batch)
-        if "labels" not in fields and not name_of_targets(fields) and "input_ids" in fields and not own_loss:
+        if "labels" not in fields and not targets_key(fields) and "input_ids" in fields and not own_loss:
             fields["labels"] = fields["input_ids"]
         return (), fields
     if isinstance(batch, tuple) and len(batch) == 2:
@@ -183,21 +183,21 @@ def _count(
     args: Sequence[Any], kwargs: Mapping[str, Any], part: Any, rows: int, *, own_loss: bool, shifted: bool
 ) -> Tensor:
     """How many targets of a part count: scalar."""
-    name = name_of_targets(kwargs)
+    name = targets_key(kwargs)
     targets = part[1] if own_loss and isinstance(part, tuple) else kwargs.get(name)
     if not isinstance(targets, Tensor) or targets.is_floating_point():
         return torch.tensor(rows)
     if shifted and not own_loss and name == "labels" and targets.dim() > 1:
         targets = targets[:, 1:]
-    return (targets != IGNORE).sum()
+    return (targets != IGNORE_INDEX).sum()
 
 
 def _countable(part: Any, count: Tensor, *, own_loss: bool) -> Any:
     """A part with a target that counts, if it has none: the gradient of a mean over nothing is not 0, times its weight."""
-    if isinstance(part, Mapping) and (name := name_of_targets(part)):
-        return {**part, name: with_one_at_least(part[name], count, part.get("attention_mask"))}
+    if isinstance(part, Mapping) and (name := targets_key(part)):
+        return {**part, name: ensure_one_target(part[name], count, part.get("attention_mask"))}
     if own_loss and isinstance(part, tuple) and isinstance(part[1], Tensor):
-        return part[0], with_one_at_least(part[1], count)
+        return part[0], ensure_one_target(part[1], count)
     return part
 
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from meshfold.mesh import LayoutError, Mesh, annotate
-from meshfold.mesh.parameters import placed
+from meshfold.mesh.parameters import metadata_on
 from meshfold.pipeline.runtime.absent_parameters import AbsentParameter, set_absent_dtype
 from meshfold.pipeline.runtime.blocks import Blocks, balance_blocks, find_blocks
 from meshfold.pipeline.runtime.forward_analysis import Example, analyze_forward, some_tokens
@@ -188,7 +188,9 @@ def partition_model(
             if tied:
                 ties.append(Tie(name=firsts[kept], ranks=where))
             only_at = {axis: where}
-            annotate(kept, replace(placed(kept, mesh), tie=firsts[kept] if tied else "", only_at=only_at))
+            annotate(
+                kept, replace(metadata_on(kept, mesh), tie=firsts[kept] if tied else "", only_at=only_at)
+            )
 
     places = tuple(slot for name, slot in _slots(model) if found.index_of(name) is None)
 

@@ -17,8 +17,8 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.utils._pytree import tree_leaves
 
 from meshfold.mesh import LayoutError, MeshfoldError, SpecError, dropout_stream
-from meshfold.mesh.model_io import here
-from meshfold.mesh.parameters import Queue, gradients_together
+from meshfold.mesh.model_io import local_shard
+from meshfold.mesh.parameters import WeightGradQueue, gradient_scope
 from meshfold.mesh.random import DropoutStream, current_dropout_stream
 from meshfold.pipeline.runtime.forward_analysis import bypassed
 from meshfold.pipeline.runtime.microbatch import Microbatch
@@ -46,7 +46,7 @@ class Stage:
         kept: micro-batches between F and W.
     """
 
-    def __init__(self, partition: Partition, number: int, queue: Queue, loss_of: LossOf) -> None:
+    def __init__(self, partition: Partition, number: int, queue: WeightGradQueue, loss_of: LossOf) -> None:
         """Args:
         partition: the model.
         number: which of this rank's stages.
@@ -154,14 +154,14 @@ class Stage:
             if output is not None
         ]
         if pairs:
-            with gradients_together():
+            with gradient_scope():
                 torch.autograd.backward([edge for edge, _ in pairs], [gradient for _, gradient in pairs])
         return [torch.zeros_like(x) if x.grad is None else x.grad for x in live.inputs]
 
     def _check_values(self, output: Any, received: Sequence[Tensor]) -> None:
         """Of the first micro-batch: nothing but NaN of finite inputs is what stands for a tensor that did not travel."""
         made = [
-            here(leaf)
+            local_shard(leaf)
             for leaf in tree_leaves(output)
             if isinstance(leaf, Tensor) and leaf.dim() and leaf.numel()
         ]

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from meshfold.mesh import Mesh, SpecError, build_on_meta, materialize, retrace_initialization
-from meshfold.mesh.initialization import coordinates_of, origin_of
+from meshfold.mesh.initialization import find_value_source, shard_coordinates
 from meshfold.pipeline.runtime.deferred_linear import defer_weight_gradients
 from meshfold.pipeline.runtime.forward_analysis import Example
 from meshfold.pipeline.runtime.partition import Partition, partition_model
@@ -91,7 +91,7 @@ def stage_model(
             seed=seed,
             device=place,
             dtype=dtype,
-            placement_of=lambda name, tensor: coordinates_of(tensor),
+            placement_of=lambda name, tensor: shard_coordinates(tensor),
         )
     else:
         built.to(place)
@@ -109,7 +109,7 @@ def _built(model: nn.Module | Callable[[], nn.Module], seed: int) -> tuple[nn.Mo
         return (*build_on_meta(model), seed)
     if not any(p.is_meta for p in model.parameters()):
         return model, None, seed
-    origin = origin_of(model)
+    origin = find_value_source(model)
     return (
         (model, retrace_initialization(model), seed) if origin is None else (model, origin.tape, origin.seed)
     )

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from meshfold.mesh import Transfer
-from meshfold.mesh.parameters import add_gradient
+from meshfold.mesh.parameters import accumulate_grad
 from meshfold.pipeline.runtime.executor import Channels
 from meshfold.pipeline.runtime.partition import Tie
 
@@ -70,7 +70,7 @@ class TiedGradients:
             assert own is not None  # set above
             parts = dict([(here, own), *((rank, transfer.wait()) for rank, transfer in transfers)])
             total = _sum([parts[rank] for rank in sorted(parts)])
-            add_gradient(parameter, total.to(parameter.dtype))
+            accumulate_grad(parameter, total.to(parameter.dtype))
         self._channels.finish()
         self._own = [None] * len(self.parameters)
 

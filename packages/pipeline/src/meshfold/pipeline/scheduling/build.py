@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
-from meshfold.mesh.errors import nearest
+from meshfold.mesh.errors import did_you_mean
 from meshfold.pipeline.errors import ScheduleError
 from meshfold.pipeline.scheduling.actions import Action, Schedule
 from meshfold.pipeline.scheduling.costs import Costs
@@ -75,7 +75,7 @@ def _named(name: str, ranks: int, microbatches: int, chunks: int | None, waves: 
     if name not in SCHEDULES:
         known = [*SCHEDULES, "auto"]
         raise ScheduleError(
-            f"schedule {name!r} is not known.{nearest(name, known)} Known are {', '.join(known)}; or give a function."
+            f"schedule {name!r} is not known.{did_you_mean(name, known)} Known are {', '.join(known)}; or give a function."
         )
     takes = _TAKES.get(name)
     if waves is not None and takes != "waves":

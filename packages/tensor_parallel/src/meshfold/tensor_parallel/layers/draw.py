@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from meshfold.mesh.random import Dealt, current_dropout_stream, key_of, next_draw
+from meshfold.mesh.random import TokenShards, current_dropout_stream, key_of, next_dropout_draw
 
 _NAMES: dict[int, str] = {}
 
@@ -33,7 +33,7 @@ def draw(x: Tensor, code: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor, Tenso
 
 
 def dealt_numbers(
-    tokens: Tensor, size: int, dealt: Dealt | None, *, rows: bool
+    tokens: Tensor, size: int, dealt: TokenShards | None, *, rows: bool
 ) -> tuple[Tensor, int | Tensor]:
     """Numbers among whole sequences, of tokens that are numbered among this rank's parts of them.
 
@@ -58,7 +58,7 @@ def dealt_numbers(
 def _operation() -> Any:
     @torch.library.custom_op("meshfold::draw", mutates_args=(), tags=(torch.Tag.nondeterministic_seeded,))
     def draw_now(x: Tensor, code: Tensor) -> Tensor:
-        made = next_draw(_NAMES[int(code)])
+        made = next_dropout_draw(_NAMES[int(code)])
         numbers = [made.seed, made.key, made.first_row, made.first_token, made.rows]
         return torch.tensor(numbers, dtype=torch.int64).to(x.device, non_blocking=True)
 

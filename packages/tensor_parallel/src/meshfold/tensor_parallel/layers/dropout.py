@@ -12,8 +12,8 @@ from torch import Tensor
 
 from meshfold import kernels
 from meshfold.mesh import Mesh
-from meshfold.mesh.parameters import plain
-from meshfold.mesh.random import next_draw
+from meshfold.mesh.parameters import uncompiled_name
+from meshfold.mesh.random import next_dropout_draw
 from meshfold.mesh.tracking import tracker
 from meshfold.mesh.tracking.follow import Tracker
 from meshfold.tensor_parallel.layers.base import ShardedLayer
@@ -57,7 +57,7 @@ class Dropout(ShardedLayer):
         batch: of the forward that runs.
         """
         super().__init__()
-        self.p, self.mesh, self.hidden, self.name = p, mesh, hidden, plain(name)
+        self.p, self.mesh, self.hidden, self.name = p, mesh, hidden, uncompiled_name(name)
         self.inner, self.heads, self.flat_tokens = inner, heads, flat_tokens
         self._code, self._batch = code_of(self.name), batch or BatchShape()
         self._dealt = mesh.size(*_SEQUENCE) > 1
@@ -110,7 +110,7 @@ class Dropout(ShardedLayer):
         if torch.compiler.is_compiling():
             seed, key, first_row, first_token, rows = draw(x, self._code)
             return seed, key, Batch(first_row, first_token, rows, self._batch, None), -1
-        made = next_draw(self.name)
+        made = next_dropout_draw(self.name)
         batch = Batch(made.first_row, made.first_token, made.rows, self._batch, made.dealt)
         return made.seed, made.key, batch, made.call
 

@@ -27,7 +27,7 @@ from torch import Tensor, nn
 
 from meshfold.mesh import Layout, LayoutError, Mesh, ParameterMeta, Part, Placement, metadata
 from meshfold.mesh.collectives import Primitive, bind_collect, bind_enter, bind_take, identity
-from meshfold.mesh.parameters import Pair, Site, add_gradient
+from meshfold.mesh.parameters import MatmulOperands, WeightGradSite, accumulate_grad
 from meshfold.tensor_parallel.algebra import MatmulPlan, plan
 from meshfold.tensor_parallel.layers.autocast import casts, lowered
 from meshfold.tensor_parallel.layers.base import ShardedLayer, shard_parameter
@@ -133,7 +133,7 @@ class Linear(ShardedLayer):
         self.plan = matmul or (stem_plan(mode) if role == "stem" else mode.plans[role])
         self.gather_output = self.flat_output = False
         self._enter_input: Primitive | None = None
-        self._site: Site | None = None
+        self._site: WeightGradSite | None = None
         self.head_dim = 0
         """Elements of its output that stay together, those of a head, where it makes queries, keys or values."""
         weight: Tensor = module.weight  # type: ignore[assignment]
@@ -199,21 +199,21 @@ class Linear(ShardedLayer):
         self.use_entered_input()
         self._enter_input = enter
 
-    def defer_weight_gradient(self) -> Site:
+    def defer_weight_gradient(self) -> WeightGradSite:
         """From now on let dw wait where the site says (:mod:`meshfold.mesh.parameters.deferred_wgrad`); db is made with dx."""
         if self._site is None:
             self._multiply_deferred = bind_deferred_matmul(self.plan, self.mesh, lowering=self.lowering)
-            self._site = Site(self._add_weight_gradients)
+            self._site = WeightGradSite(self._add_weight_gradients)
         return self._site
 
-    def _add_weight_gradients(self, pairs: Sequence[Pair]) -> None:
+    def _add_weight_gradients(self, pairs: Sequence[MatmulOperands]) -> None:
         for x, dy in pairs:
             with torch.enable_grad():
                 weight = self._sum_weight(self.weight)
                 operand = weight if self.stored == "nk" else weight.t()
             dw = weight_gradient(self.plan, self.mesh, x, operand.detach(), dy, lowering=self.lowering)
             if operand is self.weight:
-                add_gradient(self.weight, dw)
+                accumulate_grad(self.weight, dw)
             else:
                 torch.autograd.backward(operand, dw)
 

@@ -18,7 +18,7 @@ from torch.nn import functional as F
 
 from meshfold.mesh import LayoutError, Mesh, Part, Placement
 from meshfold.mesh.collectives import bind_collect, bind_enter, bind_leave
-from meshfold.mesh.parameters import keep_parameter_hooks
+from meshfold.mesh.parameters import copy_parameter_hooks
 from meshfold.tensor_parallel.layers.attention import attention, attention_weights
 from meshfold.tensor_parallel.layers.base import ShardedLayer, shard_parameter
 from meshfold.tensor_parallel.layers.dropout import Dropout
@@ -108,7 +108,7 @@ class SplitMultiheadAttention(ShardedLayer, nn.MultiheadAttention):
                 continue
             if whole not in blocks:
                 blocks[whole] = shard_parameter(whole, place, self.mesh)
-                keep_parameter_hooks(whole, blocks[whole])
+                copy_parameter_hooks(whole, blocks[whole])
             module._parameters[name] = blocks[whole]
 
     def forward(

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from meshfold import kernels
 from meshfold.mesh import Mesh, Placement, collectives
-from meshfold.mesh.collectives import as_result, bind_enter
+from meshfold.mesh.collectives import bind_enter, traceable_result
 from meshfold.tensor_parallel.kinds import eps_for, norm_eps, norm_kind, norm_size
 from meshfold.tensor_parallel.layers.autocast import left_alone, widened
 from meshfold.tensor_parallel.layers.base import ShardedLayer, shard_parameter
@@ -183,7 +183,7 @@ def bind_rms_norm(mesh: Mesh, columns: tuple[str, ...], hidden: int, eps: float)
             squares = collectives.all_reduce(kernels.rms_norm_stats(x), mesh.group(*columns))
             rstd = torch.rsqrt(squares / hidden + eps)
             ctx.save_for_backward(x, weight, rstd)
-            return as_result(kernels.rms_norm_apply(x, weight, rstd))
+            return traceable_result(kernels.rms_norm_apply(x, weight, rstd))
 
         @staticmethod
         def backward(ctx: Any, dy: Tensor) -> Any:
@@ -216,7 +216,7 @@ def bind_layer_norm(mesh: Mesh, columns: tuple[str, ...], hidden: int, eps: floa
             rstd = torch.rsqrt(variance + eps)
             ctx.save_for_backward(x, weight, mean, rstd)
             ctx.has_bias = bias is not None
-            return as_result(kernels.layer_norm_apply(x, weight, bias, mean, rstd))
+            return traceable_result(kernels.layer_norm_apply(x, weight, bias, mean, rstd))
 
         @staticmethod
         def backward(ctx: Any, dy: Tensor) -> Any:

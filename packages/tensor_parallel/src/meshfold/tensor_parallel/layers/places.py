@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from meshfold.mesh import LayoutError, Mesh, MeshfoldError
-from meshfold.mesh.random import Dealt
+from meshfold.mesh.random import TokenShards
 from meshfold.mesh.tracking.dims import Dim, Dims, Factor, Split, is_unknown
 from meshfold.mesh.tracking.rows import EXCHANGED, ROWS, TURNED
 from meshfold.tensor_parallel.layers.draw import dealt_numbers
@@ -59,7 +59,7 @@ class Batch(NamedTuple):
     first_token: int | Tensor
     rows: int | Tensor
     here: BatchShape
-    dealt: Dealt | None
+    dealt: TokenShards | None
 
 
 def seen_place(

@@ -18,7 +18,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from meshfold.mesh import LayoutError
-from meshfold.mesh.errors import nearest
+from meshfold.mesh.errors import did_you_mean
 from meshfold.tensor_parallel.lowerings.base import Lowering
 from meshfold.tensor_parallel.lowerings.choose import WAYS, Auto, choose
 
@@ -36,7 +36,9 @@ def lowering(name: str, plan: MatmulPlan) -> Lowering:
     """
     found = LOWERINGS.get(name)
     if found is None:
-        raise LayoutError(f"no lowering {name!r}.{nearest(name, LOWERINGS)} There are {', '.join(LOWERINGS)}")
+        raise LayoutError(
+            f"no lowering {name!r}.{did_you_mean(name, LOWERINGS)} There are {', '.join(LOWERINGS)}"
+        )
     reason = found.refuses(plan)
     if reason:
         raise LayoutError(f"lowering {name!r} does not apply: {reason}; use 'gather' or 'auto'")

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from meshfold.mesh import Mesh, Pending, collectives
-from meshfold.mesh.collectives import reshaped
+from meshfold.mesh.collectives import wide_reshape
 from meshfold.tensor_parallel.cost import Cost, CostBuilder
 
 if TYPE_CHECKING:
@@ -153,7 +153,7 @@ def _multiply_blocks(x: Tensor, w: Tensor) -> Tensor:
     y = x.new_empty(rows, w.shape[0])
     step = max(_COPIED_ROWS, -(-rows // 4))
     for start in range(0, rows, step):
-        part = reshaped(x[:, start : start + step].movedim(0, 1), (-1, w.shape[1]))
+        part = wide_reshape(x[:, start : start + step].movedim(0, 1), (-1, w.shape[1]))
         torch.mm(part, w.t(), out=y[start : start + step])
     return y
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from meshfold.mesh import Group, Mesh
-from meshfold.mesh.parameters import placed
+from meshfold.mesh.parameters import metadata_on
 from meshfold.zero_gemini.build import (
     MakeOptimizer,
     give_stretches,
@@ -101,7 +101,7 @@ class HeldModel(ParameterValues):
         self._chunk_of: dict[str, Chunk] = {}
         self._stepper: Stepper | None = None
         # Ranks with other parameters (stages of a pipeline) have other chunks, and do not come where these come.
-        others = {*apart, *(axis for p in model.parameters() for axis in placed(p, mesh).only_at)}
+        others = {*apart, *(axis for p in model.parameters() for axis in metadata_on(p, mesh).only_at)}
         alike = [axis for axis in mesh.names if axis not in others]
         self._faults = Faults(mesh.group(*alike), memory.device)
         self._promised = False  # a step whose outcome the ranks have not told each other yet

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from meshfold.mesh import Group, all_gather, all_reduce
-from meshfold.mesh.collectives import tell_all
-from meshfold.mesh.parameters import Parts
+from meshfold.mesh.collectives import all_gather_object
+from meshfold.mesh.parameters import StoredValue
 from meshfold.zero_gemini.chunks.chunk import Chunk
 from meshfold.zero_gemini.optimizer import AdamStepper, Entry, Stepper
 from meshfold.zero_gemini.optimizer.state_snapshot import NotedAdam
@@ -78,26 +78,26 @@ class Contents:
         mine = next((part for part in chunk.slices if part.name == name), None)
         return range(0) if mine is None else range(mine.parameter_start, mine.parameter_start + mine.length)
 
-    def parts(self, name: str, key: str | None = None) -> Parts:
+    def parts(self, name: str, key: str | None = None) -> StoredValue:
         """These elements of the true value, or of an optimizer's tensor (the whole of one that does not lie so).
 
         Flat, as they lie in memory; none where this rank keeps none. Without communication.
         """
         return self._parts(name, key, self._stepper)
 
-    def noted(self) -> Callable[[str, str | None], Parts] | None:
+    def noted(self) -> Callable[[str, str | None], StoredValue] | None:
         """What :meth:`parts` says now, to be asked later, in any thread, until the next step or move; None if that cannot be."""
         adam = self._stepper.noted() if isinstance(self._stepper, AdamStepper) else None
         return None if adam is None else lambda name, key: self._parts(name, key, adam)
 
-    def _parts(self, name: str, key: str | None, state: Stepper | NotedAdam | None) -> Parts:
+    def _parts(self, name: str, key: str | None, state: Stepper | NotedAdam | None) -> StoredValue:
         if not self.kept(name):
-            return Parts(())
+            return StoredValue(())
         if state is not None and self._stepper_of(name) is not None:
             return state.parts(name, key)
         chunk = self._chunk_of[name]
         begin, end = chunk.span(name)
-        return Parts((chunk.shard[begin:end],))
+        return StoredValue((chunk.shard[begin:end],))
 
     def true_dtype(self, name: str) -> torch.dtype:
         """Of a parameter's true value."""
@@ -119,7 +119,7 @@ class Contents:
                 _, entries_of = mine.setdefault(chunk.group.ranks, (chunk.group, {}))
                 entries_of.update(self._stepper.entries(chunk))
         for group, entries_of in mine.values():
-            for told in tell_all(entries_of, group, self._device):
+            for told in all_gather_object(entries_of, group, self._device):
                 for name, entries in told.items():
                     found.setdefault(name, {}).update({key: Entry(*entry) for key, entry in entries.items()})
         return {name: dict(sorted(found[name].items())) for name in self._shapes if found.get(name)}

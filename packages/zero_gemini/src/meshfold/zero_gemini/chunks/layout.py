@@ -15,7 +15,7 @@ from collections.abc import Hashable, Iterable
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from meshfold.mesh.errors import nearest
+from meshfold.mesh.errors import did_you_mean
 from meshfold.zero_gemini.errors import ChunkLayoutError
 
 # A shard starts and ends on a block of 8-bit moments (256 elements share a scale); that is at least 256 bytes in
@@ -182,7 +182,7 @@ class ChunkLayout:
         try:
             return self._places[name]
         except KeyError:
-            hint = nearest(name, self._places)
+            hint = did_you_mean(name, self._places)
             raise ChunkLayoutError(
                 f"no parameter {name!r} in these {len(self.chunks)} chunks.{hint}"
             ) from None

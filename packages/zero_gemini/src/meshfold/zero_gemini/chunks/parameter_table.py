@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from meshfold.mesh import Mesh, ParameterMeta
-from meshfold.mesh.parameters import placed
+from meshfold.mesh.parameters import metadata_on
 from meshfold.zero_gemini.chunks.groups import Member
 from meshfold.zero_gemini.norm import holders_of
 
@@ -51,7 +51,7 @@ def known_of(
     """
     known = {}
     for name, parameter in model.named_parameters():
-        meta = placed(parameter, mesh)
+        meta = metadata_on(parameter, mesh)
         holders = holders_of(meta, parameter.shape, mesh)
         kind = Kind(
             other.get(parameter, dtype or parameter.dtype)

@@ -9,7 +9,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from meshfold.mesh.parameters import Parts
+from meshfold.mesh.parameters import StoredValue
 from meshfold.zero_gemini.chunks.chunk import Chunk
 from meshfold.zero_gemini.chunks.contents import Contents
 from meshfold.zero_gemini.chunks.gradient import ChunkGradient
@@ -78,7 +78,7 @@ class ParameterValues(ABC):
         """Which elements this rank alone of its chunk's group keeps: of its block over the tensor axes, row by row."""
         return self._contents.kept(self._name_of(parameter))
 
-    def parts(self, parameter: Tensor, key: str | None = None) -> Parts:
+    def parts(self, parameter: Tensor, key: str | None = None) -> StoredValue:
         """These elements of a parameter's true value, or of an optimizer's tensor, flat and as they lie in memory.
 
         A number as it is. After ``flush``, no communication. They change with the next step, and mean nothing after
@@ -89,7 +89,7 @@ class ParameterValues(ABC):
         """
         return self._contents.parts(self._name_of(parameter), key)
 
-    def noted_parts(self) -> Callable[[Tensor, str | None], Parts] | None:
+    def noted_parts(self) -> Callable[[Tensor, str | None], StoredValue] | None:
         """:meth:`parts` as they are now, to be asked for later and in any thread, until the next step or ``rehome``.
 
         None where that cannot be: of state on a disk, and of other optimizers than Adam. All ranks must call.

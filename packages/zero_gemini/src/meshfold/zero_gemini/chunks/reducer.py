@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from meshfold.mesh import Group
-from meshfold.mesh.parameters import ShownGradient, when_made
+from meshfold.mesh.parameters import ShownGradient, after_gradients
 from meshfold.zero_gemini.chunks.chunk import Chunk
 from meshfold.zero_gemini.chunks.gradient import ChunkGradient
 from meshfold.zero_gemini.errors import ChunkError
@@ -99,7 +99,7 @@ class GradientFlow:
             if self.takes and found is not None:
                 if not self._in_backward:
                     self._in_backward = self._came = True
-                    when_made(self._ended)
+                    after_gradients(self._ended)
                 if self._runtime.note_gradient():
                     self._in_parts.add(gradient)
                 gradient.add(place, found)

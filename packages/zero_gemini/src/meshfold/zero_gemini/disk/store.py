@@ -20,7 +20,7 @@ from types import TracebackType
 
 from torch import Tensor
 
-from meshfold.mesh.errors import nearest
+from meshfold.mesh.errors import did_you_mean
 
 from ..errors import DiskError
 from .file import BlockFile, Direct
@@ -103,7 +103,7 @@ class DiskStore:
     def _submit(self, name: str, tensor: Tensor, *, writes: bool) -> Pending:
         block = self._queues.blocks.get(name)
         if block is None:
-            raise DiskError(f"{self.path} has no block {name!r}.{nearest(name, self.blocks)}")
+            raise DiskError(f"{self.path} has no block {name!r}.{did_you_mean(name, self.blocks)}")
         data = bytes_of(tensor, f"{self.path}, block {name!r}")
         if len(data) != block.place.nbytes:
             raise DiskError(

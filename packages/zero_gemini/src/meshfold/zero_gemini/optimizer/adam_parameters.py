@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from meshfold.kernels import QuantizedState, WholeState, join_master, split_master
-from meshfold.mesh.parameters import Parts
+from meshfold.mesh.parameters import StoredValue
 from meshfold.zero_gemini.chunks.chunk import Chunk
 from meshfold.zero_gemini.optimizer.adam_state import Held
 from meshfold.zero_gemini.optimizer.interface import Entry
@@ -102,12 +102,12 @@ class AdamValues(ABC):
             for _, _, _, state in held.sections([self._range(name)], change=False)
         )
 
-    def parts(self, name: str, key: str | None) -> Parts:
+    def parts(self, name: str, key: str | None) -> StoredValue:
         held = self._idle(name)
         if key == "step":
-            return Parts((self.read(name, key),))
+            return StoredValue((self.read(name, key),))
         if held.place == "disk":
-            return Parts((self.true(name) if key is None else self.read(name, key),))
+            return StoredValue((self.true(name) if key is None else self.read(name, key),))
         return held.noted().parts(*self._range(name), key)
 
     def noted(self) -> NotedAdam | None:

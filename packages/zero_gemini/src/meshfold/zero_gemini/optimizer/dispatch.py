@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 import torch
 
-from meshfold.mesh.parameters import TrialError, sight_of
+from meshfold.mesh.parameters import OptimizerProbeError, probe_optimizer
 from meshfold.zero_gemini.errors import MemoryPlanError
 from meshfold.zero_gemini.optimizer.adam import suits
 from meshfold.zero_gemini.optimizers import FlatAdam
@@ -116,8 +116,8 @@ def _of_ours(optimizer: FlatAdam, pairs: Sequence[tuple[torch.dtype, torch.dtype
 
 def _tried(optimizer: torch.optim.Optimizer, group: Mapping[str, Any]) -> Kind:
     try:
-        sight = sight_of(optimizer, group)
-    except TrialError as error:
+        sight = probe_optimizer(optimizer, group)
+    except OptimizerProbeError as error:
         raise MemoryPlanError(str(error)) from error
     if sight == "others":
         raise MemoryPlanError(

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping
 import torch
 from torch import Tensor, nn
 
-from meshfold.mesh.parameters import Parts
+from meshfold.mesh.parameters import StoredValue
 from meshfold.zero_gemini.chunks.chunk import Chunk
 from meshfold.zero_gemini.chunks.placement import Home
 from meshfold.zero_gemini.errors import MemoryPlanError
@@ -167,8 +167,8 @@ class GeneralStepper:
         value: Tensor = self.optimizer.state[self.stretch(name)][key]  # type: ignore[index]
         return value.detach()
 
-    def parts(self, name: str, key: str | None) -> Parts:
-        return Parts((self.true(name) if key is None else self.read(name, key),))
+    def parts(self, name: str, key: str | None) -> StoredValue:
+        return StoredValue((self.true(name) if key is None else self.read(name, key),))
 
     def write(self, name: str, key: str, value: Tensor) -> None:
         stretch = self._weights[self._chunks[name]].stretches[name]

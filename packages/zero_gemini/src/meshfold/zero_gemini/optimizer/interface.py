@@ -8,7 +8,7 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor, nn
 
-from meshfold.mesh.parameters import Parts
+from meshfold.mesh.parameters import StoredValue
 from meshfold.zero_gemini.chunks.chunk import Chunk
 from meshfold.zero_gemini.chunks.placement import Home
 from meshfold.zero_gemini.memory.arenas import Place
@@ -102,7 +102,7 @@ class Stepper(Protocol):
     def read(self, name: str, key: str) -> Tensor:
         """One of them: this rank's elements, flat, or a number."""
 
-    def parts(self, name: str, key: str | None) -> Parts:
+    def parts(self, name: str, key: str | None) -> StoredValue:
         """One of them, or for None the true values, as it lies in memory; what is on disk is read."""
 
     def write(self, name: str, key: str, value: Tensor) -> None:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from meshfold.kernels import QuantizedState, join_master
-from meshfold.mesh.parameters import Parts
+from meshfold.mesh.parameters import StoredValue
 from meshfold.zero_gemini.chunks.chunk import Chunk
 from meshfold.zero_gemini.optimizer.state_planes import Plane
 
@@ -29,18 +29,18 @@ class NotedChunk:
     weights: Tensor
     planes: Mapping[str, tuple[Plane, Tensor]]
 
-    def parts(self, begin: int, end: int, key: str | None) -> Parts:
+    def parts(self, begin: int, end: int, key: str | None) -> StoredValue:
         """The elements from ``begin`` up to ``end`` of one of the moments, or for None of the true weights: views."""
         if key is None and self.dtype == torch.float32:
-            return Parts((self.weights[begin:end],))
+            return StoredValue((self.weights[begin:end],))
         planes = self._cut(begin, end, ("parameter", "lo") if key is None else (key, f"{key}_scale"))
         if key is None:
             if self.dtype == torch.float16:
-                return Parts(planes)
-            return Parts((self.weights[begin:end], *planes), _master)
+                return StoredValue(planes)
+            return StoredValue((self.weights[begin:end], *planes), _master)
         if len(planes) > 1:
-            return Parts(planes, partial(_moment, key))
-        return Parts(planes) if planes[0].dtype == torch.float32 else Parts(planes, _widened)
+            return StoredValue(planes, partial(_moment, key))
+        return StoredValue(planes) if planes[0].dtype == torch.float32 else StoredValue(planes, _widened)
 
     def _cut(self, begin: int, end: int, names: Collection[str]) -> tuple[Tensor, ...]:
         found = (self.planes[name] for name in names if name in self.planes)
@@ -61,10 +61,10 @@ class NotedAdam:
     chunk_of: Mapping[str, Chunk]
     steps: Mapping[str, int]
 
-    def parts(self, name: str, key: str | None) -> Parts:
+    def parts(self, name: str, key: str | None) -> StoredValue:
         """This rank's elements of one of a parameter's moments, or for None of its true value; ``"step"`` is a number."""
         if key == "step":
-            return Parts((torch.tensor(float(self.steps[name])),))
+            return StoredValue((torch.tensor(float(self.steps[name])),))
         chunk = self.chunk_of[name]
         return self.chunks[chunk].parts(*chunk.span(name), key)
 

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from meshfold.mesh import ParameterMeta, broadcast
-from meshfold.mesh.parameters import Parts
+from meshfold.mesh.parameters import StoredValue
 from meshfold.zero_gemini.chunks.chunk import Chunk
 from meshfold.zero_gemini.chunks.placement import Home
 from meshfold.zero_gemini.errors import MemoryPlanError
@@ -313,9 +313,9 @@ class WholeStepper:
         """One of them, in its shape, on the rank that owns the parameter."""
         return self._leaves(name)[key]
 
-    def parts(self, name: str, key: str | None) -> Parts:
+    def parts(self, name: str, key: str | None) -> StoredValue:
         """On the rank that owns the parameter."""
-        return Parts((self.true(name) if key is None else self.read(name, key).detach(),))
+        return StoredValue((self.true(name) if key is None else self.read(name, key).detach(),))
 
     def write(self, name: str, key: str, value: Tensor) -> None:
         """Take one of them: the whole tensor, on the rank that owns the parameter; elsewhere nothing is done."""

@@ -8,7 +8,7 @@ from math import ceil
 import numpy as np
 
 from meshfold.mesh import SpecError
-from meshfold.mesh.errors import nearest
+from meshfold.mesh.errors import did_you_mean
 from meshfold.zero_gemini.errors import MemoryPlanError
 from meshfold.zero_gemini.planner.family import Family, layer_order
 from meshfold.zero_gemini.planner.memory import gpu_kinds
@@ -226,7 +226,7 @@ def _fixed(
     names = [layer.name for layer in workload.layers]
     for name in kept:
         if name not in names:
-            raise SpecError(f"kept={name!r} is not a layer of {workload.name!r}.{nearest(name, names)}")
+            raise SpecError(f"kept={name!r} is not a layer of {workload.name!r}.{did_you_mean(name, names)}")
     layers = np.array([int(name in kept) for name in names], dtype=np.int64)
     choice = canonical(workload, Choice(chunks=chunks, layers=layers))
     plans = [
