@@ -13,7 +13,8 @@ import pytest
 from schedule_cases import is_valid, random_schedule
 
 from meshfold.pipeline import Costs, Schedule, ScheduleError, check, communicate, schedule, search, simulate
-from meshfold.pipeline.scheduling.local_search import Timing, fuse, improve, makespan
+from meshfold.pipeline.scheduling.local_search import fuse, improve, makespan
+from meshfold.pipeline.scheduling.replay import Replay
 from meshfold.pipeline.scheduling.simulation import simulate_costs
 
 
@@ -177,7 +178,7 @@ def test_moves_and_fusing_never_make_a_schedule_slower_and_often_make_it_faster(
             kept=0.5,
         )
         read = costs.for_stages(stages)
-        clock, before = Timing(made.home, read), simulate_costs(made, costs)
+        clock, before = Replay(made.home, read), simulate_costs(made, costs)
         lists = [list(actions) for actions in made.ranks]
         assert makespan(clock, lists) == before.makespan
         limit = None if seed % 2 else before.peak
@@ -195,7 +196,7 @@ def test_moves_and_fusing_never_make_a_schedule_slower_and_often_make_it_faster(
 def test_a_gap_is_filled() -> None:
     """One move is enough here: a weight gradient that holds up a gradient goes to where the rank waits."""
     late = Schedule.of(["0F0 0F1 0B0 0W0 0B1 0W1", "1F0 1B0 1W0 1F1 1B1 1W1"])
-    clock = Timing(late.home, Costs().for_stages(2))
+    clock = Replay(late.home, Costs().for_stages(2))
     lists = improve(clock, [list(actions) for actions in late.ranks], None, tries=50)
     assert simulate(late).makespan == 8
     assert makespan(clock, lists) == 7  # rank 1 waits for the first forward, and never again

@@ -19,7 +19,7 @@ from meshfold.pipeline.runtime.microbatch import Microbatch
 from meshfold.pipeline.runtime.partial_forward import Slots, TransferPlan
 from meshfold.pipeline.runtime.stage import Stage
 from meshfold.pipeline.scheduling.actions import Action, Op
-from meshfold.pipeline.scheduling.communication import Program, Receive, ReduceGradients, Send
+from meshfold.pipeline.scheduling.communication import Program, Receive, ReduceGradients, Send, Step
 
 Key = tuple[str, int, int]
 """kind of a message, stage that needs it, micro-batch"""
@@ -176,39 +176,37 @@ class _Step:
         self._here: dict[Key, list[Tensor]] = {}  # made on this rank, for this rank or to be sent
         self.loss: Tensor | None = None
 
-    def take(self, steps: Sequence[object], at: int) -> int:
+    def take(self, steps: Sequence[Step], at: int) -> int:
         """Do the step at a place; how many were done."""
         try:
             return self._do(steps, at)
         except Exception as error:
-            error.add_note(f"in {_told(steps[at])}")
+            error.add_note(f"in {_described(steps[at])}")
             raise
 
-    def _do(self, steps: Sequence[object], at: int) -> int:
-        step = steps[at]
-        if isinstance(step, Send):
-            for tensor in self._here.pop((step.kind, step.stage, step.microbatch)):
-                self._of.channels.send(tensor, step.peer)
-        elif isinstance(step, Receive):
-            self._coming[step.kind, step.stage, step.microbatch] = [
-                self._of.channels.receive(
-                    torch.empty(slot.shape, dtype=slot.dtype, device=self._of.device), step.peer
-                )
-                for slot in self._slots(step)
-            ]
-        elif isinstance(step, ReduceGradients):
-            if self._of.reduce is not None:
-                self._of.reduce(step.stage)
-        elif isinstance(step, Action):
-            stage = self._of.stages[step.stage]
-            if step.op is Op.F:
-                self._forward(stage, step.microbatch)
-            elif step.op is Op.W:
-                keys = self._following(steps, at) if self._of.together else [step.microbatch]
-                stage.backward_weight(*keys)
+    def _do(self, steps: Sequence[Step], at: int) -> int:
+        match steps[at]:
+            case Send() as step:
+                for tensor in self._here.pop((step.kind, step.stage, step.microbatch)):
+                    self._of.channels.send(tensor, step.peer)
+            case Receive() as step:
+                self._coming[step.kind, step.stage, step.microbatch] = [
+                    self._of.channels.receive(
+                        torch.empty(slot.shape, dtype=slot.dtype, device=self._of.device), step.peer
+                    )
+                    for slot in self._slots(step)
+                ]
+            case ReduceGradients(stage):
+                if self._of.reduce is not None:
+                    self._of.reduce(stage)
+            case Action(Op.F, stage, microbatch):
+                self._forward(self._of.stages[stage], microbatch)
+            case Action(Op.W, stage, microbatch):
+                keys = self._following(steps, at) if self._of.together else [microbatch]
+                self._of.stages[stage].backward_weight(*keys)
                 return len(keys)
-            else:
-                self._backward(stage, step.microbatch, step.op)
+            case Action(op, stage, microbatch):
+                self._backward(self._of.stages[stage], microbatch, op)
         return 1
 
     def _forward(self, stage: Stage, key: int) -> None:
@@ -247,15 +245,15 @@ class _Step:
         stage, plan = self._of.stages[step.stage], self._plans[step.microbatch]
         return stage.inputs(plan) if step.kind == "activation" else stage.outputs(plan)
 
-    def _following(self, steps: Sequence[object], at: int) -> list[int]:
+    def _following(self, steps: Sequence[Step], at: int) -> list[int]:
         """The micro-batches of the W of one stage that follow each other."""
         first, keys = steps[at], []
         for step in steps[at:]:
-            if not (isinstance(step, Action) and isinstance(first, Action)):
-                break
-            if (step.op, step.stage) != (Op.W, first.stage):
-                break
-            keys.append(step.microbatch)
+            match step:
+                case Action(Op.W, stage, microbatch) if stage == first.stage:
+                    keys.append(microbatch)
+                case _:
+                    break
         return keys
 
 
@@ -267,15 +265,19 @@ _WORK = {
 }
 
 
-def _told(step: object) -> str:
+def _described(step: Step) -> str:
     """``the forward of stage 1 on micro-batch 0 (1F0)``."""
-    if isinstance(step, Action):
-        return f"{_WORK[step.op]} of stage {step.stage} on micro-batch {step.microbatch} ({step})"
-    if isinstance(step, Send | Receive):
-        verb, towards = ("sending", "to") if isinstance(step, Send) else ("receiving", "from")
-        what = f"{step.kind} for stage {step.stage} of micro-batch {step.microbatch}"
-        return f"{verb} the {what} {towards} rank {step.peer} of it"
-    return str(step)
+    match step:
+        case Action(op, stage, microbatch):
+            return f"{_WORK[op]} of stage {stage} on micro-batch {microbatch} ({step})"
+        case Send(kind, stage, microbatch, peer):
+            return f"sending the {kind} for stage {stage} of micro-batch {microbatch} to rank {peer} of it"
+        case Receive(kind, stage, microbatch, peer):
+            return (
+                f"receiving the {kind} for stage {stage} of micro-batch {microbatch} from rank {peer} of it"
+            )
+        case _:
+            return str(step)
 
 
 def _pairs(program: Program) -> set[tuple[int, int]]:

@@ -22,7 +22,8 @@ from typing import Literal
 from meshfold.pipeline.errors import ScheduleError
 from meshfold.pipeline.scheduling.actions import Action, Op, Schedule
 from meshfold.pipeline.scheduling.costs import Costs
-from meshfold.pipeline.scheduling.simulation import simulate_costs, source_of
+from meshfold.pipeline.scheduling.replay import Result, result_of, source_of
+from meshfold.pipeline.scheduling.simulation import simulate_costs
 from meshfold.pipeline.scheduling.validation import check
 
 Kind = Literal["activation", "gradient"]
@@ -197,10 +198,11 @@ def _paired(program: Program) -> None:
     received: defaultdict[tuple[int, int], list[Message]] = defaultdict(list)
     for rank, steps in enumerate(program.ranks):
         for step in steps:
-            if isinstance(step, Send):
-                sent[rank, step.peer].append(Receive(step.kind, step.stage, step.microbatch, rank))
-            elif isinstance(step, Receive):
-                received[step.peer, rank].append(step)
+            match step:
+                case Send(kind, stage, microbatch, peer):
+                    sent[rank, peer].append(Receive(kind, stage, microbatch, rank))
+                case Receive():
+                    received[step.peer, rank].append(step)
     for source, target in sorted(sent.keys() | received.keys()):
         for there, here in zip_longest(sent[source, target], received[source, target]):
             if there != here:
@@ -218,32 +220,32 @@ def _inputs(program: Program) -> None:
     """Every action finds its inputs, every message what it sends."""
     schedule = program.schedule
     for rank, steps in enumerate(program.ranks):
-        there: set[tuple[bool, int, int]] = (
-            set()
-        )  # what a rank has made or received: (is forward, stage, micro-batch)
+        there: set[Result] = set()  # what the rank has made or received
         for step in steps:
-            if isinstance(step, Receive):
-                forward = step.kind == "activation"
-                there.add((forward, step.stage + (-1 if forward else 1), step.microbatch))
-                continue
-            if isinstance(step, ReduceGradients):
-                continue
-            if isinstance(step, Send):
-                forward = step.kind == "activation"
-                needed = forward, step.stage + (-1 if forward else 1), step.microbatch
-            else:
-                source = source_of(step, schedule.stages)
-                if step.op is not Op.W:
-                    there.add((step.op is Op.F, step.stage, step.microbatch))
-                if source is None:
+            match step:
+                case Receive():
+                    there.add(_carried(step))
                     continue
-                needed = source
-            if needed not in there:
-                made = Action(Op.F if needed[0] else Op.B, *needed[1:])
+                case ReduceGradients():
+                    continue
+                case Send():
+                    needed: Result | None = _carried(step)
+                case Action():
+                    needed, made = source_of(step, schedule.stages), result_of(step)
+                    if made is not None:
+                        there.add(made)
+            if needed is not None and needed not in there:
+                maker = Action(Op.F if needed[0] else Op.B, *needed[1:])
                 raise ScheduleError(
-                    f"program {schedule.name!r}: rank {rank} has {step} before it has what {made} makes. "
+                    f"program {schedule.name!r}: rank {rank} has {step} before it has what {maker} makes. "
                     f"Put {step} behind it, or behind its receive."
                 )
+
+
+def _carried(message: Message) -> Result:
+    """Return the result that a message brings."""
+    forward = message.kind == "activation"
+    return forward, message.stage + (-1 if forward else 1), message.microbatch
 
 
 def _ends(program: Program, ranks: list[list[tuple[Step, ...]]], how: str) -> None:

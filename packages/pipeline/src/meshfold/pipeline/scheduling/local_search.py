@@ -5,86 +5,42 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from meshfold.pipeline.scheduling.actions import Action, Op
-from meshfold.pipeline.scheduling.costs import StageCosts
-from meshfold.pipeline.scheduling.simulation import peak_of, source_of
+from meshfold.pipeline.scheduling.replay import Replay, Result, Times, is_complete, peak_activations
 
 Lists = list[list[Action]]
+Replayed = tuple[Times, dict[Result, float]]
 _SLACK = 1e-9
 
 
-class Timing:
-    """When every action of some lists begins and ends; the homes of the stages and the costs stay.
-
-    The same arithmetic as :func:`meshfold.pipeline.simulate`'s, to the bit, with what does not change looked up once.
-    """
-
-    def __init__(self, home: Sequence[int], costs: StageCosts) -> None:
-        self.home, self.costs = home, costs
-        self.source: dict[Action, tuple[tuple[bool, int, int] | None, float, float]] = {}
-
-    def facts(self, action: Action) -> tuple[tuple[bool, int, int] | None, float, float]:
-        """What an action waits for, how long that is on the way, how long the action takes."""
-        found = self.source.get(action)
-        if found is None:
-            source = source_of(action, len(self.home))
-            delay = 0.0
-            if source is not None and self.home[source[1]] != self.home[action.stage]:
-                delay = self.costs.send[min(source[1], action.stage)]
-            found = self.source[action] = (source, delay, self.costs.durations[action.stage][action.op])
-        return found
-
-    def run(
-        self, lists: Lists
-    ) -> tuple[list[list[tuple[float, float]]], dict[tuple[bool, int, int], float]] | None:
-        """For every rank the begin and end of its actions, and when everything was made; None for lists that never end."""
-        made: dict[tuple[bool, int, int], float] = {}
-        times: list[list[tuple[float, float]]] = [[] for _ in lists]
-        facts = self.facts
-        moved = True
-        while moved:
-            moved = False
-            for actions, own in zip(lists, times, strict=True):
-                clock = own[-1][1] if own else 0.0
-                for action in actions[len(own) :]:
-                    source, delay, duration = facts(action)
-                    if source is not None:
-                        arrival = made.get(source)
-                        if arrival is None:
-                            break
-                        if arrival + delay > clock:
-                            clock = arrival + delay
-                    own.append((clock, clock + duration))
-                    clock += duration
-                    if action.op is not Op.W:
-                        made[action.op is Op.F, action.stage, action.microbatch] = clock
-                    moved = True
-        ended = all(len(own) == len(actions) for own, actions in zip(times, lists, strict=True))
-        return (times, made) if ended else None
-
-
-def makespan(clock: Timing, lists: Lists) -> float:
-    """When the last action ends; infinite for lists that never end."""
-    found = clock.run(lists)
+def makespan(replay: Replay, lists: Lists) -> float:
+    """Return when the last action ends; infinite for lists that never end."""
+    found = _run(replay, lists)
     return float("inf") if found is None else _value(found[0])[0]
 
 
-def _value(times: list[list[tuple[float, float]]]) -> tuple[float, float]:
+def _run(replay: Replay, lists: Lists) -> Replayed | None:
+    """Return the times of all actions and results; None for lists that never end."""
+    times, made = replay.run(lists)
+    return (times, made) if is_complete(times, lists) else None
+
+
+def _value(times: Times) -> tuple[float, float]:
     """What is made small: the makespan, then the sum of the ranks' ends."""
     ends = [own[-1][1] for own in times if own]
     return max(ends), sum(ends)
 
 
-def improve(clock: Timing, lists: Lists, limit: Sequence[float] | None, *, tries: int) -> Lists:
+def improve(replay: Replay, lists: Lists, limit: Sequence[float] | None, *, tries: int) -> Lists:
     """Descend by such moves until none helps, or ``tries`` moves have been looked at; never worse than what it begins with."""
-    costs = clock.costs
-    found = clock.run(lists)
+    costs = replay.costs
+    found = _run(replay, lists)
     if found is None:
         return lists
     best, value = lists, _value(found[0])
     seen: set[tuple[int, int, int]] = set()
     while tries > 0:
         better = None
-        for rank, old, new in _moves(clock, best, found):
+        for rank, old, new in _moves(replay, best, found):
             if tries <= 0:
                 break
             if (rank, old, new) in seen:
@@ -93,10 +49,12 @@ def improve(clock: Timing, lists: Lists, limit: Sequence[float] | None, *, tries
             seen.add((rank, old, new))
             own = list(best[rank])
             own.insert(new, own.pop(old))
-            if limit is not None and peak_of(own, costs.activation, costs.kept) > limit[rank] * (1 + _SLACK):
+            if limit is not None and peak_activations(own, costs.activation, costs.kept) > limit[rank] * (
+                1 + _SLACK
+            ):
                 continue
             other = [*best[:rank], own, *best[rank + 1 :]]
-            result = clock.run(other)
+            result = _run(replay, other)
             if result is not None and _value(result[0]) < (value[0] - _SLACK * value[0], value[1]):
                 better = other, result
                 break
@@ -112,9 +70,9 @@ def improve(clock: Timing, lists: Lists, limit: Sequence[float] | None, *, tries
 
 
 def _moves(
-    clock: Timing,
+    replay: Replay,
     lists: Lists,
-    found: tuple[list[list[tuple[float, float]]], dict[tuple[bool, int, int], float]],
+    found: Replayed,
 ) -> Iterator[tuple[int, int, int]]:
     """Moves of one action on its rank from one place to another, along the critical path from the end."""
     times, made = found
@@ -126,7 +84,7 @@ def _moves(
     while at is not None:
         rank, i = at
         action, start = lists[rank][i], times[rank][i][0]
-        source, delay, _ = clock.facts(action)
+        source, delay, *_ = replay.facts(action)
         waited = (
             source is not None
             and made[source] + delay >= start - _SLACK
@@ -161,9 +119,9 @@ def _gaps(own: list[tuple[float, float]], place: int) -> Iterator[int]:
         yield len(own) - 1
 
 
-def fuse(clock: Timing, lists: Lists) -> Lists:
+def fuse(replay: Replay, lists: Lists) -> Lists:
     """Make B and W that follow each other one BW wherever that is no slower: both gradients in one pass are cheaper to run."""
-    found = clock.run(lists)
+    found = _run(replay, lists)
     if found is None:
         return lists
     value = _value(found[0])[0]
@@ -174,7 +132,7 @@ def fuse(clock: Timing, lists: Lists) -> Lists:
             if a.op is Op.B and b == Action(Op.W, a.stage, a.microbatch):
                 own = [*lists[rank][:i], Action(Op.BW, a.stage, a.microbatch), *lists[rank][i + 2 :]]
                 other = [*lists[:rank], own, *lists[rank + 1 :]]
-                result = clock.run(other)
+                result = _run(replay, other)
                 if result is not None and _value(result[0])[0] <= value * (1 + 1e-12):
                     lists = other
             i += 1

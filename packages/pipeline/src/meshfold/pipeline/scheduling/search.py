@@ -16,10 +16,11 @@ from meshfold.pipeline.errors import ScheduleError
 from meshfold.pipeline.scheduling.actions import Action, Op, Schedule
 from meshfold.pipeline.scheduling.costs import Costs, StageCosts
 from meshfold.pipeline.scheduling.list_scheduling import Key, ListScheduler
-from meshfold.pipeline.scheduling.local_search import Timing, fuse, improve, makespan
+from meshfold.pipeline.scheduling.local_search import fuse, improve, makespan
+from meshfold.pipeline.scheduling.replay import Replay, peak_activations
 from meshfold.pipeline.scheduling.schedules import SCHEDULES
 from meshfold.pipeline.scheduling.schedules.hanayo import wave_home
-from meshfold.pipeline.scheduling.simulation import Simulation, peak_of, simulate_costs
+from meshfold.pipeline.scheduling.simulation import Simulation, simulate_costs
 
 Lists = list[list[Action]]
 
@@ -160,7 +161,7 @@ class _Cut:
     costs: StageCosts
     limit: Sequence[float] | None
     home: tuple[int, ...] | None = None
-    clocks: dict[tuple[int, ...], Timing] = field(default_factory=dict)
+    replays: dict[tuple[int, ...], Replay] = field(default_factory=dict)
 
     def candidates(self, effort: float) -> Iterator[Candidate]:
         """Every named schedule within the bound; then what list scheduling and moves find."""
@@ -174,20 +175,20 @@ class _Cut:
         yield from tried
         if effort > 0:
             for one in sorted(tried, key=lambda one: (one.time, one.peak))[:3]:
-                clock = self.clocks[one.home]
-                better = improve(clock, one.lists, self.limit, tries=int(400 * effort))
+                replay = self.replays[one.home]
+                better = improve(replay, one.lists, self.limit, tries=int(400 * effort))
                 yield from self._judge(one.home, better, "")
-                yield from self._judge(one.home, fuse(clock, better), "")
+                yield from self._judge(one.home, fuse(replay, better), "")
 
     def _judge(self, home: tuple[int, ...], lists: Lists, label: str) -> list[Candidate]:
         """A candidate, or none where a rank would hold too much, or stages are not where they have to be."""
         if self.home not in (None, home):
             return []
-        peaks = [peak_of(actions, self.costs.activation, self.costs.kept) for actions in lists]
+        peaks = [peak_activations(actions, self.costs.activation, self.costs.kept) for actions in lists]
         if self.limit and any(p > most * (1 + 1e-9) for p, most in zip(peaks, self.limit, strict=True)):
             return []
-        clock = self.clocks.setdefault(home, Timing(home, self.costs))
-        return [Candidate(makespan(clock, lists), max(peaks), label, home, lists)]
+        replay = self.replays.setdefault(home, Replay(home, self.costs))
+        return [Candidate(makespan(replay, lists), max(peaks), label, home, lists)]
 
     def least(self) -> float:
         """What one micro-batch takes at least on the rank where it takes most."""

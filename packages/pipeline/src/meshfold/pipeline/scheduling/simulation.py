@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
 from meshfold.pipeline.errors import ScheduleError
-from meshfold.pipeline.scheduling.actions import Action, Op, Schedule
+from meshfold.pipeline.scheduling.actions import Action, Schedule
 from meshfold.pipeline.scheduling.costs import Costs, Number, StageCosts
+from meshfold.pipeline.scheduling.replay import Replay, is_complete, peak_activations
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,7 +79,7 @@ class Simulation:
         F allocates when it begins, B frees all but the share ``kept`` when it ends, W and BW free the rest.
         """
         return tuple(
-            peak_of([one.action for one in timed], self.costs.activation, self.costs.kept)
+            peak_activations([one.action for one in timed], self.costs.activation, self.costs.kept)
             for timed in self.ranks
         )
 
@@ -142,71 +142,24 @@ def simulate(
 def simulate_costs(schedule: Schedule, costs: Costs) -> Simulation:
     """:func:`simulate` with the costs in one object."""
     read = costs.for_stages(schedule.stages)
-    done: dict[tuple[bool, int, int], float] = {}  # (is forward, stage, micro-batch): end
-    waiting: defaultdict[tuple[bool, int, int], list[int]] = defaultdict(list)
-    timed: list[list[Timed]] = [[] for _ in schedule.ranks]
-    ready = list(range(len(schedule.ranks)))
-    while ready:
-        rank = ready.pop()
-        mine = timed[rank]
-        clock = mine[-1].end if mine else 0.0
-        for action in schedule.ranks[rank][len(mine) :]:
-            source = source_of(action, schedule.stages)
-            if source is not None:
-                if source not in done:
-                    waiting[source].append(rank)
-                    break
-                stage = source[1]
-                away = schedule.home[stage] != rank
-                clock = max(clock, done[source] + (read.send[min(stage, action.stage)] if away else 0.0))
-            end = clock + read.durations[action.stage][action.op]
-            mine.append(Timed(action, rank, clock, end))
-            clock = end
-            if action.op is not Op.W:
-                made = (action.op is Op.F, action.stage, action.microbatch)
-                done[made] = end
-                ready += waiting.pop(made, ())
-    if sum(map(len, timed)) < sum(map(len, schedule.ranks)):
+    times, _ = Replay(schedule.home, read).run(schedule.ranks)
+    if not is_complete(times, schedule.ranks):
         where = ", ".join(
-            f"rank {rank} at {schedule.ranks[rank][len(mine)]}"
-            for rank, mine in enumerate(timed)
-            if len(mine) < len(schedule.ranks[rank])
+            f"rank {rank} at {actions[len(own)]}"
+            for rank, (own, actions) in enumerate(zip(times, schedule.ranks, strict=True))
+            if len(own) < len(actions)
         )
         raise ScheduleError(
             f"schedule {schedule.name!r} never ends: {where} wait for inputs. check(schedule) says what to change."
         )
-    return Simulation(schedule=schedule, costs=read, ranks=tuple(map(tuple, timed)))
-
-
-def source_of(action: Action, stages: int) -> tuple[bool, int, int] | None:
-    """What an action has to wait for: (whether a forward, its stage, its micro-batch); None if only for the micro-batch."""
-    if action.op is Op.F:
-        return (True, action.stage - 1, action.microbatch) if action.stage else None
-    if action.op is Op.W:
-        return (False, action.stage, action.microbatch)
-    if action.stage == stages - 1:
-        return (True, action.stage, action.microbatch)
-    return (False, action.stage + 1, action.microbatch)
-
-
-def peak_of(actions: Sequence[Action], activation: Sequence[float], kept: Sequence[float]) -> float:
-    """The most activations that are held at a time when these actions run in this order."""
-    held = most = 0.0
-    for action in actions:
-        size, share = activation[action.stage], kept[action.stage]
-        if action.op is Op.F:
-            held += size
-            most = max(most, held)
-        elif action.op is Op.B:
-            held -= size * (1 - share)
-        elif action.op is Op.W:
-            held -= size * share
-        else:
-            held -= size
-    return most
+    timed = (
+        tuple(Timed(action, rank, *span) for action, span in zip(actions, own, strict=True))
+        for rank, (own, actions) in enumerate(zip(times, schedule.ranks, strict=True))
+    )
+    return Simulation(schedule=schedule, costs=read, ranks=tuple(timed))
 
 
 def peak_microbatches(actions: Sequence[Action]) -> int:
     """The most pairs of stage and micro-batch that are between F and the gradient of the weights, in this order."""
     ones = (1.0,) * (1 + max((action.stage for action in actions), default=0))
-    return round(peak_of(actions, ones, ones))
+    return round(peak_activations(actions, ones, ones))

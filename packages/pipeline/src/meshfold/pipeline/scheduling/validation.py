@@ -12,10 +12,7 @@ from typing import NoReturn
 from meshfold.pipeline.errors import ScheduleError
 from meshfold.pipeline.scheduling.actions import Action, Op, Schedule
 from meshfold.pipeline.scheduling.costs import Costs
-from meshfold.pipeline.scheduling.simulation import peak_of, source_of
-
-Made = tuple[bool, int, int]
-"""(whether by a forward, stage, micro-batch): an output, or the gradient of an input"""
+from meshfold.pipeline.scheduling.replay import Replay, peak_activations, source_of
 
 
 def check(
@@ -147,21 +144,8 @@ class _Judge:
     def _no_deadlock(self, at: dict[Action, int]) -> None:
         """Run the lists; where no rank can go on, name the ranks that wait for each other."""
         schedule = self.schedule
-        done = [0] * len(schedule.ranks)
-        made: set[Made] = set()
-        moved = True
-        while moved:
-            moved = False
-            for rank, actions in enumerate(schedule.ranks):
-                while done[rank] < len(actions):
-                    action = actions[done[rank]]
-                    source = source_of(action, schedule.stages)
-                    if source is not None and source not in made:
-                        break
-                    if action.op is not Op.W:
-                        made.add((action.op is Op.F, action.stage, action.microbatch))
-                    done[rank] += 1
-                    moved = True
+        times, _ = Replay(schedule.home, Costs().for_stages(schedule.stages)).run(schedule.ranks)
+        done = [len(own) for own in times]
         stuck = [rank for rank, actions in enumerate(schedule.ranks) if done[rank] < len(actions)]
         if stuck:
             self._circle(stuck[0], done, at)
@@ -208,14 +192,14 @@ def _memory(schedule: Schedule, memory: float | Sequence[float], costs: Costs) -
             f"memory has {len(bounds)} bounds and there are {len(schedule.ranks)} ranks. Give one for each, or a single one."
         )
     for rank, (actions, bound) in enumerate(zip(schedule.ranks, bounds, strict=True)):
-        if peak_of(actions, read.activation, read.kept) <= bound * (1 + 1e-9):
+        if peak_activations(actions, read.activation, read.kept) <= bound * (1 + 1e-9):
             continue
         place = next(
             i
             for i in range(len(actions))
-            if peak_of(actions[: i + 1], read.activation, read.kept) > bound * (1 + 1e-9)
+            if peak_activations(actions[: i + 1], read.activation, read.kept) > bound * (1 + 1e-9)
         )
-        held = peak_of(actions[: place + 1], read.activation, read.kept)
+        held = peak_activations(actions[: place + 1], read.activation, read.kept)
         raise ScheduleError(
             f"schedule {schedule.name!r}: with {actions[place]} at place {place} rank {rank} holds activations of {held:.6g}, and "
             f"the bound is {bound:.6g}. Move it behind gradients (B, W or BW) that free some, or choose a leaner schedule."
