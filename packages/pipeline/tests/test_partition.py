@@ -16,13 +16,13 @@ from meshfold.mesh.random.dropout import TokenShards, current_dropout_stream, dr
 from meshfold.pipeline.runtime.absent_parameters import AbsentParameter
 from meshfold.pipeline.runtime.blocks import balance_blocks, find_blocks
 from meshfold.pipeline.runtime.microbatch import rows_of, split
-from meshfold.pipeline.runtime.partition import Partition, estimate, partition_model
+from meshfold.pipeline.runtime.partition import Partition, PartitionConfig, estimate, partition_model
 from meshfold.pipeline.runtime.placeholders import AbsentBlock
 from meshfold.pipeline.runtime.stage import dropout_of
 
 
 def of(rank: int, whole: nn.Module, home: tuple[int, ...] = (0, 1, 2, 3), **settings: Any) -> Partition:
-    return partition_model(whole, Mesh({"pipe": max(home) + 1}, rank=rank), home, **settings)
+    return partition_model(whole, Mesh({"pipe": max(home) + 1}, rank=rank), home, PartitionConfig(**settings))
 
 
 def dearest(costs: list[float], counts: tuple[int, ...], before: float, after: float) -> float:

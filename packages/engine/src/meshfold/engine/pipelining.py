@@ -129,7 +129,7 @@ class PipelinedModel:
         Raises:
             SpecError: if it cannot be cut so.
         """
-        from meshfold.pipeline import ExampleError, Pipeline, ScheduleError
+        from meshfold.pipeline import ExampleError, PartitionConfig, Pipeline, ScheduleError
 
         spec = world.spec.pipeline
         if spec is None:
@@ -151,10 +151,7 @@ class PipelinedModel:
                 chunks=spec.chunks if free else None,
                 waves=spec.waves,
                 loss_fn=None if settings.loss_fn is None else self._loss,
-                axis=PIPE,
-                example=example,
-                device=world.device,
-                fill=fill,
+                partition=PartitionConfig(axis=PIPE, example=example, device=world.device, fill=fill),
                 reduce=self._complete,
                 replicas=self._replicas(),
             )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from meshfold.pipeline.errors import ExampleError, ScheduleError
 from meshfold.pipeline.pipeline import Pipeline
+from meshfold.pipeline.runtime.partition import PartitionConfig
 from meshfold.pipeline.scheduling.actions import Action, Op, Schedule
 from meshfold.pipeline.scheduling.build import schedule
 from meshfold.pipeline.scheduling.communication import Program, Receive, ReduceGradients, Send, communicate
@@ -18,6 +19,7 @@ __all__ = [
     "Costs",
     "ExampleError",
     "Op",
+    "PartitionConfig",
     "Pipeline",
     "Program",
     "Receive",

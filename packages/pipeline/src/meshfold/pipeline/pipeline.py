@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -20,11 +21,10 @@ from meshfold.mesh.model_io import eval_mode
 from meshfold.pipeline.runtime.batches import Batches
 from meshfold.pipeline.runtime.complete_gradients import CompleteGradients
 from meshfold.pipeline.runtime.executor import Channels, Executor, Peaks
-from meshfold.pipeline.runtime.forward_analysis import Example
 from meshfold.pipeline.runtime.microbatch import Microbatch
 from meshfold.pipeline.runtime.outputs import Output, share
 from meshfold.pipeline.runtime.partial_forward import TransferPlan
-from meshfold.pipeline.runtime.partition import Partition
+from meshfold.pipeline.runtime.partition import Partition, PartitionConfig
 from meshfold.pipeline.runtime.profile import measure, rehearse
 from meshfold.pipeline.runtime.replicas import NO_REPLICAS, Replicas
 from meshfold.pipeline.runtime.side_effects import preserved_buffers
@@ -62,18 +62,11 @@ class Pipeline:
         memory: float | Sequence[float] | None = None,
         loss_fn: Callable[[Any, Any], Tensor] | None = None,
         weigh: Callable[[Any], Tensor | float] | None = None,
-        axis: str = "pipe",
-        example: Example | None = None,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
-        seed: int = 0,
-        fill: Callable[[nn.Module], None] | None = None,
-        block_costs: Sequence[float] | None = None,
-        layers: Sequence[int] | None = None,
-        blocks: str | None = None,
+        partition: PartitionConfig | None = None,
         batched_weights: bool = False,
         reduce: Callable[[Sequence[tuple[str, nn.Parameter]]], None] | None = None,
         replicas: Replicas = NO_REPLICAS,
+        **options: Any,
     ) -> None:
         """Args:
             model: a module, the same on every rank, or a function that makes one, of which each rank then only allocates
@@ -86,24 +79,20 @@ class Pipeline:
             loss_fn: makes a scalar of (output, micro-batch as it was given), a mean over what counts in the micro-batch;
                 None: the model's own, its output's ``.loss``.
             weigh: how much a micro-batch counts, where neither labels nor rows tell.
-            axis: of the pipeline.
-            example: what to call the model with, once, to see what it does before its blocks; by default token ids.
-            device: where it runs; by default where its weights are, else the current GPU or the CPU.
-            dtype: of the weights of a model that a function makes, or that is on the meta device.
-            seed: of its first values.
-            fill: gives what is left of a model on the meta device its values and its device, in place of dtype and seed.
-            block_costs, layers, blocks: as ``costs``, ``layers`` and ``blocks`` of
-                :func:`meshfold.pipeline.runtime.partition.partition_model`.
+            partition: how the model is cut, where its stages run, and their first values.
             batched_weights: let the weight gradients of several micro-batches that are due at once be one product.
             reduce: called with parameters as soon as a step has completed their gradients, in the same order on all
                 ranks with the same stages; where gradients over data axes may be summed meanwhile.
             replicas: what is to be agreed with other pipelines that share this one's parameters.
+            options: fields of :class:`PartitionConfig`, such as ``layers=[2, 6]``: they replace those of ``partition``.
 
         Raises:
             LayoutError: for a model that cannot be cut.
             ScheduleError: for a schedule that cannot be made or run.
             SpecError: for arguments out of range.
         """
+        config = replace(partition or PartitionConfig(), **options)
+        axis = config.axis
         mesh.require(axis, what="the pipeline")
         self.mesh, self.axis = mesh, axis
         self._loss_fn, self._replicas = loss_fn, replicas
@@ -111,22 +100,7 @@ class Pipeline:
             schedule, mesh.size(axis), microbatches, chunks=chunks, waves=waves, costs=costs, memory=memory
         )
         self.home = self._programs.home
-        staged = stage_model(
-            model,
-            mesh,
-            self.home,
-            axis=axis,
-            example=example,
-            device=device,
-            dtype=dtype,
-            seed=seed,
-            fill=fill,
-            costs=block_costs,
-            layers=layers,
-            blocks=blocks,
-            batched_weights=batched_weights,
-            loss_fn=loss_fn,
-        )
+        staged = stage_model(model, mesh, self.home, config, batched_weights=batched_weights, loss_fn=loss_fn)
         self.partition, self.module, self.device = staged.partition, staged.module, staged.device
         self._stages = staged.stages
         self._batches = Batches(

@@ -182,18 +182,30 @@ class PartialForward:
         forms: in which form they returned while all were here.
     """
 
-    def __init__(self, same: Sequence[int] = ()) -> None:
+    def __init__(
+        self, blocks: Sequence[nn.Module], outside: Sequence[nn.Module] = (), *, same: Sequence[int] = ()
+    ) -> None:
         """Args:
+        blocks: of the model, in order. Their names and parameters stay.
+        outside: modules with parameters beside them.
         same: for each block the first place in the list where it stands.
         """
         self._same = same
         self.run: _Run | None = None
-        self.blocks: list[nn.Module] = []
+        self.blocks = list(blocks)
         self.forms = OutputForms()
         self._shapes: dict[object, tuple[TreeSpec, list[Any]]] = {}
+        for index, block in enumerate(blocks):
+            self._gate(block, index)
+        for module in outside:
+            self._gate(module, None)
 
-    def put_at(self, module: nn.Module, index: int | None) -> None:
-        """Gate a module: block ``index``, or one beside the blocks (None). Its names and parameters stay."""
+    def replace_block(self, index: int, block: nn.Module) -> None:
+        """Let another module stand for a block."""
+        self.blocks[index] = block
+        self._gate(block, index)
+
+    def _gate(self, module: nn.Module, index: int | None) -> None:
         kind = type(module)
         if not isinstance(module, _Gated):
             if kind not in _classes:

@@ -25,6 +25,34 @@ from meshfold.pipeline.runtime.repeated_blocks import separate_repeated_blocks
 
 
 @dataclass(frozen=True, kw_only=True)
+class PartitionConfig:
+    """How a model is cut into stages, and where its stages get their values and run.
+
+    Attributes:
+        axis: of the mesh, along which the stages lie.
+        example: arguments to call the model with, once, to see what it does before its blocks; None: some token ids.
+        device: where stages run; None: where the model's weights are, else the current GPU or the CPU.
+        dtype: of the weights of a model that a function makes, or that is on the meta device; None: as it makes them.
+        seed: of the first values of these.
+        fill: gives what is left of a model on the meta device its values and its device, in place of dtype and seed.
+        block_costs: time of what is before the blocks, of every block, and of what is behind them, in any unit; None: estimated by
+            the elements of the matrices that a token meets.
+        layers: how many blocks each stage gets, instead of costs.
+        blocks: full name of the list of blocks, where it is not the one with most parameters.
+    """
+
+    axis: str = "pipe"
+    example: Example | None = None
+    device: torch.device | str | None = None
+    dtype: torch.dtype | None = None
+    seed: int = 0
+    fill: Callable[[nn.Module], None] | None = None
+    block_costs: Sequence[float] | None = None
+    layers: Sequence[int] | None = None
+    blocks: str | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
 class Tie:
     """A parameter that several ranks keep.
 
@@ -108,41 +136,24 @@ class Partition:
         return "\n".join(lines)
 
 
-def partition_model(
-    model: nn.Module,
-    mesh: Mesh,
-    home: Sequence[int],
-    *,
-    axis: str = "pipe",
-    example: Example | None = None,
-    device: torch.device | str = "cpu",
-    costs: Sequence[float] | None = None,
-    layers: Sequence[int] | None = None,
-    blocks: str | None = None,
-) -> Partition:
+def partition_model(model: nn.Module, mesh: Mesh, home: Sequence[int], config: PartitionConfig) -> Partition:
     """Keep this rank's stages of a model, in place.
 
     Args:
         model: with real or meta weights, sharded over other axes or not; the same on every rank.
-        mesh: has the axis.
-        home: the rank of every stage, on the axis.
-        axis: of the pipeline.
-        example: what the model is called with, of any small size; by default some token ids.
-        device: where the model runs.
-        costs: time of every block, and of what is before and behind them: (before, *blocks, behind), in any unit.
-            By default estimated by the elements of the matrices that a token meets.
-        layers: how many blocks each stage gets, instead of costs.
-        blocks: full name of the list of blocks, where the largest is not the one.
+        mesh: has the axis of the pipeline.
+        home: the rank of every stage, on that axis.
+        config: how to cut; None as a device is the CPU.
 
     Raises:
         LayoutError: for a model that cannot be cut so.
     """
-    place = torch.device(device)
-    found = find_blocks(model, blocks)
+    axis = config.axis
+    place = torch.device(config.device or "cpu")
+    found = find_blocks(model, config.blocks)
     around = _around(model, found)
     _check_not_compiled(around)
-    partial_forward = PartialForward(same=separate_repeated_blocks(model, found))
-    partial_forward.blocks = list(found.members)
+    same = separate_repeated_blocks(model, found)
     beside, containers = _beside(model, found, around)
     weights = tuple(
         (module, name)
@@ -150,16 +161,13 @@ def partition_model(
         for name, p in module._parameters.items()
         if p is not None
     )
-    for index, block in enumerate(partial_forward.blocks):
-        partial_forward.put_at(block, index)
-    for module in beside:
-        partial_forward.put_at(module, None)
-    given = example or some_tokens(model, mesh, axis, place)
+    partial_forward = PartialForward(found.members, beside, same=same)
+    given = config.example or some_tokens(model, mesh, axis, place)
     look = analyze_forward(
         model, partial_forward, beside, weights, given, place, _with_shared_buffers(model, found)
     )
     before = {name for name, behind in look.uses.items() if -1 in behind}
-    bounds = _bounds(model, found, before, len(home), costs, layers)
+    bounds = _bounds(model, found, before, len(home), config)
     look.check(bounds, found.name)
     rank = mesh.index(axis)
     stage_of_block = [stage for stage in range(len(home)) for _ in range(bounds[stage], bounds[stage + 1])]
@@ -201,8 +209,8 @@ def partition_model(
     here = {slot for name, slot in _slots(model) if rank in {home[stage] for stage in stages_of(name)}}
     for index, block in enumerate(partial_forward.blocks):
         if home[stage_of_block[index]] != rank:
-            partial_forward.blocks[index] = absent = AbsentBlock(block)
-            partial_forward.put_at(absent, index)
+            absent = AbsentBlock(block)
+            partial_forward.replace_block(index, absent)
             found.home._modules[found.keys[index]] = absent
     for path, module in model.named_modules():
         for leaf, value in list(module._parameters.items()):
@@ -309,9 +317,9 @@ def _bounds(
     blocks: Blocks,
     before: set[str],
     stages: int,
-    costs: Sequence[float] | None,
-    layers: Sequence[int] | None,
+    config: PartitionConfig,
 ) -> list[int]:
+    costs, layers = config.block_costs, config.layers
     counts = list(layers) if layers is not None else []
     if layers is None:
         times = estimate(model, blocks, before) if costs is None else list(costs)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -13,8 +13,7 @@ from torch import Tensor, nn
 from meshfold.mesh import Mesh, SpecError, build_on_meta, materialize, retrace_initialization
 from meshfold.mesh.initialization import find_value_source, shard_coordinates
 from meshfold.pipeline.runtime.deferred_linear import defer_weight_gradients
-from meshfold.pipeline.runtime.forward_analysis import Example
-from meshfold.pipeline.runtime.partition import Partition, partition_model
+from meshfold.pipeline.runtime.partition import Partition, PartitionConfig, partition_model
 from meshfold.pipeline.runtime.stage import Stage, loss_in
 
 
@@ -42,46 +41,28 @@ def stage_model(
     model: nn.Module | Callable[[], nn.Module],
     mesh: Mesh,
     home: Sequence[int],
+    config: PartitionConfig,
     *,
-    axis: str,
-    example: Example | None,
-    device: torch.device | str | None,
-    dtype: torch.dtype | None,
-    seed: int,
-    fill: Callable[[nn.Module], None] | None,
-    costs: Sequence[float] | None,
-    layers: Sequence[int] | None,
-    blocks: str | None,
-    batched_weights: bool,
-    loss_fn: Callable[[Any, Any], Tensor] | None,
+    batched_weights: bool = False,
+    loss_fn: Callable[[Any, Any], Tensor] | None = None,
 ) -> StagedModel:
     """Cut a model in place, give what is left of it its values, and take its weight gradients apart.
 
     Args:
+        model, mesh, batched_weights, loss_fn: as of :class:`meshfold.pipeline.Pipeline`.
         home: the rank of every stage, on the axis.
-        costs, layers, blocks: see :func:`meshfold.pipeline.runtime.partition.partition_model`.
-        model, mesh, axis, example, device, dtype, seed, fill, batched_weights, loss_fn: see
-            :class:`meshfold.pipeline.Pipeline`.
+        config: how to cut, and the values.
 
     Raises:
         LayoutError: for a model that cannot be cut.
         SpecError: for what is no model, or ``fill`` with a function that makes one.
     """
+    fill, seed = config.fill, config.seed
     built, tape, seed = _built(model, seed) if fill is None else (model, None, seed)
     if not isinstance(built, nn.Module):
         raise SpecError(f"fill=... goes with a module on the meta device, and model is {model!r}")
-    place = _device(device, built)
-    found = partition_model(
-        built,
-        mesh,
-        home,
-        axis=axis,
-        example=example,
-        device=place,
-        costs=costs,
-        layers=layers,
-        blocks=blocks,
-    )
+    place = _device(config.device, built)
+    found = partition_model(built, mesh, home, replace(config, device=place))
     if fill is not None:
         fill(built)
     elif tape is not None:
@@ -90,7 +71,7 @@ def stage_model(
             tape,
             seed=seed,
             device=place,
-            dtype=dtype,
+            dtype=config.dtype,
             placement_of=lambda name, tensor: shard_coordinates(tensor),
         )
     else:
