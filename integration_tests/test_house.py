@@ -16,7 +16,9 @@ from packaging.requirements import Requirement
 
 from integration_tests.house import (
     APPLICATION,
+    CIRCLES,
     DISTRIBUTIONS,
+    OPEN_BORDERS,
     OWNERS,
     PACKAGES,
     ROOT,
@@ -119,6 +121,113 @@ def test_import_rule(package: Package) -> None:
         for line, name in breaches(package.name, imports_of(path, package))
     ]
     assert not broken, "\n".join(broken)
+
+
+PUBLIC = {folder: names for package in PACKAGES for folder, names in package.public.items()}
+
+
+def deep_imports(source: str, package: str) -> Iterator[tuple[int, str, str]]:
+    """Yield what a module imports of siblings from behind their public folders.
+
+    Each is a line, the dotted name that is imported, and advice. A public folder may also be imported as a module.
+    """
+    for node in ast.walk(ast.parse(source)):
+        match node:
+            case ast.Import():
+                names = [("", alias.name) for alias in node.names]
+            case ast.ImportFrom(module=str(module), level=0):
+                names = [(module, alias.name) for alias in node.names]
+            case _:
+                continue
+        for module, name in names:
+            dotted = f"{module}.{name}".lstrip(".")
+            if not dotted.startswith("meshfold.") or owner(dotted) == package:
+                continue
+            if dotted in PUBLIC or name in PUBLIC.get(module, ()):
+                continue
+            root = ".".join(dotted.split(".")[:2])
+            homes = [
+                folder
+                for folder, known in PUBLIC.items()
+                if f"{folder}.".startswith(f"{root}.") and name in known
+            ]
+            advice = " or ".join(f"write 'from {home} import {name}'" for home in homes)
+            yield (
+                node.lineno,
+                dotted,
+                advice
+                or f"no public folder of {root} exports {name!r}: add it to the __all__ of the folder's __init__.py, or do without",
+            )
+
+
+def test_the_border_rule_sees_deep_imports() -> None:
+    deep = "def f():\n    from meshfold.mesh.mesh import Mesh, Nothing\nimport meshfold.mesh.layout"
+    found = {name: advice for _, name, advice in deep_imports(deep, "engine")}
+    assert found["meshfold.mesh.mesh.Mesh"] == "write 'from meshfold.mesh import Mesh'"
+    assert "no public folder of meshfold.mesh exports 'Nothing'" in found["meshfold.mesh.mesh.Nothing"]
+    assert "meshfold.mesh.layout" in found
+    assert list(deep_imports(deep, "mesh")) == []
+    public = "from meshfold.mesh import Mesh, collectives\nfrom meshfold.mesh.spec import ZeroSpec\nimport meshfold.mesh"
+    assert list(deep_imports(public, "engine")) == []
+
+
+def test_siblings_are_imported_through_public_folders() -> None:
+    """A sibling is imported by a name in the ``__all__`` of one of its package folders, never from a module behind it."""
+    broken, still_open = [], set()
+    for package in PACKAGES:
+        for path in package.modules:
+            for line, name, advice in deep_imports(path.read_text(), package.name):
+                behind = [border for border in OPEN_BORDERS if f"{name}.".startswith(f"{border}.")]
+                still_open.update(behind)
+                if not behind:
+                    broken.append(f"{path.relative_to(ROOT)}:{line} imports {name}: {advice}")
+    assert not broken, "\n".join(broken)
+    closed = set(OPEN_BORDERS) - still_open
+    assert not closed, f"take these out of OPEN_BORDERS in house.py, they are closed: {sorted(closed)}"
+
+
+def units_in_circles(edges: dict[str, set[str]]) -> set[str]:
+    """Return the nodes of a graph that reach themselves."""
+
+    def reached(start: str) -> set[str]:
+        found: set[str] = set()
+        todo = [start]
+        while todo:
+            new = edges.get(todo.pop(), set()) - found
+            found |= new
+            todo += new
+        return found
+
+    return {unit for unit in edges if unit in reached(unit)}
+
+
+@each_package
+def test_folders_do_not_import_each_other_in_circles(package: Package) -> None:
+    """The folders of a package, and the modules beside them, import one way, under TYPE_CHECKING too."""
+    found: set[str] = set()
+    for source in package.sources:
+        root = f"meshfold.{source.name}"
+        edges: dict[str, set[str]] = {}
+        for path in source.rglob("*.py"):
+            unit = path.relative_to(source).with_suffix("").parts[0]
+            if unit in ("__init__", "__main__"):
+                continue
+            for line, name in imports_of(path, package):
+                part = name.removeprefix(f"{root}.").split(".")[0]
+                is_unit = (source / part).is_dir() or (source / f"{part}.py").is_file()
+                assert is_unit or not name.startswith(f"{root}."), (
+                    f"{path.relative_to(ROOT)}:{line} imports {name} from the root of its own package"
+                )
+                if name.startswith(f"{root}.") and part != unit:
+                    edges.setdefault(unit, set()).add(part)
+        found |= {unit for unit in units_in_circles(edges) if (source / unit).is_dir()}
+    allowed = CIRCLES.get(package.name, set())
+    assert found <= allowed, (
+        f"{package.name}: these folders import each other in a circle: {sorted(found - allowed)}"
+    )
+    assert found == allowed, (
+        f"take these out of CIRCLES in house.py, they are in no circle: {sorted(allowed - found)}"
+    )
 
 
 @each_package

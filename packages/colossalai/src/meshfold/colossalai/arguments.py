@@ -7,8 +7,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from meshfold.mesh import SpecError
-from meshfold.mesh.errors import did_you_mean
+from meshfold.mesh import SpecError, did_you_mean
 
 
 class MigrationNote(UserWarning):

@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader, IterableDataset
 from meshfold.engine.batches import batch as batches
 from meshfold.engine.batches.loader import ShardedLoader
 from meshfold.mesh import SpecError
-from meshfold.mesh.spec.argument_checks import signature_mismatch
+from meshfold.mesh.spec import signature_mismatch
 
 _ROWS = 2
 

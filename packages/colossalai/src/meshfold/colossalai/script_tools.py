@@ -12,8 +12,7 @@ import torch
 
 from meshfold.colossalai.context import ParallelMode, gpc
 from meshfold.engine.world import join
-from meshfold.mesh import Environment, SpecError
-from meshfold.mesh.errors import did_you_mean
+from meshfold.mesh import Environment, SpecError, did_you_mean
 
 _LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR")
 

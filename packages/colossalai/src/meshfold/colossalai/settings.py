@@ -11,8 +11,7 @@ import torch
 from meshfold.colossalai import tables
 from meshfold.colossalai.arguments import Translation, translate
 from meshfold.colossalai.config import Config
-from meshfold.mesh import SpecError
-from meshfold.mesh.errors import did_you_mean
+from meshfold.mesh import SpecError, did_you_mean
 
 
 @dataclass(frozen=True, kw_only=True)

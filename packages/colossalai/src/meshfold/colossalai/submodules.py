@@ -18,7 +18,7 @@ from types import ModuleType
 from typing import Any
 
 from meshfold.colossalai.elsewhere import instead_of
-from meshfold.mesh.errors import did_you_mean
+from meshfold.mesh import did_you_mean
 
 HERE = "meshfold.colossalai"
 _PAGE = "docs/from-colossalai.md lists every name with what to write"

@@ -30,7 +30,7 @@ from meshfold.engine.precision import LossScaler
 from meshfold.engine.randomness import randomness
 from meshfold.mesh import ParallelSpec, all_reduce
 from meshfold.mesh.recording import at_step
-from meshfold.mesh.spec.argument_checks import reject_unknown_arguments
+from meshfold.mesh.spec import reject_unknown_arguments
 from meshfold.mesh.watchdog import report_errors
 
 if TYPE_CHECKING:

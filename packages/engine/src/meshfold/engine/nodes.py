@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from meshfold.mesh import Mesh
 from meshfold.mesh.processes import Environment
-from meshfold.mesh.spec.entry import join_choices
+from meshfold.mesh.spec import join_choices
 
 
 def crossing(mesh: Mesh, axes: Sequence[str], ranks_per_node: int) -> list[str]:

@@ -14,8 +14,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor, nn
 
-from meshfold.mesh import SpecError
-from meshfold.mesh.errors import did_you_mean
+from meshfold.mesh import SpecError, did_you_mean
 from meshfold.mesh.parameters import OptimizerProbeError, probe_optimizer
 from meshfold.mesh.spec import argument_checks as settings
 

@@ -23,8 +23,7 @@ from meshfold.engine.world import PIPE, World
 from meshfold.mesh import LayoutError, SpecError, all_reduce
 from meshfold.mesh.model_io import is_encoder_decoder
 from meshfold.mesh.parameters import uncompiled_name
-from meshfold.mesh.spec.argument_checks import signature_mismatch
-from meshfold.mesh.spec.entry import format_value
+from meshfold.mesh.spec import format_value, signature_mismatch
 from meshfold.tensor_parallel.frame import row_unit
 
 if TYPE_CHECKING:

@@ -19,8 +19,7 @@ from torch.utils.checkpoint import checkpoint
 
 from meshfold.engine.recomputed_buffers import Buffers
 from meshfold.engine.repeated import find_blocks
-from meshfold.mesh import ParallelSpec, SpecError
-from meshfold.mesh.errors import did_you_mean
+from meshfold.mesh import ParallelSpec, SpecError, did_you_mean
 from meshfold.mesh.model_io import DryRun
 from meshfold.tensor_parallel.foreign import recompute_contexts
 

@@ -9,8 +9,7 @@ import torch
 
 from meshfold.engine.precision import ScaleSettings
 from meshfold.lightning.strategy import MeshfoldStrategy
-from meshfold.mesh import ParallelSpec, SpecError
-from meshfold.mesh.errors import did_you_mean
+from meshfold.mesh import ParallelSpec, SpecError, did_you_mean
 from meshfold.mesh.spec import argument_checks as settings
 
 _POLICIES = ("auto", "cpu", "cuda")

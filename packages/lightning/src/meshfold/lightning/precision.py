@@ -35,8 +35,7 @@ from lightning.pytorch.plugins.precision import (
     Precision as LightningPrecision,
 )
 from meshfold.engine.precision import LossScaler, Precision, ScaleSettings
-from meshfold.mesh import SpecError
-from meshfold.mesh.errors import did_you_mean
+from meshfold.mesh import SpecError, did_you_mean
 
 if TYPE_CHECKING:
     from lightning.pytorch import LightningModule

@@ -96,7 +96,7 @@ def version(package: str) -> str | None:
 
 def distribution(name: str, module: str) -> str | None:
     """A distribution's version; "from source" where its module can be imported all the same; None without it."""
-    from meshfold.mesh.spec.installed import is_importable
+    from meshfold.mesh.spec import is_importable
 
     if not is_importable(module):
         return None

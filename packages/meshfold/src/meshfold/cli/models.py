@@ -66,7 +66,7 @@ def read_rules(words: list[str]) -> dict[str, str]:
     """
     if not words:
         return {}
-    from meshfold.mesh.errors import did_you_mean
+    from meshfold.mesh import did_you_mean
     from meshfold.tensor_parallel.rules import ROLES
 
     found: dict[str, str] = {}

@@ -77,7 +77,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def size(text: str) -> int:
     """An argument that is an amount of memory, in bytes."""
-    from meshfold.mesh.spec.zero import UNITS, canonical_unit
+    from meshfold.mesh.spec import UNITS, canonical_unit
 
     match = re.fullmatch(r"([0-9]{1,18}(?:\.[0-9]{1,18})?) ?([A-Za-z]+)", text)
     if match is None or canonical_unit(match[2]) not in UNITS:

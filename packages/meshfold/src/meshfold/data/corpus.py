@@ -21,7 +21,7 @@ from meshfold.data.records import Part, find_records, texts_of
 from meshfold.data.tokenizers import Tokenizer
 from meshfold.mesh import SpecError
 from meshfold.mesh.random import key_of
-from meshfold.mesh.spec.byte_sizes import format_bytes
+from meshfold.mesh.spec import format_bytes
 
 TOKEN_FILES = (".bin", ".npy")
 _PIECE = 1 << 20  # characters that are tokenised together

@@ -29,7 +29,7 @@ from meshfold.data.tokenizers import Tokenizer, load_tokenizer, tokenizer_of_mod
 from meshfold.engine.engine import Engine
 from meshfold.engine.long_runs.stopping import GracefulStop
 from meshfold.mesh import SpecError
-from meshfold.mesh.spec.entry import format_value
+from meshfold.mesh.spec import format_value
 from meshfold.mesh.watchdog import report_errors
 from meshfold.train.folder_in_use import hold_folder
 from meshfold.train.kept_checkpoints import KeptCheckpoints

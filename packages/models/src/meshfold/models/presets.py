@@ -5,8 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from meshfold.mesh import SpecError
-from meshfold.mesh.errors import did_you_mean
+from meshfold.mesh import SpecError, did_you_mean
 from meshfold.models.config import DecoderConfig, GPTConfig, LlamaConfig
 from meshfold.models.gpt import GPT
 from meshfold.models.llama import Llama

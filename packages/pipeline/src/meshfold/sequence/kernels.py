@@ -28,8 +28,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from meshfold.mesh import LayoutError
-from meshfold.mesh.errors import did_you_mean
+from meshfold.mesh import LayoutError, did_you_mean
 
 _aten = torch.ops.aten
 Gradients = tuple[Tensor, Tensor, Tensor]

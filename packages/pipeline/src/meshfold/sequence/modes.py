@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-from meshfold.mesh import LayoutError, Mesh
-from meshfold.mesh.errors import did_you_mean
+from meshfold.mesh import LayoutError, Mesh, did_you_mean
 from meshfold.sequence.sharding import SequenceSharding, check_order
 
 

@@ -17,8 +17,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from meshfold.mesh import LayoutError
-from meshfold.mesh.errors import did_you_mean
+from meshfold.mesh import LayoutError, did_you_mean
 
 ORDERS = ("zigzag", "contiguous")
 

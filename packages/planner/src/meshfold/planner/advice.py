@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 
 from meshfold.mesh import MeshfoldError, ParallelSpec
-from meshfold.mesh.spec.byte_sizes import format_bytes
+from meshfold.mesh.spec import format_bytes
 from meshfold.planner.estimate import Estimate
 from meshfold.planner.machines import Machine
 

@@ -5,8 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from meshfold.mesh import Mesh, SpecError
-from meshfold.mesh.errors import did_you_mean
+from meshfold.mesh import Mesh, SpecError, did_you_mean
 
 if TYPE_CHECKING:
     from meshfold.zero_gemini.planner import Machine as Rates

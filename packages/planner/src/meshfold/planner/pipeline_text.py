@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from meshfold.mesh.spec.byte_sizes import format_bytes
+from meshfold.mesh.spec import format_bytes
 from meshfold.pipeline import Simulation
 from meshfold.planner.estimate import Estimate, Times
 from meshfold.planner.machines import Machine

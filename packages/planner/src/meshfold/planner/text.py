@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from meshfold.mesh.spec.byte_sizes import format_bytes
+from meshfold.mesh.spec import format_bytes
 from meshfold.planner.estimate import Estimate, Times
 from meshfold.planner.machines import Machine
 

@@ -19,8 +19,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
 
-from meshfold.mesh import Layout, LayoutError, Mesh
-from meshfold.mesh.errors import did_you_mean
+from meshfold.mesh import Layout, LayoutError, Mesh, did_you_mean
 from meshfold.tensor_parallel.algebra import MatmulPlan, plan
 
 

@@ -13,8 +13,7 @@ from fnmatch import fnmatchcase
 
 from torch import nn
 
-from meshfold.mesh import LayoutError, metadata
-from meshfold.mesh.errors import did_you_mean
+from meshfold.mesh import LayoutError, did_you_mean, metadata
 from meshfold.tensor_parallel.kinds import features, is_linear, is_patch, norm_kind, norm_size, why_not
 from meshfold.tensor_parallel.layers.experts import experts_of
 

@@ -16,8 +16,7 @@ from torch import Tensor
 
 from meshfold.engine.errors import NonFiniteError
 from meshfold.engine.long_runs.provenance import Finding, first_of_all, looked_at
-from meshfold.mesh import SpecError
-from meshfold.mesh.errors import did_you_mean
+from meshfold.mesh import SpecError, did_you_mean
 
 if TYPE_CHECKING:
     from meshfold.engine.batches.batch import Batch

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from meshfold.mesh import ParallelSpec, SpecError
-from meshfold.mesh.spec.entry import format_value
+from meshfold.mesh.spec import format_value
 
 
 def refit(parallel: Mapping[str, Any], world_size: int) -> tuple[dict[str, Any], str]:

@@ -6,7 +6,7 @@ import math
 
 from meshfold.engine.world import World
 from meshfold.mesh import SpecError
-from meshfold.mesh.processes.environment import watchdog_settings
+from meshfold.mesh.processes import watchdog_settings
 from meshfold.mesh.watchdog import Watch, watch, watchdog_limit
 
 

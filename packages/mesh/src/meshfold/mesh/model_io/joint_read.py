@@ -12,8 +12,8 @@ from meshfold.mesh.errors import CollectiveError, LaunchError
 from meshfold.mesh.processes import process_group
 from meshfold.mesh.recording import flight_recorder
 from meshfold.mesh.recording.flight_recorder import Call, shortened
+from meshfold.mesh.recording.program_line import own_line
 from meshfold.mesh.watchdog.rank_errors import report_errors
-from meshfold.mesh.watchdog.rank_status import own_line
 
 _times: dict[tuple[str, tuple[int, ...]], int] = {}  # that ranks have met, in this world
 _of_world: Any = None

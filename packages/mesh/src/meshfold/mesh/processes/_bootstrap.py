@@ -129,7 +129,7 @@ def refusal_sentence(error: BaseException) -> str:
         or isinstance(error, errors.CollectiveError)
     ):
         return ""
-    from meshfold.mesh.watchdog.rank_status import raised_at
+    from meshfold.mesh.recording.program_line import raised_at
 
     notes = "".join(f"\n{note}" for note in getattr(error, "__notes__", []))
     return f"{type(error).__name__} at {raised_at(error)}: {error}{notes}"

@@ -11,18 +11,42 @@ import json
 import math
 import os
 import socket
+import sys
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from datetime import timedelta
-from typing import Any
+from pathlib import Path
+from typing import Any, Protocol
 
 from meshfold.mesh.recording.flight_recorder import shortened
-from meshfold.mesh.watchdog.rank_status import process_of
 
 _LOOK_S = 1.0
 _FIRST_PAUSE_S = 0.0005
+
+
+class HasProcess(Protocol):
+    """A process that is known by its machine and number."""
+
+    @property
+    def host(self) -> str:
+        """The name of its machine."""
+
+    @property
+    def pid(self) -> int:
+        """Its number there."""
+
+
+def process_state(process: HasProcess, host: str) -> str:
+    """Return ``runs``, ``gone`` or ``stopped`` for a process of this machine; an empty text for another machine's."""
+    if process.host != host or not sys.platform.startswith("linux"):
+        return ""
+    try:
+        letter = Path(f"/proc/{process.pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except (OSError, IndexError):
+        return "gone"
+    return {"T": "stopped", "t": "stopped", "Z": "gone", "X": "gone"}.get(letter, "runs")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -49,7 +73,7 @@ class Address:
 
     def is_gone(self, seen_from: Address) -> bool:
         """Tell whether the process is known to have ended; False for one that cannot be seen from there."""
-        return self.space == seen_from.space and process_of(self, seen_from.host) == "gone"
+        return self.space == seen_from.space and process_state(self, seen_from.host) == "gone"
 
 
 def meet(

@@ -5,6 +5,7 @@ from __future__ import annotations
 from meshfold.mesh.random.dropout import (
     DropoutStream,
     TokenShards,
+    after_calls_elsewhere,
     checkpoint_contexts,
     current_dropout_stream,
     dropout_stream,
@@ -25,6 +26,7 @@ from meshfold.mesh.random.numbers import (
 __all__ = [
     "DropoutStream",
     "TokenShards",
+    "after_calls_elsewhere",
     "checkpoint_contexts",
     "current_dropout_stream",
     "dropout_stream",

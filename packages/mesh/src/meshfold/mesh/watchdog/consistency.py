@@ -12,7 +12,7 @@ from typing import Any
 
 from meshfold.mesh.errors import CollectiveError
 from meshfold.mesh.recording.flight_recorder import Call, shortened
-from meshfold.mesh.watchdog.rank_status import own_line
+from meshfold.mesh.recording.program_line import own_line
 
 
 class Agreement:

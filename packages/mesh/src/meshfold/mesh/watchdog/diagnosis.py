@@ -14,13 +14,13 @@ import time
 from contextlib import suppress
 from typing import Any
 
+from meshfold.mesh.processes.rendezvous import process_state
 from meshfold.mesh.recording.flight_recorder import Call, Flight
 from meshfold.mesh.watchdog.rank_errors import Failures
 from meshfold.mesh.watchdog.rank_status import (
     State,
     Waiting,
     behind,
-    process_of,
     told,
     waited_for,
     waiting_of,
@@ -113,7 +113,7 @@ class Inquiry:
         causes = waited_for(waiting_of(call), states, self.rank)
         if not any(rank in states and self._is_past(states[rank]) for rank in causes):
             return None
-        how = {rank: process_of(state, self._host) for rank, state in states.items()}
+        how = {rank: process_state(state, self._host) for rank, state in states.items()}
         return "\n".join(told(rank, states.get(rank), how.get(rank, ""), states) for rank in causes)
 
     def agreed(self) -> str | None:
@@ -165,7 +165,7 @@ class Inquiry:
         deadline = time.monotonic() + 2.5 * self.interval_s
         while True:
             states = self.read()
-            how = {rank: process_of(state, self._host) for rank, state in states.items()}
+            how = {rank: process_state(state, self._host) for rank, state in states.items()}
             stale = [
                 rank
                 for rank in waiting.ranks

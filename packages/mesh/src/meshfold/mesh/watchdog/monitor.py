@@ -31,11 +31,12 @@ from meshfold.mesh.errors import CollectiveError
 from meshfold.mesh.processes import process_group
 from meshfold.mesh.recording import flight_recorder
 from meshfold.mesh.recording.flight_recorder import Call, Flight
+from meshfold.mesh.recording.program_line import main_line
 from meshfold.mesh.watchdog.consistency import Agreement
 from meshfold.mesh.watchdog.diagnosis import Inquiry
 from meshfold.mesh.watchdog.gpu_progress import Progress
 from meshfold.mesh.watchdog.rank_errors import Failures
-from meshfold.mesh.watchdog.rank_status import main_line, oldest, waited_for, waiting_of
+from meshfold.mesh.watchdog.rank_status import oldest, waited_for, waiting_of
 
 STUCK_CODE = 124
 """The exit code of a process that the watchdog has ended, as that of timeout(1)"""

@@ -27,7 +27,7 @@ from typing import Any, ParamSpec, TypeVar
 
 from meshfold.mesh.recording import flight_recorder
 from meshfold.mesh.recording.flight_recorder import Call, Flight
-from meshfold.mesh.watchdog.rank_status import main_line, raised_at
+from meshfold.mesh.recording.program_line import main_line, raised_at
 
 _KEY = "meshfold watch/failure "  # and the rank
 _WHO = "meshfold watch/failed"  # the ranks that ever had an error

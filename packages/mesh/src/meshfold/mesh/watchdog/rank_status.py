@@ -4,17 +4,11 @@ from __future__ import annotations
 
 import json
 import os
-import sys
-import threading
-import traceback
 from dataclasses import asdict, dataclass, field
-from pathlib import Path
-from types import FrameType
-from typing import Any, Protocol
+from typing import Any
 
 from meshfold.mesh.recording.flight_recorder import Call, Flight, shortened
-
-_LIBRARY = os.path.dirname(os.__file__) + os.sep
+from meshfold.mesh.recording.program_line import main_line
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -94,29 +88,6 @@ def waiting_of(call: Call) -> Waiting:
     return Waiting(channel=call.channel, number=call.number, ranks=ranks, text=str(call))
 
 
-class Process(Protocol):
-    """Where a process is."""
-
-    @property
-    def host(self) -> str:
-        """The name of its machine."""
-
-    @property
-    def pid(self) -> int:
-        """Its number there."""
-
-
-def process_of(state: Process, host: str) -> str:
-    """``runs``, ``gone`` or ``stopped``, of a process of this machine; empty for another machine's."""
-    if state.host != host or not sys.platform.startswith("linux"):
-        return ""
-    try:
-        letter = Path(f"/proc/{state.pid}/stat").read_text().rpartition(")")[2].split()[0]
-    except (OSError, IndexError):
-        return "gone"
-    return {"T": "stopped", "t": "stopped", "Z": "gone", "X": "gone"}.get(letter, "runs")
-
-
 def behind(waiting: Waiting, states: dict[int, State], me: int) -> list[int]:
     """The ranks that have not made a call that is waited for."""
     return [
@@ -137,7 +108,7 @@ def waited_for(waiting: Waiting, states: dict[int, State], me: int) -> list[int]
 
 
 def told(rank: int, state: State | None, how: str, states: dict[int, State]) -> str:
-    """A line about a rank. ``how``: see :func:`process_of`, or ``silent``."""
+    """A line about a rank. ``how``: see :func:`process_state`, or ``silent``."""
     if state is None:
         return f"  rank {rank}: it has never been heard of: it has not come as far as its first collective"
     where = f"process {state.pid} on {state.host}"
@@ -163,41 +134,3 @@ def told(rank: int, state: State | None, how: str, states: dict[int, State]) -> 
         if state.last:
             parts.append(f"its last collective {'was' if not when else 'then was'} {state.last}")
     return f"  rank {rank}: {', '.join(parts)}"
-
-
-def own_line() -> str:
-    """``train.py:31 in load``: the line of the user's program that this thread is in."""
-    return _line(sys._getframe(1))
-
-
-def main_line() -> str:
-    """The same of the main thread."""
-    frame = sys._current_frames().get(threading.main_thread().ident or 0)
-    return "its end" if frame is None else _line(frame)
-
-
-def raised_at(error: BaseException) -> str:
-    """The same of an error that nobody caught."""
-    places = list(traceback.walk_tb(error.__traceback__))
-    users = [place for place in places if _is_users(place[0])]
-    return _described(*(users or places)[-1]) if places else main_line()
-
-
-def _line(innermost: FrameType) -> str:
-    """The innermost line that is not torch's, ours or Python's own; the innermost if there is no other."""
-    frame: FrameType | None = innermost
-    while frame is not None:
-        if _is_users(frame):
-            return _described(frame, frame.f_lineno)
-        frame = frame.f_back
-    return _described(innermost, innermost.f_lineno)
-
-
-def _is_users(frame: FrameType) -> bool:
-    file, package = frame.f_code.co_filename, frame.f_globals.get("__name__", "").partition(".")[0]
-    own = file.startswith(_LIBRARY) and "site-packages" not in file
-    return package not in ("torch", "meshfold") and not own and not file.startswith("<")
-
-
-def _described(frame: FrameType, line: int) -> str:
-    return f"{Path(frame.f_code.co_filename).name}:{line} in {frame.f_code.co_name}"

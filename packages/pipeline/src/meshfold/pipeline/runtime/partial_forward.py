@@ -28,7 +28,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_unflatten
 
 from meshfold.mesh import LayoutError
-from meshfold.mesh.random.dropout import after_calls_elsewhere
+from meshfold.mesh.random import after_calls_elsewhere
 from meshfold.mesh.tracking import part_of_model, say, tracker, untracked, unwatched
 from meshfold.pipeline.errors import ChainError
 from meshfold.pipeline.runtime.block_outputs import OutputForm, OutputForms

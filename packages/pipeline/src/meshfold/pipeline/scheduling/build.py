@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
-from meshfold.mesh.errors import did_you_mean
+from meshfold.mesh import did_you_mean
 from meshfold.pipeline.errors import ScheduleError
 from meshfold.pipeline.scheduling.actions import Action, Schedule
 from meshfold.pipeline.scheduling.costs import Costs

@@ -17,8 +17,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from meshfold.mesh import LayoutError
-from meshfold.mesh.errors import did_you_mean
+from meshfold.mesh import LayoutError, did_you_mean
 from meshfold.tensor_parallel.lowerings.base import Lowering
 from meshfold.tensor_parallel.lowerings.choose import WAYS, Auto, choose
 

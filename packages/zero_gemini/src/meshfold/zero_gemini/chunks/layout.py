@@ -15,7 +15,7 @@ from collections.abc import Hashable, Iterable
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from meshfold.mesh.errors import did_you_mean
+from meshfold.mesh import did_you_mean
 from meshfold.zero_gemini.errors import ChunkLayoutError
 
 # A shard starts and ends on a block of 8-bit moments (256 elements share a scale); that is at least 256 bytes in

@@ -20,7 +20,7 @@ from types import TracebackType
 
 from torch import Tensor
 
-from meshfold.mesh.errors import did_you_mean
+from meshfold.mesh import did_you_mean
 
 from ..errors import DiskError
 from .file import BlockFile, Direct

@@ -7,8 +7,7 @@ from math import ceil
 
 import numpy as np
 
-from meshfold.mesh import SpecError
-from meshfold.mesh.errors import did_you_mean
+from meshfold.mesh import SpecError, did_you_mean
 from meshfold.zero_gemini.errors import MemoryPlanError
 from meshfold.zero_gemini.planner.family import Family, layer_order
 from meshfold.zero_gemini.planner.memory import gpu_kinds
