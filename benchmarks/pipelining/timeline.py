@@ -13,7 +13,7 @@ import torch
 from benchmarks.common import synchronize
 from meshfold.mesh import all_reduce, barrier
 from meshfold.pipeline import Costs, Pipeline, Schedule
-from meshfold.pipeline.runtime.clock import DeviceClock
+from meshfold.pipeline.runtime.profile import DeviceClock
 
 _METHODS = ("forward", "backward_input", "backward_weight", "backward")
 

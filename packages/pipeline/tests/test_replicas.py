@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
+from meshfold.pipeline.runtime.batches import NO_REPLICAS, Replicas
 from meshfold.pipeline.runtime.microbatch import split
-from meshfold.pipeline.runtime.replicas import NO_REPLICAS, Replicas
 
 
 def test_the_last_one_again_without_weight() -> None:

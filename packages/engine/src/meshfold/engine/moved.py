@@ -18,7 +18,7 @@ _CHECKPOINT = {
     "folder": "folder",
     "folder_weights": "tensors.weights",
     "names": "file_names",
-    "own_files": "owned_files",
+    "own_files": "file_names",
     "place": "folder.writing",
     "politely": "staging.pauses",
     "rectangles": "shards.rectangles",
@@ -29,7 +29,7 @@ _CHECKPOINT = {
     "tensor_file": "tensors.safetensors_file",
     "tensor_files": "tensors.file_set",
     "tensor_folder": "tensors.tensor_folder",
-    "torch_file": "files.torch_file",
+    "torch_file": "files.untrusted",
 }
 
 MOVED = {

@@ -17,8 +17,8 @@ from meshfold.sequence.mask import Mask
 from meshfold.sequence.modes import sequence_mode, sequence_sharding
 from meshfold.sequence.ring import Round, ring_attention
 from meshfold.sequence.ring_self_attention import Whole, ring_self_attention
-from meshfold.sequence.ring_steps import steps
 from meshfold.sequence.sharding import SequenceSharding, check_documents
+from meshfold.sequence.tiling import steps
 from meshfold.sequence.ulysses import to_heads, to_sequence
 
 

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from meshfold.checkpoint.files.atomic_write import fsync_path, write_atomically
-from meshfold.checkpoint.files.json_text import parse_json, parse_json_object
-from meshfold.checkpoint.files.torch_file import read_torch_file
+from meshfold.checkpoint.files.untrusted import parse_json, parse_json_object, read_torch_file
 
 __all__ = [
     "fsync_path",

@@ -9,6 +9,7 @@ from meshfold.checkpoint.file_names import (
     SCHEDULER_FILE,
     STATE_FILE,
     lock_path,
+    remove_unfinished,
     set_aside_path,
     writing_path,
 )
@@ -33,7 +34,6 @@ from meshfold.checkpoint.folder.writing import (
     resolve_folder,
     with_advice,
 )
-from meshfold.checkpoint.owned_files import remove_unfinished
 
 __all__ = [
     "EXTRA_STATE_FILE",

@@ -9,11 +9,10 @@ from __future__ import annotations
 from contextlib import suppress
 from pathlib import Path
 
-from meshfold.checkpoint.file_names import STATE_FILE, STATE_FILE_REMOVED, lock_path
+from meshfold.checkpoint.file_names import STATE_FILE, STATE_FILE_REMOVED, lock_path, remove_files
 from meshfold.checkpoint.files.atomic_write import fsync_path
 from meshfold.checkpoint.folder import replacement
 from meshfold.checkpoint.folder.lock import hold_lock
-from meshfold.checkpoint.owned_files import remove_files
 from meshfold.checkpoint.state.state_file import listed_files
 
 

@@ -21,10 +21,16 @@ from pathlib import Path
 from typing import Any
 
 from meshfold.checkpoint.errors import CheckpointError
-from meshfold.checkpoint.file_names import REPLACED_FILE, SAVED_FOLDER_PREFIX, SAVING_FOLDER, STATE_FILE
+from meshfold.checkpoint.file_names import (
+    REPLACED_FILE,
+    SAVED_FOLDER_PREFIX,
+    SAVING_FOLDER,
+    STATE_FILE,
+    remove_files,
+    remove_unfinished,
+)
 from meshfold.checkpoint.files.atomic_write import fsync_path, write_text_synced
-from meshfold.checkpoint.files.json_text import parse_json
-from meshfold.checkpoint.owned_files import remove_files, remove_unfinished
+from meshfold.checkpoint.files.untrusted import parse_json
 from meshfold.checkpoint.state.state_file import FILES, identity, listed_files, read_state
 
 

@@ -15,12 +15,11 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from meshfold.checkpoint.errors import CheckpointError
-from meshfold.checkpoint.file_names import STATE_FILE, lock_path, set_aside_path
+from meshfold.checkpoint.file_names import STATE_FILE, lock_path, remove_unfinished, set_aside_path
 from meshfold.checkpoint.folder import removal, replacement
 from meshfold.checkpoint.folder.lock import hold_lock, is_locked
 from meshfold.checkpoint.folder.replacement import current_path, saved_folder
 from meshfold.checkpoint.folder.writing import clear_beside
-from meshfold.checkpoint.owned_files import remove_unfinished
 from meshfold.checkpoint.state.state_file import FILES, read_state
 
 _NAME = re.compile(r"step-(\d{8,})")

@@ -18,11 +18,17 @@ from typing import Any
 import torch
 
 from meshfold.checkpoint.errors import InUseError
-from meshfold.checkpoint.file_names import LOCK_FILE, STATE_FILE, lock_path, set_aside_path, writing_path
+from meshfold.checkpoint.file_names import (
+    LOCK_FILE,
+    STATE_FILE,
+    lock_path,
+    remove_unfinished,
+    set_aside_path,
+    writing_path,
+)
 from meshfold.checkpoint.files.atomic_write import fsync_path, write_text_synced
 from meshfold.checkpoint.folder import removal, replacement
 from meshfold.checkpoint.folder.lock import hold_lock
-from meshfold.checkpoint.owned_files import remove_unfinished
 from meshfold.checkpoint.state.state_file import CHECKSUMS, FILES, file_checksum, listed_files, with_checksum
 
 _ADVICE = {

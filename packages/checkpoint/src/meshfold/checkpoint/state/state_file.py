@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from meshfold.checkpoint.errors import CheckpointError
-from meshfold.checkpoint.files.json_text import parse_json_object
-from meshfold.checkpoint.owned_files import may_be_listed
+from meshfold.checkpoint.file_names import may_be_listed
+from meshfold.checkpoint.files.untrusted import parse_json_object
 
 FORMAT_WHOLE, FORMAT_SHARDED = 2, 3
 """Whole tensors; tensors in rectangles (:mod:`meshfold.engine.checkpoints.saving`). 1 had each file whole."""

@@ -16,7 +16,7 @@ from pathlib import Path
 from torch import Tensor
 
 from meshfold.checkpoint.errors import CheckpointError
-from meshfold.checkpoint.files.json_text import parse_json_object
+from meshfold.checkpoint.files.untrusted import parse_json_object
 from meshfold.checkpoint.tensors.safetensors_file import TensorFile, TensorInfo, TensorWriter
 from meshfold.checkpoint.tensors.shard_files import ShardFiles, shard_index_name
 from meshfold.checkpoint.tensors.tensor_folder import TensorFolder, is_file_name

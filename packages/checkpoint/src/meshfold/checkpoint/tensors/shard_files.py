@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from meshfold.checkpoint.errors import CheckpointError
-from meshfold.checkpoint.files.json_text import parse_json_object
+from meshfold.checkpoint.files.untrusted import parse_json_object
 from meshfold.checkpoint.staging.pauses import with_pauses
 from meshfold.checkpoint.tensors.safetensors_file import TensorFile, TensorInfo
 from meshfold.checkpoint.tensors.stored_tensor import StoredShard, StoredTensor

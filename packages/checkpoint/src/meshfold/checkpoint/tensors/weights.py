@@ -13,7 +13,7 @@ from pathlib import Path
 from torch import Tensor
 
 from meshfold.checkpoint.errors import CheckpointError
-from meshfold.checkpoint.files.torch_file import is_whole, read_torch_file, verify_archive
+from meshfold.checkpoint.files.untrusted import is_whole, read_torch_file, verify_archive
 from meshfold.checkpoint.tensors.file_set import open_tensors, weight_map
 from meshfold.checkpoint.tensors.safetensors_file import TensorFile
 from meshfold.checkpoint.tensors.tensor_folder import TensorFolder

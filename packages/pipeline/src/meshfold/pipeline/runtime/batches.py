@@ -1,10 +1,11 @@
-"""What a pipeline is given, in micro-batches on its device."""
+"""Cuts a batch into micro-batches on the device, as many as all data-parallel replicas of the pipeline have."""
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
-from dataclasses import replace
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -14,6 +15,30 @@ from torch.utils._pytree import tree_map_only
 from meshfold.mesh.model_io import labels_are_shifted
 from meshfold.pipeline.runtime.microbatch import Microbatch, rows_of, split
 from meshfold.pipeline.scheduling.programs import Programs
+
+
+@dataclass(frozen=True, kw_only=True)
+class Replicas:
+    """What is agreed with the other pipelines; all of them must come.
+
+    Attributes:
+        agree: from how many micro-batches this pipeline's batch has to how many all have, the most of any. None: each has
+            its own.
+        looking: around forwards that one pipeline may make and another not, of which only the shapes are wanted.
+    """
+
+    agree: Callable[[int], int] | None = None
+    looking: Callable[[], AbstractContextManager[None]] = nullcontext
+
+    def filled(self, works: Sequence[Microbatch]) -> list[Microbatch]:
+        """As many micro-batches as all have: the last one again, which counts nothing then."""
+        if self.agree is None:
+            return [*works]
+        nothing = replace(works[-1], weight=torch.zeros_like(works[-1].weight))
+        return [*works, *[nothing] * (self.agree(len(works)) - len(works))]
+
+
+NO_REPLICAS = Replicas()
 
 
 class Batches:

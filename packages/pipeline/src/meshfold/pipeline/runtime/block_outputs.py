@@ -10,8 +10,8 @@ from torch import Tensor
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from meshfold.pipeline.errors import ChainError
-from meshfold.pipeline.runtime.injection import same_storage
 from meshfold.pipeline.runtime.placeholders import TensorPlaceholder
+from meshfold.pipeline.runtime.stage_border import same_storage
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,10 +1,15 @@
-"""The repeated block of a model, and how many of them each stage gets."""
+"""The repeated block of a model: where it is, how many of them each stage gets, and one module for each place.
+
+Stages and gates go by places in the list. A module that stands twice in it, or in it and elsewhere in the model, is replaced there
+by another module object with the same parameters and buffers. Its weights are then tied, as an embedding and a head may be.
+"""
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from torch import nn
 
@@ -148,3 +153,45 @@ def balance_blocks(
         counts.append(last - begins[last])
         last = begins[last]
     return counts[::-1]
+
+
+def separate_repeated_blocks(model: nn.Module, blocks: Blocks) -> list[int]:
+    """Let each block stand at one place of the model alone, in place. Return for each place the first that had the same block."""
+    lists = {path for path, module in model.named_modules(remove_duplicate=False) if module is blocks.home}
+    places = {f"{path}.{key}" if path else key for path in lists for key in blocks.keys}
+    stands = Counter(
+        module for path, module in model.named_modules(remove_duplicate=False) if path not in places
+    )
+    first: dict[nn.Module, int] = {}
+    same = []
+    for index, key in enumerate(blocks.keys):
+        block = blocks.home._modules[key]
+        assert block is not None  # a block has parameters or is called
+        same.append(first.setdefault(block, index))
+        if stands[block]:
+            blocks.home._modules[key] = shallow_twin(block)
+        stands[block] += 1
+    return same
+
+
+def shallow_twin(module: nn.Module, made: dict[nn.Module, nn.Module] | None = None) -> nn.Module:
+    """Another module with the same parameters, buffers and attributes; the modules in it are twins too."""
+    made = {} if made is None else made
+    if module not in made:
+        if "_orig_mod" in module._modules:
+            kind = type(module._modules["_orig_mod"]).__name__
+            raise LayoutError(
+                f"a compiled {kind} stands at several places of the model: write block.compile() in place of torch.compile(block)"
+            )
+        twin = made[module] = object.__new__(type(module))
+        for name, value in module.__dict__.items():
+            twin.__dict__[name] = _own(value)
+        twin._compiled_call_impl = None  # of the first
+        for name, child in module._modules.items():
+            twin._modules[name] = None if child is None else shallow_twin(child, made)
+    return made[module]
+
+
+def _own(value: Any) -> Any:
+    """An attribute: parameters, hooks and whatever else a dict holds are to change in one of two twins alone."""
+    return value.copy() if isinstance(value, dict) else value

@@ -32,16 +32,9 @@ from meshfold.mesh.random import after_calls_elsewhere
 from meshfold.mesh.tracking import part_of_model, say, tracker, untracked, unwatched
 from meshfold.pipeline.errors import ChainError
 from meshfold.pipeline.runtime.block_outputs import OutputForm, OutputForms
-from meshfold.pipeline.runtime.border_layouts import Layouts, check_handed_on, layouts_of
-from meshfold.pipeline.runtime.bypass import Crossing
-from meshfold.pipeline.runtime.injection import inject
-from meshfold.pipeline.runtime.placeholders import (
-    AbsentBlock,
-    TensorPlaceholder,
-    sign,
-    unscaled_tables,
-    without_randomness,
-)
+from meshfold.pipeline.runtime.placeholders import AbsentBlock, TensorPlaceholder, sign
+from meshfold.pipeline.runtime.side_effects import unscaled_tables, without_randomness
+from meshfold.pipeline.runtime.stage_border import Crossing, Layouts, check_handed_on, inject, layouts_of
 
 Call = Callable[..., Any]
 Around = Callable[[nn.Module], AbstractContextManager[None]]

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten
 
-from meshfold.mesh import LayoutError, dropout_stream
+from meshfold.mesh import LayoutError
 from meshfold.mesh.tracking import lies, say
 
 
@@ -62,30 +60,6 @@ def sign(leaf: Any) -> object:
     if isinstance(leaf, Tensor):
         return tuple(leaf.shape), leaf.dtype, leaf.device
     return leaf if isinstance(leaf, int | float | str | bool | type(None)) else type(leaf)
-
-
-@contextmanager
-def without_randomness(leaves: Sequence[Any]) -> Iterator[None]:
-    """Leave random states as they are, and give dropout a stream that is nobody's."""
-    device = next((leaf.device for leaf in leaves if isinstance(leaf, Tensor)), torch.device("cpu"))
-    with ExitStack() as stack:
-        stack.enter_context(torch.random.fork_rng([device] if device.type == "cuda" else []))
-        stack.enter_context(dropout_stream(0, 0))
-        yield
-
-
-@contextmanager
-def unscaled_tables(model: nn.Module) -> Iterator[None]:
-    """Keep tables with ``max_norm`` from rescaling the rows that a look at shapes reads: no batch has read them."""
-    tables = [m for m in model.modules() if isinstance(m, nn.Embedding | nn.EmbeddingBag) and m.max_norm]
-    limits = [table.max_norm for table in tables]
-    try:
-        for table in tables:
-            table.max_norm = None
-        yield
-    finally:
-        for table, limit in zip(tables, limits, strict=True):
-            table.max_norm = limit
 
 
 def signature(args: Any, kwargs: Any) -> object:

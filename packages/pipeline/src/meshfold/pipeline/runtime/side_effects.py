@@ -1,11 +1,15 @@
-"""A model's buffers and caches as they were, after forwards that are no part of the training."""
+"""Context managers around trial forwards, which must leave a model's buffers, caches, random states and tables as they were."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
+
+from meshfold.mesh import dropout_stream
 
 
 @contextmanager
@@ -34,3 +38,27 @@ def preserved_buffers(model: nn.Module) -> Iterator[None]:
             module.__dict__["kv_cache"] = cache
         for module, name, buffer in before:
             module._buffers[name] = buffer
+
+
+@contextmanager
+def without_randomness(leaves: Sequence[Any]) -> Iterator[None]:
+    """Leave random states as they are, and give dropout a stream that is nobody's."""
+    device = next((leaf.device for leaf in leaves if isinstance(leaf, Tensor)), torch.device("cpu"))
+    with ExitStack() as stack:
+        stack.enter_context(torch.random.fork_rng([device] if device.type == "cuda" else []))
+        stack.enter_context(dropout_stream(0, 0))
+        yield
+
+
+@contextmanager
+def unscaled_tables(model: nn.Module) -> Iterator[None]:
+    """Keep tables with ``max_norm`` from rescaling the rows that a look at shapes reads: no batch has read them."""
+    tables = [m for m in model.modules() if isinstance(m, nn.Embedding | nn.EmbeddingBag) and m.max_norm]
+    limits = [table.max_norm for table in tables]
+    try:
+        for table in tables:
+            table.max_norm = None
+        yield
+    finally:
+        for table, limit in zip(tables, limits, strict=True):
+            table.max_norm = limit

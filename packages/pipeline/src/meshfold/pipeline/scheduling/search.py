@@ -18,8 +18,7 @@ from meshfold.pipeline.scheduling.costs import Costs, StageCosts
 from meshfold.pipeline.scheduling.list_scheduling import Key, ListScheduler
 from meshfold.pipeline.scheduling.local_search import fuse, improve, makespan
 from meshfold.pipeline.scheduling.replay import Replay, peak_activations
-from meshfold.pipeline.scheduling.schedules import SCHEDULES
-from meshfold.pipeline.scheduling.schedules.hanayo import wave_home
+from meshfold.pipeline.scheduling.schedules import SCHEDULES, wave_home
 from meshfold.pipeline.scheduling.simulation import Simulation, simulate_costs
 
 Lists = list[list[Action]]

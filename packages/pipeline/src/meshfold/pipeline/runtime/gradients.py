@@ -1,9 +1,9 @@
-"""Parameters that several ranks keep, such as a head that shares the embedding's table: their gradients are summed.
+"""Gradients of a step: those of parameters that several ranks keep are summed, complete ones are handed over.
 
-Every holder sends its own to every other and adds all in the order of the ranks, so all get the same bits, and copies
-that were equal stay equal under any optimizer that treats them alike. What a step's micro-batches make is put aside as it
-comes, before anybody else looks at ``.grad``, in float32 at least; the sum then comes as one gradient, as if autograd had
-made it.
+Each holder of a tied parameter, such as a head that shares the embedding's table, sends its gradient to every other one, and all
+add them in the order of the ranks. All get the same bits, so equal copies stay equal under any optimizer that treats them alike.
+What a step's micro-batches make is set aside in float32 or wider as it comes, before anything else reads ``.grad``; the sum is
+then added as one gradient.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from torch.utils.hooks import RemovableHandle
 from meshfold.mesh import Transfer
 from meshfold.mesh.parameters import accumulate_grad
 from meshfold.pipeline.runtime.executor import Channels
-from meshfold.pipeline.runtime.partition import Tie
+from meshfold.pipeline.runtime.partition import Partition, Tie
 
 
 class TiedGradients:
@@ -111,3 +111,44 @@ def _sum(parts: Sequence[Tensor]) -> Tensor:
     for part in parts[1:]:
         total += part
     return total
+
+
+Reduce = Callable[[Sequence[tuple[str, nn.Parameter]]], None]
+"""takes parameters up, with their names, whose gradients are whole"""
+
+
+class CompleteGradients:
+    """Hands parameters on as soon as no other stage of this rank, and no other rank, adds to their gradients."""
+
+    def __init__(self, partition: Partition, ties: TiedGradients, reduce: Reduce) -> None:
+        """Args:
+        partition: the model.
+        ties: parameters that other ranks keep as well: theirs are whole once they were summed.
+        reduce: takes them up.
+        """
+        self._partition, self._ties, self._reduce = partition, ties, reduce
+        self._tied = {tie.name for tie in partition.ties}
+        self._unfinished: set[int] = set()
+
+    def begin(self) -> None:
+        """A step begins: nothing is whole."""
+        self._unfinished = set(self._partition.stages)
+
+    def of_stage(self, stage: int) -> None:
+        """All micro-batches of a stage had their W."""
+        self._unfinished.discard(stage)
+        done = [
+            (name, parameter)
+            for name, parameter in self._partition.named_parameters()
+            if stage in (stages := self._partition.users[name])
+            and not stages & self._unfinished
+            and name not in self._tied
+        ]
+        if done:
+            self._reduce(done)
+
+    def of_ties(self) -> None:
+        """Those of several ranks were summed."""
+        if self._ties.parameters:
+            named = zip(self._ties.ties, self._ties.parameters, strict=True)
+            self._reduce([(tie.name, parameter) for tie, parameter in named])

@@ -9,7 +9,7 @@ from meshfold.mesh import LayoutError
 from meshfold.mesh.tracking.active import activated
 from meshfold.mesh.tracking.dims import block, whole
 from meshfold.mesh.tracking.follow import Tracker
-from meshfold.pipeline.runtime.border_layouts import check_handed_on, layouts_of
+from meshfold.pipeline.runtime.stage_border import check_handed_on, layouts_of
 
 
 def test_a_stage_that_turns_what_it_was_given_is_refused() -> None:

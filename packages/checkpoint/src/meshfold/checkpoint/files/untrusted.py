@@ -1,7 +1,8 @@
-"""Files that ``torch.save`` has written, read without running code that they name."""
+"""Files that somebody else may have written: JSON and torch files, read without running code, with one kind of error."""
 
 from __future__ import annotations
 
+import json
 import pickle
 import re
 import zipfile
@@ -12,6 +13,30 @@ import torch
 from torch import Tensor
 
 from meshfold.checkpoint.errors import CheckpointError
+
+
+def parse_json(text: str | bytes) -> Any:
+    """Parse JSON.
+
+    Raises:
+        ValueError: for anything that is no JSON, also for bytes that are no UTF-8 and for values nested too deeply.
+    """
+    try:
+        return json.loads(text)
+    except RecursionError:
+        raise ValueError("its values are nested too deeply") from None
+
+
+def parse_json_object(text: str | bytes) -> dict[str, Any]:
+    """Parse a JSON object.
+
+    Raises:
+        ValueError: if it is something else.
+    """
+    found = parse_json(text)
+    if not isinstance(found, dict):
+        raise ValueError(f"it holds a {type(found).__name__}, not an object")
+    return found
 
 
 def read_torch_file(path: Path, *, mapped: bool = False) -> Any:

@@ -1,0 +1,138 @@
+"""The border between two stages: a received tensor enters the code of the next, and what cannot cross is refused.
+
+What the first block of a stage is called with travels. Everything else that was computed from weights before that block is absent
+behind it: a residual around several blocks, the output of an early block that the model's end uses too. Autograd's graph of a
+forward on placeholders shows whether a model uses such a value.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from meshfold.mesh import LayoutError
+from meshfold.mesh.tracking import Lies, lies
+from meshfold.mesh.tracking.dims import Dims, axes_of, is_open
+
+
+class _Enter(torch.autograd.Function):
+    """``inside`` gets the history of ``received``, whose values it has."""
+
+    @staticmethod
+    def forward(ctx: Any, inside: Tensor, received: Tensor) -> Tensor:
+        ctx.mark_dirty(inside)
+        return inside
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[None, Tensor]:
+        return None, gradient
+
+
+def inject(inside: Tensor, received: Tensor, grad: bool) -> Tensor:
+    """Let a tensor of the model's code be what was received, in place: all who refer to it find the right values.
+
+    It may be changed in place then, as what a block returns may be; save if it is a view, of something else that the code has.
+
+    Args:
+        inside: what a block is called with.
+        received: from the stage before.
+        grad: whether a gradient is wanted.
+
+    Returns:
+        The tensor whose ``.grad`` backward fills.
+    """
+    if not grad or inside._is_view():
+        inside.data = received.detach()
+        return inside.requires_grad_(grad)
+    root = received.detach().requires_grad_()
+    inside.data = root.detach()
+    _Enter.apply(inside, root)
+    return root
+
+
+def same_storage(given: Tensor) -> Tensor:
+    """Another tensor with the same memory, no view of it, as a block's output is none; with its history, if it has one."""
+    if given.requires_grad:
+        return given.view_as(given)
+    made = torch.empty(0, dtype=given.dtype, device=given.device)
+    made.data = given
+    return made
+
+
+Layouts = dict[int, Lies]
+"""By place among the arguments of a block; empty where the forward is not looked at."""
+
+
+def layouts_of(leaves: Mapping[int, Tensor]) -> Layouts:
+    """How a block's arguments lie."""
+    return {place: known for place, leaf in leaves.items() if (known := lies(leaf)) is not None}
+
+
+def check_handed_on(block: int, began: Layouts, leaves: Mapping[int, Tensor]) -> None:
+    """See that what a stage hands on lies as what its first block was given.
+
+    Args:
+        block: the next stage's first.
+        began: of this stage's first block.
+        leaves: what the next stage's is called with.
+
+    Raises:
+        LayoutError: if it does not.
+    """
+    for place, known in layouts_of(leaves).items():
+        now, before = known.dims, began[place].dims if place in began else known.dims
+        if len(before) == len(now) and before != now:
+            raise LayoutError(
+                f"block {block}, the first of a stage, is called with a tensor {list(leaves[place].shape)} {_split(now)}, and the "
+                f"first block of the stage before with one {_split(before)}: blocks of a pipeline return a tensor that is split "
+                "over ranks as the one they are given. Turn it back at the end of the block, or use a spec without pipeline"
+            )
+
+
+def _split(dims: Dims) -> str:
+    found = [
+        f"dim {number} is split over {', '.join(axes_of(dim))}"
+        for number, dim in enumerate(dims)
+        if axes_of(dim)
+    ]
+    found += [f"nothing tells how dim {number} is split" for number, dim in enumerate(dims) if is_open(dim)]
+    return f"of which {' and '.join(found)}" if found else "that is whole on every rank"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Crossing:
+    """A point in a forward at which a block was called.
+
+    Attributes:
+        travels: nodes of the graph that made what the block was called with.
+        time: nodes with a smaller number were made before.
+    """
+
+    travels: frozenset[Any]
+    time: int
+
+    @classmethod
+    def now(cls, travels: Sequence[Tensor]) -> Crossing:
+        """A block is called with these tensors."""
+        made: Any = torch.zeros((), requires_grad=True).clone().grad_fn
+        return cls(travels=frozenset(t.grad_fn for t in travels), time=made._sequence_nr())
+
+    def is_bypassed(self, later: Sequence[Tensor]) -> bool:
+        """Whether tensors that were computed later depend on one from before that did not travel."""
+        waiting = [tensor.grad_fn for tensor in later]
+        seen: set[Any] = set(self.travels)
+        while waiting:
+            node: Any = waiting.pop()
+            if (
+                node is None or node in seen or hasattr(node, "variable")
+            ):  # a leaf is there, whenever it is used
+                continue
+            if node._sequence_nr() < self.time:
+                return True
+            seen.add(node)
+            waiting += [after for after, _ in node.next_functions]
+        return False
