@@ -48,6 +48,23 @@ CIRCLES: dict[str, set[str]] = {
     "tensor_parallel": {"layers", "lowerings"},
     "zero_gemini": {"chunks", "memory", "optimizer", "planner", "runtime", "trace"},
 }
+# Packages, and parts of them, with docstrings that open with a word of QUESTIONS. Take one out when the test says so.
+QUESTIONING = (
+    "checkpoint",
+    "colossalai",
+    "engine",
+    "huggingface",
+    "kernels",
+    "lightning",
+    "mesh/tracking",
+    "meshfold",
+    "models",
+    "pipeline",
+    "planner",
+    "tensor_parallel",
+    "zero_gemini",
+)
+QUESTIONS = ("How", "Of", "What", "Where", "Whether", "Which", "Who", "Whom", "Whose")
 APPLICATION = "meshfold"
 """The package that stands above all others, and has no module of its own name."""
 

@@ -21,6 +21,8 @@ from integration_tests.house import (
     OPEN_BORDERS,
     OWNERS,
     PACKAGES,
+    QUESTIONING,
+    QUESTIONS,
     ROOT,
     SIBLINGS,
     Package,
@@ -278,6 +280,32 @@ def test_imports_are_declared(package: Package) -> None:
     )  # a sibling that is imported when it is wanted may be an extra
     declared = {DISTRIBUTIONS[name].name for name in named if name in DISTRIBUTIONS}
     assert siblings <= declared
+
+
+def questions(source: str) -> Iterator[tuple[int, str]]:
+    """Yield the line and the opening of each docstring that opens as a question does."""
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+            text = ast.get_docstring(node) or ""
+            if re.match(rf"({'|'.join(QUESTIONS)})\b", text):
+                yield getattr(node, "lineno", 1), text.splitlines()[0]
+
+
+def test_docstrings_open_with_a_verb_or_a_noun() -> None:
+    """Functions: an imperative verb. Classes and modules: a noun. No docstring opens as a question does."""
+    broken, remaining = [], set()
+    for package in PACKAGES:
+        for path in package.modules:
+            inside = path.relative_to(package.folder / "src" / "meshfold").as_posix()
+            where = inside if inside.startswith(f"{package.name}/") else f"{package.name}/{inside}"
+            listed = [part for part in QUESTIONING if f"{where}/".startswith(f"{part}/")]
+            for line, opening in questions(path.read_text()):
+                remaining.update(listed)
+                if not listed:
+                    broken.append(f"{path.relative_to(ROOT)}:{line}: {opening}")
+    assert not broken, "write what it does or is, instead of a question:\n" + "\n".join(broken)
+    done = sorted(set(QUESTIONING) - remaining)
+    assert not done, f"take these out of QUESTIONING in house.py, they have no such docstring: {done}"
 
 
 def test_meshfold_is_a_namespace() -> None:

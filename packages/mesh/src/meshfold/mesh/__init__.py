@@ -1,4 +1,4 @@
-"""The ground floor of Meshfold: spec, mesh, layout, collectives, parameter metadata, norms, random numbers, launch."""
+"""Named device meshes: spec, mesh, layout, collectives, parameter metadata, gradient norm, random numbers, launch."""
 
 from meshfold.mesh import moved
 from meshfold.mesh.collectives.operations import (

@@ -23,5 +23,5 @@ class Group:
 
     @property
     def size(self) -> int:
-        """How many ranks the group has."""
+        """The number of ranks."""
         return len(self.ranks)

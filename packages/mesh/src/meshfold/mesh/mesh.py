@@ -77,7 +77,7 @@ class Mesh:
 
     @cached_property
     def world_size(self) -> int:
-        """How many ranks the mesh has: the product of its axes."""
+        """The number of ranks: the product of the axes."""
         return math.prod(self.axes.values())
 
     @cached_property
@@ -184,7 +184,7 @@ class Mesh:
             self.numbers(*axes)
 
     def once(self, key: Hashable, make: Callable[[], T]) -> T:
-        """What ``make`` returned when it was first asked for under this key. Layers alike share what they bind to the
+        """Return what ``make`` returned for this key first. Layers alike share what they bind to the
         mesh through it, so that torch.compile, which guards on identity, compiles them once."""
         if key not in self._made:
             self._made[key] = make()
@@ -200,7 +200,7 @@ class Mesh:
 
     @property
     def is_closed(self) -> bool:
-        """Whether :meth:`close` was called."""
+        """True after :meth:`close`."""
         return self._closed
 
     def require(self, *axes: str, what: str) -> None:
@@ -270,7 +270,7 @@ class Mesh:
         return index
 
     def _elsewhere(self, at: Mapping[str, int], axes: tuple[str, ...]) -> tuple[int, ...]:
-        """What tells two groups along ``axes`` apart: the coordinates with the part along ``axes`` taken out."""
+        """Return what tells two groups along ``axes`` apart: the coordinates with the part along ``axes`` taken out."""
         rest = dict(at)
         for axis in axes:
             base, size, divisor = self._factor(axis)

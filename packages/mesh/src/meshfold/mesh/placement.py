@@ -1,4 +1,4 @@
-"""How one global tensor lies on a mesh, block by block.
+"""The placement of one global tensor on a mesh, shard by shard.
 
 A rank's block is an outer product: along each dim it holds a list of segments (start, length) of the global
 tensor. One segment, usually; several when the dim is made of fused parts (Q, K and V in one weight; gate and up),
@@ -99,7 +99,7 @@ class Placement:
         return found
 
     def replicas(self, mesh: Mesh) -> int:
-        """How many ranks hold each block (not counting repeated parts)."""
+        """Return the number of ranks that hold each block (not counting repeated parts)."""
         return mesh.world_size // mesh.size(*self.split_axes)
 
     def shard(self, full: Tensor, mesh: Mesh, rank: int | None = None) -> Tensor:

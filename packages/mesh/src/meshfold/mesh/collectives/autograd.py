@@ -1,4 +1,4 @@
-"""What the forward of a :class:`torch.autograd.Function` returns where torch.compile traces it."""
+"""Results of the forward of a :class:`torch.autograd.Function` that torch.compile and in-place operations can take."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from torch import Tensor
 
 
 def traceable_result(y: Tensor) -> Tensor:
-    """What a forward computed, for it to return: ``y`` itself, and in a traced graph a tensor of its own in y's memory.
+    """Return ``y`` for a forward to return: itself, and in a traced graph a separate tensor in y's memory.
 
     Torch 2.11 gives the graph of a forward every tensor on the way as a further result. Where an operator returned its
     operand (``x.to(x.dtype)``, ``x.contiguous()``, ``x.add_(..)``, waiting for a collective), two of them are one and

@@ -34,7 +34,7 @@ def wide_reshape(x: Tensor, shape: Sequence[int]) -> Tensor:
 
 
 def _is_wide(x: Tensor) -> bool:
-    """Whether all runs of features begin and end at multiples of 16 bytes, in memory that is there and nobody differentiates."""
+    """Tell whether all runs of features begin and end at multiples of 16 bytes, in real memory, with no gradient wanted."""
     if not x.dim() or torch.compiler.is_compiling() or type(x) not in (Tensor, Parameter):
         return False
     if x.device.type not in ("cpu", "cuda") or (x.requires_grad and torch.is_grad_enabled()):

@@ -1,4 +1,4 @@
-"""What each rank knows, told to all of a group: small things, as JSON."""
+"""All-gather of small objects, as JSON."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from meshfold.mesh.group import Group
 
 
 def all_gather_object(mine: Any, group: Group, device: torch.device) -> list[Any]:
-    """What every rank of the group has to say, in group order. All of it must call."""
+    """Return every rank's object, in group order. All ranks of the group must call."""
     words = json.dumps(mine).encode()
     if group.size == 1:  # without the device, which may be busy
         return [json.loads(words)]

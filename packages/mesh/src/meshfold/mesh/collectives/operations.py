@@ -293,7 +293,7 @@ class Transfer(Pending):
 
     @property
     def done(self) -> bool:
-        """Whether it is over, without waiting: then the memory of what was sent may be used again."""
+        """Tell without waiting whether the transfer is over: then the memory of what was sent may be used again."""
         return self._finish is None or bool(self._work.is_completed())
 
 
@@ -351,7 +351,7 @@ def _same(x: Tensor) -> Tensor:
 
 
 def _leads_in_memory(x: Tensor, dim: int) -> bool:
-    """Whether a dim that is not the first lies outermost in memory (a transposed tensor): then blocks need no copy."""
+    """Tell whether a dim that is not the first lies outermost in memory (a transposed tensor): then blocks need no copy."""
     return dim > 0 and not x.is_contiguous() and x.movedim(dim, 0).is_contiguous()
 
 

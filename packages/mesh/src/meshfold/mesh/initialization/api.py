@@ -33,7 +33,7 @@ _ADVICE = "build the model in the plain way, on a real device, and pass that ins
 
 
 class InitTrace:
-    """How the parameters and buffers of a model come by their values.
+    """Record of how the parameters and buffers of a model get their values.
 
     Made by `record_initialization` or `build_on_meta`.
     """

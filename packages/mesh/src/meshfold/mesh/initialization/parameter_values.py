@@ -23,7 +23,7 @@ _AT_ONCE, _AT_ONCE_ON_DEVICE = 2**20, 2**22
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class ValueSource:
-    """How a model on the meta device comes by its values.
+    """Source of the values of a model on the meta device.
 
     Attributes:
         tape: what its code did.
@@ -40,7 +40,7 @@ def set_value_source(parameter: Tensor, origin: ValueSource) -> None:
 
 
 def find_value_source(model: nn.Module, *, buffers: bool = False) -> ValueSource | None:
-    """Where the values of a model's meta parameters come from, with the tape bound to the model; None if nobody said.
+    """Return the source of a model's meta parameters, its trace bound to the model; None if none was set.
 
     Args:
         model: whole, or some of its stages.
@@ -74,7 +74,7 @@ def shard_coordinates(tensor: Tensor) -> list[Tensor] | None:
 
 
 def parameter_init(tape: InitTrace, seed: int, device: torch.device) -> ParameterInit:
-    """What makes this rank's block of any parameter of the model that the tape was bound to.
+    """Return a function that makes this rank's shard of any parameter of the model that the trace is bound to.
 
     Large blocks are made some rows at a time, so that making one takes little more memory than the block.
     """

@@ -1,4 +1,4 @@
-"""What was written into which storage, and when: the data that a recorded initialisation consists of.
+"""The data of a recorded initialisation: which write went into which storage, in order.
 
 Every write into a recorded tensor is noted in the list that belongs to its storage. Views and tied parameters share a storage,
 and so its list.
@@ -22,7 +22,7 @@ _OVERWRITE = {"fill_", "zero_", "copy_"}
 
 @dataclass(frozen=True, slots=True)
 class Geometry:
-    """Where the elements of a tensor lie in its storage: sizes, strides and offset, in elements."""
+    """Sizes, strides and offset of a tensor in its storage, in elements."""
 
     dtype: torch.dtype
     size: tuple[int, ...]
@@ -38,7 +38,7 @@ class Geometry:
         return torch.Size(self.size).numel()
 
     def covers(self, nbytes: int) -> bool:
-        """Whether each byte of a storage of this size belongs to exactly one element."""
+        """Tell whether each byte of a storage of this size belongs to exactly one element."""
         expected = 1
         for stride, size in sorted(zip(self.stride, self.size, strict=True)):
             if size != 1 and stride != expected:
@@ -92,7 +92,7 @@ class Write:
 
     @property
     def overwrites(self) -> bool:
-        """Whether the new values do not depend on the old ones."""
+        """True if the new values do not depend on the old ones."""
         into_out = self.output is None and not self.name.endswith("_")
         return self.name not in EMPTY and (
             self.output is not None or self.name in _OVERWRITE or self.random or into_out
@@ -111,7 +111,7 @@ class Log:
     writes: list[Write] = field(default_factory=list)
 
     def live(self, count: int) -> list[Write]:
-        """Of the first ``count`` writes, those from the last one that replaced every element."""
+        """Return the writes that still count among the first ``count``: from the last one that replaced every element."""
         nbytes = self.storage.nbytes()
         for start in range(count - 1, 0, -1):
             if self.writes[start].overwrites and self.writes[start].target.covers(nbytes):
@@ -119,7 +119,7 @@ class Log:
         return self.writes[:count]
 
     def defined(self, count: int) -> bool:
-        """Whether every element has been given a value by the first ``count`` writes."""
+        """Tell whether the first ``count`` writes have given every element a value."""
         live = self.live(count)
         if live and live[0].overwrites and live[0].output is not None:
             return True
@@ -139,7 +139,7 @@ class Recording:
         return Ref(storage._cdata, len(self.log(storage).writes), Geometry.of(tensor))
 
     def knows(self, tensor: Tensor) -> bool:
-        """Whether the tensor was made, or written, under this recording."""
+        """Tell whether the tensor was made, or written, under this recording."""
         return tensor.device == META and tensor.untyped_storage()._cdata in self._logs
 
     def log(self, storage: torch.UntypedStorage) -> Log:

@@ -146,7 +146,7 @@ def noting_truncated_normal(recording: Recording) -> Iterator[None]:
 
 @dataclass(frozen=True, slots=True)
 class _Operator:
-    """What a schema says that recording asks for with every call.
+    """Facts of an operator's schema that recording needs at every call.
 
     Attributes:
         takes_device: whether it could make a tensor where it is told to.
@@ -190,7 +190,7 @@ def _operator(func: Any) -> _Operator:
 
 
 def _is_plain_normal(func: Any, args: tuple[Any, ...]) -> bool:
-    """Whether a call does nothing on the meta device, for which torch needs as long as for some hundred other operators."""
+    """Tell whether a call is a normal_ that does nothing on the meta device, where torch takes very long for it."""
     return (
         func is torch.ops.aten.normal_.default
         and args[0].is_floating_point()

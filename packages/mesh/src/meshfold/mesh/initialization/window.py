@@ -1,4 +1,4 @@
-"""Which elements of a tensor a view reaches, dim by dim: what selects a row, a range, or turns a matrix over."""
+"""Elements of a tensor that a view reaches, dim by dim: a row, a range, or a transposed matrix."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from meshfold.mesh.initialization.trace import Geometry
 
 @dataclass(frozen=True, slots=True)
 class Window:
-    """Which elements of a tensor a write reaches: along each dim ``count`` indices from ``start`` in steps of ``step``.
+    """Elements of a tensor that a write reaches: along each dim ``count`` indices from ``start`` in steps of ``step``.
 
     ``dims`` says for each dim of what is written which dim of the tensor it runs along, None for one of size 1.
     """
@@ -57,7 +57,7 @@ class Window:
         return cls((0,) * n, (1,) * n, base.size, tuple(range(n)))
 
     def positions(self, dim: int, points: Tensor, size: int) -> slice | Tensor:
-        """Where along a dim of a block the window lies; padding belongs to a window of the whole dim."""
+        """Return the window's positions along a dim of a block; padding belongs to a window of the whole dim."""
         if self.starts[dim] == 0 and self.steps[dim] == 1 and self.counts[dim] == size:
             return slice(None)
         distance = points - self.starts[dim]

@@ -1,4 +1,4 @@
-"""Running a model's code on the meta device, and counting what it would keep and compute."""
+"""Runs of a model's code on the meta device, with counts of what it would keep and compute."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Eval mode for the time being."""
+"""Eval mode for a block of code."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import nn
 
 @contextmanager
 def eval_mode(model: nn.Module) -> Iterator[None]:
-    """Inside, the model is in eval mode; each of its modules gets back the mode that it had."""
+    """Context manager: put the model in eval mode, then give each module the mode back that it had."""
     training = {module: module.training for module in model.modules()}
     model.eval()
     try:

@@ -1,4 +1,4 @@
-"""Reading together: ranks meet before they exchange what a line of the user's own code asks for.
+"""A rendezvous of ranks before a collective that a line of the user's own code asks for.
 
 A collective that one rank alone calls does not end, or is taken for what the others call next. So the ranks wait in the store
 until all have come. Where somebody watches (:mod:`meshfold.mesh.watchdog.monitor`), one that will not come is known within seconds.

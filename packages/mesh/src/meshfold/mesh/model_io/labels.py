@@ -1,4 +1,4 @@
-"""Targets of a loss, and parts of a batch that have none that counts."""
+"""Labels of a loss, and batches without a label that counts."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ _NAMES = ("labels", "targets", "target")
 
 
 def targets_key(fields: Mapping[str, Any]) -> str:
-    """Under which name a batch in the form of a dict has the targets of its loss; "" if under none that is known."""
+    """Return the key under which a batch in the form of a dict has its labels; "" if under none that is known."""
     return next((name for name in _NAMES if isinstance(fields.get(name), Tensor)), "")
 
 
 def labels_are_shifted(model: nn.Module) -> bool:
-    """Whether a model's own loss takes each position of ``b s`` labels for the target of the one before.
+    """Tell whether a model's own loss takes each position of ``b s`` labels for the target of the one before.
 
     True unless it names another kind of loss, as ``transformers`` does (``model.loss_type``: masked words, classes, ...), or
     has an encoder apart.
@@ -30,12 +30,12 @@ def labels_are_shifted(model: nn.Module) -> bool:
 
 
 def is_encoder_decoder(model: nn.Module) -> bool:
-    """Whether its labels are what a decoder says, of another length than what an encoder reads."""
+    """Tell whether a model has an encoder beside the decoder: labels then have another length than the input."""
     return getattr(getattr(model, "config", None), "is_encoder_decoder", False) is True
 
 
 def ensure_one_target(targets: Tensor, count: Tensor, mask: Any = None) -> Tensor:
-    """Targets of any shape; where none counts, the last one is class 0, so that a mean over them is finite.
+    """Return the targets with one that counts: where none does, the last becomes class 0, so that a mean over them is finite.
 
     For a part of a batch that has no share in the loss: 0 times its gradient is 0, and 0 times that of a mean over nothing
     is not.

@@ -1,4 +1,4 @@
-"""Tensors of which each rank has a piece, put together when somebody reads them.
+"""Tensors of which each rank has a shard, gathered when the program reads them.
 
 :func:`lazy_gather` stands for the whole of a tensor that most programs never look at, such as logits beside a loss. Its shape,
 dtype and device are known, casts to another dtype wait, and gradients pass; the first operation that needs values has the ranks
@@ -26,7 +26,7 @@ _SAME = (_aten.detach.default, _aten.alias.default)
 
 @dataclass(frozen=True, kw_only=True)
 class ShardedOutput:
-    """How the pieces of a tensor lie.
+    """Layout of a model output of which each rank has a shard.
 
     Attributes:
         what: the tensor in words, for messages.
@@ -51,7 +51,7 @@ class ShardedOutput:
 
 
 def lazy_gather(piece: Tensor, pieces: ShardedOutput) -> Tensor:
-    """The whole tensor of which this is a piece. All ranks that have one must call, and later read alike.
+    """Return a stand-in for the whole tensor. All ranks that have a shard must call, and later read it alike.
 
     Gradients come back through ``pieces.piece``.
     """
@@ -61,7 +61,7 @@ def lazy_gather(piece: Tensor, pieces: ShardedOutput) -> Tensor:
 
 
 def local_shard(tensor: Tensor) -> Tensor:
-    """What this rank has of a tensor: the piece of one that is not put together yet; else the tensor. No ranks exchange."""
+    """Return this rank's shard of a tensor that is not gathered yet; else the tensor. Nothing is communicated."""
     while isinstance(tensor, LazyTensor):
         tensor = tensor.held.here
     return tensor

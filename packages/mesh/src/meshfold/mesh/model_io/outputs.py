@@ -1,4 +1,4 @@
-"""What a model returns, whatever it is made of."""
+"""Tensors in a model's output, whatever the output is made of."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ Change = Callable[[str, Tensor], Tensor]
 
 
 def map_tensors(output: Any, change: Change, *, deep: bool = False, name: str = "output") -> Any:
-    """A model's output with its tensors changed: a tensor, a tuple or list, a mapping or an object with attributes.
+    """Return a model's output with its tensors changed: a tensor, a tuple or list, a mapping or an object with attributes.
 
     Args:
         output: a mapping or an object is changed in place.

@@ -1,4 +1,4 @@
-"""What an optimizer looks at when it steps on a parameter, found by trying it out on two small matrices."""
+"""A probe of what an optimizer reads when it steps on a parameter: it is tried on two small matrices."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class OptimizerProbeError(MeshfoldError):
 
 
 def probe_optimizer(optimizer: torch.optim.Optimizer, group: Mapping[str, Any]) -> Sight:
-    """Step whole, each matrix by itself, and in flat pieces: what comes out alike tells what is looked at.
+    """Return what an optimizer reads: step on matrices together, each by itself, and in flat shards, and compare.
 
     Args:
         optimizer: with its settings; it is not changed and does not step. Random states stay as they are.
@@ -77,7 +77,7 @@ def _run(
     values: Sequence[Tensor],
     gradients: Sequence[Sequence[Tensor]],
 ) -> tuple[list[Tensor], list[dict[str, Any]]]:
-    """What becomes of values in some steps of an optimizer like the one given, and the state it then has of each."""
+    """Return the values after some steps of an optimizer like the one given, and the state it then has of each."""
     parameters = [nn.Parameter(value.clone()) for value in values]
     twin = _twin(optimizer, group, parameters)
     with torch.enable_grad():
@@ -116,7 +116,7 @@ def _same(found: Sequence[Tensor], wanted: Sequence[Tensor]) -> bool:
 
 
 def _looks_wider(state: Mapping[str, Any], shape: torch.Size) -> bool:
-    """Whether something in a matrix's state is neither of its shape nor a number: then it is not for each element."""
+    """Tell whether something in a matrix's state is neither of its shape nor a number: then it is not for each element."""
     return any(
         bool(value)
         if isinstance(value, list | tuple | dict)

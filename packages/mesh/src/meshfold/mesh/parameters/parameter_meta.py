@@ -1,4 +1,4 @@
-"""What a parameter knows about itself: the data that crosses the borders between packages.
+"""Metadata that a parameter carries: the data that crosses the borders between packages.
 
 Gradient reduction asks which axes a gradient has still to be summed over, clipping asks which axes to sum squares
 over, a checkpoint asks for the rectangles of the global tensor, the optimizer asks for none of it. No part needs
@@ -48,7 +48,7 @@ def metadata(parameter: Tensor) -> ParameterMeta | None:
 
 
 def metadata_on(parameter: Tensor, mesh: Mesh) -> ParameterMeta:
-    """The metadata of a parameter; replicated over ``mesh`` if it has none."""
+    """Return the metadata of a parameter; that it is replicated over ``mesh`` if it has none."""
     found = metadata(parameter)
     if found is not None:
         return found

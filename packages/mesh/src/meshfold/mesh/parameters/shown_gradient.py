@@ -62,7 +62,7 @@ class _Shown(Tensor):
 
     @property
     def owner(self) -> GradientOwner:
-        """Who has the gradient.
+        """The object that has the gradient.
 
         Raises:
             MeshfoldError: if it is gone.
@@ -78,7 +78,7 @@ class ShownGradient(_Shown):
 
     @staticmethod
     def of(owner: GradientOwner, place: int, like: Tensor, **other: Any) -> ShownGradient:
-        """Of a parameter's shape, dtype and device; ``other``: another dtype or device."""
+        """Return one of a parameter's shape, dtype and device; ``other``: another dtype or device."""
         options = {"dtype": like.dtype, "device": like.device, **other}
         made = torch.Tensor._make_wrapper_subclass(ShownGradient, like.shape, **options)
         made._of, made.places = ref(owner), (place,)
@@ -100,7 +100,7 @@ class ShownNorm(_Shown):
     def of(
         like: _Shown, places: Sequence[int], norm_type: float, shape: Sequence[int], **other: Any
     ) -> ShownNorm:
-        """Of the dtype and device of a gradient or another norm; ``other``: another dtype or device."""
+        """Return one of the dtype and device of a gradient or another norm; ``other``: another dtype or device."""
         options = {"dtype": like.dtype, "device": like.device, **other}
         made = torch.Tensor._make_wrapper_subclass(ShownNorm, shape, **options)
         made._of, made.places, made.norm_type = like._of, tuple(places), norm_type
@@ -140,7 +140,7 @@ def _run(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 def _of_norms(
     func: Any, shown: Sequence[ShownNorm], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Tensor | None:
-    """What can be done with norms without computing each; None for all else."""
+    """Do what needs no norm of each gradient; return None for all else."""
     first, norm_type = shown[0], shown[0].norm_type
     if func in _SAME:
         return first
@@ -223,7 +223,7 @@ def _norm_type(args: tuple[Any, ...], kwargs: dict[str, Any]) -> float:
 
 
 def _is_over_all(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Whether a norm is over all dims, and gives a number."""
+    """Tell whether a norm is over all dims, and gives a number."""
     return len(args) <= 2 and not any(kwargs.get(name) for name in ("dim", "keepdim"))
 
 

@@ -9,7 +9,7 @@ from torch import Tensor
 
 
 def the_only_one(tensors: Sequence[Tensor]) -> Tensor:
-    """Of a value that is kept as one tensor."""
+    """Return the tensor of a value that is kept as one tensor."""
     (tensor,) = tensors
     return tensor
 
@@ -27,7 +27,7 @@ class StoredValue(NamedTuple):
 
     @property
     def is_plain(self) -> bool:
-        """Whether the value is the one tensor, so that a view of it is kept in a view of that."""
+        """True if the value is the one tensor, so that a view of it is kept in a view of that."""
         return self.whole is the_only_one
 
     def made(self) -> Tensor:

@@ -1,4 +1,4 @@
-"""What every rank that the launcher starts runs first, as a file: no torch, nothing of Meshfold.
+"""The file that every rank of the launcher runs first: no torch, nothing of Meshfold.
 
 It ties the rank's life to the launcher's, runs the user's program, and leaves a record of how that failed.
 """

@@ -157,7 +157,7 @@ def store_is_served(variables: Mapping[str, str] | None = None) -> bool:
 
 
 def watchdog_settings(variables: Mapping[str, str] | None = None) -> tuple[float | None, bool]:
-    """What ``MESHFOLD_WATCHDOG`` (seconds; 0 for none) and ``MESHFOLD_DEBUG=collectives`` ask for.
+    """Return what ``MESHFOLD_WATCHDOG`` (seconds; 0 for none) and ``MESHFOLD_DEBUG=collectives`` ask for.
 
     Returns:
         The limit in seconds, None if nothing is said; and whether calls are compared between ranks.

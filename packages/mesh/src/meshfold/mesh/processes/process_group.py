@@ -76,7 +76,7 @@ class Process:
 
 
 def is_started() -> bool:
-    """Whether this process takes part in a process group, whoever started it."""
+    """Tell whether this process takes part in a process group, whoever started it."""
     return dist.is_available() and dist.is_initialized()
 
 
@@ -148,7 +148,7 @@ def start(
 
 
 def start_fake(world_size: int, rank: int = 0) -> Process:
-    """Take part in a world that is not there: groups of any size can be made, collectives return at once.
+    """Take part in a simulated world: groups of any size can be made, collectives return at once.
 
     What a collective returns is meaningless; what was asked of it can be recorded.
     """
@@ -225,7 +225,7 @@ def meet_members(
 
 
 def _call_limit() -> timedelta:
-    """How long a collective may take, of a group that is made now."""
+    """Return how long a collective of a new group may take."""
     return _limit or dist.distributed_c10d._get_default_timeout(dist.Backend(dist.get_backend()))
 
 
@@ -259,7 +259,7 @@ def own_store() -> Any:
 
 
 def limit_groups(limit: timedelta | None) -> None:
-    """How long a collective may take, of all groups there are and will be; None: torch's own limits again."""
+    """Limit how long a collective of any group may take, those made later too; None: torch's own limits again."""
     global _limit
     _limit = limit
     for group in list(dist.distributed_c10d._world.pg_map) if is_started() else []:
@@ -305,12 +305,12 @@ def ended_ranks(ranks: Iterable[int]) -> list[int]:
 
 
 def world_key() -> Any:
-    """What tells this world of processes from one before it; None without one."""
+    """Return an object that identifies this world of processes; None without one."""
     return dist.group.WORLD if is_started() else None
 
 
 def group_count() -> int:
-    """How many process groups this process has open, the world's own included."""
+    """Return the number of process groups that this process has open, the world's own included."""
     return len(dist.distributed_c10d._world.pg_map) if is_started() else 0
 
 

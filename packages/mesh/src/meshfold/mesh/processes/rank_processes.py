@@ -29,7 +29,7 @@ _TAIL_LINES = 30
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Failure:
-    """How a rank failed: ``time`` is of ``time.monotonic()``, ``code`` what the job is to end with.
+    """Failure of a rank: ``time`` is of ``time.monotonic()``, ``code`` is the exit code for the job.
 
     ``sentence`` stands for the traceback where Meshfold refused what the program asked for.
     """
@@ -42,7 +42,7 @@ class Failure:
     sentence: str = ""
 
     def ended_by(self, number: int) -> bool:
-        """Whether a signal ended the rank, and nothing of its own."""
+        """Tell whether this signal ended the rank, and nothing of its own."""
         return self.code == 128 + number and not self.traceback
 
 
@@ -84,7 +84,7 @@ class Rank:
         self._reader.start()
 
     def failure(self) -> Failure | None:
-        """How this rank failed, if it did; asked again and again."""
+        """Return this rank's failure, if it failed; polled."""
         code = self.process.poll()
         if code is not None and self.noticed is None:
             self.noticed = time.monotonic()

@@ -1,4 +1,4 @@
-"""Which key each dropout call takes: the same one under every layout, and again when its forward is recomputed.
+"""Keys of dropout calls: the same under every layout, and again when a forward is recomputed.
 
     with dropout_stream(seed, step):
         loss = model(batch)               # a dropout layer asks next_draw(its name)
@@ -23,7 +23,7 @@ from meshfold.mesh.random.numbers import key_of
 
 @dataclass(frozen=True, kw_only=True)
 class TokenShards:
-    """How the tokens of every sequence are dealt to ranks, which decides what a rank's tokens drop.
+    """The tokens of every sequence that this rank has, which decide what it drops.
 
     Attributes:
         length: tokens of a whole sequence.
@@ -46,7 +46,7 @@ class TokenShards:
 
 @dataclass(frozen=True, kw_only=True)
 class Draw:
-    """What one call of dropout has drawn.
+    """Result of one dropout call's draw.
 
     Attributes:
         key: with the seed, says what falls.

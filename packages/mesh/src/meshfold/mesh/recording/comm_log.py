@@ -58,7 +58,7 @@ class Log:
         return sum((entry.bytes for entry in self.entries), Fraction(0))
 
     def count(self, phase: str | None = None) -> Counter[tuple[Kind, tuple[str, ...], Fraction]]:
-        """How often each (kind, axes, bytes) was issued, in a phase or in all."""
+        """Count how often each (kind, axes, bytes) was issued, in a phase or in all."""
         chosen = (entry for entry in self.entries if phase is None or entry.phase == phase)
         return Counter((entry.kind, entry.axes, entry.bytes) for entry in chosen)
 

@@ -26,7 +26,7 @@ _ON_DEVICE = 1024  # calls whose end on a GPU is looked at
 
 
 class Watcher(Protocol):
-    """Who looks at the calls."""
+    """Observer of the calls."""
 
     def announce(self, call: Call) -> None:
         """A call that is about to be handed over."""
@@ -41,7 +41,7 @@ class Watcher(Protocol):
         """A call that was waited for is over."""
 
     def failed(self, call: Call, error: RuntimeError) -> Exception:
-        """What to raise for a call that failed."""
+        """Return what to raise for a call that failed."""
 
     def tell(self, error: BaseException) -> None:
         """An error of this rank that the others should hear of."""
@@ -116,11 +116,11 @@ class Call:
         self._flight.watcher.ended(self)
 
     def stays_away(self) -> str | None:
-        """Of a meeting: a line about a rank that is known not to come; None if all may still do."""
+        """Return a line about a rank that is known not to come to a rendezvous; None if all may still come."""
         return self._flight.watcher.stays_away(self)
 
     def failed(self, error: RuntimeError) -> Exception:
-        """What to raise in place of torch's error."""
+        """Return what to raise in place of torch's error."""
         return self._flight.watcher.failed(self, error)
 
     def __str__(self) -> str:

@@ -1,4 +1,4 @@
-"""What a collective costs: the bytes one rank sends, by the ring algorithm.
+"""The cost of a collective: bytes that one rank sends, by the ring algorithm.
 
 The unit of every table, plan and record in Meshfold. With ``g`` ranks and a block of ``B`` bytes:
 

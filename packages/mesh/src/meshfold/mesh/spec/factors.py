@@ -21,7 +21,7 @@ def root(number: int, degree: int) -> int:
 
 
 def is_power(number: int, degree: int) -> bool:
-    """Whether ``number`` is a whole number to the power ``degree``: a square, a cube, ..."""
+    """Tell whether ``number`` is a whole number to the power ``degree``: a square, a cube, ..."""
     base: int = root(number, degree)
     return math.prod([base] * degree) == number
 

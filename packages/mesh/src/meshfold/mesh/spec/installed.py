@@ -1,4 +1,4 @@
-"""Whether the distributions that a spec needs are there: the only part of a spec that looks outside it."""
+"""Check that the distributions that a spec needs are installed: the only part of a spec that looks outside it."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class Need(NamedTuple):
 
 
 def is_importable(module: str) -> bool:
-    """Whether ``module`` could be imported, without importing it. A folder without code does not count."""
+    """Tell whether ``module`` could be imported, without importing it. A folder without code does not count."""
     try:
         found = importlib.util.find_spec(module)
     except (ImportError, ValueError):  # its parent is missing or no package
@@ -27,7 +27,7 @@ def is_importable(module: str) -> bool:
 
 
 def why_missing(needs: Sequence[Need]) -> str:
-    """What a spec asks for that is not there, and what to do about it."""
+    """Return what a spec asks for that is not installed, and what to do about it."""
     entries: dict[str, list[str]] = {}
     for need in needs:
         entries.setdefault(need.distribution, []).append(need.entry)

@@ -25,7 +25,7 @@ _KEYS = {"tensor": TENSOR_KEYS, "pipeline": PIPELINE_KEYS, "sequence": SEQUENCE_
 
 @dataclass(frozen=True, kw_only=True)
 class ParallelSpec:
-    """How a model is folded over ranks. Made by ``ParallelSpec.parse``; an entry that was left out is None.
+    """The checked spec of how a model is split over ranks. Made by ``ParallelSpec.parse``; an entry that was left out is None.
 
     ``data`` is None until the world size is known, and counts as 1 till then. ``written`` is the
     spec in the user's own words, for messages.
@@ -126,7 +126,7 @@ class ParallelSpec:
         return math.prod(self.axes.values())
 
     def to_dict(self) -> dict[str, object]:
-        """What to write for this spec: ``ParallelSpec.parse(spec.to_dict()) == spec``."""
+        """Return the spec as a dict: ``ParallelSpec.parse(spec.to_dict()) == spec``."""
         given = {} if self.data is None else {"data": self.data}
         entries = {name: getattr(self, name) for name in DIMENSIONS[1:]}
         return {**given, **{name: entry.to_dict() for name, entry in entries.items() if entry is not None}}
@@ -167,7 +167,7 @@ class ParallelSpec:
 
 
 def _belongs(key: str, value: object) -> str:
-    """Whose key it is that stands where a dimension should: ``mode='2d'`` is one of tensor's."""
+    """Return the entry that a key belongs to which stands where an entry should: ``mode='2d'`` is one of tensor's."""
     owners = [name for name, keys in _KEYS.items() if key in keys]
     return (
         f" {key!r} goes into {join_choices(owners)}, as {owners[0]}=dict({key}={format_value(value)}, ...)."

@@ -34,7 +34,7 @@ _WORTH_PRELOADING = frozenset(
 
 
 def worth_preloading() -> list[str]:
-    """What this process has imported of the slow packages, in the order in which it did."""
+    """Return the slow packages that this process has imported, in that order."""
     return [
         name
         for name, module in list(sys.modules.items())

@@ -1,4 +1,4 @@
-"""What a rank of the pool does: join the process group once, then run one function after another."""
+"""A rank of the pool: it joins the process group once, then runs one function after another."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ SERVING = False
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Call:
-    """What to run: a function by the file it stands in, and its pickled arguments."""
+    """A function to run, by the file it stands in, and its pickled arguments."""
 
     file: str
     module: str
@@ -49,7 +49,7 @@ class Call:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Answer:
-    """How it went on one rank.
+    """Result of a call on one rank.
 
     Attributes:
         kind: ``value``, ``error`` or ``skip``.

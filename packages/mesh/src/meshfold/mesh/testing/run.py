@@ -1,4 +1,4 @@
-"""What tests call: run a function on ranks, or have a whole test run there."""
+"""The interface for tests: run a function on ranks, or have a whole test run there."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What ranks tell each other through the store, and what one that waits finds out there: why a call does not end.
+"""The diagnosis of a call that does not end, from what ranks tell each other through the store.
 
 Once a second each rank leaves where it is (`rank_status.py`). When a call does not end, a rank compares: those
 that have made fewer calls over that group have not arrived. The first rank to look writes down what it found, its verdict, and
@@ -33,7 +33,7 @@ _KEY, _VERDICT = "meshfold watch/", "meshfold watch/verdict"
 
 
 class Inquiry:
-    """Of one rank.
+    """The status messages of one rank, and its diagnosis of a call that does not end.
 
     Attributes:
         rank, world_size: of this process.
@@ -84,7 +84,7 @@ class Inquiry:
         return {int(key.removeprefix(_KEY)): State.read(text) for key, text in zip(keys, found, strict=True)}
 
     def what(self, call: Call, error: Exception | None) -> str:
-        """Which call does not end; ``error``: what it raised, if it did."""
+        """Describe the call that does not end; ``error``: what it raised, if it did."""
         step = "" if call.step is None else f" in step {call.step}"
         late = error is None or "imed out" in str(error) or "timeout" in str(error).lower()
         how = f"did not finish in {self.limit_s:g} s" if late else "failed"
@@ -124,7 +124,7 @@ class Inquiry:
     # -- within -------------------------------------------------------------------------------------------------
 
     def _is_past(self, state: State) -> bool:
-        """Whether a rank will not come to where this one is: it has called, or waits in, what this one has not called.
+        """Tell whether a rank will not come to where this one is: it has called, or waits in, what this one has not called.
 
         For both run the same program. Messages may be sent ahead of those who receive them.
         """
@@ -183,6 +183,6 @@ class Inquiry:
 
 
 def _first_line(error: Exception) -> str:
-    """What gloo or NCCL says, without the line of its source and advice."""
+    """Return gloo's or NCCL's message without the line of its source and advice."""
     line = (str(error).splitlines() or [type(error).__name__])[0]
     return re.sub(r"^\[[^\]]*\]\s*", "", line).partition(". ")[0]

@@ -1,4 +1,4 @@
-"""How far a GPU has come with the collectives that were handed to it."""
+"""Progress of a GPU with the collectives that were handed to it."""
 
 from __future__ import annotations
 

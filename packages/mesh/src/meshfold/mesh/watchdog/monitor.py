@@ -49,7 +49,7 @@ _STORE_LIMIT = timedelta(seconds=10)
 
 
 class Watchdog:
-    """Of one process in one world; made by :func:`meshfold.mesh.watchdog.shared.watch`."""
+    """The watchdog of one process in one world; made by :func:`meshfold.mesh.watchdog.watch`."""
 
     def __init__(self, rank: int, world_size: int, store: Any, checks: Any) -> None:
         """Args:
@@ -118,7 +118,7 @@ class Watchdog:
                 self._failures.renew()
 
     def failed(self, call: Call, error: RuntimeError) -> CollectiveError:
-        """What to raise for a call that did not come to its end."""
+        """Return what to raise for a call that did not come to its end."""
         self._raising = True
         found: list[str] = []
         self.flight.waiting[id(call)] = (

@@ -42,7 +42,7 @@ R = TypeVar("R")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Place:
-    """Where in the program an error was raised, as far as ranks that run the same program can compare it.
+    """Location in the program where an error was raised, as far as ranks that run the same program can compare it.
 
     Attributes:
         kind: the error's type.
@@ -56,19 +56,19 @@ class Place:
 
     @classmethod
     def of(cls, error: BaseException, recorder: Flight) -> Place:
-        """Of an error that this rank has now."""
+        """Return the location of an error that this rank has now."""
         kind = f"{type(error).__module__}.{type(error).__qualname__}"
         return cls(kind=kind, step=recorder.step, counts=tuple(recorder.counts.items()))
 
     @classmethod
     def read(cls, words: dict[str, Any]) -> Place:
-        """From what JSON makes of it."""
+        """Return the location from its JSON."""
         return cls(
             kind=words["kind"], step=words["step"], counts=tuple((name, n) for name, n in words["counts"])
         )
 
     def is_that_of(self, other: Place, shared: Iterable[str]) -> bool:
-        """Whether it is another rank's place too; ``shared``: the channels over which both ranks call."""
+        """Tell whether it is another rank's location too; ``shared``: the channels over which both ranks call."""
         mine, theirs = dict(self.counts), dict(other.counts)
         return (self.kind, self.step) == (other.kind, other.step) and all(
             mine.get(channel, 0) == theirs.get(channel, 0) for channel in shared
@@ -110,7 +110,7 @@ class Failure:
         number: int = 1,
         final: bool = False,
     ) -> Failure:
-        """What a rank says of an error."""
+        """Return the report of an error."""
         first = error.__traceback__
         if first is not None and first.tb_frame.f_code.co_filename == __file__:
             first = first.tb_next
@@ -124,17 +124,17 @@ class Failure:
         )  # fmt: skip
 
     def written(self) -> str:
-        """As text."""
+        """Return it as JSON."""
         return json.dumps(asdict(self))
 
     @classmethod
     def read(cls, text: str | bytes) -> Failure:
-        """The way back."""
+        """Inverse of :meth:`written`."""
         words: dict[str, Any] = json.loads(text)
         return cls(**{**words, "place": Place.read(words["place"])})
 
     def told(self, rank: int, call: Call) -> str:
-        """What another rank says that was waiting."""
+        """Return the message of another rank that was waiting."""
         step = "" if self.place.step is None else f" in step {self.place.step}"
         return (
             f"rank {self.rank} failed{step}, so the others end: {self.error}\n"
@@ -143,7 +143,7 @@ class Failure:
 
 
 class Failures:
-    """What one rank says of its errors, and hears of the others'."""
+    """Errors that one rank reports, and those that it hears of from others."""
 
     def __init__(self, rank: int, store: Any, lock: threading.Lock, recorder: Flight) -> None:
         """Args:
@@ -177,7 +177,7 @@ class Failures:
 
     @property
     def stands(self) -> bool:
-        """Whether this rank has failed, and not gone on."""
+        """True if this rank has failed and not gone on."""
         return self._own is not None
 
     def renew(self) -> None:
@@ -241,7 +241,7 @@ class Failures:
 
 
 def report_errors(function: Callable[P, R]) -> Callable[P, R]:
-    """A function that all ranks call: an error that leaves it is told to the other ranks, where somebody watches."""
+    """Decorate a function that all ranks call: an error that leaves it is reported to the other ranks, where a watchdog runs."""
 
     @functools.wraps(function)
     def called(*args: P.args, **kwargs: P.kwargs) -> R:

@@ -1,4 +1,4 @@
-"""Where a rank is: what it tells the others, and what can be told of one that no longer answers."""
+"""The status of a rank: what it tells the others, and what can be told of one that no longer answers."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Waiting:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class State:
-    """What one rank says of itself.
+    """Status that a rank reports.
 
     Attributes:
         beat: grows with every message, so that one who reads twice sees whether the rank lives.
@@ -48,7 +48,7 @@ class State:
 
     @classmethod
     def of(cls, flight: Flight, beat: int, host: str, *, ended: bool) -> State:
-        """This rank's."""
+        """Return this rank's status."""
         longest = oldest(flight)
         return cls(
             beat=beat,
@@ -63,12 +63,12 @@ class State:
         )
 
     def written(self) -> str:
-        """As text."""
+        """Return it as JSON."""
         return json.dumps(asdict(self))
 
     @classmethod
     def read(cls, text: str | bytes) -> State:
-        """The way back."""
+        """Inverse of :meth:`written`."""
         words: dict[str, Any] = json.loads(text)
         if words["waiting"] is not None:
             words["waiting"]["ranks"] = tuple(words["waiting"]["ranks"])
@@ -77,19 +77,19 @@ class State:
 
 
 def oldest(flight: Flight) -> Call | None:
-    """The call that is waited for longest."""
+    """Return the call that has been waited for longest."""
     waiting = [call for call in list(flight.waiting.values()) if call.since is not None]
     return min(waiting, key=lambda call: call.since or 0.0, default=None)
 
 
 def waiting_of(call: Call) -> Waiting:
-    """A call, as others see it; of a message, the other side."""
+    """Return a call as others see it; of a message, the other side."""
     ranks = call.group.ranks if call.peer is None else (call.peer,)
     return Waiting(channel=call.channel, number=call.number, ranks=ranks, text=str(call))
 
 
 def behind(waiting: Waiting, states: dict[int, State], me: int) -> list[int]:
-    """The ranks that have not made a call that is waited for."""
+    """Return the ranks that have not made a call that is waited for."""
     return [
         rank
         for rank in waiting.ranks
@@ -108,7 +108,7 @@ def waited_for(waiting: Waiting, states: dict[int, State], me: int) -> list[int]
 
 
 def told(rank: int, state: State | None, how: str, states: dict[int, State]) -> str:
-    """A line about a rank. ``how``: see :func:`process_state`, or ``silent``."""
+    """Return a line about a rank. ``how``: see :func:`process_state`, or ``silent``."""
     if state is None:
         return f"  rank {rank}: it has never been heard of: it has not come as far as its first collective"
     where = f"process {state.pid} on {state.host}"

@@ -1,4 +1,4 @@
-"""Watching over the collectives of a process: who asked for it, and the one watchdog that serves all who did."""
+"""The watchdog of a process, shared by all who asked for it."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ def watchdog_limit(watchdog: float | None) -> float:
 
 
 class Watch:
-    """What :func:`watch` gives; :meth:`close` it to watch no more."""
+    """Handle of a running watchdog; :meth:`close` ends it."""
 
     def __init__(self, dog: Watchdog | None) -> None:
         self._dog = dog
 
     def close(self) -> None:
-        """May be called twice."""
+        """End it, unless others use it. May be called twice."""
         dog, self._dog = self._dog, None
         if dog is None:
             return
