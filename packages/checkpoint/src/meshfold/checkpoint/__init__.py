@@ -1,4 +1,4 @@
-"""What a checkpoint is on disk: safetensors files, shards as rectangles, checksums, folders that a crash leaves whole."""
+"""Checkpoints on disk: safetensors files, shards as rectangles, checksums, folders that a crash leaves whole."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the files and folders of a checkpoint are called.
+"""Names of the files and folders of a checkpoint, and removal of those files alone.
 
 ::
 
@@ -85,7 +85,7 @@ def remove_unfinished(folder: Path) -> None:
 
 
 def _is_file(path: Path) -> bool:
-    """Whether it is a file or a link: what is unlinked without a loss elsewhere."""
+    """Return whether this is a file or a link, which can be unlinked without a loss elsewhere."""
     try:
         mode = path.lstat().st_mode
     except OSError:

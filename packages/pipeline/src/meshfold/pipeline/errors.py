@@ -1,4 +1,4 @@
-"""What the pipeline raises on purpose."""
+"""Errors of the pipeline."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ class ChainError(LayoutError):
 
 
 class ExampleError(LayoutError):
-    """What a model was called with, to see what comes before its blocks, is nothing for it.
+    """An example batch that the model cannot be called with.
 
     Attributes:
         what: happened, without what to change.

@@ -123,16 +123,16 @@ class Pipeline:
     # -- a module's surface -----------------------------------------------------------------------------------------
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """What this rank keeps, each tensor once, by its name in the whole model."""
+        """Yield this rank's parameters, each tensor once, by its name in the whole model."""
         yield from self.partition.named_parameters()
 
     def parameters(self) -> Iterator[nn.Parameter]:
-        """What this rank keeps."""
+        """Return an iterator over this rank's parameters."""
         return (parameter for _, parameter in self.named_parameters())
 
     @property
     def training(self) -> bool:
-        """Whether the model is in training mode."""
+        """True in training mode."""
         return self.module.training
 
     def train(self, mode: bool = True) -> Pipeline:
@@ -151,7 +151,7 @@ class Pipeline:
 
     @property
     def peaks(self) -> Peaks:
-        """What the last step held at most on this rank."""
+        """Peaks of the last step on this rank."""
         return self._executor.peaks
 
     @property
@@ -188,7 +188,7 @@ class Pipeline:
         return self.run(works, scale=scale)
 
     def split(self, batch: Any, *, unit: int = 1) -> list[Microbatch]:
-        """A batch in micro-batches, on the device; ``unit``: see :func:`meshfold.pipeline.microbatch.split`."""
+        """Cut a batch into micro-batches on the device; ``unit``: see :func:`meshfold.pipeline.runtime.microbatch.split`."""
         return self._replicas.filled(self._batches.to_train(batch, unit=unit))
 
     def run(self, works: Sequence[Microbatch], *, scale: float | Tensor = 1.0) -> Tensor:
@@ -206,7 +206,7 @@ class Pipeline:
         return self._everywhere(loss)
 
     def measure(self, batch: Any, repeats: int = 3) -> Costs:
-        """Seconds of F, B and W of every stage for a micro-batch of this batch, the same on every rank.
+        """Measure the seconds of F, B and W of every stage for a micro-batch of this batch; the same on every rank.
 
         For ``simulate`` and ``schedule="auto"``. Nothing is trained. Communication is not measured: the caller says how long
         it takes.
@@ -225,7 +225,7 @@ class Pipeline:
         self._programs.replan(costs)
 
     def rehearse(self, work: Microbatch) -> None:
-        """F of this rank's stages on a micro-batch, then B and W from the last one back, on noise; nothing is sent.
+        """Run F of this rank's stages on a micro-batch, then B and W from the last one back, on noise; send nothing.
 
         For who watches a rank by itself: hooks see what they see in a step. Gradients come, and are whoever's who takes
         them up.
@@ -235,18 +235,18 @@ class Pipeline:
             rehearse(self._stages, work, plan, self.device)
 
     def plan_of(self, work: Microbatch) -> TransferPlan:
-        """What travels between stages for a micro-batch of this shape."""
+        """Return what travels between stages for a micro-batch of this shape."""
         return self._plans.of(work)
 
     def program(self, microbatches: int) -> Program:
-        """What a step of so many micro-batches does, on every rank."""
+        """Return the program of a step of so many micro-batches, for all ranks."""
         return self._programs.training(microbatches)
 
     # -- without gradients ------------------------------------------------------------------------------------------
 
     @torch.no_grad()
     def evaluate(self, batch: Any) -> Tensor:
-        """The loss of a batch, in eval mode, the same on every rank: a float64 scalar."""
+        """Return the loss of a batch in eval mode: a float64 scalar, the same on every rank."""
         return self.assess(self.split(batch))
 
     @torch.no_grad()
@@ -282,7 +282,7 @@ class Pipeline:
         return iter(self._executor.evaluate(program, works, plans))
 
     def _everywhere(self, loss: Tensor | None) -> Tensor:
-        """The last stage's scalar on all ranks."""
+        """Broadcast the last stage's scalar to all ranks."""
         here = torch.zeros((), dtype=torch.float64, device=self.device) if loss is None else loss
         return broadcast(here, self.mesh.group(self.axis), self.home[-1])
 

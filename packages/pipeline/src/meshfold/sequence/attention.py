@@ -38,7 +38,7 @@ def attention(
     kernel: str = "auto",
     dropout: float | WeightDropout = 0.0,
 ) -> Tensor:
-    """Attention of this rank's tokens to the whole sequence: ``b s heads d, b s kv_heads d, b s kv_heads d -> b s heads d``.
+    """Attend from this rank's tokens to the whole sequence: ``b s heads d, b s kv_heads d, b s kv_heads d -> b s heads d``.
 
     Note the layout: the heads come after the tokens (``scaled_dot_product_attention`` has them before). Gradients are
     those of attention on one rank: each rank's dQ, dK and dV are of its own tokens, in full.

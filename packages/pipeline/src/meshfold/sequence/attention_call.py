@@ -19,7 +19,7 @@ Documents = Sequence[int] | Sequence[Sequence[int]]
 
 
 def documents_by_row(documents: Documents | None) -> list[tuple[int, ...]]:
-    """The documents of every row; one if all have the same, none if there are none."""
+    """Return the documents of every row; one entry if all rows have the same, none without documents."""
     if documents is None:
         return []
     nested = len(documents) > 0 and isinstance(documents[0], tuple | list)
@@ -28,7 +28,7 @@ def documents_by_row(documents: Documents | None) -> list[tuple[int, ...]]:
 
 @dataclass(frozen=True, kw_only=True)
 class AttentionSettings:
-    """What :func:`meshfold.sequence.sequence_parallel` was told; its arguments say what each means."""
+    """Arguments of :func:`meshfold.sequence.sequence_parallel`, which documents them."""
 
     mesh: Mesh
     mode: str | Callable[..., object] = "ring"
@@ -41,7 +41,7 @@ class AttentionSettings:
     draw: DrawDropout | None = None
 
     def with_batch(self, length: int | None, documents: Documents | None) -> AttentionSettings:
-        """The same for a batch of another length or other documents."""
+        """Return the settings for a batch of another length or other documents."""
         return replace(self, length=length, documents=documents)
 
     def attend(
@@ -56,7 +56,7 @@ class AttentionSettings:
         scale: float | None,
         dropout: float,
     ) -> Tensor:
-        """Attention in the layout of models, heads before tokens: ``b heads s d`` -> ``b s heads d``.
+        """Attend in the layout of models, heads before tokens: ``b heads s d`` -> ``b s heads d``.
 
         Args:
             q, k, v: this rank's tokens.

@@ -21,7 +21,7 @@ from meshfold.sequence.tiling import Tile
 
 @dataclass(frozen=True, kw_only=True)
 class WeightDropout:
-    """Which weights of one attention fall.
+    """Dropout of the weights of one attention.
 
     Attributes:
         p: share of them that falls, from 0 to 1; what stays is scaled by 1 / (1 - p).
@@ -43,15 +43,15 @@ class WeightDropout:
             raise LayoutError(f"p={self.p!r}: the share of attention weights that falls lies between 0 and 1")
 
     def of_rows(self, start: int) -> WeightDropout:
-        """For the sequences from ``start`` on."""
+        """Return the same dropout for the sequences from ``start`` on."""
         return replace(self, first_row=self.first_row + start)
 
     def of_heads(self, start: int) -> WeightDropout:
-        """For the heads from ``start`` on."""
+        """Return the same dropout for the heads from ``start`` on."""
         return replace(self, first_head=self.first_head + start)
 
     def factors(self, like: Tensor, length: int, queries: Tensor, keys: Tensor) -> Tensor:
-        """What weights are multiplied with, 0 or 1 / (1 - p): ``b heads i j`` in float32 (float64).
+        """Return the factors of the weights, 0 or 1 / (1 - p): ``b heads i j`` in float32 (float64).
 
         Args:
             like: ``b s heads d``; says b, heads, dtype and device.
@@ -88,7 +88,7 @@ class RingDropout:
     index: int
 
     def at(self, step: int, q: Tensor) -> DropoutFactors:
-        """For this rank's queries and the keys that arrive at a step."""
+        """Return the factors for this rank's queries and the keys that arrive at a step."""
         queries = self._positions(self.index, q.device)
         keys = self._positions((self.index - step) % self.dealing.ring, q.device)
 

@@ -81,7 +81,7 @@ class AttentionMode(TorchFunctionMode):
         return out.transpose(1, 2)
 
     def _count(self, *bounds: Any, **options: Any) -> Tensor | None:
-        """The positions that an arange stands for; None if it is one like any other."""
+        """Return the positions that an arange stands for; None if it counts no tokens."""
         end = options.get("end", bounds[-1] if 1 <= len(bounds) <= 2 else None)
         start = options.get("start", bounds[0] if len(bounds) == 2 else 0)
         dtype = options.get("dtype")

@@ -22,7 +22,7 @@ _UNKNOWN = ("softcap", "position_bias", "s_aux", "head_mask")
 
 
 def parts(model: nn.Module) -> list[nn.Module]:
-    """The model, or the largest parts of it, that are of Hugging Face's transformers."""
+    """Return the model, or the largest parts of it, that are Hugging Face models."""
     if "transformers" not in sys.modules:
         return []
     from transformers import PreTrainedModel
@@ -73,7 +73,7 @@ def attend(
     sliding_window: int | None = None,
     **others: Any,
 ) -> tuple[Tensor, None]:
-    """The registered function: ``b heads s d`` -> ``b s heads d``."""
+    """Attend, as the registry of transformers calls it: ``b heads s d`` -> ``b s heads d``."""
     settings = _settings.get(module)
     if settings is None:
         raise LayoutError(

@@ -57,14 +57,14 @@ class Kernel(Protocol):
     """Attention of a tile."""
 
     def forward(self, x: Pairs) -> tuple[Tensor, Tensor]:
-        """The output ``b s heads d`` over these keys alone, and its log-sum-exp ``b heads s``."""
+        """Return the output ``b s heads d`` over these keys alone, and its log-sum-exp ``b heads s``."""
 
     def backward(self, x: Pairs, dout: Tensor, out: Tensor, lse: Tensor) -> Gradients:
-        """The tile's share of dQ, dK, dV, for the output and log-sum-exp over all keys."""
+        """Return the tile's share of dQ, dK, dV, for the output and log-sum-exp over all keys."""
 
 
 def accumulating(dtype: torch.dtype) -> torch.dtype:
-    """What sums are kept and sent in: float64 for float64, else float32."""
+    """Return the dtype in which sums are kept and sent: float64 for float64, else float32."""
     return torch.float64 if dtype is torch.float64 else torch.float32
 
 
@@ -226,7 +226,7 @@ class Efficient:
 
 
 def _turned(*tensors: Tensor) -> tuple[Tensor, ...]:
-    """``b s heads d -> b heads s d``, the features side by side in memory."""
+    """Transpose ``b s heads d -> b heads s d``, with features contiguous in memory."""
     return tuple((t if t.stride(-1) == 1 else t.contiguous()).transpose(1, 2) for t in tensors)
 
 
@@ -259,7 +259,7 @@ def count_attention_flops(count: Callable[[int], None]) -> Iterator[None]:
 
 
 def choose(name: str, q: Tensor, k: Tensor, v: Tensor, shapes: int = 1) -> Kernel:
-    """The kernel for these tensors.
+    """Return the kernel for these tensors.
 
     Args:
         name: "auto", "flash", "cudnn", "efficient" or "reference". "auto" is cuDNN on Hopper and later GPUs, as long as there are
@@ -290,7 +290,7 @@ def choose(name: str, q: Tensor, k: Tensor, v: Tensor, shapes: int = 1) -> Kerne
 
 
 def obstacle(name: str, q: Tensor, v: Tensor) -> str:
-    """Why a kernel cannot take these tensors; "" if it can."""
+    """Return the reason why a kernel cannot take these tensors; "" if it can."""
     device, d = q.device.type, q.shape[-1]
     if (name, device) not in _ON:
         return f"does not run on {device}"

@@ -1,4 +1,4 @@
-"""How tensors lie where sequences are dealt to ranks, for the forward in which a model's own code is looked at.
+"""Layouts of tensors under sequence parallelism, for the forward in which a model's own code is tracked.
 
 See :mod:`meshfold.mesh.tracking`. What a model is given has a rank's tokens in dim 1; attention alone looks across.
 """
@@ -17,7 +17,7 @@ from meshfold.mesh.tracking.follow import Tracker
 
 
 class ShardedSequenceLayout:
-    """What a model whose sequences are dealt says to :func:`meshfold.mesh.tracking.watch`."""
+    """The layout that a model with sharded sequences reports to :func:`meshfold.mesh.tracking.watch`."""
 
     def __init__(self, mesh: Mesh, axes: tuple[str, ...]) -> None:
         self._split = Split(tuple(axis for axis in axes if mesh.size(axis) > 1), "dealt")
@@ -26,11 +26,11 @@ class ShardedSequenceLayout:
         return self
 
     def begin(self, found: Tracker, model: nn.Module, given: Mapping[str, Any]) -> None:
-        """The tokens are not dealt yet. Masks are made by none and caches are read by none, whatever code for them runs."""
+        """Begin a forward: tokens are not sharded yet, and code for masks and caches is overlooked since neither is used."""
         found.overlooked = ("transformers/masking_utils.py", "transformers/cache_utils.py")
 
     def dealt(self, given: Iterable[Any], local: int) -> None:
-        """The model's arguments have this many tokens of this rank each."""
+        """Mark the model's arguments, which have this many tokens of this rank each."""
         found = tracker()
         if found is None or not self._split.axes:
             return
@@ -42,23 +42,23 @@ class ShardedSequenceLayout:
                 found.mark(value, tuple(dims))
 
     def positions(self, made: Tensor) -> None:
-        """The positions of this rank's tokens, in the last dim."""
+        """Mark a tensor that holds the positions of this rank's tokens in its last dim."""
         found = tracker()
         if found is not None and self._split.axes:
             shape = tuple(made.shape)
             found.mark(made, (*whole_dims(shape[:-1]), (Factor(shape[-1], self._split),)))
 
     def takes(self, module: nn.Module) -> bool:
-        """Whether a module is a loss that knows that its labels are dealt."""
+        """Return whether a module is a loss that knows that its labels are sharded."""
         return bool(getattr(module, "causal_lm_loss", False))
 
     def returned(
         self, found: Tracker, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], output: Any
     ) -> None:
-        """A loss of this rank's tokens, which is weighed with those of the others."""
+        """Do nothing: a loss of this rank's tokens is weighed with those of the others."""
 
     def remedy(self, name: str, axes: tuple[str, ...]) -> str:
-        """Another spec: no rule puts a sequence together."""
+        """Return advice to use another spec: no rule gathers a sequence."""
         if not set(axes) & set(self._split.axes):
             return ""
         return (
@@ -68,7 +68,7 @@ class ShardedSequenceLayout:
 
 
 def track_attention(q: Tensor, k: Tensor, v: Tensor, attend: Callable[[], Tensor]) -> Tensor:
-    """Attention of ``b heads s d`` to ``b s heads d``, carried out over ranks, whose tokens must be those that were dealt."""
+    """Check that attention over ranks sees the sharded tokens, and mark its output: ``b heads s d`` -> ``b s heads d``."""
     found = tracker()
     if found is None or found.dealt is None:
         return attend()

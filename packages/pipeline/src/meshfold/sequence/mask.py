@@ -1,4 +1,4 @@
-"""Which keys a query sees: an interval of global positions, whatever combination of masks made it."""
+"""Masks as intervals: any combination lets a query see one interval of global key positions."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Mask:
     documents: tuple[int, ...] | None = None
 
     def visible(self, position: int) -> tuple[int, int]:
-        """The interval [first, stop) of keys that the query at ``position`` sees; empty for padding."""
+        """Return the interval [first, stop) of keys that the query at ``position`` sees; empty for padding."""
         if position >= self.length:
             return (self.length, self.length)
         first, stop = 0, self.length
@@ -43,7 +43,7 @@ class Mask:
 
 
 def dense(mask: Mask, queries: Tensor, keys: Tensor) -> Tensor:
-    """``s, t -> s t``, bool: which of the keys at these positions each of the queries at those sees."""
+    """Return the mask as a bool tensor ``s, t -> s t``: the keys at these positions that each query sees."""
     i, j = queries.unsqueeze(-1), keys.unsqueeze(0)
     seen = (i < mask.length) & (j < mask.length)
     if mask.causal:

@@ -39,7 +39,7 @@ _OWN = Mode(ring=("seq",), order="contiguous")  # an attention of one's own: it 
 
 
 def sequence_mode(mode: str | Callable[..., object], mesh: Mesh) -> Mode:
-    """The row of a mode, checked against the mesh.
+    """Return the row of a mode, checked against the mesh.
 
     Raises:
         LayoutError: for an unknown mode, or a mesh whose sequence axes are those of another mode.
@@ -69,7 +69,7 @@ def sequence_mode(mode: str | Callable[..., object], mesh: Mesh) -> Mode:
 def sequence_sharding(
     length: int, mesh: Mesh, mode: str | Callable[..., object], order: str | None = None
 ) -> SequenceSharding:
-    """How a sequence of ``length`` tokens is dealt under a mode.
+    """Return the sharding of a sequence of ``length`` tokens under a mode.
 
     Raises:
         LayoutError: for an unknown mode or order, or a mesh that does not fit the mode.

@@ -23,7 +23,7 @@ from meshfold.sequence.token_shards import positions
 
 
 class SequenceParallel:
-    """What :func:`sequence_parallel` did to a model: ``remove()`` undoes it, and so does the end of a ``with``."""
+    """Handle of a model that :func:`sequence_parallel` changed: ``remove()`` or the end of a ``with`` undoes the change."""
 
     def __init__(self, model: nn.Module, settings: AttentionSettings) -> None:
         self._settings = settings
@@ -59,7 +59,7 @@ class SequenceParallel:
         self._settings = self._settings.with_batch(length, documents)
 
     def again(self) -> AbstractContextManager[None]:
-        """What has to be around a part of the forward under way when it is repeated, where that is not a module's own.
+        """Return the context manager for repeating a part of the current forward that is not a module's own.
 
         For who recomputes activations; may be entered any number of times.
         """
@@ -111,12 +111,12 @@ class SequenceParallel:
         return AttentionMode(self._asked, self._counted, self._marked)
 
     def _asked(self) -> AttentionSettings:
-        """The settings, for a call of attention."""
+        """Return the settings for a call of attention."""
         self._calls += 1
         return self._settings
 
     def _counted(self, n: int) -> Tensor | None:
-        """The positions that an arange of n stands for in a model that is not told them."""
+        """Return the positions that an arange of n stands for in a model without ``position_ids``."""
         if self._takes_positions or n != self._local:
             return None
         found = self._positions("cpu")
@@ -131,7 +131,7 @@ class SequenceParallel:
         return positions
 
     def _positions(self, device: torch.device | str) -> Tensor:
-        """``rows local``, or ``1 local`` where all rows have the same."""
+        """Return the positions: ``rows local``, or ``1 local`` where all rows have the same."""
         s = self._settings
         length = s.length or self._local * s.mesh.size(*sequence_mode(s.mode, s.mesh).axes)
         rows: list[tuple[int, ...] | None] = [*documents_by_row(s.documents)]
@@ -214,7 +214,7 @@ def sequence_parallel(
     kernel: str = "auto",
     draw: DrawDropout | None = None,
 ) -> SequenceParallel:
-    """From now on, or inside of ``with``, the model computes on this rank's tokens and attends to the whole sequence.
+    """Let the model compute on this rank's tokens and attend to the whole sequence, from now on or inside a ``with``.
 
     Models of Hugging Face's transformers get an attention through its registry; in every other model
     ``torch.nn.functional.scaled_dot_product_attention`` is replaced inside of its forward, activation checkpointing

@@ -43,12 +43,12 @@ class Round:
     drop: RingDropout | None = None
 
     def fates(self, step: int, q: Tensor) -> DropoutFactors | None:
-        """What becomes of the weights of a step's tiles; None if all stay."""
+        """Return the dropout factors of a step's tiles; None without dropout."""
         return None if self.drop is None else self.drop.at(step, q)
 
 
 def ring_attention(q: Tensor, k: Tensor, v: Tensor, job: Round) -> Tensor:
-    """``b s heads d, b s kv_heads d, b s kv_heads d -> b s heads d``, differentiable."""
+    """Attend over the ring: ``b s heads d, b s kv_heads d, b s kv_heads d -> b s heads d``; differentiable."""
     out: Tensor = _Ring.apply(q, k, v, job)
     return out
 
@@ -108,7 +108,7 @@ def _backward(
 
 
 def _total(dk: tile_attention.PartialSum, dv: tile_attention.PartialSum, before: Tensor | None) -> Tensor:
-    """This rank's dK and dV of a block on top of what ranks before it found, in one wide tensor."""
+    """Add this rank's dK and dV of a block to those of the ranks before it, in one wide tensor."""
     wide = accumulating(dk.like.dtype)
     if before is None:
         before = torch.empty(dk.like.numel() + dv.like.numel(), dtype=wide, device=dk.like.device)
@@ -131,7 +131,7 @@ class _Travelling:
         self._next: Pending | None = None
 
     def arrive(self, step: int) -> tuple[Tensor, Tensor]:
-        """The block of this step; the one of the next step sets out."""
+        """Return the block of this step, and start the transfer of the next one."""
         if self._packed is None:
             return self._k, self._v
         if self._next is not None:

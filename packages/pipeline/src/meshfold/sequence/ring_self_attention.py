@@ -25,7 +25,7 @@ from meshfold.sequence.sharding import SequenceSharding
 
 @dataclass(frozen=True, kw_only=True)
 class Whole:
-    """What a rank needs besides the tensors: its ring, how the sequence is dealt, the mask, the scale of the scores."""
+    """Settings of one call: the ring, the sequence's sharding, the mask, the scale of the scores."""
 
     group: Group
     dealing: SequenceSharding
@@ -34,7 +34,7 @@ class Whole:
 
 
 def ring_self_attention(q: Tensor, k: Tensor, v: Tensor, job: Whole) -> Tensor:
-    """``b s heads d, b s kv_heads d, b s kv_heads d -> b s heads d``, differentiable."""
+    """Attend over the ring: ``b s heads d, b s kv_heads d, b s kv_heads d -> b s heads d``; differentiable."""
     out: Tensor = _RingSelf.apply(q, k, v, job)
     return out
 
@@ -85,7 +85,7 @@ def _backward(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, weights: Tensor, jo
 
 
 def _round(x: Tensor, group: Group) -> Iterator[tuple[int, Tensor]]:
-    """Every rank's block with its place, this rank's own first."""
+    """Yield every rank's block with its place in the ring, this rank's own first."""
     for step in range(group.size):
         if step:
             x = collectives.shift(x, group)
@@ -93,7 +93,7 @@ def _round(x: Tensor, group: Group) -> Iterator[tuple[int, Tensor]]:
 
 
 def _of(scores: Tensor, source: int, block: Tensor) -> Tensor:
-    """The columns of one rank's keys."""
+    """Return the columns of one rank's keys."""
     return scores.narrow(-1, source * block.shape[1], block.shape[1])
 
 

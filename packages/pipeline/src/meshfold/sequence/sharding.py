@@ -1,4 +1,4 @@
-"""How a sequence is dealt to ranks: pure functions of its length and the sizes of the axes.
+"""Shardings of a sequence over ranks: pure functions of its length and the sizes of the axes.
 
 Contiguous: rank r of P has piece r of P. Zigzag: the sequence is cut into 2 P pieces and rank r has pieces r and
 2 P - 1 - r, an early one and a late one, so that causal attention costs every rank the same. On ``ring`` × ``ulysses``
@@ -49,7 +49,7 @@ class SequenceSharding:
 
     @property
     def ranks(self) -> int:
-        """How many ranks the sequence is dealt to."""
+        """Number of ranks that share the sequence."""
         return self.ring * self.ulysses
 
     @property
@@ -69,7 +69,7 @@ class SequenceSharding:
         return self.padded // self.ranks
 
     def ring_pieces(self, index: int) -> Pieces:
-        """The pieces [start, stop) of a place in the ring, in ascending order."""
+        """Return the pieces [start, stop) of a place in the ring, in ascending order."""
         share = self.padded // self.ring
         if self.order == "contiguous" or self.ring == 1:
             return ((index * share, (index + 1) * share),)
@@ -79,7 +79,7 @@ class SequenceSharding:
         return ((index * half, (index + 1) * half), (late * half, (late + 1) * half))
 
     def pieces(self, rank: int) -> Pieces:
-        """The pieces [start, stop) of a rank, in the order in which it holds them, which is ascending."""
+        """Return the pieces [start, stop) of a rank, in ascending order, which is the order in which it holds them."""
         index, part = divmod(rank, self.ulysses)
         first, last = part * self.local, (part + 1) * self.local
         found: list[tuple[int, int]] = []
@@ -92,16 +92,16 @@ class SequenceSharding:
         return tuple(found)
 
     def indices(self, rank: int) -> Tensor:
-        """``local``, int64: which token of the padded sequence each of the rank's tokens is."""
+        """Return the index in the padded sequence of each of the rank's tokens: ``local``, int64."""
         return torch.cat([torch.arange(*piece, device="cpu") for piece in self.pieces(rank)])
 
     def inverse(self) -> Tensor:
-        """``padded``, int64: where each token lies when the shards of all ranks stand one behind the other."""
+        """Return the index of each token in the concatenated shards of all ranks: ``padded``, int64."""
         dealt = torch.cat([self.indices(rank) for rank in range(self.ranks)])
         return torch.empty_like(dealt).scatter_(0, dealt, torch.arange(self.padded, device="cpu"))
 
     def shard(self, x: Tensor, rank: int, dim: int = 1, pad: float = 0) -> Tensor:
-        """A rank's tokens of a whole sequence: ``b length .. -> b local ..``; differentiable.
+        """Return a rank's tokens of a whole sequence: ``b length .. -> b local ..``; differentiable.
 
         Args:
             x: whole along ``dim``.
@@ -130,7 +130,7 @@ class SequenceSharding:
         return parts[0].contiguous() if len(parts) == 1 else torch.cat(parts, dim)
 
     def join(self, shards: Sequence[Tensor] | Tensor, dim: int = 1) -> Tensor:
-        """The inverse of :meth:`shard`: the whole sequence, without padding, from the shards of all ranks.
+        """Join the shards of all ranks to the whole sequence, without padding: the inverse of :meth:`shard`.
 
         Args:
             shards: one a rank, in order, or one tensor in which they stand one behind the other along ``dim``.
@@ -147,7 +147,7 @@ class SequenceSharding:
         return joined.index_select(dim, inverse_of(self)[: self.length].to(joined.device))
 
     def positions(self, rank: int, documents: Sequence[int] | None = None) -> Tensor:
-        """``local``, int64: the position of each of the rank's tokens, for rotary tables and learned positions.
+        """Return the position of each of the rank's tokens, for rotary tables and learned positions: ``local``, int64.
 
         Args:
             rank: whose tokens.

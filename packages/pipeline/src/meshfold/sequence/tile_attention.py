@@ -38,7 +38,7 @@ class PartialAttention:
         merge_attention_(self.out[:, rows], self.lse[:, :, rows], out, lse)
 
     def result(self) -> tuple[Tensor, Tensor]:
-        """The output in the dtype of the model and the log-sum-exp; zero and -inf for rows that saw nothing."""
+        """Return the output in the dtype of the model and the log-sum-exp; zero and -inf for rows that saw nothing."""
         if self.out is None or self.lse is None:
             b, s, heads, _ = self.shape
             lse = torch.full(
@@ -64,13 +64,13 @@ class PartialSum:
             self.parts.append((start, part))  # kept as it came until there is something to add it to
 
     def whole(self) -> Tensor:
-        """The sum, wide or as the only part came."""
+        """Return the sum, wide or in the dtype of its only part."""
         if self.parts and self.parts[0][1].shape == self.like.shape:
             return self.parts[0][1]
         return self._settled()
 
     def result(self) -> Tensor:
-        """The sum in the dtype of the model."""
+        """Return the sum in the dtype of the model."""
         return self.whole().to(self.like.dtype)
 
     def onto(self, total: Tensor) -> None:
@@ -111,7 +111,7 @@ class TilePairs:
     fates: DropoutFactors | None = None
 
     def forward(self) -> Iterator[tuple[Tile, Tensor, Tensor]]:
-        """Each tile with attention over its keys and the log-sum-exp."""
+        """Yield each tile with attention over its keys and the log-sum-exp."""
         for alike in _alike(self.tiles):
             kernel, pairs = self._pairs(alike)
             out, lse = kernel.forward(pairs)
@@ -120,7 +120,7 @@ class TilePairs:
             yield from zip(alike, out.chunk(len(alike)), lse.chunk(len(alike)), strict=True)
 
     def backward(self, dout: Tensor, out: Tensor, lse: Tensor) -> Iterator[tuple[Tile, Gradients]]:
-        """Each tile with its share of dQ, dK, dV, for the output and the log-sum-exp over all keys."""
+        """Yield each tile with its share of dQ, dK, dV, for the output and the log-sum-exp over all keys."""
         for alike in _alike(self.tiles):
             kernel, pairs = self._pairs(alike)
             upper = alike[0].shape == "upper"
@@ -164,7 +164,7 @@ def _columns(x: Tensor, tiles: Sequence[Tile]) -> Tensor:
 
 
 def _cut(x: Tensor, tiles: Sequence[Tile], starts: Sequence[int], count: int) -> Tensor:
-    """The tiles' parts of a block, one behind the other in the batch. An upper triangle read backwards is a causal one."""
+    """Stack the tiles' parts of a block along the batch. An upper triangle read backwards is a causal one."""
     part = _stack([x[:, start : start + count] for start in starts])
     return part.flip(1) if tiles[0].shape == "upper" else part
 

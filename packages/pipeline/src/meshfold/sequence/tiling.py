@@ -41,7 +41,7 @@ class Tile:
 
     @property
     def work(self) -> int:
-        """How many (query, key) pairs are computed."""
+        """Number of (query, key) pairs that are computed."""
         return self.rows * self.columns if self.shape == "full" else self.rows * (self.rows + 1) // 2
 
 
@@ -69,7 +69,7 @@ class _Run:
 
 
 def tiles(queries: Pieces, keys: Pieces, mask: Mask) -> tuple[Tile, ...]:
-    """The tiles that cover exactly what queries at these pieces see of keys at those, each pair once."""
+    """Return the tiles that cover exactly what queries at these pieces see of keys at those, each pair once."""
     found: list[Tile] = []
     for run in _runs(queries, keys, mask):
         found.extend(_cut(run))
@@ -77,7 +77,7 @@ def tiles(queries: Pieces, keys: Pieces, mask: Mask) -> tuple[Tile, ...]:
 
 
 def _goes_on(value: int, moves: int | None, rows: int, then: int, then_moves: int | None) -> int | None:
-    """How an end moves over two stretches of rows, None if not in one way."""
+    """Return how an end moves over two runs of rows; None if they differ."""
     if moves is None:
         moves = then - value if rows == 1 else 0
     if moves not in (0, 1) or then != value + moves * rows or then_moves not in (None, moves):
@@ -93,7 +93,7 @@ def _runs(queries: Pieces, keys: Pieces, mask: Mask) -> Iterator[_Run]:
         held += stop - start
 
     def place(position: int) -> int:
-        """How many keys of the block lie before a global position."""
+        """Return the number of keys of the block before a global position."""
         for (start, stop), offset in zip(keys, offsets, strict=True):
             if position < stop:
                 return offset + max(position - start, 0)
@@ -174,7 +174,7 @@ Steps = tuple[tuple[Tile, ...], ...]
 
 
 def steps(dealing: SequenceSharding, mask: Mask, index: int) -> Steps:
-    """The tiles of each step of the ring at place ``index``.
+    """Return the tiles of each step of the ring at place ``index``.
 
     At step t the keys are those of place ``(index - t) mod ring``: keys and values travel to the next place. There
     are as many steps as some place has work for, so that a window shorter than a share is two steps in contiguous
@@ -186,7 +186,7 @@ def steps(dealing: SequenceSharding, mask: Mask, index: int) -> Steps:
 
 
 def work(dealing: SequenceSharding, mask: Mask, index: int) -> int:
-    """How many (query, key) pairs the place ``index`` of the ring computes, a head."""
+    """Return the number of (query, key) pairs that the place ``index`` of the ring computes per head."""
     return sum(tile.work for step in steps(dealing, mask, index) for tile in step)
 
 

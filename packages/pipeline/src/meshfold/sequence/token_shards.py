@@ -19,7 +19,7 @@ ModeName = str | Callable[..., object]
 def shard_sequence(
     x: Tensor, mesh: Mesh, mode: ModeName = "ring", *, dim: int = 1, order: str | None = None, pad: float = 0
 ) -> Tensor:
-    """This rank's tokens of a whole sequence: ``b length .. -> b local ..``. No communication.
+    """Return this rank's tokens of a whole sequence: ``b length .. -> b local ..``. No communication.
 
     Args:
         x: tokens, labels or hidden states, the same on every rank.
@@ -45,7 +45,7 @@ def gather_sequence(
     dim: int = 1,
     order: str | None = None,
 ) -> Tensor:
-    """The whole sequence on every rank, in its order and without padding: ``b local .. -> b length ..``.
+    """Gather the whole sequence on every rank, in its order and without padding: ``b local .. -> b length ..``.
 
     By all-gather. Backward gives every rank its own tokens of the gradient: for a use that is the same on all ranks.
 
@@ -68,7 +68,7 @@ def positions(
     documents: Sequence[int] | None = None,
     device: torch.device | str = "cpu",
 ) -> Tensor:
-    """The position in the whole sequence of each of this rank's tokens: ``local``, int64.
+    """Return the position in the whole sequence of each of this rank's tokens: ``local``, int64.
 
     Args:
         length: tokens of the whole sequence, without padding; a padded token has the position of the last one.
@@ -107,7 +107,7 @@ def loss_share(
     *,
     ignore_index: int = -100,
 ) -> Tensor:
-    """This rank's share of the mean cross entropy over all tokens that count; the shares of all ranks add up to it.
+    """Return this rank's share of the mean cross entropy over all tokens that count; the shares of all ranks add up to it.
 
     So do their gradients: sum those of the parameters over the sequence axes, do not average them.
 

@@ -1,4 +1,4 @@
-"""What attention over a split sequence sends: pure, exact, and what the recorder sees."""
+"""Bytes that attention over a split sequence sends: computed exactly, and equal to what is recorded."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def traffic(
     documents: tuple[int, ...] | None = None,
     order: str | None = None,
 ) -> tuple[Fraction, Fraction]:
-    """Bytes that one rank sends in the forward and in the backward of one attention.
+    """Return the bytes that one rank sends in the forward and in the backward of one attention.
 
     With P ranks, s tokens a rank, and n = batch · s · kv_heads · head_dim elements of its keys:
 

@@ -14,7 +14,7 @@ from meshfold.mesh.collectives import exchange
 
 
 def kv_head_repeats(heads: int, kv_heads: int, ranks: int) -> int:
-    """How often each head of keys and values is repeated so that every rank has those of its query heads: least.
+    """Return the least number of times to repeat each key and value head so that every rank has those of its query heads.
 
     Raises:
         LayoutError: if the ranks do not divide the query heads.
@@ -33,7 +33,7 @@ def kv_head_repeats(heads: int, kv_heads: int, ranks: int) -> int:
 def to_heads(
     q: Tensor, k: Tensor, v: Tensor, mesh: Mesh, axes: tuple[str, ...]
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """``b s heads d`` and twice ``b s kv_heads d`` -> the same over the axes' whole sequence, with this rank's heads.
+    """Exchange the split of the sequence for a split of the heads, for queries ``b s heads d`` and twice ``b s kv_heads d``.
 
     Shapes:
         ``b (u s) (heads / u) d`` and twice ``b (u s) (kv_heads · repeats / u) d`` for u ranks
@@ -55,5 +55,5 @@ def to_heads(
 
 
 def to_sequence(out: Tensor, mesh: Mesh, axes: tuple[str, ...]) -> Tensor:
-    """``b (u s) (heads / u) d -> b s heads d``: the way back."""
+    """Invert :func:`to_heads` for the output: ``b (u s) (heads / u) d -> b s heads d``."""
     return exchange(out, mesh, 1, 2, axes)

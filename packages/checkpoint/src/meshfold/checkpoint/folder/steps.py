@@ -28,7 +28,7 @@ _HIDDEN = re.compile(rf"\.step-(\d{{8,}})\.({'|'.join(_ENDINGS)})")
 
 
 def step_folder(folder: Path, step: int) -> Path:
-    """Where the checkpoint of a step goes: ``step-00000120``.
+    """Return the folder for the checkpoint of a step: ``step-00000120``.
 
     Raises:
         CheckpointError: for a step below 0.
@@ -39,7 +39,7 @@ def step_folder(folder: Path, step: int) -> Path:
 
 
 def latest(folder: Path) -> Path | None:
-    """The complete checkpoint of the highest step, if there is any. What is damaged or half-written is passed over."""
+    """Return the complete checkpoint of the highest step, or None. Damaged and unfinished ones are skipped."""
     return next(iter(complete_checkpoints(folder)), None)
 
 
@@ -117,14 +117,14 @@ def _removing(folder: Path) -> Iterator[None]:
 
 
 def complete_checkpoints(folder: Path) -> list[Path]:
-    """The complete checkpoints, the last first. What is damaged or half-written is passed over."""
+    """Return the complete checkpoints, the last first. Damaged and unfinished ones are skipped."""
     return [
         path for path in all_checkpoints(folder) if is_complete(path) or is_complete(set_aside_path(path))
     ]
 
 
 def all_checkpoints(folder: Path) -> list[Path]:
-    """The checkpoints, whole or damaged, the last first. What is under way is none."""
+    """Return the checkpoints, complete or damaged, the last first, without those that are being written."""
     folder = Path(folder)
     if not folder.is_dir():
         return []
@@ -138,7 +138,7 @@ def all_checkpoints(folder: Path) -> list[Path]:
 
 
 def is_complete(path: Path) -> bool:
-    """Whether a folder is a checkpoint, with every file that its ``state.json`` names in its full size."""
+    """Return whether a folder is a checkpoint, with every file that its ``state.json`` names in its full size."""
     try:
         state = read_state(path / STATE_FILE)
         saved = saved_folder(path, state)
@@ -151,5 +151,5 @@ def is_complete(path: Path) -> bool:
 
 
 def step_of(path: Path) -> int:
-    """The step that a folder is named after."""
+    """Return the step that a folder is named after."""
     return int(path.name.partition("-")[2])

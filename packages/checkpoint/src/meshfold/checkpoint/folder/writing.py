@@ -42,7 +42,7 @@ _ADVICE = {
 
 
 def resolve_folder(path: str | os.PathLike[str]) -> Path:
-    """The folder; of a link to one that which it points to, so that the link stays."""
+    """Return the absolute folder; for a link its target, so that the link stays."""
     found = Path(path).absolute()
     return Path(os.path.realpath(found)) if found.is_symlink() else found
 
@@ -125,7 +125,7 @@ def check_free(target: Path, files: Iterable[str] = ()) -> None:
 
 
 def _is_ours(name: str) -> bool:
-    """Whether a name in a folder says that a save is or was under way there."""
+    """Return whether a name in a folder says that a save is or was under way there."""
     return name == LOCK_FILE or replacement.is_part_of_a_save(name)
 
 
@@ -137,7 +137,7 @@ def _remove(folder: Path, made: os.stat_result) -> None:
 
 
 def make_durable_folder(folder: Path) -> None:
-    """A folder with its parents, on the disk."""
+    """Make a folder with its parents, and bring their entries to the disk."""
     if not folder.is_dir():
         make_durable_folder(folder.parent)
         folder.mkdir(exist_ok=True)
@@ -194,7 +194,7 @@ def clear_beside(target: Path) -> None:
 
 
 def with_advice(error: Exception | None) -> Exception | None:
-    """An error of writing with what to do about it."""
+    """Return an error of writing with advice on what to do about it."""
     if isinstance(error, OSError) and error.errno in _ADVICE:
         told = type(error)(f"{error}: {_ADVICE[error.errno]}")
         told.__cause__ = error
@@ -203,7 +203,7 @@ def with_advice(error: Exception | None) -> Exception | None:
 
 
 def error_of(action: Callable[[], None]) -> Exception | None:
-    """What an action without communication raised, if it did: the ranks have to hear of it first."""
+    """Return the exception that an action without communication raised, or None, so that all ranks can be told first."""
     try:
         action()
     except Exception as error:

@@ -1,4 +1,4 @@
-"""Which rectangles of a whole tensor this rank keeps, and which of them it writes: arithmetic, no communication.
+"""Rectangles of a whole tensor that this rank keeps, and those that it writes: arithmetic, no communication.
 
 A rank's block of a tensor is some rectangles of the whole (:meth:`meshfold.mesh.placement.Placement.rectangles`). Under
 ``zero`` it keeps a flat run of that block, which of a matrix is at most three rectangles of the block: the end of a row, whole
@@ -44,7 +44,7 @@ class Shard:
 
 
 class ShardRule(NamedTuple):
-    """How a rank's pieces of a tensor are found, as a value: equal cuts of a name make equal pieces.
+    """A rule that gives a rank's shards of a tensor, as a value: equal rules give equal shards for a name.
 
     Attributes:
         function: gives the pieces for a name and the arguments, and depends on nothing else that may change.
@@ -55,19 +55,19 @@ class ShardRule(NamedTuple):
     arguments: tuple[object, ...] = ()
 
     def shards(self, name: str) -> tuple[Shard, ...]:
-        """What this rank writes of the tensor with that name."""
+        """Return the shards that this rank writes of the tensor with that name."""
         return self.function(name, *self.arguments)
 
 
 def no_shards(name: str) -> tuple[Shard, ...]:
-    """What a rank writes of a tensor of which it keeps nothing."""
+    """Return no shards: the rank keeps nothing of the tensor."""
     return ()
 
 
 def shards_of_local(
     name: str, shape: Sequence[int], meta: ParameterMeta, dtype: torch.dtype
 ) -> tuple[Shard, ...]:
-    """What this rank writes of a tensor of which it keeps its block whole; ``shape``: of the block."""
+    """Return the shards that this rank writes of a tensor of which it keeps its local part; ``shape``: of that part."""
     whole = (0,) * len(shape), tuple(shape)
     return tuple(_pieces(name, [(whole, lambda kept: kept)], meta, (), dtype.itemsize))
 
@@ -80,7 +80,7 @@ def shards_of_flat_run(
     dtype: torch.dtype,
     over: tuple[str, ...],
 ) -> tuple[Shard, ...]:
-    """What this rank writes of a tensor of which it keeps a flat run of its block's elements, row by row.
+    """Return the shards that this rank writes of a tensor of which it keeps a flat run of its local part, row by row.
 
     Args:
         name: of the tensor.
@@ -106,13 +106,13 @@ def shards_of_flat_run(
 def shards_of_replicated(
     name: str, shape: Sequence[int], ranks: Sequence[int], rank: int
 ) -> tuple[Shard, ...]:
-    """What a rank writes of a tensor that some ranks have whole: one of them writes it."""
+    """Return the shard that a rank writes of a tensor that some ranks have whole: one of them writes it."""
     piece = Shard(offsets=(0,) * len(shape), sizes=tuple(shape), view=lambda kept: kept)
     return (piece,) if rank == _drawn(name, ranks) else ()
 
 
 def windows_of_run(shape: tuple[int, ...], start: int, length: int) -> Iterator[tuple[int, Window]]:
-    """A flat run of a block as rectangles, each with where in the run it begins: at most three of a matrix.
+    """Yield a flat run of a local tensor as rectangles, each with its offset in the run: at most three for a matrix.
 
     >>> [window for _, window in windows_of_run((4, 5), 3, 9)]
     [((0, 3), (1, 2)), ((1, 0), (1, 5)), ((2, 0), (1, 2))]
@@ -138,7 +138,7 @@ def windows_of_run(shape: tuple[int, ...], start: int, length: int) -> Iterator[
 
 
 def overlap(a: Window, b: Window) -> Window | None:
-    """What two rectangles have in common."""
+    """Return the intersection of two rectangles; None if it is empty."""
     starts = tuple(map(max, a[0], b[0]))
     sizes = tuple(
         min(p + n, q + m) - start for p, n, q, m, start in zip(a[0], a[1], b[0], b[1], starts, strict=True)
@@ -147,7 +147,7 @@ def overlap(a: Window, b: Window) -> Window | None:
 
 
 def narrowed(tensor: Tensor, offsets: Sequence[int], sizes: Sequence[int]) -> Tensor:
-    """A window of a tensor."""
+    """Return a window of a tensor."""
     for dim, (offset, size) in enumerate(zip(offsets, sizes, strict=True)):
         if size != tensor.shape[dim]:
             tensor = tensor.narrow(dim, offset, size)
@@ -161,7 +161,7 @@ def _pieces(
     over: tuple[str, ...],
     width: int,
 ) -> Iterator[Shard]:
-    """What this rank writes of the rectangles that it keeps; ``boxes``: these in its block, with their views."""
+    """Yield the shards that this rank writes of what it keeps; ``boxes``: rectangles in the local part, with their views."""
     keepers = _keepers(meta, over)
     for rectangle in meta.placement.rectangles(meta.mesh):
         ranks = keepers[rectangle.offsets, rectangle.sizes]
@@ -187,7 +187,7 @@ def _pieces(
 
 
 def _mine(name: str, window: Window, ranks: Sequence[int], rank: int, width: int) -> Window | None:
-    """The part of a rectangle that falls to a rank, of those that all keep it."""
+    """Return the part of a rectangle that one of the ranks that keep it writes."""
     offsets, sizes = window
     if len(ranks) == 1:
         return window
@@ -199,7 +199,7 @@ def _mine(name: str, window: Window, ranks: Sequence[int], rank: int, width: int
 
 
 def _drawn(name: str, ranks: Sequence[int]) -> int:
-    """One of some ranks, the same for all who ask, another for each name."""
+    """Draw one of some ranks by a name: all ranks draw the same."""
     return ranks[zlib.crc32(name.encode()) % len(ranks)]
 
 
@@ -208,7 +208,7 @@ _known: WeakKeyDictionary[Mesh, dict[object, dict[Window, list[int]]]] = WeakKey
 
 
 def _keepers(meta: ParameterMeta, over: tuple[str, ...]) -> dict[Window, list[int]]:
-    """Which ranks keep each rectangle of a tensor, of those that stand where this one does on the axes ``over``.
+    """Return the ranks that keep each rectangle of a tensor, of those with this rank's index on the axes ``over``.
 
     Where a pipeline's stages share a tensor, those of this rank's own stage count.
     """
@@ -224,7 +224,7 @@ def _keepers(meta: ParameterMeta, over: tuple[str, ...]) -> dict[Window, list[in
 
 
 def ranks_with_same_index(mesh: Mesh, axes: Sequence[str]) -> list[int]:
-    """The ranks that stand where this one does on some axes."""
+    """Return the ranks with the same index as this one on some axes."""
     here = mesh.index(*axes)
     return [rank for rank in range(mesh.world_size) if mesh.index(*axes, rank=rank) == here]
 

@@ -30,10 +30,10 @@ CopyPair = tuple[Tensor, Tensor]
 
 
 class CopyQueue(Protocol):
-    """Where copies are queued that the host does not make itself."""
+    """A queue of copies that the host does not make itself."""
 
     def takes(self, tensor: Tensor) -> bool:
-        """Whether a tensor is copied here."""
+        """Return whether this queue copies a tensor."""
 
     def begin(self) -> None:
         """Called by the training: copies come after what it has queued until now."""
@@ -104,7 +104,7 @@ class StreamCopyQueue:
 
 
 def copy_queue(device: torch.device) -> CopyQueue:
-    """The lane of a device that one trains on."""
+    """Return the queue of copies for the device that trains."""
     return StreamCopyQueue(device) if device.type == "cuda" else HostCopyQueue()
 
 
@@ -138,7 +138,7 @@ class BackgroundCopies:
             wait()
 
     def _taken(self, pairs: Iterable[CopyPair], rest: list[CopyPair]) -> Iterator[CopyPair]:
-        """Those that the lane takes, each found when it is wanted: the first copies do not wait for the last ones' views."""
+        """Yield the pairs that the queue takes, lazily: the first copies do not wait for the last ones' views."""
         for pair in pairs:
             if self._lane.takes(pair[1]):
                 yield pair
@@ -150,7 +150,7 @@ class BackgroundCopies:
         self._queued.set()
 
     def hold(self) -> None:
-        """The training calls before it changes what is copied: what it queues from now on comes after the copies.
+        """Order later work of the training after the copies; the training calls this before it changes what is copied.
 
         The host waits until the last of them was queued. A GPU has its forward and backward to do meanwhile.
         """

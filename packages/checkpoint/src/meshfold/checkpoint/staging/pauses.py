@@ -21,7 +21,7 @@ T = TypeVar("T")
 
 
 def with_pauses(items: Iterable[T]) -> Iterator[T]:
-    """The same items; sleeps for a moment between two of them whenever ``BURST_S`` have passed."""
+    """Yield the items; sleep for a moment between two of them whenever ``BURST_S`` have passed."""
     since = time.perf_counter()
     for item in items:
         yield item

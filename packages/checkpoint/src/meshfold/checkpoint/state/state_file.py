@@ -113,7 +113,7 @@ def file_checksum(path: Path) -> str:
 
 
 def _checksum(plain: Mapping[str, Any]) -> str:
-    """Of values, not of text: JSON that was written anew with the same values is the same."""
+    """Return the checksum of values, not of text: rewritten JSON with the same values has the same one."""
     try:
         text = json.dumps(plain, sort_keys=True)
     except RecursionError:

@@ -27,7 +27,7 @@ LEAST_BYTES = 64 * 2**20
 
 @dataclass(frozen=True, kw_only=True)
 class FileAssignment:
-    """Which rank writes which tensors, into which file.
+    """Assignment of tensors to the ranks that write them, and to files.
 
     Attributes:
         name: of the file, were it one.
@@ -58,13 +58,13 @@ class FileAssignment:
         return cls(name=name, announced=announced, writers=writers, writer_of=writer_of)
 
     def file_of(self, writer: int) -> str:
-        """The file that a rank writes."""
+        """Return the name of the file that a rank writes."""
         stem, _, ending = self.name.rpartition(".")
         number, count = self.writers.index(writer) + 1, len(self.writers)
         return self.name if count == 1 else f"{stem}-{number:05}-of-{count:05}.{ending}"
 
     def share(self, rank: int) -> dict[str, TensorInfo]:
-        """What a rank writes."""
+        """Return the tensors that a rank writes."""
         return {name: described for name, described in self.announced.items() if self.writer_of[name] == rank}
 
     @property
@@ -173,7 +173,7 @@ def weight_map(index: Path) -> dict[str, str]:
 
 
 def open_tensors(folder: TensorFolder | Path, name: str) -> Mapping[str, Tensor]:
-    """The tensors of a file, or of the files that stand for it.
+    """Return the tensors of a file, or of the set of files in its place.
 
     Raises:
         CheckpointError: if there are none, or they are damaged.

@@ -67,7 +67,7 @@ class TensorInfo:
 
 
 class SafetensorsHeader:
-    """How a file begins: what will be in it, and where.
+    """The header of a file: the tensors that it will hold, and their offsets.
 
     Attributes:
         announced: every tensor that will come.
@@ -232,7 +232,7 @@ class TensorWriter:
 
 
 def _bytes_of(tensor: Tensor) -> memoryview:
-    """Of a tensor, in its order. One that lies so on the host costs no operation of torch: after each of them a thread has to
+    """Return a tensor's bytes, in order. A contiguous host tensor costs no operation of torch: after each of them a thread has to
     wait for the interpreter again."""
     if tensor.device.type != "cpu" or tensor.requires_grad or not tensor.is_contiguous():
         tensor = tensor.detach().to("cpu").contiguous()
@@ -372,7 +372,7 @@ class TensorFile(Mapping[str, Tensor]):
         return raw.view(dtype).view(shape)
 
     def described(self, name: str) -> TensorInfo:
-        """A tensor's dtype and shape, from the header alone."""
+        """Return a tensor's dtype and shape, from the header alone."""
         entry = self._entries[name]
         dtype = _DTYPES.get(entry["dtype"])
         if dtype is None:

@@ -31,18 +31,18 @@ from meshfold.checkpoint.tensors.tensor_folder import TensorFolder
 
 
 def shard_file_name(name: str, rank: int, ranks: int) -> str:
-    """The file that a rank writes, of those that stand for ``model.safetensors``."""
+    """Return the name of the file that a rank writes, of those in place of ``model.safetensors``."""
     stem, _, ending = name.rpartition(".")
     return f"{stem}-blocks-{rank + 1:05}-of-{ranks:05}.{ending}"
 
 
 def shard_index_name(name: str) -> str:
-    """The index of the files that stand for ``model.safetensors``."""
+    """Return the name of the index of the files in place of ``model.safetensors``."""
     return f"{name.rpartition('.')[0]}.blocks.json"
 
 
 def shard_key(name: str, offsets: tuple[int, ...], sizes: tuple[int, ...]) -> str:
-    """What a rectangle of a tensor is called in a file.
+    """Return the name of a rectangle of a tensor in a file.
 
     >>> key_of("up.weight", (0, 64), (128, 32))
     'up.weight[0:128, 64:96]'

@@ -53,26 +53,26 @@ class StoredTensor:
         return torch.Size(self._window[1])
 
     def dim(self) -> int:
-        """How many dims."""
+        """Return the number of dims."""
         return len(self._whole)
 
     def numel(self) -> int:
-        """How many elements."""
+        """Return the number of elements."""
         return self.shape.numel()
 
     def narrow(self, dim: int, start: int, length: int) -> StoredTensor:
-        """A window along one dim, which is not read either."""
+        """Return a window along one dim, without reading it."""
         offsets, sizes = map(list, self._window)
         offsets[dim] += start
         sizes[dim] = length
         return StoredTensor(self._whole, self.dtype, self._blocks, (tuple(offsets), tuple(sizes)))
 
     def new_zeros(self, size: Sequence[int]) -> Tensor:
-        """A tensor in memory of the same dtype."""
+        """Return zeros in memory, of the same dtype."""
         return torch.zeros(tuple(size), dtype=self.dtype, device="cpu")
 
     def read(self) -> Tensor:
-        """It, in memory: a new tensor."""
+        """Read the tensor into memory."""
         found = torch.empty(self.shape, dtype=self.dtype, device="cpu")
         for block in self._blocks:
             both = overlap(self._window, block.window)

@@ -84,7 +84,7 @@ class TorchArchive:
 
 
 def _torch_file(path: Path) -> tuple[Mapping[str, Tensor], bool]:
-    """The tensors of a file of torch, and whether they are mapped into memory."""
+    """Return the tensors of a torch file, and whether they are mapped into memory."""
     mapped = zipfile.is_zipfile(path)  # others are of torch before 1.6
     found = read_torch_file(path, mapped=mapped)
     if not isinstance(found, dict):
@@ -98,13 +98,13 @@ def _torch_file(path: Path) -> tuple[Mapping[str, Tensor], bool]:
 
 
 def has_weights(folder: Path) -> bool:
-    """Whether a folder has weights in a form that :func:`open_weights` reads."""
+    """Return whether a folder has weights in a form that :func:`open_weights` reads."""
     names = (SAFETENSORS_NAME, f"{SAFETENSORS_NAME}.index.json", TORCH, f"{TORCH}.index.json")
     return any((folder / name).exists() for name in names)
 
 
 def open_weights(place: Path) -> Mapping[str, Tensor]:
-    """The tensors of a folder by their names in its files, safetensors where there are both kinds; or those of one file.
+    """Return the tensors of a folder by their names in its files, safetensors if there are both kinds; or those of one file.
 
     Raises:
         CheckpointError: if there are none, or they are damaged or incomplete.

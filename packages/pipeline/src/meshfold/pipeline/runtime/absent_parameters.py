@@ -1,4 +1,4 @@
-"""What stands for a parameter that another rank holds: its shape and dtype, one element of memory, and a name."""
+"""Stand-ins for parameters that other ranks hold: shape and dtype, one element of memory, and a name."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class AbsentParameter(Tensor):
     def of(
         cls, parameter: Tensor, label: str, device: torch.device, used: Callable[[], bool]
     ) -> AbsentParameter:
-        """In place of a parameter, real or meta."""
+        """Make the stand-in for a parameter, real or meta."""
         one = torch.full((), float("nan"), dtype=torch.float32).to(device, parameter.dtype)
         made = torch.Tensor._make_subclass(cls, one.expand(parameter.shape))
         made.label, made.used = label, used

@@ -19,7 +19,7 @@ from meshfold.pipeline.scheduling.programs import Programs
 
 @dataclass(frozen=True, kw_only=True)
 class Replicas:
-    """What is agreed with the other pipelines; all of them must come.
+    """Agreements with the data-parallel replicas of a pipeline that share its parameters (ZeRO stage 3); all of them must call.
 
     Attributes:
         agree: from how many micro-batches this pipeline's batch has to how many all have, the most of any. None: each has
@@ -31,7 +31,7 @@ class Replicas:
     looking: Callable[[], AbstractContextManager[None]] = nullcontext
 
     def filled(self, works: Sequence[Microbatch]) -> list[Microbatch]:
-        """As many micro-batches as all have: the last one again, which counts nothing then."""
+        """Repeat the last micro-batch, with weight 0, until there are as many as every replica has."""
         if self.agree is None:
             return [*works]
         nothing = replace(works[-1], weight=torch.zeros_like(works[-1].weight))
@@ -66,7 +66,7 @@ class Batches:
         self._shifted = labels_are_shifted(model)
 
     def to_train(self, batch: Any, *, unit: int = 1) -> list[Microbatch]:
-        """Of a batch with a loss; ``unit``: see :func:`meshfold.pipeline.microbatch.split`."""
+        """Cut a training batch; ``unit``: see :func:`meshfold.pipeline.runtime.microbatch.split`."""
         works = split(
             self._moved(batch),
             self._programs.count(rows_of(batch), unit=unit),
@@ -81,7 +81,7 @@ class Batches:
         return works
 
     def to_call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Microbatch]:
-        """Of the arguments of a call, whose output is wanted; all count alike."""
+        """Cut the arguments of a call whose output is wanted; all parts count alike."""
         given = self._moved((args, kwargs))
         count = self._programs.count(rows_of(given), training=False)
         default = {"use_cache": False} if self._takes_cache else {}

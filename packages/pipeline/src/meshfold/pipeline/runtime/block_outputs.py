@@ -16,7 +16,7 @@ from meshfold.pipeline.runtime.stage_border import same_storage
 
 @dataclass(frozen=True, kw_only=True)
 class OutputForm:
-    """What a block returned, without values.
+    """The structure of a block's output, without values.
 
     Attributes:
         spec: how the leaves lie in it.
@@ -30,7 +30,7 @@ class OutputForm:
 
     @classmethod
     def of(cls, output: Any, given: Tensor, kind: str) -> OutputForm:
-        """Of what a block made.
+        """Return the form of an output.
 
         Args:
             output: it.
@@ -68,17 +68,17 @@ class OutputForm:
 
     @property
     def has_more(self) -> bool:
-        """Whether there are more tensors than the one that was given."""
+        """True if the output has more tensors than the one that the block was given."""
         return sum(isinstance(leaf, TensorPlaceholder) for leaf in self.leaves) > 1
 
     def __str__(self) -> str:
-        """As a message names it: ``(1, 6, 16) and (1, 1, 16)``."""
+        """Return the shapes as a message names them: ``(1, 6, 16) and (1, 1, 16)``."""
         return " and ".join(
             str(tuple(leaf.shape)) for leaf in self.leaves if isinstance(leaf, TensorPlaceholder)
         )
 
     def fill(self, given: Tensor) -> Any:
-        """What a block returns that does nothing."""
+        """Return the output of a block that hands its input through."""
         made = [
             leaf.make(given.requires_grad) if isinstance(leaf, TensorPlaceholder) else leaf
             for leaf in self.leaves
@@ -94,7 +94,7 @@ class OutputForms:
         self._seen: dict[int, OutputForm] = {}
 
     def note(self, index: int, learn: Callable[[int], OutputForm]) -> OutputForm:
-        """That of a block, which ``learn`` calls; of one that cannot run without values that of the first, which must."""
+        """Record the form of a block, which ``learn`` calls. If it cannot run on placeholders, it gets the first block's."""
         try:
             form = learn(index)
         except Exception:
@@ -111,7 +111,7 @@ class OutputForms:
         here: Sequence[int],
         learn: Callable[[int], OutputForm],
     ) -> OutputForm:
-        """That of a block which is on another rank, perhaps.
+        """Return the form of a block that may be on another rank.
 
         Args:
             index: of the block.

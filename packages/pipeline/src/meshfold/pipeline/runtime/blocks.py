@@ -41,7 +41,7 @@ class Blocks:
         return tuple(self.home.get_submodule(key) for key in self.keys)
 
     def index_of(self, name: str) -> int | None:
-        """Which block a parameter or module lies in, by its full name; None if in none."""
+        """Return the index of the block that a parameter or module lies in, by its full name; None if it lies in none."""
         for path in (self.name, *self.aliases):
             front = f"{path}." if path else ""
             key = name.removeprefix(front).split(".", 1)[0]
@@ -51,7 +51,7 @@ class Blocks:
 
 
 def find_blocks(model: nn.Module, name: str | None = None) -> Blocks:
-    """The list with the most parameters whose members are of one class, from the first of that class to the last.
+    """Return the list with the most parameters whose members are of one class, from the first of that class to the last.
 
     An nn.ModuleDict counts where there is no other list. A module may stand at several places.
 
@@ -76,7 +76,7 @@ def find_blocks(model: nn.Module, name: str | None = None) -> Blocks:
 
 
 def _lists_of(model: nn.Module, name: str | None, *classes: type[nn.Module]) -> list[tuple[int, Blocks]]:
-    """The lists of some classes in which a block repeats, or the one of that name, each with its number of parameters."""
+    """Return the lists in which a block repeats, or the one of that name, each with its number of parameters."""
     found: list[tuple[int, Blocks]] = []
     for path, module in model.named_modules():
         if name is not None and path != name:
@@ -101,7 +101,7 @@ def _lists_of(model: nn.Module, name: str | None, *classes: type[nn.Module]) -> 
 def balance_blocks(
     costs: Sequence[float], stages: int, *, before: float = 0.0, after: float = 0.0
 ) -> list[int]:
-    """How many blocks each stage gets, so that the dearest stage is as cheap as can be, and the others are even.
+    """Return how many blocks each stage gets: the most expensive stage is as cheap as possible, the others are even.
 
     Args:
         costs: of every block, in any unit of time.
@@ -175,7 +175,7 @@ def separate_repeated_blocks(model: nn.Module, blocks: Blocks) -> list[int]:
 
 
 def shallow_twin(module: nn.Module, made: dict[nn.Module, nn.Module] | None = None) -> nn.Module:
-    """Another module with the same parameters, buffers and attributes; the modules in it are twins too."""
+    """Return another module object with the same parameters, buffers and attributes; so are the modules in it."""
     made = {} if made is None else made
     if module not in made:
         if "_orig_mod" in module._modules:
@@ -193,5 +193,5 @@ def shallow_twin(module: nn.Module, made: dict[nn.Module, nn.Module] | None = No
 
 
 def _own(value: Any) -> Any:
-    """An attribute: parameters, hooks and whatever else a dict holds are to change in one of two twins alone."""
+    """Copy an attribute that is a dict: parameters and hooks change in one of the two modules only."""
     return value.copy() if isinstance(value, dict) else value

@@ -57,7 +57,7 @@ class _Product(torch.autograd.Function):
 
 
 class _Deferring:
-    """What a linear layer's class is given beside its own."""
+    """Mixin that is added to a linear layer's class."""
 
     _turned = False
 
@@ -149,7 +149,7 @@ class _Adder:
 
 
 def _is_conv1d(layer: nn.Module) -> bool:
-    """Whether it is transformers' linear layer with a weight ``k n``, which cannot be imported here."""
+    """Return whether this is transformers' linear layer with a weight ``k n``, which cannot be imported here."""
     weight, width = layer._parameters.get("weight"), getattr(layer, "nf", None)
     named = any(kind.__name__ == "Conv1D" for kind in type(layer).__mro__[:2])
     return named and isinstance(width, int) and weight is not None and weight.shape[-1] == width

@@ -39,12 +39,12 @@ class Channels:
         self._warm: set[tuple[int, int]] = set()
 
     def send(self, tensor: Tensor, target: int) -> None:
-        """To a rank of the axis. Comes back at once; the tensor is kept until it has been sent."""
+        """Send to a rank of the axis. Returns at once; the tensor is kept until it has been sent."""
         self._sent = [transfer for transfer in self._sent if not transfer.done]
         self._sent.append(collectives.send(tensor, self._way(self.index, target), target))
 
     def receive(self, out: Tensor, source: int) -> Transfer:
-        """From a rank of the axis."""
+        """Post a receive from a rank of the axis."""
         return collectives.receive(out, self._way(source, self.index), source)
 
     def finish(self) -> None:
@@ -89,7 +89,7 @@ class Peaks:
 
 @dataclass
 class Executor:
-    """What a rank needs to run programs.
+    """Runs programs on one rank.
 
     Attributes:
         stages: this rank's, by number.
@@ -236,7 +236,7 @@ class _Step:
             self._here["gradient", stage.number - 1, key] = found
 
     def _take(self, kind: str, stage: int, key: int) -> list[Tensor]:
-        """What a stage needs, from this rank or from another."""
+        """Return what a stage needs, from this rank or from another."""
         if (kind, stage, key) in self._here:
             return self._here.pop((kind, stage, key))
         return [transfer.wait() for transfer in self._coming.pop((kind, stage, key))]
@@ -246,7 +246,7 @@ class _Step:
         return stage.inputs(plan) if step.kind == "activation" else stage.outputs(plan)
 
     def _following(self, steps: Sequence[Step], at: int) -> list[int]:
-        """The micro-batches of the W of one stage that follow each other."""
+        """Return the micro-batches of consecutive W of one stage."""
         first, keys = steps[at], []
         for step in steps[at:]:
             match step:
@@ -266,7 +266,7 @@ _WORK = {
 
 
 def _described(step: Step) -> str:
-    """``the forward of stage 1 on micro-batch 0 (1F0)``."""
+    """Describe a step for an error: ``the forward of stage 1 on micro-batch 0 (1F0)``."""
     match step:
         case Action(op, stage, microbatch):
             return f"{_WORK[op]} of stage {stage} on micro-batch {microbatch} ({step})"
@@ -281,7 +281,7 @@ def _described(step: Step) -> str:
 
 
 def _pairs(program: Program) -> set[tuple[int, int]]:
-    """Who sends to whom."""
+    """Return the pairs (source, target) of ranks that exchange messages."""
     return {
         (rank, step.peer)
         for rank, steps in enumerate(program.ranks)

@@ -1,4 +1,4 @@
-"""Which stage needs what of a model beside its blocks, seen by running its forward on an example, without values."""
+"""Finds which stage needs which parameters outside the blocks, by running the forward on an example without values."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ Uses = dict[str, set[int]]
 
 @dataclass(kw_only=True)
 class ForwardAnalysis:
-    """What was seen of a model's forward.
+    """The use of parameters and buffers that a forward was seen to make.
 
     Attributes:
         uses: of the parameters beside the blocks.
@@ -56,7 +56,7 @@ class ForwardAnalysis:
 
 
 def bypassed(blocks: str, border: str) -> str:
-    """The sentence for what should have travelled."""
+    """Return the error text for a value that bypasses the border of a stage."""
     return (
         f"the model is cut into stages between the blocks of {blocks or 'the model'}, at {border} among others, and a stage hands "
         "on what the next block is called with: what else the model makes before that block and uses behind it (a residual round "
@@ -162,7 +162,7 @@ def _used(
     loose: Sequence[Tensor],
     computed: Mapping[int, Sequence[Tensor]],
 ) -> Uses:
-    """Where parameters are used, of a forward that was watched; ``computed``: tensors, by the block called last before them."""
+    """Return where an observed forward uses parameters; ``computed``: tensors, by the block called last before them."""
     found: Uses = {}
     since = {place: crossing.time for place, crossing in seen.crossings.items()}
     reached = {place: _leaves(tensors, since.get(place, 0)) for place, tensors in computed.items()}
@@ -182,7 +182,7 @@ def _used(
 
 
 def _writes(buffer: Tensor | None) -> int:
-    """How often it was written to."""
+    """Return how often a buffer was written to."""
     return 0 if buffer is None else buffer._version
 
 
@@ -216,7 +216,7 @@ def _leaves(tensors: Sequence[Tensor], since: int) -> set[int]:
 
 
 def some_tokens(model: nn.Module, mesh: Mesh, axis: str, device: torch.device) -> Example:
-    """Some token ids, as many rows as any split of the batch may want."""
+    """Return some token ids, with as many rows as any split of the batch needs."""
     rows = mesh.world_size // mesh.size(axis)
     sizes = [p.shape[0] for p in model.parameters() if p.dim() > 1]
     length = min([8, *(size for size in sizes if size > 1)])  # one of them may be of a table of positions

@@ -37,7 +37,7 @@ class TiedGradients:
 
     @contextmanager
     def collecting(self) -> Iterator[None]:
-        """Around the actions of a step: gradients that come are put aside; what was in ``.grad`` stays there."""
+        """Context manager for the actions of a step: set arriving gradients aside, and leave ``.grad`` as it was."""
         before = [parameter.grad for parameter in self.parameters]
         for parameter in self.parameters:
             parameter.grad = None
@@ -51,7 +51,7 @@ class TiedGradients:
                 parameter.grad = gradient
 
     def sum(self) -> None:
-        """After the step: add the sum over all holders to ``.grad``, as autograd would; all holders must call."""
+        """Add the sum over all holders to ``.grad`` after the step, as autograd would; all holders must call."""
         coming: list[list[tuple[int, Transfer]]] = []
         trained = [place for place, parameter in enumerate(self.parameters) if parameter.requires_grad]
         here = self._channels.index
@@ -94,7 +94,7 @@ class TiedGradients:
 
 
 def pairs(ties: Sequence[Tie]) -> set[tuple[int, int]]:
-    """Who sends to whom."""
+    """Return the pairs (source, target) of ranks that exchange messages."""
     return {(a, b) for tie in ties for a in tie.ranks for b in tie.ranks if a != b}
 
 
@@ -131,11 +131,11 @@ class CompleteGradients:
         self._unfinished: set[int] = set()
 
     def begin(self) -> None:
-        """A step begins: nothing is whole."""
+        """Begin a step: no gradient is complete."""
         self._unfinished = set(self._partition.stages)
 
     def of_stage(self, stage: int) -> None:
-        """All micro-batches of a stage had their W."""
+        """Hand over what is complete once all micro-batches of a stage had their W."""
         self._unfinished.discard(stage)
         done = [
             (name, parameter)
@@ -148,7 +148,7 @@ class CompleteGradients:
             self._reduce(done)
 
     def of_ties(self) -> None:
-        """Those of several ranks were summed."""
+        """Hand over tied parameters, once their gradients are summed."""
         if self._ties.parameters:
             named = zip(self._ties.ties, self._ties.parameters, strict=True)
             self._reduce([(tie.name, parameter) for tie, parameter in named])

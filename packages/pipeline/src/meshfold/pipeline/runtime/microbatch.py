@@ -120,7 +120,7 @@ def _sizes(rows: int, count: int, unit: int) -> list[int]:
 
 
 def rows_of(batch: Any) -> int:
-    """How many rows a batch has: the first dim of ``input_ids``, else of the tensor of a dict that has most, or of the
+    """Return the rows of a batch: the first dim of ``input_ids``, else of the tensor of a dict that has most, or of the
     first tensor.
 
     Raises:
@@ -147,7 +147,7 @@ def _rows_in(batch: Any) -> int | None:
 
 
 def form(batch: Any, *, own_loss: bool) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """What the model is called with for a batch in the user's form.
+    """Return the arguments that the model is called with for a batch in the user's form.
 
     Raises:
         SpecError: if it has none of the three forms.
@@ -175,14 +175,14 @@ def form(batch: Any, *, own_loss: bool) -> tuple[tuple[Any, ...], dict[str, Any]
 
 
 def _rows(tensor: Tensor, *, rows: int, first: int, size: int) -> Tensor:
-    """Some rows of a tensor that has all; another tensor as it is."""
+    """Return some rows of a tensor that has all of them; any other tensor as it is."""
     return tensor[first : first + size] if tensor.dim() and tensor.shape[0] == rows else tensor
 
 
 def _count(
     args: Sequence[Any], kwargs: Mapping[str, Any], part: Any, rows: int, *, own_loss: bool, shifted: bool
 ) -> Tensor:
-    """How many targets of a part count: scalar."""
+    """Return the number of targets of a part that count: scalar."""
     name = targets_key(kwargs)
     targets = part[1] if own_loss and isinstance(part, tuple) else kwargs.get(name)
     if not isinstance(targets, Tensor) or targets.is_floating_point():
@@ -193,7 +193,7 @@ def _count(
 
 
 def _countable(part: Any, count: Tensor, *, own_loss: bool) -> Any:
-    """A part with a target that counts, if it has none: the gradient of a mean over nothing is not 0, times its weight."""
+    """Return the part with at least one target that counts: the gradient of a mean over nothing is NaN, not 0."""
     if isinstance(part, Mapping) and (name := targets_key(part)):
         return {**part, name: ensure_one_target(part[name], count, part.get("attention_mask"))}
     if own_loss and isinstance(part, tuple) and isinstance(part[1], Tensor):
@@ -202,7 +202,7 @@ def _countable(part: Any, count: Tensor, *, own_loss: bool) -> Any:
 
 
 def _tokens_a_row(call: tuple[tuple[Any, ...], dict[str, Any]]) -> int:
-    """The length of a sequence: of ids ``b s`` or features ``b s h``; 1 where there is none."""
+    """Return the length of a sequence of ids ``b s`` or features ``b s h``; 1 without a sequence dim."""
     args, kwargs = call
     first = next((t for t in (*args, *kwargs.values()) if isinstance(t, Tensor) and t.dim()), None)
     if first is None or first.dim() < 2 or (first.dim() == 2 and first.is_floating_point()):

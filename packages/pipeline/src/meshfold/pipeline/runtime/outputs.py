@@ -83,7 +83,7 @@ def _joined(outputs: Sequence[Any]) -> dict[str, Tensor]:
 
 
 def _fields(output: Any) -> dict[str, Any]:
-    """An output's parts by name; those of a tuple by place."""
+    """Return an output's parts by name; those of a tuple by index."""
     if isinstance(output, Mapping):
         return dict(output)
     if isinstance(output, tuple) and hasattr(output, "_asdict"):

@@ -55,7 +55,7 @@ Slots = tuple[Slot, ...]
 
 @dataclass
 class TransferPlan:
-    """What travels into each block, for one shape of input.
+    """The arguments that travel into each block, for one shape of input.
 
     Attributes:
         slots: by block, of those that are called.
@@ -66,7 +66,7 @@ class TransferPlan:
     forms: dict[int, OutputForm] = field(default_factory=dict)
 
     def into(self, first: int) -> Slots:
-        """What travels into a stage that begins with a block: into the first that is called from there on."""
+        """Return what travels into a stage that begins with a block: into the first block that is called from there on."""
         return self.slots[min(index for index in self.slots if index >= first)]
 
     def check(self, bounds: Sequence[int], blocks: str) -> None:
@@ -126,7 +126,7 @@ class _Run:
 
 @dataclass(frozen=True, kw_only=True)
 class ObservedForward:
-    """What was seen of a forward without values.
+    """Record of a forward without values.
 
     Attributes:
         plan: what travels into each block.
@@ -152,7 +152,7 @@ class StageEnd(Exception):
 
 
 class _Gated:
-    """What the class of a gated module is given beside its own: asks before it is called."""
+    """Mixin that is added to a gated module's class: calls go through the gate."""
 
     def __call__(self: Any, *args: Any, **kwargs: Any) -> Any:
         gates, index = self.__dict__[_GATE]
@@ -294,7 +294,7 @@ class PartialForward:
     # -- at the gates -----------------------------------------------------------------------------------------------
 
     def block(self, index: int, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """A block is called."""
+        """Handle the call of a block."""
         run = self.run
         assert run is not None  # the gate has looked
         if index < run.at:
@@ -337,7 +337,7 @@ class PartialForward:
         return self._same[index] if self._same else index
 
     def outside(self, module: nn.Module, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """A module beside the blocks is called."""
+        """Handle the call of a module outside the blocks."""
         run = self.run
         assert run is not None
         if run.inside:
@@ -396,7 +396,7 @@ class PartialForward:
         return run.plan.forms[index].fill(hidden)
 
     def _form_of(self, run: _Run, index: int, hidden: Tensor, args: Any, kwargs: Any) -> OutputForm:
-        """In which form block ``index`` returns, called like this: its own where all blocks are here, else that of one like it."""
+        """Return the form of block ``index``'s output: its own where all blocks are here, else that of one like it."""
 
         def learn(here: int) -> OutputForm:
             return self._returned(here, index, hidden, args, kwargs)
@@ -433,13 +433,13 @@ class PartialForward:
 
 
 def _travels(slots: Slots, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[int, Tensor]:
-    """What of a block's arguments travels, by place."""
+    """Return the arguments of a block that travel, by their place among the leaves."""
     leaves, _ = tree_flatten((args, kwargs))
     return {slot.place: leaves[slot.place] for slot in slots}
 
 
 def _leaf(place: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
-    """The leaf at a place; mostly the first argument, for which nothing need be flattened."""
+    """Return the leaf at a place. The first argument, the usual one, is taken without flattening."""
     if place == 0 and args and isinstance(args[0], Tensor):
         return args[0]
     leaves, _ = tree_flatten((args, kwargs))

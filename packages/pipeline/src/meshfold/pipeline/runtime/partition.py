@@ -25,7 +25,7 @@ from meshfold.pipeline.runtime.placeholders import AbsentBlock
 
 @dataclass(frozen=True, kw_only=True)
 class PartitionConfig:
-    """How a model is cut into stages, and where its stages get their values and run.
+    """Options for cutting a model into stages, running them, and giving them their first values.
 
     Attributes:
         axis: of the mesh, along which the stages lie.
@@ -100,12 +100,12 @@ class Partition:
         return tuple(stage for stage, rank in enumerate(self.home) if rank == self.rank)
 
     def parameter(self, name: str) -> nn.Parameter:
-        """A kept parameter by its first name in the whole model."""
+        """Return a kept parameter by its first name in the whole model."""
         here = next(left for left, first in self.names.items() if first == name)
         return self.model.get_parameter(here)
 
     def named_parameters(self) -> list[tuple[str, nn.Parameter]]:
-        """What this rank keeps, each tensor once, by its first name in the whole model."""
+        """Return this rank's parameters, each tensor once, by its first name in the whole model."""
         return [(self.names[name], parameter) for name, parameter in self.model.named_parameters()]
 
     def named_blocks(self) -> dict[str, nn.Module]:
@@ -119,7 +119,7 @@ class Partition:
         set_absent_dtype(self.outside_blocks, dtype)
 
     def loose(self) -> list[Tensor]:
-        """The tensors of ``weights`` as they are now."""
+        """Return the current tensors of ``weights``."""
         return [getattr(module, name) for module, name in self.weights]
 
     def __str__(self) -> str:
@@ -239,7 +239,7 @@ def partition_model(model: nn.Module, mesh: Mesh, home: Sequence[int], config: P
 
 
 def _with_shared_buffers(model: nn.Module, blocks: Blocks) -> list[nn.Module]:
-    """The blocks with a buffer that others have too."""
+    """Return the blocks with a buffer that other modules have too."""
     places: dict[Tensor, set[int | None]] = {}
     for name, buffer in model.named_buffers(remove_duplicate=False):
         places.setdefault(buffer, set()).add(blocks.index_of(name))
@@ -271,14 +271,14 @@ def _slots(model: nn.Module) -> list[tuple[str, tuple[nn.Module, str]]]:
 
 
 def _around(model: nn.Module, blocks: Blocks) -> list[nn.Module]:
-    """The modules that the list of blocks lies in, and the list."""
+    """Return the modules that contain the list of blocks, and the list."""
     return [module for module in model.modules() if blocks.home in module.modules()]
 
 
 def _beside(
     model: nn.Module, blocks: Blocks, around: Sequence[nn.Module]
 ) -> tuple[list[nn.Module], list[nn.Module]]:
-    """The largest modules with parameters that hold no block and can be called, and those round them that cannot be."""
+    """Return the largest callable modules with parameters that hold no block, and the containers around them."""
     found: list[nn.Module] = []
     containers: list[nn.Module] = []
 
@@ -337,7 +337,7 @@ def _bounds(
 
 
 def estimate(model: nn.Module, blocks: Blocks, before: set[str]) -> list[float]:
-    """What a token costs (before, in every block, behind): elements of the matrices that it is multiplied with.
+    """Estimate the cost of a token (before, in every block, behind): elements of the matrices that it is multiplied with.
 
     A table that is looked up costs nothing; a head that shares it costs what it multiplies.
     """

@@ -1,4 +1,4 @@
-"""What stands in a rank's model for what other ranks hold or make: absent blocks, and tensors of the right shape."""
+"""Placeholders in a rank's model for what other ranks hold or make: absent blocks, and tensors of the right shape."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class AbsentBlock(nn.Module):
         self.kind = type(block).__name__
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Only ever called through a gate that does not run it."""
+        """Raise: an absent block is called only through a gate that does not run it."""
         raise LayoutError(
             f"this {self.kind} belongs to a stage on another rank: run the model through its Pipeline"
         )
@@ -56,13 +56,13 @@ class TensorPlaceholder:
 
 
 def sign(leaf: Any) -> object:
-    """What of an argument decides the shape of what is made of it."""
+    """Return the part of an argument that decides the shape of results."""
     if isinstance(leaf, Tensor):
         return tuple(leaf.shape), leaf.dtype, leaf.device
     return leaf if isinstance(leaf, int | float | str | bool | type(None)) else type(leaf)
 
 
 def signature(args: Any, kwargs: Any) -> object:
-    """What decides the shapes of a forward: the shapes of its inputs, and its other arguments."""
+    """Return a key that decides the shapes of a forward: the shapes of its inputs, and its other arguments."""
     leaves, spec = tree_flatten((args, kwargs))
     return (*map(sign, leaves), str(spec), torch.is_grad_enabled())

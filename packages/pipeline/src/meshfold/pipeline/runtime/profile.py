@@ -24,7 +24,7 @@ class DeviceClock:
         self._device = device
 
     def now(self) -> Any:
-        """A point in time."""
+        """Return a timestamp."""
         if self._device.type != "cuda":
             return time.perf_counter()
         event = torch.cuda.Event(enable_timing=True)
@@ -32,7 +32,7 @@ class DeviceClock:
         return event
 
     def seconds(self, begin: Any, end: Any) -> float:
-        """From one point to a later one, once both have happened."""
+        """Return the seconds between two timestamps that have happened."""
         return float(begin.elapsed_time(end)) / 1e3 if self._device.type == "cuda" else float(end - begin)
 
 
@@ -80,7 +80,7 @@ def measure(
 
 
 def rehearse(stages: Mapping[int, Stage], work: Microbatch, plan: TransferPlan, device: torch.device) -> None:
-    """F of all these stages, in order, then B and W of each, in the other order, on noise.
+    """Run F of all these stages in order, then B and W of each in reverse order, on noise.
 
     Args:
         stages: a rank's.
@@ -97,7 +97,7 @@ def rehearse(stages: Mapping[int, Stage], work: Microbatch, plan: TransferPlan, 
 def _run(
     stage: Stage, work: Microbatch, plan: TransferPlan, device: torch.device, clock: DeviceClock
 ) -> list[Any]:
-    """The points in time before F, between F, B and W, and behind W.
+    """Return the timestamps before F, between F, B and W, and after W.
 
     On a GPU nobody waits in between: what launching takes is hidden there, as it is in a step.
     """

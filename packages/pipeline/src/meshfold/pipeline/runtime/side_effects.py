@@ -14,7 +14,7 @@ from meshfold.mesh import dropout_stream
 
 @contextmanager
 def preserved_buffers(model: nn.Module) -> Iterator[None]:
-    """Inside, forwards change copies of the buffers: running statistics of norms, counters.
+    """Context manager: forwards change copies of the buffers, such as running statistics of norms and counters.
 
     And attention adds nothing to its ``kv_cache``, the keys and values of the text that is being generated.
     """

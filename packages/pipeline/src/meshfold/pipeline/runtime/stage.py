@@ -30,7 +30,7 @@ LossOf = Callable[[Any, Any], Tensor]
 
 @dataclass(frozen=True, kw_only=True)
 class _Live:
-    """What one micro-batch holds from F to B."""
+    """Tensors that one micro-batch holds from F to B."""
 
     inputs: list[Tensor]
     outputs: list[tuple[GradientEdge, torch.dtype] | None]
@@ -67,17 +67,17 @@ class Stage:
         return tuple(self._held)
 
     def parameters(self) -> Iterator[nn.Parameter]:
-        """Those that the stage uses."""
+        """Return the parameters that the stage uses."""
         return (
             p for name, p in self._partition.named_parameters() if self.number in self._partition.users[name]
         )
 
     def inputs(self, plan: TransferPlan) -> Slots:
-        """What travels in."""
+        """Return the slots of what travels in."""
         return plan.into(self.first) if self.first else ()
 
     def outputs(self, plan: TransferPlan) -> Slots:
-        """What travels out."""
+        """Return the slots of what travels out."""
         return () if self.is_last else plan.into(self.stop)
 
     def random_inputs(self, plan: TransferPlan, device: torch.device) -> list[Tensor]:
@@ -91,7 +91,7 @@ class Stage:
     def run(
         self, work: Microbatch, plan: TransferPlan, received: Sequence[Tensor]
     ) -> tuple[Any, list[Tensor]]:
-        """The forward alone: what travels out, or the model's output; and what travelled in, as backward knows it."""
+        """Run the forward: return what travels out, or the model's output; and what travelled in, as backward knows it."""
         model, partial_forward = self._partition.model, self._partition.partial_forward
         with dropout_of(work):
             return partial_forward.forward(
@@ -101,7 +101,7 @@ class Stage:
     def forward(
         self, key: int, work: Microbatch, plan: TransferPlan, received: Sequence[Tensor]
     ) -> tuple[list[Tensor], Tensor | None]:
-        """F of micro-batch ``key``: what travels out, and the loss in the last stage.
+        """Run F of micro-batch ``key``: return what travels out, and the loss in the last stage.
 
         Raises:
             MeshfoldError: if what comes out has another shape than was foreseen.
@@ -124,17 +124,17 @@ class Stage:
         return [tensor.detach() for tensor in output], None if loss is None else loss.detach()
 
     def backward_input(self, key: int, gradients: Sequence[Tensor]) -> list[Tensor]:
-        """B of micro-batch ``key``: from the gradients of what travelled out to those of what travelled in."""
+        """Run B of micro-batch ``key``: from the gradients of what travelled out to those of what travelled in."""
         with self.queue.collecting((self.number, key)):
             return self._backward(key, gradients)
 
     def backward_weight(self, *keys: int) -> None:
-        """W of micro-batches after their B, in this order."""
+        """Run W of micro-batches after their B, in this order."""
         self.queue.compute(*((self.number, key) for key in keys))
         self.kept.difference_update(keys)
 
     def backward(self, key: int, gradients: Sequence[Tensor]) -> list[Tensor]:
-        """B and W in one go: the same numbers, and what a layer holds is let go layer by layer."""
+        """Run B and W at once: the same numbers, and memory is released layer by layer."""
         found = self._backward(key, gradients)
         self.kept.discard(key)
         return found
@@ -159,7 +159,7 @@ class Stage:
         return [torch.zeros_like(x) if x.grad is None else x.grad for x in live.inputs]
 
     def _check_values(self, output: Any, received: Sequence[Tensor]) -> None:
-        """Of the first micro-batch: nothing but NaN of finite inputs is what stands for a tensor that did not travel."""
+        """Check the first micro-batch: only NaN from finite inputs shows that a tensor was used that did not travel."""
         made = [
             local_shard(leaf)
             for leaf in tree_leaves(output)
@@ -186,7 +186,7 @@ def _random(slots: Slots, device: torch.device) -> list[Tensor]:
 
 
 def dropout_of(work: Microbatch) -> AbstractContextManager[object]:
-    """The dropout stream of a micro-batch, where there is one: its rows drop what they drop in the whole batch."""
+    """Enter the dropout stream of a micro-batch, if one is active: its rows drop what they drop in the whole batch."""
     try:
         stream: DropoutStream = current_dropout_stream()
     except MeshfoldError:
@@ -202,7 +202,7 @@ def dropout_of(work: Microbatch) -> AbstractContextManager[object]:
 
 
 def loss_in(output: Any, given: Any, loss_fn: Callable[[Any, Any], Tensor] | None) -> Tensor:
-    """The scalar loss in a model's output, or what ``loss_fn`` makes of it.
+    """Return the scalar loss in a model's output, or what ``loss_fn`` makes of it.
 
     Raises:
         SpecError: if there is none.

@@ -55,7 +55,7 @@ def inject(inside: Tensor, received: Tensor, grad: bool) -> Tensor:
 
 
 def same_storage(given: Tensor) -> Tensor:
-    """Another tensor with the same memory, no view of it, as a block's output is none; with its history, if it has one."""
+    """Return another tensor with the same memory that is no view, as a block's output is none; with its history, if it has one."""
     if given.requires_grad:
         return given.view_as(given)
     made = torch.empty(0, dtype=given.dtype, device=given.device)
@@ -68,7 +68,7 @@ Layouts = dict[int, Lies]
 
 
 def layouts_of(leaves: Mapping[int, Tensor]) -> Layouts:
-    """How a block's arguments lie."""
+    """Return the tracked layouts of a block's arguments."""
     return {place: known for place, leaf in leaves.items() if (known := lies(leaf)) is not None}
 
 
@@ -117,12 +117,12 @@ class Crossing:
 
     @classmethod
     def now(cls, travels: Sequence[Tensor]) -> Crossing:
-        """A block is called with these tensors."""
+        """Record that a block is called with these tensors."""
         made: Any = torch.zeros((), requires_grad=True).clone().grad_fn
         return cls(travels=frozenset(t.grad_fn for t in travels), time=made._sequence_nr())
 
     def is_bypassed(self, later: Sequence[Tensor]) -> bool:
-        """Whether tensors that were computed later depend on one from before that did not travel."""
+        """Return whether later tensors depend on an earlier one that did not travel."""
         waiting = [tensor.grad_fn for tensor in later]
         seen: set[Any] = set(self.travels)
         while waiting:

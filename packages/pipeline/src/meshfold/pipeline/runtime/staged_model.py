@@ -129,7 +129,7 @@ class TransferPlans:
         self._known: dict[object, TransferPlan] = {}
 
     def of(self, work: Microbatch) -> TransferPlan:
-        """For a micro-batch of this shape."""
+        """Return the plan for a micro-batch of this shape."""
         partition = self._staged.partition
         if not self._known:  # dtypes may have been changed since the model was cut
             agree_on_dtypes(partition.outside_blocks, self._mesh.group(self._axis), self._staged.device)

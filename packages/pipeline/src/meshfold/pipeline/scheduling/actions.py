@@ -23,7 +23,7 @@ _LINE = re.compile(r"rank (?P<rank>\d+):(?P<rest>.*)")
 
 
 class Op(StrEnum):
-    """What is done: forward, gradient of the input, gradient of the weights, or both gradients in one go."""
+    """Operation of an action: forward, gradient of the input, gradient of the weights, or both gradients at once."""
 
     F = "F"
     B = "B"
@@ -44,12 +44,12 @@ class Action:
 
     @property
     def sends_gradient(self) -> bool:
-        """Whether it makes the gradient of the stage's input (B and BW)."""
+        """True for B and BW, which make the gradient of the stage's input."""
         return self.op in (Op.B, Op.BW)
 
     @property
     def finishes_weights(self) -> bool:
-        """Whether it makes the gradient of the stage's weights (W and BW)."""
+        """True for W and BW, which make the gradient of the stage's weights."""
         return self.op in (Op.W, Op.BW)
 
     @classmethod
@@ -69,7 +69,7 @@ class Action:
 
 @dataclass(frozen=True, kw_only=True)
 class Schedule:
-    """Who does what in which order.
+    """A list of actions for every rank, in order.
 
     Attributes:
         name: what it is called.
@@ -87,7 +87,7 @@ class Schedule:
 
     @property
     def stages(self) -> int:
-        """How many stages the model is cut into."""
+        """Number of stages."""
         return len(self.home)
 
     @cached_property
@@ -96,7 +96,7 @@ class Schedule:
         return max((self.home.count(rank) for rank in range(len(self.ranks))), default=0)
 
     def stages_of(self, rank: int) -> tuple[int, ...]:
-        """The stages that a rank holds, in order."""
+        """Return the stages of a rank, in order."""
         return tuple(stage for stage, at in enumerate(self.home) if at == rank)
 
     def __str__(self) -> str:
@@ -139,7 +139,7 @@ class Schedule:
         name: str = "custom",
         microbatches: int | None = None,
     ) -> Schedule:
-        """From a list for every rank: of actions, of their texts, or one text.
+        """Make a schedule from one list for every rank: of actions, of their texts, or one text.
 
         Args:
             ranks: the lists. The home of a stage is the rank that lists it first.
@@ -171,7 +171,7 @@ class Schedule:
 
 
 def _actions(given: str | Iterable[Action | str], rank: int) -> list[Action]:
-    """A rank's list, from any of its spellings."""
+    """Return a rank's list, from any of its spellings."""
     if isinstance(given, str):
         line = _LINE.fullmatch(given.strip())
         if line is not None and int(line["rank"]) != rank:

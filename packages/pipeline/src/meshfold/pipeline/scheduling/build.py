@@ -29,7 +29,7 @@ def schedule(
     costs: Costs | Mapping[int, Costs] | None = None,
     memory: float | Sequence[float] | None = None,
 ) -> Schedule:
-    """The list of actions of every rank.
+    """Make a schedule: the list of actions of every rank.
 
     Args:
         name: gpipe, 1f1b, interleaved, zb-h1, zb-h2, zb-v, hanayo, dualpipe-v or auto; or a function that takes ``ranks``

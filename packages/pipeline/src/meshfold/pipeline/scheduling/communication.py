@@ -1,4 +1,4 @@
-"""From a schedule to a program: where a rank sends, receives and may reduce gradients.
+"""Turns a schedule into a program: inserts sends, receives, and the points at which gradients can be reduced.
 
 Order. The schedule is simulated; an action stands at the moment at which it begins, a message at the moment at which
 the action that makes it ends, and every rank gets its own actions and messages in the order of these moments. So all
@@ -62,7 +62,7 @@ class Receive:
 
 @dataclass(frozen=True, slots=True)
 class ReduceGradients:
-    """From here on the gradients of the stage's weights are whole and may be reduced. Prints as ``2R``."""
+    """The point from which on the gradients of a stage's weights are complete and can be reduced. Prints as ``2R``."""
 
     stage: int
 
@@ -91,7 +91,7 @@ class Program:
     ranks: tuple[tuple[Step, ...], ...]
 
     def batches(self, rank: int) -> Iterator[tuple[Message, ...] | Action | ReduceGradients]:
-        """The steps of a rank with messages that follow each other as one tuple: posted together, waited for together."""
+        """Yield the steps of a rank, with consecutive messages as one tuple: posted together, waited for together."""
         for together, steps in groupby(self.ranks[rank], lambda step: isinstance(step, Message)):
             if together:
                 yield tuple(step for step in steps if isinstance(step, Message))
@@ -164,7 +164,7 @@ def communicate(schedule: Schedule, costs: Costs | None = None) -> Program:
 
 
 def messages_of(action: Action, schedule: Schedule) -> tuple[Send, Receive] | None:
-    """The message that an action gives rise to, as its maker and its user see it; None if nothing leaves the rank."""
+    """Return the send and the receive that an action causes; None if nothing leaves the rank."""
     kind: Kind = "activation" if action.op is Op.F else "gradient"
     stage = action.stage + (1 if action.op is Op.F else -1)
     if action.op is Op.W or not 0 <= stage < schedule.stages:
@@ -193,7 +193,7 @@ def prove(program: Program) -> None:
 
 
 def _paired(program: Program) -> None:
-    """Every message has one partner, and between two ranks they are sent and received in the same order."""
+    """Check that every message has one partner, and that two ranks send and receive in the same order."""
     sent: defaultdict[tuple[int, int], list[Message]] = defaultdict(list)
     received: defaultdict[tuple[int, int], list[Message]] = defaultdict(list)
     for rank, steps in enumerate(program.ranks):
@@ -217,7 +217,7 @@ def _named(message: Message | None) -> str:
 
 
 def _inputs(program: Program) -> None:
-    """Every action finds its inputs, every message what it sends."""
+    """Check that every action finds its inputs, and every message what it sends."""
     schedule = program.schedule
     for rank, steps in enumerate(program.ranks):
         there: set[Result] = set()  # what the rank has made or received

@@ -1,4 +1,4 @@
-"""What the actions of every stage cost: seconds, or any other unit of time, and the activations that they hold."""
+"""Costs of every stage's actions: time in seconds or any other unit, and the activations that they hold."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class Costs:
     kept: Number = 1.0
 
     def for_stages(self, stages: int) -> StageCosts:
-        """One number for every stage and border.
+        """Return one number for every stage and border.
 
         Raises:
             ScheduleError: for a negative or infinite number, a share above 1, or a list of another length.
@@ -60,7 +60,7 @@ class Costs:
         return StageCosts(tuple(durations), read["send"], read["activation"], read["kept"])
 
     def finer(self, chunks: int) -> Costs:
-        """The same model with every stage cut into ``chunks`` equal ones; what is sent stays as large.
+        """Return the costs of the same model with every stage cut into ``chunks`` equal ones; messages stay as large.
 
         Raises:
             ScheduleError: if ``send`` differs from border to border: nothing says what the new borders cost.
@@ -90,7 +90,7 @@ class Costs:
 
     @property
     def stages(self) -> int | None:
-        """How many stages the lists are for; None if there are only single numbers."""
+        """Number of stages that the lists are for; None if all are single numbers."""
         for field in fields(self):
             value = getattr(self, field.name)
             if value is not None and not isinstance(value, int | float):

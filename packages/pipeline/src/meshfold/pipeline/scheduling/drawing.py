@@ -65,7 +65,7 @@ class Scene:
 
 
 def scene(simulation: Simulation, *, width: float = 1000.0) -> Scene:
-    """The shapes of a simulated schedule's picture, in a frame of so many pixels."""
+    """Return the shapes of a simulated schedule's picture, in a frame of so many pixels."""
     ranks = len(simulation.ranks)
     scale = (width - _LEFT - _RIGHT) / (simulation.makespan or 1.0)
     shapes: list[Rectangle | Text] = [Text(_LEFT, 16, title(simulation), 13, _INK, "start")]
@@ -93,7 +93,7 @@ def title(simulation: Simulation) -> str:
 
 
 def _box(simulation: Simulation, one: Timed, y: float, scale: float) -> Iterator[Rectangle | Text]:
-    """An action's rectangle, and the number of its micro-batch where there is room."""
+    """Yield an action's rectangle, and the number of its micro-batch where there is room."""
     chunks = simulation.schedule.chunks
     height = _ROW_HEIGHT * (1.0 if chunks == 1 else 0.66)
     chunk = simulation.schedule.stages_of(one.rank).index(one.action.stage)
@@ -148,7 +148,7 @@ def _legend(simulation: Simulation, y: float) -> Iterator[Rectangle | Text]:
 
 
 def svg(simulation: Simulation, *, width: float = 1000.0) -> str:
-    """The picture as SVG. A box's tooltip says what runs there; the description holds the schedule as text."""
+    """Return the picture as SVG. A box's tooltip says what runs there; the description holds the schedule as text."""
     drawn = scene(simulation, width=width)
     lines = [
         '<?xml version="1.0" encoding="utf-8"?>',
@@ -174,7 +174,7 @@ def svg(simulation: Simulation, *, width: float = 1000.0) -> str:
 
 
 def figure(simulation: Simulation, *, width: float = 1000.0) -> Figure:
-    """The picture as a figure of matplotlib, made from the same shapes.
+    """Return the picture as a matplotlib figure, made from the same shapes.
 
     Raises:
         ImportError: if matplotlib is not installed.
@@ -235,7 +235,7 @@ def draw(simulation: Simulation, path: str | Path, *, width: float = 1000.0) -> 
 
 
 def _check_ending(target: Path) -> None:
-    """Whether matplotlib is there and knows the format."""
+    """Raise unless matplotlib is installed and knows the format."""
     try:
         from matplotlib.backends.backend_agg import FigureCanvasAgg
     except ImportError as error:
@@ -248,7 +248,7 @@ def _check_ending(target: Path) -> None:
 
 
 def _color(number: int, count: int) -> Color:
-    """The colour of a micro-batch."""
+    """Return the colour of a micro-batch."""
     if count <= len(_PALETTE):
         text = _PALETTE[number]
         red, green, blue = (int(text[i : i + 2], 16) / 255 for i in (1, 3, 5))
@@ -257,7 +257,7 @@ def _color(number: int, count: int) -> Color:
 
 
 def _mix(base: Color, other: float, share: float) -> Color:
-    """A colour with white (1) or black (0) in it."""
+    """Mix a colour with white (1) or black (0)."""
     red, green, blue = (x + (other - x) * share for x in base)
     return red, green, blue
 

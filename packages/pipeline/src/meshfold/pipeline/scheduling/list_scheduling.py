@@ -16,7 +16,7 @@ Key = Callable[[Op, int, int], float]
 
 @dataclass(frozen=True, kw_only=True)
 class ListScheduler:
-    """How to choose.
+    """List scheduling: a clock, and rules for what a free rank takes next.
 
     Attributes:
         home: the rank of every stage.
@@ -39,7 +39,7 @@ class ListScheduler:
     limit: Sequence[float] | None = None
 
     def run(self, ranks: int) -> tuple[float, Lists] | None:
-        """The makespan, and every rank's actions as they were taken; None if memory ran out for good."""
+        """Return the makespan and every rank's actions in the order taken; None if memory ran out for good."""
         return _Clock(self, ranks).run()
 
 
@@ -69,7 +69,7 @@ class _Clock:
         return max(self.free), self.done
 
     def _when(self, rank: int) -> float | None:
-        """The earliest moment at which a rank could begin something."""
+        """Return the earliest time at which a rank could begin something."""
         if self.ready[rank] or self.weights[rank]:
             return self.free[rank]
         return max(self.free[rank], self.coming[rank][0][0]) if self.coming[rank] else None

@@ -25,7 +25,7 @@ def _run(replay: Replay, lists: Lists) -> Replayed | None:
 
 
 def _value(times: Times) -> tuple[float, float]:
-    """What is made small: the makespan, then the sum of the ranks' ends."""
+    """Return the objective: the makespan, then the sum of the ranks' ends."""
     ends = [own[-1][1] for own in times if own]
     return max(ends), sum(ends)
 
@@ -107,7 +107,7 @@ def _moves(
 
 
 def _gaps(own: list[tuple[float, float]], place: int) -> Iterator[int]:
-    """Where an action would stand right in front of one that has to wait, or last."""
+    """Yield the places right in front of an action that has to wait, and the last place."""
     count = 0
     for j in range(place + 1, len(own)):
         if own[j][0] > own[j - 1][1] + _SLACK:

@@ -68,7 +68,7 @@ class Programs:
             self._options.update(chunks=first.chunks, home=first.home)
 
     def count(self, rows: int, *, training: bool = True, unit: int = 1) -> int:
-        """How many micro-batches a batch of so many rows has; ``unit``: rows that had better stay together."""
+        """Return the number of micro-batches for a batch of so many rows; ``unit``: rows that should stay together."""
         if self._fixed is not None:
             return self._fixed if training else min(self._fixed, rows)
         if self._microbatches is not None:

@@ -102,7 +102,7 @@ def _handcrafted(ranks: int, microbatches: int, steps: int) -> Lists:
 
 
 def wave_home(ranks: int, chunks: int) -> tuple[int, ...]:
-    """The rank of every stage where odd chunks run up the ranks; two chunks are a V, or one wave."""
+    """Return the rank of every stage where odd chunks run up the ranks; two chunks are a V, or one wave."""
     down = tuple(range(ranks))
     return tuple(rank for chunk in range(chunks) for rank in (down[::-1] if chunk % 2 else down))
 
@@ -140,7 +140,12 @@ def hanayo(*, ranks: int, microbatches: int, waves: int = 1) -> Lists:
 
 
 Phase = tuple[int, str]
-"""how often, and what: ``"F0 F1"``; a plain ``W`` is the oldest weight gradient that waits"""
+"""A phase of a V-shaped schedule: how often, and which operations: ``"F0 F1"``.
+
+0 is a rank's stage on the way down, 1 the one on the way up; a plain ``W`` is the oldest weight gradient that waits. The
+micro-batches of every operation count up from 0. Phases are written for as many micro-batches as fill the pipeline; with
+fewer, the places of the others are left out of every list, which keeps the rest in order.
+"""
 
 
 def zb_v(*, ranks: int, microbatches: int) -> Lists:

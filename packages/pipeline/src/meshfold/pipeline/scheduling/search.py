@@ -26,7 +26,7 @@ Lists = list[list[Action]]
 
 @dataclass(frozen=True, kw_only=True)
 class Found:
-    """What a search found.
+    """The result of a search.
 
     Attributes:
         schedule: the best; its name is ``auto``.
@@ -55,7 +55,7 @@ def auto(
     memory: float | Sequence[float] | None = None,
     home: Sequence[int] | None = None,
 ) -> Schedule:
-    """The fastest order found for given costs; see :func:`search`, which also says what it was compared with."""
+    """Return the fastest order found for given costs; :func:`search` also says what it was compared with."""
     return search(
         ranks=ranks, microbatches=microbatches, chunks=chunks, costs=costs, memory=memory, home=home
     ).schedule
@@ -119,7 +119,7 @@ def search(
 
 
 def _cuts(ranks: int, chunks: int | None, costs: Costs | Mapping[int, Costs] | None) -> dict[int, Costs]:
-    """What the stages cost, for every number of chunks that may be chosen."""
+    """Return the costs of the stages, for every number of chunks that may be chosen."""
     if costs is None:
         return {count: Costs().finer(count) for count in ([1, 2] if chunks is None else [chunks])}
     if isinstance(costs, Mapping):
@@ -163,7 +163,7 @@ class _Cut:
     replays: dict[tuple[int, ...], Replay] = field(default_factory=dict)
 
     def candidates(self, effort: float) -> Iterator[Candidate]:
-        """Every named schedule within the bound; then what list scheduling and moves find."""
+        """Yield every named schedule within the bound; then what list scheduling and moves find."""
         tried = []
         for label, lists in self.named():
             home = Schedule.of(lists).home
@@ -180,7 +180,7 @@ class _Cut:
                 yield from self._judge(one.home, fuse(replay, better), "")
 
     def _judge(self, home: tuple[int, ...], lists: Lists, label: str) -> list[Candidate]:
-        """A candidate, or none where a rank would hold too much, or stages are not where they have to be."""
+        """Return a candidate, or none if a rank would hold too much or a stage is on another rank than it must be."""
         if self.home not in (None, home):
             return []
         peaks = [peak_activations(actions, self.costs.activation, self.costs.kept) for actions in lists]
@@ -190,7 +190,7 @@ class _Cut:
         return [Candidate(makespan(replay, lists), max(peaks), label, home, lists)]
 
     def least(self) -> float:
-        """What one micro-batch takes at least on the rank where it takes most."""
+        """Return the least activations that one micro-batch takes on the rank where it takes most."""
         sizes = self.costs.activation
         return min(
             max(
@@ -201,14 +201,14 @@ class _Cut:
         )
 
     def _homes(self) -> list[tuple[int, ...]]:
-        """The stages round the ranks, and for several chunks in waves."""
+        """Return the placements of stages to try: round the ranks, and for several chunks in waves."""
         if self.home is not None:
             return [self.home]
         homes = [tuple(range(self.ranks)) * self.chunks]
         return homes if self.chunks == 1 else [*homes, wave_home(self.ranks, self.chunks)]
 
     def named(self) -> Iterator[tuple[str, Lists]]:
-        """Every named schedule with so many chunks."""
+        """Yield every named schedule with so many chunks."""
         size = dict(ranks=self.ranks, microbatches=self.microbatches)
         one, two = ("gpipe", "1f1b", "zb-h1", "zb-h2"), ("zb-v", "dualpipe-v")
         for name in {1: one, 2: two}.get(self.chunks, ()):
@@ -243,7 +243,7 @@ class _Cut:
                 yield home, found[1]
 
     def _keys(self) -> list[Key]:
-        """What to take first: what would be first if micro-batches entered at a steady pace; or gradients before forwards."""
+        """Return priorities: the order if micro-batches entered at a steady pace; or gradients before forwards."""
         read, last = self.costs, self.ranks * self.chunks - 1
         down = list(
             accumulate(

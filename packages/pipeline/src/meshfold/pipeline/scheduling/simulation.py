@@ -24,7 +24,7 @@ class Timed:
 
 @dataclass(frozen=True, kw_only=True)
 class Simulation:
-    """What a schedule does under given costs.
+    """The times and memory of a schedule under given costs.
 
     Attributes:
         schedule: what ran.
@@ -38,7 +38,7 @@ class Simulation:
 
     @property
     def makespan(self) -> float:
-        """From the beginning of the first action of all to the end of the last: a step between two barriers."""
+        """Time from the beginning of the first action of all to the end of the last: a step between two barriers."""
         return max((timed[-1].end for timed in self.ranks if timed), default=0.0)
 
     @cached_property
@@ -48,7 +48,7 @@ class Simulation:
 
     @cached_property
     def spans(self) -> tuple[float, ...]:
-        """From the beginning of a rank's own first action to the end of its last, for every rank."""
+        """Time from the beginning of a rank's own first action to the end of its last, for every rank."""
         return tuple(timed[-1].end - timed[0].start if timed else 0.0 for timed in self.ranks)
 
     @property
@@ -89,7 +89,7 @@ class Simulation:
         return tuple(peak_microbatches([one.action for one in timed]) for timed in self.ranks)
 
     def _repr_svg_(self) -> str:
-        """What Jupyter asks for: a notebook shows the picture."""
+        """Return the picture as SVG, which Jupyter shows."""
         from meshfold.pipeline.scheduling.drawing import svg
 
         return svg(self)
@@ -160,6 +160,6 @@ def simulate_costs(schedule: Schedule, costs: Costs) -> Simulation:
 
 
 def peak_microbatches(actions: Sequence[Action]) -> int:
-    """The most pairs of stage and micro-batch that are between F and the gradient of the weights, in this order."""
+    """Return the most pairs of stage and micro-batch that are between F and the gradient of the weights, in this order."""
     ones = (1.0,) * (1 + max((action.stage for action in actions), default=0))
     return round(peak_activations(actions, ones, ones))

@@ -51,7 +51,7 @@ class _Judge:
         raise ScheduleError(f"schedule {self.schedule.name!r}: {problem}. {change}.")
 
     def _homes(self) -> None:
-        """Every stage is on a rank that there is, every action is on its stage's rank."""
+        """Check that every stage is on an existing rank, and every action on its stage's rank."""
         schedule = self.schedule
         ranks = len(schedule.ranks)
         if not schedule.home or schedule.microbatches < 1:
@@ -88,7 +88,7 @@ class _Judge:
         ]
 
     def _once(self) -> dict[Action, int]:
-        """The place of every action on its rank."""
+        """Return the place of every action on its rank; check that none is doubled."""
         at: dict[Action, int] = {}
         for rank, place, action in self._all():
             if action in at:
@@ -100,7 +100,7 @@ class _Judge:
         return at
 
     def _complete(self, at: dict[Action, int]) -> None:
-        """Every stage does F, and B and W or BW, on every micro-batch."""
+        """Check that every stage does F, and B and W or BW, on every micro-batch."""
         for stage, rank in enumerate(self.schedule.home):
             for i in range(self.schedule.microbatches):
                 f, b, w, both = (Action(op, stage, i) for op in (Op.F, Op.B, Op.W, Op.BW))
@@ -128,7 +128,7 @@ class _Judge:
                     )
 
     def _local_order(self, at: dict[Action, int]) -> None:
-        """F before B before W of the same stage and micro-batch."""
+        """Check that F comes before B before W of the same stage and micro-batch."""
         for action, place in at.items():
             first = {Op.B: Op.F, Op.BW: Op.F, Op.W: Op.B}.get(action.op)
             if first is None:
