@@ -1,6 +1,6 @@
 """Every autograd function of the packages under torch.compile: the results and gradients of eager, in every torch.
 
-A compiler may take a function's backward from it without a word (see :mod:`meshfold.mesh.collectives.autograd`), so
+A compiler may take a function's backward from it without a word (see :mod:`meshfold.mesh.collectives.primitives`), so
 what is compared
 are numbers, and that a function takes part at all is seen in autograd's graph of the eager run.
 """

@@ -13,7 +13,7 @@ import torch
 from meshfold.mesh import CollectiveError, Group, Mesh, all_reduce, barrier, receive
 from meshfold.mesh.testing import close_pools, ranks, run_on_ranks
 from meshfold.mesh.watchdog import diagnosis, shared
-from meshfold.mesh.watchdog.rank_errors import Failure, Place, report_errors
+from meshfold.mesh.watchdog.rank_errors import ErrorLocation, Failure, report_errors
 
 BEAT_S = 0.1
 LONG_S = 1.0
@@ -181,7 +181,7 @@ def test_a_failure_says_where_and_no_more_than_its_end() -> None:
     try:
         deep(3)
     except Trouble as error:
-        place = Place(kind="Trouble", step=7, counts=(("all", 3), ("row", 1)))
+        place = ErrorLocation(kind="Trouble", step=7, counts=(("all", 3), ("row", 1)))
         found = Failure.of(error, 2, place, order=5)
     assert found == Failure.read(found.written())
     assert found.error.startswith("Trouble: xxx") and found.traceback.startswith("...\n")

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from meshfold.mesh.mesh import Group
-from meshfold.mesh.recording.flight_recorder import Call, Flight
-from meshfold.mesh.watchdog.rank_errors import _REMEMBERED, Failures
+from meshfold.mesh.recording.flight_recorder import Call, FlightRecorder
+from meshfold.mesh.watchdog.rank_errors import _REMEMBERED, RankErrors
 
 
 class Memory:
@@ -55,8 +55,8 @@ class Rank:
 
     def __init__(self, rank: int, store: Memory) -> None:
         self.rank = rank
-        self.flight = Flight(self)
-        self.failures = Failures(rank, store, threading.Lock(), self.flight)
+        self.flight = FlightRecorder(self)
+        self.failures = RankErrors(rank, store, threading.Lock(), self.flight)
 
     def calls(self, *, over: str = "everyone", comes_to_its_end: bool = True) -> None:
         ranks, place = ((0, 1, 2), self.rank) if over == "everyone" else ((self.rank,), 0)

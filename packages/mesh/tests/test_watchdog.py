@@ -14,9 +14,9 @@ from meshfold.mesh import CollectiveError, LaunchError, Mesh, all_gather, all_re
 from meshfold.mesh.mesh import Group
 from meshfold.mesh.processes.environment import watchdog_settings
 from meshfold.mesh.recording import flight_recorder
-from meshfold.mesh.recording.flight_recorder import Call, Flight
+from meshfold.mesh.recording.flight_recorder import Call, FlightRecorder
 from meshfold.mesh.testing import close_pools, fake_world, ranks, run_on_ranks
-from meshfold.mesh.watchdog.gpu_progress import Progress
+from meshfold.mesh.watchdog.monitor import GpuProgress
 from meshfold.mesh.watchdog.shared import watch
 
 LIMIT_S = 1.0
@@ -219,12 +219,12 @@ class Moment:
 
 def test_a_gpu_that_comes_no_further_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     """Events stand behind the calls; what counts is that the first that is not over stays the first."""
-    from meshfold.mesh.watchdog import gpu_progress as module
+    from meshfold.mesh.watchdog import monitor as module
 
     now = [100.0]
     monkeypatch.setattr(module.time, "monotonic", lambda: now[0])
-    recorder = Flight(None)  # type: ignore[arg-type]  # nobody looks
-    progress = Progress(recorder)
+    recorder = FlightRecorder(None)  # type: ignore[arg-type]  # nobody looks
+    progress = GpuProgress(recorder)
 
     def stuck() -> Call | None:
         progress.look()

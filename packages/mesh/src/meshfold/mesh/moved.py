@@ -14,11 +14,11 @@ from types import ModuleType
 MOVED = {
     "argument_checks": "spec.argument_checks",
     "deferral": "parameters.deferred_wgrad",
-    "documents": "model_io.documents",
+    "documents": "model_io.labels",
     "environment": "processes.environment",
     "first_values": "initialization.parameter_values",
     "groups": "processes.groups",
-    "names": "parameters.names",
+    "names": "parameters.parameter_meta",
     "norms": "parameters.grad_norm",
     "primitives": "collectives.primitives",
     "process_group": "processes.process_group",

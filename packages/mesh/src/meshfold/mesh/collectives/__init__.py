@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from meshfold.mesh.collectives.autograd import non_view_result, traceable_result
 from meshfold.mesh.collectives.copies import wide_contiguous, wide_reshape
-from meshfold.mesh.collectives.objects import all_gather_object
 from meshfold.mesh.collectives.operations import (
     Pending,
     Transfer,
     all_gather,
     all_gather_into,
+    all_gather_object,
     all_reduce,
     all_to_all,
     barrier,
@@ -35,8 +34,10 @@ from meshfold.mesh.collectives.primitives import (
     gather,
     gather_blocks,
     identity,
+    non_view_result,
     scatter_sums,
     take_block,
+    traceable_result,
 )
 
 __all__ = [

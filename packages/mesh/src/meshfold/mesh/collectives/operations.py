@@ -10,6 +10,7 @@ On a GPU waiting blocks the stream, never the host.
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Callable
 from typing import Any, Literal, overload
@@ -371,3 +372,15 @@ def _note(
     if torch.compiler.is_compiling() or flight_recorder.active is None:
         return None
     return flight_recorder.active.enter(kind, group, x, detail, peer, now=not later)
+
+
+def all_gather_object(mine: Any, group: Group, device: torch.device) -> list[Any]:
+    """Return every rank's object, in group order. All ranks of the group must call."""
+    words = json.dumps(mine).encode()
+    if group.size == 1:  # without the device, which may be busy
+        return [json.loads(words)]
+    text = torch.frombuffer(bytearray(words), dtype=torch.uint8).to(device)
+    longest = int(all_reduce(torch.tensor([text.numel()], device=device), group, "max"))
+    padded = torch.full((1, longest), ord(" "), dtype=torch.uint8, device=device)
+    padded[0, : text.numel()] = text
+    return [json.loads(row.numpy().tobytes()) for row in all_gather(padded, group, 0).cpu()]

@@ -22,8 +22,7 @@ from meshfold.mesh.errors import MeshfoldError
 from meshfold.mesh.initialization.replay import Replay, take_block
 from meshfold.mesh.initialization.trace import Recording, Ref, Write
 from meshfold.mesh.initialization.tracer import Reader, Recorder, noting_truncated_normal
-from meshfold.mesh.parameters.hooks import copy_parameter_hooks
-from meshfold.mesh.parameters.names import uncompiled_name
+from meshfold.mesh.parameters.parameter_meta import copy_parameter_hooks, uncompiled_name
 from meshfold.mesh.random.numbers import key_of
 
 Module = TypeVar("Module", bound=nn.Module)

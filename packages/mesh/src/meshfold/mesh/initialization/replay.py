@@ -24,9 +24,9 @@ from meshfold.mesh.initialization.trace import (
     Recording,
     Ref,
     Target,
+    Window,
     Write,
 )
-from meshfold.mesh.initialization.window import Window
 from meshfold.mesh.random.numbers import fill_normal_, fill_truncated_normal_, fill_uniform_
 
 _WHOLE_LIMIT = 1 << 26  # elements of a tensor that may be computed whole where only a block of it is wanted

@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-from meshfold.mesh.model_io.documents import check_position_ids, document_starts, ignore_document_starts
 from meshfold.mesh.model_io.dry_run import DryRun, saved_for_backward
-from meshfold.mesh.model_io.eval_mode import eval_mode
+from meshfold.mesh.model_io.forward import eval_mode, map_tensors
 from meshfold.mesh.model_io.labels import (
     IGNORE_INDEX,
+    check_position_ids,
+    document_starts,
     ensure_one_target,
+    ignore_document_starts,
     is_encoder_decoder,
     labels_are_shifted,
     targets_key,
 )
 from meshfold.mesh.model_io.lazy_tensor import ShardedOutput, lazy_gather, local_shard
-from meshfold.mesh.model_io.outputs import map_tensors
 
 __all__ = [
     "IGNORE_INDEX",

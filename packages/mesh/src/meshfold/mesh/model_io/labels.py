@@ -1,4 +1,8 @@
-"""Labels of a loss, and batches without a label that counts."""
+"""Labels of a loss, batches without a label that counts, and documents packed into a row.
+
+Documents are told by positions that begin anew, as in transformers: the positions 0 1 2 0 1 2 3 are two documents of 3 and
+4 tokens.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +11,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+
+from meshfold.mesh.errors import SpecError
 
 IGNORE_INDEX = -100
 """The target of what does not count"""
@@ -52,3 +58,28 @@ def ensure_one_target(targets: Tensor, count: Tensor, mask: Any = None) -> Tenso
         place = mask.reshape(-1).bool().long().cumsum(0).argmax()
     one = targets.reshape(-1).index_fill(0, place, 0).view(targets.shape)
     return torch.where(count.to(targets.device) > 0, targets, one)
+
+
+def check_position_ids(position_ids: Tensor | None, input_ids: Tensor) -> None:
+    """Raise a SpecError for positions that are not ``b s`` or ``1 s`` integers for ids ``b s``."""
+    if position_ids is None:
+        return
+    rows, length = input_ids.shape
+    shape = tuple(position_ids.shape)
+    if shape not in ((rows, length), (1, length)) or position_ids.is_floating_point():
+        raise SpecError(
+            f"position_ids {list(shape)} of {position_ids.dtype} for tokens {[rows, length]}: give integers, one a token, of every "
+            "row or of one row for all"
+        )
+
+
+def document_starts(position_ids: Tensor) -> Tensor:
+    """``b s`` positions -> ``b s`` bool: where a document begins, the first of the row left out."""
+    first = torch.zeros_like(position_ids, dtype=torch.bool)
+    first[:, 1:] = position_ids.diff(dim=1) != 1
+    return first
+
+
+def ignore_document_starts(labels: Tensor, position_ids: Tensor) -> Tensor:
+    """Labels ``b s``, not shifted, that leave out each document's first token: none before it should predict it."""
+    return labels.masked_fill(document_starts(position_ids), IGNORE_INDEX)

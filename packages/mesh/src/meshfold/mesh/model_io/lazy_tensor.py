@@ -2,7 +2,10 @@
 
 :func:`lazy_gather` stands for the whole of a tensor that most programs never look at, such as logits beside a loss. Its shape,
 dtype and device are known, casts to another dtype wait, and gradients pass; the first operation that needs values has the ranks
-exchange their pieces, and all of them must carry it out (`joint_read.py`). Until then no memory is taken for it.
+exchange their shards, and all of them must carry it out. Until then no memory is taken for it.
+
+A collective that one rank alone calls does not end, or is taken for what the others call next. So the ranks first wait in the
+store until all have come. Where a watchdog runs (:mod:`meshfold.mesh.watchdog`), a rank that will not come is known within seconds.
 """
 
 from __future__ import annotations
@@ -16,9 +19,14 @@ from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
 from meshfold.mesh.collectives.copies import wide_contiguous
+from meshfold.mesh.errors import CollectiveError, LaunchError
 from meshfold.mesh.mesh import Mesh
-from meshfold.mesh.model_io.joint_read import come_to_read
+from meshfold.mesh.processes import process_group
+from meshfold.mesh.recording import flight_recorder
+from meshfold.mesh.recording.flight_recorder import Call, shortened
+from meshfold.mesh.recording.program_line import own_line
 from meshfold.mesh.tracking import untracked
+from meshfold.mesh.watchdog.rank_errors import report_errors
 
 _aten = torch.ops.aten
 _SAME = (_aten.detach.default, _aten.alias.default)
@@ -111,7 +119,7 @@ class _Values:
         """The values; all ranks that have a piece must call."""
         if not self.read:
             piece = self.here.held.whole() if isinstance(self.here, LazyTensor) else self.here
-            come_to_read(self._pieces.what, self._pieces.ranks())
+            meet_to_read(self._pieces.what, self._pieces.ranks())
             # What is first read without gradients may be trained on later.
             with torch.inference_mode(False), torch.no_grad(), untracked():
                 whole = wide_contiguous(self._pieces.whole(piece))
@@ -189,3 +197,47 @@ class LazyTensor(Tensor):
 
 def _only_casts(given: dict[str, Any]) -> bool:
     return {name for name, value in given.items() if value not in (None, False)} == {"dtype"}
+
+
+_times: dict[tuple[str, tuple[int, ...]], int] = {}  # that ranks have met, in this world
+_of_world: Any = None
+
+
+@report_errors
+def meet_to_read(what: str, ranks: tuple[int, ...]) -> None:
+    """Return once all of these ranks have come to read the same. Alone, or in a world that is not there, at once.
+
+    Args:
+        what: is read, in words.
+        ranks: global ranks, ascending.
+
+    Raises:
+        CollectiveError: if one of them does not come.
+    """
+    global _of_world
+    if len(ranks) == 1:
+        return
+    if _of_world is not process_group.world_key():
+        _times.clear()
+        _of_world = process_group.world_key()
+    before, name = _times.get((what, ranks), 0), f"{what}/{'-'.join(map(str, ranks))}"
+    try:
+        with flight_recorder.meeting(
+            f"a meeting to read {what}", ranks, process_group.place()[0], name
+        ) as call:
+            process_group.meet_members(
+                ranks, f"{name}/{before + 1}", lambda: _look(call), f"{name}/{before}" if before else ""
+            )
+    except (CollectiveError, LaunchError) as error:
+        raise CollectiveError(
+            f"{what} cannot be read at {own_line()}: ranks {shortened(ranks)} have a piece each, so all of them have to read, "
+            f"and not all do.\n{error}\nRead on all ranks, and use what was read on one: bring the line in front of the "
+            "'if rank == 0:' that it stands in"
+        ) from None
+    _times[what, ranks] = before + 1
+
+
+def _look(call: Call | None) -> None:
+    away = None if call is None else call.stays_away()
+    if away is not None:
+        raise CollectiveError(away)

@@ -20,15 +20,15 @@ from meshfold.mesh.parameters.grad_norm import (
     gradient_shards,
     max_over_ranks,
 )
-from meshfold.mesh.parameters.hooks import copy_parameter_hooks
-from meshfold.mesh.parameters.names import uncompiled_name
 from meshfold.mesh.parameters.optimizer_probe import OptimizerProbeError, probe_optimizer
 from meshfold.mesh.parameters.parameter_meta import (
     ParameterMeta,
     annotate,
+    copy_parameter_hooks,
     metadata,
     metadata_on,
     trainable_parameters,
+    uncompiled_name,
 )
 from meshfold.mesh.parameters.shown_gradient import ShownGradient
 from meshfold.mesh.parameters.stored_value import StoredValue

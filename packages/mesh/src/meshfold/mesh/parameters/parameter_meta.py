@@ -1,4 +1,4 @@
-"""Metadata that a parameter carries: the data that crosses the borders between packages.
+"""Metadata, names and hooks of parameters: the data that crosses the borders between packages.
 
 Gradient reduction asks which axes a gradient has still to be summed over, clipping asks which axes to sum squares
 over, a checkpoint asks for the rectangles of the global tensor, the optimizer asks for none of it. No part needs
@@ -61,3 +61,31 @@ def trainable_parameters(module: nn.Module) -> Iterator[tuple[str, nn.Parameter]
     for name, parameter in module.named_parameters():
         if parameter.requires_grad:
             yield name, parameter
+
+
+def copy_parameter_hooks(before: Tensor, now: Tensor) -> None:
+    """Register on the parameter ``now`` what was registered on the one it stands for.
+
+    A hook then sees what this rank has of the gradient: that of its rows, in its block. Handles of the hooks before do not
+    remove these.
+
+    Args:
+        before: with its ``register_hook`` and ``register_post_accumulate_grad_hook``.
+        now: a leaf of autograd, without hooks yet.
+    """
+    for hook in (getattr(before, "_backward_hooks", None) or {}).values():
+        now.register_hook(hook)
+    for hook in (getattr(before, "_post_accumulate_grad_hooks", None) or {}).values():
+        now.register_post_accumulate_grad_hook(hook)
+
+
+_WRAPPED = "_orig_mod"  # how torch.compile(module) names the module in the one it makes
+
+
+def uncompiled_name(name: str) -> str:
+    """A name in the model that was written.
+
+    >>> plain("blocks.0._orig_mod.up.weight")
+    'blocks.0.up.weight'
+    """
+    return ".".join(part for part in name.split(".") if part != _WRAPPED) if _WRAPPED in name else name

@@ -71,7 +71,7 @@ class Call:
 
     def __init__(
         self,
-        flight: Flight,
+        flight: FlightRecorder,
         kind: str,
         group: Group,
         x: Tensor,
@@ -136,7 +136,7 @@ class Call:
         return f"{what} over {', '.join(self.group.axes)} (ranks {shortened(self.group.ranks)})"
 
 
-class Flight:
+class FlightRecorder:
     """The calls of this rank so far.
 
     Attributes:
@@ -175,7 +175,7 @@ class Flight:
 
 
 #: Of the watchdog that runs; None while there is none.
-active: Flight | None = None
+active: FlightRecorder | None = None
 
 #: How long a message between two ranks may take, where somebody watches.
 limit: timedelta | None = None

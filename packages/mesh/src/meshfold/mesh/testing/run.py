@@ -1,4 +1,4 @@
-"""The interface for tests: run a function on ranks, or have a whole test run there."""
+"""The interface for tests: run a function on ranks, have a whole test run there, or simulate a world in one process."""
 
 from __future__ import annotations
 
@@ -7,10 +7,12 @@ import inspect
 import os
 import pickle
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, ParamSpec, TypeVar
 
 from meshfold.mesh.errors import LaunchError
+from meshfold.mesh.processes.process_group import Process, start_fake
 from meshfold.mesh.testing import rank as ranks_side
 from meshfold.mesh.testing.pool import POOLS
 from meshfold.mesh.testing.rank import Call
@@ -109,3 +111,14 @@ def _unpicklable(function: Callable[..., Any], args: tuple[Any, ...], kwargs: di
         except Exception:
             return f"the argument {name!r} ({type(value).__name__})"
     return "an argument"
+
+
+@contextmanager
+def fake_world(n: int, rank: int = 0) -> Iterator[Process]:
+    """Be one of ``n`` ranks that are not there. Collectives return at once with meaningless values.
+
+    Raises:
+        LaunchError: if a process group is already running in this process.
+    """
+    with start_fake(n, rank) as process:
+        yield process

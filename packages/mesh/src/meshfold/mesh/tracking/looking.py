@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
-from meshfold.mesh.parameters.names import uncompiled_name
+from meshfold.mesh.parameters.parameter_meta import uncompiled_name
 from meshfold.mesh.tracking.active import activated
 from meshfold.mesh.tracking.dims import Dims, unknown, unknown_dims, whole, whole_dims
 from meshfold.mesh.tracking.follow import Tracker

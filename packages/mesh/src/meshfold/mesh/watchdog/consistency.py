@@ -15,7 +15,7 @@ from meshfold.mesh.recording.flight_recorder import Call, shortened
 from meshfold.mesh.recording.program_line import own_line
 
 
-class Agreement:
+class CallComparison:
     """Compares calls through a store."""
 
     def __init__(self, store: Any, rank: int) -> None:

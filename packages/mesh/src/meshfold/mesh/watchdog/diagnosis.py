@@ -15,10 +15,10 @@ from contextlib import suppress
 from typing import Any
 
 from meshfold.mesh.processes.rendezvous import process_state
-from meshfold.mesh.recording.flight_recorder import Call, Flight
-from meshfold.mesh.watchdog.rank_errors import Failures
+from meshfold.mesh.recording.flight_recorder import Call, FlightRecorder
+from meshfold.mesh.watchdog.rank_errors import RankErrors
 from meshfold.mesh.watchdog.rank_status import (
-    State,
+    RankStatus,
     Waiting,
     behind,
     told,
@@ -32,7 +32,7 @@ _BEAT_S = 1.0
 _KEY, _VERDICT = "meshfold watch/", "meshfold watch/verdict"
 
 
-class Inquiry:
+class Diagnosis:
     """The status messages of one rank, and its diagnosis of a call that does not end.
 
     Attributes:
@@ -47,8 +47,8 @@ class Inquiry:
         world_size: int,
         store: Any,
         lock: threading.Lock,
-        recorder: Flight,
-        failures: Failures,
+        recorder: FlightRecorder,
+        failures: RankErrors,
     ) -> None:
         """Args:
         rank, world_size: of this process.
@@ -70,18 +70,20 @@ class Inquiry:
     def publish(self) -> None:
         """Let the others see where this rank is."""
         self._beat += 1
-        state = State.of(self._flight, self._beat, self._host, ended=self.ended)
+        state = RankStatus.of(self._flight, self._beat, self._host, ended=self.ended)
         with self._lock:
             self._store.set(f"{_KEY}{self.rank}", state.written())
 
-    def read(self) -> dict[int, State]:
+    def read(self) -> dict[int, RankStatus]:
         """All ranks' states, as they were told last."""
         keys = [f"{_KEY}{rank}" for rank in range(self.world_size)]
         with self._lock:
             if not self._store.check(keys):
                 keys = [key for key in keys if self._store.check([key])]
             found = self._store.multi_get(keys)
-        return {int(key.removeprefix(_KEY)): State.read(text) for key, text in zip(keys, found, strict=True)}
+        return {
+            int(key.removeprefix(_KEY)): RankStatus.read(text) for key, text in zip(keys, found, strict=True)
+        }
 
     def what(self, call: Call, error: Exception | None) -> str:
         """Describe the call that does not end; ``error``: what it raised, if it did."""
@@ -123,7 +125,7 @@ class Inquiry:
 
     # -- within -------------------------------------------------------------------------------------------------
 
-    def _is_past(self, state: State) -> bool:
+    def _is_past(self, state: RankStatus) -> bool:
         """Tell whether a rank will not come to where this one is: it has called, or waits in, what this one has not called.
 
         For both run the same program. Messages may be sent ahead of those who receive them.
@@ -138,7 +140,7 @@ class Inquiry:
         ahead = (name for name, count in mine.items() if state.counts.get(name, 0) > count)
         return state.ended or any(">" not in name for name in ahead)
 
-    def _who(self, waiting: Waiting, states: dict[int, State], how: dict[int, str]) -> str:
+    def _who(self, waiting: Waiting, states: dict[int, RankStatus], how: dict[int, str]) -> str:
         missing = behind(waiting, states, self.rank)
         causes = waited_for(waiting, states, self.rank)
         lines = [told(rank, states.get(rank), how.get(rank, ""), states) for rank in causes]
@@ -159,7 +161,7 @@ class Inquiry:
             )
         return "\n".join([head, *lines]) + advice
 
-    def _look(self, waiting: Waiting) -> tuple[dict[int, State], dict[int, str]]:
+    def _look(self, waiting: Waiting) -> tuple[dict[int, RankStatus], dict[int, str]]:
         """All ranks' states, once those that matter are fresh; and how their processes are."""
         first = self.read()
         deadline = time.monotonic() + 2.5 * self.interval_s

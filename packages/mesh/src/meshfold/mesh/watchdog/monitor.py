@@ -30,12 +30,11 @@ from typing import Any, NoReturn
 from meshfold.mesh.errors import CollectiveError
 from meshfold.mesh.processes import process_group
 from meshfold.mesh.recording import flight_recorder
-from meshfold.mesh.recording.flight_recorder import Call, Flight
+from meshfold.mesh.recording.flight_recorder import Call, FlightRecorder
 from meshfold.mesh.recording.program_line import main_line
-from meshfold.mesh.watchdog.consistency import Agreement
-from meshfold.mesh.watchdog.diagnosis import Inquiry
-from meshfold.mesh.watchdog.gpu_progress import Progress
-from meshfold.mesh.watchdog.rank_errors import Failures
+from meshfold.mesh.watchdog.consistency import CallComparison
+from meshfold.mesh.watchdog.diagnosis import Diagnosis
+from meshfold.mesh.watchdog.rank_errors import RankErrors
 from meshfold.mesh.watchdog.rank_status import oldest, waited_for, waiting_of
 
 STUCK_CODE = 124
@@ -58,13 +57,13 @@ class Watchdog:
         """
         self.rank = rank
         self.users = 0
-        self.flight = Flight(self)
+        self.flight = FlightRecorder(self)
         store.set_timeout(_STORE_LIMIT)
         lock = threading.Lock()
-        self._checks, self._agreement = checks, Agreement(checks, rank)
-        self._failures = Failures(rank, store, lock, self.flight)
-        self._inquiry = Inquiry(rank, world_size, store, lock, self.flight, self._failures)
-        self._progress = Progress(self.flight)
+        self._checks, self._agreement = checks, CallComparison(checks, rank)
+        self._failures = RankErrors(rank, store, lock, self.flight)
+        self._inquiry = Diagnosis(rank, world_size, store, lock, self.flight, self._failures)
+        self._progress = GpuProgress(self.flight)
         self.comparing = False
         self._raising = False
         self._condemned: float | None = None
@@ -213,3 +212,26 @@ class Watchdog:
             if isinstance(failed, Exception) and not self._raising:
                 self._failures.tell(failed, final=True)
             self._inquiry.publish()
+
+
+class GpuProgress:
+    """The first call of the queue that is not over, and since when it has been that one."""
+
+    def __init__(self, recorder: FlightRecorder) -> None:
+        """``recorder``: has the queue, with an event on the GPU behind every call."""
+        self._flight = recorder
+        self._moved = time.monotonic()
+
+    def look(self) -> None:
+        """Let go of the calls that are over; to be done again and again."""
+        now, queue = time.monotonic(), self._flight.on_device
+        while queue and queue[0].event is not None and queue[0].event.query():
+            queue.popleft()
+            self._moved = now
+        if not queue:
+            self._moved = now
+
+    def held_up_by(self, seconds: float) -> Call | None:
+        """The call that was the first for longer than so many seconds when one looked last."""
+        queue = self._flight.on_device
+        return queue[0] if queue and time.monotonic() - self._moved > seconds else None

@@ -26,7 +26,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any, ParamSpec, TypeVar
 
 from meshfold.mesh.recording import flight_recorder
-from meshfold.mesh.recording.flight_recorder import Call, Flight
+from meshfold.mesh.recording.flight_recorder import Call, FlightRecorder
 from meshfold.mesh.recording.program_line import main_line, raised_at
 
 _KEY = "meshfold watch/failure "  # and the rank
@@ -41,7 +41,7 @@ R = TypeVar("R")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Place:
+class ErrorLocation:
     """Location in the program where an error was raised, as far as ranks that run the same program can compare it.
 
     Attributes:
@@ -55,19 +55,19 @@ class Place:
     counts: tuple[tuple[str, int], ...]
 
     @classmethod
-    def of(cls, error: BaseException, recorder: Flight) -> Place:
+    def of(cls, error: BaseException, recorder: FlightRecorder) -> ErrorLocation:
         """Return the location of an error that this rank has now."""
         kind = f"{type(error).__module__}.{type(error).__qualname__}"
         return cls(kind=kind, step=recorder.step, counts=tuple(recorder.counts.items()))
 
     @classmethod
-    def read(cls, words: dict[str, Any]) -> Place:
+    def read(cls, words: dict[str, Any]) -> ErrorLocation:
         """Return the location from its JSON."""
         return cls(
             kind=words["kind"], step=words["step"], counts=tuple((name, n) for name, n in words["counts"])
         )
 
-    def is_that_of(self, other: Place, shared: Iterable[str]) -> bool:
+    def is_that_of(self, other: ErrorLocation, shared: Iterable[str]) -> bool:
         """Tell whether it is another rank's location too; ``shared``: the channels over which both ranks call."""
         mine, theirs = dict(self.counts), dict(other.counts)
         return (self.kind, self.step) == (other.kind, other.step) and all(
@@ -92,7 +92,7 @@ class Failure:
 
     rank: int
     order: int
-    place: Place
+    place: ErrorLocation
     number: int
     final: bool
     line: str
@@ -104,7 +104,7 @@ class Failure:
         cls,
         error: BaseException,
         rank: int,
-        place: Place,
+        place: ErrorLocation,
         *,
         order: int = 1,
         number: int = 1,
@@ -131,7 +131,7 @@ class Failure:
     def read(cls, text: str | bytes) -> Failure:
         """Inverse of :meth:`written`."""
         words: dict[str, Any] = json.loads(text)
-        return cls(**{**words, "place": Place.read(words["place"])})
+        return cls(**{**words, "place": ErrorLocation.read(words["place"])})
 
     def told(self, rank: int, call: Call) -> str:
         """Return the message of another rank that was waiting."""
@@ -142,10 +142,10 @@ class Failure:
         )
 
 
-class Failures:
+class RankErrors:
     """Errors that one rank reports, and those that it hears of from others."""
 
-    def __init__(self, rank: int, store: Any, lock: threading.Lock, recorder: Flight) -> None:
+    def __init__(self, rank: int, store: Any, lock: threading.Lock, recorder: FlightRecorder) -> None:
         """Args:
         rank: this one.
         store, lock: a connection to the store, and what to hold while it is used.
@@ -153,7 +153,7 @@ class Failures:
         """
         self._rank, self._store, self._lock, self._flight = rank, store, lock, recorder
         self._key = f"{_KEY}{rank}"
-        self._had: dict[Place, int] = {}  # how many errors where, of the newest places
+        self._had: dict[ErrorLocation, int] = {}  # how many errors where, of the newest places
         self._own: tuple[Failure, Call | None] | None = None  # and the last call before it
         self._since: dict[tuple[int, int], float] = {}  # by rank and order
 
@@ -163,7 +163,7 @@ class Failures:
             return
         with suppress(AttributeError):  # an exception class with slots
             setattr(error, _TOLD, True)
-        place, last = Place.of(error, self._flight), self._last()
+        place, last = ErrorLocation.of(error, self._flight), self._last()
         number = self._had[place] = self._had.pop(place, 0) + 1
         if len(self._had) > _REMEMBERED:
             del self._had[next(iter(self._had))]

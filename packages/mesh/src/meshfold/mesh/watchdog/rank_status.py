@@ -7,7 +7,7 @@ import os
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from meshfold.mesh.recording.flight_recorder import Call, Flight, shortened
+from meshfold.mesh.recording.flight_recorder import Call, FlightRecorder, shortened
 from meshfold.mesh.recording.program_line import main_line
 
 
@@ -22,7 +22,7 @@ class Waiting:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class State:
+class RankStatus:
     """Status that a rank reports.
 
     Attributes:
@@ -47,7 +47,7 @@ class State:
     waiting: Waiting | None = None
 
     @classmethod
-    def of(cls, flight: Flight, beat: int, host: str, *, ended: bool) -> State:
+    def of(cls, flight: FlightRecorder, beat: int, host: str, *, ended: bool) -> RankStatus:
         """Return this rank's status."""
         longest = oldest(flight)
         return cls(
@@ -67,7 +67,7 @@ class State:
         return json.dumps(asdict(self))
 
     @classmethod
-    def read(cls, text: str | bytes) -> State:
+    def read(cls, text: str | bytes) -> RankStatus:
         """Inverse of :meth:`written`."""
         words: dict[str, Any] = json.loads(text)
         if words["waiting"] is not None:
@@ -76,7 +76,7 @@ class State:
         return cls(**words)
 
 
-def oldest(flight: Flight) -> Call | None:
+def oldest(flight: FlightRecorder) -> Call | None:
     """Return the call that has been waited for longest."""
     waiting = [call for call in list(flight.waiting.values()) if call.since is not None]
     return min(waiting, key=lambda call: call.since or 0.0, default=None)
@@ -88,7 +88,7 @@ def waiting_of(call: Call) -> Waiting:
     return Waiting(channel=call.channel, number=call.number, ranks=ranks, text=str(call))
 
 
-def behind(waiting: Waiting, states: dict[int, State], me: int) -> list[int]:
+def behind(waiting: Waiting, states: dict[int, RankStatus], me: int) -> list[int]:
     """Return the ranks that have not made a call that is waited for."""
     return [
         rank
@@ -97,7 +97,7 @@ def behind(waiting: Waiting, states: dict[int, State], me: int) -> list[int]:
     ]
 
 
-def waited_for(waiting: Waiting, states: dict[int, State], me: int) -> list[int]:
+def waited_for(waiting: Waiting, states: dict[int, RankStatus], me: int) -> list[int]:
     """The ranks that a call waits for, then those that these wait for, and so on: whoever waits is no cause."""
     found = behind(waiting, states, me)
     for rank in found:  # grows
@@ -107,7 +107,7 @@ def waited_for(waiting: Waiting, states: dict[int, State], me: int) -> list[int]
     return found
 
 
-def told(rank: int, state: State | None, how: str, states: dict[int, State]) -> str:
+def told(rank: int, state: RankStatus | None, how: str, states: dict[int, RankStatus]) -> str:
     """Return a line about a rank. ``how``: see :func:`process_state`, or ``silent``."""
     if state is None:
         return f"  rank {rank}: it has never been heard of: it has not come as far as its first collective"

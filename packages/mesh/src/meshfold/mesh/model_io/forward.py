@@ -1,11 +1,12 @@
-"""Tensors in a model's output, whatever the output is made of."""
+"""A model's forward: eval mode for a block of code, and the tensors of an output, whatever it is made of."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 
 Change = Callable[[str, Tensor], Tensor]
 """of a tensor's name in the output, and the tensor"""
@@ -43,3 +44,15 @@ def map_tensors(output: Any, change: Change, *, deep: bool = False, name: str = 
             if (made := inner(f"{name}.{key}", value)) is not value:
                 object.__setattr__(output, key, made)  # it may be a frozen dataclass
     return output
+
+
+@contextmanager
+def eval_mode(model: nn.Module) -> Iterator[None]:
+    """Context manager: put the model in eval mode, then give each module the mode back that it had."""
+    training = {module: module.training for module in model.modules()}
+    model.eval()
+    try:
+        yield
+    finally:
+        for module, was in training.items():
+            module.training = was
