@@ -27,8 +27,17 @@ from benchmarks.attention_report import DEFAULT
 from benchmarks.common import check_out, machine, milliseconds, synchronize, write
 
 RESULTS = Path(__file__).parent / "results"
-TINY = dict(lengths=[256, 512], check_length=128, heads=8, kv_heads=2, head_dim=16, dtype="float32", rounds=2,
-            repeats=1, kernels=["flash"])  # fmt: skip
+TINY = dict(
+    lengths=[256, 512],
+    check_length=128,
+    heads=8,
+    kv_heads=2,
+    head_dim=16,
+    dtype="float32",
+    rounds=2,
+    repeats=1,
+    kernels=["flash"],
+)
 OURS = ("ring", "ring contiguous", "ulysses", "ring_ulysses")
 KERNELS = ("cudnn", "efficient", "flash")
 Inputs = tuple[Tensor, Tensor, Tensor, Tensor]

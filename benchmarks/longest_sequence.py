@@ -28,8 +28,19 @@ RESULTS = Path(__file__).parent / "results"
 GIB = 2**30
 BAR = 3.8
 HEAD = ("ranks", "foretold tokens", "trained", "refused", "against 1 rank", "s a step", "peak GiB")
-TINY = dict(layers=2, hidden=64, heads=4, kv_heads=2, ffn=96, vocab=256, dtype="float32", memory=0.01, short=128,
-            piece=64, multiple=16)  # fmt: skip
+TINY = dict(
+    layers=2,
+    hidden=64,
+    heads=4,
+    kv_heads=2,
+    ffn=96,
+    vocab=256,
+    dtype="float32",
+    memory=0.01,
+    short=128,
+    piece=64,
+    multiple=16,
+)
 
 
 def main(argv: Sequence[str]) -> int:
@@ -49,8 +60,12 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--mode", default="ring", choices=["ring", "ulysses"])
     parser.add_argument("--kernel", default="auto")
-    parser.add_argument("--memory", type=float, default=40.0,
-                        help="GiB that a rank may allocate; 0: all of the GPU (steps take minutes then)")  # fmt: skip
+    parser.add_argument(
+        "--memory",
+        type=float,
+        default=40.0,
+        help="GiB that a rank may allocate; 0: all of the GPU (steps take minutes then)",
+    )
     parser.add_argument(
         "--short",
         type=int,
@@ -116,8 +131,11 @@ def _search(args: argparse.Namespace, argv: list[str], count: int) -> dict[str, 
         for found in lines:
             if found["kind"] == "line":
                 line = found["line"]
-                print(f"{count} ranks: {line['fixed'] / GIB:.2f} GiB and {line['a_token'] / 1024:.1f} KiB a token of a rank, "
-                      f"so {line['foretold']:,} tokens are foretold", flush=True)  # fmt: skip
+                print(
+                    f"{count} ranks: {line['fixed'] / GIB:.2f} GiB and {line['a_token'] / 1024:.1f} KiB a token of a rank, "
+                    f"so {line['foretold']:,} tokens are foretold",
+                    flush=True,
+                )
                 continue
             attempts.append(found)
             if found["fits"]:

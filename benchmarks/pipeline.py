@@ -26,8 +26,19 @@ import torch
 from benchmarks.common import check_out, machine, milliseconds, synchronize, write
 
 RESULTS = Path(__file__).parent / "results"
-TINY = dict(layers=16, hidden=64, heads=4, kv_heads=2, ffn=96, vocab=64, seq_len=32, dtype="float32",
-            microbatches=[4, 8], rounds=2, warm_up=1)  # fmt: skip
+TINY = dict(
+    layers=16,
+    hidden=64,
+    heads=4,
+    kv_heads=2,
+    ffn=96,
+    vocab=64,
+    seq_len=32,
+    dtype="float32",
+    microbatches=[4, 8],
+    rounds=2,
+    warm_up=1,
+)
 
 
 def main(argv: Sequence[str]) -> int:
@@ -53,8 +64,12 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument(
         "--batched-weights", action="store_true", help="weight gradients due at once as one product"
     )
-    parser.add_argument("--auto-memory", type=float, default=8.0,
-                        help="most activations that `auto` may hold, in micro-batches of a rank's share of the model")  # fmt: skip
+    parser.add_argument(
+        "--auto-memory",
+        type=float,
+        default=8.0,
+        help="most activations that `auto` may hold, in micro-batches of a rank's share of the model",
+    )
     parser.add_argument("--tiny", action="store_true", help="small sizes, to try the command without GPUs")
     parser.add_argument("--list", action="store_true", help="the contestants")
     parser.add_argument("--out", type=Path, default=RESULTS / "pipeline.json")
@@ -127,9 +142,14 @@ def _measure(args: argparse.Namespace) -> int:
 
     for microbatches in args.microbatches:
         case: dict[str, Any] = {
-            "milliseconds": {}, "peak_bytes": {}, "loss": {}, "norm_error": {}, "bubbles": {}, "actions": {},
+            "milliseconds": {},
+            "peak_bytes": {},
+            "loss": {},
+            "norm_error": {},
+            "bubbles": {},
+            "actions": {},
             "flops_per_rank": work.flops(microbatches) / args.ranks,
-        }  # fmt: skip
+        }
         result["cases"][str(microbatches)] = case
         _fill(case, runners, work, microbatches, send, say, save)
         save()
@@ -292,8 +312,11 @@ def _fill(
         case["norm_error"][runner.name] = _distance(norms, reference)
         case["peak_bytes"][runner.name] = peak
         seconds = time.monotonic() - begin
-        say(f"m={microbatches} {runner.name:<28} loss {loss:.4f}  gradient norms off by {case['norm_error'][runner.name]:.1e}  "
-            f"peak {peak / 2**30:.2f} GiB  {seconds:.1f} s", flush=True)  # fmt: skip
+        say(
+            f"m={microbatches} {runner.name:<28} loss {loss:.4f}  gradient norms off by {case['norm_error'][runner.name]:.1e}  "
+            f"peak {peak / 2**30:.2f} GiB  {seconds:.1f} s",
+            flush=True,
+        )
 
     by_name = {runner.name: runner for runner in runners}
     for _ in range(work.args.rounds):

@@ -133,9 +133,16 @@ def models(args: argparse.Namespace) -> dict[str, Any]:
         return found
     h, n, v, s = args.hidden, args.layers, 1009, args.seq_len
     decoder = dict(
-        vocab_size=v, hidden_size=h, intermediate_size=2 * h, num_hidden_layers=n, num_attention_heads=8,
-        num_key_value_heads=2, max_position_embeddings=s, bos_token_id=0, eos_token_id=0,
-    )  # fmt: skip
+        vocab_size=v,
+        hidden_size=h,
+        intermediate_size=2 * h,
+        num_hidden_layers=n,
+        num_attention_heads=8,
+        num_key_value_heads=2,
+        max_position_embeddings=s,
+        bos_token_id=0,
+        eos_token_id=0,
+    )
     found |= {
         "hf llama": seeded(lambda: hf.LlamaForCausalLM(hf.LlamaConfig(**decoder))),
         "hf qwen2": seeded(lambda: hf.Qwen2ForCausalLM(hf.Qwen2Config(**decoder, tie_word_embeddings=True))),
@@ -217,9 +224,13 @@ def one(
     model = copy.deepcopy(serial).to(dtype)
     mesh = Mesh(axes)
     row: dict[str, Any] = {
-        "model": name, "mode": mode, "axes": axes, "dtype": str(dtype).removeprefix("torch."), "compiled": compiled,
+        "model": name,
+        "mode": mode,
+        "axes": axes,
+        "dtype": str(dtype).removeprefix("torch."),
+        "compiled": compiled,
         "lowering": lowering,
-    }  # fmt: skip
+    }
     try:
         parallelize(model, mesh, mode, lowering=lowering)
         if compiled:

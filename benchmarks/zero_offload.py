@@ -78,11 +78,20 @@ def _arguments() -> argparse.ArgumentParser:
     parser.add_argument("--host-limit", type=float, help="GiB, for every case")
     parser.add_argument("--cores", type=int, default=16, help="of each rank")
     parser.add_argument("--disk", type=Path, help="folder for what goes to disk (default: a temporary one)")
-    parser.add_argument("--flags", type=json.loads, default={}, metavar="JSON",
-                        help='settings of libraries by contestant: {"FSDP2": {"reduce_dtype": "bfloat16"}}')  # fmt: skip
+    parser.add_argument(
+        "--flags",
+        type=json.loads,
+        default={},
+        metavar="JSON",
+        help='settings of libraries by contestant: {"FSDP2": {"reduce_dtype": "bfloat16"}}',
+    )
     parser.add_argument("--timeout", type=float, default=300.0, help="seconds for one start of a contestant")
-    parser.add_argument("--touch", type=float, default=0.0,
-                        help="GiB of host memory to fill once before, where a virtual machine grows as it is used")  # fmt: skip
+    parser.add_argument(
+        "--touch",
+        type=float,
+        default=0.0,
+        help="GiB of host memory to fill once before, where a virtual machine grows as it is used",
+    )
     parser.add_argument(
         "--prepare", action="store_true", help="compile the peers' extensions, and nothing else"
     )
@@ -171,12 +180,27 @@ def _job(case: Case, name: str, options: argparse.Namespace, disk: str) -> Job:
     # Ours first watches two steps, and looks at four under its plan; the next follows a step where chunks may have lain elsewhere.
     warm_up = max(case.warm_up, 7) if name == OURS and case.warm_up else case.warm_up
     return Job(
-        contestant=name, module=module, options=told, layers=options.layers or layers, hidden=hidden,
-        heads=heads, rows=case.rows, seq_len=case.seq_len, gpu_limit=int(case.gpu_gib * GIB),
-        host_limit=int(case.host_gib * GIB), clip=case.clip, lr=case.lr, regime=case.regime,
-        disk=disk if case.disk else None, warm_up=warm_up, steps=case.steps, cores=options.cores,
-        ranks=case.ranks, flags=options.flags.get(name, {}), search=case.search,
-    )  # fmt: skip
+        contestant=name,
+        module=module,
+        options=told,
+        layers=options.layers or layers,
+        hidden=hidden,
+        heads=heads,
+        rows=case.rows,
+        seq_len=case.seq_len,
+        gpu_limit=int(case.gpu_gib * GIB),
+        host_limit=int(case.host_gib * GIB),
+        clip=case.clip,
+        lr=case.lr,
+        regime=case.regime,
+        disk=disk if case.disk else None,
+        warm_up=warm_up,
+        steps=case.steps,
+        cores=options.cores,
+        ranks=case.ranks,
+        flags=options.flags.get(name, {}),
+        search=case.search,
+    )
 
 
 def _versions() -> dict[str, str | None]:
@@ -204,10 +228,13 @@ def prepare() -> int:
     running = {
         peer: subprocess.Popen(
             [sys.executable, "-c", f"import benchmarks.peers.{peer} as peer; peer.prepare()"],
-            cwd=Path(__file__).resolve().parents[1], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+            cwd=Path(__file__).resolve().parents[1],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
         )
         for peer in ("deepspeed_offload", "colossalai_gemini")
-    }  # fmt: skip
+    }
     begin = time.monotonic()
     for peer, one in running.items():
         said = one.communicate()[0].strip().splitlines() or ["nothing"]

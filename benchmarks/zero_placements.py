@@ -126,9 +126,12 @@ def run(name: str, options: argparse.Namespace) -> dict[str, Any]:
     zero = PLACEMENTS[name]
     begin = time.perf_counter()
     engine = Engine(
-        partial(model, options.model, options.seq_len), {} if zero is None else {"zero": dict(stage=3, **zero)},
-        optimizer=dict(name="adamw", lr=1e-4), precision="bf16", clip_grad_norm=1.0,
-    )  # fmt: skip
+        partial(model, options.model, options.seq_len),
+        {} if zero is None else {"zero": dict(stage=3, **zero)},
+        optimizer=dict(name="adamw", lr=1e-4),
+        precision="bf16",
+        clip_grad_norm=1.0,
+    )
     built = time.perf_counter() - begin
     generator = torch.Generator().manual_seed(0)
     ids = torch.randint(WORDS, (options.rows, options.seq_len), generator=generator).to(engine.device)

@@ -41,9 +41,13 @@ class Ours:
 
         args = work.args
         self.engine = Engine(
-            work.maker(compiled=compiled), spec, optimizer=dict(name="adamw", lr=args.lr), precision=args.precision,
-            clip_grad_norm=args.clip, lr_scheduler=work.rates,
-        )  # fmt: skip
+            work.maker(compiled=compiled),
+            spec,
+            optimizer=dict(name="adamw", lr=args.lr),
+            precision=args.precision,
+            clip_grad_norm=args.clip,
+            lr_scheduler=work.rates,
+        )
         self.device, self.rank = self.engine.device, self.engine.mesh.rank
         self.flags = {"parallel": dict(spec), "precision": args.precision, "compiled blocks": compiled}
 

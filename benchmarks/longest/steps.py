@@ -55,9 +55,14 @@ class Trainer:
     def __init__(self, args: argparse.Namespace, mesh: Mesh, device: torch.device) -> None:
         self.args, self.mesh, self.device = args, mesh, device
         config = LlamaConfig(
-            vocab_size=args.vocab, hidden=args.hidden, layers=args.layers, heads=args.heads, kv_heads=args.kv_heads,
-            ffn=args.ffn, rope_theta=500000.0,
-        )  # fmt: skip
+            vocab_size=args.vocab,
+            hidden=args.hidden,
+            layers=args.layers,
+            heads=args.heads,
+            kv_heads=args.kv_heads,
+            ffn=args.ffn,
+            rope_theta=500000.0,
+        )
         torch.manual_seed(0)
         with torch.device("meta"):
             model = Decoder(config, args.piece).to(getattr(torch, args.dtype))

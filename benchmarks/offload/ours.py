@@ -40,9 +40,12 @@ class Ours:
         spec: dict[str, Any] = {"zero": zero} if job.ranks == 1 else {"data": job.ranks, "zero": zero}
         self.flags = {"parallel": spec, "precision": "bf16", "clip_grad_norm": job.clip}
         self.engine = Engine(
-            partial(decoder, *job.sizes), spec,
-            optimizer=dict(name="adamw", lr=job.lr), precision="bf16", clip_grad_norm=job.clip,
-        )  # fmt: skip
+            partial(decoder, *job.sizes),
+            spec,
+            optimizer=dict(name="adamw", lr=job.lr),
+            precision="bf16",
+            clip_grad_norm=job.clip,
+        )
         self.device = self.engine.device
         config: Any = self.engine.model.config
         self.parameters = int(config.num_parameters())

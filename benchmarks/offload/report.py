@@ -14,9 +14,18 @@ from benchmarks.offload.cases import CASES, MINE
 from benchmarks.offload.job import GIB
 
 HEAD = (
-    "contestant", "its time ÷ ours", "s a step", "samples/s", "TFLOP/s a GPU", "clip factor", "GPU GiB (reserved)",
-    "host GiB", "J a step (W, MHz)", "predicted s, GPU GiB", "loss",
-)  # fmt: skip
+    "contestant",
+    "its time ÷ ours",
+    "s a step",
+    "samples/s",
+    "TFLOP/s a GPU",
+    "clip factor",
+    "GPU GiB (reserved)",
+    "host GiB",
+    "J a step (W, MHz)",
+    "predicted s, GPU GiB",
+    "loss",
+)
 
 
 def report(path: Path) -> None:

@@ -63,9 +63,16 @@ class PeerBlock(nn.Module):
         """Take the weights that all contestants share."""
         a, f = self.attention, self.feed_forward
         targets = {
-            "norm1": self.attention_norm, "norm2": self.ffn_norm, "q": a.wq, "k": a.wk, "v": a.wv, "out": a.wo,
-            "gate": f.w1, "up": f.w3, "down": f.w2,
-        }  # fmt: skip
+            "norm1": self.attention_norm,
+            "norm2": self.ffn_norm,
+            "q": a.wq,
+            "k": a.wk,
+            "v": a.wv,
+            "out": a.wo,
+            "gate": f.w1,
+            "up": f.w3,
+            "down": f.w2,
+        }
         for name, module in targets.items():
             module.weight = nn.Parameter(weights[name].clone())
 

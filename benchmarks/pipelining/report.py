@@ -12,8 +12,16 @@ from benchmarks.pipelining.contestants import LIKE, OURS, PEERS
 
 AIMED_AT = 4
 """ranks that the bars are for"""
-BEHIND = ("ms", "TFLOP/s a rank", "peak GiB", "bubble", "simulated", "from costs of the run", "loss",
-          "gradient norms off by")  # fmt: skip
+BEHIND = (
+    "ms",
+    "TFLOP/s a rank",
+    "peak GiB",
+    "bubble",
+    "simulated",
+    "from costs of the run",
+    "loss",
+    "gradient norms off by",
+)
 
 
 def report(path: Path) -> int:

@@ -70,10 +70,15 @@ def draw() -> Figure:
             left, bottom = place * width, float(row)
             axes.add_patch(
                 FancyBboxPatch(
-                    (left + 0.03, bottom + 0.08), width - 0.06, 0.84, boxstyle="round,pad=0,rounding_size=0.05",
-                    facecolor="#e8eef7", edgecolor="#345", linewidth=1.0,
+                    (left + 0.03, bottom + 0.08),
+                    width - 0.06,
+                    0.84,
+                    boxstyle="round,pad=0,rounding_size=0.05",
+                    facecolor="#e8eef7",
+                    edgecolor="#345",
+                    linewidth=1.0,
                 )
-            )  # fmt: skip
+            )
             middle = left + width / 2
             axes.text(
                 middle, bottom + 0.76, name, ha="center", va="center", weight="bold", size=10, color="#123"

@@ -54,7 +54,11 @@ def claims(found: Mapping[str, Any]) -> list[Claim]:
             claim="A share (K − 1) / (M + K − 1) of the time is idle",
             mark="P",
             cases=[
-                Case(f"K {one['K']}, M {one['M']}", (one["K"] - 1) / (one["M"] + one["K"] - 1), one["simulated"])
+                Case(
+                    f"K {one['K']}, M {one['M']}",
+                    (one["K"] - 1) / (one["M"] + one["K"] - 1),
+                    one["simulated"],
+                )
                 for one in found["bubbles"]
             ],
             tolerance=1e-6,
@@ -127,7 +131,7 @@ not the same for all M (batch sizes were fitted to the memory).""",
             because="One micro-batch is at one place at a time, so more ranks cannot help: it is larger batches in more memory.",
             expected=False,
         ),
-    ]  # fmt: skip
+    ]
 
 
 def named(row: Row, table: str, model: str, m: int) -> bool:

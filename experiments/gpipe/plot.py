@@ -40,9 +40,12 @@ def draw(found: Mapping[str, Any], file: Path) -> None:
                     label=f"{m} micro-batches, published",
                 )
                 axes.plot(
-                    ranks, [row[ours] for row in line], "x--", color=COLOURS[m],
+                    ranks,
+                    [row[ours] for row in line],
+                    "x--",
+                    color=COLOURS[m],
                     label=f"{m} micro-batches, simulated, {ours}",
-                )  # fmt: skip
+                )
             axes.set(
                 title=title, xlabel="accelerators K", ylabel="throughput, normalised as in the paper", ylim=0
             )

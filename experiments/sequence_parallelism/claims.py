@@ -186,7 +186,11 @@ def _runs(found: Mapping[str, Any]) -> list[Claim]:
             claim="Gradients of Colossal-AI's ring operators on 4 ranks, in those of one process",
             mark="run",
             cases=[
-                Case(f"{row['operator']}, {row['gradient']}", float(row["ratio"]), four[f"{row['gradient']} ratio"])
+                Case(
+                    f"{row['operator']}, {row['gradient']}",
+                    float(row["ratio"]),
+                    four[f"{row['gradient']} ratio"],
+                )
                 for row in theirs
             ],
             tolerance=EXACT,
@@ -194,4 +198,4 @@ def _runs(found: Mapping[str, Any]) -> list[Claim]:
 memory and time are the same.""",
             expected=False,
         ),
-    ]  # fmt: skip
+    ]

@@ -56,7 +56,9 @@ table does not say. 12 layers of BERT-Base do not divide over 8 stages.""",
             name="table 4's memory of tensor parallelism",
             claim="Table 4: MB of tensor parallelism, by the closed form",
             mark="P",
-            cases=[Case(label(row), row["tp_mb"], mine(row, "tp_mb")) for row in rows if row["tp_mb"] is not None],
+            cases=[
+                Case(label(row), row["tp_mb"], mine(row, "tp_mb")) for row in rows if row["tp_mb"] is not None
+            ],
             tolerance=0.005,
             relative=True,
             because="""With the same two constants, from the columns of sequence parallelism: the fixed part is split, the part \
@@ -67,7 +69,11 @@ beyond the layers is not.""",
             claim="Table 4: tensor parallelism with N = 8 and batch 512 runs out of 16 GB, nothing else does",
             mark="P",
             cases=[
-                Case(f"{column}, {label(row)}", float(row[column] is None), float(mine(row, column) * MB > CARD - CONTEXT))
+                Case(
+                    f"{column}, {label(row)}",
+                    float(row[column] is None),
+                    float(mine(row, column) * MB > CARD - CONTEXT),
+                )
                 for row in rows
                 for column in ("tp_mb", "sp_mb")
             ],
@@ -108,7 +114,7 @@ beyond the layers is not.""",
             because="""Ours is below, by up to 16 %: our ring self-attention keeps 4 bytes a score (float32, no dropout of \
 scores), theirs 5 (softmax, mask, and what is left, in half precision).""",
         ),
-    ]  # fmt: skip
+    ]
 
 
 def as_kept(row: Row, scheme: str, counted: Mapping[tuple[int, int, int], Row], fitted: Fit) -> float:
@@ -218,4 +224,4 @@ have been another model or another split.""",
             because="There is no Linformer here. Our exact ring keeps no scores either; its lengths are in the table below.",
             expected=False,
         ),
-    ]  # fmt: skip
+    ]

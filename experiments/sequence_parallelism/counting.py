@@ -139,11 +139,18 @@ def volumes(
                 half = count(scheme, ranks, shape, SEQUENCES, TOKENS)
                 rows.append(
                     {
-                        "model": shape.name, "scheme": scheme, "N": ranks, "B": SEQUENCES, "L": TOKENS,
-                        "H": shape.hidden, "Z": shape.heads, "forward": found.forward // 4,
-                        "backward": found.backward // 4, "half bytes": half.forward + half.backward,
+                        "model": shape.name,
+                        "scheme": scheme,
+                        "N": ranks,
+                        "B": SEQUENCES,
+                        "L": TOKENS,
+                        "H": shape.hidden,
+                        "Z": shape.heads,
+                        "forward": found.forward // 4,
+                        "backward": found.backward // 4,
+                        "half bytes": half.forward + half.backward,
                     }
-                )  # fmt: skip
+                )
     return rows
 
 

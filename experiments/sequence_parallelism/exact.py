@@ -32,10 +32,13 @@ def everything(ranks: Sequence[int] = (2, 4)) -> list[dict[str, Any]]:
             planned = count(scheme, n, SMALL, BATCH, LENGTH, layers=SMALL.layers, dtype=torch.float32)
             rows.append(
                 {
-                    "scheme": scheme, "N": n, **worst,
-                    "planned sent": planned.forward + planned.backward, "planned kept": planned.kept,
+                    "scheme": scheme,
+                    "N": n,
+                    **worst,
+                    "planned sent": planned.forward + planned.backward,
+                    "planned kept": planned.kept,
                 }
-            )  # fmt: skip
+            )
     return rows
 
 

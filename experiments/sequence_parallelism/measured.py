@@ -83,10 +83,12 @@ class Measurement:
             self.one(scheme, n, scaled, batch, length)
             for scaled in ("batch", "sequence")
             for n in counts
-            for batch, length in [(o.batch * n, o.length) if scaled == "batch" else (o.batch, o.length // 2 * n)]
+            for batch, length in [
+                (o.batch * n, o.length) if scaled == "batch" else (o.batch, o.length // 2 * n)
+            ]
             for scheme in SCHEMES
             if scheme != TENSOR or o.heads % n == 0
-        ]  # fmt: skip
+        ]
         cuda = self.device.type == "cuda"
         self.world.close()
         return {
@@ -95,9 +97,11 @@ class Measurement:
             "memory": "the most that was allocated, weights and gradients included"
             if cuda
             else "what autograd kept, counted, as a CPU has no such meter",
-            **{name: getattr(o, name) for name in ("layers", "hidden", "heads", "batch", "length", "repeats")},
+            **{
+                name: getattr(o, name) for name in ("layers", "hidden", "heads", "batch", "length", "repeats")
+            },
             "rows": rows,
-        }  # fmt: skip
+        }
 
     def one(self, scheme: str, n: int, scaled: str, batch: int, length: int) -> dict[str, Any]:
         """A scheme on n ranks at a size: memory, time, and how far its output is off."""
@@ -128,9 +132,15 @@ class Measurement:
         memory = self.memory(model, step)
         seconds = median(step, self.options.repeats, self.group, self.device)
         found = {
-            "scheme": scheme, "N": n, "scaled": scaled, "batch": batch, "length": length,
-            "off": self.largest(off), "bytes": self.largest(memory), "seconds": seconds,
-        }  # fmt: skip
+            "scheme": scheme,
+            "N": n,
+            "scaled": scaled,
+            "batch": batch,
+            "length": length,
+            "off": self.largest(off),
+            "bytes": self.largest(memory),
+            "seconds": seconds,
+        }
         mesh.close()
         return found
 

@@ -145,11 +145,13 @@ def sizes(found: Fit) -> list[dict[str, Any]]:
                     continue  # a head is on one rank
                 rows.append(
                     {
-                        "model": shape.name, "scheme": scheme, "N": ranks,
+                        "model": shape.name,
+                        "scheme": scheme,
+                        "N": ranks,
                         "batch": largest(scheme, ranks, shape, found, length=512),
                         "length": largest(scheme, ranks, shape, found, batch=64),
                     }
-                )  # fmt: skip
+                )
     return rows
 
 

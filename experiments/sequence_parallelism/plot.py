@@ -47,14 +47,20 @@ def draw(found: Mapping[str, Any], file: Path) -> None:
         speed.set(
             title=f"Table 4: tokens per second, batch 64, 256 N tokens\nclock: one rank's time, and bytes at "
             f"{found['clock']['bandwidth'] / 1e9:.2f} GB/s",
-            xlabel="ranks N", ylabel="thousand tokens per second", ylim=(0, 32),
-        )  # fmt: skip
+            xlabel="ranks N",
+            ylabel="thousand tokens per second",
+            ylim=(0, 32),
+        )
         for scheme, colour in COLOURS.items():
             line = [row for row in found["sizes"] if (row["model"], row["scheme"]) == ("BERT-Base", scheme)]
             longest.loglog(
-                [row["N"] for row in line], [row["length"] for row in line], "x--", color=colour,
-                label=NAMES[scheme], base=2,
-            )  # fmt: skip
+                [row["N"] for row in line],
+                [row["length"] for row in line],
+                "x--",
+                color=colour,
+                label=NAMES[scheme],
+                base=2,
+            )
         longest.set(
             title="The plan: longest sequence on P100s, BERT-Base, batch 64",
             xlabel="ranks N",
@@ -73,14 +79,22 @@ def _table(
         theirs = [row for row in rows[start : start + 4] if row.get(column) is not None]
         colour = COLOURS[scheme]
         axes.plot(
-            [row["N"] for row in theirs], [row[column] * unit for row in theirs], "o", color=colour, markersize=9,
-            markerfacecolor="none", label=f"{NAMES[scheme]}, published" if theirs else None,
-        )  # fmt: skip
+            [row["N"] for row in theirs],
+            [row[column] * unit for row in theirs],
+            "o",
+            color=colour,
+            markersize=9,
+            markerfacecolor="none",
+            label=f"{NAMES[scheme]}, published" if theirs else None,
+        )
         planned = ours[start : start + 4]
         axes.plot(
-            [row["N"] for row in planned], [row[column] * unit for row in planned], "x--", color=colour,
+            [row["N"] for row in planned],
+            [row[column] * unit for row in planned],
+            "x--",
+            color=colour,
             label=f"{NAMES[scheme]}, {how}",
-        )  # fmt: skip
+        )
     axes.set_xscale("log", base=2)
     axes.set_xticks([1, 2, 4, 8], ["1", "2", "4", "8"])
     axes.legend(fontsize=8.5, loc="upper left", ncols=2)

@@ -119,9 +119,14 @@ def _jobs(config: Config) -> Iterator[counting.Job]:
     for mode, axes in isoefficiency_meshes(config):
         for times, lowering in product((1, 2), ("gather", "stream") if mode == "2d" else ("gather",)):
             yield counting.layer(
-                mode, axes, what="isoefficiency", shape=str(times), recompute=True, lowering=lowering,
+                mode,
+                axes,
+                what="isoefficiency",
+                shape=str(times),
+                recompute=True,
+                lowering=lowering,
                 **isoefficiency_sizes(config, times),
-            )  # fmt: skip
+            )
 
 
 def _options(argv: Sequence[str] | None) -> argparse.Namespace:

@@ -59,10 +59,19 @@ def _linear_table(results: Results) -> str:
         printed, of_one, steps, verdict = _documented(results, r, kept)
         rows.append(
             [
-                r.mode, str(r.ranks), _mesh(r), _unit(results, r), _unit(results, row), _unit(results, kept),
-                printed, of_one, f"{r.steps} / {kept.steps}", steps, verdict,
+                r.mode,
+                str(r.ranks),
+                _mesh(r),
+                _unit(results, r),
+                _unit(results, row),
+                _unit(results, kept),
+                printed,
+                of_one,
+                f"{r.steps} / {kept.steps}",
+                steps,
+                verdict,
             ]
-        )  # fmt: skip
+        )
     head = ["mode", "ranks", "mesh", "counted", "row layer", "kept", "printed", "of one rank"]
     return _markdown([*head, "steps / kept", "printed", "verdict"], rows, numbers=1)
 

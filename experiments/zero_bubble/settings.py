@@ -109,9 +109,12 @@ def _fit(setting: Setting, one_f_one_b: float, zb_h1: float) -> Times:
     def times(weight: float, send: float) -> Times:
         backward = (1 - weight) / (1 + ratio)
         return Times(
-            forward=1 - weight - backward, backward_input=backward, backward_weight=weight, send=send,
+            forward=1 - weight - backward,
+            backward_input=backward,
+            backward_weight=weight,
+            send=send,
             kept=setting.times.kept,
-        )  # fmt: skip
+        )
 
     # 1F1B does W with B, so that its rate hardly hangs on TW: a guess is enough to find Tcomm, and with it TW.
     send = _solve(lambda x: setting.rate(first, times(0.27, x)) - one_f_one_b, 0.02)
