@@ -24,7 +24,7 @@ from torch import nn
 
 from benchmarks import reports
 from benchmarks.common import check_out, machine, median, synchronize, write
-from benchmarks.offload.decoder import SHAPES, WORDS, decoder
+from benchmarks.zero_offload.decoder import SHAPES, WORDS, decoder
 
 RESULTS = Path(__file__).parent / "results"
 HEAD = ("state lives", "seconds a step", "GPU peak, GiB", "host peak, GiB", "loss after the last step")

@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 from benchmarks import reports
-from benchmarks.offload import verdict
-from benchmarks.offload.cases import CASES
 from benchmarks.power import PowerLog, parse
+from benchmarks.zero_offload import verdict
+from benchmarks.zero_offload.cases import CASES
 from meshfold.cli import main
 
 SMALL = ["--ranks", "2", "--layers", "1", "--hidden", "32", "--heads", "4", "--kv-heads", "2", "--ffn", "48", "--batch", "2",

@@ -10,12 +10,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from benchmarks.offload.decoder import count, decoder, fill
-from benchmarks.offload.job import Job, gpu_or_cpu, merged
+from benchmarks.zero_offload.decoder import count, decoder, fill
+from benchmarks.zero_offload.job import Job, gpu_or_cpu, merged
 
 
 class Gemini:
-    """See :class:`benchmarks.offload.job.Trainer`."""
+    """See :class:`benchmarks.zero_offload.job.Trainer`."""
 
     def __init__(self, job: Job) -> None:
         colossalai: Any = importlib.import_module("colossalai")

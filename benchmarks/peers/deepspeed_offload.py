@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from benchmarks.offload.decoder import decoder, fill
-from benchmarks.offload.job import Job, gpu_or_cpu, merged
+from benchmarks.zero_offload.decoder import decoder, fill
+from benchmarks.zero_offload.job import Job, gpu_or_cpu, merged
 
 _LAYER_AT_A_TIME = {
     "reduce_bucket_size": 200_000_000,
@@ -46,7 +46,7 @@ def config(job: Job) -> dict[str, Any]:
 
 
 class DeepSpeed:
-    """See :class:`benchmarks.offload.job.Trainer`."""
+    """See :class:`benchmarks.zero_offload.job.Trainer`."""
 
     def __init__(self, job: Job) -> None:
         deepspeed: Any = importlib.import_module("deepspeed")

@@ -9,13 +9,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from benchmarks.composed.work import Work
-from benchmarks.offload.job import gpu_or_cpu
 from benchmarks.peers.fsdp2_offload import LossAlone
+from benchmarks.specs.work import Work
+from benchmarks.zero_offload.job import gpu_or_cpu
 
 
 class FSDP2:
-    """See :class:`benchmarks.composed.worker.Trainer`."""
+    """See :class:`benchmarks.specs.worker.Trainer`."""
 
     def __init__(self, work: Work, *, compiled: bool, reshard: bool) -> None:
         from torch.distributed.device_mesh import init_device_mesh

@@ -9,8 +9,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from benchmarks.offload.decoder import count, fill, skeleton
-from benchmarks.offload.job import Job, gpu_or_cpu, merged
+from benchmarks.zero_offload.decoder import count, fill, skeleton
+from benchmarks.zero_offload.job import Job, gpu_or_cpu, merged
 
 
 class LossAlone(nn.Module):
@@ -26,7 +26,7 @@ class LossAlone(nn.Module):
 
 
 class FSDP2:
-    """See :class:`benchmarks.offload.job.Trainer`."""
+    """See :class:`benchmarks.zero_offload.job.Trainer`."""
 
     def __init__(self, job: Job) -> None:
         from torch.distributed.device_mesh import init_device_mesh

@@ -10,14 +10,14 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from benchmarks.offload.decoder import count, fill, skeleton
-from benchmarks.offload.job import Job, gpu_or_cpu
+from benchmarks.zero_offload.decoder import count, fill, skeleton
+from benchmarks.zero_offload.job import Job, gpu_or_cpu
 
 _BUCKET_BYTES = 2**30  # of float32 gradients that live at a time: 16 bytes a parameter, and one bucket
 
 
 class PlainTorch:
-    """See :class:`benchmarks.offload.job.Trainer`."""
+    """See :class:`benchmarks.zero_offload.job.Trainer`."""
 
     def __init__(self, job: Job) -> None:
         rank = int(os.environ["LOCAL_RANK"])

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from benchmarks.pipelining.work import Work
+from benchmarks.pipeline.work import Work
 
 SCHEDULES: dict[str, tuple[str, int, str]] = {
     "1f1b": ("Schedule1F1B", 1, "loop"),

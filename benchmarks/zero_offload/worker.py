@@ -24,7 +24,7 @@ def main(path: str) -> NoReturn:
     """Do the job in a file."""
     rank = int(os.environ.get("LOCAL_RANK", "0"))
     take_cores(json.loads(Path(path).read_text())["cores"], rank)  # before the libraries look
-    from benchmarks.offload.job import Job
+    from benchmarks.zero_offload.job import Job
 
     job = Job.load(Path(path))
     found: dict[str, Any] = {"contestant": job.contestant, "rows": job.rows}
@@ -177,7 +177,7 @@ def _ids(job: Any, rank: int, device: Any) -> Any:
     """The same random words in every step: a loss that can fall."""
     import torch
 
-    from benchmarks.offload.decoder import WORDS
+    from benchmarks.zero_offload.decoder import WORDS
 
     generator = torch.Generator().manual_seed(rank)
     return torch.randint(WORDS, (job.rows, job.seq_len), generator=generator).to(device)

@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
-from benchmarks.composed.work import Work
+from benchmarks.specs.work import Work
 
 SPECS: dict[int, dict[str, dict[str, Any]]] = {
     2: {
@@ -34,7 +34,7 @@ SPECS: dict[int, dict[str, dict[str, Any]]] = {
 
 
 class Ours:
-    """See :class:`benchmarks.composed.worker.Trainer`."""
+    """See :class:`benchmarks.specs.worker.Trainer`."""
 
     def __init__(self, work: Work, spec: Mapping[str, Any], *, compiled: bool) -> None:
         from meshfold.engine import Engine

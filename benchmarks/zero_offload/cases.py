@@ -20,8 +20,8 @@ GEMINI = "Colossal-AI Gemini, fp16"
 
 # Name: the module that builds it, and what that module is told.
 CONTESTANTS: dict[str, tuple[str, dict[str, Any]]] = {
-    OURS: ("benchmarks.offload.ours", {"placement": "auto"}),
-    OURS_ON_GPU: ("benchmarks.offload.ours", {"placement": "cuda"}),
+    OURS: ("benchmarks.zero_offload.ours", {"placement": "auto"}),
+    OURS_ON_GPU: ("benchmarks.zero_offload.ours", {"placement": "cuda"}),
     PLAIN: ("benchmarks.peers.plain_torch", {}),
     DDP: ("benchmarks.peers.plain_torch", {}),
     DEEPSPEED: ("benchmarks.peers.deepspeed_offload", {}),

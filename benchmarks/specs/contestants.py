@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from benchmarks.composed.ours import SPECS, Ours
-from benchmarks.composed.work import Work
+from benchmarks.specs.ours import SPECS, Ours
+from benchmarks.specs.work import Work
 
 if TYPE_CHECKING:
-    from benchmarks.composed.worker import Trainer
+    from benchmarks.specs.worker import Trainer
 
 PEERS: dict[str, dict[str, Any]] = {
     "FSDP2": dict(compiled=False, reshard=True),

@@ -9,9 +9,9 @@ from typing import Any
 
 from benchmarks import reports
 from benchmarks.common import median
-from benchmarks.offload import verdict
-from benchmarks.offload.cases import CASES, MINE
-from benchmarks.offload.job import GIB
+from benchmarks.zero_offload import verdict
+from benchmarks.zero_offload.cases import CASES, MINE
+from benchmarks.zero_offload.job import GIB
 
 HEAD = (
     "contestant",

@@ -17,15 +17,15 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # so that this file runs on its own
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # so that this file runs on its own
 
 from benchmarks.common import check_out, machine, median, new_call, write
-from benchmarks.composed.contestants import names
-from benchmarks.composed.ours import SPECS
-from benchmarks.composed.report import described, report
+from benchmarks.specs.contestants import names
+from benchmarks.specs.ours import SPECS
+from benchmarks.specs.report import described, report
 from benchmarks.starting import how_it_ended, start_ranks
 
-RESULTS = Path(__file__).parent / "results"
+RESULTS = Path(__file__).parents[1] / "results"
 TINY = dict(model="llama-tiny", seq_len=32, lr=1e-3, rise=2, precision="fp32", steps=6, warm_up=2)
 NOT_SETTINGS = ("out", "report", "list", "only", "rounds", "timeout", "rank_job", "tiny")
 
@@ -39,7 +39,7 @@ def main(argv: Sequence[str]) -> int:
         print("\n".join(names(args.ranks)))
         return 0
     if args.rank_job:
-        from benchmarks.composed.worker import run
+        from benchmarks.specs.worker import run
 
         return run(args, json.loads(args.rank_job))
     chosen = args.only or names(args.ranks)

@@ -7,8 +7,8 @@ from typing import Any
 
 from torch import Tensor
 
-from benchmarks.offload.decoder import decoder
-from benchmarks.offload.job import Job
+from benchmarks.zero_offload.decoder import decoder
+from benchmarks.zero_offload.job import Job
 
 RATES = (
     "host_memory",
@@ -26,7 +26,7 @@ RATES = (
 
 
 class Ours:
-    """See :class:`benchmarks.offload.job.Trainer`."""
+    """See :class:`benchmarks.zero_offload.job.Trainer`."""
 
     def __init__(self, job: Job) -> None:
         from meshfold.engine import Engine

@@ -18,13 +18,13 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # so that this file runs on its own
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # so that this file runs on its own
 
 from benchmarks import reports
 from benchmarks.common import check_out, machine, write
 from benchmarks.starting import how_it_ended, start_ranks
 
-RESULTS = Path(__file__).parent / "results"
+RESULTS = Path(__file__).parents[1] / "results"
 GIB = 2**30
 BAR = 3.8
 HEAD = ("ranks", "foretold tokens", "trained", "refused", "against 1 rank", "s a step", "peak GiB")
@@ -97,7 +97,7 @@ def main(argv: Sequence[str]) -> int:
     if args.report:
         return report(args.report)
     if args.rank_job:
-        from benchmarks.longest.steps import run
+        from benchmarks.longest_sequence.steps import run
 
         return run(args, json.loads(args.rank_job))
     check_out(args.out)

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from benchmarks.longest.memory import OnCPU, OnGPU, is_refusal
+from benchmarks.longest_sequence.memory import OnCPU, OnGPU, is_refusal
 from meshfold.mesh import Mesh, all_reduce, barrier
 from meshfold.mesh.processes import process_group
 from meshfold.models.config import LlamaConfig

@@ -17,16 +17,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # so that this file runs on its own
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # so that this file runs on its own
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from benchmarks.attention_report import DEFAULT
+from benchmarks.attention.report import DEFAULT
 from benchmarks.common import check_out, machine, milliseconds, synchronize, write
 
-RESULTS = Path(__file__).parent / "results"
+RESULTS = Path(__file__).parents[1] / "results"
 TINY = dict(
     lengths=[256, 512],
     check_length=128,
@@ -70,7 +70,7 @@ def main(argv: Sequence[str]) -> int:
         parser.set_defaults(**TINY)
     args = parser.parse_args(argv)
     if args.report:
-        from benchmarks.attention_report import report
+        from benchmarks.attention.report import report
 
         return report(args.report)
     if args.list:
@@ -222,7 +222,7 @@ def _measure(args: argparse.Namespace) -> int:
         _fill(case, ways, work, length, save)
         save()
     if world.rank == 0:
-        from benchmarks.attention_report import described
+        from benchmarks.attention.report import described
 
         print(described(result))
         print(f"written to {args.out}")

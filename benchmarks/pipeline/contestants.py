@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from benchmarks.peers import torch_pipelining
-from benchmarks.pipelining.work import Work
+from benchmarks.pipeline.work import Work
 from meshfold.pipeline import Costs, Pipeline
 
 OURS: dict[str, dict[str, Any]] = {

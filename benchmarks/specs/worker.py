@@ -13,8 +13,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from benchmarks.common import synchronize
-from benchmarks.composed.contestants import builder
-from benchmarks.composed.work import Work
+from benchmarks.specs.contestants import builder
+from benchmarks.specs.work import Work
 
 
 def _meet() -> None:

@@ -19,13 +19,13 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # so that this file runs on its own
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # so that this file runs on its own
 
 import torch
 
 from benchmarks.common import check_out, machine, milliseconds, synchronize, write
 
-RESULTS = Path(__file__).parent / "results"
+RESULTS = Path(__file__).parents[1] / "results"
 TINY = dict(
     layers=16,
     hidden=64,
@@ -78,11 +78,11 @@ def main(argv: Sequence[str]) -> int:
         parser.set_defaults(**TINY)
     args = parser.parse_args(argv)
     if args.report:
-        from benchmarks.pipelining.report import report
+        from benchmarks.pipeline.report import report
 
         return report(args.report)
     if args.list:
-        from benchmarks.pipelining.contestants import COMPILED, NAMES
+        from benchmarks.pipeline.contestants import COMPILED, NAMES
 
         print("\n".join((*NAMES, *(f"{name} compiled" for name in COMPILED))))
         return 0
@@ -99,8 +99,8 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _measure(args: argparse.Namespace) -> int:
-    from benchmarks.pipelining.contestants import Runner
-    from benchmarks.pipelining.work import Work
+    from benchmarks.pipeline.contestants import Runner
+    from benchmarks.pipeline.work import Work
     from meshfold.engine.zero.allocator import grow_segments
     from meshfold.mesh import Mesh
     from meshfold.mesh.processes import process_group
@@ -154,7 +154,7 @@ def _measure(args: argparse.Namespace) -> int:
         _fill(case, runners, work, microbatches, send, say, save)
         save()
     if world.rank == 0:
-        from benchmarks.pipelining.report import described
+        from benchmarks.pipeline.report import described
 
         print(described(result))
         print(f"written to {args.out}")
@@ -182,7 +182,7 @@ def _silent(*words: object, **options: object) -> None:
 
 def _names(args: argparse.Namespace) -> list[str]:
     """Contestants in the order in which they are built: `auto` after those whose costs it searches with."""
-    from benchmarks.pipelining.contestants import COMPILED, NAMES
+    from benchmarks.pipeline.contestants import COMPILED, NAMES
 
     names = [*NAMES, *(f"{name} compiled" for name in COMPILED if args.compiled)]
     chosen = [part.strip() for part in args.only.split(",") if part.strip()]
@@ -199,7 +199,7 @@ def _names(args: argparse.Namespace) -> list[str]:
 
 
 def _built(name: str, work: Any, costs: dict[int, Any]) -> Any:
-    from benchmarks.pipelining.contestants import Runner, build
+    from benchmarks.pipeline.contestants import Runner, build
 
     made, reason = None, ""
     try:
@@ -281,7 +281,7 @@ def _fill(
     save: Callable[[], None],
 ) -> None:
     """All contestants with so many micro-batches: checked, then timed in rounds, then watched."""
-    from benchmarks.pipelining.timeline import watch
+    from benchmarks.pipeline.timeline import watch
     from meshfold.mesh import all_reduce, barrier
 
     group, device = work.mesh.group("pipe"), work.device

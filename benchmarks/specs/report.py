@@ -10,7 +10,7 @@ from typing import Any
 
 from benchmarks import reports
 from benchmarks.common import median
-from benchmarks.composed.contestants import PEERS
+from benchmarks.specs.contestants import PEERS
 from meshfold.models import build, preset
 from meshfold.train.model_flops import flops_per_token, peak_of_gpu
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from benchmarks import reports
 from benchmarks.common import median, ratios
-from benchmarks.pipelining.contestants import LIKE, OURS, PEERS
+from benchmarks.pipeline.contestants import LIKE, OURS, PEERS
 
 AIMED_AT = 4
 """ranks that the bars are for"""

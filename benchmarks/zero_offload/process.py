@@ -14,9 +14,9 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from benchmarks.offload.job import GIB, Job
-from benchmarks.offload.worker import DOES_NOT_FIT
 from benchmarks.power import PowerLog
+from benchmarks.zero_offload.job import GIB, Job
+from benchmarks.zero_offload.worker import DOES_NOT_FIT
 
 WORKER = Path(__file__).with_name("worker.py")
 _LOOK_S = 0.25  # between two looks at the host memory of a contestant

@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 from benchmarks.common import median
-from benchmarks.offload.cases import CASES, MINE, Bar, Case
-from benchmarks.offload.job import GIB
 from benchmarks.reports import met
+from benchmarks.zero_offload.cases import CASES, MINE, Bar, Case
+from benchmarks.zero_offload.job import GIB
 
 Runs = list[dict[str, Any]]
 

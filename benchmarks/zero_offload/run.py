@@ -19,16 +19,16 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # so that this file runs on its own
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # so that this file runs on its own
 
 from benchmarks.common import check_out, machine, new_call, write
-from benchmarks.offload import process
-from benchmarks.offload.cases import CASES, CONTESTANTS, OURS, Case, chosen
-from benchmarks.offload.decoder import SHAPES
-from benchmarks.offload.job import GIB, Job
-from benchmarks.offload.report import line, report
+from benchmarks.zero_offload import process
+from benchmarks.zero_offload.cases import CASES, CONTESTANTS, OURS, Case, chosen
+from benchmarks.zero_offload.decoder import SHAPES
+from benchmarks.zero_offload.job import GIB, Job
+from benchmarks.zero_offload.report import line, report
 
-RESULTS = Path(__file__).parent / "results"
+RESULTS = Path(__file__).parents[1] / "results"
 LIBRARIES = ("deepspeed", "colossalai", "transformers", "triton", "numba", "numpy")
 
 
@@ -228,7 +228,7 @@ def prepare() -> int:
     running = {
         peer: subprocess.Popen(
             [sys.executable, "-c", f"import benchmarks.peers.{peer} as peer; peer.prepare()"],
-            cwd=Path(__file__).resolve().parents[1],
+            cwd=Path(__file__).resolve().parents[2],
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,

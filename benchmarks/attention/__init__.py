@@ -1,0 +1,1 @@
+"""Attention over split sequences, beside torch's ``context_parallel``."""
