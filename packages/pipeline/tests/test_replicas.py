@@ -11,7 +11,7 @@ from meshfold.pipeline.runtime.microbatch import split
 def test_the_last_one_again_without_weight() -> None:
     ids = torch.arange(12).view(3, 4)
     works = split(ids, 3)
-    filled = Replicas(agree=lambda count: count + 2).filled(works)
+    filled = Replicas(agree_on_count=lambda count: count + 2).filled(works)
     assert [float(work.weight) for work in filled] == [float(work.weight) for work in works] + [0.0, 0.0]
     assert sum(float(work.weight) for work in filled) == 1.0
     for filler in filled[3:]:
@@ -26,5 +26,5 @@ def test_the_others_are_asked_with_the_own_number() -> None:
         return count
 
     works = split(torch.zeros(4, 2, dtype=torch.int64), 2)
-    assert Replicas(agree=agree).filled(works) == works and asked == [2]
+    assert Replicas(agree_on_count=agree).filled(works) == works and asked == [2]
     assert NO_REPLICAS.filled(works) == works

@@ -24,7 +24,7 @@ from meshfold.sequence import (
 from meshfold.sequence.mask import dense
 from meshfold.sequence.tiling import Tile
 
-dealings = st.builds(
+shardings = st.builds(
     SequenceSharding,
     length=st.integers(1, 40),
     ring=st.integers(1, 5),
@@ -49,42 +49,42 @@ def tokens(pieces: tuple[tuple[int, int], ...]) -> list[int]:
 
 
 @settings(max_examples=200, deadline=None)
-@given(dealing=dealings)
-def test_every_token_is_dealt_once_in_equal_shares_and_joins_again(dealing: SequenceSharding) -> None:
-    dealt = [tokens(dealing.pieces(rank)) for rank in range(dealing.ranks)]
-    assert all(len(mine) == dealing.local and mine == sorted(mine) for mine in dealt)
-    assert sorted(chain.from_iterable(dealt)) == list(range(dealing.padded))
-    assert 0 <= dealing.padded - dealing.length < dealing.unit
-    for place in range(dealing.ring):
+@given(sharding=shardings)
+def test_every_token_is_dealt_once_in_equal_shares_and_joins_again(sharding: SequenceSharding) -> None:
+    dealt = [tokens(sharding.pieces(rank)) for rank in range(sharding.ranks)]
+    assert all(len(mine) == sharding.local and mine == sorted(mine) for mine in dealt)
+    assert sorted(chain.from_iterable(dealt)) == list(range(sharding.padded))
+    assert 0 <= sharding.padded - sharding.length < sharding.unit
+    for place in range(sharding.ring):
         # What shares a place in the ring has, one behind the other, what is dealt to that place.
-        together = list(chain.from_iterable(dealt[place * dealing.ulysses : (place + 1) * dealing.ulysses]))
-        assert together == tokens(dealing.ring_pieces(place))
-    x = torch.randn(2, dealing.length, 3)
-    shards = [dealing.shard(x, rank) for rank in range(dealing.ranks)]
-    assert torch.equal(dealing.join(shards), x)
-    assert torch.equal(dealing.join(torch.cat(shards, 1)), x)
+        together = list(chain.from_iterable(dealt[place * sharding.ulysses : (place + 1) * sharding.ulysses]))
+        assert together == tokens(sharding.ring_pieces(place))
+    x = torch.randn(2, sharding.length, 3)
+    shards = [sharding.shard(x, rank) for rank in range(sharding.ranks)]
+    assert torch.equal(sharding.join(shards), x)
+    assert torch.equal(sharding.join(torch.cat(shards, 1)), x)
 
 
 def test_zigzag_is_an_early_and_a_late_piece() -> None:
-    dealing = SequenceSharding(length=32, ring=4)
-    assert [dealing.pieces(rank) for rank in range(4)] == [
+    sharding = SequenceSharding(length=32, ring=4)
+    assert [sharding.pieces(rank) for rank in range(4)] == [
         ((0, 4), (28, 32)), ((4, 8), (24, 28)), ((8, 12), (20, 24)), ((12, 20),),
     ]  # fmt: skip
-    assert dealing.indices(1).tolist() == [4, 5, 6, 7, 24, 25, 26, 27]
+    assert sharding.indices(1).tolist() == [4, 5, 6, 7, 24, 25, 26, 27]
     assert SequenceSharding(length=32, ring=4, order="contiguous").pieces(1) == ((8, 16),)
 
 
 @settings(max_examples=150, deadline=None)
-@given(data=st.data(), dealing=dealings)
+@given(data=st.data(), sharding=shardings)
 def test_tiles_cover_what_is_seen_once_and_nothing_else(
-    data: st.DataObject, dealing: SequenceSharding
+    data: st.DataObject, sharding: SequenceSharding
 ) -> None:
-    mask = data.draw(masks(dealing.length))
-    for i in range(dealing.ring):
-        for j in range(dealing.ring):
-            queries, keys = tokens(dealing.ring_pieces(i)), tokens(dealing.ring_pieces(j))
+    mask = data.draw(masks(sharding.length))
+    for i in range(sharding.ring):
+        for j in range(sharding.ring):
+            queries, keys = tokens(sharding.ring_pieces(i)), tokens(sharding.ring_pieces(j))
             covered = torch.zeros(len(queries), len(keys), dtype=torch.int64)
-            for tile in tiles(dealing.ring_pieces(i), dealing.ring_pieces(j), mask):
+            for tile in tiles(sharding.ring_pieces(i), sharding.ring_pieces(j), mask):
                 part = torch.ones(tile.rows, tile.columns, dtype=torch.int64)
                 part = {"full": part, "lower": part.tril(), "upper": part.triu()}[tile.shape]
                 covered[tile.q : tile.q + tile.rows, tile.k : tile.k + tile.columns] += part
@@ -97,8 +97,8 @@ def test_tiles_cover_what_is_seen_once_and_nothing_else(
 
 
 def test_halves_of_a_zigzag_meet_as_halves() -> None:
-    dealing, mask = SequenceSharding(length=64, ring=4), Mask(length=64)
-    assert steps(dealing, mask, 1) == (
+    sharding, mask = SequenceSharding(length=64, ring=4), Mask(length=64)
+    assert steps(sharding, mask, 1) == (
         (Tile("lower", 0, 0, 16, 16),),  # its own two pieces: one triangle
         (Tile("full", 0, 0, 16, 8),),  # an earlier rank: all queries see the early half
         (Tile("full", 8, 0, 8, 16),),  # a later one: the late half of the queries sees all
@@ -107,11 +107,11 @@ def test_halves_of_a_zigzag_meet_as_halves() -> None:
 
 
 def test_blocks_that_a_mask_empties_are_skipped() -> None:
-    dealing, mask = SequenceSharding(length=64, ring=4, order="contiguous"), Mask(length=64)
-    assert [len(step) for step in steps(dealing, mask, 1)] == [1, 1, 0, 0]
-    assert [len(steps(dealing, Mask(length=64, window=5), rank)) for rank in range(4)] == [2] * 4
+    sharding, mask = SequenceSharding(length=64, ring=4, order="contiguous"), Mask(length=64)
+    assert [len(step) for step in steps(sharding, mask, 1)] == [1, 1, 0, 0]
+    assert [len(steps(sharding, Mask(length=64, window=5), rank)) for rank in range(4)] == [2] * 4
     packed = Mask(length=64, documents=(0, 16, 32, 48, 64))
-    assert [len(steps(dealing, packed, rank)) for rank in range(4)] == [1] * 4
+    assert [len(steps(sharding, packed, rank)) for rank in range(4)] == [1] * 4
 
 
 @pytest.mark.parametrize("ranks", [2, 3, 4, 8, 64])
@@ -135,7 +135,7 @@ def test_zigzag_balances_causal_work(ranks: int) -> None:
     assert max(short) <= balanced[0] and sum(short) == whole - sum(range(length - 2, length + 1))
 
 
-def test_positions_follow_the_dealing_and_start_again_at_documents() -> None:
+def test_positions_follow_the_sharding_and_start_again_at_documents() -> None:
     mesh = Mesh({"seq": 2}, rank=0)
     assert positions(8, mesh).tolist() == [0, 1, 6, 7]
     assert positions(8, mesh, documents=(0, 3, 7, 8)).tolist() == [0, 1, 3, 0]
@@ -163,14 +163,14 @@ def test_documents_that_are_none_are_refused(documents: tuple[int, ...], what: s
         positions(8, Mesh({}), documents=documents)
 
 
-def test_dealings_that_cannot_be_are_refused() -> None:
+def test_shardings_that_cannot_be_are_refused() -> None:
     with pytest.raises(LayoutError, match=r"Did you mean 'zigzag'"):
         positions(8, Mesh({}), order="zigzags")
     with pytest.raises(LayoutError, match="at least one"):
         SequenceSharding(length=0, ring=2)
     with pytest.raises(LayoutError, match="whole sequence of 8"):
         SequenceSharding(length=8, ring=2).shard(torch.zeros(1, 7), 0)
-    with pytest.raises(LayoutError, match="dealt to 2 ranks has 8"):
+    with pytest.raises(LayoutError, match="sharded over 2 ranks has 8"):
         SequenceSharding(length=8, ring=2).join([torch.zeros(1, 3)] * 2)
 
 
@@ -178,7 +178,7 @@ def test_pieces_are_ascending() -> None:
     """What the cutting into tiles rests on."""
     for ring in range(1, 9):
         for ulysses in range(1, 5):
-            dealing = SequenceSharding(length=97, ring=ring, ulysses=ulysses)
-            for rank in range(dealing.ranks):
-                edges = [edge for piece in dealing.pieces(rank) for edge in piece]
+            sharding = SequenceSharding(length=97, ring=ring, ulysses=ulysses)
+            for rank in range(sharding.ranks):
+                edges = [edge for piece in sharding.pieces(rank) for edge in piece]
                 assert all(a < b for a, b in pairwise(edges))

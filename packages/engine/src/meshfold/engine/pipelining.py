@@ -245,7 +245,7 @@ class PipelinedModel:
         def agree(count: int) -> int:
             return int(all_reduce(torch.tensor([count], device=device), group, "max"))
 
-        return Replicas(agree=agree, looking=self._shapes_only)
+        return Replicas(agree_on_count=agree, around_trial=self._shapes_only)
 
     def _shapes_only(self) -> AbstractContextManager[None]:
         return nullcontext() if self._states is None else self._states.shapes_only()

@@ -16,7 +16,7 @@ from meshfold.sequence.kernels import choose
 from meshfold.sequence.mask import Mask
 from meshfold.sequence.modes import sequence_mode, sequence_sharding
 from meshfold.sequence.ring import Round, ring_attention
-from meshfold.sequence.ring_self_attention import Whole, ring_self_attention
+from meshfold.sequence.ring_self_attention import RingSelfSettings, ring_self_attention
 from meshfold.sequence.sharding import SequenceSharding, check_documents
 from meshfold.sequence.tiling import steps
 from meshfold.sequence.ulysses import to_heads, to_sequence
@@ -44,11 +44,11 @@ def attention(
     those of attention on one rank: each rank's dQ, dK and dV are of its own tokens, in full.
 
     Args:
-        q, k, v: this rank's tokens, as :func:`meshfold.sequence.shard_sequence` deals them; kv_heads divides heads.
+        q, k, v: this rank's tokens, as :func:`meshfold.sequence.shard_sequence` shards them; kv_heads divides heads.
         mesh: its axis ``seq`` (or ``ring`` and ``ulysses``) splits the sequence; axes of size 1 may be left out.
         mode: "ring" (keys and values travel), "ulysses" (heads are split instead of the sequence, by all-to-all),
             "ring_ulysses" (both), "ring_self" (the baseline of arXiv 2105.13120), or a callable over the axis ``seq``
-            that takes q, k, v, mesh, causal, window, documents, scale, length and dropout by name and deals with all of it.
+            that takes q, k, v, mesh, causal, window, documents, scale, length and dropout by name and handles all of it.
         causal: tokens see no later ones.
         window: tokens see those less than this many tokens away (of themselves and earlier ones: ``window`` in all).
         documents: cumulative lengths of documents packed into the sequence, of every row of the batch alike:
@@ -56,7 +56,7 @@ def attention(
         scale: of the scores; None: 1 / sqrt(d).
         length: tokens of the whole sequence where it does not divide; what lies beyond is padding, which neither sees
             nor is seen: its output and gradients are zero. None: no padding.
-        order: "zigzag" or "contiguous", as the sequence was dealt; None: the mode's own.
+        order: "zigzag" or "contiguous", as the sequence was sharded; None: the mode's own.
         kernel: "auto", "flash", "cudnn", "efficient" or "reference", see :mod:`meshfold.sequence.kernels`.
         dropout: which weights fall, as :class:`meshfold.sequence.WeightDropout` says it: those that fall in one process. A share
             alone is refused, since kernels draw by the place in a tile. Computed by the reference kernel, at a rank's share of
@@ -76,8 +76,8 @@ def attention(
             dropout=dropout,
         )  # fmt: skip
         return cast(Tensor, own)
-    dealt = sequence_sharding(length, mesh, mode, order)
-    _check(q, k, v, dealt, window, dropout)
+    sharding = sequence_sharding(length, mesh, mode, order)
+    _check(q, k, v, sharding, window, dropout)
     mask = Mask(
         length=length,
         causal=causal,
@@ -89,7 +89,7 @@ def attention(
     if mode == "ring_self":
         if drops:
             raise LayoutError("mode='ring_self' is a baseline and drops no weights: use mode='ring'")
-        whole = Whole(group=mesh.group(*found.ring), dealing=dealt, mask=mask, scale=scale)
+        whole = RingSelfSettings(group=mesh.group(*found.ring), sharding=sharding, mask=mask, scale=scale)
         return ring_self_attention(q, k, v, whole)
     width, missing = q.shape[-1], -q.shape[-1] % 8
     pads = missing > 0 and q.is_cuda and q.dtype.itemsize < 8 and v.shape[-1] == width
@@ -98,13 +98,13 @@ def attention(
     if q.is_meta and causal and window is None and documents is None:
         # Plans count all pairs of tokens, as they do where a sequence is whole; there are as many steps.
         mask = replace(mask, causal=False)
-    mine = steps(dealt, mask, mesh.index(*found.ring))
+    mine = steps(sharding, mask, mesh.index(*found.ring))
     shapes = len({(tile.shape, tile.rows, tile.columns) for step in mine for tile in step})
     drop = None
     if isinstance(dropout, WeightDropout) and drops:
         heads = q.shape[2] // mesh.size(*found.ulysses)
         weights = dropout.of_heads(heads * mesh.index(*found.ulysses))
-        drop = RingDropout(weights=weights, dealing=dealt, index=mesh.index(*found.ring))
+        drop = RingDropout(weights=weights, sharding=sharding, index=mesh.index(*found.ring))
     job = Round(
         kernel=choose(kernel, q, k, v, shapes),
         group=mesh.group(*found.ring),
@@ -121,7 +121,7 @@ def _check(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    dealt: SequenceSharding,
+    sharding: SequenceSharding,
     window: int | None,
     dropout: float | WeightDropout,
 ) -> None:
@@ -148,11 +148,11 @@ def _check(
         )
     if not q.dtype == k.dtype == v.dtype or not q.dtype.is_floating_point:
         raise LayoutError(f"q, k and v must have one floating dtype, got {q.dtype}, {k.dtype} and {v.dtype}")
-    if q.shape[1] != dealt.local:
+    if q.shape[1] != sharding.local:
         raise LayoutError(
-            f"a sequence of {dealt.length} tokens in {dealt.order} order gives each of {dealt.ranks} ranks {dealt.local} "
-            f"of them ({dealt.padded} with padding), and q has {q.shape[1]}: deal it by shard_sequence, and give "
-            "attention the length of the whole sequence if that does not divide"
+            f"a sequence of {sharding.length} tokens in {sharding.order} order gives each of {sharding.ranks} ranks "
+            f"{sharding.local} of them ({sharding.padded} with padding), and q has {q.shape[1]}: shard it by shard_sequence, and "
+            "give attention the length of the whole sequence if that does not divide"
         )
     if window is not None and (isinstance(window, bool) or not isinstance(window, int) or window < 1):
         raise LayoutError(f"window={window!r}: a token sees a whole number of tokens from 1 (itself) up")

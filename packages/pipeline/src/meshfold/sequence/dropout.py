@@ -75,27 +75,27 @@ DropoutFactors = Callable[[Sequence[Tile]], Tensor]
 
 @dataclass(frozen=True, kw_only=True)
 class RingDropout:
-    """The same over a ring, whose places have the pieces of a dealing.
+    """The same over a ring, whose places have the pieces of a sharding.
 
     Attributes:
         weights: which fall.
-        dealing: of the sequence.
+        sharding: of the sequence.
         index: this rank's place in the ring.
     """
 
     weights: WeightDropout
-    dealing: SequenceSharding
+    sharding: SequenceSharding
     index: int
 
     def at(self, step: int, q: Tensor) -> DropoutFactors:
         """Return the factors for this rank's queries and the keys that arrive at a step."""
         queries = self._positions(self.index, q.device)
-        keys = self._positions((self.index - step) % self.dealing.ring, q.device)
+        keys = self._positions((self.index - step) % self.sharding.ring, q.device)
 
         def factors(tiles: Sequence[Tile]) -> Tensor:
             found = [
                 self.weights.factors(
-                    q, self.dealing.length, queries[t.q : t.q + t.rows], keys[t.k : t.k + t.columns]
+                    q, self.sharding.length, queries[t.q : t.q + t.rows], keys[t.k : t.k + t.columns]
                 )
                 for t in tiles
             ]
@@ -104,7 +104,7 @@ class RingDropout:
         return factors
 
     def _positions(self, place: int, device: torch.device) -> Tensor:
-        pieces = self.dealing.ring_pieces(place)
+        pieces = self.sharding.ring_pieces(place)
         return torch.cat([torch.arange(*piece, device="cpu") for piece in pieces]).to(device)
 
 

@@ -1,4 +1,4 @@
-"""The modes: over which axes the ring and the all-to-all run, and how the sequence is dealt."""
+"""The modes: over which axes the ring and the all-to-all run, and how the sequence is sharding."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class Mode:
     Attributes:
         ring: the axes that keys and values travel on.
         ulysses: the axes over which heads are split during attention.
-        order: how the sequence is dealt unless another order is asked for.
+        order: how the sequence is sharded unless another order is asked for.
     """
 
     ring: tuple[str, ...] = ()

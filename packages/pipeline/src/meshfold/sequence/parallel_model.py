@@ -90,7 +90,7 @@ class SequenceParallel:
             )
         if self._shifts_labels and given.get("labels") is not None and given.get("shift_labels") is None:
             raise LayoutError(
-                "the model moves labels by one token, which a shard of a sequence cannot: move them before they are dealt, by "
+                "the model moves labels by one token, which a shard of a sequence cannot: move them before they are sharded, by "
                 "next_tokens(labels), and give the model shift_labels= and num_items_in_batch= as well (Hugging Face), or take "
                 "the loss of its logits by loss_share(logits, targets, mesh, mode)"
             )
@@ -221,8 +221,8 @@ def sequence_parallel(
     included. Each rank's positions go in as ``position_ids`` where the model takes them; where it does not,
     ``torch.arange(n)`` for the n tokens of the rank counts the right positions in its forward.
 
-    Call the model with tokens dealt by :func:`meshfold.sequence.shard_sequence`. Labels have to be moved by one token
-    before they are dealt. Gradients of the parameters are to be summed over the sequence axes.
+    Call the model with tokens sharded by :func:`meshfold.sequence.shard_sequence`. Labels have to be moved by one token
+    before they are sharded. Gradients of the parameters are to be summed over the sequence axes.
 
     Args:
         model: any module with self-attention; its attention dropout must be 0 unless ``draw`` is given.

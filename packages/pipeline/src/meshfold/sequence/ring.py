@@ -42,7 +42,7 @@ class Round:
     scale: float
     drop: RingDropout | None = None
 
-    def fates(self, step: int, q: Tensor) -> DropoutFactors | None:
+    def dropout_factors(self, step: int, q: Tensor) -> DropoutFactors | None:
         """Return the dropout factors of a step's tiles; None without dropout."""
         return None if self.drop is None else self.drop.at(step, q)
 
@@ -73,7 +73,7 @@ def _forward(q: Tensor, k: Tensor, v: Tensor, job: Round) -> tuple[Tensor, Tenso
     block = _Travelling(job, k, v)
     for step, tiles in enumerate(job.steps):
         k, v = block.arrive(step)
-        met = tile_attention.TilePairs(job.kernel, q, k, v, tiles, job.scale, job.fates(step, q))
+        met = tile_attention.TilePairs(job.kernel, q, k, v, tiles, job.scale, job.dropout_factors(step, q))
         for tile, out, lse in met.forward():
             seen.take(tile, out, lse)
     return seen.result()
@@ -88,7 +88,7 @@ def _backward(
     for step, tiles in enumerate(job.steps):
         k, v = block.arrive(step)
         dk, dv = tile_attention.PartialSum(k), tile_attention.PartialSum(v)
-        met = tile_attention.TilePairs(job.kernel, q, k, v, tiles, job.scale, job.fates(step, q))
+        met = tile_attention.TilePairs(job.kernel, q, k, v, tiles, job.scale, job.dropout_factors(step, q))
         for tile, shares in met.backward(dout, out, lse):
             dq.add(tile.q, shares[0])
             dk.add(tile.k, shares[1])

@@ -24,16 +24,16 @@ from meshfold.sequence.sharding import SequenceSharding
 
 
 @dataclass(frozen=True, kw_only=True)
-class Whole:
+class RingSelfSettings:
     """Settings of one call: the ring, the sequence's sharding, the mask, the scale of the scores."""
 
     group: Group
-    dealing: SequenceSharding
+    sharding: SequenceSharding
     mask: Mask
     scale: float
 
 
-def ring_self_attention(q: Tensor, k: Tensor, v: Tensor, job: Whole) -> Tensor:
+def ring_self_attention(q: Tensor, k: Tensor, v: Tensor, job: RingSelfSettings) -> Tensor:
     """Attend over the ring: ``b s heads d, b s kv_heads d, b s kv_heads d -> b s heads d``; differentiable."""
     out: Tensor = _RingSelf.apply(q, k, v, job)
     return out
@@ -41,7 +41,7 @@ def ring_self_attention(q: Tensor, k: Tensor, v: Tensor, job: Whole) -> Tensor:
 
 class _RingSelf(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, job: Whole) -> Tensor:
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, job: RingSelfSettings) -> Tensor:
         wide = accumulating(q.dtype)
         grouped = q.to(wide).unflatten(2, (k.shape[2], -1))
         blocks: list[Tensor] = [q] * job.group.size
@@ -65,7 +65,9 @@ class _RingSelf(torch.autograd.Function):
         return *_backward(dout, q, k, v, weights, ctx.job), None
 
 
-def _backward(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, weights: Tensor, job: Whole) -> Gradients:
+def _backward(
+    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, weights: Tensor, job: RingSelfSettings
+) -> Gradients:
     wide = accumulating(q.dtype)
     groups = (k.shape[2], -1)
     grouped = dout.to(wide).unflatten(2, groups)
@@ -97,8 +99,8 @@ def _of(scores: Tensor, source: int, block: Tensor) -> Tensor:
     return scores.narrow(-1, source * block.shape[1], block.shape[1])
 
 
-def _seen(job: Whole, device: torch.device) -> Tensor:
-    dealing = job.dealing
-    queries = dealing.indices(job.group.index)
-    keys = torch.cat([dealing.indices(rank) for rank in range(dealing.ring)])
+def _seen(job: RingSelfSettings, device: torch.device) -> Tensor:
+    sharding = job.sharding
+    queries = sharding.indices(job.group.index)
+    keys = torch.cat([sharding.indices(rank) for rank in range(sharding.ring)])
     return dense(job.mask, queries, keys).to(device)

@@ -2,8 +2,8 @@
 
 Contiguous: rank r of P has piece r of P. Zigzag: the sequence is cut into 2 P pieces and rank r has pieces r and
 2 P - 1 - r, an early one and a late one, so that causal attention costs every rank the same. On ``ring`` × ``ulysses``
-the pieces are dealt to the ring, and each of the ranks that share a place in the ring has a contiguous part of what
-was dealt to it. A length that does not divide is padded at the end; padding never counts.
+the pieces are sharded over the ring, and each of the ranks that share a place in the ring has a contiguous part of what
+went to it. A length that does not divide is padded at the end; padding never counts.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ Pieces = tuple[tuple[int, int], ...]
 
 @dataclass(frozen=True, kw_only=True)
 class SequenceSharding:
-    """A sequence of ``length`` tokens dealt to ``ring · ulysses`` ranks.
+    """A sequence of ``length`` tokens sharded over ``ring · ulysses`` ranks.
 
     Attributes:
         length: tokens of the whole sequence, without padding.
@@ -44,7 +44,7 @@ class SequenceSharding:
 
     def __post_init__(self) -> None:
         if self.length < 1:
-            raise LayoutError(f"a sequence of {self.length} tokens cannot be dealt: give it at least one")
+            raise LayoutError(f"a sequence of {self.length} tokens cannot be sharded: give it at least one")
         check_order(self.order)
 
     @property
@@ -97,8 +97,8 @@ class SequenceSharding:
 
     def inverse(self) -> Tensor:
         """Return the index of each token in the concatenated shards of all ranks: ``padded``, int64."""
-        dealt = torch.cat([self.indices(rank) for rank in range(self.ranks)])
-        return torch.empty_like(dealt).scatter_(0, dealt, torch.arange(self.padded, device="cpu"))
+        indices = torch.cat([self.indices(rank) for rank in range(self.ranks)])
+        return torch.empty_like(indices).scatter_(0, indices, torch.arange(self.padded, device="cpu"))
 
     def shard(self, x: Tensor, rank: int, dim: int = 1, pad: float = 0) -> Tensor:
         """Return a rank's tokens of a whole sequence: ``b length .. -> b local ..``; differentiable.
@@ -140,7 +140,7 @@ class SequenceSharding:
         if joined.shape[dim] != self.padded:
             raise LayoutError(
                 f"the shards have {joined.shape[dim]} tokens along dim {dim} of {tuple(joined.shape)}, and a "
-                f"sequence of {self.length} dealt to {self.ranks} ranks has {self.padded}"
+                f"sequence of {self.length} sharded over {self.ranks} ranks has {self.padded}"
             )
         if self.ring == 1 or self.order == "contiguous":
             return joined.narrow(dim, 0, self.length)
@@ -163,16 +163,16 @@ class SequenceSharding:
 
 
 @lru_cache(maxsize=64)
-def inverse_of(dealing: SequenceSharding) -> Tensor:
+def inverse_of(sharding: SequenceSharding) -> Tensor:
     """:meth:`SequenceSharding.inverse`, kept."""
-    return dealing.inverse()
+    return sharding.inverse()
 
 
 def check_order(order: str) -> str:
     """Raise a LayoutError for an order that is none."""
     if order not in ORDERS:
         raise LayoutError(
-            f"order={order!r}: a sequence is dealt in the order {' or '.join(map(repr, ORDERS))}."
+            f"order={order!r}: a sequence is sharded in the order {' or '.join(map(repr, ORDERS))}."
             f"{did_you_mean(str(order), ORDERS)}"
         )
     return order

@@ -99,7 +99,7 @@ class TilePairs:
         k, v: ``b t kv_heads d``.
         tiles: what is seen of the keys.
         scale: of the scores.
-        fates: which weights are dropped, by the reference kernel then, which alone can; None: none.
+        dropout_factors: which weights are dropped, by the reference kernel then, which alone can; None: none.
     """
 
     kernel: Kernel
@@ -108,7 +108,7 @@ class TilePairs:
     v: Tensor
     tiles: Sequence[Tile]
     scale: float
-    fates: DropoutFactors | None = None
+    dropout_factors: DropoutFactors | None = None
 
     def forward(self) -> Iterator[tuple[Tile, Tensor, Tensor]]:
         """Yield each tile with attention over its keys and the log-sum-exp."""
@@ -137,14 +137,14 @@ class TilePairs:
 
     def _pairs(self, alike: Sequence[Tile]) -> tuple[Kernel, Pairs]:
         """Tiles of one shape as one batch, and what computes them."""
-        kept = None if self.fates is None else _factors(self.fates, alike)
+        kept = None if self.dropout_factors is None else _factors(self.dropout_factors, alike)
         columns = _columns(self.k, alike), _columns(self.v, alike)
         pairs = Pairs(_rows(self.q, alike), *columns, alike[0].shape != "full", self.scale, kept)
         return self.kernel if kept is None else REFERENCE, pairs
 
 
-def _factors(fates: DropoutFactors, tiles: Sequence[Tile]) -> Tensor:
-    found = fates(tiles)
+def _factors(dropout_factors: DropoutFactors, tiles: Sequence[Tile]) -> Tensor:
+    found = dropout_factors(tiles)
     return found.flip(2, 3) if tiles[0].shape == "upper" else found
 
 

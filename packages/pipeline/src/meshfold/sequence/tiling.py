@@ -173,7 +173,7 @@ def _band(start: int, rows: int, first: int, stop: int) -> Iterator[Tile]:
 Steps = tuple[tuple[Tile, ...], ...]
 
 
-def steps(dealing: SequenceSharding, mask: Mask, index: int) -> Steps:
+def steps(sharding: SequenceSharding, mask: Mask, index: int) -> Steps:
     """Return the tiles of each step of the ring at place ``index``.
 
     At step t the keys are those of place ``(index - t) mod ring``: keys and values travel to the next place. There
@@ -181,36 +181,36 @@ def steps(dealing: SequenceSharding, mask: Mask, index: int) -> Steps:
     order; a step whose tiles are masked away is an empty tuple.
     """
     if torch.compiler.is_compiling():  # pure Python is traced through; caches would only be warned about
-        return _steps(dealing, mask, index, _at)
-    return _kept_steps(dealing, mask, index)
+        return _steps(sharding, mask, index, _at)
+    return _kept_steps(sharding, mask, index)
 
 
-def work(dealing: SequenceSharding, mask: Mask, index: int) -> int:
+def work(sharding: SequenceSharding, mask: Mask, index: int) -> int:
     """Return the number of (query, key) pairs that the place ``index`` of the ring computes per head."""
-    return sum(tile.work for step in steps(dealing, mask, index) for tile in step)
+    return sum(tile.work for step in steps(sharding, mask, index) for tile in step)
 
 
 def _steps(
-    dealing: SequenceSharding,
+    sharding: SequenceSharding,
     mask: Mask,
     index: int,
     at: Callable[[SequenceSharding, Mask, int, int], tuple[Tile, ...]],
 ) -> Steps:
-    places = range(dealing.ring)
-    last = dealing.ring - 1
-    while last > 0 and not any(at(dealing, mask, place, last) for place in places):
+    places = range(sharding.ring)
+    last = sharding.ring - 1
+    while last > 0 and not any(at(sharding, mask, place, last) for place in places):
         last -= 1  # nobody has work that late
-    return tuple(at(dealing, mask, index, step) for step in places[: last + 1])
+    return tuple(at(sharding, mask, index, step) for step in places[: last + 1])
 
 
-def _at(dealing: SequenceSharding, mask: Mask, index: int, step: int) -> tuple[Tile, ...]:
-    source = (index - step) % dealing.ring
-    return tiles(dealing.ring_pieces(index), dealing.ring_pieces(source), mask)
+def _at(sharding: SequenceSharding, mask: Mask, index: int, step: int) -> tuple[Tile, ...]:
+    source = (index - step) % sharding.ring
+    return tiles(sharding.ring_pieces(index), sharding.ring_pieces(source), mask)
 
 
 _kept_at = lru_cache(maxsize=4096)(_at)
 
 
 @lru_cache(maxsize=1024)
-def _kept_steps(dealing: SequenceSharding, mask: Mask, index: int) -> Steps:
-    return _steps(dealing, mask, index, _kept_at)
+def _kept_steps(sharding: SequenceSharding, mask: Mask, index: int) -> Steps:
+    return _steps(sharding, mask, index, _kept_at)

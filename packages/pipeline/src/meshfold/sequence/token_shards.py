@@ -51,12 +51,12 @@ def gather_sequence(
 
     Args:
         x: this rank's tokens.
-        mesh, mode, dim, order: as they were dealt.
+        mesh, mode, dim, order: as they were sharding.
         length: tokens of the whole sequence; None: there is no padding.
     """
     axes = sequence_mode(mode, mesh).axes
-    dealt = sequence_sharding(length or x.shape[dim] * mesh.size(*axes), mesh, mode, order)
-    return dealt.join(collect(x, mesh, dim % x.dim(), axes), dim)
+    sharding = sequence_sharding(length or x.shape[dim] * mesh.size(*axes), mesh, mode, order)
+    return sharding.join(collect(x, mesh, dim % x.dim(), axes), dim)
 
 
 def positions(
@@ -72,7 +72,7 @@ def positions(
 
     Args:
         length: tokens of the whole sequence, without padding; a padded token has the position of the last one.
-        mesh, mode, order: as the sequence is dealt.
+        mesh, mode, order: as the sequence is sharding.
         documents: cumulative lengths of packed documents; positions start again at each.
         device: of the result.
     """
@@ -85,7 +85,7 @@ def next_tokens(
 ) -> Tensor:
     """Labels of a whole batch, moved so that each token has the next one's: ``b length -> b length``.
 
-    A model shifts labels by one token itself, which a shard of a sequence cannot do: do it before dealing them out.
+    A model shifts labels by one token itself, which a shard of a sequence cannot do: do it before sharding them.
 
     Args:
         labels: not shifted.
@@ -113,9 +113,9 @@ def loss_share(
 
     Args:
         logits: ``... v``, of this rank's tokens.
-        targets: ``...``, already moved by one token (:func:`meshfold.sequence.next_tokens`) and then dealt with
+        targets: ``...``, already moved by one token (:func:`meshfold.sequence.next_tokens`) and then sharded with
             ``pad=ignore_index``; as many as there are logits.
-        mesh, mode: as the sequence is dealt.
+        mesh, mode: as the sequence is sharding.
         ignore_index: the target of a token that does not count.
     """
     rows = logits.reshape(-1, logits.shape[-1])

@@ -47,23 +47,23 @@ def traffic(
         LayoutError: for heads, a mode, a mask or a mesh that do not fit.
     """
     found = sequence_mode(mode, mesh)
-    dealt = sequence_sharding(length, mesh, mode, order)
+    sharding = sequence_sharding(length, mesh, mode, order)
     size, wide = dtype.itemsize, accumulating(dtype).itemsize
     if mode == "ring_self":
-        block = 2 * batch * dealt.local * kv_heads * head_dim * (dealt.ring - 1)
+        block = 2 * batch * sharding.local * kv_heads * head_dim * (sharding.ring - 1)
         return Fraction(block * size), Fraction(block * (size + 2 * wide))
-    times = kv_head_repeats(heads, kv_heads, dealt.ulysses)
-    packed = batch * dealt.local * (heads + 2 * kv_heads * times) * head_dim * size
-    back = batch * dealt.local * heads * head_dim * size
-    exchanges = moved_bytes("all_to_all", packed, dealt.ulysses) + moved_bytes(
-        "all_to_all", back, dealt.ulysses
+    times = kv_head_repeats(heads, kv_heads, sharding.ulysses)
+    packed = batch * sharding.local * (heads + 2 * kv_heads * times) * head_dim * size
+    back = batch * sharding.local * heads * head_dim * size
+    exchanges = moved_bytes("all_to_all", packed, sharding.ulysses) + moved_bytes(
+        "all_to_all", back, sharding.ulysses
     )
     if documents is not None:
         documents = check_documents(documents, length)
     mask = Mask(length=length, causal=causal, window=window, documents=documents)
-    hops = len(steps(dealt, mask, mesh.index(*found.ring))) - 1
+    hops = len(steps(sharding, mask, mesh.index(*found.ring))) - 1
     block = (
-        2 * batch * dealt.local * kv_heads * times * head_dim
+        2 * batch * sharding.local * kv_heads * times * head_dim
     )  # of a place in the ring: more tokens, fewer heads
     home = (hops + 1) * block * wide if hops else 0
     return exchanges + hops * block * size, exchanges + hops * block * size + home

@@ -22,20 +22,20 @@ class Replicas:
     """Agreements with the data-parallel replicas of a pipeline that share its parameters (ZeRO stage 3); all of them must call.
 
     Attributes:
-        agree: from how many micro-batches this pipeline's batch has to how many all have, the most of any. None: each has
+        agree_on_count: from how many micro-batches this pipeline's batch has to how many all have, the most of any. None: each has
             its own.
-        looking: around forwards that one pipeline may make and another not, of which only the shapes are wanted.
+        around_trial: context manager for trial forwards, which one pipeline may make and another not.
     """
 
-    agree: Callable[[int], int] | None = None
-    looking: Callable[[], AbstractContextManager[None]] = nullcontext
+    agree_on_count: Callable[[int], int] | None = None
+    around_trial: Callable[[], AbstractContextManager[None]] = nullcontext
 
     def filled(self, works: Sequence[Microbatch]) -> list[Microbatch]:
         """Repeat the last micro-batch, with weight 0, until there are as many as every replica has."""
-        if self.agree is None:
+        if self.agree_on_count is None:
             return [*works]
         nothing = replace(works[-1], weight=torch.zeros_like(works[-1].weight))
-        return [*works, *[nothing] * (self.agree(len(works)) - len(works))]
+        return [*works, *[nothing] * (self.agree_on_count(len(works)) - len(works))]
 
 
 NO_REPLICAS = Replicas()

@@ -136,7 +136,7 @@ class TransferPlans:
         module = self._staged.module
         key = (module.training, signature(work.args, work.kwargs))
         if key not in self._known:
-            with self._replicas.looking(), preserved_buffers(module):
+            with self._replicas.around_trial(), preserved_buffers(module):
                 plan = partition.partial_forward.look(
                     lambda: module(*work.args, **work.kwargs), partition.loose()
                 )
