@@ -34,7 +34,7 @@ class CollectiveError(MeshfoldError, RuntimeError):
 
 
 def did_you_mean(word: str, known: Iterable[str]) -> str:
-    """The known name most like ``word`` as a question to append to a message, or ``""`` if none is close.
+    """Return the known name most like ``word`` as a question to append to a message, or ``""`` if none is close.
 
     >>> nearest("pipelin", ["data", "pipeline"])
     " Did you mean 'pipeline'?"

@@ -92,7 +92,7 @@ class Layout(Mapping[str, tuple[str, ...]]):
         return tuple(axis for axes in self._dims.values() for axis in axes)
 
     def replace(self, **dims: tuple[str, ...]) -> Layout:
-        """The same layout with other axes for the dims named."""
+        """Return the same layout with other axes for the dims named."""
         unknown = [dim for dim in dims if dim not in self._dims]
         if unknown:
             raise LayoutError(f"layout {str(self)!r} has no dim {unknown[0]!r}, only {', '.join(self._dims)}")

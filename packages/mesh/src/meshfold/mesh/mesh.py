@@ -106,14 +106,14 @@ class Mesh:
         return {name: found[name] for name in self.axes}
 
     def size(self, *axes: str) -> int:
-        """The product of the sizes of the axes (1 for an axis that the mesh does not have)."""
+        """Return the product of the sizes of the axes (1 for an axis that the mesh does not have)."""
         known = self._sizes.get(axes)
         if known is None:
             known = self._sizes[axes] = math.prod(self._factor(axis)[1] for axis in axes)
         return known
 
     def index(self, *axes: str, rank: int | None = None) -> int:
-        """The row-major index of a rank (by default this process) over the axes as given: its block's number."""
+        """Return the row-major index of a rank (by default this process) over the axes as given: its block's number."""
         if rank is not None:
             return self._index(self.coordinates(rank), axes)
         known = self._indices.get(axes)
@@ -122,7 +122,7 @@ class Mesh:
         return known
 
     def groups(self, *axes: str) -> list[list[int]]:
-        """Every group along the axes: ranks that share all other coordinates.
+        """Return every group along the axes: ranks that share all other coordinates.
 
         Each is listed in row-major order over the axes *as given*; groups come in the order of their lowest rank.
         """
@@ -135,13 +135,13 @@ class Mesh:
         return sorted(found.values(), key=min)
 
     def spanned(self, *axes: str) -> tuple[str, ...]:
-        """The axes in mesh order, those of size 1 left out: how records and plans name a group."""
+        """Return the axes in mesh order, those of size 1 left out: how records and plans name a group."""
         return tuple(
             sorted((a for a in axes if self.size(a) > 1), key=lambda a: (self._position(a), "%" in a))
         )
 
     def group(self, *axes: str) -> Group:
-        """This process's group along the axes, with its process group (made at the first call, then kept).
+        """Return this process's group along the axes, with its process group (made at the first call, then kept).
 
         All ranks must ask for their groups in the same order, as with every call that makes a process group.
         """
@@ -151,7 +151,7 @@ class Mesh:
         return known
 
     def channel(self, purpose: str, *axes: str) -> Group:
-        """The group along the axes once more, with a process group of its own: its messages do not wait for others.
+        """Return the group along the axes once more, with a process group of its own: its messages do not wait for others.
 
         All of its ranks must call.
         """
@@ -166,7 +166,7 @@ class Mesh:
         return replace(group, name=groups.group_name(handle))
 
     def numbers(self, *axes: str) -> tuple[int, ...]:
-        """The index over the axes, in the order given, of each rank of this process's group, which has mesh order."""
+        """Return the index over the axes, in the order given, of each rank of this process's group, which has mesh order."""
         known = self._numbers.get(axes)
         if known is None:
             ranks = self.group(*axes).ranks

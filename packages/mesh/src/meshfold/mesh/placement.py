@@ -76,7 +76,7 @@ class Placement:
         return tuple(axis for axes in self.axes for axis in axes)
 
     def local_shape(self, mesh: Mesh, rank: int | None = None) -> tuple[int, ...]:
-        """The shape of a rank's block, padding included."""
+        """Return the shape of a rank's block, padding included."""
         return tuple(sum(n for _, n in self.segments(mesh, dim, rank)) for dim in range(len(self.shape)))
 
     def segments(self, mesh: Mesh, dim: int, rank: int | None = None) -> list[tuple[int, int]]:
@@ -84,13 +84,13 @@ class Placement:
         return self._block(dim, mesh.index(*self.axes[dim], rank=rank), mesh.size(*self.axes[dim]))
 
     def coordinates(self, mesh: Mesh, dim: int, rank: int | None = None) -> Tensor:
-        """The global coordinate of each local position along a dim, int64; at least the dim's size in padding."""
+        """Return the global coordinate of each local position along a dim, int64; at least the dim's size in padding."""
         return torch.cat(
             [torch.arange(start, start + n, device="cpu") for start, n in self.segments(mesh, dim, rank)]
         )
 
     def rectangles(self, mesh: Mesh, rank: int | None = None) -> list[Rectangle]:
-        """The rectangles of the global tensor that a rank holds, padding left out."""
+        """Return the rectangles of the global tensor that a rank holds, padding left out."""
         found = []
         per_dim = [list(self._clipped(mesh, dim, rank)) for dim in range(len(self.shape))]
         for segments in product(*per_dim):
@@ -103,7 +103,7 @@ class Placement:
         return mesh.world_size // mesh.size(*self.split_axes)
 
     def shard(self, full: Tensor, mesh: Mesh, rank: int | None = None) -> Tensor:
-        """This rank's block of a global tensor, padded with zeros: a new tensor.
+        """Return this rank's block of a global tensor, padded with zeros: a new tensor.
 
         Raises:
             LayoutError: if the tensor does not have the global shape.
@@ -118,7 +118,7 @@ class Placement:
         return local
 
     def gather(self, local: Tensor, mesh: Mesh) -> Tensor:
-        """The global tensor, without padding, on every rank. All ranks of the mesh must call."""
+        """Return the global tensor, without padding, on every rank. All ranks of the mesh must call."""
         for dim, axes in enumerate(self.axes):
             blocks = mesh.size(*axes)
             for axis in reversed(axes):

@@ -17,14 +17,14 @@ WIDE = torch.complex128
 
 
 def wide_contiguous(x: Tensor) -> Tensor:
-    """``x.contiguous()``."""
+    """Return ``x.contiguous()``, copied in wide elements where it can be."""
     if x.is_contiguous() or not _is_wide(x):
         return x.contiguous()
     return x.view(WIDE).contiguous().view(x.dtype)
 
 
 def wide_reshape(x: Tensor, shape: Sequence[int]) -> Tensor:
-    """``x.reshape(shape)``: a view where it can be one."""
+    """Return ``x.reshape(shape)``: a view where it can be one, else copied in wide elements."""
     if not _is_wide(x):
         return x.reshape(shape)
     try:

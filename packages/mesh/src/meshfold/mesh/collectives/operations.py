@@ -59,7 +59,7 @@ class Pending:
         self._call = call
 
     def wait(self) -> Tensor:
-        """The result, ordered after the collective on the current stream."""
+        """Return the result, ordered after the collective on the current stream."""
         if self._finish is not None:
             if self._call is None or torch.compiler.is_compiling():
                 self._tensor = self._finish(self._arrived())
@@ -80,7 +80,7 @@ def all_reduce(x: Tensor, group: Group, op: str = ..., *, async_op: Literal[Fals
 @overload
 def all_reduce(x: Tensor, group: Group, op: str = ..., *, async_op: Literal[True]) -> Pending: ...
 def all_reduce(x: Tensor, group: Group, op: str = "sum", *, async_op: bool = False) -> Tensor | Pending:
-    """The sum (or ``"max"``, ``"min"``) over the group, the same bits on every rank. Shape unchanged."""
+    """Return the sum (or ``"max"``, ``"min"``) over the group, the same bits on every rank. Shape unchanged."""
     if group.size == 1:
         return _ready(x, async_op)
     call = _note("all_reduce", group, x, detail=op, later=async_op)
@@ -92,7 +92,7 @@ def all_gather(x: Tensor, group: Group, dim: int = ..., *, async_op: Literal[Fal
 @overload
 def all_gather(x: Tensor, group: Group, dim: int = ..., *, async_op: Literal[True]) -> Pending: ...
 def all_gather(x: Tensor, group: Group, dim: int = 0, *, async_op: bool = False) -> Tensor | Pending:
-    """Every rank's block, concatenated along ``dim`` in group order: ``[.., n, ..] -> [.., g·n, ..]``."""
+    """Return every rank's block, concatenated along ``dim`` in group order: ``[.., n, ..] -> [.., g·n, ..]``."""
     if group.size == 1:
         return _ready(x, async_op)
     dim = dim % x.dim()
@@ -163,7 +163,7 @@ def reduce_scatter(x: Tensor, group: Group, dim: int = ..., *, async_op: Literal
 @overload
 def reduce_scatter(x: Tensor, group: Group, dim: int = ..., *, async_op: Literal[True]) -> Pending: ...
 def reduce_scatter(x: Tensor, group: Group, dim: int = 0, *, async_op: bool = False) -> Tensor | Pending:
-    """This rank's block along ``dim`` of the sum over the group: ``[.., g·n, ..] -> [.., n, ..]``.
+    """Return this rank's block along ``dim`` of the sum over the group: ``[.., g·n, ..] -> [.., n, ..]``.
 
     Raises:
         CollectiveError: if the group's size does not divide the dim.
@@ -249,7 +249,7 @@ def broadcast(x: Tensor, group: Group, source: int, *, async_op: Literal[False] 
 @overload
 def broadcast(x: Tensor, group: Group, source: int, *, async_op: Literal[True]) -> Pending: ...
 def broadcast(x: Tensor, group: Group, source: int, *, async_op: bool = False) -> Tensor | Pending:
-    """The tensor of the rank with index ``source`` in the group; the others pass one of the same shape and dtype."""
+    """Return the tensor of the rank with index ``source`` in the group; the others pass one of the same shape and dtype."""
     if group.size == 1:
         return _ready(x, async_op)
     call = _note("broadcast", group, x, detail=source, later=async_op)
@@ -327,7 +327,7 @@ def barrier(group: Group, device: torch.device | str = "cpu") -> None:
 
 
 def _begun(call: Call | None, start: Callable[[], Any]) -> Any:
-    """A message on its way; gloo raises here where the other side has gone."""
+    """Return a message on its way; gloo raises here where the other side has gone."""
     try:
         return start()
     except RuntimeError as error:

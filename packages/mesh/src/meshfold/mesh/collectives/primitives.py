@@ -47,7 +47,7 @@ def scatter_sums(x: Tensor, mesh: Mesh, dim: int, axes: Axes) -> Tensor:
 
 
 def take_block(x: Tensor, mesh: Mesh, dim: int, axes: Axes) -> Tensor:
-    """This rank's block along ``dim``: a view. Not differentiable by itself beyond slicing.
+    """Return this rank's block along ``dim``: a view. Not differentiable by itself beyond slicing.
 
     Raises:
         LayoutError: if the axes do not divide the dim.
@@ -77,7 +77,7 @@ def exchange_blocks(x: Tensor, mesh: Mesh, split_dim: int, concat_dim: int, axes
 
 
 def adjoint_pair(forward: Primitive, backward: Primitive) -> Primitive:
-    """A differentiable function from a linear map and its adjoint, neither of which autograd looks into.
+    """Return a differentiable function from a linear map and its adjoint, neither of which autograd looks into.
 
     What the maps need is in their closures, so that only tensors are arguments: all that torch.compile can trace.
     """
@@ -99,7 +99,7 @@ def adjoint_pair(forward: Primitive, backward: Primitive) -> Primitive:
 
 
 def identity(x: Tensor) -> Tensor:
-    """The tensor itself."""
+    """Return the tensor itself."""
     return x
 
 
@@ -112,7 +112,7 @@ def _bind(
     *,
     together: bool,
 ) -> Primitive:
-    """The pair, with its groups made now; the identity where there is nobody to talk to."""
+    """Return the pair, with its groups made now; the identity where there is nobody to talk to."""
     if mesh.size(*axes) == 1:
         return identity
     for group in [axes] if together else [(axis,) for axis in axes]:
@@ -157,7 +157,7 @@ def bind_gather(mesh: Mesh, dim: int, axes: Axes) -> Primitive:
 
 
 def bind_take(mesh: Mesh, dim: int, axes: Axes) -> Primitive:
-    """This rank's block of a replicated tensor; backward all-gathers the gradients of the blocks."""
+    """Return this rank's block of a replicated tensor; backward all-gathers the gradients of the blocks."""
     return _bind(
         mesh,
         ("take", dim),

@@ -114,11 +114,11 @@ class InitTrace:
         return local
 
     def shape_of(self, which: str | Tensor) -> tuple[int, ...]:
-        """The global shape of a tensor of the model that was bound."""
+        """Return the global shape of a tensor of the model that was bound."""
         return self._find(which)[1].geometry.size
 
     def value(self, tensor: Tensor) -> Tensor:
-        """The values of a recorded tensor that holds no random numbers: a new tensor on the CPU."""
+        """Return the values of a recorded tensor that holds no random numbers: a new tensor on the CPU."""
         with _disable_current_modes(), torch.no_grad():
             ref = self.recording.ref(tensor)
             replay = Replay(
@@ -144,7 +144,7 @@ class InitTrace:
         return (names or ["a tensor without a name"])[0], ref
 
     def _draws(self, ref: Ref, seen: set[tuple[int, int]], deep: bool = True) -> Iterator[tuple[int, Write]]:
-        """The random writes that a tensor's values depend on, with their storages, in the order they were made."""
+        """Return the random writes that a tensor's values depend on, with their storages, in the order they were made."""
         if (ref.storage, ref.writes) in seen:
             return
         seen.add((ref.storage, ref.writes))
@@ -183,7 +183,7 @@ def build_on_meta(builder: Callable[[], Module]) -> tuple[Module, InitTrace]:
 
 
 def retrace_initialization(model: nn.Module) -> InitTrace:
-    """A tape for a model that is on the meta device already: has every module initialise itself once more.
+    """Return a trace for a model that is on the meta device already: have every module initialise itself once more.
 
     Calls ``initialize_weights`` of Hugging Face models and ``reset_parameters`` of other modules. What a constructor
     did beyond these is not seen; `materialize` raises for what stays uninitialised.

@@ -66,7 +66,7 @@ def find_value_source(model: nn.Module, *, buffers: bool = False) -> ValueSource
 
 
 def shard_coordinates(tensor: Tensor) -> list[Tensor] | None:
-    """The global coordinates of this rank's block of a tensor, a vector a dim; None for one that no mesh knows."""
+    """Return the global coordinates of this rank's block of a tensor, a vector a dim; None for one that no mesh knows."""
     meta = metadata(tensor)
     if meta is None:
         return None
@@ -98,7 +98,7 @@ def parameter_init(tape: InitTrace, seed: int, device: torch.device) -> Paramete
 def _by_rows(
     tape: InitTrace, name: str, local: Tensor, coordinates: list[Tensor], seed: int, at_once: int
 ) -> Tensor:
-    """The first values of a large block, some rows at a time: ``at_once`` elements."""
+    """Return the first values of a large block, some rows at a time: ``at_once`` elements."""
     rows = max(1, at_once * local.shape[0] // local.numel())
     for start in range(0, local.shape[0], rows):
         some = [coordinates[0][start : start + rows], *coordinates[1:]]

@@ -76,7 +76,7 @@ class Replay:
     known: dict[tuple[Ref, torch.device], Tensor] = field(default_factory=dict)
 
     def block(self, ref: Ref, coordinates: Sequence[Tensor], out: Tensor | None = None) -> Tensor:
-        """The elements at the outer product of the coordinates, zero for a coordinate beyond the tensor."""
+        """Return the elements at the outer product of the coordinates, zero for a coordinate beyond the tensor."""
         base = ref.geometry
         shape = [len(points) for points in coordinates]
         if len(shape) != len(base.size) or (out is not None and list(out.shape) != shape):
@@ -101,7 +101,7 @@ class Replay:
         return _zero_padding_(out, coordinates, base.size)
 
     def whole(self, ref: Ref) -> Tensor:
-        """All elements, on the CPU, by replaying every write in full."""
+        """Return all elements, on the CPU, by replaying every write in full."""
         here = replace(self, device=torch.device("cpu"))
         log = self.recording.log_of(ref)
         storage = torch.UntypedStorage(log.storage.nbytes())
@@ -118,7 +118,7 @@ class Replay:
         return self._source(ref, [torch.arange(size) for size in ref.geometry.size])
 
     def _window(self, write: Write, ref: Ref) -> Window | None:
-        """The window that a write reaches, if it can be replayed on it element by element."""
+        """Return the window that a write reaches, if it can be replayed on it element by element."""
         base = ref.geometry
         kind = write.name
         pointwise = not isinstance(write.func, str) and torch.Tag.pointwise in write.func.tags
@@ -177,7 +177,7 @@ class Replay:
             out[_grid(places, out.shape, out.device)] = part
 
     def _source(self, source: Ref | Tensor, along: Sequence[Tensor]) -> Tensor:
-        """The elements of an argument that meet those at the coordinates, by the rules of broadcasting."""
+        """Return the elements of an argument that meet those at the coordinates, by the rules of broadcasting."""
         size = source.geometry.size if isinstance(source, Ref) else tuple(source.shape)
         last = along[len(along) - len(size) :]
         points = [p if n != 1 else torch.zeros(1, dtype=torch.int64) for n, p in zip(size, last, strict=True)]
@@ -236,7 +236,7 @@ def _view(storage: torch.UntypedStorage, geometry: Geometry) -> Tensor:
 
 
 def take_block(tensor: Tensor, coordinates: Sequence[Tensor]) -> Tensor:
-    """The elements at the outer product of coordinates, zero for one beyond the tensor: a new tensor."""
+    """Return the elements at the outer product of coordinates, zero for one beyond the tensor: a new tensor."""
     size = tensor.shape
     for dim, points in enumerate(coordinates):
         tensor = tensor.index_select(dim, points.clamp(max=size[dim] - 1).to(tensor.device))
@@ -262,7 +262,7 @@ def _grid(places: Sequence[slice | Tensor], shape: Sequence[int], device: torch.
 
 
 def _as_written(part: Tensor, dims: Sequence[int | None]) -> Tensor:
-    """A part of a block seen with the dims of what was written; dims that were written at one index come first."""
+    """Return a part of a block seen with the dims of what was written; dims that were written at one index come first."""
     mapped = [dim for dim in dims if dim is not None]
     others = [dim for dim in range(part.dim()) if dim not in mapped]
     part = part.permute((*others, *mapped))
@@ -273,7 +273,7 @@ def _as_written(part: Tensor, dims: Sequence[int | None]) -> Tensor:
 
 
 def _pair(write: Write, *defaults: tuple[str, float]) -> tuple[float, float]:
-    """The two parameters of a distribution, however they were passed."""
+    """Return the two parameters of a distribution, however they were passed."""
     numbers = [argument for argument in write.args if isinstance(argument, (int, float))]
     first, second = (
         numbers[place] if place < len(numbers) else write.kwargs.get(name, default)

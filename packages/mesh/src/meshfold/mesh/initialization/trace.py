@@ -134,7 +134,7 @@ class Recording:
         self._logs: dict[int, Log] = {}
 
     def ref(self, tensor: Tensor) -> Ref:
-        """The tensor as it is now."""
+        """Return the tensor as it is now."""
         storage = tensor.untyped_storage()
         return Ref(storage._cdata, len(self.log(storage).writes), Geometry.of(tensor))
 
@@ -175,7 +175,7 @@ class Window:
 
     @classmethod
     def of(cls, written: Geometry, base: Geometry) -> Window | None:
-        """The window of ``base`` that ``written`` is, if it is one."""
+        """Return the window of ``base`` that ``written`` is, if it is one."""
         if written.dtype != base.dtype or written.offset < base.offset:
             return None
         rest = written.offset - base.offset
@@ -204,7 +204,7 @@ class Window:
 
     @classmethod
     def all(cls, base: Geometry) -> Window:
-        """Every element of a tensor."""
+        """Return every element of a tensor."""
         n = len(base.size)
         return cls((0,) * n, (1,) * n, base.size, tuple(range(n)))
 

@@ -160,7 +160,7 @@ class _Operator:
     writes: tuple[tuple[int, str], ...]
 
     def written(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
-        """The tensors that a call writes in place."""
+        """Return the tensors that a call writes in place."""
         found = []
         for place, name in self.writes:
             value = args[place] if place < len(args) else kwargs.get(name)
@@ -199,7 +199,7 @@ def _is_plain_normal(func: Any, args: tuple[Any, ...]) -> bool:
 
 
 def _tensors(values: Sequence[Any]) -> list[Tensor]:
-    """Those among arguments, and in lists among them."""
+    """Return the tensors among arguments, and in lists among them."""
     found: list[Tensor] = []
     for value in values:
         if isinstance(value, Tensor):

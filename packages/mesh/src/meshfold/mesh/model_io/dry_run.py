@@ -121,7 +121,7 @@ class DryRun(TorchFunctionMode):
 
     @contextmanager
     def inside(self) -> Iterator[None]:
-        """As inside of a module, for code that is called in a backward without one."""
+        """Context manager: as inside of a module, for code that is called in a backward without one."""
         self._begin()
         try:
             yield

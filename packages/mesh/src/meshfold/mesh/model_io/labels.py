@@ -74,7 +74,7 @@ def check_position_ids(position_ids: Tensor | None, input_ids: Tensor) -> None:
 
 
 def document_starts(position_ids: Tensor) -> Tensor:
-    """``b s`` positions -> ``b s`` bool: where a document begins, the first of the row left out."""
+    """Return where documents begin, the first of a row left out: ``b s`` positions -> ``b s`` bool."""
     first = torch.zeros_like(position_ids, dtype=torch.bool)
     first[:, 1:] = position_ids.diff(dim=1) != 1
     return first

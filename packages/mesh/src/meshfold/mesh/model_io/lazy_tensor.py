@@ -52,7 +52,7 @@ class ShardedOutput:
     piece: Callable[[Tensor], Tensor]
 
     def ranks(self) -> tuple[int, ...]:
-        """Those that have a piece each, ascending."""
+        """Return the ranks that have a shard each, ascending."""
         mesh, axes = self.mesh, self.axes
         groups = (tuple(sorted(group)) for group in mesh.groups(*axes))
         return mesh.once(("ranks", axes), lambda: next(group for group in groups if mesh.rank in group))
@@ -104,7 +104,7 @@ class _Values:
         self._pieces, self._dtypes = pieces, dtypes
 
     def shown(self) -> LazyTensor:
-        """A tensor that has these values."""
+        """Return a tensor that has these values."""
         made: LazyTensor = torch.Tensor._make_wrapper_subclass(
             LazyTensor, self._pieces.shape, dtype=self._dtypes[-1], device=self.here.device
         )
@@ -112,11 +112,11 @@ class _Values:
         return made
 
     def cast(self, dtype: torch.dtype) -> _Values:
-        """The same in another dtype, of what was not read yet."""
+        """Return the same in another dtype, of what was not read yet."""
         return _Values(self._pieces, self.here, (*self._dtypes, dtype))
 
     def whole(self) -> Tensor:
-        """The values; all ranks that have a piece must call."""
+        """Return the values; all ranks that have a shard must call."""
         if not self.read:
             piece = self.here.held.whole() if isinstance(self.here, LazyTensor) else self.here
             meet_to_read(self._pieces.what, self._pieces.ranks())
@@ -165,7 +165,7 @@ class LazyTensor(Tensor):
         return tree_map_only(Tensor, lambda one: shown.get(id(one), one), found)
 
     def _plain(self) -> Tensor:
-        """The values as a tensor of torch's own."""
+        """Return the values as a tensor of torch's own."""
         return self.view(self.shape)
 
     def __repr__(self, *, tensor_contents: object = None) -> str:  # type: ignore[override]

@@ -53,7 +53,7 @@ class WeightGradSite:
         _sites[number] = self
 
     def __deepcopy__(self, memo: object) -> None:
-        """The copy of a layer is an ordinary one: its gradients must not go to this one's parameters."""
+        """Return None: a copied layer is an ordinary one, whose gradients must not go to this one's parameters."""
 
 
 class WeightGradQueue:
@@ -65,7 +65,7 @@ class WeightGradQueue:
 
     @contextmanager
     def collecting(self, key: Hashable) -> Iterator[None]:
-        """Around a backward: what it leaves waits under the key.
+        """Context manager around a backward: weight gradients that it leaves wait under the key.
 
         Raises:
             MeshfoldError: inside of another one, or for a key under which something waits.
@@ -130,7 +130,7 @@ class DefersWeightGrad(Protocol):
     """A layer that can defer its weight gradient by itself."""
 
     def defer_weight_gradient(self) -> WeightGradSite:
-        """From now on hand the weight gradient to the site."""
+        """Hand the weight gradient to the site from now on."""
         ...
 
 
@@ -144,7 +144,7 @@ def defer_weight_grad(ticket: Tensor, x: Tensor, dy: Tensor) -> Tensor | None:
 
 
 def after_gradients(callback: Callable[[], None]) -> None:
-    """For hooks on parameters: be called when the gradients that are made now are all there.
+    """Call back when the gradients that are being made now are complete; for hooks on parameters.
 
     That is at the end of the outermost :func:`gradient_scope`, else of the backward that runs.
     """
@@ -156,7 +156,7 @@ def after_gradients(callback: Callable[[], None]) -> None:
 
 @contextmanager
 def gradient_scope() -> Iterator[None]:
-    """Around what makes gradients in several backwards, one inside of the other or one after the other."""
+    """Context manager around several backwards, nested or one after the other, that make gradients together."""
     callbacks: list[Callable[[], None]] = []
     _together.append(callbacks)
     try:

@@ -27,7 +27,7 @@ def gradient_norm(
     *,
     device: torch.device | str | None = None,
 ) -> Tensor:
-    """The norm over all gradients of the global model: a float64 scalar, equal on every rank of the mesh.
+    """Return the norm over all gradients of the global model: a float64 scalar, equal on every rank of the mesh.
 
     Gradients must already be summed over their ``sum_axes``. Padding counts as nothing (its gradient is zero).
 
@@ -69,7 +69,7 @@ def gradient_norm(
 
 
 def max_over_ranks(value: Tensor, group: Group) -> Tensor:
-    """The largest of all ranks' scalars; NaN if one is NaN, which back ends take for smaller or larger as it comes."""
+    """Return the largest of all ranks' scalars; NaN if one is NaN, which back ends take for smaller or larger as it comes."""
     nan = value.isnan()
     both = operations.all_reduce(torch.stack([value.masked_fill(nan, 0.0), nan.to(value)]), group, "max")
     return both[0].masked_fill(both[1] > 0, math.nan)
@@ -131,7 +131,7 @@ def clip_gradient_values(parameters: Iterable[Tensor], max_value: float) -> None
 
 
 def gradient_shards(grad: Tensor, meta: ParameterMeta, mesh: Mesh) -> Iterable[tuple[Tensor, int]]:
-    """The gradient in pieces, each with how many ranks hold the same numbers."""
+    """Return the gradient in shards, each with the number of ranks that hold the same numbers."""
     replicas = mesh.world_size // meta.mesh.size(*meta.placement.split_axes, *meta.only_at)
     replicas *= math.prod(map(len, meta.only_at.values()))
     if all(part.repeat == 1 for parts in meta.placement.parts.values() for part in parts):

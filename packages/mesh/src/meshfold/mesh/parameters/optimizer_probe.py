@@ -91,7 +91,7 @@ def _run(
 def _twin(
     optimizer: torch.optim.Optimizer, group: Mapping[str, Any], parameters: list[nn.Parameter]
 ) -> torch.optim.Optimizer:
-    """An optimizer with the same settings as a given one, for other parameters."""
+    """Return an optimizer with the same settings as a given one, for other parameters."""
     own = {**group, "params": parameters}
     if optimizer.state:  # it makes state when it is made
         return type(optimizer)([own], **optimizer.defaults)

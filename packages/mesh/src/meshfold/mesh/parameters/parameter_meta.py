@@ -43,7 +43,7 @@ def annotate(parameter: Tensor, meta: ParameterMeta) -> None:
 
 
 def metadata(parameter: Tensor) -> ParameterMeta | None:
-    """The metadata of a parameter, None for one that no package has placed (it is replicated everywhere)."""
+    """Return the metadata of a parameter, None for one that no package has placed (it is replicated everywhere)."""
     return getattr(parameter, _ATTRIBUTE, None)
 
 
@@ -83,7 +83,7 @@ _WRAPPED = "_orig_mod"  # how torch.compile(module) names the module in the one 
 
 
 def uncompiled_name(name: str) -> str:
-    """A name in the model that was written.
+    """Return a name in the model that was written.
 
     >>> plain("blocks.0._orig_mod.up.weight")
     'blocks.0.up.weight'

@@ -30,7 +30,7 @@ class GradientOwner(Protocol):
     """Has the gradients that are shown, each under its place. The methods raise if there are none now."""
 
     def norm(self, places: Sequence[int], norm_type: float) -> Tensor:
-        """The norm of these gradients over the whole model. All ranks must call."""
+        """Return the norm of these gradients over the whole model. All ranks must call."""
 
     def multiply(self, places: Sequence[int], factor: Tensor | float) -> None:
         """Multiply these gradients in place."""
@@ -42,7 +42,7 @@ class GradientOwner(Protocol):
         """Set gradients to zero, as ``zero_grad(set_to_none=False)`` asks."""
 
     def local(self, place: int, what: str) -> Tensor:
-        """This rank's block of a gradient, for all other operations; raises where it has no such block."""
+        """Return this rank's block of a gradient, for all other operations; raises where it has no such block."""
 
 
 class _Shown(Tensor):
@@ -110,7 +110,7 @@ class ShownNorm(_Shown):
         return repr(self.each())
 
     def over_all(self) -> Tensor:
-        """The norm over all its gradients."""
+        """Return the norm over all its gradients."""
         return self.owner.norm(self.places, self.norm_type).to(self.device, self.dtype)
 
     def each(self) -> Tensor:
@@ -232,7 +232,7 @@ def _moved(kwargs: dict[str, Any]) -> dict[str, Any]:
 
 
 def _computed(value: Any, func: Any) -> Any:
-    """The value in place of what stands for it."""
+    """Return the value in place of what stands for it."""
     if isinstance(value, ShownNorm):
         return value.each()
     if isinstance(value, ShownGradient):

@@ -31,5 +31,5 @@ class StoredValue(NamedTuple):
         return self.whole is the_only_one
 
     def made(self) -> Tensor:
-        """The value as it is now."""
+        """Return the value as it is now."""
         return self.whole(self.tensors)

@@ -145,7 +145,7 @@ def _leave(record: str, code: int, text: str, sentence: str = "") -> None:
 
 
 def _render(error: BaseException) -> str:
-    """The traceback from the user's first line on."""
+    """Return the traceback from the user's first line on."""
     first = error.__traceback__
     while first is not None and _ours(first.tb_frame.f_code.co_filename):
         first = first.tb_next

@@ -136,7 +136,7 @@ def _passed_on() -> Iterator[None]:
 
 
 def _children() -> list[int]:
-    """This process's children that run the bootstrap."""
+    """Return this process's children that run the bootstrap."""
     found = []
     for folder in Path("/proc").iterdir():
         with suppress(OSError, ValueError, IndexError):

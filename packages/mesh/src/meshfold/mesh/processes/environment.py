@@ -73,7 +73,7 @@ class Environment:
         return cls()
 
     def variables(self) -> dict[str, str]:
-        """The torchrun variables that say the same, to hand to a process that is to be this rank."""
+        """Return the torchrun variables that say the same, for a process that is to be this rank."""
         return {
             "RANK": str(self.rank),
             "WORLD_SIZE": str(self.world_size),
@@ -179,7 +179,7 @@ def watchdog_settings(variables: Mapping[str, str] | None = None) -> tuple[float
 
 
 def expand_nodes(nodelist: str) -> list[str]:
-    """The host names of a Slurm node list, in order.
+    """Return the host names of a Slurm node list, in order.
 
     >>> expand_nodes("login,node[003-005,012]-ib")
     ['login', 'node003-ib', 'node004-ib', 'node005-ib', 'node012-ib']

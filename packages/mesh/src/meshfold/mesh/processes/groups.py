@@ -20,7 +20,7 @@ class RunningWorld:
 
 
 def running_world() -> RunningWorld | None:
-    """The running world, or None without a process group."""
+    """Return the running world, or None without a process group."""
     if not (dist.is_available() and dist.is_initialized()):
         return None
     return RunningWorld(rank=dist.get_rank(), size=dist.get_world_size())
@@ -33,7 +33,7 @@ _made_in: Any = None
 
 
 def create_group(ranks: tuple[int, ...], purpose: str = "") -> Any:
-    """A process group of the ranks; each of them must call, the others need not.
+    """Return a process group of the ranks; each of them must call, the others need not.
 
     Args:
         ranks: global ranks, ascending.
@@ -61,5 +61,5 @@ def create_group(ranks: tuple[int, ...], purpose: str = "") -> Any:
 
 
 def group_name(handle: Any) -> str:
-    """The name under which the functional collectives find the group."""
+    """Return the name under which the functional collectives find the group."""
     return str(handle.group_name)

@@ -155,7 +155,7 @@ def _check(argv: Sequence[str], ranks: int, port: int | None) -> None:
 
 
 def _host_store(port: int | None) -> tuple[Any, int]:
-    """A store that listens on this machine only, and its port: the one given if it is free."""
+    """Return a store that listens on this machine only, and its port: the one given if it is free."""
     listener = socket.socket()
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
@@ -177,7 +177,7 @@ def _cores_each(ranks: int) -> int:
 
 
 def _variables(place: Environment, given: Mapping[str, str]) -> dict[str, str]:
-    """The environment of a rank. A launcher that torchrun started must not pass its own rank on."""
+    """Return the environment of a rank. A launcher that torchrun started must not pass its own rank on."""
     variables = {name: value for name, value in os.environ.items() if not name.startswith("TORCHELASTIC_")}
     variables.setdefault("OMP_NUM_THREADS", str(_cores_each(place.local_world_size)))
     variables.setdefault("PYTHONUNBUFFERED", "1")  # what is printed is seen at once, not lost with the rank

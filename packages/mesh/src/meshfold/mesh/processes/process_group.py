@@ -167,7 +167,7 @@ def start_fake(world_size: int, rank: int = 0) -> Process:
 
 
 def new_group(ranks: Sequence[int], name: str) -> Any:
-    """A process group of these ranks under a name of its own; only they call.
+    """Return a process group of these ranks under a name of its own; only they call.
 
     ``torch.distributed.new_group`` either wants all ranks of the world to call in one order, or (local
     synchronisation) names the group after how many the process has open: ranks that opened different ones before
@@ -243,14 +243,14 @@ def serve_store(listener: int) -> Any:
 
 
 def join_store(host: str, port: int) -> Any:
-    """The store that another process serves."""
+    """Return the store that another process serves."""
     from torch._C._distributed_c10d import TCPStore
 
     return TCPStore(host, port, is_master=False, wait_for_workers=False)
 
 
 def own_store() -> Any:
-    """A connection of its own to the store in which all processes met; None alone, and in a world that is not there."""
+    """Return a connection of its own to the store in which all processes met; None alone, and in a simulated world."""
     if not is_started() or dist.get_world_size() == 1 or dist.get_backend() == dist.Backend.FAKE:
         return None
     c10d = dist.distributed_c10d
@@ -294,7 +294,7 @@ def break_off() -> None:
 
 
 def place() -> tuple[int, int]:
-    """This process's rank, and how many take part."""
+    """Return this process's rank, and how many take part."""
     return dist.get_rank(), dist.get_world_size()
 
 
@@ -355,7 +355,7 @@ def _gpu_for_each(environment: Environment) -> bool:
 
 
 def _settle(place: torch.device | None, backend: str, environment: Environment) -> torch.device:
-    """The device with its index, made this process's current one if it is a GPU; raise if it is not there."""
+    """Return the device with its index, made this process's current one if it is a GPU; raise if it is not there."""
     if place is None:
         place = torch.device("cuda" if "nccl" in backend else "cpu")
     if place.type != "cuda":
@@ -377,7 +377,7 @@ def _settle(place: torch.device | None, backend: str, environment: Environment) 
 
 
 def _meeting_place(environment: Environment, timeout: timedelta) -> Any:
-    """The store at the environment's address; rank 0 serves it unless the launcher does. Nobody is waited for."""
+    """Return the store at the environment's address; rank 0 serves it unless the launcher does. Nobody is waited for."""
     from torch._C._distributed_c10d import TCPStore
 
     return TCPStore(
@@ -391,7 +391,7 @@ def _meeting_place(environment: Environment, timeout: timedelta) -> Any:
 
 
 def _own_part(store: Any, attempt: int) -> Any:
-    """A part of the store for this start: a second one would find the addresses of the first, which are dead."""
+    """Return a part of the store for this start: a second one would find the addresses of the first, which are dead."""
     from torch._C._distributed_c10d import PrefixStore
 
     again = f" of attempt {attempt}" if attempt else ""

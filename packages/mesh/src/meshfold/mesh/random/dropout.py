@@ -99,7 +99,7 @@ class DropoutStream:
         self._named: set[str] = set()
 
     def draw(self, name: str = "") -> Draw:
-        """For the next dropout call; its key is in [0, 2**63).
+        """Draw for the next dropout call; its key is in [0, 2**63).
 
         Args:
             name: the module's name in the whole model. With it the key does not depend on which modules ran before,
@@ -121,7 +121,7 @@ class DropoutStream:
         )  # fmt: skip
 
     def copy(self) -> DropoutStream:
-        """A stream that continues from here on its own."""
+        """Return a stream that continues from here on its own."""
         made = DropoutStream(
             self.seed, self.step, self._calls, first_row=self.first_row, first_token=self.first_token, rows=self.rows,
             dealt=self.dealt,
@@ -202,7 +202,7 @@ def dropout_stream(
 
 
 def current_dropout_stream() -> DropoutStream:
-    """The stream that dropout layers take their keys from.
+    """Return the stream that dropout layers take their keys from.
 
     Raises:
         MeshfoldError: outside of every ``with dropout_stream(...)``.
@@ -230,7 +230,7 @@ def set_token_shards(dealt: TokenShards | None) -> None:
 
 
 def next_dropout_draw(name: str = "") -> Draw:
-    """For the next dropout call of the current stream; see `DropoutStream.draw`.
+    """Draw for the next dropout call of the current stream; see `DropoutStream.draw`.
 
     A forward that a checkpoint of torch repeats in backward draws what it drew the first time.
 
@@ -257,7 +257,7 @@ def next_dropout_draw(name: str = "") -> Draw:
 
 
 def checkpoint_contexts() -> tuple[AbstractContextManager[object], AbstractContextManager[object]]:
-    """The ``context_fn`` of torch.utils.checkpoint.checkpoint: recomputing a forward draws its keys again.
+    """Return the ``context_fn`` of torch.utils.checkpoint.checkpoint: recomputing a forward draws its keys again.
 
     >>> from torch.utils.checkpoint import checkpoint
     >>> # y = checkpoint(block, x, use_reentrant=False, context_fn=checkpoint_contexts, preserve_rng_state=False)

@@ -45,12 +45,12 @@ _BLOCK_ON_DEVICE = (
 
 
 def key_of(name: str) -> int:
-    """A stable 63-bit key for a name (a parameter's, a dropout call's): it fits a signed 64-bit kernel argument."""
+    """Return a stable 63-bit key for a name (a parameter's, a dropout call's): it fits a signed 64-bit kernel argument."""
     return int.from_bytes(blake2b(name.encode(), digest_size=8).digest(), "little") >> 1
 
 
 def stream_state(seed: int, key: int) -> int:
-    """The state of the stream (seed, key), in [0, 2**64): what a kernel needs beside the element index."""
+    """Return the state of the stream (seed, key), in [0, 2**64): what a kernel needs beside the element index."""
     return _splitmix(_splitmix(seed) ^ _splitmix(key))
 
 
@@ -303,7 +303,7 @@ def _mix_(z: Tensor) -> Tensor:
 
 
 def _shift(z: Tensor, by: int) -> Tensor:
-    """A logical shift to the right: torch shifts the sign in."""
+    """Return a logical shift to the right: torch shifts the sign in."""
     return (z >> by).bitwise_and_((1 << (64 - by)) - 1)
 
 
@@ -315,6 +315,6 @@ def _splitmix(x: int) -> int:
 
 
 def _signed(word: int) -> int:
-    """The int64 with the same 64 bits."""
+    """Return the int64 with the same 64 bits."""
     word &= _WORD
     return word - (1 << 64) if word >> 63 else word

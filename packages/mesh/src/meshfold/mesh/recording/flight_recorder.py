@@ -29,22 +29,22 @@ class Watcher(Protocol):
     """Observer of the calls."""
 
     def announce(self, call: Call) -> None:
-        """A call that is about to be handed over."""
+        """Take note of a call that is about to be handed over."""
 
     def stays_away(self, call: Call) -> str | None:
-        """A line about a rank that is known not to come to a meeting."""
+        """Return a line about a rank that is known not to come to a meeting."""
 
     def before(self, call: Call) -> None:
-        """A call that is waited for from here on."""
+        """Take note of a call that is waited for from here on."""
 
     def ended(self, call: Call) -> None:
-        """A call that was waited for is over."""
+        """Take note that a call that was waited for is over."""
 
     def failed(self, call: Call, error: RuntimeError) -> Exception:
         """Return what to raise for a call that failed."""
 
     def tell(self, error: BaseException) -> None:
-        """An error of this rank that the others should hear of."""
+        """Report an error of this rank to the others."""
 
 
 class Call:
@@ -214,7 +214,7 @@ def at_step(step: int) -> None:
 
 
 def shortened(ranks: tuple[int, ...]) -> str:
-    """``0, 1, 2``, or ``0, 1, 2, ... 63 (64 ranks)``."""
+    """Return ranks as text: ``0, 1, 2``, or ``0, 1, 2, ... 63: 64 ranks``."""
     if len(ranks) <= 8:
         return ", ".join(map(str, ranks))
     return f"{', '.join(map(str, ranks[:3]))}, ... {ranks[-1]}: {len(ranks)} ranks"

@@ -16,21 +16,21 @@ R = TypeVar("R")
 
 
 def count(name: str, value: object, least: int = 1) -> int:
-    """A whole number from ``least`` up."""
+    """Return a whole number from ``least`` up."""
     if isinstance(value, bool) or not isinstance(value, int) or value < least:
         raise SpecError(f"{name}={value!r}: {name} is a whole number from {least} up")
     return value
 
 
 def positive(name: str, value: object, advice: str = "") -> float:
-    """A finite number above 0."""
+    """Return a finite number above 0."""
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
         raise SpecError(f"{name}={value!r}: {name} is a number above 0{advice}")
     return float(value)
 
 
 def named(entry: str, value: object, known: Mapping[str, object]) -> tuple[str, dict[str, Any]]:
-    """``"name"`` or ``dict(name="name", ...)`` as the known name and the other keys."""
+    """Return ``"name"`` or ``dict(name="name", ...)`` as the known name and the other keys."""
     rest: dict[str, Any] = {}
     name = value
     if isinstance(value, Mapping):
@@ -58,7 +58,7 @@ def known_keys(entry: str, value: object, keys: Mapping[str, Any], known: Mappin
 
 
 def reject_unknown_arguments(method: Callable[P, R]) -> Callable[P, R]:
-    """A constructor that raises a SpecError for a keyword that it does not take, with the name that is most like it."""
+    """Decorate a constructor: a keyword that it does not take raises a SpecError with the most similar name."""
     owner = method.__qualname__.partition(".")[0]
     known = [*inspect.signature(method).parameters][1:]
 
@@ -78,7 +78,7 @@ def reject_unknown_arguments(method: Callable[P, R]) -> Callable[P, R]:
 def signature_mismatch(
     function: Callable[..., object], *args: object, **kwargs: object
 ) -> inspect.Signature | None:
-    """The signature of a function that cannot be called so; None if it can, or does not say what it takes."""
+    """Return the signature of a function that cannot be called like this; None if it can, or has no signature."""
     try:
         signature = inspect.signature(function)
     except ValueError:  # of a built-in function

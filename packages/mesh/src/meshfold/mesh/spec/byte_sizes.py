@@ -27,7 +27,7 @@ def canonical_unit(word: str) -> str:
 
 
 def format_bytes(count: float) -> str:
-    """``1.50 GiB``."""
+    """Return bytes as text: ``1.50 GiB``."""
     for unit in ("B", "KiB", "MiB", "GiB"):
         if count < 1024:
             return f"{count:.0f} B" if unit == "B" else f"{count:.2f} {unit}"

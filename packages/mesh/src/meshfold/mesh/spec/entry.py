@@ -55,7 +55,7 @@ _SYNONYMS = {
 
 
 def format_value(value: object) -> str:
-    """The value as a user would write it: dicts as ``dict(size=2)``, everything else by repr."""
+    """Return the value as a user would write it: dicts as ``dict(size=2)``, everything else by repr."""
     if isinstance(value, dict) and all(
         isinstance(key, str) and key.isidentifier() and not keyword.iskeyword(key) for key in value
     ):
@@ -69,7 +69,7 @@ def format_value(value: object) -> str:
 
 
 def kind(value: object) -> str:
-    """The type in a reader's words, with its article: ``a string``, ``a bool``, ``None``."""
+    """Return the type in a reader's words, with its article: ``a string``, ``a bool``, ``None``."""
     if value is None:
         return "None"
     name = "string" if isinstance(value, str) else type(value).__name__
@@ -77,7 +77,7 @@ def kind(value: object) -> str:
 
 
 def join_choices(words: Iterable[object], last: str = "or") -> str:
-    """``1, 2 or 4``."""
+    """Return the values as text: ``1, 2 or 4``."""
     texts = [str(word) for word in words]
     return texts[0] if len(texts) == 1 else f"{', '.join(texts[:-1])} {last} {texts[-1]}"
 
@@ -100,12 +100,12 @@ class Entry:
         return f"{self.name}={format_value(self.value)}"
 
     def error(self, problem: str, change: str) -> SpecError:
-        """The error to raise: the entry, what is wrong with it, what to change. Both are whole sentences."""
+        """Return the error to raise: the entry, what is wrong with it, what to change. Both are whole sentences."""
         quoted = "" if problem.startswith(str(self)) else f"{self}: "
         return SpecError(f"{quoted}{problem} {change}")
 
     def fields(self, known: tuple[str, ...], example: str) -> Mapping[str, object]:
-        """The value as a dict that has known keys only; ``example`` is shown where it is not a dict."""
+        """Return the value as a dict that has known keys only; ``example`` is shown where it is not a dict."""
         if not isinstance(self.value, dict):
             raise self.error(f"{self.name} is {kind(self.value)}, not a dict.", f"Write {example}.")
         keys = f"Known keys: {', '.join(known)}."
@@ -117,7 +117,7 @@ class Entry:
         return self.value
 
     def count(self, key: str, value: object, example: int) -> int:
-        """``value`` as an int of at least 1; ``example`` is a number that would do."""
+        """Return ``value`` as an int of at least 1; ``example`` is a number that would do."""
         if isinstance(value, bool) or not isinstance(value, int):
             problem = f"{key}={format_value(value)} is {kind(value)}, not an int."
             raise self.error(problem, f"Write {key}={meant(value) or example}.")
@@ -130,7 +130,7 @@ class Entry:
         return int(value)
 
     def choice(self, key: str, value: object, known: tuple[str, ...], also: str = "") -> str:
-        """``value`` as one of the known names, exactly; ``also`` tells what else the key takes."""
+        """Return ``value`` as one of the known names, exactly; ``also`` tells what else the key takes."""
         options = f"Known: {', '.join(known)}{also}."
         if not isinstance(value, str):
             raise self.error(f"{key}={format_value(value)} is {kind(value)}, not a name.", options)
@@ -141,7 +141,7 @@ class Entry:
 
 
 def meant(value: object) -> int | None:
-    """The int that something else plainly stands for: 4 for ``4.0``, ``"4"`` and a NumPy integer 4."""
+    """Return the int that something else plainly stands for: 4 for ``4.0``, ``"4"`` and a NumPy integer 4."""
     if isinstance(value, float):
         number = int(value) if value.is_integer() else 0
     elif isinstance(value, str):

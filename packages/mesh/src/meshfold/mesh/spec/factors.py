@@ -8,7 +8,7 @@ _TRIED_DIVISORS = 4096  # messages need a few small factors; a size of 10**18 mu
 
 
 def root(number: int, degree: int) -> int:
-    """The largest whole r with ``r ** degree <= number``, exactly, for number >= 0 and degree >= 1."""
+    """Return the largest whole r with ``r ** degree <= number``, exactly, for number >= 0 and degree >= 1."""
     if degree == 1:
         return number
     if degree == 2:
@@ -27,7 +27,7 @@ def is_power(number: int, degree: int) -> bool:
 
 
 def powers_near(number: int, degree: int) -> tuple[int, ...]:
-    """The perfect powers just below (if any) and just above a number that is not one itself."""
+    """Return the perfect powers just below (if any) and just above a number that is not one itself."""
     below = root(number, degree)
     return tuple(base**degree for base in (below, below + 1) if base >= 1)
 
@@ -39,7 +39,7 @@ def divisors(number: int) -> list[int]:
 
 
 def balanced(number: int, parts: int) -> tuple[int, ...]:
-    """``number`` as ``parts`` factors as equal as its divisors allow: 12 as (3, 4) or (2, 2, 3)."""
+    """Return ``number`` as ``parts`` factors as equal as its divisors allow: 12 as (3, 4) or (2, 2, 3)."""
     if parts == 1:
         return (number,)
     first = max(d for d in divisors(number) if d <= root(number, parts))

@@ -40,7 +40,7 @@ class ParallelSpec:
 
     @classmethod
     def parse(cls, parallel: object, world_size: int | None = None) -> ParallelSpec:
-        """The checked spec of ``parallel=dict(data=..., pipeline=..., sequence=..., tensor=..., zero=...)``.
+        """Check ``parallel=dict(data=..., pipeline=..., sequence=..., tensor=..., zero=...)`` and return the spec.
 
         Pure: needs no process group and accepts the whole grammar whatever is installed. With ``world_size``
         (ranks) given, ``data`` is inferred where it was left out, and the product must be the world size.
@@ -72,7 +72,7 @@ class ParallelSpec:
         return spec if world_size is None else spec.with_world_size(world_size)
 
     def with_world_size(self, world_size: int) -> ParallelSpec:
-        """This spec on ``world_size`` ranks: ``data`` filled in if left out, the product checked."""
+        """Return this spec on ``world_size`` ranks: ``data`` filled in if left out, the product checked."""
         total = Entry(name="world_size", value=world_size).count("world_size", world_size, 1)
         rest = math.prod(size for name, size in self.axes.items() if name != "data")
         if total % rest == 0 and self.data in (None, total // rest):
@@ -132,7 +132,7 @@ class ParallelSpec:
         return {**given, **{name: entry.to_dict() for name, entry in entries.items() if entry is not None}}
 
     def describe(self) -> str:
-        """The spec as a table of several lines: each dimension with its ranks, its axes and how it works."""
+        """Return the spec as a table of several lines: each dimension with its ranks, its axes and how it works."""
         return table(self)
 
     def _needs(self) -> list[Need]:
@@ -148,11 +148,11 @@ class ParallelSpec:
         return needs
 
     def required_distributions(self) -> tuple[str, ...]:
-        """The distributions beyond meshfold-mesh that carry this spec out, each once."""
+        """Return the distributions beyond meshfold-mesh that carry this spec out, each once."""
         return tuple(dict.fromkeys(need.distribution for need in self._needs()))
 
     def missing_distributions(self) -> tuple[str, ...]:
-        """Those of ``required_distributions`` whose modules cannot be imported here."""
+        """Return the ``required_distributions`` whose modules cannot be imported here."""
         return tuple(
             dict.fromkeys(need.distribution for need in self._needs() if not is_importable(need.module))
         )

@@ -52,7 +52,7 @@ class PipelineSpec:
 
     @classmethod
     def parse(cls, value: object) -> PipelineSpec:
-        """From ``2`` or a dict (size, schedule, microbatches, chunks, waves). Raises SpecError."""
+        """Check ``2`` or a dict (size, schedule, microbatches, chunks, waves). Raises SpecError."""
         entry = Entry(name="pipeline", value=value)
         if isinstance(value, int):
             return cls(size=entry.count("pipeline", value, 2))
@@ -69,7 +69,7 @@ class PipelineSpec:
         return cls(size=size, schedule=schedule, microbatches=microbatches, chunks=chunks, waves=waves)
 
     def to_dict(self) -> dict[str, object]:
-        """The entry that parses to this."""
+        """Return the entry that parses to this."""
         return {key: getattr(self, key) for key in KEYS if getattr(self, key) is not None}
 
 

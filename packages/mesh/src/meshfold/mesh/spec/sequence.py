@@ -43,7 +43,7 @@ class SequenceSpec:
 
     @classmethod
     def parse(cls, value: object) -> SequenceSpec:
-        """From a dict with the keys mode, size, ulysses. Raises SpecError."""
+        """Check a dict with the keys mode, size, ulysses. Raises SpecError."""
         entry = Entry(name="sequence", value=value)
         fields = entry.fields(KEYS, "sequence=dict(mode='ring', size=2)")
         if "mode" not in fields:
@@ -78,7 +78,7 @@ class SequenceSpec:
         return cls(mode=mode, size=size, ulysses=ulysses)
 
     def to_dict(self) -> dict[str, object]:
-        """The entry that parses to this."""
+        """Return the entry that parses to this."""
         if self.mode == "megatron":
             return {"mode": self.mode}
         ulysses = {} if self.ulysses is None else {"ulysses": self.ulysses}

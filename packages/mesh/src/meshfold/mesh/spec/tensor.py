@@ -84,7 +84,7 @@ class TensorSpec:
 
     @classmethod
     def parse(cls, value: object) -> TensorSpec:
-        """From ``4`` (1d) or a dict with the keys mode, size, depth, grid, overlap. Raises SpecError."""
+        """Check ``4`` (1d) or a dict with the keys mode, size, depth, grid, overlap. Raises SpecError."""
         entry = Entry(name="tensor", value=value)
         if isinstance(value, int):
             return cls(mode="1d", sizes=(entry.count("tensor", value, 2),))
@@ -93,12 +93,12 @@ class TensorSpec:
         return cls(mode=mode, sizes=_sizes(entry, name, axes, fields), overlap=_overlap(entry, mode, fields))
 
     def to_dict(self) -> dict[str, object]:
-        """The entry that parses to this."""
+        """Return the entry that parses to this."""
         return {key: getattr(self, key) for key in KEYS if getattr(self, key) is not None}
 
 
 def _mode(entry: Entry, value: object) -> tuple[str | TensorMode, str, tuple[str, ...]]:
-    """The mode, its name and its axes."""
+    """Return the mode, its name and its axes."""
     if isinstance(value, str):
         if value == "sequence":
             size = meant(entry.fields(KEYS, "").get("size")) or 2
@@ -150,7 +150,7 @@ def _overlap(entry: Entry, mode: str | TensorMode, fields: Mapping[str, object])
 
 
 def _sizes(entry: Entry, name: str, axes: tuple[str, ...], fields: Mapping[str, object]) -> tuple[int, ...]:
-    """The size of every axis, from whichever of size, depth and grid the user gave."""
+    """Return the size of every axis, from whichever of size, depth and grid the user gave."""
     free = tuple(axis for axis in axes if axis != "depth")
     size = entry.count("size", fields["size"], 4) if "size" in fields else None
     depth = _depth(entry, name, axes, free, size, fields)

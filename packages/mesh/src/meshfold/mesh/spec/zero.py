@@ -42,7 +42,7 @@ class ZeroSpec:
 
     @classmethod
     def parse(cls, value: object) -> ZeroSpec:
-        """From a dict with any of the keys above. Raises SpecError."""
+        """Check a dict with any of the keys above. Raises SpecError."""
         entry = Entry(name="zero", value=value)
         whole = isinstance(value, int) and not isinstance(value, bool) and value in (1, 2, 3)
         fields = entry.fields(KEYS, f"zero=dict(stage={value if whole else 3})")
@@ -63,7 +63,7 @@ class ZeroSpec:
         )
 
     def to_dict(self) -> dict[str, object]:
-        """The entry that parses to this."""
+        """Return the entry that parses to this."""
         said = {key: getattr(self, key) for key in KEYS if getattr(self, key) is not None}
         if self.reshard_after_forward:
             del said["reshard_after_forward"]

@@ -121,7 +121,7 @@ class ForkServer:
 
 
 def main(descriptor: str, parent: str) -> None:
-    """The fork server's own loop; ends when the test process closes its end of the socket."""
+    """Run the fork server; it ends when the test process closes its end of the socket."""
     die_with_parent(int(parent))
     _preload()
     # Process groups of gloo take many descriptors: use what the machine allows.
@@ -213,7 +213,7 @@ def _kill(pids: list[int], children: dict[int, int | None]) -> dict[int, int]:
 def _be_rank(
     parent: int, connection: socket.socket, descriptors: list[int], settings: dict[str, Any]
 ) -> None:
-    """The forked child: become a rank, serve, and never return into the fork server's loop."""
+    """Become a rank in the forked child, serve, and never return into the fork server's loop."""
     code = 1
     try:
         die_with_parent(parent)

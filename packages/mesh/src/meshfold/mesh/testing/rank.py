@@ -136,7 +136,7 @@ def _answer(call: Call) -> Answer:
 
 
 def _find(call: Call) -> Callable[..., Any]:
-    """The function named by the call, its file imported under the module name that the test process uses."""
+    """Return the function named by the call, its file imported under the module name that the test process uses."""
     module = sys.modules.get(call.module)
     if module is None or call.module == "__main__":
         module = _load(call)
@@ -182,7 +182,7 @@ def _load(call: Call) -> ModuleType:
 
 @contextmanager
 def _surroundings(call: Call) -> Iterator[None]:
-    """The test process's search path and directory, and helpers that lie beside the test importable."""
+    """Context manager: the test process's search path and directory; helpers beside the test can be imported."""
     sys.path[:] = [str(Path(call.file).parent), *call.search_path]
     if os.getcwd() != call.directory:
         os.chdir(call.directory)
@@ -193,7 +193,7 @@ def _surroundings(call: Call) -> Iterator[None]:
 
 
 def _reset() -> None:
-    """The same state at the start of every test, whatever the last one left behind."""
+    """Restore the same state at the start of every test, whatever the last one left behind."""
     torch.manual_seed(0)
     random.seed(0)
     torch.set_default_dtype(torch.float32)
@@ -219,7 +219,7 @@ def _show_stacks_on_request() -> None:
 
 
 def _render(error: BaseException, file: str) -> str:
-    """The traceback from the test file on, with the local variables of its last frame there."""
+    """Return the traceback from the test file on, with the local variables of its last frame there."""
     inside: TracebackType | None = error.__traceback__
     last: TracebackType | None = None
     first: TracebackType | None = None

@@ -75,7 +75,7 @@ class Diagnosis:
             self._store.set(f"{_KEY}{self.rank}", state.written())
 
     def read(self) -> dict[int, RankStatus]:
-        """All ranks' states, as they were told last."""
+        """Return all ranks' states, as they were told last."""
         keys = [f"{_KEY}{rank}" for rank in range(self.world_size)]
         with self._lock:
             if not self._store.check(keys):
@@ -119,7 +119,7 @@ class Diagnosis:
         return "\n".join(told(rank, states.get(rank), how.get(rank, ""), states) for rank in causes)
 
     def agreed(self) -> str | None:
-        """The verdict, if some rank has come to one."""
+        """Return the verdict, if some rank has come to one."""
         with self._lock:
             return self._store.get(_VERDICT).decode() if self._store.check([_VERDICT]) else None
 
@@ -162,7 +162,7 @@ class Diagnosis:
         return "\n".join([head, *lines]) + advice
 
     def _look(self, waiting: Waiting) -> tuple[dict[int, RankStatus], dict[int, str]]:
-        """All ranks' states, once those that matter are fresh; and how their processes are."""
+        """Return all ranks' states, once those that matter are fresh, and the states of their processes."""
         first = self.read()
         deadline = time.monotonic() + 2.5 * self.interval_s
         while True:

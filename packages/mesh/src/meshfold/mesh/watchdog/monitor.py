@@ -72,7 +72,7 @@ class Watchdog:
         atexit.register(self._end)
 
     def set_limit(self, limit_s: float, compare: bool) -> None:
-        """From now on; the process groups follow."""
+        """Set the limit from now on; the process groups follow."""
         self._inquiry.limit_s, self.comparing = limit_s, compare
         flight_recorder.limit = timedelta(seconds=limit_s)
         self._checks.set_timeout(flight_recorder.limit)
@@ -107,7 +107,7 @@ class Watchdog:
             self._agreement.look(call)
 
     def stays_away(self, call: Call) -> str | None:
-        """A line about a rank that is known not to come to a meeting; None if all may still do."""
+        """Return a line about a rank that is known not to come to a meeting; None if all may still do."""
         return self._inquiry.stays_away(call)
 
     def ended(self, call: Call) -> None:
@@ -140,7 +140,7 @@ class Watchdog:
         )
 
     def tell(self, error: BaseException) -> None:
-        """An error of this rank's own; not what it was told by others."""
+        """Report an error of this rank's own; not one that it was told by others."""
         if not self._raising:
             self._failures.tell(error)
 
@@ -192,7 +192,7 @@ class Watchdog:
             self._give_up(failure.told(self.rank, call), FAILED_CODE)
 
     def _stuck(self) -> Call | None:
-        """A call that should have ended long ago, or behind which the GPU has not come further."""
+        """Return a call that should have ended long ago, or behind which the GPU has not come further."""
         limit, now = self._inquiry.limit_s, time.monotonic()
         call = oldest(self.flight)
         if call is not None and call.since is not None and now - call.since > limit + _GRACE_S:
@@ -218,7 +218,7 @@ class GpuProgress:
     """The first call of the queue that is not over, and since when it has been that one."""
 
     def __init__(self, recorder: FlightRecorder) -> None:
-        """``recorder``: has the queue, with an event on the GPU behind every call."""
+        """Return ``recorder``: has the queue, with an event on the GPU behind every call."""
         self._flight = recorder
         self._moved = time.monotonic()
 
@@ -232,6 +232,6 @@ class GpuProgress:
             self._moved = now
 
     def held_up_by(self, seconds: float) -> Call | None:
-        """The call that was the first for longer than so many seconds when one looked last."""
+        """Return the call that was the first in the queue for more than so many seconds at the last look."""
         queue = self._flight.on_device
         return queue[0] if queue and time.monotonic() - self._moved > seconds else None

@@ -196,7 +196,7 @@ class RankErrors:
             self._own = None
 
     def elsewhere(self) -> list[Failure]:
-        """The errors of other ranks that this one has not had, the first one first.
+        """Return the errors of other ranks that this one has not had, the first one first.
 
         Where no rank has ever failed this asks the store one question.
         """
@@ -210,7 +210,7 @@ class RankErrors:
         return sorted((one for one in found if self._heeds(one)), key=lambda one: one.order)
 
     def lasting(self, seconds: float) -> list[Failure]:
-        """The same, of those that have stood for so long; to be asked again and again."""
+        """Return the same of those that have stood for so long; to be polled."""
         found, now = self.elsewhere(), time.monotonic()
         self._since = {(one.rank, one.order): self._since.get((one.rank, one.order), now) for one in found}
         return [one for one in found if now - self._since[one.rank, one.order] >= seconds]

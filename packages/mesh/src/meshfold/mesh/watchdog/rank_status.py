@@ -98,7 +98,7 @@ def behind(waiting: Waiting, states: dict[int, RankStatus], me: int) -> list[int
 
 
 def waited_for(waiting: Waiting, states: dict[int, RankStatus], me: int) -> list[int]:
-    """The ranks that a call waits for, then those that these wait for, and so on: whoever waits is no cause."""
+    """Return the ranks that a call waits for, then those that these wait for, and so on: whoever waits is no cause."""
     found = behind(waiting, states, me)
     for rank in found:  # grows
         state = states.get(rank)
