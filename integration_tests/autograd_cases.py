@@ -174,7 +174,7 @@ def primitive(name: str, dtype: torch.dtype) -> Called:
 
 
 PRIMITIVES = tuple(
-    Case("mesh.primitives.adjoint_pair.Pair", name, 2, partial(primitive, name)) for name in BOUND
+    Case("mesh.collectives.primitives.adjoint_pair.Pair", name, 2, partial(primitive, name)) for name in BOUND
 )
 
 # -- sequence -------------------------------------------------------------------------------------------------------
@@ -195,8 +195,8 @@ SEQUENCE = (
     Case("sequence.ring._Ring", "alone with documents", 1, partial(attended, 1, "ring", 8, documents=(0, 3, 8)),
          breaks="where documents end is looked up by bisect, which is not traced"),
     Case("sequence.ring._Ring", "", 2, partial(attended, 2, "ring", 15)),
-    Case("sequence.ring_self._RingSelf", "alone", 1, partial(attended, 1, "ring_self", 8)),
-    Case("sequence.ring_self._RingSelf", "", 2, partial(attended, 2, "ring_self", 15)),
+    Case("sequence.ring_self_attention._RingSelf", "alone", 1, partial(attended, 1, "ring_self", 8)),
+    Case("sequence.ring_self_attention._RingSelf", "", 2, partial(attended, 2, "ring_self", 15)),
 )  # fmt: skip
 
 # -- matrices -------------------------------------------------------------------------------------------------------
@@ -243,8 +243,8 @@ def deferred_product(ranks: int, lowering: str, dtype: torch.dtype) -> Called:
 
 NONE, BOTH = frozenset[str](), frozenset({"x", "w"})
 MATRICES = (
-    Case("pipeline.deferred._Product", "", 1, partial(deferred, True)),
-    Case("pipeline.deferred._Product", "no bias", 1, partial(deferred, False)),
+    Case("pipeline.runtime.deferred_linear._Product", "", 1, partial(deferred, True)),
+    Case("pipeline.runtime.deferred_linear._Product", "no bias", 1, partial(deferred, False)),
     *(
         Case(f"{MATMUL}._make_product.Matmul", f"{lowering} {role}{' kept' * bool(keep)} on {ranks}", ranks,
              partial(product, ranks, lowering, role, keep))
@@ -317,8 +317,12 @@ WATCHED = Case(
 CASES = (*KERNELS, *PRIMITIVES, *SEQUENCE, *MATRICES, *LAYERS, WATCHED)
 
 NOT_COMPILED = {
-    "mesh.without_values._Attention": "it has no values: a plan's stand-in on the meta device, which counts",
-    "mesh.when_read._Join": "a model's output beside its loss, behind the compiled part: it gathers when the user's code reads it",
-    "pipeline.entering._Enter": "a stage is entered between its blocks, outside of their graphs: it gives a tensor other memory",
+    "mesh.model_io.dry_run._Attention": "it has no values: a plan's stand-in on the meta device, which counts",
+    "mesh.model_io.lazy_tensor._Join": (
+        "a model's output beside its loss, behind the compiled part: it gathers when the user's code reads it"
+    ),
+    "pipeline.runtime.stage_border._Enter": (
+        "a stage is entered between its blocks, outside of their graphs: it gives a tensor other memory"
+    ),
 }
 """Functions that no compiled graph can hold, with the reason."""
