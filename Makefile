@@ -11,7 +11,7 @@
 
 VENV ?= .venv
 TESTS ?= integration_tests packages
-packages := mesh kernels tensor_parallel zero_gemini pipeline checkpoint models engine planner huggingface lightning colossalai meshfold
+packages := $(patsubst packages/%/pyproject.toml,%,$(wildcard packages/*/pyproject.toml))
 
 # Two processes, each with files of its own, in this order: most tests use one core at a time, and the longest files come
 # first, so that no process waits for one at the end.
