@@ -112,9 +112,7 @@ class Formatter(argparse.RawDescriptionHelpFormatter):
 def _overview() -> str:
     width = max(map(len, COMMANDS))
     rows = "\n".join(f"  {name:<{width}}  {text}" for name, text in COMMANDS.items())
-    return (
-        f"usage: meshfold COMMAND ...\n\ncommands:\n{rows}\n\n'meshfold COMMAND --help' tells what it takes."
-    )
+    return f"usage: meshfold COMMAND ...\n\ncommands:\n{rows}\n\n'meshfold COMMAND --help' lists the options of a command."
 
 
 def _nearest(name: str, known: Iterable[str]) -> str:

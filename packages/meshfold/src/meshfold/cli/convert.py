@@ -6,7 +6,7 @@
   meshfold convert ~/models/opt opt-safe                            # .bin to safetensors
   meshfold convert runs/a/checkpoint whole --to checkpoint          # rectangles to whole tensors
 
-Tensors go through one by one. A checkpoint may be of any spec; what is written is its model alone (to write optimizer state
+Tensors are converted one by one. A checkpoint may be of any spec; only its model is written (to keep optimizer state
 again, load it into an engine and save). Tensors keep their bytes unless --dtype says otherwise.
 """
 
@@ -29,8 +29,8 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "source", metavar="SOURCE", help="a checkpoint, or a Hugging Face folder (safetensors or .bin)"
     )
-    parser.add_argument("target", metavar="TARGET", help="a folder that is not there yet, or empty")
-    parser.add_argument("--to", choices=("hf", "checkpoint"), default="hf", help="what TARGET is to be (hf)")
+    parser.add_argument("target", metavar="TARGET", help="a new or empty folder")
+    parser.add_argument("--to", choices=("hf", "checkpoint"), default="hf", help="format of TARGET (hf)")
     parser.add_argument(
         "--dtype",
         choices=("float32", "bfloat16", "float16", "float64"),
@@ -47,7 +47,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--model",
         metavar="NAME",
-        help="the preset that an old checkpoint of ours is of, which does not say so",
+        help="preset of an old checkpoint that does not name it",
     )
     parser.add_argument(
         "--set",

@@ -16,7 +16,7 @@ def add_model(parser: argparse._ActionsContainer) -> None:
     which.add_argument(
         "--model",
         metavar="NAME",
-        help="one of our own: gpt-tiny, llama-small, gpt2, ... (default: gpt-tiny), or a folder as for --hf",
+        help="a preset: gpt-tiny, llama-small, gpt2, ... (default: gpt-tiny), or a folder as for --hf",
     )
     which.add_argument(
         "--hf",
@@ -25,11 +25,11 @@ def add_model(parser: argparse._ActionsContainer) -> None:
     )
     parser.add_argument(
         "--set", nargs="+", default=[], metavar="KEY=VALUE", dest="changes",
-        help="change the model of our own: layers=4 hidden=128 heads=4",
+        help="change the preset: layers=4 hidden=128 heads=4",
     )  # fmt: skip
     parser.add_argument(
         "--rule", action="append", default=[], metavar="PATTERN=ROLE", dest="rules",
-        help="what tensor parallelism is to do with submodules of that name, again for each: '*.self_attn=replicate'",
+        help="role of matching submodules in tensor parallelism, once for each: '*.self_attn=replicate'",
     )  # fmt: skip
 
 

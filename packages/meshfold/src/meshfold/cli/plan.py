@@ -3,8 +3,8 @@
   meshfold plan --model llama-8b --parallel "dict(data=8, tensor=dict(mode='2d', size=4))" \\
       --batch-size 64 --seq-len 4096 --precision bf16 --machine h200x8
 
-The engine is set up on tensors without values, in a world of ranks that are not there, and makes one step; what is
-printed is what it would hand to torch.distributed.
+The engine is built on meta tensors with simulated ranks and makes one step; the output shows what it would pass to
+torch.distributed.
 
 With zero=... it also says whether the model fits, where everything would live and what a step takes:
 

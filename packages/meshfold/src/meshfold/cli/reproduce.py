@@ -19,7 +19,7 @@ FOLDER = "experiments"
 def configure(parser: argparse.ArgumentParser) -> None:
     """The arguments of ``meshfold reproduce`` and ``meshfold bench``."""
     parser.usage = f"{parser.prog} NAME ... | --list"
-    parser.add_argument("--list", action="store_true", help="what there is, a line each")
+    parser.add_argument("--list", action="store_true", help="list the experiments")
     parser.add_argument("--json", action="store_true", help="with --list: names as JSON")
     parser.add_argument(
         "name", nargs=argparse.REMAINDER, metavar="NAME ...", help="which one, and its own arguments"

@@ -42,7 +42,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
         type=natural,
         default=0,
         metavar="N",
-        help="start all ranks anew so often after a failure",
+        help="restart all ranks after a failure, up to N times",
     )
     parser.add_argument("--address", metavar="HOST", help="of this machine, as the others see it")
     parser.add_argument(
@@ -54,7 +54,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--port", type=whole, help="where the ranks meet (default: any free one)")
     parser.add_argument(
-        "--log-dir", type=Path, metavar="DIR", help="keep what each rank prints, a file a rank"
+        "--log-dir", type=Path, metavar="DIR", help="write each rank's output to a file in DIR"
     )
     parser.add_argument(
         "-m", dest="module", nargs=argparse.REMAINDER, metavar="MODULE ...", help="run a module"

@@ -45,9 +45,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     )
     data.add_argument("--extensions", nargs="+", metavar=".EXT", help="read only files that end so")
     data.add_argument("--exclude", nargs="+", metavar="NAME", help="leave out folders of these names")
-    data.add_argument(
-        "--max-bytes", type=positive, metavar="N", help="read about so many bytes of text at most"
-    )
+    data.add_argument("--max-bytes", type=positive, metavar="N", help="read at most about N bytes of text")
     data.add_argument("--token-dtype", choices=("uint16", "uint32"), help="of a .bin file (uint16)")
     data.add_argument("--validation", type=rate, metavar="SHARE", help="set aside for validation (0.05)")
     model = parser.add_argument_group("model")
@@ -98,7 +96,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
         const=True,
         default=False,
         choices=("auto",),
-        help="go on from the newest complete checkpoint in DIR; 'auto': if there is one, else start (for jobs that are "
+        help="resume from the newest complete checkpoint in DIR; 'auto': only if there is one (for jobs that are "
         "restarted)",
     )
     out.add_argument(
@@ -120,9 +118,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help="keep the newest N checkpoints, each in DIR/checkpoints/step-... (1, in DIR/checkpoint)",
     )
-    out.add_argument(
-        "--save-asynchronously", action="store_true", help="write checkpoints while training goes on"
-    )
+    out.add_argument("--save-asynchronously", action="store_true", help="write checkpoints in the background")
     out.add_argument(
         "--metrics",
         nargs="+",
@@ -136,7 +132,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
         metavar="T",
         help="of a device, for MFU (the data sheet's, where the GPU is known)",
     )
-    out.add_argument("--prompt", metavar="TEXT", help="at the end, write how the model goes on from TEXT")
+    out.add_argument("--prompt", metavar="TEXT", help="at the end, generate text after TEXT")
     out.add_argument("--sample-tokens", type=positive, metavar="N", help="how far (200)")
     out.add_argument("--no-plan", action="store_true", help="do not print the plan first")
     out.add_argument("--report", action="store_true", help="with the plan, what becomes of each submodule")
