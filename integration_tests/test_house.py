@@ -321,10 +321,7 @@ def test_every_folder_of_packages_is_known_here() -> None:
     folders = {path.parent.name for path in ROOT.glob("packages/*/pyproject.toml")}
     assert folders == set(SIBLINGS)
     settings = (ROOT / "pyproject.toml").read_text()
-    makefile = (ROOT / "Makefile").read_text()
-    listed = re.search(r"^packages := (.*)$", makefile, flags=re.MULTILINE)
-    assert listed is not None
-    assert set(listed[1].split()) == folders
+    assert "$(wildcard packages/*/pyproject.toml)" in (ROOT / "Makefile").read_text()
     for folder in folders:
         # ruff's src, mypy's mypy_path and mypy's files
         assert settings.count(f'"packages/{folder}/src"') == 3, folder
