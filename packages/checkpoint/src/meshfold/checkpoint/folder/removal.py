@@ -34,7 +34,7 @@ def remove_listed(folder: Path) -> None:
 
 
 def discard_set_aside(folder: Path) -> None:
-    """Remove a checkpoint that an earlier version has put aside, if there is one."""
+    """Remove a checkpoint that an earlier version has set aside, if any."""
     if folder.is_dir() and not folder.is_symlink():
         remove_listed(folder)
 

@@ -1,4 +1,4 @@
-"""Copies of tensors in host memory, made beside the training: what changes a tensor waits until it was copied, all else goes on.
+"""Copies of tensors in host memory, made beside the training: only what changes a tensor waits until it was copied.
 
 Three things have an order::
 
@@ -20,13 +20,13 @@ import torch
 from torch import Tensor
 
 SLICE_BYTES = 32 * 2**20
-"""Of what is queued at once: a millisecond or so of a bus, which is what a copy of the training may have to wait."""
+"""Queued at once: about a millisecond of the bus, the longest that a copy of the training waits."""
 
 AT_ONCE = 2
-"""Slices on their way: one that the bus is at, and one for it to go on with."""
+"""Slices in flight: one on the bus, and the next one."""
 
 CopyPair = tuple[Tensor, Tensor]
-"""Where a copy goes, on the host, and of what it is."""
+"""Destination on the host, and source, of a copy."""
 
 
 class CopyQueue(Protocol):
@@ -49,7 +49,7 @@ class CopyQueue(Protocol):
 
 
 class HostCopyQueue:
-    """Without a GPU there is none."""
+    """No queue: without a GPU the host makes all copies itself."""
 
     def takes(self, tensor: Tensor) -> bool:
         return False
@@ -65,7 +65,7 @@ class HostCopyQueue:
 
 
 class StreamCopyQueue:
-    """A stream of a GPU."""
+    """Copies on a stream of a GPU."""
 
     def __init__(self, device: torch.device) -> None:
         """Args:
@@ -146,7 +146,7 @@ class BackgroundCopies:
                 rest.append(pair)
 
     def over(self) -> None:
-        """No more is queued, also if something failed."""
+        """Say that no more is queued, also after a failure."""
         self._queued.set()
 
     def hold(self) -> None:

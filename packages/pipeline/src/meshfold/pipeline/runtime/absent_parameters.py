@@ -24,9 +24,9 @@ DTYPES = (
     torch.uint8,
     torch.bool,
 )
-"""What a dtype's number is, where ranks tell each other"""
+"""Dtypes by the number under which ranks exchange them"""
 LARGE = 2**20
-"""Elements from which on one stands for all"""
+"""Parameters with more elements than this are represented by one element"""
 _LOOKS = {"__get__", "size", "dim", "numel", "element_size", "is_floating_point", "__repr__", "stride"}
 
 
@@ -82,7 +82,7 @@ def agree_on_dtypes(parameters: Sequence[tuple[nn.Module, str]], group: Group, d
         group: whose ranks together keep all of them.
         device: of what is exchanged.
     """
-    if device.type == "meta":  # the other ranks are not there
+    if device.type == "meta":  # the other ranks are simulated
         return
     values = [getattr(module, name) for module, name in parameters]
     codes = [
@@ -96,7 +96,7 @@ def agree_on_dtypes(parameters: Sequence[tuple[nn.Module, str]], group: Group, d
 
 
 def set_absent_dtype(parameters: Sequence[tuple[nn.Module, str]], dtype: torch.dtype) -> None:
-    """:func:`agree_on_dtypes` where the other ranks are not there: let all that stands for a floating parameter have this dtype.
+    """:func:`agree_on_dtypes` for simulated ranks: give all stand-ins for floating parameters this dtype.
 
     Args:
         parameters: (module, name in it).

@@ -1,4 +1,4 @@
-"""In which form a block returns what it was given, so that what stands for it hands it through in the same form."""
+"""The structure of a block's output, so that a placeholder for the block returns its input in the same structure."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ class OutputForm:
 
 
 class OutputForms:
-    """In which form each block of a model returns, as far as was seen while all of them were here."""
+    """The output forms of a model's blocks, as far as they were seen while all blocks were on this rank."""
 
     def __init__(self) -> None:
         self._seen: dict[int, OutputForm] = {}

@@ -127,8 +127,8 @@ def balance_blocks(
     def cost_of(stage: int, first: int, last: int) -> float:
         return sums[last] - sums[first] + before * (stage == 0) + after * (stage == stages - 1)
 
-    # best[s][n]: of the first n blocks in s stages, (dearest stage, sum of squares), then where the last stage begins.
-    # Squares count only once the dearest stage of all is known, so that it is looked for first.
+    # best[s][n]: of the first n blocks in s stages, (most expensive stage, sum of squares), then where the last stage begins.
+    # Squares count only once the cost of the most expensive stage is known, which is searched for first.
     limit = float("inf")
     cuts: list[list[int]] = []
     for even in (False, True):
@@ -186,7 +186,7 @@ def shallow_twin(module: nn.Module, made: dict[nn.Module, nn.Module] | None = No
         twin = made[module] = object.__new__(type(module))
         for name, value in module.__dict__.items():
             twin.__dict__[name] = _own(value)
-        twin._compiled_call_impl = None  # of the first
+        twin._compiled_call_impl = None  # it calls the first module
         for name, child in module._modules.items():
             twin._modules[name] = None if child is None else shallow_twin(child, made)
     return made[module]

@@ -101,14 +101,6 @@ def defer_weight_gradients(module: nn.Module, *, batched: bool = False) -> Weigh
     return queue
 
 
-def restore(module: nn.Module) -> None:
-    """Undo :func:`defer_weight_gradients` for nn.Linear and Conv1D."""
-    for layer in module.modules():
-        if isinstance(layer, _Deferring):
-            layer.__dict__.pop(_SITE, None)
-            layer.__class__ = type(layer).__mro__[2]
-
-
 def _site_of(layer: nn.Module, batched: bool) -> WeightGradSite | None:
     known = layer.__dict__.get(_SITE)
     if isinstance(known, WeightGradSite):

@@ -187,7 +187,7 @@ def _writes(buffer: Tensor | None) -> int:
 
 
 class _NoLargeProducts(TorchFunctionMode):
-    """Spares the product with a large matrix that only stands for one: of its result the shape is wanted."""
+    """Skips the product with a large placeholder matrix: only the shape of the result is needed."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is F.linear and len(args) > 1:

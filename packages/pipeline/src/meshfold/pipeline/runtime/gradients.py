@@ -114,7 +114,7 @@ def _sum(parts: Sequence[Tensor]) -> Tensor:
 
 
 Reduce = Callable[[Sequence[tuple[str, nn.Parameter]]], None]
-"""takes parameters up, with their names, whose gradients are whole"""
+"""called with the parameters, and their names, whose gradients are complete"""
 
 
 class CompleteGradients:

@@ -323,7 +323,7 @@ class PartialForward:
             run.inside = True
             torch.set_grad_enabled(run.grad)
             travels = _travels(slots, args, kwargs)
-            known = layouts_of(travels)  # what stands for them lies as they do
+            known = layouts_of(travels)  # placeholders have the layouts of the tensors they replace
             for leaf, tensor in zip(travels.values(), run.received, strict=True):
                 run.inputs.append(inject(leaf, tensor, run.grad))
             for place, how in known.items():

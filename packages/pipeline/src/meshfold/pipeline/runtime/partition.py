@@ -78,7 +78,7 @@ class Partition:
         ties: parameters that this rank keeps and others keep as well.
         names: first name in the whole model by every name that is left.
         users: this rank's stages that use a parameter that it keeps, by its first name.
-        weights: parameters, or what stands for them, beside the blocks and all gated modules: module and name in it.
+        weights: parameters, or their stand-ins, outside the blocks and all gated modules: module and name in it.
         outside_blocks: all of those beside the blocks, the same on all ranks.
     """
 

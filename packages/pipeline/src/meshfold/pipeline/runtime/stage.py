@@ -105,7 +105,7 @@ class Stage:
 
         Raises:
             MeshfoldError: if what comes out has another shape than was foreseen.
-            LayoutError: if what stands for tensors of other stages got into it.
+            LayoutError: if a placeholder for a tensor of another stage was used.
         """
         output, inputs = self.run(work, plan, received)
         if not self._looked_at:

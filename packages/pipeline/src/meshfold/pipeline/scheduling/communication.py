@@ -1,13 +1,12 @@
 """Turns a schedule into a program: inserts sends, receives, and the points at which gradients can be reduced.
 
-Order. The schedule is simulated; an action stands at the moment at which it begins, a message at the moment at which
-the action that makes it ends, and every rank gets its own actions and messages in the order of these moments. So all
-lists are pieces of one global order in which a message stands between its maker and its user. That is why no rank can
-wait for ever when sends block until they are received: look at the first step in the global order that is not done;
-everything before it is done, so its rank, and for a message both ranks, stand in front of it and can do it. Where
-several messages are posted at once (a batch), or all are posted ahead and only waited for when used, every message is
-posted no later than that, so nothing waits longer. :func:`prove` runs both ways nevertheless, and refuses a program that
-does not end.
+Order. The schedule is simulated. An action gets the time at which it begins, a message the time at which the action that makes
+it ends, and every rank gets its actions and messages in the order of these times. So all lists are parts of one global order in
+which a message comes after its maker and before its user. That is why no rank waits for ever, even if a send blocks until it is
+received: of the first step in the global order that is not done, everything before it is done, so its rank (of a message both
+ranks) has reached it and can do it. If several messages are posted at once (a batch), or all are posted early and waited for
+when used, every message is posted no later than that, so no rank waits longer. :func:`prove` runs a program both ways and
+refuses one that does not end.
 """
 
 from __future__ import annotations
