@@ -30,8 +30,8 @@ class FSDP2:
         dist.init_process_group("cpu:gloo,cuda:nccl" if self.device.type == "cuda" else "gloo")
         self.rank, self.ranks = dist.get_rank(), dist.get_world_size()
         # The first weights are those that the engine draws: whole here for a moment, which is no part of what is timed.
-        model, tape = build_on_meta(work.model)
-        materialize(model, tape, seed=0, device=self.device)
+        model, trace = build_on_meta(work.model)
+        materialize(model, trace, seed=0, device=self.device)
         low = {"bf16": torch.bfloat16, "fp32": torch.float32}[args.precision]
         options: dict[str, Any] = {
             "mesh": init_device_mesh(self.device.type, (self.ranks,)),

@@ -120,8 +120,8 @@ def test_nothing_is_allocated_while_a_model_is_built(zoo: tuple[nn.Module, InitT
 
 
 def test_what_is_not_random_is_equal_bit_for_bit(zoo: tuple[nn.Module, InitTrace, nn.Module]) -> None:
-    model, tape, plain = zoo
-    model = materialize(build_on_meta(Zoo)[0], tape, seed=0, device="cpu")
+    model, trace, plain = zoo
+    model = materialize(build_on_meta(Zoo)[0], trace, seed=0, device="cpu")
     ours, theirs = values_of(model), values_of(plain)
     assert list(ours) == list(theirs)
     for name in ours:
@@ -141,8 +141,8 @@ def test_what_is_not_random_is_equal_bit_for_bit(zoo: tuple[nn.Module, InitTrace
 
 def test_what_is_random_is_equal_in_distribution(zoo: tuple[nn.Module, InitTrace, nn.Module]) -> None:
     _, _, plain = zoo
-    model, tape = build_on_meta(Zoo)
-    ours, theirs = values_of(materialize(model, tape, seed=0, device="cpu")), values_of(plain)
+    model, trace = build_on_meta(Zoo)
+    ours, theirs = values_of(materialize(model, trace, seed=0, device="cpu")), values_of(plain)
     for name in RANDOM:
         a, b = ours[name].detach().double().flatten(), theirs[name].detach().double().flatten()
         if a.numel() > 1:
@@ -156,8 +156,8 @@ def test_what_is_random_is_equal_in_distribution(zoo: tuple[nn.Module, InitTrace
 
 
 def test_a_parameter_holds_the_numbers_of_its_name() -> None:
-    model, tape = build_on_meta(lambda: nn.ModuleDict({"a": nn.Embedding(5, 4), "b": nn.Linear(4, 5)}))
-    materialize(model, tape, seed=7, device="cpu")
+    model, trace = build_on_meta(lambda: nn.ModuleDict({"a": nn.Embedding(5, 4), "b": nn.Linear(4, 5)}))
+    materialize(model, trace, seed=7, device="cpu")
     expected = fill_normal_(torch.empty(5, 4), whole((5, 4)), (5, 4), seed=7, key=key_of("a.weight"))
     assert torch.equal(model["a"].weight, expected)
     expected = fill_uniform_(
@@ -172,8 +172,8 @@ def test_weights_do_not_depend_on_the_order_of_construction_and_differ_by_name_a
 
     models = {}
     for order, seed in (("ab", 0), ("ba", 0), ("ab", 1)):
-        model, tape = build_on_meta(lambda order=order: build(order))
-        models[order, seed] = materialize(model, tape, seed=seed, device="cpu")
+        model, trace = build_on_meta(lambda order=order: build(order))
+        models[order, seed] = materialize(model, trace, seed=seed, device="cpu")
     a = models["ab", 0]["a"].weight
     assert torch.equal(a, models["ba", 0]["a"].weight)
     assert not torch.equal(a, models["ab", 0]["b"].weight)
@@ -188,16 +188,16 @@ def test_weights_do_not_depend_on_the_order_of_construction_and_differ_by_name_a
 def test_any_split_replays_to_the_values_of_the_whole(
     zoo: tuple[nn.Module, InitTrace, nn.Module], name: str, data: st.DataObject
 ) -> None:
-    model, tape, _ = zoo
+    model, trace, _ = zoo
     value = values_of(model)[name]
-    full = tape.materialize(name, torch.empty(value.shape, dtype=value.dtype), seed=3)
+    full = trace.materialize(name, torch.empty(value.shape, dtype=value.dtype), seed=3)
     # Any positions, repeated ones and padding (beyond the size) among them.
     points = [
         torch.tensor(data.draw(st.lists(st.integers(0, size + 1), max_size=20)), dtype=torch.int64)
         for size in value.shape
     ]
     local = torch.empty([len(p) for p in points], dtype=value.dtype)
-    tape.materialize(value, local, points, seed=3)
+    trace.materialize(value, local, points, seed=3)
     for dim, p in enumerate(points):
         full = torch.cat(
             [full, full.new_zeros(*full.shape[:dim], 2, *full.shape[dim + 1 :])], dim
@@ -207,8 +207,8 @@ def test_any_split_replays_to_the_values_of_the_whole(
 
 @pytest.mark.parametrize("axes", [{"row": 2, "col": 2}, {"row": 3, "col": 2}])
 def test_blocks_of_every_rank_make_up_the_serial_model(axes: dict[str, int]) -> None:
-    serial, tape = build_on_meta(Zoo)
-    materialize(serial, tape, seed=1, device="cpu")
+    serial, trace = build_on_meta(Zoo)
+    materialize(serial, trace, seed=1, device="cpu")
     placement = Placement(
         shape=(48, 16), axes=(("row",), ("col",)), parts={0: (Part(24), Part(12), Part(12))}
     )
@@ -220,8 +220,8 @@ def test_blocks_of_every_rank_make_up_the_serial_model(axes: dict[str, int]) -> 
             def coordinates(which: str, tensor: Tensor) -> list[Tensor] | None:
                 return [where.coordinates(mesh, dim) for dim in range(2)] if which == name else None  # noqa: B023
 
-            model, tape = build_on_meta(Zoo)
-            materialize(model, tape, seed=1, device="cpu", placement_of=coordinates)
+            model, trace = build_on_meta(Zoo)
+            materialize(model, trace, seed=1, device="cpu", placement_of=coordinates)
             full = serial.get_parameter(name).detach()
             assert torch.equal(model.get_parameter(name), where.shard(full, mesh))
 
@@ -279,9 +279,9 @@ def test_hugging_face_models(family: str, dtype: torch.dtype) -> None:
     torch.manual_seed(0)
     build = builder_of(family, dtype=dtype)
     plain = build()
-    model, tape = build_on_meta(build)
+    model, trace = build_on_meta(build)
     assert all(value.is_meta for value in values_of(model).values())
-    materialize(model, tape, seed=0, device="cpu")
+    materialize(model, trace, seed=0, device="cpu")
     check_like_plain(values_of(model), values_of(plain))
     tied = model.get_input_embeddings().weight is model.get_output_embeddings().weight
     assert tied == (plain.get_input_embeddings().weight is plain.get_output_embeddings().weight)
@@ -298,8 +298,8 @@ def test_hugging_face_models_that_are_on_the_meta_device_already(family: str) ->
     plain = build()
     with torch.device("meta"):
         model = build()
-    again, tape = build_on_meta(build)
-    materialize(again, tape, seed=4, device="cpu")
+    again, trace = build_on_meta(build)
+    materialize(again, trace, seed=4, device="cpu")
     materialize(model, retrace_initialization(model), seed=4, device="cpu")
     check_like_plain(values_of(model), values_of(plain))
     for name, value in values_of(again).items():
@@ -316,8 +316,8 @@ def test_the_direct_class_and_a_wrapper_that_initialises_after_hugging_face() ->
             self.model = LlamaForCausalLM(config)
             nn.init.constant_(self.model.lm_head.weight, 0.25)
 
-    model, tape = build_on_meta(Wrapper)
-    materialize(model, tape, seed=0, device="cpu")
+    model, trace = build_on_meta(Wrapper)
+    materialize(model, trace, seed=0, device="cpu")
     assert (model.model.lm_head.weight == 0.25).all()
     assert abs(model.model.model.embed_tokens.weight.std() / 0.02 - 1) < 0.05
 
@@ -340,18 +340,18 @@ def test_a_large_model_costs_no_memory_and_one_block_of_it_little() -> None:
     import resource
 
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    _, tape = build_on_meta(lambda: nn.Sequential(*[nn.Linear(16384, 65536) for _ in range(16)]))  # 69 GB
+    _, trace = build_on_meta(lambda: nn.Sequential(*[nn.Linear(16384, 65536) for _ in range(16)]))  # 69 GB
     rows, columns = torch.arange(1000, 1064), torch.arange(16384)
-    block = tape.materialize("7.weight", torch.empty(64, 16384), [rows, columns], seed=0)
+    block = trace.materialize("7.weight", torch.empty(64, 16384), [rows, columns], seed=0)
     assert abs(block.std() * math.sqrt(3 * 16384) - 1) < 0.01
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 300 * 1024  # KiB
 
 
 def test_dtype_rounds_and_leaves_integers_alone() -> None:
-    model, tape = build_on_meta(Zoo)
-    wide = values_of(materialize(model, tape, seed=0, device="cpu"))
-    model, tape = build_on_meta(Zoo)
-    narrow = values_of(materialize(model, tape, seed=0, device="cpu", dtype=torch.bfloat16))
+    model, trace = build_on_meta(Zoo)
+    wide = values_of(materialize(model, trace, seed=0, device="cpu"))
+    model, trace = build_on_meta(Zoo)
+    narrow = values_of(materialize(model, trace, seed=0, device="cpu", dtype=torch.bfloat16))
     for name, value in narrow.items():
         floating = wide[name].is_floating_point()
         assert torch.equal(value, wide[name].to(torch.bfloat16) if floating else wide[name]), name
@@ -402,10 +402,10 @@ def test_any_sequence_of_writes_into_views_is_replayed_exactly() -> None:
 
     for seed in range(400):
         expected = build(seed)["weight"]
-        _, tape = build_on_meta(lambda seed=seed: build(seed))
+        _, trace = build_on_meta(lambda seed=seed: build(seed))
         choose = Random(seed)
         points = [torch.tensor(choose.choices(range(size), k=size)) for size in expected.shape]
-        block = tape.materialize("weight", torch.empty(4, 5, 6, dtype=torch.float64), points, seed=0)
+        block = trace.materialize("weight", torch.empty(4, 5, 6, dtype=torch.float64), points, seed=0)
         for dim, p in enumerate(points):
             expected = expected.index_select(dim, p)
         assert torch.equal(block, expected), f"program {seed}"
@@ -415,8 +415,8 @@ def test_any_sequence_of_writes_into_views_is_replayed_exactly() -> None:
 def test_the_same_weights_on_a_gpu() -> None:
     models = {}
     for device in ("cpu", "cuda"):
-        model, tape = build_on_meta(Zoo)
-        models[device] = values_of(materialize(model, tape, seed=0, device=device))
+        model, trace = build_on_meta(Zoo)
+        models[device] = values_of(materialize(model, trace, seed=0, device=device))
     for name, value in models["cuda"].items():
         assert value.is_cuda
         if name in ("truncated", "old_truncated"):
@@ -426,18 +426,18 @@ def test_the_same_weights_on_a_gpu() -> None:
 
 
 def test_what_is_attached_to_a_parameter_stays() -> None:
-    model, tape = build_on_meta(lambda: nn.Linear(2, 2))
+    model, trace = build_on_meta(lambda: nn.Linear(2, 2))
     model.weight.note = "kept"
     model.bias.requires_grad_(False)
-    materialize(model, tape, seed=0, device="cpu")
+    materialize(model, trace, seed=0, device="cpu")
     assert model.weight.note == "kept" and model.weight.requires_grad and not model.bias.requires_grad
 
 
 def test_a_model_cast_after_it_was_recorded_is_found_by_name() -> None:
-    model, tape = build_on_meta(lambda: nn.Linear(4, 4))
+    model, trace = build_on_meta(lambda: nn.Linear(4, 4))
     reference, other = build_on_meta(lambda: nn.Linear(4, 4))
     materialize(reference, other, seed=0, device="cpu", dtype=torch.bfloat16)
-    materialize(model.to(torch.bfloat16), tape, seed=0, device="cpu")
+    materialize(model.to(torch.bfloat16), trace, seed=0, device="cpu")
     assert torch.equal(model.weight, reference.weight)
 
 
@@ -450,8 +450,8 @@ def test_casts_and_reads_inside_the_builder() -> None:
         model.register_buffer("array", torch.from_numpy(torch.arange(3).numpy()))
         return model
 
-    model, tape = build_on_meta(build)
-    materialize(model, tape, seed=0, device="cpu")
+    model, trace = build_on_meta(build)
+    materialize(model, trace, seed=0, device="cpu")
     assert model.weight.dtype == torch.bfloat16 and (model.bias == 0.5).all()
     assert model.array.tolist() == [0, 1, 2]
 
@@ -501,14 +501,14 @@ def many_at_once() -> nn.Module:
         (sparse, "'weight' is initialised by randperm.*build the model"),
         (geometric, "'weight' is initialised by geometric_.*build the model"),
         (random_branch, "value that the builder reads.*rand"),
-        (under_meta, "'weight' was not made while this tape recorded"),
+        (under_meta, "'weight' was not made while this trace recorded"),
         (many_at_once, "list of tensors"),
     ],
 )
 def test_what_cannot_be_replayed_is_named(build: Callable[[], nn.Module], words: str) -> None:
     def build_and_fill() -> None:
-        model, tape = build_on_meta(build)
-        materialize(model, tape, seed=0, device="cpu")
+        model, trace = build_on_meta(build)
+        materialize(model, trace, seed=0, device="cpu")
 
     with pytest.raises(MeshfoldError, match=words):
         build_and_fill()
@@ -517,18 +517,18 @@ def test_what_cannot_be_replayed_is_named(build: Callable[[], nn.Module], words:
 def test_a_block_of_a_large_tensor_is_not_computed_whole(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(replay, "_WHOLE_LIMIT", 100)
     monkeypatch.setattr(replay, "_SMALL", 10)
-    _, tape = build_on_meta(Zoo)
+    _, trace = build_on_meta(Zoo)
     with pytest.raises(
         MeshfoldError, match=r"'orthogonal', with 144 elements, is initialised by .*on a block"
     ):
-        tape.materialize("orthogonal", torch.empty(6, 12), [torch.arange(6), torch.arange(12)], seed=0)
-    tape.materialize("orthogonal", torch.empty(12, 12), seed=0)
+        trace.materialize("orthogonal", torch.empty(6, 12), [torch.arange(6), torch.arange(12)], seed=0)
+    trace.materialize("orthogonal", torch.empty(12, 12), seed=0)
     with pytest.raises(MeshfoldError, match="one coordinate a position"):
-        tape.materialize("linear.weight", torch.empty(6, 12), seed=0)
+        trace.materialize("linear.weight", torch.empty(6, 12), seed=0)
     with pytest.raises(MeshfoldError, match="'lineer' was not made"):
-        tape.materialize("lineer", torch.empty(6, 12), seed=0)
+        trace.materialize("lineer", torch.empty(6, 12), seed=0)
     with pytest.raises(MeshfoldError, match="not made while"):
-        tape.materialize(torch.empty(3, device="meta"), torch.empty(3), seed=0)
+        trace.materialize(torch.empty(3, device="meta"), torch.empty(3), seed=0)
 
 
 @pytest.mark.parametrize(("dtype", "std"), [(torch.float32, -1.0), (torch.int64, 1.0)])

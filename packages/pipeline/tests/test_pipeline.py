@@ -296,8 +296,8 @@ def test_stages_that_are_never_whole_have_the_same_first_values() -> None:
     from meshfold.models import GPT, GPTConfig
 
     config = GPTConfig(vocab_size=64, hidden=16, layers=6, heads=2, max_positions=8, tie=True)
-    whole, tape = build_on_meta(lambda: GPT(config))
-    materialize(whole, tape, seed=5, device="cpu")
+    whole, trace = build_on_meta(lambda: GPT(config))
+    materialize(whole, trace, seed=5, device="cpu")
     pipeline = Pipeline(lambda: GPT(config), Mesh({"pipe": 4}), seed=5, microbatches=4)
     wanted = dict(whole.named_parameters())
     for name, parameter in pipeline.named_parameters():
@@ -619,10 +619,10 @@ def test_tensor_parallel_stages_on_the_meta_device() -> None:
     from meshfold.tensor_parallel import parallelize
 
     config = GPTConfig(vocab_size=64, hidden=16, layers=4, heads=2, max_positions=8, tie=True)
-    whole, tape = build_on_meta(lambda: GPT(config))
-    materialize(whole, tape, seed=5, device="cpu")
+    whole, trace = build_on_meta(lambda: GPT(config))
+    materialize(whole, trace, seed=5, device="cpu")
     mesh = Mesh({"pipe": 2, "tensor": 2})
-    built, tape = build_on_meta(lambda: GPT(config))
+    built, trace = build_on_meta(lambda: GPT(config))
     parallelize(built, mesh, "1d")
     pipeline = Pipeline(
         built,
@@ -630,7 +630,7 @@ def test_tensor_parallel_stages_on_the_meta_device() -> None:
         microbatches=2,
         device="cpu",
         fill=lambda left: materialize(
-            left, tape, seed=5, device="cpu", placement_of=lambda name, tensor: shard_coordinates(tensor)
+            left, trace, seed=5, device="cpu", placement_of=lambda name, tensor: shard_coordinates(tensor)
         ),
     )
     for name, parameter in pipeline.named_parameters():

@@ -118,8 +118,8 @@ def check_inference(kind: str, settings: dict[str, Any]) -> None:
 
 
 def check_meta(kind: str, settings: dict[str, Any]) -> None:
-    whole, tape = build_on_meta(partial(plain, kind, **settings))
-    materialize(whole, tape, seed=3, device="cpu")
+    whole, trace = build_on_meta(partial(plain, kind, **settings))
+    materialize(whole, trace, seed=3, device="cpu")
     mesh = Mesh({"pipe": 4})
     pipeline = Pipeline(partial(plain, kind, **settings), mesh, seed=3, microbatches=4)
     wanted = dict(whole.named_parameters())

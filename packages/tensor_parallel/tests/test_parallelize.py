@@ -273,7 +273,7 @@ def test_a_model_built_on_meta_gets_its_blocks_from_the_seed() -> None:
     """The weights that a rank makes for itself are its block of those that one rank makes."""
 
     def build(axes: dict[str, int], mode: str) -> nn.Module:
-        model, tape = build_on_meta(lambda: Flat(gated=True, kv_heads=1))
+        model, trace = build_on_meta(lambda: Flat(gated=True, kv_heads=1))
         parallelize(model, at(axes), mode)
 
         def coordinates(name: str, tensor: Tensor) -> list[Tensor] | None:
@@ -284,7 +284,7 @@ def test_a_model_built_on_meta_gets_its_blocks_from_the_seed() -> None:
                 else [meta.placement.coordinates(meta.mesh, d) for d in range(tensor.dim())]
             )
 
-        return materialize(model, tape, seed=4, device="cpu", placement_of=coordinates)
+        return materialize(model, trace, seed=4, device="cpu", placement_of=coordinates)
 
     whole = build({"tensor": 1}, "1d")
     for mode, axes in WHERE:

@@ -60,8 +60,8 @@ def shared(model: nn.Module, stage: int, chunk_elems: int) -> Gemini:
 
 
 def whole(seed: int = 3) -> nn.Module:
-    model, tape = build_on_meta(Net)
-    return materialize(model, tape, seed=seed, device="cpu")
+    model, trace = build_on_meta(Net)
+    return materialize(model, trace, seed=seed, device="cpu")
 
 
 @ranks(2)

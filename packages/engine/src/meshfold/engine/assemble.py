@@ -93,18 +93,18 @@ def assemble(
     """
     check_model(model)
     if isinstance(model, nn.Module):
-        built, tape = model, None
+        built, trace = model, None
         refuse_unmade(model)
         if any(p.is_meta for p in model.parameters()):
             origin = find_value_source(model)  # of a model that was built under zero_gemini's ShardedInit
-            tape, seed = (
-                (retrace_initialization(model), seed) if origin is None else (origin.tape, origin.seed)
+            trace, seed = (
+                (retrace_initialization(model), seed) if origin is None else (origin.trace, origin.seed)
             )
         elif (origin := find_value_source(model, buffers=True)) is not None:
             # Weights were loaded inside ShardedInit; tables that are in no file were not made.
-            materialize(model, origin.tape, seed=origin.seed, device="cpu", parameters=False)
+            materialize(model, origin.trace, seed=origin.seed, device="cpu", parameters=False)
     else:
-        built, tape = build_on_meta(lambda: _checked(model))
+        built, trace = build_on_meta(lambda: _checked(model))
 
     refuse_complex(built)
     refuse_layers(built, world, precision)
@@ -122,16 +122,16 @@ def assemble(
         )
     in_chunks = world.spec.zero is not None
     values = None
-    if tape is not None and (in_chunks or folder is not None):
-        values = parameter_init(tape, seed, world.device)
+    if trace is not None and (in_chunks or folder is not None):
+        values = parameter_init(trace, seed, world.device)
     if folder is not None and values is not None:
         values = folder.over(values, world.device)
 
     def fill(left: nn.Module) -> None:
-        if tape is not None:
+        if trace is not None:
             materialize(
                 left,
-                tape,
+                trace,
                 seed=seed,
                 device=world.device,
                 # What is real was cut when it was split.

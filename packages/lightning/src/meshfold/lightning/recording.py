@@ -17,11 +17,11 @@ def recorded(seed: int) -> Iterator[None]:
 
     As :class:`meshfold.zero_gemini.ShardedInit`, for those who have not installed it.
     """
-    with record_initialization() as tape:
-        origin = ValueSource(tape=tape, seed=seed)
+    with record_initialization() as trace:
+        origin = ValueSource(trace=trace, seed=seed)
 
         def note(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
-            if parameter is not None and tape.recording.knows(parameter):
+            if parameter is not None and trace.recording.knows(parameter):
                 set_value_source(parameter, origin)
 
         handle = register_module_parameter_registration_hook(note)

@@ -55,11 +55,11 @@ class ShardedInit:
         self._inside = ExitStack()
 
     def __enter__(self) -> ShardedInit:
-        tape = self._inside.enter_context(record_initialization())
-        origin = ValueSource(tape=tape, seed=self._seed)
+        trace = self._inside.enter_context(record_initialization())
+        origin = ValueSource(trace=trace, seed=self._seed)
 
         def note(module: nn.Module, name: str, tensor: torch.Tensor | None) -> None:
-            if tensor is not None and tape.recording.knows(tensor):
+            if tensor is not None and trace.recording.knows(tensor):
                 set_value_source(tensor, origin)
 
         self._inside.callback(register_module_parameter_registration_hook(note).remove)
@@ -67,7 +67,7 @@ class ShardedInit:
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         self._inside.close()
 
@@ -84,7 +84,7 @@ def sharded_values(model: nn.Module, device: torch.device) -> ParameterInit | No
     if origin is None:
         return None
     materialize(
-        model, origin.tape, seed=origin.seed, device=device, parameters=False,
+        model, origin.trace, seed=origin.seed, device=device, parameters=False,
         placement_of=lambda name, tensor: shard_coordinates(tensor),
     )  # fmt: skip
-    return parameter_init(origin.tape, origin.seed, device)
+    return parameter_init(origin.trace, origin.seed, device)

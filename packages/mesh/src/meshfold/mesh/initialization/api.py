@@ -1,9 +1,9 @@
 """Initial weights by global element: a model is built on the meta device, and each rank fills its own blocks.
 
-    model, tape = build_on_meta(lambda: GPT(config))
-    materialize(model, tape, seed=0, device="cpu", placement_of=...)
+    model, trace = build_on_meta(lambda: GPT(config))
+    materialize(model, trace, seed=0, device="cpu", placement_of=...)
 
-The tape holds the operations that the model's own code initialises its parameters with. They are replayed on the
+The trace holds the operations that the model's own code initialises its parameters with. They are replayed on the
 elements that a rank holds, with random numbers that belong to (seed, parameter name, global element): every split
 gives the same model, equal in distribution to one that was built in the plain way.
 """
@@ -87,7 +87,7 @@ class InitTrace:
             seed: the seed of the model.
 
         Raises:
-            MeshfoldError: if the tensor was not made under this tape, stays uninitialised, or is initialised by an
+            MeshfoldError: if the tensor was not made under this trace, stays uninitialised, or is initialised by an
                 operation that cannot be replayed on a block. Names the parameter and the operation.
         """
         name, ref = self._find(which)
@@ -130,13 +130,13 @@ class InitTrace:
         if isinstance(which, str):
             if which not in self._names:
                 raise MeshfoldError(
-                    f"{which!r} was not made while this tape recorded (or tape.bind(model) was not called): build the "
+                    f"{which!r} was not made while this trace recorded (or trace.bind(model) was not called): build the "
                     f"model inside record_initialization() and without torch.device('meta'), or {_ADVICE}"
                 )
             return which, self._names[which]
         if not self.recording.knows(which):
             raise MeshfoldError(
-                f"a tensor of shape {tuple(which.shape)} on {which.device} was not made while this tape recorded: "
+                f"a tensor of shape {tuple(which.shape)} on {which.device} was not made while this trace recorded: "
                 f"make it inside record_initialization(), or {_ADVICE}"
             )
         ref = self.recording.ref(which)
@@ -160,26 +160,30 @@ def record_initialization() -> Iterator[InitTrace]:
     """Record how tensors get their values: inside, every factory makes a tensor on the meta device.
 
     No ``torch.device("meta")`` is needed; code that asks a tensor for a value (``.item()``, ``.tolist()``, a branch)
-    gets it, unless it is random. Call ``tape.bind(model)`` once the model is there.
+    gets it, unless it is random. Call ``trace.bind(model)`` once the model is there.
     """
-    tape = InitTrace()
-    with noting_truncated_normal(tape.recording), Reader(tape.value), Recorder(tape.recording, tape.value):
-        yield tape
+    trace = InitTrace()
+    with (
+        noting_truncated_normal(trace.recording),
+        Reader(trace.value),
+        Recorder(trace.recording, trace.value),
+    ):
+        yield trace
 
 
 def build_on_meta(builder: Callable[[], Module]) -> tuple[Module, InitTrace]:
-    """Build a model without allocating it: its tensors are on the meta device, how they get their values on the tape.
+    """Build a model without allocating it: its tensors are on the meta device, how they get their values on the trace.
 
     Args:
         builder: makes the model in the plain way: ``lambda: AutoModelForCausalLM.from_config(config)``.
 
     Returns:
-        The model and its tape, bound to each other.
+        The model and its trace, bound to each other.
     """
-    with record_initialization() as tape:
+    with record_initialization() as trace:
         model = builder()
-    tape.bind(model)
-    return model, tape
+    trace.bind(model)
+    return model, trace
 
 
 def retrace_initialization(model: nn.Module) -> InitTrace:
@@ -189,7 +193,7 @@ def retrace_initialization(model: nn.Module) -> InitTrace:
     did beyond these is not seen; `materialize` raises for what stays uninitialised.
     """
     done: set[nn.Module] = set()
-    with record_initialization() as tape, _untied(model):
+    with record_initialization() as trace, _untied(model):
         for module in model.modules():
             if module in done:
                 continue
@@ -200,8 +204,8 @@ def retrace_initialization(model: nn.Module) -> InitTrace:
                 start := getattr(module, "reset_parameters", getattr(module, "_reset_parameters", None))
             ):
                 start()
-    tape.bind(model)
-    return tape
+    trace.bind(model)
+    return trace
 
 
 @contextmanager
@@ -225,7 +229,7 @@ def _untied(model: nn.Module) -> Iterator[None]:
 
 def materialize(
     model: Module,
-    tape: InitTrace,
+    trace: InitTrace,
     *,
     seed: int,
     device: torch.device | str,
@@ -240,13 +244,13 @@ def materialize(
 
     Args:
         model: the model.
-        tape: the tape it was built under.
+        trace: the trace it was built under.
         seed: decides the random numbers.
         device: where the tensors go.
         dtype: of floating parameters and buffers, as ``model.to(dtype)``; None keeps each tensor's own.
         placement_of: from a tensor's name and the meta tensor to one vector of global coordinates a dim (as
             `Placement.coordinates` gives them), or None for a whole tensor. Left out: all whole.
-        parameters: False leaves parameters as they are, for one who asks the tape for them one by one.
+        parameters: False leaves parameters as they are, for one who asks the trace for them one by one.
 
     Returns:
         The model.
@@ -254,13 +258,13 @@ def materialize(
     Raises:
         MeshfoldError: if a parameter or buffer stays uninitialised or cannot be replayed. Names it.
     """
-    tape.bind(model)
+    trace.bind(model)
     device = torch.device(device)
     blocks: dict[object, Tensor] = {}
     made: dict[Tensor, nn.Parameter] = {}
 
     def block_of(name: str, tensor: Tensor) -> Tensor:
-        identity = tape.recording.ref(tensor) if tape.recording.knows(tensor) else tensor
+        identity = trace.recording.ref(tensor) if trace.recording.knows(tensor) else tensor
         if identity not in blocks:
             wanted = dtype if dtype is not None and tensor.is_floating_point() else tensor.dtype
             coordinates = placement_of(name, tensor) if placement_of is not None else None
@@ -268,8 +272,8 @@ def materialize(
                 coordinates = [torch.arange(size) for size in tensor.shape]
             local = torch.empty([len(points) for points in coordinates], dtype=wanted, device=device)
             if tensor.is_meta:
-                tape.materialize(
-                    tensor if tape.recording.knows(tensor) else name, local, coordinates, seed=seed
+                trace.materialize(
+                    tensor if trace.recording.knows(tensor) else name, local, coordinates, seed=seed
                 )
             else:
                 local.copy_(take_block(tensor.detach(), coordinates))

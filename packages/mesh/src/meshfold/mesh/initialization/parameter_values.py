@@ -26,11 +26,11 @@ class ValueSource:
     """Source of the values of a model on the meta device.
 
     Attributes:
-        tape: what its code did.
+        trace: what its code did.
         seed: of the random numbers.
     """
 
-    tape: InitTrace
+    trace: InitTrace
     seed: int
 
 
@@ -47,7 +47,7 @@ def find_value_source(model: nn.Module, *, buffers: bool = False) -> ValueSource
         buffers: ask for those of its meta buffers instead.
 
     Raises:
-        MeshfoldError: for a model whose parts were built under several tapes.
+        MeshfoldError: for a model whose parts were built under several traces.
     """
     found: dict[ValueSource, str] = {}
     for name, tensor in model.named_buffers() if buffers else model.named_parameters():
@@ -60,7 +60,7 @@ def find_value_source(model: nn.Module, *, buffers: bool = False) -> ValueSource
             f"{one!r} and {other!r} were built under different initialisations: build the whole model under one"
         )
     for origin in found:
-        origin.tape.bind(model)
+        origin.trace.bind(model)
         return origin
     return None
 
@@ -73,7 +73,7 @@ def shard_coordinates(tensor: Tensor) -> list[Tensor] | None:
     return [meta.placement.coordinates(meta.mesh, dim) for dim in range(len(meta.placement.shape))]
 
 
-def parameter_init(tape: InitTrace, seed: int, device: torch.device) -> ParameterInit:
+def parameter_init(trace: InitTrace, seed: int, device: torch.device) -> ParameterInit:
     """Return a function that makes this rank's shard of any parameter of the model that the trace is bound to.
 
     Large blocks are made some rows at a time, so that making one takes little more memory than the block.
@@ -81,26 +81,26 @@ def parameter_init(tape: InitTrace, seed: int, device: torch.device) -> Paramete
 
     def values(name: str, parameter: nn.Parameter, dtype: torch.dtype) -> Tensor:
         meta = metadata(parameter)
-        shape = tape.shape_of(name) if meta is None else meta.placement.local_shape(meta.mesh)
+        shape = trace.shape_of(name) if meta is None else meta.placement.local_shape(meta.mesh)
         coordinates = shard_coordinates(parameter) or [torch.arange(size) for size in shape]
         local = torch.empty(shape, dtype=dtype, device=device)
         at_once = _AT_ONCE_ON_DEVICE if local.is_cuda else _AT_ONCE
         if local.dim() > 1 and local.numel() > at_once:
             try:
-                return _by_rows(tape, name, local, coordinates, seed, at_once)
+                return _by_rows(trace, name, local, coordinates, seed, at_once)
             except MeshfoldError:  # an initialisation that looks at the whole tensor
                 pass
-        return tape.materialize(name, local, coordinates, seed=seed)
+        return trace.materialize(name, local, coordinates, seed=seed)
 
     return values
 
 
 def _by_rows(
-    tape: InitTrace, name: str, local: Tensor, coordinates: list[Tensor], seed: int, at_once: int
+    trace: InitTrace, name: str, local: Tensor, coordinates: list[Tensor], seed: int, at_once: int
 ) -> Tensor:
     """Return the first values of a large block, some rows at a time: ``at_once`` elements."""
     rows = max(1, at_once * local.shape[0] // local.numel())
     for start in range(0, local.shape[0], rows):
         some = [coordinates[0][start : start + rows], *coordinates[1:]]
-        tape.materialize(name, local[start : start + rows], some, seed=seed)
+        trace.materialize(name, local[start : start + rows], some, seed=seed)
     return local

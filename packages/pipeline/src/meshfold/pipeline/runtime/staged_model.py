@@ -64,17 +64,17 @@ def stage_model(
         SpecError: for what is no model, or ``fill`` with a function that makes one.
     """
     fill, seed = config.fill, config.seed
-    built, tape, seed = _built(model, seed) if fill is None else (model, None, seed)
+    built, trace, seed = _built(model, seed) if fill is None else (model, None, seed)
     if not isinstance(built, nn.Module):
         raise SpecError(f"fill=... goes with a module on the meta device, and model is {model!r}")
     place = _device(config.device, built)
     found = partition_model(built, mesh, home, replace(config, device=place))
     if fill is not None:
         fill(built)
-    elif tape is not None:
+    elif trace is not None:
         materialize(
             built,
-            tape,
+            trace,
             seed=seed,
             device=place,
             dtype=config.dtype,
@@ -89,7 +89,7 @@ def stage_model(
 
 
 def _built(model: nn.Module | Callable[[], nn.Module], seed: int) -> tuple[nn.Module, Any, int]:
-    """(the model, its tape if it is on the meta device, the seed of its values)"""
+    """(the model, its trace if it is on the meta device, the seed of its values)"""
     if not isinstance(model, nn.Module):
         if not callable(model):
             raise SpecError(f"model={model!r}: an nn.Module, or a function without arguments that makes one")
@@ -98,7 +98,7 @@ def _built(model: nn.Module | Callable[[], nn.Module], seed: int) -> tuple[nn.Mo
         return model, None, seed
     origin = find_value_source(model)
     return (
-        (model, retrace_initialization(model), seed) if origin is None else (model, origin.tape, origin.seed)
+        (model, retrace_initialization(model), seed) if origin is None else (model, origin.trace, origin.seed)
     )
 
 
