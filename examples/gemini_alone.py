@@ -1,4 +1,4 @@
-"""ZeRO stage 3 in a loop of one's own: meshfold-zero-gemini without the engine, with state in the host's memory.
+"""ZeRO stage 3 in your own loop: meshfold-zero-gemini without the engine, with state in host memory.
 
 meshfold run --ranks 2 examples/gemini_alone.py
 """

@@ -1,4 +1,4 @@
-"""A Hugging Face model, split over two ranks, is fine-tuned from its folder and written as one that transformers loads.
+"""Fine-tune a Hugging Face model on two ranks, from its folder to a folder that transformers loads.
 
 meshfold run --ranks 2 examples/hugging_face.py $(mktemp -d)
 """

@@ -1,4 +1,4 @@
-"""A LightningModule trains on two ranks, each with half of its weights, as the trainer does on one device.
+"""A LightningModule trains on two ranks, each with half of its weights, like on one device.
 
 python examples/lightning_module.py
 """

@@ -1,4 +1,4 @@
-"""One long sequence over four ranks: each has a quarter of the tokens, and attention goes round the ring.
+"""One long sequence over four ranks: each has a quarter of the tokens, and keys and values travel around the ring.
 
 meshfold run --ranks 4 examples/long_sequence.py
 """

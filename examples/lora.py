@@ -1,4 +1,4 @@
-"""LoRA on a Hugging Face model that is split over two ranks: adapters alone are trained, and written as peft reads them.
+"""LoRA on a Hugging Face model split over two ranks: only adapters are trained, and saved for peft.
 
 meshfold run --ranks 2 examples/lora.py $(mktemp -d)
 """

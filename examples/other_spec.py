@@ -1,4 +1,4 @@
-"""A checkpoint that was written under one spec goes on under another, with the same losses.
+"""A checkpoint written under one spec resumes under another, with the same losses.
 
 meshfold run --ranks 4 examples/other_spec.py $(mktemp -d)
 """

@@ -1,4 +1,4 @@
-"""A GPT of one's own, in plain torch.nn as nanoGPT's is, trains on four ranks with the losses of one process.
+"""Your own GPT, in plain torch.nn like nanoGPT, trains on four ranks with the losses of one process.
 
 meshfold run --ranks 4 examples/own_gpt.py
 """

@@ -1,4 +1,4 @@
-"""A tensor-parallel mode of one's own: eight layouts, from which collectives, gradients and costs are derived.
+"""Your own tensor-parallel mode: eight layouts, from which collectives, gradients and costs are derived.
 
 meshfold run --ranks 4 examples/own_mode.py
 """

@@ -1,4 +1,4 @@
-"""A pipeline schedule of one's own: a function that returns a list of actions for every rank, checked, put on a clock, run.
+"""Your own pipeline schedule: a function that returns a list of actions for every rank, validated, simulated and run.
 
 meshfold run --ranks 2 examples/own_schedule.py
 """

@@ -1,4 +1,4 @@
-"""Two nodes of two ranks: tensor inside of a node, data between nodes; a restart goes on from the last checkpoint.
+"""Two nodes of two ranks: tensor inside a node, data between nodes; a restart resumes from the last checkpoint.
 
 bash examples/several_nodes.sh
 """

@@ -39,7 +39,7 @@ def timeline_figure(plan: Plan, moments: Sequence[Moment]) -> Figure:
     axes.axvline(plan.workload.forward_moments - 0.5, color=_FAINT, linewidth=0.8, linestyle=":")
     axes.set_xlim(edges[0], edges[-1])
     axes.set_ylim(0, 1.05 * max(limit / unit, max(base)))
-    axes.set_xlabel("moment: forward, then backward")
+    axes.set_xlabel("units in order: forward, then backward")
     axes.set_ylabel(f"{name} on the GPU")
     binding = "; ".join(plan.binding)
     axes.set_title(f"{plan.workload.name}: {plan.seconds:.3g} s a step ({binding})", color=_INK, fontsize=10)
