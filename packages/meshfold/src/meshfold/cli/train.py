@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 from meshfold.cli.failure import Failure
 from meshfold.cli.run_folder import check_checkpoint, check_folder
 from meshfold.cli.train_arguments import configure, settings_of
-from meshfold.engine.long_runs.stopping import STOPPED_CODE
+from meshfold.mesh.processes import STOPPED_CODE
 
 if TYPE_CHECKING:
     from meshfold.mesh import ParallelSpec

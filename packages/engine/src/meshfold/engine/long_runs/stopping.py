@@ -17,8 +17,7 @@ from meshfold.mesh.processes import STOPPED_CODE
 if TYPE_CHECKING:
     from meshfold.engine.engine import Engine
 
-STOPPED_CODE = STOPPED_CODE
-"""The exit code of a run that stopped on request with a checkpoint: 75, "try again later" """
+__all__ = ["STOPPED_CODE", "GracefulStop"]
 
 #: What batch systems send before they end a job: Slurm SIGTERM, and the one of ``--signal=USR1@120``.
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
