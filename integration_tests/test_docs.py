@@ -40,7 +40,7 @@ each_page = pytest.mark.parametrize(
 
 
 COLUMNS = 88
-"""What a phone on its side and half a laptop's screen show without scrolling; what code prints may be wider"""
+"""Width that half a laptop's screen shows without scrolling; output may be wider"""
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())

@@ -171,7 +171,7 @@ def _runs(found: Mapping[str, Any]) -> list[Claim]:
         ),
         Claim(
             name="counts on ranks that are there",
-            claim="What ranks with values send and keep is what was counted on ranks that are not there",
+            claim="What ranks with values send and keep equals the counts on simulated ranks",
             mark="ours",
             cases=[
                 Case(f"{row['scheme']}, N {row['N']}, {what}", row[f"planned {what}"], row[what])

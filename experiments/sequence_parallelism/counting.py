@@ -1,4 +1,4 @@
-"""Counting: layers that run forward and backward on ranks that are not there, what they send and what autograd keeps.
+"""Counting: layers that run forward and backward on simulated ranks, what they send and what autograd keeps.
 
 Tensors are meta tensors: they have shapes and no memory, so a layer at the paper's size is counted in milliseconds.
 """

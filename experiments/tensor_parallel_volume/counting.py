@@ -1,4 +1,4 @@
-"""Counting: run the real code on ranks that are not there, record what it hands to torch.distributed.
+"""Counting: run the real code on simulated ranks, record what it hands to torch.distributed.
 
 Every count is compared with the plan's cost, collective by collective. Tensors are meta tensors: they have shapes
 and no memory, so a transformer layer on 4096 ranks is counted in milliseconds.

@@ -64,7 +64,7 @@ def configuration(max_ranks: int) -> Config:
 
 
 def count(config: Config, *, progress: bool = False) -> Results:
-    """Count everything, on ranks that are not there.
+    """Count everything, on simulated ranks.
 
     Raises:
         CountError: if the recorder saw anything but what the plan says.
