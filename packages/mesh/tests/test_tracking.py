@@ -262,6 +262,9 @@ class Halves:
     def takes(self, module: nn.Module) -> bool:
         return False
 
+    def given(self, *_: Any) -> None:
+        raise AssertionError
+
     def returned(self, *_: Any) -> None:
         raise AssertionError
 

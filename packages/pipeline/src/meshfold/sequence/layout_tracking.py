@@ -52,6 +52,11 @@ class ShardedSequenceLayout:
         """Return whether a module is a loss that knows that its labels are sharded."""
         return bool(getattr(module, "causal_lm_loss", False))
 
+    def given(
+        self, found: Tracker, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+    ) -> None:
+        """Do nothing: a loss takes what this rank has."""
+
     def returned(
         self, found: Tracker, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], output: Any
     ) -> None:

@@ -70,6 +70,28 @@ class Tracked(OnMesh):
             isinstance(module, OnMesh) and isinstance(module, nn.Module)
         )
 
+    def given(
+        self, found: Tracker, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+    ) -> None:
+        """Refuse a tensor that does not lie as a layer reads it."""
+        given = next((x for x in (*args, *kwargs.values()) if isinstance(x, Tensor)), None)
+        if given is None:
+            return
+        dims = found.dims(given)
+        if isinstance(module, Linear):
+            (reads_m, reads_k), _ = _between(module)
+            if not _is_handed(module, dims):
+                self._check(found, module, given, dims, reads_k)
+            if module.gather_output:
+                check_stream(found, module.mesh, given, reads_m, reads_k, type(module).__name__)
+        elif isinstance(module, LayerNorm | RMSNorm):
+            self._check(found, module, given, dims, module.columns)
+        elif isinstance(module, HeadNorm):
+            self._check(found, module, given, dims, ())
+        elif isinstance(module, CausalLMLoss):
+            logits = module.mode.layout("logits")
+            check_stream(found, module.mesh, given, logits["m"], logits["v"], type(module).__name__)
+
     def returned(
         self, found: Tracker, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], output: Any
     ) -> None:
@@ -118,12 +140,8 @@ class Tracked(OnMesh):
         if isinstance(module, PositionEmbedding):
             return self._positions(found, module, given, dims, shape)
         if isinstance(module, LayerNorm | RMSNorm):
-            self._check(found, module, given, dims, module.columns)
             return (*dims[:-1], block(shape[-1], real(module.mesh, module.columns), grain=-1))
-        if isinstance(module, HeadNorm):
-            self._check(found, module, given, dims, ())
-            return dims
-        if isinstance(module, Dropout):
+        if isinstance(module, HeadNorm | Dropout):
             return dims
         if isinstance(module, PatchEmbedding):
             residual = module.mode.layout("residual")
@@ -135,20 +153,14 @@ class Tracked(OnMesh):
             return (*dims, block(shape[-1], real(module.mesh, self.mode.layout("hidden")["n"])))
         if isinstance(module, nn.MultiheadAttention):
             return dims
-        if isinstance(module, CausalLMLoss):
-            logits = module.mode.layout("logits")
-            check_stream(found, module.mesh, given, logits["m"], logits["v"], type(module).__name__)
         return whole_dims(shape)
 
     def _linear(
         self, found: Tracker, layer: Linear, given: Tensor, dims: Dims, shape: tuple[int, ...]
     ) -> Dims:
-        (reads_m, reads_k), (writes_m, writes_n) = _between(layer)
+        (reads_m, _), (writes_m, writes_n) = _between(layer)
         handed = _is_handed(layer, dims)
-        if not handed:
-            self._check(found, layer, given, dims, reads_k)
         if layer.gather_output:
-            check_stream(found, layer.mesh, given, reads_m, reads_k, type(layer).__name__)
             return joined_rows(found, layer.mesh, dims, shape)
         mesh = layer.mesh
         if handed and len(shape) > 2:

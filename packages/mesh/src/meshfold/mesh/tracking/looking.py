@@ -56,6 +56,11 @@ class Looking:
                 register_module_forward_hook(self._left, always_call=True),
             ):
                 stack.callback(handle.remove)
+            for module in self._model.modules():
+                if any(watched.takes(module) for watched in self._watched):
+                    # The last hook of the module, which sees what the others have made of its arguments.
+                    handle = module.register_forward_pre_hook(self._given_to, with_kwargs=True)
+                    stack.callback(handle.remove)
             for watched in self._watched:
                 watched.begin(tracker, self._model, self._given)
             self._open = stack.pop_all()
@@ -70,6 +75,12 @@ class Looking:
             context = self._tracker.untracked()
             context.__enter__()
             self._exchanging.append((module, context))
+
+    def _given_to(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        for watched in self._watched:
+            if watched.takes(module):
+                watched.given(self._tracker, module, args, kwargs)
+                return
 
     def _leave(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
         if not self._ended(module):
@@ -99,13 +110,19 @@ class Looking:
 
     def _where(self) -> str:
         """The module whose forward runs."""
-        for module in reversed(self._inside):
+        for module in reversed(self._own()):
             if id(module) in self._names:
                 return f"{self._names[id(module)] or '(root)'} ({type(module).__name__})"
         return ""
 
+    def _own(self) -> list[nn.Module]:
+        """The modules whose forwards run, up to one of ours: the code that has called it is the model's."""
+        if not self._exchanging:
+            return self._inside
+        return self._inside[: self._inside.index(self._exchanging[0][0])]
+
     def _remedy(self, axes: tuple[str, ...]) -> str:
-        name = next((self._names[id(m)] for m in reversed(self._inside) if id(m) in self._names), "")
+        name = next((self._names[id(m)] for m in reversed(self._own()) if id(m) in self._names), "")
         found = (watched.remedy(name, axes) for watched in self._watched)
         return next((text for text in found if text), "")
 

@@ -31,6 +31,11 @@ class Watched(Protocol):
     def takes(self, module: nn.Module) -> bool:
         """Whether a module's own code may exchange between ranks, so that it is not looked at."""
 
+    def given(
+        self, tracker: Tracker, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+    ) -> None:
+        """Refuse arguments that such a module cannot take, before it runs."""
+
     def returned(
         self,
         tracker: Tracker,

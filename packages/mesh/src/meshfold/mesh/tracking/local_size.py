@@ -1,0 +1,176 @@
+"""The size of a split dim as a number that remembers what it counts: a size for views and new tensors, no factor."""
+
+from __future__ import annotations
+
+import numbers
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, NoReturn
+
+import torch
+
+from meshfold.mesh.tracking.dims import Dim, Factor, axes_of, normal, size_of
+
+
+class LocalSize(int):
+    """A number of a rank's own elements.
+
+    Sums, products and quotients of it are such numbers too. Dividing by it, powers, fractions and floats are refused: the
+    model means the number of all elements.
+
+    Attributes:
+        axes: mesh axes that split what it counts.
+        dim: the dim of which it is the size; None for a number computed of such sizes.
+        refuse: raises the LayoutError of the line that computes with it.
+    """
+
+    axes: tuple[str, ...]
+    dim: Dim | None
+    refuse: Callable[[], NoReturn]
+
+    def __truediv__(self, other: Any) -> Any:
+        return self._refuse(other)
+
+    def __rtruediv__(self, other: Any) -> Any:
+        return self._refuse(other)
+
+    def __pow__(self, other: Any, modulo: Any = None) -> Any:
+        return self._refuse(other)
+
+    def __rpow__(self, other: Any, modulo: Any = None) -> Any:
+        return self._refuse(other)
+
+    def __float__(self) -> float:
+        self.refuse()
+
+    def __mul__(self, other: Any) -> Any:
+        return self._computed(int.__mul__, other, self._times(other))
+
+    def __rmul__(self, other: Any) -> Any:
+        return self._computed(int.__rmul__, other, self._times(other, first=True))
+
+    def __add__(self, other: Any) -> Any:
+        return self._computed(int.__add__, other)
+
+    def __radd__(self, other: Any) -> Any:
+        return self._computed(int.__radd__, other)
+
+    def __sub__(self, other: Any) -> Any:
+        return self._computed(int.__sub__, other)
+
+    def __rsub__(self, other: Any) -> Any:
+        return self._computed(int.__rsub__, other)
+
+    def __floordiv__(self, other: Any) -> Any:
+        found = self._computed(int.__floordiv__, other)
+        if isinstance(found, LocalSize) and not isinstance(other, LocalSize) and self._is_part(int(found)):
+            return int(found)
+        return found
+
+    def __rfloordiv__(self, other: Any) -> Any:
+        return self._computed(int.__rfloordiv__, other)
+
+    def __mod__(self, other: Any) -> Any:
+        return self._computed(int.__mod__, other)
+
+    def __rmod__(self, other: Any) -> Any:
+        return self._computed(int.__rmod__, other)
+
+    def __neg__(self) -> Any:
+        return made(-int(self), self.axes, None, self.refuse)
+
+    def __reduce__(self) -> Any:
+        return int, (int.__int__(self),)
+
+    def _refuse(self, other: Any) -> Any:
+        if isinstance(other, numbers.Number):
+            self.refuse()
+        return NotImplemented  # a tensor's own method answers
+
+    def _computed(self, operation: Callable[..., Any], other: Any, dim: Dim | None = None) -> Any:
+        if not isinstance(other, int):
+            return self._refuse(other)
+        axes = other.axes if isinstance(other, LocalSize) else ()
+        return made(operation(self, other), tuple(dict.fromkeys((*self.axes, *axes))), dim, self.refuse)
+
+    def _times(self, other: Any, *, first: bool = False) -> Dim | None:
+        """The dim that a view has which puts two together."""
+        if self.dim is None or not isinstance(other, int) or isinstance(other, bool) or other < 1:
+            return None
+        theirs = other.dim if isinstance(other, LocalSize) else (Factor(int(other)),)
+        if theirs is None:
+            return None
+        return normal((*theirs, *self.dim) if first else (*self.dim, *theirs))
+
+    def _is_part(self, number: int) -> bool:
+        """Whether so many elements always stay together: those of a head."""
+        grains = {factor.grain for factor in self.dim or () if factor.split is not None}
+        return len(grains) == 1 and number in grains
+
+
+def made(
+    value: int, axes: tuple[str, ...], dim: Dim | None, refuse: Callable[[], NoReturn]
+) -> LocalSize | int:
+    """A number of a rank's elements; a plain one without axes."""
+    if not axes:
+        return value
+    found = LocalSize(value)
+    found.axes, found.dim, found.refuse = axes, dim, refuse
+    return found
+
+
+def dim_of(size: int) -> Dim:
+    """The dim of a new tensor that has so many elements: a piece as that is of which this is the size."""
+    from meshfold.mesh.tracking.dims import Split
+
+    if not isinstance(size, LocalSize):
+        return (Factor(int(size)),)
+    if size.dim is not None and size_of(size.dim) == size and axes_of(size.dim):
+        return size.dim
+    return (Factor(int(size), Split(size.axes, "counted")),)
+
+
+def in_(value: Any) -> Iterator[LocalSize]:
+    """All such numbers in an argument."""
+    if isinstance(value, LocalSize):
+        yield value
+    elif isinstance(value, list | tuple):
+        for item in value:
+            yield from in_(item)
+    elif isinstance(value, slice):
+        yield from in_((value.start, value.stop, value.step))
+
+
+class LocalShape(torch.Size):
+    """A shape of which ``numel()`` is a number of a rank's elements."""
+
+    def numel(self) -> int:
+        """Return the product of all sizes."""
+        found: Any = 1
+        for size in self:
+            found = found * size
+        return found  # type: ignore[no-any-return]
+
+
+def sizes_given(name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> list[int] | None:
+    """The shape that a call of torch asks for, as written; None if it asks for none."""
+    if "size" in kwargs or "shape" in kwargs:
+        given: Any = kwargs.get("size", kwargs.get("shape"))
+        return list(given) if isinstance(given, list | tuple) else None
+    rest = args if name in _NEW else args[1:]
+    if name in _FILLED:
+        rest = [value for value in rest if isinstance(value, list | tuple)][:1]
+    if rest and isinstance(rest[0], list | tuple):
+        rest = rest[0]
+    found = list(_while_int(rest))
+    return found or None
+
+
+def _while_int(values: Iterable[Any]) -> Iterator[int]:
+    for value in values:
+        if not isinstance(value, int) or isinstance(value, bool):
+            return
+        yield value
+
+
+_NEW = frozenset(("zeros", "ones", "empty", "rand", "randn", "full", "randint"))
+_FILLED = frozenset(("full", "new_full", "randint"))
