@@ -7,7 +7,7 @@ from collections.abc import Callable
 from torch import Tensor
 
 from meshfold.mesh.tracking.call import Call, keep_out
-from meshfold.mesh.tracking.dims import Dims, cut, is_whole, shape_of, size_of, whole
+from meshfold.mesh.tracking.dims import Dims, cut, is_counted, is_whole, shape_of, size_of, whole
 
 Rule = Callable[[Call], list[Dims]]
 
@@ -47,7 +47,8 @@ def along(call: Call) -> list[Dims]:
 
 def _matrix(call: Call) -> list[Dims]:
     dims = call.dims_of(call.tensors[0])
-    keep_out(dims, (len(dims) - 2, len(dims) - 1), "tells places apart along")
+    if not all(is_whole(dim) or is_counted(dim) for dim in dims[-2:]):
+        keep_out(dims, (len(dims) - 2, len(dims) - 1), "tells places apart along")
     return [dims]
 
 

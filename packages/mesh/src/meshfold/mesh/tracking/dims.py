@@ -24,12 +24,12 @@ class Split:
         kind: ``"block"``: a contiguous block of the whole, ``"dealt"``: tokens in any order, ``"chosen"``: some of a rank's own
             elements, ``"places"``: where ``nonzero`` has found these, ``"moved"``: tokens of other ranks too, until they are
             brought back, ``"alike"``: all elements are the same, so that they are a piece of as many more, ``"unknown"``: may be
-            anything, as a tensor that an earlier forward has left.
+            anything, as a tensor that an earlier forward has left, ``"counted"``: numbers that every rank counts by itself.
         choice: tells choices, or moves, apart.
     """
 
     axes: tuple[str, ...]
-    kind: Literal["block", "dealt", "chosen", "places", "moved", "alike", "unknown"] = "block"
+    kind: Literal["block", "dealt", "chosen", "places", "moved", "alike", "unknown", "counted"] = "block"
     choice: int = 0
 
     @property
@@ -130,6 +130,11 @@ def is_unknown(dim: Dim) -> bool:
     )
 
 
+def is_counted(dim: Dim) -> bool:
+    """Whether a dim has as many elements as a rank has of something, and is no piece of a larger one."""
+    return len(dim) == 1 and dim[0].split is not None and dim[0].split.kind == "counted"
+
+
 def is_whole(dim: Dim) -> bool:
     """Whether every rank has all of the dim: nothing else may be mixed."""
     return all(factor.split is None for factor in dim)
@@ -206,7 +211,7 @@ def once(dims: Dims) -> Dims:
     """
     seen: set[str] = set()
     for dim in dims:
-        mine = set(axes_of(dim))
+        mine = set() if is_counted(dim) else set(axes_of(dim))
         if seen & mine:
             raise MixesError(
                 f"pairs elements of two dims that are split over {', '.join(sorted(seen & mine))}"

@@ -90,6 +90,11 @@ class Tracker(TorchDispatchMode):
         self.overlooked: tuple[str, ...] = ()
         self._off = self._apart = 0
 
+    @property
+    def is_off(self) -> bool:
+        """Whether operations are not looked at for now."""
+        return self._off > 0
+
     def dims(self, tensor: Tensor) -> Dims:
         """How a tensor lies."""
         return self.records.dims(tensor)

@@ -6,9 +6,7 @@ import numbers
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NoReturn
 
-import torch
-
-from meshfold.mesh.tracking.dims import Dim, Factor, axes_of, normal, size_of
+from meshfold.mesh.tracking.dims import Dim, Dims, Factor, Split, axes_of, normal, size_of
 
 
 class LocalSize(int):
@@ -120,13 +118,22 @@ def made(
 
 def dim_of(size: int) -> Dim:
     """The dim of a new tensor that has so many elements: a piece as that is of which this is the size."""
-    from meshfold.mesh.tracking.dims import Split
-
     if not isinstance(size, LocalSize):
         return (Factor(int(size)),)
     if size.dim is not None and size_of(size.dim) == size and axes_of(size.dim):
         return size.dim
     return (Factor(int(size), Split(size.axes, "counted")),)
+
+
+def dims_of(sizes: Sequence[int]) -> Dims:
+    """The layout of a new tensor; of one as many elements in each of two dims as a rank has of one, no dim is a piece."""
+    dims = tuple(map(dim_of, sizes))
+    axes = [axis for dim in dims for axis in axes_of(dim)]
+    if len(axes) == len(set(axes)):
+        return dims
+    return tuple(
+        (Factor(int(n), Split(n.axes, "counted") if isinstance(n, LocalSize) else None),) for n in sizes
+    )
 
 
 def in_(value: Any) -> Iterator[LocalSize]:
@@ -138,17 +145,6 @@ def in_(value: Any) -> Iterator[LocalSize]:
             yield from in_(item)
     elif isinstance(value, slice):
         yield from in_((value.start, value.stop, value.step))
-
-
-class LocalShape(torch.Size):
-    """A shape of which ``numel()`` is a number of a rank's elements."""
-
-    def numel(self) -> int:
-        """Return the product of all sizes."""
-        found: Any = 1
-        for size in self:
-            found = found * size
-        return found  # type: ignore[no-any-return]
 
 
 def sizes_given(name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> list[int] | None:

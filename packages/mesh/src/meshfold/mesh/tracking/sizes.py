@@ -7,7 +7,6 @@ as in ``x.sum(1) / x.shape[1]``, they would be those of the whole.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
 from types import FrameType
 from typing import Any, NoReturn
 
@@ -15,38 +14,42 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from meshfold.mesh.tracking.dims import Dims, axes_of, is_split
+from meshfold.mesh.errors import LayoutError, MeshfoldError
+from meshfold.mesh.tracking.call import tensors_in
+from meshfold.mesh.tracking.dims import (
+    Dim,
+    Dims,
+    Factor,
+    Split,
+    axes_of,
+    is_split,
+    is_whole,
+    normal,
+)
 from meshfold.mesh.tracking.follow import Tracker
+from meshfold.mesh.tracking.local_size import LocalSize, dim_of, dims_of, in_, made, sizes_given
+from meshfold.mesh.tracking.partial import check_gradients
 from meshfold.mesh.tracking.places import from_the_front
 
 _LIBRARIES = ("meshfold", "torch", "transformers", "einops", "numba", "triton", "peft")
 """Whose code is given plain sizes."""
 _UNFLATTEN = (torch.Tensor.unflatten, torch.unflatten)
 _SHAPE: Any = torch.Tensor.shape
-_COMPUTES = frozenset(
-    f"{front}{name}" for name in ("add", "sub", "mul", "div", "truediv", "pow") for front in ("", "r", "i")
-) | {"multiply", "divide", "true_divide", "subtract"}
-
-
-class LocalSize(int):
-    """The size of a split dim: a number of elements, and nothing to divide by."""
-
-    refuse: Callable[[], NoReturn]
-
-    def __truediv__(self, other: Any) -> Any:
-        self.refuse()
-
-    def __rtruediv__(self, other: Any) -> Any:
-        self.refuse()
-
-    def __pow__(self, other: Any, modulo: Any = None) -> Any:
-        self.refuse()
-
-    def __float__(self) -> float:
-        self.refuse()
-
-    def __reduce__(self) -> Any:
-        return int, (int.__int__(self),)
+_COUNT = (Tensor.numel, Tensor.nelement, torch.numel)
+_SIZED = (
+    "view reshape expand broadcast_to unflatten flatten permute transpose movedim unsqueeze squeeze select narrow slice getitem "
+    "split split_with_sizes tensor_split chunk unbind repeat tile repeat_interleave roll diagonal tril triu topk resize "
+    "as_strided unfold fold pad layer_norm rms_norm group_norm interpolate upsample zeros ones empty rand randn full randint "
+    "new_zeros new_ones new_empty new_full arange tril_indices triu_indices max_pool1d max_pool2d avg_pool1d avg_pool2d "
+    "adaptive_avg_pool1d adaptive_avg_pool2d adaptive_max_pool1d adaptive_max_pool2d cat stack set_data"
+)
+_TAKE_SIZES = frozenset(_SIZED.split())
+"""Functions of torch in which an integer is a size, a place or a dim, and none of the values."""
+_NEWS = "zeros ones empty rand randn full randint new_zeros new_ones new_empty new_full"
+_NEW = frozenset(_NEWS.split())
+_SPREAD = frozenset(("expand", "broadcast_to"))
+_FAILS = (RuntimeError, IndexError, ValueError, TypeError)
+"""What torch raises where shapes do not fit."""
 
 
 class OpenSizes(TorchFunctionMode):
@@ -60,18 +63,88 @@ class OpenSizes(TorchFunctionMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        if func in _UNFLATTEN and not self._tracker.flat:
-            return self._unflatten(func, args, kwargs)
         if func == _SHAPE.__get__ or func is Tensor.size:
             return self._sizes(args[0], func(*args, **kwargs), args[1:] or tuple(kwargs.values()))
+        if func in _COUNT:
+            return self._count(args[0], func(*args, **kwargs))
+        tracker = self._tracker
+        if tracker.is_off:
+            return func(*args, **kwargs)
         name = str(getattr(func, "__name__", "")).strip("_")
-        if name in _COMPUTES:
-            for value in (*args, *kwargs.values()):
-                if isinstance(value, LocalSize):
-                    value.refuse()
-        if self._tracker.flat and args and _asked_by_the_model(2):
+        sizes = [*in_(args), *in_(tuple(kwargs.values()))]
+        if sizes:
+            self._check_values(name, args, kwargs, sizes)
+        if tracker.flat and args and _asked_by_the_model(2):
             self._check_places(name, args, kwargs)
-        return func(*args, **kwargs)
+        try:
+            if func in _UNFLATTEN and not tracker.flat:
+                return self._unflatten(func, args, kwargs)
+            out = func(*args, **kwargs)
+        except _FAILS as error:
+            self._refuse_failed(name, args, kwargs, error)
+            raise
+        if sizes and isinstance(out, Tensor):
+            self._made(name, args, kwargs, out)
+        return out
+
+    def _refuse_failed(self, name: str, args: Any, kwargs: dict[str, Any], error: Exception) -> None:
+        """An operation that fails on a piece is refused with its line, since in one process it may not fail."""
+        if isinstance(error, MeshfoldError | torch.OutOfMemoryError | torch.distributed.DistError):
+            return
+        given = [*tensors_in(args), *tensors_in(tuple(kwargs.values()))]
+        pieces = [x for x in given if not all(map(is_whole, self._tracker.dims(x)))]
+        local = [*in_(args), *in_(tuple(kwargs.values()))]
+        if not pieces and not local:
+            return
+        found = [axes_of(dim) for x in pieces for dim in self._tracker.dims(x)] + [
+            size.axes for size in local
+        ]
+        axes = tuple(dict.fromkeys(axis for some in found for axis in some))
+        over = f"split over {', '.join(axes)}" if axes else "that may be split"
+        text = " ".join(str(error).split()) or type(error).__name__
+        try:
+            self._tracker.refuse(
+                name or "a function", f"fails on a piece, {over} ({text})", *given, axes=axes
+            )
+        except LayoutError as refused:
+            raise refused from error
+
+    def _check_values(
+        self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], sizes: list[LocalSize]
+    ) -> None:
+        """Refuse a number of a rank's elements among the values that a function computes with."""
+        values: list[LocalSize] = []
+        if name == "setitem":
+            values = [*in_(args[2:])]
+        elif name in ("full", "new_full"):
+            values = [*in_(args[-1:] if not isinstance(args[-1], list | tuple) else ())]
+            values += in_(kwargs.get("fill_value"))
+        elif name == "pad":
+            values = [*in_(args[3:]), *in_(kwargs.get("value"))]
+        elif name not in _TAKE_SIZES:
+            values = sizes
+        if values:
+            values[0].refuse()
+
+    def _made(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], out: Tensor) -> None:
+        """Say how a new tensor lies that was made in local sizes."""
+        tracker, rank = self._tracker, out.dim()
+        if name == "arange":
+            found = [*in_(args), *in_(tuple(kwargs.values()))]
+            axes = tuple(dict.fromkeys(axis for size in found for axis in size.axes))
+            tracker.mark(out, ((Factor(out.shape[0], Split(axes, "counted")),),))
+        elif name in _NEW:
+            asked = sizes_given(name, args, kwargs)
+            if asked is not None and len(asked) == rank:
+                tracker.mark(out, dims_of(asked))
+        elif name in _SPREAD and len(asked := sizes_given("", args, kwargs) or ()) == rank:
+            dims = list(tracker.dims(out))
+            for place, size in enumerate(asked):
+                before = place - rank + args[0].dim()
+                if isinstance(size, LocalSize) and (before < 0 or args[0].shape[before] == 1 < size):
+                    dims[place] = dim_of(size)
+            check_gradients(tracker, name, [args[0]], [tuple(dims)], out)
+            tracker.mark(out, tuple(dims))
 
     def _check_places(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         first = args[0][0] if isinstance(args[0], list | tuple) and args[0] else args[0]
@@ -111,18 +184,25 @@ class OpenSizes(TorchFunctionMode):
     def _marked(self, dims: Dims, place: int, size: int) -> int:
         if not is_split(dims[place]):
             return size
-        made = LocalSize(size)
-        axes = axes_of(dims[place])
+        return self._local(size, dims[place], f"the size of dim {place}")
+
+    def _count(self, x: Tensor, found: int) -> int:
+        dims = self._tracker.dims(x)
+        if not any(map(is_split, dims)) or not _asked_by_the_model(3):
+            return found
+        return self._local(found, normal(factor for dim in dims for factor in dim), "the number of elements")
+
+    def _local(self, size: int, dim: Dim, what: str) -> int:
+        axes = axes_of(dim)
 
         def refuse() -> NoReturn:
             self._tracker.refuse(
                 "size",
-                f"computes with the size of dim {place}, of which a rank has a piece, split over {', '.join(axes)}",
+                f"computes with {what}, of which a rank has a piece, split over {', '.join(axes)}",
                 axes=axes,
             )
 
-        made.refuse = refuse
-        return made
+        return made(size, axes, dim, refuse)
 
 
 def _asked_by_the_model(up: int) -> bool:
