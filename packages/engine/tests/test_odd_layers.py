@@ -206,6 +206,18 @@ def test_another_ignored_index_counts_as_in_one_process() -> None:
         compare(Model(), spec, (IDS, targets), without_three)
 
 
+def without_zero(output: Tensor, batch: Any) -> Tensor:
+    return loss(output, batch, ignore_index=0)
+
+
+@ranks(2)
+def test_a_rank_without_rows_has_targets_that_the_loss_knows() -> None:
+    targets = IDS[:1].clone()
+    targets[0, 0] = 0
+    for own in (without_three, without_zero):
+        compare(Model(), dict(data=2), (IDS[:1], targets), own)
+
+
 def in_a_pipeline() -> str:
     try:
         with engine_of(Model(), dict(pipeline=2), loss_fn=without_three, watchdog=60) as engine:

@@ -248,3 +248,13 @@ def test_a_hint_without_the_mask_is_refused() -> None:
     x = torch.randn(LENGTH, ROWS, HIDDEN)
     with pytest.raises(LayoutError, match="give attn_mask"):
         model["attend"](x, x, x, is_causal=True)
+
+
+def test_a_mask_of_other_tokens_is_refused() -> None:
+    model = nn.ModuleDict(
+        dict(embed=nn.Embedding(VOCAB, HIDDEN), attend=nn.MultiheadAttention(HIDDEN, HEADS))
+    )
+    parallelize(model, Mesh({"tensor": 1}, rank=0), "1d")
+    x, mask = torch.randn(LENGTH, ROWS, HIDDEN), torch.zeros(LENGTH - 1, LENGTH - 1)
+    with pytest.raises(LayoutError, match=f"a mask of {LENGTH - 1} × {LENGTH - 1} tokens.*{LENGTH} queries"):
+        model["attend"](x, x, x, attn_mask=mask)

@@ -141,7 +141,7 @@ class Forward:
         exact = self._world.data_size == self._world.row_size
         with LossCalls(parts="data ranks", exact=exact) as calls:
             loss = self.loss_of(self.output(work), work)
-        self._looks = False
+        self._looks = calls.ignored != IGNORE_INDEX  # then a rank without rows needs targets of its own
         if calls.ignored != self._ignored:
             self._ignored = calls.ignored
             shares.count_without(calls.ignored)

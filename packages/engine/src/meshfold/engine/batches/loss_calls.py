@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
@@ -39,7 +40,21 @@ class LossCalls(TorchFunctionMode):
         given = {} if kwargs is None else kwargs
         if func is F.cross_entropy or func is F.nll_loss:
             self._look(*args, **given)
+            if self.ignored != IGNORE_INDEX and len(args) > 1:
+                args = (args[0], self._filler(args[1]), *args[2:])
         return func(*args, **given)
+
+    def _filler(self, target: Tensor) -> Tensor:
+        """Return the targets of a rank without rows, -100 but for one, as the user's loss takes them; others as they are.
+
+        The one that counts, so that the mean is finite, is of class 0, or of class 1 where 0 does not count.
+        """
+        is_filler = (target == IGNORE_INDEX) | (target == 0)
+        if target.is_floating_point() or not bool(is_filler.all() & (target == IGNORE_INDEX).any()):
+            return target
+        one = torch.full_like(target, self.ignored).flatten()
+        one[-1] = int(self.ignored == 0)
+        return one.view(target.shape)
 
     def _look(
         self,

@@ -157,7 +157,7 @@ class OpenSizes(TorchFunctionMode):
 
     def _refuse_failed(self, name: str, args: Any, kwargs: dict[str, Any], error: Exception) -> None:
         """An operation that fails on a piece is refused with its line, since in one process it may not fail."""
-        if isinstance(error, MeshfoldError | torch.OutOfMemoryError | torch.distributed.DistError):
+        if isinstance(error, MeshfoldError | torch.OutOfMemoryError | torch._C._DistError):
             return
         given = [*tensors_in(args), *tensors_in(tuple(kwargs.values()))]
         pieces = [x for x in given if not all(map(is_whole, self._tracker.dims(x)))]

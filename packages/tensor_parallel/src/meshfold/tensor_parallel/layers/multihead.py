@@ -148,7 +148,7 @@ class SplitMultiheadAttention(ShardedLayer, nn.MultiheadAttention):
         if is_causal and key_padding_mask is None and not need_weights:
             out = attention(q, k, v, causal=True, p=p, dropout=self._drop)
         else:
-            mask = self._mask(attn_mask, key_padding_mask, q)
+            mask = self._mask(attn_mask, key_padding_mask, q, k)
             if need_weights:
                 weights = attention_weights(q, k, mask=mask)
                 weights = self._drop.drop_weights(weights, p) if p > 0.0 else weights
@@ -178,8 +178,14 @@ class SplitMultiheadAttention(ShardedLayer, nn.MultiheadAttention):
         """``b s e``."""
         return x.unsqueeze(0) if not batched else x if self.batch_first else x.transpose(0, 1)
 
-    def _mask(self, attn_mask: Tensor | None, key_padding_mask: Tensor | None, q: Tensor) -> Tensor | None:
-        """What is added to the scores of this rank's heads; ``q``: ``b heads s d``."""
+    def _mask(
+        self, attn_mask: Tensor | None, key_padding_mask: Tensor | None, q: Tensor, k: Tensor
+    ) -> Tensor | None:
+        """Return what is added to the scores of this rank's heads; ``q``: ``b heads s d``, ``k``: ``b heads t d``.
+
+        Raises:
+            LayoutError: for a mask of other sizes.
+        """
         found: Tensor | None = None
         if attn_mask is not None:
             found = _added(attn_mask, q.dtype)
@@ -188,6 +194,17 @@ class SplitMultiheadAttention(ShardedLayer, nn.MultiheadAttention):
         if key_padding_mask is not None:
             padding = _added(key_padding_mask, q.dtype).view(-1, 1, 1, key_padding_mask.shape[-1])
             found = padding if found is None else found + padding
+        if found is not None and any(
+            size not in (1, tokens)
+            for size, tokens in zip(found.shape[-2:], (q.shape[2], k.shape[2]), strict=True)
+        ):
+            rows, columns = found.shape[-2:]
+            raise LayoutError(
+                f"MultiheadAttention is given a mask of {rows} × {columns} tokens, and attends with {q.shape[2]} queries to "
+                f"{k.shape[2]} keys: this rank's part of the tokens is gathered for attention. Make the mask for whole sequences "
+                "(of the size of the model's input, not of the shape of a hidden state), or use a spec in which tokens are not "
+                "split over ranks (without sequence=dict(mode='megatron'))"
+            )
         return found
 
 
