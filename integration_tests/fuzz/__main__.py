@@ -78,7 +78,9 @@ def side_by_side(seed: int, asked: argparse.Namespace) -> Hunt:
         for hunter, part in zip(hunters, parts, strict=True):
             hunter.wait()
             if not part.exists():
-                raise SystemExit(f"{' '.join(map(str, hunter.args))} ended with {hunter.returncode}")  # type: ignore[union-attr]
+                raise SystemExit(
+                    f"the process with seed {seed + parts.index(part)} ended with {hunter.returncode}"
+                )
             found.merge(json.loads(part.read_text()))
     return found
 

@@ -139,9 +139,9 @@ class OpenSizes(TorchFunctionMode):
             asked = sizes_given(name, args, kwargs)
             if asked is not None and len(asked) == rank:
                 tracker.mark(out, dims_of(asked))
-        elif name in _SPREAD and len(asked := sizes_given("", args, kwargs) or ()) == rank:
+        elif name in _SPREAD and len(spread := sizes_given("", args, kwargs) or []) == rank:
             dims = list(tracker.dims(out))
-            for place, size in enumerate(asked):
+            for place, size in enumerate(spread):
                 before = place - rank + args[0].dim()
                 if isinstance(size, LocalSize) and (before < 0 or args[0].shape[before] == 1 < size):
                     dims[place] = dim_of(size)
