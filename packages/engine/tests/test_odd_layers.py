@@ -210,11 +210,15 @@ def without_zero(output: Tensor, batch: Any) -> Tensor:
     return loss(output, batch, ignore_index=0)
 
 
+def by_keyword(output: Tensor, batch: Any) -> Tensor:
+    return F.cross_entropy(output.flatten(0, 1), target=batch[1].flatten(), ignore_index=3)
+
+
 @ranks(2)
 def test_a_rank_without_rows_has_targets_that_the_loss_knows() -> None:
     targets = IDS[:1].clone()
     targets[0, 0] = 0
-    for own in (without_three, without_zero):
+    for own in (without_three, without_zero, by_keyword):
         compare(Model(), dict(data=2), (IDS[:1], targets), own)
 
 

@@ -40,8 +40,11 @@ class LossCalls(TorchFunctionMode):
         given = {} if kwargs is None else kwargs
         if func is F.cross_entropy or func is F.nll_loss:
             self._look(*args, **given)
-            if self.ignored != IGNORE_INDEX and len(args) > 1:
-                args = (args[0], self._filler(args[1]), *args[2:])
+            if self.ignored != IGNORE_INDEX:
+                if "target" in given:
+                    given = {**given, "target": self._filler(given["target"])}
+                else:
+                    args = (args[0], self._filler(args[1]), *args[2:])
         return func(*args, **given)
 
     def _filler(self, target: Tensor) -> Tensor:
@@ -49,8 +52,10 @@ class LossCalls(TorchFunctionMode):
 
         The one that counts, so that the mean is finite, is of class 0, or of class 1 where 0 does not count.
         """
-        is_filler = (target == IGNORE_INDEX) | (target == 0)
-        if target.is_floating_point() or not bool(is_filler.all() & (target == IGNORE_INDEX).any()):
+        if target.is_floating_point():
+            return target
+        ignored = target == IGNORE_INDEX
+        if not bool(ignored.any() & (ignored | (target == 0)).all()):
             return target
         one = torch.full_like(target, self.ignored).flatten()
         one[-1] = int(self.ignored == 0)

@@ -131,7 +131,7 @@ def is_unknown(dim: Dim) -> bool:
 
 
 def is_counted(dim: Dim) -> bool:
-    """Whether a dim has as many elements as a rank has of something, and is no piece of a larger one."""
+    """Return True for a dim with as many elements as a rank has of something, that is no piece of a larger one."""
     return len(dim) == 1 and dim[0].split is not None and dim[0].split.kind == "counted"
 
 

@@ -92,7 +92,7 @@ class Tracker(TorchDispatchMode):
 
     @property
     def is_off(self) -> bool:
-        """Whether operations are not looked at for now."""
+        """True while operations are not looked at."""
         return self._off > 0
 
     def dims(self, tensor: Tensor) -> Dims:

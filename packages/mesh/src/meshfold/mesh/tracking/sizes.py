@@ -49,7 +49,7 @@ _NEWS = "zeros ones empty rand randn full randint new_zeros new_ones new_empty n
 _NEW = frozenset(_NEWS.split())
 _SPREAD = frozenset(("expand", "broadcast_to"))
 _FAILS = (RuntimeError, IndexError, ValueError, TypeError)
-"""What torch raises where shapes do not fit."""
+"""Errors that torch raises where shapes do not fit."""
 
 
 class OpenSizes(TorchFunctionMode):

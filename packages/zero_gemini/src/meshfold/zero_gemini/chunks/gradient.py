@@ -102,7 +102,7 @@ class ChunkGradient:
 
     @property
     def has_late_parts(self) -> bool:
-        """Whether gradients of this backward came after the others were sent: one process alone can add them."""
+        """True if gradients of this backward came after the others were sent: one process alone can add them."""
         return self._was_sent and bool(self._filled) and self.chunk.group.size == 1
 
     @property
