@@ -26,7 +26,10 @@ PYTHON ?= $(shell for python in $(candidates); do \
 venv_python := $(VENV)/bin/python
 installed := $(VENV)/.installed
 pip := $(venv_python) -m pip --disable-pip-version-check --quiet
-editable := $(foreach package,$(filter-out meshfold,$(packages)),--editable 'packages/$(package)[test]')
+
+# Every folder without its extras first: pip looks in a folder for what a sibling requires only if it is named like that.
+editable := $(packages:%=--editable packages/%) \
+	$(foreach package,$(filter-out meshfold,$(packages)),--editable 'packages/$(package)[test]')
 
 help:
 	@sed -n 's/^# //p;/^$$/q' Makefile
