@@ -35,6 +35,7 @@ class ShardedSequenceLayout:
         if found is None or not self._split.axes:
             return
         found.dealt, found.dealt_length = self._split, local
+        found.random_axes = (*found.random_axes, *self._split.axes)
         for value in given:
             if isinstance(value, Tensor) and value.dim() >= 2 and value.shape[1] == local:
                 dims = list(found.dims(value))

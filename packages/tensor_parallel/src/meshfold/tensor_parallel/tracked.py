@@ -62,6 +62,7 @@ class Tracked(OnMesh):
     def begin(self, found: Tracker, model: nn.Module, given: Mapping[str, Any]) -> None:
         """What a model is given is whole on every tensor axis."""
         # They ask whether all of a mask is ones, so as to leave it out: each rank may do so for its own rows.
+        found.random_axes = (*found.random_axes, *real(self.mesh, self.mode.axes))
         found.overlooked = ("transformers/masking_utils.py", "transformers/cache_utils.py")
 
     def takes(self, module: nn.Module) -> bool:

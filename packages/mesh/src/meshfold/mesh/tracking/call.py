@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,6 +23,7 @@ class Call:
         dims_of: the layout of a tensor before the call.
         is_alike: whether a tensor is the same all along a dim.
         inferred: which size of an ``unflatten`` the user has left open.
+        asked: the sizes of a view as the model's code writes them: those of split dims know what they count.
     """
 
     function: Any
@@ -32,6 +33,7 @@ class Call:
     dims_of: Callable[[Tensor], Dims]
     is_alike: Callable[[Tensor, int], bool]
     inferred: int | None = None
+    asked: Sequence[int] | None = None
 
     @property
     def tensors(self) -> list[Tensor]:

@@ -220,7 +220,12 @@ def once(dims: Dims) -> Dims:
     return dims
 
 
-def regroup(dims: Dims, sizes: Sequence[int], inferred: int | None = None) -> Dims:
+def regroup(
+    dims: Dims,
+    sizes: Sequence[int],
+    inferred: int | None = None,
+    counted: Sequence[tuple[str, ...]] | None = None,
+) -> Dims:
     """What ``view`` makes of a layout.
 
     Args:
@@ -228,6 +233,7 @@ def regroup(dims: Dims, sizes: Sequence[int], inferred: int | None = None) -> Di
         sizes: the new shape.
         inferred: which of its sizes the user has left open, as -1. The others are numbers that the model's code knows, of the
             whole tensor if they are not those of heads.
+        counted: the axes of the elements that each size counts, where the model's code has read it off a split dim.
 
     Raises:
         MixesError: where a piece of a split dim would be taken apart.
@@ -236,14 +242,20 @@ def regroup(dims: Dims, sizes: Sequence[int], inferred: int | None = None) -> Di
         return dims
     if 0 in sizes:
         return whole_dims(sizes)
-    return _Regrouping(dims, sizes, inferred).run()
+    return _Regrouping(dims, sizes, inferred, counted).run()
 
 
 class _Regrouping:
     """Fills the dims of the new shape with the factors of the old one, from the left."""
 
-    def __init__(self, dims: Dims, sizes: Sequence[int], inferred: int | None) -> None:
-        self._sizes, self._inferred = list(sizes), inferred
+    def __init__(
+        self,
+        dims: Dims,
+        sizes: Sequence[int],
+        inferred: int | None,
+        counted: Sequence[tuple[str, ...]] | None = None,
+    ) -> None:
+        self._sizes, self._inferred, self._counted = list(sizes), inferred, counted
         self._rest: list[Factor] = []
         for dim in dims:
             for factor in dim:
@@ -276,7 +288,9 @@ class _Regrouping:
                 self._made[self._at].append(factor)
             return
         after = self._at + 1
-        if self._sizes[self._at] == 1 and not self._made[self._at]:
+        if (into := self._written(factor)) is not None:
+            pass
+        elif self._sizes[self._at] == 1 and not self._made[self._at]:
             into = self._at + self._spare()
         elif after == len(self._sizes):
             into = self._at
@@ -291,6 +305,23 @@ class _Regrouping:
         while into > self._at:
             self._step()
         self._made[self._at].append(factor)
+
+    def _written(self, factor: Factor) -> int | None:
+        """The dim into which a single goes as the model's code writes the sizes; None where these do not tell."""
+        first = self._at if self._made[self._at] or self._sizes[self._at] == 1 else self._at + 1
+        beyond = next(
+            (i for i in range(self._at + 1, len(self._sizes)) if self._sizes[i] != 1), len(self._sizes) - 1
+        )
+        places = range(first, beyond + 1)
+        if factor.split is None or self._counted is None:
+            return None
+        axes = set(factor.split.axes)
+        mine = [place for place in places if axes and axes <= set(self._counted[place])]
+        if len(mine) == 1:
+            return mine[0]
+        # A size of 1 that is free may be this one's, read off a tensor of which nothing is known.
+        is_free = not self._made[self._at] and self._sizes[self._at] == 1
+        return self._inferred if self._inferred in places and not mine and not is_free else None
 
     def _spare(self) -> int:
         """By how many more the dims of one element are that come next than the factors that may go there."""

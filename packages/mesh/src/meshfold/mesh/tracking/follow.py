@@ -24,6 +24,7 @@ from meshfold.mesh.tracking.dims import (
     MixesError,
     Split,
     any_split,
+    axes_of,
     is_split,
     is_whole,
     unknown_dims,
@@ -72,8 +73,10 @@ class Tracker(TorchDispatchMode):
         dealt_length: tokens of a sequence that a rank has.
         moved: the dims that tokens had before layers moved them to other ranks, by the number of the move less 1.
         flat: the stream has its tokens in one dim, where the model's code believes in two.
+        random_axes: those along which ranks have the same data, or parts of it, and need not draw the same random numbers.
         overlooked: ends of the names of files whose operations may mix pieces, since nothing is made of what they compute.
         inferred: which size of the ``unflatten`` under way the user has left open.
+        asked: the sizes of the view under way, as they are written.
         rows: where tensors have the rows of the batch.
     """
 
@@ -85,8 +88,10 @@ class Tracker(TorchDispatchMode):
         self.dealt: Split | None = None
         self.dealt_length = 0
         self.inferred: int | None = None
+        self.asked: list[int] | None = None
         self.flat = False
         self.moved: list[Dims] = []
+        self.random_axes: tuple[str, ...] = ()
         self.overlooked: tuple[str, ...] = ()
         self._off = self._apart = 0
 
@@ -118,6 +123,40 @@ class Tracker(TorchDispatchMode):
             self._off -= 1
             self._apart -= not rows
 
+    @contextmanager
+    def asking(self, sizes: list[int] | None) -> Iterator[None]:
+        """Inside, a view asks for these sizes, as the model's code writes them."""
+        before, self.asked = self.asked, sizes
+        try:
+            yield
+        finally:
+            self.asked = before
+
+    def as_one(
+        self, name: str, operands: list[Tensor], found: Callable[[], Dims], run: Callable[[], Tensor]
+    ) -> Tensor:
+        """Carry out a call of several operations, of which is known how the result lies.
+
+        Raises:
+            LayoutError: if it mixes a split dim.
+        """
+        try:
+            dims = found()
+        except MixesError as error:
+            axes = dict.fromkeys(a for x in operands for dim in self.dims(x) for a in axes_of(dim))
+            self.refuse(name, str(error), *operands, axes=tuple(axes))
+        varies = any(map(self.records.varies, operands))
+        with self.untracked(rows=True):
+            out = run()
+        if len(dims) != out.dim():
+            raise AssertionError(f"{name} has {out.dim()} dims, not {len(dims)}")
+        if varies:
+            self.records.vary([out])
+        check_gradients(self, name, operands, [dims], out)
+        self.mark(out, dims)
+        self.records.name(out)
+        return out
+
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
@@ -148,7 +187,12 @@ class Tracker(TorchDispatchMode):
             name = name[:-1]
         layouts: dict[int, Dims] = {id(x): dims for x, dims in zip(operands, known, strict=True)}
         call = dict(
-            function=func, name=name, given=given, is_alike=self.records.is_alike, inferred=self.inferred
+            function=func,
+            name=name,
+            given=given,
+            is_alike=self.records.is_alike,
+            inferred=self.inferred,
+            asked=self.asked,
         )
 
         def dims_of(x: Tensor) -> Dims:

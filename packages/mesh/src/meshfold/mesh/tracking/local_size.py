@@ -102,7 +102,7 @@ class LocalSize(int):
     def _is_part(self, number: int) -> bool:
         """Return True if so many elements always stay together: those of a head."""
         grains = {factor.grain for factor in self.dim or () if factor.split is not None}
-        return len(grains) == 1 and number in grains
+        return len(grains) == 1 and number > 0 and number in grains
 
 
 def made(

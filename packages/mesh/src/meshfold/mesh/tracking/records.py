@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
@@ -20,6 +21,7 @@ class _Memory:
 
     alive: StorageWeakRef
     dims: dict[_Geometry, Dims]
+    views: dict[int, tuple[weakref.ref[Tensor], Dims]] = field(default_factory=dict)
     varies: bool = False
     summed: frozenset[str] = frozenset()
 
@@ -33,19 +35,33 @@ class Records:
     def dims(self, tensor: Tensor) -> Dims:
         """The layout of a tensor."""
         memory = self._memory.get(_storage(tensor))
-        found = None if memory is None else memory.dims.get(_geometry(tensor))
+        if memory is None:
+            return whole_dims(tensor.shape)
+        if memory.views and (view := memory.views.get(id(tensor))) is not None and view[0]() is tensor:
+            return view[1]
+        found = memory.dims.get(_geometry(tensor))
         return whole_dims(tensor.shape) if found is None else found
 
     def put(self, tensor: Tensor, dims: Dims) -> None:
         """Say how a tensor lies."""
+        if (known := self._memory.get(_storage(tensor))) is not None:
+            known.views.pop(id(tensor), None)
         if not all(map(is_whole, dims)):
             self._at(tensor).dims[_geometry(tensor)] = dims
         elif (memory := self._memory.get(_storage(tensor))) is not None:
             memory.dims.pop(_geometry(tensor), None)
 
+    def name(self, tensor: Tensor) -> None:
+        """Keep a view apart from others of the same shape: pieces of one element may be in another of its dims."""
+        memory = self._memory.get(_storage(tensor))
+        if memory is not None and 1 in tensor.shape and tensor.dim() > 1:
+            memory.views[id(tensor)] = weakref.ref(tensor), self.dims(tensor)
+
     def put_into_base(self, tensor: Tensor, dims: Dims) -> None:
         """Say how a tensor lies that was written into, and so the tensor that it is a view of."""
         self.put(tensor, dims)
+        if (memory := self._memory.get(_storage(tensor))) is not None:
+            memory.views.clear()
         base = tensor._base
         if base is None:
             return

@@ -15,17 +15,20 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from meshfold.mesh.errors import LayoutError, MeshfoldError
-from meshfold.mesh.tracking.call import tensors_in
+from meshfold.mesh.tracking.call import at_dim, tensors_in
+from meshfold.mesh.tracking.composite import UNFLATTEN, check_length, check_slices, followed
 from meshfold.mesh.tracking.dims import (
     Dim,
     Dims,
     Factor,
+    MixesError,
     Split,
     axes_of,
     is_split,
     is_whole,
     normal,
 )
+from meshfold.mesh.tracking.float_sizes import meets_float
 from meshfold.mesh.tracking.follow import Tracker
 from meshfold.mesh.tracking.local_size import LocalSize, dim_of, dims_of, in_, made, sizes_given
 from meshfold.mesh.tracking.partial import check_gradients
@@ -47,6 +50,19 @@ _TAKE_SIZES = frozenset(_SIZED.split())
 """Functions of torch in which an integer is a size, a place or a dim, and none of the values."""
 _NEWS = "zeros ones empty rand randn full randint new_zeros new_ones new_empty new_full"
 _NEW = frozenset(_NEWS.split())
+_SLICES = dict(
+    getitem=(),
+    setitem=(),
+    narrow=("dim", "start", "length"),
+    split=("length", "dim"),
+    chunk=("chunks", "dim"),
+)
+_DRAWN = (
+    "rand randn randint randperm bernoulli normal uniform exponential multinomial poisson random geometric cauchy log_normal "
+    "gumbel_softmax rrelu alpha_dropout feature_dropout feature_alpha_dropout rand_like randn_like randint_like"
+)
+_RANDOM = frozenset(_DRAWN.split())
+"""What draws from torch's generators; nn.Dropout and F.dropout have random numbers of their own."""
 _SPREAD = frozenset(("expand", "broadcast_to"))
 _FAILS = (RuntimeError, IndexError, ValueError, TypeError)
 """Errors that torch raises where shapes do not fit."""
@@ -76,16 +92,68 @@ class OpenSizes(TorchFunctionMode):
             self._check_values(name, args, kwargs, sizes)
         if tracker.flat and args and _asked_by_the_model(2):
             self._check_places(name, args, kwargs)
+        if tracker.random_axes and name in _RANDOM and _asked_by_the_model(2):
+            self._check_random(name, args, kwargs, sizes)
         try:
+            if (one := followed(func, args, kwargs, tracker.dims)) is not None:
+                return tracker.as_one(name, *one, lambda: func(*args, **kwargs))
             if func in _UNFLATTEN and not tracker.flat:
                 return self._unflatten(func, args, kwargs)
-            out = func(*args, **kwargs)
+            if name in _SLICES and args and isinstance(args[0], Tensor) and _asked_by_the_model(2):
+                self._check_slices(name, args, kwargs)
+            with tracker.asking(self._view_sizes(name, args, kwargs)):
+                out = func(*args, **kwargs)
         except _FAILS as error:
             self._refuse_failed(name, args, kwargs, error)
             raise
         if sizes and isinstance(out, Tensor):
             self._made(name, args, kwargs, out)
+        for made_ in tensors_in(out):
+            tracker.records.name(made_)
         return out
+
+    def _check_random(
+        self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], sizes: list[LocalSize]
+    ) -> None:
+        """Refuse to draw from a generator that ranks with the same data need not have in the same state.
+
+        One that the model gives may be: what is whole is drawn from it alike.
+        """
+        tracker, given = self._tracker, [*tensors_in(args), *tensors_in(tuple(kwargs.values()))]
+        pieces = sizes or any(not is_whole(dim) for x in given for dim in tracker.dims(x))
+        if kwargs.get("generator") is not None and not pieces:
+            return
+        tracker.refuse(
+            name,
+            f"draws random numbers that ranks along {', '.join(tracker.random_axes)} do not draw alike. Draw them outside of the "
+            "model and give them to its forward, or draw what is whole from a torch.Generator that every rank seeds alike; "
+            "nn.Dropout and F.dropout are the same on all ranks",
+            *given,
+            axes=tracker.random_axes,
+        )
+
+    def _check_slices(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        x, dims = args[0], self._tracker.dims(args[0])
+        if not any(map(is_split, dims)):
+            return
+        try:
+            if name in ("getitem", "setitem"):
+                check_slices(dims, args[1], lambda number: isinstance(number, LocalSize))
+                return
+            given = {**dict(zip(_SLICES[name], args[1:], strict=False)), **kwargs}
+            number, length = given.get("dim", 0) % x.dim(), given.get("length")
+            if is_split(dims[number]) and given.get("chunks", 0) > x.shape[number]:
+                raise at_dim("takes apart in more parts than a rank has elements", number, dims[number])
+            if isinstance(length, int) and not isinstance(length, LocalSize):
+                start = given.get("start", 0)
+                check_length(dims, number, 0 if isinstance(start, Tensor) else start, length)
+        except MixesError as error:
+            axes = tuple(axis for dim in dims for axis in axes_of(dim))
+            self._tracker.refuse(name, str(error), x, axes=axes)
+
+    def _view_sizes(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[int] | None:
+        """The sizes that a view asks for, as they are written."""
+        return sizes_given("", args, kwargs) if name in ("view", "reshape") else None
 
     def _refuse_failed(self, name: str, args: Any, kwargs: dict[str, Any], error: Exception) -> None:
         """An operation that fails on a piece is refused with its line, since in one process it may not fail."""
@@ -169,16 +237,21 @@ class OpenSizes(TorchFunctionMode):
         if -1 in sizes and isinstance(given["dim"], int):
             self._tracker.inferred = given["dim"] % args[0].dim() + sizes.index(-1)
         try:
+            if (one := UNFLATTEN[func](self._tracker.dims, *args, **kwargs)) is not None:
+                return self._tracker.as_one("unflatten", *one, lambda: func(*args, **kwargs))
             return func(*args, **kwargs)
         finally:
             self._tracker.inferred = None
 
     def _sizes(self, x: Tensor, found: Any, asked: tuple[Any, ...]) -> Any:
-        if not _asked_by_the_model(3):
-            return found
         dims = self._tracker.dims(x)
-        if not any(map(is_split, dims)):
+        if not any(map(is_split, dims)) or (frame := _asking(3)) is None:
             return found
+        split = [place for place, dim in enumerate(dims) if is_split(dim)]
+        if asked and isinstance(asked[0], int):
+            split = [place for place in split if place == asked[0] % x.dim()]
+        if split and meets_float(frame, split, x.dim()):
+            self._refuse_size(dims[split[0]], f"the size of dim {split[0]}")
         if isinstance(found, int):
             return self._marked(dims, asked[0] % x.dim(), found) if isinstance(asked[0], int) else found
         return torch.Size([self._marked(dims, place, size) for place, size in enumerate(found)])
@@ -190,31 +263,35 @@ class OpenSizes(TorchFunctionMode):
 
     def _count(self, x: Tensor, found: int) -> int:
         dims = self._tracker.dims(x)
-        if not any(map(is_split, dims)) or not _asked_by_the_model(3):
+        if not any(map(is_split, dims)) or (frame := _asking(3)) is None:
             return found
-        return self._local(found, normal(factor for dim in dims for factor in dim), "the number of elements")
+        dim, what = normal(factor for dim in dims for factor in dim), "the number of elements"
+        if meets_float(frame, range(x.dim()), max(x.dim(), 1)):
+            self._refuse_size(dim, what)
+        return self._local(found, dim, what)
+
+    def _refuse_size(self, dim: Dim, what: str) -> NoReturn:
+        axes = axes_of(dim)
+        over = f"split over {', '.join(axes)}"
+        self._tracker.refuse("size", f"computes with {what}, of which a rank has a piece, {over}", axes=axes)
 
     def _local(self, size: int, dim: Dim, what: str) -> int:
-        axes = axes_of(dim)
-
-        def refuse() -> NoReturn:
-            self._tracker.refuse(
-                "size",
-                f"computes with {what}, of which a rank has a piece, split over {', '.join(axes)}",
-                axes=axes,
-            )
-
-        return made(size, axes, dim, refuse)
+        return made(size, axes_of(dim), dim, lambda: self._refuse_size(dim, what))
 
 
 def _asked_by_the_model(up: int) -> bool:
     """Whether the line so many frames up is outside of known libraries."""
+    return _asking(up + 1) is not None
+
+
+def _asking(up: int) -> FrameType | None:
+    """The frame so many up; None if it is in a known library."""
     frame: FrameType | None = sys._getframe(up)
     while frame is not None and (frame.f_code.co_name == "__torch_function__" or _is_between(frame)):
         frame = frame.f_back  # of another mode, which hands on what it does not answer
-    if frame is None:
-        return False
-    return str(frame.f_globals.get("__name__", "")).partition(".")[0] not in _LIBRARIES
+    if frame is None or str(frame.f_globals.get("__name__", "")).partition(".")[0] in _LIBRARIES:
+        return None
+    return frame
 
 
 def _is_between(frame: FrameType) -> bool:
@@ -223,4 +300,5 @@ def _is_between(frame: FrameType) -> bool:
         "torch._compile",
         "torch._dynamo.eval_frame",
         "torch.overrides",
+        "torch._tensor",
     )

@@ -35,7 +35,11 @@ def _view(call: Call) -> list[Dims]:
     inferred = call.inferred
     if inferred is None and asked is not None and -1 in asked:
         inferred = list(asked).index(-1)
-    return [regroup(_first(call), tuple(call.out.shape), inferred)]
+    sizes = tuple(call.out.shape)
+    axes = [getattr(size, "axes", ()) for size in call.asked or ()]
+    if call.asked is not None and inferred is None and -1 in call.asked and len(axes) == len(sizes):
+        inferred = list(call.asked).index(-1)
+    return [regroup(_first(call), sizes, inferred, axes if len(axes) == len(sizes) else None)]
 
 
 def _expand(call: Call) -> list[Dims]:

@@ -1,0 +1,119 @@
+"""Floats that meet a size from the left, ``1.0 / x.shape[1]``: Python asks the size nothing there, so the source is read."""
+
+from __future__ import annotations
+
+import ast
+import functools
+import linecache
+from collections.abc import Iterable
+from types import FrameType
+
+_Span = tuple[int | None, int | None, int | None, int | None]
+_NUMBERS = ("int", "float", "max", "min", "abs")
+
+
+def meets_float(frame: FrameType, places: Iterable[int], rank: int) -> bool:
+    """Return whether the code that reads a shape in a frame has a float on the left of one of these of its sizes.
+
+    Args:
+        frame: where ``x.shape`` or ``x.size()`` is read.
+        places: the dims whose sizes are looked for.
+        rank: how many dims there are.
+    """
+    spans, above = _parsed(frame.f_code.co_filename)
+    positions = list(frame.f_code.co_positions())
+    node = spans.get(positions[frame.f_lasti // 2])
+    if node is None:
+        return False
+    sizes, names = _read(node, above, set(places), rank)
+    for size in sizes:
+        while isinstance(above.get(size), ast.BinOp | ast.UnaryOp):
+            over = above[size]
+            if isinstance(over, ast.BinOp) and over.right is size and _is_float(over.left):
+                return True
+            size = over
+        if isinstance(over := above.get(size), ast.Assign):
+            names |= {target.id for target in over.targets if isinstance(target, ast.Name)}
+    scope = node
+    while not isinstance(scope, ast.FunctionDef | ast.Lambda | ast.Module):
+        scope = above[scope]
+    return bool(names) and any(
+        isinstance(found, ast.BinOp) and _is_float(found.left) and _counts(found.right, names)
+        for found in ast.walk(scope)
+    )
+
+
+def _read(
+    node: ast.AST, above: dict[ast.AST, ast.AST], places: set[int], rank: int
+) -> tuple[list[ast.AST], set[str]]:
+    """The expressions that are one of the sizes, and names that stand for one."""
+    over = above.get(node)
+    if isinstance(node, ast.Call):
+        assert isinstance(node.func, ast.Attribute)
+        if node.args or node.keywords or node.func.attr != "size":
+            return [node], set()
+    if isinstance(over, ast.Subscript) and over.value is node:
+        place = _integer(over.slice)
+        return ([over] if place is not None and place % rank in places else []), set()
+    if isinstance(over, ast.Assign) and isinstance(target := over.targets[0], ast.Tuple):
+        return [], {
+            one.id for place, one in enumerate(target.elts) if place in places and isinstance(one, ast.Name)
+        }
+    return [], set()
+
+
+def _integer(node: ast.AST) -> int | None:
+    try:
+        value = ast.literal_eval(node)  # type: ignore[arg-type]
+    except ValueError:
+        return None
+    return value if isinstance(value, int) else None
+
+
+def _is_float(node: ast.AST) -> bool:
+    if isinstance(node, ast.Constant):
+        return isinstance(node.value, float)
+    if isinstance(node, ast.UnaryOp):
+        return _is_float(node.operand)
+    if isinstance(node, ast.BinOp):
+        return isinstance(node.op, ast.Div) or _is_float(node.left) or _is_float(node.right)
+    if isinstance(node, ast.Call):
+        called = node.func
+        is_math = (
+            isinstance(called, ast.Attribute)
+            and isinstance(called.value, ast.Name)
+            and called.value.id == "math"
+        )
+        return is_math or (isinstance(called, ast.Name) and called.id == "float")
+    return False
+
+
+def _counts(node: ast.AST, names: set[str]) -> bool:
+    """Whether an expression is a number computed of names."""
+    if isinstance(node, ast.Name):
+        return node.id in names
+    if isinstance(node, ast.BinOp):
+        return _counts(node.left, names) or _counts(node.right, names)
+    if isinstance(node, ast.UnaryOp):
+        return _counts(node.operand, names)
+    if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in _NUMBERS:
+        return any(_counts(one, names) for one in node.args)
+    return False
+
+
+@functools.lru_cache(maxsize=64)
+def _parsed(file: str) -> tuple[dict[_Span, ast.AST], dict[ast.AST, ast.AST]]:
+    """The nodes of a file that read a shape, by where they are written, and what each node is a part of."""
+    try:
+        tree = ast.parse("".join(linecache.getlines(file)))
+    except SyntaxError:
+        return {}, {}
+    above = {child: node for node in ast.walk(tree) for child in ast.iter_child_nodes(node)}
+    spans: dict[_Span, ast.AST] = {}
+    for node in ast.walk(tree):
+        called = node.func if isinstance(node, ast.Call) else None
+        is_size = isinstance(called, ast.Attribute) and called.attr in ("size", "numel", "nelement")
+        if is_size or (isinstance(node, ast.Attribute) and node.attr == "shape"):
+            assert isinstance(node, ast.expr)
+            spans[(node.lineno, node.end_lineno, node.col_offset, node.end_col_offset)] = node
+    return spans, above
