@@ -51,11 +51,18 @@ class Records:
         elif (memory := self._memory.get(_storage(tensor))) is not None:
             memory.dims.pop(_geometry(tensor), None)
 
-    def name(self, tensor: Tensor) -> None:
-        """Keep a view apart from others of the same shape: pieces of one element may be in another of its dims."""
-        memory = self._memory.get(_storage(tensor))
-        if memory is not None and 1 in tensor.shape and tensor.dim() > 1:
-            memory.views[id(tensor)] = weakref.ref(tensor), self.dims(tensor)
+    def name(self, tensor: Tensor, dims: Dims | None = None) -> None:
+        """Keep a view apart from others of the same shape: pieces of one element may be in another of its dims.
+
+        Args:
+            tensor: the view.
+            dims: how it lies; by default as was said of it last.
+        """
+        if 1 in tensor.shape and (dims is not None or _storage(tensor) in self._memory):
+            memory = self._at(tensor)
+            memory.views[id(tensor)] = weakref.ref(tensor), self.dims(tensor) if dims is None else dims
+        elif dims is not None:
+            self.put(tensor, dims)
 
     def put_into_base(self, tensor: Tensor, dims: Dims) -> None:
         """Say how a tensor lies that was written into, and so the tensor that it is a view of."""

@@ -106,10 +106,10 @@ class OpenSizes(TorchFunctionMode):
         except _FAILS as error:
             self._refuse_failed(name, args, kwargs, error)
             raise
+        for one_out in tensors_in(out):
+            tracker.records.name(one_out)
         if sizes and isinstance(out, Tensor):
             self._made(name, args, kwargs, out)
-        for made_ in tensors_in(out):
-            tracker.records.name(made_)
         return out
 
     def _check_random(
@@ -211,10 +211,13 @@ class OpenSizes(TorchFunctionMode):
             dims = list(tracker.dims(out))
             for place, size in enumerate(spread):
                 before = place - rank + args[0].dim()
-                if isinstance(size, LocalSize) and (before < 0 or args[0].shape[before] == 1 < size):
+                if isinstance(size, LocalSize) and (
+                    before < 0 or (args[0].shape[before] == 1 and is_whole(dims[place]))
+                ):
                     dims[place] = dim_of(size)
             check_gradients(tracker, name, [args[0]], [tuple(dims)], out)
-            tracker.mark(out, tuple(dims))
+            tracker.records.name(out, tuple(dims))
+            return
 
     def _check_places(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         first = args[0][0] if isinstance(args[0], list | tuple) and args[0] else args[0]
