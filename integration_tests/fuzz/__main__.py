@@ -30,7 +30,6 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--seed", type=int, help="the first case's; by default the clock's")
     parser.add_argument("--processes", type=int, default=1, help="how many hunt side by side")
     parser.add_argument("--stride", type=int, default=1, help=argparse.SUPPRESS)
-    parser.add_argument("--known", action="store_true", help="try cases with known defects too")
     parser.add_argument(
         "--write", nargs="?", const=str(RESULTS), metavar="FILE", help="keep the counts as JSON"
     )
@@ -52,9 +51,7 @@ def main(argv: list[str]) -> int:
 def alone(seed: int, asked: argparse.Namespace) -> Hunt:
     """Hunt in this process."""
     found = Hunt()
-    for case, verdict in hunt(
-        seed, found, seconds=asked.seconds, cases=asked.cases, all_kinds=asked.known, stride=asked.stride
-    ):
+    for case, verdict in hunt(seed, found, seconds=asked.seconds, cases=asked.cases, stride=asked.stride):
         if verdict.kind == "finding":
             print(told(case, verdict), flush=True)
         if asked.write and found.cases % 100 == 0:
@@ -71,7 +68,6 @@ def side_by_side(seed: int, asked: argparse.Namespace) -> Hunt:
         for number, part in enumerate(parts):
             command = [sys.executable, "-m", "integration_tests.fuzz", f"--seed={seed + number}"]
             command += [f"--stride={count}", f"--seconds={asked.seconds}", f"--write={part}"]
-            command += ["--known"] if asked.known else []
             if asked.cases is not None:
                 command += [f"--cases={asked.cases // count + (number < asked.cases % count)}"]
             hunters.append(subprocess.Popen(command))

@@ -113,7 +113,7 @@ def random_case(seed: int) -> Case:
         clip=draw.choice(CLIPS) if draw.random() < 0.2 else {},
         accumulation=draw.choice([2, 3]) if draw.random() < 0.15 else 1,
         steps=draw.choice([2, 2, 3]) if then is None else 2,
-        rows=draw.choice([4, 4, 4, 2, 3, 5, 6, 8]),
+        rows=draw.choice([4, 4, 4, 2, 2, 1, 3, 5, 6, 8]),
         ignored=draw.choice([0.0, 0.0, 0.3]),
         recompute="blocks" if draw.random() < 0.08 else None,
         made="function" if draw.random() < 0.15 else "module",

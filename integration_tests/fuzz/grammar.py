@@ -6,7 +6,7 @@ import random
 from typing import Any
 
 from integration_tests.fuzz.parts import FUSED, GATED_NAMES, MLP_NAMES, NORMS, PROJECTIONS
-from integration_tests.fuzz.streams import ELEMENTS, HIDDEN, TOKENS
+from integration_tests.fuzz.streams import ELEMENTS, HIDDEN, SIZES, TOKENS
 
 Description = dict[str, Any]
 
@@ -22,7 +22,7 @@ def _maybe(draw: random.Random, chance: float) -> bool:
 
 def step(draw: random.Random) -> str:
     """Functional code on the stream."""
-    return draw.choice(sorted(draw.choice([ELEMENTS, HIDDEN, TOKENS])))
+    return draw.choice(sorted(draw.choice([ELEMENTS, HIDDEN, TOKENS, SIZES])))
 
 
 class Grammar:
@@ -30,9 +30,9 @@ class Grammar:
 
     def __init__(self, draw: random.Random) -> None:
         self.draw = draw
-        self.heads, size = draw.choice([(2, 4), (4, 2), (4, 4), (2, 2), (1, 4)])
+        self.heads, size = draw.choice([(2, 4), (4, 2), (4, 4), (2, 2), (1, 4), (2, 1), (4, 1)])
         self.hidden = self.heads * size
-        self.tokens = draw.choice([4, 5, 6, 7, 8])
+        self.tokens = draw.choice([2, 4, 4, 5, 6, 7, 8])
         self.odd = _maybe(draw, 0.4)  # functional code and layers that are no transformer's
         self.first = False  # tokens first, rows behind
 

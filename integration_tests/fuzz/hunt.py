@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 
-from integration_tests.fuzz import known
 from integration_tests.fuzz.cases import Case, random_case
 from integration_tests.fuzz.judge import Verdict, judge
 from integration_tests.house import ROOT
@@ -27,7 +26,7 @@ class Hunt:
     """What came of the cases so far.
 
     Attributes:
-        kinds: how many were ``equal``, ``refused``, ``invalid``, ``known`` (left out) or a ``finding``.
+        kinds: how many were ``equal``, ``refused``, ``invalid`` or a ``finding``.
         refusals: how many by their first words; ``example`` has one whole message of each.
         findings: the cases and what is wrong with them.
         seconds: of the whole run.
@@ -60,7 +59,7 @@ class Hunt:
     def __str__(self) -> str:
         lines = [
             f"{self.cases} cases in {self.seconds:.0f} s: {self.kinds['equal']} equal, {self.kinds['refused']} refused, "
-            f"{self.kinds['finding']} findings; {self.kinds['known']} left out as known, {self.kinds['invalid']} invalid",
+            f"{self.kinds['finding']} findings; {self.kinds['invalid']} invalid",
             *(f"{number:6} {words}" for words, number in self.refusals.most_common()),
         ]
         return "\n".join(lines)
@@ -74,7 +73,6 @@ class Hunt:
             seconds=round(self.seconds),
             kinds=dict(sorted(self.kinds.items())),
             entries=dict(sorted(self.entries.items())),
-            known=sorted([*known.KNOWN, *known.KNOWN_OUTCOMES]),
             refusals=[
                 dict(count=number, words=words, example=self.example[words])
                 for words, number in self.refusals.most_common()
@@ -118,7 +116,6 @@ def hunt(
     *,
     seconds: float,
     cases: int | None = None,
-    all_kinds: bool = False,
     stride: int = 1,
 ) -> Iterator[tuple[Case, Verdict]]:
     """Judge the cases of one seed after another, until time or cases are used up.
@@ -128,20 +125,13 @@ def hunt(
         found: where to count.
         seconds: how long; a case that has begun is finished.
         cases: how many at most.
-        all_kinds: whether cases with known defects are tried too.
         stride: from one seed to the next: the number of processes that hunt side by side.
     """
     start = time.monotonic()
     while time.monotonic() - start < seconds and (cases is None or found.cases < cases):
         case = random_case(seed)
         seed += stride
-        if not all_kinds and known.reason(case) is not None:
-            found.kinds["known"] += 1
-            continue
         verdict = judge(case)
         found.seconds = time.monotonic() - start
-        if not all_kinds and verdict.kind == "finding" and known.outcome(verdict.why) is not None:
-            found.kinds["known"] += 1
-            continue
         found.add(case, verdict)
         yield case, verdict

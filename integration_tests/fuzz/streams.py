@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 
 import torch
@@ -104,4 +105,46 @@ EVERYTHING: dict[str, Step] = {
     "sum of row": lambda x: x * 0.1 + x.mean((1, 2), keepdim=True),
 }
 
-STEPS: dict[str, Step] = {**ELEMENTS, **HIDDEN, **TOKENS, **EVERYTHING}
+
+def _seeded(*sizes: int) -> Tensor:
+    return torch.rand(*sizes, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+
+
+#: Sizes that are read and computed with, views that name them, and random numbers. Of the batch's size nothing is made: a rank of
+#: a data axis has fewer rows than one process.
+SIZES: dict[str, Step] = {
+    "over h": lambda x: x / x.shape[-1],
+    "mean of h by hand": lambda x: x - x.sum(-1, keepdim=True) / x.shape[-1],
+    "times h": lambda x: x * (2 * x.shape[-1]) * 0.01,
+    "float times h": lambda x: x * (0.05 * x.shape[-1]),
+    "root of h": lambda x: x / math.sqrt(x.size(-1)),
+    "half of h": lambda x: x * (x.shape[-1] // 2 + 1) * 0.1,
+    "ones of h": lambda x: x * torch.ones(x.shape[-1], dtype=x.dtype).sum() * 0.1,
+    "ones along h": lambda x: x * torch.ones(x.shape[-1], dtype=x.dtype) * 0.7,
+    "over t": lambda x: x / x.shape[1],
+    "mean of t by hand": lambda x: x - x.sum(1, keepdim=True) / x.shape[1],
+    "elements of a row": lambda x: x * x[0].numel() * 0.01,
+    "mean of places": lambda x: x * torch.arange(x.shape[1], dtype=x.dtype).mean() * 0.2,
+    "zeros of a row": lambda x: x * 0.9 + x.new_zeros(x.shape[1:]),
+    "named rows": lambda x: torch.tanh(x.reshape(x.shape[0] * x.shape[1], -1)).view(x.shape),
+    "turned rows": lambda x: (
+        x.transpose(0, 1).flatten(0, 1).sin().unflatten(0, (x.shape[1], -1)).transpose(0, 1)
+    ),
+    "features of a row": lambda x: x.flatten(1).sin().view(x.shape),
+    "all tokens": lambda x: x[:, : x.shape[1]] * 0.9,
+    "first four": lambda x: x + x[:, :4].mean(1, keepdim=True),
+    "first two": lambda x: x + x[:, :2].amax(1, keepdim=True),
+    "last two": lambda x: x + x[..., -2:].sum(-1, keepdim=True),
+    "first chunk": lambda x: x + x.chunk(2, 1)[0].mean(1, keepdim=True),
+    "einsum scores": lambda x: torch.einsum("bth,bsh->bts", x, x).softmax(-1) @ x,
+    "einsum dots": lambda x: x * torch.einsum("bth,bth->bt", x, x)[..., None] * 0.1,
+    "linear": lambda x: F.linear(x, 0.1 * torch.ones(x.shape[-1], x.shape[-1], dtype=x.dtype)),
+    "attention": lambda x: F.scaled_dot_product_attention(x, x, x),
+    "noise of nothing": lambda x: x + 0.0 * torch.rand_like(x),
+    "seeded noise of h": lambda x: x * (0.5 + _seeded(x.shape[-1])),
+    "seeded noise of t": lambda x: x * (0.5 + _seeded(x.shape[1], 1)),
+    "seeded number": lambda x: x * (0.5 + _seeded(1)),
+    "number of nothing": lambda x: x + 0.0 * torch.rand(()),
+}
+
+STEPS: dict[str, Step] = {**ELEMENTS, **HIDDEN, **TOKENS, **EVERYTHING, **SIZES}

@@ -28,11 +28,11 @@ from meshfold.mesh.tracking.dims import (
     is_whole,
     normal,
 )
-from meshfold.mesh.tracking.float_sizes import meets_float
 from meshfold.mesh.tracking.follow import Tracker
 from meshfold.mesh.tracking.local_size import LocalSize, dim_of, dims_of, in_, made, sizes_given
 from meshfold.mesh.tracking.partial import check_gradients
 from meshfold.mesh.tracking.places import from_the_front
+from meshfold.mesh.tracking.size_source import counts_from_front, meets_float
 
 _LIBRARIES = ("meshfold", "torch", "transformers", "einops", "numba", "triton", "peft")
 """Whose code is given plain sizes."""
@@ -223,16 +223,18 @@ class OpenSizes(TorchFunctionMode):
         first = args[0][0] if isinstance(args[0], list | tuple) and args[0] else args[0]
         if not isinstance(first, Tensor) or first.dim() != 2:
             return
-        rows = self._tracker.dims(first)[0]
-        if is_split(rows) and (number := from_the_front(name, args, kwargs)):
-            axes = axes_of(rows)
-            self._tracker.refuse(
-                name,
-                f"counts dim {number} from the front, where the stream has no dims of batch and sequence: its tokens are flat, and "
-                f"split over {', '.join(axes)}",
-                first,
-                axes=axes,
-            )
+        if is_split(self._tracker.dims(first)[0]) and (number := from_the_front(name, args, kwargs)):
+            self._refuse_place(first, name, f"dim {number}")
+
+    def _refuse_place(self, x: Tensor, name: str, what: str) -> NoReturn:
+        axes = axes_of(self._tracker.dims(x)[0])
+        self._tracker.refuse(
+            name,
+            f"counts {what} from the front, where the stream has no dims of batch and sequence: its tokens are flat, and "
+            f"split over {', '.join(axes)}",
+            x,
+            axes=axes,
+        )
 
     def _unflatten(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         given = {**dict(zip(("self", "dim", "sizes"), args, strict=False)), **kwargs}
@@ -250,6 +252,8 @@ class OpenSizes(TorchFunctionMode):
         dims = self._tracker.dims(x)
         if not any(map(is_split, dims)) or (frame := _asking(3)) is None:
             return found
+        if self._tracker.flat and x.dim() == 2 and is_split(dims[0]) and counts_from_front(frame, 2):
+            self._refuse_place(x, "size", "a dim")
         split = [place for place, dim in enumerate(dims) if is_split(dim)]
         if asked and isinstance(asked[0], int):
             split = [place for place in split if place == asked[0] % x.dim()]

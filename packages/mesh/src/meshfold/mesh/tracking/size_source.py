@@ -1,4 +1,7 @@
-"""Floats that meet a size from the left, ``1.0 / x.shape[1]``: Python asks the size nothing there, so the source is read."""
+"""Sizes as the source of a model's code reads them, where Python tells nothing of it.
+
+``1.0 / x.shape[1]`` asks the size nothing, since the float is on the left; ``x.shape[1]`` and ``x.shape[-1]`` give the same number.
+"""
 
 from __future__ import annotations
 
@@ -41,6 +44,23 @@ def meets_float(frame: FrameType, places: Iterable[int], rank: int) -> bool:
         isinstance(found, ast.BinOp) and _is_float(found.left) and _counts(found.right, names)
         for found in ast.walk(scope)
     )
+
+
+def counts_from_front(frame: FrameType, rank: int) -> bool:
+    """Return whether the code that reads a shape in a frame counts its dims from the front, or counts more than there are."""
+    spans, above = _parsed(frame.f_code.co_filename)
+    node = spans.get(list(frame.f_code.co_positions())[frame.f_lasti // 2])
+    if node is None:
+        return False
+    over = above.get(node)
+    if isinstance(node, ast.Call) and node.args:
+        place = _integer(node.args[0])
+    elif isinstance(over, ast.Subscript) and over.value is node:
+        place = _integer(over.slice)
+    else:
+        is_taken_apart = isinstance(over, ast.Assign) and isinstance(over.targets[0], ast.Tuple)
+        return is_taken_apart and len(over.targets[0].elts) > rank  # type: ignore[union-attr]
+    return place is not None and place >= 0
 
 
 def _read(
