@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from meshfold.mesh import Mesh
+from meshfold.mesh import Mesh, metadata
 from meshfold.mesh.tracking.dims import (
     ALIKE,
     Dims,
@@ -62,8 +62,22 @@ class Tracked(OnMesh):
     def begin(self, found: Tracker, model: nn.Module, given: Mapping[str, Any]) -> None:
         """What a model is given is whole on every tensor axis."""
         # They ask whether all of a mask is ones, so as to leave it out: each rank may do so for its own rows.
+        found.records.placed = self._placed
         found.random_axes = (*found.random_axes, *real(self.mesh, self.mode.axes))
         found.overlooked = ("transformers/masking_utils.py", "transformers/cache_utils.py")
+
+    def _placed(self, parameter: Tensor) -> Dims | None:
+        """How a parameter lies that a layer of ours has split: whatever else reads it has a piece."""
+        meta = metadata(parameter)
+        axes = () if meta is None else meta.placement.axes
+        if len(axes) != parameter.dim():
+            return None
+        split = [
+            real(self.mesh, tuple(axis for axis in several if axis in self.mode.axes)) for several in axes
+        ]
+        if not any(split):
+            return None
+        return tuple(block(n, mine, grain=-1) for n, mine in zip(parameter.shape, split, strict=True))
 
     def takes(self, module: nn.Module) -> bool:
         """Whether a module is a layer of ours."""

@@ -70,9 +70,9 @@ def _aligned(several: Sequence[tuple[Dim, int]]) -> Dim:
     return next((dim for dim in wide if is_open(dim)), wide[0])
 
 
-def _product(a: Dims, b: Dims) -> Dims:
-    """``.. i k`` times ``.. k j``."""
-    _summed("sums products over", ((a[-1], len(a) - 1), (b[-2], len(b) - 2)))
+def _product(a: Dims, b: Dims, summed: int | None = None) -> Dims:
+    """``.. i k`` times ``.. k j``; ``summed``: the number of ``k`` in the tensor that the second is a view of."""
+    _summed("sums products over", ((a[-1], len(a) - 1), (b[-2], len(b) - 2 if summed is None else summed)))
     batch = max(len(a), len(b)) - 2
     lead = []
     for back in range(batch + 2, 2, -1):
@@ -106,7 +106,7 @@ def _linear(dims_of: Layout, input: Tensor, weight: Tensor, bias: Tensor | None 
 
     def found() -> Dims:
         a, w = dims_of(input), dims_of(weight)
-        made = _product(a if len(a) > 1 else (whole(1), *a), (w[1], w[0]))
+        made = _product(a if len(a) > 1 else (whole(1), *a), (w[1], w[0]), 1)
         last = made[-1] if bias is None else _aligned([(made[-1], len(made) - 1), (dims_of(bias)[-1], 0)])
         return (*made[1 if len(a) == 1 else 0 : -1], last)
 

@@ -298,8 +298,8 @@ class _Regrouping:
             into = after
         elif self._at == 0 and len(self._sizes) == 3 and any(self._made):
             into = self._at  # heads are merged with the batch, as for a product of matrices
-        elif factor.split is not None and factor.split.kind == "dealt" and self._made[self._at]:
-            into = self._at  # tokens are merged with the batch before them, not with their features
+        elif factor.grain == 0 and self._made[self._at]:
+            into = self._at  # rows and tokens are merged with those before them, not with their features
         else:
             into = after  # heads are merged with their elements, or with those that share keys and values
         while into > self._at:
@@ -321,7 +321,8 @@ class _Regrouping:
             return mine[0]
         # A size of 1 that is free may be this one's, read off a tensor of which nothing is known.
         is_free = not self._made[self._at] and self._sizes[self._at] == 1
-        return self._inferred if self._inferred in places and not mine and not is_free else None
+        is_row = factor.grain == 0 and not is_free and not mine
+        return self._inferred if self._inferred in places and is_row else None
 
     def _spare(self) -> int:
         """By how many more the dims of one element are that come next than the factors that may go there."""
@@ -343,7 +344,7 @@ class _Regrouping:
                 and (_is_one(factor) or (self._at == self._inferred and not factor.parts))
             ):
                 # One head a rank: of ``view(b, s, heads, d)`` the heads are what is split.
-                self._made[self._at].append(Factor(1, factor.split))
+                self._made[self._at].append(Factor(1, factor.split, (), -1))
                 factor = Factor(factor.size)
             self._step()
         if self._wants % factor.size == 0:

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from meshfold.mesh.tracking.dims import Dims, axes_of, is_split, is_whole, whole, whole_dims
@@ -27,14 +27,23 @@ class _Memory:
 
 
 class Records:
-    """Layouts of tensors. A tensor that nothing is known of is whole on every rank."""
+    """Layouts of tensors. A tensor that nothing is known of is whole on every rank.
+
+    Attributes:
+        placed: the layout of a parameter, which may be a piece that a layer of ours reads; None for one that is whole.
+    """
 
     def __init__(self) -> None:
         self._memory: dict[int, _Memory] = {}
+        self.placed: Callable[[Tensor], Dims | None] | None = None
 
     def dims(self, tensor: Tensor) -> Dims:
         """The layout of a tensor."""
         memory = self._memory.get(_storage(tensor))
+        if self.placed is not None and isinstance(tensor, nn.Parameter):
+            found = self.placed(tensor)
+            if found is not None:
+                return found
         if memory is None:
             return whole_dims(tensor.shape)
         if memory.views and (view := memory.views.get(id(tensor))) is not None and view[0]() is tensor:
