@@ -109,7 +109,7 @@ def _pieces(call: Call, split: Split, value: Any) -> tuple[Any, Any, Any]:
             return value.clone(), value.clone(), value.clone()
         if len(numbers) > 1 or len(call.dims_of(value)[numbers[0]]) > 1:
             raise _mixes(call, split, "it takes apart what was put together of several dims")
-        one, other = _random(value), _random(value)
+        one, other = _random(value, 1), _random(value, 2)
         return one, other, torch.cat([one, other], numbers[0])
     if isinstance(value, list | tuple) and any(isinstance(item, Tensor) for item in value):
         found = [_pieces(call, split, item) for item in value]
@@ -117,10 +117,20 @@ def _pieces(call: Call, split: Split, value: Any) -> tuple[Any, Any, Any]:
     return value, value, value
 
 
-def _random(like: Tensor) -> Tensor:
+def _random(like: Tensor, seed: int) -> Tensor:
+    """Random numbers, the same on all ranks; integers from the least to the greatest that a tensor has, but never all alike."""
+    generator, shape = torch.Generator().manual_seed(seed), tuple(like.shape)
     if like.is_floating_point():
-        return torch.rand_like(like, memory_format=torch.contiguous_format) + 0.1
-    return like.flatten()[torch.randperm(like.numel(), device=like.device)].view(like.shape)
+        made = torch.rand(shape, generator=generator, dtype=torch.float64) + 0.1
+    elif like.is_complex():
+        made = torch.randn(shape, generator=generator, dtype=torch.complex128)
+    else:
+        low, high = (
+            (int(like.min()), int(like.max())) if like.numel() and like.dtype != torch.bool else (0, 1)
+        )
+        low = min(low, max(high - 1, 0)) if low == high else low
+        made = torch.randint(low, max(high, low + 1) + 1, shape, generator=generator)
+    return made.to(like.device, like.dtype)
 
 
 def _found(call: Call, split: Split, a: Tensor, b: Tensor, c: Tensor) -> int | None:
