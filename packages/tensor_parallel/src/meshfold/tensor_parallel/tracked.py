@@ -62,7 +62,10 @@ class Tracked(OnMesh):
     def begin(self, found: Tracker, model: nn.Module, given: Mapping[str, Any]) -> None:
         """What a model is given is whole on every tensor axis."""
         # They ask whether all of a mask is ones, so as to leave it out: each rank may do so for its own rows.
-        found.records.placed = self._placed
+        layers = [module for module in model.modules() if self.takes(module)]
+        # Code of other modules may compute with pieces of their own parameters, where hooks sum what it returns.
+        ours = {id(p) for layer in layers for p in layer.parameters(recurse=False)}
+        found.records.placed = lambda parameter: self._placed(parameter) if id(parameter) in ours else None
         found.random_axes = (*found.random_axes, *real(self.mesh, self.mode.axes))
         found.overlooked = ("transformers/masking_utils.py", "transformers/cache_utils.py")
 
@@ -77,7 +80,13 @@ class Tracked(OnMesh):
         ]
         if not any(split):
             return None
-        return tuple(block(n, mine, grain=-1) for n, mine in zip(parameter.shape, split, strict=True))
+        assert meta is not None
+        made = []
+        for number, (size, mine) in enumerate(zip(parameter.shape, split, strict=True)):
+            lengths = tuple(length for _, length in meta.placement.segments(self.mesh, number))
+            parts = lengths if number in meta.placement.parts and sum(lengths) == size else ()
+            made.append(block(size, mine, parts, grain=-1))
+        return tuple(made)
 
     def takes(self, module: nn.Module) -> bool:
         """Whether a module is a layer of ours."""

@@ -237,7 +237,7 @@ def _attention(
                 ):
                     continue  # fewer heads of keys and values serve several of queries each
                 here.append((theirs, len(q) - back))
-            if len(masked) >= back:
+            if len(masked) >= back and is_split(masked[-back]):
                 here.append((masked[-back], len(masked) - back))
             lead.append(_aligned(here))
         return once((*lead, q[-2], v[-1]))

@@ -152,8 +152,10 @@ class OpenSizes(TorchFunctionMode):
             self._tracker.refuse(name, str(error), x, axes=axes)
 
     def _view_sizes(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[int] | None:
-        """The sizes that a view asks for, as they are written."""
-        return sizes_given("", args, kwargs) if name in ("view", "reshape") else None
+        """The sizes that a view of the model's own code asks for, as they are written; other code has read plain numbers."""
+        if name not in ("view", "reshape") or not _asked_by_the_model(3):
+            return None
+        return sizes_given("", args, kwargs)
 
     def _refuse_failed(self, name: str, args: Any, kwargs: dict[str, Any], error: Exception) -> None:
         """An operation that fails on a piece is refused with its line, since in one process it may not fail."""
