@@ -31,14 +31,13 @@ from meshfold.mesh.tracking.dims import (
 )
 
 Layout = Callable[[Tensor], Dims]
+Followed = tuple[list[Tensor], Callable[[], Dims]]
 
 
-def followed(
-    func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], dims_of: Layout
-) -> tuple[list[Tensor], Callable[[], Dims]] | None:
+def followed(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], dims_of: Layout) -> Followed | None:
     """The operands of such a call, and a function that returns the layout of its result; None for other calls."""
     rule = _RULES.get(func)
-    found = None if rule is None else rule(dims_of, *args, **kwargs)
+    found: Followed | None = None if rule is None else rule(dims_of, *args, **kwargs)
     if found is None or all(is_whole(dim) for x in found[0] for dim in dims_of(x)):
         return None
     return found
@@ -254,7 +253,9 @@ _RULES: dict[Any, Callable[..., Any]] = {
     **dict.fromkeys((torch.repeat_interleave, Tensor.repeat_interleave), _repeat),
     F.scaled_dot_product_attention: _attention,
 }
-UNFLATTEN: dict[Any, Callable[..., Any]] = dict.fromkeys((torch.unflatten, Tensor.unflatten), _unflatten)
+UNFLATTEN: dict[Any, Callable[..., Followed | None]] = dict.fromkeys(
+    (torch.unflatten, Tensor.unflatten), _unflatten
+)
 
 
 def check_slices(dims: Dims, index: Any, is_local: Callable[[Any], bool]) -> None:

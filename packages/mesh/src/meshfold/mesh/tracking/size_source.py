@@ -30,12 +30,12 @@ def meets_float(frame: FrameType, places: Iterable[int], rank: int) -> bool:
         return False
     sizes, names = _read(node, above, set(places), rank)
     for size in sizes:
-        while isinstance(above.get(size), ast.BinOp | ast.UnaryOp):
-            over = above[size]
+        over = above.get(size)
+        while isinstance(over, ast.BinOp | ast.UnaryOp):
             if isinstance(over, ast.BinOp) and over.right is size and _is_float(over.left):
                 return True
-            size = over
-        if isinstance(over := above.get(size), ast.Assign):
+            size, over = over, above.get(over)
+        if isinstance(over, ast.Assign):
             names |= {target.id for target in over.targets if isinstance(target, ast.Name)}
     scope = node
     while not isinstance(scope, ast.FunctionDef | ast.Lambda | ast.Module):
@@ -84,7 +84,7 @@ def _read(
 
 def _integer(node: ast.AST) -> int | None:
     try:
-        value = ast.literal_eval(node)  # type: ignore[arg-type]
+        value = ast.literal_eval(node)
     except ValueError:
         return None
     return value if isinstance(value, int) else None

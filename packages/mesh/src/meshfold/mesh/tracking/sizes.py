@@ -219,7 +219,6 @@ class OpenSizes(TorchFunctionMode):
                     dims[place] = dim_of(size)
             check_gradients(tracker, name, [args[0]], [tuple(dims)], out)
             tracker.records.name(out, tuple(dims))
-            return
 
     def _check_places(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         first = args[0][0] if isinstance(args[0], list | tuple) and args[0] else args[0]
