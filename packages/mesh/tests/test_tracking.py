@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from meshfold.mesh import LayoutError
-from meshfold.mesh.tracking import watch
-from meshfold.mesh.tracking.active import activated
+from meshfold.mesh.tracking import part_of_model, unwatched, watch
+from meshfold.mesh.tracking.active import activated, is_watched
 from meshfold.mesh.tracking.dims import (
     UNKNOWN,
     Dims,
@@ -318,3 +318,12 @@ def test_an_exception_of_the_models_own_ends_the_looking() -> None:
         with pytest.raises(ValueError, match="mine"):
             model(torch.randn(4, 3))
     assert not torch.utils._python_dispatch._len_torch_dispatch_stack()
+
+
+def test_a_part_of_an_unwatched_forward_is_not_watched() -> None:
+    with unwatched():
+        with part_of_model("stage 0"):
+            assert not is_watched()
+        assert not is_watched()
+    with part_of_model("stage 0"):
+        assert is_watched()

@@ -63,7 +63,7 @@ def unwatched() -> Any:
 
 def is_watched() -> bool:
     """Whether forwards are looked at."""
-    return not _parts or _parts[-1] is not None
+    return None not in _parts  # a part that runs in an unwatched forward is not looked at either
 
 
 def part() -> object:
