@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from integration_tests.house import PACKAGES
 from meshfold import kernels as K
-from meshfold.kernels.nf4 import Nf4Linear
+from meshfold.kernels import Nf4Linear
 from meshfold.mesh import Mesh, Placement
 from meshfold.mesh.collectives import primitives
 from meshfold.mesh.parameters.deferred_wgrad import MatmulOperands, WeightGradSite, accumulate_grad

@@ -35,9 +35,7 @@ SIBLINGS: dict[str, set[str]] = {
 OPEN_BORDERS = (
     "meshfold.engine",
     "meshfold.huggingface",
-    "meshfold.kernels",
     "meshfold.mesh.tracking",
-    "meshfold.models",
     "meshfold.planner",
     "meshfold.tensor_parallel",
     "meshfold.zero_gemini",

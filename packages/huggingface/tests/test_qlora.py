@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from meshfold.engine import Engine, pretrained
-from meshfold.kernels.nf4 import Nf4Linear, pack_nf4, unpack_nf4
+from meshfold.kernels import Nf4Linear, pack_nf4, unpack_nf4
 from meshfold.mesh import SpecError
 from meshfold.mesh.testing import run_on_ranks
 

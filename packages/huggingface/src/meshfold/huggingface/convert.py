@@ -31,7 +31,7 @@ from meshfold.huggingface import our_names
 from meshfold.huggingface.layout import model_of, to_files
 from meshfold.huggingface.our_names import Step, unchanged
 from meshfold.huggingface.writing import SHARD_BYTES, FolderWriter, config_of
-from meshfold.models.config import DecoderConfig
+from meshfold.models import DecoderConfig
 
 DTYPES = {
     "float32": torch.float32,

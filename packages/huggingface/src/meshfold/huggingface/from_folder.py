@@ -25,7 +25,7 @@ from meshfold.huggingface.adapter import Adapter
 from meshfold.huggingface.quantized import NF4, pack_linears, unpacked_twins
 from meshfold.huggingface.reading import read_config
 from meshfold.huggingface.weight_names import Matched, match
-from meshfold.kernels.nf4 import pack_nf4
+from meshfold.kernels import pack_nf4
 from meshfold.mesh import ParallelSpec, SpecError, did_you_mean, metadata
 from meshfold.mesh.initialization import ParameterInit
 

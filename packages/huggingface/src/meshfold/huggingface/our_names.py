@@ -16,7 +16,7 @@ from torch import Tensor
 from meshfold.checkpoint import CheckpointError
 from meshfold.checkpoint.tensors import TensorInfo
 from meshfold.mesh import SpecError
-from meshfold.models.config import DecoderConfig, GPTConfig, LlamaConfig
+from meshfold.models import DecoderConfig, GPTConfig, LlamaConfig
 
 OWN: dict[str, type[DecoderConfig]] = {config.kind: config for config in (GPTConfig, LlamaConfig)}
 _HEAD = "head.weight"

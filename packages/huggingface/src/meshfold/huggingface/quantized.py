@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from meshfold.kernels.nf4 import BLOCK, Nf4Linear
+from meshfold.kernels import NF4_BLOCK, Nf4Linear
 from meshfold.mesh import SpecError
 
 NF4 = "nf4"
@@ -29,14 +29,14 @@ def pack_linears(model: nn.Module) -> list[str]:
         for leaf, child in list(module.named_children()):
             if type(child) is not nn.Linear:
                 continue
-            if child is head or child.in_features % BLOCK:
+            if child is head or child.in_features % NF4_BLOCK:
                 left.append(f"{path}.{leaf}" if path else leaf)
             else:
                 module._modules[leaf] = Nf4Linear.of(child)
     if not any(isinstance(module, Nf4Linear) for module in model.modules()):
         raise SpecError(
             f"pretrained(quantize={NF4!r}) would pack nothing of {type(model).__name__}: it packs layers of type "
-            f"torch.nn.Linear, the head aside, with rows of a multiple of {BLOCK} elements; leave quantize out"
+            f"torch.nn.Linear, the head aside, with rows of a multiple of {NF4_BLOCK} elements; leave quantize out"
         )
     return left
 

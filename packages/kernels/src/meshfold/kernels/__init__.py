@@ -39,6 +39,7 @@ from meshfold.kernels.losses import (
     sum_exp_and_target,
 )
 from meshfold.kernels.masks import dropout
+from meshfold.kernels.nf4 import NF4_BLOCK, Nf4Linear, pack_nf4, unpack_nf4
 from meshfold.kernels.norms import (
     add_layer_norm,
     add_rms_norm,
@@ -58,10 +59,12 @@ from meshfold.kernels.random_bits import random_bits
 from meshfold.kernels.rotary import apply_rotary, apply_rotary_
 
 __all__ = [
+    "NF4_BLOCK",
     "AdamSettings",
     "AdamState",
     "Availability",
     "KernelError",
+    "Nf4Linear",
     "QuantizedState",
     "SplitState",
     "WholeState",
@@ -88,6 +91,7 @@ __all__ = [
     "local_max",
     "loss_per_row",
     "merge_attention_",
+    "pack_nf4",
     "random_bits",
     "rms_norm",
     "rms_norm_apply",
@@ -100,6 +104,7 @@ __all__ = [
     "sum_of_squares",
     "swiglu",
     "swiglu2",
+    "unpack_nf4",
     "use",
     "write_gradient",
 ]

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-BLOCK = 64
+NF4_BLOCK = 64
 """Elements of a row that share a scale."""
 LEVELS = (
     -1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635,
@@ -35,9 +35,9 @@ def packed_bytes(k: int) -> int:
     Raises:
         ValueError: if ``k`` is no multiple of the block.
     """
-    if k % BLOCK:
-        raise ValueError(f"a row of {k} elements cannot be packed: NF4 takes multiples of {BLOCK}")
-    return k // 2 + k // BLOCK * _SCALE
+    if k % NF4_BLOCK:
+        raise ValueError(f"a row of {k} elements cannot be packed: NF4 takes multiples of {NF4_BLOCK}")
+    return k // 2 + k // NF4_BLOCK * _SCALE
 
 
 @torch.no_grad()
@@ -53,7 +53,7 @@ def pack_nf4(weight: Tensor) -> Tensor:
     middles = (levels[1:] + levels[:-1]) / 2
     rows = max(1, _AT_ONCE // k)
     for start in range(0, n, rows):
-        part = weight[start : start + rows].float().unflatten(1, (-1, BLOCK))
+        part = weight[start : start + rows].float().unflatten(1, (-1, NF4_BLOCK))
         scales = part.abs().amax(-1, keepdim=True)
         codes = torch.bucketize(part / scales.clamp(min=torch.finfo(torch.float32).tiny), middles)
         pairs = codes.flatten(1).unflatten(1, (-1, 2)).to(torch.uint8)
@@ -70,7 +70,7 @@ def unpack_nf4(packed: Tensor, k: int, dtype: torch.dtype = torch.float32) -> Te
     scales = packed[:, k // 2 :].contiguous().view(torch.float32)
     levels = torch.tensor(LEVELS, device=packed.device)
     values = levels[torch.stack((codes >> 4, codes & 15), dim=-1).long()]
-    found: Tensor = values.flatten(1).unflatten(1, (-1, BLOCK)) * scales.unsqueeze(-1)
+    found: Tensor = values.flatten(1).unflatten(1, (-1, NF4_BLOCK)) * scales.unsqueeze(-1)
     return found.flatten(1).to(dtype)
 
 

@@ -8,7 +8,7 @@ each of ``blocks``, and that ``position_ids`` tells them where tokens stand whos
 
 from __future__ import annotations
 
-from meshfold.models.config import GPTConfig, LlamaConfig
+from meshfold.models.config import DecoderConfig, GPTConfig, LlamaConfig
 from meshfold.models.generate import generate
 from meshfold.models.gpt import GPT
 from meshfold.models.llama import Llama
@@ -21,6 +21,7 @@ __all__ = [
     "PRESETS",
     "CausalLMLoss",
     "CausalLMOutput",
+    "DecoderConfig",
     "GPTConfig",
     "Llama",
     "LlamaConfig",
