@@ -36,7 +36,6 @@ OPEN_BORDERS = (
     "meshfold.engine",
     "meshfold.huggingface",
     "meshfold.mesh.tracking",
-    "meshfold.planner",
     "meshfold.tensor_parallel",
     "meshfold.zero_gemini",
 )

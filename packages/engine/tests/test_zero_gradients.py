@@ -18,8 +18,7 @@ from meshfold.engine.zero.states import ZeroStates
 from meshfold.mesh import MeshfoldError, ParallelSpec, record
 from meshfold.mesh.testing import run_on_ranks
 from meshfold.models import GPT, GPTConfig
-from meshfold.planner.machines import machine
-from meshfold.planner.planner import estimate
+from meshfold.planner import estimate, find_machine
 from meshfold.zero_gemini import Gemini, MemoryPlanError
 from meshfold.zero_gemini.chunks import groups as members
 from meshfold.zero_gemini.planner import MiB
@@ -219,7 +218,7 @@ def test_the_first_guess_knows_it_too() -> None:
 )
 def test_a_plan_knows_whether_gradients_are_held(settings: dict[str, Any], holds: bool) -> None:
     spec = ParallelSpec.parse(dict(zero=dict(stage=3, placement="cpu"))).with_world_size(1)
-    given: dict[str, Any] = dict(batch_size=4, seq_len=8, precision="bf16", machine=machine("h200"))
+    given: dict[str, Any] = dict(batch_size=4, seq_len=8, precision="bf16", machine=find_machine("h200"))
     found = estimate(gpt, spec, **{**given, **settings})
     plan = found.plan
     assert plan is not None and plan.workload.clipping == holds

@@ -13,7 +13,7 @@ from meshfold.engine import Engine
 from meshfold.huggingface.causal_lm import open_model
 from meshfold.mesh import ParallelSpec, SpecError
 from meshfold.mesh.testing import run_on_ranks
-from meshfold.planner.planner import estimate
+from meshfold.planner import estimate
 from meshfold.train.metrics_file import read_metrics
 from meshfold.train.model_choice import choose_model
 

@@ -15,10 +15,8 @@ from meshfold.engine import Engine
 from meshfold.mesh import ParallelSpec, record
 from meshfold.mesh.testing import run_on_ranks
 from meshfold.models import build, preset
-from meshfold.planner.estimate import Estimate, times
-from meshfold.planner.machines import MACHINES, Machine, machine
-from meshfold.planner.planner import estimate
-from meshfold.planner.text import memory_table, picture
+from meshfold.planner import MACHINES, Estimate, Machine, estimate, find_machine, step_times
+from meshfold.planner.report import memory_table, mesh_picture
 
 SIZES: dict[str, Any] = dict(hidden=32, layers=2, heads=4, vocab_size=40, max_positions=16)
 SPECS: dict[str, dict[str, Any]] = {
@@ -132,7 +130,7 @@ def test_times_add_up() -> None:
         latency=0.0,
         source="made up",
     )
-    took = times(plan, flat, "bf16")
+    took = step_times(plan, flat, "bf16")
     tensor = sum(e.bytes / (1e2 if "data" in e.axes else 1e3) for e in plan.traffic if e.phase != "gradients")
     gradients = sum(e.bytes / 1e2 for e in plan.traffic if e.phase == "gradients")
     assert took.compute == plan.flops / 1e6
@@ -142,8 +140,8 @@ def test_times_add_up() -> None:
 
 def test_machines_know_where_a_group_lies() -> None:
     for name in MACHINES:
-        assert machine(name).inside > machine(name).between
-    h200 = machine("h200x8")
+        assert find_machine(name).inside > find_machine(name).between
+    h200 = find_machine("h200x8")
     assert h200.bandwidth((0, 1, 7)) == h200.inside
     assert h200.bandwidth((7, 8)) == h200.between
 
@@ -170,11 +168,11 @@ def test_machines_know_where_a_group_lies() -> None:
     ],
 )
 def test_pictures(axes: dict[str, int], lines: list[str]) -> None:
-    assert picture(axes).splitlines() == lines
+    assert mesh_picture(axes).splitlines() == lines
 
 
 def test_a_large_picture_keeps_to_the_page() -> None:
-    shown = picture(dict(data=64, depth=4, row=8, col=16))
+    shown = mesh_picture(dict(data=64, depth=4, row=8, col=16))
     assert max(map(len, shown.splitlines())) <= 100
     assert "..." in shown and str(math.prod((64, 4, 8, 16)) - 1) in shown
 

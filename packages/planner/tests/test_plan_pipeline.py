@@ -20,10 +20,8 @@ from meshfold.mesh.testing import run_on_ranks
 from meshfold.pipeline import simulate
 from meshfold.pipeline.runtime import Stage
 from meshfold.pipeline.runtime.executor import Peaks
-from meshfold.planner.estimate import Estimate
-from meshfold.planner.machines import MACHINES
+from meshfold.planner import MACHINES, Estimate, estimate
 from meshfold.planner.pipeline_estimate import PipelineEstimate
-from meshfold.planner.planner import estimate
 
 sys.path.append(str(Path(__file__).parent))  # for the helpers beside this file, on every rank
 sys.path.append(str(Path(__file__).parents[2] / "engine" / "tests"))

@@ -19,10 +19,8 @@ from meshfold.engine.zero.plan import limits_of, regime_of
 from meshfold.mesh import Mesh, ParallelSpec
 from meshfold.mesh.spec import ZeroSpec
 from meshfold.models import build, preset
-from meshfold.planner.estimate import Estimate, times
-from meshfold.planner.machines import MACHINES, machine
-from meshfold.planner.planner import estimate
-from meshfold.planner.text import memory_table
+from meshfold.planner import MACHINES, Estimate, estimate, find_machine, step_times
+from meshfold.planner.report import memory_table
 from meshfold.zero_gemini.planner import GiB, MiB
 
 SIZES: dict[str, Any] = dict(hidden=64, layers=3, heads=4, vocab_size=96, max_positions=32)
@@ -32,7 +30,12 @@ SMALL = partial(build, "gpt-tiny", **SIZES)
 def planned(
     zero: dict[str, Any], parallel: dict[str, Any] | None = None, model: Any = SMALL, **settings: Any
 ) -> Estimate:
-    given: dict[str, Any] = {"batch_size": 8, "seq_len": 32, "precision": "bf16", "machine": machine("h200")}
+    given: dict[str, Any] = {
+        "batch_size": 8,
+        "seq_len": 32,
+        "precision": "bf16",
+        "machine": find_machine("h200"),
+    }
     spec = ParallelSpec.parse({**(parallel or {}), "zero": zero})
     return estimate(model, spec.with_world_size(spec.world_size), **{**given, **settings})
 
@@ -117,7 +120,7 @@ def test_activation_checkpointing_is_seen() -> None:
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_ranks_share(stage: int) -> None:
     one = planned(dict(stage=stage, placement="cuda"))
-    four = planned(dict(stage=stage, placement="cuda"), dict(data=4), machine=machine("h200x8"))
+    four = planned(dict(stage=stage, placement="cuda"), dict(data=4), machine=find_machine("h200x8"))
     assert one.plan is not None and four.plan is not None
     elems = one.plan.workload.elems
     assert four.plan.workload.elems == pytest.approx(elems / 4, rel=0.01)
@@ -132,13 +135,13 @@ def test_ranks_share(stage: int) -> None:
     if stage < 3:
         assert gathered.bytes == pytest.approx(2 * whole * 3 / 4)
     assert not [entry for entry in one.traffic if entry.ranks > 1]
-    assert times(four, machine("h200x8"), "bf16").data > 0
+    assert step_times(four, find_machine("h200x8"), "bf16").data > 0
 
 
 def test_the_host_is_shared_by_its_ranks() -> None:
     one, four = (
         planned(dict(placement="cpu")),
-        planned(dict(placement="cpu"), dict(data=4), machine=machine("h200x8")),
+        planned(dict(placement="cpu"), dict(data=4), machine=find_machine("h200x8")),
     )
     assert one.plan is not None and four.plan is not None
     process = one.plan.workload.host_base_bytes
@@ -161,7 +164,7 @@ def test_accumulation_takes_as_many_micro_steps() -> None:
 def test_tensor_axes_divide_what_chunks_hold() -> None:
     whole, half = (
         planned(dict(placement="cuda")),
-        planned(dict(placement="cuda"), dict(tensor=2), machine=machine("h200x8")),
+        planned(dict(placement="cuda"), dict(tensor=2), machine=find_machine("h200x8")),
     )
     assert whole.plan is not None and half.plan is not None
     assert 0.45 < half.plan.workload.elems / whole.plan.workload.elems < 0.6

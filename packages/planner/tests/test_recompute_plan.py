@@ -18,9 +18,7 @@ from meshfold.engine.zero.states import ZeroStates
 from meshfold.mesh import ParallelSpec
 from meshfold.mesh.testing import ranks
 from meshfold.models import GPT, GPTConfig
-from meshfold.planner.estimate import Estimate
-from meshfold.planner.machines import machine
-from meshfold.planner.planner import estimate
+from meshfold.planner import Estimate, estimate, find_machine
 from meshfold.zero_gemini import MemoryPlanError
 from meshfold.zero_gemini.planner import MiB, Plan
 from meshfold.zero_gemini.planner.memory import layer_bytes
@@ -244,7 +242,7 @@ def planned(
     spec = ParallelSpec.parse({**(parallel or {}), "zero": dict(stage=3, **zero)})
     return estimate(
         model, spec.with_world_size(spec.world_size), batch_size=16, seq_len=64, precision="bf16",
-        machine=machine("h200x8"), recompute=recompute, name="it",
+        machine=find_machine("h200x8"), recompute=recompute, name="it",
     )  # fmt: skip
 
 

@@ -43,7 +43,7 @@ _MODULES = {
 
 _INTEGRATIONS = {
     "initialize": "meshfold.colossalai.making",
-    "plan_memory": "meshfold.planner.memory_plan",
+    "plan_memory": "meshfold.planner",
     "pretrained": "meshfold.huggingface.from_folder",
     "save_adapter": "meshfold.huggingface.adapter",
 }

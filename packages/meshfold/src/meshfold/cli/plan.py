@@ -28,8 +28,7 @@ from meshfold.cli.parallel import add_parallel, read_parallel
 from meshfold.cli.train_arguments import RECOMPUTE
 
 if TYPE_CHECKING:
-    from meshfold.planner.estimate import Estimate, Times
-    from meshfold.planner.machines import Machine
+    from meshfold.planner import Estimate, Machine, Times
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -94,10 +93,7 @@ def run(arguments: argparse.Namespace) -> int:
     changes, rules = read_changes(arguments.changes), read_rules(arguments.rules)
     from meshfold.engine.world import require_runnable
     from meshfold.mesh import ParallelSpec
-    from meshfold.planner.advice import advice, why_not
-    from meshfold.planner.estimate import times
-    from meshfold.planner.machines import machine as find_machine
-    from meshfold.planner.planner import estimate
+    from meshfold.planner import estimate, explain_misfit, find_machine, step_times, suggest_change
     from meshfold.train.model_choice import choose_model, longest
 
     spec = ParallelSpec.parse(parallel, arguments.ranks)
@@ -135,7 +131,7 @@ def run(arguments: argparse.Namespace) -> int:
         )
 
     found = estimated(spec, arguments.recompute)
-    took = times(found, machine, precision)
+    took = step_times(found, machine, precision)
     _write_pictures(found, arguments.timeline, arguments.trace)
     if arguments.json:
         words = {
@@ -149,10 +145,10 @@ def run(arguments: argparse.Namespace) -> int:
         print(f"{model.name}, {arguments.batch_size} sequences of {seq_len} tokens, {precision}\n")
         _show(found, took, machine, report=arguments.report)
         _note_defaults(arguments, seq_len)
-    reason = why_not(found, machine)
+    reason = explain_misfit(found, machine)
     if reason:
         rows = max(1, arguments.batch_size // arguments.accumulate // spec.axes["data"])
-        change = advice(found, machine, arguments.recompute, rows, estimated)
+        change = suggest_change(found, machine, arguments.recompute, rows, estimated)
         raise Failure(f"it does not fit: {reason.removesuffix('.')}. {change}", code=1)
     return 0
 
@@ -171,17 +167,17 @@ def _note_defaults(arguments: argparse.Namespace, seq_len: int) -> None:
 
 
 def _show(found: Estimate, took: Times, machine: Machine, *, report: bool) -> None:
-    from meshfold.planner.text import memory_table, picture, time_table, traffic_table
+    from meshfold.planner.report import memory_table, mesh_picture, time_table, traffic_table
 
     nodes = math.ceil(found.world_size / machine.devices)
     parts = [found.spec.describe()]
     if found.world_size > 1:
-        parts.append(picture(found.spec.axes))
+        parts.append(mesh_picture(found.spec.axes))
     if report and found.report:
         parts.append(found.report)
     pipeline = found.pipeline
     if pipeline is not None:
-        from meshfold.planner.pipeline_text import pipeline_time_table, rank_table, stage_table
+        from meshfold.planner.report import pipeline_time_table, rank_table, stage_table
 
         parts += [stage_table(pipeline), rank_table(pipeline)]
     parts += [memory_table(found), traffic_table(found)]
@@ -198,7 +194,7 @@ def _show(found: Estimate, took: Times, machine: Machine, *, report: bool) -> No
 
 def _answer(found: Estimate, took: Times, machine: Machine) -> dict[str, Any]:
     """The same in plain numbers."""
-    from meshfold.planner.advice import fits
+    from meshfold.planner import fits
 
     answer = {
         "parallel": found.spec.to_dict(),
@@ -215,9 +211,9 @@ def _answer(found: Estimate, took: Times, machine: Machine) -> dict[str, Any]:
         "seconds": {**asdict(took), "apart": took.apart, "overlapped": took.overlapped},
     }
     if found.pipeline is not None:
-        from meshfold.planner.pipeline_text import answer as of_pipeline
+        from meshfold.planner.report import pipeline_numbers
 
-        answer["pipeline"] = of_pipeline(found.pipeline)
+        answer["pipeline"] = pipeline_numbers(found.pipeline)
     if found.spec.zero is None:
         return answer
     plan = found.plan
@@ -243,7 +239,7 @@ def _answer(found: Estimate, took: Times, machine: Machine) -> dict[str, Any]:
 def _write_pictures(found: Estimate, timeline: str | None, trace: str | None) -> None:
     """Of a pipeline the schedule on a clock; else what is on a device at every moment."""
     from meshfold.pipeline import draw as draw_schedule
-    from meshfold.planner.pipeline_text import schedule_trace
+    from meshfold.planner.report import schedule_trace
     from meshfold.zero_gemini.planner import chrome_trace, draw
 
     try:

@@ -249,9 +249,8 @@ def _show_plan(
 ) -> None:
     """Set up the engine without values: what it refuses is refused here, in one sentence; the rest is the plan."""
     from meshfold.mesh import MeshfoldError
-    from meshfold.planner.machines import boundless
-    from meshfold.planner.planner import estimate
-    from meshfold.planner.text import memory_table, picture, traffic_table
+    from meshfold.planner import estimate, unlimited_machine
+    from meshfold.planner.report import memory_table, mesh_picture, traffic_table
 
     try:
         found = estimate(
@@ -265,7 +264,7 @@ def _show_plan(
             accumulate=settings.accumulate,
             rules=settings.rules,
             clip=settings.clip > 0,
-            machine=boundless(),
+            machine=unlimited_machine(),
         )
     except MeshfoldError:
         raise
@@ -276,7 +275,7 @@ def _show_plan(
     if settings.resume:
         check_checkpoint(settings, found.shapes)
     if show:
-        many = [spec.describe(), picture(spec.axes)] if spec.world_size > 1 else []
+        many = [spec.describe(), mesh_picture(spec.axes)] if spec.world_size > 1 else []
         placed = found.report if report and found.report else found.summary
         parts = (*many, placed, memory_table(found), traffic_table(found))
         progress.say("\n" + "\n\n".join(part for part in parts if part) + "\n")

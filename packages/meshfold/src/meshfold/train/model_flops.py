@@ -14,10 +14,7 @@ from collections.abc import Callable
 import torch
 from torch import nn
 
-from meshfold.planner.machines import _A100, _H100, _H200, _V100
-
-# Dense matmuls, TFLOP/s of the data sheet (that of the H200 is the H100's chip).
-_PEAKS = {"H200": {**_H200, "bf16": 989.0, "fp16": 989.0}, "H100": _H100, "A100": _A100, "V100": _V100}
+from meshfold.planner import PEAK_TFLOPS
 
 
 def flops_per_token(build: Callable[[], nn.Module], seq_len: int) -> float:
@@ -51,7 +48,7 @@ def peak_flops(device: torch.device, precision: str) -> float | None:
 
 def peak_of_gpu(name: str, precision: str) -> float | None:
     """The same by the name that a GPU gives itself."""
-    found = next((peaks for key, peaks in _PEAKS.items() if re.search(rf"\b{key}\b", name)), None)
+    found = next((peaks for key, peaks in PEAK_TFLOPS.items() if re.search(rf"\b{key}\b", name)), None)
     return None if found is None else found[precision] * 1e12
 
 

@@ -1,27 +1,66 @@
-"""What a spec holds, moves and waits for, before anything runs."""
+"""The memory, traffic and time that a spec costs, before anything runs. :mod:`meshfold.planner.report` prints them."""
 
 from __future__ import annotations
 
+import sys
 from importlib import import_module
+from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from meshfold.planner.estimate import Estimate
-    from meshfold.planner.machines import Machine
-    from meshfold.planner.memory_plan import plan_memory
-    from meshfold.planner.planner import estimate
+    from meshfold.planner.advice import explain_misfit, fits, suggest_change
+    from meshfold.planner.estimates import Estimate, Memory, Times, Traffic, step_times
+    from meshfold.planner.machines import (
+        MACHINES,
+        PEAK_TFLOPS,
+        Host,
+        Machine,
+        find_machine,
+        unlimited_machine,
+    )
+    from meshfold.planner.planner import estimate, plan_memory
 
-__all__ = ["Estimate", "Machine", "estimate", "plan_memory"]
+__all__ = [
+    "MACHINES",
+    "PEAK_TFLOPS",
+    "Estimate",
+    "Host",
+    "Machine",
+    "Memory",
+    "Times",
+    "Traffic",
+    "estimate",
+    "explain_misfit",
+    "find_machine",
+    "fits",
+    "plan_memory",
+    "step_times",
+    "suggest_change",
+    "unlimited_machine",
+]
 
 _MODULES = {
-    "Estimate": "estimate",
-    "Machine": "machines",
-    "plan_memory": "memory_plan",
+    "advice": ("fits", "explain_misfit", "suggest_change"),
+    "estimates": ("Estimate", "Memory", "Times", "Traffic", "step_times"),
+    "machines": ("MACHINES", "PEAK_TFLOPS", "Host", "Machine", "find_machine", "unlimited_machine"),
+    "planner": ("estimate", "plan_memory"),
 }
+_HOMES = {name: module for module, names in _MODULES.items() for name in names}
+
+
+class _Package(ModuleType):
+    """Keeps ``meshfold.planner.estimate`` the function when the old module of that name is imported."""
+
+    def __setattr__(self, name: str, value: object) -> None:
+        if not (name == "estimate" and isinstance(value, ModuleType)):
+            super().__setattr__(name, value)
+
+
+sys.modules[__name__].__class__ = _Package
 
 
 def __getattr__(name: str) -> Any:
     """Import a name when it is first asked for."""
-    if name not in _MODULES:
+    if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(f"{__name__}.{_MODULES[name]}"), name)
+    return getattr(import_module(f"{__name__}.{_HOMES[name]}"), name)

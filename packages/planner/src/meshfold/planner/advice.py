@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from meshfold.mesh import MeshfoldError, ParallelSpec
 from meshfold.mesh.spec import format_bytes
-from meshfold.planner.estimate import Estimate
+from meshfold.planner.estimates import Estimate
 from meshfold.planner.machines import Machine
 
 Again = Callable[[ParallelSpec, str | None], Estimate]
@@ -23,7 +23,7 @@ def fits(found: Estimate, machine: Machine) -> bool:
     return found.memory.total <= machine.memory
 
 
-def why_not(found: Estimate, machine: Machine) -> str:
+def explain_misfit(found: Estimate, machine: Machine) -> str:
     """Return what is too large, in a sentence; empty if all fits."""
     if fits(found, machine):
         return ""
@@ -32,7 +32,7 @@ def why_not(found: Estimate, machine: Machine) -> str:
     )
 
 
-def advice(found: Estimate, machine: Machine, recompute: str | None, rows: int, again: Again) -> str:
+def suggest_change(found: Estimate, machine: Machine, recompute: str | None, rows: int, again: Again) -> str:
     """Return the first change that makes it fit, or that none of those tried does.
 
     Args:

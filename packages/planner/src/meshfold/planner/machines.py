@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import warnings
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from meshfold.mesh import Mesh, SpecError, did_you_mean
 
@@ -166,10 +167,15 @@ def _host(
 _SHEET = (
     "data sheet: matmuls at 0.7 of the peak, memory and links at 0.75 to 0.9 of theirs; host and disk rough"
 )
-_H200: dict[str, float] = {"bf16": 787, "fp16": 787, "fp32": 50, "fp64": 50}
-_H100: dict[str, float] = {"bf16": 989, "fp16": 989, "fp32": 67, "fp64": 67}
-_A100: dict[str, float] = {"bf16": 312, "fp16": 312, "fp32": 19.5, "fp64": 19.5}
-_V100: dict[str, float] = {"fp16": 125, "bf16": 15.7, "fp32": 15.7, "fp64": 7.8}
+PEAK_TFLOPS: dict[str, dict[str, float]] = {
+    "H200": {"bf16": 989, "fp16": 989, "fp32": 67, "fp64": 67},
+    "H100": {"bf16": 989, "fp16": 989, "fp32": 67, "fp64": 67},
+    "A100": {"bf16": 312, "fp16": 312, "fp32": 19.5, "fp64": 19.5},
+    "V100": {"fp16": 125, "bf16": 15.7, "fp32": 15.7, "fp64": 7.8},
+}
+"""TFLOP/s of dense matmuls by GPU and precision, from the data sheets (the H200 has the H100's chip)."""
+_H100, _A100, _V100 = (PEAK_TFLOPS[name] for name in ("H100", "A100", "V100"))
+_H200: dict[str, float] = {"bf16": 787, "fp16": 787, "fp32": 50, "fp64": 50}  # measured
 _HOSTS = {
     # One GPU with 16 cores, measured: copies, triad, direct I/O in blocks of 16 MiB.
     "h200": _host(
@@ -195,8 +201,8 @@ def _slice(name: str) -> Host:
 
 
 MACHINES: dict[str, Machine] = {
-    machine.name: machine
-    for machine in (
+    one.name: one
+    for one in (
         _gpu(
             "h200x8", memory_gib=139, memory_tb=4.24, peak=_H200, share=1.0, inside=320, between=40, host=_HOSTS["h200x8"],
             source="measured: bf16 matmul, memory, NCCL on NVLink; the rest from the data sheet, host and disk rough",
@@ -238,7 +244,7 @@ MACHINES: dict[str, Machine] = {
 }  # fmt: skip
 
 
-def machine(name: str) -> Machine:
+def find_machine(name: str) -> Machine:
     """A machine by name.
 
     Raises:
@@ -251,8 +257,16 @@ def machine(name: str) -> Machine:
     return MACHINES[name]
 
 
-def boundless() -> Machine:
+def unlimited_machine() -> Machine:
     """A machine without an end of memory: for what a spec holds, where nobody asks what it would fit in."""
     known, plenty = MACHINES["h200x8"], 2.0**60
     host = replace(known.host, memory=plenty, disk=plenty)
     return replace(known, name="a machine with enough memory", memory=plenty, host=host)
+
+
+def __getattr__(name: str) -> Any:
+    """Return :func:`find_machine` under its old name."""
+    if name != "machine":
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    warnings.warn("meshfold.planner.machines.machine is now find_machine", DeprecationWarning, stacklevel=2)
+    return find_machine

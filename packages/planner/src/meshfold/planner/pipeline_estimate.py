@@ -30,7 +30,7 @@ from meshfold.mesh.model_io import DryRun, labels_are_shifted
 from meshfold.mesh.processes import start_fake
 from meshfold.pipeline import Costs, Simulation, simulate_costs
 from meshfold.pipeline.runtime import Microbatch
-from meshfold.planner.estimate import Estimate, Memory, summarised
+from meshfold.planner.estimates import Estimate, Memory, summarize_traffic
 from meshfold.planner.machines import Machine
 from meshfold.planner.planner import STATES, tensor_bytes
 from meshfold.planner.stage_costs import StageCosts, held_at_most, stage_costs
@@ -165,7 +165,7 @@ def estimate_pipeline(
         local_parameters=seen[rank].local_parameters,
         tokens=batch_size * seq_len,
         memory=memory[rank],
-        traffic=tuple(summarised(entries[rank], seen[rank].outer_axes)),
+        traffic=tuple(summarize_traffic(entries[rank], seen[rank].outer_axes)),
         flops=accumulate * seen[rank].microbatches * sum(sum(stage.flops) for stage in seen[rank].stages),
         seconds=whole.seconds + time.perf_counter() - begin,
         plan=plans[rank] if plans else None,

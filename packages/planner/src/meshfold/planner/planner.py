@@ -25,7 +25,7 @@ from meshfold.engine.states import PlainStates
 from meshfold.mesh import Entry, Log, ParallelSpec, SpecError, all_reduce, record
 from meshfold.mesh.model_io import DryRun, saved_for_backward
 from meshfold.mesh.processes import start_fake
-from meshfold.planner.estimate import Estimate, Memory, summarised
+from meshfold.planner.estimates import Estimate, Memory, summarize_traffic
 from meshfold.planner.machines import MACHINES, Machine
 from meshfold.tensor_parallel import Report
 
@@ -132,7 +132,7 @@ def estimate(
             local_parameters=local,
             tokens=batch_size * seq_len,
             memory=memory,
-            traffic=tuple(summarised(entries, engine._world.outer_axes)),
+            traffic=tuple(summarize_traffic(entries, engine._world.outer_axes)),
             flops=flops,
             shapes={name: source.shape for name, source in engine._model_state.sources().items()},
             summary="" if report is None else _in_a_line(report),
@@ -141,6 +141,34 @@ def estimate(
             plan=None if zero is None else zero.plan,
             refusal="" if zero is None else zero.refusal,
         )
+
+
+def plan_memory(
+    build: Callable[[], nn.Module],
+    parallel: Mapping[str, object] | ParallelSpec,
+    *,
+    batch_size: int,
+    seq_len: int,
+    world_size: int | None = None,
+    **settings: Any,
+) -> Memory:
+    """Return the bytes that a rank holds in training, without running anything; of a pipeline, of the rank that holds most.
+
+    Args:
+        build: makes the model, a causal language model, in the plain way; it is never allocated.
+        parallel: the spec.
+        batch_size: sequences of a global batch.
+        seq_len: tokens of a sequence.
+        world_size: ranks; by default as many as the spec names.
+        settings: ``precision``, ``optimizer``, ``accumulate`` and what else
+            :func:`estimate` takes.
+
+    Raises:
+        SpecError: for all that the engine refuses.
+    """
+    spec = parallel if isinstance(parallel, ParallelSpec) else ParallelSpec.parse(parallel, world_size)
+    spec = spec.with_world_size(world_size or spec.world_size)
+    return estimate(build, spec, batch_size=batch_size, seq_len=seq_len, **settings).memory
 
 
 def _plain_steps(

@@ -16,7 +16,7 @@ from meshfold.engine.zero.stage_workload import InFlight, workload_of_stages
 from meshfold.mesh import Entry, record
 from meshfold.mesh.model_io import DryRun
 from meshfold.mesh.spec import ZeroSpec
-from meshfold.planner.estimate import Memory
+from meshfold.planner.estimates import Memory
 from meshfold.planner.machines import Machine
 from meshfold.planner.zero_estimate import (
     PLENTY,

@@ -15,7 +15,7 @@ from meshfold.engine.zero.process_memory import PROCESS_BYTES
 from meshfold.mesh import Entry, Log, Mesh, record
 from meshfold.mesh.model_io import DryRun
 from meshfold.mesh.spec import ZeroSpec
-from meshfold.planner.estimate import Memory
+from meshfold.planner.estimates import Memory
 from meshfold.planner.machines import Machine
 from meshfold.zero_gemini import MemoryPlanError
 from meshfold.zero_gemini.chunks.groups import slot_align
@@ -42,7 +42,7 @@ ATTENTION = 0.55
 
 @dataclass(frozen=True, kw_only=True)
 class ZeroEstimate:
-    """A spec with ``zero``, measured without running; fields as those of :class:`meshfold.planner.estimate.Estimate`."""
+    """A spec with ``zero``, measured without running; fields as those of :class:`meshfold.planner.estimates.Estimate`."""
 
     entries: list[Entry]
     flops: int

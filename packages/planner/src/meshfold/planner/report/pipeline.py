@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from meshfold.mesh.spec import format_bytes
-from meshfold.pipeline import Simulation
-from meshfold.planner.estimate import Estimate, Times
+from meshfold.planner.estimates import Estimate, Times
 from meshfold.planner.machines import Machine
-from meshfold.planner.pipeline_estimate import PipelineEstimate
-from meshfold.planner.text import place, seconds_in_words, together
+from meshfold.planner.report.tables import format_seconds, machine_line, total_row
+
+if TYPE_CHECKING:
+    from meshfold.pipeline import Simulation
+    from meshfold.planner.pipeline_estimate import PipelineEstimate
 
 
 def stage_table(found: PipelineEstimate) -> str:
@@ -19,7 +21,7 @@ def stage_table(found: PipelineEstimate) -> str:
         ("stage", "rank", "blocks", "F", "B", "W", "kept to B", "kept to W", "sent on")
     ]
     for stage, seconds in zip(found.stages, durations, strict=True):
-        times = (seconds_in_words(seconds[op]) for op in ("F", "B", "W"))  # type: ignore[index]
+        times = (format_seconds(seconds[op]) for op in ("F", "B", "W"))  # type: ignore[index]
         kept = (format_bytes(size) for size in (stage.activation_bytes, stage.waiting_bytes, sum(stage.sent)))
         rows.append((str(stage.number), str(stage.rank), str(stage.blocks), *times, *kept))
     return "\n".join(["a stage takes for a micro-batch", *_columns(rows)])
@@ -30,7 +32,7 @@ def rank_table(found: PipelineEstimate) -> str:
     simulation = found.simulation
     rows: list[tuple[str, ...]] = [("rank", "micro-batches", "activations", "all else", "together", "busy")]
     for rank, memory in enumerate(found.memory):
-        live, busy = str(simulation.peak_microbatches[rank]), seconds_in_words(simulation.busy[rank])
+        live, busy = str(simulation.peak_microbatches[rank]), format_seconds(simulation.busy[rank])
         sizes = (memory.activations, memory.total - memory.activations, memory.total)
         rows.append((str(rank), live, *map(format_bytes, sizes), busy))
     return "\n".join(["a rank of the pipeline holds at most, of its stages", *_columns(rows)])
@@ -43,21 +45,21 @@ def pipeline_time_table(
     simulation = pipeline.simulation
     schedule = simulation.schedule
     fits = not found.refusal and max(memory.total for memory in pipeline.memory) <= machine.memory
-    sends = ", ".join(seconds_in_words(one) for one in dict.fromkeys(simulation.costs.send))
-    chunks = f"{'chunks':<17}{seconds_in_words(pipeline.chunk_seconds):>12}  of the rank that moves and steps its own longest"
+    sends = ", ".join(format_seconds(one) for one in dict.fromkeys(simulation.costs.send))
+    chunks = f"{'chunks':<17}{format_seconds(pipeline.chunk_seconds):>12}  of the rank that moves and steps its own longest"
     lines = [
-        f"a step takes at least, on {place(machine, nodes)}",
-        f"{'pipeline':<17}{seconds_in_words(pipeline.schedule_seconds):>12}  {schedule.name}, "
+        f"a step takes at least, on {machine_line(machine, nodes)}",
+        f"{'pipeline':<17}{format_seconds(pipeline.schedule_seconds):>12}  {schedule.name}, "
         f"{schedule.microbatches} micro-batches: {simulation.bubble:.1%} of the ranks' time is idle, a message takes {sends}",
         *[chunks] * (pipeline.chunk_seconds > 0),
-        f"{'data traffic':<17}{seconds_in_words(times.data):>12}  may run as stages become complete",
-        together(max(pipeline.seconds, times.data), pipeline.seconds + times.data, found.tokens),
+        f"{'data traffic':<17}{format_seconds(times.data):>12}  may run as stages become complete",
+        total_row(max(pipeline.seconds, times.data), pipeline.seconds + times.data, found.tokens),
         f"{'memory':<17}{format_bytes(machine.memory):>12}  a device: {'it fits' if fits else 'it does NOT fit'}",
     ]
     return "\n".join(lines)
 
 
-def answer(found: PipelineEstimate) -> dict[str, Any]:
+def pipeline_numbers(found: PipelineEstimate) -> dict[str, Any]:
     """The same in plain numbers."""
     simulation = found.simulation
     return {

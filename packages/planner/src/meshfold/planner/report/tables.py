@@ -5,17 +5,17 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from meshfold.mesh.spec import format_bytes
-from meshfold.planner.estimate import Estimate, Times
+from meshfold.planner.estimates import Estimate, Times
 from meshfold.planner.machines import Machine
 
 _WIDTH = 100
 _MOST = 8  # rows, columns and blocks shown before the dots
 
 
-def picture(axes: Mapping[str, int]) -> str:
+def mesh_picture(axes: Mapping[str, int]) -> str:
     """Ranks by their places: the last axis across, the one before it down, the others block by block.
 
-    >>> print(picture(dict(data=2, row=2, col=2)))
+    >>> print(mesh_picture(dict(data=2, row=2, col=2)))
     data 0          data 1
            col             col
             0 1             0 1
@@ -150,32 +150,32 @@ def time_table(found: Estimate, times: Times, machine: Machine, nodes: int) -> s
     """How long a step takes at least."""
     fits = found.memory.total <= machine.memory
     lines = [
-        f"a step takes at least, on {place(machine, nodes)}",
-        f"{'compute':<17}{seconds_in_words(times.compute):>12}  {found.flops / 1e12:,.3g} TFLOP a rank, matmuls alone",
-        f"{'tensor traffic':<17}{seconds_in_words(times.tensor):>12}",
-        f"{'data traffic':<17}{seconds_in_words(times.data):>12}  may run during backward",
-        together(times.overlapped, times.apart, found.tokens),
+        f"a step takes at least, on {machine_line(machine, nodes)}",
+        f"{'compute':<17}{format_seconds(times.compute):>12}  {found.flops / 1e12:,.3g} TFLOP a rank, matmuls alone",
+        f"{'tensor traffic':<17}{format_seconds(times.tensor):>12}",
+        f"{'data traffic':<17}{format_seconds(times.data):>12}  may run during backward",
+        total_row(times.overlapped, times.apart, found.tokens),
         f"{'memory':<17}{format_bytes(machine.memory):>12}  a device: {'it fits' if fits else 'it does NOT fit'}",
     ]
     return "\n".join(lines)
 
 
-def place(machine: Machine, nodes: int) -> str:
+def machine_line(machine: Machine, nodes: int) -> str:
     """``h200x8, 2 nodes of 8 devices (where its numbers are from)``"""
     of = f"{nodes} node{'s' if nodes > 1 else ''} of {machine.devices} device{'s' if machine.devices > 1 else ''}"
     return f"{machine.name}, {of} ({machine.source})"
 
 
-def together(least: float, most: float, tokens: int) -> str:
+def total_row(least: float, most: float, tokens: int) -> str:
     """The row of a whole step: seconds from least to most, and tokens a second; one number where both read alike."""
     slow, fast = f"{tokens / most:,.0f}", f"{tokens / least:,.0f}"
-    row = f"{'together':<17}{seconds_in_words(least):>12}  "
+    row = f"{'together':<17}{format_seconds(least):>12}  "
     if slow == fast:
         return f"{row}{fast} tokens/s"
-    return f"{row}to {seconds_in_words(most)}: {slow} to {fast} tokens/s"
+    return f"{row}to {format_seconds(most)}: {slow} to {fast} tokens/s"
 
 
-def seconds_in_words(value: float) -> str:
+def format_seconds(value: float) -> str:
     """``1.23 ms``"""
     for factor, unit in ((1.0, "s"), (1e3, "ms")):
         if value * factor >= 1:

@@ -1,0 +1,151 @@
+"""What is said of a spec and a model before anything runs: what a rank holds, moves and computes in a step."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from fractions import Fraction
+from typing import TYPE_CHECKING
+
+from meshfold.mesh import Entry, Mesh, ParallelSpec
+from meshfold.planner.machines import Machine
+
+if TYPE_CHECKING:
+    from meshfold.planner.pipeline_estimate import PipelineEstimate
+    from meshfold.zero_gemini.planner import Plan
+
+
+@dataclass(frozen=True, kw_only=True)
+class Memory:
+    """Bytes that rank 0 holds.
+
+    Attributes:
+        parameters: in the precision that the model computes with.
+        masters: true weights beside them (bf16 and fp16).
+        gradients: of the true weights.
+        optimizer: the optimizer's state.
+        activations: what autograd keeps from forward for backward, at its largest, with flash attention; under ``zero``
+            whatever else is alive at the fullest moment.
+        host: bytes of the host's memory, of all ranks there; only ``zero`` puts something there.
+        disk: the same of its disk.
+    """
+
+    parameters: int
+    masters: int
+    gradients: int
+    optimizer: int
+    activations: int
+    host: int = 0
+    disk: int = 0
+
+    @property
+    def total(self) -> int:
+        """All that is on the device, as if all were alive at once; under ``zero`` it is, at the fullest moment."""
+        return self.parameters + self.masters + self.gradients + self.optimizer + self.activations
+
+
+@dataclass(frozen=True, kw_only=True)
+class Traffic:
+    """Collectives of one kind over the same axes in one part of an optimizer step.
+
+    Attributes:
+        phase: forward, backward, loss, norm; over data axes gradients and, under ``zero``, parameters.
+        kind: the collective.
+        axes: mesh axes.
+        ranks: how many take part.
+        calls: how many a step.
+        bytes: bytes that rank 0 sends a step.
+    """
+
+    phase: str
+    kind: str
+    axes: tuple[str, ...]
+    ranks: int
+    calls: int
+    bytes: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Estimate:
+    """A spec and a model, measured without running.
+
+    Attributes:
+        spec: the spec.
+        world_size: ranks.
+        parameters: of the whole model.
+        local_parameters: on rank 0, padding included.
+        tokens: in the global batch of one optimizer step.
+        memory: what rank 0 holds.
+        traffic: what it moves, each kind apart.
+        flops: floating point operations of matmuls and attention that rank 0 carries out, a step.
+        shapes: name to global shape, of every tensor that a checkpoint has.
+        summary: what tensor parallelism did, in a line; empty without it.
+        report: the same in full.
+        seconds: how long the measurement took.
+        plan: under ``zero``, where everything lives and what a step takes; None without, or if it does not fit.
+        refusal: why it does not fit; empty if it does.
+        pipeline: of a spec with one: every stage and rank, and the schedule on a clock. Then what is said of rank 0 here is of
+            the rank of the pipeline that holds most.
+    """
+
+    spec: ParallelSpec
+    world_size: int
+    parameters: int
+    local_parameters: int
+    tokens: int
+    memory: Memory
+    traffic: tuple[Traffic, ...]
+    flops: int
+    shapes: dict[str, tuple[int, ...]]
+    summary: str
+    report: str
+    seconds: float
+    plan: Plan | None = None
+    refusal: str = ""
+    pipeline: PipelineEstimate | None = None
+
+    @property
+    def moved(self) -> int:
+        """Bytes that rank 0 sends a step."""
+        return sum(entry.bytes for entry in self.traffic)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Times:
+    """Seconds of an optimizer step at least: computing and moving at full rate, nothing else."""
+
+    compute: float
+    tensor: float
+    data: float
+
+    @property
+    def apart(self) -> float:
+        """One after the other."""
+        return self.compute + self.tensor + self.data
+
+    @property
+    def overlapped(self) -> float:
+        """With the gradients' traffic hidden behind the rest, as far as it goes."""
+        return max(self.compute + self.tensor, self.data)
+
+
+def step_times(found: Estimate, machine: Machine, precision: str) -> Times:
+    """How long a step takes on a machine, at least."""
+    mesh = Mesh(found.spec.axes, rank=0)
+    spent = {"tensor": 0.0, "data": 0.0}
+    for entry in found.traffic:
+        seconds = entry.calls * machine.latency + entry.bytes / machine.slowest(mesh, entry.axes)
+        spent["data" if entry.phase in ("gradients", "parameters") else "tensor"] += seconds
+    return Times(compute=found.flops / machine.flops[precision], **spent)
+
+
+def summarize_traffic(entries: list[Entry], outer: tuple[str, ...]) -> Iterator[Traffic]:
+    """Equal collectives together, in the order in which the first of them came; ``outer`` are the data axes."""
+    found: dict[tuple[str, str, tuple[str, ...], int], list[Fraction]] = {}
+    for entry in entries:
+        # Buckets are sent in the middle of backward; they alone are summed over the data axes there.
+        bucket = entry.kind == "all_reduce" and set(entry.axes) <= set(outer)
+        phase = "gradients" if entry.phase == "backward" and bucket else entry.phase
+        found.setdefault((phase, entry.kind, entry.axes, entry.group_size), []).append(entry.bytes)
+    for (phase, kind, axes, ranks), sent in found.items():
+        yield Traffic(phase=phase, kind=kind, axes=axes, ranks=ranks, calls=len(sent), bytes=round(sum(sent)))

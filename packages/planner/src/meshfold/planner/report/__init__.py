@@ -1,0 +1,22 @@
+"""An estimate as text for people: tables of memory, traffic and time, a picture of the mesh, a schedule's trace."""
+
+from meshfold.planner.report.pipeline import (
+    pipeline_numbers,
+    pipeline_time_table,
+    rank_table,
+    schedule_trace,
+    stage_table,
+)
+from meshfold.planner.report.tables import memory_table, mesh_picture, time_table, traffic_table
+
+__all__ = [
+    "memory_table",
+    "mesh_picture",
+    "pipeline_numbers",
+    "pipeline_time_table",
+    "rank_table",
+    "schedule_trace",
+    "stage_table",
+    "time_table",
+    "traffic_table",
+]
