@@ -20,12 +20,12 @@ from meshfold.mesh.collectives import primitives
 from meshfold.mesh.parameters.deferred_wgrad import MatmulOperands, WeightGradSite, accumulate_grad
 from meshfold.pipeline.runtime.deferred_linear import defer_weight_gradients
 from meshfold.sequence import attention
-from meshfold.tensor_parallel.algebra import MatmulPlan
 from meshfold.tensor_parallel.layers.loss import bind_cross_entropy
 from meshfold.tensor_parallel.layers.norm import bind_layer_norm, bind_rms_norm
 from meshfold.tensor_parallel.lowerings import LOWERINGS
 from meshfold.tensor_parallel.matmul import bind_deferred_matmul, bind_matmul, weight_gradient
 from meshfold.tensor_parallel.modes import MODES, find_mode
+from meshfold.tensor_parallel.plan import MatmulPlan
 from meshfold.zero_gemini.runtime.gradient_arrival import watch_inputs
 
 Called = tuple[Callable[..., Tensor | tuple[Tensor, ...]], tuple[Tensor, ...]]

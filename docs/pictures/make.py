@@ -109,7 +109,7 @@ def draw_dropout() -> Figure:
     from meshfold.kernels import use
     from meshfold.mesh.random.dropout import dropout_stream
     from meshfold.tensor_parallel.layers.dropout import Dropout
-    from meshfold.tensor_parallel.paint import color, new_figure, tint
+    from meshfold.tensor_parallel.plot.paint import color, new_figure, tint
 
     figure = new_figure((9.6, 2.6))
     for number, (name, sizes) in enumerate(STREAMS.items()):

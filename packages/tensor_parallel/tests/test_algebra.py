@@ -6,8 +6,8 @@ import pytest
 
 from meshfold.mesh import LayoutError, Mesh
 from meshfold.tensor_parallel import plan
-from meshfold.tensor_parallel.algebra import MatmulPlan
 from meshfold.tensor_parallel.modes import MODES, Mode, find_mode
+from meshfold.tensor_parallel.plan import MatmulPlan
 
 
 def text(p: MatmulPlan, phase: str) -> str:

@@ -28,7 +28,7 @@ from torch.nn import functional as F
 from meshfold.mesh import LayoutError, Mesh, Part, Placement, dropout_stream, metadata
 from meshfold.mesh.testing import run_on_ranks
 from meshfold.tensor_parallel import Embedding, LayerNorm, Linear, Mode, RMSNorm, cross_entropy, find_mode
-from meshfold.tensor_parallel.functional import DropoutCalls, DropoutPart
+from meshfold.tensor_parallel.convert.functional_dropout import DropoutCalls, DropoutPart
 from meshfold.tensor_parallel.layers import PositionEmbedding
 from meshfold.tensor_parallel.layers.attention import attention, attention_weights
 from meshfold.tensor_parallel.layers.dropout import Dropout

@@ -13,10 +13,10 @@ import torch
 from meshfold.mesh import Mesh, Placement, record
 from meshfold.mesh.testing import fake_world, run_on_ranks
 from meshfold.tensor_parallel import plan
-from meshfold.tensor_parallel.algebra import MatmulPlan, Phase
 from meshfold.tensor_parallel.lowerings import LOWERINGS
 from meshfold.tensor_parallel.matmul import matmul
 from meshfold.tensor_parallel.modes import MODES
+from meshfold.tensor_parallel.plan import MatmulPlan, Phase
 
 KEEPS = (frozenset[str](), frozenset({"x"}), frozenset({"w"}), frozenset({"x", "w"}))
 Difference = tuple[Counter[object], Counter[object]]

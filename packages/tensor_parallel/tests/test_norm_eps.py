@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from meshfold.mesh import Mesh
 from meshfold.mesh.testing import ranks
 from meshfold.tensor_parallel import RMSNorm, find_mode, parallelize
-from meshfold.tensor_parallel.kinds import check_norm, norm_eps
 from meshfold.tensor_parallel.layers.norm import HeadNorm
+from meshfold.tensor_parallel.module_kinds import check_norm, norm_eps
 
 HIDDEN = 8
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)

@@ -22,7 +22,7 @@ from torch.nn import functional as F
 from meshfold.mesh import LayoutError
 from meshfold.mesh.testing import ranks
 from meshfold.tensor_parallel import parallelize
-from meshfold.tensor_parallel.layers.stream_dims import BatchShape, DimFinder, StreamDims
+from meshfold.tensor_parallel.convert.stream_dims import BatchShape, DimFinder, StreamDims
 
 WORDS, HIDDEN, LENGTH = 12, 8, 6
 CASES: tuple[Case, ...] = (

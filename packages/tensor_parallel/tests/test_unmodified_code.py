@@ -15,7 +15,7 @@ from torch.nn import functional as F
 from meshfold.mesh import LayoutError, Mesh
 from meshfold.mesh.testing import ranks
 from meshfold.tensor_parallel import Mode, parallelize
-from meshfold.tensor_parallel.rules import ROLES
+from meshfold.tensor_parallel.convert.roles import ROLES
 
 WORDS, HIDDEN, HEADS = 12, 16, 4
 FOUR = CASES[4][:7]

@@ -24,7 +24,7 @@ from meshfold.mesh import LayoutError, SpecError, all_reduce
 from meshfold.mesh.model_io import is_encoder_decoder
 from meshfold.mesh.parameters import uncompiled_name
 from meshfold.mesh.spec import format_value, signature_mismatch
-from meshfold.tensor_parallel.frame import row_unit
+from meshfold.tensor_parallel.convert.padding import row_unit
 
 if TYPE_CHECKING:
     from meshfold.engine.states import States

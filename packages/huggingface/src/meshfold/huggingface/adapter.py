@@ -5,7 +5,7 @@
     save_adapter(engine, "adapter/")          # what peft's PeftModel.from_pretrained(model, "adapter/") reads
 
 Only adapters have gradients and optimizer states. Under tensor parallelism they are split as their layers are
-(:mod:`meshfold.tensor_parallel.adapters`); under ``zero`` they and the frozen weights are in chunks of their own.
+(:mod:`meshfold.tensor_parallel.convert.lora`); under ``zero`` they and the frozen weights are in chunks of their own.
 """
 
 from __future__ import annotations

@@ -19,7 +19,7 @@ from meshfold.mesh import SpecError, all_reduce
 from meshfold.mesh.tracking import unwatched
 from meshfold.models.attention import Attention
 from meshfold.models.visible import CausalMask
-from meshfold.tensor_parallel.frame import filled_for_one_token
+from meshfold.tensor_parallel.convert.padding import filled_for_one_token
 
 SPARE = 64
 """tokens for which there is room behind a prompt"""

@@ -1,9 +1,8 @@
 """Tensor parallelism by one layout algebra: plan a matmul, split any model, write a mode of your own."""
 
-from meshfold.tensor_parallel.algebra import MatmulPlan, Move, plan
-from meshfold.tensor_parallel.convert import parallelize
+from meshfold.tensor_parallel.convert.parallelize import parallelize
+from meshfold.tensor_parallel.convert.report import Placed, Report
 from meshfold.tensor_parallel.cost import Cost, CostEntry
-from meshfold.tensor_parallel.draw import draw_matmul, draw_mesh, draw_mode
 from meshfold.tensor_parallel.layers import (
     CausalLMLoss,
     Embedding,
@@ -14,7 +13,8 @@ from meshfold.tensor_parallel.layers import (
 )
 from meshfold.tensor_parallel.matmul import matmul
 from meshfold.tensor_parallel.modes import MODES, Mode, find_mode
-from meshfold.tensor_parallel.report import Placed, Report
+from meshfold.tensor_parallel.plan import MatmulPlan, Move, plan
+from meshfold.tensor_parallel.plot.figures import draw_matmul, draw_mesh, draw_mode
 
 __all__ = [
     "MODES",

@@ -12,9 +12,9 @@ from torch import Tensor
 from meshfold.mesh import LayoutError, Mesh
 from meshfold.mesh.collectives import non_view_result
 from meshfold.mesh.parameters import defer_weight_grad
-from meshfold.tensor_parallel.algebra import MatmulPlan
 from meshfold.tensor_parallel.lowerings import Lowering
 from meshfold.tensor_parallel.lowerings import lowering as find_lowering
+from meshfold.tensor_parallel.plan import MatmulPlan
 
 
 def matmul(

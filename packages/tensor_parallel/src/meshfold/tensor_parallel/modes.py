@@ -20,7 +20,7 @@ from dataclasses import dataclass, fields, replace
 from functools import cached_property
 
 from meshfold.mesh import Layout, LayoutError, Mesh, did_you_mean
-from meshfold.tensor_parallel.algebra import MatmulPlan, plan
+from meshfold.tensor_parallel.plan import MatmulPlan, plan
 
 
 @dataclass(frozen=True, kw_only=True)

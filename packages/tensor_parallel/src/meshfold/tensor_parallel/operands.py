@@ -12,8 +12,8 @@ from torch import Tensor
 
 from meshfold.mesh import Mesh, collectives
 from meshfold.mesh.collectives import Primitive, adjoint_pair, identity
-from meshfold.tensor_parallel.algebra import MatmulPlan
 from meshfold.tensor_parallel.lowerings.gather import start_gather, start_leave
+from meshfold.tensor_parallel.plan import MatmulPlan
 
 
 def bind_enter_operand(plan: MatmulPlan, mesh: Mesh, operand: Literal["x", "w"]) -> Primitive:

@@ -14,12 +14,12 @@ from meshfold.engine.sequence.incoming import Forward
 from meshfold.engine.world import World
 from meshfold.mesh import LayoutError
 from meshfold.sequence import WeightDropout, sequence_parallel
-from meshfold.tensor_parallel.foreign import dropout_by_function
-from meshfold.tensor_parallel.frame import row_unit
+from meshfold.tensor_parallel.convert.huggingface import dropout_by_function
+from meshfold.tensor_parallel.convert.padding import row_unit
 from meshfold.tensor_parallel.modes import find_mode
 
 if TYPE_CHECKING:
-    from meshfold.tensor_parallel.functional import DropoutCalls
+    from meshfold.tensor_parallel.convert.functional_dropout import DropoutCalls
 
 Contexts = Callable[[], tuple[AbstractContextManager[Any], AbstractContextManager[Any]]]
 

@@ -7,7 +7,7 @@ from torch import nn
 from meshfold.engine.world import World
 from meshfold.mesh import LayoutError, SpecError
 from meshfold.mesh.spec import SequenceSpec
-from meshfold.tensor_parallel.foreign import dropout_by_function
+from meshfold.tensor_parallel.convert.huggingface import dropout_by_function
 from meshfold.tensor_parallel.modes import find_mode
 
 _HEADS = ("num_attention_heads", "n_head", "heads")

@@ -16,10 +16,18 @@ from meshfold.mesh.parameters import uncompiled_name
 from meshfold.mesh.random import next_dropout_draw
 from meshfold.mesh.tracking import tracker
 from meshfold.mesh.tracking.follow import Tracker
+from meshfold.tensor_parallel.convert.stream_dims import BatchShape
 from meshfold.tensor_parallel.layers.base import ShardedLayer
-from meshfold.tensor_parallel.layers.draw import code_of, draw
-from meshfold.tensor_parallel.layers.places import Batch, Place, Run, block_of, fitted, numbers_of, seen_place
-from meshfold.tensor_parallel.layers.stream_dims import BatchShape
+from meshfold.tensor_parallel.layers.compiled_dropout import code_of, draw
+from meshfold.tensor_parallel.layers.element_positions import (
+    Batch,
+    Place,
+    Run,
+    block_of,
+    fitted,
+    numbers_of,
+    seen_place,
+)
 from meshfold.tensor_parallel.modes import Mode
 
 _SEQUENCE = ("seq", "ring", "ulysses")  # axes that sequences may be dealt to

@@ -28,7 +28,6 @@ from torch import Tensor, nn
 from meshfold.mesh import Layout, LayoutError, Mesh, ParameterMeta, Part, Placement, metadata
 from meshfold.mesh.collectives import Primitive, bind_collect, bind_enter, bind_take, identity
 from meshfold.mesh.parameters import MatmulOperands, WeightGradSite, accumulate_grad
-from meshfold.tensor_parallel.algebra import MatmulPlan, plan
 from meshfold.tensor_parallel.layers.autocast import casts, lowered
 from meshfold.tensor_parallel.layers.base import ShardedLayer, shard_parameter
 from meshfold.tensor_parallel.lowerings.gather import turns_weight
@@ -40,6 +39,7 @@ from meshfold.tensor_parallel.matmul import (
 )
 from meshfold.tensor_parallel.modes import Mode, find_mode
 from meshfold.tensor_parallel.operands import bind_sum_repeated
+from meshfold.tensor_parallel.plan import MatmulPlan, plan
 from meshfold.tensor_parallel.sizes import split_evenly, vocabulary_multiple
 
 Role = Literal["column", "row", "head", "tied_head", "stem", "adapter"]
@@ -189,13 +189,13 @@ class Linear(ShardedLayer):
         return self.mesh.size(*(axis for dim, axis in self.plan.extras("y") if dim == self.plan.m))
 
     def use_entered_input(self) -> None:
-        """From now on the input arrives gathered (and folded), and dx leaves as partial sums: see ``region.py``."""
+        """From now on the input arrives gathered (and folded), and dx leaves as partial sums: see ``convert/region.py``."""
         self.plan = self.mesh.once(("entered", self.plan), self.plan.enter)  # one object: compiled once
         self.lowering = "gather"
         self._multiply = bind_matmul(self.plan, self.mesh)
 
     def enter_by(self, enter: Primitive) -> None:
-        """From now on let ``enter`` gather the input, ``.. k`` to ``m k``: see ``shared_input.py``."""
+        """From now on let ``enter`` gather the input, ``.. k`` to ``m k``: see ``convert/shared_input.py``."""
         self.use_entered_input()
         self._enter_input = enter
 

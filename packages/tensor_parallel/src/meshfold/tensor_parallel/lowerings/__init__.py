@@ -19,10 +19,10 @@ from typing import TYPE_CHECKING
 
 from meshfold.mesh import LayoutError, did_you_mean
 from meshfold.tensor_parallel.lowerings.base import Lowering
-from meshfold.tensor_parallel.lowerings.choose import WAYS, Auto, choose
+from meshfold.tensor_parallel.lowerings.select import WAYS, Auto, choose
 
 if TYPE_CHECKING:
-    from meshfold.tensor_parallel.algebra import MatmulPlan
+    from meshfold.tensor_parallel.plan import MatmulPlan
 
 LOWERINGS: dict[str, Lowering] = {**WAYS, "auto": Auto()}
 

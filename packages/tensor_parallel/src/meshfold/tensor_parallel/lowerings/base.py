@@ -11,7 +11,7 @@ from meshfold.mesh import Mesh
 from meshfold.tensor_parallel.cost import Cost
 
 if TYPE_CHECKING:
-    from meshfold.tensor_parallel.algebra import MatmulPlan, Phase
+    from meshfold.tensor_parallel.plan import MatmulPlan, Phase
 
 
 class Lowering(Protocol):

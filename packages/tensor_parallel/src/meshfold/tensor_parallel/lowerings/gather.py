@@ -27,7 +27,7 @@ from meshfold.mesh.collectives import wide_reshape
 from meshfold.tensor_parallel.cost import Cost, CostBuilder
 
 if TYPE_CHECKING:
-    from meshfold.tensor_parallel.algebra import MatmulPlan, Operand, Phase
+    from meshfold.tensor_parallel.plan import MatmulPlan, Operand, Phase
 
 
 _COPIED_ROWS = 1024

@@ -11,7 +11,7 @@ from torch import Tensor
 from meshfold.mesh import Mesh
 
 if TYPE_CHECKING:
-    from meshfold.tensor_parallel.algebra import MatmulPlan, Operand
+    from meshfold.tensor_parallel.plan import MatmulPlan, Operand
 
 INPUTS: dict[Operand, tuple[Operand, Operand]] = {"y": ("x", "w"), "x": ("y", "w"), "w": ("y", "x")}
 """What each product multiplies, by what it makes: y, dx (``"x"``) or dw (``"w"``); there ``"y"`` means dy."""

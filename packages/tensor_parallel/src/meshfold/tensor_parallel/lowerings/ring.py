@@ -41,7 +41,7 @@ from meshfold.tensor_parallel.lowerings.pieces import (
 )
 
 if TYPE_CHECKING:
-    from meshfold.tensor_parallel.algebra import MatmulPlan, Operand, Phase
+    from meshfold.tensor_parallel.plan import MatmulPlan, Operand, Phase
 
 _Whole = dict["Operand", Tensor]
 

@@ -8,23 +8,28 @@ from torch import nn
 
 from meshfold.mesh import LayoutError, Mesh, Placement, metadata
 from meshfold.mesh.tracking import watch
-from meshfold.tensor_parallel.adapters import Adapters, has_adapters
-from meshfold.tensor_parallel.foreign import Recomputation, is_causal_lm, layers_left_out, use_sharded_loss
-from meshfold.tensor_parallel.frame import Frame
-from meshfold.tensor_parallel.functional import DropoutCalls, DropoutPart, drops_by_function
+from meshfold.tensor_parallel.convert.analysis import Study
+from meshfold.tensor_parallel.convert.build import Maker, keep_hooks, keep_ties, meta_twin
+from meshfold.tensor_parallel.convert.functional_dropout import DropoutCalls, DropoutPart, drops_by_function
+from meshfold.tensor_parallel.convert.huggingface import (
+    Recomputation,
+    is_causal_lm,
+    layers_left_out,
+    use_sharded_loss,
+)
+from meshfold.tensor_parallel.convert.layer_tracking import Tracked
+from meshfold.tensor_parallel.convert.lora import Adapters, has_adapters
+from meshfold.tensor_parallel.convert.padding import Frame
+from meshfold.tensor_parallel.convert.region import Region
+from meshfold.tensor_parallel.convert.replicated import takes_rows
+from meshfold.tensor_parallel.convert.report import Report, placed
+from meshfold.tensor_parallel.convert.roles import WHOLE
+from meshfold.tensor_parallel.convert.shared_input import SharedInput
 from meshfold.tensor_parallel.layers.base import ShardedLayer
 from meshfold.tensor_parallel.layers.embedding import PositionEmbedding
 from meshfold.tensor_parallel.layers.linear import Linear
 from meshfold.tensor_parallel.layers.loss import CausalLMLoss
-from meshfold.tensor_parallel.layers.replicated import takes_rows
-from meshfold.tensor_parallel.making import Maker, keep_hooks, keep_ties, meta_twin
 from meshfold.tensor_parallel.modes import Mode, find_mode
-from meshfold.tensor_parallel.region import Region
-from meshfold.tensor_parallel.report import Report, placed
-from meshfold.tensor_parallel.rules import WHOLE
-from meshfold.tensor_parallel.shared_input import SharedInput
-from meshfold.tensor_parallel.study import Study
-from meshfold.tensor_parallel.tracked import Tracked
 
 _ORDER = (
     "embedding",

@@ -28,16 +28,8 @@ from meshfold.mesh.tracking.dims import (
 )
 from meshfold.mesh.tracking.follow import Tracker
 from meshfold.mesh.tracking.rows import EXCHANGED
-from meshfold.tensor_parallel.boundary import Boundary
-from meshfold.tensor_parallel.layers.base import OnMesh, ShardedLayer
-from meshfold.tensor_parallel.layers.dropout import Dropout
-from meshfold.tensor_parallel.layers.embedding import Embedding, HeadBias, PositionEmbedding
-from meshfold.tensor_parallel.layers.linear import Linear
-from meshfold.tensor_parallel.layers.loss import CausalLMLoss
-from meshfold.tensor_parallel.layers.norm import HeadNorm, LayerNorm, RMSNorm
-from meshfold.tensor_parallel.layers.patch import PatchEmbedding
-from meshfold.tensor_parallel.modes import Mode
-from meshfold.tensor_parallel.streams import (
+from meshfold.tensor_parallel.convert.boundary import Boundary
+from meshfold.tensor_parallel.convert.stream_layout import (
     Axes,
     check_stream,
     how,
@@ -47,6 +39,14 @@ from meshfold.tensor_parallel.streams import (
     stream_rows,
     tokens,
 )
+from meshfold.tensor_parallel.layers.base import OnMesh, ShardedLayer
+from meshfold.tensor_parallel.layers.dropout import Dropout
+from meshfold.tensor_parallel.layers.embedding import Embedding, HeadBias, PositionEmbedding
+from meshfold.tensor_parallel.layers.linear import Linear
+from meshfold.tensor_parallel.layers.loss import CausalLMLoss
+from meshfold.tensor_parallel.layers.norm import HeadNorm, LayerNorm, RMSNorm
+from meshfold.tensor_parallel.layers.patch import PatchEmbedding
+from meshfold.tensor_parallel.modes import Mode
 
 
 class Tracked(OnMesh):

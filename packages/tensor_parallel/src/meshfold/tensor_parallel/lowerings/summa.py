@@ -34,7 +34,7 @@ from meshfold.tensor_parallel.lowerings.gather import start_gather, start_leave,
 from meshfold.tensor_parallel.lowerings.pieces import Sum, factors, split_axes
 
 if TYPE_CHECKING:
-    from meshfold.tensor_parallel.algebra import MatmulPlan, Operand, Phase
+    from meshfold.tensor_parallel.plan import MatmulPlan, Operand, Phase
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

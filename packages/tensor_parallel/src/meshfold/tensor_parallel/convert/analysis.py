@@ -11,14 +11,11 @@ import torch
 from torch import nn
 
 from meshfold.mesh import LayoutError, Mesh
-from meshfold.tensor_parallel.blocks import Blocks, find_blocks
-from meshfold.tensor_parallel.boundary import Boundary
-from meshfold.tensor_parallel.heads import Heads, find_heads
-from meshfold.tensor_parallel.kinds import check_norm, features, is_linear, norm_kind, norm_size
-from meshfold.tensor_parallel.layers.multihead import why_torchs
-from meshfold.tensor_parallel.modes import Mode, outside_blocks
-from meshfold.tensor_parallel.probe import BIASES, Probe
-from meshfold.tensor_parallel.rules import (
+from meshfold.tensor_parallel.convert.attention_check import BIASES, Probe
+from meshfold.tensor_parallel.convert.blocks import Blocks, find_blocks
+from meshfold.tensor_parallel.convert.boundary import Boundary
+from meshfold.tensor_parallel.convert.heads import Heads, find_heads
+from meshfold.tensor_parallel.convert.roles import (
     ROLES,
     WHOLE,
     classify,
@@ -26,7 +23,10 @@ from meshfold.tensor_parallel.rules import (
     offered_rules,
     usual_role,
 )
-from meshfold.tensor_parallel.shared_input import changes_tokens
+from meshfold.tensor_parallel.convert.shared_input import changes_tokens
+from meshfold.tensor_parallel.layers.multihead import why_torchs
+from meshfold.tensor_parallel.modes import Mode, outside_blocks
+from meshfold.tensor_parallel.module_kinds import check_norm, features, is_linear, norm_kind, norm_size
 
 
 class Study:

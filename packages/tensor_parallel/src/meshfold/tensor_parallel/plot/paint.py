@@ -12,7 +12,7 @@ from matplotlib.colors import to_rgb
 from matplotlib.figure import Figure
 from matplotlib.patches import Circle, FancyArrowPatch
 
-from meshfold.tensor_parallel.draw import Box
+from meshfold.tensor_parallel.plot.figures import Box
 
 Color = tuple[float, float, float]
 Point = tuple[float, float]

@@ -14,8 +14,8 @@ from fnmatch import fnmatchcase
 from torch import nn
 
 from meshfold.mesh import LayoutError, did_you_mean, metadata
-from meshfold.tensor_parallel.kinds import features, is_linear, is_patch, norm_kind, norm_size, why_not
 from meshfold.tensor_parallel.layers.experts import experts_of
+from meshfold.tensor_parallel.module_kinds import features, is_linear, is_patch, norm_kind, norm_size, why_not
 
 _QUERY = r"q_proj|query|wq|to_q|q_lin|q"
 _KEY_VALUE = r"k_proj|v_proj|key|value|wk|wv|to_k|to_v|k_lin|v_lin|k|v"

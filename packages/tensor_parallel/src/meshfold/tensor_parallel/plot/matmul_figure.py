@@ -16,9 +16,9 @@ from matplotlib.figure import Figure
 from matplotlib.patches import FancyBboxPatch, Polygon, Rectangle
 
 from meshfold.mesh import Layout, Mesh
-from meshfold.tensor_parallel.algebra import MatmulPlan
-from meshfold.tensor_parallel.draw import Box, held, holders, working
-from meshfold.tensor_parallel.paint import (
+from meshfold.tensor_parallel.plan import MatmulPlan
+from meshfold.tensor_parallel.plot.figures import Box, held, holders, working
+from meshfold.tensor_parallel.plot.paint import (
     FAINT,
     INK,
     MONO,
@@ -41,7 +41,7 @@ _GAP = 0.42  # between the squares, for their names and arrows
 
 
 def matmul_figure(plans: Sequence[tuple[str, MatmulPlan]], mesh: Mesh, rank: int, title: str = "") -> Figure:
-    """See :func:`meshfold.tensor_parallel.draw.draw_matmul`."""
+    """See :func:`meshfold.tensor_parallel.plot.figures.draw_matmul`."""
     side, foot, head = 4.9, 1.35, 0.42 if title else 0.1
     figure = new_figure((side * len(plans), side + foot + head))
     whole = side + foot + head

@@ -4,7 +4,7 @@
 >>> draw_matmul(plan(x="m:t k", w="k n:t", y="m n:t"), Mesh(dict(t=4))) # doctest: +SKIP
 
 A function returns a matplotlib Figure: a notebook shows it, ``savefig`` writes it. Where a rank's block lies is
-:func:`held`, which asks :class:`meshfold.mesh.Placement`; the rest is paint (``paint*.py``).
+:func:`held`, which asks :class:`meshfold.mesh.Placement`; the rest is paint.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from types import ModuleType
 from typing import TYPE_CHECKING
 
 from meshfold.mesh import Layout, LayoutError, Mesh, MeshfoldError, Placement
-from meshfold.tensor_parallel.algebra import MatmulPlan
 from meshfold.tensor_parallel.modes import Mode, find_mode
+from meshfold.tensor_parallel.plan import MatmulPlan
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -157,4 +157,4 @@ def _paint(what: str) -> ModuleType:
     """The module that paints: matplotlib is imported when it is needed."""
     if importlib.util.find_spec("matplotlib") is None:
         raise MeshfoldError("pictures need matplotlib: pip install meshfold-tensor-parallel[plot]")
-    return importlib.import_module(f"meshfold.tensor_parallel.paint_{what}")
+    return importlib.import_module(f"meshfold.tensor_parallel.plot.{what}_figure")

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from meshfold.mesh import Mesh
 from meshfold.tensor_parallel import plan
 from meshfold.tensor_parallel.lowerings import LOWERINGS
-from meshfold.tensor_parallel.lowerings.choose import WAYS, Machine, choose, estimate
+from meshfold.tensor_parallel.lowerings.select import WAYS, Machine, choose, estimate
 from meshfold.tensor_parallel.modes import MODES
 
 SLOW_LINKS = Machine(bandwidth=dict.fromkeys(Machine().bandwidth, 50e9))

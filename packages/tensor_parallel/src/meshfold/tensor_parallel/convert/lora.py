@@ -20,11 +20,11 @@ from typing import Any
 from torch import nn
 
 from meshfold.mesh import Layout, LayoutError, Mesh
-from meshfold.tensor_parallel.algebra import MatmulPlan, plan
+from meshfold.tensor_parallel.convert.report import Placed, Report
 from meshfold.tensor_parallel.layers.dropout import Dropout
 from meshfold.tensor_parallel.layers.linear import Linear
 from meshfold.tensor_parallel.modes import Mode
-from meshfold.tensor_parallel.report import Placed, Report
+from meshfold.tensor_parallel.plan import MatmulPlan, plan
 
 DropoutOf = Callable[[str, float, int], Dropout]
 """From a name, a probability and the width of a hidden dim (0: the stream) to the sharded dropout."""

@@ -20,9 +20,9 @@ import torch
 from torch import Tensor, nn
 
 from meshfold.mesh import Mesh, Part, Placement
-from meshfold.tensor_parallel.heads import Heads
-from meshfold.tensor_parallel.kinds import features, is_linear, norm_kind
+from meshfold.tensor_parallel.convert.heads import Heads
 from meshfold.tensor_parallel.modes import Mode
+from meshfold.tensor_parallel.module_kinds import features, is_linear, norm_kind
 
 BIASES = ("alibi", "position_bias")
 """What attention calls biases of all heads that are made outside of it."""

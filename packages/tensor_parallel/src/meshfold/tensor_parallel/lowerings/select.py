@@ -22,10 +22,10 @@ from meshfold.tensor_parallel.lowerings.base import Lowering
 from meshfold.tensor_parallel.lowerings.gather import Gather
 from meshfold.tensor_parallel.lowerings.pieces import brick
 from meshfold.tensor_parallel.lowerings.ring import Ring
-from meshfold.tensor_parallel.lowerings.stream import Stream
+from meshfold.tensor_parallel.lowerings.summa import Stream
 
 if TYPE_CHECKING:
-    from meshfold.tensor_parallel.algebra import MatmulPlan, Phase
+    from meshfold.tensor_parallel.plan import MatmulPlan, Phase
 
 WAYS: dict[str, Lowering] = {"gather": Gather(), "stream": Stream(), "ring": Ring()}
 """The lowerings there are to choose from; of equals the first is taken."""
@@ -214,7 +214,7 @@ def _known(
     itemsize: int,
 ) -> str:
     """The choice for local blocks, ``x`` being the shape of x and ``n`` the rows of w: layers ask at every call."""
-    from meshfold.tensor_parallel.algebra import plan as parse
+    from meshfold.tensor_parallel.plan import plan as parse
 
     found, mesh = replace(parse(*layouts), entered=entered), Mesh(dict(axes), rank=0)
     local = brick(found, mesh, x, n)

@@ -18,11 +18,9 @@ from meshfold.mesh import Mesh, ParameterMeta, Placement, annotate
 from meshfold.mesh.collectives import bind_collect, bind_take
 from meshfold.mesh.tracking import tracker, untracked
 from meshfold.mesh.tracking.dims import is_open
-from meshfold.tensor_parallel.boundary import Boundary
-from meshfold.tensor_parallel.layers.base import OnMesh
-from meshfold.tensor_parallel.layers.stream_dims import BatchShape, DimFinder, StreamDims
-from meshfold.tensor_parallel.modes import Mode
-from meshfold.tensor_parallel.streams import (
+from meshfold.tensor_parallel.convert.boundary import Boundary
+from meshfold.tensor_parallel.convert.stream_dims import BatchShape, DimFinder, StreamDims
+from meshfold.tensor_parallel.convert.stream_layout import (
     check_stream,
     joined_rows,
     places,
@@ -31,6 +29,8 @@ from meshfold.tensor_parallel.streams import (
     split_rows,
     taken_apart,
 )
+from meshfold.tensor_parallel.layers.base import OnMesh
+from meshfold.tensor_parallel.modes import Mode
 
 MASK = "attention_mask"
 """What the model's own code makes for the rows that it sees of the stream: it is joined as the stream is."""

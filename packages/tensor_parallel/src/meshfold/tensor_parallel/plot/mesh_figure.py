@@ -11,11 +11,11 @@ from matplotlib.figure import Figure
 from matplotlib.patches import FancyArrowPatch
 
 from meshfold.mesh import Mesh
-from meshfold.tensor_parallel.paint import FAINT, INK, MONO, Color, Point, color, disc, new_figure, tint
+from meshfold.tensor_parallel.plot.paint import FAINT, INK, MONO, Color, Point, color, disc, new_figure, tint
 
 
 def mesh_figure(mesh: Mesh, axes: Sequence[tuple[str, ...]]) -> Figure:
-    """See :func:`meshfold.tensor_parallel.draw.draw_mesh`."""
+    """See :func:`meshfold.tensor_parallel.plot.figures.draw_mesh`."""
     places = _places(mesh)
     width = max(x for x, _ in places.values()) + 1.0
     height = max(y for _, y in places.values()) + 1.0

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from torch import Size, Tensor, nn
 
 from meshfold.mesh import LayoutError
-from meshfold.tensor_parallel.kinds import features, is_linear
+from meshfold.tensor_parallel.module_kinds import features, is_linear
 
 _TORCHS_OWN = (
     nn.Transformer,

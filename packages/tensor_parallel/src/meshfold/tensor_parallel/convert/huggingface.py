@@ -12,8 +12,8 @@ from torch import Tensor, nn
 
 from meshfold.mesh import Mesh
 from meshfold.mesh.random import checkpoint_contexts
-from meshfold.tensor_parallel.boundary import Boundary
-from meshfold.tensor_parallel.functional import DropoutCalls
+from meshfold.tensor_parallel.convert.boundary import Boundary
+from meshfold.tensor_parallel.convert.functional_dropout import DropoutCalls
 from meshfold.tensor_parallel.layers.loss import CausalLMLoss
 from meshfold.tensor_parallel.modes import Mode
 

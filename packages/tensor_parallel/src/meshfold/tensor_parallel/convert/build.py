@@ -15,7 +15,9 @@ from torch import nn
 from meshfold.mesh import Mesh, Part
 from meshfold.mesh.parameters import copy_parameter_hooks
 from meshfold.tensor_parallel import lowerings
-from meshfold.tensor_parallel.kinds import features, is_conv1d, norm_eps, norm_kind
+from meshfold.tensor_parallel.convert.analysis import Study
+from meshfold.tensor_parallel.convert.replicated import Replicated
+from meshfold.tensor_parallel.convert.stream_dims import BatchShape
 from meshfold.tensor_parallel.layers.dropout import Dropout
 from meshfold.tensor_parallel.layers.embedding import Embedding, HeadBias, PositionEmbedding
 from meshfold.tensor_parallel.layers.experts import Experts, experts_of
@@ -24,10 +26,8 @@ from meshfold.tensor_parallel.layers.loss import CausalLMLoss
 from meshfold.tensor_parallel.layers.multihead import SplitMultiheadAttention, why_torchs, why_whole
 from meshfold.tensor_parallel.layers.norm import HeadNorm, LayerNorm, RMSNorm
 from meshfold.tensor_parallel.layers.patch import PatchEmbedding
-from meshfold.tensor_parallel.layers.replicated import Replicated
-from meshfold.tensor_parallel.layers.stream_dims import BatchShape
 from meshfold.tensor_parallel.modes import Mode
-from meshfold.tensor_parallel.study import Study
+from meshfold.tensor_parallel.module_kinds import features, is_conv1d, norm_eps, norm_kind
 
 
 class Maker:

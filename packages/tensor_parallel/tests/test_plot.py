@@ -12,7 +12,7 @@ import torch
 
 from meshfold.mesh import Layout, LayoutError, Mesh, MeshfoldError, Placement
 from meshfold.tensor_parallel import MODES, draw_matmul, draw_mesh, draw_mode, plan
-from meshfold.tensor_parallel.draw import held, holders, working
+from meshfold.tensor_parallel.plot.figures import held, holders, working
 
 matplotlib = pytest.importorskip("matplotlib", reason="pictures need matplotlib, the extra 'plot'")
 

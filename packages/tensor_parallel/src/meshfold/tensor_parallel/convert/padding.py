@@ -3,7 +3,7 @@
 - A batch that the mode cannot split is filled up with rows that count for nothing (labels −100), and rows of the
   output that belong to them are cut off.
 - Logits stay split when the model computes its own loss; what comes out is put together when somebody reads it
-  (:mod:`meshfold.tensor_parallel.split_output`). They come out whole when it does not.
+  (:mod:`meshfold.tensor_parallel.convert.split_output`). They come out whole when it does not.
 - The residual stream comes out whole of a model that has no head.
 - A model whose modules say ``attended_rows = True`` gets its positions whole, and these modules, which make masks and rotary
   tables of them, the rows that attention has.
@@ -26,13 +26,13 @@ from meshfold.mesh.collectives import bind_collect, take_block
 from meshfold.mesh.model_io import map_tensors
 from meshfold.mesh.tracking import tracker, untracked
 from meshfold.mesh.tracking.dims import block
+from meshfold.tensor_parallel.convert.split_output import SplitOutput
+from meshfold.tensor_parallel.convert.stream_dims import BatchShape
+from meshfold.tensor_parallel.convert.stream_layout import check_stream, joined_rows
 from meshfold.tensor_parallel.layers.base import OnMesh
 from meshfold.tensor_parallel.layers.embedding import PositionEmbedding
 from meshfold.tensor_parallel.layers.linear import Linear
-from meshfold.tensor_parallel.layers.stream_dims import BatchShape
 from meshfold.tensor_parallel.modes import Mode
-from meshfold.tensor_parallel.split_output import SplitOutput
-from meshfold.tensor_parallel.streams import check_stream, joined_rows
 
 _IGNORED = -100
 _LABELS = ("labels", "shift_labels", "targets", "target")

@@ -14,11 +14,11 @@ from meshfold.mesh.collectives import take_block
 from meshfold.mesh.model_io import ShardedOutput, lazy_gather
 from meshfold.mesh.tracking import tracker
 from meshfold.mesh.tracking.dims import axes_of, is_unknown
+from meshfold.tensor_parallel.convert.stream_layout import real
 from meshfold.tensor_parallel.layers.base import OnMesh
 from meshfold.tensor_parallel.layers.linear import Linear
 from meshfold.tensor_parallel.modes import Mode
 from meshfold.tensor_parallel.sizes import vocabulary_multiple
-from meshfold.tensor_parallel.streams import real
 
 
 class SplitOutput(OnMesh):

@@ -14,9 +14,9 @@ from torch import Tensor, nn
 from meshfold.mesh import LayoutError, Mesh
 from meshfold.mesh.collectives import bind_collect, bind_take
 from meshfold.mesh.tracking import tracker
+from meshfold.tensor_parallel.convert.stream_layout import check_stream, joined_rows, split_rows
 from meshfold.tensor_parallel.layers.base import OnMesh
 from meshfold.tensor_parallel.modes import Mode
-from meshfold.tensor_parallel.streams import check_stream, joined_rows, split_rows
 
 
 class Boundary(OnMesh):

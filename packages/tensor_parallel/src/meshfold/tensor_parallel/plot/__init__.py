@@ -1,0 +1,1 @@
+"""Pictures of meshes, matmuls and modes; needs matplotlib (the extra ``plot``)."""
