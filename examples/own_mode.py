@@ -10,7 +10,7 @@ import torch
 from meshfold.engine import Engine
 from meshfold.mesh import Mesh
 from meshfold.models import build
-from meshfold.tensor_parallel import MODES, Mode
+from meshfold.tensor_parallel import MODES, Mode, matmul_cost
 
 # Megatron's 1D cuts weights up over ranks that see the same tokens; FSDP over ranks that see others, and gathers them.
 # Both at once: tokens (m) over `shard`, heads and the inside of MLPs over `tensor`, weights over the two.
@@ -36,7 +36,7 @@ engine = Engine(model, parallel, optimizer=dict(name="adamw", lr=1e-2), precisio
 
 engine.print(str(mine.plans["column"]))  # print(mine) shows every matmul
 for mode, mesh in ((mine, Mesh(dict(shard=2, tensor=2))), (MODES["1d"], Mesh(dict(tensor=4)))):
-    cost = mode.plans["column"].cost(dict(m=4096, k=1024, n=4096), mesh, itemsize=2)
+    cost = matmul_cost(mode.plans["column"], dict(m=4096, k=1024, n=4096), mesh, itemsize=2)
     engine.print(f"{mode.name}: a rank sends {float(cost.bytes) / 2**20:.0f} MiB for such a layer")
 
 held = sum(parameter.numel() for parameter in engine.model.parameters())

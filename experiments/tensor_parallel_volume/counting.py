@@ -22,7 +22,7 @@ from meshfold.mesh import Entry, Log, Mesh, moved_bytes, record
 from meshfold.mesh.recording.traffic import Kind
 from meshfold.mesh.testing import fake_world
 from meshfold.models import GPT, GPTConfig
-from meshfold.tensor_parallel import MODES, Cost, MatmulPlan, Mode, matmul, parallelize, plan
+from meshfold.tensor_parallel import MODES, Cost, MatmulPlan, Mode, matmul, matmul_cost, parallelize, plan
 from meshfold.tensor_parallel.lowerings import LOWERINGS
 
 Issued = Counter[tuple[Kind, tuple[str, ...], Fraction]]
@@ -136,7 +136,7 @@ def count_matmul(
         if backward:
             log.phase = "backward"
             y.backward(torch.ones_like(y))
-    cost = found.cost(sizes, mesh, itemsize=ITEMSIZE, lowering=lowering, keep=keep)
+    cost = matmul_cost(found, sizes, mesh, itemsize=ITEMSIZE, lowering=lowering, keep=keep)
     phases = {"forward": cost.count("forward"), "backward": cost.count("dx", "dw") if backward else Counter()}
     _must_equal(log, phases, f"{found.x} · {found.w} -> {found.y} on {mesh}")
     return _calls(log, phases)
@@ -179,7 +179,9 @@ def _layer_cost(mode: Mode, mesh: Mesh, config: GPTConfig, tokens: int, lowering
     for role, k, n in (("column", h, 3 * h), ("row", h, h), ("column", h, inner), ("row", inner, h)):
         found = mode.plans[role]
         way = "gather" if LOWERINGS[lowering].refuses(found) else lowering
-        total += found.cost({found.m: tokens, found.k: k, found.n: n}, mesh, itemsize=ITEMSIZE, lowering=way)
+        total += matmul_cost(
+            found, {found.m: tokens, found.k: k, found.n: n}, mesh, itemsize=ITEMSIZE, lowering=way
+        )
     return total
 
 

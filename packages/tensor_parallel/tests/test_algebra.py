@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from meshfold.mesh import LayoutError, Mesh
-from meshfold.tensor_parallel import plan
+from meshfold.tensor_parallel import matmul_cost, plan
 from meshfold.tensor_parallel.modes import MODES, Mode, find_mode
 from meshfold.tensor_parallel.plan import MatmulPlan
 
@@ -226,7 +226,7 @@ SIZES = {"m": 8, "k": 8, "n": 8}
 )
 def test_sizes_that_do_not_fit_are_refused_with_those_that_do(sizes: dict[str, int], fragment: str) -> None:
     with pytest.raises(LayoutError) as caught:
-        MODES["2d"].plans["column"].cost(sizes, Mesh({"row": 4, "col": 2}))
+        matmul_cost(MODES["2d"].plans["column"], sizes, Mesh({"row": 4, "col": 2}))
     assert fragment in str(caught.value)
 
 

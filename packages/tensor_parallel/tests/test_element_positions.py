@@ -13,7 +13,7 @@ from meshfold.mesh.random.dropout import TokenShards
 from meshfold.mesh.testing import fake_world
 from meshfold.mesh.tracking.dims import Dims, Factor, Split, block, whole
 from meshfold.mesh.tracking.rows import ROWS, TURNED
-from meshfold.tensor_parallel.convert.stream_dims import BatchShape
+from meshfold.tensor_parallel.layers.base import BatchShape
 from meshfold.tensor_parallel.layers.dropout import Dropout
 from meshfold.tensor_parallel.layers.element_positions import Batch, Run, fitted, numbers_of, seen_place
 from meshfold.tensor_parallel.modes import find_mode

@@ -28,7 +28,7 @@ from torch.nn import functional as F
 from meshfold.mesh import LayoutError, Mesh, Part, Placement, dropout_stream, metadata
 from meshfold.mesh.testing import run_on_ranks
 from meshfold.tensor_parallel import Embedding, LayerNorm, Linear, Mode, RMSNorm, cross_entropy, find_mode
-from meshfold.tensor_parallel.convert.functional_dropout import DropoutCalls, DropoutPart
+from meshfold.tensor_parallel.convert.functional_dropout import DropoutPart, FunctionalDropout
 from meshfold.tensor_parallel.layers import PositionEmbedding
 from meshfold.tensor_parallel.layers.attention import attention, attention_weights
 from meshfold.tensor_parallel.layers.dropout import Dropout
@@ -545,7 +545,7 @@ def test_a_query_that_sees_nothing_has_no_gradient(added: bool) -> None:
 
 def test_a_call_that_is_refused_before_its_dropout_begins_says_that_alone() -> None:
     layer = nn.Dropout()
-    DropoutPart(DropoutCalls(), Dropout(0.5, alone(), find_mode("1d"), HIDDEN, "a")).attach(layer)
+    DropoutPart(FunctionalDropout(), Dropout(0.5, alone(), find_mode("1d"), HIDDEN, "a")).attach(layer)
 
     def refuse(module: nn.Module, args: Any) -> None:
         raise ValueError("refused")

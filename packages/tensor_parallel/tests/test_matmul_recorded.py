@@ -12,7 +12,7 @@ import torch
 
 from meshfold.mesh import Mesh, Placement, record
 from meshfold.mesh.testing import fake_world, run_on_ranks
-from meshfold.tensor_parallel import plan
+from meshfold.tensor_parallel import matmul_cost, plan
 from meshfold.tensor_parallel.lowerings import LOWERINGS
 from meshfold.tensor_parallel.matmul import matmul
 from meshfold.tensor_parallel.modes import MODES
@@ -89,7 +89,9 @@ def run_recorded(
     backward: tuple[Phase, ...] = tuple(
         phase for phase, wanted in zip(("dx", "dw"), wants, strict=True) if wanted
     )  # type: ignore[misc]
-    cost = p.cost(sizes, mesh, itemsize=4, lowering=lowering, keep=keep, phases=("forward", *backward))
+    cost = matmul_cost(
+        p, sizes, mesh, itemsize=4, lowering=lowering, keep=keep, phases=("forward", *backward)
+    )
     seen = Counter({("forward", *key): n for key, n in log.count("forward").items()})
     seen += Counter({("backward", *key): n for key, n in log.count("backward").items()})
     planned = Counter({("forward", *key): n for key, n in cost.count("forward").items()})
@@ -158,7 +160,7 @@ def test_the_lowerings_move_the_same_bytes_but_for_broadcasts() -> None:
     """Ring and stream take collectives apart; only SUMMA's broadcasts, which each count their block, weigh more."""
     p, mesh = MODES["2d"].plans["column"], Mesh({"row": 4, "col": 4})
     sizes = {"m": 64, "k": 64, "n": 64}
-    cost = {name: p.cost(sizes, mesh, lowering=name) for name in ("gather", "ring", "stream")}
+    cost = {name: matmul_cost(p, sizes, mesh, lowering=name) for name in ("gather", "ring", "stream")}
     assert cost["gather"].bytes == cost["ring"].bytes
     forward = {name: sum(e.bytes for e in c.entries if e.phase == "forward") for name, c in cost.items()}
     assert forward["stream"] == forward["gather"] * 4 / 3
@@ -169,7 +171,7 @@ def test_stream_holds_panels_that_are_a_fraction_of_what_gather_holds() -> None:
     p, mesh = MODES["2d"].plans["column"], Mesh({"row": 4, "col": 4})
     sizes = {"m": 64, "k": 64, "n": 64}
     for name, share in (("gather", 1), ("stream", 4)):
-        blocks = [e.block_bytes for e in p.cost(sizes, mesh, lowering=name).entries]
+        blocks = [e.block_bytes for e in matmul_cost(p, sizes, mesh, lowering=name).entries]
         assert max(blocks) == 64 * 16 * 2 // share
 
 
@@ -178,7 +180,7 @@ def test_keeping_an_operand_saves_its_second_gather() -> None:
     sizes = {"m": 64, "k": 64, "n": 64}
     for name in ("gather", "ring", "stream"):
         without, kept = (
-            p.cost(sizes, mesh, lowering=name, keep=k) for k in (frozenset[str](), frozenset({"x"}))
+            matmul_cost(p, sizes, mesh, lowering=name, keep=k) for k in (frozenset[str](), frozenset({"x"}))
         )
         gathered = 64 * 16 * 2 * 3 // 4  # bytes of the x of a row of ranks, all but this rank's own
         assert without.bytes - kept.bytes == gathered
@@ -190,7 +192,7 @@ def test_a_mesh_of_one_rank_moves_nothing() -> None:
             for p in mode.plans.values():
                 if not way.refuses(p):
                     sizes = dict.fromkeys((p.m, p.k, p.n), 4)
-                    assert p.cost(sizes, Mesh({}), lowering=name).entries == ()
+                    assert matmul_cost(p, sizes, Mesh({}), lowering=name).entries == ()
                     x, w = torch.randn(4, 4, requires_grad=True), torch.randn(4, 4)
                     y = matmul(x, w, p, Mesh({}), lowering=name)
                     y.sum().backward()

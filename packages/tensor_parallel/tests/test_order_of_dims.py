@@ -22,7 +22,8 @@ from torch.nn import functional as F
 from meshfold.mesh import LayoutError
 from meshfold.mesh.testing import ranks
 from meshfold.tensor_parallel import parallelize
-from meshfold.tensor_parallel.convert.stream_dims import BatchShape, DimFinder, StreamDims
+from meshfold.tensor_parallel.convert.stream_dims import DimFinder, StreamDims
+from meshfold.tensor_parallel.layers.base import BatchShape
 
 WORDS, HIDDEN, LENGTH = 12, 8, 6
 CASES: tuple[Case, ...] = (

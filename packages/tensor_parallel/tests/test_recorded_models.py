@@ -15,7 +15,7 @@ from torch import nn
 
 from meshfold.mesh import Mesh, record
 from meshfold.mesh.testing import fake_world
-from meshfold.tensor_parallel import Cost, MatmulPlan, find_mode, parallelize
+from meshfold.tensor_parallel import Cost, MatmulPlan, find_mode, matmul_cost, parallelize
 from meshfold.tensor_parallel.cost import CostBuilder
 from meshfold.tensor_parallel.modes import Mode, outside_blocks
 from meshfold.tensor_parallel.sizes import vocabulary_multiple
@@ -53,7 +53,7 @@ class ByHand:
     def plan(self, plan: MatmulPlan, k: int, n: int, *phases: str) -> None:
         chosen = phases or ("forward", "dx", "dw")
         sizes = {plan.m: TOKENS, plan.k: k, plan.n: n}
-        self.cost += plan.cost(sizes, self.mesh, itemsize=ITEMSIZE, phases=chosen)
+        self.cost += matmul_cost(plan, sizes, self.mesh, itemsize=ITEMSIZE, phases=chosen)
 
     def add(
         self, phase: str, kind: str, axes: tuple[str, ...], elements: int, itemsize: int = ITEMSIZE

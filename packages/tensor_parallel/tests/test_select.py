@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from meshfold.mesh import Mesh
-from meshfold.tensor_parallel import plan
+from meshfold.tensor_parallel import matmul_cost, plan
 from meshfold.tensor_parallel.lowerings import LOWERINGS
 from meshfold.tensor_parallel.lowerings.select import WAYS, Machine, choose, estimate
 from meshfold.tensor_parallel.modes import MODES
@@ -77,7 +77,7 @@ def test_no_estimate_is_below_what_must_be_computed(name: str) -> None:
     p, mesh = MODES["2d"].plans["column"], MESHES["2d"]
     sizes = {"m": 4096, "k": 8192, "n": 2048}
     products = 3 * 2 * 4096 * 8192 * 2048 / 4 / Machine().flops
-    alone = sum(Machine().seconds(e) for e in p.cost(sizes, mesh, lowering=name).entries)
+    alone = sum(Machine().seconds(e) for e in matmul_cost(p, sizes, mesh, lowering=name).entries)
     assert products < estimate(p, name, sizes, mesh) < products + alone + 1e-3
 
 
@@ -86,5 +86,14 @@ def test_the_cost_of_auto_is_that_of_its_choice(mode: str) -> None:
     p, mesh = MODES[mode].plans["column"], MESHES[mode]
     for scale in (64, 8192):
         sizes = dict.fromkeys((p.m, p.k, p.n), scale)
-        assert p.cost(sizes, mesh, lowering="auto") == p.cost(sizes, mesh, lowering=choose(p, sizes, mesh))
+        assert matmul_cost(p, sizes, mesh, lowering="auto") == matmul_cost(
+            p, sizes, mesh, lowering=choose(p, sizes, mesh)
+        )
     assert not LOWERINGS["auto"].refuses(p)
+
+
+def test_the_method_of_version_0_1_still_counts() -> None:
+    p, mesh = MODES["2d"].plans["column"], Mesh({"row": 2, "col": 2})
+    sizes = {"m": 64, "k": 64, "n": 64}
+    with pytest.warns(DeprecationWarning, match="write matmul_cost"):
+        assert p.cost(sizes, mesh, lowering="stream") == matmul_cost(p, sizes, mesh, lowering="stream")  # type: ignore[attr-defined]

@@ -34,7 +34,7 @@ from meshfold.mesh.initialization import (
 )
 from meshfold.mesh.parameters import copy_parameter_hooks, metadata_on
 from meshfold.tensor_parallel import Report, parallelize
-from meshfold.tensor_parallel.convert.roles import check_rules
+from meshfold.tensor_parallel.convert import check_rules
 
 if TYPE_CHECKING:
     from meshfold.engine.arguments import Arguments

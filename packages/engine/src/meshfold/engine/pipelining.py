@@ -24,7 +24,7 @@ from meshfold.mesh import LayoutError, SpecError, all_reduce
 from meshfold.mesh.model_io import is_encoder_decoder
 from meshfold.mesh.parameters import uncompiled_name
 from meshfold.mesh.spec import format_value, signature_mismatch
-from meshfold.tensor_parallel.convert.padding import row_unit
+from meshfold.tensor_parallel.convert import row_multiple
 
 if TYPE_CHECKING:
     from meshfold.engine.states import States
@@ -220,7 +220,7 @@ class PipelinedModel:
         """The batch in micro-batches, each in the form in which the engine calls a model."""
         # What the tensor mode would fill up with rows that do not count stays together.
         length = local_length(batch.tokens // batch.rows, self._world)
-        works = self.pipeline.split(batch.given, unit=row_unit(self.pipeline.module, length))
+        works = self.pipeline.split(batch.given, unit=row_multiple(self.pipeline.module, length))
         found = []
         for work in works:
             kwargs = {**leave_out_targets(work.kwargs, self.pipeline.module, self._loss_fn)}

@@ -21,7 +21,7 @@ from meshfold.engine.recomputed_buffers import Buffers
 from meshfold.engine.repeated import find_blocks
 from meshfold.mesh import ParallelSpec, SpecError, did_you_mean
 from meshfold.mesh.model_io import DryRun
-from meshfold.tensor_parallel.convert.huggingface import recompute_contexts
+from meshfold.tensor_parallel.convert import recompute_contexts
 
 if TYPE_CHECKING:
     from meshfold.engine.pipelining import PipelinedModel

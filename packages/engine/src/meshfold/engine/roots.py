@@ -14,7 +14,7 @@ from torch import nn
 
 from meshfold.mesh import LayoutError, SpecError
 from meshfold.tensor_parallel import Report
-from meshfold.tensor_parallel.convert.roles import check_rules
+from meshfold.tensor_parallel.convert import check_rules
 
 Split = Callable[[nn.Module, Mapping[str, str] | None], Report | None]
 

@@ -67,7 +67,7 @@ def read_rules(words: list[str]) -> dict[str, str]:
     if not words:
         return {}
     from meshfold.mesh import did_you_mean
-    from meshfold.tensor_parallel.convert.roles import ROLES
+    from meshfold.tensor_parallel.convert import ROLES
 
     found: dict[str, str] = {}
     for word in words:

@@ -19,7 +19,7 @@ from meshfold.mesh import SpecError, all_reduce
 from meshfold.mesh.tracking import unwatched
 from meshfold.models.attention import Attention
 from meshfold.models.visible import CausalMask
-from meshfold.tensor_parallel.convert.padding import filled_for_one_token
+from meshfold.tensor_parallel.convert import padding_for_decoding
 
 SPARE = 64
 """tokens for which there is room behind a prompt"""
@@ -149,7 +149,7 @@ def keeping_keys(model: Any, tokens: int) -> Iterator[Callable[[Tensor], Any]]:
             return model(ids[:, before:], position_ids=positions)
 
     try:
-        with filled_for_one_token(whole), _uncompiled():
+        with padding_for_decoding(whole), _uncompiled():
             yield call
     finally:
         for layer in _layers(whole):

@@ -1,7 +1,7 @@
 """Tensor parallelism by one layout algebra: plan a matmul, split any model, write a mode of your own."""
 
-from meshfold.tensor_parallel.convert.parallelize import parallelize
-from meshfold.tensor_parallel.convert.report import Placed, Report
+from meshfold.tensor_parallel import moved
+from meshfold.tensor_parallel.convert import Placed, Report, parallelize
 from meshfold.tensor_parallel.cost import Cost, CostEntry
 from meshfold.tensor_parallel.layers import (
     CausalLMLoss,
@@ -11,10 +11,13 @@ from meshfold.tensor_parallel.layers import (
     RMSNorm,
     cross_entropy,
 )
+from meshfold.tensor_parallel.lowerings import matmul_cost
 from meshfold.tensor_parallel.matmul import matmul
 from meshfold.tensor_parallel.modes import MODES, Mode, find_mode
 from meshfold.tensor_parallel.plan import MatmulPlan, Move, plan
-from meshfold.tensor_parallel.plot.figures import draw_matmul, draw_mesh, draw_mode
+from meshfold.tensor_parallel.plot import draw_matmul, draw_mesh, draw_mode
+
+moved.install()
 
 __all__ = [
     "MODES",
@@ -36,6 +39,7 @@ __all__ = [
     "draw_mode",
     "find_mode",
     "matmul",
+    "matmul_cost",
     "parallelize",
     "plan",
 ]

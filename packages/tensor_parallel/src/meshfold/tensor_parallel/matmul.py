@@ -12,8 +12,7 @@ from torch import Tensor
 from meshfold.mesh import LayoutError, Mesh
 from meshfold.mesh.collectives import non_view_result
 from meshfold.mesh.parameters import defer_weight_grad
-from meshfold.tensor_parallel.lowerings import Lowering
-from meshfold.tensor_parallel.lowerings import lowering as find_lowering
+from meshfold.tensor_parallel.lowerings import Lowering, find_lowering
 from meshfold.tensor_parallel.plan import MatmulPlan
 
 

@@ -23,7 +23,6 @@ from functools import lru_cache
 from typing import Literal
 
 from meshfold.mesh import Layout, LayoutError, Mesh
-from meshfold.tensor_parallel.cost import Cost
 
 Operand = Literal["x", "w", "y"]
 Phase = Literal["forward", "dx", "dw"]
@@ -152,34 +151,6 @@ class MatmulPlan:
         gather("dw", "x", "x")
         leave("dw", "w", "dw")
         return tuple(moves)
-
-    def cost(
-        self,
-        sizes: Mapping[str, int],
-        mesh: Mesh,
-        *,
-        itemsize: int = 2,
-        lowering: str = "gather",
-        phases: tuple[Phase, ...] = ("forward", "dx", "dw"),
-        keep: frozenset[str] = frozenset(),
-    ) -> Cost:
-        """The collectives with their bytes: exactly what the recorder sees when the plan is executed.
-
-        Args:
-            sizes: elements of m, k and n, over all ranks of the axes that the layouts name.
-            mesh: gives the sizes of the axes.
-            itemsize: bytes an element.
-            lowering: ``"gather"``, ``"stream"`` or ``"ring"``.
-            phases: which of the three products are computed.
-            keep: ``{"x", "w"}`` or fewer: gathered operands that forward keeps for backward.
-
-        Raises:
-            LayoutError: if a size is missing or its axes do not divide it, or the lowering does not apply.
-        """
-        from meshfold.tensor_parallel.lowerings import lowering as find
-
-        self.check_sizes(sizes, mesh)
-        return find(lowering, self).cost(self, sizes, mesh, itemsize=itemsize, phases=phases, keep=keep)
 
     def local_sizes(self, operand: Operand, sizes: Mapping[str, int], mesh: Mesh) -> dict[str, int]:
         """Elements of each dim of an operand's local block, at rest."""

@@ -14,12 +14,11 @@ from meshfold.engine.sequence.incoming import Forward
 from meshfold.engine.world import World
 from meshfold.mesh import LayoutError
 from meshfold.sequence import WeightDropout, sequence_parallel
-from meshfold.tensor_parallel.convert.huggingface import dropout_by_function
-from meshfold.tensor_parallel.convert.padding import row_unit
-from meshfold.tensor_parallel.modes import find_mode
+from meshfold.tensor_parallel import find_mode
+from meshfold.tensor_parallel.convert import find_functional_dropout, row_multiple
 
 if TYPE_CHECKING:
-    from meshfold.tensor_parallel.convert.functional_dropout import DropoutCalls
+    from meshfold.tensor_parallel.convert import FunctionalDropout
 
 Contexts = Callable[[], tuple[AbstractContextManager[Any], AbstractContextManager[Any]]]
 
@@ -34,7 +33,7 @@ class SplitAttention:
         mode: of the entry ``sequence``.
         """
         self._model, self._world = model, world
-        calls = dropout_by_function(model)
+        calls = find_functional_dropout(model)
         draw = None if calls is None else partial(_drawn, calls)
         self._parallel = sequence_parallel(model, world.mesh, mode, draw=draw)
 
@@ -64,7 +63,7 @@ class SplitAttention:
         """
         if len(documents) == 1 or self._world.mode is None:
             return documents
-        unit, mesh = row_unit(self._model, now.dealing.local), self._world.mesh
+        unit, mesh = row_multiple(self._model, now.dealing.local), self._world.mesh
         rows = -(-now.rows // unit) * unit
         axes = find_mode(self._world.mode).layout("hidden")["m"]  # type: ignore[arg-type]
         each = rows // mesh.size(*axes)
@@ -72,7 +71,7 @@ class SplitAttention:
         return (*documents, *documents[-1:] * (rows - now.rows))[first : first + each]
 
 
-def _drawn(calls: DropoutCalls, q: Tensor, p: float) -> WeightDropout:
+def _drawn(calls: FunctionalDropout, q: Tensor, p: float) -> WeightDropout:
     """Which weights of the next attention fall: those that would in one process."""
     if calls.part is None:
         raise LayoutError("attention that drops weights ran outside of the model that it is part of")

@@ -7,8 +7,8 @@ from torch import nn
 from meshfold.engine.world import World
 from meshfold.mesh import LayoutError, SpecError
 from meshfold.mesh.spec import SequenceSpec
-from meshfold.tensor_parallel.convert.huggingface import dropout_by_function
-from meshfold.tensor_parallel.modes import find_mode
+from meshfold.tensor_parallel import find_mode
+from meshfold.tensor_parallel.convert import find_functional_dropout
 
 _HEADS = ("num_attention_heads", "n_head", "heads")
 _ATTENDING = (
@@ -68,7 +68,7 @@ def _mixing(model: nn.Module, mode: object) -> str:
         drops = "drop" in name and "att" in name and isinstance(value, float) and value > 0
         if drops and callable(mode):
             return f"the model's {name}={value!r}: an attention of one's own is not told which weights fall. Set it to 0.0"
-        if drops and dropout_by_function(model) is None:
+        if drops and find_functional_dropout(model) is None:
             return (
                 f"the model's {name}={value!r}: mode 1d cannot place the model's layers, so that its dropout is torch's own, and "
                 "ranks could not drop what a single process does. Set it to 0.0"

@@ -14,10 +14,9 @@ from torch import nn
 
 from meshfold.mesh import Mesh, Part
 from meshfold.mesh.parameters import copy_parameter_hooks
-from meshfold.tensor_parallel import lowerings
 from meshfold.tensor_parallel.convert.analysis import Study
 from meshfold.tensor_parallel.convert.replicated import Replicated
-from meshfold.tensor_parallel.convert.stream_dims import BatchShape
+from meshfold.tensor_parallel.layers.base import BatchShape
 from meshfold.tensor_parallel.layers.dropout import Dropout
 from meshfold.tensor_parallel.layers.embedding import Embedding, HeadBias, PositionEmbedding
 from meshfold.tensor_parallel.layers.experts import Experts, experts_of
@@ -26,6 +25,7 @@ from meshfold.tensor_parallel.layers.loss import CausalLMLoss
 from meshfold.tensor_parallel.layers.multihead import SplitMultiheadAttention, why_torchs, why_whole
 from meshfold.tensor_parallel.layers.norm import HeadNorm, LayerNorm, RMSNorm
 from meshfold.tensor_parallel.layers.patch import PatchEmbedding
+from meshfold.tensor_parallel.lowerings import LOWERINGS, find_lowering
 from meshfold.tensor_parallel.modes import Mode
 from meshfold.tensor_parallel.module_kinds import features, is_conv1d, norm_eps, norm_kind
 
@@ -164,9 +164,9 @@ class Maker:
         plan = mode.plans.get(role)
         if plan is None or self.lowering == "gather":
             return "gather"
-        found = lowerings.LOWERINGS.get(self.lowering)
+        found = LOWERINGS.get(self.lowering)
         if found is None:
-            lowerings.lowering(self.lowering, plan)
+            find_lowering(self.lowering, plan)
         return self.lowering if found is not None and not found.refuses(plan) else "gather"
 
 

@@ -21,7 +21,7 @@ from meshfold.tensor_parallel.layers.base import OnMesh
 from meshfold.tensor_parallel.layers.dropout import Dropout
 
 
-def drops_by_function(model: nn.Module) -> bool:
+def has_functional_dropout(model: nn.Module) -> bool:
     """Whether a module or a configuration in a model names a probability to drop, outside of nn.Dropout."""
     for module in model.modules():
         if isinstance(module, nn.Dropout):
@@ -39,7 +39,7 @@ def drops_by_function(model: nn.Module) -> bool:
     return False
 
 
-class DropoutCalls(TorchFunctionMode):
+class FunctionalDropout(TorchFunctionMode):
     """Catches the calls while a model runs. It knows in which part of the model that is: one :class:`Dropout` a part."""
 
     def __init__(self) -> None:
@@ -126,9 +126,9 @@ def _attention(
 
 
 class DropoutPart(OnMesh):
-    """The hooks that tell :class:`DropoutCalls` when a part of the model begins and ends."""
+    """The hooks that tell :class:`FunctionalDropout` when a part of the model begins and ends."""
 
-    def __init__(self, calls: DropoutCalls, dropout: Dropout) -> None:
+    def __init__(self, calls: FunctionalDropout, dropout: Dropout) -> None:
         self.calls, self.dropout, self.mesh = calls, dropout, dropout.mesh
         self._begun = 0
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from meshfold.mesh import Mesh
 from meshfold.mesh.random import checkpoint_contexts
 from meshfold.tensor_parallel.convert.boundary import Boundary
-from meshfold.tensor_parallel.convert.functional_dropout import DropoutCalls
+from meshfold.tensor_parallel.convert.functional_dropout import FunctionalDropout
 from meshfold.tensor_parallel.layers.loss import CausalLMLoss
 from meshfold.tensor_parallel.modes import Mode
 
@@ -64,7 +64,7 @@ def recompute_contexts(
     return checkpoint_contexts if found is None else _Contexts(found, None)
 
 
-def dropout_by_function(model: nn.Module) -> DropoutCalls | None:
+def find_functional_dropout(model: nn.Module) -> FunctionalDropout | None:
     """What sends the dropout that a split model calls by function through the one by global element; None if nothing does."""
     found: Recomputation | None = model.__dict__.get(_RECOMPUTATION)
     return None if found is None else found.calls
@@ -77,7 +77,7 @@ class Recomputation:
     Every forward makes sure of it, whenever checkpointing was switched on.
     """
 
-    def __init__(self, boundaries: list[Boundary], calls: DropoutCalls | None) -> None:
+    def __init__(self, boundaries: list[Boundary], calls: FunctionalDropout | None) -> None:
         self.boundaries, self.calls = boundaries, calls
 
     def attach(self, model: nn.Module) -> None:

@@ -27,9 +27,8 @@ from meshfold.mesh.model_io import map_tensors
 from meshfold.mesh.tracking import tracker, untracked
 from meshfold.mesh.tracking.dims import block
 from meshfold.tensor_parallel.convert.split_output import SplitOutput
-from meshfold.tensor_parallel.convert.stream_dims import BatchShape
 from meshfold.tensor_parallel.convert.stream_layout import check_stream, joined_rows
-from meshfold.tensor_parallel.layers.base import OnMesh
+from meshfold.tensor_parallel.layers.base import BatchShape, OnMesh
 from meshfold.tensor_parallel.layers.embedding import PositionEmbedding
 from meshfold.tensor_parallel.layers.linear import Linear
 from meshfold.tensor_parallel.modes import Mode
@@ -42,14 +41,14 @@ _FRAME = "_meshfold_frame"
 _INSIDE = ("output_hidden_states", "output_attentions")
 
 
-def row_unit(model: nn.Module, sequence: int) -> int:
+def row_multiple(model: nn.Module, sequence: int) -> int:
     """A batch of sequences of so many tokens is filled up to a multiple of this many rows; 1 for a model that is not split."""
     frame: Frame | None = model.__dict__.get(_FRAME)
     return 1 if frame is None else frame.padded_rows(1, sequence)
 
 
 @contextmanager
-def filled_for_one_token(model: nn.Module) -> Iterator[None]:
+def padding_for_decoding(model: nn.Module) -> Iterator[None]:
     """Inside, batches are filled up as if each row had one token, whatever it has: every rank's attention has the same rows
     when further tokens come one at a time. Nothing changes for a model that is not split.
     """

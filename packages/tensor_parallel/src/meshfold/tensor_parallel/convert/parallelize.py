@@ -10,7 +10,11 @@ from meshfold.mesh import LayoutError, Mesh, Placement, metadata
 from meshfold.mesh.tracking import watch
 from meshfold.tensor_parallel.convert.analysis import Study
 from meshfold.tensor_parallel.convert.build import Maker, keep_hooks, keep_ties, meta_twin
-from meshfold.tensor_parallel.convert.functional_dropout import DropoutCalls, DropoutPart, drops_by_function
+from meshfold.tensor_parallel.convert.functional_dropout import (
+    DropoutPart,
+    FunctionalDropout,
+    has_functional_dropout,
+)
 from meshfold.tensor_parallel.convert.huggingface import (
     Recomputation,
     is_causal_lm,
@@ -299,10 +303,10 @@ class _Conversion:
             batch=self.maker.batch,
         ).attach()
 
-    def _catch_dropout(self) -> DropoutCalls | None:
-        if not drops_by_function(self.model):
+    def _catch_dropout(self) -> FunctionalDropout | None:
+        if not has_functional_dropout(self.model):
             return None
-        calls = DropoutCalls()
+        calls = FunctionalDropout()
         parts = {
             "": self.model,
             **{name: m for blocks in self.study.lists for name, m in blocks.members.items()},

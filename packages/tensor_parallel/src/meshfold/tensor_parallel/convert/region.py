@@ -17,9 +17,8 @@ from torch import Tensor, nn
 from meshfold.mesh import LayoutError
 from meshfold.mesh.tracking import say, tracker, untracked
 from meshfold.tensor_parallel.convert.boundary import Boundary
-from meshfold.tensor_parallel.convert.stream_dims import BatchShape
 from meshfold.tensor_parallel.layers.autocast import lowered
-from meshfold.tensor_parallel.layers.base import OnMesh
+from meshfold.tensor_parallel.layers.base import BatchShape, OnMesh
 from meshfold.tensor_parallel.layers.linear import Linear, fold
 from meshfold.tensor_parallel.matmul import lead_shape
 from meshfold.tensor_parallel.operands import bind_enter_operand

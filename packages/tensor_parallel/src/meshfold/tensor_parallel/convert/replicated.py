@@ -19,7 +19,7 @@ from meshfold.mesh.collectives import bind_collect, bind_take
 from meshfold.mesh.tracking import tracker, untracked
 from meshfold.mesh.tracking.dims import is_open
 from meshfold.tensor_parallel.convert.boundary import Boundary
-from meshfold.tensor_parallel.convert.stream_dims import BatchShape, DimFinder, StreamDims
+from meshfold.tensor_parallel.convert.stream_dims import DimFinder, StreamDims
 from meshfold.tensor_parallel.convert.stream_layout import (
     check_stream,
     joined_rows,
@@ -29,7 +29,7 @@ from meshfold.tensor_parallel.convert.stream_layout import (
     split_rows,
     taken_apart,
 )
-from meshfold.tensor_parallel.layers.base import OnMesh
+from meshfold.tensor_parallel.layers.base import BatchShape, OnMesh
 from meshfold.tensor_parallel.modes import Mode
 
 MASK = "attention_mask"

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from torch import Size, Tensor, nn
 
 from meshfold.mesh import LayoutError
+from meshfold.tensor_parallel.layers.base import BatchShape
 from meshfold.tensor_parallel.module_kinds import features, is_linear
 
 _TORCHS_OWN = (
@@ -20,21 +21,6 @@ _TORCHS_OWN = (
     nn.TransformerDecoder,
     nn.TransformerDecoderLayer,
 )
-
-
-@dataclass
-class BatchShape:
-    """The batch of a forward, whole; the frame sets it before each.
-
-    Attributes:
-        rows: sequences, those that fill it up included; 0 where the input has none.
-        given: without these.
-        length: tokens of each.
-    """
-
-    rows: int = 0
-    given: int = 0
-    length: int = 0
 
 
 @dataclass(frozen=True)

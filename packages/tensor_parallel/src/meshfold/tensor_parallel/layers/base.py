@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from dataclasses import dataclass
 from typing import Any, NoReturn, Self, SupportsIndex
 
 import torch
@@ -57,6 +58,21 @@ class ShardedLayer(OnMesh, nn.Module):
             parameter = self._parameters[name]
             if parameter is not None and metadata(parameter) is None:
                 annotate(parameter, meta)
+
+
+@dataclass
+class BatchShape:
+    """The whole batch of the forward that runs. One object for all parts of a split model, set before each forward.
+
+    Attributes:
+        rows: sequences, padding included; 0 where the input has none.
+        given: sequences without padding.
+        length: tokens of a sequence.
+    """
+
+    rows: int = 0
+    given: int = 0
+    length: int = 0
 
 
 def shard_parameter(

@@ -16,8 +16,7 @@ from meshfold.mesh.parameters import uncompiled_name
 from meshfold.mesh.random import next_dropout_draw
 from meshfold.mesh.tracking import tracker
 from meshfold.mesh.tracking.follow import Tracker
-from meshfold.tensor_parallel.convert.stream_dims import BatchShape
-from meshfold.tensor_parallel.layers.base import ShardedLayer
+from meshfold.tensor_parallel.layers.base import BatchShape, ShardedLayer
 from meshfold.tensor_parallel.layers.compiled_dropout import code_of, draw
 from meshfold.tensor_parallel.layers.element_positions import (
     Batch,

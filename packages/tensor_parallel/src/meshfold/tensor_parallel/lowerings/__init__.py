@@ -10,38 +10,15 @@ auto       whichever of them :func:`choose` expects to be fastest               
 ========== ===================================================================== ================================
 
 All give the same result to rounding. A lowering is an object with ``refuses``, ``forward``, ``backward`` and
-``cost``; see :class:`meshfold.tensor_parallel.lowerings.base.Lowering`.
+``cost``; see :class:`meshfold.tensor_parallel.lowerings.Lowering`.
 """
 
-from __future__ import annotations
+from meshfold.tensor_parallel.lowerings.common import Lowering
+from meshfold.tensor_parallel.lowerings.select import (
+    LOWERINGS,
+    choose,
+    find_lowering,
+    matmul_cost,
+)
 
-from typing import TYPE_CHECKING
-
-from meshfold.mesh import LayoutError, did_you_mean
-from meshfold.tensor_parallel.lowerings.base import Lowering
-from meshfold.tensor_parallel.lowerings.select import WAYS, Auto, choose
-
-if TYPE_CHECKING:
-    from meshfold.tensor_parallel.plan import MatmulPlan
-
-LOWERINGS: dict[str, Lowering] = {**WAYS, "auto": Auto()}
-
-
-def lowering(name: str, plan: MatmulPlan) -> Lowering:
-    """The lowering of that name.
-
-    Raises:
-        LayoutError: if there is none of that name, or it cannot carry out the plan.
-    """
-    found = LOWERINGS.get(name)
-    if found is None:
-        raise LayoutError(
-            f"no lowering {name!r}.{did_you_mean(name, LOWERINGS)} There are {', '.join(LOWERINGS)}"
-        )
-    reason = found.refuses(plan)
-    if reason:
-        raise LayoutError(f"lowering {name!r} does not apply: {reason}; use 'gather' or 'auto'")
-    return found
-
-
-__all__ = ["LOWERINGS", "Lowering", "choose", "lowering"]
+__all__ = ["LOWERINGS", "Lowering", "choose", "find_lowering", "matmul_cost"]

@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -25,10 +24,7 @@ from torch import Tensor
 from meshfold.mesh import Mesh, Pending, collectives
 from meshfold.mesh.collectives import wide_reshape
 from meshfold.tensor_parallel.cost import Cost, CostBuilder
-
-if TYPE_CHECKING:
-    from meshfold.tensor_parallel.plan import MatmulPlan, Operand, Phase
-
+from meshfold.tensor_parallel.plan import MatmulPlan, Operand, Phase
 
 _COPIED_ROWS = 1024
 """At least so many rows in a product of its own: fewer would not fill a GPU."""

@@ -13,7 +13,7 @@ scatter of the output               multiply the part that belongs to the rank f
 =================================== ===============================================================================
 
 Of the collectives of a product the one that moves most bytes runs as a ring (of equals: the first input, then the
-second, then the output; see :data:`~meshfold.tensor_parallel.lowerings.pieces.INPUTS`); the others are carried out as
+second, then the output; see :data:`~meshfold.tensor_parallel.lowerings.common.INPUTS`); the others are carried out as
 the gather lowering does. What can run as a ring is an operand gathered or scattered along one dim; several axes there
 make one ring. The bytes are those of the gather lowering.
 """
@@ -21,15 +21,13 @@ make one ring. The bytes are those of the gather lowering.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from meshfold.mesh import Mesh, Pending, collectives
 from meshfold.tensor_parallel.cost import Cost, CostBuilder
-from meshfold.tensor_parallel.lowerings.gather import start_gather, start_leave, start_sum
-from meshfold.tensor_parallel.lowerings.pieces import (
+from meshfold.tensor_parallel.lowerings.common import (
     INPUTS,
     Sum,
     brick,
@@ -39,9 +37,8 @@ from meshfold.tensor_parallel.lowerings.pieces import (
     stored_dims,
     tensor_dim,
 )
-
-if TYPE_CHECKING:
-    from meshfold.tensor_parallel.plan import MatmulPlan, Operand, Phase
+from meshfold.tensor_parallel.lowerings.gather import start_gather, start_leave, start_sum
+from meshfold.tensor_parallel.plan import MatmulPlan, Operand, Phase
 
 _Whole = dict["Operand", Tensor]
 

@@ -11,21 +11,19 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import Tensor
 
-from meshfold.mesh import Mesh
+from meshfold.mesh import LayoutError, Mesh, did_you_mean
 from meshfold.mesh.recording import Kind
 from meshfold.tensor_parallel.cost import Cost, CostEntry
-from meshfold.tensor_parallel.lowerings.base import Lowering
+from meshfold.tensor_parallel.lowerings.common import Lowering, brick
 from meshfold.tensor_parallel.lowerings.gather import Gather
-from meshfold.tensor_parallel.lowerings.pieces import brick
 from meshfold.tensor_parallel.lowerings.ring import Ring
 from meshfold.tensor_parallel.lowerings.summa import Stream
-
-if TYPE_CHECKING:
-    from meshfold.tensor_parallel.plan import MatmulPlan, Phase
+from meshfold.tensor_parallel.plan import MatmulPlan, Phase
+from meshfold.tensor_parallel.plan import plan as parse
 
 WAYS: dict[str, Lowering] = {"gather": Gather(), "stream": Stream(), "ring": Ring()}
 """The lowerings there are to choose from; of equals the first is taken."""
@@ -214,8 +212,6 @@ def _known(
     itemsize: int,
 ) -> str:
     """The choice for local blocks, ``x`` being the shape of x and ``n`` the rows of w: layers ask at every call."""
-    from meshfold.tensor_parallel.plan import plan as parse
-
     found, mesh = replace(parse(*layouts), entered=entered), Mesh(dict(axes), rank=0)
     local = brick(found, mesh, x, n)
     return choose(
@@ -230,3 +226,53 @@ def _decide(*key: Any) -> str:
 # torch.compile takes the result for a constant instead of tracing how it was found (what
 # torch.compiler.assume_constant_result does, without importing the compiler).
 _decide._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+
+LOWERINGS: dict[str, Lowering] = {**WAYS, "auto": Auto()}
+"""All lowerings by name."""
+
+
+def find_lowering(name: str, plan: MatmulPlan) -> Lowering:
+    """Return the lowering of a name.
+
+    Raises:
+        LayoutError: if no lowering has that name, or it cannot carry out the plan.
+    """
+    found = LOWERINGS.get(name)
+    if found is None:
+        raise LayoutError(
+            f"no lowering {name!r}.{did_you_mean(name, LOWERINGS)} There are {', '.join(LOWERINGS)}"
+        )
+    reason = found.refuses(plan)
+    if reason:
+        raise LayoutError(f"lowering {name!r} does not apply: {reason}; use 'gather' or 'auto'")
+    return found
+
+
+def matmul_cost(
+    plan: MatmulPlan,
+    sizes: Mapping[str, int],
+    mesh: Mesh,
+    *,
+    itemsize: int = 2,
+    lowering: str = "gather",
+    phases: tuple[Phase, ...] = _PHASES,
+    keep: frozenset[str] = frozenset(),
+) -> Cost:
+    """Return a plan's collectives with their bytes: exactly what the recorder sees when the plan is executed.
+
+    Args:
+        plan: from :func:`meshfold.tensor_parallel.plan`.
+        sizes: elements of m, k and n, over all ranks of the axes that the layouts name.
+        mesh: gives the sizes of the axes.
+        itemsize: bytes an element.
+        lowering: ``"gather"``, ``"stream"``, ``"ring"`` or ``"auto"``.
+        phases: which of the three products are computed.
+        keep: ``{"x", "w"}`` or fewer: gathered operands that forward keeps for backward.
+
+    Raises:
+        LayoutError: if a size is missing or its axes do not divide it, or the lowering does not apply.
+    """
+    plan.check_sizes(sizes, mesh)
+    found = find_lowering(lowering, plan)
+    return found.cost(plan, sizes, mesh, itemsize=itemsize, phases=phases, keep=keep)

@@ -23,18 +23,15 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from meshfold.mesh import LayoutError, Mesh, Pending, collectives
 from meshfold.tensor_parallel.cost import Cost, CostBuilder
+from meshfold.tensor_parallel.lowerings.common import Sum, factors, split_axes
 from meshfold.tensor_parallel.lowerings.gather import start_gather, start_leave, start_scatter, start_sum
-from meshfold.tensor_parallel.lowerings.pieces import Sum, factors, split_axes
-
-if TYPE_CHECKING:
-    from meshfold.tensor_parallel.plan import MatmulPlan, Operand, Phase
+from meshfold.tensor_parallel.plan import MatmulPlan, Operand, Phase
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
