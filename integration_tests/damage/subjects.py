@@ -32,7 +32,8 @@ from meshfold.data.tokenizers import ByteTokenizer
 from meshfold.engine import Engine
 from meshfold.engine.checkpoints.checkpoint import MODEL, OPTIMIZER, Checkpoint
 from meshfold.huggingface.adapter import Adapter
-from meshfold.huggingface.writing import FolderWriter, config_of
+from meshfold.huggingface.folder_config import read_raw_config
+from meshfold.huggingface.folder_writer import FolderWriter
 from meshfold.mesh import SpecError
 from meshfold.train.kept_settings import keep, kept
 from meshfold.train.settings import TrainSettings
@@ -255,7 +256,7 @@ def export_bin(folder: Path, seed: int) -> None:
 
 def read_model(folder: Path) -> Contents:
     """The weights; the configuration is read and not compared."""
-    config_of(folder)
+    read_raw_config(folder)
     files = open_weights(folder)
     verify_checksums(files, 0, 1)
     return {name: files[name].clone() for name in files}

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from meshfold.checkpoint import CheckpointError
 from meshfold.engine import Engine, plan_memory
-from meshfold.huggingface import our_names
+from meshfold.huggingface import decoder_names
 from meshfold.mesh import LayoutError, Mesh, SpecError
 from meshfold.mesh.testing import fake_world, run_on_ranks
 from meshfold.models import GPT, GPTConfig, Llama, LlamaConfig, build, generate
@@ -261,11 +261,11 @@ def mistral() -> Any:
 
 
 def taken_over(theirs: Any) -> nn.Module:
-    config = our_names.ours_of(theirs.config.to_dict())
+    config = decoder_names.ours_of(theirs.config.to_dict())
     state = theirs.state_dict()
     model = build(config).double().eval()
     made: dict[str, Tensor] = {}
-    for step in our_names.enter(state, config):
+    for step in decoder_names.enter(state, config):
         made |= dict(zip(step.results, step.make([state[name] for name in step.sources]), strict=True))
     model.load_state_dict(made)
     return model
@@ -288,17 +288,17 @@ def test_a_mistral_is_a_llama_with_a_window() -> None:
     told = theirs.generate(prompt, max_new_tokens=12, do_sample=False, use_cache=True)
     assert torch.equal(generate(ours, prompt, 12, temperature=0.0), told)
 
-    back = our_names.theirs_of(ours.config)
+    back = decoder_names.theirs_of(ours.config)
     assert (back["model_type"], back["architectures"], back["sliding_window"]) == (
         "mistral",
         ["MistralForCausalLM"],
         WINDOW,
     )
-    assert our_names.ours_of(back) == ours.config
-    assert our_names.ours_of({**back, "sliding_window": None}).window is None
-    assert our_names.ours_of({k: v for k, v in back.items() if k != "sliding_window"}).window == 4096
+    assert decoder_names.ours_of(back) == ours.config
+    assert decoder_names.ours_of({**back, "sliding_window": None}).window is None
+    assert decoder_names.ours_of({k: v for k, v in back.items() if k != "sliding_window"}).window == 4096
     with pytest.raises(CheckpointError, match="no sliding window, and this model has window=4"):
-        our_names.theirs_of(gpt(WINDOW).config)
+        decoder_names.theirs_of(gpt(WINDOW).config)
 
 
 # -- plans, and what is refused ------------------------------------------------------------------------------------------

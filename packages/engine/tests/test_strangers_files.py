@@ -80,7 +80,7 @@ def test_code_of_a_folder_is_not_run_and_nobody_is_asked(
         "class Evil(GPT2LMHeadModel): pass\n"
     )
     from meshfold.data.tokenizers import HuggingFaceTokenizer
-    from meshfold.huggingface.causal_lm import open_model
+    from meshfold.huggingface import open_model
 
     with pytest.raises(
         SpecError, match=r"asks for code of the folder's own \(auto_map\), which is never run"
@@ -108,7 +108,7 @@ def test_every_call_of_transformers_refuses_code() -> None:
             ):
                 continue
             given = {keyword.arg: ast.unparse(keyword.value) for keyword in node.keywords}
-            calls.append(given.get("trust_remote_code") == "False" or given.get(None) == "NO_CODE")
+            calls.append(given.get("trust_remote_code") == "False" or given.get(None) == "NO_REMOTE_CODE")
             assert calls[-1], f"{path}:{node.lineno} may run code of the folder's: {ast.unparse(node)}"
     assert len(calls) >= 4
 

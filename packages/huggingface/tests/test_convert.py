@@ -16,8 +16,7 @@ from torch import Tensor
 from meshfold.checkpoint.tensors import TensorInfo, TensorWriter, open_weights
 from meshfold.cli import main
 from meshfold.engine import CheckpointError, Engine
-from meshfold.huggingface.causal_lm import open_model
-from meshfold.huggingface.convert import convert
+from meshfold.huggingface import convert_folder, open_model
 from meshfold.mesh.testing import run_on_ranks
 from meshfold.models import build
 
@@ -105,7 +104,7 @@ def test_experts_are_in_files_one_by_one(tmp_path: Path) -> None:
     engine = Engine(open_model(source).load(), optimizer="sgd")
     engine.save_hugging_face(tmp_path / "exported")
     engine.save(tmp_path / "checkpoint")
-    convert(tmp_path / "checkpoint", tmp_path / "converted", to="hf")
+    convert_folder(tmp_path / "checkpoint", tmp_path / "converted", to="hf")
     for made in ("exported", "converted"):
         assert same_bytes(source, tmp_path / made)
         assert torch.equal(logits(source), logits(tmp_path / made))
@@ -165,12 +164,12 @@ def test_bin_files_with_either_name_of_a_tied_tensor(tied: str, tmp_path: Path) 
         torch.save({name: state[name] for name in part}, old / file)
         where.update(dict.fromkeys(part, file))
     (old / "pytorch_model.bin.index.json").write_text(json.dumps({"weight_map": where}))
-    safe = convert(old, tmp_path / "safe", to="hf", dtype="bfloat16")
+    safe = convert_folder(old, tmp_path / "safe", to="hf", dtype="bfloat16")
     assert (safe.tensors, safe.files, safe.kind) == (len(state), 1, "hf")
     for name, value in open_weights(tmp_path / "safe").items():
         assert torch.equal(value, state[name].bfloat16())
     assert json.loads((tmp_path / "safe" / "config.json").read_text())["dtype"] == "bfloat16"
-    convert(old, tmp_path / "ours", to="checkpoint", names="meshfold")
+    convert_folder(old, tmp_path / "ours", to="checkpoint", names="meshfold")
     engine = Engine(lambda: build("gpt-tiny", vocab_size=37, hidden=32, max_positions=32))
     engine.load(tmp_path / "ours", weights_only=True)
     ids = torch.randint(0, 37, (2, 8), generator=torch.Generator().manual_seed(0))
@@ -187,7 +186,7 @@ def test_what_is_no_tensor_is_not_loaded(tmp_path: Path) -> None:
     (tmp_path / "source" / "config.json").write_text('{"model_type": "gpt2"}')
     (tmp_path / "source" / "pytorch_model.bin").write_bytes(pickle.dumps({"weight": Evil()}, protocol=2))
     with pytest.raises(CheckpointError, match=r"cannot read .*pytorch_model\.bin"):
-        convert(tmp_path / "source", tmp_path / "target", to="hf")
+        convert_folder(tmp_path / "source", tmp_path / "target", to="hf")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["source"]
 
 
@@ -264,7 +263,7 @@ def test_no_more_than_a_tensor_is_in_memory(tmp_path: Path, monkeypatch: pytest.
 
     monkeypatch.setattr(TensorWriter, "write", watched)
     before = anonymous_bytes()
-    convert(source, tmp_path / "target", to="hf", dtype="bfloat16", shard_bytes=10 * 2**20)
+    convert_folder(source, tmp_path / "target", to="hf", dtype="bfloat16", shard_bytes=10 * 2**20)
     assert len(most) == 41
     assert max(most) - before < 24 * 2**20  # of 160 MiB, in tensors of 4
 

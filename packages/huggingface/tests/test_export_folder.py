@@ -12,8 +12,8 @@ import torch
 
 from meshfold.checkpoint.tensors import TensorInfo
 from meshfold.engine import CheckpointError
-from meshfold.huggingface.convert import convert
-from meshfold.huggingface.writing import FolderWriter
+from meshfold.huggingface import convert_folder
+from meshfold.huggingface.folder_writer import FolderWriter
 
 ANNOUNCED = {name: TensorInfo(dtype=torch.float32, shape=(4,)) for name in "ab"}
 CONFIG: dict[str, Any] = {"model_type": "gpt2"}
@@ -95,14 +95,14 @@ def test_a_link_out_of_the_folder_is_not_copied(tmp_path: Path) -> None:
     ):
         written(tmp_path / "one", like=tmp_path / "like")
     with pytest.raises(CheckpointError, match="is a link to"):
-        convert(tmp_path / "like", tmp_path / "one", to="hf")
+        convert_folder(tmp_path / "like", tmp_path / "one", to="hf")
     assert names(tmp_path) == ["like", "private.txt"]
     (tmp_path / "like" / "vocab.txt").unlink()
     for name in ("config.json", "model.safetensors"):
         (tmp_path / "like" / name).rename(tmp_path / name)
         (tmp_path / "like" / name).symlink_to(tmp_path / name)
         with pytest.raises(CheckpointError, match=f"{name} is a link to"):
-            convert(tmp_path / "like", tmp_path / "one", to="checkpoint")
+            convert_folder(tmp_path / "like", tmp_path / "one", to="checkpoint")
         (tmp_path / "like" / name).unlink()
         (tmp_path / name).rename(tmp_path / "like" / name)
 
@@ -117,6 +117,6 @@ def test_links_of_the_hubs_cache_are_followed(tmp_path: Path) -> None:
     for number, name in enumerate(names(tmp_path / "plain")):
         (tmp_path / "plain" / name).rename(blobs / str(number))
         (snapshot / name).symlink_to(Path("../../blobs") / str(number))
-    done = convert(snapshot, tmp_path / "out", to="hf")
+    done = convert_folder(snapshot, tmp_path / "out", to="hf")
     assert (done.tensors, names(tmp_path / "out")) == (2, ["config.json", "model.safetensors"])
     assert json.loads((tmp_path / "out" / "config.json").read_text())["model_type"] == "gpt2"

@@ -12,7 +12,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
 
 from meshfold.engine import Engine
-from meshfold.huggingface.trainer import EngineTrainer
+from meshfold.huggingface import EngineTrainer
 from meshfold.mesh import SpecError
 from meshfold.mesh.testing import run_on_ranks
 

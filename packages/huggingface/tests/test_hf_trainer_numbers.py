@@ -19,7 +19,7 @@ from transformers import (
 )
 
 from meshfold.engine import Engine
-from meshfold.huggingface.trainer import EngineTrainer
+from meshfold.huggingface import EngineTrainer
 from meshfold.mesh import SpecError
 from meshfold.mesh.testing import run_on_ranks
 

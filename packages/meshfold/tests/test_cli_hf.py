@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from meshfold.engine import Engine
-from meshfold.huggingface.causal_lm import open_model
+from meshfold.huggingface import open_model
 from meshfold.mesh import ParallelSpec, SpecError
 from meshfold.mesh.testing import run_on_ranks
 from meshfold.planner import estimate

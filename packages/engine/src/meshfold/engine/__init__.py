@@ -44,8 +44,8 @@ _MODULES = {
 _INTEGRATIONS = {
     "initialize": "meshfold.colossalai.making",
     "plan_memory": "meshfold.planner",
-    "pretrained": "meshfold.huggingface.from_folder",
-    "save_adapter": "meshfold.huggingface.adapter",
+    "pretrained": "meshfold.huggingface",
+    "save_adapter": "meshfold.huggingface",
 }
 """Names of packages that stand above this one: imported when they are asked for, if they are installed."""
 

@@ -488,7 +488,7 @@ class Engine:
         Raises:
             CheckpointError: if it cannot be written, or there is no such model in transformers.
         """
-        integration("meshfold.huggingface.exporting").save_hugging_face(
+        integration("meshfold.huggingface").save_hugging_face(
             self, folder, like=like, dtype=dtype, shard_bytes=shard_bytes
         )
 

@@ -7,16 +7,39 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from meshfold.huggingface.adapter import save_adapter
+    from meshfold.huggingface.causal_lm import HuggingFaceModel, open_model, silence_transformers
+    from meshfold.huggingface.conversion import convert_folder
+    from meshfold.huggingface.export import save_hugging_face
+    from meshfold.huggingface.folder_config import NO_REMOTE_CODE, require_config
     from meshfold.huggingface.from_folder import Pretrained, pretrained
     from meshfold.huggingface.trainer import EngineTrainer
 
-__all__ = ["EngineTrainer", "Pretrained", "pretrained", "save_adapter"]
+__all__ = [
+    "NO_REMOTE_CODE",
+    "EngineTrainer",
+    "HuggingFaceModel",
+    "Pretrained",
+    "convert_folder",
+    "open_model",
+    "pretrained",
+    "require_config",
+    "save_adapter",
+    "save_hugging_face",
+    "silence_transformers",
+]
 
 _MODULES = {
     "EngineTrainer": "trainer",
+    "HuggingFaceModel": "causal_lm",
+    "NO_REMOTE_CODE": "folder_config",
     "Pretrained": "from_folder",
+    "convert_folder": "conversion",
+    "open_model": "causal_lm",
     "pretrained": "from_folder",
+    "require_config": "folder_config",
     "save_adapter": "adapter",
+    "save_hugging_face": "export",
+    "silence_transformers": "causal_lm",
 }
 
 

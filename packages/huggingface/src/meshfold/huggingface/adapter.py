@@ -6,6 +6,9 @@
 
 Only adapters have gradients and optimizer states. Under tensor parallelism they are split as their layers are
 (:mod:`meshfold.tensor_parallel.convert.lora`); under ``zero`` they and the frozen weights are in chunks of their own.
+
+QLoRA (Dettmers et al. 2023, arXiv 2305.14314) packs the frozen linear layers into four bits. The packed weights are parameters
+of bytes without gradients, so ``zero`` shards, moves and gathers them like any others.
 """
 
 from __future__ import annotations
@@ -16,6 +19,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import Tensor, nn
 
 from meshfold.checkpoint import CheckpointError
@@ -29,6 +33,7 @@ from meshfold.checkpoint.tensors import (
     verify_checksums,
 )
 from meshfold.engine.together import fail_together
+from meshfold.kernels import NF4_BLOCK, Nf4Linear
 from meshfold.mesh import SpecError, broadcast
 
 if TYPE_CHECKING:
@@ -36,6 +41,7 @@ if TYPE_CHECKING:
 
 _FILE, _NAME = "adapter_model.safetensors", "default"
 _BASE = "base_layer."
+NF4 = "nf4"
 
 
 class Adapter:
@@ -201,3 +207,41 @@ def _write(folder: Path, config: Any, whole: Mapping[str, Tensor]) -> None:
         finally:
             config.inference_mode = trained
         write_atomically(folder / "adapter_config.json", lambda path: path.write_text(text))
+
+
+# -- QLoRA: a frozen base in four bits -----------------------------------------------------------------------------------
+
+
+def pack_linears(model: nn.Module) -> list[str]:
+    """Put a packed layer in the place of each linear layer but the head; full names of those that stay as they are.
+
+    A row whose length is no multiple of the block stays as it is too.
+
+    Raises:
+        SpecError: if that is so of all.
+    """
+    head = getattr(model, "get_output_embeddings", lambda: None)()
+    left = []
+    for path, module in list(model.named_modules()):
+        for leaf, child in list(module.named_children()):
+            if type(child) is not nn.Linear:
+                continue
+            if child is head or child.in_features % NF4_BLOCK:
+                left.append(f"{path}.{leaf}" if path else leaf)
+            else:
+                module._modules[leaf] = Nf4Linear.of(child)
+    if not any(isinstance(module, Nf4Linear) for module in model.modules()):
+        raise SpecError(
+            f"pretrained(quantize={NF4!r}) would pack nothing of {type(model).__name__}: it packs layers of type "
+            f"torch.nn.Linear, the head aside, with rows of a multiple of {NF4_BLOCK} elements; leave quantize out"
+        )
+    return left
+
+
+def unpacked_twins(model: nn.Module) -> dict[Tensor, Tensor]:
+    """From each packed weight of a model to a tensor without values of the shape that it stands for."""
+    return {
+        module.weight: torch.empty(module.out_features, module.in_features, device="meta")
+        for module in model.modules()
+        if isinstance(module, Nf4Linear)
+    }

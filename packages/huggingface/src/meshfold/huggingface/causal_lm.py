@@ -12,8 +12,8 @@ import torch
 from torch import nn
 
 from meshfold.checkpoint.tensors import has_weights
+from meshfold.huggingface.folder_config import read_config, require_config
 from meshfold.huggingface.from_folder import Pretrained, pretrained
-from meshfold.huggingface.reading import read_config
 from meshfold.mesh import SpecError
 
 
@@ -71,7 +71,7 @@ def open_model(folder: str | os.PathLike[str]) -> HuggingFaceModel:
     Raises:
         SpecError: if there is no configuration of a causal language model, or transformers is not installed.
     """
-    check_folder(folder)
+    require_config(folder)
     path, name = Path(folder), str(folder)
     config = read_config(path, f"model {name!r}")
     from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
@@ -84,17 +84,7 @@ def open_model(folder: str | os.PathLike[str]) -> HuggingFaceModel:
     return HuggingFaceModel(folder=path, config=config, has_weights=has_weights(path))
 
 
-def check_folder(folder: str | os.PathLike[str]) -> None:
-    """Raise a SpecError if a folder is not there or has no ``config.json``."""
-    path = Path(folder)
-    if not (path / "config.json").is_file():
-        what = "the folder has no config.json" if path.is_dir() else "there is no such folder"
-        raise SpecError(
-            f"--hf {str(folder)!r}: {what}; give a local folder of a Hugging Face model, nothing is downloaded"
-        )
-
-
-def quiet() -> None:
+def silence_transformers() -> None:
     """Have transformers print errors alone, on ranks whose warnings another has printed already."""
     from transformers.utils import logging
 

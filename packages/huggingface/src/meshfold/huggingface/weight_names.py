@@ -8,7 +8,7 @@ tensor at a time and when it is wanted, so that nobody holds them all.
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
@@ -16,6 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from meshfold.checkpoint.tensors import TensorInfo
+from meshfold.huggingface.decoder_names import Step, unchanged
 from meshfold.mesh import SpecError
 
 
@@ -177,3 +179,60 @@ def _as_told(model: Any, missing: list[str], unexpected: list[str]) -> tuple[lis
 def _natural(key: str) -> tuple[tuple[int, int, str], ...]:
     """Numbers in order of size: the ninth expert comes before the tenth."""
     return tuple((0, int(part), "") if part.isdigit() else (1, 0, part) for part in key.split("."))
+
+
+# -- from a model to files ------------------------------------------------------------------------------------------------
+
+
+def to_files(model: Any, given: Mapping[str, Tensor]) -> list[Step]:
+    """The steps from what a model of transformers has in memory to what its folder has.
+
+    Names stay as they are where transformers has no other ones, is too old to say, or makes one tensor of several, which
+    it reads under either name.
+
+    Args:
+        model: one of transformers', real or without values; None: nothing is known.
+        given: its tensors; only names, shapes and dtypes are looked at.
+    """
+    empty = {
+        name: torch.empty(value.shape, dtype=value.dtype, device="meta") for name, value in given.items()
+    }
+    try:
+        from transformers.core_model_loading import revert_weight_conversion
+
+        whole = empty if model is None else revert_weight_conversion(model, empty)
+        if whole is empty:  # there is nothing to convert
+            return unchanged(given)
+        steps = [_step(model, name, value, revert_weight_conversion) for name, value in empty.items()]
+    except Exception:  # of a model that is none of transformers', or that its rules do not fit
+        return unchanged(given)
+    made = {name: one.shape for step in steps for name, one in step.results.items()}
+    return steps if made == {name: tuple(value.shape) for name, value in whole.items()} else unchanged(given)
+
+
+def _step(model: Any, name: str, value: Tensor, revert: Any) -> Step:
+    results = {
+        part: TensorInfo(dtype=one.dtype, shape=tuple(one.shape))
+        for part, one in revert(model, {name: value}).items()
+    }
+
+    def make(read: Sequence[Tensor]) -> Sequence[Tensor]:
+        parts = revert(model, {name: read[0]})
+        return [parts[part] for part in results]
+
+    return Step(sources=(name,), results=results, make=make)
+
+
+def model_of(config: Mapping[str, Any]) -> Any:
+    """The model that a ``config.json`` describes, without values; None if it cannot be made here."""
+    try:
+        import transformers
+
+        kind = getattr(transformers, config["architectures"][0])
+        if not (isinstance(kind, type) and issubclass(kind, transformers.PreTrainedModel)):
+            return None
+        settings = transformers.AutoConfig.for_model(**config)
+        with torch.device("meta"):
+            return kind(settings)
+    except Exception:  # no transformers, or one that does not know it: names stay as they are
+        return None

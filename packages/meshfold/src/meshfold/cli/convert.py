@@ -84,13 +84,13 @@ def run(arguments: argparse.Namespace) -> int:
         )
     if arguments.changes and arguments.model is None:
         raise Failure(f"--set {' '.join(arguments.changes)}: name the preset that it changes with --model")
-    from meshfold.huggingface.convert import convert
+    from meshfold.huggingface import convert_folder
     from meshfold.models import preset
 
     config = None
     if arguments.model is not None:
         config = preset(arguments.model, **read_changes(arguments.changes))
-    done = convert(
+    done = convert_folder(
         arguments.source,
         arguments.target,
         to=arguments.to,

@@ -148,7 +148,7 @@ class CtrlC:
 def _as_rank(settings: TrainSettings, here: Environment, *, plan: bool, as_json: bool, report: bool) -> int:
     """Be one of the ranks that run already."""
     from meshfold.engine.world import require_runnable
-    from meshfold.huggingface.causal_lm import quiet
+    from meshfold.huggingface import silence_transformers
     from meshfold.mesh import Mesh, ParallelSpec, barrier
     from meshfold.mesh.processes import DEFAULT_TIMEOUT
     from meshfold.mesh.processes import start as join
@@ -157,7 +157,7 @@ def _as_rank(settings: TrainSettings, here: Environment, *, plan: bool, as_json:
     from meshfold.train.progress import Silent, make_progress
 
     if settings.hf is not None and (here.rank > 0 or not plan):
-        quiet()
+        silence_transformers()
     progress = make_progress(settings.last_step, show=here.rank == 0, as_json=as_json)
     settings = _settled(settings, here.world_size, progress if plan else Silent())
     spec = ParallelSpec.parse(settings.parallel, here.world_size)

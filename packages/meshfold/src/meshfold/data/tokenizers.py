@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from meshfold.checkpoint.tensors import check_inside_folder
-from meshfold.huggingface.reading import NO_CODE
+from meshfold.huggingface import NO_REMOTE_CODE
 from meshfold.mesh import SpecError
 
 Ids = npt.NDArray[np.uint32]
@@ -104,7 +104,7 @@ class HuggingFaceTokenizer:
             for pattern in _FILES:
                 for file in path.glob(pattern):
                     check_inside_folder(file, path)
-            self._tokenizer: Any = AutoTokenizer.from_pretrained(str(path), **NO_CODE)
+            self._tokenizer: Any = AutoTokenizer.from_pretrained(str(path), **NO_REMOTE_CODE)
         except Exception as error:  # whatever it stumbles over, it means this
             reason = str(error).strip().split("\n")[0]
             raise SpecError(

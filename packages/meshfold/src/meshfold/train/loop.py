@@ -67,9 +67,9 @@ def open_inputs(settings: TrainSettings, progress: Progress) -> Inputs:
             "optimizer step: each micro-step has the same number"
         )
     if settings.hf is not None:
-        from meshfold.huggingface.causal_lm import check_folder
+        from meshfold.huggingface import require_config
 
-        check_folder(settings.hf)  # before its tokenizer, which is not what is wrong then
+        require_config(settings.hf)  # before its tokenizer, which is not what is wrong then
     else:
         check_name(settings.model, settings.changes)  # before minutes of tokenising
     is_text = not settings.data.endswith((".bin", ".npy"))

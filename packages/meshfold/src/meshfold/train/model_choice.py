@@ -78,7 +78,7 @@ def longest(name: str | None, folder: str | None, changes: Mapping[str, Any]) ->
         from meshfold.models import preset
 
         return preset(name or "gpt-tiny", **changes).max_positions
-    from meshfold.huggingface.causal_lm import open_model
+    from meshfold.huggingface import open_model
 
     return open_model(folder).max_positions or 2048
 
@@ -100,7 +100,7 @@ def _own(name: str | None, changes: Mapping[str, Any], vocab_size: int | None, s
 
 
 def _of_folder(folder: str, changes: Mapping[str, Any], vocab_size: int | None, seq_len: int) -> ModelChoice:
-    from meshfold.huggingface.causal_lm import open_model
+    from meshfold.huggingface import open_model
 
     if changes:
         raise SpecError(

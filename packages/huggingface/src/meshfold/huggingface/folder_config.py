@@ -11,7 +11,7 @@ from meshfold.checkpoint.files import parse_json_object
 from meshfold.checkpoint.tensors import check_inside_folder
 from meshfold.mesh import SpecError
 
-NO_CODE: dict[str, Any] = {"local_files_only": True, "trust_remote_code": False}
+NO_REMOTE_CODE: dict[str, Any] = {"local_files_only": True, "trust_remote_code": False}
 """Given to every ``from_pretrained`` of transformers, which else asks on a terminal and then runs the folder's code."""
 
 
@@ -34,7 +34,7 @@ def read_config(folder: Path, what: str) -> Any:
     try:
         check_inside_folder(path, folder)
         told = parse_json_object(path.read_bytes())
-        config = AutoConfig.from_pretrained(str(folder), **NO_CODE)
+        config = AutoConfig.from_pretrained(str(folder), **NO_REMOTE_CODE)
     except CheckpointError as error:
         raise SpecError(f"{what}: {error}") from error
     except Exception as error:  # whatever transformers stumbles over, it means this
@@ -56,3 +56,27 @@ def read_config(folder: Path, what: str) -> Any:
                 f"{what}: its config.json has {key}={told[key]!r}, code that would be fetched from elsewhere. Take the entry out"
             )
     return config
+
+
+def read_raw_config(folder: Path) -> dict[str, Any]:
+    """Return the configuration of a Hugging Face folder.
+
+    Raises:
+        CheckpointError: if it cannot be read, or is a link to a file elsewhere.
+    """
+    path = folder / "config.json"
+    check_inside_folder(path, folder)
+    try:
+        return parse_json_object(path.read_bytes())
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"cannot read {path}: {error}") from error
+
+
+def require_config(folder: str | os.PathLike[str]) -> None:
+    """Raise a SpecError if a folder is not there or has no ``config.json``."""
+    path = Path(folder)
+    if not (path / "config.json").is_file():
+        what = "the folder has no config.json" if path.is_dir() else "there is no such folder"
+        raise SpecError(
+            f"--hf {str(folder)!r}: {what}; give a local folder of a Hugging Face model, nothing is downloaded"
+        )

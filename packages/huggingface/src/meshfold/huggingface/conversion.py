@@ -1,7 +1,7 @@
 """Between Hugging Face folders and checkpoints, tensor by tensor: no more of a model is in memory than a few tensors.
 
 A checkpoint of a Hugging Face model has that model's names, and a folder of it the same. Our own GPT and Llama have other names,
-and are GPT-2 and Llama over there (:mod:`meshfold.huggingface.our_names`).
+and are GPT-2 and Llama over there (:mod:`meshfold.huggingface.decoder_names`).
 """
 
 from __future__ import annotations
@@ -27,10 +27,11 @@ from meshfold.checkpoint.tensors import (
     verify_checksums,
 )
 from meshfold.engine.checkpoints.checkpoint import MODEL, Checkpoint
-from meshfold.huggingface import our_names
-from meshfold.huggingface.layout import model_of, to_files
-from meshfold.huggingface.our_names import Step, unchanged
-from meshfold.huggingface.writing import SHARD_BYTES, FolderWriter, config_of
+from meshfold.huggingface import decoder_names
+from meshfold.huggingface.decoder_names import Step, unchanged
+from meshfold.huggingface.folder_config import read_raw_config
+from meshfold.huggingface.folder_writer import SHARD_BYTES, FolderWriter
+from meshfold.huggingface.weight_names import model_of, to_files
 from meshfold.models import DecoderConfig
 
 DTYPES = {
@@ -85,7 +86,7 @@ def kind_of(folder: Path) -> str:
     raise CheckpointError(f"cannot convert {folder}: {what}")
 
 
-def convert(
+def convert_folder(
     source: str | os.PathLike[str],
     target: str | os.PathLike[str],
     *,
@@ -120,7 +121,7 @@ def convert(
     if kind == "hf":
         given, state = open_weights(came), None
         verify_checksums(given, 0, 1)
-        theirs = config_of(came) if (came / "config.json").is_file() else None
+        theirs = read_raw_config(came) if (came / "config.json").is_file() else None
         described: dict[str, Any] | None = None if theirs is None else {"kind": "hf", "config": theirs}
         place = place or came
     else:
@@ -156,8 +157,8 @@ def convert(
 def _to_theirs(
     given: Mapping[str, Tensor], described: Mapping[str, Any] | None
 ) -> tuple[list[Step], dict[str, Any]]:
-    config = our_names.own_config(described or {})
-    return our_names.leave(given, config), {"kind": "hf", "config": our_names.theirs_of(config)}
+    config = decoder_names.own_config(described or {})
+    return decoder_names.leave(given, config), {"kind": "hf", "config": decoder_names.theirs_of(config)}
 
 
 def _to_ours(
@@ -165,11 +166,11 @@ def _to_ours(
 ) -> tuple[list[Step], dict[str, Any]]:
     if described is None:
         raise CheckpointError("names of ours need the config.json of the model, and there is none")
-    config = our_names.ours_of(described["config"])
-    full = our_names.full_names(given, config)
+    config = decoder_names.ours_of(described["config"])
+    full = decoder_names.full_names(given, config)
     steps = [
         replace(step, sources=tuple(full[name] for name in step.sources))
-        for step in our_names.enter(given, config)
+        for step in decoder_names.enter(given, config)
     ]
     return steps, config.checkpoint_description()
 

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from meshfold.checkpoint import CheckpointError
-from meshfold.checkpoint.files import fsync_path, parse_json_object
+from meshfold.checkpoint.files import fsync_path
 from meshfold.checkpoint.folder import (
     LOCK_FILE,
     SAVING_FOLDER,
@@ -28,6 +28,7 @@ from meshfold.checkpoint.folder import (
     writing_path,
 )
 from meshfold.checkpoint.tensors import SAFETENSORS_NAME, TensorInfo, TensorWriter, check_inside_folder
+from meshfold.huggingface.folder_config import read_raw_config
 
 SHARD_BYTES = 5 * 10**9
 """Of a file of weights, about: as transformers does it."""
@@ -68,7 +69,7 @@ class FolderWriter:
         self._announced, self._config = dict(announced), config
         self._beside = [] if like is None else _carried(like)
         if config is None and like is not None:
-            self._config = config_of(like)
+            self._config = read_raw_config(like)
         self._shards = _shards(self._announced, shard_bytes)
         inside = self._target.exists()
         make_durable_folder(self._target if inside else self._target.parent)
@@ -167,20 +168,6 @@ class FolderWriter:
             name = str(max(elements, key=elements.__getitem__)).removeprefix("torch.")
             found["torch_dtype" if "torch_dtype" in found and "dtype" not in found else "dtype"] = name
         return found
-
-
-def config_of(folder: Path) -> dict[str, Any]:
-    """Return the configuration of a Hugging Face folder.
-
-    Raises:
-        CheckpointError: if it cannot be read, or is a link to a file elsewhere.
-    """
-    path = folder / "config.json"
-    check_inside_folder(path, folder)
-    try:
-        return parse_json_object(path.read_bytes())
-    except (OSError, ValueError) as error:
-        raise CheckpointError(f"cannot read {path}: {error}") from error
 
 
 def _carried(like: Path) -> list[Path]:

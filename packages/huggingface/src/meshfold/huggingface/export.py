@@ -15,11 +15,11 @@ from meshfold.checkpoint.folder import with_advice
 from meshfold.checkpoint.tensors import has_weights, open_weights
 from meshfold.engine.checkpoints.model_description import describe
 from meshfold.engine.together import fail_together
-from meshfold.huggingface import our_names
-from meshfold.huggingface.convert import DTYPES, cast_to
-from meshfold.huggingface.layout import to_files
-from meshfold.huggingface.our_names import Step
-from meshfold.huggingface.writing import FolderWriter
+from meshfold.huggingface import decoder_names
+from meshfold.huggingface.conversion import DTYPES, cast_to
+from meshfold.huggingface.decoder_names import Step
+from meshfold.huggingface.folder_writer import FolderWriter
+from meshfold.huggingface.weight_names import to_files
 
 if TYPE_CHECKING:
     from meshfold.engine.engine import Engine
@@ -90,9 +90,9 @@ def _steps(engine: Engine, like: Path | None, dtype: str | None) -> tuple[list[S
     }
     described = describe(engine.model)
     if described is not None and described["kind"] != "hf":
-        config = our_names.own_config(described)
-        steps = our_names.leave(given, config)
-        theirs: dict[str, Any] | None = our_names.theirs_of(config)
+        config = decoder_names.own_config(described)
+        steps = decoder_names.leave(given, config)
+        theirs: dict[str, Any] | None = decoder_names.theirs_of(config)
     else:
         steps = to_files(engine.model, given)
         theirs = None if described is None else described["config"]
