@@ -62,7 +62,7 @@ def main(argv: list[str]) -> int:
     folder = Path(tempfile.mkdtemp(prefix="meshfold-bench-"))
     parallel = {} if args.zero is None else dict(zero=dict(stage=args.zero, placement="cuda"))
     engine = Engine(lambda: GPT(config), parallel, optimizer="adamw", precision="bf16", clip_grad_norm=1.0)
-    engine._saver._lane = Bus()
+    engine.saver._lane = Bus()
     try:
         engine.train_step(torch.randint(512, (2, 16)))
         result = measure(engine, folder, args.launches, args.kernel * 1e-6, args.elements, args.rounds)
@@ -99,7 +99,7 @@ def measure(
                 spent[f"done, {way}"].append(done - began)
                 if save is not None:
                     returned.append(back)
-    tensors = len(engine._model_state.sources()) + len(engine._model_state.optimizer_sources())
+    tensors = len(engine.model_state.sources()) + len(engine.model_state.optimizer_sources())
     return {"tensors": tensors, "returned": returned, **spent}
 
 

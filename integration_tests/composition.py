@@ -104,7 +104,7 @@ def differing_replicas(engine: Engine) -> list[str]:
     Every rank's block is fetched and laid into the global tensor, each element of which all its holders must agree on:
     replicas over axes that do not split the parameter, and parts that neighbouring ranks hold together.
     """
-    mesh, states = engine.mesh, engine._states
+    mesh, states = engine.mesh, engine.states
     found: list[str] = []
     for name, parameter in engine.model.named_parameters():
         if isinstance(states, PlainStates):

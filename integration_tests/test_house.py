@@ -186,6 +186,32 @@ def test_siblings_are_imported_through_public_folders() -> None:
     assert not closed, f"take these out of OPEN_BORDERS in house.py, they are closed: {sorted(closed)}"
 
 
+def private_uses(source: str) -> Iterator[tuple[int, str]]:
+    """Yield the line and the name of each private attribute that code takes from an engine: ``engine._x``, ``self.engine._x``."""
+    for node in ast.walk(ast.parse(source)):
+        match node:
+            case ast.Attribute(
+                value=ast.Name(id="engine") | ast.Attribute(attr="engine" | "_engine"), attr=attr
+            ) if attr.startswith("_") and not attr.startswith("__"):
+                yield node.lineno, attr
+
+
+def test_the_private_rule_sees_uses() -> None:
+    source = "engine._a\nself.engine._b\ntrainer.engine._c()\nengine.d._e\nengine.__doc__\nself._engine._f"
+    assert sorted(private_uses(source)) == [(1, "_a"), (2, "_b"), (3, "_c"), (6, "_f")]
+
+
+def test_nobody_uses_private_attributes_of_the_engine() -> None:
+    folders = ("packages", "benchmarks", "experiments", "examples", "docs", "integration_tests")
+    broken = [
+        f"{path.relative_to(ROOT)}:{line} uses engine.{name}"
+        for folder in folders
+        for path in sorted((ROOT / folder).rglob("*.py"))
+        for line, name in private_uses(path.read_text())
+    ]
+    assert not broken, "\n".join(broken)
+
+
 def units_in_circles(edges: dict[str, set[str]]) -> set[str]:
     """Return the nodes of a graph that reach themselves."""
 

@@ -115,7 +115,7 @@ def contents(engine: Engine) -> Contents:
     assert engine.optimizer is not None and engine.lr_scheduler is not None
     found |= {
         f"optimizer {key}": source.read().clone()
-        for key, source in engine._model_state.optimizer_sources().items()
+        for key, source in engine.model_state.optimizer_sources().items()
     }
     found["groups"] = [
         {k: v for k, v in group.items() if k != "params"} for group in engine.optimizer.param_groups
@@ -124,10 +124,10 @@ def contents(engine: Engine) -> Contents:
         engine.steps,
         engine.micro_step,
         engine.skipped_steps,
-        engine._seed,
-        engine._scaler.state_dict(),
+        engine.runner.seed,
+        engine.runner.scaler.state_dict(),
     ]
-    found["rest"] = [engine.lr_scheduler.state_dict(), engine._data.state_dict()]
+    found["rest"] = [engine.lr_scheduler.state_dict(), engine.data_positions.state_dict()]
     return found
 
 

@@ -582,7 +582,7 @@ def test_arguments_that_do_nothing_are_said_once() -> None:
     [note] = [str(one.message) for one in said if one.category is MigrationNote]
     assert note.startswith("GeminiPlugin: max_prefetch=2 does nothing")
     assert "search_range_m=64 does nothing" in note
-    assert boosted.engine._clip.norm_type == math.inf
+    assert boosted.engine.runner.clipping.norm_type == math.inf
 
 
 def test_what_the_boosted_pair_refuses() -> None:

@@ -186,13 +186,13 @@ def test_state_on_a_disk_is_not_copied_to_memory(tmp_path: Path) -> None:
     zero = dict(stage=3, placement="cpu", offload_path=str(tmp_path / "disk"))
     with engine_of("gpt", dict(zero=zero), precision="fp32") as engine:
         engine.train_step(batches()[0])
-        sources = engine._model_state.optimizer_sources()
+        sources = engine.model_state.optimizer_sources()
         wanted = {name: source.read().clone() for name, source in sources.items()}
         under_way = engine.save(tmp_path / "ckpt", asynchronous=True)
         assert under_way is not None
         under_way.wait_until_copied()
-        assert not any("exp_avg" in key for key in engine._saver._buffers)
-        assert any("embed.weight" in key for key in engine._saver._buffers)
+        assert not any("exp_avg" in key for key in engine.saver._buffers)
+        assert any("embed.weight" in key for key in engine.saver._buffers)
         engine.train_step(batches()[1])
     found = Checkpoint(tmp_path / "ckpt").optimizer
     assert set(found) == set(wanted)
@@ -208,12 +208,12 @@ def test_under_zero_a_save_is_of_its_call_however_late_it_looks(
     monkeypatch.setattr(background_save, "HEAD_START_S", 60.0)
     zero = dict(stage=stage, placement="cuda" if place == "cuda" else "cpu")
     with engine_of("gpt", dict(zero=zero), precision="bf16", clip_grad_norm=1e3) as engine:
-        gemini = engine._states.gemini  # type: ignore[attr-defined]
+        gemini = engine.states.gemini  # type: ignore[attr-defined]
         gemini.step_on_trial(place == "trials")
         for ids in batches()[:3]:
             engine.train_step(ids)
         wanted = engine.full_state_dict()
-        sources = engine._model_state.optimizer_sources()
+        sources = engine.model_state.optimizer_sources()
         moments = {name: source.read().clone() for name, source in sources.items()}
         with monkeypatch.context() as patch:
             patch.setattr(Gemini, "parts", lambda *_: pytest.fail("a tensor was looked at"))
@@ -274,7 +274,7 @@ def fail_in_background(path: str, rank: int, then: str) -> tuple[str, str, list[
     engine.train_step(engine.shard_batch(batches()[0]))
     engine.save(path, asynchronous=True)
     engine.train_step(engine.shard_batch(batches()[1]))
-    engine._saver.finish()
+    engine.saver.finish()
     original = TensorWriter.add
     written: list[str] = []
 
@@ -293,11 +293,11 @@ def fail_in_background(path: str, rank: int, then: str) -> tuple[str, str, list[
                 if then == "step":
                     for _ in range(400):  # a failure is there for the step that comes after it
                         engine.train_step(engine.shard_batch(batches()[2]))
-                        if engine._saver._under_way is None:
+                        if engine.saver._under_way is None:
                             break
                 elif then == "save":
-                    if engine._saver._under_way is not None:
-                        engine._saver._under_way.join()  # the disk is full until then
+                    if engine.saver._under_way is not None:
+                        engine.saver._under_way.join()  # the disk is full until then
                     TensorWriter.add = original  # type: ignore[method-assign]
                     engine.save(path + "-other")
                 else:

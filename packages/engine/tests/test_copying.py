@@ -142,7 +142,7 @@ def test_forward_and_backward_run_beside_the_copies_and_the_step_waits(
 
 def _noted(engine: Engine, log: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     """Write down when the training does what."""
-    states = engine._states
+    states = engine.states
     step, backward = states.step, states.backward
     engine.model.register_forward_pre_hook(lambda module, args: log.append("forward"))
 

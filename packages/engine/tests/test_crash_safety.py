@@ -74,7 +74,7 @@ def run(
             losses.append(engine.train_step(batch))
             if engine.steps % EVERY == 0:
                 if death in BEHIND:
-                    engine._saver.finish()  # so that what is counted is of the save at step 4
+                    engine.saver.finish()  # so that what is counted is of the save at step 4
                 if me == rank and engine.steps == 4 and death in {**SAVE_DEATHS, **BEHIND}:
                     {**SAVE_DEATHS, **BEHIND}[death]()
                 if me == rank and engine.steps == EVERY and death.endswith(" s"):
@@ -111,12 +111,12 @@ def at_call(number: int, owner: Any, name: str, *, after: bool = False) -> None:
 
 
 def in_backward(engine: Engine) -> None:
-    at_call(1, engine._states, "finish")  # gradients are there, and partly on their way
+    at_call(1, engine.states, "finish")  # gradients are there, and partly on their way
 
 
 def in_optimizer(engine: Engine) -> None:
     at_call(
-        1, engine._states, "step", after=True
+        1, engine.states, "step", after=True
     )  # weights have changed, the scheduler and the counters have not
 
 

@@ -448,15 +448,15 @@ def test_buckets_are_reduced_while_backward_runs_and_only_at_the_last_micro_step
 
     engine = Engine(gpt, dict(data=4), optimizer=ADAMW, gradient_accumulation=2)
     parameters = [p for p in engine.model.parameters() if p.requires_grad]
-    engine._states.reducer.close()
-    engine._states.reducer = data_parallel.GradientReducer(
-        parameters, engine._states.masters, engine.mesh, bucket_bytes=20_000
+    engine.states.reducer.close()
+    engine.states.reducer = data_parallel.GradientReducer(
+        parameters, engine.states.masters, engine.mesh, bucket_bytes=20_000
     )
-    buckets = engine._states.reducer.buckets
+    buckets = engine.states.reducer.buckets
     assert len(buckets) > 3
     launched_during_backward: list[int] = []
     first = engine.model.get_parameter("blocks.0.norm1.weight")
-    first.register_hook(lambda grad: launched_during_backward.append(engine._states.reducer._next))
+    first.register_hook(lambda grad: launched_during_backward.append(engine.states.reducer._next))
     for batch in global_batches(4, 2):
         with record() as log:
             engine.train_step(engine.shard_batch(batch))

@@ -88,8 +88,8 @@ def test_every_gradient_is_that_of_one_process(parallel: dict[str, Any], model: 
 def summed_over(parallel: dict[str, Any]) -> tuple[dict[str, int], set[int]]:
     """Every rank gives all its gradients the value 2**rank: this rank's coordinates, and the bits of what comes back."""
     with engine_of(parallel, "llama") as engine:  # a tied table is summed over its stages besides
-        states, mesh = engine._states, engine.mesh
-        engine._gradients.begin()  # a forward would
+        states, mesh = engine.states, engine.mesh
+        engine.runner.gradients.begin()  # a forward would
         with states.backward("last"):
             for parameter in engine.model.parameters():
                 if parameter.requires_grad:
@@ -273,8 +273,8 @@ def test_micro_batches_have_rows_that_the_tensor_mode_can_split(
     """Otherwise each would be filled up with rows that do not count."""
     for sequence, ranks_of in ({}, 4), (dict(sequence=RING), 8):
         with fake_world(ranks_of), engine_of(dict(pipeline=2, tensor=tensor, **sequence)) as engine:
-            batch = engine._forward.prepare(batches(1, rows=rows)[0])
-            assert [len(work.given["labels"]) for work in engine._pipelined._works(batch)] == sizes  # type: ignore[union-attr]
+            batch = engine.runner.forward.prepare(batches(1, rows=rows)[0])
+            assert [len(work.given["labels"]) for work in engine.runner.stages.microbatches(batch)] == sizes  # type: ignore[union-attr]
 
 
 # -- refusals ---------------------------------------------------------------------------------------------------------

@@ -107,7 +107,7 @@ def one_by_one(*, ranks: int, microbatches: int) -> str:
 
 
 def gemini_of(engine: Engine) -> Gemini:
-    states = engine._states
+    states = engine.states
     assert isinstance(states, ZeroStates)
     return states.gemini
 

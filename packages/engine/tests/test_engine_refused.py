@@ -73,7 +73,7 @@ def test_nobody_watches_any_more() -> None:
         Engine(Net, dict(data=2), optimizer=ADAMW, loss_fn=loss, lr_scheduler=7)  # type: ignore[arg-type]
     assert flight_recorder.active is before
     engine = Engine(Net, dict(data=2), optimizer=ADAMW, loss_fn=loss)
-    assert int(all_reduce(torch.ones(()), engine._world.everyone)) == 2
+    assert int(all_reduce(torch.ones(()), engine.world.everyone)) == 2
     engine.close()
 
 

@@ -85,7 +85,7 @@ class Meshed:
         return [self.engine.shard_batch(x)]
 
     def mean(self, loss: Tensor) -> float:
-        group = self.engine._world.data_group
+        group = self.engine.world.data_group
         return float(all_reduce(loss.detach(), group)) / group.size
 
     def state(self) -> dict[str, Tensor]:
@@ -609,7 +609,7 @@ def test_dropout_of_a_loop_is_that_of_train_step_and_another_in_each_forward() -
             loss = one(mine, labels=mine).loss
             one.backward(loss)
             one.step()
-            rows = all_gather(loss.detach().view(1), one._world.data_group)
+            rows = all_gather(loss.detach().view(1), one.world.data_group)
             losses.append(float(rows.mean()))
         assert losses == pytest.approx([other.train_step(mine) for _ in range(2)], rel=1e-9)
         with torch.no_grad():

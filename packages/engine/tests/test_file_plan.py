@@ -141,7 +141,7 @@ def test_a_plan_keeps_no_tensor(tmp_path: Path) -> None:
     engine.train_step(torch.randint(37, (2, 6)))
     engine.save(tmp_path / "ckpt", asynchronous=True)
     engine.close()
-    plans = engine._saver._plans
+    plans = engine.saver._plans
     assert len(plans) == 2
     held = [weakref.ref(p) for p in engine.model.parameters()]
     assert engine.optimizer is not None

@@ -93,11 +93,11 @@ def everything(engine: Engine, loader: Any) -> tuple[dict[str, Tensor], Any]:
         engine.steps,
         engine.micro_step,
         engine.skipped_steps,
-        engine._seed,
+        engine.runner.seed,
     ]
     if optimizer is not None:
         rest += [[{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups]]
-        tensors = engine._model_state.optimizer_sources()
+        tensors = engine.model_state.optimizer_sources()
         rest += [{name: source.read().tolist() for name, source in tensors.items()}]
     scheduler = engine.lr_scheduler
     rest += [None if scheduler is None else json.dumps(scheduler.state_dict(), default=str)]

@@ -180,8 +180,8 @@ def broken_on_one_rank(name: str, mode: str) -> tuple[str, int, float]:
     except NonFiniteError as error:
         said = str(error)
     else:
-        assert engine._guard is not None
-        said = str(engine._guard.finding)
+        assert engine.runner.guard is not None
+        said = str(engine.runner.guard.finding)
     wrong["on"] = False
     loss = engine.train_step(engine.shard_batch(ids[2]))
     result = (said, engine.steps, loss)

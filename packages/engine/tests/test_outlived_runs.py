@@ -25,7 +25,7 @@ def engine_of() -> Engine:
 @pytest.fixture
 def sources() -> Iterator[tuple[Any, Any]]:
     engine = engine_of()
-    yield engine._model_state.sources(), engine._world
+    yield engine.model_state.sources(), engine.world
     engine.close()
 
 

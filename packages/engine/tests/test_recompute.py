@@ -50,8 +50,8 @@ def trained(
     seen = []
     for step in range(STEPS):
         if kept is not None:
-            assert engine._blocks is not None
-            engine._blocks.keep(kept(step, engine._blocks.names))
+            assert engine.recomputed_blocks is not None
+            engine.recomputed_blocks.keep(kept(step, engine.recomputed_blocks.names))
         seen.append(engine.train_step(engine.shard_batch(batch(step))))
         assert engine.last is not None and engine.last.grad_norm is not None
         seen.append(engine.last.grad_norm)
@@ -357,9 +357,9 @@ def test_compiled_blocks(when: str, zero: dict[str, Any]) -> None:
         if when == "after":
             compile_blocks(engine.model, when)
         losses = [engine.train_step(batch(step)) for step in range(3)]
-        if engine._blocks is not None:
+        if engine.recomputed_blocks is not None:
             assert when == "after" or GRAPHS  # compiled afterwards, only those that keep are
-            engine._blocks.keep(engine._blocks.names[1:])
+            engine.recomputed_blocks.keep(engine.recomputed_blocks.names[1:])
         seen[recompute] = losses + [engine.train_step(batch(step)) for step in range(3, 5)]
         assert GRAPHS
         engine.close()

@@ -67,7 +67,7 @@ def test_everything_else_in_the_folder_stays(tmp_path: Path) -> None:
     inode = (out / "src" / "main.py").stat().st_ino
     for asynchronous in (False, True, False):
         engine.save(out, asynchronous=asynchronous)
-        engine._saver.finish()
+        engine.saver.finish()
         assert others <= {*names(out)}
         Checkpoint(out).verify()
         assert Checkpoint(out / "checkpoint-1").state["step"] == 1
@@ -222,7 +222,7 @@ def test_a_folder_that_cannot_be_renamed_is_written_within(
     for asynchronous in (False, True, False):
         train(engine)
         engine.save(mount, asynchronous=asynchronous)
-        engine._saver.finish()
+        engine.saver.finish()
         Checkpoint(mount).verify()
     assert names(tmp_path) == ["like", "volume"]
     for path in mount.iterdir():

@@ -65,13 +65,13 @@ def trained(
 
 
 def residency(engine: Engine) -> Residency:
-    states = engine._states
+    states = engine.states
     assert isinstance(states, ZeroStates)
     return states.residency
 
 
 def places(engine: Engine) -> set[tuple[str, str]]:
-    states = engine._states
+    states = engine.states
     assert isinstance(states, ZeroStates)
     return {(home.parameters, home.state) for home in states.gemini.homes.values()}
 
@@ -445,7 +445,7 @@ def waits_are_watched() -> None:
         mock.patch.object(runs, "adam_update_moments", late),
     ):
         _, _, engine = trained(dict(stage=3, gpu_memory_limit=10 * MiB), steps=2)
-        states = engine._states
+        states = engine.states
         assert isinstance(states, ZeroStates)
         first, second = states.residency._watcher.traces
         assert sum(moment.stalled_seconds for moment in second.moments if moment.backward) >= took

@@ -42,7 +42,7 @@ def train(engine: Engine, steps: int = STEPS, first: int = 0) -> list[float]:
 
 
 def states_of(engine: Engine) -> ZeroStates:
-    states = engine._states
+    states = engine.states
     assert isinstance(states, ZeroStates)
     return states
 

@@ -41,8 +41,8 @@ def made(parallel: dict[str, Any], model: str, **settings: Any) -> Engine:
 
 
 def gemini_of(engine: Engine) -> Gemini:
-    assert isinstance(engine._states, ZeroStates)
-    return engine._states.gemini
+    assert isinstance(engine.states, ZeroStates)
+    return engine.states.gemini
 
 
 def planned(parallel: dict[str, Any], model: str, given: list[dict[str, Tensor]], **settings: Any) -> Any:

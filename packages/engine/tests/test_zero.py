@@ -381,7 +381,7 @@ def test_shares_that_cannot_be_are_refused(zero: dict[str, Any], message: str) -
 
 def where(engine: Engine) -> set[tuple[str, str]]:
     """Where parameters and states of chunks live."""
-    states = engine._states
+    states = engine.states
     assert isinstance(states, ZeroStates)
     return {(home.parameters, home.state) for home in states.gemini.homes.values()}
 
@@ -583,8 +583,8 @@ def test_what_is_gathered_for_a_forward_may_stay_for_its_backward(monkeypatch: p
             gathers[reshards] = sum(
                 entry.block_bytes > 1000 for entry in found
             )  # not how many tokens each has
-            assert isinstance(engine._states, ZeroStates)
-            chunks = engine._states.gemini.chunks
+            assert isinstance(engine.states, ZeroStates)
+            chunks = engine.states.gemini.chunks
             assert not any(chunk.is_gathered for chunk in chunks)
             engine.model(given[3]["input_ids"])  # of which no backward comes
             engine.train_step(given[3])

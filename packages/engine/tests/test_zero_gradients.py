@@ -31,7 +31,7 @@ def gpt() -> GPT:
 
 
 def gemini_of(engine: Engine) -> Gemini:
-    states = engine._states
+    states = engine.states
     assert isinstance(states, ZeroStates)
     return states.gemini
 

@@ -40,7 +40,7 @@ def test_sizes_are_those_that_are_kept(precision: str, regime: str, held: float)
     zero: dict[str, Any] = dict(zero=dict(stage=3, placement="cuda", regime=regime))
     with Engine(gpt, zero, optimizer=dict(name="adamw", lr=1e-2), precision=precision) as engine:
         elements = sum(p.numel() for p in engine.model.parameters())
-        used = engine._states.gemini.memory.compute.used_bytes  # type: ignore[attr-defined]
+        used = engine.states.gemini.memory.compute.used_bytes  # type: ignore[attr-defined]
     sizes = sizes_of(precision, regime, elements)
     assert sizes.parameter + sizes.state == pytest.approx(held, rel=1e-3)
     assert used / elements == pytest.approx(

@@ -116,7 +116,7 @@ def trained(base: str, spec: dict[str, Any]) -> tuple[list[str], list[float], di
     source = pretrained(base, adapter=lora("llama", lora_dropout=0.3))
     with Engine(source, spec, optimizer=dict(name="adamw", lr=1e-2), seed=3) as engine:
         losses = [engine.train_step(engine.shard_batch(batch_of("llama"))) for _ in range(2)]
-        names = sorted({name.rpartition("/")[0] for name in engine._model_state.optimizer_sources()})
+        names = sorted({name.rpartition("/")[0] for name in engine.model_state.optimizer_sources()})
         after = engine.full_state_dict()
         return names, losses, {name: value for name, value in after.items() if "lora_" in name}
 

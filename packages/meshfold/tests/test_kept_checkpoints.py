@@ -80,7 +80,7 @@ def test_older_checkpoints_stay_until_a_newer_one_is_complete(tmp_path: Path) ->
     assert (kept.there()[:2], kept.to_go_on_from()) == ([kept.place(4), kept.place(3)], kept.place(4))
     kept.place(4).with_name(".step-00000004.old").rename(kept.place(4))
     one = KeptCheckpoints(tmp_path, 1)
-    engine.steps = 5
+    engine.runner.steps = 5
     engine.save(one.place(5))
     assert one.to_go_on_from() == tmp_path / "checkpoint"
     assert one.prune() == [kept.place(4), kept.place(2)]

@@ -94,7 +94,7 @@ def test_an_error_closes_all_and_the_save_under_way_is_completed(
     assert progress.closed and tracker.closed
     assert not [thread.name for thread in threading.enumerate() if thread.name.startswith("save ")]
     assert engines[0].mesh.is_closed
-    assert not engines[0]._saver._buffers
+    assert not engines[0].saver._buffers
     found = Checkpoint(tmp_path / "out" / "checkpoint")
     found.verify()
     assert found.state["step"] == 2

@@ -209,10 +209,10 @@ def chunk_bytes(parallel: dict[str, Any]) -> tuple[int, int]:
     """The most bytes of chunks at once on a rank, in a step after the first."""
     batch = torch.randint(40, (8, 16), generator=torch.Generator().manual_seed(0))
     with Engine(llama, parallel, optimizer="adamw", precision="fp64", clip_grad_norm=1.0) as engine:
-        assert isinstance(engine._states, ZeroStates)
+        assert isinstance(engine.states, ZeroStates)
         engine.train_step(engine.shard_batch(batch))
-        engine._states.gemini.memory.compute.reset_peak()
-        with watched(engine._states.gemini) as seen:
+        engine.states.gemini.memory.compute.reset_peak()
+        with watched(engine.states.gemini) as seen:
             engine.train_step(engine.shard_batch(batch))
         return engine.mesh.index("pipe"), max(seen)
 

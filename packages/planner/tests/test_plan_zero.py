@@ -68,7 +68,7 @@ def test_chunks_are_those_of_training(regime: str) -> None:
     plan = planned(zero, precision="bf16").plan
     assert plan is not None
     engine = Engine(SMALL, {"zero": zero}, optimizer=dict(name="adamw", lr=1e-3), precision="bf16")
-    chunks = engine._states.gemini.chunks  # type: ignore[attr-defined]
+    chunks = engine.states.gemini.chunks  # type: ignore[attr-defined]
     assert sorted((c.name, c.elems) for c in plan.workload.chunks) == sorted(
         (c.spec.names[0], c.spec.shard_elems) for c in chunks
     )
@@ -82,7 +82,7 @@ def test_moments_are_those_of_training() -> None:
     batch = torch.randint(96, (8, 32), generator=torch.Generator().manual_seed(0))
     for _ in range(2):
         engine.train_step(batch)
-    runtime = engine._states.gemini._runtime  # type: ignore[attr-defined]
+    runtime = engine.states.gemini._runtime  # type: ignore[attr-defined]
     assert plan.workload.moments == len(runtime.order)
     engine.close()
 

@@ -56,7 +56,7 @@ def train(engine: Engine, steps: int = STEPS, first: int = 0) -> list[float]:
 
 
 def residency(engine: Engine) -> Residency:
-    states = engine._states
+    states = engine.states
     assert isinstance(states, ZeroStates)
     return states.residency
 
@@ -69,9 +69,9 @@ def plan_of(engine: Engine) -> Plan:
 
 def kept(engine: Engine) -> tuple[str, ...]:
     """Blocks that keep their activations: what the plan says is what is done."""
-    assert engine._blocks is not None
+    assert engine.recomputed_blocks is not None
     made = tuple(layer.name for layer in plan_of(engine).layers if layer.kept)
-    assert engine._blocks.kept == made
+    assert engine.recomputed_blocks.kept == made
     return made
 
 
@@ -195,7 +195,7 @@ def test_what_no_plan_can_relieve_is_recomputed() -> None:
         assert states.can_relieve(torch.OutOfMemoryError())
         with pytest.warns(UserWarning, match=f"{LAYERS} more blocks recompute"):
             states.relieve()
-        assert engine._blocks is not None and not engine._blocks.kept
+        assert engine.recomputed_blocks is not None and not engine.recomputed_blocks.kept
 
 
 @ranks(2)
@@ -224,7 +224,7 @@ def test_of_several_ranks_one_that_is_near_the_end_makes_all_plan_again() -> Non
 @ranks(2)
 def test_all_ranks_hear_what_one_says() -> None:
     engine = engine_of(None, placement="cuda")
-    pressure, mine = Pressure(engine._world), engine.mesh.rank == 1
+    pressure, mine = Pressure(engine.world), engine.mesh.rank == 1
     said = [pressure.found(peak_bytes=peak, most_bytes=100) for peak in (99, 101 if mine else 0, 0, 0)]
     assert said == [False, False, True, False]
     pressure.found(peak_bytes=101, most_bytes=100)

@@ -152,10 +152,10 @@ class Booster:
             raise SpecError(
                 "execute_pipeline without a pipeline: write pp_size=2 in HybridParallelPlugin, or call the model"
             )
-        if isinstance(engine._criterion, _Late):
-            engine._criterion.now = criterion or engine._criterion.first
+        if isinstance(engine.given_criterion, _Late):
+            engine.given_criterion.now = criterion or engine.given_criterion.first
             if (
-                engine._criterion.now is None
+                engine.given_criterion.now is None
             ):  # here, on all ranks: inside only that of the last stage would find out
                 raise SpecError(
                     f"execute_pipeline: {type(engine.model).__name__} takes no labels to make a loss of: give boost(...) or "

@@ -35,15 +35,15 @@ def save_model(engine: TrainingEngine, path: _Path, given: Mapping[str, Any]) ->
     found.say("save_model", rank=engine.mesh.rank)
     aside = found.under("aside")
     if aside.get("shard"):
-        files = {MODEL: engine._model_state.sources()}
-        plain, more = split_extra_state(engine._model_state.extra(f"save_model({str(path)!r})"))
-        state = {"spec": str(engine.spec.to_dict()), "ties": engine._model_state.ties(), "extra_state": plain}
+        files = {MODEL: engine.model_state.sources()}
+        plain, more = split_extra_state(engine.model_state.extra(f"save_model({str(path)!r})"))
+        state = {"spec": str(engine.spec.to_dict()), "ties": engine.model_state.ties(), "extra_state": plain}
         small = {EXTRA_STATE_FILE: more} if more else {}
-        write_checkpoint(path, engine._world, files, state, small, all_read=engine._states.all_read)
+        write_checkpoint(path, engine.world, files, state, small, all_read=engine.states.all_read)
         return
     whole = engine.full_state_dict()
     safe = bool(aside.get("use_safetensors")) or str(path).endswith(SAFETENSORS_SUFFIX)
-    _first_writes(engine, Path(path), lambda target: _write(target, whole, safe, engine._model_state.ties()))
+    _first_writes(engine, Path(path), lambda target: _write(target, whole, safe, engine.model_state.ties()))
 
 
 def load_model(engine: TrainingEngine, path: _Path, given: Mapping[str, Any]) -> None:
@@ -60,7 +60,7 @@ def load_model(engine: TrainingEngine, path: _Path, given: Mapping[str, Any]) ->
         state = open_weights(place)
     except Exception as unread:  # on this rank alone, say
         error = unread
-    fail_together(engine._world, error, f"load_model({str(path)!r})")
+    fail_together(engine.world, error, f"load_model({str(path)!r})")
     engine.load_state_dict(state)
 
 
@@ -134,7 +134,7 @@ def _first_writes(engine: TrainingEngine, path: Path, write: Callable[[Path], No
             _beside(path, write)
         except Exception as unwritten:
             error = unwritten
-    fail_together(engine._world, error, f"cannot write {path}")
+    fail_together(engine.world, error, f"cannot write {path}")
 
 
 def _beside(path: Path, write: Callable[[Path], object]) -> None:

@@ -52,15 +52,15 @@ def deal(loader: Any, engine: Engine, name: str) -> Any:
     """
     if loader is None:
         return None
-    if isinstance(loader, ShardedLoader) and name not in engine._data:
-        engine._data.follow(name, loader)
+    if isinstance(loader, ShardedLoader) and name not in engine.data_positions:
+        engine.data_positions.follow(name, loader)
     if isinstance(loader, ShardedLoader | Dealt):
         return loader
     if not isinstance(loader, DataLoader):
         if not isinstance(loader, Iterable):
             raise SpecError(f"{name} loader {loader!r}: give a DataLoader, or something that gives batches")
         return Dealt(loader, engine.shard_batch)
-    sampler, world = loader.sampler, engine._world
+    sampler, world = loader.sampler, engine.world
     replicas = getattr(sampler, "num_replicas", None)
     if replicas is not None:
         rank = getattr(sampler, "rank", None)

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -13,6 +14,7 @@ from meshfold.engine.batches.own_loss import GivesWay
 from meshfold.engine.engine import Engine
 from meshfold.mesh import SpecError
 from meshfold.mesh.model_io import eval_mode
+from meshfold.mesh.watchdog import report_errors
 
 
 class Criterion:
@@ -71,7 +73,7 @@ class TrainingEngine(Engine):
     steps. The script steps the schedule by itself, as there.
 
     Attributes:
-        criterion: the script's loss function, if there is one.
+        given_criterion: the script's loss function; None if there is none.
         training: whether a call is a forward to be trained on.
     """
 
@@ -81,15 +83,15 @@ class TrainingEngine(Engine):
         criterion: of (output, target); None for models whose output has a ``.loss``.
         settings: of :class:`meshfold.engine.Engine`.
         """
-        self._criterion = (
+        self.given_criterion = (
             criterion if criterion is None or isinstance(criterion, Criterion) else Criterion(criterion)
         )
-        if self._criterion is not None:
-            settings["loss_fn"] = GivesWay(self._criterion.of_batch)
+        if self.given_criterion is not None:
+            settings["loss_fn"] = GivesWay(self.given_criterion.of_batch)
         super().__init__(model, **settings)
+        self.runner.steps_scheduler = False  # the script does
         self.training = True
         self._calls = 0  # of ``step`` since the optimizer's last step
-        self._inside: Literal["", "train_step", "schedule"] = ""
 
     @property
     def criterion(self) -> Criterion:
@@ -98,9 +100,9 @@ class TrainingEngine(Engine):
         Raises:
             SpecError: if none was given.
         """
-        if self._criterion is None:
+        if self.given_criterion is None:
             raise SpecError("this engine has no criterion: give one, or use the loss in the model's output")
-        return self._criterion
+        return self.given_criterion
 
     @property
     def uses_pipeline(self) -> bool:
@@ -121,23 +123,19 @@ class TrainingEngine(Engine):
         """The model's output, whole on every rank; after :meth:`eval` without gradients."""
         if self.training and torch.is_grad_enabled() and self.optimizer is not None:
             return super().__call__(*args, **kwargs)
-        work = self._forward.inputs(args, kwargs)
+        work = self.runner.forward.inputs(args, kwargs)
         runs: Any = self.model if self.pipeline is None else self.pipeline
         with eval_mode(self.model), torch.no_grad():
             return runs(*work.args, **work.kwargs)
 
     def output_of(self, batch: Any) -> Any:
         """The model's output on a batch as :meth:`execute_schedule` takes it, whole on every rank, without gradients."""
-        work = self._forward.prepare(batch)
-        if self._forward.shifts_labels:  # with labels, logits stay split over the vocabulary for the loss
-            work.kwargs.pop("labels", None)
-        with eval_mode(self.model), torch.no_grad():
-            return self.generator(*work.args, **work.kwargs)
+        return self.predict(batch)
 
     def backward(self, loss: Tensor, *, retain_graph: bool = False) -> None:
         """Add a loss's gradient; 1/n of it with ``gradient_accumulation=n``."""
         with self._waits():
-            super().backward(loss / self._accumulation, retain_graph=retain_graph)
+            super().backward(loss / self.runner.accumulation, retain_graph=retain_graph)
 
     def step(self) -> bool:
         """Clip, and let the optimizer step; with ``gradient_accumulation=n`` at each n-th call.
@@ -145,19 +143,16 @@ class TrainingEngine(Engine):
         Returns:
             Whether the optimizer stepped.
         """
-        if self._inside == "schedule":
-            return False  # the script calls it
-        if self._inside != "train_step" and self._calls + 1 < self._accumulation:
+        if self._calls + 1 < self.runner.accumulation:
             self._calls += 1
             return False
         self._calls = 0
-        scheduler, self.lr_scheduler = self.lr_scheduler, None  # the script steps it
-        try:
-            stepped = super().step()
-        finally:
-            self.lr_scheduler = scheduler
+        return self._noted(super().step())
+
+    def _noted(self, stepped: bool) -> bool:
+        """Tell torch's schedulers of a step: kernels of ours step without the optimizer's method."""
         if stepped and self.optimizer is not None:
-            self.optimizer._opt_called = True  # type: ignore[attr-defined]  # kernels of ours step without its method
+            self.optimizer._opt_called = True  # type: ignore[attr-defined]
         return stepped
 
     def zero_grad(self) -> None:
@@ -165,17 +160,13 @@ class TrainingEngine(Engine):
         if not self._calls:
             super().zero_grad()
 
-    @property
-    def _steps_at_once(self) -> bool:
-        return self._inside != "schedule"
-
     def train_step(self, batch: Any) -> float:
         """See :meth:`meshfold.engine.Engine.train_step`."""
-        before, self._inside = self._inside, self._inside or "train_step"
-        try:
-            return super().train_step(batch)
-        finally:
-            self._inside = before
+        loss = super().train_step(batch)
+        if self.last is not None and self.last.stepped:
+            self._calls = 0
+            self._noted(not self.last.skipped)
+        return loss
 
     def execute_schedule(
         self,
@@ -209,22 +200,24 @@ class TrainingEngine(Engine):
         """A batch through the stages; the optimizer does not step."""
         if forward_only:
             return torch.tensor(self.eval_step(batch), dtype=torch.float64, device=self.device)
-        before, self._inside = self._inside, "schedule"
-        try:
-            loss = self.train_step(batch)
-        finally:
-            self._inside = before
+        loss = self._run(batch)
         return torch.tensor(loss, dtype=torch.float64, device=self.device)
 
+    @report_errors
+    def _run(self, batch: Any) -> float:
+        """Run a micro-step without the optimizer's step, and return its loss."""
+        self.runner.run(batch, steps=False)
+        return math.nan if self.last is None else self.last.loss
+
     def _forward_of(self, batch: Any, *, forward_only: bool) -> tuple[Any, Any, Tensor]:
-        work = self._forward.prepare(batch)
+        work = self.runner.forward.prepare(batch)
         label = work.given[1] if isinstance(work.given, tuple | list) else None
         was, self.training = self.training, not forward_only
         try:
             output = self(*work.args, **work.kwargs)
         finally:
             self.training = was
-        loss = self._forward.loss_of(output, work)
+        loss = self.runner.forward.loss_of(output, work)
         if not forward_only:
             self.backward(loss)
         return output, label, loss.detach()
@@ -232,5 +225,5 @@ class TrainingEngine(Engine):
     def _waits(self) -> AbstractContextManager[object]:
         """Gradients of all but an accumulation's last backward need not travel, where each rank has room for them whole."""
         zero = self.spec.zero
-        more = self._calls + 1 < self._accumulation
+        more = self._calls + 1 < self.runner.accumulation
         return self.no_sync() if more and (zero is None or zero.stage == 1) else nullcontext()

@@ -31,7 +31,7 @@ class Accumulation:
     """Forwards and backwards since the last optimizer step.
 
     Attributes:
-        place: micro-steps of ``train_step`` among them.
+        micro_steps: those of ``train_step`` among them.
         backwards: those whose gradients count.
         closed: whether the engine was, so that gradients would come no more.
         summed: whether a backward is the last one, after which gradients are summed over the data axes: no ``no_sync`` is open.
@@ -46,7 +46,7 @@ class Accumulation:
         """
         self._states, self._scaler, self._saver = states, scaler, saver
         self._shown = ShownGradients(states, self._settle, self._are_there, _ADVICE, stages=stages)
-        self.place = self.backwards = 0
+        self.micro_steps = self.backwards = 0
         self.summed, self.closed = True, False
         self._begun = False  # a forward whose backward did not come yet
         self._settled = False  # gradients are summed and unscaled
@@ -158,7 +158,7 @@ class Accumulation:
         """Let the gradients go; the next accumulation begins."""
         self._shown.hide()
         self._states.forget()
-        self.backwards = self.place = 0
+        self.backwards = self.micro_steps = 0
         self._settled = False
         if self._states.optimizer is not None and not self.closed:
             self._shown.show()

@@ -5,14 +5,13 @@ from __future__ import annotations
 import math
 import os
 import sys
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, ExitStack
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
-from meshfold.engine.accumulation import Accumulation
 from meshfold.engine.arguments import Arguments
 from meshfold.engine.batches.cut import cut
 from meshfold.engine.batches.loader import ShardedLoader
@@ -21,23 +20,17 @@ from meshfold.engine.build import build
 from meshfold.engine.checkpoints import persistence
 from meshfold.engine.checkpoints.background_save import BackgroundSave
 from meshfold.engine.checkpoints.saving import Saver
-from meshfold.engine.forward import check_loss
 from meshfold.engine.integrations import integration
-from meshfold.engine.long_runs.nonfinite import NonFiniteGuard
-from meshfold.engine.metrics import StepMetrics, metrics_of
-from meshfold.engine.pipelining import PipelinedModel, check_own_loop
-from meshfold.engine.precision import LossScaler
-from meshfold.engine.randomness import randomness
+from meshfold.engine.pipelining import check_own_loop
+from meshfold.engine.train_step import TrainStep
 from meshfold.mesh import ParallelSpec, all_reduce
-from meshfold.mesh.recording import at_step
+from meshfold.mesh.model_io import eval_mode
 from meshfold.mesh.spec import reject_unknown_arguments
 from meshfold.mesh.watchdog import report_errors
 
 if TYPE_CHECKING:
-    from meshfold.engine.batches.batch import Batch
-    from meshfold.engine.batches.shares import Shares
+    from meshfold.engine.metrics import StepMetrics
     from meshfold.engine.zero.residency import Residency
-    from meshfold.zero_gemini.optimizer.backward_role import Backward
 
 _DATA_PARALLEL: Mapping[str, object] = {}
 
@@ -56,11 +49,17 @@ class Engine:
         loaded: what the weights of a Hugging Face folder were to the model; None if it is of no folder.
         optimizer: over the true weights of this rank's blocks; :meth:`step` steps it, and its own ``step()`` raises a
             TrainingError. None for evaluation only.
-        lr_scheduler: stepped after each optimizer step; None if none was given.
         pipeline: runs the model where the spec has ``pipeline``, without gradients if it is called; else None.
-        steps: of the optimizer so far; ``skipped_steps`` were left out for an overflow.
-        micro_step: forwards that were trained so far: calls of ``train_step``, or of the engine itself.
-        last: what the last ``train_step`` or ``step`` did; None before the first.
+
+    Attributes for packages that build on the engine:
+        world: the ranks that hold each part of the model, and the groups that they communicate in.
+        precision: the checked argument.
+        states: weights, gradients and optimizer state.
+        model_state: the whole model, as checkpoints have it.
+        runner: forward, backward and the optimizer's step.
+        recomputed_blocks: the blocks that backward recomputes; None if there are none.
+        saver: saves that run beside the training.
+        data_positions: of the loaders that checkpoints know.
     """
 
     @report_errors
@@ -128,43 +127,18 @@ class Engine:
             built = build(
                 self, model, parallel, asked, self._open, device=device, rules=rules, recompute=recompute, example=example
             )  # fmt: skip
-            self._precision, self._clip, self._looks_at_all = asked.precision, asked.clip, asked.looks_at_all
-            self._accumulation, self._seed = asked.accumulation, asked.seed
-            self._weight: float | None = None  # of a micro-step in its step; None: they are averaged
-            self._world, part = built.world, built.part
+            self.world, part = built.world, built.part
             self.spec, self.mesh, self.device = built.world.spec, built.world.mesh, built.world.device
             self.model, self.report, self.loaded = part.model, part.report, part.loaded
-            self._torch_dropout, self._pipelined, self._blocks = (
-                part.torch_dropout,
-                part.pipelined,
-                built.blocks,
-            )
             self.pipeline = None if part.pipelined is None else part.pipelined.pipeline
-            self._states, self._model_state, self._forward = built.states, built.model_state, built.forward
-            self.optimizer, self.lr_scheduler = built.states.optimizer, built.lr_scheduler
-            self._own_step = built.step_guard
-            self._scaler = LossScaler(asked.precision.scale, says=self.mesh.rank == 0)
-            self._guard = NonFiniteGuard(asked.nonfinite)
-            self._saver = Saver(built.world)
-            self._gradients = Accumulation(
-                built.states, self._scaler, self._saver, stages=built.world.pipelined
-            )
-            self._data = DataPositions()
-
-            self.steps = self.micro_step = self.skipped_steps = 0
-            self.last: StepMetrics | None = None
-            # Of the last step.
-            self._norm: Tensor | None = None
-            self._lr = 0.0 if self.optimizer is None else float(self.optimizer.param_groups[0]["lr"])
-            self._skipped = False
+            self.precision, self.recomputed_blocks = asked.precision, built.blocks
+            self.states, self.model_state = built.states, built.model_state
+            self.optimizer = built.states.optimizer
+            self.saver, self.data_positions = Saver(built.world), DataPositions()
+            self.runner = TrainStep(built, asked, self.saver)
             self._open = self._open.pop_all()  # it stands: not before close()
 
     # -- training -----------------------------------------------------------------------------------------------
-
-    @property
-    def _steps_at_once(self) -> bool:
-        """Tell whether the optimizer steps right after the last backward, before anyone can look at gradients."""
-        return True
 
     @report_errors
     def train_step(self, batch: Any) -> float:
@@ -180,76 +154,37 @@ class Engine:
             SpecError: for a batch the model cannot be called with.
             TrainingError: without an optimizer.
         """
-        self._gradients.check_open()
-        at_step(self.steps + self.skipped_steps + 1)
-        work = self._forward.prepare(batch)
-        last = self._gradients.place == self._accumulation - 1
-        self.model.train()
-        shares = self._forward.shares(work)
-        loss = all_reduce(self._forward_backward(work, shares, last=last), self._world.data_group)
-        self._guard.saw(self.micro_step, work, loss)
-        self.micro_step += 1
-        self._gradients.place += 1
-        if last:
-            self.step()
-        count = int(shares.total())
-        self.last = metrics_of(self, float(loss) if count else math.nan, count, stepped=last)
-        return self.last.loss
+        self.runner.run(batch)
+        return self.runner.last.loss  # type: ignore[union-attr]  # there is a step
 
-    def _forward_backward(self, work: Batch, shares: Shares, *, last: bool) -> Tensor:
-        """A micro-step: this rank's share of the global loss; its gradient is added to those since the last step."""
-        if self._pipelined is not None:
-            return self._through_stages(self._pipelined, work, shares, last=last)
-        while True:
-            try:
-                return self._in_one_piece(work, shares, last=last)
-            except RuntimeError as error:
-                self._gradients.break_off()
-                if self._gradients.backwards or not self._states.can_relieve(error):
-                    raise
-            # Memory ran out, and more can be made: here, where the error no longer holds on to the graph.
-            self._saver.before_change()  # chunks move
-            self._states.relieve()
+    @property
+    def steps(self) -> int:
+        """Optimizer steps so far."""
+        return self.runner.steps
 
-    def _in_one_piece(self, work: Batch, shares: Shares, *, last: bool) -> Tensor:
-        """Forward, then backward, of the whole batch."""
-        self._gradients.begin()
-        with self._randomness(shares):
-            mine = self._forward.loss(work, shares)
-            share = shares.weight()
-            # The final one, where nobody looks at the gradients before the optimizer does: it may step as they come.
-            kind: Backward = "more" if not last else "last" if self._looks_at_all else "final"
-            self._gradients.backward(
-                mine * self._of_step(share), kind, shown=not (last and self._steps_at_once)
-            )
-        return mine.detach() * share
+    @property
+    def skipped_steps(self) -> int:
+        """Optimizer steps that were left out so far, for an overflow or by ``nonfinite="skip"``."""
+        return self.runner.skipped_steps
 
-    def _through_stages(self, stages: PipelinedModel, work: Batch, shares: Shares, *, last: bool) -> Tensor:
-        """Forwards and backwards of micro-batches take turns."""
-        self._gradients.begin(anew=True)
-        with self._randomness(shares):
-            works = stages.look_ahead(work)
-        share = shares.weight()
-        with (
-            self._randomness(shares),
-            self._gradients.taking("last" if last else "more", shown=not (last and self._steps_at_once)),
-        ):
-            mine = stages.step(works, self._of_step(share * self._scaler.scale))
-        return mine * share
+    @property
+    def micro_step(self) -> int:
+        """Forwards that were trained so far: calls of :meth:`train_step`, or of the engine itself."""
+        return self.runner.micro_step
 
-    def _of_step(self, share: Any) -> Any:
-        """What of a micro-step's share goes into its step."""
-        return share / self._accumulation if self._weight is None else share * self._weight
+    @property
+    def lr_scheduler(self) -> Any:
+        """Scheduler that is stepped after each optimizer step; None for none."""
+        return self.runner.lr_scheduler
 
-    @contextmanager
-    def _accumulating(self, steps: int, weight: float | None) -> Iterator[None]:
-        """Micro-steps inside are of a step that has so many of them; ``weight``: what counts of one's mean, None: 1 / steps."""
-        before = self._accumulation, self._weight
-        self._accumulation, self._weight = steps, weight
-        try:
-            yield
-        finally:
-            self._accumulation, self._weight = before
+    @lr_scheduler.setter
+    def lr_scheduler(self, scheduler: Any) -> None:
+        self.runner.lr_scheduler = scheduler
+
+    @property
+    def last(self) -> StepMetrics | None:
+        """Metrics of the last :meth:`train_step` or :meth:`step`; None before the first."""
+        return self.runner.last
 
     # The halves of a train step, for a loop of one's own.
 
@@ -261,15 +196,8 @@ class Engine:
         backward each drops other elements. Rows of the first tensor are taken for this data coordinate's part of
         the global batch. For evaluation call ``engine.model`` under ``torch.no_grad()`` in evaluation mode.
         """
-        check_own_loop(self._pipelined, "engine(...)")
-        work = self._forward.inputs(args, kwargs)
-        self.model.train()
-        if torch.is_grad_enabled():
-            self._gradients.begin()
-        with self._randomness(self._forward.shares(work)):
-            output = self._forward.output(work)
-        self.micro_step += 1
-        return output
+        check_own_loop(self.runner.stages, "engine(...)")
+        return self.runner.output(args, kwargs)
 
     @report_errors
     def backward(self, loss: Tensor, *, retain_graph: bool = False) -> None:
@@ -290,10 +218,8 @@ class Engine:
             SpecError: for a loss that is no scalar that depends on parameters.
             TrainingError: without an optimizer.
         """
-        check_own_loop(self._pipelined, "engine.backward(loss)")
-        check_loss(loss)
-        kind: Backward = "last" if self._gradients.summed else "apart"
-        self._gradients.backward(loss.double() / self._world.data_size, kind, retain_graph=retain_graph)
+        check_own_loop(self.runner.stages, "engine.backward(loss)")
+        self.runner.backward(loss, retain_graph=retain_graph)
 
     def no_sync(self) -> AbstractContextManager[None]:
         """Backwards inside are not the last of an accumulation: their gradients are not summed over the data axes yet.
@@ -302,8 +228,8 @@ class Engine:
         gradients: under ``zero`` from stage 2 on as many times its share of them as there are data ranks, and those where
         the optimizer's state lives. ``gradient_accumulation`` holds no more than the share, and sums every time.
         """
-        check_own_loop(self._pipelined, "engine.no_sync()")
-        return self._gradients.no_sync()
+        check_own_loop(self.runner.stages, "engine.no_sync()")
+        return self.runner.gradients.no_sync()
 
     @report_errors
     def step(self) -> bool:
@@ -315,53 +241,43 @@ class Engine:
         Raises:
             TrainingError: if there was no backward since the last step.
         """
-        optimizer = self._gradients.finish()
-        self._norm = self._clip.apply(self._states)
-        self._lr = float(optimizer.param_groups[0]["lr"])
-        refused = self._guard.refuses(self, self._norm)
-        self._skipped = (self._scaler.moves and self._scaler.update(float(self._norm))) or refused
-        if self._skipped:
-            self.skipped_steps += 1
-        else:
-            with self._own_step.opened():
-                self._states.step()
-            self.steps += 1
-            if self.lr_scheduler is not None:
-                self.lr_scheduler.step()
-        self.zero_grad()
-        self.last = metrics_of(self, math.nan, 0, stepped=True)
-        self._saver.look()
-        return not self._skipped
+        return self.runner.finish()
 
     def zero_grad(self) -> None:
         """Let go of the gradients since the last step; :meth:`step` does so by itself."""
-        self._gradients.forget()
-        self._guard.forget()
-
-    def _randomness(self, shares: Shares) -> AbstractContextManager[object]:
-        """Dropout of this micro-step: every element of the global batch has one fate, under every spec."""
-        return randomness(self._seed, self.micro_step, shares, self.device, torch_too=self._torch_dropout)
+        self.runner.forget()
 
     # -- evaluation ---------------------------------------------------------------------------------------------
 
     def eval_step(self, batch: Any) -> float:
         """The mean loss over all tokens of the global batch, without dropout and without training."""
-        return self._assessed(batch)[0]
+        return self.eval_loss(batch)[0]
 
     @report_errors
     @torch.no_grad()
-    def _assessed(self, batch: Any) -> tuple[float, int]:
-        """The mean loss over all tokens of the global batch, and how many they are; nan if none counts."""
-        work = self._forward.prepare(batch)
-        shares = self._forward.shares(work, places=False)
-        loss = all_reduce(self._forward.assess(work, shares) * shares.weight(), self._world.data_group)
+    def eval_loss(self, batch: Any) -> tuple[float, int]:
+        """Return :meth:`eval_step`'s loss, and over how many targets it is a mean; nan and 0 if none counts."""
+        forward = self.runner.forward
+        work = forward.prepare(batch)
+        shares = forward.shares(work, places=False)
+        loss = all_reduce(forward.assess(work, shares) * shares.weight(), self.world.data_group)
         count = int(shares.total())
         return (float(loss) if count else math.nan), count
 
     @report_errors
-    def _targets(self, batch: Any) -> int:
-        """How many tokens of the global batch count."""
-        return int(self._forward.shares(self._forward.prepare(batch), places=False).total())
+    def count_targets(self, batch: Any) -> int:
+        """Return how many targets of the global batch count in its loss."""
+        forward = self.runner.forward
+        return int(forward.shares(forward.prepare(batch), places=False).total())
+
+    def predict(self, batch: Any) -> Any:
+        """Return the model's output on a batch, whole on every rank, without dropout and without gradients."""
+        forward = self.runner.forward
+        work = forward.prepare(batch)
+        if forward.shifts_labels:  # with labels, logits stay split over the vocabulary for the loss
+            work.kwargs.pop("labels", None)
+        with eval_mode(self.model), torch.no_grad():
+            return self.generator(*work.args, **work.kwargs)
 
     @property
     def generator(self) -> Any:
@@ -371,7 +287,7 @@ class Engine:
     @property
     def residency(self) -> Residency | None:
         """Under ``zero``: what was planned of where the model's state lives, and what came of it; else None."""
-        return self._states.residency
+        return self.states.residency
 
     def print(self, *values: object, **options: Any) -> None:
         """Print on rank 0 alone, at once; arguments as of Python's ``print``. Any ranks may call."""
@@ -385,7 +301,7 @@ class Engine:
 
         Rows are dealt in order and as evenly as possible; a coordinate that gets none has a row that does not count.
         """
-        return cut(global_batch, self._world.row_index, self._world.row_size)
+        return cut(global_batch, self.world.row_index, self.world.row_size)
 
     def dataloader(
         self,
@@ -410,13 +326,13 @@ class Engine:
         loader = ShardedLoader(
             dataset,
             batch_size=batch_size,
-            index=self._world.row_index,
-            blocks=self._world.row_size,
+            index=self.world.row_index,
+            blocks=self.world.row_size,
             shuffle=shuffle,
-            seed=self._seed if seed is None else seed,
+            seed=self.runner.seed if seed is None else seed,
             **options,
         )
-        self._data.follow(name, loader)
+        self.data_positions.follow(name, loader)
         return loader
 
     # -- state --------------------------------------------------------------------------------------------------
@@ -426,7 +342,7 @@ class Engine:
 
         Under bf16 and fp16 trained parameters come as their float32 masters.
         """
-        return self._model_state.full()
+        return self.model_state.full()
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
         """Take the whole model's state dict, the same on every rank.
@@ -434,8 +350,8 @@ class Engine:
         Raises:
             CheckpointError: if names or shapes are not the model's.
         """
-        self._saver.before_change()
-        self._model_state.load(state)
+        self.saver.before_change()
+        self.model_state.load(state)
 
     def save(self, path: str | os.PathLike[str], *, asynchronous: bool = False) -> BackgroundSave | None:
         """Write a checkpoint folder that can be loaded under any other spec; all ranks must call.
@@ -504,11 +420,11 @@ class Engine:
         """
         try:
             if sys.exc_info()[0] is None:
-                self._saver.finish()
+                self.saver.finish()
             else:  # the other ranks may not come
-                self._saver.abandon()
+                self.saver.abandon()
         finally:
-            self._gradients.close()
+            self.runner.gradients.close()
             self._open.close()
 
     def __enter__(self) -> Engine:

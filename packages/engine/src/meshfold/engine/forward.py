@@ -91,6 +91,7 @@ class Forward:
             work: from :meth:`prepare` or :meth:`inputs`.
             places: whether places are wanted, as dropout does; for them the host waits for the device.
         """
+        places = places and self._world.device.type != "meta"
         return Shares(work, self._world, shifted=self._shifted, places=places, ignored=self._ignored)
 
     # -- calls ------------------------------------------------------------------------------------------------------

@@ -1,12 +1,14 @@
-"""What one call of ``train_step`` did."""
+"""Metrics of one call of ``train_step``."""
 
 from __future__ import annotations
 
+import math
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from functools import cached_property
+from typing import Any
 
-if TYPE_CHECKING:
-    from meshfold.engine.engine import Engine
+from torch import Tensor
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -38,17 +40,25 @@ class StepMetrics:
     skipped_steps: int
 
 
-def metrics_of(engine: Engine, loss: float, tokens: int, *, stepped: bool) -> StepMetrics:
-    """What an engine's call did, as it stands: its loss and tokens are told, all else is known."""
-    return StepMetrics(
-        step=engine.steps,
-        micro_step=engine.micro_step,
-        loss=loss,
-        tokens=tokens,
-        stepped=stepped,
-        grad_norm=None if engine._norm is None else float(engine._norm),
-        lr=engine._lr,
-        loss_scale=engine._scaler.scale,
-        skipped=engine._skipped,
-        skipped_steps=engine.skipped_steps,
-    )
+class StepValues:
+    """The numbers of a step, some of them still on the device."""
+
+    def __init__(
+        self, loss: Tensor | None, tokens: Tensor | None, grad_norm: Tensor | None, known: Mapping[str, Any]
+    ) -> None:
+        """Args:
+        loss, tokens, grad_norm: scalars; None where there is none.
+        known: the rest of :class:`StepMetrics`.
+        """
+        self._loss, self._tokens, self._grad_norm, self._known = loss, tokens, grad_norm, known
+
+    @cached_property
+    def metrics(self) -> StepMetrics:
+        """All of them. The first time the host waits for the device."""
+        tokens = 0 if self._tokens is None else int(self._tokens)
+        return StepMetrics(
+            loss=float(self._loss) if self._loss is not None and tokens else math.nan,
+            tokens=tokens,
+            grad_norm=None if self._grad_norm is None else float(self._grad_norm),
+            **self._known,
+        )

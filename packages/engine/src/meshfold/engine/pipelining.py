@@ -189,7 +189,7 @@ class PipelinedModel:
     def assess(self, batch: batches.Batch) -> Tensor:
         """The mean loss of this data coordinate's batch, without dropout and without training."""
         with self._looking():
-            return self.pipeline.assess(self._works(batch))
+            return self.pipeline.assess(self.microbatches(batch))
 
     def _looking(self) -> AbstractContextManager[object]:
         """Look at how the loss is called, the first time."""
@@ -204,7 +204,7 @@ class PipelinedModel:
         Under schedule ``auto``, once: measure the stages on a batch, and let the order be the best for that; ranks take the
         times of the slowest of those that do the same, so that all choose alike. Then the states may try the stages out.
         """
-        works = self._works(batch)
+        works = self.microbatches(batch)
         if self._measures:
             self._measures = False
             self.pipeline.replan(_slowest(self.pipeline.measure_work(works[0]), self._world))
@@ -213,11 +213,7 @@ class PipelinedModel:
         return works
 
     def microbatches(self, batch: batches.Batch) -> list[Microbatch]:
-        """The batch in micro-batches."""
-        return self._works(batch)
-
-    def _works(self, batch: batches.Batch) -> list[Microbatch]:
-        """The batch in micro-batches, each in the form in which the engine calls a model."""
+        """Return the batch in micro-batches, each in the form in which the engine calls a model."""
         # What the tensor mode would fill up with rows that do not count stays together.
         length = local_length(batch.tokens // batch.rows, self._world)
         works = self.pipeline.split(batch.given, unit=row_multiple(self.pipeline.module, length))

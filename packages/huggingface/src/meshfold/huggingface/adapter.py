@@ -163,14 +163,14 @@ def save_adapter(engine: Engine, path: str | os.PathLike[str]) -> None:
     Raises:
         CheckpointError: if the engine's model has none, or rank 0 cannot write.
     """
-    world, folder = engine._world, Path(path)
+    world, folder = engine.world, Path(path)
     config = getattr(engine.model, "peft_config", {}).get(_NAME)
     if config is None:
         raise CheckpointError(
             "save_adapter(): the engine's model has no adapter; make it with pretrained(folder, adapter=LoraConfig(...))"
         )
     whole: dict[str, Tensor] = {}
-    for name, source in engine._model_state.sources().items():
+    for name, source in engine.model_state.sources().items():
         if ".lora_" in name:
             value = source.read()
             whole[name] = (value if source.alike else broadcast(value, world.everyone, 0)).to(

@@ -34,7 +34,7 @@ def save_hugging_face(
     shard_bytes: int,
 ) -> None:
     """See :meth:`Engine.save_hugging_face`."""
-    world, sources = engine._world, engine._model_state.sources()
+    world, sources = engine.world, engine.model_state.sources()
     what, writer = f"cannot write {folder}", None
     error: Exception | None = None
     steps: list[Step] = []
@@ -48,7 +48,7 @@ def save_hugging_face(
         error = wrong
     fail_together(world, with_advice(error), what)
     for step in steps:
-        if not engine._states.all_read and 0 not in world.members:
+        if not engine.states.all_read and 0 not in world.members:
             break
         try:
             read = [
@@ -86,7 +86,7 @@ def _steps(engine: Engine, like: Path | None, dtype: str | None) -> tuple[list[S
         raise CheckpointError(f"dtype={dtype!r}: one of {', '.join(DTYPES)}")
     given: dict[str, Tensor] = {
         name: torch.empty(source.shape, dtype=source.dtype, device="meta")
-        for name, source in engine._model_state.sources().items()
+        for name, source in engine.model_state.sources().items()
     }
     described = describe(engine.model)
     if described is not None and described["kind"] != "hf":

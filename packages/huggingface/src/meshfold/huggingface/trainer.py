@@ -62,9 +62,10 @@ class EngineTrainer(Trainer):  # type: ignore[misc]  # transformers is not typed
         self.engine = engine
         self._weights: Iterator[float] = iter(())  # of the micro-steps to come
         super().__init__(model=engine.model, optimizers=(_Stepped(engine.optimizer), None), **settings)
+        runner = engine.runner
         for name, here, there, option in (
-            ("gradient_accumulation", engine._accumulation, self.args.gradient_accumulation_steps, "gradient_accumulation_steps"),
-            ("clip_grad_norm", engine._clip.norm, self.args.max_grad_norm or None, "max_grad_norm"),
+            ("gradient_accumulation", runner.accumulation, self.args.gradient_accumulation_steps, "gradient_accumulation_steps"),
+            ("clip_grad_norm", runner.clipping.norm, self.args.max_grad_norm or None, "max_grad_norm"),
         ):  # fmt: skip
             if here != there:
                 raise SpecError(
@@ -82,7 +83,7 @@ class EngineTrainer(Trainer):  # type: ignore[misc]  # transformers is not typed
 
     def _check_precision(self) -> None:
         """Whether the arguments ask for a precision that the engine does not have."""
-        here = self.engine._precision.name
+        here = self.engine.precision.name
         for name in ("bf16", "fp16"):
             if getattr(self.args, name) and here != name:
                 raise SpecError(
@@ -120,7 +121,7 @@ class EngineTrainer(Trainer):  # type: ignore[misc]  # transformers is not typed
     ) -> Tensor:
         steps = self.current_gradient_accumulation_steps  # fewer in the last step of an epoch
         weight = next(self._weights, None)
-        with self.engine._accumulating(steps, weight):
+        with self.engine.runner.accumulating(steps, weight):
             loss = self.engine.train_step(dict(inputs))
         share = loss / steps if weight is None else loss * weight if weight else 0.0
         return torch.tensor(share, device=self.args.device)
@@ -132,7 +133,7 @@ class EngineTrainer(Trainer):  # type: ignore[misc]  # transformers is not typed
         batches = list(islice(epoch_iterator, num_batches))
         more = self._counts_all_labels(batches)
         weighed = more or (self.model_accepts_loss_kwargs and len(batches) > 1)
-        counts = [self.engine._targets(dict(fields)) for fields in batches] if weighed else []
+        counts = [self.engine.count_targets(dict(fields)) for fields in batches] if weighed else []
         divisor = sum(map(self._labels_of, batches)) if more else sum(counts)
         self._weights = iter([count / divisor for count in counts] if divisor else ())
         return batches, None
@@ -145,7 +146,7 @@ class EngineTrainer(Trainer):  # type: ignore[misc]  # transformers is not typed
         counts = self.model_accepts_loss_kwargs and not self._loss_shifts_labels
         return (
             counts
-            and self.engine._forward.shifts_labels
+            and self.engine.runner.forward.shifts_labels
             and bool(batches)
             and isinstance(batches[0], Mapping)
             and batches[0].get("labels") is not None
@@ -154,7 +155,7 @@ class EngineTrainer(Trainer):  # type: ignore[misc]  # transformers is not typed
 
     def _labels_of(self, fields: Mapping[str, Any]) -> int:
         """How many labels of a global batch are no padding; all ranks call."""
-        world = self.engine._world
+        world = self.engine.world
         mine = torch.as_tensor(fields["labels"]).ne(-100).sum().to(world.device)
         return int(all_reduce(mine, world.row_group))
 
@@ -164,7 +165,7 @@ class EngineTrainer(Trainer):  # type: ignore[misc]  # transformers is not typed
         Raises:
             SpecError: without a dataset that has a length, or if it gives no batch.
         """
-        world, rows = self.engine._world, self.args.per_device_train_batch_size
+        world, rows = self.engine.world, self.args.per_device_train_batch_size
         dataset, collate = self._used(self.train_dataset, "train_dataset")
         if self.args.dataloader_drop_last and len(dataset) < rows * world.row_size:
             raise SpecError(
@@ -192,7 +193,7 @@ class EngineTrainer(Trainer):  # type: ignore[misc]  # transformers is not typed
         Raises:
             SpecError: without a dataset that has a length and rows.
         """
-        world, named = self.engine._world, "eval_dataset"
+        world, named = self.engine.world, "eval_dataset"
         if isinstance(eval_dataset, str):
             known = self.eval_dataset if isinstance(self.eval_dataset, Mapping) else {}
             if eval_dataset not in known:
@@ -249,7 +250,7 @@ class EngineTrainer(Trainer):  # type: ignore[misc]  # transformers is not typed
         loader = self.get_eval_dataloader(eval_dataset)
         predictions = self._predictions(loader, ignore_keys)
         for fields in loader:
-            loss, targets = self.engine._assessed(dict(fields))
+            loss, targets = self.engine.eval_loss(dict(fields))
             total += loss * targets if targets else 0.0
             count += self._labels_of(fields) if self._counts_all_labels([fields]) else targets
             if predictions is not None:

@@ -14,7 +14,6 @@ from transformers.trainer_utils import EvalPrediction, denumpify_detensorize
 from meshfold.engine.batches.cut import share
 from meshfold.engine.batches.gathered import gathered_list
 from meshfold.engine.engine import Engine
-from meshfold.mesh.model_io import eval_mode
 
 _PADDING = -100  # as the Trainer's
 
@@ -70,12 +69,7 @@ class Predictions:
 
     def _output(self, fields: Mapping[str, Any]) -> Any:
         """The predictions in the model's output, as the Trainer takes them out of it."""
-        engine = self._engine
-        work = engine._forward.prepare(dict(fields))
-        if engine._forward.shifts_labels:  # with labels, logits stay split over the vocabulary for the loss
-            work.kwargs.pop("labels", None)
-        with eval_mode(engine.model), torch.no_grad():
-            output = engine.generator(*work.args, **work.kwargs)
+        output = self._engine.predict(dict(fields))
         if isinstance(output, Mapping):
             parts = tuple(value for name, value in output.items() if name not in self._left_out)
         else:
@@ -85,7 +79,7 @@ class Predictions:
 
     def _of_all(self, values: Any) -> Any:
         """A batch's tensors of all data coordinates, in the order of the rows."""
-        world = self._engine._world
+        world = self._engine.world
         whole = min(self._batch_rows, self._rows - self._number * self._batch_rows)
         counts = [len(share(whole, index, world.row_size)) for index in range(world.row_size)]
 

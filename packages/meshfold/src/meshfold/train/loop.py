@@ -135,7 +135,7 @@ def train(settings: TrainSettings, inputs: Inputs, progress: Progress) -> list[d
             nonfinite=settings.nonfinite,
             watchdog=settings.watchdog,
         ) as engine,
-        hold_folder(settings, engine._world),
+        hold_folder(settings, engine.world),
     ):
         return _train(engine, settings, inputs, progress)
 

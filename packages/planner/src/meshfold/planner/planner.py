@@ -108,18 +108,18 @@ def estimate(
         else:
             from meshfold.planner.zero_estimate import estimate_zero
 
-            engine._states.close()  # chunks take gradients up as they come
+            engine.states.close()  # chunks take gradients up as they come
             zero = estimate_zero(
                 engine,
                 spec.zero,
                 lambda log: _forward_backward(engine, rows, log, nullcontext()),
                 stand_in,
                 machine=machine or MACHINES["h200x8"],
-                tokens=batch_size * seq_len // engine._world.data_size,
+                tokens=batch_size * seq_len // engine.world.data_size,
                 accumulation=accumulate,
                 moments=STATES[optimizer],
                 name=name,
-                blocks=engine._blocks if recompute == "auto" else None,
+                blocks=engine.recomputed_blocks if recompute == "auto" else None,
                 recomputed=recompute == "blocks",
             )
             entries, flops, memory = zero.entries, zero.flops, zero.memory
@@ -132,9 +132,9 @@ def estimate(
             local_parameters=local,
             tokens=batch_size * seq_len,
             memory=memory,
-            traffic=tuple(summarize_traffic(entries, engine._world.outer_axes)),
+            traffic=tuple(summarize_traffic(entries, engine.world.outer_axes)),
             flops=flops,
-            shapes={name: source.shape for name, source in engine._model_state.sources().items()},
+            shapes={name: source.shape for name, source in engine.model_state.sources().items()},
             summary="" if report is None else _in_a_line(report),
             report="" if report is None else str(report),
             seconds=time.perf_counter() - begin,
@@ -175,7 +175,7 @@ def _plain_steps(
     engine: Engine, rows: Any, accumulate: int, stand_in: DryRun, optimizer: str
 ) -> tuple[list[Entry], int, Memory]:
     """Collectives and operations of an optimizer step without ``zero``, and what is held."""
-    states = engine._states
+    states = engine.states
     assert isinstance(states, PlainStates)  # without zero
     parameters = list(engine.model.parameters())
     targets = list(states.targets.values())
@@ -207,27 +207,27 @@ def _plain_steps(
 
 def _micro_step(engine: Engine, rows: Any, log: Log, *, last: bool) -> None:
     """What ``train_step`` does, but for looking at values, which are not there."""
-    engine._states.begin(first=True)
-    _forward_backward(engine, rows, log, engine._states.backward("last" if last else "more"))
+    engine.states.begin(first=True)
+    _forward_backward(engine, rows, log, engine.states.backward("last" if last else "more"))
     if last:
         log.phase = "backward"
-        engine._states.finish(1.0)
+        engine.states.finish(1.0)
         log.phase = "norm"
-        engine._states.norm()
+        engine.states.norm()
 
 
 def _forward_backward(engine: Engine, rows: Any, log: Log, around: AbstractContextManager[None]) -> None:
     """A micro-step's collectives, into the log; ``around`` its backward."""
-    engine.model.train()
-    work = engine._forward.prepare(rows)
-    shares = engine._forward.shares(work, places=False)
-    with engine._randomness(shares):
-        loss, share = engine._forward.loss(work, shares), shares.weight()
+    work, shares = engine.runner.prepare(rows)
+
+    def backward(part: Tensor) -> None:
         log.phase = "backward"
         with around:
-            (loss * share).backward()
+            part.backward()
+
+    loss = engine.runner.loss_and_gradients(work, shares, backward)
     log.phase = "loss"
-    all_reduce(loss.detach() * share, engine._world.data_group)
+    all_reduce(loss, engine.world.data_group)
 
 
 def _in_a_line(report: Report) -> str:

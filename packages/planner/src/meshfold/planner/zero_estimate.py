@@ -83,7 +83,7 @@ def estimate_zero(
         blocks: those whose activations the plan may keep.
         recomputed: blocks recompute their activations, all of them.
     """
-    world, precision = engine._world, engine._precision
+    world, precision = engine.world, engine.precision
     ranks, local = world.data_size, min(machine.devices, world.mesh.world_size)
 
     def traced() -> tuple[Trace, int, Log]:
@@ -113,7 +113,7 @@ def estimate_zero(
         host_base_bytes=PROCESS_BYTES,
         reshards=spec.reshard_after_forward,
         # Adam alone steps chunk by chunk in the backward.
-        clipping=engine._looks_at_all or moments != 2 or precision.name == "fp64",
+        clipping=engine.runner.needs_all_gradients or moments != 2 or precision.name == "fp64",
     )
     workload = replace(workload, recomputed=recomputed)
     rates = machine.rates(precision.name, mesh=world.mesh, axes=world.outer_axes, ranks=local)

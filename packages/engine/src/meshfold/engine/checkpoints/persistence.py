@@ -30,15 +30,16 @@ if TYPE_CHECKING:
 def save(engine: Engine, path: str | os.PathLike[str], *, asynchronous: bool) -> BackgroundSave | None:
     """See :meth:`Engine.save`."""
     _check_path(path, "save")
-    place, backwards = engine._gradients.place, engine._gradients.backwards
+    gradients = engine.runner.gradients
+    micro_steps, backwards = gradients.micro_steps, gradients.backwards
     if backwards:
         done = (
-            f"{place} of {engine._accumulation} micro-steps of an accumulation: save when engine.last.stepped is true"
-            if place
+            f"{micro_steps} of {engine.runner.accumulation} micro-steps of an accumulation: save when engine.last.stepped is true"
+            if micro_steps
             else f"{backwards} backwards without a step: save after engine.step() or engine.zero_grad()"
         )
         raise CheckpointError(f"save() would lose the gradients of {done}")
-    kept = engine._model_state
+    kept = engine.model_state
     files: dict[str, dict[str, Source]] = {}
     noted: dict[str, Sources] = {}
     if asynchronous:
@@ -47,15 +48,15 @@ def save(engine: Engine, path: str | os.PathLike[str], *, asynchronous: bool) ->
         files[MODEL], ties = kept.sources(), kept.ties()
     state: dict[str, Any] = {
         "spec": str(engine.spec.to_dict()),
-        "precision": engine._precision.name,
-        "seed": engine._seed,
+        "precision": engine.precision.name,
+        "seed": engine.runner.seed,
         "step": engine.steps,
         "micro_step": engine.micro_step,
         "skipped_steps": engine.skipped_steps,
-        "scaler": engine._scaler.state_dict(),
+        "scaler": engine.runner.scaler.state_dict(),
         "ties": ties,
         "model": describe(engine.model),
-        "data": engine._data.state_dict(),
+        "data": engine.data_positions.state_dict(),
     }
     if engine.optimizer is not None:
         if asynchronous:
@@ -68,17 +69,17 @@ def save(engine: Engine, path: str | os.PathLike[str], *, asynchronous: bool) ->
     if engine.lr_scheduler is not None:
         small[SCHEDULER_FILE] = engine.lr_scheduler.state_dict()
     if asynchronous:
-        return engine._saver.start(path, noted, {"format": FORMAT_SHARDED, **state}, small)
-    engine._saver.finish()  # saves are in the order of their calls
-    write_checkpoint(path, engine._world, files, state, small, all_read=engine._states.all_read)
+        return engine.saver.start(path, noted, {"format": FORMAT_SHARDED, **state}, small)
+    engine.saver.finish()  # saves are in the order of their calls
+    write_checkpoint(path, engine.world, files, state, small, all_read=engine.states.all_read)
     return None
 
 
 def load(engine: Engine, path: str | os.PathLike[str], *, weights_only: bool, verify: bool) -> None:
     """See :meth:`Engine.load`."""
     _check_path(path, "load")
-    engine._saver.finish()
-    engine._saver.before_change()
+    engine.saver.finish()
+    engine.saver.before_change()
     optimizer: Mapping[str, Tensor] = {}
     scheduler: dict[str, Any] | None = None
     error: Exception | None = None
@@ -87,41 +88,42 @@ def load(engine: Engine, path: str | os.PathLike[str], *, weights_only: bool, ve
     try:
         found = Checkpoint(path)
         state, model, mark = found.state, found.model, found.mark
-        extra = {**engine._model_state.extra_in(model), **found.extra_state}
+        extra = {**engine.model_state.extra_in(model), **found.extra_state}
         if not weights_only:
             scheduler = found.scheduler
             if "optimizer" in state:
                 optimizer = with_plain_names(found.optimizer)
         if verify:
             found.verify(engine.mesh.rank, engine.mesh.world_size, weights_only=weights_only)
-        given = engine._model_state.check(model)
+        given = engine.model_state.check(model)
         if not weights_only:
             _check_rest(engine, state, optimizer)
     except Exception as wrong:  # also a folder that this rank alone may not read
         error = wrong
     what = f"load({str(path)!r})"
-    fail_together(engine._world, error, what)
+    fail_together(engine.world, error, what)
     _check_same(engine, mark, what)
     if not weights_only:
-        engine._data.check(state["data"])
+        engine.data_positions.check(state["data"])
         if engine.lr_scheduler is not None and scheduler is not None:
             _take_schedule(engine.lr_scheduler, scheduler, what)
-    engine._model_state.load_extra(extra, what)
+    engine.model_state.load_extra(extra, what)
     # What can be refused was refused: from here on the engine changes.
     engine.zero_grad()  # gradients since the last step are of other weights
-    engine._model_state.write(given)
+    engine.model_state.write(given)
     if weights_only:
         return
     if engine.optimizer is not None:
-        engine._model_state.load_optimizer(state["optimizer"], optimizer)
+        engine.model_state.load_optimizer(state["optimizer"], optimizer)
     if (engine.lr_scheduler is None) != (scheduler is None) and engine.mesh.rank == 0:
         warnings.warn(_of_one_scheduler(engine, str(path)), stacklevel=3)
-    if state["precision"] == engine._precision.name:  # others had no loss scale, which is not the scale 1
-        engine._scaler.load_state_dict(state["scaler"])
-    engine._seed = int(state["seed"])
-    engine.steps, engine.micro_step = int(state["step"]), int(state["micro_step"])
-    engine.skipped_steps = int(state["skipped_steps"])
-    engine._data.load_state_dict(state["data"])
+    runner = engine.runner
+    if state["precision"] == engine.precision.name:  # others had no loss scale, which is not the scale 1
+        runner.scaler.load_state_dict(state["scaler"])
+    runner.seed = int(state["seed"])
+    runner.steps, runner.micro_step = int(state["step"]), int(state["micro_step"])
+    runner.skipped_steps = int(state["skipped_steps"])
+    engine.data_positions.load_state_dict(state["data"])
 
 
 _COUNTERS = ("precision", "scaler", "seed", "step", "micro_step", "skipped_steps", "data")
@@ -141,8 +143,8 @@ def _check_rest(engine: Engine, state: dict[str, Any], optimizer: Mapping[str, T
         )
     saved = state["optimizer"]
     saved["values"] = with_plain_names(saved["values"])
-    engine._model_state.check_optimizer(saved, optimizer)
-    check_shapes(optimizer, {name: source.shape for name, source in engine._model_state.sources().items()})
+    engine.model_state.check_optimizer(saved, optimizer)
+    check_shapes(optimizer, {name: source.shape for name, source in engine.model_state.sources().items()})
 
 
 def _check_same(engine: Engine, mark: int, what: str) -> None:
@@ -150,7 +152,7 @@ def _check_same(engine: Engine, mark: int, what: str) -> None:
     if engine.mesh.world_size == 1:
         return
     marks = torch.tensor([mark, -mark], device=engine.device)
-    least, most = all_reduce(marks, engine._world.everyone, "min").tolist()
+    least, most = all_reduce(marks, engine.world.everyone, "min").tolist()
     if least != -most:
         raise CheckpointError(
             f"{what}: it was replaced while the ranks opened it, and they have opened different ones: another process saves "

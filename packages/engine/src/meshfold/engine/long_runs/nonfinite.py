@@ -9,18 +9,17 @@ from __future__ import annotations
 
 import math
 import sys
-from typing import TYPE_CHECKING, Literal, get_args
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Literal, NamedTuple, Protocol, get_args
 
-import torch
 from torch import Tensor
 
 from meshfold.engine.errors import NonFiniteError
-from meshfold.engine.long_runs.provenance import Finding, first_of_all, looked_at
+from meshfold.engine.long_runs.provenance import Finding
 from meshfold.mesh import SpecError, did_you_mean
 
 if TYPE_CHECKING:
     from meshfold.engine.batches.batch import Batch
-    from meshfold.engine.engine import Engine
 
 Mode = Literal["error", "skip", "report"]
 
@@ -40,34 +39,64 @@ def check_mode(value: object) -> Mode | None:
     return value  # type: ignore[return-value]
 
 
+class MicroStep(NamedTuple):
+    """A micro-step of ``train_step`` that can be repeated.
+
+    Attributes:
+        number: counted over the whole run.
+        work: its batch.
+        loss: its global loss.
+    """
+
+    number: int
+    work: Batch
+    loss: Tensor
+
+
+class Replay(Protocol):
+    """A function that repeats micro-steps and returns what was not finite first."""
+
+    def __call__(self, micro_steps: Sequence[MicroStep], *, keep: bool) -> Finding | None:
+        """``keep``: afterwards the gradients are complete, as they were."""
+
+
 class NonFiniteGuard:
     """Looks at every accumulation before the optimizer steps.
 
     Attributes:
-        finding: of the last one that was not finite: where it arose.
+        finding: where the last one that was not finite arose.
     """
 
-    def __init__(self, mode: Mode | None) -> None:
+    def __init__(self, mode: Mode | None, *, says: bool) -> None:
         """Args:
         mode: what to do; None: nothing is looked at.
+        says: this rank prints the warnings.
         """
-        self._mode = mode
-        self._seen: list[tuple[int, Batch, Tensor]] = []
-        self._looking = self._known = False
+        self._mode, self._says = mode, says
+        self._seen: list[MicroStep] = []
+        self._known = False
         self.finding: Finding | None = None
 
-    def saw(self, micro_step: int, work: Batch, loss: Tensor) -> None:
-        """A micro-step of ``train_step``: its number, its batch and its global loss."""
-        if self._mode is not None and not self._looking:
-            self._seen.append((micro_step, work, loss))
+    def saw(self, number: int, work: Batch, loss: Tensor) -> None:
+        """Note a micro-step of ``train_step``: its number, its batch and its global loss."""
+        if self._mode is not None:
+            self._seen.append(MicroStep(number, work, loss))
 
     def forget(self) -> None:
-        """The accumulation is over."""
-        if not self._looking:
-            self._seen.clear()
+        """Forget the micro-steps: the accumulation is over."""
+        self._seen.clear()
 
-    def refuses(self, engine: Engine, norm: Tensor) -> bool:
-        """Whether the step must be left out. Under fp16 a gradient that overflows is the loss scale's business.
+    def refuses(
+        self, norm: Tensor, *, step: int, scaled: bool, replay: Replay, forget: Callable[[], None]
+    ) -> bool:
+        """Return whether the step must be left out. Under fp16 a gradient that overflows is the loss scale's business.
+
+        Args:
+            norm: of the gradient.
+            step: number of the step.
+            scaled: under fp16.
+            replay: repeats the step's micro-steps.
+            forget: releases its gradients.
 
         Raises:
             NonFiniteError: in mode ``"error"``, on every rank, with what was found.
@@ -75,52 +104,26 @@ class NonFiniteGuard:
         mode = self._mode
         if mode is None:
             return False
-        loss = next((value for _, _, value in self._seen if not math.isfinite(value)), None)
-        scaled = engine._scaler.moves
+        loss = next((seen.loss for seen in self._seen if not math.isfinite(seen.loss)), None)
         if loss is None and (scaled or math.isfinite(norm)):
             self._known = False
             return False
         what = f"the loss is {float(loss)}" if loss is not None else f"the gradient's norm is {float(norm)}"
-        place = f"step {engine.steps + engine.skipped_steps + 1}: {what}"
-        if mode == "report" and self._known:  # it was said of the step before: nan begets nan
+        if mode == "report" and self._known:  # nan propagates: the step before reported it
             return False
         self._known = True
-        self.finding = self._look(engine) if self._seen else None
-        found = f"{place}. {self.finding or _OWN_LOOP}"
+        self.finding = replay(self._seen, keep=mode == "report") if self._seen else None
+        found = f"step {step}: {what}. {self.finding or _OWN_LOOP}"
         if mode == "error":
-            engine.zero_grad()
+            forget()
             raise NonFiniteError(
                 f"{found}\nNothing was stepped: the weights are those of before. A smaller learning rate, clip_grad_norm or "
                 "another precision may help; Engine(..., nonfinite='skip') leaves such steps out"
             )
-        if engine.mesh.rank == 0:
+        if self._says:
             end = " The step is left out" if mode == "skip" else ""
             print(f"warning: {found}{end}", file=sys.stderr, flush=True)
         return mode == "skip"
-
-    def _look(self, engine: Engine) -> Finding | None:
-        """Repeat the micro-steps, with an eye on every module; gradients are as they were, then."""
-        self._looking = True
-        now, place = engine.micro_step, engine._gradients.place
-        engine._gradients.forget()
-        mine: list[Finding] = []
-        try:
-            for number, (micro_step, work, _) in enumerate(self._seen):
-                engine.micro_step = micro_step
-                shares = engine._forward.shares(work)
-                with looked_at(engine, work, micro_step, mine):
-                    last = number == len(self._seen) - 1
-                    loss = engine._forward_backward(work, shares, last=last)
-                if not torch.isfinite(loss) and (not mine or mine[0].phase == "backward"):
-                    mine[:] = [Finding.of_loss(micro_step, engine.mesh.rank)]  # from which the gradients come
-        finally:
-            engine.micro_step, engine._gradients.place = now, place
-            self._looking = False
-        found = first_of_all(mine, engine)
-        if self._mode == "report":
-            engine._states.finish(1.0 / engine._scaler.scale)
-            engine._norm = engine._clip.apply(engine._states)
-        return found
 
 
 _OWN_LOOP = (

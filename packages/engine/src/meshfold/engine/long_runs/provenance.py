@@ -16,13 +16,13 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from meshfold.mesh import all_gather
+from meshfold.mesh import Mesh, all_gather
 from meshfold.mesh.model_io import local_shard
 from meshfold.mesh.parameters import uncompiled_name
 
 if TYPE_CHECKING:
     from meshfold.engine.batches.batch import Batch
-    from meshfold.engine.engine import Engine
+    from meshfold.engine.world import World
 
 _BYTES = 512  # of a finding on its way to the other ranks
 
@@ -75,24 +75,54 @@ class Finding:
         return f"{what} (micro-step {self.micro_step}, rank {self.rank}{self.place})"
 
 
-@contextmanager
-def looked_at(engine: Engine, work: Batch, micro_step: int, found: list[Finding]) -> Iterator[None]:
-    """Look at all modules during one micro-step; what this rank finds first goes into the list."""
-    eye = _Eye(engine, micro_step, found)
-    if not found:
-        eye.look_at_inputs(work)
-    with ExitStack() as hooks:
-        if not found:
-            eye.hook(hooks)
-        yield
+class NonFiniteSearch:
+    """Looks at all modules while micro-steps are repeated; keeps what this rank finds first."""
+
+    def __init__(self, model: nn.Module, world: World) -> None:
+        """Args:
+        model: this rank's part.
+        world: the other ranks.
+        """
+        self._model, self._world = model, world
+        self._mine: list[Finding] = []
+
+    @contextmanager
+    def looking(self, work: Batch, micro_step: int) -> Iterator[None]:
+        """Context manager around a micro-step."""
+        eye = _Eye(self._model, self._world.mesh, micro_step, self._mine)
+        if not self._mine:
+            eye.look_at_inputs(work)
+        with ExitStack() as hooks:
+            if not self._mine:
+                eye.hook(hooks)
+            yield
+
+    def saw_loss(self, loss: Tensor, micro_step: int) -> None:
+        """Note a micro-step's loss: if it is not finite, it comes before the gradients."""
+        if not torch.isfinite(loss) and (not self._mine or self._mine[0].phase == "backward"):
+            self._mine[:] = [Finding.of_loss(micro_step, self._world.mesh.rank)]
+
+    def first_of_all(self) -> Finding | None:
+        """Return the earliest finding of all ranks, the same on each; all must call. Stages of a pipeline are in its order."""
+        mine = self._mine
+        text = json.dumps(asdict(mine[0])).encode() if mine else b""
+        if len(text) > _BYTES:
+            text = json.dumps(
+                asdict(mine[0]) | dict(module=mine[0].module[-100:], values=mine[0].values[:100])
+            ).encode()
+        row = torch.zeros(1, _BYTES, dtype=torch.uint8)
+        row[0, : len(text)] = torch.tensor(list(text), dtype=torch.uint8)
+        rows = all_gather(row.to(self._world.device), self._world.everyone).cpu()
+        said = [bytes(line.tolist()).rstrip(b"\0") for line in rows]
+        found = [Finding(**json.loads(line)) for line in said if line]
+        return min(found, key=Finding.key, default=None)
 
 
 class _Eye:
     """One rank's look at one micro-step."""
 
-    def __init__(self, engine: Engine, micro_step: int, found: list[Finding]) -> None:
-        self._engine, self._found, self._order = engine, found, 0
-        mesh = engine.mesh
+    def __init__(self, model: nn.Module, mesh: Mesh, micro_step: int, found: list[Finding]) -> None:
+        self._model, self._found, self._order = model, found, 0
         at = {axis: index for axis, index in mesh.coordinates().items() if mesh.size(axis) > 1}
         self._common: dict[str, Any] = dict(
             micro_step=micro_step,
@@ -106,7 +136,7 @@ class _Eye:
 
     def hook(self, hooks: ExitStack) -> None:
         """On every module, until the stack is closed."""
-        for name, module in self._engine.model.named_modules():
+        for name, module in self._model.named_modules():
             self._names[module] = _title(name, module)
             for handle in (
                 module.register_forward_pre_hook(self._before, with_kwargs=True),
@@ -159,21 +189,6 @@ class _Eye:
         )
         if not self._found or new.key() < self._found[0].key():
             self._found[:] = [new]
-
-
-def first_of_all(mine: list[Finding], engine: Engine) -> Finding | None:
-    """The earliest of what all ranks found, the same on each; all must call. Stages of a pipeline are in its order."""
-    text = json.dumps(asdict(mine[0])).encode() if mine else b""
-    if len(text) > _BYTES:
-        text = json.dumps(
-            asdict(mine[0]) | dict(module=mine[0].module[-100:], values=mine[0].values[:100])
-        ).encode()
-    row = torch.zeros(1, _BYTES, dtype=torch.uint8)
-    row[0, : len(text)] = torch.tensor(list(text), dtype=torch.uint8)
-    rows = all_gather(row.to(engine.device), engine._world.everyone).cpu()
-    said = [bytes(line.tolist()).rstrip(b"\0") for line in rows]
-    found = [Finding(**json.loads(line)) for line in said if line]
-    return min(found, key=Finding.key, default=None)
 
 
 def _title(name: str, module: nn.Module) -> str:

@@ -43,7 +43,7 @@ class GracefulStop:
 
     def __init__(self, engine: Engine, signals: Sequence[int] = SIGNALS) -> None:
         """``engine``: whose ranks must agree; all must make one."""
-        self._world, self._signals = engine._world, tuple(signals)
+        self._world, self._signals = engine.world, tuple(signals)
         self._before: dict[int, Any] = {}
         self._flag: Pending | None = None
         self._impatience: SecondRequest | None = None

@@ -1,0 +1,278 @@
+"""The train step: forward, loss, backward, clip, optimizer step, over the micro-steps of an accumulation."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from meshfold.engine.accumulation import Accumulation
+from meshfold.engine.arguments import Arguments
+from meshfold.engine.build import Built
+from meshfold.engine.checkpoints.saving import Saver
+from meshfold.engine.forward import check_loss
+from meshfold.engine.long_runs.nonfinite import MicroStep, NonFiniteGuard
+from meshfold.engine.long_runs.provenance import Finding, NonFiniteSearch
+from meshfold.engine.metrics import StepMetrics, StepValues
+from meshfold.engine.pipelining import PipelinedModel
+from meshfold.engine.precision import LossScaler
+from meshfold.engine.randomness import randomness
+from meshfold.mesh import all_reduce
+from meshfold.mesh.recording import at_step
+
+if TYPE_CHECKING:
+    from meshfold.engine.batches.batch import Batch
+    from meshfold.engine.batches.shares import Shares
+    from meshfold.zero_gemini.optimizer.backward_role import Backward
+
+
+class TrainStep:
+    """Makes optimizer steps out of micro-steps; :class:`meshfold.engine.Engine` adds the checks and the words around it.
+
+    Attributes:
+        forward: calls the model on a batch.
+        gradients: those since the last optimizer step.
+        scaler: of the loss, under fp16.
+        clipping: of the gradients, before the optimizer steps.
+        accumulation: micro-steps of an optimizer step.
+        needs_all_gradients: no parameter may be stepped before all gradients are complete.
+        stages: run the model where the spec has ``pipeline``; else None.
+        lr_scheduler: stepped after each optimizer step, if ``steps_scheduler``; None for none.
+        guard: looks for losses and gradients that are not finite.
+        seed: of dropout.
+        steps, micro_step, skipped_steps: see :class:`meshfold.engine.Engine`.
+    """
+
+    def __init__(self, built: Built, asked: Arguments, saver: Saver) -> None:
+        """Args:
+        built: the parts of the engine.
+        asked: the arguments of the engine.
+        saver: may copy, in the background, what a step changes.
+        """
+        self._model, self._world, self._states = built.part.model, built.world, built.states
+        self.stages: PipelinedModel | None = built.part.pipelined
+        self._torch_dropout = built.part.torch_dropout
+        self._step_guard, self._saver = built.step_guard, saver
+        self.forward = built.forward
+        self.lr_scheduler, self.steps_scheduler = built.lr_scheduler, True
+        self.scaler = LossScaler(asked.precision.scale, says=built.world.mesh.rank == 0)
+        self.gradients = Accumulation(built.states, self.scaler, saver, stages=built.world.pipelined)
+        self.clipping, self.needs_all_gradients = asked.clip, asked.looks_at_all
+        self.guard = NonFiniteGuard(asked.nonfinite, says=built.world.mesh.rank == 0)
+        self.accumulation, self.seed = asked.accumulation, asked.seed
+        self._weight: float | None = None  # of a micro-step's mean in its step; None: 1 / accumulation
+
+        self.steps = self.micro_step = self.skipped_steps = 0
+        # The last optimizer step.
+        self._norm: Tensor | None = None
+        optimizer = built.states.optimizer
+        self._lr = 0.0 if optimizer is None else float(optimizer.param_groups[0]["lr"])
+        self._skipped = False
+        self._values: StepValues | None = None
+
+    # -- a micro-step -----------------------------------------------------------------------------------------------
+
+    def run(self, batch: Any, *, steps: bool = True) -> None:
+        """Run a micro-step on this data coordinate's batch; the last one of an accumulation steps the optimizer.
+
+        Args:
+            batch: as the model takes it.
+            steps: False leaves the optimizer's step to a later call of :meth:`finish`.
+
+        Raises:
+            SpecError: for a batch the model cannot be called with.
+            TrainingError: without an optimizer.
+        """
+        self.gradients.check_open()
+        at_step(self.steps + self.skipped_steps + 1)
+        last = self.gradients.micro_steps == self.accumulation - 1
+        work, shares = self.prepare(batch)
+        loss = self._forward_backward(work, shares, last=last, shown=not (last and steps))
+        loss = all_reduce(loss, self._world.data_group)
+        self.guard.saw(self.micro_step, work, loss)
+        self.micro_step += 1
+        self.gradients.micro_steps += 1
+        if last and steps:
+            self.finish()
+        self._values = self._values_now(loss, shares.total(), stepped=last)
+
+    def prepare(self, batch: Any) -> tuple[Batch, Shares]:
+        """Put the model in training mode, and return a batch on the device with its part of the global batch."""
+        work = self.forward.prepare(batch)
+        self._model.train()
+        return work, self.forward.shares(work)
+
+    def loss_and_gradients(self, work: Batch, shares: Shares, backward: Callable[[Tensor], None]) -> Tensor:
+        """Run forward and backward of a whole batch, and return this rank's share of the global loss.
+
+        Args:
+            work: the batch, on the device.
+            shares: its part of the global batch.
+            backward: takes the part of the step's loss whose gradient is wanted.
+        """
+        with self.random(shares):
+            loss = self.forward.loss(work, shares)
+            share = shares.weight()
+            backward(loss * self._in_step(share))
+        return loss.detach() * share
+
+    def _forward_backward(self, work: Batch, shares: Shares, *, last: bool, shown: bool) -> Tensor:
+        """Add a micro-step's gradient to those since the last step, and return this rank's share of the global loss."""
+        if self.stages is not None:
+            return self._through_stages(self.stages, work, shares, last=last, shown=shown)
+        # Where nobody looks at the gradients before the optimizer does, it may step as they come.
+        kind: Backward = "more" if not last else "last" if self.needs_all_gradients else "final"
+        while True:
+            try:
+                self.gradients.begin()
+                return self.loss_and_gradients(
+                    work, shares, lambda part: self.gradients.backward(part, kind, shown=shown)
+                )
+            except RuntimeError as error:
+                self.gradients.break_off()
+                if self.gradients.backwards or not self._states.can_relieve(error):
+                    raise
+            # Memory ran out, and more can be made: here, where the error no longer holds on to the graph.
+            self._saver.before_change()  # chunks move
+            self._states.relieve()
+
+    def _through_stages(
+        self, stages: PipelinedModel, work: Batch, shares: Shares, *, last: bool, shown: bool
+    ) -> Tensor:
+        """Do the same with the stages of a pipeline: forwards and backwards of micro-batches take turns."""
+        self.gradients.begin(anew=True)
+        with self.random(shares):
+            works = stages.look_ahead(work)
+        share = shares.weight()
+        with self.random(shares), self.gradients.taking("last" if last else "more", shown=shown):
+            loss = stages.step(works, self._in_step(share * self.scaler.scale))
+        return loss * share
+
+    def _in_step(self, share: Any) -> Any:
+        """Return the part of a micro-step's share that counts in its optimizer step."""
+        return share / self.accumulation if self._weight is None else share * self._weight
+
+    @contextmanager
+    def accumulating(self, steps: int, weight: float | None) -> Iterator[None]:
+        """Context manager: micro-steps inside belong to an optimizer step of ``steps`` micro-steps.
+
+        Args:
+            steps: how many.
+            weight: of a micro-step's mean loss in the step's; None: 1 / steps.
+        """
+        before = self.accumulation, self._weight
+        self.accumulation, self._weight = steps, weight
+        try:
+            yield
+        finally:
+            self.accumulation, self._weight = before
+
+    def random(self, shares: Shares) -> AbstractContextManager[object]:
+        """Context manager of a micro-step's dropout: an element of the global batch has one fate under every spec."""
+        return randomness(
+            self.seed, self.micro_step, shares, self._world.device, torch_too=self._torch_dropout
+        )
+
+    # -- the halves of a micro-step, for a loop of the user's own ---------------------------------------------------
+
+    def output(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Call the model on this rank's inputs, to be trained on; return its output."""
+        work = self.forward.inputs(args, kwargs)
+        self._model.train()
+        if torch.is_grad_enabled():
+            self.gradients.begin()
+        with self.random(self.forward.shares(work)):
+            output = self.forward.output(work)
+        self.micro_step += 1
+        return output
+
+    def backward(self, loss: Tensor, *, retain_graph: bool = False) -> None:
+        """Add the gradient of a loss, a mean over this rank's own batch.
+
+        Raises:
+            SpecError: for a loss that is no scalar that depends on parameters.
+        """
+        check_loss(loss)
+        kind: Backward = "last" if self.gradients.summed else "apart"
+        self.gradients.backward(loss.double() / self._world.data_size, kind, retain_graph=retain_graph)
+
+    # -- the optimizer's step ---------------------------------------------------------------------------------------
+
+    def finish(self) -> bool:
+        """End an accumulation: unscale, clip, step optimizer and scheduler, and release the gradients.
+
+        Returns:
+            False if the step was left out: its gradients overflowed, or were not finite.
+
+        Raises:
+            TrainingError: if there was no backward since the last step.
+        """
+        optimizer = self.gradients.finish()
+        self._norm = self.clipping.apply(self._states)
+        self._lr = float(optimizer.param_groups[0]["lr"])
+        refused = self.guard.refuses(
+            self._norm, step=self.steps + self.skipped_steps + 1, scaled=self.scaler.moves, replay=self.replay,
+            forget=self.forget,
+        )  # fmt: skip
+        self._skipped = (self.scaler.moves and self.scaler.update(float(self._norm))) or refused
+        if self._skipped:
+            self.skipped_steps += 1
+        else:
+            with self._step_guard.opened():
+                self._states.step()
+            self.steps += 1
+            if self.lr_scheduler is not None and self.steps_scheduler:
+                self.lr_scheduler.step()
+        self.forget()
+        self._values = self._values_now(None, None, stepped=True)
+        self._saver.look()
+        return not self._skipped
+
+    def forget(self) -> None:
+        """Release the gradients since the last step."""
+        self.gradients.forget()
+        self.guard.forget()
+
+    def replay(self, micro_steps: Sequence[MicroStep], *, keep: bool) -> Finding | None:
+        """Repeat the micro-steps of this step, and return what was not finite first; all ranks must call.
+
+        Args:
+            micro_steps: their numbers, batches and losses; weights and random numbers are the same as before.
+            keep: make the gradients complete and clipped, as they were.
+        """
+        before = self.micro_step, self.gradients.micro_steps
+        self.gradients.forget()
+        search = NonFiniteSearch(self._model, self._world)
+        try:
+            for each in micro_steps:
+                self.micro_step = each.number
+                shares = self.forward.shares(each.work)
+                with search.looking(each.work, each.number):
+                    last = each is micro_steps[-1]
+                    loss = self._forward_backward(each.work, shares, last=last, shown=False)
+                search.saw_loss(loss, each.number)
+        finally:
+            self.micro_step, self.gradients.micro_steps = before
+        if keep:
+            self._states.finish(1.0 / self.scaler.scale)
+            self._norm = self.clipping.apply(self._states)
+        return search.first_of_all()
+
+    # -- what came of it --------------------------------------------------------------------------------------------
+
+    @property
+    def last(self) -> StepMetrics | None:
+        """The numbers of the last micro-step or step; None before the first. To read them the host waits for the device."""
+        return None if self._values is None else self._values.metrics
+
+    def _values_now(self, loss: Tensor | None, tokens: Tensor | None, *, stepped: bool) -> StepValues:
+        return StepValues(
+            loss, tokens, self._norm,
+            dict(
+                step=self.steps, micro_step=self.micro_step, stepped=stepped, lr=self._lr, loss_scale=self.scaler.scale,
+                skipped=self._skipped, skipped_steps=self.skipped_steps,
+            ),
+        )  # fmt: skip
