@@ -34,7 +34,7 @@ from meshfold.tensor_parallel.layers.attention import attention, attention_weigh
 from meshfold.tensor_parallel.layers.dropout import Dropout
 from meshfold.tensor_parallel.layers.linear import Role, stem_plan
 from meshfold.tensor_parallel.layers.patch import PatchEmbedding
-from meshfold.tensor_parallel.sizes import vocabulary_multiple
+from meshfold.tensor_parallel.modes import vocabulary_multiple
 
 BATCH, SEQUENCE, HIDDEN, INNER, HEADS, HEAD_DIM, VOCAB = 16, 2, 16, 32, 8, 2, 37
 TOKENS = BATCH * SEQUENCE

@@ -15,9 +15,8 @@ from meshfold.mesh import LayoutError, Mesh, Placement
 from meshfold.mesh.testing import run_on_ranks
 from meshfold.tensor_parallel import plan
 from meshfold.tensor_parallel.lowerings import LOWERINGS
-from meshfold.tensor_parallel.matmul import bind_matmul, lead_shape, matmul
+from meshfold.tensor_parallel.matmul import bind_enter_operand, bind_matmul, lead_shape, matmul
 from meshfold.tensor_parallel.modes import MODES
-from meshfold.tensor_parallel.operands import bind_enter_operand
 from meshfold.tensor_parallel.plan import MatmulPlan
 
 Axes = tuple[tuple[str, int], ...]

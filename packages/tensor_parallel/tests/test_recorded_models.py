@@ -17,8 +17,7 @@ from meshfold.mesh import Mesh, record
 from meshfold.mesh.testing import fake_world
 from meshfold.tensor_parallel import Cost, MatmulPlan, find_mode, matmul_cost, parallelize
 from meshfold.tensor_parallel.cost import CostBuilder
-from meshfold.tensor_parallel.modes import Mode, outside_blocks
-from meshfold.tensor_parallel.sizes import vocabulary_multiple
+from meshfold.tensor_parallel.modes import Mode, outside_blocks, vocabulary_multiple
 
 HIDDEN, HEADS, BATCH, SEQUENCE, LAYERS, POSITIONS = 1024, 512, 64, 8, 2, 16
 TOKENS, HEAD_DIM = BATCH * SEQUENCE, HIDDEN // HEADS

@@ -8,9 +8,8 @@ from torch import nn
 
 from meshfold.mesh import LayoutError, Mesh, Part
 from meshfold.tensor_parallel.convert.roles import FUSED_QKV, INTERLEAVED_QKV, KEY_VALUE, QUERY
-from meshfold.tensor_parallel.modes import Mode
+from meshfold.tensor_parallel.modes import Mode, neighbours
 from meshfold.tensor_parallel.module_kinds import features, is_linear
-from meshfold.tensor_parallel.sizes import neighbours
 
 _HEADS = ("num_heads", "n_heads", "n_head", "num_attention_heads", "nhead", "heads")
 _KV_HEADS = ("num_key_value_heads", "n_kv_heads", "num_kv_heads", "kv_heads", "n_kv_head")

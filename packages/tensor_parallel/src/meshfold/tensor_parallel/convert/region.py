@@ -20,8 +20,7 @@ from meshfold.tensor_parallel.convert.boundary import Boundary
 from meshfold.tensor_parallel.layers.autocast import lowered
 from meshfold.tensor_parallel.layers.base import BatchShape, OnMesh
 from meshfold.tensor_parallel.layers.linear import Linear, fold
-from meshfold.tensor_parallel.matmul import lead_shape
-from meshfold.tensor_parallel.operands import bind_enter_operand
+from meshfold.tensor_parallel.matmul import bind_enter_operand, lead_shape
 
 
 class Region(OnMesh):

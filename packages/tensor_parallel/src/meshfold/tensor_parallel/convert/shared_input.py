@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from meshfold.tensor_parallel.layers.autocast import lowered
 from meshfold.tensor_parallel.layers.base import OnMesh
 from meshfold.tensor_parallel.layers.linear import Linear
-from meshfold.tensor_parallel.operands import bind_enter_operand
+from meshfold.tensor_parallel.matmul import bind_enter_operand
 from meshfold.tensor_parallel.plan import MatmulPlan
 
 

@@ -17,8 +17,7 @@ from meshfold.mesh.tracking.dims import axes_of, is_unknown
 from meshfold.tensor_parallel.convert.stream_layout import real
 from meshfold.tensor_parallel.layers.base import OnMesh
 from meshfold.tensor_parallel.layers.linear import Linear
-from meshfold.tensor_parallel.modes import Mode
-from meshfold.tensor_parallel.sizes import vocabulary_multiple
+from meshfold.tensor_parallel.modes import Mode, vocabulary_multiple
 
 
 class SplitOutput(OnMesh):

@@ -18,10 +18,8 @@ from meshfold.mesh.collectives import bind_enter, take_block
 from meshfold.tensor_parallel.layers import vocabulary
 from meshfold.tensor_parallel.layers.base import ShardedLayer, shard_parameter
 from meshfold.tensor_parallel.layers.vocabulary import checked
-from meshfold.tensor_parallel.matmul import lead_shape
-from meshfold.tensor_parallel.modes import Mode, find_mode
-from meshfold.tensor_parallel.operands import bind_enter_operand, bind_leave_operand
-from meshfold.tensor_parallel.sizes import split_evenly, vocabulary_multiple
+from meshfold.tensor_parallel.matmul import bind_enter_operand, bind_leave_operand, lead_shape
+from meshfold.tensor_parallel.modes import Mode, find_mode, split_evenly, vocabulary_multiple
 
 
 class Embedding(ShardedLayer):

@@ -34,13 +34,12 @@ from meshfold.tensor_parallel.lowerings.gather import turns_weight
 from meshfold.tensor_parallel.matmul import (
     bind_deferred_matmul,
     bind_matmul,
+    bind_sum_repeated,
     lead_shape,
     weight_gradient,
 )
-from meshfold.tensor_parallel.modes import Mode, find_mode
-from meshfold.tensor_parallel.operands import bind_sum_repeated
+from meshfold.tensor_parallel.modes import Mode, find_mode, split_evenly, vocabulary_multiple
 from meshfold.tensor_parallel.plan import MatmulPlan, plan
-from meshfold.tensor_parallel.sizes import split_evenly, vocabulary_multiple
 
 Role = Literal["column", "row", "head", "tied_head", "stem", "adapter"]
 

@@ -21,8 +21,7 @@ from meshfold.tensor_parallel.layers import vocabulary
 from meshfold.tensor_parallel.layers.autocast import left_alone
 from meshfold.tensor_parallel.layers.base import OnMesh
 from meshfold.tensor_parallel.layers.vocabulary import checked
-from meshfold.tensor_parallel.modes import Mode, find_mode
-from meshfold.tensor_parallel.sizes import vocabulary_multiple
+from meshfold.tensor_parallel.modes import Mode, find_mode, vocabulary_multiple
 
 SummedLoss = Callable[[Tensor, Tensor], Tensor]
 

@@ -10,10 +10,9 @@ from meshfold.tensor_parallel.layers.autocast import lowered
 from meshfold.tensor_parallel.layers.base import ShardedLayer, shard_parameter
 from meshfold.tensor_parallel.layers.linear import stem_plan
 from meshfold.tensor_parallel.matmul import Product, bind_matmul
-from meshfold.tensor_parallel.modes import Mode
+from meshfold.tensor_parallel.modes import Mode, split_evenly
 from meshfold.tensor_parallel.module_kinds import is_patch
 from meshfold.tensor_parallel.plan import MatmulPlan
-from meshfold.tensor_parallel.sizes import split_evenly
 
 
 class PatchEmbedding(ShardedLayer):
