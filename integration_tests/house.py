@@ -53,7 +53,6 @@ QUESTIONING = (
     "meshfold",
     "models",
     "planner",
-    "tensor_parallel",
     "zero_gemini",
 )
 QUESTIONS = ("How", "Of", "What", "Where", "Whether", "Which", "Who", "Whom", "Whose")

@@ -39,7 +39,7 @@ class CostEntry:
 
 @dataclass(frozen=True, slots=True)
 class Cost:
-    """What a plan moves, collective by collective, as each rank sees it."""
+    """Collectives of a plan with their bytes, as each rank sees them."""
 
     entries: tuple[CostEntry, ...]
 
@@ -49,7 +49,7 @@ class Cost:
         return sum((entry.bytes for entry in self.entries), Fraction(0))
 
     def count(self, *phases: str) -> Counter[tuple[Kind, tuple[str, ...], Fraction]]:
-        """How often each (kind, axes, bytes) comes, in some phases or in all; comparable to ``Log.count``."""
+        """Return the number of calls by (kind, axes, bytes), in some phases or in all; comparable to ``Log.count``."""
         chosen = (entry for entry in self.entries if not phases or entry.phase in phases)
         return Counter((entry.kind, entry.axes, entry.bytes) for entry in chosen)
 
@@ -69,33 +69,33 @@ class Cost:
 
 
 class CostBuilder:
-    """Collects entries; collectives over one rank cost nothing and are left out."""
+    """Collector of entries; collectives over one rank cost nothing and are left out."""
 
     def __init__(self, mesh: Mesh, itemsize: int) -> None:
         self._mesh, self._itemsize = mesh, itemsize
         self._entries: list[CostEntry] = []
 
     def add(self, phase: str, kind: Kind, operand: str, axes: Iterable[str], elements: int) -> None:
-        """Note a collective whose block has so many elements."""
+        """Add a collective whose block has so many elements."""
         spanned = self._mesh.spanned(*axes)
         size = self._mesh.size(*spanned)
         if size > 1:
             self._entries.append(CostEntry(phase, kind, operand, spanned, size, elements * self._itemsize))
 
     def gather(self, phase: str, operand: str, axes: Iterable[str], elements: int) -> int:
-        """All-gathers over axes, one after the other, of a block of so many elements; returns the gathered elements."""
+        """Add all-gathers over axes, one after the other, of a block of so many elements; return the gathered elements."""
         for axis in axes:
             elements *= self._mesh.size(axis)
             self.add(phase, "all_gather", operand, (axis,), elements)
         return elements
 
     def scatter(self, phase: str, operand: str, axes: Iterable[str], elements: int) -> int:
-        """Reduce-scatters over axes, one after the other; returns the elements left."""
+        """Add reduce-scatters over axes, one after the other; return the elements left."""
         for axis in axes:
             self.add(phase, "reduce_scatter", operand, (axis,), elements)
             elements //= self._mesh.size(axis)
         return elements
 
     def done(self) -> Cost:
-        """The cost collected."""
+        """Return the collected cost."""
         return Cost(tuple(self._entries))

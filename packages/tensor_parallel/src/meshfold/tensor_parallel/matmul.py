@@ -30,7 +30,7 @@ def matmul(
     lowering: str = "gather",
     keep: frozenset[str] = frozenset(),
 ) -> Tensor:
-    """``y = x wᵀ`` on local blocks, forward and backward as the plan says.
+    """Compute ``y = x wᵀ`` on local blocks, forward and backward as the plan says.
 
     Args:
         x: ``.. k``, this rank's block of layout ``plan.x``; all dims but the last together are m.
@@ -56,7 +56,7 @@ Product = Callable[[Tensor, Tensor], Tensor]
 def bind_matmul(
     plan: MatmulPlan, mesh: Mesh, *, lowering: str = "gather", keep: frozenset[str] = frozenset()
 ) -> Product:
-    """:func:`matmul` bound to its plan and mesh: what a layer keeps and calls, and torch.compile can trace.
+    """Bind :func:`matmul` to its plan and mesh: layers keep and call the result, and torch.compile can trace it.
 
     Raises:
         LayoutError: if the lowering does not apply to the plan.
@@ -71,7 +71,7 @@ DeferredProduct = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
 def bind_deferred_matmul(plan: MatmulPlan, mesh: Mesh, *, lowering: str = "gather") -> DeferredProduct:
-    """:func:`bind_matmul` for a weight that autograd does not see: (x, detached w, ticket) to y.
+    """Bind the matmul of a weight that autograd does not see: a function from (x, detached w, ticket) to y.
 
     Backward computes dx and hands x and dy, both at rest, to :func:`.deferred_wgrad.defer_weight_grad`; what both gradients
     need gathered is gathered for each.
@@ -83,7 +83,7 @@ def bind_deferred_matmul(plan: MatmulPlan, mesh: Mesh, *, lowering: str = "gathe
 def weight_gradient(
     plan: MatmulPlan, mesh: Mesh, x: Tensor, w: Tensor, dy: Tensor, *, lowering: str = "gather"
 ) -> Tensor:
-    """The weight gradient that was deferred: ``m k`` and ``m n`` at rest to ``n k`` at rest. ``w`` gives the shape."""
+    """Compute a deferred weight gradient: ``m k`` and ``m n`` at rest to ``n k`` at rest. ``w`` gives the shape."""
     chosen = find_lowering(lowering, plan)
     _, dw = chosen.backward(plan, mesh, x, w, dy, wants=(False, True), kept=(None, None))
     if dw is None:
@@ -166,7 +166,7 @@ def lead_shape(lead: torch.Size, rows: int) -> tuple[int, ...]:
 
 
 def bind_enter_operand(plan: MatmulPlan, mesh: Mesh, operand: Literal["x", "w"]) -> Primitive:
-    """Gathers x or w over its extras; backward scatters and sums the gradient as dx or dw leaves.
+    """Bind the gather of x or w over its extras; backward scatters and sums the gradient as dx or dw leaves.
 
     The result takes a tensor of two dims, local at rest: ``[m, k]`` for x, ``[n, k]`` for w.
     """
@@ -181,7 +181,7 @@ def bind_enter_operand(plan: MatmulPlan, mesh: Mesh, operand: Literal["x", "w"])
 
 
 def bind_leave_operand(plan: MatmulPlan, mesh: Mesh) -> Primitive:
-    """Scatters and sums y, ``[m, n]`` partial sums to local at rest; backward gathers dy."""
+    """Bind the scatter and sum of y, ``[m, n]`` partial sums to local at rest; backward gathers dy."""
     plan.prepare(mesh)
     return mesh.once(
         ("leave operand", plan),
@@ -193,8 +193,8 @@ def bind_leave_operand(plan: MatmulPlan, mesh: Mesh) -> Primitive:
 
 
 def bind_sum_repeated(mesh: Mesh, dim: int, spans: tuple[tuple[int, int, tuple[str, ...]], ...]) -> Primitive:
-    """Identity on a parameter some stretches of which are held by several ranks, each using its copy differently
-    (key/value heads when there are fewer than ranks); backward sums the gradient of those stretches.
+    """Bind the identity on a parameter of which several ranks hold some spans, each using its copy differently (key/value
+    heads when there are fewer than ranks); backward sums the gradient of those spans.
 
     Args:
         mesh: where it lies.

@@ -78,7 +78,7 @@ class Mode:
         _ = self.plans  # made here, so that what does not fit is refused here
 
     def layout(self, role: str) -> Layout:
-        """One of the layouts, parsed."""
+        """Return one of the layouts, parsed."""
         return Layout.parse(getattr(self, role))
 
     @cached_property
@@ -105,11 +105,11 @@ class Mode:
         return made
 
     def batch_divisor(self, mesh: Mesh) -> int:
-        """What the batch must be a multiple of for attention to be local: the blocks of m in ``hidden``."""
+        """Return the number that the batch must be a multiple of for attention to be local: the blocks of m in ``hidden``."""
         return mesh.size(*self.layout("hidden")["m"])
 
     def head_divisor(self, mesh: Mesh) -> int:
-        """What the number of attention heads must be a multiple of: the blocks of n in ``hidden``."""
+        """Return the number that the heads must be a multiple of: the blocks of n in ``hidden``."""
         return mesh.size(*self.layout("hidden")["n"])
 
     def __str__(self) -> str:
@@ -125,7 +125,7 @@ class Mode:
 
 
 def _named(layout: Layout, **names: str) -> Layout:
-    """The layout with its dims renamed: ``_named(residual, m="m", h="k")``."""
+    """Return the layout with its dims renamed: ``_named(residual, m="m", h="k")``."""
     return Layout({names[dim]: axes for dim, axes in layout.items()})
 
 
@@ -164,7 +164,7 @@ MODES: dict[str, Mode] = {
 
 
 def find_mode(mode: str | Mode) -> Mode:
-    """A built-in mode by name, or the mode itself.
+    """Return a built-in mode by name, or the mode itself.
 
     Raises:
         LayoutError: for an unknown name.
@@ -180,7 +180,7 @@ def find_mode(mode: str | Mode) -> Mode:
 
 
 def outside_blocks(mode: Mode) -> Mode:
-    """The mode for the parts of a model where the residual stream has all its tokens on every rank.
+    """Return the mode for the parts of a model where the residual stream has all its tokens on every rank.
 
     Raises:
         LayoutError: if the mode's weights only fit a stream that is split by tokens.
@@ -207,12 +207,12 @@ def split_evenly(size: int, axes: tuple[str, ...], mesh: Mesh, what: str) -> Non
 
 
 def neighbours(size: int, multiple: int) -> str:
-    """The multiples next to a size: ``'8 or 12'``."""
+    """Return the multiples next to a size: ``'8 or 12'``."""
     below = size // multiple * multiple
     return f"{below} or {below + multiple}" if below else str(multiple)
 
 
 def vocabulary_multiple(mode: Mode, mesh: Mesh) -> int:
-    """What a vocabulary is padded to a multiple of, so that table, head and logits can all be split."""
+    """Return the multiple that a vocabulary is padded to, so that table, head and logits can all be split."""
     splits = [mode.layout("embedding")["v"], mode.layout("head")["v"], mode.layout("logits")["v"]]
     return math.lcm(*(mesh.size(*axes) for axes in splits))

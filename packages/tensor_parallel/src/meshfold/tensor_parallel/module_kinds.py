@@ -1,4 +1,4 @@
-"""What kind of layer a module is, whoever wrote it: linear, norm, dropout, and whether it is one that can be split."""
+"""Kinds of layers, whoever wrote them: linear, norm, dropout, and whether each can be split."""
 
 from __future__ import annotations
 
@@ -13,29 +13,29 @@ _MIX_COLUMNS = (nn.modules.batchnorm._NormBase, nn.GroupNorm, nn.LocalResponseNo
 
 
 def is_linear(module: nn.Module) -> bool:
-    """nn.Linear, or transformers' Conv1D, which is one with its weight transposed."""
+    """Return True for nn.Linear, and for transformers' Conv1D, which is one with its weight transposed."""
     return isinstance(module, nn.Linear) or is_conv1d(module)
 
 
 def is_conv1d(module: nn.Module) -> bool:
-    """transformers' Conv1D: weight ``k n``."""
+    """Return True for transformers' Conv1D: weight ``k n``."""
     return type(module).__name__ == "Conv1D" and hasattr(module, "nf")
 
 
 def features(module: nn.Module) -> tuple[int, int]:
-    """(in, out) of a linear layer."""
+    """Return (in, out) of a linear layer."""
     weight: Any = module.weight
     a, b = weight.shape
     return (a, b) if is_conv1d(module) else (b, a)
 
 
 def is_patch(module: nn.Module) -> bool:
-    """A convolution over patches that do not overlap."""
+    """Return True for a convolution over patches that do not overlap."""
     return isinstance(module, nn.Conv2d) and module.kernel_size == module.stride and module.groups == 1
 
 
 def norm_kind(module: nn.Module) -> str:
-    """``"layer"``, ``"rms"`` or nothing."""
+    """Return ``"layer"``, ``"rms"`` or an empty string."""
     if isinstance(module, nn.LayerNorm):
         return "layer"
     if isinstance(module, nn.RMSNorm):
@@ -52,7 +52,7 @@ def norm_kind(module: nn.Module) -> str:
 
 
 def norm_size(module: nn.Module) -> int:
-    """How many features a norm normalises; 0 for one over several dims."""
+    """Return the number of features that a norm normalises; 0 for one over several dims."""
     shape: Any = getattr(module, "normalized_shape", None)
     if shape is None:
         weight: Any = module.weight
@@ -127,7 +127,7 @@ def check_norm(name: str, module: nn.Module) -> None:
 
 
 def why_not(module: nn.Module) -> str:
-    """Why a layer of a known kind cannot be replaced by a sharded one; empty if it can or its kind is not known."""
+    """Return why a layer of a known kind cannot be replaced by a sharded one; empty if it can, or for other kinds."""
     kind = type(module).__name__
     for base in (nn.Linear, nn.Embedding, nn.Conv2d):
         if isinstance(module, base):

@@ -21,5 +21,5 @@ def _cost(self: MatmulPlan, *args: Any, **kwargs: Any) -> Cost:
 
 
 def install() -> None:
-    """Give plans the method ``cost``. It cannot stand in the class: a plan does not import how it is carried out."""
+    """Give plans the method ``cost``. It is not in the class: a plan does not import how it is carried out."""
     MatmulPlan.cost = _cost  # type: ignore[attr-defined]

@@ -1,4 +1,4 @@
-"""The layout algebra: three layouts say everything about a sharded matmul.
+"""Layout algebra: the collectives of a sharded matmul follow from three layouts.
 
 For ``y[m,n] = x[m,k] w[k,n]`` with three layouts at rest:
 
@@ -79,7 +79,7 @@ class MatmulPlan:
     _steps: Mapping[str, tuple[tuple[int, str], ...]] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        """Work out what a layer asks in every forward: parsed once, then executed."""
+        """Work out what layers need in every forward."""
         extras: dict[str, tuple[tuple[str, str], ...]] = {}
         sums: dict[str, tuple[str, ...]] = {}
         steps: dict[str, tuple[tuple[int, str], ...]] = {}
@@ -102,20 +102,20 @@ class MatmulPlan:
             object.__setattr__(self, attribute, value)
 
     def enter(self) -> MatmulPlan:
-        """The plan of a matmul whose input is gathered once for several: x arrives whole, dx leaves as partial sums."""
+        """Return the plan of a matmul whose input is gathered once for several: x arrives whole, dx leaves as partial sums."""
         whole = Layout({self.m: self.compute[self.m], self.k: self.compute[self.k]})
         return replace(self, x=whole, entered=True)
 
     def extras(self, operand: Operand) -> tuple[tuple[str, str], ...]:
-        """(dim, axis) pairs beyond the compute prefix, major first: what the operand is gathered or scattered over."""
+        """Return (dim, axis) pairs beyond the compute prefix, major first: the operand is gathered or scattered over these."""
         return self._extras[operand]
 
     def steps(self, operand: Operand) -> tuple[tuple[int, str], ...]:
-        """The extras with the place of the dim in the tensor: x lies as ``[m, k]``, w as ``[n, k]``, y as ``[m, n]``."""
+        """Return the extras with the number of the dim in the tensor: x lies as ``[m, k]``, w as ``[n, k]``, y as ``[m, n]``."""
         return self._steps[operand]
 
     def sums(self, operand: Operand) -> tuple[str, ...]:
-        """The axes that y, dx or dw is all-reduced over when it leaves: the summed index's, less the extras."""
+        """Return the axes that y, dx or dw is all-reduced over when it leaves: the summed index's, less the extras."""
         return self._sums[operand]
 
     def prepare(self, mesh: Mesh) -> None:
@@ -153,7 +153,7 @@ class MatmulPlan:
         return tuple(moves)
 
     def local_sizes(self, operand: Operand, sizes: Mapping[str, int], mesh: Mesh) -> dict[str, int]:
-        """Elements of each dim of an operand's local block, at rest."""
+        """Return the elements of each dim of an operand's local block, at rest."""
         return {dim: sizes[dim] // mesh.size(*axes) for dim, axes in getattr(self, operand).items()}
 
     def check_sizes(self, sizes: Mapping[str, int], mesh: Mesh) -> None:

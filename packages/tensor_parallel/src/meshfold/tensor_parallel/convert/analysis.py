@@ -1,4 +1,4 @@
-"""What is known of a model before anything of it is changed: roles, heads, blocks, and which mode holds where."""
+"""Analysis of a model before anything of it is changed: roles, heads, blocks, and the mode of each part."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from meshfold.tensor_parallel.module_kinds import check_norm, features, is_linea
 
 
 class Study:
-    """A model looked at for a mode.
+    """A model analysed for a mode.
 
     Attributes:
         modules: all of them by full name, parents first.
@@ -85,24 +85,24 @@ class Study:
         self.stand_ins: dict[str, int] = {}
 
     def mode_at(self, name: str) -> Mode:
-        """The mode that holds where a module stands."""
+        """Return the mode that holds where a module stands."""
         inside = not self.only_blocks or any(blocks.holds(name) for blocks in self.lists)
         return self.mode if inside else self.outer
 
     def flat_at(self, name: str) -> Boundary | None:
-        """The boundary at which the stream that a module sees was flattened, if it was."""
+        """Return the boundary at which the stream that a module sees was flattened; None if it was not."""
         for blocks, boundary in self.boundaries:
             if boundary.flatten and (blocks is None or blocks.holds(name)):
                 return boundary
         return None
 
     def children(self, name: str, role: str) -> list[str]:
-        """Full names of a module's direct children of a role."""
+        """Return the full names of a module's direct children of a role."""
         leaves = (f"{name}.{leaf}" if name else leaf for leaf, _ in self.modules[name].named_children())
         return [full for full in leaves if self.roles.role.get(full) == role]
 
     def needs_region(self, name: str) -> bool:
-        """Whether attention's own code would miscount its tokens if its layers gathered their input themselves."""
+        """Return True if attention's own code would miscount its tokens where its layers gather their input themselves."""
         if name not in self.heads or self.flat:
             return False
         return changes_tokens(self.mode_at(name).plans["column"]) or self.flat_at(name) is not None
@@ -146,7 +146,7 @@ class Study:
             self._check_code(name, heads)
 
     def _offer(self) -> str:
-        """Rules for what was refused, ready to paste where they are known to work; else their form."""
+        """Return rules for the refused modules, ready to paste if they are known to work; otherwise their form."""
         pairs = offered_rules(self.model, self.roles)
         if pairs:
             try:
@@ -159,7 +159,9 @@ class Study:
         return f"rules={{{written}}}, if a row layer reads what the column layer before it writes"
 
     def _check_said(self) -> None:
-        """Linear layers that a rule names must fit those beside them: a row layer reads what a column layer writes."""
+        """Raise a LayoutError for a linear layer whose rule does not fit the layers beside it: a row layer reads what a
+        column layer writes.
+        """
         for name in self.roles.said:
             if not is_linear(self.modules[name]):
                 continue
@@ -186,7 +188,7 @@ class Study:
                 )
 
     def _row_widths(self, columns: list[str], taken: set[int]) -> set[int]:
-        """What a row layer may read behind column layers, where other row layers read the widths that are taken."""
+        """Return the widths that a row layer may read behind column layers; ``taken`` are read by other row layers."""
         wide = {features(self.modules[column])[1] for column in columns}
         halves = {width // 2 for width in wide - taken}  # gate and up in one
         mine = set(columns)
@@ -195,7 +197,7 @@ class Study:
         )
 
     def _columns_before(self, name: str) -> list[str]:
-        """The column layers of the nearest module round a row layer that has any whose output no other row layer reads."""
+        """Return the column layers of the nearest enclosing module whose output no other row layer reads."""
         around, inner = name.rpartition(".")[0], True
         while True:
             columns = [
@@ -209,7 +211,7 @@ class Study:
             around, inner = around.rpartition(".")[0], False
 
     def _check_torchs_attention(self) -> None:
-        """Attention that keeps torch's own forward would drop other weights on every rank."""
+        """Raise a LayoutError for attention with dropout that keeps torch's forward: it would drop other weights on every rank."""
         for name, module in self.modules.items():
             if (
                 isinstance(module, nn.MultiheadAttention)
@@ -222,7 +224,7 @@ class Study:
                 )
 
     def _check_two_streams(self) -> None:
-        """An encoder's output is read by every block of the decoder, so both streams must lie as attention wants them."""
+        """Raise a LayoutError for an encoder-decoder whose two streams do not lie as attention reads them."""
         if not getattr(getattr(self.model, "config", None), "is_encoder_decoder", False):
             return
         if self.only_blocks or any(self.needs_region(name) for name in self.heads):
@@ -233,7 +235,7 @@ class Study:
             )
 
     def _check_shared_by_blocks(self) -> None:
-        """A layer that blocks share with the rest of the model would be given split tokens here and whole ones there."""
+        """Raise a LayoutError for a layer used inside blocks and outside: it would get split tokens here and whole ones there."""
         if not self.only_blocks:
             return
         members = {member for blocks in self.lists for member in blocks.members.values()}
@@ -252,7 +254,7 @@ class Study:
                 )
 
     def _check_projections(self, name: str, heads: Heads) -> None:
-        """The projections of attention are split together, or none is."""
+        """Raise a LayoutError unless all projections of an attention are split, or none."""
         other = [p for p in heads.projections if self.roles.role.get(p) != "column"]
         prefix = f"{name}." if name else ""
         other += [
@@ -272,7 +274,7 @@ class Study:
             )
 
     def _check_code(self, name: str, heads: Heads) -> None:
-        """Attention's own code must work on the heads of one rank."""
+        """Raise a LayoutError unless attention's own code works on the heads of one rank."""
         biases = tuple(n for n in self.roles.named("head_bias") if n.rpartition(".")[0] == name)
         split = bool(self.roles.named("head_bias"))
         module, local = self.modules[name], heads.heads // self.mode.head_divisor(self.mesh) * heads.head_dim
@@ -297,21 +299,23 @@ class Study:
             )
 
     def _input_width(self, name: str) -> int:
-        """The last dim of what attention is called with: the stream's columns here, folded where a region gathers it."""
+        """Return the last dim of attention's input: the stream's local columns, folded where a region gathers it."""
         width = self.roles.hidden // self.mesh.size(*self.mode_at(name).layout("residual")["h"])
         plan = self.mode.plans["column"]
         folds = self.mesh.size(*(axis for dim, axis in plan.extras("y") if dim == plan.m))
         return width * folds if self.needs_region(name) else width
 
     def _splits_rows(self) -> bool:
-        """Whether ranks have other rows of the batch, masks and all."""
+        """Return True if ranks have different rows of the batch, masks included."""
         return self.by_sequences and self.mesh.size(*self.mode.layout("residual")["m"]) > 1
 
     def _splits_stream(self) -> bool:
         return self.mesh.size(*self.mode.layout("residual")["m"], *self.mode.layout("residual")["h"]) > 1
 
     def _check_joined(self, name: str) -> None:
-        """A whole module has its first argument joined, so no other may be of the stream, or made for a rank's rows."""
+        """Raise a LayoutError for a whole module with a second argument of the stream, or made for a rank's rows: only the
+        first is gathered.
+        """
         takes = _takes(self.modules[name])
         split = ["residual"] if self._splits_stream() else []
         split += BIASES if self._splits_rows() else []
@@ -323,7 +327,7 @@ class Study:
             )
 
     def _check_region(self, name: str) -> None:
-        """What attention is called with must be what its projections read, if its input is gathered in front of it."""
+        """Raise a LayoutError for attention with other layers in its module, if its input is gathered in front of it."""
         if self.needs_region(name) and not self._only_attention(name):
             raise LayoutError(
                 f"{name or '(root)'}: in mode {self.mode.name!r} attention has other tokens than the residual stream, so its "
@@ -332,7 +336,7 @@ class Study:
             )
 
     def _check_head_norm(self, name: str) -> None:
-        """A norm of queries or keys is a layer on split heads only if each head is normalised by itself."""
+        """Raise a LayoutError for a norm of queries or keys that does not normalise each head by itself."""
         attention = name.rpartition(".")[0]
         size = norm_size(self.modules[name])
         whole = f"keep all of the attention whole: {attention!r}: 'replicate'"
@@ -348,7 +352,9 @@ class Study:
             )
 
     def _check_whole(self, name: str) -> None:
-        """What has weights and is given the heads of one rank has gradients that no other rank knows of."""
+        """Raise a LayoutError for a trained module that is given the heads of one rank: other ranks would not have its
+        gradients.
+        """
         module, size = self.modules[name], self.roles.hidden
         attention = next(
             (heads for heads in self.heads if name.startswith(f"{heads}." if heads else "")), None
@@ -370,13 +376,13 @@ class Study:
             )
 
     def _only_attention(self, name: str) -> bool:
-        """Whether a module holds the layers of its attention, and no norm of the stream, MLP or table."""
+        """Return True if a module holds the layers of its attention, and no norm of the stream, MLP or table."""
         before = any(self.children(name, role) for role in ("norm", "embedding", "patch", "stem"))
         alike = set(self.children(name, "column")) == set(self.heads[name].projections)
         return alike and not before and len(self.children(name, "row")) == 1
 
     def _is_whole(self, name: str) -> bool:
-        """Whether a module is, or lies in, one that stays whole."""
+        """Return True if a module stays whole, or lies in one that does."""
         whole = [name for role in WHOLE for name in self.roles.named(role)]
         return any(not kept or name == kept or name.startswith(f"{kept}.") for kept in whole)
 
@@ -394,10 +400,10 @@ class Study:
 
 
 def _everywhere(name: str) -> str:
-    """A pattern for modules of that name in all blocks, quoted."""
+    """Return a pattern for modules of that name in all blocks, quoted."""
     return repr(f"*.{name.rpartition('.')[2]}" if "." in name else name)
 
 
 def _takes(module: nn.Module) -> tuple[str, ...]:
-    """The names of what a module's forward takes."""
+    """Return the names of what a module's forward takes."""
     return tuple(inspect.signature(type(module).forward).parameters)

@@ -1,4 +1,4 @@
-"""Whether attention's own code works on some of its heads: it is tried out before anything is changed.
+"""Trial of attention's own code on some of its heads, before anything is changed.
 
 No weights are needed. A twin of the module gets stand-ins for its projections, which return a few given numbers, and one
 for the layer that writes its output, which keeps what it is given. What a rank's share of the projections leads to must
@@ -39,7 +39,7 @@ _SMALL = 1 << 20
 
 
 class _Reached(Exception):
-    """The layer that writes the output was called; the rest of the forward does not matter."""
+    """Signal that the layer which writes the output was called; the rest of the forward does not matter."""
 
     def __init__(self, given: Tensor) -> None:
         super().__init__()
@@ -47,7 +47,7 @@ class _Reached(Exception):
 
 
 class _Gives(nn.Module):
-    """Stands for a projection."""
+    """Stand-in for a projection."""
 
     def __init__(self, y: Tensor, reads: Tensor | None) -> None:
         super().__init__()
@@ -60,7 +60,7 @@ class _Gives(nn.Module):
 
 
 class _NormsInput(nn.Module):
-    """Stands for a norm, which is as wide as the stream is here where it normalises the module's input."""
+    """Stand-in for a norm, which accepts the local width of the stream where it normalises the module's input."""
 
     def __init__(self, norm: nn.Module, given: Tensor) -> None:
         super().__init__()
@@ -72,14 +72,14 @@ class _NormsInput(nn.Module):
 
 
 class _Keeps(nn.Module):
-    """Stands for the layer that writes the output."""
+    """Stand-in for the layer that writes the output."""
 
     def forward(self, x: Tensor) -> Tensor:
         raise _Reached(x)
 
 
 class Probe:
-    """One attention module tried with all of its heads, and with those of the first and of the last rank."""
+    """Trial of one attention module: with all of its heads, and with those of the first and of the last rank."""
 
     def __init__(
         self,
@@ -106,7 +106,7 @@ class Probe:
         self.width = heads.heads * heads.head_dim
 
     def why_not(self) -> str:
-        """Why the module cannot work on some of its heads; empty if it can, or if it could not be tried at all."""
+        """Return why the module cannot work on some of its heads; empty if it can, or if it could not be tried."""
         kind = type(self.module).__name__
         parameters = inspect.signature(type(self.module).forward).parameters
         for bias in BIASES:
@@ -146,7 +146,7 @@ class Probe:
         return ""
 
     def _by_source(self) -> str:
-        """What can be said of a module that could not be tried: its arguments are not known, or it needs a device."""
+        """Return a reason read from the source of a module that could not be tried: unknown arguments, or it needs a device."""
         found = self._of_config()
         return (
             f"{type(self.module).__name__}'s forward reads {found}, which is that of all heads"
@@ -155,7 +155,7 @@ class Probe:
         )
 
     def _failure(self, error: Exception) -> str:
-        """Where the user's code failed and why, and what to write there instead."""
+        """Return the line of the user's code that failed, the reason, and what to write there."""
         reason = str(error).strip().partition("\n")[0]
         line = next(
             (
@@ -171,7 +171,7 @@ class Probe:
         return f"{what}{self._hint()}"
 
     def _is_of_all_heads(self, reason: str) -> bool:
-        """Whether a view failed because it would hold all heads, where a rank has a share of them."""
+        """Return True if a view failed because it would hold all heads, where a rank has some of them."""
         found = _WRONG_SIZE.search(reason)
         if found is None or self._of_config():
             return False
@@ -194,7 +194,7 @@ class Probe:
         return found.group() if found else ""
 
     def _given(self, tokens: tuple[int, ...]) -> dict[str, Tensor]:
-        """What each projection returns with all heads, by full name."""
+        """Return the output of each projection with all heads, by full name."""
         generator = torch.Generator().manual_seed(0)
         return {
             name: torch.randn(*tokens, self._features(name)[1], generator=generator, dtype=torch.float64)
@@ -205,7 +205,7 @@ class Probe:
         return features(self.module.get_submodule(name.rpartition(".")[2]))
 
     def _share(self, y: Tensor, parts: tuple[Part, ...], rank: int) -> Tensor:
-        """A rank's columns."""
+        """Return a rank's columns."""
         axes = self.mode.layout("hidden")["n"]
         place = Placement(shape=(y.shape[-1],), axes=(axes,), parts={0: parts} if parts else {})
         return torch.cat([y.narrow(-1, a, n) for a, n in place.segments(self.mesh, 0, rank)], dim=-1)
@@ -213,7 +213,7 @@ class Probe:
     def _run(
         self, given: dict[str, Tensor], rank: int | None, tokens: tuple[int, ...], arguments: dict[str, Any]
     ) -> Tensor | Exception:
-        """What the output is made of, or what went wrong; with all heads if ``rank`` is None."""
+        """Return the input of the output layer, or the error; with all heads if ``rank`` is None."""
         try:
             twin = self._twin()
             width = self._features(self.heads.projections[0])[0] if rank is None else self.input_width
@@ -244,7 +244,7 @@ class Probe:
         return found if isinstance(found, Tensor) else TypeError(f"returned {type(found).__name__}")
 
     def _twin(self) -> nn.Module:
-        """The module without its linear layers, on the CPU; nothing that the twin does is seen in the module."""
+        """Return the module without its linear layers, on the CPU. The module does not see what its twin does."""
         if "forward" in vars(self.module):
             raise TypeError("a forward of the instance's own, which is bound to it")
         twin = copy.copy(self.module)
@@ -282,7 +282,7 @@ class Probe:
         return made
 
     def _arguments(self, tokens: tuple[int, ...]) -> Iterator[dict[str, Any]]:
-        """What to call the forward with after its first argument, as far as names tell."""
+        """Yield arguments to call the forward with after its first, as far as names tell."""
         found: dict[str, Any] = {}
         length = tokens[-1]
         named = list(inspect.signature(type(self.module).forward).parameters.items())[2:]
@@ -310,7 +310,7 @@ class Probe:
 
 
 def _real(value: Tensor) -> Tensor:
-    """A copy on the CPU, in float64 if it is of floating point; of numbers if it has none."""
+    """Return a copy on the CPU: float64 if it is of floating point, ones if it has no values."""
     if value.is_meta:
         kind = torch.float64 if value.is_floating_point() else value.dtype
         return torch.ones(value.shape, dtype=kind)

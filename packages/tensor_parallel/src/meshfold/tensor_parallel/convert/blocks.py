@@ -1,4 +1,4 @@
-"""The lists of blocks of a model: what repeats, from the first block that is split to the last."""
+"""Lists of blocks: the repeated part of a model, from the first block that is split to the last."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Blocks:
         return list(self.members.values())[-1]
 
     def holds(self, name: str) -> bool:
-        """Whether a module is one of the blocks or lies in one."""
+        """Return True if a module is one of the blocks or lies in one."""
         return any(_lies_in(name, member) for member in self.members)
 
 

@@ -1,4 +1,4 @@
-"""A boundary: where a tensor that is whole on every rank becomes the split residual stream, and back.
+"""Boundaries: a tensor that is whole on every rank becomes the split residual stream, and back.
 
 Round a model that has no embedding, or round a list of blocks where the stream outside of it is whole.
 """
@@ -20,7 +20,7 @@ from meshfold.tensor_parallel.modes import Mode
 
 
 class Boundary(OnMesh):
-    """Splits a whole tensor ``b s h`` into the residual stream and puts it together again.
+    """Split of a whole tensor ``b s h`` into the residual stream, and its inverse.
 
     Inside, tokens are flattened to ``m h`` where a split by the batch alone would not do (``flatten``).
 
@@ -43,7 +43,7 @@ class Boundary(OnMesh):
         self._collect_columns = bind_collect(mesh, -1, self.columns)
 
     def split(self, x: Tensor) -> Tensor:
-        """``b s h`` whole -> local block of the residual stream; backward gathers."""
+        """Split ``b s h``, whole, into a local block of the residual stream; backward gathers."""
         found = tracker()
         if found is None:
             return self._split(x)
@@ -69,7 +69,7 @@ class Boundary(OnMesh):
         return self._take_columns(self._take_rows(x))
 
     def join(self, x: Tensor) -> Tensor:
-        """A local block of the residual stream -> ``b s h`` whole; backward takes the block of the gradient."""
+        """Gather a local block of the residual stream to ``b s h``, whole; backward takes the block of the gradient."""
         found = tracker()
         if found is None:
             return self._join(x)
@@ -121,7 +121,7 @@ class Boundary(OnMesh):
             )
 
     def order(self) -> str:
-        """What to change where its blocks are not called one after another."""
+        """Return what to change where its blocks are not called one after another."""
         return (
             f"{self.name}: tokens are split over {', '.join(self.tokens)} from the first block of the list to the last, so "
             f"the model has to call all of them in the order of the list, each with what the one before returned. Put the "

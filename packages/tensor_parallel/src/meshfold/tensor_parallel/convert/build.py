@@ -1,4 +1,4 @@
-"""Making the sharded layer that stands for a module."""
+"""Construction of the sharded layer that stands for a module."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from meshfold.tensor_parallel.module_kinds import features, is_conv1d, norm_eps,
 
 
 class Maker:
-    """Makes layers for the modules of a model that was studied."""
+    """Builder of sharded layers for an analysed model."""
 
     def __init__(self, study: Study, mesh: Mesh, lowering: str) -> None:
         self.study, self.mesh, self.lowering = study, mesh, lowering
@@ -40,7 +40,7 @@ class Maker:
         self.batch = BatchShape()
 
     def make(self, name: str, role: str, module: Any) -> nn.Module:
-        """The sharded twin of a module, which may be a meta twin of the model's."""
+        """Return the sharded twin of a module, which may be a meta twin of the model's."""
         mode, mesh = self.study.mode_at(name), self.mesh
         if role == "embedding":
             return Embedding.convert(module, mesh, mode)
@@ -91,7 +91,7 @@ class Maker:
         )
 
     def keep_whole(self, name: str, module: nn.Module, role: str = "replicate") -> str:
-        """Join the stream in front of a module and split it behind; what it drops it drops alike on every rank.
+        """Gather the stream in front of a module and split it behind; dropout inside is the same on every rank.
 
         Args:
             role: ``"source"``: it makes the stream, and is given none. ``"mixture"``: the experts in it are split.
@@ -128,7 +128,7 @@ class Maker:
         return said
 
     def _inner_before(self, name: str) -> int:
-        """The width of the column layer that comes directly before a module among those of its parent, if one does.
+        """Return the width of the column layer that comes directly before a module among those of its parent, if one does.
 
         In the order in which the parent's forward calls them, where it can be read (T5 makes its dropout last and calls
         it before the last layer); else in which they were made.
@@ -171,7 +171,7 @@ class Maker:
 
 
 def _calls(module: nn.Module) -> tuple[str, ...]:
-    """The names of children in the order in which a module's forward calls them first, as far as its source tells."""
+    """Return the names of children in the order of their first call in a module's forward, as far as its source tells."""
     return _called_in(type(module).forward)
 
 
@@ -187,7 +187,7 @@ def _called_in(forward: Callable[..., object]) -> tuple[str, ...]:
 
 
 class _Calls(ast.NodeVisitor):
-    """Children that are called, the arguments of a call before it."""
+    """Visitor that lists the children that are called, the arguments of a call before it."""
 
     def __init__(self) -> None:
         self.names: list[str] = []
@@ -203,7 +203,7 @@ class _Calls(ast.NodeVisitor):
 
 
 def meta_twin(module: nn.Module) -> nn.Module:
-    """The same layer without its values."""
+    """Return the same layer without its values."""
     twin = copy.copy(module)
     twin._parameters = {
         name: None if p is None else nn.Parameter(p.detach().to("meta"), requires_grad=p.requires_grad)

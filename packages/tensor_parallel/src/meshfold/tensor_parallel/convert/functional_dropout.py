@@ -22,7 +22,7 @@ from meshfold.tensor_parallel.layers.dropout import Dropout
 
 
 def has_functional_dropout(model: nn.Module) -> bool:
-    """Whether a module or a configuration in a model names a probability to drop, outside of nn.Dropout."""
+    """Return True if a module or a configuration in a model names a dropout probability, outside of nn.Dropout."""
     for module in model.modules():
         if isinstance(module, nn.Dropout):
             continue
@@ -40,7 +40,7 @@ def has_functional_dropout(model: nn.Module) -> bool:
 
 
 class FunctionalDropout(TorchFunctionMode):
-    """Catches the calls while a model runs. It knows in which part of the model that is: one :class:`Dropout` a part."""
+    """Function mode that redirects dropout calls while a model runs, to the :class:`Dropout` of the part that runs."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -61,14 +61,14 @@ class FunctionalDropout(TorchFunctionMode):
             self.leave()
 
     def enter(self, part: Dropout) -> None:
-        """A part begins."""
+        """Begin a part."""
         if self.part is None:
             self.__enter__()
         self._outer.append(self.part)
         self.part = part
 
     def leave(self) -> None:
-        """A part ends."""
+        """End a part."""
         self.part = self._outer.pop()
         if self.part is None:
             self.__exit__(None, None, None)
@@ -87,7 +87,7 @@ class FunctionalDropout(TorchFunctionMode):
 def _dropout(
     part: Dropout, input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False
 ) -> Tensor:
-    """``torch.nn.functional.dropout``."""
+    """Replace ``torch.nn.functional.dropout``."""
     if not training or p <= 0.0:
         return input
     with untracked():
@@ -109,7 +109,7 @@ def _attention(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Tensor:
-    """``torch.nn.functional.scaled_dot_product_attention``."""
+    """Replace ``torch.nn.functional.scaled_dot_product_attention``."""
     given: dict[str, Any] = dict(mask=attn_mask, causal=is_causal, scale=scale)
     found = tracker()
     if found is None:
@@ -126,14 +126,14 @@ def _attention(
 
 
 class DropoutPart(OnMesh):
-    """The hooks that tell :class:`FunctionalDropout` when a part of the model begins and ends."""
+    """Hooks that tell :class:`FunctionalDropout` when a part of the model begins and ends."""
 
     def __init__(self, calls: FunctionalDropout, dropout: Dropout) -> None:
         self.calls, self.dropout, self.mesh = calls, dropout, dropout.mesh
         self._begun = 0
 
     def attach(self, module: nn.Module) -> None:
-        """Watch a module. Hooks before the others: what begins before they can fail is ended where they do."""
+        """Register the hooks. They run first, so that they end where a part fails."""
         module.register_forward_pre_hook(self._begin, prepend=True)
         module.register_forward_hook(self._end, always_call=True)
 

@@ -1,4 +1,4 @@
-"""Attention heads: how many a module has, whether they can be split, and telling the module how many it is left with."""
+"""Attention heads: their number, whether they can be split, and the local counts that a module is told."""
 
 from __future__ import annotations
 
@@ -47,11 +47,11 @@ class Heads:
         return (*self.query, *self.key_value, *self.fused, *self.interleaved)
 
     def repeat(self, mesh: Mesh, mode: Mode) -> int:
-        """How many neighbouring ranks hold the same key/value head."""
+        """Return how many neighbouring ranks hold the same key/value head."""
         return max(1, mode.head_divisor(mesh) // self.kv_heads)
 
     def parts(self, name: str, mesh: Mesh, mode: Mode) -> tuple[Part, ...]:
-        """What the output of one of the projections is made of."""
+        """Return the parts of a projection's output."""
         kv = Part(self.kv_heads * self.head_dim, self.repeat(mesh, mode))
         whole = (Part(self.heads * self.head_dim), kv, kv)
         return (
@@ -93,7 +93,7 @@ class Heads:
 
 
 def find_heads(name: str, module: nn.Module) -> Heads | None:
-    """The heads of a module whose direct children are attention projections; None for any other module.
+    """Return the heads of a module whose direct children are attention projections; None for any other module.
 
     Raises:
         LayoutError: if neither attributes nor shapes tell how many heads there are.

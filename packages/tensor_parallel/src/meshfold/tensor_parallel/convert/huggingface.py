@@ -1,5 +1,4 @@
-"""What models of the Hugging Face kind need beside their layers: their loss, dropout by function in their own code,
-activation checkpointing. By what a model has, not by which model it is."""
+"""Hugging Face models beside their layers: the loss, dropout called by function, activation checkpointing."""
 
 from __future__ import annotations
 
@@ -22,7 +21,7 @@ _RECOMPUTATION = "_meshfold_recomputation"
 
 
 def is_causal_lm(model: nn.Module) -> bool:
-    """Whether a model calls ``self.loss_function(logits, labels, ...)`` for the next token's loss."""
+    """Return True if a model calls ``self.loss_function(logits, labels, ...)`` for the next token's loss."""
     return hasattr(type(model), "loss_function") and type(model).__name__.endswith(
         ("ForCausalLM", "LMHeadModel")
     )
@@ -48,7 +47,7 @@ def use_sharded_loss(model: nn.Module, mesh: Mesh, mode: Mode, vocabulary: int) 
 
 
 def layers_left_out(model: nn.Module) -> list[str]:
-    """Modules that leave out whole layers at random: ranks would not agree on which."""
+    """Return the names of modules that leave out whole layers at random: ranks would not agree on which."""
     return [
         name
         for name, m in model.named_modules()
@@ -59,20 +58,20 @@ def layers_left_out(model: nn.Module) -> list[str]:
 def recompute_contexts(
     model: nn.Module,
 ) -> Callable[[], tuple[AbstractContextManager[Any], AbstractContextManager[Any]]]:
-    """The ``context_fn`` with which ``torch.utils.checkpoint.checkpoint`` recomputes a part of a model, split or not."""
+    """Return the ``context_fn`` for ``torch.utils.checkpoint.checkpoint`` on a part of a model, split or not."""
     found = model.__dict__.get(_RECOMPUTATION)
     return checkpoint_contexts if found is None else _Contexts(found, None)
 
 
 def find_functional_dropout(model: nn.Module) -> FunctionalDropout | None:
-    """What sends the dropout that a split model calls by function through the one by global element; None if nothing does."""
+    """Return the object that redirects a split model's dropout calls; None if the model makes none."""
     found: Recomputation | None = model.__dict__.get(_RECOMPUTATION)
     return None if found is None else found.calls
 
 
 class Recomputation:
-    """Lets transformers' activation checkpointing recompute a block as it was: with the same elements dropped, and the
-    same batch and sequence dims.
+    """Support of activation checkpointing: a block is recomputed with the same elements dropped and the same batch and
+    sequence dims.
 
     Every forward makes sure of it, whenever checkpointing was switched on.
     """
@@ -81,7 +80,7 @@ class Recomputation:
         self.boundaries, self.calls = boundaries, calls
 
     def attach(self, model: nn.Module) -> None:
-        """Let :func:`recompute_contexts` know, and look at the model's own checkpointing before each forward."""
+        """Make it known to :func:`recompute_contexts`, and look at the model's own checkpointing before each forward."""
         model.__dict__[_RECOMPUTATION] = self
         if any(hasattr(module, "gradient_checkpointing") for module in model.modules()):
             model.register_forward_pre_hook(self._before)
@@ -104,7 +103,7 @@ class Recomputation:
 
 
 class _Contexts:
-    """The ``context_fn`` of a checkpoint: what is around the forward, and around its recomputation."""
+    """``context_fn`` of a checkpoint: a context for the forward, one for its recomputation."""
 
     def __init__(self, recomputation: Recomputation, others: Callable[[], tuple[Any, Any]] | None) -> None:
         self._recomputation, self._others = recomputation, others
@@ -115,7 +114,7 @@ class _Contexts:
 
 
 class _Again:
-    """Puts back, for a recomputation, what there was when it was made."""
+    """Context of a recomputation: restores the state of the forward in which it was made."""
 
     def __init__(self, recomputation: Recomputation, other: AbstractContextManager[Any]) -> None:
         self._calls, self._boundaries, self._other = recomputation.calls, recomputation.boundaries, other

@@ -1,4 +1,4 @@
-"""How the results of sharded layers lie, for the forward in which a model's own code is looked at.
+"""Layouts of the results of sharded layers, for the forward in which a model's own code is followed.
 
 See :mod:`meshfold.mesh.tracking`. Between layers the stream is ``.. h`` of the mode's residual layout, what column layers
 write ``.. n`` of its hidden layout.
@@ -50,7 +50,7 @@ from meshfold.tensor_parallel.modes import Mode
 
 
 class Tracked(OnMesh):
-    """What a model that was split over tensor axes says to :func:`meshfold.mesh.tracking.watch`."""
+    """Answers of a split model to :func:`meshfold.mesh.tracking.watch`."""
 
     def __init__(self, mesh: Mesh, mode: Mode, kept: Sequence[str], boundaries: Sequence[Boundary]) -> None:
         """Args:
@@ -60,7 +60,7 @@ class Tracked(OnMesh):
         self.mesh, self.mode, self.kept, self.boundaries = mesh, mode, frozenset(kept), boundaries
 
     def begin(self, found: Tracker, model: nn.Module, given: Mapping[str, Any]) -> None:
-        """What a model is given is whole on every tensor axis."""
+        """Mark the model's inputs: whole on every tensor axis."""
         # They ask whether all of a mask is ones, so as to leave it out: each rank may do so for its own rows.
         layers = [module for module in model.modules() if self.takes(module)]
         # Code of other modules may compute with pieces of their own parameters, where hooks sum what it returns.
@@ -70,7 +70,7 @@ class Tracked(OnMesh):
         found.overlooked = ("transformers/masking_utils.py", "transformers/cache_utils.py")
 
     def _placed(self, parameter: Tensor) -> Dims | None:
-        """How a parameter lies that a layer of ours has split: whatever else reads it has a piece."""
+        """Return the layout of a parameter that a sharded layer has split: other readers of it have a piece."""
         meta = metadata(parameter)
         axes = () if meta is None else meta.placement.axes
         if len(axes) != parameter.dim():
@@ -89,7 +89,7 @@ class Tracked(OnMesh):
         return tuple(made)
 
     def takes(self, module: nn.Module) -> bool:
-        """Whether a module is a layer of ours."""
+        """Return True if a module is a sharded layer."""
         return isinstance(module, ShardedLayer) or (
             isinstance(module, OnMesh) and isinstance(module, nn.Module)
         )
@@ -119,7 +119,7 @@ class Tracked(OnMesh):
     def returned(
         self, found: Tracker, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], output: Any
     ) -> None:
-        """Say how what a layer returned lies."""
+        """Mark the layout of a layer's result."""
         given = next((x for x in (*args, *kwargs.values()) if isinstance(x, Tensor)), None)
         first = output[0] if isinstance(output, tuple) else output
         if given is None or not isinstance(first, Tensor):
@@ -130,7 +130,7 @@ class Tracked(OnMesh):
             self._rows_of(found, module, given, first)
 
     def remedy(self, name: str, axes: tuple[str, ...]) -> str:
-        """Keep the module whole, or split something else."""
+        """Return advice: keep the module whole, or split something else."""
         if not set(axes) & set(self.mode.axes):
             return ""
         for boundary in self.boundaries:
@@ -201,7 +201,7 @@ class Tracked(OnMesh):
         return (*lead, block(shape[-1], axes, parts, layer.head_dim or -1))
 
     def _rows_of(self, found: Tracker, layer: Linear, given: Tensor, out: Tensor) -> None:
-        """Say where a linear layer's output has the rows of the batch."""
+        """Mark where a linear layer's output has the rows of the batch."""
         if out.dim() < given.dim():
             found.rows.flattened(out, given)
         (reads, _), (writes, _) = _between(layer)
@@ -228,7 +228,7 @@ class Tracked(OnMesh):
         return (*lead, block(shape[-1], columns, grain=-1))
 
     def _check(self, found: Tracker, layer: nn.Module, given: Tensor, dims: Dims, columns: Axes) -> None:
-        """The last dim of what a layer is given must lie as it expects."""
+        """Refuse an input whose last dim does not lie as the layer reads it."""
         wanted = real(self.mesh, columns)
         if not dims or (leads(dims[-1], wanted) and axes_of(dims[-1]) == wanted and not is_open(dims[-1])):
             return
@@ -241,7 +241,7 @@ class Tracked(OnMesh):
         )
 
     def _check_sums(self, found: Tracker, layer: nn.Module, given: Tensor, out: Tensor) -> None:
-        """A layer sums the gradients of its weights over the axes that split tokens: what it is given must differ along these.
+        """Refuse an input that is the same along axes over which the layer sums its gradients.
 
         Raises:
             LayoutError: if it does not, and wants a gradient that is whole on every rank.
@@ -265,12 +265,12 @@ class Tracked(OnMesh):
 
 
 def _is_handed(layer: nn.Module, dims: Dims) -> bool:
-    """Whether a layer is called by code of a region, with what that was given: the mode alone tells how it lies."""
+    """Return True if a layer is called by code of a region, with what that was given: the mode alone tells its layout."""
     return isinstance(layer, Linear) and layer.plan.entered and all(map(is_unknown, dims))
 
 
 def _token_axes(layer: nn.Module) -> tuple[Iterable[str], Iterable[str]] | None:
-    """The axes that split the tokens of what a layer reads, and writes; None for one without weights."""
+    """Return the axes that split the tokens of what a layer reads, and writes; None for one without weights."""
     if isinstance(layer, Linear):
         (reads, _), (writes, _) = _between(layer)
         return reads, writes
@@ -284,7 +284,7 @@ def _token_axes(layer: nn.Module) -> tuple[Iterable[str], Iterable[str]] | None:
 
 
 def _between(layer: Linear) -> tuple[tuple[Axes, Axes], tuple[Axes, Axes]]:
-    """The axes of tokens and features of what a linear layer reads, and of what it writes."""
+    """Return the axes of tokens and features of what a linear layer reads, and of what it writes."""
     residual, hidden, logits = (layer.mode.layout(name) for name in ("residual", "hidden", "logits"))
     stream, inner = (residual["m"], residual["h"]), (hidden["m"], hidden["n"])
     plan = layer.plan

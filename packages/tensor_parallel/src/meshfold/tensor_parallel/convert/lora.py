@@ -31,12 +31,12 @@ DropoutOf = Callable[[str, float, int], Dropout]
 
 
 def is_adapted(module: nn.Module) -> bool:
-    """Whether a module is a layer with low-rank adapters round it."""
+    """Return True if a module is a layer with low-rank adapters round it."""
     return isinstance(getattr(module, "base_layer", None), nn.Module) and _filled(module, "lora_A")
 
 
 def has_adapters(model: nn.Module) -> bool:
-    """Whether any layer of a model has adapters, of this or another kind."""
+    """Return True if any layer of a model has adapters, of any kind."""
     return any(hasattr(m, "base_layer") or hasattr(m, "modules_to_save") for m in model.modules())
 
 
@@ -152,7 +152,7 @@ class Adapters:
 
 
 def _plans(mode: Mode, base: Linear) -> tuple[MatmulPlan, MatmulPlan]:
-    """The matmuls of A and of B."""
+    """Return the matmuls of A and of B."""
     residual, hidden = mode.layout("residual"), mode.layout("hidden")
     tokens = residual["m"]
     reads, writes = (residual["h"], hidden["n"]) if base.role == "column" else (hidden["n"], residual["h"])

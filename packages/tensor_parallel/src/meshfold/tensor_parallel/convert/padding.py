@@ -1,4 +1,4 @@
-"""The frame round a sharded model: what is given whole is made to fit, what comes out is whole.
+"""Inputs and outputs of a split model: batches are padded to what the mode can split, outputs come out whole.
 
 - A batch that the mode cannot split is filled up with rows that count for nothing (labels −100), and rows of the
   output that belong to them are cut off.
@@ -42,15 +42,15 @@ _INSIDE = ("output_hidden_states", "output_attentions")
 
 
 def row_multiple(model: nn.Module, sequence: int) -> int:
-    """A batch of sequences of so many tokens is filled up to a multiple of this many rows; 1 for a model that is not split."""
+    """Return the multiple of rows that a batch of sequences of so many tokens is padded to; 1 for a model that is not split."""
     frame: Frame | None = model.__dict__.get(_FRAME)
     return 1 if frame is None else frame.padded_rows(1, sequence)
 
 
 @contextmanager
 def padding_for_decoding(model: nn.Module) -> Iterator[None]:
-    """Inside, batches are filled up as if each row had one token, whatever it has: every rank's attention has the same rows
-    when further tokens come one at a time. Nothing changes for a model that is not split.
+    """Context manager: pad batches as if each row had one token, so that attention keeps its rows when tokens come one at a
+    time. It changes nothing for a model that is not split.
     """
     frames = [frame for m in model.modules() if isinstance(frame := m.__dict__.get(_FRAME), Frame)]
     for frame in frames:
@@ -133,7 +133,7 @@ class Frame(OnMesh):
             module.register_forward_pre_hook(self._attended_rows)
 
     def padded_rows(self, rows: int, sequence: int) -> int:
-        """The smallest batch from ``rows`` up that can be split, for sequences of so many tokens."""
+        """Return the smallest batch from ``rows`` up that can be split, for sequences of so many tokens."""
         step = math.lcm(self._by_rows, self._by_tokens // math.gcd(self._by_tokens, sequence))
         return math.ceil(rows / step) * step
 
@@ -155,7 +155,7 @@ class Frame(OnMesh):
         return tuple(given.pop(name) for name in names), given
 
     def _names_of(self, args: tuple[Any, ...]) -> list[str]:
-        """What the model's forward calls its positional arguments; integers of the shape of the ids are labels."""
+        """Return the forward's names of its positional arguments; integers of the shape of the ids are labels."""
         names = [*self._parameters, *map(str, range(len(self._parameters), len(args)))][: len(args)]
         if len(args) > 1 and isinstance(args[0], Tensor) and isinstance(args[1], Tensor):
             alike = args[0].shape == args[1].shape and args[0].dtype == args[1].dtype == torch.int64
@@ -164,7 +164,7 @@ class Frame(OnMesh):
         return names
 
     def _measure(self, given: Mapping[str, Any]) -> None:
-        """Find the batch, and how many rows it has to be filled up to."""
+        """Find the batch, and the number of rows it is padded to."""
         first = next((t for t in given.values() if isinstance(t, Tensor) and t.dim() > 1), None)
         self._rows = self._padded = 0
         self._batch.rows = self._batch.given = self._batch.length = 0
@@ -179,7 +179,7 @@ class Frame(OnMesh):
             table.whole_rows = self._padded
 
     def _follow_rows(self, given: Mapping[str, Any]) -> None:
-        """Where a forward is looked at whose batch may be a part of a larger one, follow which dims are the batch."""
+        """Tell the tracker which dims are the batch, where that may be a part of a larger one."""
         found = tracker()
         if found is not None and self._padded and self.mesh.world_size > 1:
             found.rows.begin((x for x in tree_leaves(given) if isinstance(x, Tensor)), self._padded)
@@ -198,14 +198,14 @@ class Frame(OnMesh):
             )
 
     def _drop_mask(self, given: dict[str, Any]) -> dict[str, Any]:
-        """A mask that masks nothing is left out: attention is faster without."""
+        """Leave out a mask that masks nothing: attention is faster without."""
         mask = given.get("attention_mask")
         if isinstance(mask, Tensor) and mask.dim() == 2 and bool((mask == 1).all()):
             return {**given, "attention_mask": None}
         return given
 
     def _cut_rows(self, given: dict[str, Any]) -> dict[str, Any]:
-        """Masks and positions that differ by row: the rows of this rank's sequences."""
+        """Cut masks and positions that differ by row to the rows of this rank."""
         if not self._attended and not self._stream:
             return given
         made = dict(given)
@@ -225,13 +225,13 @@ class Frame(OnMesh):
         return made
 
     def _attended_rows(self, module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...] | None:
-        """Positions of all rows: those of the sequences that attention has here."""
+        """Cut positions of all rows to those of the sequences that attention has here."""
         if not args or not isinstance(args[0], Tensor) or args[0].shape[0] != self._padded:
             return None
         return self._block_of_rows(args[0]), *args[1:]
 
     def _block_of_rows(self, value: Tensor) -> Tensor:
-        """The rows that attention has here."""
+        """Return the rows that attention has here."""
         found = tracker()
         with untracked():
             mine = take_block(value, self.mesh, 0, self._attended)
@@ -241,7 +241,7 @@ class Frame(OnMesh):
         return mine
 
     def _pad(self, name: str, value: Any) -> Any:
-        """More rows, copies of the last: whatever the model computes of them is as tame as what it computes of that."""
+        """Append copies of the last row, whose values the model can compute with; labels are ignored."""
         if (
             not isinstance(value, Tensor)
             or value.dim() == 0
@@ -264,7 +264,7 @@ class Frame(OnMesh):
         return map_tensors(output, self._cut)
 
     def _of_own_loss(self, name: str, value: Tensor) -> Tensor:
-        """An output of a model that has computed its loss: logits are split."""
+        """Return an output of a model that has computed its loss, gathered when it is read."""
         if not value.dim():
             return value
         found = self._split_output.when_read(name, value, self._rows, self._padded)
@@ -292,6 +292,6 @@ class Frame(OnMesh):
 
 
 def _positional(forward: Callable[..., Any]) -> tuple[str, ...]:
-    """The names of a forward's parameters that may be given by position, ``self`` left out."""
+    """Return the names of a forward's parameters that may be given by position, ``self`` left out."""
     kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
     return tuple(name for name, p in inspect.signature(forward).parameters.items() if p.kind in kinds)[1:]

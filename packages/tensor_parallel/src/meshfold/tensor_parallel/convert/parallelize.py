@@ -144,7 +144,7 @@ def _check_arguments(module: object, mesh: object) -> None:
 
 
 class _Conversion:
-    """One call of ``parallelize``: first everything is looked at and tried on meta twins, then modules are replaced."""
+    """One call of ``parallelize``: everything is checked and tried on meta twins, then modules are replaced."""
 
     def __init__(self, study: Study, maker: Maker) -> None:
         self.study, self.maker = study, maker
@@ -232,7 +232,7 @@ class _Conversion:
                     module._parameters[leaf] = blocks[parameter]
 
     def _tell_torchs_own(self) -> None:
-        """Let torch's own transformers expect what their layers are given here."""
+        """Set the sizes that torch's own transformers expect of their layers."""
         for name, module in self.study.modules.items():
             if isinstance(
                 module, nn.TransformerEncoder
@@ -258,7 +258,7 @@ class _Conversion:
             )
 
     def _share_inputs(self) -> None:
-        """One gather for several linear layers that read the same input."""
+        """Gather once for several linear layers that read the same input."""
         for name, module in self.study.modules.items():
             columns = self.study.children(name, "column")
             stand_in = self.study.stand_ins.get(name, 0)

@@ -1,4 +1,4 @@
-"""A region: attention whose tokens are others than the stream's, in 3D and where tokens are split within sequences.
+"""Attention with other tokens than the stream, in 3D and where tokens are split within sequences.
 
 Its code reads batch and length off its input, so that is gathered in front of the module, once for all of its linear
 layers, and has the batch and length that they will give.
@@ -24,7 +24,7 @@ from meshfold.tensor_parallel.matmul import bind_enter_operand, lead_shape
 
 
 class Region(OnMesh):
-    """Gathers a module's first argument, ``.. k`` of the residual layout, once for the linear layers that read it."""
+    """Gather of a module's first argument, ``.. k`` of the residual layout, once for the linear layers that read it."""
 
     _given: Tensor | None
     _whole: Tensor | None
@@ -61,7 +61,7 @@ class Region(OnMesh):
             linear.flat_output = boundary is not None
 
     def enter(self, x: Tensor) -> Tensor:
-        """A local block of the stream -> what the linear layers want.
+        """Return what the linear layers read of a local block of the stream.
 
         A stream flattened at a boundary gets its batch and sequence dims back. The result has the tokens of the
         layers' *output*: where that has fewer (3D), the rest is folded into the last dim, because modules read the
@@ -87,7 +87,7 @@ class Region(OnMesh):
         return fold(whole, self.folds) if self.folds > 1 else whole
 
     def _check_order(self, x: Tensor) -> None:
-        """Tokens are exchanged along the first dim, so that has to be the batch's."""
+        """Refuse an input with the sequence first: tokens are exchanged along the first dim."""
         rows = self._batch.rows // self._row_blocks
         if x.dim() == 3 and x.shape[1] == rows != x.shape[0] == self._batch.length and self._row_blocks > 1:
             raise LayoutError(
@@ -96,7 +96,7 @@ class Region(OnMesh):
             )
 
     def _read(self, x: Tensor) -> Tensor:
-        """What a linear layer reads that is called with the stand-in: ``m k``, gathered."""
+        """Return the gathered input ``m k`` to a linear layer that is called with the stand-in."""
         whole = self._whole
         if whole is None or x is not self._given:
             raise LayoutError(
@@ -143,7 +143,7 @@ class Region(OnMesh):
 
 
 def _for_rows(value: Any, rows: int) -> Any:
-    """A mask ``b 1 s t`` that was made for the stream's rows: they are all alike, or the frame would have refused them."""
+    """Return a mask ``b 1 s t`` for other rows than the stream's: its rows are alike, or the frame would have refused it."""
     if isinstance(value, Tensor) and value.dim() == 4 and value.shape[0] not in (1, rows):
         return value[:1]
     return value

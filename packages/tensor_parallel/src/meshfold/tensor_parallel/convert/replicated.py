@@ -1,4 +1,4 @@
-"""A submodule that stays whole on every rank: its input is joined, its output taken apart again.
+"""Submodules that stay whole on every rank: their input is gathered, their output split again.
 
 The way out for a layer that no mode knows (a router, an odd convolution). Every rank computes the same, so parameters
 stay equal without a collective of their own.
@@ -40,12 +40,12 @@ _NOWHERE = StreamDims(None, None)
 
 
 def takes_rows(module: nn.Module) -> bool:
-    """Whether a module takes masks or positions, which a caller may give by row."""
+    """Return True if a module takes masks or positions, which a caller may give by row."""
     return any(name in _OF_ROWS for name in inspect.signature(type(module).forward).parameters)
 
 
 class Replicated(OnMesh):
-    """Joins the residual stream in front of a module, and splits what it returns."""
+    """Adapter that gathers the residual stream in front of a module and splits its result."""
 
     def __init__(
         self,
@@ -79,7 +79,7 @@ class Replicated(OnMesh):
         ] = {}  # by place and number of dims of an argument
 
     def around(self, module: nn.Module, *, begins: bool = False, streams: int = 1) -> None:
-        """Stand round a module that takes the stream first and returns a tensor, or a tuple that starts with one.
+        """Attach to a module that takes the stream first and returns a tensor, or a tuple that starts with one.
 
         A mask that it takes as well is joined by rows where the stream is. What it returns is split by rows where it has as
         many in the same dim, and by columns if it is as wide as the stream.
@@ -121,7 +121,7 @@ class Replicated(OnMesh):
     def _joined_arguments(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], values: list[Any]
     ) -> tuple[Any, Any]:
-        """What the module is called with, put together where it is of the stream."""
+        """Return the module's arguments, gathered where they are of the stream."""
         given = list(values)
         self._dims, self._joined = _NOWHERE, torch.Size()
         values[0] = self._join(given[0])
@@ -137,7 +137,7 @@ class Replicated(OnMesh):
         return tuple(values[: len(args)]), dict(zip(kwargs, values[len(args) :], strict=True))
 
     def _others(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[int]:
-        """The places of further arguments that may be of a stream."""
+        """Return the places of further arguments that may be of a stream."""
         named = [len(args) + i for i, name in enumerate(kwargs) if name in self._streams]
         return [place for place in (*range(1, min(len(args), self._count)), *named) if place > 0]
 
@@ -180,7 +180,7 @@ class Replicated(OnMesh):
         return x
 
     def _join_other(self, place: int, x: Any) -> Any:
-        """What is of a stream as the first argument is; of one that is flat here another may be whole, with its batch dim."""
+        """Gather a further argument that is of a stream as the first is; where that is flat, another may come whole."""
         if not isinstance(x, Tensor) or not x.is_floating_point() or x.shape[-1] != self._local:
             return x
         if self.boundary is None:
@@ -188,7 +188,7 @@ class Replicated(OnMesh):
         return self._join_flat(x, self.boundary) if x.dim() == 2 else x
 
     def _where(self, place: int, x: Tensor, guess: Callable[[Tensor], StreamDims]) -> StreamDims:
-        """Where an argument is split: as the first forward followed it, which later ones remember; else as its shape tells.
+        """Return where an argument is split: as the first forward followed it, which later ones remember, or by its shape.
 
         Raises:
             LayoutError: for an argument that lies otherwise in another call.
@@ -213,7 +213,7 @@ class Replicated(OnMesh):
         return dims
 
     def _join_flat(self, x: Tensor, boundary: Boundary) -> Tensor:
-        """``m h`` of a stream that is flat -> ``b s h``, whole."""
+        """Gather a flat stream: ``m h`` to ``b s h``."""
         joined = self._collect_rows[0](self._collect_columns[-1](x)).view(*boundary.lead, self.hidden)
         if (found := tracker()) is not None:
             check_stream(found, self.mesh, x, self._tokens, self._axes, "a module that is kept whole")
@@ -228,14 +228,14 @@ class Replicated(OnMesh):
         return x
 
     def _join_mask(self, mask: Any, rows: int) -> Any:
-        """A mask for this rank's rows, for those of all. All ranks have one, or none has: the frame sees to it."""
+        """Gather a mask's rows. All ranks have a mask or none has: the frame sees to it."""
         if not isinstance(mask, Tensor) or mask.shape[0] != rows:
             return mask
         joined = self._collect_rows[0](mask)
         return put_together(self.mesh, mask, 0, self._tokens, joined, repeated=True)
 
     def _map_states(self, states: Any, change: Callable[[Tensor], Tensor]) -> Any:
-        """A recurrent layer's state, ``layers b h``, or the pair that an LSTM has."""
+        """Apply a function to a recurrent layer's state, ``layers b h``, or to the pair that an LSTM has."""
         if isinstance(states, tuple):
             return tuple(change(state) for state in states)
         return change(states) if isinstance(states, Tensor) else states

@@ -1,4 +1,4 @@
-"""What ``parallelize`` did, submodule by submodule."""
+"""Report of ``parallelize``, submodule by submodule."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ class Report:
 
 
 def placed(name: str, role: str, was: str, made: nn.Module, said: str = "") -> Placed:
-    """The entry of a submodule that was of the class ``was``, or was kept: ``said`` is what became of it then."""
+    """Return the entry of a submodule of the class ``was``; ``said`` is what became of one that was kept."""
     weight = getattr(made, "weight", None)
     meta = metadata(weight) if weight is not None else None
     if said:

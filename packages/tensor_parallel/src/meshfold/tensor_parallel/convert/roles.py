@@ -1,4 +1,4 @@
-"""Which part a submodule plays: rules on names and shapes, no file per model.
+"""Roles of submodules, by rules on names and shapes: no file per model.
 
 A linear layer's name decides where it is one of the field's usual names; the shape decides otherwise, or refuses.
 What the rules cannot tell the user can: ``parallelize(..., rules={"*.router": "replicate"})``.
@@ -59,7 +59,7 @@ WHOLE = ("replicate", "source", "mixture", "attention")
 
 @dataclass
 class Roles:
-    """The verdict on a model.
+    """Roles of a model's modules.
 
     Attributes:
         hidden: size of the residual stream, in elements.
@@ -74,12 +74,12 @@ class Roles:
     said: list[str] = field(default_factory=list)
 
     def named(self, role: str) -> list[str]:
-        """The modules of a role, in order."""
+        """Return the modules of a role, in order."""
         return [name for name, found in self.role.items() if found == role]
 
 
 def check_rules(model: nn.Module, rules: Mapping[str, str]) -> None:
-    """See that a user's rules are roles by pattern, and that each has something to say of the model.
+    """Check that a user's rules map patterns to roles, and that each matches a module.
 
     Raises:
         LayoutError: for a rule that says an unknown role or matches nothing, and for what is no mapping.
@@ -100,7 +100,7 @@ def check_rules(model: nn.Module, rules: Mapping[str, str]) -> None:
 
 
 def _instead(pattern: str, names: list[str]) -> str:
-    """What may have been meant: the pattern with another last word, or a full name; else what names end in."""
+    """Return what may have been meant: the pattern with another last word, or a full name; otherwise the names' last words."""
     front, dot, _ = str(pattern).rpartition(".")
     leaves = list(dict.fromkeys(leaf for name in names if not (leaf := name.rpartition(".")[2]).isdigit()))
     others = [
@@ -143,7 +143,7 @@ def classify(model: nn.Module, rules: Mapping[str, str]) -> Roles:
 
 
 def is_head_norm(name: str) -> bool:
-    """Whether a norm is called like one of queries or keys."""
+    """Return True if a norm is named like one of queries or keys."""
     return bool(_HEAD_NORM_NAMES.fullmatch(name.rpartition(".")[2]))
 
 
@@ -183,7 +183,7 @@ def _role(name: str, module: nn.Module, model: nn.Module, hidden: int) -> str:
 
 
 def _is_mixture(module: nn.Module, hidden: int) -> bool:
-    """Whether a module is a router and its experts, without attention and without norms of the stream."""
+    """Return True if a module is a router and its experts, without attention and without norms of the stream."""
     if not experts_of(module):
         return False
     inside = dict(module.named_modules())
@@ -194,7 +194,7 @@ def _is_mixture(module: nn.Module, hidden: int) -> bool:
 
 
 def _is_source(module: nn.Module, hidden: int) -> bool:
-    """Whether a module makes the stream of images: patches, to which parameters of its own are added (ViT)."""
+    """Return True if a module makes the stream of images: patches, to which parameters of its own are added (ViT)."""
     own = list(module.parameters(recurse=False))
     return (
         bool(own)
@@ -230,13 +230,13 @@ def offered_rules(model: nn.Module, roles: Roles) -> dict[str, str]:
 
 
 def _pattern(name: str) -> str:
-    """A full name for every block: numbers before the last word are any."""
+    """Return a full name as a pattern for every block: numbers before the last word match any."""
     *front, leaf = name.split(".")
     return ".".join([*("*" if part.isdigit() else part for part in front), leaf])
 
 
 def usual_role(name: str, module: nn.Module, model: nn.Module, hidden: int) -> str:
-    """The role of a linear layer if no rule of the user's named it; empty if nothing tells."""
+    """Return the role of a linear layer if no rule of the user's named it; empty if nothing tells."""
     return _linear_role(name, name.rpartition(".")[2], module, model, hidden)
 
 
@@ -269,7 +269,7 @@ def _linear_role(name: str, leaf: str, module: nn.Module, model: nn.Module, hidd
 
 
 def _hidden_size(model: nn.Module) -> int:
-    """The size of the residual stream: the norms', else the token table's, else what the first linear layer reads."""
+    """Return the size of the residual stream: the norms', else the token table's, else what the first linear layer reads."""
     tables = [m for m in model.modules() if isinstance(m, nn.Embedding)]
     sizes = [norm_size(m) for m in model.modules() if norm_kind(m)]
     linears = [m for m in model.modules() if is_linear(m)]
@@ -281,7 +281,7 @@ def _hidden_size(model: nn.Module) -> int:
 
 
 def _inside(name: str, found: Roles) -> bool:
-    """Whether a module lies inside one that was placed as a whole."""
+    """Return True if a module lies inside one that was placed as a whole."""
     whole = [placed for placed, role in found.role.items() if role in (*WHOLE, "loss")]
     return any(not placed or name.startswith(f"{placed}.") for placed in whole)
 

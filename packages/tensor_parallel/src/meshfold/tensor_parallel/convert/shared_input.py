@@ -15,7 +15,7 @@ from meshfold.tensor_parallel.plan import MatmulPlan
 
 
 class SharedInput(OnMesh):
-    """Gathers the first time that a layer is given a tensor, and hands the same out to the others that are given it.
+    """Gather that runs when the first layer is given a tensor; the others that are given it get the same result.
 
     Its gradient leaves once, for all of them. Nothing is kept once each layer has been called.
     """
@@ -36,12 +36,12 @@ class SharedInput(OnMesh):
             linear.enter_by(self._enter)
 
     def around(self, module: nn.Module) -> None:
-        """Begin afresh with each forward of the module; the last may have been broken off."""
+        """Forget the last input before each forward of the module; that one may have been broken off."""
         # Not a hook behind the module: torch.compile guards on the number of such a hook, another in every block.
         module.register_forward_pre_hook(self._before)
 
     def _enter(self, x: Tensor) -> Tensor:
-        """``.. k`` of the residual layout -> ``m k``, gathered."""
+        """Gather ``.. k`` of the residual layout to ``m k``."""
         version = 0 if torch.compiler.is_compiling() else x._version  # of a tensor that was changed in place
         whole = self._whole
         if whole is None or x is not self._seen or version != self._version:
@@ -61,5 +61,5 @@ class SharedInput(OnMesh):
 
 
 def changes_tokens(plan: MatmulPlan) -> bool:
-    """Whether a rank's input and output have other tokens: x or y is gathered or scattered along m."""
+    """Return True if a rank's input and output have other tokens: x or y is gathered or scattered along m."""
     return any(dim == plan.m for operand in ("x", "y") for dim, _ in plan.extras(operand))

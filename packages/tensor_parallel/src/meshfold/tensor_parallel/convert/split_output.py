@@ -1,4 +1,4 @@
-"""What comes out of a model that has computed its loss of split logits: put together when somebody reads it."""
+"""Outputs of a model that has computed its loss of split logits: gathered when they are read."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from meshfold.tensor_parallel.modes import Mode, vocabulary_multiple
 
 
 class SplitOutput(OnMesh):
-    """Tells logits from a model's other outputs: by how they lie, seen in a forward that was looked at, and by their size."""
+    """Distinction of logits from a model's other outputs: by their layout in a followed forward, and by their size."""
 
     def __init__(self, mesh: Mesh, mode: Mode, heads: Sequence[Linear]) -> None:
         """Args:
@@ -36,7 +36,7 @@ class SplitOutput(OnMesh):
         self._seen: dict[tuple[str, int], tuple[tuple[str, ...] | None, ...]] = {}
 
     def when_read(self, name: str, value: Tensor, rows: int, padded: int) -> Tensor | None:
-        """The whole of an output that is split; None for one that is not.
+        """Return an output that is split as a tensor that is gathered when it is read; None for one that is not split.
 
         Args:
             name: of the output.
@@ -55,7 +55,7 @@ class SplitOutput(OnMesh):
         return lazy_gather(value, self._refused(name, value, axes)) if axes else None
 
     def _split(self, name: str, value: Tensor) -> tuple[tuple[str, ...] | None, ...] | None:
-        """The axes that split each dim of an output, None for one of which that is not known; None if nobody has looked."""
+        """Return the axes that split each dim of an output, None for a dim that is not known; None if no forward was followed."""
         found, key = tracker(), (name, value.dim())
         if found is not None:
             self._seen[key] = tuple(

@@ -1,4 +1,4 @@
-"""How tensors of the stream lie where they are put together, taken apart, or handed on by a layer."""
+"""Layouts of the stream's tensors where they are gathered, split, or returned by a layer."""
 
 from __future__ import annotations
 
@@ -31,12 +31,12 @@ Axes = tuple[str, ...]
 
 
 def real(mesh: Mesh, axes: Axes) -> Axes:
-    """The axes that split something."""
+    """Return the axes with more than one rank."""
     return tuple(axis for axis in axes if mesh.size(axis) > 1)
 
 
 def tokens(found: Tracker, mesh: Mesh, size: int, axes: Axes, before: Dims | None) -> Dim:
-    """A dim of ``size`` tokens over these axes, of which others may have dealt the sequences.
+    """Return a dim of ``size`` tokens over these axes, of which others may have dealt the sequences.
 
     Args:
         before: of what they were made, which tells whether they are dealt; None: they are if any are.
@@ -54,7 +54,7 @@ def tokens(found: Tracker, mesh: Mesh, size: int, axes: Axes, before: Dims | Non
 
 
 def rows(found: Tracker, mesh: Mesh, lead: Dims, shape: tuple[int, ...], reads: Axes, writes: Axes) -> Dims:
-    """The dims before the last of what a layer returns, from those of what it was given.
+    """Return the dims before the last of what a layer returns, from those of what it was given.
 
     Args:
         lead: of what it was given.
@@ -79,7 +79,7 @@ def rows(found: Tracker, mesh: Mesh, lead: Dims, shape: tuple[int, ...], reads: 
 
 
 def moved_by(lead: Dims) -> int | None:
-    """The number of the move that all of these dims are from; None if they are from none, or from several."""
+    """Return the number of the move that all of these dims are from; None if they are from none, or from several."""
     numbers = {
         factor.split.choice if factor.split and factor.split.kind == "moved" else 0
         for dim in lead
@@ -89,14 +89,14 @@ def moved_by(lead: Dims) -> int | None:
 
 
 def brought_back(before: Dims, lead: Dims) -> Dims:
-    """The dims that tokens had before they were moved, where they lie in one dim if they do so now."""
+    """Return the dims that tokens had before they were moved, where they lie in one dim if they do so now."""
     if len(lead) == len(before):
         return before
     return (normal(factor for dim in before for factor in dim),)
 
 
 def inner_rows(found: Tracker, shape: tuple[int, ...]) -> Dims:
-    """The dims of tokens behind the first, of which the sequence may be dealt."""
+    """Return the dims of tokens behind the first, of which the sequence may be dealt."""
     dealt = found.dealt
     return tuple(
         (Factor(n, dealt),) if dealt is not None and place == 0 and n == found.dealt_length else whole(n)
@@ -105,14 +105,14 @@ def inner_rows(found: Tracker, shape: tuple[int, ...]) -> Dims:
 
 
 def stream_rows(found: Tracker, shape: tuple[int, ...], axes: Axes, rows: Dims) -> Dims:
-    """The dims before the last of a stream of which only is known where it has the rows of the batch, over these axes."""
+    """Return the dims before the last of a stream of which only is known where it has the rows of the batch, over these axes."""
     if len(rows) > 2 and is_split(rows[1]) and not is_split(rows[0]):
         return (*inner_rows(found, shape[:1]), block(shape[1], axes), *whole_dims(shape[2:]))
     return (block(shape[0], axes), *inner_rows(found, shape[1:]))
 
 
 def split_rows(found: Tracker, mesh: Mesh, before: Dims, out: Tensor, axes: Axes, columns: Axes) -> Dims:
-    """The layout of a block of the stream that was cut out of a tensor, whole over these axes."""
+    """Return the layout of a block of the stream that was cut out of a tensor, whole over these axes."""
     shape = tuple(out.shape)
     last = block(shape[-1], real(mesh, columns), grain=-1)
     if len(shape) != len(before):
@@ -123,7 +123,7 @@ def split_rows(found: Tracker, mesh: Mesh, before: Dims, out: Tensor, axes: Axes
 
 
 def joined_rows(found: Tracker, mesh: Mesh, before: Dims, shape: tuple[int, ...]) -> Dims:
-    """The layout of a tensor that was put together of blocks of the stream."""
+    """Return the layout of a tensor that was put together of blocks of the stream."""
     if len(shape) == len(before) and len(shape) != 2:
         return (whole(shape[0]), *before[1:-1], whole(shape[-1]))
     if len(shape) == 2:
@@ -134,7 +134,7 @@ def joined_rows(found: Tracker, mesh: Mesh, before: Dims, shape: tuple[int, ...]
 def put_together(
     mesh: Mesh, x: Tensor, number: int, axes: Axes, joined: Tensor, *, repeated: bool = False
 ) -> Tensor:
-    """``joined``, which is x put together along a dim; where the forward is looked at, x must lie so, and what it made lies whole.
+    """Return ``joined``, x gathered along a dim. In a followed forward x must be split so, and the result is marked whole.
 
     Args:
         repeated: x may be the same all along the dim, so that putting it together repeats it.
@@ -160,7 +160,7 @@ def put_together(
 
 
 def places(dims: Dims, tokens: Axes, columns: Axes) -> tuple[int | None, int | None]:
-    """The dims that are split over the axes of tokens and of features, in blocks; None: none is."""
+    """Return the dims that are split over the axes of tokens and of features, in blocks; None: none is."""
     found: list[int | None] = [
         next((number for number, dim in enumerate(dims) if axes and _is_block(dim, axes)), None)
         for axes in (tokens, columns)
@@ -173,7 +173,7 @@ def _is_block(dim: Dim, axes: Axes) -> bool:
 
 
 def taken_apart(mesh: Mesh, x: Tensor, number: int, axes: Axes, mine: Tensor) -> Tensor:
-    """``mine``, a rank's block of x along a dim, which lies so where the forward is looked at.
+    """Return ``mine``, a rank's block of x along a dim, marked so in a followed forward.
 
     Raises:
         LayoutError: for a tensor that is not whole along that dim.
@@ -221,7 +221,7 @@ def check_stream(found: Tracker, mesh: Mesh, x: Tensor, axes: Axes, columns: Axe
 
 
 def how(dim: Dim) -> str:
-    """In words."""
+    """Return a dim's layout in words."""
     if is_unknown(dim):
         return "is not known to be split or whole"
     return f"is split over {', '.join(axes_of(dim)) or 'nothing'}"

@@ -1,4 +1,4 @@
-"""Layers made of layouts: each holds this rank's blocks and communicates as its plan says."""
+"""Sharded layers: each holds this rank's blocks and communicates as its plan says."""
 
 from meshfold.tensor_parallel.layers.embedding import Embedding, PositionEmbedding
 from meshfold.tensor_parallel.layers.linear import Linear

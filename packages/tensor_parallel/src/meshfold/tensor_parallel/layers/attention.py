@@ -24,7 +24,7 @@ def attention(
     p: float = 0.0,
     dropout: Dropout | None = None,
 ) -> Tensor:
-    """Scaled dot-product attention; dropped probabilities are the same under every layout.
+    """Compute scaled dot-product attention; dropped probabilities are the same under every layout.
 
     Args:
         q: ``b heads s d``, the local heads.
@@ -50,7 +50,7 @@ def attention(
 def attention_weights(
     q: Tensor, k: Tensor, *, mask: Tensor | None = None, causal: bool = False, scale: float | None = None
 ) -> Tensor:
-    """The weights of :func:`attention` in full, ``b heads s t``; as many heads of keys as of queries.
+    """Return the weights of :func:`attention` in full, ``b heads s t``; as many heads of keys as of queries.
 
     A query that the mask lets see nothing, such as one of padding on the left, has weights of 0, as in torch.
     """

@@ -20,7 +20,7 @@ from torch import Tensor
 
 
 def casts(x: Tensor) -> bool:
-    """Whether operations on a tensor are cast now."""
+    """Return True if operations on a tensor are cast now."""
     return not x.is_meta and torch.is_autocast_enabled(x.device.type)
 
 

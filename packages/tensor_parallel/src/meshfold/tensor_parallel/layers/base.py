@@ -1,4 +1,4 @@
-"""What every sharded layer has in common: its parameters are blocks, and know their place wherever they are moved."""
+"""Base of sharded layers: their parameters are blocks that keep their metadata when they are copied or moved."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ class BatchShape:
 def shard_parameter(
     parameter: Tensor, placement: Placement, mesh: Mesh, *, turned: bool = False
 ) -> nn.Parameter:
-    """The local block of a whole parameter, real or meta, with its metadata: a new parameter.
+    """Return the local block of a whole parameter, real or meta, with its metadata: a new parameter.
 
     Args:
         turned: let a matrix lie transposed in memory (its shape is the same): no copies where its last dim is gathered.

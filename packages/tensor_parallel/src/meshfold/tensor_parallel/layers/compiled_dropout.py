@@ -19,7 +19,7 @@ _NAMES: dict[int, str] = {}
 
 
 def code_of(name: str) -> Tensor:
-    """A number for a name, int64, on the CPU."""
+    """Return a number for a name, int64, on the CPU."""
     _operation()  # there before anything is traced
     code = key_of(name)
     _NAMES[code] = name
@@ -27,7 +27,7 @@ def code_of(name: str) -> Tensor:
 
 
 def draw(x: Tensor, code: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """(seed, key, first row, first token, rows) of the next dropout under a name: numbers on the device of ``x``."""
+    """Return (seed, key, first row, first token, rows) of the next dropout under a name, on the device of ``x``."""
     seed, key, first_row, first_token, rows = torch.ops.meshfold.draw(x.detach(), code).unbind()
     return seed, key, first_row, first_token, rows
 
@@ -35,7 +35,7 @@ def draw(x: Tensor, code: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor, Tenso
 def dealt_numbers(
     tokens: Tensor, size: int, dealt: TokenShards | None, *, rows: bool
 ) -> tuple[Tensor, int | Tensor]:
-    """Numbers among whole sequences, of tokens that are numbered among this rank's parts of them.
+    """Return numbers among whole sequences of tokens that are numbered among this rank's shards.
 
     Args:
         tokens: int64, any shape.

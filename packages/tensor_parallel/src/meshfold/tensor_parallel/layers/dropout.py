@@ -90,12 +90,12 @@ class Dropout(ShardedLayer):
         return self._dropped(x, p, place, seed, key, batch)
 
     def drop_weights(self, weights: Tensor, p: float) -> Tensor:
-        """The same for attention weights ``b heads s t``: each (b, head, s, t) of the whole model has one fate."""
+        """Drop attention weights ``b heads s t``: each (b, head, s, t) of the whole model is kept or dropped alike everywhere."""
         seed, key, batch, _ = self._draw(weights)
         return self._dropped(weights, p, self._of_weights(weights), seed, key, batch)
 
     def draw_weights(self, x: Tensor) -> tuple[int | Tensor, int | Tensor, int | Tensor, int, int]:
-        """What the fates of this rank's attention weights follow from, ``b heads ..`` being those of ``x``: draws a key.
+        """Draw the key of this rank's attention weights; ``b heads ..`` are those of ``x``.
 
         Returns:
             (seed, key, number of the first sequence in the global batch, number of the first head, heads of the model).
@@ -113,7 +113,7 @@ class Dropout(ShardedLayer):
         )
 
     def _draw(self, x: Tensor) -> tuple[int | Tensor, int | Tensor, Batch, int]:
-        """(seed, key, what the numbers of rows follow from, number) of the next call; a graph's has no number."""
+        """Return (seed, key, batch, number) of the next call; a graph's call has no number."""
         if torch.compiler.is_compiling():
             seed, key, first_row, first_token, rows = draw(x, self._code)
             return seed, key, Batch(first_row, first_token, rows, self._batch, None), -1
@@ -143,7 +143,7 @@ class Dropout(ShardedLayer):
     # -- where elements lie ---------------------------------------------------------------------------------------------
 
     def _look(self, found: Tracker, x: Tensor, call: int, batch: Batch) -> None:
-        """Remember where the elements of a tensor lie, for this call in later forwards."""
+        """Remember the positions of a tensor's elements, for this call in later forwards."""
         dealt = () if found.dealt is None else found.dealt.axes
         place = seen_place(
             x, found.dims(x), found.rows.dims(x), self._guessed(x, batch), batch, self.mesh, dealt, self.name
@@ -154,7 +154,7 @@ class Dropout(ShardedLayer):
             self._seen.pop(call, None)
 
     def _remembered(self, x: Tensor, call: int, batch: Batch) -> Place | None:
-        """Where elements lay when this call, or another of the same kind, was looked at; None if none was."""
+        """Return the positions seen for this call, or for another of the same kind; None if none was followed."""
         place = self._seen.get(call)
         if place is None or len(place) != x.dim():
             alike = [seen for seen in self._seen.values() if len(seen) == x.dim()]
@@ -171,7 +171,7 @@ class Dropout(ShardedLayer):
         )
 
     def _guessed(self, x: Tensor, batch: Batch) -> Place:
-        """Where elements lie, by the sizes of the tensor."""
+        """Return the positions of elements, by the sizes of the tensor."""
         size, shape, width = self.mesh.size, tuple(x.shape), x.shape[-1]
         if x.dim() == 4 and shape[1] * size(*self.between[1]) == self.heads:
             return self._of_weights(x)
@@ -192,7 +192,7 @@ class Dropout(ShardedLayer):
         return (*made, last)
 
     def _tokens_first(self, shape: tuple[int, ...], blocks: int) -> bool:
-        """Whether the second dim is as long as there are rows, and the first is not."""
+        """Return True if the second dim is as long as this rank has rows, and the first is not."""
         rows = self._batch.rows // blocks
         return rows > 0 and shape[1] == rows != shape[0]
 

@@ -1,4 +1,4 @@
-"""Where the elements of a rank's tensor lie in the tensor that one process has of the global batch.
+"""Positions of the elements of a rank's tensor in the tensor that one process has of the global batch.
 
 A dim is a row of *runs*, major first: neighbouring elements that are whole on the rank, or its block over mesh axes, or the rows
 of its part of the batch, or its tokens of sequences that are dealt. The number of an element in one process's tensor, row-major,
@@ -46,7 +46,7 @@ Place = tuple[tuple[Run, ...], ...]
 
 
 class Batch(NamedTuple):
-    """What the numbers of a forward's rows and tokens follow from.
+    """Rows and tokens of a forward: what their numbers follow from.
 
     Attributes:
         first_row, first_token: those of the global batch before this forward's.
@@ -72,7 +72,7 @@ def seen_place(
     dealt: tuple[str, ...],
     name: str,
 ) -> Place | None:
-    """Where the elements of a tensor lie of which a tracker knows how it lies; None if what it knows does not tell.
+    """Return the positions of a tensor's elements from what a tracker knows; None if that does not tell.
 
     Args:
         x: the tensor.
@@ -123,7 +123,7 @@ def _lost(x: Tensor, name: str, rows: int) -> LayoutError:
 def _guessed(
     x: Tensor, rows: Dims, guess: Place, tokens: tuple[str, ...], batch: Batch, dealt: tuple[str, ...]
 ) -> Dims:
-    """The dims on the mesh of a tensor of which only is known where it has rows: axes of tokens split these."""
+    """Return the dims on the mesh of a tensor of which only is known where it has rows: axes of tokens split these."""
     made: list[Dim] = []
     for place, (size, dim) in enumerate(zip(x.shape, rows, strict=True)):
         has_rows, flat = any(f.split for f in dim), guess[place][0].rows == "tokens"
@@ -135,7 +135,7 @@ def _guessed(
 
 
 def _runs(real: Dim, rows: Dim, dealt: tuple[str, ...], here: int, mesh: Mesh) -> tuple[Run, ...] | None:
-    """The runs of a dim of which both say what its factors are; None if they do not fit together."""
+    """Return the runs of a dim of which both say what its factors are; None if they do not fit together."""
     made: list[Run] = []
     left, right = [*real], [*rows]
     while left or right:
@@ -153,14 +153,14 @@ def _runs(real: Dim, rows: Dim, dealt: tuple[str, ...], here: int, mesh: Mesh) -
 
 
 def _aligned(left: list[Factor], right: list[Factor]) -> tuple[Factor, Factor] | None:
-    """Takes as many elements off both lists."""
+    """Take as many elements off both lists."""
     size = min(left[0].size, right[0].size)
     one, other = _taken(left, size), _taken(right, size)
     return None if one is None or other is None else (one, other)
 
 
 def _taken(factors: list[Factor], size: int) -> Factor | None:
-    """Takes the major part of the first factor: of a block it is one, and what is behind it is whole."""
+    """Take the major part of the first factor: of a block it is one, and what is behind it is whole."""
     first = factors.pop(0)
     if first.size == size:
         return first
@@ -185,7 +185,7 @@ def _run(real: Factor, rows: Factor, dealt: tuple[str, ...], here: int, mesh: Me
 
 
 def fitted(place: Place, shape: tuple[int, ...], batch: Batch, mesh: Mesh) -> Place | None:
-    """The same runs of a tensor of another shape; None if it cannot be so."""
+    """Return the same runs of a tensor of another shape; None if it cannot be so."""
     if len(place) != len(shape):
         return None
     made = []
@@ -206,7 +206,7 @@ def _resized(run: Run, size: int, batch: Batch, mesh: Mesh) -> Run:
 
 
 def _sizes(runs: tuple[Run, ...], size: int, batch: Batch, mesh: Mesh) -> list[int] | None:
-    """Sizes of the runs of one dim: rows and dealt tokens are known, of the others all but one are as they were."""
+    """Return sizes of the runs of one dim: rows and sharded tokens are known, of the others all but one are as they were."""
     sizes, left = [run.size for run in runs], -1
     for at, run in enumerate(runs):
         if run.rows and run.single:
@@ -224,7 +224,7 @@ def _sizes(runs: tuple[Run, ...], size: int, batch: Batch, mesh: Mesh) -> list[i
 
 
 def block_of(place: Place, batch: Batch, mesh: Mesh) -> tuple[int | Tensor, int, int] | None:
-    """The numbers of a tensor that is whole but for its last dim and its first, of which it may have a block.
+    """Return the numbers of a tensor that is whole but for its last dim and its first, of which it may have a block.
 
     Returns:
         (number of the first row ``.. c``, of the first column, columns of the whole); None if it lies otherwise.
@@ -247,7 +247,7 @@ def block_of(place: Place, batch: Batch, mesh: Mesh) -> tuple[int | Tensor, int,
 
 
 def numbers_of(place: Sequence[tuple[Run, ...]], batch: Batch, mesh: Mesh, device: torch.device) -> Tensor:
-    """The number of each element of a tensor in one process's: a vector, row-major, int64."""
+    """Return the number of each element of a tensor in one process's: a vector, row-major, int64."""
     found: Tensor = torch.zeros(1, dtype=torch.int64, device=device)
     stride: int | Tensor = 1
     runs = [run for dim in place for run in dim]
@@ -261,7 +261,9 @@ def numbers_of(place: Sequence[tuple[Run, ...]], batch: Batch, mesh: Mesh, devic
 def _counted(
     run: Run, batch: Batch, mesh: Mesh, device: torch.device, *, first: bool
 ) -> tuple[Tensor, int | Tensor]:
-    """The numbers of a run's elements in the whole, and how many the whole has; of the ``first`` run these are not wanted."""
+    """Return the numbers of a run's elements in the whole, and how many the whole has; of the ``first`` run these are not
+    wanted.
+    """
     local = torch.arange(run.size, device=device)
     if not run.dealt and run.rows != "turned":
         every: int | Tensor = run.size * mesh.size(*run.axes)
@@ -288,7 +290,7 @@ def _counted(
 
 
 def _first(run: Run, batch: Batch, mesh: Mesh) -> int | Tensor:
-    """The number of the first element of a run that has one after the other."""
+    """Return the number of the first element of a run that has one after the other."""
     first = run.size * mesh.index(*run.axes)
     if run.rows == "tokens":
         return first + batch.first_token
@@ -296,12 +298,12 @@ def _first(run: Run, batch: Batch, mesh: Mesh) -> int | Tensor:
 
 
 def _inner(run: Run, batch: Batch, mesh: Mesh) -> int:
-    """Elements of a run that each row has."""
+    """Return the elements of a run that each row has."""
     return 1 if run.single or not run.rows else run.size * mesh.size(*run.axes) // batch.here.rows
 
 
 def _all_rows(batch: Batch) -> int | Tensor:
-    """Rows of the global batch.
+    """Return the rows of the global batch.
 
     Raises:
         MeshfoldError: if that is not said of a part of one.

@@ -56,7 +56,7 @@ class Embedding(ShardedLayer):
 
     @classmethod
     def convert(cls, module: nn.Embedding, mesh: Mesh, mode: Mode) -> Embedding:
-        """A sharded table from a whole one; real or meta weights.
+        """Return a sharded table made of a whole one; real or meta weights.
 
         Raises:
             LayoutError: for the options ``max_norm``, ``scale_grad_by_freq`` and ``sparse``.

@@ -21,7 +21,7 @@ UP, DOWN = "gate_up_proj", "down_proj"
 
 
 def experts_of(module: nn.Module) -> str:
-    """The name of a module's child that holds experts' weights, in tensors of three dims; empty if there is none."""
+    """Return the name of a module's child that holds experts' weights, in tensors of three dims; empty if there is none."""
     for leaf, child in module.named_children():
         own = list(child.parameters(recurse=False))
         if len(own) == len(list(child.parameters())) and any(p.dim() == 3 for p in own):
@@ -30,7 +30,7 @@ def experts_of(module: nn.Module) -> str:
 
 
 def inner_of(experts: nn.Module) -> int:
-    """The inner dim of experts that can be split by it; 0 for those of another make (biases, transposed weights)."""
+    """Return the inner dim of experts that can be split by it; 0 for those of another make (biases, transposed weights)."""
     own = dict(experts.named_parameters(recurse=False))
     if set(own) != {UP, DOWN} or getattr(experts, "is_transposed", False):
         return 0
@@ -40,7 +40,7 @@ def inner_of(experts: nn.Module) -> int:
 
 
 class Experts(OnMesh):
-    """Splits the experts of a block whose input is whole on every rank: ``m k -> m k``, whole again.
+    """Split of a block's experts, whose input is whole on every rank: ``m k -> m k``, whole again.
 
     What goes in enters (its gradient is summed over the ranks), the weights of the chosen experts too, since each rank's
     outputs are a share of what they multiply; what comes out is summed.
@@ -51,7 +51,7 @@ class Experts(OnMesh):
         self._enter, self._leave = bind_enter(mesh, mode.axes), bind_leave(mesh, mode.axes)
 
     def why_not(self, experts: nn.Module) -> str:
-        """Why experts stay whole on every rank; empty if they can be split."""
+        """Return why experts stay whole on every rank; empty if they can be split."""
         blocks, inner = self.mesh.size(*self.axes), inner_of(experts)
         if not inner:
             return "their weights are of another form than gate_up_proj and down_proj"
@@ -60,7 +60,7 @@ class Experts(OnMesh):
         return ""
 
     def split(self, experts: nn.Module) -> None:
-        """Put this rank's blocks in the place of the weights, real or meta, and stand round the module."""
+        """Replace the weights by this rank's blocks, real or meta, and attach to the module."""
         inner = inner_of(experts)
         up, down = experts.get_parameter(UP), experts.get_parameter(DOWN)
         columns = Placement(

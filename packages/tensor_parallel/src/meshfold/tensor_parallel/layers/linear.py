@@ -102,7 +102,7 @@ class Linear(ShardedLayer):
         lowering: str = "gather",
         matmul: MatmulPlan | None = None,
     ) -> Linear:
-        """A module with ``weight`` (and ``bias``) as a sharded layer with its blocks; real or meta weights.
+        """Return a sharded layer with the blocks of a module with ``weight`` (and ``bias``); real or meta weights.
 
         Args:
             stored: how the weight lies: ``"nk"`` as in nn.Linear, ``"kn"`` as in transformers' Conv1D.
@@ -184,7 +184,7 @@ class Linear(ShardedLayer):
 
     @property
     def folds(self) -> int:
-        """By how much the layer's output has fewer tokens than its gathered input: y's scatter along m."""
+        """Ratio of tokens between the layer's gathered input and its output: y's scatter along m."""
         return self.mesh.size(*(axis for dim, axis in self.plan.extras("y") if dim == self.plan.m))
 
     def use_entered_input(self) -> None:
@@ -241,7 +241,7 @@ class Linear(ShardedLayer):
         return self.whole(y) if self.gather_output else y
 
     def whole(self, y: Tensor) -> Tensor:
-        """The output on every rank, padding cut off: for logits that are looked at, not trained on."""
+        """Return the output on every rank, padding cut off: for logits that are looked at, not trained on."""
         lead = y.shape[:-1]
         y = self._collect_rows(self._collect_columns(y.reshape(-1, y.shape[-1])))
         return y.view(*lead_shape(lead, y.shape[0]), y.shape[-1])[..., : self.out_features]
@@ -254,7 +254,7 @@ class Linear(ShardedLayer):
 
 
 def stem_plan(mode: Mode) -> MatmulPlan:
-    """A linear layer from raw features, whole on every rank, into the residual stream."""
+    """Return the plan of a linear layer from raw features, whole on every rank, into the residual stream."""
     residual = mode.layout("residual")
     return plan(
         Layout({"m": residual["m"], "k": ()}),
@@ -264,13 +264,13 @@ def stem_plan(mode: Mode) -> MatmulPlan:
 
 
 def fold(x: Tensor, times: int) -> Tensor:
-    """``(f b) s k -> b s (f k)``: the shape of a gathered input made that of the output it will give."""
+    """Give a gathered input the shape of the output it leads to: ``(f b) s k -> b s (f k)``."""
     b, inner, k = x.shape[0] // times, x.shape[1:-1], x.shape[-1]
     return x.view(times, b, *inner, k).movedim(0, -2).reshape(b, *inner, times * k)
 
 
 def unfold(x: Tensor, times: int) -> Tensor:
-    """``b s (f k) -> (f b) s k``: undoes :func:`fold`."""
+    """Undo :func:`fold`: ``b s (f k) -> (f b) s k``."""
     b, inner, k = x.shape[0], x.shape[1:-1], x.shape[-1] // times
     return x.view(b, *inner, times, k).movedim(-2, 0).reshape(times * b, *inner, k)
 
@@ -306,7 +306,7 @@ def _check_sizes(layer: Linear, mesh: Mesh) -> None:
 def _repeated_spans(
     meta: ParameterMeta | None, dim: int, mesh: Mesh
 ) -> tuple[tuple[int, int, tuple[str, ...]], ...]:
-    """The stretches of the local block that neighbouring ranks hold as well."""
+    """Return the spans of the local block that neighbouring ranks hold as well."""
     if meta is None or dim not in meta.placement.parts:
         return ()
     spans, start = [], 0
@@ -319,7 +319,7 @@ def _repeated_spans(
 
 
 def _neighbours(axes: tuple[str, ...], count: int, mesh: Mesh) -> tuple[str, ...]:
-    """The axes along which ``count`` neighbouring blocks lie: the minor ones, and a minor factor of the next."""
+    """Return the axes along which ``count`` neighbouring blocks lie: the minor ones, and a minor factor of the next."""
     found: list[str] = []
     for axis in reversed(axes):
         size = mesh.size(axis)

@@ -38,7 +38,7 @@ def cross_entropy(
     z_loss: float = 0.0,
     reduction: str = "mean",
 ) -> Tensor:
-    """Cross entropy of logits that lie as the mode's ``logits``, the same number on every rank of the mesh.
+    """Return the cross entropy of logits in the mode's ``logits`` layout, the same number on every rank of the mesh.
 
     Args:
         logits: ``.. v``, this rank's rows and columns; columns beyond ``vocab_size`` are padding.
@@ -73,7 +73,7 @@ def bind_cross_entropy(
     label_smoothing: float = 0.0,
     z_loss: float = 0.0,
 ) -> SummedLoss:
-    """:func:`cross_entropy` summed over tokens, as a function of logits and labels that torch.compile can trace."""
+    """Bind :func:`cross_entropy`, summed over tokens, as a function of logits and labels that torch.compile can trace."""
     mesh.require(*mode.axes, what=f"mode {mode.name!r}")
     layout = mode.layout("logits")
     multiple = vocabulary_multiple(mode, mesh)

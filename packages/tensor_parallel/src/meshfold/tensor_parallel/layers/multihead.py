@@ -1,4 +1,4 @@
-"""torch's own ``nn.MultiheadAttention``, split by heads (Vaswani et al. 2017, arXiv 1706.03762).
+"""Split of torch's own ``nn.MultiheadAttention`` by heads (Vaswani et al. 2017, arXiv 1706.03762).
 
 Its projections are parameters rather than layers: queries, keys and values in one matrix ``in_proj_weight``, ``3e e``. So
 the rules for linear layers do not reach them, and the module is split as it is, under the same names::
@@ -26,7 +26,7 @@ from meshfold.tensor_parallel.modes import Mode
 
 
 def why_torchs(module: nn.MultiheadAttention) -> str:
-    """Why an attention keeps torch's own forward; empty if it can have that of :class:`SplitMultiheadAttention`."""
+    """Return why an attention keeps torch's own forward; empty if it can have that of :class:`SplitMultiheadAttention`."""
     if type(module) is not nn.MultiheadAttention:
         return f"{type(module).__name__} may have a forward of its own"
     if not module._qkv_same_embed_dim:
@@ -44,7 +44,7 @@ def why_torchs(module: nn.MultiheadAttention) -> str:
 
 
 def why_whole(module: nn.MultiheadAttention, mesh: Mesh, mode: Mode) -> str:
-    """Why an attention stays whole on every rank; empty if its heads can be split."""
+    """Return why an attention stays whole on every rank; empty if its heads can be split."""
     blocks = mesh.size(*mode.axes)
     heads = f"its {module.num_heads} heads do not divide by {blocks}" if module.num_heads % blocks else ""
     return why_torchs(module) or heads
@@ -169,13 +169,13 @@ class SplitMultiheadAttention(ShardedLayer, nn.MultiheadAttention):
         return (out if batched else out.squeeze(0)), weights
 
     def _entered(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Each tensor enters once, so that its gradient is summed over the ranks once."""
+        """Enter each tensor once, so that its gradient is summed over the ranks once."""
         q = self._enter(query)
         k = q if key is query else self._enter(key)
         return q, k, k if value is key else q if value is query else self._enter(value)
 
     def _rows_first(self, x: Tensor, batched: bool) -> Tensor:
-        """``b s e``."""
+        """Return ``b s e``."""
         return x.unsqueeze(0) if not batched else x if self.batch_first else x.transpose(0, 1)
 
     def _mask(
@@ -209,7 +209,7 @@ class SplitMultiheadAttention(ShardedLayer, nn.MultiheadAttention):
 
 
 def _added(mask: Tensor, dtype: torch.dtype) -> Tensor:
-    """A mask of torch's attention, True or -inf where nothing is attended to, as a number to add."""
+    """Return a mask of torch's attention, True or -inf where nothing is attended to, as a number to add."""
     if mask.dtype == torch.bool:
         return torch.zeros(mask.shape, dtype=dtype, device=mask.device).masked_fill(mask, float("-inf"))
     return mask.to(dtype)

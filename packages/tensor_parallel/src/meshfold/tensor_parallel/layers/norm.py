@@ -23,7 +23,7 @@ from meshfold.tensor_parallel.module_kinds import eps_for, norm_eps, norm_kind, 
 
 
 class _Norm(ShardedLayer):
-    """What the two have in common: blocks of weight and bias, and where rows and their columns are split."""
+    """Base of both norms: blocks of weight and bias, and the axes that split rows and columns."""
 
     weight: nn.Parameter | None
     bias: nn.Parameter | None
@@ -57,7 +57,7 @@ class _Norm(ShardedLayer):
 
     @classmethod
     def convert(cls, module: nn.Module, eps: float | None, mesh: Mesh, mode: Mode) -> Self:
-        """A norm with this rank's blocks of a whole norm's weight and bias."""
+        """Return a norm with this rank's blocks of a whole norm's weight and bias."""
         made = cls.__new__(cls)
         nn.Module.__init__(made)
         weight, bias = getattr(module, "weight", None), getattr(module, "bias", None)
@@ -171,7 +171,7 @@ class HeadNorm(ShardedLayer):
 
 
 def bind_rms_norm(mesh: Mesh, columns: tuple[str, ...], hidden: int, eps: float) -> Callable[..., Tensor]:
-    """RMSNorm of rows whose columns are split over axes, as a function of ``x [.., h]`` and ``weight [h]`` or None."""
+    """Bind RMSNorm of rows whose columns are split over axes: a function of ``x [.., h]`` and ``weight [h]`` or None."""
     if mesh.size(*columns) == 1:
         return lambda x, weight: kernels.rms_norm(x, weight, eps)
     mesh.prepare(*columns)
@@ -201,7 +201,7 @@ def bind_rms_norm(mesh: Mesh, columns: tuple[str, ...], hidden: int, eps: float)
 
 
 def bind_layer_norm(mesh: Mesh, columns: tuple[str, ...], hidden: int, eps: float) -> Callable[..., Tensor]:
-    """LayerNorm of rows whose columns are split over axes: a function of ``x [.., h]``, weight and bias (``[h]`` or None)."""
+    """Bind LayerNorm of rows whose columns are split over axes: a function of ``x [.., h]``, weight and bias (``[h]`` or None)."""
     if mesh.size(*columns) == 1:
         return lambda x, weight, bias: kernels.layer_norm(x, weight, bias, eps)
     mesh.prepare(*columns)

@@ -16,7 +16,7 @@ from meshfold.tensor_parallel.plan import MatmulPlan
 
 
 class PatchEmbedding(ShardedLayer):
-    """Images, whole on every rank, to patches in the residual layout: ``b c y x -> b h y/p x/p``, local b and h.
+    """Embedding of images, whole on every rank, as patches in the residual layout: ``b c y x -> b h y/p x/p``, local b and h.
 
     The output keeps nn.Conv2d's order of dims, so that the model's own ``flatten(2).transpose(1, 2)`` still works.
     """
@@ -32,7 +32,7 @@ class PatchEmbedding(ShardedLayer):
 
     @classmethod
     def convert(cls, module: nn.Conv2d, mesh: Mesh, mode: Mode) -> PatchEmbedding:
-        """The blocks of a convolution with kernel = stride and no padding; real or meta weights.
+        """Return the blocks of a convolution with kernel = stride and no padding; real or meta weights.
 
         Raises:
             LayoutError: for another convolution, or a number of channels that cannot be split.

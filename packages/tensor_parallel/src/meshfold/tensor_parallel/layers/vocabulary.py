@@ -1,4 +1,4 @@
-"""Token ids and labels that lie in no rank's part of a vocabulary: an error, as in torch, and never a row of zeros.
+"""Checks of token ids and labels: one outside of the vocabulary is an error, as in torch, and never a row of zeros.
 
 On the CPU a :class:`TokenError` names the number. On a GPU it is an assertion on the device, as torch's own lookups have:
 the host does not wait.
@@ -16,7 +16,7 @@ from meshfold.mesh import TokenError
 
 
 def checked(numbers: Tensor, words: int, what: str, ignored: int | None = None) -> Tensor:
-    """Return ``numbers``, each of which is from 0 up and below ``words``, or ``ignored``.
+    """Return ``numbers`` after a check that each is from 0 up and below ``words``, or ``ignored``.
 
     Args:
         numbers: integers of any shape, the same on every rank, so that all ranks raise or none does.

@@ -20,7 +20,7 @@ class Lowering(Protocol):
     """A way to carry out a matmul plan. Tensors are two-dimensional; the weight lies as ``[n, k]``."""
 
     def refuses(self, plan: MatmulPlan) -> str:
-        """Why the plan cannot be carried out this way; empty if it can."""
+        """Return why the plan cannot be carried out this way; empty if it can."""
         ...
 
     def prepare(self, plan: MatmulPlan, mesh: Mesh) -> None:
@@ -30,7 +30,7 @@ class Lowering(Protocol):
     def forward(
         self, plan: MatmulPlan, mesh: Mesh, x: Tensor, w: Tensor, keep: frozenset[str]
     ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-        """``x [m, k]``, ``w [n, k]`` local at rest -> (``y [m, n]`` local at rest, gathered x, gathered w).
+        """Return (``y [m, n]`` at rest, gathered x, gathered w) from ``x [m, k]`` and ``w [n, k]`` at rest.
 
         A gathered operand is returned if ``keep`` names it, for backward to reuse.
         """
@@ -47,7 +47,7 @@ class Lowering(Protocol):
         wants: tuple[bool, bool],
         kept: tuple[Tensor | None, Tensor | None],
     ) -> tuple[Tensor | None, Tensor | None]:
-        """(``dx``, ``dw``) at rest, each if wanted, from ``dy`` at rest."""
+        """Return (``dx``, ``dw``) at rest, each if wanted, from ``dy`` at rest."""
         ...
 
     def cost(
@@ -60,22 +60,22 @@ class Lowering(Protocol):
         phases: tuple[Phase, ...],
         keep: frozenset[str],
     ) -> Cost:
-        """Every collective that forward and backward issue."""
+        """Return every collective that forward and backward issue."""
         ...
 
 
 def stored_dims(plan: MatmulPlan, operand: Operand) -> tuple[str, str]:
-    """The dims of an operand as it lies in memory: x is ``[m, k]``, w is ``[n, k]``, y is ``[m, n]``."""
+    """Return the dims of an operand as it lies in memory: x is ``[m, k]``, w is ``[n, k]``, y is ``[m, n]``."""
     return {"x": (plan.m, plan.k), "w": (plan.n, plan.k), "y": (plan.m, plan.n)}[operand]
 
 
 def tensor_dim(plan: MatmulPlan, operand: Operand, dim: str) -> int:
-    """Where a named dim lies in an operand's tensor."""
+    """Return the number of a named dim in an operand's tensor."""
     return stored_dims(plan, operand).index(dim)
 
 
 def factors(out: Operand, tensors: Mapping[Operand, Tensor]) -> tuple[Tensor, Tensor]:
-    """(a, b) with ``out = a @ b``: ``y = x wᵀ``, ``dx = dy w``, ``dw = dyᵀ x``; w and dw lie as ``[n, k]``."""
+    """Return (a, b) with ``out = a @ b``: ``y = x wᵀ``, ``dx = dy w``, ``dw = dyᵀ x``; w and dw lie as ``[n, k]``."""
     if out == "y":
         return tensors["x"], tensors["w"].t()
     if out == "x":
@@ -84,17 +84,17 @@ def factors(out: Operand, tensors: Mapping[Operand, Tensor]) -> tuple[Tensor, Te
 
 
 def split_axes(plan: MatmulPlan, mesh: Mesh, operand: Operand) -> tuple[str, ...]:
-    """The axes of an operand's extras that are larger than 1, major first."""
+    """Return the axes of an operand's extras that are larger than 1, major first."""
     return tuple(axis for _, axis in plan.extras(operand) if mesh.size(axis) > 1)
 
 
 def split_dims(plan: MatmulPlan, mesh: Mesh, operand: Operand) -> set[str]:
-    """The dims along which an operand is really gathered or scattered."""
+    """Return the dims along which an operand is really gathered or scattered."""
     return {dim for dim, axis in plan.extras(operand) if mesh.size(axis) > 1}
 
 
 def brick(plan: MatmulPlan, mesh: Mesh, x: Sequence[int], n: int) -> dict[str, int]:
-    """Elements of m, k and n that this rank multiplies, from the shape of ``x [m, k]`` and the n of w at rest."""
+    """Return the elements of m, k and n that this rank multiplies, from the shape of ``x [m, k]`` and the n of w at rest."""
 
     def times(operand: Operand, dim: str) -> int:
         return mesh.size(*(axis for d, axis in plan.extras(operand) if d == dim))
@@ -130,7 +130,7 @@ class Sum:
             self._total = torch.addmm(self._total, a, b, out_dtype=self._wide)
 
     def done(self) -> Tensor:
-        """The sum, in the dtype of its terms; there is at least one."""
+        """Return the sum, in the dtype of its terms; there is at least one."""
         if self._total is None:
             raise ValueError("a sum of no products")
         return self._total.to(self._dtype)

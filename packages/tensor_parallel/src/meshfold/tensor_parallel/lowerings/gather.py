@@ -31,14 +31,14 @@ _COPIED_ROWS = 1024
 
 
 class Gather:
-    """All-gather, one matmul, reduce-scatter."""
+    """All-gather of the operands, one matmul, reduce-scatter of the result."""
 
     def refuses(self, plan: MatmulPlan) -> str:
-        """Applies to every plan."""
+        """Return an empty string: every plan can be carried out."""
         return ""
 
     def prepare(self, plan: MatmulPlan, mesh: Mesh) -> None:
-        """The plan's own process groups are enough."""
+        """Do nothing: the plan's own process groups are enough."""
 
     def forward(
         self, plan: MatmulPlan, mesh: Mesh, x: Tensor, w: Tensor, keep: frozenset[str]
@@ -134,7 +134,7 @@ class Gather:
 
 
 def _block_axis(plan: MatmulPlan, mesh: Mesh) -> str:
-    """The axis over which x is gathered along k, if backward is to multiply block by block; empty if not."""
+    """Return the axis over which x is gathered along k, if backward is to multiply block by block; empty if not."""
     steps = [(dim, axis) for dim, axis in plan.steps("x") if mesh.size(axis) > 1]
     if len(steps) != 1 or steps[0][0] != 1 or torch.compiler.is_compiling():
         return (
@@ -144,7 +144,9 @@ def _block_axis(plan: MatmulPlan, mesh: Mesh) -> str:
 
 
 def _multiply_blocks(x: Tensor, w: Tensor) -> Tensor:
-    """``y = x wᵀ`` from blocks of x along k: ``g m k, n (g k) -> m n``; only some rows of x are ever put side by side."""
+    """Compute ``y = x wᵀ`` from blocks of x along k: ``g m k, n (g k) -> m n``; only some rows of x are copied side by side
+    at a time.
+    """
     rows = x.shape[1]
     y = x.new_empty(rows, w.shape[0])
     step = max(_COPIED_ROWS, -(-rows // 4))
@@ -155,7 +157,7 @@ def _multiply_blocks(x: Tensor, w: Tensor) -> Tensor:
 
 
 def _input_gradient_blocks(dy: Tensor, w: Tensor, blocks: int) -> Tensor:
-    """``dx = dy w`` as blocks along k: ``m n, n (g k) -> g m k``."""
+    """Compute ``dx = dy w`` as blocks along k: ``m n, n (g k) -> g m k``."""
     width = w.shape[1] // blocks
     dx = dy.new_empty(blocks, dy.shape[0], width)
     for block in range(blocks):
@@ -164,7 +166,7 @@ def _input_gradient_blocks(dy: Tensor, w: Tensor, blocks: int) -> Tensor:
 
 
 def _weight_gradient_of_blocks(plan: MatmulPlan, x: Tensor, dy: Tensor) -> Tensor:
-    """``dw = dyᵀ x`` from blocks of x along k: ``g m k, m n -> n (g k)``, lying transposed as the weight does."""
+    """Compute ``dw = dyᵀ x`` from blocks of x along k: ``g m k, m n -> n (g k)``, transposed in memory as the weight is."""
     blocks, _, width = x.shape
     turned = dy.new_empty(blocks * width, dy.shape[1])
     for block in range(blocks):
@@ -173,12 +175,12 @@ def _weight_gradient_of_blocks(plan: MatmulPlan, x: Tensor, dy: Tensor) -> Tenso
 
 
 def _weight_gradient(plan: MatmulPlan, x: Tensor, dy: Tensor) -> Tensor:
-    """``dw = dyᵀ x``, ``m k, m n -> n k``, lying so that what it is scattered along is outermost."""
+    """Compute ``dw = dyᵀ x``, ``m k, m n -> n k``, with the dim that it is scattered along outermost in memory."""
     return (x.t() @ dy).t() if turns_weight(plan) else dy.t() @ x
 
 
 def turns_weight(plan: MatmulPlan) -> bool:
-    """Whether a weight ``[n, k]`` should lie transposed: it is gathered along k, whose blocks then follow each other."""
+    """Return True if a weight ``[n, k]`` should lie transposed: it is gathered along k, whose blocks then follow each other."""
     return any(dim == 1 for dim, _ in plan.steps("w"))
 
 
@@ -206,7 +208,7 @@ def start_sum(plan: MatmulPlan, mesh: Mesh, operand: Operand, scattered: Pending
 
 
 def start_leave(plan: MatmulPlan, mesh: Mesh, operand: Operand, partial: Tensor) -> Pending:
-    """Partial sums to the operand at rest: scatter, then sum over the rest."""
+    """Scatter partial sums, then sum over the rest: the operand at rest."""
     return start_sum(plan, mesh, operand, start_scatter(plan, mesh, operand, partial))
 
 

@@ -44,17 +44,17 @@ _Whole = dict["Operand", Tensor]
 
 
 class Ring:
-    """Pass blocks round the ring under partial matmuls."""
+    """Shifts of blocks round the ring under partial matmuls."""
 
     def refuses(self, plan: MatmulPlan) -> str:
-        """Applies where something is gathered or scattered."""
+        """Return a reason for plans in which nothing is gathered or scattered."""
         operands: tuple[Operand, ...] = ("x", "w", "y")
         if any(plan.extras(operand) for operand in operands):
             return ""
         return "x, w and y are used as they lie at rest, so nothing can be passed round a ring"
 
     def prepare(self, plan: MatmulPlan, mesh: Mesh) -> None:
-        """A ring runs over all axes of an operand at once."""
+        """Make the groups of rings: one runs over all axes of an operand at once."""
         operands: tuple[Operand, ...] = ("x", "w", "y")
         for operand in operands:
             mesh.prepare(*split_axes(plan, mesh, operand))
@@ -157,7 +157,7 @@ class _Product:
                 self.ring, largest = operand, moved
 
     def at_rest(self, operand: Operand) -> int:
-        """Elements of an operand's local block at rest."""
+        """Return the elements of an operand's local block at rest."""
         a, b = stored_dims(self.plan, operand)
         return self.sizes[a] * self.sizes[b] // self.mesh.size(*split_axes(self.plan, self.mesh, operand))
 
@@ -176,7 +176,7 @@ class _Product:
         return coming
 
     def run(self, coming: Mapping[Operand, Pending], keep: frozenset[str]) -> tuple[Pending, _Whole]:
-        """(the output on its way, the gathered inputs); the ring's input is put together only if ``keep`` names it."""
+        """Return (the output on its way, the gathered inputs); the ring's input is put together only if ``keep`` names it."""
         if self.ring == self.out:
             inputs = {operand: pending.wait() for operand, pending in coming.items()}
             return start_sum(self.plan, self.mesh, self.out, Pending(self._scattered(inputs), None)), inputs
@@ -191,7 +191,7 @@ class _Product:
     def _gathered(
         self, ring: Operand, coming: Mapping[Operand, Pending], keep: bool
     ) -> tuple[Tensor, _Whole]:
-        """The product with one input arriving block by block."""
+        """Return the product with one input arriving block by block."""
         plan, mesh = self.plan, self.mesh
         axes = split_axes(plan, mesh, ring)
         group = mesh.group(*axes)
@@ -227,7 +227,7 @@ class _Product:
         return total.done() if summed else out, found
 
     def _scattered(self, inputs: Mapping[Operand, Tensor]) -> Tensor:
-        """The product reduce-scattered over the output's extras: parts are computed, passed on and added to."""
+        """Return the product reduce-scattered over the output's extras: parts are computed, passed on and added to."""
         plan, mesh = self.plan, self.mesh
         axes = split_axes(plan, mesh, self.out)
         group = mesh.group(*axes)

@@ -1,4 +1,4 @@
-"""The planner's choice of a lowering, and the lowering that makes it by itself.
+"""Choice of a lowering by estimated time, and the lowering ``auto`` that makes it for each call.
 
 The time of a plan is estimated from its cost, collective by collective (latency + bytes / bandwidth), and from the
 multiplications of one rank. What a lowering hides under its ``n`` partial matmuls takes the longer of the two plus
@@ -33,7 +33,7 @@ _PHASES: tuple[Phase, ...] = ("forward", "dx", "dw")
 
 @dataclass(frozen=True, kw_only=True)
 class Machine:
-    """What an estimate needs to know of a machine. The defaults were fitted to four H200 joined by NVLink (NCCL, bf16).
+    """Speeds of a machine, for estimates. The defaults were fitted to four H200 joined by NVLink (NCCL, bf16).
 
     Attributes:
         flops: multiplications and additions a second of a large matmul.
@@ -66,7 +66,7 @@ class Machine:
     )
 
     def seconds(self, entry: CostEntry) -> float:
-        """How long a collective takes on its own."""
+        """Return the time of a collective on its own."""
         return self.latency_s[entry.kind] + float(entry.bytes) / self.bandwidth[entry.kind]
 
 
@@ -82,7 +82,7 @@ def choose(
     machine: Machine = H200,
     keep: frozenset[str] = frozenset(),
 ) -> str:
-    """The name of the lowering expected to be fastest, forward and backward together.
+    """Return the name of the lowering expected to be fastest, forward and backward together.
 
     Args:
         plan: what is to be carried out.
@@ -110,7 +110,7 @@ def estimate(
     machine: Machine = H200,
     keep: frozenset[str] = frozenset(),
 ) -> float:
-    """Seconds for forward and backward of a plan carried out in one of :data:`WAYS`."""
+    """Return the seconds for forward and backward of a plan carried out in one of :data:`WAYS`."""
     cost = WAYS[lowering].cost(plan, sizes, mesh, itemsize=itemsize, phases=_PHASES, keep=keep)
     multiply = 2.0 / machine.flops
     for dim, axes in plan.compute.items():
@@ -121,7 +121,7 @@ def estimate(
 
 
 def _gather_seconds(cost: Cost, multiply: float, machine: Machine) -> float:
-    """Everything is waited for, but x that travels under the product of dx, and dx that leaves under that of dw."""
+    """Add up everything but x that travels under the product of dx, and dx that leaves under that of dw."""
     under_dx = sum(machine.seconds(e) for e in cost.entries if e.phase == "dw" and e.operand == "x")
     under_dw = sum(machine.seconds(e) for e in cost.entries if e.phase == "dx" and e.operand == "dx")
     total = sum(machine.seconds(e) for e in cost.entries)
@@ -142,7 +142,7 @@ def _pipelined_seconds(cost: Cost, phase: Phase, lowering: str, multiply: float,
 
 
 def _is_hidden(entry: CostEntry, lowering: str) -> bool:
-    """Whether a collective is one of those that run under partial matmuls."""
+    """Return True if a collective runs under partial matmuls."""
     if lowering == "ring":
         return entry.kind == "shift"
     if entry.phase == "forward":
@@ -151,14 +151,14 @@ def _is_hidden(entry: CostEntry, lowering: str) -> bool:
 
 
 class Auto:
-    """Choose by the sizes at hand."""
+    """Choice by the sizes at hand."""
 
     def refuses(self, plan: MatmulPlan) -> str:
-        """Applies to every plan."""
+        """Return an empty string: some lowering carries out every plan."""
         return ""
 
     def prepare(self, plan: MatmulPlan, mesh: Mesh) -> None:
-        """Make the groups of every lowering that it may choose."""
+        """Make the groups of every lowering that may be chosen."""
         for way in WAYS.values():
             if not way.refuses(plan):
                 way.prepare(plan, mesh)
@@ -211,7 +211,7 @@ def _known(
     n: int,
     itemsize: int,
 ) -> str:
-    """The choice for local blocks, ``x`` being the shape of x and ``n`` the rows of w: layers ask at every call."""
+    """Return the choice for local blocks: ``x`` is the shape of x, ``n`` the rows of w. Layers ask at every call."""
     found, mesh = replace(parse(*layouts), entered=entered), Mesh(dict(axes), rank=0)
     local = brick(found, mesh, x, n)
     return choose(

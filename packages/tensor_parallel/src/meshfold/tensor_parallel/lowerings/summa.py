@@ -36,7 +36,7 @@ from meshfold.tensor_parallel.plan import MatmulPlan, Operand, Phase
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Panels:
-    """How k is cut.
+    """Cuts of k into panels.
 
     Attributes:
         axes: of x and of w, the axes that their blocks of k are gathered over, major first.
@@ -52,7 +52,7 @@ class Panels:
 
     @staticmethod
     def of(plan: MatmulPlan, mesh: Mesh, k_of_x: int, k_of_w: int) -> Panels:
-        """From the elements of k in a block of x and in one of w.
+        """Make them from the elements of k in a block of x and in one of w.
 
         Raises:
             LayoutError: if the two do not make up the same k.
@@ -74,13 +74,13 @@ class Panels:
 
     @property
     def slices(self) -> list[tuple[int, int]]:
-        """(start, length) within a panel of each backward step."""
+        """Slices (start, length) of a panel, one for each backward step."""
         steps = max(min(self.count, self.width), 1)
         bounds = [step * self.width // steps for step in range(steps + 1)]
         return [(start, end - start) for start, end in pairwise(bounds)]
 
     def take(self, block: Tensor, start: int, length: int) -> Tensor:
-        """The same slice of every panel in a block: ``r (panels width) -> r (panels length)``."""
+        """Return the same slice of every panel in a block: ``r (panels width) -> r (panels length)``."""
         panels = block.view(block.shape[0], -1, self.width)
         return panels[:, :, start : start + length].reshape(block.shape[0], -1)
 
@@ -91,10 +91,10 @@ class Panels:
 
 
 class Stream:
-    """Broadcast one panel of k at a time and accumulate."""
+    """Broadcasts of one panel of k at a time, accumulated."""
 
     def refuses(self, plan: MatmulPlan) -> str:
-        """Applies where x or w is gathered, and along k only."""
+        """Return a reason unless x or w is gathered, and along k only."""
         operands: tuple[Operand, ...] = ("x", "w")
         extras = [(operand, dim) for operand in operands for dim, _ in plan.extras(operand)]
         for operand, dim in extras:
@@ -103,7 +103,7 @@ class Stream:
         return "" if extras else "neither x nor w is gathered, so there is nothing to stream"
 
     def prepare(self, plan: MatmulPlan, mesh: Mesh) -> None:
-        """A broadcast runs over all axes of an operand at once."""
+        """Make the groups of broadcasts: one runs over all axes of an operand at once."""
         mesh.prepare(*split_axes(plan, mesh, "x"))
         mesh.prepare(*split_axes(plan, mesh, "w"))
 

@@ -47,7 +47,7 @@ class Box:
 
 
 def held(layout: Layout, mesh: Mesh, rank: int) -> Box:
-    """Which part of a tensor of this layout a rank holds; the layout has two dims, rows first."""
+    """Return the part of a tensor of this layout that a rank holds; the layout has two dims, rows first."""
     counts = tuple(mesh.size(*axes) for axes in layout.values())
     place = Placement(shape=counts, axes=tuple(layout.values()))
     (top,), (left,) = (place.segments(mesh, dim, rank) for dim in (0, 1))
@@ -61,7 +61,7 @@ def held(layout: Layout, mesh: Mesh, rank: int) -> Box:
 
 
 def holders(layout: Layout, mesh: Mesh) -> dict[Box, tuple[int, ...]]:
-    """Every block of a tensor of this layout, row by row, and the ranks that hold it."""
+    """Return every block of a tensor of this layout, row by row, with the ranks that hold it."""
     found: dict[Box, list[int]] = {}
     for rank in range(mesh.world_size):
         found.setdefault(held(layout, mesh, rank), []).append(rank)
@@ -69,13 +69,13 @@ def holders(layout: Layout, mesh: Mesh) -> dict[Box, tuple[int, ...]]:
 
 
 def working(plan: MatmulPlan, operand: str) -> Layout:
-    """The layout in which ranks multiply: x and w gathered, y as partial sums before it leaves."""
+    """Return the layout in which ranks multiply: x and w gathered, y as partial sums before it leaves."""
     at_rest: Layout = getattr(plan, operand)
     return Layout({dim: plan.compute[dim] for dim in at_rest})
 
 
 def draw_mesh(mesh: Mesh, *axes: str | Sequence[str]) -> Figure:
-    """The ranks of a mesh, once for each of ``axes`` (by default every axis), the groups along it in one colour.
+    """Draw the ranks of a mesh, once for each of ``axes`` (by default every axis), the groups along it in one colour.
 
     An entry may be several axes: ``draw_mesh(mesh, "row", ("row", "col"))``.
 
@@ -94,7 +94,7 @@ def draw_mesh(mesh: Mesh, *axes: str | Sequence[str]) -> Figure:
 
 
 def draw_matmul(plan: MatmulPlan, mesh: Mesh, *, rank: int = 0) -> Figure:
-    """A sharded matmul: who holds which block of x, w and y at rest, who multiplies what, and what is sent.
+    """Draw a sharded matmul: who holds which block of x, w and y at rest, who multiplies what, and what is sent.
 
     Args:
         plan: from :func:`meshfold.tensor_parallel.plan`.
@@ -115,7 +115,7 @@ def draw_matmul(plan: MatmulPlan, mesh: Mesh, *, rank: int = 0) -> Figure:
 def draw_mode(
     mode: str | Mode, mesh: Mesh, *, matmuls: Sequence[str] = ("column", "row"), rank: int = 0
 ) -> Figure:
-    """The matmuls of a mode next to each other, each as :func:`draw_matmul` draws it.
+    """Draw the matmuls of a mode next to each other, each as :func:`draw_matmul` draws it.
 
     Args:
         mode: a built-in mode's name or a Mode of your own.
@@ -154,7 +154,7 @@ def _check(mesh: Mesh, rank: int = 0) -> None:
 
 
 def _paint(what: str) -> ModuleType:
-    """The module that paints: matplotlib is imported when it is needed."""
+    """Import a module that paints: matplotlib is imported when it is needed."""
     if importlib.util.find_spec("matplotlib") is None:
         raise MeshfoldError("pictures need matplotlib: pip install meshfold-tensor-parallel[plot]")
     return importlib.import_module(f"meshfold.tensor_parallel.plot.{what}_figure")

@@ -1,4 +1,4 @@
-"""A sharded matmul as a picture: the cube of multiplications, and the blocks of x, w and y round it.
+"""Picture of a sharded matmul: the cube of multiplications, and the blocks of x, w and y round it.
 
 Every rank has its colour. A tensor is a square, cut into its blocks; a disc with a number is a rank that holds the
 block. x stands left of y and w above it, so that rows and columns that belong together are in line.
@@ -41,7 +41,7 @@ _GAP = 0.42  # between the squares, for their names and arrows
 
 
 def matmul_figure(plans: Sequence[tuple[str, MatmulPlan]], mesh: Mesh, rank: int, title: str = "") -> Figure:
-    """See :func:`meshfold.tensor_parallel.plot.figures.draw_matmul`."""
+    """Draw matmuls, see :func:`meshfold.tensor_parallel.plot.figures.draw_matmul`."""
     side, foot, head = 4.9, 1.35, 0.42 if title else 0.1
     figure = new_figure((side * len(plans), side + foot + head))
     whole = side + foot + head
@@ -88,7 +88,7 @@ def _paint_matmul(canvas: Axes, plan: MatmulPlan, mesh: Mesh, rank: int, words: 
 def _paint_tensor(
     canvas: Axes, name: str, layout: Layout, work: Layout, mesh: Mesh, rank: int, corner: Point
 ) -> None:
-    """The blocks at rest with the ranks that hold them; what one rank holds and what it works on.
+    """Draw the blocks at rest with the ranks that hold them; what one rank holds and what it works on.
 
     Discs are called ``name-rank``.
     """
@@ -146,7 +146,7 @@ def _paint_tensor(
 
 
 def _paint_moves(canvas: Axes, plan: MatmulPlan, operand: str, corner: Point, work: Box, mesh: Mesh) -> None:
-    """Arrows beside a tensor: forward's gathers and scatters along its dims; below y the sum."""
+    """Draw arrows beside a tensor: forward's gathers and scatters along its dims; below y the sum."""
     down, across = (dim for dim in getattr(plan, operand))
     x, y, width, height = lies(work, corner)
     name = "reduce_scatter" if operand == "y" else "all_gather"
@@ -189,7 +189,7 @@ def _paint_moves(canvas: Axes, plan: MatmulPlan, operand: str, corner: Point, wo
 def _write_moves(
     figure: Figure, plan: MatmulPlan, mesh: Mesh, left: float, count: int, whole: float, foot: float
 ) -> None:
-    """Every collective of more than one rank, as the plan prints it."""
+    """Write every collective of more than one rank, as the plan prints it."""
     size = 7.6
     for line, phase in enumerate(("forward", "dx", "dw")):
         y = (foot - 0.12 - 0.32 * line) / whole
@@ -203,7 +203,7 @@ def _write_moves(
 
 
 def _paint_cube(canvas: Axes, plan: MatmulPlan, mesh: Mesh, corner: Point, size: float) -> None:
-    """The cube of multiplications m × k × n, a brick a rank: y's face in front, w's on top, x's at the left.
+    """Draw the cube of multiplications m × k × n, a brick a rank: y's face in front, w's on top, x's at the left.
 
     m goes down, n to the right, k into the page, drawn up and to the left.
     """

@@ -1,4 +1,4 @@
-"""A mesh as a picture: ranks as discs in a grid, the groups along an axis joined and in one colour."""
+"""Picture of a mesh: ranks as discs in a grid, the groups along an axis joined and in one colour."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from meshfold.tensor_parallel.plot.paint import FAINT, INK, MONO, Color, Point, 
 
 
 def mesh_figure(mesh: Mesh, axes: Sequence[tuple[str, ...]]) -> Figure:
-    """See :func:`meshfold.tensor_parallel.plot.figures.draw_mesh`."""
+    """Draw a mesh, see :func:`meshfold.tensor_parallel.plot.figures.draw_mesh`."""
     places = _places(mesh)
     width = max(x for x, _ in places.values()) + 1.0
     height = max(y for _, y in places.values()) + 1.0
@@ -66,7 +66,7 @@ def _paint_mesh(canvas: Axes, mesh: Mesh, chosen: tuple[str, ...], places: dict[
 
 
 def _places(mesh: Mesh) -> dict[int, Point]:
-    """Where each rank stands: the last axis to the right, the one before it down, blocks of these beside each other."""
+    """Return the position of each rank: the last axis to the right, the one before it down, blocks of these side by side."""
     names = mesh.names
     columns = mesh.axes[names[-1]] if names else 1
     rows = mesh.axes[names[-2]] if len(names) > 1 else 1
@@ -79,7 +79,7 @@ def _places(mesh: Mesh) -> dict[int, Point]:
 
 
 def _link(canvas: Axes, a: Point, b: Point, shade: Color) -> None:
-    """A band between neighbours, a thin arc between ranks that stand apart."""
+    """Draw a band between neighbours, a thin arc between ranks that stand apart."""
     near = math.dist(a, b) < 1.5
     curve, width = ("arc3,rad=0", 5.0) if near else ("arc3,rad=0.25", 1.3)
     canvas.add_patch(

@@ -1,4 +1,4 @@
-"""What pictures are made of: colours, discs for ranks, arrows for collectives. Imports matplotlib."""
+"""Elements of pictures: colours, discs for ranks, arrows for collectives. Imports matplotlib."""
 
 from __future__ import annotations
 
@@ -23,52 +23,52 @@ MONO = "DejaVu Sans Mono"
 
 
 def color(number: int, count: int) -> Color:
-    """The colour of one of so many."""
+    """Return the colour of one of so many."""
     if count <= len(_PALETTE):
         return to_rgb(_PALETTE[number])
     return colorsys.hls_to_rgb(number / count, 0.5 if number % 2 else 0.58, 0.55)
 
 
 def mix(a: Color, b: Color, share: float) -> Color:
-    """A colour on the way from one to another."""
+    """Return a colour on the way from one to another."""
     red, green, blue = (x + (y - x) * share for x, y in zip(a, b, strict=True))
     return red, green, blue
 
 
 def tint(base: Color, share: float) -> Color:
-    """A colour with white in it."""
+    """Return a colour with white in it."""
     return mix(base, (1.0, 1.0, 1.0), share)
 
 
 class Picture(Figure):
-    """A figure that a notebook shows: matplotlib's own is shown there only after ``%matplotlib inline``."""
+    """Figure that a notebook shows: matplotlib's own is shown there only after ``%matplotlib inline``."""
 
     def _repr_png_(self) -> bytes:
-        """What Jupyter asks for."""
+        """Return the picture that Jupyter shows."""
         file = io.BytesIO()
         self.savefig(file, format="png", dpi=80, metadata={"Software": None})
         return file.getvalue()
 
 
 def new_figure(size: Point) -> Picture:
-    """A white figure, without pyplot and its state; its size in inches."""
+    """Return a white figure, without pyplot and its state; its size in inches."""
     figure = Picture(figsize=size, dpi=150, facecolor="white")
     FigureCanvasAgg(figure)
     return figure
 
 
 def lies(box: Box, corner: Point) -> tuple[float, float, float, float]:
-    """Left, top, width and height of a box in a unit square at a corner."""
+    """Return left, top, width and height of a box in a unit square at a corner."""
     return corner[0] + float(box.left), corner[1] + float(box.top), float(box.width), float(box.height)
 
 
 def moved(point: Point, right: float, down: float) -> Point:
-    """A point a little away."""
+    """Return a point a little away."""
     return point[0] + right, point[1] + down
 
 
 def spread(x: float, y: float, width: float, height: float, count: int) -> list[tuple[Point, float]]:
-    """Centres and a radius for so many discs in a block."""
+    """Return centres and a radius for so many discs in a block."""
     columns = max(1, min(count, round(math.sqrt(count * width / height))))
     rows = math.ceil(count / columns)
     cell_x, cell_y = width / columns, height / rows
@@ -80,7 +80,7 @@ def spread(x: float, y: float, width: float, height: float, count: int) -> list[
 
 
 def disc(canvas: Axes, centre: Point, radius: float, number: int, shade: Color, gid: str) -> None:
-    """A rank. ``gid`` says what it stands for, so that a test can ask what was drawn."""
+    """Draw a rank. ``gid`` says what it stands for, so that a test can ask what was drawn."""
     canvas.add_patch(
         Circle(centre, radius, facecolor=shade, edgecolor="white", linewidth=0.8, zorder=4, gid=gid)
     )
@@ -99,7 +99,7 @@ def disc(canvas: Axes, centre: Point, radius: float, number: int, shade: Color, 
 
 
 def arrow(canvas: Axes, start: Point, end: Point, shade: str) -> None:
-    """A collective along a dim."""
+    """Draw a collective along a dim."""
     canvas.add_patch(
         FancyArrowPatch(
             start, end, arrowstyle="<->", mutation_scale=9, linewidth=1.3, color=shade, shrinkA=0, shrinkB=0
