@@ -41,11 +41,11 @@ class Accelerator:
         return models.to(get_current_device())
 
     def is_available(self) -> bool:
-        """Whether there is such a device."""
+        """Tell whether the device exists."""
         return self.name == "cpu" or torch.cuda.is_available()
 
     def device_count(self) -> int:
-        """How many there are on this machine."""
+        """Return the number of devices on this machine."""
         return 1 if self.name == "cpu" else torch.cuda.device_count()
 
     def synchronize(self, device: Any = None) -> None:
@@ -91,7 +91,7 @@ class Accelerator:
 
 
 def get_accelerator() -> Accelerator:
-    """What this rank computes on."""
+    """Return the device type that this rank computes on."""
     return Accelerator()
 
 

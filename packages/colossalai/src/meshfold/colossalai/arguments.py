@@ -1,4 +1,4 @@
-"""What becomes of the arguments of another library: a table a function, and one way to read all of them."""
+"""Translation of another library's arguments: a table for each function, and one way to read them all."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class MigrationNote(UserWarning):
 
 @dataclass(frozen=True, kw_only=True)
 class Argument:
-    """What becomes of one argument. Exactly one of ``to``, ``word`` and ``instead`` is there.
+    """Translation of one argument. Exactly one of ``to``, ``word`` and ``instead`` is given.
 
     Attributes:
         default: what it is if it is not given.
@@ -149,7 +149,7 @@ def unless(nothing: Any) -> Callable[[Any], Any]:
 
 
 def _same(value: Any, default: Any) -> bool:
-    """Whether a value is the default; True is not 1 here, and 1 is 1.0."""
+    """Tell whether a value is the default; True is not 1 here, and 1 is 1.0."""
     if value is default:
         return True
     kinds = {type(value), type(default)}

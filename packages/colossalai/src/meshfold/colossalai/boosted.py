@@ -1,4 +1,4 @@
-"""What ``Booster.boost`` gives back: a model and an optimizer that look like those of the script."""
+"""Results of ``Booster.boost``: a model and an optimizer that look like the script's own."""
 
 from __future__ import annotations
 
@@ -81,12 +81,12 @@ class BoostedOptimizer:
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
-        """Of the engine's optimizer, in the order of the script's."""
+        """The engine optimizer's groups, in the order of the script's."""
         return self.optim.param_groups
 
     @property
     def defaults(self) -> dict[str, Any]:
-        """Of the engine's optimizer."""
+        """The engine optimizer's defaults."""
         return self.optim.defaults
 
     def step(self, closure: None = None) -> None:

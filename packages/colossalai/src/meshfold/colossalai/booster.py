@@ -221,7 +221,7 @@ class Booster:
     # -- inside -----------------------------------------------------------------------------------------------------
 
     def _settings(self, dataloader: Any) -> Settings:
-        """Of the plugin, and what this booster adds."""
+        """Return the plugin's settings with those of this booster."""
         settings = self.plugin.settings(
             rows=getattr(dataloader, "batch_size", None), sampler=getattr(dataloader, "sampler", None)
         )
@@ -234,7 +234,7 @@ class Booster:
 
 
 def _has_loss(model: nn.Module) -> bool:
-    """Whether a model makes its loss by itself, of labels."""
+    """Tell whether a model computes its loss itself, from labels."""
     return "labels" in inspect.signature(model.forward).parameters
 
 

@@ -68,7 +68,7 @@ class Config(dict[str, Any]):
 
     @classmethod
     def of(cls, config: object) -> Config:
-        """Of a dict, a path, or None for an empty one.
+        """Make a config of a dict or a path; None gives an empty one.
 
         Raises:
             SpecError: for anything else.
@@ -84,7 +84,7 @@ class Config(dict[str, Any]):
 
 
 def _where(file: Path, text: str, error: Exception) -> str:
-    """What failed in which line of the file; what to import instead, if that is what it was."""
+    """Return which line of the file failed, and what to import instead if an import failed."""
     frames = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename == str(file)]
     number = frames[-1].lineno or 0 if frames else 0
     line = text.splitlines()[number - 1].strip() if number else ""

@@ -76,7 +76,7 @@ class ParallelContext:
 
     @property
     def mesh(self) -> Mesh:
-        """What is asked.
+        """The mesh that is asked.
 
         Raises:
             SpecError: before any ``launch``.
@@ -88,7 +88,7 @@ class ParallelContext:
         return self._mesh
 
     def get_global_rank(self) -> int:
-        """Of this process."""
+        """Return this process's global rank."""
         return self.mesh.rank
 
     def get_local_rank(self, mode: ParallelMode) -> int:
@@ -96,7 +96,7 @@ class ParallelContext:
         return self.mesh.index(*self._axes(mode))
 
     def get_world_size(self, mode: ParallelMode) -> int:
-        """How many ranks its group has."""
+        """Return the size of this rank's group."""
         return self.mesh.size(*self._axes(mode))
 
     def get_ranks_in_group(self, mode: ParallelMode) -> list[int]:
@@ -109,23 +109,23 @@ class ParallelContext:
         return self.mesh.group(*self._axes(mode))
 
     def is_initialized(self, mode: ParallelMode) -> bool:
-        """Whether the mesh has an axis of this name."""
+        """Tell whether the mesh has an axis of this name."""
         return self._mesh is not None and bool(self._axes(mode))
 
     def is_first_rank(self, mode: ParallelMode) -> bool:
-        """Whether it is the first of its group."""
+        """Tell whether this rank is the first of its group."""
         return self.get_local_rank(mode) == 0
 
     def is_last_rank(self, mode: ParallelMode) -> bool:
-        """Whether it is the last of its group."""
+        """Tell whether this rank is the last of its group."""
         return self.get_local_rank(mode) == self.get_world_size(mode) - 1
 
     def is_pipeline_first_stage(self) -> bool:
-        """Whether it is the first rank of its pipeline."""
+        """Tell whether this rank is the first of its pipeline."""
         return self.is_first_rank(ParallelMode.PIPELINE)
 
     def is_pipeline_last_stage(self) -> bool:
-        """Whether it is the last rank of its pipeline."""
+        """Tell whether this rank is the last of its pipeline."""
         return self.is_last_rank(ParallelMode.PIPELINE)
 
     @property

@@ -28,15 +28,15 @@ class DistCoordinator:
         self.local_rank = Environment.detect().local_rank
 
     def is_master(self) -> bool:
-        """Whether it is the first."""
+        """Tell whether this process is the first."""
         return self.rank == 0
 
     def is_node_master(self) -> bool:
-        """Whether it is the first on its machine."""
+        """Tell whether this process is the first on its machine."""
         return self.local_rank == 0
 
     def is_last_process(self) -> bool:
-        """Whether it is the last."""
+        """Tell whether this process is the last."""
         return self.rank == self.world_size - 1
 
     def print_on_master(self, text: object) -> None:

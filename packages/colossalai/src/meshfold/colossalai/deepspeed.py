@@ -156,7 +156,7 @@ def _flat(value: Mapping[str, Any], prefix: str) -> dict[str, Any]:
 
 
 def _placement(aside: Mapping[str, Any]) -> dict[str, Any]:
-    """Where state lives."""
+    """Return the placement of the optimizer's state and parameters."""
     optimizer, parameters = aside.get("optimizer", "none"), aside.get("param", "none")
     if parameters == "nvme":
         raise SpecError(

@@ -94,7 +94,7 @@ FAMILIES: Mapping[str, str] = {
 
 
 def instead_of(name: str) -> str | None:
-    """What to write for a name of theirs that is not here; None for one that is unknown."""
+    """Return what to write for a name of Colossal-AI that is not here; None for an unknown name."""
     if name in ELSEWHERE:
         return ELSEWHERE[name]
     return next((word for pattern, word in FAMILIES.items() if fnmatchcase(name, pattern)), None)

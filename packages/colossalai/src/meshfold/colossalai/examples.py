@@ -1,4 +1,4 @@
-"""What a pipeline has to be shown of a model's inputs, looked up in the data of a script's loader."""
+"""Example inputs of a model for a pipeline, taken from a script's loader."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def example_of(loader: Any, model: nn.Module, criterion: Callable[..., Any] | No
 
 
 def _is_no_ids(batch: Any) -> bool:
-    """Whether a batch begins with something else than token ids."""
+    """Tell whether a batch begins with something other than token ids."""
     if isinstance(batch, Mapping):
         return "input_ids" not in batch
     while isinstance(batch, tuple | list) and batch:
@@ -55,7 +55,7 @@ def _is_no_ids(batch: Any) -> bool:
 
 
 def _fits(batch: Any, model: nn.Module, criterion: Callable[..., Any] | None) -> bool:
-    """Whether the model can be called with a batch as the loader gives it; a script may make others of them."""
+    """Tell whether the model takes a batch as the loader gives it; a script may change batches before the call."""
     try:
         work = batches.prepare(batch, torch.device("cpu"), torch.float32, own_loss=criterion is not None)
     except SpecError:

@@ -1,4 +1,4 @@
-"""What ``Booster`` saves and loads: a model, an optimizer, a schedule, each in a place of its own."""
+"""Saving and loading of ``Booster``: a model, an optimizer, a schedule, each in its own file or folder."""
 
 from __future__ import annotations
 

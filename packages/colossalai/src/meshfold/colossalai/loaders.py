@@ -87,7 +87,7 @@ def deal(loader: Any, engine: Engine, name: str) -> Any:
 
 
 def check_rows(name: str, rows: int, batch: int, coordinates: int, *, drop_last: bool) -> None:
-    """Whether every data coordinate gets a row of every batch: a mean over none is no number.
+    """Check that every data coordinate gets a row of every batch: a mean over no rows is no number.
 
     Raises:
         SpecError: if one does not.
@@ -107,5 +107,5 @@ def check_rows(name: str, rows: int, batch: int, coordinates: int, *, drop_last:
 
 
 def _shuffles(sampler: Any) -> bool:
-    """Whether a sampler is what ``shuffle=True`` makes."""
+    """Tell whether a sampler is the one that ``shuffle=True`` makes."""
     return type(sampler) is RandomSampler and not sampler.replacement and sampler._num_samples is None

@@ -21,7 +21,7 @@ _NOT_SETTINGS = ("params", "param_names")
 
 
 def take_over(optimizer: object, model: nn.Module) -> object:
-    """What to give the engine as its optimizer: a function that makes it again, of the parameters the engine has.
+    """Return a function that makes the optimizer again, of the engine's parameters.
 
     Anything but a made optimizer is given back as it is: the engine's own forms. Parameters of the model that the
     optimizer does not have are frozen, since it would not train them.
@@ -93,13 +93,13 @@ def _factory(optimizer: torch.optim.Optimizer, model: nn.Module, group_of: dict[
 
 
 def _arguments(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """What its class was called with, as far as it says."""
+    """Return the arguments that an optimizer was made with, as far as it says."""
     takes = inspect.signature(type(optimizer)).parameters
     return {name: value for name, value in optimizer.defaults.items() if name in takes}
 
 
 def _check(optimizer: torch.optim.Optimizer) -> None:
-    """Whether its class makes it again."""
+    """Check that an optimizer's class can make it again."""
     name = type(optimizer).__name__
     advice = f"give a function that makes it, optimizer=lambda parameters: {name}(parameters, ...)"
     try:
@@ -116,5 +116,5 @@ def _check(optimizer: torch.optim.Optimizer) -> None:
 
 
 def _has_moved(state: object) -> bool:
-    """Whether an optimizer's state of a parameter is of a step; some have one before the first, with step 0."""
+    """Tell whether an optimizer's state of a parameter is past step 0; some have a state before the first step."""
     return isinstance(state, dict) and bool(state) and float(state.get("step", 1)) > 0

@@ -19,7 +19,7 @@ from meshfold.mesh import ParallelSpec, SpecError
 
 
 class Plugin:
-    """What a plugin is: arguments of another library, looked up in a table.
+    """A plugin: arguments of another library, translated by a table.
 
     Each takes ``engine=dict(...)`` too: further arguments of :class:`meshfold.engine.Engine`, such as ``recompute``,
     ``rules``, ``seed``.
@@ -88,7 +88,7 @@ class Plugin:
 
     @property
     def stage_manager(self) -> StageManager:
-        """Which stage of the pipeline this rank has."""
+        """The stage of the pipeline that this rank has."""
         return StageManager(self._world().mesh)
 
     def settings(self, *, rows: int | None = None, sampler: object = None) -> Settings:

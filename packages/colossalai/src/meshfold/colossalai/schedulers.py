@@ -12,7 +12,7 @@ from meshfold.mesh import SpecError
 
 
 def check(scheduler: Any, old: object) -> None:
-    """Whether :func:`hand_over` can take a scheduler over, or a function that makes one.
+    """Check that :func:`hand_over` can take over a scheduler, or a function that makes one.
 
     Raises:
         SpecError: for the scheduler of another optimizer, and for what is none.

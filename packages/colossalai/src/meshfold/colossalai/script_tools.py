@@ -35,12 +35,12 @@ def get_current_device() -> torch.device:
 
 
 def is_using_pp() -> bool:
-    """Whether the config that was launched has a pipeline."""
+    """Tell whether the launched config has a pipeline."""
     return gpc.is_initialized(ParallelMode.PIPELINE) and gpc.get_world_size(ParallelMode.PIPELINE) > 1
 
 
 def is_using_ddp() -> bool:
-    """Whether data ranks have different rows."""
+    """Tell whether data ranks have different rows."""
     return gpc.is_initialized(ParallelMode.DATA) and gpc.get_world_size(ParallelMode.DATA) > 1
 
 

@@ -64,7 +64,7 @@ def engine_settings(found: Translation) -> dict[str, Any]:
 
 
 def _known(config: Config) -> dict[str, Any]:
-    """What of a config is ours to read.
+    """Return the entries of a config that this package reads.
 
     Raises:
         SpecError: for a name that is not known.

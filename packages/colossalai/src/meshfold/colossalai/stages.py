@@ -1,4 +1,4 @@
-"""Which stage of a pipeline a rank has, as scripts ask a plugin."""
+"""A rank's stage of the pipeline, as scripts ask a plugin for it."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ class StageManager:
         self.stage, self.num_stages = mesh.index(PIPE), mesh.size(PIPE)
 
     def is_first_stage(self, ignore_chunk: bool = True) -> bool:
-        """Whether this rank is the first of its pipeline."""
+        """Tell whether this rank is the first of its pipeline."""
         return self.stage == 0
 
     def is_last_stage(self, ignore_chunk: bool = True) -> bool:
-        """Whether this rank is the last of its pipeline."""
+        """Tell whether this rank is the last of its pipeline."""
         return self.stage == self.num_stages - 1
 
     is_first_device, is_last_device = is_first_stage, is_last_stage

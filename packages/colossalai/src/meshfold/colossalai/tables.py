@@ -21,7 +21,7 @@ PRECISIONS = {name: name for name in ("fp16", "bf16", "fp32", "fp64")}
 
 
 def _scale(initial: float) -> Table:
-    """How the loss scale of fp16 moves there."""
+    """Return the table of fp16's loss scaling."""
     values: dict[str, float] = dict(
         initial_scale=initial, min_scale=1, growth_factor=2, backoff_factor=0.5, growth_interval=1000, hysteresis=2,
         max_scale=2**32,

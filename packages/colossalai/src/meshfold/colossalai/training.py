@@ -106,7 +106,7 @@ class TrainingEngine(Engine):
 
     @property
     def uses_pipeline(self) -> bool:
-        """Whether the model is in stages: then :meth:`execute_schedule` takes the place of forward and backward."""
+        """True if the model is in stages: :meth:`execute_schedule` then replaces forward and backward."""
         return self.pipeline is not None
 
     def train(self, mode: bool = True) -> TrainingEngine:

@@ -52,7 +52,7 @@ class Adapter:
 
     @classmethod
     def of(cls, asked: Any) -> Adapter:
-        """What a user calls an adapter.
+        """Make an adapter of what the user gave.
 
         Raises:
             SpecError: if it is neither a configuration nor a folder of peft's, or peft is not installed.

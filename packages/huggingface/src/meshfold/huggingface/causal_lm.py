@@ -61,7 +61,8 @@ class HuggingFaceModel:
 
     @property
     def source(self) -> Callable[[], nn.Module]:
-        """What to give to the engine as its model: one with the folder's weights, or the function that builds it."""
+        """The model argument for the engine: weights of the folder if it has any, else the function that builds the
+        model."""
         return self.load() if self.has_weights else self.build
 
 

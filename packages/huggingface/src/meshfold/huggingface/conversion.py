@@ -44,7 +44,7 @@ DTYPES = {
 
 @dataclass(frozen=True, kw_only=True)
 class Converted:
-    """What was written.
+    """Summary of what was written.
 
     Attributes:
         tensors: how many.
@@ -222,7 +222,7 @@ def _write_checkpoint(
     described: Mapping[str, Any] | None,
     state: dict[str, Any] | None,
 ) -> Converted:
-    """Of the model alone: what an engine loads with ``weights_only=True``."""
+    """Write a checkpoint of the model alone, which an engine loads with ``weights_only=True``."""
     final = resolve_folder(target)
     if final.exists() and (not final.is_dir() or any(final.iterdir())):
         raise CheckpointError(f"{target} is there already: remove it, or choose another folder")

@@ -170,7 +170,7 @@ def _full(name: str, config: DecoderConfig) -> str:
 
 
 def _is_table(name: str) -> bool:
-    """What old files have and is computed today: causal masks, rotary frequencies."""
+    """Tell whether old files have this tensor and it is computed today: causal masks, rotary frequencies."""
     return name.endswith((".attn.bias", ".attn.masked_bias", ".rotary_emb.inv_freq"))
 
 

@@ -87,7 +87,7 @@ class FolderWriter:
 
     @property
     def files(self) -> int:
-        """How many files the weights are in."""
+        """The number of files with weights."""
         return len(self._shards)
 
     def write(self, name: str, tensor: Tensor) -> None:

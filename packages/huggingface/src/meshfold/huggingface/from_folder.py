@@ -88,7 +88,7 @@ class Pretrained(WeightSource):
             verify_checksums(self._files, part, parts)
 
     def weights(self, model: nn.Module) -> FolderValues:
-        """What the folder has of a model that was built by this, whole, on the meta device or not.
+        """Return the folder's values for a model that this has built, whole, on the meta device or not.
 
         Raises:
             SpecError: if it has nothing of it, or of other shapes.

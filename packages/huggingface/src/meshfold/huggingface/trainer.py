@@ -82,7 +82,7 @@ class EngineTrainer(Trainer):  # type: ignore[misc]  # transformers is not typed
             group.update(rates)
 
     def _check_precision(self) -> None:
-        """Whether the arguments ask for a precision that the engine does not have."""
+        """Check that the engine has the precision that the arguments ask for."""
         here = self.engine.precision.name
         for name in ("bf16", "fp16"):
             if getattr(self.args, name) and here != name:
@@ -91,7 +91,7 @@ class EngineTrainer(Trainer):  # type: ignore[misc]  # transformers is not typed
                 )
 
     def _check_optimization(self) -> None:
-        """Whether the arguments ask for what would not come: the engine has optimizer and loss."""
+        """Check that the arguments ask for nothing that the engine's own optimizer and loss would ignore."""
         decay = self.args.weight_decay
         if decay and not any(group.get("weight_decay") == decay for group in self.optimizer.param_groups):
             raise SpecError(
@@ -139,7 +139,7 @@ class EngineTrainer(Trainer):  # type: ignore[misc]  # transformers is not typed
         return batches, None
 
     def _counts_all_labels(self, batches: list[Any]) -> bool:
-        """Whether the Trainer divides a loss by the labels of rows whose first one is never predicted.
+        """Tell whether the Trainer divides a loss by all labels, although the first of each row is never predicted.
 
         It tells by ``loss_type``, which some causal language models do not have.
         """
@@ -154,7 +154,7 @@ class EngineTrainer(Trainer):  # type: ignore[misc]  # transformers is not typed
         )
 
     def _labels_of(self, fields: Mapping[str, Any]) -> int:
-        """How many labels of a global batch are no padding; all ranks call."""
+        """Return how many labels of a global batch are no padding; all ranks call."""
         world = self.engine.world
         mine = torch.as_tensor(fields["labels"]).ne(-100).sum().to(world.device)
         return int(all_reduce(mine, world.row_group))
@@ -270,7 +270,7 @@ class EngineTrainer(Trainer):  # type: ignore[misc]  # transformers is not typed
         return metrics
 
     def _predictions(self, loader: ShardedLoader, ignore_keys: Any) -> Predictions | None:
-        """What metrics are to be computed of; None if nobody asks for any."""
+        """Return the collector of predictions for metrics; None if nobody asks for any."""
         if self.compute_metrics is None or self.args.prediction_loss_only:
             return None
         config = getattr(self.model, "config", None)

@@ -1,4 +1,4 @@
-"""What ``compute_metrics`` of a Trainer is called with: predictions and labels of all rows, in the order of the dataset."""
+"""Arguments of a Trainer's ``compute_metrics``: predictions and labels of all rows, in the order of the dataset."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ class Predictions:
         self._number += 1
 
     def metrics(self, compute: Callable[[EvalPrediction], Mapping[str, Any]]) -> dict[str, Any]:
-        """What the user's function makes of them; none without predictions or labels."""
+        """Return the metrics that the user's function computes; none without predictions or labels."""
         predictions, labels = self._predictions.get_arrays(), self._labels.get_arrays()
         if predictions is None or labels is None:
             return {}

@@ -1,4 +1,4 @@
-"""Which tensors of a folder are which of a model's: by transformers' own rules for names.
+"""Names of tensors in a folder and in a model, matched by transformers' own rules.
 
 Old names (``LayerNorm.gamma``), a base model's prefix that is missing or too many, tensors that were several or one in the
 files (the experts of a mixture), tied tensors under any of their names: what transformers makes of them is made here, one
@@ -23,7 +23,7 @@ from meshfold.mesh import SpecError
 
 @dataclass(frozen=True, kw_only=True)
 class Recipe:
-    """How a tensor of the model is made of those in the files.
+    """Rule that makes a tensor of the model from tensors of the files.
 
     Attributes:
         sources: names in the files, each with the pattern of the converter that it matched.
@@ -158,7 +158,7 @@ def _check_alike(names: list[str], recipes: Mapping[str, Recipe], files: Mapping
 
 
 def _equal(a: Tensor, b: Tensor) -> bool:
-    """Whether two tensors have the same elements, read some rows at a time."""
+    """Tell whether two tensors have the same elements, reading some rows at a time."""
     rows = max(1, 2**22 // max(1, a[:1].numel())) if a.dim() else 1
     parts = range(0, a.shape[0], rows) if a.dim() else (None,)
     return all(

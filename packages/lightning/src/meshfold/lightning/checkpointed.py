@@ -30,7 +30,7 @@ class CheckpointedStrategy(ConnectedStrategy):
 
     @property
     def session(self) -> Session | None:
-        """What is known of the module; None before it was set up."""
+        """The state kept for the module; None before setup."""
         found: Session | None = getattr(self.lightning_module, SESSION, None)
         return found
 
@@ -56,7 +56,7 @@ class CheckpointedStrategy(ConnectedStrategy):
         return saving.whole_state(self._on_mesh, everywhere=not rank_zero_only)
 
     def lightning_module_state_dict(self, rank_zero_only: bool | None = None) -> dict[str, Any]:
-        """What ``checkpoint["state_dict"]`` is.
+        """Return the value of ``checkpoint["state_dict"]``.
 
         Args:
             rank_zero_only: True: the whole state on rank 0; False: on every rank. None, as Lightning calls it: the whole state
@@ -90,7 +90,7 @@ class CheckpointedStrategy(ConnectedStrategy):
         saving.write_folder(filepath, self._on_mesh, checkpoint)
 
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
-        """What is in a checkpoint, folder or file, whichever strategy has written it on however many ranks."""
+        """Return the contents of a checkpoint, folder or file, of any strategy and any number of ranks."""
         path: str | os.PathLike[str] = checkpoint_path
         if saving.is_folder(path):
             return saving.read_folder(path, weights_only=weights_only)

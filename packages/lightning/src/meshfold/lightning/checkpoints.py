@@ -37,12 +37,12 @@ _STATE, _OPTIMIZERS = "state_dict", "optimizer_states"
 
 
 def optimizer_file(number: int) -> str:
-    """Where the tensors of an optimizer are in a folder."""
+    """Return the name of the file with an optimizer's tensors."""
     return "optimizer.safetensors" if number == 0 else f"optimizer-{number}.safetensors"
 
 
 def is_folder(path: str | os.PathLike[str]) -> bool:
-    """Whether there is a folder of ours."""
+    """Tell whether a path is a checkpoint folder of this strategy."""
     place = Path(path)
     return (place / STATE_FILE).exists() or (place.with_name(f".{place.name}.old") / STATE_FILE).exists()
 
@@ -128,7 +128,7 @@ def _read_all(sources: Mapping[str, Source], world: World, *, keep: bool) -> dic
 
 
 def _numbered(lane: Lane) -> tuple[dict[str, int], list[list[int]]]:
-    """What torch calls the parameters of an optimizer, as it was made: numbers through its groups."""
+    """Return torch's numbers of an optimizer's parameters, by name and by group, as the optimizer was made."""
     numbers: dict[str, int] = {}
     groups = []
     for names in lane.given:
@@ -144,7 +144,7 @@ def _training(lanes: Lanes) -> list[Lane]:
 
 
 def read_folder(path: str | os.PathLike[str], *, weights_only: bool | None = None) -> dict[str, Any]:
-    """What is in a folder, in Lightning's form; tensors are mapped into memory and read when they are looked at.
+    """Return a folder's contents in Lightning's form; tensors are mapped into memory and read on use.
 
     Args:
         path: the folder.
@@ -173,7 +173,7 @@ def read_folder(path: str | os.PathLike[str], *, weights_only: bool | None = Non
 
 
 def _rest(found: Checkpoint, *, runs_code: bool) -> dict[str, Any]:
-    """What else Lightning keeps than tensors."""
+    """Return what Lightning keeps besides tensors."""
     if not runs_code:
         try:
             rest = found.small_file(REST)

@@ -93,7 +93,7 @@ class ConnectedStrategy(DDPStrategy):
         )
 
     def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
-        """Whether all ranks say so, or any."""
+        """Return whether all ranks decide so, or any."""
         if self.world is None:
             return decision
         said = torch.tensor(int(decision), device=self.world.device)

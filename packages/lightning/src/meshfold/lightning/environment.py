@@ -48,11 +48,11 @@ class RunningRanks(ClusterEnvironment):
 
     @staticmethod
     def detect() -> bool:
-        """Whether a process group is running."""
+        """Tell whether a process group is running."""
         return running_world() is not None
 
     def world_size(self) -> int:
-        """How many processes there are."""
+        """Return the number of processes."""
         return self._size
 
     def set_world_size(self, size: int) -> None:
@@ -84,7 +84,7 @@ class RunningRanks(ClusterEnvironment):
 
 
 def place_of(cluster: ClusterEnvironment, local_size: int) -> Environment:
-    """What the mesh has to know to start this process's part of the job."""
+    """Return what the mesh needs to start this process as one rank of the job."""
     if cluster.world_size() == 1:
         return Environment()
     return Environment(
@@ -99,7 +99,7 @@ def place_of(cluster: ClusterEnvironment, local_size: int) -> Environment:
 
 
 def set_by_a_launcher() -> bool:
-    """Whether ``meshfold run``, torchrun or the like has set the variables that say which rank this is.
+    """Tell whether ``meshfold run``, torchrun or the like has set the variables that say which rank this is.
 
     Lightning's own environment would take WORLD_SIZE away at the end of a stage, and a later trainer or engine is to find it.
     """

@@ -54,7 +54,7 @@ class Around(nn.Module):
                 self.add_module(name, module.get_submodule(name))
 
     def forward(self, run: Any) -> Any:
-        """What the function returns."""
+        """Call the function and return its result."""
         return run()
 
 
@@ -89,7 +89,7 @@ class Lane:
 
     @property
     def is_as_made(self) -> bool:
-        """Whether nobody has frozen or thawed anything, or given the optimizer more, since the lane was made."""
+        """True if no parameter was frozen, thawed or added since the lane was made."""
         groups = 0 if self.optimizer is None else len(self.optimizer.param_groups)
         return groups == len(self.given) and all(p.requires_grad == was for p, was in self._watched.items())
 
@@ -233,7 +233,7 @@ class Lanes:
 
     @property
     def all_read(self) -> bool:
-        """Whether every rank must call ``Source.read``."""
+        """True if every rank must call ``Source.read``."""
         return any(lane.states.all_read for lane in self.all)
 
     def source(self, tensor: Tensor) -> Source:

@@ -75,7 +75,7 @@ class PlainLanes:
         return made
 
     def _lane(self, optimizer: torch.optim.Optimizer | None, given: list[list[str]]) -> Lane:
-        """Of what an optimizer trains; without one, of all that could be trained."""
+        """Return the lane of an optimizer's parameters; without an optimizer, of all that could be trained."""
         by_name = dict(self._module.named_parameters())
         chosen = [by_name[name] for names in given for name in names] if optimizer else [*by_name.values()]
         mine = {name: p for name, p in by_name.items() if p.requires_grad and any(p is c for c in chosen)}

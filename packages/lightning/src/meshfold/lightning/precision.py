@@ -84,7 +84,7 @@ class MeshfoldPrecision(LightningPrecision):
 
     @classmethod
     def of(cls, plugin: LightningPrecision, scale: ScaleSettings | None) -> MeshfoldPrecision:
-        """What stands for a plugin that the trainer made of its argument ``precision``.
+        """Return the stand-in for a plugin that the trainer made of its argument ``precision``.
 
         Raises:
             SpecError: for a plugin that does something else.
@@ -100,12 +100,12 @@ class MeshfoldPrecision(LightningPrecision):
 
     @property
     def is_mixed(self) -> bool:
-        """Whether the model computes in 16 bits and all else is in float32."""
+        """True if the model computes in 16 bits and everything else is in float32."""
         return self.precision in ("bf16-mixed", "16-mixed")
 
     @property
     def is_true_half(self) -> bool:
-        """Whether everything is in 16 bits, inputs and targets too."""
+        """True if everything is in 16 bits, inputs and targets too."""
         return self.precision in ("bf16-true", "16-true")
 
     # -- around the module ----------------------------------------------------------------------------------------

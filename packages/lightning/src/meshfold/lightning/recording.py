@@ -1,4 +1,4 @@
-"""What ``configure_model`` makes is recorded, so that no rank ever holds the whole of it."""
+"""Recording of ``configure_model``, so that no rank ever holds the whole model."""
 
 from __future__ import annotations
 

@@ -33,7 +33,7 @@ Optimizers = Sequence[torch.optim.Optimizer]
 
 
 class Session:
-    """What the strategy knows of a module, for as long as the module lives.
+    """The strategy's state for a module, kept as long as the module lives.
 
     Attributes:
         world: where it lies.
@@ -195,7 +195,7 @@ class Session:
         self.train(lambda: optimizers, accumulation=1)
 
     def toggle(self, optimizer: Any) -> None:
-        """What ``LightningModule.toggle_optimizer`` does: gradients count for one optimizer alone."""
+        """Do what ``LightningModule.toggle_optimizer`` does: gradients count for one optimizer alone."""
         self.lanes.only = self.lanes.of(optimizer)
         others = [lane for lane in self.lanes if lane is not self.lanes.only]
         self._toggled = [p for lane in others for p in lane.parameters.values() if p.requires_grad]

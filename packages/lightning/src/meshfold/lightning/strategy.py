@@ -259,7 +259,7 @@ def _refuse_what_no_training_step_can(spec: ParallelSpec) -> None:
 
 
 def _most_micro_steps(trainer: Any) -> int:
-    """Of a step, now or in an epoch to come."""
+    """Return the most micro-steps of any step, now or in a later epoch."""
     found = [int(trainer.accumulate_grad_batches)]
     for callback in trainer.callbacks:
         if isinstance(callback, GradientAccumulationScheduler):

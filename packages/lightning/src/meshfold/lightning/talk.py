@@ -1,4 +1,4 @@
-"""What ranks tell each other for Lightning: objects to all, numbers over the data coordinates alone.
+"""Communication for Lightning: objects between all ranks, numbers over the data axes alone.
 
 Ranks along tensor axes have the same rows, and sequence ranks parts of them: a mean, a sum or a list over all ranks would
 count those rows several times. So reductions and gathers go over the data coordinates, each once.

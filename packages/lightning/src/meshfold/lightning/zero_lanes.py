@@ -134,7 +134,7 @@ class ZeroLanes:
         return lambda parameters: torch.optim.SGD(parameters, lr=0.0)
 
     def _shares(self, given: Sequence[list[list[str]]]) -> list[list[str] | None]:
-        """Which children of the module each optimizer trains; None for all of the module."""
+        """Return which children of the module each optimizer trains; None for all of the module."""
         if len(given) < 2:
             return [None]
         owner = {name: number for number, groups in enumerate(given) for names in groups for name in names}
@@ -189,7 +189,7 @@ class ZeroLanes:
         return values
 
     def _shape(self, parameter: Tensor) -> tuple[int, ...]:
-        """Of this rank's block over the tensor axes, also of a parameter that is released."""
+        """Return the shape of this rank's shard over the tensor axes, also of a released parameter."""
         return metadata_on(parameter, self._world.mesh).placement.local_shape(self._world.mesh)
 
 
@@ -199,7 +199,7 @@ def _states(lane: Lane) -> ZeroStates:
 
 
 def _factory(around: Around, optimizer: torch.optim.Optimizer, groups: Sequence[Sequence[str]]) -> Factory:
-    """What gives the user's own optimizer the parameters that chunks want it to have."""
+    """Return a function that gives the user's own optimizer the parameters that chunks hold."""
     names = [name for name, p in around.named_parameters() if p.requires_grad]
 
     def make(parameters: Sequence[nn.Parameter]) -> torch.optim.Optimizer:

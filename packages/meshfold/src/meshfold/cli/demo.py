@@ -57,7 +57,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _check_free(out: Path) -> None:
-    """Whether all that is where the demo writes is an earlier demo's, which may go."""
+    """Check that the demo's folder holds nothing but files of an earlier demo."""
     from meshfold.train.demo_files import of_others
 
     found = of_others(out)

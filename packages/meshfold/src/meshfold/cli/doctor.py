@@ -1,4 +1,4 @@
-"""What is installed, which kernels and devices work, and whether ranks on this machine reach each other.
+"""Check what is installed, which kernels and devices work, and whether ranks on this machine reach each other.
 
 The exit code is 0 if everything that Meshfold needs is there and every self-test passed.
 """

@@ -1,4 +1,4 @@
-"""What a command says when it fails."""
+"""Failures of commands, and the sentence that is printed for them."""
 
 from __future__ import annotations
 

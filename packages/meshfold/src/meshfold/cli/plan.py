@@ -237,7 +237,7 @@ def _answer(found: Estimate, took: Times, machine: Machine) -> dict[str, Any]:
 
 
 def _write_pictures(found: Estimate, timeline: str | None, trace: str | None) -> None:
-    """Of a pipeline the schedule on a clock; else what is on a device at every moment."""
+    """Write a pipeline's schedule, or what is on a device at every moment under zero, to files."""
     from meshfold.pipeline import draw as draw_schedule
     from meshfold.planner.report import schedule_trace
     from meshfold.zero_gemini.planner import chrome_trace, draw

@@ -183,7 +183,7 @@ def _as_rank(settings: TrainSettings, here: Environment, *, plan: bool, as_json:
 
 
 def _settled(settings: TrainSettings, ranks: int | None, progress: Progress) -> TrainSettings:
-    """What only the folder and the ranks decide: whether there is something to go on from, and with how much ``data``."""
+    """Return the settings with ``resume`` and ``data`` decided by the folder and the number of ranks."""
     from meshfold.engine.long_runs.resuming import refit
 
     if settings.resume == "auto":  # if there are some, and all are damaged, a person has to look at them
@@ -202,7 +202,7 @@ def _code(settings: TrainSettings, rows: list[dict[str, Any]]) -> int:
 
 
 def _check_device(settings: TrainSettings, ranks: int) -> None:
-    """Whether there is a GPU for each rank, if they are to be used."""
+    """Check that there is a GPU for each rank, if they are to be used."""
     if settings.device == "cuda":
         import torch
 
@@ -214,7 +214,7 @@ def _check_device(settings: TrainSettings, ranks: int) -> None:
 
 
 def _check_warmup(settings: TrainSettings) -> None:
-    """Whether the learning rate gets to where it is to rise to."""
+    """Check that the warmup ends within the run."""
     if settings.warmup > settings.steps:
         raise Failure(
             f"--warmup {settings.warmup} with --steps {settings.steps}: the learning rate would never reach "

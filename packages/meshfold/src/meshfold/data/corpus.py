@@ -45,7 +45,7 @@ class Corpus:
 
     @property
     def validation_tokens(self) -> int:
-        """How many are to validate with."""
+        """The number of tokens to validate with."""
         return len(self.tokens) - self.train_tokens
 
 
@@ -167,7 +167,7 @@ def _documents(source: Path, extensions: tuple[str, ...], exclude: tuple[str, ..
 
 
 def _is_text(path: Path) -> bool:
-    """Whether a file can be read, is not empty, and starts with UTF-8 without zeros."""
+    """Tell whether a file can be read, is not empty, and starts with UTF-8 without zeros."""
     try:
         with path.open("rb") as file:
             start = file.read(_LOOK)

@@ -38,7 +38,7 @@ class NoTokenizerError(SpecError):
 
 
 class Tokenizer(Protocol):
-    """What training needs of a tokenizer.
+    """Protocol of a tokenizer for training.
 
     Attributes:
         name: tells it from others: a cache of token ids belongs to a name.

@@ -25,7 +25,7 @@ EXCLUDE = ("site-packages", "dist-packages", "test", "tests", "idle_test", "enco
 
 @dataclass(frozen=True, kw_only=True)
 class Scene:
-    """Where the demo runs.
+    """Hardware and spec of a demo.
 
     Attributes:
         parallel: the spec.
@@ -44,7 +44,7 @@ class Scene:
 
 
 def scene(gpus: int) -> Scene:
-    """What a machine with so many GPUs can show."""
+    """Return the scene for a machine with so many GPUs."""
     whole = dict(data=2, tensor=TENSOR)
     if gpus >= 8:
         return Scene(parallel=whole, device="cuda", why=f"{gpus} GPUs: one for each of 8 ranks, over NCCL")
@@ -59,7 +59,7 @@ def scene(gpus: int) -> Scene:
 
 
 def settings(here: Scene, out: str, *, steps: int, sample_tokens: int) -> TrainSettings:
-    """What the demo trains."""
+    """Return the settings of the demo's run."""
     return TrainSettings(
         data=sysconfig.get_path("stdlib"),
         out=out,

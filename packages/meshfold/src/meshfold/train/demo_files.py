@@ -1,4 +1,4 @@
-"""What of a folder a demo has written: that goes when the next demo begins, and nothing else does.
+"""Files that a demo writes: the next demo removes them and nothing else.
 
 When a demo ends it writes down its files with their sizes and times. A file that is not on that list, or has changed since, is
 somebody's: of a run that went on from the demo's checkpoint, say.
@@ -26,7 +26,7 @@ def sign(out: Path) -> None:
 
 
 def of_others(out: Path) -> list[Path]:
-    """What is where a demo writes, and was not written by one."""
+    """Return the paths in a demo's folder that no demo has written."""
     listed = _listed(out)
     return [
         path for path in _there(out) if not _is_folder(path) and listed.get(_name(path, out)) != _seen(path)

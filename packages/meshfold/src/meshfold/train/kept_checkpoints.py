@@ -42,7 +42,7 @@ class KeptCheckpoints:
         self._single, self._several = Path(out) / "checkpoint", Path(out) / "checkpoints"
 
     def place(self, step: int) -> Path:
-        """Where the checkpoint of a step is written."""
+        """Return the folder for the checkpoint of a step."""
         return self._single if self.keep == 1 else step_folder(self._several, step)
 
     def make_room(self, step: int) -> Path | None:

@@ -46,7 +46,7 @@ from meshfold.train.trackers import open_trackers
 
 @dataclass(frozen=True, kw_only=True)
 class Inputs:
-    """What a run reads, looked at before anything starts; ``notes`` is what a person should know of it."""
+    """The checked inputs of a run; ``notes`` are remarks to print."""
 
     tokenizer: Tokenizer | None
     corpus: Corpus
@@ -144,7 +144,7 @@ def train(settings: TrainSettings, inputs: Inputs, progress: Progress) -> list[d
 def _train(
     engine: Engine, settings: TrainSettings, inputs: Inputs, progress: Progress
 ) -> list[dict[str, Any]]:
-    """What :func:`train` does with its engine."""
+    """Run :func:`train` with its engine."""
     if engine.loaded is not None:
         progress.say(str(engine.loaded).partition("\n")[0])
     first, checkpoints = 0, settings.checkpoints

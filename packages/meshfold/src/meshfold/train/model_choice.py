@@ -29,7 +29,7 @@ class ModelChoice:
 
     @property
     def source(self) -> Callable[[], nn.Module]:
-        """What to give to the engine: the folder's model, or the function that builds one."""
+        """The model argument for the engine: the folder's model, or the function that builds one."""
         return self.build if self.load is None else self.load()
 
 

@@ -11,7 +11,7 @@ _MANY = 50  # points from which on a running average is drawn too
 
 
 def can_plot() -> bool:
-    """Whether matplotlib is installed."""
+    """Tell whether matplotlib is installed."""
     return importlib.util.find_spec("matplotlib") is not None
 
 

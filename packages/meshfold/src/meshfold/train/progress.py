@@ -1,4 +1,4 @@
-"""What a training run shows while it goes: a bar where a person looks on (and rich is installed), else plain lines."""
+"""Progress of a training run: a bar on a terminal (if rich is installed), else plain lines."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class _Pace:
         self._steps, self._step, self._time = steps, -steps, 0.0
 
     def due(self, step: int) -> bool:
-        """Whether this step gets a line."""
+        """Tell whether this step gets a line."""
         waited, made = time.monotonic() - self._time, step - self._step
         often = waited >= _LEAST_S and made >= self._steps / _LINES
         if not (often or waited >= _MOST_S or step in (1, self._steps)):
@@ -55,7 +55,7 @@ class _Pace:
 
 
 class _Clock:
-    """How long the rest will take, at the pace so far; not said of a run of less than a minute."""
+    """Estimate of the remaining time at the pace so far; none for a run of less than a minute."""
 
     def __init__(self) -> None:
         self._began: tuple[int, float] | None = None
@@ -148,7 +148,7 @@ class Bar:
 
 
 def make_progress(steps: int, *, show: bool, as_json: bool = False) -> Progress:
-    """What suits the place that standard output goes to."""
+    """Return the progress display that suits standard output."""
     if not show:
         return Silent()
     if as_json:

@@ -29,7 +29,7 @@ SCHEDULES = ("cosine", "linear", "constant")
 
 
 def lr_schedule(schedule: str, *, warmup: int, steps: int) -> Callable[[Optimizer], LambdaLR]:
-    """What makes the scheduler of an optimizer.
+    """Return a function that makes an optimizer's scheduler.
 
     Raises:
         SpecError: for an unknown name, or a warm-up that is no number of steps.

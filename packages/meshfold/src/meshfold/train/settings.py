@@ -1,4 +1,4 @@
-"""What a training run is asked for."""
+"""Settings of a training run."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class TrainSettings:
-    """What ``meshfold train`` was asked for; its options have the same names.
+    """Options of ``meshfold train``, under the same names.
 
     Attributes:
         data: a folder of text, a file of text, records, or a file of token ids.
@@ -107,12 +107,12 @@ class TrainSettings:
 
     @property
     def checkpoints(self) -> KeptCheckpoints:
-        """Where checkpoints are."""
+        """The folder of checkpoints."""
         from meshfold.train.kept_checkpoints import KeptCheckpoints
 
         return KeptCheckpoints(self.out, self.keep)
 
     @property
     def metrics(self) -> Path:
-        """Where the numbers are."""
+        """The file of the metrics."""
         return Path(self.out) / "metrics.jsonl"

@@ -1,4 +1,4 @@
-"""Where the numbers of a run go beside ``metrics.jsonl``: TensorBoard or Weights & Biases, if installed and asked for."""
+"""Trackers that also get a run's metrics: TensorBoard or Weights & Biases, if installed and asked for."""
 
 from __future__ import annotations
 

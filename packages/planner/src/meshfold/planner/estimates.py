@@ -1,4 +1,4 @@
-"""What is said of a spec and a model before anything runs: what a rank holds, moves and computes in a step."""
+"""An estimate: the bytes that a rank holds, what it sends and what it computes in a step."""
 
 from __future__ import annotations
 
@@ -130,7 +130,7 @@ class Times:
 
 
 def step_times(found: Estimate, machine: Machine, precision: str) -> Times:
-    """How long a step takes on a machine, at least."""
+    """Return the least seconds that a step takes on a machine."""
     mesh = Mesh(found.spec.axes, rank=0)
     spent = {"tensor": 0.0, "data": 0.0}
     for entry in found.traffic:

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class Host:
-    """What stands beside the devices of a node, all of it together.
+    """The host of a node, shared by all of its devices.
 
     Attributes:
         memory: bytes.

@@ -63,7 +63,7 @@ class PipelineEstimate:
 
     @property
     def seconds(self) -> float:
-        """Of an optimizer step at least."""
+        """The least time of an optimizer step."""
         return max(self.schedule_seconds, self.chunk_seconds)
 
     @property
@@ -74,7 +74,7 @@ class PipelineEstimate:
 
 @dataclass(frozen=True, kw_only=True)
 class _Asked:
-    """What is estimated."""
+    """The arguments of an estimate."""
 
     build: Callable[[], nn.Module]
     spec: ParallelSpec
@@ -91,7 +91,7 @@ class _Asked:
 
 @dataclass(frozen=True, kw_only=True)
 class _Rank:
-    """What was seen of one rank: collectives besides those of its stages, of a micro-step and of an optimizer step."""
+    """One rank as measured: its stages, and its other collectives of a micro-step and of an optimizer step."""
 
     pipeline: Pipeline
     stages: list[StageCosts]
@@ -243,7 +243,7 @@ def _seen(asked: _Asked, rank: int) -> _Rank:
 def _run(
     asked: _Asked, world: World, model: nn.Module, stages: PipelinedModel, stand_in: DryRun
 ) -> tuple[list[StageCosts], list[Entry], list[Microbatch]]:
-    """What the stages take; collectives of a micro-step besides; the micro-batches."""
+    """Return the costs of the stages, the other collectives of a micro-step, and the micro-batches."""
     rows = asked.batch_size // asked.accumulate
     ids = torch.empty(rows, asked.seq_len, dtype=torch.int64, device=world.device)
     given = batches.prepare(
@@ -270,7 +270,7 @@ def _run(
 
 
 def _stage_entries(one: _Rank, mesh: Mesh) -> list[Entry]:
-    """What a rank's stages send in a micro-step: over tensor axes, and to the stages beside them."""
+    """Return what a rank's stages send in a micro-step, over tensor axes and to neighbouring stages."""
     home, pipe = one.pipeline.home, mesh.size(PIPE)
     found: list[Entry] = []
     for stage in one.stages:
@@ -318,7 +318,7 @@ def _held(parameters: Sequence[Tensor], targets: Sequence[Tensor], optimizer: st
 
 
 def _cast(built: Assembled, precision: Precision) -> None:
-    """What chunks would do to the parameters."""
+    """Cast the parameters as chunks would."""
     for parameter in built.model.parameters():
         if parameter.is_floating_point():
             parameter.data = parameter.data.to(precision.dtype)

@@ -1,4 +1,4 @@
-"""What a spec holds and moves, before anything runs: the engine itself, on the meta device in a world of fake ranks.
+"""Estimates of a spec before anything runs: the engine itself, on the meta device with simulated ranks.
 
 Nothing is computed from a formula that the real run does not follow: the model is built, split and stepped as in
 training, on tensors without values; collectives are recorded as they would be handed to torch.distributed, and
@@ -206,7 +206,7 @@ def _plain_steps(
 
 
 def _micro_step(engine: Engine, rows: Any, log: Log, *, last: bool) -> None:
-    """What ``train_step`` does, but for looking at values, which are not there."""
+    """Make the collectives of ``train_step``, without looking at values: meta tensors have none."""
     engine.states.begin(first=True)
     _forward_backward(engine, rows, log, engine.states.backward("last" if last else "more"))
     if last:
@@ -238,5 +238,5 @@ def _in_a_line(report: Report) -> str:
 
 
 def tensor_bytes(tensor: Tensor) -> int:
-    """Of its elements."""
+    """Return the bytes of a tensor's elements."""
     return tensor.numel() * tensor.element_size()

@@ -1,4 +1,4 @@
-"""What the stages of one rank of a pipeline take for a micro-batch, seen on tensors without values."""
+"""Costs of one rank's pipeline stages for a micro-batch, measured on meta tensors."""
 
 from __future__ import annotations
 
@@ -47,7 +47,8 @@ class StageCosts:
     received: tuple[int, ...]
 
     def seconds(self, machine: Machine, mesh: Mesh, precision: str) -> tuple[float, float, float]:
-        """Of F, B and W: matmuls at full rate, and after them what is sent over other axes than the pipeline's."""
+        """Return the times of F, B and W: matmuls at full rate, then collectives over axes other than the
+        pipeline's."""
         forward, backward, weight = (
             flops / machine.flops[precision]
             + sum(

@@ -226,7 +226,7 @@ def chunk_entries(workload: Workload, axes: tuple[str, ...], mesh: Mesh) -> list
 
 
 def memory_of(found: Plan) -> Memory:
-    """What a plan holds at its fullest moment."""
+    """Return what a plan holds at its fullest moment."""
     kinds = max(timeline(found), key=lambda moment: moment.bytes).kinds
     return Memory(
         parameters=kinds["resident parameters"] + kinds["gathered"],

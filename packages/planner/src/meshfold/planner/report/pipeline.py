@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 def stage_table(found: PipelineEstimate) -> str:
-    """What each stage takes for a micro-batch."""
+    """Return a table of what each stage takes for a micro-batch."""
     durations = found.simulation.costs.durations
     rows: list[tuple[str, ...]] = [
         ("stage", "rank", "blocks", "F", "B", "W", "kept to B", "kept to W", "sent on")
@@ -28,7 +28,7 @@ def stage_table(found: PipelineEstimate) -> str:
 
 
 def rank_table(found: PipelineEstimate) -> str:
-    """What each rank of the pipeline holds, and how long it computes."""
+    """Return a table of what each rank of the pipeline holds, and how long it computes."""
     simulation = found.simulation
     rows: list[tuple[str, ...]] = [("rank", "micro-batches", "activations", "all else", "together", "busy")]
     for rank, memory in enumerate(found.memory):
@@ -41,7 +41,7 @@ def rank_table(found: PipelineEstimate) -> str:
 def pipeline_time_table(
     found: Estimate, pipeline: PipelineEstimate, times: Times, machine: Machine, nodes: int
 ) -> str:
-    """How long a step takes at least."""
+    """Return a table of the least time of a step."""
     simulation = pipeline.simulation
     schedule = simulation.schedule
     fits = not found.refusal and max(memory.total for memory in pipeline.memory) <= machine.memory

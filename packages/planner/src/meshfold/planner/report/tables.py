@@ -94,7 +94,7 @@ def _count(axes: Sequence[str], sizes: Mapping[str, int]) -> int:
 
 
 def memory_table(found: Estimate) -> str:
-    """What rank 0 holds."""
+    """Return a table of what rank 0 holds."""
     memory = found.memory
     zero = found.spec.zero is not None
     share = found.local_parameters / found.parameters if found.parameters else 1.0
@@ -124,7 +124,7 @@ def memory_table(found: Estimate) -> str:
 
 
 def traffic_table(found: Estimate) -> str:
-    """What rank 0 moves in an optimizer step."""
+    """Return a table of what rank 0 sends in an optimizer step."""
     if not found.traffic:
         return "a rank moves nothing"
     rows = [("phase", "collective", "axes", "ranks", "calls", "a rank sends")]
@@ -147,7 +147,7 @@ def traffic_table(found: Estimate) -> str:
 
 
 def time_table(found: Estimate, times: Times, machine: Machine, nodes: int) -> str:
-    """How long a step takes at least."""
+    """Return a table of the least time of a step."""
     fits = found.memory.total <= machine.memory
     lines = [
         f"a step takes at least, on {machine_line(machine, nodes)}",
