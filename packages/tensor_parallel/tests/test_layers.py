@@ -31,6 +31,7 @@ from meshfold.tensor_parallel import Embedding, LayerNorm, Linear, Mode, RMSNorm
 from meshfold.tensor_parallel.convert.functional_dropout import DropoutPart, FunctionalDropout
 from meshfold.tensor_parallel.layers import PositionEmbedding
 from meshfold.tensor_parallel.layers.attention import attention, attention_weights
+from meshfold.tensor_parallel.layers.base import BatchShape
 from meshfold.tensor_parallel.layers.dropout import Dropout
 from meshfold.tensor_parallel.layers.linear import Role, stem_plan
 from meshfold.tensor_parallel.layers.patch import PatchEmbedding
@@ -264,7 +265,7 @@ def try_positions(at: At) -> None:
     residual = at.mode.layout("residual")
     for kind in (nn.Embedding, _Shifted):
         serial = seeded(lambda k=kind: k(VOCAB, HIDDEN), at.dtype)
-        layer = PositionEmbedding(serial, at.mesh, at.mode, flat_tokens=True)
+        layer = PositionEmbedding(serial, at.mesh, at.mode, flat_tokens=True, batch=BatchShape())
         at.compare(layer, serial, ids_of(at, VOCAB - 2), ((),), (residual["m"], residual["h"]))
 
 

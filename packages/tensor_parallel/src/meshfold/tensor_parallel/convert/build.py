@@ -45,7 +45,7 @@ class Maker:
         if role == "embedding":
             return Embedding.convert(module, mesh, mode)
         if role == "positions":
-            return PositionEmbedding(module, mesh, mode, flat_tokens=self.study.flat)
+            return PositionEmbedding(module, mesh, mode, flat_tokens=self.study.flat, batch=self.batch)
         if role in ("column", "row", "head", "stem"):
             tables = [self.study.modules[table].weight for table in self.study.roles.named("embedding")]
             if role == "head" and any(table is self.study.modules[name].weight for table in tables):
@@ -58,6 +58,7 @@ class Maker:
                 parts=self._parts(name, module),
                 stored="kn" if is_conv1d(module) else "nk",
                 lowering=self._lowering(mode, role),
+                batch=self.batch if role in ("head", "tied_head") else None,
             )
         if role == "norm":
             kind: type[LayerNorm | RMSNorm] = LayerNorm if norm_kind(module) == "layer" else RMSNorm

@@ -29,7 +29,6 @@ from meshfold.mesh.tracking.dims import block
 from meshfold.tensor_parallel.convert.split_output import SplitOutput
 from meshfold.tensor_parallel.convert.stream_layout import check_stream, joined_rows
 from meshfold.tensor_parallel.layers.base import BatchShape, OnMesh
-from meshfold.tensor_parallel.layers.embedding import PositionEmbedding
 from meshfold.tensor_parallel.layers.linear import Linear
 from meshfold.tensor_parallel.modes import Mode
 
@@ -78,28 +77,26 @@ class Frame(OnMesh):
         *,
         by_tokens: bool,
         heads: list[Linear],
-        positions: list[PositionEmbedding],
         loss: bool,
         hidden: int,
         whole: str = "",
         ignored: int = _IGNORED,
-        batch: BatchShape | None = None,
+        batch: BatchShape,
     ) -> None:
         """Args:
         outer: the mode outside of the blocks, where that is another.
         by_tokens: the residual stream and the logits may be split within sequences.
-        heads: the layers whose output is gathered if no loss is computed inside.
-        positions: the tables that have to know the batch.
+        heads: the layers that make logits, whole ones if no loss is computed inside.
         loss: the model has a loss that takes split logits.
         hidden: size of a residual stream that comes out split; 0 if it does not come out.
         whole: a module that stays whole, for all rows, and takes masks or positions; empty if there is none.
         ignored: label, to the model's loss, of what does not count.
-        batch: to be set before each forward.
+        batch: what the layers know of a forward, set before each.
         """
         self.model, self.mesh, self.mode = model, mesh, mode
-        self.heads, self.positions, self.loss, self.hidden = heads, positions, loss, hidden
+        self.heads, self.loss, self.hidden = heads, loss, hidden
         self._split_output = SplitOutput(mesh, outer, heads)
-        self._whole, self._ignored, self._batch = whole, ignored, batch or BatchShape()
+        self._whole, self._ignored, self._batch = whole, ignored, batch
         self.one_by_one = False
         residual, logits = outer.layout("residual"), outer.layout("logits")
         blocks = [mesh.size(*mode.layout("residual")["m"]), mesh.size(*logits["m"])]
@@ -119,10 +116,7 @@ class Frame(OnMesh):
             bind_collect(mesh, -1, residual["h"]),
         )
         self._of_attention = [m for m in model.modules() if getattr(m, "attended_rows", False)]
-        self._rows = self._padded = 0
         self._parameters = _positional(type(model).forward)
-        for head in heads:
-            head.gather_output = True
 
     def attach(self) -> None:
         """Register the hooks."""
@@ -144,11 +138,9 @@ class Frame(OnMesh):
         given = {**dict(zip(names, args, strict=True)), **kwargs}
         self._refuse(given)
         if self.loss:
-            has_labels = any(given.get(name) is not None for name in _LABELS)
-            for head in self.heads:
-                head.gather_output = not has_labels
+            self._batch.gather_logits = all(given.get(name) is None for name in _LABELS)
         self._measure(given)
-        if self._padded != self._rows:
+        if self._batch.rows != self._batch.given:
             given = {name: self._pad(name, value) for name, value in given.items()}
         given = self._cut_rows(self._drop_mask(given))
         self._follow_rows(given)
@@ -166,23 +158,21 @@ class Frame(OnMesh):
     def _measure(self, given: Mapping[str, Any]) -> None:
         """Find the batch, and the number of rows it is padded to."""
         first = next((t for t in given.values() if isinstance(t, Tensor) and t.dim() > 1), None)
-        self._rows = self._padded = 0
-        self._batch.rows = self._batch.given = self._batch.length = 0
+        batch = self._batch
+        batch.rows = batch.given = batch.length = 0
         if first is None:
             return
         sequence = first.shape[1] if first.dim() == (3 if first.is_floating_point() else 2) else 1
         if self.one_by_one or given.get("use_cache"):
             sequence = 1  # the batch must stay the same when further tokens come one at a time
-        self._rows, self._padded = first.shape[0], self.padded_rows(first.shape[0], sequence)
-        self._batch.rows, self._batch.given, self._batch.length = self._padded, self._rows, first.shape[1]
-        for table in self.positions:
-            table.whole_rows = self._padded
+        batch.given, batch.length = first.shape[0], first.shape[1]
+        batch.rows = self.padded_rows(batch.given, sequence)
 
     def _follow_rows(self, given: Mapping[str, Any]) -> None:
         """Tell the tracker which dims are the batch, where that may be a part of a larger one."""
         found = tracker()
-        if found is not None and self._padded and self.mesh.world_size > 1:
-            found.rows.begin((x for x in tree_leaves(given) if isinstance(x, Tensor)), self._padded)
+        if found is not None and self._batch.rows and self.mesh.world_size > 1:
+            found.rows.begin((x for x in tree_leaves(given) if isinstance(x, Tensor)), self._batch.rows)
 
     def _refuse(self, given: Mapping[str, Any]) -> None:
         config = getattr(self.model, "config", None)
@@ -212,7 +202,7 @@ class Frame(OnMesh):
         names = ("attention_mask", "decoder_attention_mask", "position_ids")
         for name in names[:2] if self._of_attention else names:
             value = given.get(name)
-            if not isinstance(value, Tensor) or value.shape[0] != self._padded:
+            if not isinstance(value, Tensor) or value.shape[0] != self._batch.rows:
                 continue
             if self._attended != self._stream or (self._whole and self._stream):
                 who = f"{self._whole}, which stays whole," if self._whole else "attention"
@@ -226,7 +216,7 @@ class Frame(OnMesh):
 
     def _attended_rows(self, module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...] | None:
         """Cut positions of all rows to those of the sequences that attention has here."""
-        if not args or not isinstance(args[0], Tensor) or args[0].shape[0] != self._padded:
+        if not args or not isinstance(args[0], Tensor) or args[0].shape[0] != self._batch.rows:
             return None
         return self._block_of_rows(args[0]), *args[1:]
 
@@ -245,11 +235,11 @@ class Frame(OnMesh):
         if (
             not isinstance(value, Tensor)
             or value.dim() == 0
-            or value.shape[0] != self._rows
+            or value.shape[0] != self._batch.given
             or name in _NOT_ROWS
         ):
             return value
-        more = value[-1:].expand(self._padded - self._rows, *value.shape[1:])
+        more = value[-1:].expand(self._batch.rows - self._batch.given, *value.shape[1:])
         return torch.cat([value, torch.full_like(more, self._ignored) if name in _LABELS else more])
 
     # -- out ----------------------------------------------------------------------------------------------------
@@ -257,9 +247,9 @@ class Frame(OnMesh):
     def _after(self, module: nn.Module, args: Any, output: Any) -> Any:
         if self.hidden:
             output = map_tensors(output, self._join)
-        if self.loss and self.heads and not self.heads[0].gather_output:
+        if self.loss and self.heads and not self._batch.gather_logits:
             return map_tensors(output, self._of_own_loss)
-        if self._rows == self._padded:
+        if self._batch.given == self._batch.rows:
             return output
         return map_tensors(output, self._cut)
 
@@ -267,7 +257,7 @@ class Frame(OnMesh):
         """Return an output of a model that has computed its loss, gathered when it is read."""
         if not value.dim():
             return value
-        found = self._split_output.when_read(name, value, self._rows, self._padded)
+        found = self._split_output.when_read(name, value, self._batch.given, self._batch.rows)
         return self._cut(name, value) if found is None else found
 
     def _join(self, name: str, value: Tensor) -> Tensor:
@@ -284,11 +274,11 @@ class Frame(OnMesh):
     def _cut(self, name: str, value: Tensor) -> Tensor:
         if value.dim() == 0:
             raise LayoutError(
-                f"a batch of {self._rows} had to be filled up to {self._padded} rows for mode {self.mode.name!r}, but the "
-                f"model computes a scalar of them by itself: make the batch a multiple of {self.padded_rows(1, 1)}, or let "
+                f"a batch of {self._batch.given} had to be filled up to {self._batch.rows} rows for mode {self.mode.name!r}, but "
+                f"the model computes a scalar of them by itself: make the batch a multiple of {self.padded_rows(1, 1)}, or let "
                 f"the model return its logits"
             )
-        return value[: self._rows] if value.shape[0] == self._padded else value
+        return value[: self._batch.given] if value.shape[0] == self._batch.rows else value
 
 
 def _positional(forward: Callable[..., Any]) -> tuple[str, ...]:

@@ -30,7 +30,6 @@ from meshfold.tensor_parallel.convert.report import Report, placed
 from meshfold.tensor_parallel.convert.roles import WHOLE
 from meshfold.tensor_parallel.convert.shared_input import SharedInput
 from meshfold.tensor_parallel.layers.base import ShardedLayer
-from meshfold.tensor_parallel.layers.embedding import PositionEmbedding
 from meshfold.tensor_parallel.layers.linear import Linear
 from meshfold.tensor_parallel.layers.loss import CausalLMLoss
 from meshfold.tensor_parallel.modes import Mode, find_mode
@@ -295,7 +294,6 @@ class _Conversion:
             self.study.outer,
             by_tokens=self.study.flat or not self.study.by_sequences,
             heads=heads,
-            positions=[m for m in self.model.modules() if isinstance(m, PositionEmbedding)],
             loss=loss,
             hidden=self.roles.hidden if self.study.begins and not heads else 0,
             whole=next((n for n in self.roles.named("replicate") if takes_rows(self.study.modules[n])), ""),

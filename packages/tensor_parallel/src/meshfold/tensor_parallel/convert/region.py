@@ -12,14 +12,14 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from torch import Tensor, nn
+from torch import Size, Tensor, nn
 
 from meshfold.mesh import LayoutError
 from meshfold.mesh.tracking import say, tracker, untracked
 from meshfold.tensor_parallel.convert.boundary import Boundary
 from meshfold.tensor_parallel.layers.autocast import lowered
 from meshfold.tensor_parallel.layers.base import BatchShape, OnMesh
-from meshfold.tensor_parallel.layers.linear import Linear, fold
+from meshfold.tensor_parallel.layers.linear import Linear, flattened, fold, unfolded
 from meshfold.tensor_parallel.matmul import bind_enter_operand, lead_shape
 
 
@@ -53,12 +53,10 @@ class Region(OnMesh):
         self._stand_in, self._readers = stand_in, len(columns)
         self._forget()
         for linear in columns:
-            if stand_in:
-                linear.enter_by(self._read)
-            else:
-                linear.use_entered_input()
-        for linear in rows:
-            linear.flat_output = boundary is not None
+            linear.use_entered_input(self._read if stand_in else unfolded(self.folds))
+        if boundary is not None:
+            for linear in rows:
+                linear.input_adapter = flattened
 
     def enter(self, x: Tensor) -> Tensor:
         """Return what the linear layers read of a local block of the stream.
@@ -95,7 +93,7 @@ class Region(OnMesh):
                 f"first dim. Give its projections b s h, and turn what they return"
             )
 
-    def _read(self, x: Tensor) -> Tensor:
+    def _read(self, x: Tensor) -> tuple[Tensor, Size]:
         """Return the gathered input ``m k`` to a linear layer that is called with the stand-in."""
         whole = self._whole
         if whole is None or x is not self._given:
@@ -106,7 +104,7 @@ class Region(OnMesh):
         self._calls += 1
         if self._calls == self._readers:
             self._forget()
-        return whole
+        return whole, x.shape[:-1]
 
     def _forget(self) -> None:
         self._given = self._whole = None

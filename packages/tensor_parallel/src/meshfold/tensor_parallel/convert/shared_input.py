@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Size, Tensor, nn
 
 from meshfold.tensor_parallel.layers.autocast import lowered
 from meshfold.tensor_parallel.layers.base import OnMesh
@@ -33,24 +33,25 @@ class SharedInput(OnMesh):
         self._gather, self._readers = bind_enter_operand(first.plan, first.mesh, "x"), len(columns)
         self._forget()
         for linear in columns:
-            linear.enter_by(self._enter)
+            linear.use_entered_input(self._enter)
 
     def around(self, module: nn.Module) -> None:
         """Forget the last input before each forward of the module; that one may have been broken off."""
         # Not a hook behind the module: torch.compile guards on the number of such a hook, another in every block.
         module.register_forward_pre_hook(self._before)
 
-    def _enter(self, x: Tensor) -> Tensor:
+    def _enter(self, x: Tensor) -> tuple[Tensor, Size]:
         """Gather ``.. k`` of the residual layout to ``m k``."""
+        x = lowered(x)
         version = 0 if torch.compiler.is_compiling() else x._version  # of a tensor that was changed in place
         whole = self._whole
         if whole is None or x is not self._seen or version != self._version:
-            whole = self._gather(lowered(x.reshape(-1, x.shape[-1])))
+            whole = self._gather(x.reshape(-1, x.shape[-1]))
             self._seen, self._version, self._whole = x, version, whole
         self._calls += 1
         if self._calls == self._readers:
             self._forget()
-        return whole
+        return whole, x.shape[:-1]
 
     def _before(self, module: nn.Module, args: Any) -> None:
         self._forget()

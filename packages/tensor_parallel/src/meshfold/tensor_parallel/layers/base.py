@@ -68,11 +68,13 @@ class BatchShape:
         rows: sequences, padding included; 0 where the input has none.
         given: sequences without padding.
         length: tokens of a sequence.
+        gather_logits: heads return whole logits: no loss is computed of split ones inside of the model.
     """
 
     rows: int = 0
     given: int = 0
     length: int = 0
+    gather_logits: bool = True
 
 
 def shard_parameter(

@@ -16,7 +16,7 @@ from torch.nn import functional as F
 from meshfold.mesh import LayoutError, Mesh, Placement
 from meshfold.mesh.collectives import bind_enter, take_block
 from meshfold.tensor_parallel.layers import vocabulary
-from meshfold.tensor_parallel.layers.base import ShardedLayer, shard_parameter
+from meshfold.tensor_parallel.layers.base import BatchShape, ShardedLayer, shard_parameter
 from meshfold.tensor_parallel.layers.vocabulary import checked
 from meshfold.tensor_parallel.matmul import bind_enter_operand, bind_leave_operand, lead_shape
 from meshfold.tensor_parallel.modes import Mode, find_mode, split_evenly, vocabulary_multiple
@@ -111,10 +111,13 @@ class Embedding(ShardedLayer):
 class PositionEmbedding(ShardedLayer):
     """A table of positions: all rows on every rank, the hidden dim split like the residual stream's."""
 
-    def __init__(self, module: nn.Embedding, mesh: Mesh, mode: Mode, *, flat_tokens: bool) -> None:
+    def __init__(
+        self, module: nn.Embedding, mesh: Mesh, mode: Mode, *, flat_tokens: bool, batch: BatchShape
+    ) -> None:
         """Args:
             module: the table it replaces; a subclass keeps its own forward (OPT's offset).
             flat_tokens: positions come as ``m``, one a token of the whole batch (models with ``flat_tokens``).
+            batch: of the forward that runs; positions with as many rows are of all sequences, not of this rank's.
 
         Raises:
             LayoutError: for options that cannot be sharded, or a width that cannot be split.
@@ -127,8 +130,7 @@ class PositionEmbedding(ShardedLayer):
         self.num_embeddings, self.embedding_dim = module.num_embeddings, module.embedding_dim
         place = Placement(shape=tuple(module.weight.shape), axes=((), residual["h"]))
         self.weight = shard_parameter(module.weight, place, mesh)
-        self.whole_rows = 0
-        """The batch of this forward; positions with as many rows are of all sequences, not of this rank's."""
+        self._batch = batch
         self._enter = bind_enter(mesh, self.tokens)
         self._kind = type(module)
         self._settings = {k: v for k, v in vars(module).items() if not k.startswith("_") and k != "training"}
@@ -152,7 +154,7 @@ class PositionEmbedding(ShardedLayer):
     def _mine(self, ids: Tensor) -> Tensor:
         if self.flat_tokens:
             return take_block(ids.reshape(-1), self.mesh, 0, self.tokens)
-        of_all = ids.dim() > 1 and ids.shape[0] == self.whole_rows
+        of_all = ids.dim() > 1 and ids.shape[0] == self._batch.rows
         return take_block(ids, self.mesh, 0, self.tokens) if of_all else ids
 
     def extra_repr(self) -> str:

@@ -19,17 +19,18 @@ The bias is added once, after y has left.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Literal
 
 import torch
 from torch import Tensor, nn
 
 from meshfold.mesh import Layout, LayoutError, Mesh, ParameterMeta, Part, Placement, metadata
-from meshfold.mesh.collectives import Primitive, bind_collect, bind_enter, bind_take, identity
+from meshfold.mesh.collectives import Primitive, bind_collect, bind_enter, bind_take
 from meshfold.mesh.parameters import MatmulOperands, WeightGradSite, accumulate_grad
 from meshfold.tensor_parallel.layers.autocast import casts, lowered
-from meshfold.tensor_parallel.layers.base import ShardedLayer, shard_parameter
+from meshfold.tensor_parallel.layers.base import BatchShape, ShardedLayer, shard_parameter
 from meshfold.tensor_parallel.lowerings.gather import turns_weight
 from meshfold.tensor_parallel.matmul import (
     bind_deferred_matmul,
@@ -42,6 +43,8 @@ from meshfold.tensor_parallel.modes import Mode, find_mode, split_evenly, vocabu
 from meshfold.tensor_parallel.plan import MatmulPlan, plan
 
 Role = Literal["column", "row", "head", "tied_head", "stem", "adapter"]
+InputAdapter = Callable[[Tensor], tuple[Tensor, torch.Size | None]]
+"""From a layer's input to its matmul's, with the dims before the last that the output gets; None: those of the matmul."""
 
 
 class Linear(ShardedLayer):
@@ -101,18 +104,21 @@ class Linear(ShardedLayer):
         stored: Literal["nk", "kn"] = "nk",
         lowering: str = "gather",
         matmul: MatmulPlan | None = None,
+        batch: BatchShape | None = None,
     ) -> Linear:
         """Return a sharded layer with the blocks of a module with ``weight`` (and ``bias``); real or meta weights.
 
         Args:
             stored: how the weight lies: ``"nk"`` as in nn.Linear, ``"kn"`` as in transformers' Conv1D.
             matmul: of a layer whose role is none of the mode's: ``"adapter"``.
+            batch: of the forward that runs, to a head: it says whether logits come out whole.
         """
         made = cls.__new__(cls)
         nn.Module.__init__(made)
         made._take_over(
             module, mesh, mode, role, tuple(parts), stored=stored, lowering=lowering, matmul=matmul
         )
+        made._batch = batch
         made.train(module.training)
         return made
 
@@ -130,8 +136,7 @@ class Linear(ShardedLayer):
     ) -> None:
         self.mesh, self.mode, self.role, self.lowering, self.stored = mesh, mode, role, lowering, stored
         self.plan = matmul or (stem_plan(mode) if role == "stem" else mode.plans[role])
-        self.gather_output = self.flat_output = False
-        self._enter_input: Primitive | None = None
+        self._batch: BatchShape | None = None
         self._site: WeightGradSite | None = None
         self.head_dim = 0
         """Elements of its output that stay together, those of a head, where it makes queries, keys or values."""
@@ -168,7 +173,9 @@ class Linear(ShardedLayer):
         self._sum_bias = bind_sum_repeated(mesh, 0, repeated)
         tokens, outputs = self.plan.y[self.plan.m], self.plan.y[self.plan.n]
         self._enter_bias = bind_enter(mesh, tokens)
-        self._take_rows = bind_take(mesh, 0, self.plan.x[self.plan.m]) if role == "stem" else identity
+        self.input_adapter: InputAdapter = _as_given
+        if role == "stem":
+            self.input_adapter = partial(_rows_taken, bind_take(mesh, 0, self.plan.x[self.plan.m]))
         self._collect_rows, self._collect_columns = (
             bind_collect(mesh, 0, tokens),
             bind_collect(mesh, 1, outputs),
@@ -187,16 +194,17 @@ class Linear(ShardedLayer):
         """Ratio of tokens between the layer's gathered input and its output: y's scatter along m."""
         return self.mesh.size(*(axis for dim, axis in self.plan.extras("y") if dim == self.plan.m))
 
-    def use_entered_input(self) -> None:
-        """From now on the input arrives gathered (and folded), and dx leaves as partial sums: see ``convert/region.py``."""
+    @property
+    def gather_output(self) -> bool:
+        """True in forwards that gather the output: a head's, if no loss is computed of split logits."""
+        return self._batch is not None and self._batch.gather_logits
+
+    def use_entered_input(self, adapter: InputAdapter) -> None:
+        """Let an adapter gather the input (``convert/region.py``, ``convert/shared_input.py``); dx leaves as partial sums."""
         self.plan = self.mesh.once(("entered", self.plan), self.plan.enter)  # one object: compiled once
         self.lowering = "gather"
         self._multiply = bind_matmul(self.plan, self.mesh)
-
-    def enter_by(self, enter: Primitive) -> None:
-        """From now on let ``enter`` gather the input, ``.. k`` to ``m k``: see ``convert/shared_input.py``."""
-        self.use_entered_input()
-        self._enter_input = enter
+        self.input_adapter = adapter
 
     def defer_weight_gradient(self) -> WeightGradSite:
         """From now on let dw wait where the site says (:mod:`meshfold.mesh.parameters.deferred_wgrad`); db is made with dx."""
@@ -218,15 +226,7 @@ class Linear(ShardedLayer):
 
     def forward(self, x: Tensor) -> Tensor:
         weight = lowered(self._sum_weight(self.weight))
-        x = lowered(self._take_rows(x))
-        if self.flat_output:  # this rank's tokens need not be whole sequences
-            x = x.reshape(-1, x.shape[-1])
-        lead = x.shape[:-1]
-        entered = self.plan.entered
-        if self._enter_input is not None:
-            x = lowered(self._enter_input(x))
-        elif entered and self.folds > 1:
-            x = unfold(x, self.folds)
+        x, lead = self.input_adapter(x)
         if (
             self._site is not None and torch.is_grad_enabled() and weight.requires_grad and not casts(x)
         ):  # else dw waits for the parameter, not for a copy in another dtype
@@ -234,7 +234,7 @@ class Linear(ShardedLayer):
             y = self._multiply_deferred(x, free if self.stored == "nk" else free.t(), self._site.ticket)
         else:
             y = self._multiply(x, weight if self.stored == "nk" else weight.t())
-        if entered:
+        if lead is not None:
             y = y.view(*lead_shape(lead, y.numel() // y.shape[-1]), y.shape[-1])
         if self.bias is not None:
             y = y + self._enter_bias(self._sum_bias(self.bias)).to(y.dtype)
@@ -273,6 +273,29 @@ def unfold(x: Tensor, times: int) -> Tensor:
     """Undo :func:`fold`: ``b s (f k) -> (f b) s k``."""
     b, inner, k = x.shape[0], x.shape[1:-1], x.shape[-1] // times
     return x.view(b, *inner, times, k).movedim(-2, 0).reshape(times * b, *inner, k)
+
+
+def _as_given(x: Tensor) -> tuple[Tensor, None]:
+    return lowered(x), None
+
+
+def _rows_taken(take_rows: Primitive, x: Tensor) -> tuple[Tensor, None]:
+    return lowered(take_rows(x)), None
+
+
+def flattened(x: Tensor) -> tuple[Tensor, None]:
+    """Adapt the input of a layer whose output is flat, ``m n``: this rank's tokens need not be whole sequences."""
+    x = lowered(x)
+    return x.reshape(-1, x.shape[-1]), None
+
+
+def unfolded(times: int) -> InputAdapter:
+    """Return the adapter of a layer whose input was gathered and folded in front of it."""
+    return _as_given if times == 1 else partial(_unfolded, times)
+
+
+def _unfolded(times: int, x: Tensor) -> tuple[Tensor, None]:
+    return unfold(lowered(x), times), None
 
 
 def _check_sizes(layer: Linear, mesh: Mesh) -> None:
