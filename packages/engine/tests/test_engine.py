@@ -297,7 +297,7 @@ def _tiny_linear(out: int) -> nn.Linear:
 
 
 def test_the_loss_scale_shrinks_grows_and_has_a_floor() -> None:
-    from meshfold.engine.precision import LossScaler, ScaleSettings
+    from meshfold.engine.precision.precision import LossScaler, ScaleSettings
 
     scaler = LossScaler(ScaleSettings(initial_scale=4.0, growth_interval=3, hysteresis=2, min_scale=2.0))
     assert [scaler.update(norm) for norm in (math.inf, math.nan)] == [True, True]
@@ -443,7 +443,7 @@ def test_the_scheduler_steps_with_the_optimizer() -> None:
 
 @ranks(4)
 def test_buckets_are_reduced_while_backward_runs_and_only_at_the_last_micro_step() -> None:
-    from meshfold.engine import data_parallel
+    from meshfold.engine.states import data_parallel
     from meshfold.mesh import record
 
     engine = Engine(gpt, dict(data=4), optimizer=ADAMW, gradient_accumulation=2)

@@ -27,7 +27,7 @@ from meshfold.engine.checkpoints import file_plan
 from meshfold.engine.checkpoints.background_save import BackgroundSave
 from meshfold.engine.checkpoints.checkpoint import Checkpoint
 from meshfold.engine.checkpoints.file_plan import FilePlan
-from meshfold.engine.states import Source
+from meshfold.engine.states.replicated import Source
 from meshfold.models import GPT, GPTConfig
 
 

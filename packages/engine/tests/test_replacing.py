@@ -23,10 +23,9 @@ from meshfold.checkpoint.folder import (
     remove_leftovers,
     writing,
 )
-from meshfold.engine import CheckpointError, Engine
-from meshfold.engine.checkpoints import persistence
+from meshfold.engine import CheckpointError, Engine, persistence
 from meshfold.engine.checkpoints.checkpoint import Checkpoint
-from meshfold.engine.together import fail_together
+from meshfold.engine.world.distributed_errors import fail_together
 from meshfold.mesh.testing import RankFailure, run_on_ranks
 from meshfold.models import build
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from meshfold.engine import Engine
-from meshfold.engine.precision import Precision
+from meshfold.engine.precision.precision import Precision
 from meshfold.engine.zero import homes as zero_homes
 from meshfold.engine.zero.homes import Sizes, first_homes
 from meshfold.engine.zero.plan import regime_of

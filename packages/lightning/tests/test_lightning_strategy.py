@@ -83,7 +83,7 @@ OLD_NAMES = [
 
 
 def test_importing_the_engine_does_not_import_lightning() -> None:
-    code = "import sys, meshfold.engine.engine, meshfold.engine.roots; sys.exit('lightning' in sys.modules)"
+    code = "import sys, meshfold.engine.engine, meshfold.engine.model.roots; sys.exit('lightning' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 

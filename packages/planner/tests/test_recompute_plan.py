@@ -271,7 +271,7 @@ def test_bytes_on_meta_are_those_of_a_run() -> None:
     assert dry is not None
     found = {layer.name: (layer.kept_bytes, layer.first, layer.last) for layer in dry.workload.layers}
     assert len(found) == LAYERS
-    from meshfold.engine.recompute import RecomputedBlocks
+    from meshfold.engine.model.recompute import RecomputedBlocks
 
     model = gpt(0.0).bfloat16()
     blocks = RecomputedBlocks(model)
@@ -300,7 +300,7 @@ def test_what_a_block_keeps_by_hand() -> None:
             y: Tensor = self.down(torch.sigmoid(self.up(x)).square())
             return y
 
-    from meshfold.engine.recompute import RecomputedBlocks
+    from meshfold.engine.model.recompute import RecomputedBlocks
 
     class Two(nn.Module):
         def __init__(self) -> None:

@@ -19,7 +19,7 @@ from meshfold.colossalai import tables
 from meshfold.colossalai.arguments import Argument, translate
 from meshfold.colossalai.training import TrainingEngine
 from meshfold.engine.checkpoints.checkpoint import MODEL, write_checkpoint
-from meshfold.engine.together import fail_together
+from meshfold.engine.world.distributed_errors import fail_together
 from meshfold.mesh import Mesh, barrier
 
 _Path = str | os.PathLike[str]

@@ -11,9 +11,9 @@ from torch import Tensor
 
 from meshfold.engine.checkpoints.saving import Saver
 from meshfold.engine.errors import TrainingError
-from meshfold.engine.precision import LossScaler
-from meshfold.engine.shown_gradients import ShownGradients
-from meshfold.engine.states import States
+from meshfold.engine.precision.precision import LossScaler
+from meshfold.engine.states.replicated import States
+from meshfold.engine.states.shown_gradients import ShownGradients
 
 if TYPE_CHECKING:
     from meshfold.zero_gemini.optimizer.backward_role import Backward

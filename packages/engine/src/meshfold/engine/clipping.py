@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from meshfold.engine.states import States
+from meshfold.engine.states.replicated import States
 from meshfold.mesh import SpecError
 from meshfold.mesh.spec import argument_checks as settings
 

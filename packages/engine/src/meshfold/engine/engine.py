@@ -12,16 +12,16 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from meshfold.engine.arguments import Arguments
+from meshfold.engine.assembly.arguments import Arguments
+from meshfold.engine.assembly.build import build
 from meshfold.engine.batches.cut import cut
 from meshfold.engine.batches.loader import ShardedLoader
 from meshfold.engine.batches.positions import DataPositions
-from meshfold.engine.build import build
-from meshfold.engine.checkpoints import persistence
 from meshfold.engine.checkpoints.background_save import BackgroundSave
 from meshfold.engine.checkpoints.saving import Saver
 from meshfold.engine.integrations import integration
-from meshfold.engine.pipelining import check_own_loop
+from meshfold.engine.model.pipelined_model import check_own_loop
+from meshfold.engine.persistence import load_checkpoint, save_checkpoint
 from meshfold.engine.train_step import TrainStep
 from meshfold.mesh import ParallelSpec, all_reduce
 from meshfold.mesh.model_io import eval_mode
@@ -287,7 +287,8 @@ class Engine:
     @property
     def residency(self) -> Residency | None:
         """Under ``zero``: what was planned of where the model's state lives, and what came of it; else None."""
-        return self.states.residency
+        residency: Residency | None = self.states.residency
+        return residency
 
     def print(self, *values: object, **options: Any) -> None:
         """Print on rank 0 alone, at once; arguments as of Python's ``print``. Any ranks may call."""
@@ -365,7 +366,7 @@ class Engine:
         Raises:
             CheckpointError: in the middle of an accumulation, or if a rank cannot write.
         """
-        return persistence.save(self, path, asynchronous=asynchronous)
+        return save_checkpoint(self, path, asynchronous=asynchronous)
 
     def load(self, path: str | os.PathLike[str], *, weights_only: bool = False, verify: bool = True) -> None:
         """Go on from a checkpoint, saved under whatever spec; all ranks must call. Gradients since the last step are let go.
@@ -379,7 +380,7 @@ class Engine:
             CheckpointError: if there is none, it is damaged, it is of another model or optimizer, or it has the model alone;
                 then nothing has changed.
         """
-        persistence.load(self, path, weights_only=weights_only, verify=verify)
+        load_checkpoint(self, path, weights_only=weights_only, verify=verify)
 
     def save_hugging_face(
         self,

@@ -10,16 +10,16 @@ import torch
 from torch import Tensor
 
 from meshfold.engine.accumulation import Accumulation
-from meshfold.engine.arguments import Arguments
-from meshfold.engine.build import Built
+from meshfold.engine.assembly.arguments import Arguments
+from meshfold.engine.assembly.build import Built
 from meshfold.engine.checkpoints.saving import Saver
 from meshfold.engine.forward import check_loss
 from meshfold.engine.long_runs.nonfinite import MicroStep, NonFiniteGuard
 from meshfold.engine.long_runs.provenance import Finding, NonFiniteSearch
 from meshfold.engine.metrics import StepMetrics, StepValues
-from meshfold.engine.pipelining import PipelinedModel
-from meshfold.engine.precision import LossScaler
-from meshfold.engine.randomness import randomness
+from meshfold.engine.model.pipelined_model import PipelinedModel
+from meshfold.engine.model.randomness import randomness
+from meshfold.engine.precision.precision import LossScaler
 from meshfold.mesh import all_reduce
 from meshfold.mesh.recording import at_step
 

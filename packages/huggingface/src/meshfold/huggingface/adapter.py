@@ -32,7 +32,7 @@ from meshfold.checkpoint.tensors import (
     open_tensors,
     verify_checksums,
 )
-from meshfold.engine.together import fail_together
+from meshfold.engine.world.distributed_errors import fail_together
 from meshfold.kernels import NF4_BLOCK, Nf4Linear
 from meshfold.mesh import SpecError, broadcast
 

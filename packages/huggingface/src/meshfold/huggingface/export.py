@@ -14,7 +14,7 @@ from meshfold.checkpoint import CheckpointError
 from meshfold.checkpoint.folder import with_advice
 from meshfold.checkpoint.tensors import has_weights, open_weights
 from meshfold.engine.checkpoints.model_description import describe
-from meshfold.engine.together import fail_together
+from meshfold.engine.world.distributed_errors import fail_together
 from meshfold.huggingface import decoder_names
 from meshfold.huggingface.conversion import DTYPES, cast_to
 from meshfold.huggingface.decoder_names import Step

@@ -23,11 +23,11 @@ from meshfold.checkpoint.folder import EXTRA_STATE_FILE, STATE_FILE
 from meshfold.checkpoint.state import extra_state_value, split_extra_state
 from meshfold.engine.checkpoints.checkpoint import MODEL, Checkpoint, write_checkpoint
 from meshfold.engine.checkpoints.model_state import ModelState
-from meshfold.engine.checkpoints.optimizer_state import plain_settings
-from meshfold.engine.names import with_plain_names
+from meshfold.engine.checkpoints.plain_names import with_plain_names
 from meshfold.engine.states import Source
-from meshfold.engine.together import fail_together
+from meshfold.engine.states.optimizer_state import plain_settings
 from meshfold.engine.world import World
+from meshfold.engine.world.distributed_errors import fail_together
 from meshfold.lightning.lanes import Lane, Lanes
 from meshfold.lightning.session import Session
 from meshfold.mesh.parameters import uncompiled_name

@@ -15,10 +15,10 @@ from torch import Tensor, nn
 
 from meshfold.engine.errors import TrainingError
 from meshfold.engine.optimizers import refuse
+from meshfold.engine.optimizers.step_guard import StepGuard
 from meshfold.engine.precision import LossScaler
-from meshfold.engine.shown_gradients import ShownGradients
 from meshfold.engine.states import Source, States, held
-from meshfold.engine.step_guard import StepGuard
+from meshfold.engine.states.shown_gradients import ShownGradients
 from meshfold.engine.world import World
 from meshfold.mesh import SpecError
 

@@ -15,13 +15,13 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
-from meshfold.engine.assemble import Assembled, assemble
+from meshfold.engine.assembly.assemble import Assembled, assemble
 from meshfold.engine.batches import batch as batches
 from meshfold.engine.batches.cut import cut
 from meshfold.engine.batches.shares import Shares
-from meshfold.engine.pipelining import PipelinedModel, PipelineSettings
+from meshfold.engine.model.pipelined_model import PipelinedModel, PipelineSettings
+from meshfold.engine.model.recompute import recompute_blocks
 from meshfold.engine.precision import Masters, Precision, other_dtypes
-from meshfold.engine.recompute import recompute_blocks
 from meshfold.engine.sequence import counted_attention, split_sequence
 from meshfold.engine.states import PlainStates
 from meshfold.engine.world import PIPE, World, join

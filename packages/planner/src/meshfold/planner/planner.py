@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from meshfold.engine.engine import Engine
-from meshfold.engine.recompute import check
+from meshfold.engine.model.recompute import check
 from meshfold.engine.sequence import counted_attention
 from meshfold.engine.states import PlainStates
 from meshfold.mesh import Entry, Log, ParallelSpec, SpecError, all_reduce, record

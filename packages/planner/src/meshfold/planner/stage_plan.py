@@ -7,8 +7,8 @@ from dataclasses import dataclass, replace
 
 from torch import nn
 
+from meshfold.engine.model.recompute import RecomputedBlocks
 from meshfold.engine.precision import Precision, other_dtypes
-from meshfold.engine.recompute import RecomputedBlocks
 from meshfold.engine.world import World
 from meshfold.engine.zero.plan import limits_of, plan_for, regime_of
 from meshfold.engine.zero.process_memory import PROCESS_BYTES

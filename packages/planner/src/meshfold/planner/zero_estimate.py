@@ -30,7 +30,7 @@ from meshfold.zero_gemini.trace import LiveBytes, OperatorClock, StepTracer, Tra
 
 if TYPE_CHECKING:
     from meshfold.engine.engine import Engine
-    from meshfold.engine.recompute import RecomputedBlocks
+    from meshfold.engine.model.recompute import RecomputedBlocks
 
 WORKSPACE_BYTES = 66 * 2**20
 """What cuBLAS keeps of a GPU as long as it is used: two workspaces of 32 MiB and a little (measured on an H200)."""

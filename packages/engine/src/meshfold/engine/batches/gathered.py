@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from meshfold.engine.world import World
+from meshfold.engine.world.world import World
 from meshfold.mesh import all_gather
 
 

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from meshfold.engine.batches.batch import Batch
-from meshfold.engine.world import World
+from meshfold.engine.world.world import World
 from meshfold.mesh import all_gather
 from meshfold.mesh.model_io import IGNORE_INDEX
 

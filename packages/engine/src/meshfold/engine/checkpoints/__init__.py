@@ -1,1 +1,10 @@
-"""Checkpoints: what a rank keeps of every tensor, written now or beside the training, and read under any other spec."""
+"""Checkpoint folders of whole models, written and read by any mesh."""
+
+from __future__ import annotations
+
+from meshfold.engine.checkpoints.checkpoint import MODEL, Checkpoint, write_checkpoint
+from meshfold.engine.checkpoints.model_description import describe
+from meshfold.engine.checkpoints.model_state import ModelState
+from meshfold.engine.checkpoints.plain_names import with_plain_names
+
+__all__ = ["MODEL", "Checkpoint", "ModelState", "describe", "with_plain_names", "write_checkpoint"]

@@ -59,9 +59,9 @@ from meshfold.checkpoint.tensors import (
     verify_checksums,
     writing_order,
 )
-from meshfold.engine.states import Source
-from meshfold.engine.together import agree, fail_together
-from meshfold.engine.world import World
+from meshfold.engine.states.replicated import Source
+from meshfold.engine.world.distributed_errors import agree, fail_together
+from meshfold.engine.world.world import World
 
 MODEL, OPTIMIZER = "model.safetensors", "optimizer.safetensors"
 

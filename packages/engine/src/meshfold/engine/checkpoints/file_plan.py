@@ -14,7 +14,7 @@ import torch
 from meshfold.checkpoint.shards import Shard, ShardRule
 from meshfold.checkpoint.staging import with_pauses
 from meshfold.checkpoint.tensors import SafetensorsHeader, TensorInfo, shard_key
-from meshfold.engine.states import Source
+from meshfold.engine.states.replicated import Source
 
 Tensors = list[tuple[str, torch.dtype, tuple[int, ...], bool, ShardRule]]
 """All that a plan hangs on: each tensor's name, dtype and whole shape, whether it is on a disk, and its cut."""

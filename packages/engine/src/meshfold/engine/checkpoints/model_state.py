@@ -20,10 +20,10 @@ from meshfold.checkpoint.state import (
     modules_with_extra_state,
     restore_extra_state,
 )
-from meshfold.engine.names import with_plain_names
-from meshfold.engine.states import Source, Sources, States
-from meshfold.engine.together import fail_together
-from meshfold.engine.world import World
+from meshfold.engine.checkpoints.plain_names import with_plain_names
+from meshfold.engine.states.replicated import Source, Sources, States
+from meshfold.engine.world.distributed_errors import fail_together
+from meshfold.engine.world.world import World
 from meshfold.mesh import broadcast
 from meshfold.mesh.collectives import all_gather_object
 

@@ -16,10 +16,10 @@ from torch import Tensor, nn
 
 from meshfold.checkpoint.shards import ShardRule, no_shards
 from meshfold.engine.checkpoints.model_state import ModelState
-from meshfold.engine.checkpoints.optimizer_state import check_names
-from meshfold.engine.pipelining import Inventory
-from meshfold.engine.states import Source, States
-from meshfold.engine.world import World
+from meshfold.engine.model.pipelined_model import Inventory
+from meshfold.engine.states.optimizer_state import check_names
+from meshfold.engine.states.replicated import Source, States
+from meshfold.engine.world.world import World
 from meshfold.mesh import SpecError, broadcast
 from meshfold.mesh.collectives import all_gather_object
 from meshfold.mesh.parameters import StoredValue

@@ -17,8 +17,8 @@ from torch import Tensor
 from meshfold.checkpoint.staging import CopyPair, with_pauses
 from meshfold.checkpoint.tensors import TensorInfo, TensorWriter, shard_file_name
 from meshfold.engine.checkpoints.file_plan import FilePlan, Written, plan_of
-from meshfold.engine.states import Source, Sources
-from meshfold.engine.world import World
+from meshfold.engine.states.replicated import Source, Sources
+from meshfold.engine.world.world import World
 from meshfold.mesh.parameters import StoredValue
 
 

@@ -1,1 +1,8 @@
-"""Running for long: what watches over a run, finds where a nan arose, stops it on request and goes on after a crash."""
+"""Long runs: stop on request, resume, and find where numbers stop being finite."""
+
+from __future__ import annotations
+
+from meshfold.engine.long_runs.resuming import refit
+from meshfold.engine.long_runs.stopping import GracefulStop
+
+__all__ = ["GracefulStop", "refit"]

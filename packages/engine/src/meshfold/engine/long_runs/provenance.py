@@ -22,7 +22,7 @@ from meshfold.mesh.parameters import uncompiled_name
 
 if TYPE_CHECKING:
     from meshfold.engine.batches.batch import Batch
-    from meshfold.engine.world import World
+    from meshfold.engine.world.world import World
 
 _BYTES = 512  # of a finding on its way to the other ranks
 

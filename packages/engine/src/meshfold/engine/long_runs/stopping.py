@@ -6,21 +6,24 @@ import signal
 import threading
 from collections.abc import Sequence
 from types import FrameType
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 
 from meshfold.engine.long_runs.second_request import SecondRequest
+from meshfold.engine.world.world import World
 from meshfold.mesh import Pending, all_reduce
 from meshfold.mesh.processes import STOPPED_CODE
-
-if TYPE_CHECKING:
-    from meshfold.engine.engine import Engine
 
 __all__ = ["STOPPED_CODE", "GracefulStop"]
 
 #: What batch systems send before they end a job: Slurm SIGTERM, and the one of ``--signal=USR1@120``.
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
+
+
+class _OnRanks(Protocol):
+    @property
+    def world(self) -> World: ...
 
 
 class GracefulStop:
@@ -41,7 +44,7 @@ class GracefulStop:
         asked: this process has caught a request.
     """
 
-    def __init__(self, engine: Engine, signals: Sequence[int] = SIGNALS) -> None:
+    def __init__(self, engine: _OnRanks, signals: Sequence[int] = SIGNALS) -> None:
         """``engine``: whose ranks must agree; all must make one."""
         self._world, self._signals = engine.world, tuple(signals)
         self._before: dict[int, Any] = {}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from meshfold.engine.world import World
+from meshfold.engine.world.world import World
 from meshfold.mesh import SpecError
 from meshfold.mesh.processes import watchdog_settings
 from meshfold.mesh.watchdog import Watch, watch, watchdog_limit

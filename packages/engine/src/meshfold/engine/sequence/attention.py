@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from meshfold.engine.batches.packed import Documents
 from meshfold.engine.sequence.incoming import Forward
-from meshfold.engine.world import World
+from meshfold.engine.world.world import World
 from meshfold.mesh import LayoutError
 from meshfold.sequence import WeightDropout, sequence_parallel
 from meshfold.tensor_parallel import find_mode

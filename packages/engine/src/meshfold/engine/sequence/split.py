@@ -18,7 +18,7 @@ from meshfold.engine.sequence.checks import check_mixing
 from meshfold.engine.sequence.incoming import Forward, Incoming
 from meshfold.engine.sequence.labels import Labels, next_token_losses
 from meshfold.engine.sequence.outgoing import Outgoing
-from meshfold.engine.world import World
+from meshfold.engine.world.world import World
 from meshfold.mesh import LayoutError, SpecError
 from meshfold.mesh.spec import SequenceSpec
 

@@ -1,1 +1,18 @@
-"""The entry ``zero`` of the spec: states in chunks, where they live, and the plan behind it."""
+"""ZeRO: states in chunks that data ranks share, planned and placed."""
+
+from __future__ import annotations
+
+from meshfold.engine.zero.plan import limits_of, plan_for, regime_of
+from meshfold.engine.zero.process_memory import PROCESS_BYTES
+from meshfold.engine.zero.stage_workload import InFlight, workload_of_stages
+from meshfold.engine.zero.states import ZeroStates
+
+__all__ = [
+    "PROCESS_BYTES",
+    "InFlight",
+    "ZeroStates",
+    "limits_of",
+    "plan_for",
+    "regime_of",
+    "workload_of_stages",
+]

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from meshfold.engine.precision import Precision
+from meshfold.engine.precision.precision import Precision
 from meshfold.engine.zero.process_memory import PROCESS_BYTES, resident_bytes
 from meshfold.mesh import Group, SpecError, all_reduce
 from meshfold.mesh.spec import ZeroSpec

@@ -6,7 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from meshfold.engine.precision import Precision
+from meshfold.engine.precision.precision import Precision
 from meshfold.engine.zero.homes import gradient_dtype
 from meshfold.mesh import SpecError
 from meshfold.mesh.spec import ZeroSpec

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 
-from meshfold.engine.world import World
+from meshfold.engine.world.world import World
 
 PROCESS_BYTES = 5 * 2**28
 """What a process has of the host's memory besides a model: Python, torch and CUDA (measured: 1.2 to 1.3 GiB)."""

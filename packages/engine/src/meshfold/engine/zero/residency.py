@@ -18,8 +18,8 @@ from statistics import median
 import torch
 from torch import nn
 
-from meshfold.engine.recompute import RecomputedBlocks
-from meshfold.engine.world import PIPE, World
+from meshfold.engine.model.recompute import RecomputedBlocks
+from meshfold.engine.world.world import PIPE, World
 from meshfold.engine.zero.allocator import limit_allocator
 from meshfold.engine.zero.measured_plans import MARGIN, MeasuredPlans, expecting_alike
 from meshfold.engine.zero.pressure import Pressure

@@ -18,14 +18,14 @@ from meshfold.checkpoint.shards import (
     shards_of_flat_run,
     shards_of_replicated,
 )
-from meshfold.engine.blocks import put
-from meshfold.engine.checkpoints import optimizer_state
-from meshfold.engine.optimizers import Factory
-from meshfold.engine.precision import Precision, keeps_statistics, other_dtypes
-from meshfold.engine.recompute import RecomputedBlocks, recomputes_by_itself
-from meshfold.engine.refusals import refuse_empty
-from meshfold.engine.states import Source, Sources, held
-from meshfold.engine.world import PIPE, World
+from meshfold.engine.model.recompute import RecomputedBlocks, recomputes_by_itself
+from meshfold.engine.model.refusals import refuse_empty
+from meshfold.engine.optimizers.optimizers import Factory
+from meshfold.engine.precision.precision import Precision, keeps_statistics, other_dtypes
+from meshfold.engine.states import optimizer_state
+from meshfold.engine.states.local_shards import put
+from meshfold.engine.states.replicated import Source, Sources, held
+from meshfold.engine.world.world import PIPE, World
 from meshfold.engine.zero.allocator import grow_segments
 from meshfold.engine.zero.homes import Sizes, first_homes, gradient_dtype
 from meshfold.engine.zero.plan import regime_of
@@ -46,7 +46,7 @@ if TYPE_CHECKING:
 
 
 class ZeroStates:
-    """See :class:`meshfold.engine.states.States`; parameters are in chunks, buffers as they were.
+    """See :class:`meshfold.engine.states.replicated.States`; parameters are in chunks, buffers as they were.
 
     Attributes:
         gemini: holds the chunks.

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves
 
-from meshfold.engine.recompute import RecomputedBlocks
+from meshfold.engine.model.recompute import RecomputedBlocks
 from meshfold.zero_gemini import Gemini
 from meshfold.zero_gemini.optimizer.step_rates import Pace, What
 from meshfold.zero_gemini.trace import (

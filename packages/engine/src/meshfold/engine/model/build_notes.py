@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 from torch import nn
 
-from meshfold.engine.world import World
+from meshfold.engine.world.world import World
 
 _BALANCE = re.compile(
     r"(router_)?aux(iliary)?_loss.*|router_z_loss.*|(load_)?balanc\w*_(loss|coef|weight)\w*"

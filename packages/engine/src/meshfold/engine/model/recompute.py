@@ -17,14 +17,14 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from meshfold.engine.recomputed_buffers import Buffers
-from meshfold.engine.repeated import find_blocks
+from meshfold.engine.model.recomputed_buffers import Buffers
+from meshfold.engine.model.repeated import find_blocks
 from meshfold.mesh import ParallelSpec, SpecError, did_you_mean
 from meshfold.mesh.model_io import DryRun
 from meshfold.tensor_parallel.convert import recompute_contexts
 
 if TYPE_CHECKING:
-    from meshfold.engine.pipelining import PipelinedModel
+    from meshfold.engine.model.pipelined_model import PipelinedModel
     from meshfold.engine.sequence.split import SplitSequence
     from meshfold.zero_gemini.trace import LayerWatch
 

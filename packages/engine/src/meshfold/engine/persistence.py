@@ -1,4 +1,4 @@
-"""What of an engine goes into a checkpoint, and how it comes back."""
+"""The state of an engine, to and from a checkpoint."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from meshfold.checkpoint.folder import EXTRA_STATE_FILE, SCHEDULER_FILE
 from meshfold.checkpoint.state import FORMAT_SHARDED, split_extra_state
 from meshfold.engine.checkpoints.checkpoint import MODEL, OPTIMIZER, Checkpoint, write_checkpoint
 from meshfold.engine.checkpoints.model_description import describe
-from meshfold.engine.checkpoints.optimizer_state import check_shapes
-from meshfold.engine.names import with_plain_names
-from meshfold.engine.states import Source, Sources
-from meshfold.engine.together import fail_together
+from meshfold.engine.checkpoints.plain_names import with_plain_names
+from meshfold.engine.states.optimizer_state import check_shapes
+from meshfold.engine.states.replicated import Source, Sources
+from meshfold.engine.world.distributed_errors import fail_together
 from meshfold.mesh import all_reduce
 
 if TYPE_CHECKING:
@@ -27,7 +27,9 @@ if TYPE_CHECKING:
     from meshfold.engine.engine import Engine
 
 
-def save(engine: Engine, path: str | os.PathLike[str], *, asynchronous: bool) -> BackgroundSave | None:
+def save_checkpoint(
+    engine: Engine, path: str | os.PathLike[str], *, asynchronous: bool
+) -> BackgroundSave | None:
     """See :meth:`Engine.save`."""
     _check_path(path, "save")
     gradients = engine.runner.gradients
@@ -75,7 +77,9 @@ def save(engine: Engine, path: str | os.PathLike[str], *, asynchronous: bool) ->
     return None
 
 
-def load(engine: Engine, path: str | os.PathLike[str], *, weights_only: bool, verify: bool) -> None:
+def load_checkpoint(
+    engine: Engine, path: str | os.PathLike[str], *, weights_only: bool, verify: bool
+) -> None:
     """See :meth:`Engine.load`."""
     _check_path(path, "load")
     engine.saver.finish()

@@ -10,23 +10,23 @@ from typing import Any
 import torch
 from torch import nn
 
-from meshfold.engine import recompute as recomputation
-from meshfold.engine.arguments import Arguments
-from meshfold.engine.as_given import AsGiven
-from meshfold.engine.assemble import Assembled, assemble, make_states
+from meshfold.engine.assembly.arguments import Arguments
+from meshfold.engine.assembly.assemble import Assembled, assemble, make_states
 from meshfold.engine.checkpoints.model_state import ModelState
 from meshfold.engine.forward import Forward
 from meshfold.engine.long_runs import supervision
-from meshfold.engine.optimizers import scheduler_of
-from meshfold.engine.ownership import check_free, claim
-from meshfold.engine.pipelining import PipelineSettings
-from meshfold.engine.recompute import RecomputedBlocks
-from meshfold.engine.refusals import NoCopies
+from meshfold.engine.model import recompute as recomputation
+from meshfold.engine.model.as_given import AsGiven
+from meshfold.engine.model.ownership import check_free, claim
+from meshfold.engine.model.pipelined_model import PipelineSettings
+from meshfold.engine.model.recompute import RecomputedBlocks
+from meshfold.engine.model.refusals import NoCopies
+from meshfold.engine.optimizers.optimizers import scheduler_of
+from meshfold.engine.optimizers.step_guard import StepGuard
 from meshfold.engine.sequence import split_sequence
 from meshfold.engine.sequence.checks import check_given
-from meshfold.engine.states import States
-from meshfold.engine.step_guard import StepGuard
-from meshfold.engine.world import World, join
+from meshfold.engine.states.replicated import States
+from meshfold.engine.world.world import World, join
 from meshfold.mesh import ParallelSpec
 from meshfold.mesh.watchdog import report_errors
 

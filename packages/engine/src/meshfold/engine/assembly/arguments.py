@@ -13,9 +13,9 @@ from meshfold.engine.batches import own_loss
 from meshfold.engine.clipping import Clipping
 from meshfold.engine.long_runs import supervision
 from meshfold.engine.long_runs.nonfinite import Mode, check_mode
-from meshfold.engine.optimizers import Factory, optimizer_factory
-from meshfold.engine.precision import Precision
-from meshfold.engine.world import has_zero
+from meshfold.engine.optimizers.optimizers import Factory, optimizer_factory
+from meshfold.engine.precision.precision import Precision
+from meshfold.engine.world.world import has_zero
 from meshfold.mesh import ParallelSpec, SpecError
 from meshfold.mesh.spec import argument_checks as settings
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from meshfold.checkpoint import CheckpointError
-from meshfold.engine.world import World
+from meshfold.engine.world.world import World
 from meshfold.mesh import all_reduce, broadcast
 
 _LONGEST = 1000  # bytes of a message

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from meshfold.checkpoint import CheckpointError
-from meshfold.engine.blocks import blocks_of
+from meshfold.engine.states.local_shards import blocks_of
 
 _MOMENTS = {
     "exp_avg",

@@ -9,19 +9,19 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from meshfold.engine.build_notes import tell
 from meshfold.engine.checkpoints.model_state import ModelState
 from meshfold.engine.checkpoints.pipelined_state import PipelinedState
-from meshfold.engine.given_model import check_model
-from meshfold.engine.optimizers import of_any_stage
-from meshfold.engine.pipelining import PipelinedModel, PipelineSettings
-from meshfold.engine.precision import Masters, Precision, cast_rest, other_dtypes
-from meshfold.engine.refusals import refuse_complex, refuse_layers, refuse_unmade, require_trained
-from meshfold.engine.roots import split_roots
-from meshfold.engine.states import PlainStates, States
-from meshfold.engine.together import fail_together
-from meshfold.engine.weight_source import Loaded, SourceValues, WeightSource
-from meshfold.engine.world import World
+from meshfold.engine.model.build_notes import tell
+from meshfold.engine.model.given_model import check_model
+from meshfold.engine.model.pipelined_model import PipelinedModel, PipelineSettings
+from meshfold.engine.model.refusals import refuse_complex, refuse_layers, refuse_unmade, require_trained
+from meshfold.engine.model.roots import split_roots
+from meshfold.engine.model.weight_source import Loaded, SourceValues, WeightSource
+from meshfold.engine.optimizers.optimizers import of_any_stage
+from meshfold.engine.precision.precision import Masters, Precision, cast_rest, other_dtypes
+from meshfold.engine.states.replicated import PlainStates, States
+from meshfold.engine.world.distributed_errors import fail_together
+from meshfold.engine.world.world import World
 from meshfold.mesh import LayoutError, SpecError, annotate, broadcast, metadata
 from meshfold.mesh.initialization import (
     ParameterInit,
@@ -37,8 +37,8 @@ from meshfold.tensor_parallel import Report, parallelize
 from meshfold.tensor_parallel.convert import check_rules
 
 if TYPE_CHECKING:
-    from meshfold.engine.arguments import Arguments
-    from meshfold.engine.recompute import RecomputedBlocks
+    from meshfold.engine.assembly.arguments import Arguments
+    from meshfold.engine.model.recompute import RecomputedBlocks
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -20,17 +20,16 @@ from meshfold.checkpoint.shards import (
     shards_of_local,
     shards_of_replicated,
 )
-from meshfold.engine.blocks import gather, global_shape, put
-from meshfold.engine.checkpoints.optimizer_state import OptimizerState
-from meshfold.engine.data_parallel import GradientReducer
-from meshfold.engine.optimizers import Factory, check_sight
-from meshfold.engine.precision import Masters
-from meshfold.engine.world import PIPE, World
+from meshfold.engine.optimizers.optimizers import Factory, check_sight
+from meshfold.engine.precision.precision import Masters
+from meshfold.engine.states.data_parallel import GradientReducer
+from meshfold.engine.states.local_shards import gather, global_shape, put
+from meshfold.engine.states.optimizer_state import OptimizerState
+from meshfold.engine.world.world import PIPE, World
 from meshfold.mesh import Mesh, clip_gradient_values, clip_gradients, gradient_norm, metadata
 from meshfold.mesh.parameters import ParameterMeta, StoredValue, uncompiled_name
 
 if TYPE_CHECKING:
-    from meshfold.engine.zero.residency import Residency
     from meshfold.pipeline import Pipeline
     from meshfold.pipeline.runtime import Microbatch
     from meshfold.zero_gemini.optimizer.backward_role import Backward
@@ -75,8 +74,8 @@ class States(Protocol):
     all_read: bool
 
     @property
-    def residency(self) -> Residency | None:
-        """Decides where chunks live; None without."""
+    def residency(self) -> Any:
+        """Controller of where chunks live, a :class:`meshfold.engine.zero.residency.Residency`; None without chunks."""
 
     @property
     def trained(self) -> list[nn.Parameter]:
@@ -191,7 +190,7 @@ class PlainStates:
         reducer: sums the gradients.
     """
 
-    residency: Residency | None = None
+    residency = None
     all_read = False
 
     def __init__(

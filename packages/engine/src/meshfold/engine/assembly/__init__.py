@@ -1,0 +1,7 @@
+"""Assembly of an engine: from its arguments to the parts that a train step works with."""
+
+from __future__ import annotations
+
+from meshfold.engine.assembly.assemble import Assembled, assemble, has_dropout
+
+__all__ = ["Assembled", "assemble", "has_dropout"]

@@ -1,0 +1,25 @@
+"""A model on its way to this rank: stages, recomputed blocks, weights from folders, random numbers."""
+
+from __future__ import annotations
+
+from meshfold.engine.model.as_given import AsGiven
+from meshfold.engine.model.pipelined_model import PipelinedModel, PipelineSettings
+from meshfold.engine.model.randomness import randomness
+from meshfold.engine.model.recompute import RecomputedBlocks, check, recompute_blocks
+from meshfold.engine.model.roots import callable_parts, roots_of
+from meshfold.engine.model.weight_source import Loaded, SourceValues, WeightSource
+
+__all__ = [
+    "AsGiven",
+    "Loaded",
+    "PipelineSettings",
+    "PipelinedModel",
+    "RecomputedBlocks",
+    "SourceValues",
+    "WeightSource",
+    "callable_parts",
+    "check",
+    "randomness",
+    "recompute_blocks",
+    "roots_of",
+]

@@ -1,0 +1,8 @@
+"""Optimizers by name, those that cannot step on shards, and the guard of their steps."""
+
+from __future__ import annotations
+
+from meshfold.engine.optimizers.optimizers import OPTIMIZERS, Factory, refuse
+from meshfold.engine.optimizers.step_guard import StepGuard
+
+__all__ = ["OPTIMIZERS", "Factory", "StepGuard", "refuse"]

@@ -1,0 +1,8 @@
+"""Ranks of a spec: mesh, groups of data ranks, and errors that all of them raise."""
+
+from __future__ import annotations
+
+from meshfold.engine.world.distributed_errors import fail_together
+from meshfold.engine.world.world import PIPE, World, join, require_runnable
+
+__all__ = ["PIPE", "World", "fail_together", "join", "require_runnable"]
