@@ -449,6 +449,7 @@ def test_the_spec_imports_nothing_but_the_standard_library_and_the_errors() -> N
         "collections",
         "dataclasses",
         "fractions",
+        "functools",
         "importlib",
         "keyword",
         "math",

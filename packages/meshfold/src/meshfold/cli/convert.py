@@ -14,13 +14,10 @@ from __future__ import annotations
 
 import argparse
 import json
-import re
 from pathlib import Path
 
 from meshfold.cli.failure import Failure
-from meshfold.cli.models import read_changes
-
-_UNITS = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
+from meshfold.cli.models import byte_size, read_changes
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -59,21 +56,12 @@ def configure(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--shard-size",
-        type=size,
+        type=byte_size,
         default=5 * 10**9,
         metavar="SIZE",
         help="of a file of weights: 5GB, 200MiB (5GB)",
     )
     parser.add_argument("--json", action="store_true", help="print what was written as JSON")
-
-
-def size(text: str) -> int:
-    """An argument that is a number of bytes."""
-    found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([A-Za-z]*)", text)
-    if found is None or found[2].upper() not in _UNITS or float(found[1]) <= 0:
-        what = "has no unit" if found is not None and not found[2] else "is not a size"
-        raise argparse.ArgumentTypeError(f"{text!r} {what}: write 5GB, or 200MiB")
-    return max(1, int(float(found[1]) * _UNITS[found[2].upper()]))
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -85,6 +73,7 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.changes and arguments.model is None:
         raise Failure(f"--set {' '.join(arguments.changes)}: name the preset that it changes with --model")
     from meshfold.huggingface import convert_folder
+    from meshfold.mesh.spec import format_bytes
     from meshfold.models import preset
 
     config = None
@@ -107,5 +96,5 @@ def run(arguments: argparse.Namespace) -> int:
         "a Hugging Face folder" if done.kind == "hf" else "a checkpoint, to be loaded with weights_only=True"
     )
     files = "one file" if done.files == 1 else f"{done.files} files"
-    print(f"{arguments.target}: {what}; {done.tensors} tensors, {done.bytes / 2**20:,.1f} MiB in {files}")
+    print(f"{arguments.target}: {what}; {done.tensors} tensors, {format_bytes(done.bytes)} in {files}")
     return 0

@@ -92,6 +92,18 @@ def positive(text: str) -> int:
     return number
 
 
+def byte_size(text: str) -> int:
+    """An argument that is an amount of memory, in bytes."""
+    from meshfold.mesh.spec import parse_bytes
+
+    try:
+        return parse_bytes(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(
+            f"{text!r} {str(error).removesuffix('.')}: write 24GiB, or 5GB"
+        ) from None
+
+
 def several(text: str) -> int:
     """An argument that is a whole number from 2 up."""
     number = whole(text)

@@ -16,14 +16,12 @@ from __future__ import annotations
 import argparse
 import json
 import math
-import re
 from dataclasses import asdict, replace
-from fractions import Fraction
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from meshfold.cli.failure import Failure
-from meshfold.cli.models import add_model, positive, read_changes, read_model, read_rules
+from meshfold.cli.models import add_model, byte_size, positive, read_changes, read_model, read_rules
 from meshfold.cli.parallel import add_parallel, read_parallel
 from meshfold.cli.train_arguments import RECOMPUTE
 
@@ -59,10 +57,10 @@ def configure(parser: argparse.ArgumentParser) -> None:
         help="h200, h100, a100, v100 with one GPU, h200x8, h100x8, a100x8, v100x8, laptop (default: h200 or h200x8)",
     )
     parser.add_argument(
-        "--gpu-memory", type=size, metavar="SIZE", help="of a device, if not the machine's: 24GiB"
+        "--gpu-memory", type=byte_size, metavar="SIZE", help="of a device, if not the machine's: 24GiB"
     )
     parser.add_argument(
-        "--host-memory", type=size, metavar="SIZE", help="of a host, if not the machine's: 125GiB"
+        "--host-memory", type=byte_size, metavar="SIZE", help="of a host, if not the machine's: 125GiB"
     )
     parser.add_argument(
         "--timeline",
@@ -72,18 +70,6 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--trace", metavar="FILE.json", help="the same for chrome://tracing")
     parser.add_argument("--report", action="store_true", help="also show what becomes of each submodule")
     parser.add_argument("--json", action="store_true", help="print JSON, bytes and seconds as plain numbers")
-
-
-def size(text: str) -> int:
-    """An argument that is an amount of memory, in bytes."""
-    from meshfold.mesh.spec import UNITS, canonical_unit
-
-    match = re.fullmatch(r"([0-9]{1,18}(?:\.[0-9]{1,18})?) ?([A-Za-z]+)", text)
-    if match is None or canonical_unit(match[2]) not in UNITS:
-        raise argparse.ArgumentTypeError(
-            f"{text!r} is not an amount of memory such as 24GiB ({', '.join(UNITS)})"
-        )
-    return int(Fraction(match[1]) * UNITS[canonical_unit(match[2])])
 
 
 def run(arguments: argparse.Namespace) -> int:

@@ -12,10 +12,9 @@ import torch
 from torch import Tensor, nn
 
 from meshfold.mesh.parameters import uncompiled_name
-from meshfold.zero_gemini.planner import GiB, MiB
+from meshfold.mesh.spec import format_bytes, parse_bytes
 
-_ASKED = re.compile(r"Tried to allocate ([\d.]+) (GiB|MiB)")
-_UNITS = {"GiB": GiB, "MiB": MiB}
+_ASKED = re.compile(r"Tried to allocate ([\d.]+ [GM]iB)")
 _INSIDE = ("torch", "meshfold")
 _CLOSE = 0.005
 """Share by which a size in a message, which has two digits behind the point, may be off."""
@@ -39,7 +38,9 @@ def describe(error: BaseException, model: nn.Module, tokens: int) -> str:
     words = []
     if asked:
         made = _outputs_of(asked, model, tokens)
-        words.append(f"The allocation that failed: {size(asked)}{f', the size of {made}' if made else ''}.")
+        words.append(
+            f"The allocation that failed: {format_bytes(asked)}{f', the size of {made}' if made else ''}."
+        )
     if frame is not None:
         file, line = frame.f_code.co_filename, frame.f_lineno
         text = linecache.getline(file, line).strip()
@@ -53,12 +54,7 @@ def describe(error: BaseException, model: nn.Module, tokens: int) -> str:
 def bytes_asked(error: BaseException) -> int:
     """Return the bytes of the allocation that failed; 0 if the message does not say."""
     found = _ASKED.search(str(error))
-    return round(float(found[1]) * _UNITS[found[2]]) if found else 0
-
-
-def size(count: int) -> str:
-    """Format bytes for people."""
-    return f"{count / GiB:.2f} GiB" if count >= GiB / 10 else f"{count / MiB:.2f} MiB"
+    return parse_bytes(found[1]) if found else 0
 
 
 def _outputs_of(asked: int, model: nn.Module, tokens: int) -> str:
@@ -92,10 +88,10 @@ def _largest(error: BaseException) -> list[str]:
             storage = tensor.untyped_storage()
             kind = str(tensor.dtype).removeprefix("torch.")
             shape = " × ".join(f"{n:,}" for n in tensor.shape)
-            described = f"{name} ({shape}, {kind}, {size(storage.nbytes())})"
+            described = f"{name} ({shape}, {kind}, {format_bytes(storage.nbytes())})"
             seen.setdefault(storage._cdata, (storage.nbytes(), described))
     ordered = sorted(seen.values(), reverse=True)[:_NAMED]
-    return [text for count, text in ordered if count >= _WORTH_NAMING * ordered[0][0] and count >= MiB]
+    return [text for count, text in ordered if count >= _WORTH_NAMING * ordered[0][0] and count >= 2**20]
 
 
 def _frames(error: BaseException) -> Iterator[FrameType]:

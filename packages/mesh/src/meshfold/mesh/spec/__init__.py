@@ -10,13 +10,13 @@ from __future__ import annotations
 from meshfold.mesh.errors import SpecError
 from meshfold.mesh.spec import argument_checks
 from meshfold.mesh.spec.argument_checks import reject_unknown_arguments, signature_mismatch
-from meshfold.mesh.spec.byte_sizes import UNITS, canonical_unit, format_bytes
 from meshfold.mesh.spec.entry import format_value, join_choices
 from meshfold.mesh.spec.installed import is_importable
 from meshfold.mesh.spec.parallel import ParallelSpec
 from meshfold.mesh.spec.pipeline import PipelineSpec
 from meshfold.mesh.spec.sequence import SequenceSpec
 from meshfold.mesh.spec.tensor import TensorMode, TensorSpec
+from meshfold.mesh.spec.text import UNITS, format_bytes, format_table, parse_bytes
 from meshfold.mesh.spec.zero import ZeroSpec
 
 __all__ = [
@@ -29,11 +29,12 @@ __all__ = [
     "TensorSpec",
     "ZeroSpec",
     "argument_checks",
-    "canonical_unit",
     "format_bytes",
+    "format_table",
     "format_value",
     "is_importable",
     "join_choices",
+    "parse_bytes",
     "reject_unknown_arguments",
     "signature_mismatch",
 ]

@@ -5,12 +5,14 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING
 
+from meshfold.mesh.spec.text import format_table
+
 if TYPE_CHECKING:
     from meshfold.mesh.spec.parallel import ParallelSpec
 
 
 def table(spec: ParallelSpec) -> str:
-    """One line a dimension: name, ranks, axes, how; last the world size and the order of ranks."""
+    """Return one line for each dimension: name, ranks, axes, how; last the world size and the order of ranks."""
     rows = [("dimension", "ranks", "axes", "how")]
     others = (spec.pipeline, spec.sequence, spec.tensor, spec.zero)
     shown = [axis for axis in spec.axes if axis != "data" or spec.data != 1 or not any(others)]
@@ -27,12 +29,7 @@ def table(spec: ParallelSpec) -> str:
         rows.append(("zero", "", "", _zero(spec)))
     order = f"rank order {' > '.join(shown)}, the last varies fastest" if shown else "one rank"
     rows.append(("world", str(spec.world_size), "", order))
-    widths = [max(len(row[column]) for row in rows) for column in range(3)]
-    lines = (
-        f"{name:<{widths[0]}}  {ranks:>{widths[1]}}  {axes:<{widths[2]}}  {how}"
-        for name, ranks, axes, how in rows
-    )
-    return "\n".join(lines)
+    return "\n".join(format_table(rows, "<><"))
 
 
 def _axes(axes: dict[str, int]) -> tuple[str, str]:

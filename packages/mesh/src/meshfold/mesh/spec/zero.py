@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import os
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass
-from fractions import Fraction
 
-from meshfold.mesh.errors import did_you_mean
-from meshfold.mesh.spec.byte_sizes import UNITS, canonical_unit
 from meshfold.mesh.spec.entry import Entry, format_value, kind
+from meshfold.mesh.spec.text import UNITS, parse_bytes
 
 PLACEMENTS = ("auto", "cuda", "cpu", "static", "const")
 REGIMES = ("A", "B", "C")
@@ -133,23 +130,14 @@ def _path(entry: Entry, placement: str, fields: Mapping[str, object]) -> str | N
 
 
 def _bytes(entry: Entry, key: str, value: object) -> int:
-    """Bytes, from a whole number or a string such as ``24GiB``."""
+    """Return the bytes that a whole number or a string such as ``24GiB`` stands for."""
     if not isinstance(value, str):
         if isinstance(value, bool) or not isinstance(value, int):
             problem = f"{key}={format_value(value)} is {kind(value)}, neither whole bytes nor a string."
             raise entry.error(problem, f"Write {key}='24GiB', say.")
         return entry.count(key, value, 24 * 2**30)
-    match = re.fullmatch(r"([0-9]{1,18}(?:\.[0-9]{1,18})?) ?([A-Za-z]*)", value)
-    if match is None:
-        problem = f"{key}={format_value(value)} is not an amount of memory."
-        raise entry.error(problem, f"Write {key}='24GiB', or whole bytes.")
-    number, unit = match.groups()
-    unit = canonical_unit(unit)
-    if unit not in UNITS:
-        problem = f"has no unit {unit!r}.{did_you_mean(unit, UNITS)}" if unit else "has no unit."
-        change = f"Write {key}='{number}GiB', say; units are {', '.join(UNITS)}."
-        raise entry.error(f"{key}={value!r} {problem}", change)
-    amount = int(Fraction(number) * UNITS[unit])  # exact: 0.1GiB is no float's business
-    if amount < 1:
-        raise entry.error(f"{key}={value!r} is less than one byte.", f"Write {key}='24GiB', say.")
-    return amount
+    try:
+        return parse_bytes(value)
+    except ValueError as error:
+        change = f"Write {key}='24GiB', say; units are {', '.join(UNITS)}."
+        raise entry.error(f"{key}={format_value(value)} {error}", change) from None

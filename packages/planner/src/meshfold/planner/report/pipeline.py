@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from meshfold.mesh.spec import format_bytes
+from meshfold.mesh.spec import format_bytes, format_table
 from meshfold.planner.estimates import Estimate, Times
 from meshfold.planner.machines import Machine
 from meshfold.planner.report.tables import format_seconds, machine_line, total_row
@@ -24,7 +24,7 @@ def stage_table(found: PipelineEstimate) -> str:
         times = (format_seconds(seconds[op]) for op in ("F", "B", "W"))  # type: ignore[index]
         kept = (format_bytes(size) for size in (stage.activation_bytes, stage.waiting_bytes, sum(stage.sent)))
         rows.append((str(stage.number), str(stage.rank), str(stage.blocks), *times, *kept))
-    return "\n".join(["a stage takes for a micro-batch", *_columns(rows)])
+    return "\n".join(["a stage takes for a micro-batch", *format_table(rows, ">")])
 
 
 def rank_table(found: PipelineEstimate) -> str:
@@ -35,7 +35,7 @@ def rank_table(found: PipelineEstimate) -> str:
         live, busy = str(simulation.peak_microbatches[rank]), format_seconds(simulation.busy[rank])
         sizes = (memory.activations, memory.total - memory.activations, memory.total)
         rows.append((str(rank), live, *map(format_bytes, sizes), busy))
-    return "\n".join(["a rank of the pipeline holds at most, of its stages", *_columns(rows)])
+    return "\n".join(["a rank of the pipeline holds at most, of its stages", *format_table(rows, ">")])
 
 
 def pipeline_time_table(
@@ -121,8 +121,3 @@ def schedule_trace(simulation: Simulation) -> dict[str, Any]:
             for one in actions
         ]
     return {"traceEvents": events, "displayTimeUnit": "ms"}
-
-
-def _columns(rows: list[tuple[str, ...]]) -> list[str]:
-    widths = [max(len(row[place]) for row in rows) for place in range(len(rows[0]))]
-    return ["  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in rows]

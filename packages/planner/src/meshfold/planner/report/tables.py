@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from meshfold.mesh.spec import format_bytes
+from meshfold.mesh.spec import format_bytes, format_table
 from meshfold.planner.estimates import Estimate, Times
 from meshfold.planner.machines import Machine
 
@@ -135,15 +135,7 @@ def traffic_table(found: Estimate) -> str:
     rows.append(
         ("together", "", "", "", f"{sum(e.calls for e in found.traffic):,}", format_bytes(found.moved))
     )
-    widths = [max(len(row[i]) for row in rows) for i in range(6)]
-    lines = [
-        "  ".join(
-            cell.rjust(width) if i > 2 else cell.ljust(width)
-            for i, (cell, width) in enumerate(zip(row, widths, strict=True))
-        )
-        for row in rows
-    ]
-    return "\n".join([f"a rank moves in a step of {found.tokens:,} tokens", *lines])
+    return "\n".join([f"a rank moves in a step of {found.tokens:,} tokens", *format_table(rows, "<<<>")])
 
 
 def time_table(found: Estimate, times: Times, machine: Machine, nodes: int) -> str:

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from torch import nn
 
 from meshfold.mesh import metadata
+from meshfold.mesh.spec import format_table
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,12 +64,7 @@ class Report:
             )
             for p in self.placed
         ]
-        widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
-        lines = [f"mode {self.mode} on {self.mesh}"]
-        lines += [
-            "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
-            for row in rows
-        ]
+        lines = [f"mode {self.mode} on {self.mesh}", *format_table(rows)]
         share = self.local_parameters / self.parameters if self.parameters else 1.0
         lines.append(f"{self.parameters:,} parameters, {self.local_parameters:,} on this rank ({share:.1%})")
         return "\n".join([*lines, *self.notes])

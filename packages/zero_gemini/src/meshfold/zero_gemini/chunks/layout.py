@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from meshfold.mesh import did_you_mean
+from meshfold.mesh.spec import format_table
 from meshfold.zero_gemini.errors import ChunkLayoutError
 
 # A shard starts and ends on a block of 8-bit moments (256 elements share a scale); that is at least 256 bytes in
@@ -203,15 +204,7 @@ class ChunkLayout:
             )
             for chunk in self.chunks
         ]
-        widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
-        left = {1, 3, 4}  # words to the left, numbers to the right
-        lines = [
-            "  ".join(
-                cell.ljust(width) if column in left else cell.rjust(width)
-                for column, (cell, width) in enumerate(zip(row, widths, strict=True))
-            ).rstrip()
-            for row in rows
-        ]
+        lines = format_table(rows, "><><<>>>")
         share = self.waste_elems / self.size_elems if self.size_elems else 0.0
         lines.append(
             f"{len(self._places)} parameters, {self.used_elems:,} elements in {len(self.chunks)} chunks of up to "

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import groupby
 
+from meshfold.mesh.spec import format_bytes, format_table
 from meshfold.zero_gemini.planner.options import STRATEGIES
-from meshfold.zero_gemini.planner.rates import GiB, KiB, MiB
 from meshfold.zero_gemini.planner.result import Plan
 
 
@@ -24,9 +24,9 @@ def table(plan: Plan) -> str:
         members = list(run)
         elems = sum(chunk.elems for _, chunk in members)
         places.append((_span([made.name for made, _ in members]), f"{elems:,}", *where))
-    text = [head, "", _aligned(places)]
+    text = [head, "", *format_table(places)]
     if plan.layers:
-        text += ["", _aligned(_layer_rows(plan))]
+        text += ["", *format_table(_layer_rows(plan))]
     gpu, host, disk = plan.limits.as_tuple()
     peaks = [("memory", "peak", "limit", "at moment")]
     for name, series, limit in (
@@ -35,8 +35,10 @@ def table(plan: Plan) -> str:
         ("disk", plan.disk_bytes, disk),
     ):
         peak = max(series)
-        peaks.append((name, units(peak), units(limit), str(series.index(peak)) if name == "GPU" else "all"))
-    text += ["", _aligned(peaks)]
+        peaks.append(
+            (name, format_bytes(peak), _limit(limit), str(series.index(peak)) if name == "GPU" else "all")
+        )
+    text += ["", *format_table(peaks)]
     rows = [("phase", "term", "seconds", "")]
     for name, weight, seconds in plan.phases:
         shown = (
@@ -50,17 +52,12 @@ def table(plan: Plan) -> str:
             (shown, t.name, f"{t.seconds:.4g}", "<" if t.binds else "") for t in plan.terms if t.phase == name
         ]
         rows.append((shown, "total", f"{seconds:.4g}", ""))
-    return "\n".join([*text, "", _aligned(rows)])
+    return "\n".join([*text, "", *format_table(rows)])
 
 
-def units(count: float) -> str:
-    """Bytes in the unit that suits them."""
-    if count >= 2**60:
-        return "no limit"
-    for name, unit in (("GiB", GiB), ("MiB", MiB), ("KiB", KiB)):
-        if abs(count) >= unit:
-            return f"{count / unit:.2f} {name}"
-    return f"{count:.0f} B"
+def _limit(count: int) -> str:
+    """Return a limit as text."""
+    return "no limit" if count >= 2**60 else format_bytes(count)
 
 
 def _layer_rows(plan: Plan) -> list[tuple[str, ...]]:
@@ -77,7 +74,7 @@ def _layer_rows(plan: Plan) -> list[tuple[str, ...]]:
             (
                 _span([x.name for x in layers]),
                 "kept" if kept else "recomputed",
-                units(held),
+                format_bytes(held),
                 f"{seconds:.4g}{' saved' if kept else ''}",
             )
         )
@@ -86,10 +83,3 @@ def _layer_rows(plan: Plan) -> list[tuple[str, ...]]:
 
 def _span(names: Sequence[str]) -> str:
     return names[0] if len(names) == 1 else f"{names[0]} … {names[-1]} ({len(names)})"
-
-
-def _aligned(rows: Sequence[Sequence[str]]) -> str:
-    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
-    return "\n".join(
-        "  ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True)).rstrip() for row in rows
-    )
