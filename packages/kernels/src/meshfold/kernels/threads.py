@@ -1,4 +1,4 @@
-"""What parallel numba kernels share: how many threads they take, and tensors as bytes. Imports numba when called."""
+"""What parallel numba kernels share: how many threads they take. Imports numba when called."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
-from torch import Tensor
 
 _one_at_a_time = threading.Lock()
 
@@ -38,8 +37,3 @@ def _turn() -> AbstractContextManager[Any]:
     import numba
 
     return _one_at_a_time if numba.threading_layer() == "workqueue" else nullcontext()
-
-
-def as_bytes(x: Tensor) -> Any:
-    """The memory of a contiguous CPU tensor as a NumPy array of bytes."""
-    return x.detach().view(torch.uint8).numpy()

@@ -1,7 +1,7 @@
 """Adam on the CPU: one pass over the memory, in blocks of 64 Ki elements that threads share.
 
-Gradients in float32 and bfloat16 are read by the update itself; those in float16 are first widened to a buffer in the
-cache. ``before`` is None, or the arrays that a whole step reads in place of those that it writes. Blocks of the states
+Kernels are compiled for the dtypes they are called with. ``before`` is None, or the arrays that a whole step reads in place of
+those that it writes: that is another type, so what only it needs is compiled only for it. Blocks of the states
 that need noise lie at multiples of 64 Ki of the *global* element number, as its keys do. As many threads work as
 torch.get_num_threads() says.
 """
@@ -21,27 +21,24 @@ from meshfold.kernels.adam.interface import MOMENTS, PARAMETERS
 from meshfold.kernels.adam.scalars import Scalars
 from meshfold.kernels.compiling import one_process_compiles
 from meshfold.kernels.float_bits.numba_kernels import (
-    BFLOAT16,
-    DTYPES,
-    FLOAT32,
     bits,
     canonical,
     decode,
     encode,
+    floats,
     from_bfloat16,
     from_bits,
     hi_of,
     joined,
-    narrow,
+    narrowed,
     noise_at,
     scale_of,
     stochastic,
     wide,
-    widen,
 )
 from meshfold.kernels.random_bits.numba_kernels import bits_at
 from meshfold.kernels.streaming import stream, written_out
-from meshfold.kernels.threads import as_bytes, torch_threads
+from meshfold.kernels.threads import torch_threads
 
 if TYPE_CHECKING:
     from meshfold.kernels.adam.states import QuantizedState, SplitState, WholeState
@@ -143,22 +140,20 @@ def _whole_block(p, m, v, before, g, c, l2, writes):
         written_out()
 
 
+@njit(nogil=True)
+def _write_copy(p, copy):
+    for i in range(p.size):
+        copy[i] = narrowed(p[i], copy[i])
+
+
 @one_process_compiles
 @njit(nogil=True, parallel=True, cache=True, error_model="numpy")
-def _step_whole(p, m, v, copy, copy_dtype, before, grad, dtype, c, l2, writes):
+def _step_whole(p, m, v, copy, before, g, c, l2, writes):
     for block in prange((p.size + _BLOCK - 1) // _BLOCK):
         a, z = block * _BLOCK, min(p.size, (block + 1) * _BLOCK)
-        was = _cut(before, a, z)
-        if dtype == FLOAT32:
-            _whole_block(p[a:z], m[a:z], v[a:z], was, grad[4 * a : 4 * z].view(np.float32), c, l2, writes)
-        elif dtype == BFLOAT16:
-            _whole_block(p[a:z], m[a:z], v[a:z], was, grad[2 * a : 2 * z].view(np.uint16), c, l2, writes)
-        else:
-            g = np.empty(_BLOCK, np.float32)
-            widen(g, grad, dtype, a, z - a)
-            _whole_block(p[a:z], m[a:z], v[a:z], was, g, c, l2, writes)
-        if copy_dtype >= 0:
-            narrow(p[a:z], copy, copy_dtype, a, z - a)
+        _whole_block(p[a:z], m[a:z], v[a:z], _cut(before, a, z), g[a:z], c, l2, writes)
+        if copy is not None:
+            _write_copy(p[a:z], copy[a:z])
 
 
 @njit(nogil=True, error_model="numpy")
@@ -212,20 +207,10 @@ def _split_block(hi, lo, m, v, before, g, c, l2, writes):
 
 @one_process_compiles
 @njit(nogil=True, parallel=True, cache=True, error_model="numpy")
-def _step_split(hi, lo, m, v, before, grad, dtype, c, l2, writes):
+def _step_split(hi, lo, m, v, before, g, c, l2, writes):
     for block in prange((hi.size + _BLOCK - 1) // _BLOCK):
         a, z = block * _BLOCK, min(hi.size, (block + 1) * _BLOCK)
-        was = _cut(before, a, z)
-        if dtype == FLOAT32:
-            g32 = grad[4 * a : 4 * z].view(np.float32)
-            _split_block(hi[a:z], lo[a:z], m[a:z], v[a:z], was, g32, c, l2, writes)
-        elif dtype == BFLOAT16:
-            g16 = grad[2 * a : 2 * z].view(np.uint16)
-            _split_block(hi[a:z], lo[a:z], m[a:z], v[a:z], was, g16, c, l2, writes)
-        else:
-            g = np.empty(_BLOCK, np.float32)
-            widen(g, grad, dtype, a, z - a)
-            _split_block(hi[a:z], lo[a:z], m[a:z], v[a:z], was, g, c, l2, writes)
+        _split_block(hi[a:z], lo[a:z], m[a:z], v[a:z], _cut(before, a, z), g[a:z], c, l2, writes)
 
 
 @njit(nogil=True, error_model="numpy")
@@ -276,22 +261,12 @@ def _split16_block(hi, lo, m, v, before, g, c, l2, writes, place, key_1, key_2):
 
 @one_process_compiles
 @njit(nogil=True, parallel=True, cache=True, error_model="numpy")
-def _step_split16(hi, lo, m, v, before, grad, dtype, c, l2, writes, state, start):
+def _step_split16(hi, lo, m, v, before, g, c, l2, writes, state, start):
     for block in prange(start // _BLOCK, (start + hi.size + _BLOCK - 1) // _BLOCK):
         a, z = max(block * _BLOCK - start, 0), min((block + 1) * _BLOCK - start, hi.size)
-        was = _cut(before, a, z)
         place, key = U(a + start - block * _BLOCK), bits_at(state, np.uint64(block))
-        key_1, key_2 = U(key), U(key >> _32)
-        if dtype == FLOAT32:
-            g32 = grad[4 * a : 4 * z].view(np.float32)
-            _split16_block(hi[a:z], lo[a:z], m[a:z], v[a:z], was, g32, c, l2, writes, place, key_1, key_2)
-        elif dtype == BFLOAT16:
-            g16 = grad[2 * a : 2 * z].view(np.uint16)
-            _split16_block(hi[a:z], lo[a:z], m[a:z], v[a:z], was, g16, c, l2, writes, place, key_1, key_2)
-        else:
-            g = np.empty(_BLOCK, np.float32)
-            widen(g, grad, dtype, a, z - a)
-            _split16_block(hi[a:z], lo[a:z], m[a:z], v[a:z], was, g, c, l2, writes, place, key_1, key_2)
+        was, key_1, key_2 = _cut(before, a, z), U(key), U(key >> _32)
+        _split16_block(hi[a:z], lo[a:z], m[a:z], v[a:z], was, g[a:z], c, l2, writes, place, key_1, key_2)
 
 
 @njit(nogil=True, error_model="numpy")
@@ -337,21 +312,18 @@ def _quantized_piece(
 
 @one_process_compiles
 @njit(nogil=True, parallel=True, cache=True, error_model="numpy")
-def _step_quantized(hi, lo, m, m_scale, v, v_scale, before, grad, dtype, c, l2, writes, state, start):
+def _step_quantized(hi, lo, m, m_scale, v, v_scale, before, g, c, l2, writes, state, start):
     for block in prange(start // _BLOCK, (start + hi.size + _BLOCK - 1) // _BLOCK):
-        g, wide_m, wide_v = (
-            np.empty(_SHARED, np.float32), np.empty(_SHARED, np.float32), np.empty(_SHARED, np.float32)
-        )  # fmt: skip
+        wide_m, wide_v = np.empty(_SHARED, np.float32), np.empty(_SHARED, np.float32)
         key = bits_at(state, np.uint64(block))
         key_1, key_2 = U(key), U(key >> _32)
         low, stop = max(block * _BLOCK - start, 0), min((block + 1) * _BLOCK - start, hi.size)
         for a in range(low, stop, _SHARED):
             z = min(a + _SHARED, stop)
             was = _cut_codes(before, a, z)
-            widen(g, grad, dtype, a, z - a)
             place = U(a + start - block * _BLOCK)
             _quantized_piece(
-                hi[a:z], lo[a:z], m[a:z], m_scale, v[a:z], v_scale, was, a // _SHARED, g, c, l2, writes,
+                hi[a:z], lo[a:z], m[a:z], m_scale, v[a:z], v_scale, was, a // _SHARED, g[a:z], c, l2, writes,
                 place, key_1, key_2, wide_m, wide_v,
             )  # fmt: skip
 
@@ -372,31 +344,25 @@ def _join(hi, lo, x):
             x[i] = joined(hi[i], lo[i])
 
 
-def _array(x: Tensor) -> Any:
-    """The memory of a tensor; bfloat16 as uint16."""
-    x = x.detach()
-    return (x.view(torch.uint16) if x.dtype is torch.bfloat16 else x).numpy()
-
-
 def _common(grad: Tensor, s: Scalars, grad_scale: float | Tensor, writes: int) -> tuple[Any, ...]:
     """The arguments that all steps have behind their state."""
     scale = float(grad_scale)
     c = (s.beta1, s.rest1, s.beta2, s.rest2, s.keep, s.step_size, s.correction, s.eps, s.l2, scale)
-    return as_bytes(grad), DTYPES[grad.dtype], tuple(map(np.float32, c)), s.l2 != 0.0, writes
+    return floats(grad), tuple(map(np.float32, c)), s.l2 != 0.0, writes
 
 
 def split_master(x: Tensor, hi: Tensor, lo: Tensor) -> None:
     with torch_threads():
-        _split(_array(x), _array(hi), _array(lo))
+        _split(floats(x), floats(hi), floats(lo))
 
 
 def join_master(hi: Tensor, lo: Tensor, x: Tensor) -> None:
     with torch_threads():
-        _join(_array(hi), _array(lo), _array(x))
+        _join(floats(hi), floats(lo), floats(x))
 
 
 def _arrays(*tensors: Tensor) -> tuple[Any, ...]:
-    return tuple(map(_array, tensors))
+    return tuple(map(floats, tensors))
 
 
 def step_whole(
@@ -404,12 +370,11 @@ def step_whole(
     before: WholeState | None = None,
 ) -> None:  # fmt: skip
     p = state.parameter
-    no_copy = state.copy is None or not writes & PARAMETERS
-    copy, dtype = (p, -1) if no_copy or state.copy is None else (state.copy, DTYPES[state.copy.dtype])
+    copy = floats(state.copy) if state.copy is not None and writes & PARAMETERS else None
     was = None if before is None else _arrays(before.parameter, before.exp_avg, before.exp_avg_sq)
     with torch_threads():
         _step_whole(
-            *_arrays(p, state.exp_avg, state.exp_avg_sq), as_bytes(copy), dtype, was,
+            *_arrays(p, state.exp_avg, state.exp_avg_sq), copy, was,
             *_common(grad, scalars, grad_scale, writes),
         )  # fmt: skip
 

@@ -1,21 +1,24 @@
 """Numbers as bits on the CPU: the same bits as the torch reference, in loops that LLVM vectorises.
 
 numba widens every integer operation to 64 bits, so results are cut back to 32 after each: LLVM then works in 32.
-Arrays of bfloat16 and float16 come as bytes with the number of their dtype, so that one compiled kernel serves all.
+Numba has no bfloat16 and no float16 on the CPU: :func:`floats` gives them as uint16 and int16, and ``wide`` and ``narrowed``
+choose the conversion by that type. A kernel is so compiled for the dtypes that are used, and for no others.
 """
 
 from __future__ import annotations
+
+from typing import Any
 
 import numpy as np
 import torch
 from llvmlite import ir
 from numba import njit, types
 from numba.extending import intrinsic, overload
+from torch import Tensor
 
 from meshfold.kernels import float_bits as plain
 
-DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
-FLOAT32, BFLOAT16 = 0, 1
+_AS = {torch.bfloat16: torch.uint16, torch.float16: torch.int16}
 
 U = np.uint32
 _SIGN, _MAGNITUDE, _INFINITY, _QUIET = U(0x80000000), U(0x7FFFFFFF), U(0x7F800000), U(0x7FC00000)
@@ -48,37 +51,27 @@ def from_bits(typing, u):
 
 @intrinsic
 def from_half(typing, h):
-    """The float32 of a float16 that is given as uint16."""
+    """The float32 of a float16 that is given as int16."""
 
     def generate(context, builder, signature, arguments):
         return builder.fpext(builder.bitcast(arguments[0], ir.HalfType()), ir.FloatType())
 
-    return types.float32(types.uint16), generate
+    return types.float32(types.int16), generate
 
 
 @intrinsic
 def to_half(typing, x):
-    """A float32 rounded to the nearest float16, as uint16."""
+    """A float32 rounded to the nearest float16, as int16."""
 
     def generate(context, builder, signature, arguments):
         return builder.bitcast(builder.fptrunc(arguments[0], ir.HalfType()), ir.IntType(16))
 
-    return types.uint16(types.float32), generate
+    return types.int16(types.float32), generate
 
 
 @njit(nogil=True)
 def from_bfloat16(h):
     return from_bits(U(U(h) << _16))
-
-
-def wide(x):
-    """A float32 as it is, or that of a bfloat16 given as uint16: chosen by type when a kernel is compiled."""
-    raise NotImplementedError("only for compiled kernels")
-
-
-@overload(wide)
-def _wide(x):
-    return (lambda x: x) if x == types.float32 else (lambda x: from_bfloat16(x))
 
 
 @njit(nogil=True)
@@ -87,6 +80,28 @@ def to_bfloat16(x):
     u = bits(x)
     near = U(U(u + _ALMOST_HALF) + U(U(u >> _16) & _ONE))
     return np.uint16((_QUIET if U(u & _MAGNITUDE) > _INFINITY else near) >> _16)
+
+
+def wide(x):
+    """An element of :func:`floats` in float32."""
+    raise NotImplementedError("only for compiled kernels")
+
+
+@overload(wide)
+def _wide(x):
+    if x == types.float32:
+        return lambda x: x
+    return (lambda x: from_bfloat16(x)) if x == types.uint16 else (lambda x: from_half(x))
+
+
+def narrowed(x, like):
+    """A float32 rounded to the nearest of the dtype that ``like``, an element of :func:`floats`, has."""
+    raise NotImplementedError("only for compiled kernels")
+
+
+@overload(narrowed)
+def _narrowed(x, like):
+    return (lambda x, like: to_bfloat16(x)) if like == types.uint16 else (lambda x, like: to_half(x))
 
 
 @njit(nogil=True)
@@ -149,35 +164,7 @@ def decode(q, scale, shift):
     return (from_bits(U(U(q << shift) + _BASE)) - _FLOOR) * scale
 
 
-@njit(nogil=True, error_model="numpy")
-def widen(target, source, dtype, first, count):
-    """target[:count] = source[first : first + count], in float32; ``source`` as bytes."""
-    if dtype == FLOAT32:
-        x = source[4 * first : 4 * (first + count)].view(np.float32)
-        for i in range(count):
-            target[i] = x[i]
-    else:
-        h = source[2 * first : 2 * (first + count)].view(np.uint16)
-        if dtype == BFLOAT16:
-            for i in range(count):
-                target[i] = from_bfloat16(h[i])
-        else:
-            for i in range(count):
-                target[i] = from_half(h[i])
-
-
-@njit(nogil=True, error_model="numpy")
-def narrow(source, out, dtype, first, count):
-    """out[first : first + count] = source[:count], rounded to the nearest; ``out`` as bytes."""
-    if dtype == FLOAT32:
-        x = out[4 * first : 4 * (first + count)].view(np.float32)
-        for i in range(count):
-            x[i] = source[i]
-    else:
-        h = out[2 * first : 2 * (first + count)].view(np.uint16)
-        if dtype == BFLOAT16:
-            for i in range(count):
-                h[i] = to_bfloat16(source[i])
-        else:
-            for i in range(count):
-                h[i] = to_half(source[i])
+def floats(x: Tensor) -> Any:
+    """The memory of a CPU tensor as a NumPy array; bfloat16 as uint16 and float16 as int16."""
+    x = x.detach()
+    return (x.view(_AS[x.dtype]) if x.dtype in _AS else x).numpy()

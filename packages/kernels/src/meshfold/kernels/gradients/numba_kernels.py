@@ -8,42 +8,31 @@ from numba import njit, prange
 from torch import Tensor
 
 from meshfold.kernels.compiling import one_process_compiles
-from meshfold.kernels.float_bits.numba_kernels import DTYPES, bits, from_bits, widen
+from meshfold.kernels.float_bits.numba_kernels import bits, floats, from_bits, wide
 from meshfold.kernels.gradients import reference
 from meshfold.kernels.gradients.interface import LANES, LARGEST, SQUARES
 from meshfold.kernels.gradients.reference import touched
-from meshfold.kernels.threads import as_bytes, torch_threads
+from meshfold.kernels.threads import torch_threads
 
 U = np.uint32
-_ROWS = 4
-_PIECE = _ROWS * LANES
 _MAGNITUDE = U(0x7FFFFFFF)
-_ZERO = np.float32(0)
 
 
 @njit(nogil=True, error_model="numpy")
-def _add(lanes, tops, wide, norm):
-    for row in range(_ROWS):
-        part = wide[row * LANES : (row + 1) * LANES]
-        if norm == SQUARES:
-            for i in range(LANES):
-                x = np.float64(part[i])
-                lanes[i] += x * x
-        elif norm == LARGEST:  # bits of magnitudes are in the order of the magnitudes, NaNs behind
-            for i in range(LANES):
-                tops[i] = max(tops[i], U(bits(part[i]) & _MAGNITUDE))
-        else:
-            for i in range(LANES):
-                lanes[i] += np.float64(abs(part[i]))
+def _add(lanes, x, norm):
+    """Add elements to lanes, the first to the first."""
+    if norm == SQUARES:
+        for i in range(x.size):
+            value = np.float64(wide(x[i]))
+            lanes[i] += value * value
+    else:
+        for i in range(x.size):
+            lanes[i] += np.float64(abs(wide(x[i])))
 
 
 @njit(nogil=True, error_model="numpy")
-def _combined(lanes, tops, norm):
-    if norm == LARGEST:
-        top = tops[0]
-        for i in range(1, LANES):
-            top = max(top, tops[i])
-        return np.float64(from_bits(U(top)))
+def _combined(lanes):
+    """Return the sum of the lanes, added in halves."""
     half = LANES // 2
     while half > 0:
         for i in range(half):
@@ -54,28 +43,47 @@ def _combined(lanes, tops, norm):
 
 @one_process_compiles
 @njit(nogil=True, parallel=True, cache=True, error_model="numpy")
-def _pass(found, source, dtype, n, norm, block, start):
+def _sums(found, x, norm, block, start):
     """Write one partial for each block to ``found``."""
     first = start // block
     for number in prange(found.size):
-        wide = np.empty(_PIECE, np.float32)
-        lanes, tops = np.zeros(LANES, np.float64), np.zeros(LANES, np.uint32)
         begin = (first + number) * block - start
-        for piece in range(begin, begin + block, _PIECE):
-            a, z = max(piece, 0), min(piece + min(_PIECE, begin + block - piece), n)
-            if a < z:
-                if z - a < _PIECE:
-                    wide[:] = _ZERO
-                part = wide[a - piece : z - piece]
-                widen(part, source, dtype, a, z - a)
-                _add(lanes, tops, wide, norm)
-        found[number] = _combined(lanes, tops, norm)
+        a, z = max(begin, 0), min(begin + block, x.size)
+        lanes = np.zeros(LANES, np.float64)
+        while a < z:
+            lane = (a - begin) % LANES
+            stop = min(z, a + LANES - lane)
+            _add(lanes[lane:], x[a:stop], norm)
+            a = stop
+        found[number] = _combined(lanes)
+
+
+@njit(nogil=True, error_model="numpy")
+def _largest(x):
+    """Return the largest magnitude; bits of magnitudes are in the order of the magnitudes, NaNs behind."""
+    top = U(0)
+    for i in range(x.size):
+        top = max(top, U(bits(wide(x[i])) & _MAGNITUDE))
+    return np.float64(from_bits(U(top)))
+
+
+@one_process_compiles
+@njit(nogil=True, parallel=True, cache=True, error_model="numpy")
+def _all_largest(found, x, block, start):
+    """Write the largest magnitude of each block to ``found``."""
+    first = start // block
+    for number in prange(found.size):
+        begin = (first + number) * block - start
+        found[number] = _largest(x[max(begin, 0) : min(begin + block, x.size)])
 
 
 def partials(x: Tensor, norm: int, block: int, start: int) -> Tensor:
     found = torch.empty(touched(x.numel(), block, start), dtype=torch.float64)
     with torch_threads():
-        _pass(found.numpy(), as_bytes(x), DTYPES[x.dtype], x.numel(), norm, block, start)
+        if norm == LARGEST:
+            _all_largest(found.numpy(), floats(x), block, start)
+        else:
+            _sums(found.numpy(), floats(x), norm, block, start)
     return found
 
 
