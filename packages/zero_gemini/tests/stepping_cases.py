@@ -108,7 +108,7 @@ class Small:
             gradients[chunk] = gradient.to("cpu" if home is None else home.device, dtype)
         self.stepper.step(gradients, scale, set(used))
         for chunk in self.chunks:
-            if not chunk.is_due:
+            if not chunk.step_is_pending:
                 self.stepper.publish(chunk)
                 chunk.wait_if_resident()
 
@@ -116,7 +116,7 @@ class Small:
         """What the model computes with, chunk by chunk."""
         for chunk in self.chunks:
             if chunk.resident:
-                chunk.settle()
+                chunk.wait_step()
             else:
                 chunk.gather()
             chunk.wait()

@@ -165,7 +165,7 @@ def check_values(gemini: Gemini, model: nn.Module) -> None:
         if not chunk.is_gathered:
             assert all(p.numel() == 0 for p in chunk.parameters) and not chunk.resident
             assert chunk._whole.untyped_storage().nbytes() == 0
-        elif chunk._pending is None:
+        elif not chunk.is_gathering:
             slots = [(slot.start_elems, slot.numel) for slot in chunk.spec.slots]
             check_padding(chunk._whole, slots, f"{chunk}: gathered")
             for parameter, (start, numel) in zip(chunk.parameters, slots, strict=True):
@@ -173,7 +173,13 @@ def check_values(gemini: Gemini, model: nn.Module) -> None:
                 if numel:
                     assert parameter.data_ptr() == chunk._whole[start:].data_ptr()
         if chunk.resident:
-            assert chunk.is_gathered and chunk.shard.data_ptr() == chunk._part().data_ptr()
+            assert chunk.is_gathered and lies_in_whole(chunk)
+
+
+def lies_in_whole(chunk: Chunk) -> bool:
+    """Return True if the shard is this rank's part of the gathered tensor."""
+    first = chunk.group.index * chunk.spec.shard_elems * chunk.dtype.itemsize
+    return chunk.shard.data_ptr() == chunk._whole.data_ptr() + first
 
 
 def check_padding(tensor: Tensor, stretches: list[tuple[int, int]], what: str) -> None:
@@ -235,7 +241,7 @@ class Watch:
         """What is computed with is gathered, and there."""
         for chunk, tracker in self.trackers.items():
             if tracker.any_in(State.COMPUTE):
-                assert chunk.is_gathered and chunk._pending is None, chunk
+                assert chunk.is_gathered and not chunk.is_gathering, chunk
                 assert chunk._whole.untyped_storage().nbytes(), chunk
         check_values(self.gemini, self.model)
         check_bytes(self.gemini)

@@ -135,7 +135,7 @@ def test_any_sequence_of_moves_trains_to_the_same_bits(
                         one.stepper.write("e", "step", torch.tensor(5.0))
                         one.stepper.write("f", "exp_avg", torch.tensor(-0.5))
                         one.stepper.fill("c", torch.linspace(-2, 2, 1000))
-            if not made.chunks[0].is_due:
+            if not made.chunks[0].step_is_pending:
                 check_bytes(made, homes, regime, resident=resident)
         check_bytes(made, homes, regime, resident=resident)
         assert made.stretches() == stretches
@@ -180,7 +180,7 @@ def test_adam_with_decay_in_the_gradient(tmp_path: Path) -> None:
     with small(adam("A", tmp_path), torch.bfloat16, HOMES[2:4], optimizer=optimizer) as made:
         for _ in range(3):
             made.step()
-            assert all(chunk.is_due for chunk in made.chunks)
+            assert all(chunk.step_is_pending for chunk in made.chunks)
         assert same(made.bits(), wanted)
 
 

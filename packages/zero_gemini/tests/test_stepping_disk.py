@@ -76,13 +76,13 @@ class Model:
         }
         self.stepper.step(gradients, 1.0, {f"p{i}" for i in range(len(self.chunks))})
         for chunk in self.chunks:
-            if not chunk.is_due:
+            if not chunk.step_is_pending:
                 self.stepper.publish(chunk)
                 chunk.wait_if_resident()
 
     def forward(self) -> None:
         for chunk in self.chunks:
-            chunk.settle()
+            chunk.wait_step()
             chunk.wait()
 
     def bits(self) -> list[Tensor]:

@@ -88,7 +88,7 @@ def traced(make: Callable[[], nn.Module], device: str = "meta") -> Trace:
 class Chunk:
     """Of one unit; comes and goes without a trace."""
 
-    resident, is_due, due = False, False, None
+    resident, step_is_pending, can_gather_early = False, False, True
 
     def gather(self) -> None: ...
     def release(self) -> None: ...

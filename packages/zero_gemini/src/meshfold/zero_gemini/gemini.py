@@ -14,7 +14,7 @@ What happens to a chunk in it, in order:
 
 1. ``begin``: the order of units that the last step showed is what this one expects.
 2. Forward comes to a unit that uses the chunk: if the optimizer was still at work on its shard it is waited for
-   (``Chunk.settle``), the shards are brought together (``Chunk.gather``, ``Chunk.wait``), those of the unit that comes next
+   (``Chunk.wait_step``), the shards are brought together (``Chunk.gather``, ``Chunk.wait``), those of the unit that comes next
    are on their way, and what no unit inside needs is let go (:mod:`~meshfold.zero_gemini.runtime.module_hooks`).
 3. Backward comes to the unit: the same once more. Each parameter's gradient is taken up as autograd makes it; when all are
    there the chunk's are summed over the group, measured for the norm, and sent to where the chunk's state lives
@@ -23,8 +23,9 @@ What happens to a chunk in it, in order:
    more (:mod:`~meshfold.zero_gemini.optimizer.early_steps`).
 5. Else ``finish`` and ``clip`` wait for all gradients and say what they count times, and ``step`` steps: on the device now,
    on the host beside what comes next: the parameters before the next forward wants them, the moments during the
-   backward after it (:mod:`~meshfold.zero_gemini.optimizer.cpu_executor`). Until then the chunk is *due*.
-6. ``forget``: gradients go. The next use of a due chunk is 2. again.
+   backward after it (:mod:`~meshfold.zero_gemini.optimizer.cpu_executor`). Until then its step is
+   *pending*.
+6. ``forget``: gradients go. The next use of a chunk whose step is pending is 2. again.
 
 How all this is put together from a model is :mod:`~meshfold.zero_gemini.chunks.chunked_model`; what is read
 and written between steps
@@ -200,7 +201,7 @@ class Gemini(HeldModel):
             if self._trials is not None:
                 self._trials.check()
             self._stepper.step(self._flow.shards(), self._scale, self._flow.used())
-            if self._trials is not None and any(chunk.is_due for chunk in self.chunks):
+            if self._trials is not None and any(chunk.step_is_pending for chunk in self.chunks):
                 self._trials.learn(self._scale)
             for chunk, gradient in self._gradients.items():
                 gradient.hand_over(partial(self._stepper.done_with, chunk))
@@ -208,7 +209,7 @@ class Gemini(HeldModel):
             self._faults.check()
             self._flow.complete()
             self._agree()
-        self._promised = any(chunk.due is not None for chunk in self.chunks)
+        self._promised = any(map(self._steps_in_background, self.chunks))
         self._publish(promised=False)
         if self._early is not None and not self.holds_gradients:
             self._early.end()
@@ -260,7 +261,7 @@ class Gemini(HeldModel):
 
     def _publish(self, *, promised: bool) -> None:
         """Show the true weights of all chunks; but for ``promised``, not of those whose step is to come."""
-        shown = [chunk for chunk in self.chunks if promised or not chunk.is_due]
+        shown = [chunk for chunk in self.chunks if promised or not chunk.step_is_pending]
         for chunk in shown:
             if self._stepper is not None and chunk in self._gradients:
                 self._stepper.publish(chunk)
@@ -332,4 +333,4 @@ class Gemini(HeldModel):
             if self._stepper is not None:
                 self._stepper.close()
             for chunk in self.chunks:
-                chunk.due = None
+                chunk.drop_step()

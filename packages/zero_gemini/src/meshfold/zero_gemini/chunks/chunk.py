@@ -1,22 +1,25 @@
-"""A chunk: a flat run of parameters that is gathered, used, reduced and let go as one.
+"""A chunk: a flat run of parameters that is gathered, used, reduced and released as one.
 
-Its life, with N ranks in the group:
+Its life, with N ranks in the group (states are those of :class:`~meshfold.zero_gemini.chunks.states.ChunkState`):
 
-1. ``fill`` writes this rank's share of every parameter's first values into the shard (1/N of the chunk).
-2. ``gather`` starts bringing all N shards together in one flat tensor on the compute device; ``wait`` ends it. The
-   parameters are views of that tensor: what the all-gather writes is what the model computes with, without a copy.
+1. ``fill`` writes this rank's share of every parameter's first values into the shard (1/N of the chunk): *sharded*.
+2. ``gather`` starts the all-gather of all N shards into one flat tensor on the compute device (*gathering*); ``wait`` ends
+   it (*gathered*). The parameters are views of that tensor: what the all-gather writes is what the model computes with,
+   without a copy.
 3. ``release`` gives the memory back. The tensor stays the same object with an empty storage, so that views which
    autograd saved for backward are whole again when the chunk is gathered for it.
-4. Gradients are collected beside it (:mod:`meshfold.zero_gemini.chunks.gradient`), the optimizer changes the shard, and the
-   next ``gather`` shows its work.
+4. Gradients are collected beside it (:mod:`meshfold.zero_gemini.chunks.gradient`), and the optimizer changes the shard: at
+   once, or in the background after ``promise_step`` (*step pending*). ``wait_step``, which the next ``gather`` calls, waits
+   for it.
 
-A *resident* chunk is never let go: its shard is this rank's part of the gathered tensor itself. Between steps a chunk
-may be given another home (``rehome``).
+A *resident* chunk is never released: its shard is this rank's part of the gathered tensor itself. Between steps a chunk
+may be moved to other memory (``rehome``).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from typing import Protocol
 
 import torch
 from torch import Tensor, nn
@@ -24,24 +27,37 @@ from torch import Tensor, nn
 from meshfold.mesh import Group, Pending
 from meshfold.mesh.collectives import all_gather_into
 from meshfold.zero_gemini.chunks.layout import ChunkSpec, ShardSlice
+from meshfold.zero_gemini.chunks.states import CHUNK_TRANSITIONS, ChunkState, check_transition
 from meshfold.zero_gemini.errors import ChunkError
 from meshfold.zero_gemini.memory.arena import Block
 from meshfold.zero_gemini.memory.arenas import Memory, Place
 from meshfold.zero_gemini.memory.copies import beside, mark, queue_behind
 
 
+class PendingStep(Protocol):
+    """An optimizer step of a chunk that runs in the background."""
+
+    def is_done(self) -> bool:
+        """Return whether ``wait`` would return at once."""
+
+    def wait(self) -> bool:
+        """Wait for the step. Return whether the new values are there, False if the step failed."""
+
+    def land(self) -> None:
+        """After ``wait``: start writing the new values to the chunk's shard, where they are not there yet."""
+
+
 class Chunk:
     """Parameters in one piece of memory.
 
     Attributes:
-        spec: which parameter lies where.
+        spec: places of the parameters.
         group: the ranks that hold a shard each.
-        home: where the shard is while the chunk is not gathered.
+        home: placement of the shard while the chunk is not gathered.
         shard: this rank's elements, at home.
-        slices: which stretches of which parameters these are.
+        slices: the parts of parameters that lie in the shard.
         resident: the gathered tensor is always there.
-        is_due: the optimizer's last step of the shard was promised, and ``due`` waits for it and publishes it.
-        is_stepped: whether ``due`` would not have to wait.
+        state: of its memory and values.
     """
 
     def __init__(
@@ -59,12 +75,12 @@ class Chunk:
     ) -> None:
         """Args:
         spec: sizes and slots.
-        slices: what of them lies in this rank's shard.
+        slices: the parts of them that lie in this rank's shard.
         parameters: those of the slots, in order; from now on they are views of the chunk, in its dtype.
         shapes: of the parameters.
         dtype: in which the model computes.
-        memory: where chunks live.
-        home: where the shard is while the chunk is not gathered: ``"device"`` or ``"host"``.
+        memory: that chunks live in.
+        home: placement of the shard while the chunk is not gathered: ``"device"`` or ``"host"``.
         whole_group: keep the whole chunk on the device, as stages 1 and 2 do, wherever its home is.
         """
         self.spec, self.slices, self.parameters, self.group = spec, list(slices), list(parameters), group
@@ -78,35 +94,40 @@ class Chunk:
         self._whole = self._block.tensor.zero_()
         self.resident = self._is_resident()
         self._own: Block | None = None
-        self.shard = self._part()
+        self.shard = self._own_part()
         if not self.resident:
             self._own = memory.allocate(self._length, dtype, home, self._name)
             self.shard = self._own.tensor.zero_()
-        self.is_due = False
-        self.due: Callable[[], None] | None = None
-        self.is_stepped: Callable[[], bool] | None = None
         self._nothing = torch.empty(0, dtype=dtype, device=self.device)
-        self._pending: Pending | None = None
+        self._step: PendingStep | None = None
+        self._all_gather: Pending | None = None
         self._copied: torch.cuda.Event | None = None
-        self._gathered = True
+        self.state = ChunkState.GATHERED
         self._show()
         self.release()
 
     def _is_resident(self) -> bool:
         return self._stays or (self.group.size == 1 and self.home == "device")
 
-    def _part(self) -> Tensor:
-        """This rank's part of the gathered tensor."""
+    def _own_part(self) -> Tensor:
+        """Return this rank's part of the gathered tensor."""
         return self._whole[self.group.index * self._length : (self.group.index + 1) * self._length]
 
+    def _to(self, state: ChunkState) -> None:
+        check_transition(self, CHUNK_TRANSITIONS, self.state, state)
+        self.state = state
+
     def rehome(self, home: Place) -> None:
-        """Let the shard live elsewhere from now on. What is on its way is waited for; no step may be due.
+        """Move the shard to another placement. Waits for an all-gather that is under way.
 
         Raises:
             OutOfBudget: if there is not as much memory; the chunk is where it was then.
+            ChunkError: if a step is pending.
         """
         if home == self.home:
             return
+        if self.step_is_pending:
+            raise ChunkError(f"{self} was moved while a step of it is pending: wait for the step first")
         self.release()
         before, was, own = self.home, self.resident, self._own
         self.home = home
@@ -124,7 +145,8 @@ class Chunk:
             raise
         if block is None:
             self._whole.copy_(self.shard)
-            self.shard, self._gathered = self._part(), True
+            self.shard = self._own_part()
+            self._to(ChunkState.GATHERED)
             self._show()
         else:
             block.tensor.copy_(self.shard)
@@ -136,109 +158,156 @@ class Chunk:
             self.release()
 
     def exchange(self, block: Block) -> Block:
-        """Let the shard be another block at home, which has its next values; the one that it was. Not of a resident chunk."""
+        """Swap in another block, which holds the next values, as the shard. Return the old one. Not for resident chunks."""
         own = self._own
-        assert own is not None  # a resident one's shard is a part of what is gathered
+        assert own is not None  # the shard of a resident chunk is a part of the gathered tensor
         self._own, self.shard = block, block.tensor
         return own
 
-    # -- bringing together, letting go --------------------------------------------------------------------------
+    # -- gathering and releasing --------------------------------------------------------------------------------
 
     @property
     def gathered_bytes(self) -> int:
-        """What it takes of the compute device while it is gathered."""
+        """Bytes of the compute device that it takes while it is gathered."""
         return self._block.nbytes
 
     @property
     def is_gathered(self) -> bool:
-        """Whether the parameters can be computed with, now or after ``wait``."""
-        return self._gathered
-
-    def gather(self) -> None:
-        """Start bringing the shards together; nothing if they are together or on their way. All of the group must call."""
-        self.settle()
-        if self._gathered:
-            return
-        self._block.restore()
-        mine = self._part()
-        with self.memory.waiting("parameters"), beside(self.device):
-            mine.copy_(self.shard, non_blocking=True)
-            self._pending = all_gather_into(self._whole, mine, self.group)
-            self._copied = mark(self.device)
-        self._gathered = True
+        """True if the gathered tensor is there, now or after ``wait``."""
+        return self.state is not ChunkState.SHARDED and self.state is not ChunkState.STEP_PENDING
 
     @property
-    def may_come_early(self) -> bool:
-        """Whether to gather it before its use keeps nobody waiting. Ranks that share it must find the same: one alone may look
-        how far the optimizer is."""
-        if not self.is_due:
-            return True
-        return self.group.size == 1 and self.is_stepped is not None and self.is_stepped()
+    def is_gathering(self) -> bool:
+        """True if an all-gather is under way."""
+        return self.state is ChunkState.GATHERING
 
-    def settle(self) -> None:
-        """Wait for the optimizer, if it is still at work on the shard."""
-        if self.is_due and self.due is not None:
-            self.is_due = False
-            with self.memory.waiting("the optimizer's step"):
-                self.due()
+    def gather(self) -> None:
+        """Start the all-gather of the shards, unless they are gathered or on their way. All of the group must call."""
+        self.wait_step()
+        if self.is_gathered:
+            return
+        self._block.restore()
+        mine = self._own_part()
+        with self.memory.waiting("parameters"), beside(self.device):
+            mine.copy_(self.shard, non_blocking=True)
+            self._all_gather = all_gather_into(self._whole, mine, self.group)
+            self._copied = mark(self.device)
+        self._to(ChunkState.GATHERING)
 
     def wait(self) -> None:
-        """End what ``gather`` started: parameters may be used.
+        """End what ``gather`` or ``publish`` started: parameters may be used.
 
         Raises:
             ChunkError: if nothing was started.
         """
-        if self._pending is not None:
+        if self._all_gather is not None:
             with self.memory.waiting("parameters"):
                 queue_behind(self._copied, self.device)
-                self._pending.wait()
-            self._pending = self._copied = None
+                self._all_gather.wait()
+            self._all_gather = self._copied = None
+            self._to(ChunkState.GATHERED)
             self._show()
-        elif not self._gathered:
+        elif not self.is_gathered:
             raise ChunkError(f"{self} was waited for before it was gathered")
 
     def release(self) -> None:
         """Give the gathered tensor's memory back."""
-        if self.resident or not self._gathered:
+        if self.resident or not self.is_gathered:
             return
-        if self._pending is not None:
+        if self.is_gathering:
             self.wait()
         for parameter in self.parameters:
             parameter.data = self._nothing
         self._block.empty()
-        self._gathered = False
+        self._to(ChunkState.STEP_PENDING if self.state is ChunkState.STALE else ChunkState.SHARDED)
 
     def show_shapes(self, yes: bool) -> None:
-        """Let the parameters of a released chunk have their shapes, and zero for all elements; or nothing, as before."""
-        if self._gathered:
+        """Give the parameters of a released chunk their shapes, with zero for all elements; or no elements, as before."""
+        if self.is_gathered:
             return
         zero = torch.zeros((), dtype=self.dtype, device=self.device)
         for parameter, shape in zip(self.parameters, self._shapes, strict=True):
             parameter.data = zero.expand(shape) if yes else self._nothing
 
+    def _show(self) -> None:
+        for parameter, slot, shape in zip(self.parameters, self.spec.slots, self._shapes, strict=True):
+            parameter.data = self._whole[slot.start_elems : slot.start_elems + slot.numel].view(shape)
+
+    # -- the optimizer's step -----------------------------------------------------------------------------------
+
+    @property
+    def step_is_pending(self) -> bool:
+        """True if the optimizer has promised new values of the shard, and nobody has waited for them yet."""
+        return self._step is not None
+
+    @property
+    def can_gather_early(self) -> bool:
+        """True if gathering it before its use makes nobody wait for the optimizer.
+
+        Ranks that share the chunk must decide the same, so only a rank without others may look how far the optimizer is.
+        """
+        return self._step is None or (self.group.size == 1 and self._step.is_done())
+
+    def promise_step(self, step: PendingStep) -> None:
+        """Note that the optimizer steps the shard in the background. What is gathered keeps the values before the step.
+
+        Raises:
+            ChunkError: if a step is pending already.
+        """
+        if self.is_gathering:
+            self.wait()
+        self._to(ChunkState.STALE if self.is_gathered else ChunkState.STEP_PENDING)
+        self._step = step
+
+    def wait_step(self) -> None:
+        """Wait for a pending step, if there is one, and publish its values; NaN, which nobody takes for a result, if it failed.
+
+        A chunk that is not resident is released. All of the group must call.
+        """
+        step = self._step
+        if step is None:
+            return
+        with self.memory.waiting("the optimizer's step"):
+            try:
+                succeeded = step.wait()
+            finally:
+                self.drop_step()
+            if succeeded:
+                step.land()
+            else:
+                self.shard.fill_(torch.nan)
+            self.publish()
+
+    def drop_step(self) -> None:
+        """Forget a pending step, if there is one. A chunk that is not resident is released."""
+        if self._step is not None:
+            self.release()  # its values are those before the step
+            self._step = None
+            self._to(ChunkState.GATHERED if self.resident else ChunkState.SHARDED)
+
     @torch.no_grad()
     def show(self, values: Tensor) -> None:
-        """Start bringing new values of the shard from another place, beside what is computed; then ``publish``."""
+        """Start copying new values of the shard from other memory, beside what is computed; then ``publish``."""
+        if self.is_gathering:
+            self.wait()
         with beside(self.device):
             self.shard.copy_(values, non_blocking=True)
             self._copied = mark(self.device)
 
     def publish(self) -> None:
-        """After the shard has changed: start showing it to the group where the chunk is resident; then ``wait``."""
-        if self.resident:
-            if self.group.size > 1:
-                queue_behind(self._copied, self.device)
-            self._pending = all_gather_into(self._whole, self.shard, self.group)
+        """After the shard has changed: start gathering it anew where the chunk is resident; then ``wait``. Else release it.
 
-    @torch.no_grad()
-    def spoil(self) -> None:
-        """The optimizer's work on the shard is lost: show NaN in its place, which nobody takes for a result."""
-        self.shard.fill_(torch.nan)
-        self.publish()
-
-    def _show(self) -> None:
-        for parameter, slot, shape in zip(self.parameters, self.spec.slots, self._shapes, strict=True):
-            parameter.data = self._whole[slot.start_elems : slot.start_elems + slot.numel].view(shape)
+        An all-gather that is under way is waited for.
+        """
+        if not self.resident:
+            self.release()
+            return
+        if self.is_gathering:
+            self.wait()
+        if self.group.size > 1:
+            queue_behind(self._copied, self.device)
+        self._all_gather = all_gather_into(self._whole, self.shard, self.group)
+        self._to(ChunkState.GATHERING)
 
     def wait_if_resident(self) -> None:
         """End what ``publish`` started."""
@@ -249,7 +318,7 @@ class Chunk:
 
     @torch.no_grad()
     def fill(self, name: str, block: Tensor) -> None:
-        """Take a parameter's values: this rank keeps its share of them.
+        """Keep this rank's share of a parameter's values.
 
         Args:
             name: of the parameter.
@@ -260,18 +329,18 @@ class Chunk:
                 self.shard[part.shard_start : part.shard_start + part.length].copy_(self.cut(name, block))
 
     def cut(self, name: str, block: Tensor) -> Tensor:
-        """This rank's elements, flat, of a tensor of a parameter's shape; none if it has none."""
+        """Return this rank's elements, flat, of a tensor of a parameter's shape; none if it has none."""
         part = next((part for part in self.slices if part.name == name), None)
         start, length = (0, 0) if part is None else (part.parameter_start, part.length)
         return block.detach().reshape(-1)[start : start + length]
 
     def span(self, name: str) -> tuple[int, int]:
-        """From and to which element of the shard a parameter goes, of which this rank has some."""
+        """Return the first element of the shard, and the one after the last, of a parameter of which this rank has some."""
         part = next(part for part in self.slices if part.name == name)
         return part.shard_start, part.shard_start + part.length
 
     def lengths(self, name: str) -> list[int]:
-        """How many elements of a parameter each rank of the group has."""
+        """Return the elements that each rank of the group has of a parameter."""
         slot = next(slot for slot in self.spec.slots if slot.name == name)
         begin, end = slot.start_elems, slot.start_elems + slot.numel
         starts = range(0, self.spec.size_elems, self._length)

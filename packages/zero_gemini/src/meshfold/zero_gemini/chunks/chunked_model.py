@@ -151,6 +151,7 @@ class HeldModel(ParameterValues):
         self._runtime = Runtime(
             model, self._units, self._chunks_of_unit, prefetch=prefetch, before_evaluation=self.flush,
             light=frozenset(unit for unit in self._units if unit.name in light),
+            steps_in_background=self._steps_in_background,
         )  # fmt: skip
         self._early = (
             EarlySteps(self._stepper, self._runtime, memory)
@@ -236,6 +237,9 @@ class HeldModel(ParameterValues):
     def take_paces(self) -> dict[What, Pace]:
         """How fast Adam stepped chunks on the host since the last call; nothing of other optimizers."""
         return self._stepper.paces.take() if isinstance(self._stepper, AdamStepper) else {}
+
+    def _steps_in_background(self, chunk: Chunk) -> bool:
+        return self._stepper is not None and self._stepper.steps_in_background(chunk)
 
     # -- what was promised --------------------------------------------------------------------------------------
 

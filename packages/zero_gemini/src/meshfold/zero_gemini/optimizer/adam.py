@@ -119,7 +119,6 @@ class AdamStepper(AdamValues):
         self._held[chunk] = Held(chunk, self._regime, place, self.disk)
         self._first[chunk] = self._elements + chunk.group.index * chunk.shard.numel()
         self._elements += chunk.spec.size_elems
-        self._promise(chunk)
         for part in chunk.slices:
             self._chunks[part.name] = chunk
             self._steps[part.name] = 0
@@ -138,16 +137,9 @@ class AdamStepper(AdamValues):
         self.drop_trials()
         self.finish()
         self._held[chunk].move(home)
-        self._promise(chunk)
 
-    def _promise(self, chunk: Chunk) -> None:
-        """Steps of what is not on the device are done beside the computation."""
-        beside = self._beside(chunk)
-        chunk.due = partial(self._settle, chunk) if beside else None
-        chunk.is_stepped = partial(self._worker.is_done, chunk) if beside else None
-
-    def _beside(self, chunk: Chunk) -> bool:
-        return self._held[chunk].place != "device"
+    def steps_in_background(self, chunk: Chunk) -> bool:
+        return chunk in self._held and self._held[chunk].place != "device"
 
     def publish(self, chunk: Chunk) -> None:
         self._held[chunk].weights.show()
@@ -170,16 +162,16 @@ class AdamStepper(AdamValues):
             self._count(chunk, used)
         made = self._trials.keep(steps)
         for chunk, step in steps.items():
-            if not self._beside(chunk):
+            if not self.steps_in_background(chunk):
                 step.at_once()
                 continue
             # Late for every rank of the chunk's group, whatever lies in its shard: showing the chunk is theirs together.
             if chunk in made:
-                chunk.is_due = True
+                chunk.promise_step(_StepOfChunk(self, chunk))
                 continue
             late[chunk] = step.halves(self._read_ahead, self._passage)
             on_disk += step.held.pieces_of(step.spans)
-            chunk.is_due = True
+            chunk.promise_step(_StepOfChunk(self, chunk))
         if late:
             then = None
             if self.disk is not None:
@@ -193,7 +185,7 @@ class AdamStepper(AdamValues):
 
     def begin_steps(self, chunks: Sequence[Chunk]) -> None:
         for chunk in self._held:
-            chunk.settle()  # of what this step did not use the last step may still be due
+            chunk.wait_step()  # the last step of what this one did not use may still be pending
         self._groups = self._groups_of()
         self._coming = [
             piece
@@ -207,9 +199,9 @@ class AdamStepper(AdamValues):
     def step_one(self, chunk: Chunk, gradient: Tensor, used: set[str], *, ready: Callable[[], None]) -> None:
         step = self._step_of(chunk, gradient, 1.0, used, self._groups)
         self._count(chunk, used)
-        if self._beside(chunk):
+        if self.steps_in_background(chunk):
             self._worker.submit({chunk: step.in_one(ready, self._read_ahead)}, [])
-            chunk.is_due = True
+            chunk.promise_step(_StepOfChunk(self, chunk))
         else:
             ready()
             step.at_once()
@@ -255,7 +247,7 @@ class AdamStepper(AdamValues):
         Returns:
             Whether that can be: of a chunk that has a second copy, all of which is stepped alike.
         """
-        if self._held[chunk].second is None or chunk.is_due:
+        if self._held[chunk].second is None or chunk.step_is_pending:
             return False
         step = self._step_of(chunk, gradient, factor, used, self._groups)
         if step.is_of_all:
@@ -317,14 +309,6 @@ class AdamStepper(AdamValues):
                 key = mine
         return runs
 
-    def _settle(self, chunk: Chunk) -> None:
-        """Before a chunk is gathered: its parameters must be there."""
-        if self.faults.keep(partial(self._worker.wait_parameters, chunk)):
-            self._trials.land(chunk)
-            self.publish(chunk)
-        else:
-            chunk.spoil()  # the others are in this collective too
-
     def finish(self) -> None:
         """Let every promised step be done, and the model see it.
 
@@ -332,7 +316,7 @@ class AdamStepper(AdamValues):
             DiskError: if a step could not be, now and from then on; of several ranks ``faults`` keeps it.
         """
         for chunk in self._held:
-            chunk.settle()
+            chunk.wait_step()
         if self.faults.keep(self._wait) and self.disk is not None:
             self.faults.keep(self.disk.ring.settle)
 
@@ -361,9 +345,27 @@ class AdamStepper(AdamValues):
             self._worker.close()
             self.pass_through(None)
             for chunk, held in self._held.items():
-                chunk.due = None
+                chunk.drop_step()
                 held.free()
             self._held.clear()
             self._chunks.clear()
             if self.disk is not None:
                 self.disk.close()
+
+
+class _StepOfChunk:
+    """A step on the host that was promised to a chunk (:class:`meshfold.zero_gemini.chunks.chunk.PendingStep`)."""
+
+    def __init__(self, stepper: AdamStepper, chunk: Chunk) -> None:
+        self._stepper, self._chunk = stepper, chunk
+
+    def is_done(self) -> bool:
+        return self._stepper._worker.is_done(self._chunk)
+
+    def wait(self) -> bool:
+        stepper = self._stepper
+        return stepper.faults.keep(partial(stepper._worker.wait_parameters, self._chunk))
+
+    def land(self) -> None:
+        self._stepper._trials.land(self._chunk)
+        self._stepper._held[self._chunk].weights.show()

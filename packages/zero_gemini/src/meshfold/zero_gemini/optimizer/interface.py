@@ -87,6 +87,9 @@ class Stepper(Protocol):
     def finish(self) -> None:
         """Let every step be done that was only promised, and the model see it. All ranks must call."""
 
+    def steps_in_background(self, chunk: Chunk) -> bool:
+        """Return True if it promises the steps of a chunk (``Chunk.promise_step``) instead of making them at once."""
+
     def done_with(self, chunk: Chunk) -> None:
         """Return once the gradient that a chunk was stepped with is needed no more."""
 

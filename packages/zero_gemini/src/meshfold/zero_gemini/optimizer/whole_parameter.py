@@ -266,6 +266,9 @@ class WholeStepper:
     def finish(self) -> None:
         pass  # its steps are done at once
 
+    def steps_in_background(self, chunk: Chunk) -> bool:
+        return False
+
     def done_with(self, chunk: Chunk) -> None:
         pass
 

@@ -48,6 +48,7 @@ class Runtime:
         *,
         prefetch: int,
         light: Collection[Unit] = (),
+        steps_in_background: Callable[[Chunk], bool] = lambda chunk: False,
         before_evaluation: Callable[[], None] | None = None,
     ) -> None:
         """Args:
@@ -56,6 +57,7 @@ class Runtime:
         chunks_of: the chunks that a unit's parameters are in.
         prefetch: how many units ahead are gathered,
         light: not counting these (:mod:`meshfold.zero_gemini.runtime.prefetch`).
+        steps_in_background: says if the optimizer steps a chunk beside the computation; asked again by ``reread``.
         before_evaluation: done before a forward without gradients while steps are due: what comes of it is looked at
             before the ranks agree again whether all went well. None: nothing.
         """
@@ -75,6 +77,7 @@ class Runtime:
         self.on_left: Callable[[], None] | None = None
         self.check: Callable[[], None] | None = None
         self._chunks: dict[Unit, list[Chunk]] = {}
+        self._steps_in_background = steps_in_background
         self.reread()
         self._prefetch, self._light = prefetch, light
         self._before_evaluation = before_evaluation
@@ -113,9 +116,10 @@ class Runtime:
             handle.remove()
 
     def reread(self) -> None:
-        """After chunks have changed homes: which of them come and go."""
+        """After chunks were moved: find those that come and go, or that a step may be pending of."""
         self._chunks = {
-            unit: [c for c in all_ if not c.resident or c.due] for unit, all_ in self._all.items()
+            unit: [c for c in all_ if not c.resident or self._steps_in_background(c)]
+            for unit, all_ in self._all.items()
         }
 
     def begin_step(self) -> None:
@@ -167,7 +171,7 @@ class Runtime:
             self._recomputed.clear()
         if self._before_evaluation is None or torch.is_grad_enabled():
             return
-        if any(chunk.is_due for chunks in self._chunks.values() for chunk in chunks):
+        if any(chunk.step_is_pending for chunks in self._chunks.values() for chunk in chunks):
             self._before_evaluation()
 
     def _end(self, module: nn.Module, args: Any, output: Any) -> None:
@@ -312,13 +316,13 @@ class Runtime:
             self._leaving(chunk for chunk in self._held if chunk not in wanted and chunk not in ahead)
         )
         for chunk in wanted:
-            if chunk.is_due and chunk not in self._chunks[unit]:
+            if chunk.step_is_pending and chunk not in self._chunks[unit]:
                 continue  # stepped in this backward: nobody inside reads it any more
             chunk.gather()
             self._held[chunk] = None
         for chunk in ahead:
             # What the optimizer is still at work on can wait: to wait for it here would delay this unit.
-            if chunk.may_come_early:
+            if chunk.can_gather_early:
                 chunk.gather()
                 self._held[chunk] = None
         for chunk in self._chunks[unit]:

@@ -1,0 +1,50 @@
+"""States of a chunk and of its gradient, and the legal transitions between them.
+
+Chunks and gradients change their state only by a ``_to`` of their own, which asks these tables.
+"""
+
+from __future__ import annotations
+
+from enum import Enum
+from typing import TypeVar
+
+from meshfold.zero_gemini.errors import ChunkError
+
+
+class ChunkState(Enum):
+    """State of a chunk's memory and values."""
+
+    SHARDED = "sharded"
+    """Every rank has its shard; no memory is taken for the gathered tensor."""
+    GATHERING = "gathering"
+    """An all-gather is under way; the parameters may be used after ``wait``."""
+    GATHERED = "gathered"
+    """The parameters can be computed with. A resident chunk rests here."""
+    STEP_PENDING = "step pending"
+    """The optimizer has promised new values of the shard; nothing is gathered."""
+    STALE = "stale"
+    """As ``STEP_PENDING``, while the gathered tensor still holds the values before that step."""
+
+
+CHUNK_TRANSITIONS: dict[ChunkState, frozenset[ChunkState]] = {
+    ChunkState.SHARDED: frozenset({ChunkState.GATHERING, ChunkState.GATHERED, ChunkState.STEP_PENDING}),
+    ChunkState.GATHERING: frozenset({ChunkState.GATHERED}),
+    ChunkState.GATHERED: frozenset({ChunkState.SHARDED, ChunkState.GATHERING, ChunkState.STALE}),
+    ChunkState.STEP_PENDING: frozenset({ChunkState.SHARDED}),
+    ChunkState.STALE: frozenset({ChunkState.STEP_PENDING, ChunkState.GATHERED}),
+}
+"""Legal transitions. A sharded chunk is gathered at once where a move makes it resident."""
+
+State = TypeVar("State", bound=Enum)
+
+
+def check_transition(
+    who: object, transitions: dict[State, frozenset[State]], before: State, after: State
+) -> None:
+    """Raise if a transition is not in a table.
+
+    Raises:
+        ChunkError: names the object and both states.
+    """
+    if after not in transitions[before]:
+        raise ChunkError(f"{who}: illegal transition from {before.value!r} to {after.value!r}")
