@@ -15,11 +15,11 @@ from meshfold.mesh import LayoutError, Mesh
 from meshfold.mesh.collectives import bind_collect, bind_take
 from meshfold.mesh.tracking import tracker
 from meshfold.tensor_parallel.convert.stream_layout import check_stream, joined_rows, split_rows
-from meshfold.tensor_parallel.layers.base import OnMesh
+from meshfold.tensor_parallel.layers.base import StreamAdapter
 from meshfold.tensor_parallel.modes import Mode
 
 
-class Boundary(OnMesh):
+class Boundary(StreamAdapter):
     """Split of a whole tensor ``b s h`` into the residual stream, and its inverse.
 
     Inside, tokens are flattened to ``m h`` where a split by the batch alone would not do (``flatten``).
@@ -85,12 +85,7 @@ class Boundary(OnMesh):
         x = self._collect_rows(self._collect_columns(x))
         return x.view(*self.lead, x.shape[-1]) if self.flatten else x
 
-    def around(self, first: nn.Module, last: nn.Module) -> None:
-        """Split what the first module is called with, join what the last returns."""
-        first.register_forward_pre_hook(self._before, with_kwargs=True)
-        last.register_forward_hook(self._after)
-
-    def around_blocks(self, name: str, blocks: Sequence[nn.Module], model: nn.Module) -> None:
+    def attach_to_blocks(self, name: str, blocks: Sequence[nn.Module], model: nn.Module) -> None:
         """Split what the first block is called with, join what the last returns, and see that none is called in between.
 
         Args:
@@ -99,7 +94,7 @@ class Boundary(OnMesh):
             model: whose forward has to leave the blocks by the last.
         """
         self.name = name
-        self.around(blocks[0], blocks[-1])
+        self.attach(blocks[0], blocks[-1])
         for block in blocks[1:]:
             if next(block.children(), None) is not None:
                 block.register_forward_pre_hook(self._in_between, prepend=True, with_kwargs=True)
@@ -129,14 +124,14 @@ class Boundary(OnMesh):
             f"'1d' (an Engine: without sequence=dict(mode='megatron'))"
         )
 
-    def _before(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def enter(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         self.inside = True
         if args:
             return (self.split(args[0]), *args[1:]), kwargs
         name, x = next(iter(kwargs.items()))
         return args, {**kwargs, name: self.split(x)}
 
-    def _after(self, module: nn.Module, args: Any, output: Any) -> Any:
+    def leave(self, module: nn.Module, args: Any, output: Any) -> Any:
         self.inside = False
         if isinstance(output, tuple):
             return (self.join(output[0]), *output[1:])

@@ -15,7 +15,7 @@ from torch import nn
 from meshfold.mesh import Mesh, Part
 from meshfold.mesh.parameters import copy_parameter_hooks
 from meshfold.tensor_parallel.convert.analysis import Study
-from meshfold.tensor_parallel.convert.replicated import Replicated
+from meshfold.tensor_parallel.convert.replicated import Replicated, StreamSource
 from meshfold.tensor_parallel.layers.base import BatchShape
 from meshfold.tensor_parallel.layers.dropout import Dropout
 from meshfold.tensor_parallel.layers.embedding import Embedding, HeadBias, PositionEmbedding
@@ -56,6 +56,7 @@ class Maker:
                 mode,
                 role,  # type: ignore[arg-type]
                 parts=self._parts(name, module),
+                head_dim=self._head_dim(name),
                 stored="kn" if is_conv1d(module) else "nk",
                 lowering=self._lowering(mode, role),
                 batch=self.batch if role in ("head", "tied_head") else None,
@@ -102,9 +103,9 @@ class Maker:
             What became of it, for the report.
         """
         mode, said = self.study.mode_at(name), "whole on every rank"
-        stream = Replicated(self.mesh, mode, self.study.roles.hidden, self.batch, self.study.flat_at(name))
-        streams, whole = 3 if isinstance(module, nn.MultiheadAttention) else 1, ""
-        stream.around(module, begins=role == "source", streams=streams)
+        adapter, whole = StreamSource if role == "source" else Replicated, ""
+        hidden, boundary = self.study.roles.hidden, self.study.flat_at(name)
+        adapter(module, self.mesh, mode, hidden, self.batch, boundary).keep_whole(module)
         if isinstance(module, nn.MultiheadAttention) and role == "attention":
             whole = why_whole(module, self.mesh, self.study.mode)
             said = f"{said}: {whole}" if whole else f"heads split over {', '.join(self.study.mode.axes)}"
@@ -147,6 +148,13 @@ class Maker:
         place = beside.index(name)
         before = beside[place - 1] if place else ""
         return features(self.study.modules[before])[1] if roles.get(before) == "column" else 0
+
+    def _head_dim(self, name: str) -> int:
+        """Return the elements of a projection's output that stay together, those of a head; 0 for other layers."""
+        for heads in self.study.heads.values():
+            if name in heads.projections:
+                return (3 if name in heads.interleaved else 1) * heads.head_dim
+        return 0
 
     def _parts(self, name: str, module: nn.Module) -> tuple[Part, ...]:
         for heads in self.study.heads.values():

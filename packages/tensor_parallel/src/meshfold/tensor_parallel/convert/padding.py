@@ -28,7 +28,7 @@ from meshfold.mesh.tracking import tracker, untracked
 from meshfold.mesh.tracking.dims import block
 from meshfold.tensor_parallel.convert.split_output import SplitOutput
 from meshfold.tensor_parallel.convert.stream_layout import check_stream, joined_rows
-from meshfold.tensor_parallel.layers.base import BatchShape, OnMesh
+from meshfold.tensor_parallel.layers.base import BatchShape, StreamAdapter
 from meshfold.tensor_parallel.layers.linear import Linear
 from meshfold.tensor_parallel.modes import Mode
 
@@ -61,7 +61,7 @@ def padding_for_decoding(model: nn.Module) -> Iterator[None]:
             frame.one_by_one = False
 
 
-class Frame(OnMesh):
+class Frame(StreamAdapter):
     """Hooks before and after a model's forward.
 
     Attributes:
@@ -118,11 +118,10 @@ class Frame(OnMesh):
         self._of_attention = [m for m in model.modules() if getattr(m, "attended_rows", False)]
         self._parameters = _positional(type(model).forward)
 
-    def attach(self) -> None:
-        """Register the hooks."""
+    def frame(self) -> None:
+        """Register the hooks on the model, and let :func:`row_multiple` know."""
         self.model.__dict__[_FRAME] = self
-        self.model.register_forward_pre_hook(self._before, with_kwargs=True, prepend=True)
-        self.model.register_forward_hook(self._after)
+        self.attach(self.model, prepend=True)
         for module in self._of_attention:
             module.register_forward_pre_hook(self._attended_rows)
 
@@ -133,7 +132,7 @@ class Frame(OnMesh):
 
     # -- in -----------------------------------------------------------------------------------------------------
 
-    def _before(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def enter(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         names = self._names_of(args)
         given = {**dict(zip(names, args, strict=True)), **kwargs}
         self._refuse(given)
@@ -244,7 +243,7 @@ class Frame(OnMesh):
 
     # -- out ----------------------------------------------------------------------------------------------------
 
-    def _after(self, module: nn.Module, args: Any, output: Any) -> Any:
+    def leave(self, module: nn.Module, args: Any, output: Any) -> Any:
         if self.hidden:
             output = map_tensors(output, self._join)
         if self.loss and self.heads and not self._batch.gather_logits:

@@ -162,9 +162,6 @@ class _Conversion:
         self._replace()
         for name, heads in self.study.heads.items():
             heads.tell(self.study.modules[name], self.mesh, self.mode)
-            for projection in heads.projections:
-                together = 3 if projection in heads.interleaved else 1
-                self._linear(projection).head_dim = together * heads.head_dim
         self._tell_torchs_own()
         self._split_and_join()
         self._share_inputs()
@@ -244,10 +241,10 @@ class _Conversion:
     def _split_and_join(self) -> None:
         for blocks, boundary in self.study.boundaries:
             if blocks is None:
-                boundary.around(self.model, self.model)
+                boundary.attach(self.model)
                 self.report.notes.append("inputs are split on the way in, outputs joined on the way out")
             else:
-                boundary.around_blocks(blocks.name, list(blocks.members.values()), self.model)
+                boundary.attach_to_blocks(blocks.name, list(blocks.members.values()), self.model)
                 self.report.notes.append(
                     f"{blocks.name}: the stream is split over {', '.join(boundary.tokens)} from the first block to the last"
                 )
@@ -265,7 +262,7 @@ class _Conversion:
                 rows = [self._linear(row) for row in self.study.children(name, "row")]
                 reads = [self._linear(column) for column in columns]
                 boundary = self.study.flat_at(name)
-                Region(reads, rows, boundary, batch=self.maker.batch, stand_in=stand_in).around(module)
+                Region(reads, rows, boundary, batch=self.maker.batch, stand_in=stand_in).attach(module)
             elif len(columns) > 1 and not isinstance(module, nn.ModuleList | nn.ModuleDict):
                 SharedInput([self._linear(column) for column in columns]).around(module)
             else:
@@ -299,7 +296,7 @@ class _Conversion:
             whole=next((n for n in self.roles.named("replicate") if takes_rows(self.study.modules[n])), ""),
             ignored=losses[0].ignore_index if losses else -100,
             batch=self.maker.batch,
-        ).attach()
+        ).frame()
 
     def _catch_dropout(self) -> FunctionalDropout | None:
         if not has_functional_dropout(self.model):

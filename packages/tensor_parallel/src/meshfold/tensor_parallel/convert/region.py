@@ -18,12 +18,12 @@ from meshfold.mesh import LayoutError
 from meshfold.mesh.tracking import say, tracker, untracked
 from meshfold.tensor_parallel.convert.boundary import Boundary
 from meshfold.tensor_parallel.layers.autocast import lowered
-from meshfold.tensor_parallel.layers.base import BatchShape, OnMesh
+from meshfold.tensor_parallel.layers.base import BatchShape, StreamAdapter
 from meshfold.tensor_parallel.layers.linear import Linear, flattened, fold, unfolded
 from meshfold.tensor_parallel.matmul import bind_enter_operand, lead_shape
 
 
-class Region(OnMesh):
+class Region(StreamAdapter):
     """Gather of a module's first argument, ``.. k`` of the residual layout, once for the linear layers that read it."""
 
     _given: Tensor | None
@@ -49,7 +49,7 @@ class Region(OnMesh):
         first = columns[0]
         self._batch, self._row_blocks = batch, first.mesh.size(*first.mode.layout("residual")["m"])
         self.mesh, self.mode, self.folds, self.boundary = first.mesh, first.mode.name, first.folds, boundary
-        self._gather = bind_enter_operand(first.plan, first.mesh, "x")
+        self._gather_input = bind_enter_operand(first.plan, first.mesh, "x")
         self._stand_in, self._readers = stand_in, len(columns)
         self._forget()
         for linear in columns:
@@ -58,7 +58,7 @@ class Region(OnMesh):
             for linear in rows:
                 linear.input_adapter = flattened
 
-    def enter(self, x: Tensor) -> Tensor:
+    def gather(self, x: Tensor) -> Tensor:
         """Return what the linear layers read of a local block of the stream.
 
         A stream flattened at a boundary gets its batch and sequence dims back. The result has the tokens of the
@@ -67,7 +67,7 @@ class Region(OnMesh):
         """
         if self.boundary is None:
             self._check_order(x)
-        whole = self._gather(lowered(x.reshape(-1, x.shape[-1])))
+        whole = self._gather_input(lowered(x.reshape(-1, x.shape[-1])))
         if self.boundary is None:
             lead = lead_shape(x.shape[:-1], whole.shape[0])
         else:
@@ -110,11 +110,7 @@ class Region(OnMesh):
         self._given = self._whole = None
         self._calls = 0
 
-    def around(self, module: nn.Module) -> None:
-        """Gather the module's first argument."""
-        module.register_forward_pre_hook(self._before, with_kwargs=True)
-
-    def _before(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def enter(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         name, x = ("", args[0]) if args else next(iter(kwargs.items()))
         for other in (*args[1:], *kwargs.values()):
             if (
@@ -130,7 +126,7 @@ class Region(OnMesh):
                     f"mode {self.mode!r}; keep the module whole with the rule 'replicate'"
                 )
         with untracked():
-            entered = self.enter(x)
+            entered = self.gather(x)
         say(entered, None)  # its code reads the shape, and hands it to the layers
         if (found := tracker()) is not None:
             found.rows.unflattened(entered, x)

@@ -29,7 +29,7 @@ from meshfold.tensor_parallel.convert.stream_layout import (
     split_rows,
     taken_apart,
 )
-from meshfold.tensor_parallel.layers.base import BatchShape, OnMesh
+from meshfold.tensor_parallel.layers.base import BatchShape, StreamAdapter
 from meshfold.tensor_parallel.modes import Mode
 
 MASK = "attention_mask"
@@ -44,11 +44,12 @@ def takes_rows(module: nn.Module) -> bool:
     return any(name in _OF_ROWS for name in inspect.signature(type(module).forward).parameters)
 
 
-class Replicated(OnMesh):
+class Replicated(StreamAdapter):
     """Adapter that gathers the residual stream in front of a module and splits its result."""
 
     def __init__(
         self,
+        module: nn.Module,
         mesh: Mesh,
         mode: Mode,
         hidden: int,
@@ -56,6 +57,7 @@ class Replicated(OnMesh):
         boundary: Boundary | None = None,
     ) -> None:
         """Args:
+        module: it takes the stream first and returns a tensor, or a tuple that starts with one.
         mesh, mode: where the stream lies and how.
         hidden: its size.
         batch: of the forward that runs.
@@ -70,42 +72,32 @@ class Replicated(OnMesh):
         self._take_columns = {dim: bind_take(mesh, dim, self._axes) for dim in (1, -1)}
         self._local = hidden // mesh.size(*self._axes)
         self._dims, self._joined = _NOWHERE, torch.Size()  # of the first argument, as the module gets it
-        self._mask = -1  # its place among the arguments
-        self._count, self._streams = 1, frozenset[str]()  # arguments that may be of a stream, and their names
-        self._recurrent = False
+        names = list(inspect.signature(type(module).forward).parameters)[1:]
+        self._mask = names.index(MASK) if MASK in names else -1  # its place among the arguments
+        # Arguments that may be of a stream (query, key, value of attention), and their names.
+        self._count = 3 if isinstance(module, nn.MultiheadAttention) else 1
+        self._streams = frozenset(names[: self._count])
+        self._recurrent = isinstance(module, nn.RNNBase)
+        self._find = DimFinder(module, batch, hidden, mesh.size(*self._tokens), mesh.size(*self._axes)).find
         self._real = real(mesh, self._tokens), real(mesh, self._axes)
         self._known: dict[
             tuple[int, int], StreamDims | None
         ] = {}  # by place and number of dims of an argument
 
-    def around(self, module: nn.Module, *, begins: bool = False, streams: int = 1) -> None:
-        """Attach to a module that takes the stream first and returns a tensor, or a tuple that starts with one.
+    def keep_whole(self, module: nn.Module) -> None:
+        """Attach to the module, and say of its parameters that they are whole.
 
-        A mask that it takes as well is joined by rows where the stream is. What it returns is split by rows where it has as
-        many in the same dim, and by columns if it is as wide as the stream.
-
-        Args:
-            begins: the module takes no stream, but something that is whole on every rank, and returns the stream.
-            streams: how many of its first arguments may be of a stream (query, key, value); the others are joined where they lie
-                as the first does.
+        Its first argument is gathered. Further ones of a stream (query, key, value) are gathered where they lie as the first
+        does, a mask by rows where the stream is. What it returns is split by rows where it has as many in the same dim, and by
+        columns if it is as wide as the stream.
         """
         for parameter in module.parameters():
             shape = tuple(parameter.shape)
             place = Placement(shape=shape, axes=((),) * len(shape))
             annotate(parameter, ParameterMeta(mesh=self.mesh, placement=place))
-        if begins:
-            module.register_forward_hook(self._begin)
-            return
-        size = self.mesh.size
-        self._find = DimFinder(module, self.batch, self.hidden, size(*self._tokens), size(*self._axes)).find
-        self._recurrent = isinstance(module, nn.RNNBase)
-        names = list(inspect.signature(type(module).forward).parameters)[1:]
-        self._mask = names.index(MASK) if MASK in names else -1
-        self._count, self._streams = streams, frozenset(names[:streams])
-        module.register_forward_pre_hook(self._before, with_kwargs=True)
-        module.register_forward_hook(self._after)
+        self.attach(module)
 
-    def _before(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def enter(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         values: list[Any] = [*args, *kwargs.values()]
         if not values:
             return args, kwargs
@@ -141,12 +133,7 @@ class Replicated(OnMesh):
         named = [len(args) + i for i, name in enumerate(kwargs) if name in self._streams]
         return [place for place in (*range(1, min(len(args), self._count)), *named) if place > 0]
 
-    def _begin(self, module: nn.Module, args: Any, output: Any) -> Any:
-        self._joined = (output[0] if isinstance(output, tuple) else output).shape
-        self._dims = StreamDims(0, -1)
-        return self._after(module, args, output)
-
-    def _after(self, module: nn.Module, args: Any, output: Any) -> Any:
+    def leave(self, module: nn.Module, args: Any, output: Any) -> Any:
         with untracked():
             split = self._split_output(output)
         if (found := tracker()) is not None:
@@ -292,3 +279,16 @@ class Replicated(OnMesh):
         if (dim := dims.columns) is not None:
             x = taken_apart(self.mesh, x, dim, self._axes, self._take_columns[dim](x))
         return x
+
+
+class StreamSource(Replicated):
+    """Adapter of a module that makes the stream of something that is whole on every rank: only its result is split."""
+
+    def attach(self, first: nn.Module, last: nn.Module | None = None, *, prepend: bool = False) -> None:
+        """Register the hook behind the module."""
+        first.register_forward_hook(self.leave)
+
+    def leave(self, module: nn.Module, args: Any, output: Any) -> Any:
+        self._joined = (output[0] if isinstance(output, tuple) else output).shape
+        self._dims = StreamDims(0, -1)
+        return super().leave(module, args, output)

@@ -31,6 +31,32 @@ class OnMesh:
         )
 
 
+class StreamAdapter(OnMesh):
+    """Hooks round modules: ``enter`` changes what the first is called with, ``leave`` what the last returns.
+
+    Subclasses define one of them or both; what they need to know they are given at construction.
+    """
+
+    def attach(self, first: nn.Module, last: nn.Module | None = None, *, prepend: bool = False) -> None:
+        """Register the hooks on one module, or round a run of modules.
+
+        Args:
+            prepend: enter before the hooks that the first module has already.
+        """
+        if type(self).enter is not StreamAdapter.enter:
+            first.register_forward_pre_hook(self.enter, with_kwargs=True, prepend=prepend)
+        if type(self).leave is not StreamAdapter.leave:
+            (first if last is None else last).register_forward_hook(self.leave)
+
+    def enter(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Return the arguments, positional and named, that the module gets."""
+        return args, kwargs
+
+    def leave(self, module: nn.Module, args: Any, output: Any) -> Any:
+        """Return the output that the module's caller gets."""
+        return output
+
+
 class ShardedLayer(OnMesh, nn.Module):
     """A layer whose parameters are this rank's blocks.
 

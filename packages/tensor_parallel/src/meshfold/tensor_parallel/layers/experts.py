@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from meshfold.mesh import Mesh, Part, Placement
 from meshfold.mesh.collectives import bind_enter, bind_leave
-from meshfold.tensor_parallel.layers.base import OnMesh, shard_parameter
+from meshfold.tensor_parallel.layers.base import StreamAdapter, shard_parameter
 from meshfold.tensor_parallel.modes import Mode
 
 UP, DOWN = "gate_up_proj", "down_proj"
@@ -39,7 +39,7 @@ def inner_of(experts: nn.Module) -> int:
     return int(down.shape[2]) if fits else 0
 
 
-class Experts(OnMesh):
+class Experts(StreamAdapter):
     """Split of a block's experts, whose input is whole on every rank: ``m k -> m k``, whole again.
 
     What goes in enters (its gradient is summed over the ranks), the weights of the chosen experts too, since each rank's
@@ -48,7 +48,7 @@ class Experts(OnMesh):
 
     def __init__(self, mesh: Mesh, mode: Mode) -> None:
         self.mesh, self.axes = mesh, mode.axes
-        self._enter, self._leave = bind_enter(mesh, mode.axes), bind_leave(mesh, mode.axes)
+        self._enter_axes, self._leave_axes = bind_enter(mesh, mode.axes), bind_leave(mesh, mode.axes)
 
     def why_not(self, experts: nn.Module) -> str:
         """Return why experts stay whole on every rank; empty if they can be split."""
@@ -73,14 +73,13 @@ class Experts(OnMesh):
         for name in ("intermediate_dim", "intermediate_size", "expert_dim"):
             if getattr(experts, name, None) == inner:
                 setattr(experts, name, local)
-        experts.register_forward_pre_hook(self._before, with_kwargs=True)
-        experts.register_forward_hook(self._after)
+        self.attach(experts)
 
-    def _before(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def enter(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return tuple(map(self._in, args)), {name: self._in(value) for name, value in kwargs.items()}
 
     def _in(self, value: Any) -> Any:
-        return self._enter(value) if isinstance(value, Tensor) and value.is_floating_point() else value
+        return self._enter_axes(value) if isinstance(value, Tensor) and value.is_floating_point() else value
 
-    def _after(self, module: nn.Module, args: Any, output: Tensor) -> Tensor:
-        return self._leave(output)
+    def leave(self, module: nn.Module, args: Any, output: Tensor) -> Tensor:
+        return self._leave_axes(output)

@@ -105,6 +105,7 @@ class Linear(ShardedLayer):
         lowering: str = "gather",
         matmul: MatmulPlan | None = None,
         batch: BatchShape | None = None,
+        head_dim: int = 0,
     ) -> Linear:
         """Return a sharded layer with the blocks of a module with ``weight`` (and ``bias``); real or meta weights.
 
@@ -112,13 +113,14 @@ class Linear(ShardedLayer):
             stored: how the weight lies: ``"nk"`` as in nn.Linear, ``"kn"`` as in transformers' Conv1D.
             matmul: of a layer whose role is none of the mode's: ``"adapter"``.
             batch: of the forward that runs, to a head: it says whether logits come out whole.
+            head_dim: elements of the output that stay together, those of a head, of queries, keys or values.
         """
         made = cls.__new__(cls)
         nn.Module.__init__(made)
         made._take_over(
             module, mesh, mode, role, tuple(parts), stored=stored, lowering=lowering, matmul=matmul
         )
-        made._batch = batch
+        made._batch, made.head_dim = batch, head_dim
         made.train(module.training)
         return made
 
@@ -139,7 +141,6 @@ class Linear(ShardedLayer):
         self._batch: BatchShape | None = None
         self._site: WeightGradSite | None = None
         self.head_dim = 0
-        """Elements of its output that stay together, those of a head, where it makes queries, keys or values."""
         weight: Tensor = module.weight  # type: ignore[assignment]
         bias: Tensor | None = getattr(module, "bias", None)
         out_dim = 0 if stored == "nk" else 1
