@@ -30,7 +30,7 @@ from meshfold.data.corpus import open_corpus
 from meshfold.data.records import find_records, texts_of
 from meshfold.data.tokenizers import ByteTokenizer
 from meshfold.engine import Engine
-from meshfold.engine.checkpoints.checkpoint import MODEL, OPTIMIZER, Checkpoint
+from meshfold.engine.checkpoints.checkpoint import MODEL_FILE, OPTIMIZER_FILE, Checkpoint
 from meshfold.huggingface.adapter import Adapter
 from meshfold.huggingface.folder_config import read_raw_config
 from meshfold.huggingface.folder_writer import FolderWriter
@@ -144,7 +144,7 @@ def save_rectangles(folder: Path, seed: int) -> None:
     found = Checkpoint(whole)
     with ExitStack() as mine:
         writing = begin_checkpoint(folder, mine)
-        for name in (MODEL, OPTIMIZER):
+        for name in (MODEL_FILE, OPTIMIZER_FILE):
             tensors = found.tensors(name)
             pieces: list[dict[str, Tensor]] = [{}, {}]
             for key, value in tensors.items():

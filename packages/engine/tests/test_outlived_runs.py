@@ -13,7 +13,7 @@ import torch
 from meshfold.checkpoint.folder import replacement, writing
 from meshfold.checkpoint.tensors import BackgroundWriter
 from meshfold.engine import CheckpointError, Engine
-from meshfold.engine.checkpoints.checkpoint import MODEL, Checkpoint
+from meshfold.engine.checkpoints.checkpoint import MODEL_FILE, Checkpoint
 from meshfold.engine.checkpoints.rank_file import RankFile
 from meshfold.models import build
 
@@ -36,14 +36,14 @@ def test_a_rank_that_outlives_its_run_writes_nothing_into_the_folder_of_the_next
     """It has begun a file in a folder that is gone, and one of the same name is there, with a file of the same name."""
     folder = tmp_path / ".ckpt.writing"
     folder.mkdir()
-    outlived = RankFile(folder, MODEL, *sources)
+    outlived = RankFile(folder, MODEL_FILE, *sources)
     if done == "laid out":
         outlived.lay_out(None)
         for copy, tensor in outlived.copies(lambda _, like: torch.empty_like(like)):
             copy.copy_(tensor)
     shutil.rmtree(folder)
     folder.mkdir()
-    mine = RankFile(folder, MODEL, *sources)
+    mine = RankFile(folder, MODEL_FILE, *sources)
     mine.part.write_text("mine")
     if done == "failed":
         outlived.give_up(OSError("no room"))
@@ -57,10 +57,10 @@ def test_a_rank_that_outlives_its_run_writes_nothing_into_the_folder_of_the_next
 
 def test_a_file_that_is_there_is_not_written_over(tmp_path: Path) -> None:
     """Each rank begins a file of its own in a new folder: what is there is another run's."""
-    (tmp_path / MODEL).write_text("mine")
+    (tmp_path / MODEL_FILE).write_text("mine")
     with pytest.raises(OSError, match="File exists"):
-        BackgroundWriter(tmp_path / MODEL, {})
-    assert (tmp_path / MODEL).read_text() == "mine"
+        BackgroundWriter(tmp_path / MODEL_FILE, {})
+    assert (tmp_path / MODEL_FILE).read_text() == "mine"
 
 
 @pytest.mark.parametrize("before", [True, False], ids=["again", "first"])

@@ -339,7 +339,7 @@ def test_a_later_trainer_finds_processes_that_it_has_not_started() -> None:
     """What starts them sets variables; Lightning's own environment takes WORLD_SIZE away at the end of a stage."""
     from lightning.fabric.plugins.environments import LightningEnvironment
 
-    from meshfold.engine.world import join
+    from meshfold.engine.world import join_world
     from meshfold.mesh.processes import Environment, groups
 
     here = groups.running_world()
@@ -360,4 +360,4 @@ def test_a_later_trainer_finds_processes_that_it_has_not_started() -> None:
         strategy.teardown()
         assert "WORLD_SIZE" not in os.environ
         changed.setenv("RANK", str(here.rank))
-        assert join(dict(data=2), "cpu", place).row_size == 2
+        assert join_world(dict(data=2), "cpu", place).row_size == 2

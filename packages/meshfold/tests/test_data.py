@@ -11,7 +11,7 @@ import torch
 from meshfold.data.corpus import Corpus, largest_id, open_corpus
 from meshfold.data.rows import Batches
 from meshfold.data.tokenizers import ByteTokenizer, load_tokenizer
-from meshfold.engine.batches.cut import cut
+from meshfold.engine.batches.cut import shard_batch
 from meshfold.mesh import SpecError
 
 BYTES = ByteTokenizer()
@@ -159,7 +159,7 @@ def test_a_batch_depends_on_seed_and_step_alone() -> None:
 @pytest.mark.parametrize("blocks", [1, 2, 3, 4])
 def test_data_coordinates_share_a_batch_without_loss(blocks: int) -> None:
     batch = Batches(corpus_of(5000), batch_size=8, seq_len=16).batch(5)
-    assert torch.equal(torch.cat([cut(batch, index, blocks) for index in range(blocks)]), batch)
+    assert torch.equal(torch.cat([shard_batch(batch, index, blocks) for index in range(blocks)]), batch)
 
 
 @pytest.mark.parametrize(
@@ -175,7 +175,7 @@ def test_data_coordinates_share_a_batch_without_loss(blocks: int) -> None:
 def test_too_few_rows_are_refused_on_every_rank(batch: object) -> None:
     for index in range(3):
         with pytest.raises(SpecError, match=r"2 rows for 3 data coordinates, .* give at least 3 rows"):
-            cut(batch, index, 3)
+            shard_batch(batch, index, 3)
 
 
 def test_validation_is_what_was_set_aside() -> None:

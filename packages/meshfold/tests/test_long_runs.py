@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from meshfold.cli import main
-from meshfold.engine.long_runs.resuming import refit
+from meshfold.engine.long_runs.resuming import resize_data_axis
 from meshfold.engine.nodes import crossing, warn_of_crossing
 from meshfold.mesh import Environment, LaunchError, Mesh, SpecError
 from meshfold.mesh.processes.elastic import launch_node
@@ -159,18 +159,18 @@ def test_resume_auto_starts_where_there_is_nothing_and_refuses_what_is_damaged(
     ids=["shrinks", "grows", "to one"],
 )
 def test_data_follows_the_ranks(parallel: dict[str, Any], ranks: int, data: int) -> None:
-    fitted, said = refit(parallel, ranks)
+    fitted, said = resize_data_axis(parallel, ranks)
     assert fitted == {**parallel, "data": data}
     assert f"data={data} in place of {parallel['data']}" in said
 
 
 def test_a_spec_that_fits_stays_and_one_that_cannot_fit_says_how_many_ranks_can() -> None:
     for parallel in (dict(data=2, tensor=2), dict(tensor=4)):
-        assert refit(parallel, 4) == (parallel, "")
+        assert resize_data_axis(parallel, 4) == (parallel, "")
     with pytest.raises(
         SpecError, match=r"on 7 ranks: .* need a multiple of 4 ranks. Start 4, or give another"
     ):
-        refit(dict(data=4, tensor=4), 7)
+        resize_data_axis(dict(data=4, tensor=4), 7)
 
 
 # -- several nodes ----------------------------------------------------------------------------------------------------

@@ -10,7 +10,7 @@ from meshfold.colossalai.arguments import Translation
 from meshfold.colossalai.config import Config
 from meshfold.colossalai.settings import settings_of
 from meshfold.colossalai.submodules import find
-from meshfold.engine.world import join
+from meshfold.engine.world import join_world
 from meshfold.mesh import Group, Mesh, SpecError
 
 
@@ -190,7 +190,7 @@ def launch(
     if seed is not None:
         read.setdefault("seed", seed)
     settings = settings_of(read)
-    mesh = join(settings.parallel, settings.engine.get("device")).mesh
+    mesh = join_world(settings.parallel, settings.engine.get("device")).mesh
     words = [
         f"{name}={value!r} does nothing: {_NOTHING[name]}"
         for name, value in given.items()

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
-from meshfold.engine.world import join
+from meshfold.engine.world import join_world
 from meshfold.mesh import Environment, barrier
 
 T = TypeVar("T")
@@ -23,7 +23,7 @@ class DistCoordinator:
     """
 
     def __init__(self) -> None:
-        self._world = join({}, None)
+        self._world = join_world({}, None)
         self.rank, self.world_size = self._world.mesh.rank, self._world.mesh.world_size
         self.local_rank = Environment.detect().local_rank
 

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset
 
-from meshfold.engine.batches import batch as batches
-from meshfold.engine.batches.loader import ShardedLoader
+from meshfold.engine import ShardedLoader
+from meshfold.engine.batches import prepare_batch
 from meshfold.mesh import SpecError
 from meshfold.mesh.spec import signature_mismatch
 
@@ -57,7 +57,7 @@ def _is_no_ids(batch: Any) -> bool:
 def _fits(batch: Any, model: nn.Module, criterion: Callable[..., Any] | None) -> bool:
     """Tell whether the model takes a batch as the loader gives it; a script may change batches before the call."""
     try:
-        work = batches.prepare(batch, torch.device("cpu"), torch.float32, own_loss=criterion is not None)
+        work = prepare_batch(batch, torch.device("cpu"), torch.float32, own_loss=criterion is not None)
     except SpecError:
         return False
     return signature_mismatch(model.forward, *work.args, **work.kwargs) is None

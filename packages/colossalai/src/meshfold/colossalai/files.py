@@ -18,8 +18,8 @@ from meshfold.checkpoint.tensors import SAFETENSORS_SUFFIX, TensorInfo, TensorWr
 from meshfold.colossalai import tables
 from meshfold.colossalai.arguments import Argument, translate
 from meshfold.colossalai.training import TrainingEngine
-from meshfold.engine.checkpoints.checkpoint import MODEL, write_checkpoint
-from meshfold.engine.world.distributed_errors import fail_together
+from meshfold.engine.checkpoints import MODEL_FILE, write_checkpoint
+from meshfold.engine.world import fail_together
 from meshfold.mesh import Mesh, barrier
 
 _Path = str | os.PathLike[str]
@@ -35,7 +35,7 @@ def save_model(engine: TrainingEngine, path: _Path, given: Mapping[str, Any]) ->
     found.say("save_model", rank=engine.mesh.rank)
     aside = found.under("aside")
     if aside.get("shard"):
-        files = {MODEL: engine.model_state.sources()}
+        files = {MODEL_FILE: engine.model_state.sources()}
         plain, more = split_extra_state(engine.model_state.extra(f"save_model({str(path)!r})"))
         state = {"spec": str(engine.spec.to_dict()), "ties": engine.model_state.ties(), "extra_state": plain}
         small = {EXTRA_STATE_FILE: more} if more else {}

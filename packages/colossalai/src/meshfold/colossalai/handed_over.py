@@ -11,7 +11,7 @@ from typing import Any, NoReturn
 
 import torch
 
-from meshfold.engine.engine import Engine
+from meshfold.engine import Engine
 from meshfold.mesh import SpecError
 
 

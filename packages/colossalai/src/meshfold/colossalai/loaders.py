@@ -7,8 +7,7 @@ from typing import Any
 
 from torch.utils.data import DataLoader, IterableDataset, RandomSampler, SequentialSampler
 
-from meshfold.engine.batches.loader import ShardedLoader
-from meshfold.engine.engine import Engine
+from meshfold.engine import Engine, ShardedLoader
 from meshfold.mesh import SpecError
 
 _OPTIONS = (

@@ -14,7 +14,7 @@ from meshfold.colossalai.group_view import AXES, ProcessGroupMesh, axes_of, grou
 from meshfold.colossalai.sampling import shared_loader
 from meshfold.colossalai.settings import Settings, engine_settings
 from meshfold.colossalai.stages import StageManager
-from meshfold.engine.world import World, join
+from meshfold.engine.world import World, join_world
 from meshfold.mesh import ParallelSpec, SpecError
 
 
@@ -152,7 +152,7 @@ class Plugin:
 
     def _world(self) -> World:
         parallel = self._parallel(self.translation)
-        return join(parallel, self._engine.get("device"))
+        return join_world(parallel, self._engine.get("device"))
 
     def _missing(self, name: str, named: Mapping[str, Any]) -> None:
         """Raise for arguments that must be given."""

@@ -8,7 +8,7 @@ from torch.utils.data import DataLoader
 
 from meshfold.colossalai.context import gpc
 from meshfold.colossalai.loaders import check_rows
-from meshfold.engine.batches.loader import ShardedLoader
+from meshfold.engine import ShardedLoader
 from meshfold.mesh import SpecError
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 
 from meshfold.colossalai.context import ParallelMode, gpc
-from meshfold.engine.world import join
+from meshfold.engine.world import join_world
 from meshfold.mesh import Environment, SpecError, did_you_mean
 
 _LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR")
@@ -31,7 +31,7 @@ def get_default_parser() -> argparse.ArgumentParser:
 
 def get_current_device() -> torch.device:
     """This rank's: its GPU where there is one for each rank, else the CPU."""
-    return join({}, None).device
+    return join_world({}, None).device
 
 
 def is_using_pp() -> bool:

@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from meshfold.engine.batches.own_loss import GivesWay
-from meshfold.engine.engine import Engine
+from meshfold.engine import Engine
+from meshfold.engine.batches import FallbackLoss
 from meshfold.mesh import SpecError
 from meshfold.mesh.model_io import eval_mode
 from meshfold.mesh.watchdog import report_errors
@@ -87,7 +87,7 @@ class TrainingEngine(Engine):
             criterion if criterion is None or isinstance(criterion, Criterion) else Criterion(criterion)
         )
         if self.given_criterion is not None:
-            settings["loss_fn"] = GivesWay(self.given_criterion.of_batch)
+            settings["loss_fn"] = FallbackLoss(self.given_criterion.of_batch)
         super().__init__(model, **settings)
         self.runner.steps_scheduler = False  # the script does
         self.training = True

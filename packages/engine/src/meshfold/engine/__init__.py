@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from meshfold.engine.engine import Engine
     from meshfold.engine.errors import TrainingError
     from meshfold.engine.metrics import StepMetrics
+    from meshfold.engine.precision_names import precision_name
 
 __all__ = [
     "BackgroundSave",
@@ -27,6 +28,7 @@ __all__ = [
     "TrainingError",
     "initialize",
     "plan_memory",
+    "precision_name",
     "pretrained",
     "save_adapter",
 ]
@@ -39,6 +41,7 @@ _MODULES = {
     "ShardedLoader": "meshfold.engine.batches.loader",
     "StepMetrics": "meshfold.engine.metrics",
     "TrainingError": "meshfold.engine.errors",
+    "precision_name": "meshfold.engine.precision_names",
 }
 
 _INTEGRATIONS = {

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from meshfold.engine.assembly.arguments import Arguments
 from meshfold.engine.assembly.build import build
-from meshfold.engine.batches.cut import cut
+from meshfold.engine.batches.cut import shard_batch
 from meshfold.engine.batches.loader import ShardedLoader
 from meshfold.engine.batches.positions import DataPositions
 from meshfold.engine.checkpoints.background_save import BackgroundSave
@@ -302,7 +302,7 @@ class Engine:
 
         Rows are dealt in order and as evenly as possible; a coordinate that gets none has a row that does not count.
         """
-        return cut(global_batch, self.world.row_index, self.world.row_size)
+        return shard_batch(global_batch, self.world.row_index, self.world.row_size)
 
     def dataloader(
         self,

@@ -71,7 +71,7 @@ class Forward:
         """
         own_loss = self._loss_fn is not None
         batch = self._documents.settle(batch)
-        work = batches.prepare(
+        work = batches.prepare_batch(
             batch, self._world.device, self._precision.dtype, own_loss=own_loss, aligned=self._aligned
         )
         if self._takes_cache:

@@ -14,8 +14,8 @@ from torch import Tensor
 from meshfold.checkpoint import CheckpointError
 from meshfold.checkpoint.folder import EXTRA_STATE_FILE, SCHEDULER_FILE
 from meshfold.checkpoint.state import FORMAT_SHARDED, split_extra_state
-from meshfold.engine.checkpoints.checkpoint import MODEL, OPTIMIZER, Checkpoint, write_checkpoint
-from meshfold.engine.checkpoints.model_description import describe
+from meshfold.engine.checkpoints.checkpoint import MODEL_FILE, OPTIMIZER_FILE, Checkpoint, write_checkpoint
+from meshfold.engine.checkpoints.model_description import describe_model
 from meshfold.engine.checkpoints.plain_names import with_plain_names
 from meshfold.engine.states.optimizer_state import check_shapes
 from meshfold.engine.states.replicated import Source, Sources
@@ -45,9 +45,9 @@ def save_checkpoint(
     files: dict[str, dict[str, Source]] = {}
     noted: dict[str, Sources] = {}
     if asynchronous:
-        noted[MODEL], ties = kept.noted_sources_and_ties()
+        noted[MODEL_FILE], ties = kept.noted_sources_and_ties()
     else:
-        files[MODEL], ties = kept.sources(), kept.ties()
+        files[MODEL_FILE], ties = kept.sources(), kept.ties()
     state: dict[str, Any] = {
         "spec": str(engine.spec.to_dict()),
         "precision": engine.precision.name,
@@ -57,14 +57,14 @@ def save_checkpoint(
         "skipped_steps": engine.skipped_steps,
         "scaler": engine.runner.scaler.state_dict(),
         "ties": ties,
-        "model": describe(engine.model),
+        "model": describe_model(engine.model),
         "data": engine.data_positions.state_dict(),
     }
     if engine.optimizer is not None:
         if asynchronous:
-            noted[OPTIMIZER] = kept.noted_optimizer_sources()
+            noted[OPTIMIZER_FILE] = kept.noted_optimizer_sources()
         else:
-            files[OPTIMIZER] = kept.optimizer_sources()
+            files[OPTIMIZER_FILE] = kept.optimizer_sources()
         state["optimizer"] = kept.optimizer_description()
     state["extra_state"], more = split_extra_state(kept.extra(f"save({str(path)!r})"))
     small = {EXTRA_STATE_FILE: more} if more else {}

@@ -10,6 +10,6 @@ OTHER_NAMES = {
 }  # fmt: skip
 
 
-def ours(name: object) -> str:
+def precision_name(name: object) -> str:
     """Return our name of a precision that is written in another way, ``torch.float16`` or ``"half"``; empty if it is none."""
     return OTHER_NAMES.get(str(name).removeprefix("torch.").casefold(), "")

@@ -32,12 +32,12 @@ from meshfold.checkpoint.tensors import (
     open_tensors,
     verify_checksums,
 )
-from meshfold.engine.world.distributed_errors import fail_together
+from meshfold.engine.world import fail_together
 from meshfold.kernels import NF4_BLOCK, Nf4Linear
 from meshfold.mesh import SpecError, broadcast
 
 if TYPE_CHECKING:
-    from meshfold.engine.engine import Engine
+    from meshfold.engine import Engine
 
 _FILE, _NAME = "adapter_model.safetensors", "default"
 _BASE = "base_layer."

@@ -26,7 +26,7 @@ from meshfold.checkpoint.tensors import (
     open_weights,
     verify_checksums,
 )
-from meshfold.engine.checkpoints.checkpoint import MODEL, Checkpoint
+from meshfold.engine.checkpoints import MODEL_FILE, Checkpoint
 from meshfold.huggingface import decoder_names
 from meshfold.huggingface.decoder_names import Step, unchanged
 from meshfold.huggingface.folder_config import read_raw_config
@@ -228,8 +228,8 @@ def _write_checkpoint(
         raise CheckpointError(f"{target} is there already: remove it, or choose another folder")
     announced = {name: one for step in steps for name, one in step.results.items()}
     with ExitStack() as mine:
-        writing = begin_checkpoint(final, mine, [MODEL], doing="converting into it")
-        with TensorWriter(writing / MODEL, announced, order=[*announced]) as writer:
+        writing = begin_checkpoint(final, mine, [MODEL_FILE], doing="converting into it")
+        with TensorWriter(writing / MODEL_FILE, announced, order=[*announced]) as writer:
             for step in steps:
                 made = step.make([_value(given[name]) for name in step.sources])
                 for name, value in zip(step.results, made, strict=True):

@@ -13,8 +13,8 @@ from torch import Tensor
 from meshfold.checkpoint import CheckpointError
 from meshfold.checkpoint.folder import with_advice
 from meshfold.checkpoint.tensors import has_weights, open_weights
-from meshfold.engine.checkpoints.model_description import describe
-from meshfold.engine.world.distributed_errors import fail_together
+from meshfold.engine.checkpoints import describe_model
+from meshfold.engine.world import fail_together
 from meshfold.huggingface import decoder_names
 from meshfold.huggingface.conversion import DTYPES, cast_to
 from meshfold.huggingface.decoder_names import Step
@@ -22,7 +22,7 @@ from meshfold.huggingface.folder_writer import FolderWriter
 from meshfold.huggingface.weight_names import to_files
 
 if TYPE_CHECKING:
-    from meshfold.engine.engine import Engine
+    from meshfold.engine import Engine
 
 
 def save_hugging_face(
@@ -88,7 +88,7 @@ def _steps(engine: Engine, like: Path | None, dtype: str | None) -> tuple[list[S
         name: torch.empty(source.shape, dtype=source.dtype, device="meta")
         for name, source in engine.model_state.sources().items()
     }
-    described = describe(engine.model)
+    described = describe_model(engine.model)
     if described is not None and described["kind"] != "hf":
         config = decoder_names.own_config(described)
         steps = decoder_names.leave(given, config)

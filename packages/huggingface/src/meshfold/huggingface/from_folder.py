@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from meshfold.checkpoint import CheckpointError
 from meshfold.checkpoint.tensors import has_weights, open_weights, verify_checksums
-from meshfold.engine.model.weight_source import Loaded, SourceValues, WeightSource
+from meshfold.engine.model import Loaded, SourceValues, WeightSource
 from meshfold.huggingface.adapter import NF4, Adapter, pack_linears, unpacked_twins
 from meshfold.huggingface.folder_config import read_config
 from meshfold.huggingface.weight_names import Matched, match

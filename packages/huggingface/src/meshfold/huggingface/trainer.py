@@ -20,8 +20,7 @@ from transformers import Trainer
 from transformers.trainer_utils import speed_metrics
 
 from meshfold.checkpoint.files import read_torch_file
-from meshfold.engine.batches.loader import ShardedLoader
-from meshfold.engine.engine import Engine
+from meshfold.engine import Engine, ShardedLoader
 from meshfold.huggingface.trainer_metrics import Predictions
 from meshfold.huggingface.trainer_rows import Collated, Loader, Rows, RowsOfBatches
 from meshfold.mesh import SpecError, all_reduce

@@ -11,9 +11,8 @@ from torch.utils._pytree import tree_map
 from transformers.trainer_pt_utils import EvalLoopContainer
 from transformers.trainer_utils import EvalPrediction, denumpify_detensorize
 
-from meshfold.engine.batches.cut import share
-from meshfold.engine.batches.gathered import gathered_list
-from meshfold.engine.engine import Engine
+from meshfold.engine import Engine
+from meshfold.engine.batches import gather_list, row_range
 
 _PADDING = -100  # as the Trainer's
 
@@ -81,14 +80,14 @@ class Predictions:
         """A batch's tensors of all data coordinates, in the order of the rows."""
         world = self._engine.world
         whole = min(self._batch_rows, self._rows - self._number * self._batch_rows)
-        counts = [len(share(whole, index, world.row_size)) for index in range(world.row_size)]
+        counts = [len(row_range(whole, index, world.row_size)) for index in range(world.row_size)]
 
         def of_all(value: Any) -> Any:
             if not isinstance(value, Tensor):
                 return value
             parts = [
                 part[:count].cpu()  # one that has no rows was given one that does not count
-                for part, count in zip(gathered_list(value.detach(), world), counts, strict=True)
+                for part, count in zip(gather_list(value.detach(), world), counts, strict=True)
                 if count
             ]
             return torch.cat(_padded(parts))

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader, Dataset, Sampler
 
-from meshfold.engine.batches.cut import cut, share
+from meshfold.engine.batches import row_range, shard_batch
 
 
 class RowsOfBatches(Sampler[list[int]]):
@@ -40,7 +40,7 @@ class RowsOfBatches(Sampler[list[int]]):
             order = torch.randperm(self._length, generator=generator)
         for number in range(len(self)):
             rows = order[number * self._batch : (number + 1) * self._batch].tolist()
-            mine = share(len(rows), self._index, self._blocks)
+            mine = row_range(len(rows), self._index, self._blocks)
             yield rows[mine.start : mine.stop] or [~rows[0]]
 
     def set_epoch(self, epoch: int) -> None:
@@ -84,7 +84,7 @@ class Collated:
     def __call__(self, rows: list[Any]) -> Any:
         if isinstance(rows[0], Uncounted):
             # What the second of two gets of one row: one that does not count.
-            return cut(self._collate([rows[0].row]), 1, 2)
+            return shard_batch(self._collate([rows[0].row]), 1, 2)
         return self._collate(rows)
 
 

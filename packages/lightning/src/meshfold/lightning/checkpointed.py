@@ -10,7 +10,7 @@ from typing import Any
 from torch import Tensor
 
 from meshfold.checkpoint.folder import remove_checkpoint
-from meshfold.engine.errors import TrainingError
+from meshfold.engine import TrainingError
 from meshfold.lightning import checkpoints as saving
 from meshfold.lightning.connected import ConnectedStrategy
 from meshfold.lightning.session import Session

@@ -21,13 +21,9 @@ from meshfold.checkpoint import CheckpointError
 from meshfold.checkpoint.files import write_atomically
 from meshfold.checkpoint.folder import EXTRA_STATE_FILE, STATE_FILE
 from meshfold.checkpoint.state import extra_state_value, split_extra_state
-from meshfold.engine.checkpoints.checkpoint import MODEL, Checkpoint, write_checkpoint
-from meshfold.engine.checkpoints.model_state import ModelState
-from meshfold.engine.checkpoints.plain_names import with_plain_names
-from meshfold.engine.states import Source
-from meshfold.engine.states.optimizer_state import plain_settings
-from meshfold.engine.world import World
-from meshfold.engine.world.distributed_errors import fail_together
+from meshfold.engine.checkpoints import MODEL_FILE, Checkpoint, ModelState, with_plain_names, write_checkpoint
+from meshfold.engine.states import Source, plain_settings
+from meshfold.engine.world import World, fail_together
 from meshfold.lightning.lanes import Lane, Lanes
 from meshfold.lightning.session import Session
 from meshfold.mesh.parameters import uncompiled_name
@@ -61,7 +57,7 @@ def write_folder(path: str | os.PathLike[str], session: Session, checkpoint: Map
     Raises:
         CheckpointError: on all ranks, if one could not write.
     """
-    files = {MODEL: session.state.sources()}
+    files = {MODEL_FILE: session.state.sources()}
     state: dict[str, Any] = {
         "kind": "lightning",
         "spec": str(session.world.spec.to_dict()),

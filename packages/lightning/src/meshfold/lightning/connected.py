@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from lightning.pytorch.strategies import DDPStrategy
-from meshfold.engine.errors import TrainingError
+from meshfold.engine import TrainingError
 from meshfold.engine.precision import LossScaler
-from meshfold.engine.world import World, join
+from meshfold.engine.world import World, join_world
 from meshfold.lightning import talk
 from meshfold.lightning.environment import place_of
 from meshfold.lightning.precision import MeshfoldPrecision
@@ -38,7 +38,7 @@ class ConnectedStrategy(DDPStrategy):
             place = None
             if self.cluster_environment is not None:
                 place = place_of(self.cluster_environment, self.num_processes)
-            self.world = join(self._parallel, self.root_device, place)
+            self.world = join_world(self._parallel, self.root_device, place)
             seed = torch.initial_seed() % 2**62 if self._seed is None else self._seed
             self._seed = talk.told(seed, self.world, 0)
             if isinstance(self.precision_plugin, MeshfoldPrecision):

@@ -13,12 +13,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from meshfold.engine.errors import TrainingError
-from meshfold.engine.optimizers import refuse
-from meshfold.engine.optimizers.step_guard import StepGuard
+from meshfold.engine import TrainingError
+from meshfold.engine.optimizers import StepGuard, check_optimizer_class
 from meshfold.engine.precision import LossScaler
-from meshfold.engine.states import Source, States, held
-from meshfold.engine.states.shown_gradients import ShownGradients
+from meshfold.engine.states import ShownGradients, Source, States, source_like
 from meshfold.engine.world import World
 from meshfold.mesh import SpecError
 
@@ -239,7 +237,7 @@ class Lanes:
     def source(self, tensor: Tensor) -> Source:
         """The true value of one of the module's parameters or buffers."""
         lane = self._lane_of.get(tensor)
-        return held(tensor, tensor, self._world) if lane is None else lane.states.source(tensor)
+        return source_like(tensor, tensor, self._world) if lane is None else lane.states.source(tensor)
 
     def write(self, tensor: Tensor, whole: Tensor) -> None:
         """Give a parameter or buffer its true value; then ``publish``."""
@@ -282,7 +280,7 @@ def check_optimizers(
     """
     owner: dict[str, int] = {}
     for number, (optimizer, groups) in enumerate(zip(optimizers, given, strict=True)):
-        refuse(type(optimizer), type(optimizer).__name__, whole)
+        check_optimizer_class(type(optimizer), type(optimizer).__name__, whole)
         for name in (name for names in groups for name in names):
             if owner.setdefault(name, number) != number:
                 raise SpecError(

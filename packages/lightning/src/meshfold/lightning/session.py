@@ -13,12 +13,10 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
-from meshfold.engine.assembly.assemble import assemble, has_dropout
-from meshfold.engine.batches.batch import Batch
-from meshfold.engine.batches.shares import Shares
-from meshfold.engine.checkpoints.model_state import ModelState
-from meshfold.engine.model.randomness import randomness
-from meshfold.engine.model.roots import callable_parts, roots_of
+from meshfold.engine.assembly import assemble, has_dropout
+from meshfold.engine.batches import Batch, Shares
+from meshfold.engine.checkpoints import ModelState
+from meshfold.engine.model import callable_parts, randomness, roots_of
 from meshfold.engine.precision import Precision
 from meshfold.engine.sequence import split_sequence
 from meshfold.engine.world import World

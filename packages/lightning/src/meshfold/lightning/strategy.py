@@ -12,7 +12,7 @@ import torch
 from lightning.pytorch.callbacks import GradientAccumulationScheduler
 from lightning.pytorch.core.optimizer import _MockOptimizer  # what stands for no optimizer at all
 from lightning.pytorch.trainer.states import TrainerFn
-from meshfold.engine.model.as_given import AsGiven
+from meshfold.engine.model import AsGiven
 from meshfold.engine.precision import ScaleSettings
 from meshfold.engine.world import World, require_runnable
 from meshfold.lightning import talk

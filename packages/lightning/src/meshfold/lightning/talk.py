@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from meshfold.engine.batches.gathered import gathered_list
+from meshfold.engine.batches import gather_list
 from meshfold.engine.world import World
 from meshfold.mesh import Group, SpecError, all_gather, all_reduce, broadcast
 from meshfold.mesh.collectives import gather
@@ -115,4 +115,4 @@ def let_metrics_gather_over_data(module: Any, world: World) -> None:
 
     for metric in module.modules():
         if isinstance(metric, Metric) and metric.dist_sync_fn is None and metric.process_group is None:
-            metric.dist_sync_fn = lambda value, group=None: gathered_list(value, world)
+            metric.dist_sync_fn = lambda value, group=None: gather_list(value, world)

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from meshfold.engine.optimizers import Factory
 from meshfold.engine.precision import Precision
 from meshfold.engine.world import World
-from meshfold.engine.zero.states import ZeroStates
+from meshfold.engine.zero import ZeroStates
 from meshfold.lightning.lanes import Around, Lane, Lanes, repoint
 from meshfold.mesh import SpecError
 from meshfold.mesh.initialization import ParameterInit

@@ -16,7 +16,7 @@ from collections.abc import Iterable, Sequence
 from typing import NoReturn
 
 from meshfold.cli.failure import Failure, sentence_of
-from meshfold.engine.precision_names import ours
+from meshfold.engine import precision_name
 
 COMMANDS = {
     "demo": "train a small GPT on 8 local processes and see what happens",
@@ -97,7 +97,7 @@ class Parser(argparse.ArgumentParser):
         choice = re.match(r"argument (--[\w-]+): invalid choice: '([^']*)' \(choose from (.*)\)", message)
         if choice:
             hint = _nearest(choice[2], re.findall(r"[\w.-]+", choice[3]))
-            name = ours(choice[2]) if choice[1] == "--precision" else _ELSEWHERE.get(choice[2], "")
+            name = precision_name(choice[2]) if choice[1] == "--precision" else _ELSEWHERE.get(choice[2], "")
             hint = f" It is called {name!r} here." if name else hint
         self.exit(2, f"{self.prog}: {message}.{hint} See {self.prog} --help\n")
 

@@ -20,7 +20,7 @@ def check_folder(settings: TrainSettings, progress: Progress) -> None:
         Failure: if it is not so.
         InUseError: if another run is writing there.
     """
-    from meshfold.engine.checkpoints.checkpoint import Checkpoint
+    from meshfold.engine.checkpoints import Checkpoint
     from meshfold.engine.optimizers import OPTIMIZERS
     from meshfold.train.folder_in_use import check_free
     from meshfold.train.kept_settings import kept, what_is_new
@@ -84,7 +84,7 @@ def check_checkpoint(settings: TrainSettings, shapes: dict[str, tuple[int, ...]]
     Raises:
         Failure: if it is not.
     """
-    from meshfold.engine.checkpoints.checkpoint import Checkpoint
+    from meshfold.engine.checkpoints import Checkpoint
 
     path = must_go_on(settings.out)
     kept = {name: tuple(tensor.shape) for name, tensor in Checkpoint(path).model.items()}

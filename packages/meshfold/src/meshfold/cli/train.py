@@ -184,12 +184,12 @@ def _as_rank(settings: TrainSettings, here: Environment, *, plan: bool, as_json:
 
 def _settled(settings: TrainSettings, ranks: int | None, progress: Progress) -> TrainSettings:
     """Return the settings with ``resume`` and ``data`` decided by the folder and the number of ranks."""
-    from meshfold.engine.long_runs.resuming import refit
+    from meshfold.engine.long_runs import resize_data_axis
 
     if settings.resume == "auto":  # if there are some, and all are damaged, a person has to look at them
         settings = replace(settings, resume=settings.checkpoints.to_go_on_from() is not None)
     if settings.resume and ranks is not None:
-        parallel, said = refit(settings.parallel, ranks)
+        parallel, said = resize_data_axis(settings.parallel, ranks)
         if said:
             progress.say(said)
         settings = replace(settings, parallel=parallel)

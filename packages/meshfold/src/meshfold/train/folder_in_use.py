@@ -8,8 +8,7 @@ from pathlib import Path
 
 from meshfold.checkpoint import CheckpointError, InUseError
 from meshfold.checkpoint.folder import hold_lock, is_locked
-from meshfold.engine.world import World
-from meshfold.engine.world.distributed_errors import fail_together
+from meshfold.engine.world import World, fail_together
 from meshfold.mesh import MeshfoldError
 from meshfold.train.settings import TrainSettings
 

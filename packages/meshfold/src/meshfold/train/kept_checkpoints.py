@@ -23,7 +23,7 @@ from meshfold.checkpoint.folder import (
     step_of,
 )
 from meshfold.checkpoint.state import listed_files, read_state
-from meshfold.engine.checkpoints.checkpoint import Checkpoint
+from meshfold.engine.checkpoints import Checkpoint
 
 
 class KeptCheckpoints:

@@ -26,8 +26,8 @@ from meshfold.checkpoint import CheckpointError
 from meshfold.data.corpus import Corpus, largest_id, open_corpus
 from meshfold.data.rows import Batches
 from meshfold.data.tokenizers import Tokenizer, load_tokenizer, tokenizer_of_model
-from meshfold.engine.engine import Engine
-from meshfold.engine.long_runs.stopping import GracefulStop
+from meshfold.engine import Engine
+from meshfold.engine.long_runs import GracefulStop
 from meshfold.mesh import SpecError
 from meshfold.mesh.spec import format_value
 from meshfold.mesh.watchdog import report_errors

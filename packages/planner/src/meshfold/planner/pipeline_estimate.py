@@ -15,16 +15,13 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
-from meshfold.engine.assembly.assemble import Assembled, assemble
-from meshfold.engine.batches import batch as batches
-from meshfold.engine.batches.cut import cut
-from meshfold.engine.batches.shares import Shares
-from meshfold.engine.model.pipelined_model import PipelinedModel, PipelineSettings
-from meshfold.engine.model.recompute import recompute_blocks
+from meshfold.engine.assembly import Assembled, assemble
+from meshfold.engine.batches import Shares, prepare_batch, shard_batch
+from meshfold.engine.model import PipelinedModel, PipelineSettings, recompute_blocks
 from meshfold.engine.precision import Masters, Precision, other_dtypes
 from meshfold.engine.sequence import counted_attention, split_sequence
 from meshfold.engine.states import PlainStates
-from meshfold.engine.world import PIPE, World, join
+from meshfold.engine.world import PIPE, World, join_world
 from meshfold.mesh import Entry, Mesh, ParallelSpec, SpecError, all_reduce, dropout_stream, record
 from meshfold.mesh.model_io import DryRun, labels_are_shifted
 from meshfold.mesh.processes import start_fake
@@ -181,7 +178,7 @@ def _seen(asked: _Asked, rank: int) -> _Rank:
         DryRun() as stand_in,
         counted_attention(asked.spec, stand_in.add_attention),
     ):
-        world = join(replace(asked.spec, zero=None), "meta")
+        world = join_world(replace(asked.spec, zero=None), "meta")
         built = assemble(asked.build, world, asked.precision, 0, asked.rules, PipelineSettings())
         stages = built.pipelined
         if stages is None:
@@ -246,8 +243,8 @@ def _run(
     """Return the costs of the stages, the other collectives of a micro-step, and the micro-batches."""
     rows = asked.batch_size // asked.accumulate
     ids = torch.empty(rows, asked.seq_len, dtype=torch.int64, device=world.device)
-    given = batches.prepare(
-        cut(ids, world.row_index, world.row_size), world.device, asked.precision.dtype, own_loss=False
+    given = prepare_batch(
+        shard_batch(ids, world.row_index, world.row_size), world.device, asked.precision.dtype, own_loss=False
     )
     with record() as log:
         shares = Shares(given, world, shifted=labels_are_shifted(model), places=False)

@@ -18,8 +18,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
-from meshfold.engine.engine import Engine
-from meshfold.engine.model.recompute import check
+from meshfold.engine import Engine
+from meshfold.engine.model import check_recompute
 from meshfold.engine.sequence import counted_attention
 from meshfold.engine.states import PlainStates
 from meshfold.mesh import Entry, Log, ParallelSpec, SpecError, all_reduce, record
@@ -72,7 +72,7 @@ def estimate(
     """
     if batch_size % accumulate:
         raise SpecError(f"{accumulate} micro-steps do not divide the global batch of {batch_size} sequences")
-    recompute = check(recompute, spec)
+    recompute = check_recompute(recompute, spec)
     if spec.pipeline is not None and spec.pipeline.size > 1:
         from meshfold.planner.pipeline_estimate import estimate_pipeline
 

@@ -7,12 +7,10 @@ from dataclasses import dataclass, replace
 
 from torch import nn
 
-from meshfold.engine.model.recompute import RecomputedBlocks
+from meshfold.engine.model import RecomputedBlocks
 from meshfold.engine.precision import Precision, other_dtypes
 from meshfold.engine.world import World
-from meshfold.engine.zero.plan import limits_of, plan_for, regime_of
-from meshfold.engine.zero.process_memory import PROCESS_BYTES
-from meshfold.engine.zero.stage_workload import InFlight, workload_of_stages
+from meshfold.engine.zero import PROCESS_BYTES, InFlight, limits_of, plan_for, regime_of, workload_of_stages
 from meshfold.mesh import Entry, record
 from meshfold.mesh.model_io import DryRun
 from meshfold.mesh.spec import ZeroSpec

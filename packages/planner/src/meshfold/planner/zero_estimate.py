@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING
 from torch import Tensor, nn
 
 from meshfold.engine.precision import Precision, other_dtypes
-from meshfold.engine.zero.plan import limits_of, plan_for, regime_of
-from meshfold.engine.zero.process_memory import PROCESS_BYTES
+from meshfold.engine.zero import PROCESS_BYTES, limits_of, plan_for, regime_of
 from meshfold.mesh import Entry, Log, Mesh, record
 from meshfold.mesh.model_io import DryRun
 from meshfold.mesh.spec import ZeroSpec
@@ -29,8 +28,8 @@ from meshfold.zero_gemini.planner.memory import windows
 from meshfold.zero_gemini.trace import LiveBytes, OperatorClock, StepTracer, Trace, chunk_uses, workload_of
 
 if TYPE_CHECKING:
-    from meshfold.engine.engine import Engine
-    from meshfold.engine.model.recompute import RecomputedBlocks
+    from meshfold.engine import Engine
+    from meshfold.engine.model import RecomputedBlocks
 
 WORKSPACE_BYTES = 66 * 2**20
 """What cuBLAS keeps of a GPU as long as it is used: two workspaces of 32 MiB and a little (measured on an H200)."""

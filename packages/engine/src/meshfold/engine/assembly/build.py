@@ -26,7 +26,7 @@ from meshfold.engine.optimizers.step_guard import StepGuard
 from meshfold.engine.sequence import split_sequence
 from meshfold.engine.sequence.checks import check_given
 from meshfold.engine.states.replicated import States
-from meshfold.engine.world.world import World, join
+from meshfold.engine.world.world import World, join_world
 from meshfold.mesh import ParallelSpec
 from meshfold.mesh.watchdog import report_errors
 
@@ -88,10 +88,10 @@ def build(
     given = opened.enter_context(AsGiven(model))  # put back last
 
     # The running processes, as a mesh.
-    world = join(parallel, device, limit_s=asked.watchdog)
+    world = join_world(parallel, device, limit_s=asked.watchdog)
     opened.callback(supervision.watch_over(world, asked.watchdog, asked.compare).close)
     opened.callback(world.mesh.close)
-    recompute = recomputation.check(recompute, world.spec)
+    recompute = recomputation.check_recompute(recompute, world.spec)
 
     # This rank's part of the model: split, given its first values, in place.
     if asked.make_optimizer is not None:

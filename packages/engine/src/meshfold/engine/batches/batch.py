@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from meshfold.engine.batches.own_loss import GivesWay, call
+from meshfold.engine.batches.own_loss import FallbackLoss, call
 from meshfold.mesh import SpecError
 from meshfold.mesh.model_io import IGNORE_INDEX, ensure_one_target, targets_key
 
@@ -85,7 +85,7 @@ class Batch:
         return replace(self, kwargs=kwargs, given=given, targets=targets)
 
 
-def prepare(
+def prepare_batch(
     batch: Any, device: torch.device, dtype: torch.dtype, *, own_loss: bool, aligned: bool = True
 ) -> Batch:
     """Check a batch and bring it to the device; floating inputs take the model's dtype.
@@ -229,7 +229,7 @@ def loss_of(output: Any, batch: Batch, loss_fn: Callable[[Any, Any], Tensor] | N
         SpecError: if there is none.
     """
     loss = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
-    if loss_fn is not None and (loss is None or not isinstance(loss_fn, GivesWay)):
+    if loss_fn is not None and (loss is None or not isinstance(loss_fn, FallbackLoss)):
         return call(loss_fn, output, batch.given)
     if loss is None and isinstance(output, Tensor) and output.dim() == 0:
         loss = output

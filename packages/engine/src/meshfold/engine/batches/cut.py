@@ -14,7 +14,7 @@ from meshfold.mesh.model_io import IGNORE_INDEX, targets_key
 _INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 
 
-def cut(batch: Any, index: int, blocks: int) -> Any:
+def shard_batch(batch: Any, index: int, blocks: int) -> Any:
     """The rows of a global batch that belong to one of ``blocks`` data coordinates, in the same form.
 
     Rows are dealt in order and as evenly as possible: the first ``rows % blocks`` coordinates get one more. One that
@@ -51,7 +51,7 @@ def cut(batch: Any, index: int, blocks: int) -> Any:
         named = targets_key(batch) or "labels"
         labels = batch.get(named, batch.get("input_ids"))
         _check_rows(rows, blocks, labels)
-        if len(share(rows, index, blocks)) or not isinstance(labels, Tensor):
+        if len(row_range(rows, index, blocks)) or not isinstance(labels, Tensor):
             return fields
         filler = {name: value[:1] if name in sizes else value for name, value in batch.items()}
         return {**filler, named: torch.full_like(labels[:1], IGNORE_INDEX)}
@@ -66,7 +66,9 @@ def cut(batch: Any, index: int, blocks: int) -> Any:
                 return first, second
             return inputs[:1], torch.full_like(targets[:1], IGNORE_INDEX)
         if isinstance(targets, Tensor) and isinstance(inputs, tuple | list) and inputs:
-            each = [cut((one, targets), index, blocks) for one in inputs]  # says what is wrong with one
+            each = [
+                shard_batch((one, targets), index, blocks) for one in inputs
+            ]  # says what is wrong with one
             return tuple(one for one, _ in each), each[0][1]
     raise SpecError(
         f"a batch of type {type(batch).__name__} cannot be cut: give a tensor, a dict of tensors, or a pair "
@@ -74,7 +76,7 @@ def cut(batch: Any, index: int, blocks: int) -> Any:
     )
 
 
-def share(rows: int, index: int, blocks: int) -> range:
+def row_range(rows: int, index: int, blocks: int) -> range:
     """Which of so many rows belong to a data coordinate."""
     each, more = divmod(rows, blocks)
     start = index * each + min(index, more)
@@ -83,7 +85,7 @@ def share(rows: int, index: int, blocks: int) -> range:
 
 def _cut_tensor(value: Tensor, index: int, blocks: int) -> Tensor | None:
     """Its rows; None if it gets none."""
-    mine = share(value.shape[0], index, blocks)
+    mine = row_range(value.shape[0], index, blocks)
     return value[mine.start : mine.stop] if len(mine) else None
 
 

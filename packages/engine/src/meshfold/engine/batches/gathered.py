@@ -9,7 +9,7 @@ from meshfold.engine.world.world import World
 from meshfold.mesh import all_gather
 
 
-def gathered_list(value: Tensor, world: World) -> list[Tensor]:
+def gather_list(value: Tensor, world: World) -> list[Tensor]:
     """Every data coordinate's tensor, whose dims may differ in size, in their order."""
     over = world.row_group
     if over.size == 1:

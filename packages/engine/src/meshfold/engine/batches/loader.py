@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, default_collate
 
-from meshfold.engine.batches.cut import cut, share
+from meshfold.engine.batches.cut import row_range, shard_batch
 from meshfold.mesh import SpecError
 from meshfold.mesh.random import key_of
 from meshfold.mesh.spec import argument_checks as settings
@@ -108,7 +108,7 @@ class ShardedLoader:
             if self._current is mine:  # no later loop, and no position that was loaded, has taken its place
                 self.served = number + 1
             # A coordinate without rows gets one that does not count: what it would get of one row for two.
-            yield batch if batches.mine(number) else cut(batch, 1, 2)
+            yield batch if batches.mine(number) else shard_batch(batch, 1, 2)
         if self._current is mine:
             self.epoch, self.served = self.epoch + 1, 0
 
@@ -154,7 +154,7 @@ class ShardedLoader:
 
     def share_of(self, rows: int) -> range:
         """Which rows of a global batch of so many this data coordinate gets."""
-        return share(rows, self._index, self._blocks)
+        return row_range(rows, self._index, self._blocks)
 
     @property
     def _rows(self) -> int:
@@ -185,8 +185,8 @@ class _Batches:
     def mine(self, number: int) -> list[int]:
         """The examples of a batch that this coordinate gets; none where there are fewer rows than coordinates."""
         rows = self._rows(number)
-        share = self._loader.share_of(len(rows))
-        return rows[share.start : share.stop].tolist()
+        mine = self._loader.share_of(len(rows))
+        return rows[mine.start : mine.stop].tolist()
 
     def __iter__(self) -> Iterator[list[int]]:
         for number in range(self._start, len(self._loader)):

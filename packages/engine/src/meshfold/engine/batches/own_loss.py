@@ -16,7 +16,7 @@ from meshfold.mesh.spec import argument_checks as settings
 _TARGETS = ("labels", "shift_labels", "targets", "target")
 
 
-class GivesWay:
+class FallbackLoss:
     """A ``loss_fn`` for outputs without a loss: a model that makes one keeps its labels, and that counts."""
 
     def __init__(self, function: Callable[[Any, Any], Tensor]) -> None:
@@ -60,7 +60,7 @@ def leave_out_targets(kwargs: dict[str, Any], model: nn.Module, loss_fn: object)
     Raises:
         SpecError: for an encoder and a decoder, which makes the decoder's input of them.
     """
-    if loss_fn is None or isinstance(loss_fn, GivesWay):
+    if loss_fn is None or isinstance(loss_fn, FallbackLoss):
         return kwargs
     parameters = inspect.signature(model.forward).parameters
     found = [name for name in _TARGETS if name in parameters and kwargs.get(name) is not None]

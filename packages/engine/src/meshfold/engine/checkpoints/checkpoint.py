@@ -63,7 +63,7 @@ from meshfold.engine.states.replicated import Source
 from meshfold.engine.world.distributed_errors import agree, fail_together
 from meshfold.engine.world.world import World
 
-MODEL, OPTIMIZER = "model.safetensors", "optimizer.safetensors"
+MODEL_FILE, OPTIMIZER_FILE = "model.safetensors", "optimizer.safetensors"
 
 _ELSEWHERE = "Copy the checkpoint again from where it came, or go on from an earlier one"
 
@@ -246,12 +246,12 @@ class Checkpoint:
     @property
     def model(self) -> Mapping[str, Tensor]:
         """The model's tensors, by name."""
-        return self.tensors(MODEL)
+        return self.tensors(MODEL_FILE)
 
     @property
     def optimizer(self) -> Mapping[str, Tensor]:
         """The optimizer's tensors, by ``parameter/state``."""
-        return self.tensors(OPTIMIZER)
+        return self.tensors(OPTIMIZER_FILE)
 
     def tensors(self, name: str) -> Mapping[str, Tensor]:
         """The tensors of a file, by name; what was opened stays, whatever becomes of the folder.

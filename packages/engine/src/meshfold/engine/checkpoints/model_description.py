@@ -6,7 +6,7 @@ import json
 from typing import Any
 
 
-def describe(model: Any) -> dict[str, Any] | None:
+def describe_model(model: Any) -> dict[str, Any] | None:
     """Return the configuration of a model; None for a model whose configuration cannot be written.
 
     A configuration can say it itself, in a method ``checkpoint_description()``; those of transformers are written as JSON.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from meshfold.engine.long_runs.resuming import refit
+from meshfold.engine.long_runs.resuming import resize_data_axis
 from meshfold.engine.long_runs.stopping import GracefulStop
 
-__all__ = ["GracefulStop", "refit"]
+__all__ = ["GracefulStop", "resize_data_axis"]

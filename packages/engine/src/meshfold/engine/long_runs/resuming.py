@@ -10,7 +10,7 @@ from meshfold.mesh import ParallelSpec, SpecError
 from meshfold.mesh.spec import format_value
 
 
-def refit(parallel: Mapping[str, Any], world_size: int) -> tuple[dict[str, Any], str]:
+def resize_data_axis(parallel: Mapping[str, Any], world_size: int) -> tuple[dict[str, Any], str]:
     """The spec for another number of ranks: the axis ``data`` grows or shrinks, all else stays.
 
     The global batch is the same then, and so is the loss curve: only who has which rows of it changes.

@@ -5,7 +5,7 @@ from __future__ import annotations
 from meshfold.engine.model.as_given import AsGiven
 from meshfold.engine.model.pipelined_model import PipelinedModel, PipelineSettings
 from meshfold.engine.model.randomness import randomness
-from meshfold.engine.model.recompute import RecomputedBlocks, check, recompute_blocks
+from meshfold.engine.model.recompute import RecomputedBlocks, check_recompute, recompute_blocks
 from meshfold.engine.model.roots import callable_parts, roots_of
 from meshfold.engine.model.weight_source import Loaded, SourceValues, WeightSource
 
@@ -18,7 +18,7 @@ __all__ = [
     "SourceValues",
     "WeightSource",
     "callable_parts",
-    "check",
+    "check_recompute",
     "randomness",
     "recompute_blocks",
     "roots_of",

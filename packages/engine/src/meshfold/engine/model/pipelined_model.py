@@ -58,7 +58,7 @@ class PipelineSettings:
             return None
         dtype = next((p.dtype for p in model.parameters() if p.is_floating_point()), precision.dtype)
         own_loss, aligned = self.loss_fn is not None, not is_encoder_decoder(model)
-        work = batches.prepare(self.example, device, dtype, own_loss=own_loss, aligned=aligned)
+        work = batches.prepare_batch(self.example, device, dtype, own_loss=own_loss, aligned=aligned)
         signature = signature_mismatch(model.forward, *work.args, **work.kwargs)
         if signature is not None:
             raise SpecError(

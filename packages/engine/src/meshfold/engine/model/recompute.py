@@ -35,7 +35,7 @@ _CACHES = ("past_key_values", "past_key_value", "layer_past")
 Contexts = Callable[[], tuple[AbstractContextManager[Any], AbstractContextManager[Any]]]
 
 
-def check(recompute: object, spec: ParallelSpec) -> str | None:
+def check_recompute(recompute: object, spec: ParallelSpec) -> str | None:
     """The engine's argument ``recompute``, checked against the spec.
 
     Raises:

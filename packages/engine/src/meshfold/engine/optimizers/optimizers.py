@@ -180,7 +180,7 @@ def _from_dict(value: Mapping[str, Any], whole: bool) -> Factory:
     else:
         name, rest = settings.named("optimizer", rest, OPTIMIZERS)
         cls = OPTIMIZERS[name]
-    refuse(cls, value, whole)
+    check_optimizer_class(cls, value, whole)
     no_decay = rest.pop("no_decay", None)
     if no_decay not in (None, NO_DECAY):
         raise SpecError(
@@ -227,7 +227,7 @@ def _fast(cls: type[torch.optim.Optimizer]) -> dict[str, bool]:
     return {"fused": True} if cls in OPTIMIZERS.values() else {}
 
 
-def refuse(cls: object, value: object, whole: bool) -> None:
+def check_optimizer_class(cls: object, value: object, whole: bool) -> None:
     """Raise a SpecError for a class that cannot step on shards; ``whole``: it will have whole matrices."""
     name = getattr(cls, "__name__", "")
     known = f"Known: {', '.join(OPTIMIZERS)}, or another elementwise class of torch.optim"
@@ -241,7 +241,7 @@ def refuse(cls: object, value: object, whole: bool) -> None:
 
 
 def _check(factory: Factory, value: object, whole: bool) -> None:
-    refuse(factory, value, whole)
+    check_optimizer_class(factory, value, whole)
     tried = [nn.Parameter(torch.zeros(1, 1)), nn.Parameter(torch.zeros(1))]
     try:
         made = factory(tried)
@@ -251,7 +251,7 @@ def _check(factory: Factory, value: object, whole: bool) -> None:
         raise SpecError(
             f"optimizer={value!r} made {made!r} of the parameters, which is no torch.optim.Optimizer"
         )
-    refuse(type(made), value, whole)
+    check_optimizer_class(type(made), value, whole)
     stepped = {id(parameter) for group in made.param_groups for parameter in group["params"]}
     if not stepped <= {id(parameter) for parameter in tried}:
         raise SpecError(

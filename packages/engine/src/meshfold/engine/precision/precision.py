@@ -25,7 +25,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from meshfold.engine.precision_names import ours
+from meshfold.engine.precision_names import precision_name
 from meshfold.mesh import SpecError, annotate, metadata
 from meshfold.mesh.spec import argument_checks as settings
 
@@ -155,7 +155,7 @@ class Precision:
         if (
             isinstance(written, int | str | torch.dtype)
             and written not in _DTYPES
-            and (name := ours(written))
+            and (name := precision_name(written))
         ):
             raise SpecError(f"precision={value!r}: it is called {name!r} here. Known: {', '.join(_DTYPES)}")
         name, rest = settings.named("precision", value, _DTYPES)

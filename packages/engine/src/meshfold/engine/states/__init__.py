@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from meshfold.engine.states.optimizer_state import plain_settings
-from meshfold.engine.states.replicated import PlainStates, Source, States, held
+from meshfold.engine.states.replicated import PlainStates, Source, States, source_like
 from meshfold.engine.states.shown_gradients import ShownGradients
 
-__all__ = ["PlainStates", "ShownGradients", "Source", "States", "held", "plain_settings"]
+__all__ = ["PlainStates", "ShownGradients", "Source", "States", "plain_settings", "source_like"]

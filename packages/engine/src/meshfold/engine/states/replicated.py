@@ -279,13 +279,13 @@ class PlainStates:
 
     def source(self, tensor: Tensor) -> Source:
         true = self.masters.of(tensor)
-        return held(true, true, self._world)
+        return source_like(true, true, self._world)
 
     def noted_sources(self, names: Mapping[Tensor, str]) -> Callable[[], Iterator[tuple[str, Source]]]:
         noted = [(name, self.masters.of(tensor)) for tensor, name in names.items()]
         kept = {name: true.detach().clone() for name, true in noted if metadata(true) is None}
         world = self._world
-        return lambda: ((name, held(kept.get(name, true), true, world)) for name, true in noted)
+        return lambda: ((name, source_like(kept.get(name, true), true, world)) for name, true in noted)
 
     def write(self, tensor: Tensor, whole: Tensor) -> None:
         true = self.masters.of(tensor)
@@ -300,7 +300,7 @@ class PlainStates:
     def noted_optimizer_sources(self) -> Callable[[], Iterator[tuple[str, Source]]]:
         # The tensors are noted now: what takes the place of one does not get into the save. Only a step changes one.
         noted, world = self._optimizer_state().noted(), self._world
-        return lambda: ((name, held(*pair, world)) for name, pair in noted.tensors())
+        return lambda: ((name, source_like(*pair, world)) for name, pair in noted.tensors())
 
     def optimizer_description(self) -> dict[str, Any]:
         return self._optimizer_state().description()
@@ -371,7 +371,7 @@ def _optimizer(make: Factory, targets: Sequence[Tensor]) -> torch.optim.Optimize
     return made
 
 
-def held(local: Tensor, like: Tensor, world: World) -> Source:
+def source_like(local: Tensor, like: Tensor, world: World) -> Source:
     """A tensor that lies like another (a parameter's optimizer state, say); one of another shape as it is.
 
     One that no mesh knows is a buffer, which training may have moved apart (statistics of batch norm).

@@ -97,7 +97,7 @@ class World:
         return self.mesh.size(*self.row_axes)
 
 
-def join(
+def join_world(
     parallel: Mapping[str, object] | ParallelSpec,
     device: torch.device | str | None,
     environment: Environment | None = None,

@@ -24,7 +24,7 @@ from meshfold.engine.optimizers.optimizers import Factory
 from meshfold.engine.precision.precision import Precision, keeps_statistics, other_dtypes
 from meshfold.engine.states import optimizer_state
 from meshfold.engine.states.local_shards import put
-from meshfold.engine.states.replicated import Source, Sources, held
+from meshfold.engine.states.replicated import Source, Sources, source_like
 from meshfold.engine.world.world import PIPE, World
 from meshfold.engine.zero.allocator import grow_segments
 from meshfold.engine.zero.homes import Sizes, first_homes, gradient_dtype
@@ -261,7 +261,7 @@ class ZeroStates:
 
     def source(self, tensor: Tensor) -> Source:
         if tensor not in self._names:
-            return held(tensor, tensor, self._world)
+            return source_like(tensor, tensor, self._world)
         meta = metadata_on(tensor, self._world.mesh)
         return Source(
             dtype=self.gemini.true_dtype(tensor),
@@ -314,7 +314,7 @@ class ZeroStates:
                 if copy is None:
                     yield name, self.source(tensor)._replace(parts=partial(parts, tensor, None))
                 else:
-                    yield name, held(copy, tensor, self._world)
+                    yield name, source_like(copy, tensor, self._world)
 
         return made
 
