@@ -451,6 +451,7 @@ def test_the_spec_imports_nothing_but_the_standard_library_and_the_errors() -> N
         "fractions",
         "functools",
         "importlib",
+        "inspect",
         "keyword",
         "math",
         "operator",

@@ -24,6 +24,7 @@ from meshfold.engine import Engine, ShardedLoader
 from meshfold.huggingface.trainer_metrics import Predictions
 from meshfold.huggingface.trainer_rows import Collated, Loader, Rows, RowsOfBatches
 from meshfold.mesh import SpecError, all_reduce
+from meshfold.mesh.model_io import IGNORE_INDEX
 
 _NEVER_CALLED = {"compute_loss_func": "the loss is the engine's, write Engine(..., loss_fn=...)"}
 
@@ -155,7 +156,7 @@ class EngineTrainer(Trainer):  # type: ignore[misc]  # transformers is not typed
     def _labels_of(self, fields: Mapping[str, Any]) -> int:
         """Return how many labels of a global batch are no padding; all ranks call."""
         world = self.engine.world
-        mine = torch.as_tensor(fields["labels"]).ne(-100).sum().to(world.device)
+        mine = torch.as_tensor(fields["labels"]).ne(IGNORE_INDEX).sum().to(world.device)
         return int(all_reduce(mine, world.row_group))
 
     def get_train_dataloader(self) -> DataLoader[Any]:

@@ -13,8 +13,7 @@ from transformers.trainer_utils import EvalPrediction, denumpify_detensorize
 
 from meshfold.engine import Engine
 from meshfold.engine.batches import gather_list, row_range
-
-_PADDING = -100  # as the Trainer's
+from meshfold.mesh.model_io import IGNORE_INDEX
 
 
 class Predictions:
@@ -40,8 +39,8 @@ class Predictions:
         """
         self._engine, self._rows, self._batch_rows = engine, rows, batch_rows
         self._label_names, self._left_out, self._preprocess = labels, {*left_out, "loss"}, preprocess
-        self._predictions, self._labels = (EvalLoopContainer(padding_index=_PADDING) for _ in range(2))
-        self._inputs = EvalLoopContainer(padding_index=_PADDING)
+        self._predictions, self._labels = (EvalLoopContainer(padding_index=IGNORE_INDEX) for _ in range(2))
+        self._inputs = EvalLoopContainer(padding_index=IGNORE_INDEX)
         self._number = 0
 
     def add(self, fields: Mapping[str, Any], inputs: Any = None) -> None:
@@ -100,7 +99,7 @@ def _padded(parts: Sequence[Tensor]) -> list[Tensor]:
     sizes = [max(part.shape[dim] for part in parts) for dim in range(1, parts[0].dim())]
     padded = []
     for part in parts:
-        whole = part.new_full((part.shape[0], *sizes), _PADDING)
+        whole = part.new_full((part.shape[0], *sizes), IGNORE_INDEX)
         whole[tuple(slice(size) for size in part.shape)] = part
         padded.append(whole)
     return padded

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from meshfold.checkpoint import CheckpointError
 from meshfold.checkpoint.files import write_atomically
-from meshfold.checkpoint.folder import EXTRA_STATE_FILE, STATE_FILE
+from meshfold.checkpoint.folder import EXTRA_STATE_FILE, STATE_FILE, set_aside_path
 from meshfold.checkpoint.state import extra_state_value, split_extra_state
 from meshfold.engine.checkpoints import MODEL_FILE, Checkpoint, ModelState, with_plain_names, write_checkpoint
 from meshfold.engine.states import Source, plain_settings
@@ -40,7 +40,7 @@ def optimizer_file(number: int) -> str:
 def is_folder(path: str | os.PathLike[str]) -> bool:
     """Tell whether a path is a checkpoint folder of this strategy."""
     place = Path(path)
-    return (place / STATE_FILE).exists() or (place.with_name(f".{place.name}.old") / STATE_FILE).exists()
+    return any((folder / STATE_FILE).exists() for folder in (place, set_aside_path(place)))
 
 
 # -- writing --------------------------------------------------------------------------------------------------------

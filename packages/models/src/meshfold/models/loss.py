@@ -7,6 +7,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from meshfold.mesh import SpecError
+from meshfold.mesh.model_io import IGNORE_INDEX
 
 
 class CausalLMLoss(nn.Module):
@@ -24,7 +25,7 @@ class CausalLMLoss(nn.Module):
     shifts = True
 
     def __init__(
-        self, *, ignore_index: int = -100, label_smoothing: float = 0.0, z_loss: float = 0.0
+        self, *, ignore_index: int = IGNORE_INDEX, label_smoothing: float = 0.0, z_loss: float = 0.0
     ) -> None:
         """Args:
             ignore_index: label of a token that does not count.

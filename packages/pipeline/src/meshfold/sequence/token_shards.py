@@ -10,6 +10,7 @@ from torch.nn import functional as F
 
 from meshfold.mesh import Mesh, collectives
 from meshfold.mesh.collectives import collect
+from meshfold.mesh.model_io import IGNORE_INDEX
 from meshfold.sequence.modes import sequence_mode, sequence_sharding
 from meshfold.sequence.sharding import check_documents
 
@@ -81,7 +82,7 @@ def positions(
 
 
 def next_tokens(
-    labels: Tensor, documents: Sequence[int] | None = None, *, ignore_index: int = -100
+    labels: Tensor, documents: Sequence[int] | None = None, *, ignore_index: int = IGNORE_INDEX
 ) -> Tensor:
     """Labels of a whole batch, moved so that each token has the next one's: ``b length -> b length``.
 
@@ -105,7 +106,7 @@ def loss_share(
     mesh: Mesh,
     mode: str | Callable[..., object] = "ring",
     *,
-    ignore_index: int = -100,
+    ignore_index: int = IGNORE_INDEX,
 ) -> Tensor:
     """Return this rank's share of the mean cross entropy over all tokens that count; the shares of all ranks add up to it.
 

@@ -10,10 +10,8 @@ from torch import Tensor, nn
 
 from meshfold.engine.batches.shown import shown
 from meshfold.mesh import SpecError
-from meshfold.mesh.model_io import is_encoder_decoder
+from meshfold.mesh.model_io import LABEL_NAMES, is_encoder_decoder
 from meshfold.mesh.spec import argument_checks as settings
-
-_TARGETS = ("labels", "shift_labels", "targets", "target")
 
 
 class FallbackLoss:
@@ -63,7 +61,7 @@ def leave_out_targets(kwargs: dict[str, Any], model: nn.Module, loss_fn: object)
     if loss_fn is None or isinstance(loss_fn, FallbackLoss):
         return kwargs
     parameters = inspect.signature(model.forward).parameters
-    found = [name for name in _TARGETS if name in parameters and kwargs.get(name) is not None]
+    found = [name for name in LABEL_NAMES if name in parameters and kwargs.get(name) is not None]
     if found and is_encoder_decoder(model):
         raise SpecError(
             f"loss_fn with {found[0]} for {type(model).__name__}, an encoder and a decoder: it makes the decoder's input of them, "

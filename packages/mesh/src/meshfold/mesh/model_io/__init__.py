@@ -6,6 +6,7 @@ from meshfold.mesh.model_io.dry_run import DryRun, saved_for_backward
 from meshfold.mesh.model_io.forward import eval_mode, map_tensors
 from meshfold.mesh.model_io.labels import (
     IGNORE_INDEX,
+    LABEL_NAMES,
     check_position_ids,
     document_starts,
     ensure_one_target,
@@ -18,6 +19,7 @@ from meshfold.mesh.model_io.lazy_tensor import ShardedOutput, lazy_gather, local
 
 __all__ = [
     "IGNORE_INDEX",
+    "LABEL_NAMES",
     "DryRun",
     "ShardedOutput",
     "check_position_ids",

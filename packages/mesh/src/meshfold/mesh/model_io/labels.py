@@ -18,12 +18,14 @@ IGNORE_INDEX = -100
 """The target of what does not count"""
 
 
-_NAMES = ("labels", "targets", "target")
+LABEL_NAMES = ("labels", "shift_labels", "targets", "target")
+"""Arguments of a model that are labels; ``shift_labels`` are those that the model does not shift itself."""
 
 
 def targets_key(fields: Mapping[str, Any]) -> str:
     """Return the key under which a batch in the form of a dict has its labels; "" if under none that is known."""
-    return next((name for name in _NAMES if isinstance(fields.get(name), Tensor)), "")
+    found = (name for name in LABEL_NAMES if name != "shift_labels" and isinstance(fields.get(name), Tensor))
+    return next(found, "")
 
 
 def labels_are_shifted(model: nn.Module) -> bool:

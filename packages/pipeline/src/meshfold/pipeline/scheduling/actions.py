@@ -43,11 +43,6 @@ class Action:
         return f"{self.stage}{self.op.value}{self.microbatch}"
 
     @property
-    def sends_gradient(self) -> bool:
-        """True for B and BW, which make the gradient of the stage's input."""
-        return self.op in (Op.B, Op.BW)
-
-    @property
     def finishes_weights(self) -> bool:
         """True for W and BW, which make the gradient of the stage's weights."""
         return self.op in (Op.W, Op.BW)

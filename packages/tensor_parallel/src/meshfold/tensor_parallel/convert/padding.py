@@ -23,7 +23,7 @@ from torch.utils._pytree import tree_leaves
 
 from meshfold.mesh import LayoutError, Mesh
 from meshfold.mesh.collectives import bind_collect, take_block
-from meshfold.mesh.model_io import map_tensors
+from meshfold.mesh.model_io import IGNORE_INDEX, LABEL_NAMES, map_tensors
 from meshfold.mesh.tracking import tracker, untracked
 from meshfold.mesh.tracking.dims import block
 from meshfold.tensor_parallel.convert.split_output import SplitOutput
@@ -32,9 +32,7 @@ from meshfold.tensor_parallel.layers.base import BatchShape, StreamAdapter
 from meshfold.tensor_parallel.layers.linear import Linear
 from meshfold.tensor_parallel.modes import Mode
 
-_IGNORED = -100
-_LABELS = ("labels", "shift_labels", "targets", "target")
-_NO_LABELS = ("attention_mask", "mask", "position_ids", "token_type_ids", "past_key_values")
+_NEVER_LABELS = ("attention_mask", "mask", "position_ids", "token_type_ids", "past_key_values")
 _NOT_ROWS = ("cache_position",)
 _FRAME = "_meshfold_frame"
 _INSIDE = ("output_hidden_states", "output_attentions")
@@ -80,7 +78,7 @@ class Frame(StreamAdapter):
         loss: bool,
         hidden: int,
         whole: str = "",
-        ignored: int = _IGNORED,
+        ignored: int = IGNORE_INDEX,
         batch: BatchShape,
     ) -> None:
         """Args:
@@ -137,7 +135,7 @@ class Frame(StreamAdapter):
         given = {**dict(zip(names, args, strict=True)), **kwargs}
         self._refuse(given)
         if self.loss:
-            self._batch.gather_logits = all(given.get(name) is None for name in _LABELS)
+            self._batch.gather_logits = all(given.get(name) is None for name in LABEL_NAMES)
         self._measure(given)
         if self._batch.rows != self._batch.given:
             given = {name: self._pad(name, value) for name, value in given.items()}
@@ -150,8 +148,8 @@ class Frame(StreamAdapter):
         names = [*self._parameters, *map(str, range(len(self._parameters), len(args)))][: len(args)]
         if len(args) > 1 and isinstance(args[0], Tensor) and isinstance(args[1], Tensor):
             alike = args[0].shape == args[1].shape and args[0].dtype == args[1].dtype == torch.int64
-            if alike and names[1] not in _NO_LABELS:
-                names[1] = _LABELS[0]
+            if alike and names[1] not in _NEVER_LABELS:
+                names[1] = LABEL_NAMES[0]
         return names
 
     def _measure(self, given: Mapping[str, Any]) -> None:
@@ -207,7 +205,7 @@ class Frame(StreamAdapter):
                 who = f"{self._whole}, which stays whole," if self._whole else "attention"
                 raise LayoutError(
                     f"an {name} that differs by row cannot be used in mode {self.mode.name!r}, where {who} has other "
-                    f"rows than the stream: leave it out, pad on the right and give padding the label {_IGNORED} (causal "
+                    f"rows than the stream: leave it out, pad on the right and give padding the label {IGNORE_INDEX} (causal "
                     f"attention never looks at it)"
                 )
             made[name] = self._block_of_rows(value)
@@ -239,7 +237,7 @@ class Frame(StreamAdapter):
         ):
             return value
         more = value[-1:].expand(self._batch.rows - self._batch.given, *value.shape[1:])
-        return torch.cat([value, torch.full_like(more, self._ignored) if name in _LABELS else more])
+        return torch.cat([value, torch.full_like(more, self._ignored) if name in LABEL_NAMES else more])
 
     # -- out ----------------------------------------------------------------------------------------------------
 
