@@ -389,7 +389,7 @@ class Doing:
 
     def is_missing(self) -> bool:
         """There was no backward, and that is what is said; a reduction may be on its way still."""
-        if any(gradient._pending is not None for gradient in self.gemini._gradients.values()):
+        if any(gradient.is_pending for gradient in self.gemini._gradients.values()):
             self.gemini.finish()
             return False
         with pytest.raises(ChunkError, match="before any backward"):

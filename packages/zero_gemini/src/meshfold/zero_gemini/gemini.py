@@ -36,7 +36,6 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
-from functools import partial
 
 import torch
 from torch import Tensor
@@ -203,8 +202,8 @@ class Gemini(HeldModel):
             self._stepper.step(self._flow.shards(), self._scale, self._flow.used())
             if self._trials is not None and any(chunk.step_is_pending for chunk in self.chunks):
                 self._trials.learn(self._scale)
-            for chunk, gradient in self._gradients.items():
-                gradient.hand_over(partial(self._stepper.done_with, chunk))
+            for gradient in self._gradients.values():
+                gradient.hand_over()
         else:
             self._faults.check()
             self._flow.complete()

@@ -189,6 +189,7 @@ class HeldModel(ParameterValues):
             self._gradients[chunk] = ChunkGradient(
                 chunk, gradient_dtype or master_dtype or kind.dtype, home.state, every_time=self._stage > 1,
                 measure=partial(self._power_sum, chunk, 2.0),
+                wait_for_reader=partial(self._stepper.done_with, chunk),
             )  # fmt: skip
         return chunk
 

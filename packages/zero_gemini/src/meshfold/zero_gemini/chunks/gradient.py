@@ -19,6 +19,7 @@ from torch import Tensor
 from meshfold.kernels import write_gradient
 from meshfold.mesh import Pending, reduce_scatter
 from meshfold.zero_gemini.chunks.chunk import Chunk
+from meshfold.zero_gemini.chunks.states import GRAD_TRANSITIONS, GradState, check_transition
 from meshfold.zero_gemini.errors import ChunkError
 from meshfold.zero_gemini.group_flags import Flags
 from meshfold.zero_gemini.memory.arena import Block
@@ -31,28 +32,30 @@ class ChunkGradient:
     """Collects the gradients of one chunk.
 
     Attributes:
-        home: where the optimizer's state is.
-        shard: the sum over the group and over micro-steps of this rank's elements; None before there is one.
+        state: of what was collected since the last ``clear``.
+        home: placement of the optimizer's state.
+        shard: the sum over the group and over micro-steps of this rank's elements; None before it exists.
         used: places of the parameters that had a gradient on this rank since the last ``clear``.
-        measured: what ``measure`` said of the complete shard on the device, before it went home or was handed out.
-        is_settled: all ranks know that no more gradient comes before the next step.
-        is_gone: it was handed out.
-        sums: how often something was added to the shard, ever.
+        measured: result of ``measure`` for the complete shard on the device, before it went home or was handed out.
+        sums: number of times that something was added to the shard, ever.
     """
 
     def __init__(
         self, chunk: Chunk, dtype: torch.dtype, home: Place, *, every_time: bool,
-        measure: Callable[[Tensor], Tensor],
+        measure: Callable[[Tensor], Tensor], wait_for_reader: Callable[[], None],
     ) -> None:  # fmt: skip
         """Args:
-        chunk: whose.
+        chunk: whose gradients are collected.
         dtype: in which gradients are summed.
-        home: where the optimizer's state is: complete shards go to that side.
+        home: placement of the optimizer's state: complete shards go to that side.
         every_time: reduce after every backward, not only after the last of an accumulation.
-        measure: a figure of the complete shard that will be wanted, and is had cheaply while the shard is on the device.
+        measure: computes a figure of the complete shard that will be wanted, and is cheap while the shard is on the device.
+        wait_for_reader: returns once the optimizer has read the shard at home that it was lent (:meth:`lend`).
         """
         self.chunk, self.dtype, self.home = chunk, dtype, home
         self._wants_every_time, self._measure = every_time, measure
+        self._wait_for_reader = wait_for_reader
+        self.state = GradState.EMPTY
         self._kind: Backward = "more"
         self.measured: Tensor | None = None
         self._whole: Block | None = None  # of the elements of all ranks, not reduced yet
@@ -61,19 +64,22 @@ class ChunkGradient:
         self._was_sent = False  # a reduction of this backward's gradients was started
         self._apart: Block | None = None  # as ``_whole``, of earlier backwards, at home
         self._owed = False  # whether something is in it
-        self._pending: Pending | None = None
-        self._sending: Block | None = None  # what the pending reduction reads
+        self._reduction: Pending | None = None
+        self._sending: Block | None = None  # what the reduction reads
         self._flags: Flags | None = None  # who was used, and whether more may come
         self._told: list[bool] = []
         self._here: Block | None = None  # the shard, on the compute device
         self._host: Block | None = None  # the shard, at home: kept for the next step
         self._sent: torch.cuda.Event | None = None
-        self._in_use: Callable[[], None] | None = None
+        self._is_lent = False  # the optimizer may read what is at home
         self._name = f"gradients of {chunk.spec.names[0]} to {chunk.spec.names[-1]}"
         self.shard: Tensor | None = None
         self.used: set[int] = set()
-        self.is_settled = self.is_gone = False
         self.sums = 0
+
+    def _to(self, state: GradState) -> None:
+        check_transition(self._name, GRAD_TRANSITIONS, self.state, state)
+        self.state = state
 
     @property
     def _every_time(self) -> bool:
@@ -81,8 +87,8 @@ class ChunkGradient:
         return self._wants_every_time and (self.chunk.group.size > 1 or self.home != "device")
 
     def rehome(self, home: Place) -> None:
-        """Complete shards go elsewhere from now on; after ``clear``, and after what was handed over is done with."""
-        self._wait_for_user()
+        """Send complete shards elsewhere from now on. Call it after ``clear``; waits for what was lent."""
+        self._end_lending()
         if self._host is not None and home == "device":
             self._host.free()
             self._host = None
@@ -97,7 +103,7 @@ class ChunkGradient:
 
     @property
     def is_full(self) -> bool:
-        """Whether every parameter's gradient of this backward is there."""
+        """True if every parameter's gradient of this backward is there."""
         return len(self._arrived) == len(self.chunk.parameters)
 
     @property
@@ -107,8 +113,18 @@ class ChunkGradient:
 
     @property
     def is_pending(self) -> bool:
-        """Whether a reduction is under way."""
-        return self._pending is not None
+        """True if a reduction is under way."""
+        return self.state is GradState.REDUCING
+
+    @property
+    def is_settled(self) -> bool:
+        """True if all ranks know that no more gradient comes before the next step, and the optimizer has not taken it yet."""
+        return self.state is GradState.SETTLED
+
+    @property
+    def is_consumed(self) -> bool:
+        """True if the optimizer has taken it."""
+        return self.state is GradState.CONSUMED
 
     def add(self, place: int, gradient: Tensor) -> None:
         """Take up a gradient.
@@ -116,7 +132,7 @@ class ChunkGradient:
         Raises:
             ChunkError: if none was to come any more.
         """
-        if self.is_settled:
+        if self.state is GradState.SETTLED or self.state is GradState.CONSUMED:
             raise ChunkError(
                 f"{self.chunk.spec.names[place]!r} got a second gradient in one backward, after the optimizer was given the first: "
                 "use torch.utils.checkpoint.checkpoint with use_reentrant=False, or clip by norm, for which gradients are held"
@@ -127,8 +143,7 @@ class ChunkGradient:
                 f"{self.chunk.spec.names[place]!r} got a second gradient in one backward, after the first was sent to the other "
                 "ranks: use torch.utils.checkpoint.checkpoint with use_reentrant=False"
             )
-        if self._pending is not None:  # a second gradient of one backward, after the first was sent
-            self.collect()
+        self.collect()  # of a second gradient of one backward, after the first was sent
         if self._whole is None:
             self._whole = self._allocate(self.chunk.spec.size_elems)
         slot = self.chunk.spec.slots[place]
@@ -145,6 +160,8 @@ class ChunkGradient:
         self._filled.add(place)
         self.used.add(place)
         self._arrived.add(place)
+        if self.state is not GradState.ACCUMULATING:
+            self._to(GradState.ACCUMULATING)
 
     def reduce(self, kind: Backward, *, unsure: bool = False) -> None:
         """Start the sum over the group, if it is time. All of the group must call, in the same order of chunks.
@@ -159,13 +176,14 @@ class ChunkGradient:
         if not (kind in ("last", "final") or self._every_time):
             return
         self.collect()
-        if self.is_settled:
+        if self.state is GradState.SETTLED or self.state is GradState.CONSUMED:
             return
         self._kind, self._was_sent = kind, True
         whole, self._whole = self._complete(), None
         self._filled.clear()
+        self._to(GradState.REDUCING)
         if self.chunk.group.size > 1:
-            self._pending = reduce_scatter(whole.tensor, self.chunk.group, 0, async_op=True)
+            self._reduction = reduce_scatter(whole.tensor, self.chunk.group, 0, async_op=True)
             self._sending = whole
         if kind == "final":
             mine = [place in self.used for place in range(len(self.chunk.parameters))]
@@ -176,18 +194,22 @@ class ChunkGradient:
             self._keep(whole)
 
     def collect(self) -> None:
-        """End a reduction that is under way."""
-        if self._pending is None or self._sending is None:
+        """End a reduction that is under way, if there is one."""
+        if self._reduction is None or self._sending is None:
             return
-        arrived = self._pending.wait()
+        arrived = self._reduction.wait()
         self._sending.free()
-        self._pending = self._sending = None
+        self._reduction = self._sending = None
         self._keep(self.chunk.memory.count(arrived, self._name))
 
     # -- the complete shard -------------------------------------------------------------------------------------
 
     def finish(self) -> Tensor:
-        """After the last reduction: the complete shard, at home."""
+        """Return the complete shard, at home, after the last reduction.
+
+        Raises:
+            ChunkError: if there was none.
+        """
         self.collect()
         if self.shard is None:
             raise ChunkError(f"{self.chunk}: its gradient was asked for before any backward")
@@ -196,45 +218,53 @@ class ChunkGradient:
 
     @property
     def names_used(self) -> set[str]:
-        """After a final backward: names of the parameters that any rank used."""
+        """Names of the parameters that any rank used, after a final backward."""
         return {name for name, used in zip(self.chunk.spec.names, self._told, strict=False) if used}
 
     @property
     def has_home(self) -> bool:
-        """Whether there is memory of its own for the shard at home."""
+        """True if it has memory of its own for the shard at home."""
         return self._host is not None
 
     def send_home(self) -> None:
-        """Let the complete shard wait at home, if that is not the device."""
+        """Send the complete shard home, if that is not the device, to wait there."""
         if self._here is not None and self.home != "device":
             self._send(self._here)
 
     def hand_out(self) -> Block | None:
-        """The complete shard on the compute device, now the caller's to free; None if it went home: then ``finish`` has it.
+        """Return the complete shard on the compute device, now the caller's to free; None if it went home: ``shard`` is it then.
 
         ``measured`` stays.
+
+        Raises:
+            ChunkError: if no gradient was reduced, or it was handed out before.
         """
         self.collect()
         if self.shard is None:
             raise ChunkError(f"{self.chunk}: its gradient was asked for before any backward")
-        self.is_gone = True
+        self._to(GradState.CONSUMED)
         if self._here is None:
             return None
         block, self._here, self.shard = self._here, None, None
         return block
 
     def arrival(self) -> Callable[[], None]:
-        """Waits until the shard has arrived at home, as :meth:`finish` does."""
+        """Return what waits until the shard has arrived at home, as :meth:`finish` does."""
         return Arrival(self._sent)
 
     def on_its_way(self) -> Callable[[], None]:
-        """Waits until the shard has arrived at home; from now on that is the caller's to do."""
+        """Return what waits until the shard has arrived at home; from now on that is the caller's to do."""
         sent, self._sent = self._sent, None
         return Arrival(sent)
 
-    def hand_over(self, until: Callable[[], None]) -> None:
-        """Forget the shard at home, whose memory is somebody's ``until`` returns."""
-        self._in_use = until
+    def lend(self) -> None:
+        """Let the optimizer read the shard at home in the background: it is not written again before that is over."""
+        self._is_lent = True
+
+    def hand_over(self) -> None:
+        """Lend the complete shard to the optimizer's step, and keep it no longer."""
+        self._to(GradState.CONSUMED)
+        self.lend()
 
     def clear(self) -> None:
         """Forget everything."""
@@ -246,7 +276,9 @@ class ChunkGradient:
             if block is not None:
                 block.free()
         self._whole = self._here = self._apart = self.shard = self.measured = self._flags = None
-        self.is_settled = self.is_gone = self._owed = False
+        self._owed = False
+        if self.state is not GradState.EMPTY:
+            self._to(GradState.EMPTY)
         self._told = []
         self._filled.clear()
         self.begin()
@@ -254,7 +286,7 @@ class ChunkGradient:
 
     def close(self) -> None:
         """Give all memory back."""
-        self._wait_for_user()
+        self._end_lending()
         self.clear()
         if self._host is not None:
             self._host.free()
@@ -266,7 +298,7 @@ class ChunkGradient:
         return self.chunk.memory.allocate(elements, self.dtype, place, self._name)
 
     def _keep(self, arrived: Block) -> None:
-        """Add to the shard what was summed. It goes home, but for a final backward's, which is stepped with from here."""
+        """Add what was summed to the shard and send it home, but for a final backward's, which is stepped with from here."""
         tensor = arrived.tensor
         if self._here is not None:
             tensor.add_(self._here.tensor)
@@ -279,8 +311,10 @@ class ChunkGradient:
             self.measured = self._measure(tensor)
             if self._flags is not None:
                 self._told, self._flags = self._flags.read(), None
-            self.is_settled = not self._told[-1]
-        elif self.home != "device":
+            self._to(GradState.REDUCED if self._told[-1] else GradState.SETTLED)
+            return
+        self._to(GradState.REDUCED)
+        if self.home != "device":
             if self._kind == "last":
                 self.measured = self._measure(tensor)
             self._send(arrived)
@@ -288,7 +322,7 @@ class ChunkGradient:
     def _send(self, here: Block) -> None:
         """Copy the shard home while the device goes on."""
         with self.chunk.memory.waiting("a gradient's place at home"):
-            self._wait_for_user()
+            self._end_lending()
             self._arrive()
             if self._host is None:
                 self._host = self._allocate(here.tensor.numel(), self.home)
@@ -302,15 +336,15 @@ class ChunkGradient:
             self._sent.synchronize()
             self._sent = None
 
-    def _wait_for_user(self) -> None:
-        if self._in_use is not None:
-            self._in_use()
-            self._in_use = None
+    def _end_lending(self) -> None:
+        if self._is_lent:
+            self._wait_for_reader()
+            self._is_lent = False
 
     # -- whole chunks -------------------------------------------------------------------------------------------
 
     def _put_aside(self) -> None:
-        """Let what came in this backward wait, whole, where the optimizer's state is: nothing is sent to other ranks."""
+        """Send what came in this backward home, whole, to wait there: nothing is sent to other ranks."""
         if self.home == "device" or self._whole is None:
             return
         whole, self._whole = self._complete(), None
@@ -322,7 +356,7 @@ class ChunkGradient:
         self._owed = True
 
     def _complete(self) -> Block:
-        """The whole chunk's gradient with zeros where there is none, padding included, and with what was put aside."""
+        """Return the whole chunk's gradient: zeros where none came, padding included, plus what was put aside."""
         whole = self._whole or self._allocate(self.chunk.spec.size_elems)
         end = 0
         for place, slot in enumerate(self.chunk.spec.slots):

@@ -211,12 +211,12 @@ class GradientFlow:
         """
         sums = []
         for chunk, gradient in self._gradients.items():
-            if gradient.is_gone and norm_type != 2.0:
+            if gradient.is_consumed and norm_type != 2.0:
                 raise ChunkError(
                     f"the {norm_type:g}-norm of gradients was asked for, and they were stepped with as they came: clip by it, or "
                     "say before the backward that it is not 'final'"
                 )
-            shard = None if gradient.is_gone else gradient.finish()
+            shard = None if gradient.is_consumed else gradient.finish()
             known = gradient.measured if norm_type == 2.0 else None
             if known is None and shard is not None:
                 known = measure(chunk, norm_type, shard)

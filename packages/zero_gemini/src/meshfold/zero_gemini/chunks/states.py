@@ -35,6 +35,36 @@ CHUNK_TRANSITIONS: dict[ChunkState, frozenset[ChunkState]] = {
 }
 """Legal transitions. A sharded chunk is gathered at once where a move makes it resident."""
 
+
+class GradState(Enum):
+    """State of a chunk's gradient from one optimizer step to the next."""
+
+    EMPTY = "empty"
+    """No gradient has come since the last step."""
+    ACCUMULATING = "accumulating"
+    """Some of what came is not summed over the group yet."""
+    REDUCING = "reducing"
+    """The sum over the group is under way."""
+    REDUCED = "reduced"
+    """All that came is in the shard; more may come."""
+    SETTLED = "settled"
+    """As ``REDUCED``, and all ranks know that no more comes before the next step."""
+    CONSUMED = "consumed"
+    """The optimizer has it."""
+
+
+GRAD_TRANSITIONS: dict[GradState, frozenset[GradState]] = {
+    GradState.EMPTY: frozenset({GradState.ACCUMULATING, GradState.REDUCING}),
+    GradState.ACCUMULATING: frozenset({GradState.REDUCING, GradState.EMPTY}),
+    GradState.REDUCING: frozenset({GradState.REDUCED, GradState.SETTLED, GradState.EMPTY}),
+    GradState.REDUCED: frozenset(
+        {GradState.ACCUMULATING, GradState.REDUCING, GradState.CONSUMED, GradState.EMPTY}
+    ),
+    GradState.SETTLED: frozenset({GradState.CONSUMED, GradState.EMPTY}),
+    GradState.CONSUMED: frozenset({GradState.EMPTY}),
+}
+"""Legal transitions. What no rank has used is reduced from ``EMPTY``; a step without a second sum consumes from ``REDUCED``."""
+
 State = TypeVar("State", bound=Enum)
 
 

@@ -60,7 +60,7 @@ class EarlySteps:
 
     def offer(self, gradient: ChunkGradient) -> None:
         """A gradient is complete, as far as this rank's backward has come."""
-        if gradient.is_gone or gradient in self._waiting:
+        if gradient.is_consumed or gradient in self._waiting:
             return
         if not gradient.is_settled:
             gradient.send_home()  # more may come: it is held
@@ -82,7 +82,7 @@ class EarlySteps:
         self._waiting.clear()
         for gradient in gradients:
             gradient.collect()
-            if not gradient.is_gone:
+            if not gradient.is_consumed:
                 self._step(gradient)
 
     def end(self) -> None:
@@ -119,7 +119,7 @@ class EarlySteps:
         if block is None:
             assert gradient.shard is not None  # it went home
             self._stepper.step_one(chunk, gradient.shard, used, ready=gradient.on_its_way())
-            gradient.hand_over(partial(self._stepper.done_with, chunk))
+            gradient.lend()
         elif gradient.home == "device":
             self._stepper.step_one(chunk, block.tensor, used, ready=Arrival())
             block.free()

@@ -10,8 +10,6 @@ ways give the same bits.
 
 from __future__ import annotations
 
-from functools import partial
-
 from torch import Tensor
 
 from meshfold.zero_gemini.chunks.gradient import ChunkGradient
@@ -69,7 +67,7 @@ class TrialSteps:
             return
         used = {chunk.spec.names[place] for place in gradient.used}
         if self._stepper.try_step(chunk, gradient.shard, used, factor=self._factor, ready=gradient.arrival()):
-            gradient.hand_over(partial(self._stepper.done_with, chunk))
+            gradient.lend()
             self._sums[gradient] = gradient.sums
 
     def check(self) -> None:
