@@ -15,7 +15,13 @@ from meshfold.mesh.tracking.dims import Dims, Factor, Split, block, whole
 from meshfold.mesh.tracking.rows import ROWS, TURNED
 from meshfold.tensor_parallel.layers.base import BatchShape
 from meshfold.tensor_parallel.layers.dropout import Dropout
-from meshfold.tensor_parallel.layers.element_positions import Batch, Run, fitted, numbers_of, seen_place
+from meshfold.tensor_parallel.layers.element_positions import (
+    GlobalBatch,
+    Run,
+    fitted_positions,
+    followed_positions,
+    numbers_of,
+)
 from meshfold.tensor_parallel.modes import find_mode
 
 S, ALL, FIRST, HERE, HEADS, WIDTH = 6, 10, 4, 4, 2, 3  # rows 4 to 7 of 10 are this data coordinate's
@@ -61,8 +67,8 @@ CASES: dict[str, Case] = {
 }  # fmt: skip
 
 
-def batch_of(first: int = FIRST) -> Batch:
-    return Batch(first, 0, ALL, BatchShape(rows=HERE, given=HERE, length=S), DEALT)
+def batch_of(first: int = FIRST) -> GlobalBatch:
+    return GlobalBatch(first, 0, ALL, BatchShape(rows=HERE, given=HERE, length=S), DEALT)
 
 
 @pytest.mark.parametrize(("part", "real", "by_rows"), CASES.values(), ids=CASES)
@@ -80,29 +86,33 @@ def test_a_part_has_the_numbers_that_it_has_in_the_whole(
     )
     mine = part(numbers)
     guess = tuple((Run(size=n),) for n in mine.shape)
-    place = seen_place(mine, real, by_rows, guess, batch_of(), MESH, ("seq",), "drop")
+    place = followed_positions(mine, real, by_rows, guess, batch_of(), MESH, ("seq",), "drop")
     assert place is not None
     assert torch.equal(numbers_of(place, batch_of(), MESH, torch.device("cpu")), mine.flatten())
-    assert fitted(place, tuple(mine.shape), batch_of(), MESH) == place
+    assert fitted_positions(place, tuple(mine.shape), batch_of(), MESH) == place
 
 
 def test_heads_split_behind_the_rows_in_one_dim() -> None:
     wanted = torch.arange(ALL * 4).view(ALL, 4)[MINE, 2:].flatten()
     x = torch.empty(8, 1)
     real = ((Factor(4), Factor(2, Split(COLUMN))), whole(1))
-    place = seen_place(x, real, ((Factor(8, ROWS),), whole(1)), ((Run(),),) * 2, batch_of(), MESH, (), "drop")
+    place = followed_positions(
+        x, real, ((Factor(8, ROWS),), whole(1)), ((Run(),),) * 2, batch_of(), MESH, (), "drop"
+    )
     assert place is not None
     assert torch.equal(numbers_of(place, batch_of(), MESH, torch.device("cpu")), wanted)
 
 
 def test_another_batch_has_other_sizes_in_the_same_dims() -> None:
     place = ((Run(size=6), Run((), "rows", single=True, size=4)), (Run(size=3),))
-    more = Batch(0, 0, ALL, BatchShape(rows=5, given=5, length=7), None)
-    found = fitted(place, (35, 3), more, MESH)
+    more = GlobalBatch(0, 0, ALL, BatchShape(rows=5, given=5, length=7), None)
+    found = fitted_positions(place, (35, 3), more, MESH)
     assert found is not None
     assert [run.size for run in found[0]] == [7, 5]
-    assert fitted(place, (36, 3), more, MESH) is None
-    windows = fitted(((Run((), "rows", single=True, size=4),),), (10,), more, MESH)  # there was one a row
+    assert fitted_positions(place, (36, 3), more, MESH) is None
+    windows = fitted_positions(
+        ((Run((), "rows", single=True, size=4),),), (10,), more, MESH
+    )  # there was one a row
     assert windows == ((Run((), "rows", single=False, size=10),),)
 
 

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from meshfold.mesh import LayoutError, Mesh
-from meshfold.tensor_parallel.convert.attention_check import BIASES, Probe
+from meshfold.tensor_parallel.convert.attention_check import BIASES, AttentionTrial
 from meshfold.tensor_parallel.convert.blocks import Blocks, find_blocks
 from meshfold.tensor_parallel.convert.boundary import Boundary
 from meshfold.tensor_parallel.convert.heads import Heads, find_heads
@@ -29,7 +29,7 @@ from meshfold.tensor_parallel.modes import Mode, outside_blocks
 from meshfold.tensor_parallel.module_kinds import check_norm, features, is_linear, norm_kind, norm_size
 
 
-class Study:
+class Analysis:
     """A model analysed for a mode.
 
     Attributes:
@@ -127,7 +127,7 @@ class Study:
             )
         for name, heads in self.heads.items():
             self._check_projections(name, heads)
-        self._check_said()
+        self._check_rules_fit()
         for name, heads in self.heads.items():
             heads.check(name, self.mesh, self.mode)
             self._check_region(name)
@@ -150,7 +150,7 @@ class Study:
         pairs = offered_rules(self.model, self.roles)
         if pairs:
             try:
-                Study(self.model, self.mesh, self.mode, {**self._rules, **pairs}).check()
+                Analysis(self.model, self.mesh, self.mode, {**self._rules, **pairs}).check()
             except LayoutError:
                 pairs = {}
         if not pairs:
@@ -158,11 +158,11 @@ class Study:
         written = ", ".join(f'"{pattern}": "{role}"' for pattern, role in pairs.items())
         return f"rules={{{written}}}, if a row layer reads what the column layer before it writes"
 
-    def _check_said(self) -> None:
+    def _check_rules_fit(self) -> None:
         """Raise a LayoutError for a linear layer whose rule does not fit the layers beside it: a row layer reads what a
         column layer writes.
         """
-        for name in self.roles.said:
+        for name in self.roles.by_rule:
             if not is_linear(self.modules[name]):
                 continue
             role, parent = self.roles.role[name], name.rpartition(".")[0]
@@ -259,7 +259,7 @@ class Study:
         prefix = f"{name}." if name else ""
         other += [
             said
-            for said in self.roles.said
+            for said in self.roles.by_rule
             if said.rpartition(".")[0] == prefix[:-1]
             and said not in heads.projections
             and self.roles.role[said] == "column"
@@ -278,9 +278,9 @@ class Study:
         biases = tuple(n for n in self.roles.named("head_bias") if n.rpartition(".")[0] == name)
         split = bool(self.roles.named("head_bias"))
         module, local = self.modules[name], heads.heads // self.mode.head_divisor(self.mesh) * heads.head_dim
-        probe = partial(Probe, name, module, heads, self.mesh, self.mode, biases, split)
-        if why := probe(self._input_width(name)).why_not():
-            if self._only_attention(name) and not self._adapted and not probe(local, stand_in=True).why_not():
+        trial = partial(AttentionTrial, name, module, heads, self.mesh, self.mode, biases, split)
+        if why := trial(self._input_width(name)).why_not():
+            if self._only_attention(name) and not self._adapted and not trial(local, stand_in=True).why_not():
                 self.stand_ins[name] = local
                 return
             where = (

@@ -78,7 +78,7 @@ class _Keeps(nn.Module):
         raise _Reached(x)
 
 
-class Probe:
+class AttentionTrial:
     """Trial of one attention module: with all of its heads, and with those of the first and of the last rank."""
 
     def __init__(
@@ -229,7 +229,7 @@ class Probe:
                 )
                 twin._modules[name.rpartition(".")[2]] = _Gives(share, x if strict else None)
             if rank is not None:
-                self.heads.tell(twin, self.mesh, self.mode)
+                self.heads.set_counts(twin, self.mesh, self.mode)
                 for table in self.tables:
                     weight: Any = twin.get_submodule(table).weight
                     weight.data = self._share(weight.data, (), rank)

@@ -14,7 +14,7 @@ from torch import nn
 
 from meshfold.mesh import Mesh, Part
 from meshfold.mesh.parameters import copy_parameter_hooks
-from meshfold.tensor_parallel.convert.analysis import Study
+from meshfold.tensor_parallel.convert.analysis import Analysis
 from meshfold.tensor_parallel.convert.replicated import Replicated, StreamSource
 from meshfold.tensor_parallel.layers.base import BatchShape
 from meshfold.tensor_parallel.layers.dropout import Dropout
@@ -30,25 +30,25 @@ from meshfold.tensor_parallel.modes import Mode
 from meshfold.tensor_parallel.module_kinds import features, is_conv1d, norm_eps, norm_kind
 
 
-class Maker:
+class LayerBuilder:
     """Builder of sharded layers for an analysed model."""
 
-    def __init__(self, study: Study, mesh: Mesh, lowering: str) -> None:
-        self.study, self.mesh, self.lowering = study, mesh, lowering
+    def __init__(self, analysis: Analysis, mesh: Mesh, lowering: str) -> None:
+        self.analysis, self.mesh, self.lowering = analysis, mesh, lowering
         self.blocks: dict[nn.Parameter, nn.Parameter] = {}
         """of whole parameters, what this rank has of them"""
         self.batch = BatchShape()
 
     def make(self, name: str, role: str, module: Any) -> nn.Module:
         """Return the sharded twin of a module, which may be a meta twin of the model's."""
-        mode, mesh = self.study.mode_at(name), self.mesh
+        mode, mesh = self.analysis.mode_at(name), self.mesh
         if role == "embedding":
             return Embedding.convert(module, mesh, mode)
         if role == "positions":
-            return PositionEmbedding(module, mesh, mode, flat_tokens=self.study.flat, batch=self.batch)
+            return PositionEmbedding(module, mesh, mode, flat_tokens=self.analysis.flat, batch=self.batch)
         if role in ("column", "row", "head", "stem"):
-            tables = [self.study.modules[table].weight for table in self.study.roles.named("embedding")]
-            if role == "head" and any(table is self.study.modules[name].weight for table in tables):
+            tables = [self.analysis.modules[table].weight for table in self.analysis.roles.named("embedding")]
+            if role == "head" and any(table is self.analysis.modules[name].weight for table in tables):
                 role = "tied_head"
             return Linear.convert(
                 module,
@@ -73,22 +73,22 @@ class Maker:
         if role == "dropout":
             return self.dropout(name, module.p, mode, inner=self._inner_before(name)).train(module.training)
         return CausalLMLoss(
-            mesh, mode, self.study.vocabulary, ignore_index=getattr(module, "ignore_index", -100),
+            mesh, mode, self.analysis.vocabulary, ignore_index=getattr(module, "ignore_index", -100),
             label_smoothing=getattr(module, "label_smoothing", 0.0), z_loss=getattr(module, "z_loss", 0.0),
         )  # fmt: skip
 
     def dropout(self, name: str, p: float, mode: Mode, *, inner: int = 0, whole: bool = False) -> Dropout:
-        counts = {heads.heads for heads in self.study.heads.values()}
+        counts = {heads.heads for heads in self.analysis.heads.values()}
         return Dropout(
             p,
             self.mesh,
             mode,
-            self.study.roles.hidden,
+            self.analysis.roles.hidden,
             name,
             inner=inner,
             heads=counts.pop() if len(counts) == 1 else 0,
             whole=whole,
-            flat_tokens=self.study.flat or (self.study.flat_at(name) is not None and not whole),
+            flat_tokens=self.analysis.flat or (self.analysis.flat_at(name) is not None and not whole),
             batch=self.batch,
         )
 
@@ -102,16 +102,16 @@ class Maker:
         Returns:
             What became of it, for the report.
         """
-        mode, said = self.study.mode_at(name), "whole on every rank"
+        mode, said = self.analysis.mode_at(name), "whole on every rank"
         adapter, whole = StreamSource if role == "source" else Replicated, ""
-        hidden, boundary = self.study.roles.hidden, self.study.flat_at(name)
+        hidden, boundary = self.analysis.roles.hidden, self.analysis.flat_at(name)
         adapter(module, self.mesh, mode, hidden, self.batch, boundary).keep_whole(module)
         if isinstance(module, nn.MultiheadAttention) and role == "attention":
-            whole = why_whole(module, self.mesh, self.study.mode)
-            said = f"{said}: {whole}" if whole else f"heads split over {', '.join(self.study.mode.axes)}"
+            whole = why_whole(module, self.mesh, self.analysis.mode)
+            said = f"{said}: {whole}" if whole else f"heads split over {', '.join(self.analysis.mode.axes)}"
         if role == "mixture":
             leaf = experts_of(module)
-            experts, splitter = module.get_submodule(leaf), Experts(self.mesh, self.study.mode)
+            experts, splitter = module.get_submodule(leaf), Experts(self.mesh, self.analysis.mode)
             if why := splitter.why_not(experts):
                 said = f"whole on every rank: {leaf} cannot be split, {why}"
             else:
@@ -119,7 +119,7 @@ class Maker:
                 said = f"{leaf} split by their inner dim over {', '.join(splitter.axes)}, the rest whole"
         for path, parent in module.named_modules(prefix=name):
             if isinstance(parent, nn.MultiheadAttention) and not why_torchs(parent):
-                axes = self.study.mode.axes if role == "attention" and not whole else ()
+                axes = self.analysis.mode.axes if role == "attention" and not whole else ()
                 dropout = self.dropout(f"{path}.functional", 0.0, mode, whole=True)
                 SplitMultiheadAttention.split(parent, self.mesh, axes, dropout, self.blocks)
             for leaf, child in parent._modules.items():
@@ -136,36 +136,36 @@ class Maker:
         it before the last layer); else in which they were made.
         """
         parent = name.rpartition(".")[0]
-        roles = self.study.roles.role
+        roles = self.analysis.roles.role
         beside = [
             other
             for other, role in roles.items()
             if other == name or (other.rpartition(".")[0] == parent and role in ("column", "row"))
         ]
-        calls = _calls(self.study.modules[parent])
+        calls = _calls(self.analysis.modules[parent])
         if all(other.rpartition(".")[2] in calls for other in beside):
             beside.sort(key=lambda other: calls.index(other.rpartition(".")[2]))
         place = beside.index(name)
         before = beside[place - 1] if place else ""
-        return features(self.study.modules[before])[1] if roles.get(before) == "column" else 0
+        return features(self.analysis.modules[before])[1] if roles.get(before) == "column" else 0
 
     def _head_dim(self, name: str) -> int:
         """Return the elements of a projection's output that stay together, those of a head; 0 for other layers."""
-        for heads in self.study.heads.values():
+        for heads in self.analysis.heads.values():
             if name in heads.projections:
                 return (3 if name in heads.interleaved else 1) * heads.head_dim
         return 0
 
     def _parts(self, name: str, module: nn.Module) -> tuple[Part, ...]:
-        for heads in self.study.heads.values():
+        for heads in self.analysis.heads.values():
             if name in heads.projections:
-                return heads.parts(name, self.mesh, self.study.mode)
+                return heads.parts(name, self.mesh, self.analysis.mode)
         given = tuple(Part(size) for size in getattr(module, "parts", ()))
-        if given or self.study.roles.role[name] != "column":
+        if given or self.analysis.roles.role[name] != "column":
             return given
         parent, out = name.rpartition(".")[0], features(module)[1]
-        rows = [row for row in self.study.roles.named("row") if row.rpartition(".")[0] == parent]
-        if len(rows) == 1 and features(self.study.modules[rows[0]])[0] * 2 == out:
+        rows = [row for row in self.analysis.roles.named("row") if row.rpartition(".")[0] == parent]
+        if len(rows) == 1 and features(self.analysis.modules[rows[0]])[0] * 2 == out:
             return (Part(out // 2), Part(out // 2))  # gate and up in one
         return ()
 

@@ -79,7 +79,7 @@ class Heads:
                 f"share {self.kv_heads} heads evenly: use a number of key/value heads that divides {blocks} or is a multiple of it"
             )
 
-    def tell(self, module: nn.Module, mesh: Mesh, mode: Mode) -> None:
+    def set_counts(self, module: nn.Module, mesh: Mesh, mode: Mode) -> None:
         """Set the module's own counts of heads and widths to the local ones."""
         blocks = mode.head_divisor(mesh)
         local, local_kv = self.heads // blocks, max(1, self.kv_heads // blocks)

@@ -32,12 +32,12 @@ from meshfold.tensor_parallel.convert.boundary import Boundary
 from meshfold.tensor_parallel.convert.stream_layout import (
     Axes,
     check_stream,
-    how,
+    describe,
     joined_rows,
-    real,
-    rows,
+    output_rows,
+    spanning_axes,
     stream_rows,
-    tokens,
+    token_dim,
 )
 from meshfold.tensor_parallel.layers.base import OnMesh, ShardedLayer
 from meshfold.tensor_parallel.layers.dropout import Dropout
@@ -49,7 +49,7 @@ from meshfold.tensor_parallel.layers.patch import PatchEmbedding
 from meshfold.tensor_parallel.modes import Mode
 
 
-class Tracked(OnMesh):
+class LayerTracking(OnMesh):
     """Answers of a split model to :func:`meshfold.mesh.tracking.watch`."""
 
     def __init__(self, mesh: Mesh, mode: Mode, kept: Sequence[str], boundaries: Sequence[Boundary]) -> None:
@@ -66,7 +66,7 @@ class Tracked(OnMesh):
         # Code of other modules may compute with pieces of their own parameters, where hooks sum what it returns.
         ours = {id(p) for layer in layers for p in layer.parameters(recurse=False)}
         found.records.placed = lambda parameter: self._placed(parameter) if id(parameter) in ours else None
-        found.random_axes = (*found.random_axes, *real(self.mesh, self.mode.axes))
+        found.random_axes = (*found.random_axes, *spanning_axes(self.mesh, self.mode.axes))
         found.overlooked = ("transformers/masking_utils.py", "transformers/cache_utils.py")
 
     def _placed(self, parameter: Tensor) -> Dims | None:
@@ -76,7 +76,8 @@ class Tracked(OnMesh):
         if len(axes) != parameter.dim():
             return None
         split = [
-            real(self.mesh, tuple(axis for axis in several if axis in self.mode.axes)) for several in axes
+            spanning_axes(self.mesh, tuple(axis for axis in several if axis in self.mode.axes))
+            for several in axes
         ]
         if not any(split):
             return None
@@ -146,10 +147,10 @@ class Tracked(OnMesh):
             else "Put that code in a submodule and keep it whole on every rank: rules={'its_name': 'replicate'}"
         )
         residual = self.mode.layout("residual")
-        splits = set(real(self.mesh, residual["h"])) & set(axes)
+        splits = set(spanning_axes(self.mesh, residual["h"])) & set(axes)
         if splits:
             return f"{rule}; write norms as nn.LayerNorm or nn.RMSNorm; or use mode '1d', in which the stream is whole"
-        if set(real(self.mesh, residual["m"])) & set(axes):
+        if set(spanning_axes(self.mesh, residual["m"])) & set(axes):
             return f"{rule}; or use mode '1d', in which every rank has all tokens"
         return f"{rule}; or use a spec without tensor"
 
@@ -159,22 +160,23 @@ class Tracked(OnMesh):
             return self._linear(found, module, given, dims, shape)
         if isinstance(module, Embedding):
             residual = module.mode.layout("residual")
-            lead = rows(found, module.mesh, dims, shape[:-1], (), residual["m"])
-            return (*lead, block(shape[-1], real(module.mesh, residual["h"]), grain=-1))
+            lead = output_rows(found, module.mesh, dims, shape[:-1], (), residual["m"])
+            return (*lead, block(shape[-1], spanning_axes(module.mesh, residual["h"]), grain=-1))
         if isinstance(module, PositionEmbedding):
             return self._positions(found, module, given, dims, shape)
         if isinstance(module, LayerNorm | RMSNorm):
-            return (*dims[:-1], block(shape[-1], real(module.mesh, module.columns), grain=-1))
+            return (*dims[:-1], block(shape[-1], spanning_axes(module.mesh, module.columns), grain=-1))
         if isinstance(module, HeadNorm | Dropout):
             return dims
         if isinstance(module, PatchEmbedding):
             residual = module.mode.layout("residual")
             first, second = (
-                block(n, real(module.mesh, residual[d])) for n, d in zip(shape[:2], "mh", strict=True)
+                block(n, spanning_axes(module.mesh, residual[d]))
+                for n, d in zip(shape[:2], "mh", strict=True)
             )
             return (first, second, *whole_dims(shape[2:]))
         if isinstance(module, HeadBias):
-            return (*dims, block(shape[-1], real(module.mesh, self.mode.layout("hidden")["n"])))
+            return (*dims, block(shape[-1], spanning_axes(module.mesh, self.mode.layout("hidden")["n"])))
         if isinstance(module, nn.MultiheadAttention):
             return dims
         return whole_dims(shape)
@@ -188,12 +190,12 @@ class Tracked(OnMesh):
             return joined_rows(found, layer.mesh, dims, shape)
         mesh = layer.mesh
         if handed and len(shape) > 2:
-            lead = stream_rows(found, shape[:-1], real(mesh, writes_m), found.rows.dims(given))
+            lead = stream_rows(found, shape[:-1], spanning_axes(mesh, writes_m), found.rows.dims(given))
         elif handed:
-            lead = tuple(tokens(found, mesh, n, writes_m, None) for n in shape[:-1])
+            lead = tuple(token_dim(found, mesh, n, writes_m, None) for n in shape[:-1])
         else:
-            lead = rows(found, mesh, dims[:-1], shape[:-1], reads_m, writes_m)
-        axes = real(mesh, writes_n)
+            lead = output_rows(found, mesh, dims[:-1], shape[:-1], reads_m, writes_m)
+        axes = spanning_axes(mesh, writes_n)
         blocks = mesh.size(*axes)
         parts = tuple(max(1, part.size * part.repeat // blocks) for part in layer.parts)
         if sum(parts) != shape[-1]:
@@ -206,13 +208,13 @@ class Tracked(OnMesh):
             found.rows.flattened(out, given)
         (reads, _), (writes, _) = _between(layer)
         turned = given.dim() > 2 and not is_split(found.rows.dims(given)[0])
-        if turned and real(self.mesh, reads) != real(self.mesh, writes):
+        if turned and spanning_axes(self.mesh, reads) != spanning_axes(self.mesh, writes):
             found.rows.lose(out, EXCHANGED)
 
     def _positions(
         self, found: Tracker, table: PositionEmbedding, ids: Tensor, dims: Dims, shape: tuple[int, ...]
     ) -> Dims:
-        columns = real(table.mesh, table.mode.layout("residual")["h"])
+        columns = spanning_axes(table.mesh, table.mode.layout("residual")["h"])
         lead = dims
         if (
             len(dims) > 1
@@ -222,20 +224,20 @@ class Tracked(OnMesh):
         ):
             lead = ((Factor(size_of(dims[0]), ALIKE),), *dims[1:])
         if table.flat_tokens:
-            lead = tuple(tokens(found, table.mesh, n, table.tokens, dims) for n in shape[:-1])
+            lead = tuple(token_dim(found, table.mesh, n, table.tokens, dims) for n in shape[:-1])
         elif tuple(map(size_of, dims)) != shape[:-1]:
-            lead = (block(shape[0], real(table.mesh, table.tokens)), *dims[1:])
+            lead = (block(shape[0], spanning_axes(table.mesh, table.tokens)), *dims[1:])
         return (*lead, block(shape[-1], columns, grain=-1))
 
     def _check(self, found: Tracker, layer: nn.Module, given: Tensor, dims: Dims, columns: Axes) -> None:
         """Refuse an input whose last dim does not lie as the layer reads it."""
-        wanted = real(self.mesh, columns)
+        wanted = spanning_axes(self.mesh, columns)
         if not dims or (leads(dims[-1], wanted) and axes_of(dims[-1]) == wanted and not is_open(dims[-1])):
             return
         want = ", ".join(wanted) or "nothing"
         found.refuse(
             type(layer).__name__,
-            f"is given a tensor whose last dim {how(dims[-1])}, where it reads one that is split over {want}",
+            f"is given a tensor whose last dim {describe(dims[-1])}, where it reads one that is split over {want}",
             given,
             axes=(*axes_of(dims[-1]), *wanted),
         )
@@ -250,7 +252,7 @@ class Tracked(OnMesh):
         reads, writes = (
             ((), ()) if _is_handed(layer, found.dims(given)) else _token_axes(layer) or (mine, mine)
         )
-        reads, writes = (set(real(self.mesh, tuple(axes))) for axes in (reads, writes))
+        reads, writes = (set(spanning_axes(self.mesh, tuple(axes))) for axes in (reads, writes))
         lacking = reads - axes_in(found.dims(given))
         if lacking != mine and given.requires_grad and any(p.requires_grad for p in layer.parameters()):
             axes = tuple(sorted(lacking ^ mine))

@@ -3,7 +3,7 @@
 - A batch that the mode cannot split is filled up with rows that count for nothing (labels −100), and rows of the
   output that belong to them are cut off.
 - Logits stay split when the model computes its own loss; what comes out is put together when somebody reads it
-  (:mod:`meshfold.tensor_parallel.convert.split_output`). They come out whole when it does not.
+  (:mod:`meshfold.tensor_parallel.convert.lazy_outputs`). They come out whole when it does not.
 - The residual stream comes out whole of a model that has no head.
 - A model whose modules say ``attended_rows = True`` gets its positions whole, and these modules, which make masks and rotary
   tables of them, the rows that attention has.
@@ -26,7 +26,7 @@ from meshfold.mesh.collectives import bind_collect, take_block
 from meshfold.mesh.model_io import IGNORE_INDEX, LABEL_NAMES, map_tensors
 from meshfold.mesh.tracking import tracker, untracked
 from meshfold.mesh.tracking.dims import block
-from meshfold.tensor_parallel.convert.split_output import SplitOutput
+from meshfold.tensor_parallel.convert.lazy_outputs import LazyOutputs
 from meshfold.tensor_parallel.convert.stream_layout import check_stream, joined_rows
 from meshfold.tensor_parallel.layers.base import BatchShape, StreamAdapter
 from meshfold.tensor_parallel.layers.linear import Linear
@@ -34,14 +34,14 @@ from meshfold.tensor_parallel.modes import Mode
 
 _NEVER_LABELS = ("attention_mask", "mask", "position_ids", "token_type_ids", "past_key_values")
 _NOT_ROWS = ("cache_position",)
-_FRAME = "_meshfold_frame"
+_ADAPTER = "_meshfold_model_adapter"
 _INSIDE = ("output_hidden_states", "output_attentions")
 
 
 def row_multiple(model: nn.Module, sequence: int) -> int:
     """Return the multiple of rows that a batch of sequences of so many tokens is padded to; 1 for a model that is not split."""
-    frame: Frame | None = model.__dict__.get(_FRAME)
-    return 1 if frame is None else frame.padded_rows(1, sequence)
+    adapter: ModelAdapter | None = model.__dict__.get(_ADAPTER)
+    return 1 if adapter is None else adapter.padded_rows(1, sequence)
 
 
 @contextmanager
@@ -49,21 +49,23 @@ def padding_for_decoding(model: nn.Module) -> Iterator[None]:
     """Context manager: pad batches as if each row had one token, so that attention keeps its rows when tokens come one at a
     time. It changes nothing for a model that is not split.
     """
-    frames = [frame for m in model.modules() if isinstance(frame := m.__dict__.get(_FRAME), Frame)]
-    for frame in frames:
-        frame.one_by_one = True
+    adapters = [
+        adapter for m in model.modules() if isinstance(adapter := m.__dict__.get(_ADAPTER), ModelAdapter)
+    ]
+    for adapter in adapters:
+        adapter.for_decoding = True
     try:
         yield
     finally:
-        for frame in frames:
-            frame.one_by_one = False
+        for adapter in adapters:
+            adapter.for_decoding = False
 
 
-class Frame(StreamAdapter):
+class ModelAdapter(StreamAdapter):
     """Hooks before and after a model's forward.
 
     Attributes:
-        one_by_one: batches are filled up as if each row had one token.
+        for_decoding: batches are filled up as if each row had one token.
     """
 
     def __init__(
@@ -93,9 +95,9 @@ class Frame(StreamAdapter):
         """
         self.model, self.mesh, self.mode = model, mesh, mode
         self.heads, self.loss, self.hidden = heads, loss, hidden
-        self._split_output = SplitOutput(mesh, outer, heads)
+        self._outputs = LazyOutputs(mesh, outer, heads)
         self._whole, self._ignored, self._batch = whole, ignored, batch
-        self.one_by_one = False
+        self.for_decoding = False
         residual, logits = outer.layout("residual"), outer.layout("logits")
         blocks = [mesh.size(*mode.layout("residual")["m"]), mesh.size(*logits["m"])]
         # Where the stream is split by tokens, batch times sequence has to be a multiple; else the batch has.
@@ -116,9 +118,9 @@ class Frame(StreamAdapter):
         self._of_attention = [m for m in model.modules() if getattr(m, "attended_rows", False)]
         self._parameters = _positional(type(model).forward)
 
-    def frame(self) -> None:
+    def attach_to_model(self) -> None:
         """Register the hooks on the model, and let :func:`row_multiple` know."""
-        self.model.__dict__[_FRAME] = self
+        self.model.__dict__[_ADAPTER] = self
         self.attach(self.model, prepend=True)
         for module in self._of_attention:
             module.register_forward_pre_hook(self._attended_rows)
@@ -160,7 +162,7 @@ class Frame(StreamAdapter):
         if first is None:
             return
         sequence = first.shape[1] if first.dim() == (3 if first.is_floating_point() else 2) else 1
-        if self.one_by_one or given.get("use_cache"):
+        if self.for_decoding or given.get("use_cache"):
             sequence = 1  # the batch must stay the same when further tokens come one at a time
         batch.given, batch.length = first.shape[0], first.shape[1]
         batch.rows = self.padded_rows(batch.given, sequence)
@@ -254,7 +256,7 @@ class Frame(StreamAdapter):
         """Return an output of a model that has computed its loss, gathered when it is read."""
         if not value.dim():
             return value
-        found = self._split_output.when_read(name, value, self._batch.given, self._batch.rows)
+        found = self._outputs.when_read(name, value, self._batch.given, self._batch.rows)
         return self._cut(name, value) if found is None else found
 
     def _join(self, name: str, value: Tensor) -> Tensor:

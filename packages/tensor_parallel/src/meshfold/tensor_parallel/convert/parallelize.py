@@ -8,8 +8,8 @@ from torch import nn
 
 from meshfold.mesh import LayoutError, Mesh, Placement, metadata
 from meshfold.mesh.tracking import watch
-from meshfold.tensor_parallel.convert.analysis import Study
-from meshfold.tensor_parallel.convert.build import Maker, keep_hooks, keep_ties, meta_twin
+from meshfold.tensor_parallel.convert.analysis import Analysis
+from meshfold.tensor_parallel.convert.build import LayerBuilder, keep_hooks, keep_ties, meta_twin
 from meshfold.tensor_parallel.convert.functional_dropout import (
     DropoutPart,
     FunctionalDropout,
@@ -21,9 +21,9 @@ from meshfold.tensor_parallel.convert.huggingface import (
     layers_left_out,
     use_sharded_loss,
 )
-from meshfold.tensor_parallel.convert.layer_tracking import Tracked
+from meshfold.tensor_parallel.convert.layer_tracking import LayerTracking
 from meshfold.tensor_parallel.convert.lora import Adapters, has_adapters
-from meshfold.tensor_parallel.convert.padding import Frame
+from meshfold.tensor_parallel.convert.padding import ModelAdapter
 from meshfold.tensor_parallel.convert.region import Region
 from meshfold.tensor_parallel.convert.replicated import takes_rows
 from meshfold.tensor_parallel.convert.report import Report, placed
@@ -114,13 +114,13 @@ def _split(
     blocks_apart: bool,
 ) -> Report:
     given = {} if rules is None else rules
-    study = Study(module, mesh, mode, given, blocks_apart=blocks_apart, adapted=adapters is not None)
-    maker = Maker(study, mesh, lowering)
+    analysis = Analysis(module, mesh, mode, given, blocks_apart=blocks_apart, adapted=adapters is not None)
+    builder = LayerBuilder(analysis, mesh, lowering)
     if adapters is not None:
-        adapters.check(study.roles.role)
-    report = _Conversion(study, maker).run()
+        adapters.check(analysis.roles.role)
+    report = _Conversion(analysis, builder).run()
     if adapters is not None:
-        adapters.split(mesh, mode, lambda name, p, inner: maker.dropout(name, p, mode, inner=inner), report)
+        adapters.split(mesh, mode, lambda name, p, inner: builder.dropout(name, p, mode, inner=inner), report)
     return report
 
 
@@ -145,14 +145,19 @@ def _check_arguments(module: object, mesh: object) -> None:
 class _Conversion:
     """One call of ``parallelize``: everything is checked and tried on meta twins, then modules are replaced."""
 
-    def __init__(self, study: Study, maker: Maker) -> None:
-        self.study, self.maker = study, maker
-        self.model, self.mesh, self.mode, self.roles = study.model, study.mesh, study.mode, study.roles
-        self.report = Report(mode=study.mode.name, mesh=repr(study.mesh))
+    def __init__(self, analysis: Analysis, builder: LayerBuilder) -> None:
+        self.analysis, self.builder = analysis, builder
+        self.model, self.mesh, self.mode, self.roles = (
+            analysis.model,
+            analysis.mesh,
+            analysis.mode,
+            analysis.roles,
+        )
+        self.report = Report(mode=analysis.mode.name, mesh=repr(analysis.mesh))
 
     def run(self) -> Report:
         """Check, then change."""
-        self.study.check()
+        self.analysis.check()
         if left_out := layers_left_out(self.model):
             raise LayoutError(
                 f"{', '.join(left_out)}: layerdrop leaves out other layers on every rank; set it to 0"
@@ -160,15 +165,15 @@ class _Conversion:
         self._dry_run()
         self.report.parameters = sum(p.numel() for p in self.model.parameters())
         self._replace()
-        for name, heads in self.study.heads.items():
-            heads.tell(self.study.modules[name], self.mesh, self.mode)
-        self._tell_torchs_own()
+        for name, heads in self.analysis.heads.items():
+            heads.set_counts(self.analysis.modules[name], self.mesh, self.mode)
+        self._set_torchs_sizes()
         self._split_and_join()
         self._share_inputs()
-        self._make_frame()
+        self._adapt_model()
         calls = self._catch_dropout()
-        boundaries = [boundary for _, boundary in self.study.boundaries]
-        watch(self.model, Tracked(self.mesh, self.mode, self.roles.named("replicate"), boundaries))
+        boundaries = [boundary for _, boundary in self.analysis.boundaries]
+        watch(self.model, LayerTracking(self.mesh, self.mode, self.roles.named("replicate"), boundaries))
         Recomputation(boundaries, calls).attach(self.model)
         self.report.local_parameters = sum(p.numel() for p in self.model.parameters())
         return self.report
@@ -178,7 +183,7 @@ class _Conversion:
         places: dict[nn.Parameter, tuple[str, Placement]] = {}
         for role in _ORDER:
             for name in self.roles.named(role):
-                module = self.study.modules[name]
+                module = self.analysis.modules[name]
                 if role in WHOLE:
                     whole = [
                         (f"{name}.{key}", p, Placement(shape=tuple(p.shape), axes=((),) * p.dim()))
@@ -186,7 +191,7 @@ class _Conversion:
                     ]
                 else:
                     try:
-                        made = self.maker.make(name, role, meta_twin(module))
+                        made = self.builder.make(name, role, meta_twin(module))
                     except LayoutError as error:
                         raise LayoutError(f"{name}: {error}") from None
                     whole = [
@@ -208,15 +213,15 @@ class _Conversion:
             for leaf, child in parent._modules.items():
                 if child is not None:
                     places.setdefault(child, []).append((parent, leaf))
-        blocks = self.maker.blocks
+        blocks = self.builder.blocks
         for role in _ORDER:
             for name in self.roles.named(role):
-                module = made = self.study.modules[name]
+                module = made = self.analysis.modules[name]
                 said, was = "", type(module).__name__
                 if role in WHOLE:
-                    said = self.maker.keep_whole(name, module, role)
+                    said = self.builder.keep_whole(name, module, role)
                 else:
-                    made = self.maker.make(name, role, module)
+                    made = self.builder.make(name, role, module)
                     keep_ties(module, made, blocks)
                     keep_hooks(module, made)
                     for parent, leaf in places[module]:
@@ -227,19 +232,19 @@ class _Conversion:
                 if parameter is not None and parameter in blocks:
                     module._parameters[leaf] = blocks[parameter]
 
-    def _tell_torchs_own(self) -> None:
+    def _set_torchs_sizes(self) -> None:
         """Set the sizes that torch's own transformers expect of their layers."""
-        for name, module in self.study.modules.items():
+        for name, module in self.analysis.modules.items():
             if isinstance(
                 module, nn.TransformerEncoder
             ):  # in evaluation it would make nested tensors for them
                 module.use_nested_tensor = False
-            if isinstance(module, nn.Transformer) and self.study.begins:
-                columns = self.study.mode_at(name).layout("residual")["h"]
+            if isinstance(module, nn.Transformer) and self.analysis.begins:
+                columns = self.analysis.mode_at(name).layout("residual")["h"]
                 module.d_model = self.roles.hidden // self.mesh.size(*columns)
 
     def _split_and_join(self) -> None:
-        for blocks, boundary in self.study.boundaries:
+        for blocks, boundary in self.analysis.boundaries:
             if blocks is None:
                 boundary.attach(self.model)
                 self.report.notes.append("inputs are split on the way in, outputs joined on the way out")
@@ -248,21 +253,21 @@ class _Conversion:
                 self.report.notes.append(
                     f"{blocks.name}: the stream is split over {', '.join(boundary.tokens)} from the first block to the last"
                 )
-        if self.study.only_blocks and not self.study.lists:
+        if self.analysis.only_blocks and not self.analysis.lists:
             self.report.notes.append(
                 "no nn.ModuleList or nn.Sequential of blocks: every rank has all tokens everywhere"
             )
 
     def _share_inputs(self) -> None:
         """Gather once for several linear layers that read the same input."""
-        for name, module in self.study.modules.items():
-            columns = self.study.children(name, "column")
-            stand_in = self.study.stand_ins.get(name, 0)
-            if stand_in or self.study.needs_region(name):
-                rows = [self._linear(row) for row in self.study.children(name, "row")]
+        for name, module in self.analysis.modules.items():
+            columns = self.analysis.children(name, "column")
+            stand_in = self.analysis.stand_ins.get(name, 0)
+            if stand_in or self.analysis.needs_region(name):
+                rows = [self._linear(row) for row in self.analysis.children(name, "row")]
                 reads = [self._linear(column) for column in columns]
-                boundary = self.study.flat_at(name)
-                Region(reads, rows, boundary, batch=self.maker.batch, stand_in=stand_in).attach(module)
+                boundary = self.analysis.flat_at(name)
+                Region(reads, rows, boundary, batch=self.builder.batch, stand_in=stand_in).attach(module)
             elif len(columns) > 1 and not isinstance(module, nn.ModuleList | nn.ModuleDict):
                 SharedInput([self._linear(column) for column in columns]).around(module)
             else:
@@ -276,27 +281,29 @@ class _Conversion:
             raise LayoutError(f"{name} was not made a sharded linear layer")
         return made
 
-    def _make_frame(self) -> None:
+    def _adapt_model(self) -> None:
         loss = bool(self.roles.named("loss"))
         if is_causal_lm(self.model):
             loss = True
-            use_sharded_loss(self.model, self.mesh, self.study.outer, self.study.vocabulary)
+            use_sharded_loss(self.model, self.mesh, self.analysis.outer, self.analysis.vocabulary)
             self.report.notes.append("loss: vocab-parallel cross entropy")
         heads = [self._linear(name) for name in self.roles.named("head")]
         losses = [m for m in self.model.modules() if isinstance(m, CausalLMLoss)]
-        Frame(
+        ModelAdapter(
             self.model,
             self.mesh,
             self.mode,
-            self.study.outer,
-            by_tokens=self.study.flat or not self.study.by_sequences,
+            self.analysis.outer,
+            by_tokens=self.analysis.flat or not self.analysis.by_sequences,
             heads=heads,
             loss=loss,
-            hidden=self.roles.hidden if self.study.begins and not heads else 0,
-            whole=next((n for n in self.roles.named("replicate") if takes_rows(self.study.modules[n])), ""),
+            hidden=self.roles.hidden if self.analysis.begins and not heads else 0,
+            whole=next(
+                (n for n in self.roles.named("replicate") if takes_rows(self.analysis.modules[n])), ""
+            ),
             ignored=losses[0].ignore_index if losses else -100,
-            batch=self.maker.batch,
-        ).frame()
+            batch=self.builder.batch,
+        ).attach_to_model()
 
     def _catch_dropout(self) -> FunctionalDropout | None:
         if not has_functional_dropout(self.model):
@@ -304,12 +311,12 @@ class _Conversion:
         calls = FunctionalDropout()
         parts = {
             "": self.model,
-            **{name: m for blocks in self.study.lists for name, m in blocks.members.items()},
+            **{name: m for blocks in self.analysis.lists for name, m in blocks.members.items()},
         }
-        whole = {name: self.study.modules[name] for role in WHOLE for name in self.roles.named(role)}
+        whole = {name: self.analysis.modules[name] for role in WHOLE for name in self.roles.named(role)}
         for name, module in {**parts, **whole}.items():
-            part = self.maker.dropout(
-                f"{name}.functional", 0.0, self.study.mode_at(name), whole=name in whole
+            part = self.builder.dropout(
+                f"{name}.functional", 0.0, self.analysis.mode_at(name), whole=name in whole
             )
             DropoutPart(calls, part).attach(module)
         self.report.notes.append("dropout called by function drops by global element")

@@ -137,7 +137,7 @@ class Region(StreamAdapter):
 
 
 def _for_rows(value: Any, rows: int) -> Any:
-    """Return a mask ``b 1 s t`` for other rows than the stream's: its rows are alike, or the frame would have refused it."""
+    """Return a mask ``b 1 s t`` for other rows than the stream's: the model's adapter refuses one whose rows differ."""
     if isinstance(value, Tensor) and value.dim() == 4 and value.shape[0] not in (1, rows):
         return value[:1]
     return value

@@ -23,11 +23,11 @@ from meshfold.tensor_parallel.convert.stream_dims import DimFinder, StreamDims
 from meshfold.tensor_parallel.convert.stream_layout import (
     check_stream,
     joined_rows,
-    places,
-    put_together,
-    real,
+    mark_gathered,
+    mark_split,
+    spanning_axes,
+    split_places,
     split_rows,
-    taken_apart,
 )
 from meshfold.tensor_parallel.layers.base import BatchShape, StreamAdapter
 from meshfold.tensor_parallel.modes import Mode
@@ -79,7 +79,7 @@ class Replicated(StreamAdapter):
         self._streams = frozenset(names[: self._count])
         self._recurrent = isinstance(module, nn.RNNBase)
         self._find = DimFinder(module, batch, hidden, mesh.size(*self._tokens), mesh.size(*self._axes)).find
-        self._real = real(mesh, self._tokens), real(mesh, self._axes)
+        self._real = spanning_axes(mesh, self._tokens), spanning_axes(mesh, self._axes)
         self._known: dict[
             tuple[int, int], StreamDims | None
         ] = {}  # by place and number of dims of an argument
@@ -183,7 +183,7 @@ class Replicated(StreamAdapter):
         key, found = (place, x.dim()), tracker()
         if found is None or any(map(is_open, found.dims(x))):
             return self._known.get(key) or guess(x)
-        rows, columns = places(found.dims(x), *self._real)
+        rows, columns = split_places(found.dims(x), *self._real)
         dims = StreamDims(rows, -1 if columns == x.dim() - 1 else columns)
         before = self._known.setdefault(key, dims)
         if before is not None and before != dims:
@@ -209,17 +209,17 @@ class Replicated(StreamAdapter):
 
     def _collect(self, x: Tensor, dims: StreamDims) -> Tensor:
         if (dim := dims.columns) is not None:
-            x = put_together(self.mesh, x, dim, self._axes, self._collect_columns[dim](x))
+            x = mark_gathered(self.mesh, x, dim, self._axes, self._collect_columns[dim](x))
         if (dim := dims.rows) is not None:
-            x = put_together(self.mesh, x, dim, self._tokens, self._collect_rows[dim](x))
+            x = mark_gathered(self.mesh, x, dim, self._tokens, self._collect_rows[dim](x))
         return x
 
     def _join_mask(self, mask: Any, rows: int) -> Any:
-        """Gather a mask's rows. All ranks have a mask or none has: the frame sees to it."""
+        """Gather a mask's rows. All ranks have a mask or none has: the model's adapter sees to it."""
         if not isinstance(mask, Tensor) or mask.shape[0] != rows:
             return mask
         joined = self._collect_rows[0](mask)
-        return put_together(self.mesh, mask, 0, self._tokens, joined, repeated=True)
+        return mark_gathered(self.mesh, mask, 0, self._tokens, joined, repeated=True)
 
     def _map_states(self, states: Any, change: Callable[[Tensor], Tensor]) -> Any:
         """Apply a function to a recurrent layer's state, ``layers b h``, or to the pair that an LSTM has."""
@@ -275,9 +275,9 @@ class Replicated(StreamAdapter):
 
     def _take(self, x: Tensor, dims: StreamDims) -> Tensor:
         if (dim := dims.rows) is not None:
-            x = taken_apart(self.mesh, x, dim, self._tokens, self._take_rows[dim](x))
+            x = mark_split(self.mesh, x, dim, self._tokens, self._take_rows[dim](x))
         if (dim := dims.columns) is not None:
-            x = taken_apart(self.mesh, x, dim, self._axes, self._take_columns[dim](x))
+            x = mark_split(self.mesh, x, dim, self._axes, self._take_columns[dim](x))
         return x
 
 

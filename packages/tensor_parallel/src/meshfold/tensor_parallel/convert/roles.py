@@ -65,13 +65,13 @@ class Roles:
         hidden: size of the residual stream, in elements.
         role: full name of each module that takes part, to its role.
         refused: full name to the reason, for each module that no rule can place.
-        said: the modules whose role the user gave.
+        by_rule: the modules whose role the user gave.
     """
 
     hidden: int
     role: dict[str, str] = field(default_factory=dict)
     refused: dict[str, str] = field(default_factory=dict)
-    said: list[str] = field(default_factory=list)
+    by_rule: list[str] = field(default_factory=list)
 
     def named(self, role: str) -> list[str]:
         """Return the modules of a role, in order."""
@@ -136,7 +136,7 @@ def classify(model: nn.Module, rules: Mapping[str, str]) -> Roles:
         reason = "" if role in (*WHOLE, "loss", "positions") else _refuse(module)
         if role and not reason:
             found.role[name] = role
-            found.said += [name] if said else []
+            found.by_rule += [name] if said else []
         elif reason or any(is_linear(module) or p not in shared for p in module.parameters(recurse=False)):
             found.refused[name] = reason or _no_rule(name, module, found.hidden)
     return found

@@ -30,18 +30,18 @@ from meshfold.mesh.tracking.follow import Tracker
 Axes = tuple[str, ...]
 
 
-def real(mesh: Mesh, axes: Axes) -> Axes:
+def spanning_axes(mesh: Mesh, axes: Axes) -> Axes:
     """Return the axes with more than one rank."""
     return tuple(axis for axis in axes if mesh.size(axis) > 1)
 
 
-def tokens(found: Tracker, mesh: Mesh, size: int, axes: Axes, before: Dims | None) -> Dim:
+def token_dim(found: Tracker, mesh: Mesh, size: int, axes: Axes, before: Dims | None) -> Dim:
     """Return a dim of ``size`` tokens over these axes, of which others may have dealt the sequences.
 
     Args:
         before: of what they were made, which tells whether they are dealt; None: they are if any are.
     """
-    axes = real(mesh, axes)
+    axes = spanning_axes(mesh, axes)
     dealt = found.dealt
     if dealt is None or (
         before is not None and not any(set(dealt.axes) & set(axes_of(dim)) for dim in before)
@@ -53,7 +53,9 @@ def tokens(found: Tracker, mesh: Mesh, size: int, axes: Axes, before: Dims | Non
     return (Factor(size, Split((*axes, *dealt.axes), "dealt")),)
 
 
-def rows(found: Tracker, mesh: Mesh, lead: Dims, shape: tuple[int, ...], reads: Axes, writes: Axes) -> Dims:
+def output_rows(
+    found: Tracker, mesh: Mesh, lead: Dims, shape: tuple[int, ...], reads: Axes, writes: Axes
+) -> Dims:
     """Return the dims before the last of what a layer returns, from those of what it was given.
 
     Args:
@@ -61,7 +63,7 @@ def rows(found: Tracker, mesh: Mesh, lead: Dims, shape: tuple[int, ...], reads: 
         shape: of what it returns, without the last.
         reads, writes: the axes that split tokens before and behind it.
     """
-    reads, writes = real(mesh, reads), real(mesh, writes)
+    reads, writes = spanning_axes(mesh, reads), spanning_axes(mesh, writes)
     if reads == writes:
         return lead
     if (number := moved_by(lead)) is not None:
@@ -74,7 +76,7 @@ def rows(found: Tracker, mesh: Mesh, lead: Dims, shape: tuple[int, ...], reads: 
             for place, n in enumerate(shape)
         )
     if len(shape) == 1 or not lead:
-        return tuple(tokens(found, mesh, n, writes, lead) for n in shape)
+        return tuple(token_dim(found, mesh, n, writes, lead) for n in shape)
     return (block(shape[0], writes), *(lead[1:] if len(lead) == len(shape) else whole_dims(shape[1:])))
 
 
@@ -114,12 +116,12 @@ def stream_rows(found: Tracker, shape: tuple[int, ...], axes: Axes, rows: Dims) 
 def split_rows(found: Tracker, mesh: Mesh, before: Dims, out: Tensor, axes: Axes, columns: Axes) -> Dims:
     """Return the layout of a block of the stream that was cut out of a tensor, whole over these axes."""
     shape = tuple(out.shape)
-    last = block(shape[-1], real(mesh, columns), grain=-1)
+    last = block(shape[-1], spanning_axes(mesh, columns), grain=-1)
     if len(shape) != len(before):
-        return (*(tokens(found, mesh, n, axes, before) for n in shape[:-1]), last)
+        return (*(token_dim(found, mesh, n, axes, before) for n in shape[:-1]), last)
     if len(shape) == 2:
-        return (tokens(found, mesh, shape[0], axes, before), last)
-    return (block(shape[0], real(mesh, axes)), *before[1:-1], last)
+        return (token_dim(found, mesh, shape[0], axes, before), last)
+    return (block(shape[0], spanning_axes(mesh, axes)), *before[1:-1], last)
 
 
 def joined_rows(found: Tracker, mesh: Mesh, before: Dims, shape: tuple[int, ...]) -> Dims:
@@ -127,11 +129,11 @@ def joined_rows(found: Tracker, mesh: Mesh, before: Dims, shape: tuple[int, ...]
     if len(shape) == len(before) and len(shape) != 2:
         return (whole(shape[0]), *before[1:-1], whole(shape[-1]))
     if len(shape) == 2:
-        return (tokens(found, mesh, shape[0], (), before), whole(shape[-1]))
+        return (token_dim(found, mesh, shape[0], (), before), whole(shape[-1]))
     return (whole(shape[0]), *inner_rows(found, shape[1:-1]), whole(shape[-1]))
 
 
-def put_together(
+def mark_gathered(
     mesh: Mesh, x: Tensor, number: int, axes: Axes, joined: Tensor, *, repeated: bool = False
 ) -> Tensor:
     """Return ``joined``, x gathered along a dim. In a followed forward x must be split so, and the result is marked whole.
@@ -142,7 +144,7 @@ def put_together(
     Raises:
         LayoutError: for a tensor that is not split along that dim over these axes.
     """
-    found, axes = tracker(), real(mesh, axes)
+    found, axes = tracker(), spanning_axes(mesh, axes)
     if found is None or not axes:
         return joined
     dims = list(found.dims(x))
@@ -159,7 +161,7 @@ def put_together(
     return joined
 
 
-def places(dims: Dims, tokens: Axes, columns: Axes) -> tuple[int | None, int | None]:
+def split_places(dims: Dims, tokens: Axes, columns: Axes) -> tuple[int | None, int | None]:
     """Return the dims that are split over the axes of tokens and of features, in blocks; None: none is."""
     found: list[int | None] = [
         next((number for number, dim in enumerate(dims) if axes and _is_block(dim, axes)), None)
@@ -172,13 +174,13 @@ def _is_block(dim: Dim, axes: Axes) -> bool:
     return dim[0].split == Split(axes) and not dim[0].parts
 
 
-def taken_apart(mesh: Mesh, x: Tensor, number: int, axes: Axes, mine: Tensor) -> Tensor:
+def mark_split(mesh: Mesh, x: Tensor, number: int, axes: Axes, mine: Tensor) -> Tensor:
     """Return ``mine``, a rank's block of x along a dim, marked so in a followed forward.
 
     Raises:
         LayoutError: for a tensor that is not whole along that dim.
     """
-    found, axes = tracker(), real(mesh, axes)
+    found, axes = tracker(), spanning_axes(mesh, axes)
     if found is None or not axes:
         return mine
     dims = list(found.dims(x))
@@ -194,7 +196,7 @@ def _refuse_whole(found: Tracker, x: Tensor, number: int, axes: Axes, what: str,
     dim = found.dims(x)[number]
     found.refuse(
         "a module that is kept whole",
-        f"{what} a tensor whose dim {number % x.dim()} {how(dim)}, and {does} over {', '.join(axes)}",
+        f"{what} a tensor whose dim {number % x.dim()} {describe(dim)}, and {does} over {', '.join(axes)}",
         x,
         axes=(*axes_of(dim), *axes),
     )
@@ -204,7 +206,7 @@ def check_stream(found: Tracker, mesh: Mesh, x: Tensor, axes: Axes, columns: Axe
     """Refuse what is taken for the stream, or what a head made of it, and does not lie so: rows in front, columns at the end."""
     dims = found.dims(x)
     dealt = () if found.dealt is None else found.dealt.axes
-    for place, wanted in ((0, real(mesh, axes)), (len(dims) - 1, real(mesh, columns))):
+    for place, wanted in ((0, spanning_axes(mesh, axes)), (len(dims) - 1, spanning_axes(mesh, columns))):
         have = tuple(axis for axis in axes_of(dims[place]) if axis not in dealt)
         turn = "" if place else ": turn it, rows first"
         if (have == wanted and leads(dims[place], wanted) and not is_unknown(dims[place])) or dims[place][
@@ -213,14 +215,14 @@ def check_stream(found: Tracker, mesh: Mesh, x: Tensor, axes: Axes, columns: Axe
             continue
         found.refuse(
             what,
-            f"is given a tensor whose dim {place} {how(dims[place])}, where it wants one that is split over "
+            f"is given a tensor whose dim {place} {describe(dims[place])}, where it wants one that is split over "
             f"{', '.join(wanted) or 'nothing'}{turn}",
             x,
             axes=(*have, *wanted),
         )
 
 
-def how(dim: Dim) -> str:
+def describe(dim: Dim) -> str:
     """Return a dim's layout in words."""
     if is_unknown(dim):
         return "is not known to be split or whole"

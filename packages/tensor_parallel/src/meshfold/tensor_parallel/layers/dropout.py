@@ -19,13 +19,13 @@ from meshfold.mesh.tracking.follow import Tracker
 from meshfold.tensor_parallel.layers.base import BatchShape, ShardedLayer
 from meshfold.tensor_parallel.layers.compiled_dropout import code_of, draw
 from meshfold.tensor_parallel.layers.element_positions import (
-    Batch,
-    Place,
+    GlobalBatch,
+    Positions,
     Run,
     block_of,
-    fitted,
+    fitted_positions,
+    followed_positions,
     numbers_of,
-    seen_place,
 )
 from meshfold.tensor_parallel.modes import Mode
 
@@ -68,7 +68,7 @@ class Dropout(ShardedLayer):
         self.inner, self.heads, self.flat_tokens = inner, heads, flat_tokens
         self._code, self._batch = code_of(self.name), batch or BatchShape()
         self._dealt = mesh.size(*_SEQUENCE) > 1
-        self._seen: dict[int, Place] = {}  # by number of the call in a forward
+        self._seen: dict[int, Positions] = {}  # by number of the call in a forward
         residual, between = mode.layout("residual"), mode.layout("hidden")
         self.residual = ((), ()) if whole else (residual["m"], residual["h"])
         self.between = ((), ()) if whole else (between["m"], between["n"])
@@ -112,17 +112,17 @@ class Dropout(ShardedLayer):
             heads * self.mesh.size(*columns),
         )
 
-    def _draw(self, x: Tensor) -> tuple[int | Tensor, int | Tensor, Batch, int]:
+    def _draw(self, x: Tensor) -> tuple[int | Tensor, int | Tensor, GlobalBatch, int]:
         """Return (seed, key, batch, number) of the next call; a graph's call has no number."""
         if torch.compiler.is_compiling():
             seed, key, first_row, first_token, rows = draw(x, self._code)
-            return seed, key, Batch(first_row, first_token, rows, self._batch, None), -1
+            return seed, key, GlobalBatch(first_row, first_token, rows, self._batch, None), -1
         made = next_dropout_draw(self.name)
-        batch = Batch(made.first_row, made.first_token, made.rows, self._batch, made.dealt)
+        batch = GlobalBatch(made.first_row, made.first_token, made.rows, self._batch, made.dealt)
         return made.seed, made.key, batch, made.call
 
     def _dropped(
-        self, x: Tensor, p: float, place: Place, seed: int | Tensor, key: int | Tensor, batch: Batch
+        self, x: Tensor, p: float, place: Positions, seed: int | Tensor, key: int | Tensor, batch: GlobalBatch
     ) -> Tensor:
         block = block_of(place, batch, self.mesh)
         if block is not None:
@@ -142,10 +142,10 @@ class Dropout(ShardedLayer):
 
     # -- where elements lie ---------------------------------------------------------------------------------------------
 
-    def _look(self, found: Tracker, x: Tensor, call: int, batch: Batch) -> None:
+    def _look(self, found: Tracker, x: Tensor, call: int, batch: GlobalBatch) -> None:
         """Remember the positions of a tensor's elements, for this call in later forwards."""
         dealt = () if found.dealt is None else found.dealt.axes
-        place = seen_place(
+        place = followed_positions(
             x, found.dims(x), found.rows.dims(x), self._guessed(x, batch), batch, self.mesh, dealt, self.name
         )
         if place is not None:
@@ -153,16 +153,16 @@ class Dropout(ShardedLayer):
         else:
             self._seen.pop(call, None)
 
-    def _remembered(self, x: Tensor, call: int, batch: Batch) -> Place | None:
+    def _remembered(self, x: Tensor, call: int, batch: GlobalBatch) -> Positions | None:
         """Return the positions seen for this call, or for another of the same kind; None if none was followed."""
         place = self._seen.get(call)
         if place is None or len(place) != x.dim():
             alike = [seen for seen in self._seen.values() if len(seen) == x.dim()]
             wide = [seen for seen in alike if seen[-1][-1].size == x.shape[-1]]
             place = next(iter(wide or alike), None)
-        return None if place is None else fitted(place, tuple(x.shape), batch, self.mesh)
+        return None if place is None else fitted_positions(place, tuple(x.shape), batch, self.mesh)
 
-    def _of_weights(self, x: Tensor) -> Place:
+    def _of_weights(self, x: Tensor) -> Positions:
         tokens, columns = self.between
         return (
             (Run(tokens, "rows", single=True, size=x.shape[0]),),
@@ -170,7 +170,7 @@ class Dropout(ShardedLayer):
             *((Run(size=n),) for n in x.shape[2:]),
         )
 
-    def _guessed(self, x: Tensor, batch: Batch) -> Place:
+    def _guessed(self, x: Tensor, batch: GlobalBatch) -> Positions:
         """Return the positions of elements, by the sizes of the tensor."""
         size, shape, width = self.mesh.size, tuple(x.shape), x.shape[-1]
         if x.dim() == 4 and shape[1] * size(*self.between[1]) == self.heads:

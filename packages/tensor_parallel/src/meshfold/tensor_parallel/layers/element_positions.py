@@ -41,11 +41,11 @@ class Run(NamedTuple):
     size: int = 0
 
 
-Place = tuple[tuple[Run, ...], ...]
+Positions = tuple[tuple[Run, ...], ...]
 """For each dim of a tensor its runs."""
 
 
-class Batch(NamedTuple):
+class GlobalBatch(NamedTuple):
     """Rows and tokens of a forward: what their numbers follow from.
 
     Attributes:
@@ -62,16 +62,16 @@ class Batch(NamedTuple):
     dealt: TokenShards | None
 
 
-def seen_place(
+def followed_positions(
     x: Tensor,
     real: Dims,
     rows: Dims,
-    guess: Place,
-    batch: Batch,
+    guess: Positions,
+    batch: GlobalBatch,
     mesh: Mesh,
     dealt: tuple[str, ...],
     name: str,
-) -> Place | None:
+) -> Positions | None:
     """Return the positions of a tensor's elements from what a tracker knows; None if that does not tell.
 
     Args:
@@ -121,7 +121,12 @@ def _lost(x: Tensor, name: str, rows: int) -> LayoutError:
 
 
 def _guessed(
-    x: Tensor, rows: Dims, guess: Place, tokens: tuple[str, ...], batch: Batch, dealt: tuple[str, ...]
+    x: Tensor,
+    rows: Dims,
+    guess: Positions,
+    tokens: tuple[str, ...],
+    batch: GlobalBatch,
+    dealt: tuple[str, ...],
 ) -> Dims:
     """Return the dims on the mesh of a tensor of which only is known where it has rows: axes of tokens split these."""
     made: list[Dim] = []
@@ -184,7 +189,9 @@ def _run(real: Factor, rows: Factor, dealt: tuple[str, ...], here: int, mesh: Me
     return Run(axes, kind, is_dealt, kind == "rows" and every == here, size)
 
 
-def fitted(place: Place, shape: tuple[int, ...], batch: Batch, mesh: Mesh) -> Place | None:
+def fitted_positions(
+    place: Positions, shape: tuple[int, ...], batch: GlobalBatch, mesh: Mesh
+) -> Positions | None:
     """Return the same runs of a tensor of another shape; None if it cannot be so."""
     if len(place) != len(shape):
         return None
@@ -197,7 +204,7 @@ def fitted(place: Place, shape: tuple[int, ...], batch: Batch, mesh: Mesh) -> Pl
     return tuple(made)
 
 
-def _resized(run: Run, size: int, batch: Batch, mesh: Mesh) -> Run:
+def _resized(run: Run, size: int, batch: GlobalBatch, mesh: Mesh) -> Run:
     if (
         run.rows != "rows" or torch.compiler.is_compiling()
     ):  # a graph would be another one for every number of rows
@@ -205,7 +212,7 @@ def _resized(run: Run, size: int, batch: Batch, mesh: Mesh) -> Run:
     return run._replace(size=size, single=size * mesh.size(*run.axes) == batch.here.rows)
 
 
-def _sizes(runs: tuple[Run, ...], size: int, batch: Batch, mesh: Mesh) -> list[int] | None:
+def _sizes(runs: tuple[Run, ...], size: int, batch: GlobalBatch, mesh: Mesh) -> list[int] | None:
     """Return sizes of the runs of one dim: rows and sharded tokens are known, of the others all but one are as they were."""
     sizes, left = [run.size for run in runs], -1
     for at, run in enumerate(runs):
@@ -223,7 +230,7 @@ def _sizes(runs: tuple[Run, ...], size: int, batch: Batch, mesh: Mesh) -> list[i
     return sizes
 
 
-def block_of(place: Place, batch: Batch, mesh: Mesh) -> tuple[int | Tensor, int, int] | None:
+def block_of(place: Positions, batch: GlobalBatch, mesh: Mesh) -> tuple[int | Tensor, int, int] | None:
     """Return the numbers of a tensor that is whole but for its last dim and its first, of which it may have a block.
 
     Returns:
@@ -246,7 +253,9 @@ def block_of(place: Place, batch: Batch, mesh: Mesh) -> tuple[int | Tensor, int,
     return start, *columns
 
 
-def numbers_of(place: Sequence[tuple[Run, ...]], batch: Batch, mesh: Mesh, device: torch.device) -> Tensor:
+def numbers_of(
+    place: Sequence[tuple[Run, ...]], batch: GlobalBatch, mesh: Mesh, device: torch.device
+) -> Tensor:
     """Return the number of each element of a tensor in one process's: a vector, row-major, int64."""
     found: Tensor = torch.zeros(1, dtype=torch.int64, device=device)
     stride: int | Tensor = 1
@@ -259,7 +268,7 @@ def numbers_of(place: Sequence[tuple[Run, ...]], batch: Batch, mesh: Mesh, devic
 
 
 def _counted(
-    run: Run, batch: Batch, mesh: Mesh, device: torch.device, *, first: bool
+    run: Run, batch: GlobalBatch, mesh: Mesh, device: torch.device, *, first: bool
 ) -> tuple[Tensor, int | Tensor]:
     """Return the numbers of a run's elements in the whole, and how many the whole has; of the ``first`` run these are not
     wanted.
@@ -289,7 +298,7 @@ def _counted(
     return count + batch.first_row * inner, whole if first else _all_rows(batch) * inner
 
 
-def _first(run: Run, batch: Batch, mesh: Mesh) -> int | Tensor:
+def _first(run: Run, batch: GlobalBatch, mesh: Mesh) -> int | Tensor:
     """Return the number of the first element of a run that has one after the other."""
     first = run.size * mesh.index(*run.axes)
     if run.rows == "tokens":
@@ -297,12 +306,12 @@ def _first(run: Run, batch: Batch, mesh: Mesh) -> int | Tensor:
     return first + batch.first_row * _inner(run, batch, mesh) if run.rows else first
 
 
-def _inner(run: Run, batch: Batch, mesh: Mesh) -> int:
+def _inner(run: Run, batch: GlobalBatch, mesh: Mesh) -> int:
     """Return the elements of a run that each row has."""
     return 1 if run.single or not run.rows else run.size * mesh.size(*run.axes) // batch.here.rows
 
 
-def _all_rows(batch: Batch) -> int | Tensor:
+def _all_rows(batch: GlobalBatch) -> int | Tensor:
     """Return the rows of the global batch.
 
     Raises:

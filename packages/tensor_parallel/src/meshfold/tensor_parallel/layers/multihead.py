@@ -50,7 +50,7 @@ def why_whole(module: nn.MultiheadAttention, mesh: Mesh, mode: Mode) -> str:
     return why_torchs(module) or heads
 
 
-class SplitOutput(ShardedLayer, nn.modules.linear.NonDynamicallyQuantizableLinear):
+class SplitOutProjection(ShardedLayer, nn.modules.linear.NonDynamicallyQuantizableLinear):
     """``out_proj``, which holds parameters and is not called."""
 
 
@@ -78,7 +78,7 @@ class SplitMultiheadAttention(ShardedLayer, nn.MultiheadAttention):
             dropout: of attention weights, that of a module which is whole on every rank.
             blocks: of parameters that were split before, to which those of this module are added: what is shared stays shared.
         """
-        module.__class__, module.out_proj.__class__ = cls, SplitOutput
+        module.__class__, module.out_proj.__class__ = cls, SplitOutProjection
         assert isinstance(module, SplitMultiheadAttention)  # as of the line above
         module._lie_on(mesh, axes, dropout)
         if axes:

@@ -14,13 +14,13 @@ from meshfold.mesh.collectives import take_block
 from meshfold.mesh.model_io import ShardedOutput, lazy_gather
 from meshfold.mesh.tracking import tracker
 from meshfold.mesh.tracking.dims import axes_of, is_unknown
-from meshfold.tensor_parallel.convert.stream_layout import real
+from meshfold.tensor_parallel.convert.stream_layout import spanning_axes
 from meshfold.tensor_parallel.layers.base import OnMesh
 from meshfold.tensor_parallel.layers.linear import Linear
 from meshfold.tensor_parallel.modes import Mode, vocabulary_multiple
 
 
-class SplitOutput(OnMesh):
+class LazyOutputs(OnMesh):
     """Distinction of logits from a model's other outputs: by their layout in a followed forward, and by their size."""
 
     def __init__(self, mesh: Mesh, mode: Mode, heads: Sequence[Linear]) -> None:
@@ -30,7 +30,7 @@ class SplitOutput(OnMesh):
         """
         self.mesh, self._mode = mesh, mode
         layout, multiple = mode.layout("logits"), vocabulary_multiple(mode, mesh)
-        self._tokens, self._words = real(mesh, layout["m"]), real(mesh, layout["v"])
+        self._tokens, self._words = spanning_axes(mesh, layout["m"]), spanning_axes(mesh, layout["v"])
         blocks = mesh.size(*self._words)
         self._heads = {math.ceil(head.out_features / multiple) * multiple // blocks: head for head in heads}
         self._seen: dict[tuple[str, int], tuple[tuple[str, ...] | None, ...]] = {}
