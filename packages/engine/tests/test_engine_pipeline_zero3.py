@@ -19,9 +19,8 @@ from meshfold.engine.zero.states import ZeroStates
 from meshfold.mesh import all_reduce, record
 from meshfold.mesh.testing import ranks
 from meshfold.models import generate
-from meshfold.zero_gemini import Gemini
+from meshfold.zero_gemini import Chunk, Gemini
 from meshfold.zero_gemini.chunks import groups as members
-from meshfold.zero_gemini.chunks.chunk import Chunk
 
 sys.path.append(str(Path(__file__).parent))  # for the helpers beside this file, on every rank
 from pipeline_cases import MODELS, VOCABULARY, Case, batches, compare, engine_of, gpt, relay, run, watched

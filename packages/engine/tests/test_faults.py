@@ -23,7 +23,7 @@ from meshfold.engine import Engine
 from meshfold.engine.zero import states as zero_module
 from meshfold.mesh.testing import run_on_ranks
 from meshfold.models import GPT, GPTConfig
-from meshfold.zero_gemini.errors import DiskError
+from meshfold.zero_gemini import DiskError
 from meshfold.zero_gemini.optimizer import DiskSettings
 
 LIMIT_S = 60.0

@@ -22,17 +22,14 @@ from meshfold.engine.zero.residency import Residency
 from meshfold.engine.zero.states import ZeroStates
 from meshfold.mesh.testing import ranks, run_on_ranks
 from meshfold.models import GPT, GPTConfig
-from meshfold.zero_gemini import Gemini, Home, MemoryPlanError
-from meshfold.zero_gemini import machine_rates as measuring
-from meshfold.zero_gemini import watched_rates as seen
-from meshfold.zero_gemini.chunks.chunk import Chunk
-from meshfold.zero_gemini.errors import DiskError
+from meshfold.zero_gemini import Chunk, DiskError, Gemini, Home, MemoryPlanError
+from meshfold.zero_gemini.machine_rates import observed as seen
+from meshfold.zero_gemini.machine_rates import samples as measuring
+from meshfold.zero_gemini.optimizer import StepKind, StepTiming
 from meshfold.zero_gemini.optimizer import kernel_runs as runs
 from meshfold.zero_gemini.optimizer.cpu_executor import Worker
-from meshfold.zero_gemini.optimizer.step_rates import Pace, What
 from meshfold.zero_gemini.optimizer.trial_steps import Trials
-from meshfold.zero_gemini.planner import Machine, MiB, Plan, Workload
-from meshfold.zero_gemini.planner.options import OUT_OF_PLACE, SPLIT
+from meshfold.zero_gemini.planner import SPECULATIVE_STEP, SPLIT_STEP, Machine, MiB, Plan, Workload
 from meshfold.zero_gemini.trace import PhaseSeconds
 
 STEPS = 5
@@ -111,12 +108,12 @@ def limits_are_kept(folder: str, tight: int) -> None:
 def whole_paces(monkeypatch: pytest.MonkeyPatch) -> None:
     """Wait for the host's step before its pace is taken; else the pace may be of the step before, or of none."""
 
-    def whole(gemini: Gemini) -> dict[What, Pace]:
+    def whole(gemini: Gemini) -> dict[StepKind, StepTiming]:
         gemini.flush()
         return taken(gemini)
 
-    taken = Gemini.take_paces
-    monkeypatch.setattr(Gemini, "take_paces", whole)
+    taken = Gemini.take_step_timings
+    monkeypatch.setattr(Gemini, "take_step_timings", whole)
     monkeypatch.setattr(seen, "ENOUGH_ELEMS", 1)  # the model is small
 
 
@@ -134,10 +131,15 @@ def test_the_host_is_as_fast_as_the_watched_steps_showed() -> None:
 
 @pytest.mark.usefixtures("whole_paces")
 def test_a_plan_is_corrected_by_its_own_first_steps(monkeypatch: pytest.MonkeyPatch) -> None:
-    told: list[tuple[Plan, dict[What, Pace], PhaseSeconds, Plan]] = []
+    told: list[tuple[Plan, dict[StepKind, StepTiming], PhaseSeconds, Plan]] = []
 
     def watched(
-        plans: MeasuredPlans, made: Plan, *, peak: int, paces: dict[What, Pace], compute: PhaseSeconds
+        plans: MeasuredPlans,
+        made: Plan,
+        *,
+        peak: int,
+        paces: dict[StepKind, StepTiming],
+        compute: PhaseSeconds,
     ) -> Plan:
         told.append(
             (made, dict(paces), compute, looked(plans, made, peak=peak, paces=paces, compute=compute))
@@ -177,7 +179,7 @@ def expecting(*strategies: str) -> Any:
     made = MeasuredPlans.plan
 
     def plan(self: MeasuredPlans, workload: Workload, machine: Machine, *, shrunk: float) -> Plan:
-        if OUT_OF_PLACE in (workload.strategies or ()):
+        if SPECULATIVE_STEP in (workload.strategies or ()):
             workload = replace(workload, strategies=strategies)
         return made(self, workload, machine, shrunk=shrunk)
 
@@ -198,11 +200,11 @@ def kept_trials(into: list[int]) -> Any:
 def test_steps_that_count_alike_are_made_on_trial() -> None:
     kept: list[int] = []
     wanted = trained(dict(stage=3, placement="cuda"), steps=8, clip_grad_norm=1e3)
-    with expecting(OUT_OF_PLACE), kept_trials(kept):
+    with expecting(SPECULATIVE_STEP), kept_trials(kept):
         found = trained(dict(gpu_memory_limit=10 * MiB), steps=8, clip_grad_norm=1e3)
     assert_same(found, wanted)
     plan = residency(found[2]).plan
-    assert plan is not None and plan.strategy == OUT_OF_PLACE
+    assert plan is not None and plan.strategy == SPECULATIVE_STEP
     assert kept[:2] == [0, 0] and min(kept[2:]) > 0  # from the plan on
     for engine in (wanted[2], found[2]):
         engine.close()
@@ -211,31 +213,31 @@ def test_steps_that_count_alike_are_made_on_trial() -> None:
 def test_steps_that_clip_are_not() -> None:
     engine = engine_of(dict(gpu_memory_limit=10 * MiB), clip_grad_norm=1e-3)
     generator = torch.Generator().manual_seed(0)
-    with expecting(OUT_OF_PLACE):
+    with expecting(SPECULATIVE_STEP):
         for _ in range(4):
             engine.train_step(engine.shard_batch(torch.randint(128, (4, 16), generator=generator)))
     plan = residency(engine).plan
-    assert plan is not None and plan.workload.strategies == (SPLIT,)
+    assert plan is not None and plan.workload.strategies == (SPLIT_STEP,)
     engine.close()
 
 
 def test_copies_are_no_reason_to_fill_a_host(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where nobody has said how much is to be used, as much again as they take must be left."""
-    monkeypatch.setattr(measuring, "host_bytes", lambda: measuring.UNLIMITED)
+    monkeypatch.setattr(measuring, "available_host_bytes", lambda: measuring.UNLIMITED_BYTES)
     monkeypatch.setattr(measured_plans, "free_host_bytes", lambda: 2**40)
     measuring._rates.cache_clear()
-    with expecting(OUT_OF_PLACE):
+    with expecting(SPECULATIVE_STEP):
         engine = trained(dict(gpu_memory_limit=10 * MiB), steps=3, clip_grad_norm=1e3)[2]
     plans, plan = residency(engine)._plans, residency(engine).plan
-    assert plan is not None and plan.strategy == OUT_OF_PLACE
+    assert plan is not None and plan.strategy == SPECULATIVE_STEP
     there = {chunk.name for chunk in plan.chunks if chunk.state == "host"}
     copies = 12 * sum(cost.elems for cost in plan.workload.chunks if cost.name in there)
     for free in (2 * copies, 2 * copies - 1):
         monkeypatch.setattr(measured_plans, "free_host_bytes", lambda free=free: free)
         assert plans._has_room_for_copies(plan) == (free == 2 * copies)
-        with expecting(OUT_OF_PLACE):
+        with expecting(SPECULATIVE_STEP):
             again = plans.plan(plan.workload, plan.machine, shrunk=0.0)
-        assert again.strategy == (OUT_OF_PLACE if free == 2 * copies else SPLIT)
+        assert again.strategy == (SPECULATIVE_STEP if free == 2 * copies else SPLIT_STEP)
     for left in (copies, copies - 1):
         group = replace(plan.machine, host_bytes=plan.peak_host_bytes + left)
         assert plans._has_room_for_copies(replace(plan, machine=group)) == (left == copies)
@@ -257,12 +259,12 @@ def test_a_run_that_stops_clipping_is_planned_again(monkeypatch: pytest.MonkeyPa
         generator = torch.Generator().manual_seed(0)
         losses[on_trial] = []
         monkeypatch.setattr(residency_module, "WORTH_MOVING", 1e9 if on_trial else 0.0)
-        with expecting(OUT_OF_PLACE), kept_trials(kept):
+        with expecting(SPECULATIVE_STEP), kept_trials(kept):
             for _ in range(14):
                 ids = torch.randint(128, (4, 16), generator=generator)
                 losses[on_trial].append(engine.train_step(engine.shard_batch(ids)))
         plan = found.plan
-        assert plan is not None and (plan.strategy == OUT_OF_PLACE) == on_trial
+        assert plan is not None and (plan.strategy == SPECULATIVE_STEP) == on_trial
         assert (kept[-1] > 0) == on_trial and not any(kept[:8])
         engine.close()
     assert losses[True] == losses[False]

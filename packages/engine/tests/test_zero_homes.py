@@ -55,8 +55,8 @@ def one_has_less() -> tuple[Shares, Shares]:
     rank, sizes = mesh.rank, sizes_of("bf16", "A", 10_000_000, 2)
     found = []
     for what, zero in (
-        ("device_bytes", dict(stage=3)),
-        ("host_bytes", dict(stage=3, gpu_memory_limit=10**7, offload_path="/scratch")),
+        ("available_device_bytes", dict(stage=3)),
+        ("available_host_bytes", dict(stage=3, gpu_memory_limit=10**7, offload_path="/scratch")),
     ):
         have = 10**8 + rank * 10**6
         with mock.patch.object(zero_homes, what, lambda *_, have=have: have):

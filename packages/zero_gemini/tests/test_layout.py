@@ -21,8 +21,8 @@ units = st.sampled_from([(1, 1), (4, 4), (64, 16), (256, 64)])
 
 @given(items=items_of_any_size, chunk_elems=st.integers(1, 6000), shards=st.integers(1, 5), unit=units)
 def test_layout_invariants(items, chunk_elems, shards, unit):
-    align, slot_align = unit
-    layout = lay_out(items, chunk_elems, shards, align_elems=align, slot_align_elems=slot_align)
+    align, slot_alignment = unit
+    layout = lay_out(items, chunk_elems, shards, align_elems=align, slot_align_elems=slot_alignment)
     by_name = {item.name: item for item in items}
 
     # every item in exactly one slot, whole, in a chunk of its group
@@ -39,7 +39,7 @@ def test_layout_invariants(items, chunk_elems, shards, unit):
             assert slot.numel == by_name[slot.name].numel
             assert by_name[slot.name].group == chunk.group
             assert slot.start_elems >= end  # in order, no overlap
-            assert slot.start_elems % slot_align == 0
+            assert slot.start_elems % slot_alignment == 0
             end = slot.start_elems + slot.numel
             assert layout.chunk_of(slot.name) is chunk
             assert layout.slot_of(slot.name) is slot
@@ -66,7 +66,7 @@ def test_layout_invariants(items, chunk_elems, shards, unit):
         # first fit: the first of a chunk did not fit into the one before
         for before, after in itertools.pairwise(shared):
             end = before.slots[-1].start_elems + before.slots[-1].numel
-            start = -(-end // slot_align) * slot_align
+            start = -(-end // slot_alignment) * slot_alignment
             assert start + after.slots[0].numel > layout.chunk_elems
 
 

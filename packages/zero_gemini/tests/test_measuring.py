@@ -15,19 +15,19 @@ from planner_cases import EMULATED, stack
 from stepping_cases import SHAPES, Small, adam
 
 from meshfold.mesh import Group
-from meshfold.zero_gemini import machine_rates as measuring
 from meshfold.zero_gemini.chunks.placement import Home
+from meshfold.zero_gemini.machine_rates import samples as measuring
+from meshfold.zero_gemini.machine_rates.observed import ENOUGH_ELEMS, with_observed_rates
 from meshfold.zero_gemini.memory.arena import Arena
 from meshfold.zero_gemini.memory.arenas import Memory
 from meshfold.zero_gemini.memory.pinned import PAGE_BYTES, page_locked
 from meshfold.zero_gemini.optimizer import AdamStepper
-from meshfold.zero_gemini.optimizer import step_rates as paces
+from meshfold.zero_gemini.optimizer import step_timing as paces
 from meshfold.zero_gemini.optimizer.gpu_streaming import Passage
-from meshfold.zero_gemini.optimizer.step_rates import Pace, Paces, What
+from meshfold.zero_gemini.optimizer.step_timing import StepKind, StepTimer, StepTiming
 from meshfold.zero_gemini.planner import H200, REGIMES, Machine
-from meshfold.zero_gemini.planner.options import HOST_STREAMED, SPLIT, Choice
+from meshfold.zero_gemini.planner.options import HOST_STREAMED, SPLIT_STEP, Choice
 from meshfold.zero_gemini.planner.seconds import seconds_table
-from meshfold.zero_gemini.watched_rates import ENOUGH_ELEMS, as_seen
 
 HOST = Home(parameters="host", state="host")
 
@@ -109,10 +109,10 @@ def test_a_host_that_does_not_matter_is_not_measured(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(measuring, "_gpu_memory", lambda device: 123.0)
     monkeypatch.setattr(measuring, "_name", lambda device: "a GPU")
     alone = Group(axes=(), ranks=(0,), index=0, name="")
-    found = measuring.measure(torch.device("cuda", 7), everyone=alone, host=False)
+    found = measuring.measure_machine(torch.device("cuda", 7), everyone=alone, host=False)
     assert found.gpu_memory == 123.0 and found.h2d == H200.h2d
     with pytest.raises(AssertionError, match="the host was measured"):
-        measuring.measure(torch.device("cuda", 7), everyone=alone)
+        measuring.measure_machine(torch.device("cuda", 7), everyone=alone)
 
 
 def test_equally_large_blocks_begin_on_different_pages() -> None:
@@ -125,13 +125,13 @@ def test_equally_large_blocks_begin_on_different_pages() -> None:
 
 
 def test_paces_add_up_and_begin_anew(clock: Clock) -> None:
-    found = Paces()
+    found = StepTimer()
     for elements, seconds in ((100, 2.0), (300, 1.0)):
         with found.clock("moments", elements):
             clock.now += seconds
     with pytest.raises(ValueError, match="no"), found.clock("whole", 5):
         raise ValueError("no")
-    assert found.take() == {"moments": Pace(400, 3.0)}
+    assert found.take() == {"moments": StepTiming(400, 3.0)}
     assert found.take() == {}
 
 
@@ -148,18 +148,20 @@ def test_steps_on_the_host_are_clocked_by_what_they_do(through: bool) -> None:
     found = stepper.paces.take()
     small.stepper.close()
     on_host = sum(chunk.spec.size_elems for chunk in (small.chunks[0], small.chunks[2]))
-    passed = found.get("passage", Pace()).elements
+    passed = found.get("passage", StepTiming()).elements
     assert (passed > 0) <= through
     # each chunk's parameters and moments by the cores, or all of it by the device; none of the device's own
     for half in ("parameters", "moments"):
-        assert found.get(half, Pace()).elements + passed == 3 * on_host
+        assert found.get(half, StepTiming()).elements + passed == 3 * on_host
     assert all(pace.seconds > 0 for pace in found.values())
 
 
 def test_a_plan_takes_the_rates_that_steps_showed() -> None:
     regime, n = REGIMES["A"], ENOUGH_ELEMS
     machine = replace(EMULATED, passage=5e9, beside_passage=6e9)
-    seen = as_seen(machine, regime, {"parameters": Pace(n, 1.0), "moments": Pace(n, 99.0)})
+    seen = with_observed_rates(
+        machine, regime, {"parameters": StepTiming(n, 1.0), "moments": StepTiming(n, 99.0)}
+    )
     assert seen.host_memory == pytest.approx((18 + 2) * n)  # with the parameters that go up
     assert seen.beside_passage / machine.beside_passage == pytest.approx(
         seen.host_memory / machine.host_memory
@@ -168,7 +170,9 @@ def test_a_plan_takes_the_rates_that_steps_showed() -> None:
         (18 + 2 + 2) * n / 99.0
     )  # with the gradients that come down as well
     assert replace(seen, host_memory=machine.host_memory, beside_passage=6e9, moments_memory=0.0) == machine
-    whole = as_seen(machine, regime, {"whole": Pace(3 * n, 2.0), "parameters": Pace(n, 1.0)})
+    whole = with_observed_rates(
+        machine, regime, {"whole": StepTiming(3 * n, 2.0), "parameters": StepTiming(n, 1.0)}
+    )
     assert whole.host_memory == pytest.approx((30 * 3 * n + 20 * n) / 3)
     assert whole.moments_memory == 0.0
 
@@ -177,31 +181,31 @@ def test_what_passes_through_the_device_is_as_fast_as_its_steps_showed() -> None
     """Cores and device share the memory: neither's rate says anything of the other, or of steps without a passage."""
     regime, n = REGIMES["A"], ENOUGH_ELEMS
     machine = replace(EMULATED, passage=5e9, beside_passage=6e9)
-    took: dict[What, Pace] = {
-        "parameters": Pace(4 * n, 2.0),
-        "passage": Pace(n, 3.0),
-        "moments": Pace(n, 1.0),
+    took: dict[StepKind, StepTiming] = {
+        "parameters": StepTiming(4 * n, 2.0),
+        "passage": StepTiming(n, 3.0),
+        "moments": StepTiming(n, 1.0),
     }
-    found = as_seen(machine, regime, took, passed=26.0)
+    found = with_observed_rates(machine, regime, took, passed=26.0)
     assert found.beside_passage == pytest.approx(18 * 4 * n / 2.0)
     assert found.passage == pytest.approx(26 * n / 3.0)
     assert found.moments_memory == pytest.approx(22 * n)
     assert replace(found, passage=5e9, beside_passage=6e9, moments_memory=0.0) == machine
-    cores = as_seen(machine, regime, {**took, "passage": Pace(n - 1, 3.0)}, passed=26.0)
+    cores = with_observed_rates(machine, regime, {**took, "passage": StepTiming(n - 1, 3.0)}, passed=26.0)
     assert replace(cores, moments_memory=0.0) == machine
 
 
 def test_into_second_copies_the_cores_are_as_fast_as_seen() -> None:
     regime, n = REGIMES["A"], ENOUGH_ELEMS
-    took: dict[What, Pace] = {"second copy": Pace(n, 2.0), "passage": Pace(n, 1.0)}
-    both = as_seen(replace(EMULATED, passage=5e9, beside_passage=6e9), regime, took, passed=26.0)
+    took: dict[StepKind, StepTiming] = {"second copy": StepTiming(n, 2.0), "passage": StepTiming(n, 1.0)}
+    both = with_observed_rates(replace(EMULATED, passage=5e9, beside_passage=6e9), regime, took, passed=26.0)
     assert (both.beside_passage, both.passage) == (pytest.approx(26 * n / 2.0), pytest.approx(26 * n))
-    assert as_seen(EMULATED, regime, took).host_memory == pytest.approx((26 + 4) * n / 2.0)
+    assert with_observed_rates(EMULATED, regime, took).host_memory == pytest.approx((26 + 4) * n / 2.0)
 
 
 def test_a_disk_is_as_fast_as_the_steps_of_what_is_on_it() -> None:
     regime, n = REGIMES["A"], 2 * ENOUGH_ELEMS
-    found = as_seen(EMULATED, regime, {"disk": Pace(n, 7.0)})
+    found = with_observed_rates(EMULATED, regime, {"disk": StepTiming(n, 7.0)})
     assert 10 * n / found.disk_read + 10 * n / found.disk_write == pytest.approx(7.0)
     assert found.disk_read / found.disk_write == pytest.approx(EMULATED.disk_read / EMULATED.disk_write)
     same = replace(found, disk_read=EMULATED.disk_read, disk_write=EMULATED.disk_write)
@@ -232,7 +236,7 @@ def test_moments_are_hidden_as_fast_as_they_were_seen() -> None:
     host = Choice(chunks=np.full(4, HOST_STREAMED), layers=np.zeros(4, dtype=int))
 
     def seconds(machine: Machine) -> list[tuple[str, float]]:
-        table, phases = seconds_table(work, machine, SPLIT)
+        table, phases = seconds_table(work, machine, SPLIT_STEP)
         rows = table.at(host)
         return [
             (f"{phase.name} {table.names[row]}", float(rows[row]))
@@ -247,8 +251,8 @@ def test_moments_are_hidden_as_fast_as_they_were_seen() -> None:
 
 @pytest.mark.parametrize(
     "few",
-    [{}, {"parameters": Pace(ENOUGH_ELEMS - 1, 1e-3)}, {"moments": Pace(ENOUGH_ELEMS - 1, 1e-3)}],
+    [{}, {"parameters": StepTiming(ENOUGH_ELEMS - 1, 1e-3)}, {"moments": StepTiming(ENOUGH_ELEMS - 1, 1e-3)}],
     ids=["none", "few", "few moments"],
 )
-def test_a_few_elements_say_nothing_of_the_memory(few: dict[What, Pace]) -> None:
-    assert as_seen(EMULATED, REGIMES["A"], few) is EMULATED
+def test_a_few_elements_say_nothing_of_the_memory(few: dict[StepKind, StepTiming]) -> None:
+    assert with_observed_rates(EMULATED, REGIMES["A"], few) is EMULATED

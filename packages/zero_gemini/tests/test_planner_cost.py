@@ -24,8 +24,8 @@ from meshfold.zero_gemini.planner import (
     cuda,
     static,
 )
-from meshfold.zero_gemini.planner.memory import windows
-from meshfold.zero_gemini.planner.options import OUT_OF_PLACE, SPLIT
+from meshfold.zero_gemini.planner.memory import gather_windows
+from meshfold.zero_gemini.planner.options import SPECULATIVE_STEP, SPLIT_STEP
 from meshfold.zero_gemini.planner.seconds import seconds_table
 
 sys.path.append(str(Path(__file__).parent))
@@ -122,7 +122,7 @@ def test_the_split_step_shortens_the_forward() -> None:
 
 def split(machine: Machine) -> Workload:
     """Of what training does: the step in halves."""
-    return replace(work(machine=machine, clipping=True), strategies=(SPLIT,))
+    return replace(work(machine=machine, clipping=True), strategies=(SPLIT_STEP,))
 
 
 def test_what_passes_through_the_device_is_off_the_cores() -> None:
@@ -176,7 +176,7 @@ def test_nothing_passes_through_where_all_is_on_the_device() -> None:
 
 def test_the_whole_step_of_what_is_on_disk_moves_26_bytes_in_the_forward() -> None:
     # from disk: 26 bytes of the CPU, 2 of the upload, 20 of the disk's own traffic; from memory: the first half's 18
-    table, phases = seconds_table(work(clipping=True), MACHINE, SPLIT)
+    table, phases = seconds_table(work(clipping=True), MACHINE, SPLIT_STEP)
     row = table.names.index("host memory")
     assert phases[0].start <= row < phases[0].stop
     assert table.chunk[0, 2, row] * MACHINE.host_memory == pytest.approx((18 + 2) * E)
@@ -205,13 +205,13 @@ def test_out_of_place_is_picked_when_clipping_is_rare_and_host_memory_is_there()
 
 def test_out_of_place_the_device_takes_its_share() -> None:
     n = LAYERS * E
-    table, _ = seconds_table(work(clipping=True, clip_probability=0.0), MACHINE, OUT_OF_PLACE)
+    table, _ = seconds_table(work(clipping=True, clip_probability=0.0), MACHINE, SPECULATIVE_STEP)
     host = table.names.index("host memory")
     alone = table.chunk[:, 2, host].sum() * MACHINE.host_memory
     up = 2 * (2 * n - E)  # for each half of the step; the last of the forward is the first of the backward
     assert alone == pytest.approx((26 + 2) * n + up)
     both = replace(MACHINE, passage=26e9, beside_passage=26e9)  # as many elements a second each
-    table, _ = seconds_table(work(clipping=True, clip_probability=0.0), both, OUT_OF_PLACE)
+    table, _ = seconds_table(work(clipping=True, clip_probability=0.0), both, SPECULATIVE_STEP)
 
     def seconds(name: str) -> float:
         return float(table.chunk[:, 2, table.names.index(name)].sum())
@@ -245,8 +245,8 @@ def test_streamed_parameters_are_on_the_gpu_in_their_windows() -> None:
 
 def test_windows_meet_at_the_turn() -> None:
     workload = work()
-    assert windows(workload.chunks[0], workload) == ((0, 0), (10, 11))
-    assert windows(workload.chunks[5], workload) == ((4, 6),)
+    assert gather_windows(workload.chunks[0], workload) == ((0, 0), (10, 11))
+    assert gather_windows(workload.chunks[5], workload) == ((4, 6),)
 
 
 def test_data_ranks_hold_shards_and_gather_chunks() -> None:

@@ -31,7 +31,7 @@ from meshfold.zero_gemini.planner import (
     timeline,
 )
 from meshfold.zero_gemini.planner.memory import KINDS, gpu_kinds
-from meshfold.zero_gemini.planner.policies import again
+from meshfold.zero_gemini.planner.policies import recost
 from meshfold.zero_gemini.planner.result import options_of
 
 sys.path.append(str(Path(__file__).parent))
@@ -143,14 +143,14 @@ def test_the_timeline_adds_up(planned: Plan, workload: Workload) -> None:
 
 
 def test_a_plan_can_be_judged_again_for_another_machine(planned: Plan) -> None:
-    same = again(planned, planned.workload, planned.machine)
+    same = recost(planned, planned.workload, planned.machine)
     assert (same.seconds, same.terms, same.chunks, same.layers) == (
         planned.seconds,
         planned.terms,
         planned.chunks,
         planned.layers,
     )
-    slower = again(
+    slower = recost(
         planned, planned.workload, replace(planned.machine, host_memory=planned.machine.host_memory / 3)
     )
     assert (slower.chunks, slower.layers, slower.gpu_bytes) == (

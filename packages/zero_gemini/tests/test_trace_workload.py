@@ -27,7 +27,7 @@ from meshfold.zero_gemini.planner import (
     plan,
     static,
 )
-from meshfold.zero_gemini.planner.memory import gpu_kinds, layer_bytes, windows
+from meshfold.zero_gemini.planner.memory import gather_windows, gpu_kinds, layer_bytes
 from meshfold.zero_gemini.trace import ChunkUse, Trace, TracedLayer, TracedMoment, chunk_uses, workload_of
 
 sys.path.append(str(Path(__file__).parent))
@@ -81,7 +81,7 @@ def test_a_tied_chunk_is_away_between_its_uses() -> None:
     tied = found.chunks[0]
     assert tied.visits == ((0, 0), (3, 3), (4, 4), (7, 7))
     assert (tied.forward, tied.backward) == ((0, 3), (4, 7))  # its gradient is there from first to last
-    assert windows(tied, found) == ((0, 0), (2, 4), (6, 7))
+    assert gather_windows(tied, found) == ((0, 0), (2, 4), (6, 7))
     gathered = gpu_kinds(found)["gathered"][0, 2]
     assert gathered.tolist() == [2000, 0, 2000, 2000, 2000, 0, 2000, 2000]
     # loaded twice in the forward, once in the backward
@@ -108,7 +108,7 @@ def test_units_that_lie_in_one_another_keep_their_chunks() -> None:
         use("y", b=1000),
     )
     assert found.chunks[0].visits == ((0, 2), (3, 5))
-    assert windows(found.chunks[0], found) == ((0, 5),)
+    assert gather_windows(found.chunks[0], found) == ((0, 5),)
 
 
 def test_unused_frozen_and_forward_only_chunks_have_a_place() -> None:
@@ -125,7 +125,7 @@ def test_unused_frozen_and_forward_only_chunks_have_a_place() -> None:
         use("frozen", a=1000, trainable=False),
     )
     chunks = {chunk.name: chunk for chunk in found.chunks}
-    assert chunks["never"].visits == () and windows(chunks["never"], found) == ()
+    assert chunks["never"].visits == () and gather_windows(chunks["never"], found) == ()
     assert chunks["never"].forward_seconds == chunks["never"].backward_seconds == 0
     assert chunks["first"].visits == ((0, 0),) and chunks["first"].backward == (2, 2)
     made = cpu(found, EMULATED)

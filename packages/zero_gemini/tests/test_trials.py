@@ -21,7 +21,7 @@ from training_cases import CPU, Model, batches, in_chunks, loss_of, make_model
 from meshfold.mesh.testing import run_on_ranks
 from meshfold.zero_gemini import Gemini, Home, Memory
 from meshfold.zero_gemini.chunks.chunk import Chunk
-from meshfold.zero_gemini.optimizer.backward_role import Backward
+from meshfold.zero_gemini.optimizer.backward_role import BackwardRole
 from meshfold.zero_gemini.optimizer.trial_steps import Trials
 
 HOMES = {
@@ -262,7 +262,7 @@ def accumulated(on_trial: bool) -> list[Tensor]:
     return found
 
 
-def several(on_trial: bool, kinds: tuple[Backward, ...] = ()) -> list[Tensor]:
+def several(on_trial: bool, kinds: tuple[BackwardRole, ...] = ()) -> list[Tensor]:
     """There are more backwards after one that could be a step's last: then nothing is tried any more."""
     model = make_model()
     gemini = in_chunks(model, torch.bfloat16, homes_of("streamed"))

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from meshfold.zero_gemini.errors import MemoryPlanError
 from meshfold.zero_gemini.optimizer import state_tree as paths
-from meshfold.zero_gemini.optimizer.dispatch import adam_regime, kind_of
+from meshfold.zero_gemini.optimizer.dispatch import adam_regime, optimizer_kind
 from meshfold.zero_gemini.optimizers import CPUAdam, HybridAdam
 
 
@@ -138,20 +138,20 @@ def parameters() -> list[nn.Parameter]:
 
 @pytest.mark.parametrize("name", ["SGD", "NAdam", "RAdam", "Adamax", "Adadelta", "RMSprop", "Rprop", "ASGD"])
 def test_torchs_elementwise_ones(name: str) -> None:
-    assert kind_of(getattr(torch.optim, name)(parameters(), lr=0.1)) == "elementwise"
+    assert optimizer_kind(getattr(torch.optim, name)(parameters(), lr=0.1)) == "elementwise"
 
 
 def test_torchs_others() -> None:
-    assert kind_of(torch.optim.AdamW(parameters())) == "adam"
-    assert kind_of(torch.optim.Adam(parameters())) == "adam"
-    assert kind_of(torch.optim.AdamW(parameters(), amsgrad=True)) == "elementwise"
-    assert kind_of(torch.optim.AdamW(parameters()), [(torch.float64, torch.float64)]) == "elementwise"
-    assert kind_of(torch.optim.Adafactor(parameters())) == "matrices"
-    assert kind_of(torch.optim.Muon(parameters()[:1])) == "matrices"
+    assert optimizer_kind(torch.optim.AdamW(parameters())) == "adam"
+    assert optimizer_kind(torch.optim.Adam(parameters())) == "adam"
+    assert optimizer_kind(torch.optim.AdamW(parameters(), amsgrad=True)) == "elementwise"
+    assert optimizer_kind(torch.optim.AdamW(parameters()), [(torch.float64, torch.float64)]) == "elementwise"
+    assert optimizer_kind(torch.optim.Adafactor(parameters())) == "matrices"
+    assert optimizer_kind(torch.optim.Muon(parameters()[:1])) == "matrices"
     with pytest.raises(MemoryPlanError, match="LBFGS needs all gradients in one vector"):
-        kind_of(torch.optim.LBFGS([nn.Parameter(torch.zeros(1))]))
+        optimizer_kind(torch.optim.LBFGS([nn.Parameter(torch.zeros(1))]))
     with pytest.raises(MemoryPlanError, match="SparseAdam steps on sparse gradients"):
-        kind_of(torch.optim.SparseAdam(parameters()))
+        optimizer_kind(torch.optim.SparseAdam(parameters()))
 
 
 @pytest.mark.parametrize(
@@ -167,7 +167,7 @@ def test_users_own_are_tried(cls: type[Custom], kind: str) -> None:
     torch.manual_seed(5)
     wanted, calls = torch.rand(1), made.helper["calls"]
     torch.manual_seed(5)
-    assert kind_of(made) == kind
+    assert optimizer_kind(made) == kind
     assert torch.equal(torch.rand(1), wanted)  # chance is left as it was
     assert made.helper["calls"] == calls
     assert not made.state or cls is FromTheStart
@@ -181,9 +181,9 @@ def test_every_group_counts() -> None:
                     p.data.sub_(p.grad / p.grad.norm() if group["whole"] else p.grad)
 
     one, other = parameters()
-    assert kind_of(Switched([{"params": [one], "whole": False}])) == "elementwise"
+    assert optimizer_kind(Switched([{"params": [one], "whole": False}])) == "elementwise"
     both = Switched([{"params": [one], "whole": False}, {"params": [other], "whole": True}])
-    assert kind_of(both) == "matrices"
+    assert optimizer_kind(both) == "matrices"
 
 
 @pytest.mark.parametrize(
@@ -197,18 +197,18 @@ def test_every_group_counts() -> None:
 )
 def test_what_cannot_be_carried_out_is_refused(cls: type[Custom], match: str) -> None:
     with pytest.raises(MemoryPlanError, match=match):
-        kind_of(cls(parameters()))
+        optimizer_kind(cls(parameters()))
 
 
 @pytest.mark.parametrize("cls", [HybridAdam, CPUAdam])
 def test_ours(cls: type[HybridAdam]) -> None:
     half = [(torch.bfloat16, torch.float32), (torch.float32, torch.float32)]
-    assert kind_of(cls(parameters(), adamw_mode=False), half) == "adam"
-    assert kind_of(cls(parameters(), bias_correction=False)) == "elementwise"
+    assert optimizer_kind(cls(parameters(), adamw_mode=False), half) == "adam"
+    assert optimizer_kind(cls(parameters(), bias_correction=False)) == "elementwise"
     with pytest.raises(MemoryPlanError, match=r"float64.*torch.optim.AdamW"):
-        kind_of(cls(parameters()), [(torch.float64, torch.float64)])
+        optimizer_kind(cls(parameters()), [(torch.float64, torch.float64)])
     with pytest.raises(MemoryPlanError, match="bias_correction=False and a regime"):
-        kind_of(cls(parameters(), bias_correction=False, regime="B"))
+        optimizer_kind(cls(parameters(), bias_correction=False, regime="B"))
     assert adam_regime(cls(parameters(), regime="C", seed=3), "A", 0) == ("C", 3)
     assert adam_regime(cls(parameters(), regime="B"), "B", 7) == ("B", 7)
     assert adam_regime(torch.optim.AdamW(parameters()), "B", 7) == ("B", 7)

@@ -16,7 +16,7 @@ from meshfold.engine.states.replicated import States
 from meshfold.engine.states.shown_gradients import ShownGradients
 
 if TYPE_CHECKING:
-    from meshfold.zero_gemini.optimizer.backward_role import Backward
+    from meshfold.zero_gemini import BackwardRole
 
 _ADVICE = (
     "the engine has the gradients. Between engine.backward(loss) and engine.step() torch.nn.utils.clip_grad_norm_ and "
@@ -86,7 +86,7 @@ class Accumulation:
         self._begun = False
 
     @contextmanager
-    def taking(self, kind: Backward, *, shown: bool = True) -> Iterator[None]:
+    def taking(self, kind: BackwardRole, *, shown: bool = True) -> Iterator[None]:
         """Around a backward: what gradients come inside are summed over the data ranks, now or later.
 
         Args:
@@ -105,7 +105,7 @@ class Accumulation:
             self._shown.show()
 
     def backward(
-        self, share: Tensor, kind: Backward, *, retain_graph: bool = False, shown: bool = True
+        self, share: Tensor, kind: BackwardRole, *, retain_graph: bool = False, shown: bool = True
     ) -> None:
         """Backward of this rank's share of a loss; ``shown`` as for :meth:`taking`."""
         with self.taking(kind, shown=shown):

@@ -26,7 +26,7 @@ from meshfold.mesh.recording import at_step
 if TYPE_CHECKING:
     from meshfold.engine.batches.batch import Batch
     from meshfold.engine.batches.shares import Shares
-    from meshfold.zero_gemini.optimizer.backward_role import Backward
+    from meshfold.zero_gemini import BackwardRole
 
 
 class TrainStep:
@@ -124,7 +124,7 @@ class TrainStep:
         if self.stages is not None:
             return self._through_stages(self.stages, work, shares, last=last, shown=shown)
         # Where nobody looks at the gradients before the optimizer does, it may step as they come.
-        kind: Backward = "more" if not last else "last" if self.needs_all_gradients else "final"
+        kind: BackwardRole = "more" if not last else "last" if self.needs_all_gradients else "final"
         while True:
             try:
                 self.gradients.begin()
@@ -196,7 +196,7 @@ class TrainStep:
             SpecError: for a loss that is no scalar that depends on parameters.
         """
         check_loss(loss)
-        kind: Backward = "last" if self.gradients.summed else "apart"
+        kind: BackwardRole = "last" if self.gradients.summed else "apart"
         self.gradients.backward(loss.double() / self._world.data_size, kind, retain_graph=retain_graph)
 
     # -- the optimizer's step ---------------------------------------------------------------------------------------

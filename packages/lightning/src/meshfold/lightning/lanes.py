@@ -21,7 +21,7 @@ from meshfold.engine.world import World
 from meshfold.mesh import SpecError
 
 if TYPE_CHECKING:
-    from meshfold.zero_gemini.optimizer.backward_role import Backward
+    from meshfold.zero_gemini import BackwardRole
 
 _BEHIND = (
     "was called behind the strategy's back, where gradients are not summed over the ranks yet: call step() of what "
@@ -99,7 +99,7 @@ class Lane:
             self.states.begin(first=not self._backwards)
 
     @contextmanager
-    def backward(self, kind: Backward, scaler: LossScaler) -> Iterator[None]:
+    def backward(self, kind: BackwardRole, scaler: LossScaler) -> Iterator[None]:
         """Around a backward of a scaled loss: what gradients come are this lane's."""
         if self._finished:
             raise TrainingError(

@@ -23,12 +23,10 @@ from meshfold.planner.zero_estimate import (
     trace_without_values,
     with_collectives,
 )
-from meshfold.zero_gemini import MemoryPlanError
-from meshfold.zero_gemini.chunks.groups import slot_align
+from meshfold.zero_gemini import MemoryPlanError, slot_alignment
 from meshfold.zero_gemini.planner import Limits, Plan, Regime
 from meshfold.zero_gemini.planner import Machine as Rates
-from meshfold.zero_gemini.trace import Trace, chunk_uses
-from meshfold.zero_gemini.trace.workload import ChunkUse
+from meshfold.zero_gemini.trace import ChunkUse, Trace, chunk_uses
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -128,7 +126,7 @@ def stage_problem(
         world.mesh,
         dtype=precision.dtype,
         other_dtypes=other_dtypes(model, precision),
-        slot_align_elems=slot_align(spec.regime),
+        slot_align_elems=slot_alignment(spec.regime),
     )
     return StageProblem(
         trace=with_collectives(trace, log, world.mesh, machine),

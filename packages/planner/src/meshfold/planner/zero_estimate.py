@@ -16,15 +16,14 @@ from meshfold.mesh.model_io import DryRun
 from meshfold.mesh.spec import ZeroSpec
 from meshfold.planner.estimates import Memory
 from meshfold.planner.machines import Machine
-from meshfold.zero_gemini import MemoryPlanError
-from meshfold.zero_gemini.chunks.groups import slot_align
+from meshfold.zero_gemini import MemoryPlanError, slot_alignment
 from meshfold.zero_gemini.planner import (
     Limits,
     Plan,
     Workload,
+    gather_windows,
     timeline,
 )
-from meshfold.zero_gemini.planner.memory import windows
 from meshfold.zero_gemini.trace import LiveBytes, OperatorClock, StepTracer, Trace, chunk_uses, workload_of
 
 if TYPE_CHECKING:
@@ -100,7 +99,7 @@ def estimate_zero(
             world.mesh,
             dtype=precision.dtype,
             other_dtypes=other_dtypes(engine.model, precision),
-            slot_align_elems=slot_align(spec.regime),
+            slot_align_elems=slot_alignment(spec.regime),
         ),
         name=name,
         regime=regime_of(spec, precision, accumulation=accumulation, ranks=ranks, moments=moments),
@@ -214,7 +213,9 @@ def chunk_entries(workload: Workload, axes: tuple[str, ...], mesh: Mesh) -> list
         reduced = int(workload.regime.gradient * chunk.gathered_elems)
         # Under stages 1 and 2 parameters are gathered once, when they have been stepped.
         uses = (
-            len(windows(chunk, workload)) * workload.accumulation if workload.stage == 3 else chunk.trainable
+            len(gather_windows(chunk, workload)) * workload.accumulation
+            if workload.stage == 3
+            else chunk.trainable
         )
         entries += [Entry("all_gather", axes, ranks, gathered, "parameters")] * uses
         once = workload.stage == 1 or workload.whole_gradients

@@ -2,21 +2,27 @@
 
 from __future__ import annotations
 
+from meshfold.zero_gemini.chunks.chunk import Chunk
 from meshfold.zero_gemini.chunks.chunk_size import ChunkSearch, search_chunk_size
+from meshfold.zero_gemini.chunks.groups import slot_alignment
 from meshfold.zero_gemini.chunks.layout import ChunkLayout, Item, lay_out
-from meshfold.zero_gemini.chunks.placement import Home, Shares
-from meshfold.zero_gemini.errors import ChunkError, MemoryPlanError, OutOfBudget
+from meshfold.zero_gemini.chunks.placement import Home, ParameterBudget, PlacementRule, Shares
+from meshfold.zero_gemini.errors import ChunkError, DiskError, MemoryPlanError, OutOfBudget
 from meshfold.zero_gemini.gemini import Gemini
-from meshfold.zero_gemini.memory.arenas import Memory
+from meshfold.zero_gemini.memory.arenas import Memory, MemoryTier
 from meshfold.zero_gemini.optimizer import Entry
+from meshfold.zero_gemini.optimizer.backward_role import BackwardRole
 from meshfold.zero_gemini.optimizers import CPUAdam, HybridAdam
 from meshfold.zero_gemini.sharded_init import ShardedInit
 
 __all__ = [
+    "BackwardRole",
     "CPUAdam",
+    "Chunk",
     "ChunkError",
     "ChunkLayout",
     "ChunkSearch",
+    "DiskError",
     "Entry",
     "Gemini",
     "Home",
@@ -24,9 +30,13 @@ __all__ = [
     "Item",
     "Memory",
     "MemoryPlanError",
+    "MemoryTier",
     "OutOfBudget",
+    "ParameterBudget",
+    "PlacementRule",
     "ShardedInit",
     "Shares",
     "lay_out",
     "search_chunk_size",
+    "slot_alignment",
 ]

@@ -16,7 +16,7 @@ from meshfold.zero_gemini.chunks.layout import ChunkSpec, ShardSlice
 from meshfold.zero_gemini.chunks.parameter_table import Known, known_of, members_of
 from meshfold.zero_gemini.errors import MemoryPlanError
 from meshfold.zero_gemini.optimizer import AdamStepper, DiskSettings, GeneralStepper, Stepper
-from meshfold.zero_gemini.optimizer.dispatch import adam_regime, kind_of
+from meshfold.zero_gemini.optimizer.dispatch import adam_regime, optimizer_kind
 from meshfold.zero_gemini.optimizer.whole_parameter import WholeStepper
 from meshfold.zero_gemini.rank_errors import Faults
 
@@ -94,7 +94,7 @@ def make_stepper(
     # torch refuses to make an optimizer of nothing, which is all that a stage has whose layers are frozen.
     made = make(list(stand_ins.values()) or [nn.Parameter(torch.empty(0))])
     looked_at = (trained or known).values()
-    kind = kind_of(made, {(one.kind.dtype, master_dtype or one.kind.dtype) for one in looked_at})
+    kind = optimizer_kind(made, {(one.kind.dtype, master_dtype or one.kind.dtype) for one in looked_at})
     names = {parameter: name for name, parameter in stand_ins.items()}
     groups = [[names[p] for p in group["params"] if p in names] for group in made.param_groups]
     with_state = bool(made.state)

@@ -45,7 +45,7 @@ from meshfold.zero_gemini.chunks.chunked_model import HeldModel
 from meshfold.zero_gemini.chunks.placement import Home
 from meshfold.zero_gemini.errors import ChunkError
 from meshfold.zero_gemini.norm import power_sum, total_norm
-from meshfold.zero_gemini.optimizer.backward_role import Backward
+from meshfold.zero_gemini.optimizer.backward_role import BackwardRole
 
 
 class Gemini(HeldModel):
@@ -76,7 +76,7 @@ class Gemini(HeldModel):
         self._flow.expect("last" if last else "more")
         self._runtime.begin_step()
 
-    def expect(self, kind: Backward) -> None:
+    def expect(self, kind: BackwardRole) -> None:
         """Right before a backward: what it is to the step, where ``begin`` could not know.
 
         In a ``"final"`` one Adam steps chunks as soon as their gradients are there, and none is held; the norm is known all

@@ -32,7 +32,7 @@ from meshfold.mesh.parameters import ParameterMeta, StoredValue, uncompiled_name
 if TYPE_CHECKING:
     from meshfold.pipeline import Pipeline
     from meshfold.pipeline.runtime import Microbatch
-    from meshfold.zero_gemini.optimizer.backward_role import Backward
+    from meshfold.zero_gemini import BackwardRole
 
 
 class Source(NamedTuple):
@@ -84,7 +84,7 @@ class States(Protocol):
     def begin(self, *, first: bool) -> None:
         """Before a forward whose backward will follow: whether it is the first of an accumulation."""
 
-    def backward(self, kind: Backward) -> AbstractContextManager[None]:
+    def backward(self, kind: BackwardRole) -> AbstractContextManager[None]:
         """Around a backward: gradients that come inside count.
 
         Args:
@@ -94,7 +94,7 @@ class States(Protocol):
                 with them but ``finish(1.0)`` and ``norm(2.0)``.
         """
 
-    def end_backward(self, kind: Backward) -> None:
+    def end_backward(self, kind: BackwardRole) -> None:
         """Inside ``backward``, last, if all ranks make this one: parameters that it did not come to here count as zero."""
 
     def complete(self, parameters: Iterable[Tensor]) -> None:
@@ -222,11 +222,11 @@ class PlainStates:
         if first:
             self.reducer.reset()
 
-    def backward(self, kind: Backward) -> AbstractContextManager[None]:
+    def backward(self, kind: BackwardRole) -> AbstractContextManager[None]:
         several = self._world.pipelined  # one for every micro-batch
         return self.reducer.backward(last=kind in ("last", "final"), several=several)
 
-    def end_backward(self, kind: Backward) -> None:
+    def end_backward(self, kind: BackwardRole) -> None:
         pass  # whoever leaves ``backward`` sends all buckets
 
     def complete(self, parameters: Iterable[Tensor]) -> None:

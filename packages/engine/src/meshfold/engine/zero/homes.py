@@ -11,9 +11,8 @@ from meshfold.engine.precision.precision import Precision
 from meshfold.engine.zero.process_memory import PROCESS_BYTES, resident_bytes
 from meshfold.mesh import Group, SpecError, all_reduce
 from meshfold.mesh.spec import ZeroSpec
-from meshfold.zero_gemini import MemoryPlanError, Shares
-from meshfold.zero_gemini.chunks.placement import Boundary, Homes
-from meshfold.zero_gemini.machine_rates import UNLIMITED, device_bytes, host_bytes
+from meshfold.zero_gemini import MemoryPlanError, ParameterBudget, PlacementRule, Shares
+from meshfold.zero_gemini.machine_rates import UNLIMITED_BYTES, available_device_bytes, available_host_bytes
 from meshfold.zero_gemini.planner import Regime
 
 STATE_SHARE = 0.6
@@ -68,7 +67,7 @@ class Sizes:
 
 def first_homes(
     spec: ZeroSpec, device: torch.device, sizes: Sizes, *, ranks_per_host: int, everyone: Group
-) -> Homes:
+) -> PlacementRule:
     """Where a spec puts a model's state; placement ``auto`` looks again when it has seen a step. All ranks must call.
 
     Args:
@@ -84,15 +83,15 @@ def first_homes(
     """
     streams = spec.stage == 3
     state = "host" if spec.offload_path is None else "disk"
-    host = _least(spec.host_memory_limit or host_bytes(), everyone, device)
+    host = _least(spec.host_memory_limit or available_host_bytes(), everyone, device)
     # What the process has, or will have once CUDA's libraries are there; emulated limits are for chunks alone.
     base = max(resident_bytes(), PROCESS_BYTES) + 2**30 if device.type == "cuda" else 0
-    room = math.inf if host >= UNLIMITED else MOST * (host / ranks_per_host - base)
+    room = math.inf if host >= UNLIMITED_BYTES else MOST * (host / ranks_per_host - base)
     if spec.placement == "cuda":
         return Shares()
     if spec.placement == "const":
         most = spec.gpu_memory_limit or BOUNDARY_BYTES
-        return Boundary(most_bytes=most, element_bytes=math.ceil(sizes.parameter), state=state)  # type: ignore[arg-type]
+        return ParameterBudget(most_bytes=most, element_bytes=math.ceil(sizes.parameter), state=state)  # type: ignore[arg-type]
     if spec.placement in ("cpu", "static"):
         optimizer, parameters = (1.0, 1.0 if streams else 0.0) if spec.placement == "cpu" else _told(spec)
         return Shares(
@@ -100,7 +99,7 @@ def first_homes(
             host_optimizer=optimizer,
             disk_optimizer=_beyond_host(spec, sizes, optimizer, room),
         )
-    budget = spec.gpu_memory_limit or device_bytes(device)
+    budget = spec.gpu_memory_limit or available_device_bytes(device)
     return _by_size(spec, float(_least(budget, everyone, device)), sizes, room)
 
 

@@ -16,14 +16,26 @@ from meshfold.engine.zero.watching import Watcher, as_words, of_words, worst
 from meshfold.mesh.collectives import all_gather_object
 from meshfold.mesh.spec import ZeroSpec
 from meshfold.zero_gemini import Gemini
-from meshfold.zero_gemini.machine_rates import UNLIMITED, device_bytes, measure
-from meshfold.zero_gemini.optimizer.speculative_steps import ALIKE
-from meshfold.zero_gemini.optimizer.step_rates import Pace, What
-from meshfold.zero_gemini.planner import Limits, Machine, Plan, Regime, Workload
-from meshfold.zero_gemini.planner.options import OUT_OF_PLACE, SPLIT, SPLIT_ON_DEVICE
-from meshfold.zero_gemini.planner.policies import again, placed
+from meshfold.zero_gemini.machine_rates import (
+    UNLIMITED_BYTES,
+    available_device_bytes,
+    measure_machine,
+    with_observed_rates,
+)
+from meshfold.zero_gemini.optimizer import SPECULATE_AFTER_STEPS, StepKind, StepTiming
+from meshfold.zero_gemini.planner import (
+    SPECULATIVE_STEP,
+    SPLIT_STEP,
+    SPLIT_STEP_ON_DEVICE,
+    Limits,
+    Machine,
+    Plan,
+    Regime,
+    Workload,
+    evaluate_placement,
+    recost,
+)
 from meshfold.zero_gemini.trace import PhaseSeconds, workload_of
-from meshfold.zero_gemini.watched_rates import as_seen
 
 MARGIN = 0.03
 """Share of the device's limit that is left to the allocator's gaps."""
@@ -65,18 +77,20 @@ class MeasuredPlans:
         """
         spec, world = self._spec, self._world
         machine = replace(
-            measure(
+            measure_machine(
                 world.device,
                 everyone=world.everyone,
                 disk=spec.offload_path,
                 regime=self._regime.name,
                 host=self._wants_host,
             ),
-            gpu_bytes=device_bytes(world.device),
+            gpu_bytes=available_device_bytes(world.device),
         )
         # A first step reads nothing from a disk: what is written nowhere is zero.
-        paces: dict[What, Pace] = {what: pace for what, pace in watcher.paces.items() if what != "disk"}
-        machine = as_seen(machine, self._regime, paces)
+        paces: dict[StepKind, StepTiming] = {
+            what: pace for what, pace in watcher.paces.items() if what != "disk"
+        }
+        machine = with_observed_rates(machine, self._regime, paces)
         told = all_gather_object(
             [as_words(worst(watcher.traces, seconds=min)), asdict(machine)],
             world.stage_group,
@@ -94,7 +108,7 @@ class MeasuredPlans:
         if flying is None:
             holds = self._gemini.holds_gradients
             workload = workload_of(trace, uses, tokens=tokens, clipping=holds, **common)
-            if holds and self._gemini.steps_alike >= ALIKE:
+            if holds and self._gemini.steps_alike >= SPECULATE_AFTER_STEPS:
                 workload = expecting_alike(workload)
             return workload, machine
         tokens *= flying.microbatches
@@ -105,7 +119,7 @@ class MeasuredPlans:
         made: Plan,
         *,
         peak: int,
-        paces: Mapping[What, Pace],
+        paces: Mapping[StepKind, StepTiming],
         compute: PhaseSeconds | None,
     ) -> Plan:
         """A plan as its first steps showed it: nothing moves, but its seconds and bytes are of what was seen.
@@ -122,8 +136,8 @@ class MeasuredPlans:
         """
         passed = 0.0
         if made.machine.passage:
-            passed = self._regime.first_pass if made.strategy == SPLIT_ON_DEVICE else self._regime.step
-        machine = as_seen(made.machine, self._regime, paces, passed=passed)
+            passed = self._regime.first_pass if made.strategy == SPLIT_STEP_ON_DEVICE else self._regime.step
+        machine = with_observed_rates(made.machine, self._regime, paces, passed=passed)
         mine = None if compute is None else [compute.forward, compute.backward]
         told = all_gather_object([peak, asdict(machine), mine], self._world.stage_group, self._world.device)
         most, workload = max(most for most, _, _ in told), made.workload
@@ -136,7 +150,7 @@ class MeasuredPlans:
             forward, backward = (max(seconds) for seconds in zip(*spent, strict=True))
             kept = [layer.name for layer in made.layers if layer.kept]
             workload = workload.taking(forward=forward, backward=backward, kept=kept)
-        return again(made, workload, _slowest(machine, [entry for _, entry, _ in told]))
+        return recost(made, workload, _slowest(machine, [entry for _, entry, _ in told]))
 
     def _has_room_for_copies(self, made: Plan) -> bool:
         """Whether the host has memory for second copies of what a plan has there, which it could do without.
@@ -149,7 +163,7 @@ class MeasuredPlans:
             return True
         regime = self._regime
         wanted = (regime.parameter + regime.state) * made.host_elems * made.workload.ranks_per_host
-        if made.machine.host_bytes < UNLIMITED:
+        if made.machine.host_bytes < UNLIMITED_BYTES:
             return made.peak_host_bytes + wanted <= made.machine.host_bytes
         free: list[int] = all_gather_object(free_host_bytes(), self._world.stage_group, self._world.device)
         return 2 * wanted <= min(free)
@@ -174,12 +188,12 @@ class MeasuredPlans:
         if spec.gpu_memory_limit is not None:
             gpu = min(gpu, spec.gpu_memory_limit - (CONTEXT_BYTES if device.type == "cuda" else 0))
         limits = Limits(
-            gpu_bytes=int(gpu * (1.0 - MARGIN - shrunk)) if gpu < UNLIMITED else None, host_bytes=spec.host_memory_limit,
+            gpu_bytes=int(gpu * (1.0 - MARGIN - shrunk)) if gpu < UNLIMITED_BYTES else None, host_bytes=spec.host_memory_limit,
             disk_bytes=None if spec.offload_path is not None else 0,
         )  # fmt: skip
         found = self._plan(workload, machine, limits)
-        if found.strategy == OUT_OF_PLACE and not self._has_room_for_copies(found):
-            found = self._plan(replace(workload, strategies=(SPLIT,)), machine, limits)
+        if found.strategy == SPECULATIVE_STEP and not self._has_room_for_copies(found):
+            found = self._plan(replace(workload, strategies=(SPLIT_STEP,)), machine, limits)
         return found
 
     def _plan(self, workload: Workload, machine: Machine, limits: Limits) -> Plan:
@@ -188,12 +202,12 @@ class MeasuredPlans:
             return plan_for(spec, workload, machine, limits)
         homes = {str(i): home for i, home in enumerate(self._gemini.homes.values())}
         named = {name: (_KINDS[home.parameters], _KINDS[home.state]) for name, home in homes.items()}
-        return placed(workload, machine, limits, homes=named, policy=spec.placement)
+        return evaluate_placement(workload, machine, limits, homes=named, policy=spec.placement)
 
 
 def expecting_alike(workload: Workload) -> Workload:
     """The same for steps whose gradients are expected to count what those before did: they may be made on trial."""
-    return replace(workload, strategies=(SPLIT, OUT_OF_PLACE), clip_probability=0.0)
+    return replace(workload, strategies=(SPLIT_STEP, SPECULATIVE_STEP), clip_probability=0.0)
 
 
 def _slowest(machine: Machine, told: Sequence[Mapping[str, Any]]) -> Machine:

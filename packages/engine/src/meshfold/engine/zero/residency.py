@@ -29,14 +29,10 @@ from meshfold.engine.zero.stage_workload import InFlight
 from meshfold.engine.zero.watching import Watcher
 from meshfold.mesh.collectives import all_gather_object
 from meshfold.mesh.spec import ZeroSpec
-from meshfold.zero_gemini import Gemini, Home, MemoryPlanError, OutOfBudget
-from meshfold.zero_gemini.chunks.chunk import Chunk
-from meshfold.zero_gemini.errors import DiskError
-from meshfold.zero_gemini.machine_rates import UNLIMITED
-from meshfold.zero_gemini.memory.arenas import Place
-from meshfold.zero_gemini.optimizer.step_rates import Pace, What
-from meshfold.zero_gemini.planner import Plan, Regime
-from meshfold.zero_gemini.planner.options import OUT_OF_PLACE, SPLIT, SPLIT_ON_DEVICE
+from meshfold.zero_gemini import Chunk, DiskError, Gemini, Home, MemoryPlanError, MemoryTier, OutOfBudget
+from meshfold.zero_gemini.machine_rates import UNLIMITED_BYTES
+from meshfold.zero_gemini.optimizer import StepKind, StepTiming
+from meshfold.zero_gemini.planner import SPECULATIVE_STEP, SPLIT_STEP, SPLIT_STEP_ON_DEVICE, Plan, Regime
 
 WATCHED_STEPS = 2
 CORRECTED_AFTER = 4
@@ -59,7 +55,7 @@ class Measured:
         gpu_bytes: most that tensors took on the device at once, gathered chunks and activations included; 0 on a CPU.
         host_bytes: most that the process had of the host's memory at the end of a step.
         host_steps: elements a second that the optimizer stepped on the host, by what was done (see
-            :mod:`meshfold.zero_gemini.optimizer.step_rates`); empty for other optimizers than Adam.
+            :mod:`meshfold.zero_gemini.optimizer.step_timing`); empty for other optimizers than Adam.
     """
 
     seconds: float
@@ -104,7 +100,7 @@ class Residency:
         self._pressure, self._recomputes = Pressure(world), recomputes
         self._begun = 0.0
         self._took: list[float] = []  # seconds of the steps under the plan
-        self._paces: dict[What, Pace] = {}  # of the host's optimizer in them, from the third on
+        self._paces: dict[StepKind, StepTiming] = {}  # of the host's optimizer in them, from the third on
         self._peak_gpu = self._peak_host = 0
         self._corrected, self._steady, self._shrunk = False, False, 0.0
         self._in_flight: InFlight | None = None
@@ -181,7 +177,7 @@ class Residency:
         device, auto = self._world.device, self._spec.placement == "auto"
         if self._is_settled:
             self._paces |= {
-                what: pace + self._paces.get(what, Pace()) for what, pace in self._watcher.paces.items()
+                what: pace + self._paces.get(what, StepTiming()) for what, pace in self._watcher.paces.items()
             }
         self._took.append(took)
         peak = torch.cuda.max_memory_allocated(device) if device.type == "cuda" else 0
@@ -263,7 +259,7 @@ class Residency:
         """Whether a rank came to the end of its memory a little ago. All ranks must call."""
         plan = self.plan
         assert plan is not None  # steps are counted from the plan on
-        most = plan.limits.gpu_bytes or UNLIMITED
+        most = plan.limits.gpu_bytes or UNLIMITED_BYTES
         return self._pressure.found(peak_bytes=peak, most_bytes=int(most * (1.0 + MARGIN / 2)))
 
     def _shrink(self) -> None:
@@ -353,8 +349,8 @@ class Residency:
                 }
             )
         passes = plan.machine.passage > 0 and any(made.state == "host" for made in plan.chunks)
-        self._gemini.pass_through(passes, halves=plan.strategy == SPLIT_ON_DEVICE)
-        self._gemini.step_on_trial(plan.strategy == OUT_OF_PLACE)
+        self._gemini.pass_through(passes, halves=plan.strategy == SPLIT_STEP_ON_DEVICE)
+        self._gemini.step_on_trial(plan.strategy == SPECULATIVE_STEP)
         limit = plan.limits.gpu_bytes
         if self._world.device.type == "cpu" and limit is not None:  # nothing else would hold chunks to it
             self._gemini.memory.compute.budget_bytes = limit - min(plan.workload.non_model_bytes)
@@ -379,7 +375,7 @@ class Residency:
         self._steady = True
         plan = self.plan
         assert plan is not None  # steps are counted from the plan on
-        if plan.workload.strategies != (SPLIT,) or self._world.pipelined:
+        if plan.workload.strategies != (SPLIT_STEP,) or self._world.pipelined:
             return
         found = self._plans.plan(expecting_alike(plan.workload), plan.machine, shrunk=self._shrunk)
         if found.seconds < WORTH_MOVING * plan.seconds:
@@ -396,7 +392,7 @@ class Residency:
             raise error
         self._wanted = False
         self.moves += 1
-        away: Place = "host" if self._spec.offload_path is None else "disk"
+        away: MemoryTier = "host" if self._spec.offload_path is None else "disk"
         try:
             self._gemini.rehome({chunk: Home(parameters="host", state=away) for chunk in self._gemini.chunks})
         except DiskError as full:
@@ -409,4 +405,4 @@ class Residency:
             warnings.warn(f"{error} Everything that can be is off the device now.", stacklevel=6)
 
 
-_PLACES: dict[str, Place] = {"gpu": "device", "host": "host", "disk": "disk", "none": "host"}
+_PLACES: dict[str, MemoryTier] = {"gpu": "device", "host": "host", "disk": "disk", "none": "host"}

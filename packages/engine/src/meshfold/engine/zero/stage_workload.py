@@ -11,8 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from meshfold.zero_gemini.planner import Regime, Workload
-from meshfold.zero_gemini.trace import Trace, workload_of
-from meshfold.zero_gemini.trace.workload import ChunkUse
+from meshfold.zero_gemini.trace import ChunkUse, Trace, workload_of
 
 
 @dataclass(frozen=True, kw_only=True)

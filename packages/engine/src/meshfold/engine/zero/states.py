@@ -34,11 +34,9 @@ from meshfold.engine.zero.residency import Residency
 from meshfold.engine.zero.staying import StayingBytes
 from meshfold.mesh import Mesh, SpecError
 from meshfold.mesh.parameters import StoredValue, metadata_on, uncompiled_name
-from meshfold.zero_gemini import Entry, Gemini, Memory, OutOfBudget
-from meshfold.zero_gemini.machine_rates import measure_early
-from meshfold.zero_gemini.optimizer import DiskSettings
-from meshfold.zero_gemini.optimizer.backward_role import Backward
-from meshfold.zero_gemini.optimizer.dispatch import kind_of
+from meshfold.zero_gemini import BackwardRole, Entry, Gemini, Memory, OutOfBudget
+from meshfold.zero_gemini.machine_rates import measure_rank_rates
+from meshfold.zero_gemini.optimizer import DiskSettings, optimizer_kind
 
 if TYPE_CHECKING:
     from meshfold.pipeline import Pipeline
@@ -104,7 +102,7 @@ class ZeroStates:
         summed = gradient_dtype(precision, accumulation=accumulation, ranks=ranks)
         regime = regime_of(spec, precision, accumulation=accumulation, ranks=ranks)
         if world.device.type == "cuda" and spec.placement == "auto" and make is not None:
-            measure_early(world.device, regime.name)  # who only evaluates plans nothing
+            measure_rank_rates(world.device, regime.name)  # who only evaluates plans nothing
         elements = sum(parameter.numel() for parameter in model.parameters())
         sizes = Sizes.of(regime, elements=elements, ranks=ranks)
         sums = accumulation > 1 and spec.stage > 1  # which wait between micro-steps
@@ -150,7 +148,7 @@ class ZeroStates:
         self.residency.begin()
 
     @contextmanager
-    def backward(self, kind: Backward) -> Iterator[None]:
+    def backward(self, kind: BackwardRole) -> Iterator[None]:
         if self._world.pipelined:  # many backwards, of which none is the last that comes to all parameters
             kind = "apart"
         self.gemini.expect(kind)
@@ -165,7 +163,7 @@ class ZeroStates:
         self.residency.end()
         self._owed = kind in ("more", "apart")
 
-    def end_backward(self, kind: Backward) -> None:
+    def end_backward(self, kind: BackwardRole) -> None:
         if kind != "apart" and not self._world.pipelined:
             self.gemini.end_backward()
 
@@ -409,4 +407,4 @@ def _first_norm(model: nn.Module) -> str:
 def _is_adam(make: Factory, precision: Precision) -> bool:
     """Whether our kernels will carry an optimizer out, which step on each chunk by itself."""
     made = make([nn.Parameter(torch.empty(1))])
-    return kind_of(made, {(precision.dtype, precision.master_dtype)}) == "adam"
+    return optimizer_kind(made, {(precision.dtype, precision.master_dtype)}) == "adam"

@@ -8,7 +8,7 @@ from meshfold.engine.world.world import World
 from meshfold.mesh import all_reduce
 from meshfold.mesh.spec import ZeroSpec
 from meshfold.zero_gemini import Gemini
-from meshfold.zero_gemini.machine_rates import UNLIMITED, device_bytes
+from meshfold.zero_gemini.machine_rates import UNLIMITED_BYTES, available_device_bytes
 
 ROOM = 0.1
 """Share of a GPU that is left free: batches differ, and who runs out in the middle of a step cannot undo it."""
@@ -32,7 +32,7 @@ class StayingBytes:
         on_device = world.device.type != "meta"
         self._wanted = world.pipelined and spec.stage == 3 and spec.reshard_after_forward and on_device
         if not spec.reshard_after_forward:
-            gemini.staying_bytes = UNLIMITED
+            gemini.staying_bytes = UNLIMITED_BYTES
         self._moves = 0
         self._is_known = False  # what a step takes without
         self._reset()
@@ -67,12 +67,12 @@ class StayingBytes:
         """
         device = self._world.device
         if device.type == "cuda":
-            limit = min(device_bytes(device), self._limit or UNLIMITED)
+            limit = min(available_device_bytes(device), self._limit or UNLIMITED_BYTES)
             return int((1.0 - ROOM) * limit) - torch.cuda.max_memory_allocated(device)
         arena = self._gemini.memory.compute
         if arena.budget_bytes is not None:
             return arena.budget_bytes - arena.peak_bytes
-        return UNLIMITED if self._limit is None else self._limit - arena.peak_bytes
+        return UNLIMITED_BYTES if self._limit is None else self._limit - arena.peak_bytes
 
     def _reset(self) -> None:
         if self._wanted and self._world.device.type == "cuda":

@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_leaves
 
 from meshfold.engine.model.recompute import RecomputedBlocks
 from meshfold.zero_gemini import Gemini
-from meshfold.zero_gemini.optimizer.step_rates import Pace, What
+from meshfold.zero_gemini.optimizer import StepKind, StepTiming
 from meshfold.zero_gemini.trace import (
     CudaBytes,
     CudaClock,
@@ -54,7 +54,7 @@ class Watcher:
         self._model, self._gemini, self._device, self._blocks = model, gemini, device, blocks
         self.traces: list[Trace] = []
         self.tokens = 1
-        self.paces: dict[What, Pace] = {}
+        self.paces: dict[StepKind, StepTiming] = {}
         self.times: list[PhaseSeconds] = []
         self._traced = False  # in this optimizer step
         self._tracer: StepTracer | None = None
@@ -117,7 +117,7 @@ class Watcher:
     def step_over(self) -> None:
         """After an optimizer step."""
         self._traced = False
-        self.paces = self._gemini.take_paces()
+        self.paces = self._gemini.take_step_timings()
         if (took := self._phases.take()) is not None:
             self.times.append(took)
 

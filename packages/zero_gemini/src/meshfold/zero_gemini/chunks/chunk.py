@@ -30,7 +30,7 @@ from meshfold.zero_gemini.chunks.layout import ChunkSpec, ShardSlice
 from meshfold.zero_gemini.chunks.states import CHUNK_TRANSITIONS, ChunkState, check_transition
 from meshfold.zero_gemini.errors import ChunkError
 from meshfold.zero_gemini.memory.arena import Block
-from meshfold.zero_gemini.memory.arenas import Memory, Place
+from meshfold.zero_gemini.memory.arenas import Memory, MemoryTier
 from meshfold.zero_gemini.memory.copies import beside, mark, queue_behind
 
 
@@ -70,7 +70,7 @@ class Chunk:
         *,
         dtype: torch.dtype,
         memory: Memory,
-        home: Place,
+        home: MemoryTier,
         whole_group: bool,
     ) -> None:
         """Args:
@@ -117,7 +117,7 @@ class Chunk:
         check_transition(self, CHUNK_TRANSITIONS, self.state, state)
         self.state = state
 
-    def rehome(self, home: Place) -> None:
+    def rehome(self, home: MemoryTier) -> None:
         """Move the shard to another placement. Waits for an all-gather that is under way.
 
         Raises:

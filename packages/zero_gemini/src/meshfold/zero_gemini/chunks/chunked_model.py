@@ -24,11 +24,11 @@ from meshfold.zero_gemini.build import (
 from meshfold.zero_gemini.chunks.chunk import Chunk
 from meshfold.zero_gemini.chunks.contents import Contents
 from meshfold.zero_gemini.chunks.gradient import ChunkGradient
-from meshfold.zero_gemini.chunks.groups import slot_align
+from meshfold.zero_gemini.chunks.groups import slot_alignment
 from meshfold.zero_gemini.chunks.layout import ChunkSpec, ShardSlice
 from meshfold.zero_gemini.chunks.moves import Residents
 from meshfold.zero_gemini.chunks.parameter_values import ParameterValues
-from meshfold.zero_gemini.chunks.placement import EVERYTHING_ON_THE_DEVICE, Home, Homes
+from meshfold.zero_gemini.chunks.placement import EVERYTHING_ON_THE_DEVICE, Home, PlacementRule
 from meshfold.zero_gemini.chunks.reducer import GradientFlow
 from meshfold.zero_gemini.errors import ChunkError
 from meshfold.zero_gemini.memory.arenas import Memory
@@ -36,7 +36,7 @@ from meshfold.zero_gemini.norm import combine, power_sum
 from meshfold.zero_gemini.optimizer import AdamStepper, DiskSettings, Stepper
 from meshfold.zero_gemini.optimizer.early_steps import EarlySteps
 from meshfold.zero_gemini.optimizer.speculative_steps import TrialSteps
-from meshfold.zero_gemini.optimizer.step_rates import Pace, What
+from meshfold.zero_gemini.optimizer.step_timing import StepKind, StepTiming
 from meshfold.zero_gemini.rank_errors import Faults
 from meshfold.zero_gemini.runtime.module_hooks import Runtime
 from meshfold.zero_gemini.runtime.units import Unit, find_units
@@ -55,7 +55,7 @@ class HeldModel(ParameterValues):
         *,
         stage: int,
         memory: Memory,
-        homes: Homes = EVERYTHING_ON_THE_DEVICE,
+        homes: PlacementRule = EVERYTHING_ON_THE_DEVICE,
         dtype: torch.dtype | None = None,
         other_dtypes: Mapping[Tensor, torch.dtype] = MappingProxyType({}),
         master_dtype: torch.dtype | None = None,
@@ -125,7 +125,7 @@ class HeldModel(ParameterValues):
         laid = [
             (group, spec, mine)
             for group, specs, slices in lay_out_known(
-                self._known, mesh, chunk_elems=chunk_elems, slot_align_elems=slot_align(regime)
+                self._known, mesh, chunk_elems=chunk_elems, slot_align_elems=slot_alignment(regime)
             )
             for spec, mine in zip(specs, slices, strict=True)
         ]
@@ -235,7 +235,7 @@ class HeldModel(ParameterValues):
         disk = self._stepper.disk if isinstance(self._stepper, AdamStepper) else None
         return () if disk is None else disk.notes
 
-    def take_paces(self) -> dict[What, Pace]:
+    def take_step_timings(self) -> dict[StepKind, StepTiming]:
         """How fast Adam stepped chunks on the host since the last call; nothing of other optimizers."""
         return self._stepper.paces.take() if isinstance(self._stepper, AdamStepper) else {}
 

@@ -23,9 +23,9 @@ from meshfold.zero_gemini.chunks.states import GRAD_TRANSITIONS, GradState, chec
 from meshfold.zero_gemini.errors import ChunkError
 from meshfold.zero_gemini.group_flags import Flags
 from meshfold.zero_gemini.memory.arena import Block
-from meshfold.zero_gemini.memory.arenas import Place
+from meshfold.zero_gemini.memory.arenas import MemoryTier
 from meshfold.zero_gemini.memory.copies import Arrival, fetch, send_home, stream_of
-from meshfold.zero_gemini.optimizer.backward_role import Backward
+from meshfold.zero_gemini.optimizer.backward_role import BackwardRole
 
 
 class ChunkGradient:
@@ -41,7 +41,7 @@ class ChunkGradient:
     """
 
     def __init__(
-        self, chunk: Chunk, dtype: torch.dtype, home: Place, *, every_time: bool,
+        self, chunk: Chunk, dtype: torch.dtype, home: MemoryTier, *, every_time: bool,
         measure: Callable[[Tensor], Tensor], wait_for_reader: Callable[[], None],
     ) -> None:  # fmt: skip
         """Args:
@@ -56,7 +56,7 @@ class ChunkGradient:
         self._wants_every_time, self._measure = every_time, measure
         self._wait_for_reader = wait_for_reader
         self.state = GradState.EMPTY
-        self._kind: Backward = "more"
+        self._kind: BackwardRole = "more"
         self.measured: Tensor | None = None
         self._whole: Block | None = None  # of the elements of all ranks, not reduced yet
         self._filled: set[int] = set()  # places that are in it
@@ -86,7 +86,7 @@ class ChunkGradient:
         """Whole gradients do not wait on the device for the last micro-step if there is a better place for them."""
         return self._wants_every_time and (self.chunk.group.size > 1 or self.home != "device")
 
-    def rehome(self, home: Place) -> None:
+    def rehome(self, home: MemoryTier) -> None:
         """Send complete shards elsewhere from now on. Call it after ``clear``; waits for what was lent."""
         self._end_lending()
         if self._host is not None and home == "device":
@@ -163,7 +163,7 @@ class ChunkGradient:
         if self.state is not GradState.ACCUMULATING:
             self._to(GradState.ACCUMULATING)
 
-    def reduce(self, kind: Backward, *, unsure: bool = False) -> None:
+    def reduce(self, kind: BackwardRole, *, unsure: bool = False) -> None:
         """Start the sum over the group, if it is time. All of the group must call, in the same order of chunks.
 
         Args:
@@ -294,7 +294,7 @@ class ChunkGradient:
 
     # -- within -------------------------------------------------------------------------------------------------
 
-    def _allocate(self, elements: int, place: Place = "device") -> Block:
+    def _allocate(self, elements: int, place: MemoryTier = "device") -> Block:
         return self.chunk.memory.allocate(elements, self.dtype, place, self._name)
 
     def _keep(self, arrived: Block) -> None:

@@ -15,8 +15,8 @@ LEAST_ELEMS = 2**16
 """Chunks of fewer elements are not worth a collective."""
 
 
-def slot_align(regime: str) -> int:
-    """At a multiple of how many elements each parameter begins: moments in 8 bits share a scale every 256."""
+def slot_alignment(regime: str) -> int:
+    """Return the multiple of elements at which each parameter begins: 8-bit moments share a scale every 256."""
     return 256 if regime == "C" else 64
 
 

@@ -12,9 +12,9 @@ from meshfold.zero_gemini.chunks.gradient import ChunkGradient
 from meshfold.zero_gemini.chunks.layout import ChunkSpec
 from meshfold.zero_gemini.chunks.move_order import Move, in_turn
 from meshfold.zero_gemini.chunks.parameter_table import Kind
-from meshfold.zero_gemini.chunks.placement import Home, Homes
+from meshfold.zero_gemini.chunks.placement import Home, PlacementRule
 from meshfold.zero_gemini.errors import OutOfBudget
-from meshfold.zero_gemini.memory.arenas import Memory, Place
+from meshfold.zero_gemini.memory.arenas import Memory, MemoryTier
 from meshfold.zero_gemini.memory.copies import synchronize
 from meshfold.zero_gemini.optimizer import AdamStepper, Stepper
 from meshfold.zero_gemini.optimizer.gpu_streaming import Passage
@@ -51,7 +51,7 @@ class Residents:
         self._stage, self._regime = stage, regime
         self.homes: dict[Chunk, Home] = {}
 
-    def choose(self, homes: Homes, specs: Sequence[ChunkSpec], kinds: Sequence[Kind]) -> list[Home]:
+    def choose(self, homes: PlacementRule, specs: Sequence[ChunkSpec], kinds: Sequence[Kind]) -> list[Home]:
         """Where chunks will live; there is room on disk for those that go there."""
         found = [self._at_home(home) for home in homes([spec.shard_elems for spec in specs])]
         self._reserve(
@@ -113,7 +113,7 @@ class Residents:
             planes = planes_of(chunk.dtype, self._regime) if isinstance(self._stepper, AdamStepper) else ()
             state = sum(plane.dtype.itemsize / plane.each for plane in planes) or 2.0 * width
 
-        def more(place: Place) -> int:
+        def more(place: MemoryTier) -> int:
             parameters = (home.parameters == place) - (was.parameters == place)
             return round(
                 elements * (width * parameters + state * ((home.state == place) - (was.state == place)))

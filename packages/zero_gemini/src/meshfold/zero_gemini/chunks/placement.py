@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from meshfold.zero_gemini.errors import MemoryPlanError
-from meshfold.zero_gemini.memory.arenas import Place
+from meshfold.zero_gemini.memory.arenas import MemoryTier
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -21,8 +21,8 @@ class Home:
         MemoryPlanError: for parameters on the host with their state on the device, or parameters on disk.
     """
 
-    parameters: Place = "device"
-    state: Place = "device"
+    parameters: MemoryTier = "device"
+    state: MemoryTier = "device"
 
     def __post_init__(self) -> None:
         if self.parameters == "disk":
@@ -35,8 +35,8 @@ class Home:
             )
 
 
-Homes = Callable[[Sequence[int]], Sequence[Home]]
-"""A rule: from the elements of all chunks' shards, in order of use, to where each lives."""
+PlacementRule = Callable[[Sequence[int]], Sequence[Home]]
+"""Rule that maps the elements of all chunks' shards, in order of use, to the placement of each."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,7 +80,7 @@ class Shares:
         for size in sizes:
             after -= size
             behind = after / elements  # share of the elements that come later
-            state: Place = (
+            state: MemoryTier = (
                 "disk"
                 if behind < self.disk_optimizer
                 else "host"
@@ -92,7 +92,7 @@ class Shares:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Boundary:
+class ParameterBudget:
     """Optimizer state on the host, and parameters on the device as far as they take no more than so many bytes.
 
     Attributes:
@@ -103,7 +103,7 @@ class Boundary:
 
     most_bytes: int
     element_bytes: int
-    state: Place = "host"
+    state: MemoryTier = "host"
 
     def __call__(self, sizes: Sequence[int]) -> list[Home]:
         left = self.most_bytes - 2 * max(sizes, default=0) * self.element_bytes  # one in use, one on its way

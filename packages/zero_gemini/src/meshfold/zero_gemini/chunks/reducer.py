@@ -19,7 +19,7 @@ from meshfold.zero_gemini.chunks.gradient import ChunkGradient
 from meshfold.zero_gemini.errors import ChunkError
 from meshfold.zero_gemini.group_flags import Flags
 from meshfold.zero_gemini.norm import total_norm
-from meshfold.zero_gemini.optimizer.backward_role import Backward
+from meshfold.zero_gemini.optimizer.backward_role import BackwardRole
 from meshfold.zero_gemini.optimizer.early_steps import EarlySteps
 from meshfold.zero_gemini.optimizer.speculative_steps import TrialSteps
 from meshfold.zero_gemini.runtime.module_hooks import Runtime
@@ -53,7 +53,7 @@ class GradientFlow:
         self._gradients, self._device, self._runtime = gradients, device, runtime
         self._early, self._trials = early, trials
         self.takes = True
-        self.kind: Backward = "last"
+        self.kind: BackwardRole = "last"
         self._waiting = [*reversed(gradients.values())]  # in the order of reductions
         self._next = 0  # how many of them were reduced in this backward
         # Reductions that have begun, with how many units were entered before.
@@ -74,7 +74,7 @@ class GradientFlow:
         """Whether a backward began and did not end."""
         return self._in_backward
 
-    def expect(self, kind: Backward) -> None:
+    def expect(self, kind: BackwardRole) -> None:
         """Before a backward; whose chunks are stepped in it where it is final and that can be."""
         self._came = False
         self.kind = "last" if kind == "final" and self._early is None else kind

@@ -9,8 +9,8 @@ import torch
 from meshfold.zero_gemini.memory.arena import Arena, Block
 from meshfold.zero_gemini.runtime.host_waits import Waiting
 
-Place = Literal["device", "host", "disk"]
-"""Where something is between its uses; what is on disk visits the host."""
+MemoryTier = Literal["device", "host", "disk"]
+"""Memory that holds something between its uses; data on disk visits the host."""
 
 
 class Memory:
@@ -37,11 +37,11 @@ class Memory:
         self.home = Arena("host", self.host, host_bytes, pinned=device.type == "cuda")
         self.waiting = Waiting()
 
-    def arena(self, place: Place) -> Arena:
+    def arena(self, place: MemoryTier) -> Arena:
         """Where what belongs to a place is held."""
         return self.compute if place == "device" else self.home
 
-    def allocate(self, elements: int, dtype: torch.dtype, place: Place, purpose: str) -> Block:
+    def allocate(self, elements: int, dtype: torch.dtype, place: MemoryTier, purpose: str) -> Block:
         """A flat block of undefined contents; the caller frees it.
 
         Raises:

@@ -30,7 +30,7 @@ from torch import Tensor
 from meshfold.zero_gemini.chunks.chunk import Chunk
 from meshfold.zero_gemini.chunks.placement import Home
 from meshfold.zero_gemini.errors import MemoryPlanError, OutOfBudget
-from meshfold.zero_gemini.memory.arenas import Place
+from meshfold.zero_gemini.memory.arenas import MemoryTier
 from meshfold.zero_gemini.optimizer.adam_parameters import AdamValues
 from meshfold.zero_gemini.optimizer.adam_state import Held
 from meshfold.zero_gemini.optimizer.cpu_executor import Halves, Worker
@@ -39,7 +39,7 @@ from meshfold.zero_gemini.optimizer.disk_state import DiskPlanes, DiskSettings
 from meshfold.zero_gemini.optimizer.gpu_streaming import Passage
 from meshfold.zero_gemini.optimizer.kernel_runs import ChunkStep, Run, settings_of
 from meshfold.zero_gemini.optimizer.state_planes import planes_of
-from meshfold.zero_gemini.optimizer.step_rates import Paces
+from meshfold.zero_gemini.optimizer.step_timing import StepTimer
 from meshfold.zero_gemini.optimizer.trial_steps import Trials
 from meshfold.zero_gemini.rank_errors import Faults
 
@@ -89,7 +89,7 @@ class AdamStepper(AdamValues):
         self._groups: dict[Tensor, Any] = {}
         self._coming: list[Piece] = []
         self._passage: Passage | None = None
-        self.faults, self.paces = Faults(), Paces()
+        self.faults, self.paces = Faults(), StepTimer()
 
     def reserve(self, shards: Iterable[tuple[torch.dtype, int]]) -> None:
         """Have room on disk for chunks that are about to be adopted on, or moved to, disk: in one file for all of them.
@@ -110,7 +110,7 @@ class AdamStepper(AdamValues):
                 "offload_path"
             )
 
-    def adopt(self, chunk: Chunk, place: Place) -> None:
+    def adopt(self, chunk: Chunk, place: MemoryTier) -> None:
         if self._regime != "A" and chunk.dtype != torch.bfloat16:
             raise MemoryPlanError(
                 f"regime {self._regime!r} is for models in bfloat16, and this one computes in {chunk.dtype}: use "

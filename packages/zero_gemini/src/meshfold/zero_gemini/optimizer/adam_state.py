@@ -13,7 +13,7 @@ from meshfold.zero_gemini.chunks.chunk import Chunk
 from meshfold.zero_gemini.chunks.placement import Home
 from meshfold.zero_gemini.errors import MemoryPlanError
 from meshfold.zero_gemini.memory.arena import Block
-from meshfold.zero_gemini.memory.arenas import Place
+from meshfold.zero_gemini.memory.arenas import MemoryTier
 from meshfold.zero_gemini.optimizer.disk_buffers import Piece, Ring
 from meshfold.zero_gemini.optimizer.disk_state import DiskPlanes
 from meshfold.zero_gemini.optimizer.gpu_streaming import HostState
@@ -34,7 +34,7 @@ class Held:
         second: another copy of all that, which a step can be made into; None without.
     """
 
-    def __init__(self, chunk: Chunk, regime: str, place: Place, disk: DiskPlanes | None) -> None:
+    def __init__(self, chunk: Chunk, regime: str, place: MemoryTier, disk: DiskPlanes | None) -> None:
         """Zeros, to be filled.
 
         Raises:
@@ -182,7 +182,7 @@ class Held:
         self.weights.free()
         self._blocks, self._pieces = _freed(self._blocks), []
 
-    def _carry(self, place: Place) -> None:
+    def _carry(self, place: MemoryTier) -> None:
         """Bring the planes beside the weights to a place."""
         if place == self.place:
             return
@@ -194,7 +194,7 @@ class Held:
             self._copy_over(place)
         self.place = place
 
-    def _copy_over(self, place: Place) -> None:
+    def _copy_over(self, place: MemoryTier) -> None:
         """From memory to memory, one plane at a time."""
         done: list[str] = []
         try:
@@ -206,7 +206,7 @@ class Held:
                 self._replace(name, self.place)
             raise
 
-    def _replace(self, name: str, place: Place) -> None:
+    def _replace(self, name: str, place: MemoryTier) -> None:
         old = self._blocks[name]
         new = self.chunk.memory.allocate(old.tensor.numel(), old.tensor.dtype, place, old.purpose)
         new.tensor.copy_(old.tensor)
@@ -223,7 +223,7 @@ class Held:
             raise
         self._blocks = _freed(self._blocks)
 
-    def _read_in(self, place: Place) -> None:
+    def _read_in(self, place: MemoryTier) -> None:
         blocks = self._memory(place, zeros=False)
         try:
             self._each_piece(False, _copy, _tensors(blocks))
@@ -247,7 +247,7 @@ class Held:
 
     # -- memory -------------------------------------------------------------------------------------------------
 
-    def _memory(self, place: Place, *, zeros: bool = True) -> dict[str, Block]:
+    def _memory(self, place: MemoryTier, *, zeros: bool = True) -> dict[str, Block]:
         memory, elements = self.chunk.memory, self.chunk.shard.numel()
         blocks: dict[str, Block] = {}
         try:

@@ -1,10 +1,11 @@
-"""What an optimizer needs to see of a parameter: its elements alone, or the whole of it.
+"""Choice of how an optimizer runs on chunks: our kernels, on shards, or on whole parameters.
 
 Known ones are looked up, those that declare it are believed, and others are tried out on a few numbers.
 """
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Literal
 
@@ -15,8 +16,8 @@ from meshfold.zero_gemini.errors import MemoryPlanError
 from meshfold.zero_gemini.optimizer.adam import suits
 from meshfold.zero_gemini.optimizers import FlatAdam
 
-Kind = Literal["adam", "elementwise", "matrices"]
-"""Carried out by our kernels; stepped on shards; stepped on whole parameters."""
+OptimizerKind = Literal["adam", "elementwise", "matrices"]
+"""Run by our kernels; stepped on shards; stepped on whole parameters."""
 
 _ELEMENTWISE = (
     "SGD", "Adam", "AdamW", "NAdam", "RAdam", "Adamax", "Adagrad", "Adadelta", "RMSprop", "Rprop", "ASGD",
@@ -25,10 +26,10 @@ _MATRICES = ("Adafactor", "Muon")
 _FLOAT32 = ((torch.float32, torch.float32),)
 
 
-def kind_of(
+def optimizer_kind(
     optimizer: torch.optim.Optimizer, dtypes: Iterable[tuple[torch.dtype, torch.dtype]] = _FLOAT32
-) -> Kind:
-    """How an optimizer is carried out on chunks.
+) -> OptimizerKind:
+    """Return how an optimizer runs on chunks.
 
     ``optimizer.elementwise``, True or False, is believed. Without it, an optimizer that is not of torch steps on two
     small random matrices: whole, each by itself, and in flat pieces. If pieces come out as the whole it is
@@ -97,7 +98,7 @@ def _of_torch(names: Sequence[str]) -> set[type]:
     return {getattr(torch.optim, name) for name in names if hasattr(torch.optim, name)}
 
 
-def _of_ours(optimizer: FlatAdam, pairs: Sequence[tuple[torch.dtype, torch.dtype]]) -> Kind:
+def _of_ours(optimizer: FlatAdam, pairs: Sequence[tuple[torch.dtype, torch.dtype]]) -> OptimizerKind:
     for dtype, true in pairs:
         if true != torch.float32:
             raise MemoryPlanError(
@@ -114,7 +115,7 @@ def _of_ours(optimizer: FlatAdam, pairs: Sequence[tuple[torch.dtype, torch.dtype
     return "elementwise"
 
 
-def _tried(optimizer: torch.optim.Optimizer, group: Mapping[str, Any]) -> Kind:
+def _tried(optimizer: torch.optim.Optimizer, group: Mapping[str, Any]) -> OptimizerKind:
     try:
         sight = probe_optimizer(optimizer, group)
     except OptimizerProbeError as error:
@@ -126,3 +127,15 @@ def _tried(optimizer: torch.optim.Optimizer, group: Mapping[str, Any]) -> Kind:
             "numbers for each element, let its class say elementwise = True"
         )
     return "elementwise" if sight == "elements" else "matrices"
+
+
+def __getattr__(name: str) -> Any:
+    """Return the function that docs of version 0.1 show as ``kind_of``, with a DeprecationWarning."""
+    if name != "kind_of":
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    warnings.warn(
+        f"{__name__}.kind_of is now meshfold.zero_gemini.optimizer.optimizer_kind: change the import",
+        DeprecationWarning,
+        stacklevel=2,
+    )
+    return optimizer_kind

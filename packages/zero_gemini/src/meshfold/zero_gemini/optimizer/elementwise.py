@@ -12,7 +12,7 @@ from meshfold.zero_gemini.chunks.chunk import Chunk
 from meshfold.zero_gemini.chunks.placement import Home
 from meshfold.zero_gemini.errors import MemoryPlanError
 from meshfold.zero_gemini.memory.arena import Arena, Block
-from meshfold.zero_gemini.memory.arenas import Place
+from meshfold.zero_gemini.memory.arenas import MemoryTier
 from meshfold.zero_gemini.optimizer.interface import Entry
 from meshfold.zero_gemini.optimizer.master_weights import Weights
 
@@ -42,7 +42,7 @@ class GeneralStepper:
         if any(True for _ in shards):
             self._possible("disk")
 
-    def adopt(self, chunk: Chunk, place: Place) -> None:
+    def adopt(self, chunk: Chunk, place: MemoryTier) -> None:
         self._weights[chunk] = Weights(chunk, self._dtype or chunk.dtype, self._possible(place))
         self._chunks.update((part.name, chunk) for part in chunk.slices)
 
@@ -56,7 +56,7 @@ class GeneralStepper:
             self._carry(chunk, was)
             raise
 
-    def _possible(self, place: Place) -> Place:
+    def _possible(self, place: MemoryTier) -> MemoryTier:
         if place == "disk":
             raise MemoryPlanError(
                 f"the state of {type(self.optimizer).__name__} cannot live on disk, which is for adam and adamw: use one of "
@@ -64,7 +64,7 @@ class GeneralStepper:
             )
         return place
 
-    def _carry(self, chunk: Chunk, place: Place) -> None:
+    def _carry(self, chunk: Chunk, place: MemoryTier) -> None:
         """Bring the optimizer's state of a chunk to a place, one tensor at a time."""
         arena, moved = chunk.memory.arena(place), []
         try:

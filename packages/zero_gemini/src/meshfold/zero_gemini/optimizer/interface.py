@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from meshfold.mesh.parameters import StoredValue
 from meshfold.zero_gemini.chunks.chunk import Chunk
 from meshfold.zero_gemini.chunks.placement import Home
-from meshfold.zero_gemini.memory.arenas import Place
+from meshfold.zero_gemini.memory.arenas import MemoryTier
 
 
 class Entry(NamedTuple):
@@ -42,7 +42,7 @@ class Stepper(Protocol):
             DiskError: if there is not as much room.
         """
 
-    def adopt(self, chunk: Chunk, place: Place) -> None:
+    def adopt(self, chunk: Chunk, place: MemoryTier) -> None:
         """Take charge of a chunk; state and true weights live on ``place``.
 
         Raises:

@@ -15,7 +15,7 @@ from meshfold.zero_gemini.memory.copies import Arrival
 from meshfold.zero_gemini.optimizer.adam_state import Held
 from meshfold.zero_gemini.optimizer.cpu_executor import Halves, Work
 from meshfold.zero_gemini.optimizer.gpu_streaming import Passage
-from meshfold.zero_gemini.optimizer.step_rates import Paces, What
+from meshfold.zero_gemini.optimizer.step_timing import StepKind, StepTimer
 
 
 @dataclass
@@ -60,7 +60,7 @@ class ChunkStep:
     first: int
     seed: int
     runs: list[Run]
-    paces: Paces
+    paces: StepTimer
 
     @property
     def spans(self) -> list[tuple[int, int]]:
@@ -75,7 +75,7 @@ class ChunkStep:
     def _elements(self) -> int:
         return sum(run.end - run.begin for run in self.runs)
 
-    def _do_on_host(self, what: What, kernel: Callable[..., None]) -> None:
+    def _do_on_host(self, what: StepKind, kernel: Callable[..., None]) -> None:
         with self.paces.clock("disk" if self.held.place == "disk" else what, self._elements):
             self._do(kernel)
 
@@ -110,7 +110,7 @@ class ChunkStep:
             passage: through which the device may step it instead.
         """
 
-        def then(what: What, kernel: Callable[..., None]) -> None:
+        def then(what: StepKind, kernel: Callable[..., None]) -> None:
             self._do_on_host(what, kernel)
             between()
 

@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 from meshfold.zero_gemini.chunks.chunk import Chunk
 from meshfold.zero_gemini.memory.arena import Block
-from meshfold.zero_gemini.memory.arenas import Place
+from meshfold.zero_gemini.memory.arenas import MemoryTier
 
 
 class Weights:
@@ -20,7 +20,7 @@ class Weights:
         stretches: this rank's part of each parameter, views of ``tensor``: what an optimizer of torch is given.
     """
 
-    def __init__(self, chunk: Chunk, dtype: torch.dtype, place: Place) -> None:
+    def __init__(self, chunk: Chunk, dtype: torch.dtype, place: MemoryTier) -> None:
         """Zeros, where they are not the shard."""
         self.chunk, self.dtype, self.place = chunk, dtype, place
         self._own: Block | None = None
@@ -40,7 +40,7 @@ class Weights:
             self.chunk.show(self._own.tensor)
 
     @torch.no_grad()
-    def move(self, place: Place, parameters: Place) -> None:
+    def move(self, place: MemoryTier, parameters: MemoryTier) -> None:
         """Live on ``place`` from now on, and the chunk's shard on ``parameters``; on an error all is as it was.
 
         Raises:

@@ -15,8 +15,8 @@ from torch import Tensor
 from meshfold.zero_gemini.chunks.gradient import ChunkGradient
 from meshfold.zero_gemini.optimizer import AdamStepper
 
-ALIKE = 2
-"""Steps in a row whose gradients counted the same, before one is expected to."""
+SPECULATE_AFTER_STEPS = 2
+"""Steps in a row with the same gradient scale after which the next step is made speculatively."""
 
 
 class TrialSteps:
@@ -48,7 +48,7 @@ class TrialSteps:
     @property
     def are_made(self) -> bool:
         """Whether the coming step is one to be made on trial."""
-        return self._on and self.alike >= ALIKE
+        return self._on and self.alike >= SPECULATE_AFTER_STEPS
 
     def begin(self) -> None:
         """Before a backward that may be a step's last, in which steps are made on trial."""

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from meshfold.zero_gemini.chunks.chunk import Chunk
 from meshfold.zero_gemini.memory.arena import Arena, Block
-from meshfold.zero_gemini.memory.arenas import Place
+from meshfold.zero_gemini.memory.arenas import MemoryTier
 
 STATE = "optimizer state"
 
@@ -17,7 +17,7 @@ class CountedState:
     """The tensors that an optimizer has of some chunks."""
 
     def __init__(
-        self, tensors_of: Callable[[Chunk], Iterable[Tensor]], places: Mapping[Chunk, Place]
+        self, tensors_of: Callable[[Chunk], Iterable[Tensor]], places: Mapping[Chunk, MemoryTier]
     ) -> None:
         """Args:
         tensors_of: those of a chunk.
@@ -26,7 +26,7 @@ class CountedState:
         self._tensors_of, self._places = tensors_of, places
         self._blocks: dict[int, Block] = {}  # by identity of the tensor
 
-    def missing(self, places: Mapping[Chunk, Place]) -> Iterator[tuple[Tensor, Arena]]:
+    def missing(self, places: Mapping[Chunk, MemoryTier]) -> Iterator[tuple[Tensor, Arena]]:
         """What would have to be accounted for, and in which arena, were chunks in these places."""
         for chunk, place in places.items():
             arena = chunk.memory.arena(place)

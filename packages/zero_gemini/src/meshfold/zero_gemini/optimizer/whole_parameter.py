@@ -22,7 +22,7 @@ from meshfold.zero_gemini.chunks.chunk import Chunk
 from meshfold.zero_gemini.chunks.placement import Home
 from meshfold.zero_gemini.errors import MemoryPlanError
 from meshfold.zero_gemini.memory.arena import Block
-from meshfold.zero_gemini.memory.arenas import Place
+from meshfold.zero_gemini.memory.arenas import MemoryTier
 from meshfold.zero_gemini.optimizer import state_tree as paths
 from meshfold.zero_gemini.optimizer.interface import Entry
 from meshfold.zero_gemini.optimizer.parameter_owners import Owners, rounds_of
@@ -61,7 +61,7 @@ class WholeStepper:
         self._choice = Owners()
         self._owners: dict[str, int] = {}
         self._chunks: dict[str, Chunk] = {}
-        self._places: dict[Chunk, Place] = {}  # in the order of adoption
+        self._places: dict[Chunk, MemoryTier] = {}  # in the order of adoption
         self._blocks: dict[Chunk, Block] = {}
         self._counted = CountedState(self._tensors_of, self._places)
         self._in_shard: set[Chunk] = set()  # whose shard is all the weights that there are
@@ -79,7 +79,7 @@ class WholeStepper:
         if any(True for _ in shards):
             self._refuse_disk()
 
-    def adopt(self, chunk: Chunk, place: Place) -> None:
+    def adopt(self, chunk: Chunk, place: MemoryTier) -> None:
         self._owners.update(self._choice.choose(chunk))
         self._chunks.update(dict.fromkeys(chunk.spec.names, chunk))
         self._house(chunk, place)
@@ -105,7 +105,7 @@ class WholeStepper:
             self._counted.update()
 
     @torch.no_grad()
-    def _house(self, chunk: Chunk, place: Place) -> None:
+    def _house(self, chunk: Chunk, place: MemoryTier) -> None:
         """Have the owned weights of a chunk, and the optimizer's state of them, in a place."""
         if place == "disk":
             self._refuse_disk()

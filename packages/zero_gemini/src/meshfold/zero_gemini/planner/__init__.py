@@ -14,8 +14,24 @@
 ``print(made)`` is a table, ``draw(made, "plan.svg")`` a picture, ``chrome_trace(made)`` for chrome://tracing.
 """
 
-from meshfold.zero_gemini.planner.options import STRATEGIES
-from meshfold.zero_gemini.planner.policies import const, cpu, cuda, exhaustive, on_device, plan, static
+from meshfold.zero_gemini.planner.memory import gather_windows
+from meshfold.zero_gemini.planner.options import (
+    SPECULATIVE_STEP,
+    SPLIT_STEP,
+    SPLIT_STEP_ON_DEVICE,
+    STRATEGIES,
+)
+from meshfold.zero_gemini.planner.policies import (
+    const,
+    cpu,
+    cuda,
+    evaluate_placement,
+    exhaustive,
+    on_device,
+    plan,
+    recost,
+    static,
+)
 from meshfold.zero_gemini.planner.rates import H200, GiB, KiB, Machine, MiB
 from meshfold.zero_gemini.planner.refuse import DoesNotFit
 from meshfold.zero_gemini.planner.result import ChunkPlan, LayerPlan, Plan, Term
@@ -25,6 +41,9 @@ from meshfold.zero_gemini.planner.workload import REGIMES, ChunkCost, Layer, Lim
 __all__ = [
     "H200",
     "REGIMES",
+    "SPECULATIVE_STEP",
+    "SPLIT_STEP",
+    "SPLIT_STEP_ON_DEVICE",
     "STRATEGIES",
     "ChunkCost",
     "ChunkPlan",
@@ -46,9 +65,12 @@ __all__ = [
     "cpu",
     "cuda",
     "draw",
+    "evaluate_placement",
     "exhaustive",
+    "gather_windows",
     "on_device",
     "plan",
+    "recost",
     "static",
     "timeline",
 ]

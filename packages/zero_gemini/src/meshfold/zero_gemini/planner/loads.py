@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from meshfold.zero_gemini.planner.memory import windows
-from meshfold.zero_gemini.planner.options import PARAMETERS, SPLIT_ON_DEVICE, STATE, Floats
+from meshfold.zero_gemini.planner.memory import gather_windows
+from meshfold.zero_gemini.planner.options import PARAMETERS, SPLIT_STEP_ON_DEVICE, STATE, Floats
 from meshfold.zero_gemini.planner.rates import Machine
 from meshfold.zero_gemini.planner.workload import ChunkCost, Workload
 
@@ -38,7 +38,7 @@ class Loads:
         self.split = elems * train * (off - disk)
         self.cores, self.beside = self._dealt(strategy)
         # Share of the elements whose moments the cores write.
-        self.moments = 1.0 if strategy == SPLIT_ON_DEVICE else self.cores
+        self.moments = 1.0 if strategy == SPLIT_STEP_ON_DEVICE else self.cores
         self.gpu_step = regime.step * elems * train * (1 - off) / machine.gpu_memory
         self.forward = np.array([chunk.forward_seconds for chunk in chunks])
         self.backward = np.array([chunk.backward_seconds for chunk in chunks])
@@ -71,7 +71,7 @@ class Loads:
         if not machine.passage:
             return 1.0, machine.host_memory
         cores = machine.beside_passage / regime.first_pass
-        passed = regime.first_pass if strategy == SPLIT_ON_DEVICE else regime.step
+        passed = regime.first_pass if strategy == SPLIT_STEP_ON_DEVICE else regime.step
         # of what only the parameters come down of more goes up: no more than there is room for, beside the parameters
         most = machine.h2d / ((regime.step + regime.gradient) / 2 + regime.parameter)
         return cores / (cores + min(machine.passage / passed, most)), machine.beside_passage
@@ -118,6 +118,6 @@ class Loads:
 def _loads(chunk: ChunkCost, workload: Workload) -> tuple[int, int]:
     """How often a streamed chunk is loaded in the forward, or ahead of it, and in the backward."""
     turn = workload.ready_from(workload.forward_moments)
-    found = windows(chunk, workload)
+    found = gather_windows(chunk, workload)
     forward = sum(first < turn or first == 0 for first, _ in found)
     return forward, len(found) - forward

@@ -11,7 +11,7 @@ import numpy as np
 
 from meshfold.zero_gemini.planner.options import (
     GPU_ONLY,
-    OUT_OF_PLACE,
+    SPECULATIVE_STEP,
     WITH_DISK,
     Builder,
     Floats,
@@ -23,9 +23,11 @@ from meshfold.zero_gemini.planner.workload import ChunkCost, Workload
 KINDS = ("non-model", "kept activations", "resident parameters", "gathered", "gradients", "optimizer state")
 
 
-def windows(chunk: ChunkCost, workload: Workload) -> tuple[tuple[int, int], ...]:
-    """The moments, first and last, at which the chunk is gathered: one window a use, or one for uses that meet or between which
-    it stays."""
+def gather_windows(chunk: ChunkCost, workload: Workload) -> tuple[tuple[int, int], ...]:
+    """Return the windows (first and last timestep) in which the chunk is gathered.
+
+    One window per use; uses that meet, or between which the chunk stays gathered, share one.
+    """
     found: list[tuple[int, int]] = []
     for first, last in chunk.uses:
         begin = workload.ready_from(first)
@@ -47,7 +49,7 @@ def gpu_kinds(workload: Workload) -> dict[str, Floats]:
             out["resident parameters"][i] = gathered
         else:
             out["resident parameters"][i, (0, 1, 3)] = int(np.ceil(regime.parameter * chunk.elems))
-            for first, last in windows(chunk, workload):
+            for first, last in gather_windows(chunk, workload):
                 # a resident shard that is the whole chunk is used where it lies
                 out["gathered"][i, (2, 4) if alone else slice(None), first : last + 1] = gathered
         if chunk.trainable:
@@ -97,7 +99,7 @@ def home_bytes(workload: Workload, strategy: str) -> tuple[Floats, Floats]:
         dtype=elems.dtype,
     )
     held = np.ceil(regime.gradient * summed) * trainable * held_at_home(workload)
-    copies = 2 if strategy == OUT_OF_PLACE else 1
+    copies = 2 if strategy == SPECULATIVE_STEP else 1
     host, disk = np.zeros((len(elems), 5)), np.zeros((len(elems), 5))
     host[:, (1, 2)] = (copies * (plane + state) + held)[:, None]
     host[:, (3, 4)] = (copies * plane + held)[:, None]

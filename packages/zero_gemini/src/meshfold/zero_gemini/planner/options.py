@@ -21,13 +21,18 @@ PARAMETERS = ("gpu", "gpu", "host", "gpu", "host")
 """where its parameters live between uses; gpu: resident, host: streamed"""
 ALL_GPU, HOST_RESIDENT, HOST_STREAMED, DISK_RESIDENT, DISK_STREAMED = range(5)
 
-NONE, SPLIT, OUT_OF_PLACE = "none", "just_in_time_split", "out_of_place"
-SPLIT_ON_DEVICE = "just_in_time_split_on_device"
+NONE = "none"
+SPLIT_STEP = "just_in_time_split"
+"""Strategy: clip, write the new master weights before the next forward, and the moments in its backward."""
+SPLIT_STEP_ON_DEVICE = "just_in_time_split_on_device"
+"""Strategy: a split step, with the moments in the backward also of what the device steps."""
+SPECULATIVE_STEP = "out_of_place"
+"""Strategy: step in the backward into a second buffer, and keep it if the clipping factor is 1."""
 STRATEGIES = {
     NONE: "no clipping: step in the backward",
-    SPLIT: "clip, new master before the next forward, moments in the backward",
-    SPLIT_ON_DEVICE: "clip, new master before the next forward, moments in the backward also of what the device steps",
-    OUT_OF_PLACE: "clip, step in the backward into a second buffer, keep it if the factor is 1",
+    SPLIT_STEP: "clip, new master before the next forward, moments in the backward",
+    SPLIT_STEP_ON_DEVICE: "clip, new master before the next forward, moments in the backward also of what the device steps",
+    SPECULATIVE_STEP: "clip, step in the backward into a second buffer, keep it if the factor is 1",
 }
 
 GPU_ONLY, WITH_HOST, WITH_DISK = "gpu", "host", "disk"

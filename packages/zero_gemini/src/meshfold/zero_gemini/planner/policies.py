@@ -163,7 +163,7 @@ def const(
     return _fixed("const", workload, machine, limits, chunks, kept)
 
 
-def placed(
+def evaluate_placement(
     workload: Workload,
     machine: Machine,
     limits: Limits | None = None,
@@ -171,7 +171,7 @@ def placed(
     homes: Mapping[str, tuple[str, str]],
     policy: str,
 ) -> Plan:
-    """What a placement that somebody else decided means.
+    """Return the plan of a given placement: its bytes and seconds.
 
     Args:
         homes: of each chunk by name, where its parameters are (``gpu`` or ``host``) and its optimizer state (or ``disk``).
@@ -190,8 +190,8 @@ def placed(
     return _fixed(policy, workload, machine, limits, chunks, ())
 
 
-def again(made: Plan, workload: Workload, machine: Machine) -> Plan:
-    """The same choice for a step and a machine that turned out otherwise than was planned with: what it takes of them.
+def recost(made: Plan, workload: Workload, machine: Machine) -> Plan:
+    """Return the same choice with the bytes and seconds of another workload and machine.
 
     Args:
         made: the plan.

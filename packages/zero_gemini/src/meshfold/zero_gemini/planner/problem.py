@@ -14,9 +14,9 @@ from meshfold.zero_gemini.planner.options import (
     HOST_RESIDENT,
     MODES,
     NONE,
-    OUT_OF_PLACE,
-    SPLIT,
-    SPLIT_ON_DEVICE,
+    SPECULATIVE_STEP,
+    SPLIT_STEP,
+    SPLIT_STEP_ON_DEVICE,
     WITH_DISK,
     WITH_HOST,
     Choice,
@@ -105,8 +105,8 @@ class Case:
     def strategies(self) -> tuple[str, ...]:
         found = self.workload.strategies
         if found is None:
-            found = (SPLIT, OUT_OF_PLACE) if self.workload.clipping else (NONE,)
-        return (*found, SPLIT_ON_DEVICE) if SPLIT in found and self.machine.passage else found
+            found = (SPLIT_STEP, SPECULATIVE_STEP) if self.workload.clipping else (NONE,)
+        return (*found, SPLIT_STEP_ON_DEVICE) if SPLIT_STEP in found and self.machine.passage else found
 
     def problem(self, strategy: str, mode: str) -> Problem:
         if strategy not in self._seconds:

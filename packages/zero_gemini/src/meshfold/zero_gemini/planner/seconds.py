@@ -47,9 +47,9 @@ from meshfold.zero_gemini.planner.loads import Loads
 from meshfold.zero_gemini.planner.memory import gradient_ring
 from meshfold.zero_gemini.planner.options import (
     NONE,
-    OUT_OF_PLACE,
-    SPLIT,
-    SPLIT_ON_DEVICE,
+    SPECULATIVE_STEP,
+    SPLIT_STEP,
+    SPLIT_STEP_ON_DEVICE,
     Builder,
     Floats,
     Table,
@@ -84,11 +84,11 @@ def seconds_table(workload: Workload, machine: Machine, strategy: str) -> tuple[
         close("forward", 1.0)
         _stepped_backward(build, loads)
         close("backward", 1.0)
-    elif strategy == NONE or (strategy == OUT_OF_PLACE and q < 1):
+    elif strategy == NONE or (strategy == SPECULATIVE_STEP and q < 1):
         _overlapped(build, loads, strategy)
         close("step", 1.0 if strategy == NONE else 1 - q)
-    if strategy in (SPLIT, SPLIT_ON_DEVICE) or (strategy == OUT_OF_PLACE and q > 0):
-        weight = q if strategy == OUT_OF_PLACE else 1.0
+    if strategy in (SPLIT_STEP, SPLIT_STEP_ON_DEVICE) or (strategy == SPECULATIVE_STEP and q > 0):
+        weight = q if strategy == SPECULATIVE_STEP else 1.0
         _forward(build, loads, strategy)
         close("forward", weight)
         _backward(build, loads, strategy)
@@ -105,12 +105,12 @@ def _overlapped(build: Builder, loads: Loads, strategy: str) -> None:
     """One phase: the host's chunks are stepped while the backward goes on."""
     machine, regime, down, step = loads.machine, loads.regime, loads.down, loads.regime.step * loads.elems
     through = np.zeros_like(loads.elems)
-    if strategy == OUT_OF_PLACE:
+    if strategy == SPECULATIVE_STEP:
         seconds, through = loads.out_of_place()
         step = seconds * machine.host_memory
     compute = loads.forward.sum() + loads.backward.sum()
     # A step that is over long before the forward keeps nothing waiting: where one rank decides it comes up ahead of its use.
-    early = strategy == OUT_OF_PLACE and loads.workload.data_ranks == 1
+    early = strategy == SPECULATIVE_STEP and loads.workload.data_ranks == 1
     exposed = loads.gpu_step + (0.0 if early else loads.renewed)
     build.add("compute", base=compute, chunk=exposed, layer=loads.recompute)
     _beside(
@@ -187,7 +187,7 @@ def _stepped_backward(build: Builder, loads: Loads) -> None:
 def _forward(build: Builder, loads: Loads, strategy: str) -> None:
     """The forward with the CPU step of every chunk just before its use; the GPU steps when the norm is known."""
     machine, regime = loads.machine, loads.regime
-    halves = strategy in (SPLIT, SPLIT_ON_DEVICE)
+    halves = strategy in (SPLIT_STEP, SPLIT_STEP_ON_DEVICE)
     split = loads.split if halves else np.zeros_like(loads.split)
     # in bytes of the rate that the cores have while nothing passes through the device
     dealt = regime.first_pass * loads.cores * split * machine.host_memory / loads.beside
@@ -217,9 +217,9 @@ def _backward(build: Builder, loads: Loads, strategy: str) -> None:
     """The backward of a step that clips, with the moments of the last step or with a step that will be dropped."""
     regime = loads.regime
     step, disk, memory = np.zeros_like(loads.elems), np.zeros_like(loads.elems), 0.0
-    if strategy in (SPLIT, SPLIT_ON_DEVICE):
+    if strategy in (SPLIT_STEP, SPLIT_STEP_ON_DEVICE):
         step, memory = regime.second_pass * loads.moments * loads.split, loads.machine.moments_memory
-    elif strategy == OUT_OF_PLACE:
+    elif strategy == SPECULATIVE_STEP:
         step, disk = regime.step * loads.elems, loads.disk
     build.add("compute", base=loads.backward.sum(), layer=loads.recompute)
     _beside(build, loads, up=loads.up_backward, step=step, disk=disk, memory=memory)

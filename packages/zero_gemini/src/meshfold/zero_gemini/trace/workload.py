@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from statistics import mean
 
 from meshfold.mesh import SpecError
-from meshfold.zero_gemini.planner.options import SPLIT
+from meshfold.zero_gemini.planner.options import SPLIT_STEP
 from meshfold.zero_gemini.planner.workload import ChunkCost, Layer, Regime, Workload
 from meshfold.zero_gemini.runtime.prefetch import light_ones
 from meshfold.zero_gemini.trace.moments import Trace, TracedLayer, TracedMoment
@@ -122,7 +122,7 @@ def workload_of(
         tokens=tokens,
         regime=regime,
         clipping=clipping,
-        strategies=(SPLIT,)
+        strategies=(SPLIT_STEP,)
         if clipping
         else None,  # of what is on disk the whole step comes before the forward
         stage=stage,

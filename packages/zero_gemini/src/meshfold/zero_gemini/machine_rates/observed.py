@@ -5,15 +5,17 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 
-from meshfold.zero_gemini.optimizer.step_rates import Pace, What
+from meshfold.zero_gemini.optimizer.step_timing import StepKind, StepTiming
 from meshfold.zero_gemini.planner import Machine, Regime
 
 ENOUGH_ELEMS = 2**24
 """Of what was stepped: fewer say more of what a call costs than of the memory."""
 
 
-def as_seen(machine: Machine, regime: Regime, paces: Mapping[What, Pace], *, passed: float = 0.0) -> Machine:
-    """The machine with the host's memory as fast as the optimizer's steps on the host found it.
+def with_observed_rates(
+    machine: Machine, regime: Regime, paces: Mapping[StepKind, StepTiming], *, passed: float = 0.0
+) -> Machine:
+    """Return the machine with the host-memory and disk rates that the optimizer's steps showed.
 
     A sample has the memory of one chunk, before the model has taken any; a step has the memory that the state really
     got, and the other ranks of the host at work. Neither half of a plan's model of a step changes: only the rates.
@@ -35,7 +37,7 @@ def as_seen(machine: Machine, regime: Regime, paces: Mapping[What, Pace], *, pas
         passed: bytes an element that passed through the device in these steps; 0: none did, as before there is a plan.
     """
 
-    def rate(moved: Mapping[What, float]) -> float:
+    def rate(moved: Mapping[StepKind, float]) -> float:
         """Bytes a second of steps that move so many an element, by what they do; 0 if they were of too few elements."""
         seen = {what: pace for what, pace in paces.items() if what in moved and pace.seconds > 0}
         if sum(pace.elements for pace in seen.values()) < ENOUGH_ELEMS:

@@ -1,4 +1,4 @@
-"""The rates of the machine at hand, measured in a second or two: what plans for this machine are made from."""
+"""Samples of the machine's rates, a second or two each, from which plans for this machine are made."""
 
 from __future__ import annotations
 
@@ -36,11 +36,11 @@ _STRETCH_S, _STRETCHES = 0.15, 5
 _STEADY_S, _MOST_S = 0.15, 1.5
 WORTH_IT = 1.05
 """How much faster the cores and the device must be than the cores alone for state to pass through the device."""
-UNLIMITED = 2**60
-"""Bytes of a memory that nobody limits."""
+UNLIMITED_BYTES = 2**60
+"""Stands for the size of a memory that has no limit, in bytes."""
 
 
-def measure(
+def measure_machine(
     device: torch.device,
     *,
     everyone: Group,
@@ -48,7 +48,7 @@ def measure(
     regime: str = "A",
     host: bool = True,
 ) -> Machine:
-    """This rank's share of the machine. All ranks must call, so that those of one host are measured side by side.
+    """Measure this rank's share of the machine. All ranks must call, so that the ranks of one host are measured side by side.
 
     Args:
         device: where models compute.
@@ -74,8 +74,8 @@ def measure(
     return found
 
 
-def measure_early(device: torch.device, regime: str = "A") -> None:
-    """Measure now what :func:`measure` will tell of this process, while the memory that it takes is nobody's yet."""
+def measure_rank_rates(device: torch.device, regime: str = "A") -> None:
+    """Measure and cache this rank's own rates before the model takes memory; :func:`measure_machine` reuses them."""
     _rates(device, _known(regime))
 
 
@@ -97,7 +97,7 @@ def _rates(device: torch.device, regime: str) -> Machine:
 def _of_gpu_alone(device: torch.device) -> Machine:
     return replace(
         H200, name=f"this machine ({_name(device)}), its host not measured", gpu_memory=_gpu_memory(device),
-        cpu_optimizer={}, gpu_bytes=UNLIMITED, host_bytes=host_bytes(), disk_bytes=0,
+        cpu_optimizer={}, gpu_bytes=UNLIMITED_BYTES, host_bytes=available_host_bytes(), disk_bytes=0,
     )  # fmt: skip
 
 
@@ -110,8 +110,8 @@ def _gpu_memory(device: torch.device) -> float:
 def _rates_of(device: torch.device, regime: Regime) -> Machine:
     host, cores_alone = _adam(device, regime)
     machine = replace(
-        H200, name=f"this machine ({_name(device)})", host_memory=host, cpu_optimizer={}, gpu_bytes=UNLIMITED,
-        host_bytes=host_bytes(), disk_bytes=0,
+        H200, name=f"this machine ({_name(device)})", host_memory=host, cpu_optimizer={}, gpu_bytes=UNLIMITED_BYTES,
+        host_bytes=available_host_bytes(), disk_bytes=0,
     )  # fmt: skip
     if device.type != "cuda":
         # The compute device is a budget of the same memory: copies between the two are copies in it.
@@ -302,15 +302,15 @@ def _name(device: torch.device) -> str:
     return torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
 
 
-def device_bytes(device: torch.device) -> int:
-    """What this process has of a GPU's memory, and what is free of it; of a CPU, which no one limits, :data:`UNLIMITED`."""
+def available_device_bytes(device: torch.device) -> int:
+    """Return the GPU memory that this process has reserved or can still get; :data:`UNLIMITED_BYTES` on a CPU."""
     if device.type != "cuda":
-        return UNLIMITED
+        return UNLIMITED_BYTES
     return torch.cuda.mem_get_info(device)[0] + torch.cuda.memory_reserved(device)
 
 
-def host_bytes() -> int:
-    """What this process's control group may have of the host's memory, :data:`UNLIMITED` if it says nothing.
+def available_host_bytes() -> int:
+    """Return the host memory that this process's control group may use; :data:`UNLIMITED_BYTES` without a limit.
 
     The system's own count is not asked: on some virtual machines it grows only as memory is touched.
     """
@@ -319,6 +319,6 @@ def host_bytes() -> int:
             text = Path(place).read_text().strip()
         except OSError:
             continue
-        if text.isdigit() and int(text) < UNLIMITED:
+        if text.isdigit() and int(text) < UNLIMITED_BYTES:
             return int(text)
-    return UNLIMITED
+    return UNLIMITED_BYTES
