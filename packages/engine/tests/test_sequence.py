@@ -647,6 +647,14 @@ class Mixes(Sums):
         self.mix = nn.Conv1d(8, 8, 3)
 
 
+class Images(Sums):
+    """Its convolution becomes a split layer under tensor."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.patch = nn.Conv2d(1, 8, 2, stride=2)
+
+
 class Attends(Sums):
     """Attends by torch's own module."""
 
@@ -675,6 +683,12 @@ REFUSED: list[tuple[Any, dict[str, Any], dict[str, Any], str]] = [
         dict(sequence=ring(2), tensor=2),
         dict(loss_fn=shifted_mean),
         "attend, an nn.MultiheadAttention, attends in a way",
+    ),
+    (
+        Images,
+        dict(sequence=ulysses(2), tensor=2),
+        dict(loss_fn=shifted_mean),
+        "patch, a Conv2d, mixes tokens",
     ),
     (hf_of_other_layers, dict(sequence=ring(2)), {}, "layers of type linear_attention"),
     (

@@ -9,6 +9,7 @@ from meshfold.mesh import LayoutError, SpecError
 from meshfold.mesh.spec import SequenceSpec
 from meshfold.tensor_parallel import find_mode
 from meshfold.tensor_parallel.convert import find_functional_dropout
+from meshfold.tensor_parallel.layers import PatchEmbedding
 
 _HEADS = ("num_attention_heads", "n_head", "heads")
 _ATTENDING = (
@@ -84,9 +85,10 @@ def _mixing(model: nn.Module, mode: object) -> str:
 
 def _layers(model: nn.Module) -> str:
     for name, module in model.named_modules():
-        if isinstance(module, nn.modules.conv._ConvNd | nn.RNNBase):
+        if isinstance(module, nn.modules.conv._ConvNd | nn.RNNBase | PatchEmbedding):
+            kind = "Conv2d" if isinstance(module, PatchEmbedding) else type(module).__name__
             return (
-                f"{name}, a {type(module).__name__}, mixes tokens, and only attention can see those of other ranks: use a spec "
+                f"{name}, a {kind}, mixes tokens, and only attention can see those of other ranks: use a spec "
                 "without sequence"
             )
         if isinstance(module, nn.MultiheadAttention):

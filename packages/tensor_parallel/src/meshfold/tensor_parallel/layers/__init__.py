@@ -4,12 +4,14 @@ from meshfold.tensor_parallel.layers.embedding import Embedding, PositionEmbeddi
 from meshfold.tensor_parallel.layers.linear import Linear
 from meshfold.tensor_parallel.layers.loss import CausalLMLoss, cross_entropy
 from meshfold.tensor_parallel.layers.norm import LayerNorm, RMSNorm
+from meshfold.tensor_parallel.layers.patch import PatchEmbedding
 
 __all__ = [
     "CausalLMLoss",
     "Embedding",
     "LayerNorm",
     "Linear",
+    "PatchEmbedding",
     "PositionEmbedding",
     "RMSNorm",
     "cross_entropy",
