@@ -51,6 +51,24 @@ class Model(nn.Module):
         return self.head(self.norm(x))
 
 
+class InPlace(Model):
+    """Adds to what a unit returned, in place: of a linear layer over ``b s h`` this is a view, which gets another history."""
+
+    def __init__(self, recompute: bool = False) -> None:
+        super().__init__(recompute)
+        self.blocks = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(4))
+
+    def forward(self, ids: Tensor, extra: bool) -> Tensor:
+        x = self.embed(ids)
+        for block in self.blocks:
+            y = block(x)
+            y += x
+            x = y
+        if extra:
+            x = x + self.sometimes(x)
+        return self.head(self.norm(x))
+
+
 def batches(count: int) -> list[tuple[Tensor, bool]]:
     generator = torch.Generator().manual_seed(0)
     return [(torch.randint(WORDS, (ROWS, 6), generator=generator), step % 3 == 1) for step in range(count)]
@@ -60,18 +78,26 @@ def loss_of(model: nn.Module, ids: Tensor, extra: bool) -> Tensor:
     return F.cross_entropy(model(ids, extra)[:, :-1].flatten(0, 1), ids[:, 1:].flatten())
 
 
-def make_model(recompute: bool) -> Model:
+def make_model(recompute: bool, kind: type[Model] = Model) -> Model:
     torch.manual_seed(0)
-    return Model(recompute).double()
+    return kind(recompute).double()
 
 
-def compare(stage: int, chunk_elems: int, name: str, accumulate: int, recompute: bool, clip: float) -> None:
+def compare(
+    stage: int,
+    chunk_elems: int,
+    name: str,
+    accumulate: int,
+    recompute: bool,
+    clip: float,
+    kind: type[Model] = Model,
+) -> None:
     make = {
         "adamw": partial(torch.optim.AdamW, lr=1e-2, weight_decay=0.1),
         "sgd": partial(torch.optim.SGD, lr=0.1, momentum=0.9),
         "adagrad": partial(torch.optim.Adagrad, lr=1e-2),
     }[name]
-    serial, model = make_model(False), make_model(recompute)
+    serial, model = make_model(False, kind), make_model(recompute, kind)
     reference = make([p for p in serial.parameters() if p.requires_grad])
     world = int(torch.distributed.get_world_size())
     mesh = Mesh({"data": world})
@@ -126,6 +152,10 @@ def test_training_is_that_of_one_process(stage: int, world: int) -> None:
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_accumulation_and_recomputation(stage: int) -> None:
     run_on_ranks(2, compare, stage, 1000, "adamw", 3, True, 0.5)
+
+
+def test_what_a_unit_returns_is_changed_in_place() -> None:
+    run_on_ranks(2, compare, 3, 600, "adamw", 1, False, 0.5, InPlace)
 
 
 @pytest.mark.parametrize("name", ["sgd", "adagrad"])

@@ -85,7 +85,7 @@ _WRAPPED = "_orig_mod"  # how torch.compile(module) names the module in the one 
 def uncompiled_name(name: str) -> str:
     """Return a name in the model that was written.
 
-    >>> plain("blocks.0._orig_mod.up.weight")
+    >>> uncompiled_name("blocks.0._orig_mod.up.weight")
     'blocks.0.up.weight'
     """
     return ".".join(part for part in name.split(".") if part != _WRAPPED) if _WRAPPED in name else name

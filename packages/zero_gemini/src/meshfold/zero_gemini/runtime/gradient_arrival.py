@@ -1,4 +1,4 @@
-"""Knowing, in a backward, when the gradients of what a module was given are there."""
+"""Hooks for the beginning and the end of a module's backward: gradients of its output arrive, gradients of its inputs are there."""
 
 from __future__ import annotations
 
@@ -8,6 +8,20 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_unflatten
+
+
+def watch_output(output: Any, begin: Callable[[Tensor], None]) -> None:
+    """Call ``begin`` with the gradient of each tensor in a module's output, before the module's backward computes with it.
+
+    An in-place change of a view gives it another history, in which the hooks of the view before do not run. Those of the tensor
+    that it is a view of do, so that both get the hook: ``begin`` may be called twice for one tensor.
+    """
+    for tensor in tree_flatten(output)[0]:
+        if isinstance(tensor, Tensor) and tensor.requires_grad:
+            tensor.register_hook(begin)
+            base = tensor._base
+            if base is not None and base.requires_grad:
+                base.register_hook(begin)
 
 
 def watch_inputs(args: Any, kwargs: Any, say: Callable[[], None]) -> Any:

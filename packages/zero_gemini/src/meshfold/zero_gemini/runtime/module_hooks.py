@@ -22,7 +22,7 @@ from torch.utils._pytree import tree_flatten
 
 from meshfold.zero_gemini.chunks.chunk import Chunk
 from meshfold.zero_gemini.runtime.gather_cache import Staying
-from meshfold.zero_gemini.runtime.gradient_arrival import watch_inputs
+from meshfold.zero_gemini.runtime.gradient_arrival import watch_inputs, watch_output
 from meshfold.zero_gemini.runtime.prefetch import reach
 from meshfold.zero_gemini.runtime.units import Unit
 
@@ -202,10 +202,7 @@ class Runtime:
             elif unit in self._inside:
                 self._inside.remove(unit)
             if torch.is_grad_enabled():
-                begin = self._before_backward(unit)
-                for tensor in tree_flatten(output)[0]:
-                    if isinstance(tensor, Tensor) and tensor.requires_grad:
-                        tensor.register_hook(begin)
+                watch_output(output, self._before_backward(unit))
 
         found: Callable[..., Any] = torch.compiler.disable(after)
         return found

@@ -18,10 +18,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_flatten
 
 from meshfold.mesh import SpecError
-from meshfold.zero_gemini.runtime.gradient_arrival import watch_inputs
+from meshfold.zero_gemini.runtime.gradient_arrival import watch_inputs, watch_output
 from meshfold.zero_gemini.runtime.units import Unit, find_units
 from meshfold.zero_gemini.trace.clocks import Clock
 from meshfold.zero_gemini.trace.layers import LayerWatch
@@ -148,9 +147,7 @@ class StepTracer:
                     done = self._in_backward = True
                     act(unit)
 
-            for tensor in tree_flatten(output)[0]:
-                if isinstance(tensor, Tensor) and tensor.requires_grad:
-                    tensor.register_hook(first)
+            watch_output(output, first)
 
         return after
 
