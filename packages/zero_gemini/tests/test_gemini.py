@@ -14,6 +14,7 @@ from meshfold.mesh import Mesh, ParameterMeta, Placement, annotate
 from meshfold.mesh.testing import run_on_ranks
 from meshfold.zero_gemini import Gemini, Memory, Shares
 from meshfold.zero_gemini.chunks.placement import EVERYTHING_ON_THE_DEVICE
+from meshfold.zero_gemini.runtime.units import find_units
 
 WORDS, WIDTH, ROWS = 50, 24, 8
 CPU = torch.device("cpu")
@@ -64,6 +65,46 @@ class InPlace(Model):
             y = block(x)
             y += x
             x = y
+        if extra:
+            x = x + self.sometimes(x)
+        return self.head(self.norm(x))
+
+
+class Listed(nn.ModuleList):
+    """A list with a parameter of its own, which the module around it reads."""
+
+    def __init__(self) -> None:
+        super().__init__(Block() for _ in range(2))
+        self.scale = nn.Parameter(torch.ones(WIDTH))
+
+
+class Scaled(nn.Sequential):
+    """A sequence with a parameter and a forward of its own."""
+
+    def __init__(self) -> None:
+        super().__init__(nn.Linear(WIDTH, WIDTH), nn.Tanh())
+        self.scale = nn.Parameter(torch.ones(WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * self.scale
+
+
+class Holders(Model):
+    """Parameters of modules that are never called, of lists, and of a parametrization, which is a list with a forward."""
+
+    def __init__(self, recompute: bool = False) -> None:
+        super().__init__(recompute)
+        self.blocks = nn.ModuleList(Block() for _ in range(2))
+        self.scales = nn.ParameterList(torch.ones(WIDTH) for _ in range(2))
+        self.shifts = nn.ModuleDict({"first": nn.ParameterDict({"x": nn.Parameter(torch.zeros(WIDTH))})})
+        self.listed, self.scaled = Listed(), Scaled()
+        self.normed = nn.utils.parametrizations.weight_norm(nn.Linear(WIDTH, WIDTH))
+
+    def forward(self, ids: Tensor, extra: bool) -> Tensor:
+        x = self.embed(ids) * self.scales[0] + self.shifts["first"]["x"]
+        for block in (*self.blocks, *self.listed):
+            x = block(x)
+        x = self.normed(self.scaled(x * self.listed.scale)) * self.scales[1]
         if extra:
             x = x + self.sometimes(x)
         return self.head(self.norm(x))
@@ -154,8 +195,16 @@ def test_accumulation_and_recomputation(stage: int) -> None:
     run_on_ranks(2, compare, stage, 1000, "adamw", 3, True, 0.5)
 
 
-def test_what_a_unit_returns_is_changed_in_place() -> None:
-    run_on_ranks(2, compare, 3, 600, "adamw", 1, False, 0.5, InPlace)
+@pytest.mark.parametrize("kind", [InPlace, Holders])
+def test_other_models(kind: type[Model]) -> None:
+    run_on_ranks(2, compare, 3, 600, "adamw", 1, False, 0.5, kind)
+
+
+def test_every_parameter_is_in_a_unit() -> None:
+    for kind in (Model, InPlace, Holders):
+        model = kind()
+        found = {p for unit in find_units(model) for p in unit.parameters}
+        assert found == set(model.parameters())
 
 
 @pytest.mark.parametrize("name", ["sgd", "adagrad"])

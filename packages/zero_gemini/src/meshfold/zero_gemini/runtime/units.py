@@ -7,6 +7,7 @@ parameters are gathered before its forward and before its backward.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from torch import Tensor, nn
@@ -28,36 +29,51 @@ class Unit:
 
 
 def find_units(model: nn.Module) -> list[Unit]:
-    """The units of a model in order of registration; every parameter is in at least one.
+    """Return the units of a model in order of registration; every parameter is in at least one.
 
     A list counts if its elements are called by themselves, which is what an ``nn.ModuleList`` is for; of nested lists
     the innermost whose elements are more than single layers makes the units.
+
+    What a module without a forward of its own holds, such as an ``nn.ParameterList``, belongs to the module around it
+    that has one: it is the one whose call hooks see.
     """
     units: list[Unit] = []
     _collect("", model, units)
     return units
 
 
-def _collect(name: str, module: nn.Module, units: list[Unit]) -> None:
+def _collect(name: str, module: nn.Module, units: list[Unit], *, of_blocks: bool = False) -> None:
     if isinstance(module, nn.MultiheadAttention):
         units.append(Unit(name, module, tuple(dict.fromkeys(module.parameters()))))
         return
-    own = tuple(p for p in module._parameters.values() if p is not None)
+    own = tuple(dict.fromkeys(_held_by(module))) if _is_called(module) or not name else ()
     if own:
         units.append(Unit(name, module, own))
     for leaf, child in module.named_children():
         path = f"{name}.{leaf}" if name else leaf
-        if isinstance(child, nn.ModuleList | nn.Sequential) and len(child):
-            for number, block in child.named_children():
-                _collect_block(f"{path}.{number}", block, units)
+        if of_blocks:
+            _collect_block(path, child, units)
         else:
-            _collect(path, child, units)
+            _collect(path, child, units, of_blocks=isinstance(child, nn.ModuleList | nn.Sequential))
+
+
+def _held_by(module: nn.Module) -> Iterator[Tensor]:
+    """Yield the parameters of a module, and of the modules in it that are never called."""
+    yield from (p for p in module._parameters.values() if p is not None)
+    for child in module.children():
+        if not _is_called(child):
+            yield from _held_by(child)
+
+
+def _is_called(module: nn.Module) -> bool:
+    """Return whether a module has a forward."""
+    called = getattr(module, "_orig_mod", module)  # what torch.compile has wrapped
+    return type(called).forward is not nn.Module.forward
 
 
 def _collect_block(name: str, block: nn.Module, units: list[Unit]) -> None:
     inner = any(isinstance(m, nn.ModuleList | nn.Sequential) for m in block.modules())
-    called = getattr(block, "_orig_mod", block)  # what torch.compile has wrapped
-    if inner or type(called).forward is nn.Module.forward:  # a list in it, or nothing that could be called
+    if inner or not _is_called(block):  # a list in it, or nothing that could be called
         _collect(name, block, units)
         return
     parameters = tuple(dict.fromkeys(block.parameters()))
