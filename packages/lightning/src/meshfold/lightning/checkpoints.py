@@ -24,7 +24,7 @@ from meshfold.checkpoint.state import extra_state_value, split_extra_state
 from meshfold.engine.checkpoints import MODEL_FILE, Checkpoint, ModelState, with_plain_names, write_checkpoint
 from meshfold.engine.states import Source, plain_settings
 from meshfold.engine.world import World, fail_together
-from meshfold.lightning.lanes import Lane, Lanes
+from meshfold.lightning.optimizer_units import OptimizerUnit, OptimizerUnits
 from meshfold.lightning.session import Session
 from meshfold.mesh.parameters import uncompiled_name
 
@@ -68,13 +68,13 @@ def write_folder(path: str | os.PathLike[str], session: Session, checkpoint: Map
         "optimizers": [],
     }
     if _OPTIMIZERS in checkpoint:
-        for number, lane in enumerate(_training(session.lanes)):
-            files[optimizer_file(number)] = lane.states.optimizer_sources()
-            state["optimizers"].append(lane.states.optimizer_description())
+        for number, unit in enumerate(_training(session.units)):
+            files[optimizer_file(number)] = unit.states.optimizer_sources()
+            state["optimizers"].append(unit.states.optimizer_description())
     rest = {key: value for key, value in checkpoint.items() if key not in (_STATE, _OPTIMIZERS)}
     state["extra_state"], more = split_extra_state(session.state.extra(f"cannot write the checkpoint {path}"))
     small = {REST: rest, **({EXTRA_STATE_FILE: more} if more else {})}
-    write_checkpoint(path, session.world, files, state, small, all_read=session.lanes.all_read)
+    write_checkpoint(path, session.world, files, state, small, all_read=session.units.all_read)
 
 
 def whole_state(session: Session, *, everywhere: bool) -> dict[str, Tensor]:
@@ -90,19 +90,19 @@ def whole_state(session: Session, *, everywhere: bool) -> dict[str, Tensor]:
     return {**found, **{name: extra_state_value(entry) for name, entry in extra.items()}}
 
 
-def whole_optimizer_state(session: Session, lane: Lane) -> dict[str, Any]:
+def whole_optimizer_state(session: Session, unit: OptimizerUnit) -> dict[str, Any]:
     """An optimizer's state as torch has it on one device, on rank 0; elsewhere without tensors. All ranks must call."""
-    assert lane.optimizer is not None  # lanes of optimizers are asked
-    whole = _read_all(lane.states.optimizer_sources(), session.world, keep=session.world.mesh.rank == 0)
-    values = lane.states.optimizer_description()["values"]
-    numbers, groups = _numbered(lane)
+    assert unit.optimizer is not None  # units of optimizers are asked
+    whole = _read_all(unit.states.optimizer_sources(), session.world, keep=session.world.mesh.rank == 0)
+    values = unit.states.optimizer_description()["values"]
+    numbers, groups = _numbered(unit)
     state: dict[int, dict[str, Any]] = {}
     for entry, value in {**values, **whole}.items():
         name, _, key = entry.rpartition("/")
         state.setdefault(numbers[name], {})[key] = value
     settings = [
         {**{key: value for key, value in group.items() if key != "params"}, "params": places}
-        for group, places in zip(lane.optimizer.param_groups, groups, strict=True)
+        for group, places in zip(unit.optimizer.param_groups, groups, strict=True)
     ]
     return {"state": state, "param_groups": settings}
 
@@ -123,17 +123,17 @@ def _read_all(sources: Mapping[str, Source], world: World, *, keep: bool) -> dic
     return found
 
 
-def _numbered(lane: Lane) -> tuple[dict[str, int], list[list[int]]]:
+def _numbered(unit: OptimizerUnit) -> tuple[dict[str, int], list[list[int]]]:
     """Return torch's numbers of an optimizer's parameters, by name and by group, as the optimizer was made."""
     numbers: dict[str, int] = {}
     groups = []
-    for names in lane.given:
+    for names in unit.given:
         groups.append([numbers.setdefault(uncompiled_name(name), len(numbers)) for name in names])
     return numbers, groups
 
 
-def _training(lanes: Lanes) -> list[Lane]:
-    return [lane for lane in lanes if lane.optimizer is not None]
+def _training(units: OptimizerUnits) -> list[OptimizerUnit]:
+    return [unit for unit in units if unit.optimizer is not None]
 
 
 # -- reading --------------------------------------------------------------------------------------------------------
@@ -218,28 +218,28 @@ def load_optimizers(session: Session, states: Sequence[Any]) -> None:
     Raises:
         CheckpointError: if there are more or fewer, or one is of other parameters or another class.
     """
-    lanes = _training(session.lanes)
-    if len(states) != len(lanes):
+    units = _training(session.units)
+    if len(states) != len(units):
         raise CheckpointError(
-            f"the checkpoint has the state of {len(states)} optimizers, and configure_optimizers() made {len(lanes)}: resume with "
+            f"the checkpoint has the state of {len(states)} optimizers, and configure_optimizers() made {len(units)}: resume with "
             "those it was written with"
         )
-    for lane, state in zip(lanes, states, strict=True):
+    for unit, state in zip(units, states, strict=True):
         if "description" in state:
             description = {**state["description"], "values": with_plain_names(state["description"]["values"])}
-            lane.states.load_optimizer(description, with_plain_names(state["tensors"]))
+            unit.states.load_optimizer(description, with_plain_names(state["tensors"]))
         else:
-            lane.states.load_optimizer(*_from_torch(lane, state))
+            unit.states.load_optimizer(*_from_torch(unit, state))
 
 
-def _from_torch(lane: Lane, state: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Tensor]]:
+def _from_torch(unit: OptimizerUnit, state: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Tensor]]:
     """A torch optimizer's state dict as description and tensors by name."""
-    numbers, groups = _numbered(lane)
+    numbers, groups = _numbered(unit)
     saved = state["param_groups"]
     sizes, own = [len(group["params"]) for group in saved], [len(places) for places in groups]
     if sizes != own:
         raise CheckpointError(
-            f"the checkpoint's optimizer has groups of {sizes} parameters, and {type(lane.optimizer).__name__} has groups of "
+            f"the checkpoint's optimizer has groups of {sizes} parameters, and {type(unit.optimizer).__name__} has groups of "
             f"{own}: resume with the optimizer it was written with"
         )
     number_here = {
@@ -255,7 +255,7 @@ def _from_torch(lane: Lane, state: Mapping[str, Any]) -> tuple[dict[str, Any], d
             place = tensors if isinstance(value, Tensor) else values
             place[f"{names[number_here[there]]}/{key}"] = value
     description = {
-        "class": type(lane.optimizer).__name__,
+        "class": type(unit.optimizer).__name__,
         "groups": [plain_settings(group) for group in saved],
         "values": values,
     }

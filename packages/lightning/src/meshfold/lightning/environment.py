@@ -83,7 +83,7 @@ class RunningRanks(ClusterEnvironment):
         return self._rank // self._local_size
 
 
-def place_of(cluster: ClusterEnvironment, local_size: int) -> Environment:
+def environment_of(cluster: ClusterEnvironment, local_size: int) -> Environment:
     """Return what the mesh needs to start this process as one rank of the job."""
     if cluster.world_size() == 1:
         return Environment()
@@ -98,7 +98,7 @@ def place_of(cluster: ClusterEnvironment, local_size: int) -> Environment:
     )
 
 
-def set_by_a_launcher() -> bool:
+def is_set_by_launcher() -> bool:
     """Tell whether ``meshfold run``, torchrun or the like has set the variables that say which rank this is.
 
     Lightning's own environment would take WORLD_SIZE away at the end of a stage, and a later trainer or engine is to find it.

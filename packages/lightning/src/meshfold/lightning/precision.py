@@ -39,7 +39,7 @@ from meshfold.mesh import SpecError, did_you_mean
 
 if TYPE_CHECKING:
     from lightning.pytorch import LightningModule
-    from meshfold.lightning.lanes import Lanes
+    from meshfold.lightning.optimizer_units import OptimizerUnits
 
 _NAMES = {
     "32-true": "fp32",
@@ -79,7 +79,7 @@ class MeshfoldPrecision(LightningPrecision):
         kind = WholePrecision if precision in ("bf16-true", "16-true") else Precision
         self.engine = kind(name=_NAMES[precision], scale=dynamic)
         self.scaler = LossScaler(dynamic)
-        self.lanes: Lanes | None = None
+        self.units: OptimizerUnits | None = None
         """The optimizers of the run, with what they train; None while there is none."""
 
     @classmethod
@@ -149,46 +149,46 @@ class MeshfoldPrecision(LightningPrecision):
         self, tensor: Tensor, model: LightningModule, optimizer: Any, *args: Any, **kwargs: Any
     ) -> None:
         """The gradient of this rank's share of the loss, summed over the data coordinates while it is made."""
-        if self.lanes is None:
+        if self.units is None:
             super().backward(tensor, model, optimizer, *args, **kwargs)
             return
         # A scaled loss has no room in 16 bits.
         wide = tensor if tensor.dtype == torch.float64 else tensor.float()
-        with self.lanes.backward(self.scaler):
-            model.backward(wide * (self.scaler.scale / self.lanes.data_size), *args, **kwargs)
+        with self.units.backward(self.scaler):
+            model.backward(wide * (self.scaler.scale / self.units.data_size), *args, **kwargs)
 
     def optimizer_step(  # type: ignore[override]  # as Lightning's own
         self, optimizer: Any, model: LightningModule, closure: Callable[[], Any], **kwargs: Any
     ) -> Any:
         """The closure, then unscale, clip and step; a step that overflowed is left out."""
-        if self.lanes is None or self.lanes.of(optimizer) is None:
+        if self.units is None or self.units.of(optimizer) is None:
             return super().optimizer_step(optimizer, model, closure, **kwargs)
         result = closure()
-        lane = self.lanes.of(optimizer)  # only now: the training step may have made it anew
-        assert lane is not None  # since there was one before
+        unit = self.units.of(optimizer)  # only now: the training step may have made it anew
+        assert unit is not None  # since there was one before
         if result is None and model.automatic_optimization:
-            lane.forget()  # training_step returned None: nothing is to be learnt from this batch
+            unit.forget()  # training_step returned None: nothing is to be learnt from this batch
             return result
-        lane.finish()
+        unit.finish()
         self._after_closure(model, optimizer)
-        lane.step(self.scaler, kwargs)
+        unit.step(self.scaler, kwargs)
         return result
 
     def clip_grad_by_norm(self, optimizer: Any, clip_val: float) -> None:
         """By the norm of the gradient of all that the optimizer trains, whatever of it each rank holds."""
-        lane = None if self.lanes is None else self.lanes.of(optimizer)
-        if lane is None:
+        unit = None if self.units is None else self.units.of(optimizer)
+        if unit is None:
             super().clip_grad_by_norm(optimizer, clip_val)
         else:
-            lane.clip(float(clip_val))
+            unit.clip(float(clip_val))
 
     def clip_grad_by_value(self, optimizer: Any, clip_val: float) -> None:
         """Each element of the gradient, after it was summed over the data coordinates."""
-        lane = None if self.lanes is None else self.lanes.of(optimizer)
-        if lane is None:
+        unit = None if self.units is None else self.units.of(optimizer)
+        if unit is None:
             super().clip_grad_by_value(optimizer, clip_val)
         else:
-            lane.clip_value(float(clip_val))
+            unit.clip_value(float(clip_val))
 
     # -- checkpoints ----------------------------------------------------------------------------------------------
 

@@ -1,6 +1,6 @@
-"""A LightningModule on the mesh: split, placed and cast once, with the lanes of the stage that runs.
+"""A LightningModule on the mesh: split, placed and cast once, with the optimizer units of the stage that runs.
 
-The same module may be validated, fitted, tested and fitted again; only the lanes are made anew, from the true weights.
+The same module may be validated, fitted, tested and fitted again; only the units are made anew, from the true weights.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.module import register_module_parameter_registration_hook
 from torch.utils._pytree import tree_leaves, tree_map
 
 from meshfold.engine.assembly import assemble, has_dropout
@@ -20,12 +21,13 @@ from meshfold.engine.model import callable_parts, randomness, roots_of
 from meshfold.engine.precision import Precision
 from meshfold.engine.sequence import split_sequence
 from meshfold.engine.world import World
-from meshfold.lightning.lanes import Lanes, check_optimizers, named_groups
-from meshfold.lightning.plain_lanes import PlainLanes
+from meshfold.lightning.optimizer_units import OptimizerUnits, check_optimizers, named_groups
+from meshfold.lightning.replicated_units import ReplicatedUnits
 from meshfold.mesh import SpecError, metadata
+from meshfold.mesh.initialization import ValueSource, record_initialization, set_value_source
 
 if TYPE_CHECKING:
-    from meshfold.lightning.zero_lanes import ZeroLanes
+    from meshfold.lightning.zero_units import ZeroUnits
 
 Optimizers = Sequence[torch.optim.Optimizer]
 
@@ -37,7 +39,7 @@ class Session:
         world: where it lies.
         precision: in which it computes.
         report: what tensor parallelism did; None if it was left whole.
-        lanes: of the stage that runs.
+        units: of the stage that runs.
     """
 
     def __init__(
@@ -80,20 +82,20 @@ class Session:
         self._sequence = split_sequence(module.get_submodule(roots[0]), world, own_loss=True)
         self.report, self._torch_dropout = built.report, built.torch_dropout
         self._steps, self._most_micro_steps = 0, 1
-        self.lanes = Lanes([], world)
+        self.units = OptimizerUnits([], world)
         self._toggled: list[nn.Parameter] = []
-        self._maker: PlainLanes | ZeroLanes = PlainLanes(module, world, precision)
+        self._maker: ReplicatedUnits | ZeroUnits = ReplicatedUnits(module, world, precision)
         if world.spec.zero is not None:
-            from meshfold.lightning.zero_lanes import ZeroLanes
+            from meshfold.lightning.zero_units import ZeroUnits
 
-            self._maker = ZeroLanes(module, world, precision, seed=seed, values=built.values)
+            self._maker = ZeroUnits(module, world, precision, seed=seed, values=built.values)
         self._handles = []
 
         def enter(
             part: nn.Module, args: Any
         ) -> None:  # no method of this object: copies of the module keep their hooks
             if torch.is_grad_enabled() and part.training:
-                self.lanes.begin()
+                self.units.begin()
 
         for part in callable_parts(module):
             self._handles.append(part.register_forward_pre_hook(enter, prepend=True))
@@ -131,37 +133,37 @@ class Session:
                 "nothing the second time; begin it with 'if self.model is not None: return'"
             )
 
-    # -- lanes ------------------------------------------------------------------------------------------------------
+    # -- units ------------------------------------------------------------------------------------------------------
 
     def evaluate(self) -> None:
         """Make ready to run without training, if nothing is yet."""
-        if not self.lanes.all:
-            self._replace_lanes([], [], accumulation=1)
+        if not self.units.all:
+            self._replace_units([], [], accumulation=1)
 
     def train(self, make: Callable[[], Optimizers], *, accumulation: int) -> None:
         """Make ready to train.
 
         Args:
-            make: makes the optimizers, of the module's parameters; they are these lanes' from then on.
+            make: makes the optimizers, of the module's parameters; they are these units' from then on.
             accumulation: micro-steps of an optimizer step.
 
         Raises:
             SpecError: for optimizers that cannot be stepped with on shards.
         """
-        self.lanes = self._maker.let_go(self.lanes)
+        self.units = self._maker.release(self.units)
         with self._maker.stand_ins():
             optimizers = make()
             names: dict[Tensor, str] = {p: name for name, p in self.module.named_parameters()}
             given = [named_groups(optimizer, names) for optimizer in optimizers]
         check_optimizers(optimizers, given, whole=self._maker.in_chunks)
         self._most_micro_steps = accumulation
-        self._replace_lanes(optimizers, given, accumulation=accumulation)
+        self._replace_units(optimizers, given, accumulation=accumulation)
 
-    def _replace_lanes(
+    def _replace_units(
         self, optimizers: Optimizers, given: Sequence[list[list[str]]], *, accumulation: int
     ) -> None:
-        made = self._maker.make(optimizers, given, before=self.lanes.all, accumulation=accumulation)
-        self.lanes = Lanes(made, self.world)
+        made = self._maker.make(optimizers, given, before=self.units.all, accumulation=accumulation)
+        self.units = OptimizerUnits(made, self.world)
 
     def check_accumulation(self, micro_steps: int) -> None:
         """See that a step has no more micro-steps than chunks were laid out for.
@@ -177,26 +179,26 @@ class Session:
             )
 
     def refresh(self) -> None:
-        """Between steps: follow what was frozen or thawed since the lanes were made, or added to an optimizer.
+        """Between steps: follow what was frozen or thawed since the units were made, or added to an optimizer.
 
         Raises:
             SpecError: under ``zero``, where chunks are laid out when the fit starts.
         """
-        if self.lanes.only is not None or all(lane.is_as_made for lane in self.lanes):
+        if self.units.only is not None or all(unit.is_as_made for unit in self.units):
             return
         if self._maker.in_chunks:
             raise SpecError(
                 "parameters were frozen, thawed or added to an optimizer while the fit runs: under zero what is trained is laid "
                 "out when the fit starts. Do it before trainer.fit(), or leave zero out of the spec"
             )
-        optimizers = [lane.optimizer for lane in self.lanes if lane.optimizer is not None]
+        optimizers = [unit.optimizer for unit in self.units if unit.optimizer is not None]
         self.train(lambda: optimizers, accumulation=1)
 
     def toggle(self, optimizer: Any) -> None:
         """Do what ``LightningModule.toggle_optimizer`` does: gradients count for one optimizer alone."""
-        self.lanes.only = self.lanes.of(optimizer)
-        others = [lane for lane in self.lanes if lane is not self.lanes.only]
-        self._toggled = [p for lane in others for p in lane.parameters.values() if p.requires_grad]
+        self.units.only = self.units.of(optimizer)
+        others = [unit for unit in self.units if unit is not self.units.only]
+        self._toggled = [p for unit in others for p in unit.parameters.values() if p.requires_grad]
         for parameter in self._toggled:
             parameter.requires_grad = False
 
@@ -204,11 +206,11 @@ class Session:
         """Undo ``toggle``."""
         for parameter in self._toggled:
             parameter.requires_grad = True
-        self._toggled, self.lanes.only = [], None
+        self._toggled, self.units.only = [], None
 
     def close(self) -> None:
         """Take all hooks off the module."""
-        self.lanes.close()
+        self.units.close()
         for name in ("toggle_optimizer", "untoggle_optimizer"):
             vars(self.module).pop(name, None)
         if self._sequence is not None:
@@ -220,9 +222,9 @@ class Session:
 
     @contextmanager
     def micro_step(self, batch: Any) -> Iterator[None]:
-        """Around a training step: gradients may come, and dropout drops by global element."""
+        """Context of a training step: gradients may come, and dropout drops by global element."""
         self.refresh()
-        self.lanes.begin()
+        self.units.begin()
         with self._random(batch):
             yield
         self._steps += 1
@@ -252,7 +254,7 @@ class Session:
     @property
     def state(self) -> ModelState:
         """The whole module's state."""
-        return ModelState(self.module, self.lanes, self.world)  # type: ignore[arg-type]
+        return ModelState(self.module, self.units, self.world)  # type: ignore[arg-type]
 
     @property
     def steps(self) -> int:
@@ -262,6 +264,26 @@ class Session:
     @steps.setter
     def steps(self, steps: int) -> None:
         self._steps = steps
+
+
+@contextmanager
+def recorded_init(seed: int) -> Iterator[None]:
+    """Context in which modules are made on the meta device, and parameters remember how they are initialised.
+
+    As :class:`meshfold.zero_gemini.ShardedInit`, for those who have not installed it.
+    """
+    with record_initialization() as trace:
+        origin = ValueSource(trace=trace, seed=seed)
+
+        def note(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
+            if parameter is not None and trace.recording.knows(parameter):
+                set_value_source(parameter, origin)
+
+        handle = register_module_parameter_registration_hook(note)
+        try:
+            yield
+        finally:
+            handle.remove()
 
 
 def _cast(found: Any, dtype: torch.dtype) -> Any:

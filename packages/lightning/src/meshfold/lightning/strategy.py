@@ -15,18 +15,17 @@ from lightning.pytorch.trainer.states import TrainerFn
 from meshfold.engine.model import AsGiven
 from meshfold.engine.precision import ScaleSettings
 from meshfold.engine.world import World, require_runnable
-from meshfold.lightning import talk
-from meshfold.lightning.checkpointed import SESSION, CheckpointedStrategy
-from meshfold.lightning.environment import set_by_a_launcher
+from meshfold.lightning import communication
+from meshfold.lightning.environment import is_set_by_launcher
 from meshfold.lightning.precision import MeshfoldPrecision
-from meshfold.lightning.recording import recorded
-from meshfold.lightning.session import Session
+from meshfold.lightning.session import Session, recorded_init
+from meshfold.lightning.strategy_checkpoints import SESSION, CheckpointStrategy
 from meshfold.mesh import ParallelSpec, SpecError
 
 _DATA_PARALLEL: Mapping[str, object] = {}
 
 
-class MeshfoldStrategy(CheckpointedStrategy):
+class MeshfoldStrategy(CheckpointStrategy):
     """Trains a LightningModule under a parallel spec: data, tensor and sequence axes, and ``zero``.
 
     >>> strategy = MeshfoldStrategy(parallel=dict(data=2, tensor=2))              # doctest: +SKIP
@@ -119,12 +118,12 @@ class MeshfoldStrategy(CheckpointedStrategy):
 
     @contextmanager
     def model_sharded_context(self) -> Iterator[None]:
-        """Around ``configure_model``: modules made inside are on the meta device, and remember how they are initialised."""
+        """Context of ``configure_model``: modules are made on the meta device, and remember how they are initialised."""
         if not self._sharded_init:
             yield
             return
         assert self._seed is not None  # since the processes are connected
-        with recorded(self._seed):
+        with recorded_init(self._seed):
             yield
 
     def setup(self, trainer: Any) -> None:
@@ -151,9 +150,9 @@ class MeshfoldStrategy(CheckpointedStrategy):
         else:
             session.evaluate()
         self.setup_precision_plugin()
-        plugin.lanes = session.lanes
+        plugin.units = session.units
         if self._world.row_size < self._world.mesh.world_size:
-            talk.let_metrics_gather_over_data(module, self._world)
+            communication.gather_metrics_over_data(module, self._world)
 
     def setup_precision_plugin(self) -> None:
         """Nothing to convert: the module was cast when it was placed."""
@@ -190,12 +189,12 @@ class MeshfoldStrategy(CheckpointedStrategy):
     @contextmanager
     def block_backward_sync(self) -> Iterator[None]:
         """Inside, gradients wait: they are summed over the data coordinates by the last backward of an accumulation."""
-        lanes = self._on_mesh.lanes
-        before, lanes.sync = lanes.sync, False
+        units = self._on_mesh.units
+        before, units.sync = units.sync, False
         try:
             yield
         finally:
-            lanes.sync = before
+            units.sync = before
 
     # -- steps ----------------------------------------------------------------------------------------------------
 
@@ -206,7 +205,7 @@ class MeshfoldStrategy(CheckpointedStrategy):
         if module is not None and module._trainer is not None:
             session.check_accumulation(module.trainer.accumulate_grad_batches)
         with session.micro_step((args, kwargs)):
-            self.precision_plugin.lanes = session.lanes
+            self.precision_plugin.units = session.units
             return self._run("training_step", self.precision_plugin.train_step_context(), args, kwargs)
 
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
@@ -224,14 +223,14 @@ class MeshfoldStrategy(CheckpointedStrategy):
     def _run(self, name: str, context: AbstractContextManager[None], args: Any, kwargs: Any) -> Any:
         step: Callable[..., Any] = getattr(self.lightning_module, name)
         with context:
-            return self._on_mesh.lanes.run(lambda: step(*args, **kwargs))
+            return self._on_mesh.units.run(lambda: step(*args, **kwargs))
 
     # -- the end --------------------------------------------------------------------------------------------------
 
     def teardown(self) -> None:
         """End a stage. Module and optimizers stay where they are, for the next."""
         if self.cluster_environment is not None:
-            size = os.environ.get("WORLD_SIZE") if set_by_a_launcher() else None
+            size = os.environ.get("WORLD_SIZE") if is_set_by_launcher() else None
             self.cluster_environment.teardown()
             if size is not None:  # Lightning's own has deleted it
                 os.environ["WORLD_SIZE"] = size
@@ -269,8 +268,8 @@ def _most_micro_steps(trainer: Any) -> int:
 
 def _forgetting(session: Session, optimizer: Any) -> Callable[..., None]:
     def zero_grad(set_to_none: bool = True) -> None:
-        lane = session.lanes.of(optimizer)
-        if lane is not None:
-            lane.forget()
+        unit = session.units.of(optimizer)
+        if unit is not None:
+            unit.forget()
 
     return zero_grad

@@ -1,4 +1,4 @@
-"""The checkpoints of a strategy: what Lightning's trainer asks for, and what is written of it."""
+"""The checkpoint methods of a strategy that Lightning's trainer calls."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ from torch import Tensor
 from meshfold.checkpoint.folder import remove_checkpoint
 from meshfold.engine import TrainingError
 from meshfold.lightning import checkpoints as saving
-from meshfold.lightning.connected import ConnectedStrategy
 from meshfold.lightning.session import Session
+from meshfold.lightning.strategy_processes import ProcessStrategy
 
 SESSION = "_meshfold_session"
-"""Where a module keeps what is known of it"""
+"""Attribute of a module that keeps its session."""
 
 
-class CheckpointedStrategy(ConnectedStrategy):
+class CheckpointStrategy(ProcessStrategy):
     """Writes and reads checkpoints of a module on the mesh.
 
     Attributes:
-        session: what is known of the module; None before it was set up.
+        session: the state kept for the module; None before setup.
     """
 
     _checkpoints: str = "folder"
@@ -48,7 +48,7 @@ class CheckpointedStrategy(ConnectedStrategy):
         return True
 
     def full_state_dict(self, rank_zero_only: bool = False) -> dict[str, Tensor]:
-        """The whole module's state dict in CPU memory, with float32 masters; all ranks must call.
+        """Return the whole module's state dict in CPU memory, with float32 masters; all ranks must call.
 
         Args:
             rank_zero_only: rank 0 alone has it then, the others an empty dict.
@@ -67,11 +67,11 @@ class CheckpointedStrategy(ConnectedStrategy):
         return self.full_state_dict(rank_zero_only=rank_zero_only is not False)
 
     def optimizer_state(self, optimizer: Any) -> dict[str, Any]:
-        """The whole state of an optimizer, as torch has it on one device, on rank 0; for folders nothing yet."""
-        lane = self._on_mesh.lanes.of(optimizer)
-        if lane is None:
+        """Return the whole state of an optimizer in torch's form on rank 0; for folders nothing."""
+        unit = self._on_mesh.units.of(optimizer)
+        if unit is None:
             return dict(super().optimizer_state(optimizer))
-        return {} if self._checkpoints == "folder" else saving.whole_optimizer_state(self._on_mesh, lane)
+        return {} if self._checkpoints == "folder" else saving.whole_optimizer_state(self._on_mesh, unit)
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
         """Write a checkpoint; all ranks must call.

@@ -1,4 +1,4 @@
-"""The lanes of a module without ``zero``: weights, gradients and optimizer state are whole on every data rank."""
+"""The units of a module without ``zero``: weights, gradients and optimizer state are whole on every data rank."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from torch import Tensor, nn
 from meshfold.engine.precision import Masters, Precision, cast_rest, other_dtypes
 from meshfold.engine.states import PlainStates
 from meshfold.engine.world import World
-from meshfold.lightning.lanes import Lane, Lanes, repoint
+from meshfold.lightning.optimizer_units import OptimizerUnit, OptimizerUnits, retarget
 
 
-class PlainLanes:
-    """Makes lanes of the parameters as they are; the methods are those of ``ZeroLanes``.
+class ReplicatedUnits:
+    """Makes units of the parameters as they are; the methods are those of ``ZeroUnits``.
 
     Attributes:
-        in_chunks: False; lanes can be made anew at any time.
+        in_chunks: False; units can be made anew at any time.
     """
 
     in_chunks = False
@@ -32,22 +32,22 @@ class PlainLanes:
         """
         self._module, self._world, self._precision = module, world, precision
 
-    def let_go(self, lanes: Lanes) -> Lanes:
-        """Let parameters be the true weights again, and optimizers be of parameters; there are no lanes then."""
+    def release(self, units: OptimizerUnits) -> OptimizerUnits:
+        """Give parameters their master weights back and optimizers the parameters; return no units."""
         by_name = dict(self._module.named_parameters())
-        for lane in lanes:
-            lane.close()
-            if not isinstance(lane.states, PlainStates):
+        for unit in units:
+            unit.close()
+            if not isinstance(unit.states, PlainStates):
                 continue
-            masters = lane.states.masters
-            back: dict[Tensor, Tensor] = {masters.of(p): p for p in lane.parameters.values()}
+            masters = unit.states.masters
+            back: dict[Tensor, Tensor] = {masters.of(p): p for p in unit.parameters.values()}
             for true, parameter in back.items():
                 parameter.data = true.detach()
-            if lane.optimizer is not None:
-                added = [group["params"] for group in lane.optimizer.param_groups[len(lane.given) :]]
-                groups = [[by_name[name] for name in names] for names in lane.given]
-                repoint(lane.optimizer, [*groups, *added], back)
-        return Lanes([], self._world)
+            if unit.optimizer is not None:
+                added = [group["params"] for group in unit.optimizer.param_groups[len(unit.given) :]]
+                groups = [[by_name[name] for name in names] for names in unit.given]
+                retarget(unit.optimizer, [*groups, *added], back)
+        return OptimizerUnits([], self._world)
 
     def stand_ins(self) -> AbstractContextManager[None]:
         """Optimizers are made of the parameters themselves."""
@@ -58,10 +58,10 @@ class PlainLanes:
         optimizers: Sequence[torch.optim.Optimizer],
         given: Sequence[list[list[str]]],
         *,
-        before: Sequence[Lane],
+        before: Sequence[OptimizerUnit],
         accumulation: int,
-    ) -> list[Lane]:
-        """Lanes for optimizers; without any, one to evaluate with.
+    ) -> list[OptimizerUnit]:
+        """Return a unit for each optimizer; without any, one to evaluate with.
 
         Args:
             optimizers: of the parameters; they are stepped with on the true weights from then on.
@@ -69,13 +69,13 @@ class PlainLanes:
             before: none: they were let go.
             accumulation: makes no difference here.
         """
-        made = [self._lane(*pair) for pair in zip(optimizers, given, strict=True)]
-        made = made or [self._lane(None, [])]
-        cast_rest(self._module, self._precision, {p for lane in made for p in lane.parameters.values()})
+        made = [self._unit(*pair) for pair in zip(optimizers, given, strict=True)]
+        made = made or [self._unit(None, [])]
+        cast_rest(self._module, self._precision, {p for unit in made for p in unit.parameters.values()})
         return made
 
-    def _lane(self, optimizer: torch.optim.Optimizer | None, given: list[list[str]]) -> Lane:
-        """Return the lane of an optimizer's parameters; without an optimizer, of all that could be trained."""
+    def _unit(self, optimizer: torch.optim.Optimizer | None, given: list[list[str]]) -> OptimizerUnit:
+        """Return the unit of an optimizer's parameters; without an optimizer, of all that could be trained."""
         by_name = dict(self._module.named_parameters())
         chosen = [by_name[name] for names in given for name in names] if optimizer else [*by_name.values()]
         mine = {name: p for name, p in by_name.items() if p.requires_grad and any(p is c for c in chosen)}
@@ -84,8 +84,8 @@ class PlainLanes:
         def made(targets: Any) -> torch.optim.Optimizer:
             assert optimizer is not None  # else nothing is to be made
             groups = [[masters.of(mine[name]) for name in names if name in mine] for names in given]
-            repoint(optimizer, groups, {p: masters.of(p) for p in mine.values()})
+            retarget(optimizer, groups, {p: masters.of(p) for p in mine.values()})
             return optimizer
 
         states = PlainStates(mine, masters, self._world, made if optimizer else None)
-        return Lane(optimizer, states, mine, given, None, chosen if optimizer else ())
+        return OptimizerUnit(optimizer, states, mine, given, None, chosen if optimizer else ())

@@ -1,4 +1,4 @@
-"""The lanes of a module under ``zero``: each optimizer's part of the module in chunks of its own."""
+"""The units of a module under ``zero``: each optimizer's part of the module in chunks of its own."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from meshfold.engine.optimizers import Factory
 from meshfold.engine.precision import Precision
 from meshfold.engine.world import World
 from meshfold.engine.zero import ZeroStates
-from meshfold.lightning.lanes import Around, Lane, Lanes, repoint
+from meshfold.lightning.optimizer_units import OptimizerUnit, OptimizerUnits, PartialModule, retarget
 from meshfold.mesh import SpecError
 from meshfold.mesh.initialization import ParameterInit
 from meshfold.mesh.parameters import metadata_on, uncompiled_name
 
 
-class ZeroLanes:
-    """Makes lanes whose weights, gradients and optimizer state are in chunks, and makes them anew from those before.
+class ZeroUnits:
+    """Makes units whose weights, gradients and optimizer state are in chunks, and makes them anew from those before.
 
     Attributes:
-        in_chunks: True; lanes stay as they are while a fit runs.
+        in_chunks: True; units stay as they are while a fit runs.
     """
 
     in_chunks = True
@@ -49,9 +49,9 @@ class ZeroLanes:
             set()
         )  # parameters that no optimizer has, which are frozen for the time being
 
-    def let_go(self, lanes: Lanes) -> Lanes:
-        """They stay until :meth:`make` has taken their weights over."""
-        return lanes
+    def release(self, units: OptimizerUnits) -> OptimizerUnits:
+        """Return the units as they are: they stay until :meth:`make` has taken over their weights."""
+        return units
 
     @contextmanager
     def stand_ins(self) -> Iterator[None]:
@@ -85,15 +85,15 @@ class ZeroLanes:
         optimizers: Sequence[torch.optim.Optimizer],
         given: Sequence[list[list[str]]],
         *,
-        before: Sequence[Lane],
+        before: Sequence[OptimizerUnit],
         accumulation: int,
-    ) -> list[Lane]:
-        """Lanes for optimizers; without any, one to evaluate with.
+    ) -> list[OptimizerUnit]:
+        """Return a unit for each optimizer; without any, one to evaluate with.
 
         Args:
             optimizers: of stand-ins; they are stepped with on shards from then on.
             given: names of the parameters in their groups.
-            before: the lanes until now, whose true weights are taken over; they are closed.
+            before: the units until now, whose true weights are taken over; they are closed.
             accumulation: micro-steps of an optimizer step.
 
         Raises:
@@ -112,9 +112,9 @@ class ZeroLanes:
             if optimizers and name not in owned and parameter.requires_grad:
                 self._held_back.add(name)
                 parameter.requires_grad = False
-        lanes = []
+        units = []
         for number, children in enumerate(shares):
-            around = Around(self._module, children)
+            around = PartialModule(self._module, children)
             groups = given[number] if optimizers else []
             make = _factory(around, optimizers[number], groups) if optimizers else self._keeper()
             states = ZeroStates(
@@ -122,10 +122,12 @@ class ZeroLanes:
             )  # fmt: skip
             mine = dict(around.named_parameters())
             optimizer = optimizers[number] if optimizers else None
-            lanes.append(Lane(optimizer, states, mine, groups, around, mine.values() if optimizer else ()))
-        for lane in before:
-            lane.close()
-        return lanes
+            units.append(
+                OptimizerUnit(optimizer, states, mine, groups, around, mine.values() if optimizer else ())
+            )
+        for unit in before:
+            unit.close()
+        return units
 
     def _keeper(self) -> Factory | None:
         """For evaluation: an optimizer that never steps, where without one the true weights would be rounded for good."""
@@ -166,25 +168,25 @@ class ZeroLanes:
                 chosen.append(child)
         return shares
 
-    def _take_over(self, before: Sequence[Lane]) -> ParameterInit:
+    def _take_over(self, before: Sequence[OptimizerUnit]) -> ParameterInit:
         """Put parameters without values in the place of those in chunks; what makes the values again, from the chunks."""
-        known = {uncompiled_name(name): (lane, p) for lane in before for name, p in lane.parameters.items()}
+        known = {uncompiled_name(name): (unit, p) for unit in before for name, p in unit.parameters.items()}
         fresh: dict[nn.Parameter, nn.Parameter] = {}
         for module in self._module.modules():
             for name, parameter in module._parameters.items():
                 if parameter is None:
                     continue
                 if parameter not in fresh:
-                    lane = next(lane for lane, p in known.values() if p is parameter)
-                    true = _states(lane).gemini.true_dtype(parameter)
+                    unit = next(unit for unit, p in known.values() if p is parameter)
+                    true = _states(unit).gemini.true_dtype(parameter)
                     empty = torch.empty(self._shape(parameter), dtype=true, device="meta")
                     fresh[parameter] = nn.Parameter(empty, requires_grad=parameter.requires_grad)
                     fresh[parameter].__dict__.update(parameter.__dict__)
                 module._parameters[name] = fresh[parameter]
 
         def values(name: str, parameter: nn.Parameter, dtype: torch.dtype) -> Tensor:
-            lane, old = known[uncompiled_name(name)]
-            return _states(lane).gemini.read(old).to(self._world.device, dtype)
+            unit, old = known[uncompiled_name(name)]
+            return _states(unit).gemini.read(old).to(self._world.device, dtype)
 
         return values
 
@@ -193,19 +195,21 @@ class ZeroLanes:
         return metadata_on(parameter, self._world.mesh).placement.local_shape(self._world.mesh)
 
 
-def _states(lane: Lane) -> ZeroStates:
-    assert isinstance(lane.states, ZeroStates)  # all lanes before were made here
-    return lane.states
+def _states(unit: OptimizerUnit) -> ZeroStates:
+    assert isinstance(unit.states, ZeroStates)  # all units before were made here
+    return unit.states
 
 
-def _factory(around: Around, optimizer: torch.optim.Optimizer, groups: Sequence[Sequence[str]]) -> Factory:
+def _factory(
+    around: PartialModule, optimizer: torch.optim.Optimizer, groups: Sequence[Sequence[str]]
+) -> Factory:
     """Return a function that gives the user's own optimizer the parameters that chunks hold."""
     names = [name for name, p in around.named_parameters() if p.requires_grad]
 
     def make(parameters: Sequence[nn.Parameter]) -> torch.optim.Optimizer:
         by_name = dict(zip(names, parameters, strict=True))
         members = [[by_name[name] for name in group if name in by_name] for group in groups]
-        repoint(optimizer, members, {})
+        retarget(optimizer, members, {})
         return optimizer
 
     return make

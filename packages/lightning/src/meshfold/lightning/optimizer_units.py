@@ -1,7 +1,7 @@
-"""Lanes: each optimizer of a module with the weights, gradients and state of what it trains.
+"""Optimizer units: each optimizer of a module with the weights, gradients and state of what it trains.
 
-Several optimizers (of a GAN, say) have gradients that come, are summed, clipped, stepped with and let go apart from each
-other's. So each has :class:`meshfold.engine.states.States` of its own.
+Gradients of several optimizers (of a GAN, say) come, are summed, clipped, stepped with and freed independently. So each
+optimizer has :class:`meshfold.engine.states.States` of its own.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ _ADVICE = (
 )
 
 
-class Around(nn.Module):
-    """Stands for a module, or some of its children: a call of it is a call of a function in which they run."""
+class PartialModule(nn.Module):
+    """A module, or some of its children, whose call runs a function in which they run; states hook on to it."""
 
     def __init__(self, module: nn.Module, children: Sequence[str] | None = None) -> None:
         """Args:
@@ -56,8 +56,8 @@ class Around(nn.Module):
         return run()
 
 
-class Lane:
-    """One optimizer, and what it trains."""
+class OptimizerUnit:
+    """An optimizer, with the states of the parameters that it trains."""
 
     def __init__(
         self,
@@ -65,7 +65,7 @@ class Lane:
         states: States,
         parameters: Mapping[str, nn.Parameter],
         given: Sequence[Sequence[str]],
-        around: Around | None,
+        around: PartialModule | None,
         watched: Iterable[nn.Parameter] = (),
     ) -> None:
         """Args:
@@ -87,12 +87,12 @@ class Lane:
 
     @property
     def is_as_made(self) -> bool:
-        """True if no parameter was frozen, thawed or added since the lane was made."""
+        """True if no parameter was frozen, thawed or added since the unit was made."""
         groups = 0 if self.optimizer is None else len(self.optimizer.param_groups)
         return groups == len(self.given) and all(p.requires_grad == was for p, was in self._watched.items())
 
     def begin(self) -> None:
-        """Before a forward whose backward will follow."""
+        """Prepare for a forward whose backward will follow."""
         if not self._begun and not self._finished:
             self._begun = True
             self._shown.hide()
@@ -100,7 +100,7 @@ class Lane:
 
     @contextmanager
     def backward(self, kind: BackwardRole, scaler: LossScaler) -> Iterator[None]:
-        """Around a backward of a scaled loss: what gradients come are this lane's."""
+        """Context of a backward of a scaled loss, whose gradients are this unit's."""
         if self._finished:
             raise TrainingError(
                 "a backward after clip_gradients() and before step(): gradients are complete once they were clipped. Clip after "
@@ -118,7 +118,7 @@ class Lane:
         return bool(self._backwards)
 
     def finish(self) -> bool:
-        """All gradients are summed and unscaled from now on, until ``forget``; whether there are any."""
+        """Sum and unscale the gradients, until ``forget``; return whether there are any."""
         if self._backwards and not self._finished:
             assert self._scaler is not None  # there was a backward
             self._shown.hide()
@@ -128,19 +128,19 @@ class Lane:
         return self._finished
 
     def clip(self, max_norm: float) -> None:
-        """By the norm of all gradients, if there are any."""
+        """Clip all gradients by their norm, if there are any."""
         if self.finish():
             with self._shown.complete("the norm"):
                 self.states.clip(max_norm)
 
     def clip_value(self, max_value: float) -> None:
-        """Each element of the gradients, if there are any."""
+        """Clip each element of the gradients, if there are any."""
         if self.finish():
             with self._shown.complete("clipping the values"):
                 self.states.clip_value(max_value)
 
     def step(self, scaler: LossScaler, options: Mapping[str, Any]) -> None:
-        """Step with complete gradients, unless they overflowed, and let them go; nothing without a backward since the last."""
+        """Step with complete gradients, unless they overflowed, and free them; does nothing without a backward."""
         self._shown.check_unchanged()
         if not self.finish() or self.optimizer is None:
             return
@@ -159,32 +159,34 @@ class Lane:
         self.forget()
 
     def forget(self) -> None:
-        """Let gradients go."""
+        """Free the gradients."""
         if self._backwards or self._finished:
             self._shown.hide()
             self.states.forget()
         self._backwards, self._finished, self._begun = 0, False, self._begun and not self._finished
 
     def close(self) -> None:
-        """Leave the parameters and the optimizer alone from now on."""
+        """Take the hooks off the parameters and the optimizer."""
         self._guard.close()
         self._shown.hide()
         self.states.close()
 
 
-class Lanes:
-    """All of a module's lanes, and what its state needs of them together."""
+class OptimizerUnits:
+    """All optimizer units of a module; a :class:`ModelState` reads and writes through them."""
 
-    def __init__(self, lanes: Iterable[Lane], world: World) -> None:
-        self.all = list(lanes)
+    def __init__(self, units: Iterable[OptimizerUnit], world: World) -> None:
+        self.all = list(units)
         self._world = world
         self.sync = True
         """Whether the next backward is the last of an accumulation, as far as one knows."""
-        self.only: Lane | None = None
-        """The one whose gradients count; None for all."""
-        self._lane_of: dict[Tensor, Lane] = {p: lane for lane in self.all for p in lane.parameters.values()}
+        self.only: OptimizerUnit | None = None
+        """The unit whose gradients count; None for all."""
+        self._unit_of: dict[Tensor, OptimizerUnit] = {
+            p: unit for unit in self.all for p in unit.parameters.values()
+        }
 
-    def __iter__(self) -> Iterator[Lane]:
+    def __iter__(self) -> Iterator[OptimizerUnit]:
         return iter(self.all)
 
     @property
@@ -192,70 +194,70 @@ class Lanes:
         """Ranks that a loss is a mean over."""
         return self._world.data_size
 
-    def of(self, optimizer: object) -> Lane | None:
-        """The lane of an optimizer, or of Lightning's wrapper of it."""
+    def of(self, optimizer: object) -> OptimizerUnit | None:
+        """Return the unit of an optimizer, or of Lightning's wrapper of it."""
         inner = getattr(optimizer, "_optimizer", optimizer)
-        return next((lane for lane in self.all if lane.optimizer is inner and inner is not None), None)
+        return next((unit for unit in self.all if unit.optimizer is inner and inner is not None), None)
 
     def begin(self) -> None:
-        """Before a forward whose backward will follow."""
-        for lane in self._active():
-            lane.begin()
+        """Prepare for a forward whose backward will follow."""
+        for unit in self._active():
+            unit.begin()
 
     @contextmanager
     def backward(self, scaler: LossScaler) -> Iterator[None]:
-        """Around a backward: gradients that come inside count, those of optimizers that are toggled off do not."""
+        """Context of a backward: gradients count, except those of optimizers that are toggled off."""
         with ExitStack() as inside:
-            for lane in self._active():
-                inside.enter_context(lane.backward("last" if self.sync else "more", scaler))
+            for unit in self._active():
+                inside.enter_context(unit.backward("last" if self.sync else "more", scaler))
             yield
 
     def run(self, function: Any) -> Any:
         """Call a function in which the module's parts run."""
         call = function
-        for lane in self.all:
-            if lane.around is not None:
-                call = _within(lane.around, call)
+        for unit in self.all:
+            if unit.around is not None:
+                call = _within(unit.around, call)
         return call()
 
     def close(self) -> None:
-        """Leave the module alone from now on."""
-        for lane in self.all:
-            lane.close()
+        """Close every unit."""
+        for unit in self.all:
+            unit.close()
 
-    def _active(self) -> list[Lane]:
+    def _active(self) -> list[OptimizerUnit]:
         chosen = self.all if self.only is None else [self.only]
-        return [lane for lane in chosen if lane.optimizer is not None]
+        return [unit for unit in chosen if unit.optimizer is not None]
 
     # -- state: what a ModelState asks of States --------------------------------------------------------------------
 
     @property
     def all_read(self) -> bool:
         """True if every rank must call ``Source.read``."""
-        return any(lane.states.all_read for lane in self.all)
+        return any(unit.states.all_read for unit in self.all)
 
     def source(self, tensor: Tensor) -> Source:
-        """The true value of one of the module's parameters or buffers."""
-        lane = self._lane_of.get(tensor)
-        return source_like(tensor, tensor, self._world) if lane is None else lane.states.source(tensor)
+        """Return the source of the master value of a parameter or buffer."""
+        unit = self._unit_of.get(tensor)
+        return source_like(tensor, tensor, self._world) if unit is None else unit.states.source(tensor)
 
     def write(self, tensor: Tensor, whole: Tensor) -> None:
-        """Give a parameter or buffer its true value; then ``publish``."""
-        lane = self._lane_of.get(tensor) or self.all[0]
-        lane.states.write(tensor, whole)
+        """Set the master value of a parameter or buffer; then call ``publish``."""
+        unit = self._unit_of.get(tensor) or self.all[0]
+        unit.states.write(tensor, whole)
 
     def publish(self) -> None:
-        """Let the module see what was written."""
-        for lane in self.all:
-            lane.states.publish()
+        """Copy what was written to the module."""
+        for unit in self.all:
+            unit.states.publish()
 
 
-def _within(around: Around, call: Any) -> Any:
+def _within(around: PartialModule, call: Any) -> Any:
     return lambda: around(call)
 
 
 def named_groups(optimizer: torch.optim.Optimizer, names: Mapping[Tensor, str]) -> list[list[str]]:
-    """Names of the parameters in each group of an optimizer.
+    """Return the names of the parameters in each group of an optimizer.
 
     Raises:
         SpecError: for a tensor that is no parameter of the module.
@@ -289,10 +291,10 @@ def check_optimizers(
                 )
 
 
-def repoint(
+def retarget(
     optimizer: torch.optim.Optimizer, groups: Sequence[Sequence[Tensor]], now: Mapping[Tensor, Tensor]
 ) -> None:
-    """Let an optimizer work on other tensors.
+    """Make an optimizer work on other tensors.
 
     Args:
         optimizer: stays the object that schedulers know.

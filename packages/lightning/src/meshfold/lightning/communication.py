@@ -24,7 +24,7 @@ _EXTREMES = ("max", "min")
 
 
 def group_of(world: World, group: Any) -> Group:
-    """The ranks that a reduction goes over.
+    """Return the ranks that a reduction goes over.
 
     Args:
         world: where they lie.
@@ -55,8 +55,8 @@ def _size(group: Any) -> int:
     return int(size()) if callable(size) else -1
 
 
-def reduced(value: Tensor, world: World, group: Any, how: Any) -> Tensor:
-    """A tensor's sum, mean, largest or smallest over a group; the same on all of its ranks, shape unchanged.
+def reduce_over(value: Tensor, world: World, group: Any, how: Any) -> Tensor:
+    """Return a tensor's sum, mean, maximum or minimum over a group; equal on all of its ranks, shape unchanged.
 
     Raises:
         SpecError: for another operation.
@@ -74,10 +74,10 @@ def reduced(value: Tensor, world: World, group: Any, how: Any) -> Tensor:
     return (total / over.size if _SUMS[name] else total).to(value.device)
 
 
-def gathered(value: Tensor, world: World, group: Any, *, sync_grads: bool) -> Tensor:
-    """``... -> g ...``: every rank's tensor of a group, in its order; for a group of one rank the tensor itself.
+def gather_from(value: Tensor, world: World, group: Any, *, sync_grads: bool) -> Tensor:
+    """Return ``... -> g ...``: the tensors of a group's ranks in order; for a group of one rank the tensor itself.
 
-    With ``sync_grads`` the gradient of what was gathered comes back, summed over the ranks.
+    With ``sync_grads`` gradients flow back, summed over the ranks.
     """
     over = group_of(world, group)
     if over.size == 1:
@@ -88,8 +88,8 @@ def gathered(value: Tensor, world: World, group: Any, *, sync_grads: bool) -> Te
     return all_gather(moved.detach().contiguous(), over, 0)
 
 
-def told(value: T, world: World, source: int) -> T:
-    """An object of one rank, on all; it travels by pickle.
+def broadcast_object(value: T, world: World, source: int) -> T:
+    """Return one rank's object on all ranks; it is sent as a pickle.
 
     Args:
         value: the source's counts.
@@ -109,8 +109,8 @@ def told(value: T, world: World, source: int) -> T:
     return found
 
 
-def let_metrics_gather_over_data(module: Any, world: World) -> None:
-    """Let the torchmetrics of a module, which would ask all ranks, ask the data coordinates; one's own setting stays."""
+def gather_metrics_over_data(module: Any, world: World) -> None:
+    """Make torchmetrics of a module gather over the data coordinates, not all ranks; a user's own setting stays."""
     from torchmetrics import Metric
 
     for metric in module.modules():

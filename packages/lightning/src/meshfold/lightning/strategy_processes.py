@@ -1,4 +1,4 @@
-"""The processes of a strategy: connected, laid on a mesh, and what they tell each other."""
+"""The processes of a strategy: connecting them, the mesh over them, and their communication."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from lightning.pytorch.strategies import DDPStrategy
 from meshfold.engine import TrainingError
 from meshfold.engine.precision import LossScaler
 from meshfold.engine.world import World, join_world
-from meshfold.lightning import talk
-from meshfold.lightning.environment import place_of
+from meshfold.lightning import communication
+from meshfold.lightning.environment import environment_of
 from meshfold.lightning.precision import MeshfoldPrecision
 from meshfold.mesh import ParallelSpec, barrier
 
 T = TypeVar("T")
 
 
-class ConnectedStrategy(DDPStrategy):
+class ProcessStrategy(DDPStrategy):
     """Ranks of a parallel spec, in place of those of data parallelism alone.
 
     Attributes:
@@ -37,10 +37,10 @@ class ConnectedStrategy(DDPStrategy):
         if self.world is None:
             place = None
             if self.cluster_environment is not None:
-                place = place_of(self.cluster_environment, self.num_processes)
+                place = environment_of(self.cluster_environment, self.num_processes)
             self.world = join_world(self._parallel, self.root_device, place)
             seed = torch.initial_seed() % 2**62 if self._seed is None else self._seed
-            self._seed = talk.told(seed, self.world, 0)
+            self._seed = communication.broadcast_object(seed, self.world, 0)
             if isinstance(self.precision_plugin, MeshfoldPrecision):
                 self.precision_plugin.scaler = LossScaler(
                     self.precision_plugin.engine.scale, says=self.is_global_zero
@@ -56,7 +56,7 @@ class ConnectedStrategy(DDPStrategy):
 
     @property
     def distributed_sampler_kwargs(self) -> dict[str, Any]:
-        """Rows are dealt over the data coordinates: ranks along other axes see the same ones."""
+        """Arguments that split rows over the data coordinates: ranks along other axes get the same rows."""
         return {"num_replicas": self._world.row_size, "rank": self._world.row_index}
 
     def barrier(self, *args: Any, **kwargs: Any) -> None:
@@ -65,11 +65,11 @@ class ConnectedStrategy(DDPStrategy):
             barrier(self.world.everyone, self.world.device)
 
     def broadcast(self, obj: T, src: int = 0) -> T:
-        """An object of one rank, on all of them."""
-        return obj if self.world is None else talk.told(obj, self.world, src)
+        """Return one rank's object on all ranks."""
+        return obj if self.world is None else communication.broadcast_object(obj, self.world, src)
 
     def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
-        """A tensor's mean (or sum, max, min) over the data coordinates, each counted once; the same on every rank.
+        """Return a tensor's mean (or sum, max, min) over the data coordinates, each counted once; equal on every rank.
 
         Args:
             tensor: what is no tensor is returned as it is.
@@ -78,10 +78,10 @@ class ConnectedStrategy(DDPStrategy):
         """
         if not isinstance(tensor, Tensor) or self.world is None:
             return tensor
-        return talk.reduced(tensor, self.world, group, reduce_op)
+        return communication.reduce_over(tensor, self.world, group, reduce_op)
 
     def all_gather(self, tensor: Tensor, group: Any = None, sync_grads: bool = False) -> Tensor:
-        """``... -> d ...``: the tensor of each data coordinate; the tensor itself where there is one.
+        """Return ``... -> d ...``: the tensor of each data coordinate; the tensor itself if there is only one.
 
         Args:
             tensor: of one shape on all ranks.
@@ -89,7 +89,9 @@ class ConnectedStrategy(DDPStrategy):
             sync_grads: let gradients come back, summed over the ranks.
         """
         return (
-            tensor if self.world is None else talk.gathered(tensor, self.world, group, sync_grads=sync_grads)
+            tensor
+            if self.world is None
+            else communication.gather_from(tensor, self.world, group, sync_grads=sync_grads)
         )
 
     def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
@@ -97,4 +99,4 @@ class ConnectedStrategy(DDPStrategy):
         if self.world is None:
             return decision
         said = torch.tensor(int(decision), device=self.world.device)
-        return bool(talk.reduced(said, self.world, self.world.everyone, "min" if all else "max"))
+        return bool(communication.reduce_over(said, self.world, self.world.everyone, "min" if all else "max"))
