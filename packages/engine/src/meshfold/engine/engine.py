@@ -154,8 +154,16 @@ class Engine:
             SpecError: for a batch the model cannot be called with.
             TrainingError: without an optimizer.
         """
-        self.runner.run(batch)
+        self.run_step(batch)
         return self.runner.last.loss  # type: ignore[union-attr]  # there is a step
+
+    @report_errors
+    def run_step(self, batch: Any) -> None:
+        """Run :meth:`train_step` without reading its loss, for which the host would wait for the device.
+
+        :attr:`last` reads loss and norm when it is asked for.
+        """
+        self.runner.run(batch)
 
     @property
     def steps(self) -> int:

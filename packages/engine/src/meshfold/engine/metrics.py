@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
+import torch
 from torch import Tensor
 
 
@@ -51,6 +52,13 @@ class StepValues:
         known: the rest of :class:`StepMetrics`.
         """
         self._loss, self._tokens, self._grad_norm, self._known = loss, tokens, grad_norm, known
+
+    @property
+    def mean_loss(self) -> Tensor:
+        """The loss on the device; nan where no token counts."""
+        if self._loss is None or self._tokens is None:
+            return torch.full((), math.nan, dtype=torch.float64)
+        return torch.where(self._tokens > 0, self._loss, math.nan)
 
     @cached_property
     def metrics(self) -> StepMetrics:

@@ -13,6 +13,7 @@ from meshfold.engine.accumulation import Accumulation
 from meshfold.engine.assembly.arguments import Arguments
 from meshfold.engine.assembly.build import Built
 from meshfold.engine.checkpoints.saving import Saver
+from meshfold.engine.errors import TrainingError
 from meshfold.engine.forward import check_loss
 from meshfold.engine.long_runs.nonfinite import MicroStep, NonFiniteGuard
 from meshfold.engine.long_runs.provenance import Finding, NonFiniteSearch
@@ -267,6 +268,18 @@ class TrainStep:
     def last(self) -> StepMetrics | None:
         """The numbers of the last micro-step or step; None before the first. To read them the host waits for the device."""
         return None if self._values is None else self._values.metrics
+
+    @property
+    def loss(self) -> Tensor:
+        """The mean loss of the last micro-step over all tokens of the global batch, on the device; nan if none counts."""
+        if self._values is None:
+            raise TrainingError("there is no loss before the first train_step")
+        return self._values.mean_loss
+
+    @property
+    def grad_norm(self) -> Tensor | None:
+        """The norm of the whole model's gradient in the last step before clipping, on the device; None before the first."""
+        return self._norm
 
     def _values_now(self, loss: Tensor | None, tokens: Tensor | None, *, stepped: bool) -> StepValues:
         return StepValues(

@@ -122,9 +122,11 @@ class EngineTrainer(Trainer):  # type: ignore[misc]  # transformers is not typed
         steps = self.current_gradient_accumulation_steps  # fewer in the last step of an epoch
         weight = next(self._weights, None)
         with self.engine.runner.accumulating(steps, weight):
-            loss = self.engine.train_step(dict(inputs))
-        share = loss / steps if weight is None else loss * weight if weight else 0.0
-        return torch.tensor(share, device=self.args.device)
+            self.engine.run_step(dict(inputs))
+        if weight == 0.0:
+            return torch.zeros((), device=self.args.device)
+        loss = self.engine.runner.loss
+        return (loss / steps if weight is None else loss * weight).to(self.args.device, torch.float32)
 
     def get_batch_samples(
         self, epoch_iterator: Iterator[Any], num_batches: int, device: torch.device
@@ -301,11 +303,11 @@ class EngineTrainer(Trainer):  # type: ignore[misc]  # transformers is not typed
         """Anything else than the model itself, and it is taken for wrapped already."""
         return model if isinstance(model, nn.ModuleList) else nn.ModuleList([model])
 
-    def _clip_grad_norm(self, model: nn.Module) -> float | None:
+    def _clip_grad_norm(self, model: nn.Module) -> Tensor | None:
         return self._get_grad_norm(model)
 
-    def _get_grad_norm(self, model: nn.Module, grad_norm: object = None) -> float | None:
-        return None if self.engine.last is None else self.engine.last.grad_norm
+    def _get_grad_norm(self, model: nn.Module, grad_norm: object = None) -> Tensor | None:
+        return self.engine.runner.grad_norm  # the Trainer reads it when it logs
 
     # -- checkpoints -----------------------------------------------------------------------------------------------
 

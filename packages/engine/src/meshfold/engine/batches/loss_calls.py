@@ -55,11 +55,12 @@ class LossCalls(TorchFunctionMode):
         if target.is_floating_point():
             return target
         ignored = target == IGNORE_INDEX
-        if not bool(ignored.any() & (ignored | (target == 0)).all()):
-            return target
+        is_filler = (
+            ignored.any() & (ignored | (target == 0)).all()
+        )  # not looked at: the host would wait for it
         one = torch.full_like(target, self.ignored).flatten()
         one[-1] = int(self.ignored == 0)
-        return one.view(target.shape)
+        return torch.where(is_filler, one.view(target.shape), target)
 
     def _look(
         self,

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import cached_property
+
 import torch
 from torch import Tensor
 
@@ -20,9 +22,7 @@ class Shares:
     Attributes:
         index: this rank's place among those that hold different parts of the batch, rows or tokens.
         count: its targets that count, a scalar int64 on the device.
-        first_row: rows of the coordinates before.
-        first_token: tokens of the coordinates before.
-        rows: of the global batch.
+        part: this data coordinate's number.
     """
 
     def __init__(
@@ -34,18 +34,37 @@ class Shares:
             work: this data coordinate's batch.
             world: where the coordinates lie.
             shifted, ignored: as for :meth:`Batch.count`.
-            places: whether rows and tokens are wanted; to know them, the host waits for the device.
+            places: whether the numbers of the rows are wanted, as dropout does; when it asks, the host waits for the device.
         """
         self.index = world.data_index
         self._work, self._world, self._shifted = work, world, shifted
         self.count_without(ignored)
         self._sharing = world.data_size // world.row_size
-        self.first_row, self.first_token, self.rows = 0, 0, work.rows
-        if places and world.row_size > 1:
-            sizes: list[list[int]] = self._pending.wait()[:, 1:].tolist()
-            before = sizes[: world.row_index]
-            self.first_row, self.first_token = sum(rows for rows, _ in before), sum(n for _, n in before)
-            self.rows = sum(rows for rows, _ in sizes)
+        self.part = world.row_index
+        self._located = places and world.row_size > 1
+
+    @cached_property
+    def _sizes(self) -> list[list[int]]:
+        """Rows and tokens of each data coordinate; the host waits for the device."""
+        if not self._located:
+            return [[0, 0]] * self._world.row_index + [[self._work.rows, self._work.tokens]]
+        sizes: list[list[int]] = self._pending.wait()[:, 1:].tolist()
+        return sizes
+
+    @property
+    def first_row(self) -> int:
+        """Rows of the coordinates before."""
+        return sum(rows for rows, _ in self._sizes[: self.part])
+
+    @property
+    def first_token(self) -> int:
+        """Tokens of the coordinates before."""
+        return sum(tokens for _, tokens in self._sizes[: self.part])
+
+    @property
+    def rows(self) -> int:
+        """Rows of the global batch."""
+        return sum(rows for rows, _ in self._sizes)
 
     def count_without(self, ignored: int) -> None:
         """Count, without the targets that are ignored; all must call."""

@@ -25,9 +25,7 @@ def randomness(
         torch_too: seed torch's own generators for the time being, for dropout that draws from them. It then depends
             on how many data coordinates there are, and can only be repeated.
     """
-    with dropout_stream(
-        seed, step, first_row=shares.first_row, first_token=shares.first_token, rows=shares.rows
-    ):
+    with dropout_stream(seed, step, batch=shares):
         if not torch_too:
             yield
             return

@@ -13,6 +13,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar, Token
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -63,15 +64,47 @@ class Draw:
     dealt: TokenShards | None
 
 
+class BatchRows(Protocol):
+    """Rows of the global batch that a forward is given. The numbers are asked for when something drops."""
+
+    @property
+    def part(self) -> int:
+        """Number that no other part of the batch has: it seeds torch's own generator."""
+
+    @property
+    def first_row(self) -> int:
+        """Number of the first sequence."""
+
+    @property
+    def first_token(self) -> int:
+        """Number of its first token."""
+
+    @property
+    def rows(self) -> int:
+        """Sequences of the global batch; 0: as many as the forward is given."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class KnownRows:
+    """Rows whose numbers are known; see :class:`BatchRows`."""
+
+    first_row: int = 0
+    first_token: int = 0
+    rows: int = 0
+
+    @property
+    def part(self) -> int:
+        """The number of the first row."""
+        return self.first_row
+
+
 class DropoutStream:
     """The keys of one forward: counts the calls under each name.
 
     Attributes:
         seed: the seed that goes with every key.
         step: which forward this is, counted over the whole run (micro-batches and accumulation steps included).
-        first_row: number, in the global batch, of the first sequence that this forward is given.
-        first_token: number, in the global batch, of its first token.
-        rows: sequences of the global batch; 0: as many as this forward is given.
+        batch: which rows of the global batch this forward is given.
         dealt: which tokens of each sequence it is given; None: all of them.
         repeats: a forward is repeated with it.
     """
@@ -82,21 +115,32 @@ class DropoutStream:
         step: int,
         calls: Mapping[str, int] | None = None,
         *,
-        first_row: int = 0,
-        first_token: int = 0,
-        rows: int = 0,
+        batch: BatchRows,
         dealt: TokenShards | None = None,
     ) -> None:
         self.seed = seed
         self.step = step
-        self.first_row = first_row
-        self.first_token = first_token
-        self.rows = rows
+        self.batch = batch
         self.dealt = dealt
         self.repeats = False
         self._calls = Counter(calls or {})
         self._calls_elsewhere = 0
         self._named: set[str] = set()
+
+    @property
+    def first_row(self) -> int:
+        """Number, in the global batch, of the first sequence that this forward is given."""
+        return self.batch.first_row
+
+    @property
+    def first_token(self) -> int:
+        """Number, in the global batch, of its first token."""
+        return self.batch.first_token
+
+    @property
+    def rows(self) -> int:
+        """Sequences of the global batch; 0: as many as this forward is given."""
+        return self.batch.rows
 
     def draw(self, name: str = "") -> Draw:
         """Draw for the next dropout call; its key is in [0, 2**63).
@@ -122,10 +166,7 @@ class DropoutStream:
 
     def copy(self) -> DropoutStream:
         """Return a stream that continues from here on its own."""
-        made = DropoutStream(
-            self.seed, self.step, self._calls, first_row=self.first_row, first_token=self.first_token, rows=self.rows,
-            dealt=self.dealt,
-        )  # fmt: skip
+        made = DropoutStream(self.seed, self.step, self._calls, batch=self.batch, dealt=self.dealt)
         made._calls_elsewhere, made._named = self._calls_elsewhere, {*self._named}
         return made
 
@@ -165,7 +206,7 @@ class _Use:
         stream.repeats = self._repeats
         self._open.append((_current.set(stream), torch.get_rng_state()))
         if not self._repeats:
-            place = f"torch/{stream.seed}/{stream.step}/{stream.first_row}"
+            place = f"torch/{stream.seed}/{stream.step}/{stream.batch.part}"
             torch.default_generator.manual_seed(key_of(place))
         return stream
 
@@ -182,6 +223,7 @@ def dropout_stream(
     first_row: int = 0,
     first_token: int = 0,
     rows: int = 0,
+    batch: BatchRows | None = None,
     dealt: TokenShards | None = None,
 ) -> AbstractContextManager[DropoutStream]:
     """Draw the keys of one forward, from the first call on. Streams nest: the inner one counts on its own.
@@ -194,11 +236,11 @@ def dropout_stream(
         first_token: number, in the global batch, of its first token.
         rows: sequences of the global batch, which tell where those of a model that takes tokens first lie; 0: as many as this
             forward is given.
+        batch: these three, where they are not known before something asks for them.
         dealt: which tokens of each sequence this forward is given; None: all of them.
     """
-    return _Use(
-        DropoutStream(seed, step, first_row=first_row, first_token=first_token, rows=rows, dealt=dealt)
-    )
+    known = KnownRows(first_row=first_row, first_token=first_token, rows=rows)
+    return _Use(DropoutStream(seed, step, batch=batch or known, dealt=dealt))
 
 
 def current_dropout_stream() -> DropoutStream:

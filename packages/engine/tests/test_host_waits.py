@@ -1,0 +1,116 @@
+"""A step whose metrics nobody reads does not make the host wait for the device."""
+
+from __future__ import annotations
+
+import traceback
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from meshfold.engine import Engine
+from meshfold.mesh.testing import ranks
+from meshfold.models import GPT, GPTConfig
+
+# They run on the CPU alone, or wait for the other ranks' hosts and not for what is queued on the device.
+ALLOWED = ("numba_kernels.py", "layers/vocabulary.py", "zero_gemini/group_flags.py")
+WAITING = ("_local_scalar_dense", "nonzero", "equal", "is_nonzero", "masked_select", "unique")
+SPECS: dict[str, dict[str, Any]] = {
+    "data": dict(data=2),
+    "tensor": dict(tensor=2),
+    "zero 1": dict(data=2, zero=dict(stage=1)),
+    "zero 2": dict(data=2, zero=dict(stage=2)),
+    "zero 3": dict(data=2, zero=dict(stage=3)),
+}
+
+
+def caller() -> str:
+    """The lines of ours that led here, the last first."""
+    ours = [
+        f"{frame.filename.rpartition('meshfold/')[2]}:{frame.lineno}"
+        for frame in traceback.extract_stack()
+        if "/src/meshfold" in frame.filename
+    ]
+    return " < ".join(reversed(ours[-4:]))
+
+
+class Waits(TorchDispatchMode):
+    """Notes the operations inside whose results the host reads, with the lines that called each."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = func.overloadpacket.__name__
+        if name in WAITING:
+            self.found.append(f"{name} in {caller()}")
+        return func(*args, **(kwargs or {}))
+
+
+class Copies(TorchFunctionMode):
+    """Notes methods that copy a tensor to the host, which on the CPU are no operations."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: list[str] = []
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in (Tensor.tolist, Tensor.cpu, Tensor.numpy):
+            self.found.append(f"{func.__name__} in {caller()}")
+        return func(*args, **(kwargs or {}))
+
+
+def waits(engine: Engine, batch: Any) -> list[str]:
+    """What the host waits for in the fourth step."""
+    mine = engine.shard_batch(batch)
+    for _ in range(3):
+        engine.run_step(mine)
+    with Waits() as waited, Copies() as copied:
+        engine.run_step(mine)
+    assert engine.last is not None and engine.last.step == 4
+    engine.close()
+    return [line for line in (*waited.found, *copied.found) if not any(name in line for name in ALLOWED)]
+
+
+@pytest.mark.parametrize("spec", SPECS)
+@ranks(2)
+def test_a_language_model(spec: str) -> None:
+    torch.manual_seed(0)
+    engine = Engine(
+        lambda: GPT(GPTConfig(vocab_size=37, hidden=16, layers=2, heads=2, max_positions=16)),
+        SPECS[spec],
+        optimizer=dict(name="adamw", lr=0.01),
+        clip_grad_norm=1.0,
+    )
+    found = waits(engine, torch.randint(37, (4, 8)))
+    assert not found, "\n".join(found)
+
+
+class Classifier(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.out = nn.Linear(6, 8), nn.Linear(8, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.out(self.inner(x).relu())
+        return y
+
+
+@pytest.mark.parametrize("ignored", [-100, 2])
+@pytest.mark.parametrize("spec", ["data", "zero 3"])
+@ranks(2)
+def test_a_loss_of_the_users_own(spec: str, ignored: int) -> None:
+    torch.manual_seed(0)
+    engine = Engine(
+        Classifier,
+        SPECS[spec],
+        optimizer=dict(name="adamw", lr=0.01),
+        loss_fn=lambda output, batch: F.cross_entropy(output, batch[1], ignore_index=ignored),
+    )
+    found = waits(engine, (torch.randn(6, 6), torch.tensor([0, 1, 2, 0, 1, 2])))
+    assert not found, "\n".join(found)
