@@ -14,7 +14,8 @@ from torch.utils.checkpoint import checkpoint
 from meshfold.mesh.errors import SpecError
 from meshfold.zero_gemini.memory.arena import Arena
 from meshfold.zero_gemini.runtime.module_hooks import Runtime
-from meshfold.zero_gemini.runtime.units import find_units
+from meshfold.zero_gemini.runtime.open_calls import OpenCalls
+from meshfold.zero_gemini.runtime.units import Unit, find_units
 from meshfold.zero_gemini.trace import LiveBytes, OperatorClock, StepTracer, Trace, WallClock
 
 WIDTH, ROWS = 32, 8
@@ -95,6 +96,10 @@ class Chunk:
     def wait(self) -> None: ...
 
 
+def calls_of(units: list[Unit]) -> OpenCalls:
+    return OpenCalls({unit: [Chunk()] for unit in units})  # type: ignore[list-item]
+
+
 MODELS: dict[str, Callable[[], nn.Module]] = {
     "plain": Model,
     "checkpoint inside": lambda: Model(Recomputed),
@@ -110,7 +115,7 @@ def test_moments_are_those_of_the_executor(name: str, device: str) -> None:
     with torch.device(device):
         model = MODELS[name]()
     units = find_units(model)
-    runtime = Runtime(model, units, lambda unit: [Chunk()], prefetch=1)  # type: ignore[list-item]
+    runtime = Runtime(model, calls_of(units), prefetch=1)
     with StepTracer(model, memory=LiveBytes(), clock=WallClock()) as tracer:
         model(batch(device)).backward()
     runtime.begin_step()
@@ -168,7 +173,7 @@ def test_marks_of_compiled_blocks_are_in_no_graph(how: str) -> None:
     model, clock = Model(), CountedMarks()
     wanted = list(traced(Model, "cpu").order)
     compile_blocks(model, how)
-    Runtime(model, find_units(model), lambda unit: [Chunk()], prefetch=1)  # type: ignore[list-item]
+    Runtime(model, calls_of(find_units(model)), prefetch=1)
     for _ in range(2):
         with StepTracer(model, memory=NoBytes(), clock=clock) as tracer:
             model(batch("cpu")).backward()

@@ -102,8 +102,7 @@ def make_stepper(
     stepper: Any
     if kind == "adam":
         regime, seed = adam_regime(made, regime, seed)
-        stepper = AdamStepper(made, regime, seed, disk)
-        stepper.faults = faults
+        stepper = AdamStepper(made, regime, seed, disk, faults)
         return MadeStepper(stepper=stepper, group_names=groups, regime=regime)
     if regime != "A":
         dtypes = {one.kind.dtype for one in trained.values()}

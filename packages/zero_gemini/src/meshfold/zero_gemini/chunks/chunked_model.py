@@ -39,6 +39,7 @@ from meshfold.zero_gemini.optimizer.speculative_steps import TrialSteps
 from meshfold.zero_gemini.optimizer.step_timing import StepKind, StepTiming
 from meshfold.zero_gemini.rank_errors import Faults
 from meshfold.zero_gemini.runtime.module_hooks import Runtime
+from meshfold.zero_gemini.runtime.open_calls import OpenCalls
 from meshfold.zero_gemini.runtime.units import Unit, find_units
 from meshfold.zero_gemini.sharded_init import sharded_values
 from meshfold.zero_gemini.trace.chunks import Named, uses_of
@@ -148,20 +149,20 @@ class HeldModel(ParameterValues):
             give_stretches(self._stepper, self.group_names)
         self._units = find_units(model)
         light = light_units(self.uses())
+        calls = OpenCalls({unit: self._chunks_of_unit(unit) for unit in self._units})
+        adam = self._stepper if isinstance(self._stepper, AdamStepper) else None
+        self._early = None if adam is None else EarlySteps(adam, calls, memory)
+        self._trials = None if adam is None else TrialSteps(adam)
         self._runtime = Runtime(
-            model, self._units, self._chunks_of_unit, prefetch=prefetch, before_evaluation=self.flush,
+            model, calls, prefetch=prefetch, before_evaluation=self.flush,
             light=frozenset(unit for unit in self._units if unit.name in light),
             steps_in_background=self._steps_in_background,
+            check_forward=None if self._early is None else self._early.check,
+            on_left=None if self._early is None else self._early.go,
         )  # fmt: skip
-        self._early = (
-            EarlySteps(self._stepper, self._runtime, memory)
-            if isinstance(self._stepper, AdamStepper)
-            else None
+        self._flow = GradientFlow(
+            self._gradients, memory.device, self._runtime, calls, self._early, self._trials
         )
-        self._trials = TrialSteps(self._stepper) if isinstance(self._stepper, AdamStepper) else None
-        self._flow = GradientFlow(self._gradients, memory.device, self._runtime, self._early, self._trials)
-        if self._early is not None:
-            self._runtime.on_left, self._runtime.check = self._early.go, self._early.check
         self.holds_gradients = True
 
     def _make_chunk(

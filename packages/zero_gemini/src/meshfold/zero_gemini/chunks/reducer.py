@@ -23,6 +23,7 @@ from meshfold.zero_gemini.optimizer.backward_role import BackwardRole
 from meshfold.zero_gemini.optimizer.early_steps import EarlySteps
 from meshfold.zero_gemini.optimizer.speculative_steps import TrialSteps
 from meshfold.zero_gemini.runtime.module_hooks import Runtime
+from meshfold.zero_gemini.runtime.open_calls import OpenCalls
 
 _MOST_UNDER_WAY = 6  # reductions at a time, of a unit that has more chunks
 
@@ -40,17 +41,19 @@ class GradientFlow:
         gradients: dict[Chunk, ChunkGradient],
         device: torch.device,
         runtime: Runtime,
+        calls: OpenCalls,
         early: EarlySteps | None,
         trials: TrialSteps | None,
     ) -> None:
         """Args:
         gradients: of every chunk that is trained, in order of registration.
         device: where the model computes.
-        runtime: knows what a backward has come to.
+        runtime: knows how far a backward has come.
+        calls: knows what a backward still reads.
         early: steps chunks in a final backward; None if that cannot be.
         trials: steps chunks on trial in a last one; None as there.
         """
-        self._gradients, self._device, self._runtime = gradients, device, runtime
+        self._gradients, self._device, self._runtime, self._calls = gradients, device, runtime, calls
         self._early, self._trials = early, trials
         self.takes = True
         self.kind: BackwardRole = "last"
@@ -100,7 +103,7 @@ class GradientFlow:
                 if not self._in_backward:
                     self._in_backward = self._came = True
                     after_gradients(self._ended)
-                if self._runtime.note_gradient():
+                if self._calls.note_gradient():
                     self._in_parts.add(gradient)
                 gradient.add(place, found)
                 del found
@@ -115,13 +118,13 @@ class GradientFlow:
 
     def _is_ready(self, gradient: ChunkGradient) -> bool:
         # A unit that reentrant checkpointing calls several times brings a gradient in each of its backwards.
-        return gradient.is_full and not self._runtime.will_be_repeated(gradient.chunk)
+        return gradient.is_full and not self._calls.will_be_repeated(gradient.chunk)
 
     def _reduce(self, gradient: ChunkGradient) -> None:
         """Start one reduction, and end those of units before this one: they are over by now, and what they read can go."""
-        unsure = gradient in self._in_parts or self._runtime.is_unsure(gradient.chunk)
+        unsure = gradient in self._in_parts or self._calls.is_unsure(gradient.chunk)
         if not gradient.is_full:  # the end of a backward, and perhaps of one inside of another
-            unsure |= not self._runtime.is_over(gradient.chunk)
+            unsure |= not self._calls.is_over(gradient.chunk)
         gradient.reduce(self.kind, unsure=unsure)
         self._under_way.append((self._runtime.place, gradient))
         while self._under_way and self._ends(*self._under_way[0]):

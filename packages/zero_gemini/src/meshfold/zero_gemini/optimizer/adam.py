@@ -69,13 +69,19 @@ class AdamStepper(AdamValues):
     """
 
     def __init__(
-        self, optimizer: torch.optim.Optimizer, regime: str, seed: int, disk: DiskSettings | None = None
+        self,
+        optimizer: torch.optim.Optimizer,
+        regime: str,
+        seed: int,
+        disk: DiskSettings | None = None,
+        faults: Faults | None = None,
     ) -> None:
         """Args:
         optimizer: an Adam or AdamW of torch, for its groups and settings; it never steps itself.
         regime: ``"A"``, ``"B"`` or ``"C"``.
         seed: of stochastic rounding.
         disk: where the state of chunks on disk lies; None: nothing is.
+        faults: keeps what fails of a promised step; None: it is raised where the step is waited for.
         """
         self.optimizer, self._regime, self._seed = optimizer, regime, seed
         self.disk = None if disk is None else DiskPlanes(disk)
@@ -89,7 +95,7 @@ class AdamStepper(AdamValues):
         self._groups: dict[Tensor, Any] = {}
         self._coming: list[Piece] = []
         self._passage: Passage | None = None
-        self.faults, self.paces = Faults(), StepTimer()
+        self.faults, self.paces = faults or Faults(), StepTimer()
 
     def reserve(self, shards: Iterable[tuple[torch.dtype, int]]) -> None:
         """Have room on disk for chunks that are about to be adopted on, or moved to, disk: in one file for all of them.

@@ -1,8 +1,8 @@
 """Stepping chunks while backward goes on, where nobody looks at all gradients before the step.
 
 A chunk is stepped once its gradient is complete on this rank and nothing in this backward reads its parameters any more:
-all units that compute with them were left as often as they were called (:meth:`Runtime.is_over
-<meshfold.zero_gemini.runtime.module_hooks.Runtime.is_over>`), so that neither a second use nor a
+all units that compute with them were left as often as they were called (:meth:`OpenCalls.is_over
+<meshfold.zero_gemini.runtime.open_calls.OpenCalls.is_over>`), so that neither a second use nor a
 recomputation sees the new values. On
 the device it is stepped at once. For one on the host the gradient goes through a ring of two buffers, and the step is
 done beside the backward. What is not sure to be over before the end of backward is stepped then.
@@ -19,7 +19,7 @@ from meshfold.zero_gemini.errors import ChunkError
 from meshfold.zero_gemini.memory.arenas import Memory
 from meshfold.zero_gemini.memory.copies import Arrival, send_home
 from meshfold.zero_gemini.optimizer.interface import EarlyStepper
-from meshfold.zero_gemini.runtime.module_hooks import Runtime
+from meshfold.zero_gemini.runtime.open_calls import OpenCalls
 
 WAITING = 2
 """Gradients that wait on the device for a use of their chunks to end, more than the chunks that one unit has."""
@@ -33,13 +33,13 @@ class EarlySteps:
         is_half: some chunks have made the step that is under way, and others may not have.
     """
 
-    def __init__(self, stepper: EarlyStepper, runtime: Runtime, memory: Memory) -> None:
+    def __init__(self, stepper: EarlyStepper, calls: OpenCalls, memory: Memory) -> None:
         """Args:
         stepper: steps a chunk.
-        runtime: knows what is still read.
+        calls: knows what is still read.
         memory: for the ring.
         """
-        self._stepper, self._runtime, self._memory = stepper, runtime, memory
+        self._stepper, self._calls, self._memory = stepper, calls, memory
         self.ring = GradientRing(memory)
         self._waiting: list[ChunkGradient] = []
         self.is_half = False
@@ -71,10 +71,10 @@ class EarlySteps:
     def go(self) -> None:
         """Step what can be."""
         for gradient in [*self._waiting]:
-            if self._runtime.is_over(gradient.chunk):
+            if self._calls.is_over(gradient.chunk):
                 self._waiting.remove(gradient)
                 self._step(gradient)
-        while len(self._waiting) > self._runtime.most_chunks + WAITING:
+        while len(self._waiting) > self._calls.most_chunks + WAITING:
             self._waiting.pop(0).send_home()
 
     def finish(self, gradients: Iterable[ChunkGradient]) -> None:
