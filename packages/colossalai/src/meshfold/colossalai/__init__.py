@@ -29,17 +29,17 @@ if TYPE_CHECKING:
         launch_from_slurm,
         launch_from_torch,
     )
-    from meshfold.colossalai.contexts import (
+    from meshfold.colossalai.coordinator import DistCoordinator
+    from meshfold.colossalai.deepspeed import from_deepspeed
+    from meshfold.colossalai.init_contexts import (
         BucketTensorShardStrategy,
         ColoInitContext,
         LazyInitContext,
         TensorShardStrategy,
         ZeroInitContext,
     )
-    from meshfold.colossalai.coordinator import DistCoordinator
-    from meshfold.colossalai.deepspeed import from_deepspeed
-    from meshfold.colossalai.group_view import ProcessGroupMesh
-    from meshfold.colossalai.making import initialize
+    from meshfold.colossalai.make_engine import initialize
+    from meshfold.colossalai.mesh_views import ProcessGroupMesh
     from meshfold.colossalai.plugins import (
         DPPluginBase,
         GeminiPlugin,
@@ -116,12 +116,12 @@ _HOMES = {
     "ParallelContext": f"{_HERE}context",
     "DPPluginBase": f"{_HERE}plugins",
     "Plugin": f"{_HERE}plugins",
-    "ProcessGroupMesh": f"{_HERE}group_view",
+    "ProcessGroupMesh": f"{_HERE}mesh_views",
     "AMP_TYPE": f"{_HERE}amp",
     "Booster": f"{_HERE}booster",
-    "BucketTensorShardStrategy": f"{_HERE}contexts",
+    "BucketTensorShardStrategy": f"{_HERE}init_contexts",
     "CPUAdam": f"{_HERE}adams",
-    "ColoInitContext": f"{_HERE}contexts",
+    "ColoInitContext": f"{_HERE}init_contexts",
     "Config": f"{_HERE}config",
     "CosineAnnealingWarmupLR": f"{_HERE}warm_ups",
     "DistCoordinator": f"{_HERE}coordinator",
@@ -129,16 +129,16 @@ _HOMES = {
     "GeminiPlugin": f"{_HERE}plugins",
     "HybridAdam": f"{_HERE}adams",
     "HybridParallelPlugin": f"{_HERE}plugins",
-    "LazyInitContext": f"{_HERE}contexts",
+    "LazyInitContext": f"{_HERE}init_contexts",
     "LinearWarmupLR": f"{_HERE}warm_ups",
     "LowLevelZeroPlugin": f"{_HERE}plugins",
     "MigrationNote": f"{_HERE}arguments",
     "ParallelMode": f"{_HERE}context",
-    "TensorShardStrategy": f"{_HERE}contexts",
+    "TensorShardStrategy": f"{_HERE}init_contexts",
     "TorchDDPPlugin": f"{_HERE}plugins",
     "TorchFSDPPlugin": f"{_HERE}plugins",
     "TrainingEngine": f"{_HERE}training",
-    "ZeroInitContext": f"{_HERE}contexts",
+    "ZeroInitContext": f"{_HERE}init_contexts",
     "disable_existing_loggers": f"{_HERE}script_tools",
     "from_deepspeed": f"{_HERE}deepspeed",
     "get_current_device": f"{_HERE}script_tools",
@@ -146,7 +146,7 @@ _HOMES = {
     "get_default_parser": f"{_HERE}script_tools",
     "get_dist_logger": f"{_HERE}script_tools",
     "gpc": f"{_HERE}context",
-    "initialize": f"{_HERE}making",
+    "initialize": f"{_HERE}make_engine",
     "is_using_ddp": f"{_HERE}script_tools",
     "is_using_pp": f"{_HERE}script_tools",
     "launch": f"{_HERE}context",

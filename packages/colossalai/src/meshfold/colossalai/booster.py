@@ -16,8 +16,8 @@ from meshfold.colossalai.arguments import check_names
 from meshfold.colossalai.boosted import BoostedModel, BoostedOptimizer
 from meshfold.colossalai.config import Config
 from meshfold.colossalai.context import gpc
-from meshfold.colossalai.loaders import deal
-from meshfold.colossalai.making import make_engine
+from meshfold.colossalai.loaders import shard_loader
+from meshfold.colossalai.make_engine import make_engine
 from meshfold.colossalai.plugins import Plugin, TorchDDPPlugin
 from meshfold.colossalai.settings import Settings
 from meshfold.colossalai.submodules import find
@@ -104,7 +104,7 @@ class Booster:
         gpc.show(Config(parallel=settings.parallel), engine.mesh)
         boosted = BoostedModel(engine)
         steps = None if optimizer is None else BoostedOptimizer(engine)
-        return boosted, steps, criterion, deal(dataloader, engine, "train"), schedule
+        return boosted, steps, criterion, shard_loader(dataloader, engine, "train"), schedule
 
     def backward(self, loss: Tensor, optimizer: BoostedOptimizer) -> None:
         """Add a loss's gradient, a mean over this rank's rows; under several backwards they are summed.

@@ -1,14 +1,19 @@
-"""Deals the batches of a script's data loader to the data coordinates."""
+"""A script's data loader: its batches split over the data coordinates, and example inputs taken from it."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+import random
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
+import torch
+from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset, RandomSampler, SequentialSampler
 
 from meshfold.engine import Engine, ShardedLoader
+from meshfold.engine.batches import prepare_batch
 from meshfold.mesh import SpecError
+from meshfold.mesh.spec import signature_mismatch
 
 _OPTIONS = (
     "num_workers", "collate_fn", "pin_memory", "timeout", "worker_init_fn", "multiprocessing_context", "prefetch_factor",
@@ -16,7 +21,7 @@ _OPTIONS = (
 )  # fmt: skip
 
 
-class Dealt:
+class ShardedBatches:
     """Serves this data coordinate's rows of the batches that an iterable gives on every rank alike."""
 
     def __init__(self, batches: Iterable[Any], shard_batch: Callable[[Any], Any]) -> None:
@@ -33,7 +38,7 @@ class Dealt:
         return len(self.batches)  # type: ignore[arg-type]
 
 
-def deal(loader: Any, engine: Engine, name: str) -> Any:
+def shard_loader(loader: Any, engine: Engine, name: str) -> Any:
     """A script's loader, each data coordinate's rows of it.
 
     The batches of a plain loader are global ones, as in the script of one process. It is made again, so that each rank
@@ -53,12 +58,12 @@ def deal(loader: Any, engine: Engine, name: str) -> Any:
         return None
     if isinstance(loader, ShardedLoader) and name not in engine.data_positions:
         engine.data_positions.follow(name, loader)
-    if isinstance(loader, ShardedLoader | Dealt):
+    if isinstance(loader, ShardedLoader | ShardedBatches):
         return loader
     if not isinstance(loader, DataLoader):
         if not isinstance(loader, Iterable):
             raise SpecError(f"{name} loader {loader!r}: give a DataLoader, or something that gives batches")
-        return Dealt(loader, engine.shard_batch)
+        return ShardedBatches(loader, engine.shard_batch)
     sampler, world = loader.sampler, engine.world
     replicas = getattr(sampler, "num_replicas", None)
     if replicas is not None:
@@ -72,7 +77,7 @@ def deal(loader: Any, engine: Engine, name: str) -> Any:
         return loader
     plain = type(sampler) is SequentialSampler or _shuffles(sampler)
     if loader.batch_size is None or isinstance(loader.dataset, IterableDataset) or not plain:
-        return Dealt(loader, engine.shard_batch)
+        return ShardedBatches(loader, engine.shard_batch)
     options = {option: getattr(loader, option) for option in _OPTIONS}
     check_rows(name, len(loader.dataset), loader.batch_size, world.row_size, drop_last=loader.drop_last)  # type: ignore[arg-type]
     return engine.dataloader(
@@ -108,3 +113,51 @@ def check_rows(name: str, rows: int, batch: int, coordinates: int, *, drop_last:
 def _shuffles(sampler: Any) -> bool:
     """Tell whether a sampler is the one that ``shuffle=True`` makes."""
     return type(sampler) is RandomSampler and not sampler.replacement and sampler._num_samples is None
+
+
+_ROWS = 2
+
+
+def example_of(loader: Any, model: nn.Module, criterion: Callable[..., Any] | None) -> Any:
+    """Return a small batch of a loader for ``Engine(..., example=...)``; None if none is needed or available.
+
+    None is needed by a model that is called with token ids. The batch is the first row of the dataset, twice, since values do
+    not matter: the loader is not begun, and neither random numbers nor rows are used up. What can only be read once (an
+    iterator, an ``IterableDataset``) is left alone.
+
+    Args:
+        loader: what the script has; None stays None.
+        model: what a batch is for.
+        criterion: the script's loss function, if there is one.
+    """
+    if isinstance(loader, ShardedLoader):
+        dataset, collate = loader.dataset, loader.collate
+    elif isinstance(loader, DataLoader) and loader.batch_size is not None:
+        dataset, collate = loader.dataset, loader.collate_fn
+    else:
+        return None
+    if isinstance(dataset, IterableDataset) or not len(dataset):
+        return None
+    before = random.getstate()
+    with torch.random.fork_rng(devices=[]):  # of transforms, say
+        example = collate([dataset[0]] * _ROWS)
+    random.setstate(before)
+    return example if _is_no_ids(example) and _fits(example, model, criterion) else None
+
+
+def _is_no_ids(batch: Any) -> bool:
+    """Tell whether a batch begins with something other than token ids."""
+    if isinstance(batch, Mapping):
+        return "input_ids" not in batch
+    while isinstance(batch, tuple | list) and batch:
+        batch = batch[0]
+    return isinstance(batch, Tensor) and batch.is_floating_point()
+
+
+def _fits(batch: Any, model: nn.Module, criterion: Callable[..., Any] | None) -> bool:
+    """Tell whether the model takes a batch as the loader gives it; a script may change batches before the call."""
+    try:
+        work = prepare_batch(batch, torch.device("cpu"), torch.float32, own_loss=criterion is not None)
+    except SpecError:
+        return False
+    return signature_mismatch(model.forward, *work.args, **work.kwargs) is None

@@ -1,18 +1,20 @@
-"""Takes over an optimizer that was made of a whole model's parameters: its class, its groups, their settings.
+"""Taking over an optimizer that the script made of a whole model's parameters.
 
-The engine replaces parameters by shards of them, so the optimizer is made anew of those, when they are there. Which of
-them belongs to which group is known by its name.
+The engine replaces parameters by shards, so the optimizer is made again from these: its class, its groups, their settings.
+Groups are told by the parameters' names. The script's object then shows the groups of the new one, so a scheduler that was
+not handed over still sets the rates; methods that would have no effect raise.
 """
 
 from __future__ import annotations
 
 import inspect
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
 
+from meshfold.engine import Engine
 from meshfold.engine.optimizers import Factory
 from meshfold.mesh import SpecError
 from meshfold.mesh.parameters import uncompiled_name
@@ -118,3 +120,40 @@ def _check(optimizer: torch.optim.Optimizer) -> None:
 def _has_moved(state: object) -> bool:
     """Tell whether an optimizer's state of a parameter is past step 0; some have a state before the first step."""
     return isinstance(state, dict) and bool(state) and float(state.get("step", 1)) > 0
+
+
+def follow(old: object, engine: Engine, instead: str) -> None:
+    """Let the script's optimizer show the groups of the engine's, and refuse to step by itself.
+
+    Args:
+        old: the optimizer that the script made; anything else is left alone.
+        engine: has taken it over.
+        instead: what to call in place of its ``step``.
+    """
+    new = engine.optimizer
+    if not isinstance(old, torch.optim.Optimizer) or new is None:
+        return
+    name = type(old).__name__
+
+    def refuse(method: str, advice: str) -> Any:
+        def refused(self: object, *args: object, **kwargs: object) -> NoReturn:
+            raise SpecError(
+                f"optimizer.{method}() of the {name} that was handed over would reach no parameter: {advice}"
+            )
+
+        return refused
+
+    step = refuse("step", f"call {instead}")
+    step._wrapped_by_lr_sched = True  # torch's schedules look for it, and warn where it is not
+    members = {
+        "param_groups": property(lambda self: new.param_groups),
+        "zero_grad": lambda self, set_to_none=True: engine.zero_grad(),
+        "step": step,
+        "state_dict": refuse("state_dict", "engine.save(folder) writes its state"),
+        "load_state_dict": refuse("load_state_dict", "engine.load(folder) reads its state"),
+        "_opt_called": True,
+        "__module__": type(old).__module__,
+    }
+    vars(old).pop("step", None)  # a schedule has put a wrapper there
+    # A script may hold it in many places, as in a schedule: it stays the same object.
+    old.__class__ = type(name, (type(old),), members)

@@ -10,10 +10,9 @@ from torch.utils.data import DataLoader
 
 from meshfold.colossalai import tables
 from meshfold.colossalai.arguments import Table, Translation, bind, translate
-from meshfold.colossalai.group_view import AXES, ProcessGroupMesh, axes_of, group_of
+from meshfold.colossalai.mesh_views import AXES, ProcessGroupMesh, StageManager, axes_of, group_of
 from meshfold.colossalai.sampling import shared_loader
 from meshfold.colossalai.settings import Settings, engine_settings
-from meshfold.colossalai.stages import StageManager
 from meshfold.engine.world import World, join_world
 from meshfold.mesh import ParallelSpec, SpecError
 

@@ -17,7 +17,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from meshfold.colossalai.elsewhere import instead_of
+from meshfold.colossalai.replacements import instead_of
 from meshfold.mesh import did_you_mean
 
 HERE = "meshfold.colossalai"

@@ -45,7 +45,7 @@ _MODULES = {
 }
 
 _INTEGRATIONS = {
-    "initialize": "meshfold.colossalai.making",
+    "initialize": "meshfold.colossalai",
     "plan_memory": "meshfold.planner",
     "pretrained": "meshfold.huggingface",
     "save_adapter": "meshfold.huggingface",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
@@ -10,15 +11,13 @@ from torch import Tensor, nn
 from meshfold.colossalai.arguments import Translation
 from meshfold.colossalai.config import Config
 from meshfold.colossalai.context import gpc
-from meshfold.colossalai.examples import example_of
-from meshfold.colossalai.handed_over import follow
-from meshfold.colossalai.loaders import deal
-from meshfold.colossalai.optimizers import take_over
+from meshfold.colossalai.loaders import example_of, shard_loader
+from meshfold.colossalai.optimizers import follow, take_over
 from meshfold.colossalai.schedulers import check, hand_over
 from meshfold.colossalai.settings import Settings, settings_of
-from meshfold.colossalai.sizes import tell_sizes
 from meshfold.colossalai.training import TrainingEngine
-from meshfold.mesh import SpecError
+from meshfold.mesh import Mesh, SpecError
+from meshfold.mesh.parameters import metadata_on
 
 
 def initialize(
@@ -45,7 +44,7 @@ def initialize(
             ``engine.optimizer``. Or what :class:`meshfold.engine.Engine` takes.
         criterion: of (output, target); None for models whose output has a ``.loss``.
         train_dataloader: of global batches; this rank's rows of it come back
-            (:func:`meshfold.colossalai.loaders.deal`). A pipeline looks up there what a model that is not called with token
+            (:func:`meshfold.colossalai.loaders.shard_loader`). A pipeline looks up there what a model that is not called with token
             ids is called with; without one write ``example=batch`` into the config.
         test_dataloader: likewise.
         lr_scheduler: of ``optimizer``; the same object comes back, of the engine's optimizer. The script steps it.
@@ -71,7 +70,10 @@ def initialize(
         model, optimizer, criterion, lr_scheduler, settings_of(read), "initialize", train_dataloader
     )
     gpc.show(read, engine.mesh)
-    train, test = deal(train_dataloader, engine, "train"), deal(test_dataloader, engine, "test")
+    train, test = (
+        shard_loader(train_dataloader, engine, "train"),
+        shard_loader(test_dataloader, engine, "test"),
+    )
     return engine, train, test, schedule
 
 
@@ -120,3 +122,18 @@ def make_engine(
     given = "engine.step()" if what == "initialize" else "that of the optimizer that boost(...) gave back"
     follow(optimizer, engine, given)
     return engine, schedule
+
+
+def tell_sizes(model: nn.Module, mesh: Mesh) -> None:
+    """Make ``parameter.numel()`` tell the full size while a parameter is released: scripts add sizes up.
+
+    Args:
+        model: under ZeRO stage 3.
+        mesh: of the model; over tensor axes it is the shard's size.
+    """
+    for parameter in model.parameters():
+        shape = metadata_on(parameter, mesh).placement.local_shape(mesh)
+        size = 1
+        for length in shape:
+            size *= length
+        parameter.numel = partial(int, size)  # type: ignore[method-assign]
