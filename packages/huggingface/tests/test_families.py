@@ -34,7 +34,7 @@ EXACT: dict[str, dict[str, Any]] = {"mixtral": dict(experts_implementation="eage
 """Grouped matmuls are not for float64."""
 BERT_SPLIT = "attention has other tokens than the residual stream"
 REFUSED: dict[tuple[str, str], str] = {
-    (kind, mode): "an encoder with a decoder" if kind == "t5" else BERT_SPLIT
+    (kind, mode): "an encoder-decoder" if kind == "t5" else BERT_SPLIT
     for kind in ("bert", "bert-classes", "t5")
     for mode in ("1d+sequence", "3d")
 }

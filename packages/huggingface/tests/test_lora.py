@@ -151,7 +151,7 @@ def refused(base: str, spec: dict[str, Any], settings: dict[str, Any]) -> str:
         (
             dict(target_modules=["lm_head"]),
             dict(tensor=2),
-            "an adapter on a layer that is 'head' cannot be split",
+            "an adapter on a 'head' layer cannot be split",
         ),
         (
             {},

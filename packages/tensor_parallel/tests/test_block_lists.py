@@ -137,7 +137,7 @@ def test_another_order_than_that_of_the_list_is_refused() -> None:
 def test_a_layer_inside_and_outside_of_blocks_is_refused() -> None:
     model = Model(a_list, in_order)
     model.norm = model.get_submodule("blocks.0.ln1")
-    with pytest.raises(LayoutError, match="is used inside of blocks"):
+    with pytest.raises(LayoutError, match="is used inside blocks"):
         parallelize(model, Mesh({"tensor": 2}, rank=0), MODE)
     parallelize(model, Mesh({"tensor": 2}, rank=0), "1d")
 

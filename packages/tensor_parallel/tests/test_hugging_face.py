@@ -342,7 +342,7 @@ def refuse_what_cannot_be() -> None:
     parallelize(model, square, "2d")
     with pytest.raises(LayoutError, match=r"inputs_embeds cannot be used in mode '2d'.*give input_ids"):
         model(inputs_embeds=torch.zeros(2, 4, 32))
-    with pytest.raises(LayoutError, match="layerdrop leaves out other layers on every rank; set it to 0"):
+    with pytest.raises(LayoutError, match="layerdrop would skip different layers on each rank; set it to 0"):
         parallelize(hugging_face("opt", layerdrop=0.1), four, "1d")
 
 

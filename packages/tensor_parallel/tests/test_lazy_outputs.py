@@ -244,7 +244,7 @@ def others() -> None:
                     LayoutError, match=r"output\.stream, .* is split over col and cannot be read"
                 ):
                     found["stream"].sum()
-            with pytest.raises(LayoutError, match=r"output\.turned, .* the logits alone are put together"):
+            with pytest.raises(LayoutError, match=r"output\.turned, .* only logits, .* are gathered"):
                 found["turned"].sum()
 
 

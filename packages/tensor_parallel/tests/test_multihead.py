@@ -138,7 +138,7 @@ def test_torchs_own_dropout_is_refused() -> None:
     )
     for rules in ({}, {"odd": "replicate"}):
         with pytest.raises(
-            LayoutError, match=r"odd: .*dropout=0.1 would drop other weights.*Set its dropout to 0"
+            LayoutError, match=r"odd: .*dropout=0.1 would drop different weights.*Set its dropout to 0"
         ):
             parallelize(model, Mesh({"tensor": 2}, rank=0), "1d", rules=rules)
 

@@ -266,7 +266,7 @@ def test_dims_are_told_from_shapes() -> None:
 
 
 def test_what_no_shape_tells_is_refused() -> None:
-    with pytest.raises(LayoutError, match="nothing tells which dim is which"):
+    with pytest.raises(LayoutError, match="the shape does not tell which dim is which"):
         finder(lambda: nn.Linear(4, 4), length=4).find(torch.empty(2, 4, 4))
     with pytest.raises(LayoutError, match=r"LSTM takes the sequence first and was given \(2, 6, 4\)"):
         finder(lambda: nn.LSTM(8, 8)).find(torch.empty(2, 6, 4))

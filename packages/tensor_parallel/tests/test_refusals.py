@@ -334,7 +334,7 @@ REFUSALS: dict[str, Refusal] = {
         for leaf, role in (("q_proj", "replicate"), ("v_proj", "row"), ("out_proj", "column"))
     },
     "the output of attention kept whole": Refusal(
-        Block, ("attn.out_proj cannot stay whole by itself", "is 'row'"), settings=dict(rules={"*.out_proj": "replicate"})
+        Block, ("attn.out_proj cannot stay whole inside attention", "is 'row'"), settings=dict(rules={"*.out_proj": "replicate"})
     ),
     # what the caller says
     "unknown mode": Refusal(mlp, ("no tensor-parallel mode '2.5'", "Did you mean '2.5d'?", "1d+sequence"), mode="2.5"),
@@ -514,7 +514,7 @@ def test_a_loss_of_the_models_own_over_a_batch_that_was_filled_up() -> None:
     model, ids = Summed(), torch.zeros(3, 8, dtype=torch.int64)
     with fake_world(4):
         parallelize(model, Mesh({"row": 4, "col": 1}), "2d")
-        with pytest.raises(LayoutError, match=r"a batch of 3 had to be filled up to 4 rows.*multiple of 4"):
+        with pytest.raises(LayoutError, match=r"a batch of 3 was padded to 4 rows.*multiple of 4"):
             model(ids)
         model(ids[[0, 1, 2, 0]])
 

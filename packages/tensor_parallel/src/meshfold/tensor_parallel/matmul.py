@@ -159,7 +159,7 @@ def lead_shape(lead: torch.Size, rows: int) -> tuple[int, ...]:
         blocks = lead.numel() // math.gcd(rows, lead.numel())
         raise LayoutError(
             f"the {lead[0]} × {inner} tokens of this rank are split into {blocks} blocks by their first dim, and {lead[0]} does "
-            f"not divide by {blocks}. A batch is filled up to what divides, a sequence is not: let the layers have the batch first "
+            f"not divide by {blocks}. A batch is padded to a multiple, a sequence is not: put the batch first "
             f"(batch_first=True), or give sequences of a multiple of {blocks} tokens, or use mode '1d'"
         )
     return (rows // inner, *lead[1:])

@@ -190,8 +190,8 @@ def outside_blocks(mode: Mode) -> Mode:
         return replace(mode, name=f"{mode.name} (all tokens)", residual=str(residual))
     except LayoutError as error:
         raise LayoutError(
-            f"mode {mode.name!r} splits tokens within sequences, so it is used from the first block of a model to the "
-            f"last and needs a form for the rest, in which it does not fit: {error}; or write the model with "
+            f"mode {mode.name!r} splits tokens within sequences, from the first block of a model to the last. Outside of "
+            f"the blocks it needs a form with all tokens, which does not fit: {error}; or write the model with "
             f"flat_tokens = True"
         ) from None
 

@@ -121,8 +121,8 @@ def check_norm(name: str, module: nn.Module) -> None:
     if not alike:
         formula = "x / rms(x) * weight" if kind == "rms" else "(x - mean) / std * weight + bias"
         raise LayoutError(
-            f"{name}: {type(module).__name__} does not compute the usual {formula}, which is what the rule for norms "
-            f"makes of it: give it the rule {name!r}: 'replicate'"
+            f"{name}: {type(module).__name__} does not compute the usual {formula}, by which the rule for norms "
+            f"would replace it: give it the rule {name!r}: 'replicate'"
         )
 
 

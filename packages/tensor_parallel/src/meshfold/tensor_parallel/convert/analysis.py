@@ -219,7 +219,7 @@ class Analysis:
                 and (why := why_torchs(module))
             ):
                 raise LayoutError(
-                    f"{name}: {type(module).__name__} with dropout={module.dropout} would drop other weights on every rank, since "
+                    f"{name}: {type(module).__name__} with dropout={module.dropout} would drop different weights on each rank, as "
                     f"it keeps torch's own code: {why}. Set its dropout to 0"
                 )
 
@@ -229,9 +229,9 @@ class Analysis:
             return
         if self.only_blocks or any(self.needs_region(name) for name in self.heads):
             raise LayoutError(
-                f"{type(self.model).__name__} is an encoder with a decoder, which mode {self.mode.name!r} cannot split: "
-                "attention has other tokens there than the stream, and the encoder's output, which all blocks of the decoder "
-                "read, is not gathered for it. Use mode '1d', '2d' or '2.5d'"
+                f"{type(self.model).__name__} is an encoder-decoder, which mode {self.mode.name!r} cannot split: attention has "
+                "other tokens than the stream there, and the encoder's output is not gathered for the decoder's blocks. "
+                "Use mode '1d', '2d' or '2.5d'"
             )
 
     def _check_shared_by_blocks(self) -> None:
@@ -249,8 +249,8 @@ class Analysis:
         for name, module in self.modules.items():
             if module in inside & outside and next(module.parameters(recurse=False), None) is not None:
                 raise LayoutError(
-                    f"{name}, one {type(module).__name__}, is used inside of blocks, where mode {self.mode.name!r} splits "
-                    f"tokens, and outside of them: make two of it, or use mode '1d'"
+                    f"{name}, one {type(module).__name__}, is used inside blocks, where mode {self.mode.name!r} splits "
+                    f"tokens, and outside them: make two of it, or use mode '1d'"
                 )
 
     def _check_projections(self, name: str, heads: Heads) -> None:
@@ -370,8 +370,8 @@ class Analysis:
             on_heads, role = self._only_attention(attention), "none"
         if on_heads:
             raise LayoutError(
-                f"{name} cannot stay whole by itself inside of attention whose heads are split: every rank would train it on "
-                f"heads of its own. The role for it there is {role}; or keep all of the attention whole: "
+                f"{name} cannot stay whole inside attention whose heads are split: each rank would train it on its own "
+                f"heads. Its role there is {role}; or keep all of the attention whole: "
                 f"{attention!r}: 'replicate'"
             )
 

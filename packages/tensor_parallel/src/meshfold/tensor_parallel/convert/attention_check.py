@@ -246,7 +246,7 @@ class AttentionTrial:
     def _twin(self) -> nn.Module:
         """Return the module without its linear layers, on the CPU. The module does not see what its twin does."""
         if "forward" in vars(self.module):
-            raise TypeError("a forward of the instance's own, which is bound to it")
+            raise TypeError("the instance has a forward of its own")
         twin = copy.copy(self.module)
         twin._modules = {leaf: self._child(child) for leaf, child in self.module._modules.items()}
         twin._buffers = {key: None if b is None else _real(b) for key, b in self.module._buffers.items()}

@@ -88,9 +88,9 @@ class LazyOutputs(OnMesh):
     def _refused(self, name: str, value: Tensor, axes: tuple[str, ...]) -> ShardedOutput:
         def refuse(piece: Tensor) -> NoReturn:
             raise LayoutError(
-                f"{name}, of which this rank has {tuple(piece.shape)}, is split over {', '.join(axes)} and cannot be read: of a "
-                "model that computes its loss the logits alone are put together, as the head or what follows it returned them, "
-                "[..., words]. Return those, or make what you read of them outside of the model"
+                f"{name}, of which this rank has {tuple(piece.shape)}, is split over {', '.join(axes)} and cannot be read: only "
+                "logits, [..., words], are gathered from a model that computes its loss. Return these, and compute outside of the "
+                "model what you read of them"
             )
 
         shape = tuple(value.shape)

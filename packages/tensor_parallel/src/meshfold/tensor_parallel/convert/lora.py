@@ -68,7 +68,7 @@ class Adapters:
             where = name or type(root).__name__
             if isinstance(getattr(module, "prompt_encoder", None), nn.Module):
                 raise LayoutError(
-                    f"{where}: prompts that are learned cannot be split over a mesh; of peft's adapters LoRA can"
+                    f"{where}: learned prompts cannot be split over a mesh; of peft's adapters only LoRA can"
                 )
             if hasattr(module, "modules_to_save") and hasattr(module, "original_module"):
                 raise LayoutError(
@@ -82,13 +82,13 @@ class Adapters:
                     "another form of LoRA (DoRA, ...)" if _filled(module, "lora_A") else type(module).__name__
                 )
                 raise LayoutError(
-                    f"{where}: {kind} cannot be split over a mesh: plain LoRA on linear layers can "
-                    "(LoraConfig(target_modules=[...])); or use a spec without tensor"
+                    f"{where}: {kind} cannot be split over a mesh: use plain LoRA on linear layers "
+                    "(LoraConfig(target_modules=[...])), or a spec without tensor"
                 )
         if mode.layout("residual")["m"] != mode.layout("hidden")["m"]:
             raise LayoutError(
-                f"LoRA in mode {mode.name!r}: layers have other tokens there than the stream, and an adapter is given what its "
-                "layer is given. Use mode '1d', '2d' or '2.5d'"
+                f"LoRA in mode {mode.name!r}: layers have other tokens there than the stream, and an adapter reads what its "
+                "layer reads. Use mode '1d', '2d' or '2.5d'"
             )
 
     def take_off(self) -> None:
@@ -109,7 +109,7 @@ class Adapters:
             if not isinstance(base, Linear) or base.role not in ("column", "row"):
                 role = getattr(base, "role", type(base).__name__)
                 raise LayoutError(
-                    f"{name}: an adapter on a layer that is {role!r} cannot be split, on those that are 'column' or 'row' it can: "
+                    f"{name}: an adapter on a {role!r} layer cannot be split, only on 'column' and 'row' layers: "
                     "leave it out of target_modules"
                 )
             pairs: Any = module
@@ -142,7 +142,7 @@ class Adapters:
         for name in self._off:
             if (role := roles.get(name, "whole")) not in ("column", "row"):
                 raise LayoutError(
-                    f"{name}: an adapter on a layer that is {role!r} cannot be split, on those that are 'column' or 'row' it can: "
+                    f"{name}: an adapter on a {role!r} layer cannot be split, only on 'column' and 'row' layers: "
                     "leave it out of target_modules"
                 )
 

@@ -178,7 +178,7 @@ class ModelAdapter(StreamAdapter):
         for name in _INSIDE:
             if given.get(name) or (given.get(name) is None and getattr(config, name, False)):
                 raise LayoutError(
-                    f"{name}: what blocks return stays split over the mesh and cannot be handed out; leave it out"
+                    f"{name}: what blocks return stays split over the mesh, so the model cannot return it; leave it out"
                 )
         if given.get("inputs_embeds") is not None and self._splits_stream:
             raise LayoutError(
@@ -273,8 +273,8 @@ class ModelAdapter(StreamAdapter):
     def _cut(self, name: str, value: Tensor) -> Tensor:
         if value.dim() == 0:
             raise LayoutError(
-                f"a batch of {self._batch.given} had to be filled up to {self._batch.rows} rows for mode {self.mode.name!r}, but "
-                f"the model computes a scalar of them by itself: make the batch a multiple of {self.padded_rows(1, 1)}, or let "
+                f"a batch of {self._batch.given} was padded to {self._batch.rows} rows for mode {self.mode.name!r}, but "
+                f"the model computes a scalar of all of them: make the batch a multiple of {self.padded_rows(1, 1)}, or let "
                 f"the model return its logits"
             )
         return value[: self._batch.given] if value.shape[0] == self._batch.rows else value

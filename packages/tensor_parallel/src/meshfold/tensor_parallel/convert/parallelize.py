@@ -160,7 +160,7 @@ class _Conversion:
         self.analysis.check()
         if left_out := layers_left_out(self.model):
             raise LayoutError(
-                f"{', '.join(left_out)}: layerdrop leaves out other layers on every rank; set it to 0"
+                f"{', '.join(left_out)}: layerdrop would skip different layers on each rank; set it to 0"
             )
         self._dry_run()
         self.report.parameters = sum(p.numel() for p in self.model.parameters())

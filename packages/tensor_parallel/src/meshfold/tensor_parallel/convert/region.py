@@ -74,8 +74,8 @@ class Region(StreamAdapter):
             lead = self.boundary.lead
             if lead.numel() != whole.shape[0]:
                 raise LayoutError(
-                    f"{whole.shape[0]} tokens where the last forward had {' × '.join(map(str, lead))}: recompute a "
-                    f"forward before the next one, of another shape, begins"
+                    f"{whole.shape[0]} tokens, but the last forward had {' × '.join(map(str, lead))}: recompute a "
+                    f"forward before one of another shape begins"
                 )
         if self._stand_in:
             made = whole.new_full((), math.nan).expand(lead[0] // self.folds, *lead[1:], self._stand_in)
@@ -90,7 +90,7 @@ class Region(StreamAdapter):
         if x.dim() == 3 and x.shape[1] == rows != x.shape[0] == self._batch.length and self._row_blocks > 1:
             raise LayoutError(
                 f"attention was given {tuple(x.shape)}, the sequence first: in mode {self.mode!r} tokens are exchanged along the "
-                f"first dim. Give its projections b s h, and turn what they return"
+                f"first dim. Give its projections b s h, and transpose their results"
             )
 
     def _read(self, x: Tensor) -> tuple[Tensor, Size]:
@@ -98,7 +98,7 @@ class Region(StreamAdapter):
         whole = self._whole
         if whole is None or x is not self._given:
             raise LayoutError(
-                "attention that takes its width off its input called a projection with something else than this input: "
+                "attention that takes its width from its input called a projection with another tensor: "
                 "write -1 for the width, as in y.reshape(b, t, -1)"
             )
         self._calls += 1

@@ -90,7 +90,7 @@ class DimFinder:
             return None  # the sequence
         raise LayoutError(
             f"{self._kind} was given {tuple(shape)}: with sequences as long as a rank's share of the features, {self._local}, "
-            f"nothing tells which dim is which. Use sequences of another length, or a spec in which the features are whole"
+            f"the shape does not tell which dim is which. Use sequences of another length, or a spec with whole features"
         )
 
     def _local_rows(self, shape: Size) -> bool:

@@ -27,7 +27,7 @@ class OnMesh:
     def __reduce_ex__(self, protocol: SupportsIndex) -> NoReturn:
         raise TypeError(
             f"a module that was split over a mesh of running processes cannot be pickled (here {type(self).__name__}): save "
-            f"its state_dict(), and load that into a model that is split anew"
+            f"its state_dict(), and load that into a newly split model"
         )
 
 

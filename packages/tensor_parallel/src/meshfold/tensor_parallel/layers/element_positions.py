@@ -315,13 +315,13 @@ def _all_rows(batch: GlobalBatch) -> int | Tensor:
     """Return the rows of the global batch.
 
     Raises:
-        MeshfoldError: if that is not said of a part of one.
+        MeshfoldError: for a part of one, if nothing tells.
     """
     if isinstance(batch.rows, Tensor):
         return torch.where(batch.rows > 0, batch.rows, batch.here.given)
     if batch.rows == 0 and isinstance(batch.first_row, int) and batch.first_row > 0:
         raise MeshfoldError(
-            "dropout of a model that takes its tokens first has to know how many rows the global batch has, of which "
-            f"{batch.first_row} are before these: say so, dropout_stream(seed, step, first_row=..., rows=...)"
+            "dropout of a sequence-first model needs the number of rows of the global batch, of which "
+            f"{batch.first_row} are before these: dropout_stream(seed, step, first_row=..., rows=...)"
         )
     return batch.rows or batch.here.given

@@ -56,9 +56,7 @@ def cross_entropy(
             the device.
     """
     if reduction not in ("mean", "sum"):
-        raise LayoutError(
-            f"reduction={reduction!r}: a loss is the 'mean' over the tokens that count, or their 'sum'"
-        )
+        raise LayoutError(f"reduction={reduction!r}: use 'mean' or 'sum' over the tokens that count")
     total = bind_cross_entropy(mesh, find_mode(mode), vocab_size, ignore_index, label_smoothing, z_loss)(
         logits, labels
     )

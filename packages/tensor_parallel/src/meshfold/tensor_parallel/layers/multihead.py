@@ -133,7 +133,7 @@ class SplitMultiheadAttention(ShardedLayer, nn.MultiheadAttention):
         """
         if is_causal and attn_mask is None:
             raise LayoutError(
-                "MultiheadAttention(is_causal=True) says of attn_mask that it is causal: give attn_mask"
+                "MultiheadAttention(is_causal=True) is a hint about attn_mask: give attn_mask too"
             )
         batched = query.dim() == 3
         query, key, value = (self._rows_first(x, batched) for x in self._entered(query, key, value))
