@@ -17,7 +17,7 @@ from meshfold.zero_gemini import Gemini
 from meshfold.zero_gemini.chunks.chunk import Chunk
 from meshfold.zero_gemini.chunks.gradient import ChunkGradient
 from meshfold.zero_gemini.chunks.placement import EVERYTHING_ON_THE_DEVICE
-from meshfold.zero_gemini.runtime.prefetch import light_ones, reach, ready_from
+from meshfold.zero_gemini.prefetch import light_ones, reach, ready_from
 
 sys.path.append(str(Path(__file__).parent))
 from training_cases import in_chunks

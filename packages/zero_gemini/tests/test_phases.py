@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from meshfold.zero_gemini.runtime.host_waits import Waiting
+from meshfold.zero_gemini.memory.host_waits import Waiting
 from meshfold.zero_gemini.trace import PhaseClock, PhaseSeconds
 
 sys.path.append(str(Path(__file__).parent))

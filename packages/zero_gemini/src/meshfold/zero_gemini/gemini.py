@@ -18,7 +18,7 @@ What happens to a chunk in it, in order:
    are on their way, and what no unit inside needs is let go (:mod:`~meshfold.zero_gemini.runtime.module_hooks`).
 3. Backward comes to the unit: the same once more. Each parameter's gradient is taken up as autograd makes it; when all are
    there the chunk's are summed over the group, measured for the norm, and sent to where the chunk's state lives
-   (:mod:`~meshfold.zero_gemini.chunks.reducer`, :mod:`~meshfold.zero_gemini.chunks.gradient`).
+   (:mod:`~meshfold.zero_gemini.sharded_model.reducer`, :mod:`~meshfold.zero_gemini.chunks.gradient`).
 4. In a ``"final"`` backward, where nobody looks at all gradients first, the chunk is stepped as soon as nothing reads it any
    more (:mod:`~meshfold.zero_gemini.optimizer.early_steps`).
 5. Else ``finish`` and ``clip`` wait for all gradients and say what they count times, and ``step`` steps: on the device now,
@@ -27,9 +27,9 @@ What happens to a chunk in it, in order:
    *pending*.
 6. ``forget``: gradients go. The next use of a chunk whose step is pending is 2. again.
 
-How all this is put together from a model is :mod:`~meshfold.zero_gemini.chunks.chunked_model`; what is read
-and written between steps
-:mod:`~meshfold.zero_gemini.chunks.parameter_values`; how chunks change homes :mod:`~meshfold.zero_gemini.chunks.moves`.
+:mod:`~meshfold.zero_gemini.sharded_model.chunked_model` builds all this from a model,
+:mod:`~meshfold.zero_gemini.sharded_model.parameter_values` reads and writes it between steps, and
+:mod:`~meshfold.zero_gemini.sharded_model.moves` moves chunks to other memory.
 """
 
 from __future__ import annotations
@@ -40,12 +40,12 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
+from meshfold.zero_gemini.chunks.backward_role import BackwardRole
 from meshfold.zero_gemini.chunks.chunk import Chunk
-from meshfold.zero_gemini.chunks.chunked_model import HeldModel
 from meshfold.zero_gemini.chunks.placement import Home
 from meshfold.zero_gemini.errors import ChunkError
 from meshfold.zero_gemini.norm import power_sum, total_norm
-from meshfold.zero_gemini.optimizer.backward_role import BackwardRole
+from meshfold.zero_gemini.sharded_model.chunked_model import HeldModel
 
 
 class Gemini(HeldModel):

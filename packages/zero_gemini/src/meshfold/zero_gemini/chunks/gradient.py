@@ -18,6 +18,7 @@ from torch import Tensor
 
 from meshfold.kernels import write_gradient
 from meshfold.mesh import Pending, reduce_scatter
+from meshfold.zero_gemini.chunks.backward_role import BackwardRole
 from meshfold.zero_gemini.chunks.chunk import Chunk
 from meshfold.zero_gemini.chunks.states import GRAD_TRANSITIONS, GradState, check_transition
 from meshfold.zero_gemini.errors import ChunkError
@@ -25,7 +26,6 @@ from meshfold.zero_gemini.group_flags import Flags
 from meshfold.zero_gemini.memory.arena import Block
 from meshfold.zero_gemini.memory.arenas import MemoryTier
 from meshfold.zero_gemini.memory.copies import Arrival, fetch, send_home, stream_of
-from meshfold.zero_gemini.optimizer.backward_role import BackwardRole
 
 
 class ChunkGradient:

@@ -7,7 +7,7 @@ from typing import Literal
 import torch
 
 from meshfold.zero_gemini.memory.arena import Arena, Block
-from meshfold.zero_gemini.runtime.host_waits import Waiting
+from meshfold.zero_gemini.memory.host_waits import Waiting
 
 MemoryTier = Literal["device", "host", "disk"]
 """Memory that holds something between its uses; data on disk visits the host."""

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from meshfold.mesh import SpecError
 from meshfold.zero_gemini.planner.options import NONE, STRATEGIES
 from meshfold.zero_gemini.planner.rates import Machine
-from meshfold.zero_gemini.runtime.prefetch import ready_from
+from meshfold.zero_gemini.prefetch import ready_from
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -171,7 +171,7 @@ class Workload:
     prefetch_moments: int = 1
     """a streamed chunk is on the GPU so many moments before its use,"""
     light_moments: frozenset[int] = frozenset()
-    """not counting these, in which next to nothing is computed (:mod:`meshfold.zero_gemini.runtime.prefetch`)."""
+    """not counting these, in which next to nothing is computed (:mod:`meshfold.zero_gemini.prefetch`)."""
     reshards: bool = True
     """a streamed chunk leaves the GPU between two uses; else it stays from its first to its last of a micro-step."""
     drain_moments: int = 1

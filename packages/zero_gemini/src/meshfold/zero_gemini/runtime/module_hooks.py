@@ -18,10 +18,10 @@ import torch
 from torch import Tensor, nn
 
 from meshfold.zero_gemini.chunks.chunk import Chunk
+from meshfold.zero_gemini.prefetch import reach
 from meshfold.zero_gemini.runtime.gather_cache import Staying
 from meshfold.zero_gemini.runtime.gradient_arrival import watch_inputs, watch_output
 from meshfold.zero_gemini.runtime.open_calls import OpenCalls, graph_task
-from meshfold.zero_gemini.runtime.prefetch import reach
 from meshfold.zero_gemini.runtime.units import Unit
 
 
@@ -50,7 +50,7 @@ class Runtime:
         model: the whole model; its forward begins and ends what is done without gradients.
         calls: has its units with their chunks, and is told of each call of one.
         prefetch: number of units that are gathered ahead,
-        light: not counting these (:mod:`meshfold.zero_gemini.runtime.prefetch`).
+        light: not counting these (:mod:`meshfold.zero_gemini.prefetch`).
         steps_in_background: says if the optimizer steps a chunk beside the computation; asked again by ``reread``.
         before_evaluation: called before a forward without gradients while steps are pending: what comes of it is looked at
             before the ranks agree again whether all went well. None: nothing.

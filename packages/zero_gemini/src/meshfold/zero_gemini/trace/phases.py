@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-from meshfold.zero_gemini.runtime.host_waits import Waiting
+from meshfold.zero_gemini.memory.host_waits import Waiting
 from meshfold.zero_gemini.trace.clocks import Clock
 
 

@@ -10,7 +10,7 @@ from statistics import mean
 from meshfold.mesh import SpecError
 from meshfold.zero_gemini.planner.options import SPLIT_STEP
 from meshfold.zero_gemini.planner.workload import ChunkCost, Layer, Regime, Workload
-from meshfold.zero_gemini.runtime.prefetch import light_ones
+from meshfold.zero_gemini.prefetch import light_ones
 from meshfold.zero_gemini.trace.moments import Trace, TracedLayer, TracedMoment
 
 

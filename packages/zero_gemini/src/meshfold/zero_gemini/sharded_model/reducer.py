@@ -14,12 +14,12 @@ from torch import Tensor
 
 from meshfold.mesh import Group
 from meshfold.mesh.parameters import ShownGradient, after_gradients
+from meshfold.zero_gemini.chunks.backward_role import BackwardRole
 from meshfold.zero_gemini.chunks.chunk import Chunk
 from meshfold.zero_gemini.chunks.gradient import ChunkGradient
 from meshfold.zero_gemini.errors import ChunkError
 from meshfold.zero_gemini.group_flags import Flags
 from meshfold.zero_gemini.norm import total_norm
-from meshfold.zero_gemini.optimizer.backward_role import BackwardRole
 from meshfold.zero_gemini.optimizer.early_steps import EarlySteps
 from meshfold.zero_gemini.optimizer.speculative_steps import TrialSteps
 from meshfold.zero_gemini.runtime.module_hooks import Runtime

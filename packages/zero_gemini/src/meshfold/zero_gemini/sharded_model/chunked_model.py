@@ -14,22 +14,11 @@ from torch import Tensor, nn
 
 from meshfold.mesh import Group, Mesh
 from meshfold.mesh.parameters import metadata_on
-from meshfold.zero_gemini.build import (
-    MakeOptimizer,
-    give_stretches,
-    lay_out_known,
-    make_stepper,
-    take_parameters,
-)
 from meshfold.zero_gemini.chunks.chunk import Chunk
-from meshfold.zero_gemini.chunks.contents import Contents
 from meshfold.zero_gemini.chunks.gradient import ChunkGradient
 from meshfold.zero_gemini.chunks.groups import slot_alignment
 from meshfold.zero_gemini.chunks.layout import ChunkSpec, ShardSlice
-from meshfold.zero_gemini.chunks.moves import Residents
-from meshfold.zero_gemini.chunks.parameter_values import ParameterValues
 from meshfold.zero_gemini.chunks.placement import EVERYTHING_ON_THE_DEVICE, Home, PlacementRule
-from meshfold.zero_gemini.chunks.reducer import GradientFlow
 from meshfold.zero_gemini.errors import ChunkError
 from meshfold.zero_gemini.memory.arenas import Memory
 from meshfold.zero_gemini.norm import combine, power_sum
@@ -42,6 +31,17 @@ from meshfold.zero_gemini.runtime.module_hooks import Runtime
 from meshfold.zero_gemini.runtime.open_calls import OpenCalls
 from meshfold.zero_gemini.runtime.units import Unit, find_units
 from meshfold.zero_gemini.sharded_init import sharded_values
+from meshfold.zero_gemini.sharded_model.build import (
+    MakeOptimizer,
+    give_stretches,
+    lay_out_known,
+    make_stepper,
+    take_parameters,
+)
+from meshfold.zero_gemini.sharded_model.contents import Contents
+from meshfold.zero_gemini.sharded_model.moves import Residents
+from meshfold.zero_gemini.sharded_model.parameter_values import ParameterValues
+from meshfold.zero_gemini.sharded_model.reducer import GradientFlow
 from meshfold.zero_gemini.trace.chunks import Named, uses_of
 from meshfold.zero_gemini.trace.workload import ChunkUse, light_units
 

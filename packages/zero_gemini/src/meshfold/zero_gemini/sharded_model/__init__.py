@@ -1,0 +1,1 @@
+"""A model held in chunks: building it, moving it between memories, reducing gradients, reading and writing values."""
