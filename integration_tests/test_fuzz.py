@@ -109,6 +109,39 @@ def test_a_refusal_has_to_name_a_remedy(monkeypatch: pytest.MonkeyPatch) -> None
     assert judge(case).why.startswith("refused without a remedy")
 
 
+def test_a_small_difference_is_rounding_only_where_the_plain_loop_multiplies_it() -> None:
+    attention = dict(
+        kind="attention", heads=4, how="sdpa", causal=True, names="bert", known="head_dim", merge="hidden"
+    )
+    block = dict(kind="block", parts=[attention], norm="none", residual="post")
+    model = dict(
+        input="ids",
+        hidden=8,
+        tokens=6,
+        vocab=12,
+        scaled=True,
+        blocks=[block] * 4,
+        container="ModuleList",
+        skip=True,
+    )
+    diverging = replace(
+        PLAIN, model={**model, "head": dict(name="head")}, steps=4, rows=2, ignored=0.3, seed=416
+    )
+    for case, relative, is_rounding in (
+        (diverging, 1e-8, True),
+        (diverging, 1e-4, False),
+        (PLAIN, 1e-8, False),
+    ):
+        wanted = run.serial(case)
+        state = {
+            name: value * (1 + relative) if value.is_floating_point() else value
+            for name, value in wanted.state.items()
+        }
+        found = [replace(wanted, state=state)]
+        assert judging.compare(case, found, wanted, 0)
+        assert judging.is_rounding(case, found, wanted, 0) == is_rounding
+
+
 def test_an_error_of_python_is_a_finding() -> None:
     case = replace(
         PLAIN,
