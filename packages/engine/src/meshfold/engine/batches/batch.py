@@ -50,21 +50,22 @@ class Batch:
             return self.rows
         return self.rows * first.shape[1]
 
-    def count(self, *, shifted: bool, ignored: int = IGNORE_INDEX) -> Tensor:
-        """How many targets count: a scalar int64 on the batch's device.
+    def count(self, *, shifted: bool, device: torch.device, ignored: int = IGNORE_INDEX) -> Tensor:
+        """Return how many targets count: a scalar int64 on the device.
 
         Args:
             shifted: each position of ``b s`` labels is the target of the one before (causal language models).
+            device: where the batch is.
             ignored: another target than -100 that does not count.
         """
         if self.targets is None:
-            return torch.tensor(self.rows)
+            return torch.full((), self.rows, device=device)
         if self.targets.is_floating_point():
-            return torch.tensor(self.targets.shape[0])
+            return torch.full((), self.targets.shape[0], device=device)
         moves = shifted and self.name == "labels" and self.targets.dim() > 1
         targets = self.targets[:, 1:] if moves else self.targets
         counts = targets != IGNORE_INDEX
-        return (counts if ignored == IGNORE_INDEX else counts & (targets != ignored)).sum()
+        return (counts if ignored == IGNORE_INDEX else counts & (targets != ignored)).sum().to(device)
 
     def countable(self, count: Tensor) -> Batch:
         """The batch with a target that counts, if it has none: see :func:`meshfold.mesh.model_io.labels.ensure_one_target`.

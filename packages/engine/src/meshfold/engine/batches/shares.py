@@ -69,7 +69,7 @@ class Shares:
     def count_without(self, ignored: int) -> None:
         """Count, without the targets that are ignored; all must call."""
         work, world = self._work, self._world
-        self.count = work.count(shifted=self._shifted, ignored=ignored).to(world.device)
+        self.count = work.count(shifted=self._shifted, device=world.device, ignored=ignored)
         sizes = [torch.full_like(self.count, size) for size in (work.rows, work.tokens)]
         self._pending = all_gather(
             torch.stack([self.count, *sizes]).view(1, 3), world.row_group, 0, async_op=True
