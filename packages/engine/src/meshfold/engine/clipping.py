@@ -1,4 +1,4 @@
-"""How gradients are clipped before a step."""
+"""Clipping of gradients before a step."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class Clipping:
 
     @property
     def needs_all(self) -> bool:
-        """Whether all gradients must be there before any is stepped with."""
+        """Tell whether all gradients must be complete before any parameter is stepped."""
         return self.norm is not None or self.value is not None or self.norm_type != 2.0
 
     def apply(self, states: States) -> Tensor:

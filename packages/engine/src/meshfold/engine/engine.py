@@ -289,7 +289,7 @@ class Engine:
 
     @property
     def generator(self) -> Any:
-        """What :func:`meshfold.models.generate` can be given on all ranks: the model, or the pipeline of its stages."""
+        """The argument for :func:`meshfold.models.generate` on all ranks: the model, or the pipeline of its stages."""
         return self.model if self.pipeline is None else self.pipeline
 
     @property
@@ -347,7 +347,7 @@ class Engine:
     # -- state --------------------------------------------------------------------------------------------------
 
     def full_state_dict(self) -> dict[str, Tensor]:
-        """What a single process's ``state_dict()`` would hold, on every rank and in CPU memory; all ranks must call.
+        """Return a single process's ``state_dict()``, on every rank and in CPU memory; all ranks must call.
 
         Under bf16 and fp16 trained parameters come as their float32 masters.
         """

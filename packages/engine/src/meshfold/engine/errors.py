@@ -1,4 +1,4 @@
-"""What the engine raises beside the SpecError of a wrong setting."""
+"""Errors of the engine beside the SpecError of a wrong setting."""
 
 from __future__ import annotations
 

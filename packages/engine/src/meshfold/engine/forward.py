@@ -1,4 +1,4 @@
-"""How an engine calls its model: a batch in, its mean loss out."""
+"""Calls of an engine's model: a batch in, its mean loss out."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ class Forward:
 
     @property
     def shifts_labels(self) -> bool:
-        """Whether the model predicts each label from what is before it, so that the first of a row does not count."""
+        """Tell whether the model predicts each label from what is before it, so that the first of a row does not count."""
         return self._shifted
 
     # -- before a call ----------------------------------------------------------------------------------------------
@@ -81,11 +81,11 @@ class Forward:
         return work
 
     def inputs(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> batches.Batch:
-        """What the user calls the model with directly, on the device."""
+        """Bring the arguments of a direct call of the model to the device."""
         return batches.inputs(args, kwargs, self._world.device, self._precision.dtype)
 
     def shares(self, work: batches.Batch, *, places: bool = True) -> Shares:
-        """How much the batch counts in the global one, and where its rows lie there; all data ranks must call.
+        """Return the batch's weight in the global one, and the place of its rows there; all data ranks must call.
 
         Args:
             work: from :meth:`prepare` or :meth:`inputs`.
@@ -155,7 +155,7 @@ class Forward:
 
 
 def check_loss(loss: object) -> None:
-    """Whether backward can begin with it.
+    """Check that backward can begin with a loss.
 
     Raises:
         SpecError: for what is no scalar that depends on parameters.

@@ -1,4 +1,4 @@
-"""Which axes of a mesh leave their node: tensor axes should not, for they communicate in every layer."""
+"""Axes of a mesh that leave their node: tensor axes should not, since they communicate in every layer."""
 
 from __future__ import annotations
 

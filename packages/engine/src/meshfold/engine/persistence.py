@@ -134,7 +134,7 @@ _COUNTERS = ("precision", "scaler", "seed", "step", "micro_step", "skipped_steps
 
 
 def _check_rest(engine: Engine, state: dict[str, Any], optimizer: Mapping[str, Tensor]) -> None:
-    """Whether what else than weights is in a checkpoint is of such an engine; nothing of the engine is changed."""
+    """Check that a checkpoint's state beside the weights fits the engine; change nothing of the engine."""
     takes = "load(path, weights_only=True) takes its weights"
     if lacking := [name for name in _COUNTERS if name not in state]:
         by = "a Lightning trainer has written it" if state.get("kind") == "lightning" else "it is damaged"
@@ -152,7 +152,7 @@ def _check_rest(engine: Engine, state: dict[str, Any], optimizer: Mapping[str, T
 
 
 def _check_same(engine: Engine, mark: int, what: str) -> None:
-    """Whether all ranks have opened the same checkpoint: a run that still goes on may have replaced it in between."""
+    """Check that all ranks have opened the same checkpoint: another run may have replaced it in between."""
     if engine.mesh.world_size == 1:
         return
     marks = torch.tensor([mark, -mark], device=engine.device)

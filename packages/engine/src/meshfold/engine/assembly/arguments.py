@@ -22,7 +22,7 @@ from meshfold.mesh.spec import argument_checks as settings
 
 @dataclass(frozen=True, kw_only=True)
 class Arguments:
-    """What ``Engine(...)`` was asked for, save what cannot be checked before the model and the other processes are there.
+    """The checked arguments of ``Engine(...)``, save those that need the model or the other processes.
 
     Attributes:
         precision: of the model.
@@ -98,5 +98,5 @@ class Arguments:
 
     @property
     def looks_at_all(self) -> bool:
-        """Whether something is asked of all gradients together before the first of them may be stepped with."""
+        """Tell whether all gradients must be complete before any parameter is stepped."""
         return self.clip.needs_all or self.precision.scale is not None or self.nonfinite is not None

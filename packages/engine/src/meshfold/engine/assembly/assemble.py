@@ -225,7 +225,7 @@ def _checked(function: Callable[[], nn.Module]) -> nn.Module:
 
 
 def has_dropout(model: nn.Module) -> bool:
-    """Whether anything in the model says that it drops: a module, or a probability in a module or a configuration."""
+    """Return whether the model has dropout: a module, or a probability in a module or a configuration."""
     for module in model.modules():
         if isinstance(module, nn.modules.dropout._DropoutNd) and module.p > 0:
             return True

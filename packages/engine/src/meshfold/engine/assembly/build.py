@@ -38,7 +38,7 @@ _BY_HAND = (
 
 @dataclass(frozen=True, kw_only=True)
 class Built:
-    """What an engine consists of.
+    """The parts of an engine.
 
     Attributes:
         world: the running processes, as a mesh.

@@ -165,7 +165,7 @@ def prepare_batch(
 
 
 def inputs(args: tuple[Any, ...], kwargs: dict[str, Any], device: torch.device, dtype: torch.dtype) -> Batch:
-    """What a model is called with directly, on the device, floating tensors in the model's dtype."""
+    """Bring the arguments of a direct call to the device, floating tensors in the model's dtype."""
 
     def move(value: Any) -> Any:
         if not isinstance(value, Tensor):
@@ -187,14 +187,14 @@ _INSTEAD_BESIDE_LOSS_FN = {"labels": "give a pair (inputs, targets), whose targe
 
 
 def names_taken(model: nn.Module) -> tuple[str, ...] | None:
-    """What a model may be called with by name; None: anything."""
+    """Return the names that a model may be called with; None: any."""
     parameters = inspect.signature(model.forward).parameters
     takes_all = any(one.kind is one.VAR_KEYWORD for one in parameters.values())
     return None if takes_all else tuple(parameters)
 
 
 def check_fields(work: Batch, model: nn.Module, taken: Sequence[str] | None, *, own_loss: bool) -> None:
-    """Whether a model takes what it is about to be called with by name.
+    """Check that a model takes the names that it is about to be called with.
 
     Args:
         work: the batch.
@@ -215,7 +215,7 @@ def check_fields(work: Batch, model: nn.Module, taken: Sequence[str] | None, *, 
 
 
 def takes_cache(model: nn.Module) -> bool:
-    """Whether a model of the Hugging Face kind keeps keys and values unless it is told not to.
+    """Return whether a Hugging Face model keeps keys and values unless it is told not to.
 
     Nobody reads those of a step, and beside them transformers does not look for packed documents.
     """
@@ -224,7 +224,7 @@ def takes_cache(model: nn.Module) -> bool:
 
 
 def loss_of(output: Any, batch: Batch, loss_fn: Callable[[Any, Any], Tensor] | None) -> Tensor:
-    """What ``loss_fn`` makes of a model's output, or without one the scalar loss in it.
+    """Return the loss that ``loss_fn`` makes of a model's output, or without one the scalar loss in it.
 
     Raises:
         SpecError: if there is none.

@@ -1,4 +1,4 @@
-"""How a global batch is cut into what each data coordinate owns."""
+"""Sharding of a global batch: the rows of each data coordinate."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def shard_batch(batch: Any, index: int, blocks: int) -> Any:
 
 
 def row_range(rows: int, index: int, blocks: int) -> range:
-    """Which of so many rows belong to a data coordinate."""
+    """Return the rows, of so many, that belong to a data coordinate."""
     each, more = divmod(rows, blocks)
     start = index * each + min(index, more)
     return range(start, start + each + (index < more))

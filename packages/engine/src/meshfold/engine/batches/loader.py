@@ -153,7 +153,7 @@ class ShardedLoader:
         return own["seed"], epoch, served
 
     def share_of(self, rows: int) -> range:
-        """Which rows of a global batch of so many this data coordinate gets."""
+        """Return the rows, of a global batch of so many, that this data coordinate gets."""
         return row_range(rows, self._index, self._blocks)
 
     @property
@@ -161,7 +161,7 @@ class ShardedLoader:
         return len(self.dataset)
 
     def _order(self) -> dict[str, int]:
-        """What the order of an epoch's batches depends on."""
+        """Return what the order of an epoch's batches depends on."""
         return {
             "batch_size": self.batch_size, "examples": self._rows, "shuffle": int(self.shuffle), "seed": self.seed
         }  # fmt: skip

@@ -1,4 +1,4 @@
-"""What a loss is a mean over, learnt from how torch's cross entropy is called.
+"""Calls of torch's cross entropy, which show what a loss is a mean over.
 
 Ranks' means are put together by how many targets each is over, so that has to be known: targets of another
 ``ignore_index`` than -100 do not count either, and a mean over the weights of classes is none over targets.
@@ -96,7 +96,7 @@ class LossCalls(TorchFunctionMode):
 
 
 def is_compiled(called: object) -> bool:
-    """Whether torch.compile has made something of a function, or of a module or any that it holds."""
+    """Return whether torch.compile has wrapped a function, or a module or any that it holds."""
     modules = called.modules() if isinstance(called, nn.Module) else ()
     return hasattr(called, "_torchdynamo_orig_callable") or any(
         hasattr(m, "_orig_mod") or getattr(m, "_compiled_call_impl", None) is not None for m in modules

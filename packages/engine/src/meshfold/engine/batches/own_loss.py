@@ -28,7 +28,7 @@ class FallbackLoss:
 
 
 def check(loss_fn: object) -> None:
-    """Whether something can be called as ``loss_fn(output, batch)``, as far as can be told beforehand.
+    """Check that an object can be called as ``loss_fn(output, batch)``, as far as can be told beforehand.
 
     Raises:
         SpecError: if not.
@@ -103,6 +103,6 @@ def call(loss_fn: Callable[[Any, Any], Tensor], output: Any, batch: Any) -> Tens
 
 
 def _is_criterion(loss_fn: object) -> bool:
-    """Whether it is torch's own, a module or a function of (output, targets)."""
+    """Return whether a loss is torch's own, a module or a function of (output, targets)."""
     modules = ("torch.nn.functional", "torch.nn.modules.loss")
     return (type(loss_fn) if isinstance(loss_fn, nn.Module) else loss_fn).__module__ in modules

@@ -54,7 +54,7 @@ def packed_documents(given: dict[str, Any], rows: int, length: int) -> Documents
 
 
 class OwnDocuments:
-    """What becomes of the documents in a batch for a model of our own, before anything runs.
+    """Documents packed into the rows of a batch, for a model of our own, settled before anything runs.
 
     Positions have to count the tokens of each document from 0, and labels leave out each document's first token, so that the
     loss of a batch, and how much a rank's batch weighs, is that of the documents one by one.

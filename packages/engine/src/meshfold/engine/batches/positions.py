@@ -1,4 +1,4 @@
-"""How far the loaders of an engine have come in their data, under the names that checkpoints know them by."""
+"""Positions of an engine's loaders in their data, under the names that checkpoints know them by."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What each data coordinate has of a global batch: whose targets weigh how much, and whose rows come first."""
+"""Each data coordinate's part of a global batch: the weight of its targets, and the order of the rows."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ class Shares:
         )
 
     def total(self) -> Tensor:
-        """How many targets count in the global batch: a scalar int64."""
+        """Return how many targets count in the global batch: a scalar int64."""
         return self._pending.wait()[:, 0].sum()
 
     def weight(self) -> Tensor:

@@ -48,12 +48,12 @@ class BackgroundSave:
 
     @property
     def done(self) -> bool:
-        """Whether this rank has nothing more to do for it. On rank 0: it is complete, or has failed."""
+        """Tell whether this rank's part is finished. On rank 0: the save is complete, or has failed."""
         return self._thread is not None and not self._thread.is_alive()
 
     @property
     def error(self) -> Exception | None:
-        """What failed on this rank so far. On rank 0: anywhere."""
+        """The error on this rank so far. On rank 0: on any rank."""
         return self._error
 
     def wait(self) -> None:

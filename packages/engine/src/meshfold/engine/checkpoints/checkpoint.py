@@ -207,7 +207,7 @@ class Checkpoint:
             self._check(name, size, sums.get(name))
 
     def path_of(self, name: str) -> Path:
-        """Where one of its files is at this moment."""
+        """Return the path of one of its files at this moment."""
         return current_path(self.path, self._saved, name)
 
     def _check(self, name: str, size: int, wanted: str | None) -> None:
@@ -266,7 +266,7 @@ class Checkpoint:
         return found
 
     def check_still_there(self) -> None:
-        """What was read so far is all of one checkpoint.
+        """Check that everything read so far is of one checkpoint.
 
         Raises:
             CheckpointError: if a run that goes on has put another one in its place meanwhile.
@@ -301,7 +301,7 @@ class Checkpoint:
         return {**self.state.get("extra_state", {}), **found}
 
     def small_file(self, name: str) -> Any:
-        """What ``torch.save`` has written into a file: tensors and plain Python values, never code. None if it is not listed.
+        """Read a file that ``torch.save`` has written: tensors and plain Python values, never code. None if it is not listed.
 
         Raises:
             CheckpointError: if it is damaged, or holds something else.
@@ -315,7 +315,7 @@ class Checkpoint:
 
 
 def _what_it_is(path: Path) -> str:
-    """What is there that is no checkpoint, and what reads it."""
+    """Describe a path that is no checkpoint, and say what reads it."""
     if (path / "config.json").exists():
         return "is a Hugging Face folder: Engine(pretrained(folder), ...) reads it, or meshfold convert"
     if path.is_dir():

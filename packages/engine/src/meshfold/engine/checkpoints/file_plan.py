@@ -1,4 +1,4 @@
-"""What a rank writes into a file, worked out once: which rectangles in which order, and the file's header.
+"""Plan of a rank's file, worked out once: its rectangles in order, and the file's header.
 
 It takes tens of microseconds of Python a rectangle, which the training would have to do without. So the next save takes it
 over if its tensors are cut alike. It holds no tensor.
@@ -40,7 +40,7 @@ class Written:
 
 
 class FilePlan:
-    """Of one file of this rank; :func:`plan_of` makes it.
+    """Plan of one file of this rank; :func:`plan_of` makes it.
 
     Attributes:
         rectangles: in the order of the file.

@@ -160,7 +160,7 @@ class ModelState:
         self._states.publish()
 
     def check(self, state: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
-        """Whether :meth:`load` would take a state dict; nothing is changed.
+        """Check that :meth:`load` would take a state dict; change nothing.
 
         Returns:
             It, with each tied tensor under its first name.
@@ -186,7 +186,7 @@ class ModelState:
         return given
 
     def extra_in(self, state: Mapping[str, Any]) -> dict[str, Any]:
-        """What of a whole state dict is extra state."""
+        """Return the extra state in a whole state dict."""
         extra = self.extra_names()
         return (
             {name: value for name, value in with_plain_names(state).items() if name in extra} if extra else {}
@@ -203,7 +203,7 @@ class ModelState:
         return self._states.noted_optimizer_sources()
 
     def optimizer_description(self) -> dict[str, Any]:
-        """What else of the optimizer a checkpoint keeps. All ranks must call."""
+        """Return the optimizer's settings that a checkpoint keeps beside its tensors. All ranks must call."""
         return self._states.optimizer_description()
 
     def check_optimizer(self, description: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:

@@ -81,7 +81,7 @@ class PipelinedState(ModelState):
         return self._inventory.extra
 
     def _merged_extra(self, mine: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
-        """Of each module that of the rank whose stages use it."""
+        """Merge the extra state: each module's from the rank whose stages use it."""
         used = _used(self._inventory, {name: name for name in mine})
         told = self._tell([mine, sorted(used)])
         found: dict[str, dict[str, Any]] = {}
@@ -130,7 +130,7 @@ class PipelinedState(ModelState):
     def _mine(
         self, description: Mapping[str, Any], tensors: Mapping[str, Tensor]
     ) -> tuple[dict[str, Any], dict[str, Tensor]]:
-        """What of the optimizer's state is of this rank's parameters."""
+        """Return the part of the optimizer's state that belongs to this rank's parameters."""
         check_names((*tensors, *description["values"]), self._inventory.parameters)
 
         def here(entries: Mapping[str, T]) -> dict[str, T]:
@@ -145,7 +145,7 @@ class PipelinedState(ModelState):
         return all_gather_object(mine, self._world.pipe_group, self._world.device)
 
     def _merged(self, sources: Mapping[str, Source], used: set[str]) -> dict[str, Kept]:
-        """What all have, from what each has; those that use a tensor own it before those that only keep it."""
+        """Merge the tables of all ranks; ranks that use a tensor own it before those that only keep it."""
         mine = {
             name: [str(source.dtype).removeprefix("torch."), list(source.shape), source.alike, name in used]
             for name, source in sources.items()
@@ -193,7 +193,7 @@ class PipelinedState(ModelState):
 
 
 def _used(inventory: Inventory, local: Mapping[str, str]) -> set[str]:
-    """Which of a rank's tensors its stages use: parameters, and buffers of modules of which it has parameters.
+    """Return the tensors of a rank that its stages use: parameters, and buffers of modules of which it has parameters.
 
     A buffer of a module without any counts for the next module outside of it.
     """

@@ -64,12 +64,12 @@ class RankFile:
 
     @property
     def has_some_on_disk(self) -> bool:
-        """Whether some of its tensors live on a disk."""
+        """Tell whether some of its tensors live on a disk."""
         return any(source.on_disk for source in self._sources.values())
 
     @property
     def bytes(self) -> int:
-        """Of its tensors; 0 before they are laid out."""
+        """Bytes of its tensors; 0 before they are laid out."""
         return 0 if self._plan is None else self._plan.bytes
 
     @property
@@ -102,14 +102,14 @@ class RankFile:
 
     @property
     def _to_copy(self) -> Iterator[tuple[Written, StoredValue]]:
-        """What is not on a disk, with what is kept of it."""
+        """Yield the tensors that are not on a disk, with this rank's parts."""
         assert self._plan is not None  # it was laid out
         for one in with_pauses(self._plan.rectangles):
             if not one.on_disk:
                 yield one, self._kept[one.tensor]
 
     def copies(self, buffer: Callable[[str, Tensor], Tensor]) -> Iterator[CopyPair]:
-        """What is copied to the host, and where to.
+        """Yield what is copied to the host, and where to.
 
         Args:
             buffer: memory of the host for the copy of a tensor, by a name of its own.
@@ -181,6 +181,6 @@ class RankFile:
 
 
 def _noted(source: Source) -> StoredValue:
-    """What this rank keeps of a tensor; a copy on its device if a forward may change it."""
+    """Return this rank's part of a tensor; a copy on its device if a forward may change it."""
     parts = source.parts()
     return parts if source.alike else StoredValue(tuple(part.clone() for part in parts.tensors), parts.whole)

@@ -1,4 +1,4 @@
-"""Where a nan or an infinity arose: the first module, in the order of the computation, whose inputs were still finite.
+"""Search for the origin of a nan or an infinity: the first module, in order of computation, whose inputs were still finite.
 
 A module's result is the culprit if it has a nan or a +inf that none of its inputs had. (-inf alone may be a mask.) In
 backward it is the module whose input's gradient is the first that is not finite. A compiled module counts as one.
@@ -32,7 +32,7 @@ _PHASES = ("parameter", "input", "forward", "loss", "backward")
 
 @dataclass(frozen=True, kw_only=True)
 class Finding:
-    """What was not finite first.
+    """The first value that was not finite.
 
     Attributes:
         phase: ``parameter``, ``input`` (of the batch), ``forward``, ``loss`` (the loss function) or ``backward``.

@@ -1,4 +1,4 @@
-"""What computes other numbers on several ranks than in a plain loop by its nature, said once when a model is built."""
+"""Warnings, given once when a model is built, about modules that compute other numbers on several ranks than on one."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What an engine is given as its model: a module that nobody has wrapped, or a function that makes one."""
+"""Checks of an engine's argument ``model``: a module that nobody has wrapped, or a function that makes one."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _WRAPPERS = {
 
 
 def check_model(model: object) -> None:
-    """Whether it is one of the two, as far as can be told before it is called.
+    """Check that the model is one of the two, as far as can be told before it is called.
 
     Raises:
         SpecError: if it is neither, is wrapped by another library, is what an engine has left of one, or wants arguments.
@@ -48,7 +48,7 @@ def check_model(model: object) -> None:
 
 
 def _is_partial(parameter: nn.Parameter) -> bool:
-    """Whether it was in chunks that are gone, is a block over a mesh that is closed, or of a stage that this rank had."""
+    """Return whether a parameter was in chunks that are gone, a block over a closed mesh, or of a stage that this rank had."""
     meta = metadata(parameter)
     if meta is None:
         return False

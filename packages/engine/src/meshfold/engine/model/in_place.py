@@ -1,4 +1,4 @@
-"""What to write in place of a change in place that autograd forbids."""
+"""Advice for in-place changes that autograd forbids."""
 
 from __future__ import annotations
 

@@ -28,7 +28,7 @@ class Claim:
 
     @property
     def holds(self) -> bool:
-        """Whether another engine has to keep off."""
+        """Tell whether no other engine may train the model."""
         return not self._closed and (self._in_chunks or self._engine() is not None)
 
     def close(self) -> None:

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class PipelineSettings:
-    """What of the engine's settings a pipeline needs.
+    """The engine's settings that a pipeline needs.
 
     Attributes:
         loss_fn: of the engine.
@@ -84,7 +84,7 @@ class Inventory:
 
     @classmethod
     def of(cls, model: nn.Module) -> Inventory:
-        """Of a model, real or meta."""
+        """Take the inventory of a model, real or meta."""
         seen: dict[Tensor, str] = {}
         first = {}
         extra = modules_with_extra_state(model)
@@ -163,7 +163,7 @@ class PipelinedModel:
             raise SpecError(f"pipeline={format_value(spec.to_dict())}: {error}") from error
 
     def attach(self, states: States) -> None:
-        """Whom to tell that gradients are complete."""
+        """Report complete gradients to these states from now on."""
         self._states = states
 
     def blocks(self) -> dict[str, nn.Module]:
@@ -252,7 +252,7 @@ class PipelinedModel:
 
 
 def check_own_loop(pipelined: PipelinedModel | None, what: str) -> None:
-    """Whether a loop of the user's own can call forward and backward apart.
+    """Check that a loop of the user's own can call forward and backward apart.
 
     Args:
         pipelined: the engine's model, if it is in stages.

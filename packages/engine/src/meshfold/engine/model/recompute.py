@@ -79,7 +79,7 @@ def recompute_blocks(
 
 
 def recomputes_by_itself(model: nn.Module) -> bool:
-    """Whether a model of the Hugging Face kind was told to: ``model.gradient_checkpointing_enable()``."""
+    """Return whether a Hugging Face model recomputes already: ``model.gradient_checkpointing_enable()``."""
     return any(getattr(module, "gradient_checkpointing", False) is True for module in model.modules())
 
 
@@ -199,12 +199,12 @@ class RecomputedBlocks:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Of the blocks, in order of registration."""
+        """Names of the blocks, in order of registration."""
         return tuple(self._wrapped)
 
     @property
     def kept(self) -> tuple[str, ...]:
-        """Of those that keep their activations."""
+        """Names of the blocks that keep their activations."""
         return tuple(name for name, wrapped in self._wrapped.items() if wrapped.kept)
 
     def keep(self, names: Collection[str]) -> None:

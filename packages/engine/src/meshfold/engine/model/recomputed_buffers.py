@@ -12,7 +12,7 @@ Place = tuple[nn.Module, str]
 
 
 class Buffers:
-    """What a forward found in them, of those that it changed: a repetition begins with that, and changes nothing more."""
+    """Buffers that a forward changed, with the values it found: a repetition begins with those, and changes nothing more."""
 
     def __init__(self, block: nn.Module) -> None:
         """Args:

@@ -31,7 +31,7 @@ def _collect(name: str, module: nn.Module, found: dict[str, nn.Module]) -> None:
 
 
 def _is_block(module: nn.Module) -> bool:
-    """Whether a module can be called, is more than a layer, and more than a mere sequence of blocks."""
+    """Return whether a module can be called, is more than a layer, and more than a mere sequence of blocks."""
     parts = list(module.children())
     if not parts or type(module).forward is nn.Module.forward:
         return False
@@ -39,6 +39,6 @@ def _is_block(module: nn.Module) -> bool:
 
 
 def _called(module: nn.Module) -> nn.Module:
-    """What torch.compile has wrapped, if it has."""
+    """Return the module that torch.compile has wrapped, or the module itself."""
     found: nn.Module = getattr(module, "_orig_mod", module)
     return found

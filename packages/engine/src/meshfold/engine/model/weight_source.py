@@ -16,7 +16,7 @@ from meshfold.mesh.initialization import ParameterInit
 
 @dataclass(frozen=True, kw_only=True)
 class Loaded:
-    """What a folder's weights were to a model; ``print(engine.loaded)``.
+    """Report on a folder's weights and a model's parameters; ``print(engine.loaded)``.
 
     Attributes:
         name: the model's class.
@@ -48,7 +48,7 @@ class Loaded:
 
     @property
     def is_whole(self) -> bool:
-        """Whether the folder had all that the model needs, and nothing else."""
+        """Tell whether the folder had all that the model needs, and nothing else."""
         return not (self.new or self.unused or self.mismatched)
 
 

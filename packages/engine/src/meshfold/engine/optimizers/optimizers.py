@@ -39,7 +39,7 @@ _OURS = {"params", "self", "foreach", "fused", "capturable", "differentiable"}
 
 
 def optimizer_factory(value: object, *, whole: bool = False) -> Factory | None:
-    """What makes the optimizer from the list of parameters; None for None (evaluation only).
+    """Return a function that makes the optimizer from the list of parameters; None for None (evaluation only).
 
     ``whole``: optimizers that look at whole matrices will have them, as ``zero`` sees to.
 
@@ -107,7 +107,7 @@ def _settings_of(optimizer: torch.optim.Optimizer) -> dict[int, dict[str, Any]]:
 
 
 def check_sight(optimizer: torch.optim.Optimizer, *, split: Sequence[str], stages: bool) -> None:
-    """Whether an optimizer steps as in one process where this rank does not have everything.
+    """Check that an optimizer steps as in one process where this rank does not have everything.
 
     Those of torch are known by name. Others may say ``elementwise = True`` or ``False``, or are tried out.
 
@@ -206,7 +206,7 @@ def _from_dict(value: Mapping[str, Any], whole: bool) -> Factory:
 
 
 def _check_setting(value: object, key: str, setting: object, default: object) -> None:
-    """Whether a setting is of the kind of its default: torch compares numbers, and does not say which is none."""
+    """Check that a setting has the type of its default: torch compares numbers, and does not say which is none."""
     if isinstance(default, tuple):
         if not isinstance(setting, tuple | list) or len(setting) != len(default):
             raise SpecError(

@@ -34,7 +34,7 @@ _DTYPES = {"fp32": torch.float32, "fp64": torch.float64, "bf16": torch.bfloat16,
 
 @dataclass(frozen=True, kw_only=True)
 class ScaleSettings:
-    """How the loss scale of fp16 moves (Micikevicius et al., arXiv 1710.03740, section 3.2).
+    """Settings of fp16's dynamic loss scale (Micikevicius et al., arXiv 1710.03740, section 3.2).
 
     Attributes:
         initial_scale: what the loss is multiplied with at first.
@@ -87,7 +87,7 @@ class LossScaler:
 
     @property
     def moves(self) -> bool:
-        """Whether the gradient norm must be looked at before each step."""
+        """Tell whether the gradient norm must be read before each step."""
         return self.settings is not None
 
     def update(self, norm: float) -> bool:
@@ -110,7 +110,7 @@ class LossScaler:
         return True
 
     def state_dict(self) -> dict[str, Any]:
-        """What a checkpoint keeps."""
+        """Return the state that a checkpoint keeps."""
         return {"scale": self.scale, "good_steps": self._good_steps, "overflows": self._overflows}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -223,7 +223,7 @@ class Masters:
 
 
 def keeps_statistics(module: nn.Module) -> bool:
-    """Whether a module is a norm with running statistics: all of it then stays in the dtype of the true weights."""
+    """Return whether a module is a norm with running statistics: all of it then stays in the dtype of the master weights."""
     return isinstance(module, nn.modules.batchnorm._NormBase) and module.running_mean is not None
 
 

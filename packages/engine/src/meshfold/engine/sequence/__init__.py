@@ -38,7 +38,7 @@ def split_sequence(model: nn.Module, world: World, *, own_loss: bool) -> SplitSe
 
 
 def local_length(length: int, world: World) -> int:
-    """How many tokens of a sequence of so many each rank has, with padding."""
+    """Return how many tokens of a sequence of so many each rank has, with padding."""
     spec = world.spec.sequence
     if spec is None or spec.size == 1:
         return length

@@ -72,7 +72,7 @@ class SplitAttention:
 
 
 def _drawn(calls: FunctionalDropout, q: Tensor, p: float) -> WeightDropout:
-    """Which weights of the next attention fall: those that would in one process."""
+    """Return the dropout of the next attention's weights: the same as in one process."""
     if calls.part is None:
         raise LayoutError("attention that drops weights ran outside of the model that it is part of")
     seed, key, first_row, first_head, heads = calls.part.draw_weights(q)

@@ -1,4 +1,4 @@
-"""What a model may not do where its sequences are split, as far as can be told before it runs."""
+"""Refusals of models whose sequences cannot be split, as far as can be told before they run."""
 
 from __future__ import annotations
 

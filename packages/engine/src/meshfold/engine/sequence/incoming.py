@@ -163,5 +163,5 @@ class Incoming:
 
 
 def _has_tokens(value: Tensor) -> bool:
-    """Whether its second dim may be that of the tokens: of a floating matrix it is that of features."""
+    """Return whether a tensor's second dim may be that of the tokens: of a floating matrix it is that of features."""
     return value.dim() > 2 or (value.dim() == 2 and not value.is_floating_point())

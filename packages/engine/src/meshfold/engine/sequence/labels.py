@@ -21,7 +21,7 @@ def next_token_losses(model: nn.Module) -> list[nn.Module]:
 
 
 class Labels:
-    """What becomes of a model's labels.
+    """Labels of a model whose sequences are split.
 
     Attributes:
         kind: ``"moved"``, ``"shift_labels"`` (moved, and said so), ``"as they are"``; "" if the model's loss cannot be told that
@@ -46,7 +46,7 @@ class Labels:
 
     @property
     def causal(self) -> bool:
-        """Whether each token predicts the next one, as far as is known."""
+        """Tell whether each token predicts the next one, as far as is known."""
         return self.kind in ("moved", "shift_labels")
 
     def require(self, name: str) -> None:
@@ -61,7 +61,7 @@ class Labels:
         )
 
     def moved(self, given: dict[str, Any]) -> Tensor | None:
-        """What each token of whole sequences should predict: ``b length``; None if the model was given no labels."""
+        """Return what each token of whole sequences should predict: ``b length``; None if the model was given no labels."""
         if isinstance(moved := given.get("shift_labels"), Tensor):
             return moved
         labels = given.get("labels")

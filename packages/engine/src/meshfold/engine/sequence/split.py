@@ -1,4 +1,4 @@
-"""What stands round a model whose sequences are split.
+"""Hooks around a model whose sequences are split.
 
 Ranks along the sequence axes are given the same rows. On the way in, tokens, labels and positions are dealt as the mode
 deals them; labels are moved by one token before, since a part of a sequence cannot know its next token. On the way out the

@@ -55,7 +55,7 @@ class Bucket:
 
     @property
     def is_full(self) -> bool:
-        """Whether all gradients of this backward are there."""
+        """Tell whether all gradients of this backward are there."""
         return len(self._arrived) == len(self.targets)
 
     def begin(self) -> None:
@@ -269,6 +269,6 @@ def _fill(
 
 
 def _is_shared(parameter: Tensor) -> bool:
-    """Whether several stages of a pipeline have it."""
+    """Return whether several stages of a pipeline have a parameter."""
     meta = metadata(parameter)
     return meta is not None and any(len(places) > 1 for places in meta.only_at.values())

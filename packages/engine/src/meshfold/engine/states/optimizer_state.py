@@ -41,7 +41,7 @@ class OptimizerState:
         self._optimizer, self._targets = optimizer, dict(targets)
 
     def noted(self) -> NotedState:
-        """What is kept of each parameter now."""
+        """Return the state that is kept of each parameter now."""
         state = self._optimizer.state
         return NotedState(
             [(name, target, dict(state.get(target, ()))) for name, target in self._targets.items()]
@@ -63,7 +63,7 @@ class OptimizerState:
         return {"class": type(self._optimizer).__name__, "groups": groups, "values": values}
 
     def check(self, description: Mapping[str, Any], entries: Iterable[str]) -> None:
-        """Whether :meth:`load` would take a state with these entries; nothing is changed.
+        """Check that :meth:`load` would take a state with these entries; change nothing.
 
         Raises:
             CheckpointError: for the state of another optimizer, or of other parameters.
@@ -101,7 +101,7 @@ class OptimizerState:
 
 @dataclass(frozen=True)
 class NotedState:
-    """What an optimizer kept at some time: the tensors themselves, whatever takes their place in it since.
+    """Optimizer state at one time: the tensors themselves, whatever takes their place in the optimizer since.
 
     Attributes:
         entries: name, the parameter, and its state by key.
@@ -158,7 +158,7 @@ def check_shapes(tensors: Mapping[str, Tensor], shapes: Mapping[str, tuple[int, 
 
 
 def _is_like(saved: Any, own: Any) -> bool:
-    """Whether a setting can take the place of one: numbers of numbers, as many of as many."""
+    """Return whether a setting can replace another: a number a number, a sequence one of the same length."""
     if isinstance(own, bool) or own is None or isinstance(saved, bool) or saved is None:
         return isinstance(saved, bool) == isinstance(own, bool) or own is None or saved is None
     if isinstance(own, int | float):

@@ -1,4 +1,4 @@
-"""Where an engine's weights, gradients and optimizer state are, and what can be done with them.
+"""Weights, gradients and optimizer state of an engine's model, and what can be done with them.
 
 :class:`PlainStates` keeps them whole on every data rank; :class:`meshfold.engine.zero.states.ZeroStates` keeps them in chunks
 that data ranks share.
@@ -153,7 +153,7 @@ class States(Protocol):
         """The same of ``optimizer_sources``. All ranks must call."""
 
     def optimizer_description(self) -> dict[str, Any]:
-        """What else of the optimizer a checkpoint keeps."""
+        """Return the optimizer's settings that a checkpoint keeps beside its tensors."""
 
     def check_optimizer(self, description: Mapping[str, Any], entries: Iterable[str]) -> None:
         """Raise a CheckpointError for what ``load_optimizer`` would refuse; ``entries`` are ``parameter/state``."""
@@ -171,7 +171,7 @@ class States(Protocol):
         """Add a note to what a model's forward raised, if the states may have caused it."""
 
     def can_relieve(self, error: BaseException) -> bool:
-        """Whether a micro-step, the first since the optimizer's last step, raised for want of memory that can be made."""
+        """Return whether a micro-step, the first since the last optimizer step, raised for want of memory that can be freed."""
 
     def relieve(self) -> None:
         """Undo that micro-step, and make memory."""
@@ -361,7 +361,7 @@ def _is_split(parameter: Tensor) -> bool:
 
 
 def _optimizer(make: Factory, targets: Sequence[Tensor]) -> torch.optim.Optimizer:
-    """Of these; also of none, as a stage of a pipeline has them whose layers are frozen, with the same groups."""
+    """Make an optimizer of tensors; also of none, for a pipeline's stage whose layers are frozen, with the same groups."""
     if targets:
         return make(targets)  # type: ignore[arg-type]
     made = make([nn.Parameter(torch.empty(0))])  # torch refuses to make one of nothing
@@ -390,7 +390,7 @@ def source_like(local: Tensor, like: Tensor, world: World) -> Source:
 def _pieces_of_same(
     name: str, shape: tuple[int, ...], meta: ParameterMeta | None, mesh: Mesh
 ) -> tuple[Shard, ...]:
-    """Of a tensor that ranks have whole, and alike; ``meta``: of the parameter that it belongs to."""
+    """Return the shards of a tensor that ranks have whole, and alike; ``meta``: of the parameter that it belongs to."""
     if meta is not None:
         ranks = ranks_with_same_index(mesh, tuple(meta.only_at))
     else:

@@ -1,4 +1,4 @@
-"""What ``parameter.grad`` of a trained model shows, so that torch's own clipping works on gradients that are in shards.
+"""Stand-ins in ``parameter.grad`` of a trained model, so that torch's own clipping works on gradients in shards.
 
 Gradients wait in buckets and chunks, where ``parameter.grad`` is None: ``torch.nn.utils.clip_grad_norm_`` would find nothing to
 clip, return 0.0 and say nothing. A :class:`meshfold.mesh.parameters.ShownGradient` stands there instead, except while a

@@ -1,4 +1,4 @@
-"""What may fail on one rank alone, and must then fail on all: else the others would wait for it for ever."""
+"""Errors of one rank that must be raised on all: else the others would wait for it for ever."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where an engine runs: the checked spec, the mesh over the running processes, and this rank's device."""
+"""The checked spec, the mesh over the running processes, and this rank's device."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ class World:
 
     @property
     def pipelined(self) -> bool:
-        """Whether ranks of the axis ``pipe`` hold different layers."""
+        """Tell whether ranks of the axis ``pipe`` hold different layers."""
         return self.mesh.size(PIPE) > 1
 
     @property
@@ -78,7 +78,7 @@ class World:
 
     @property
     def data_size(self) -> int:
-        """How many data coordinates there are."""
+        """Number of data coordinates."""
         return self.mesh.size(*self.outer_axes)
 
     @property
@@ -88,7 +88,7 @@ class World:
 
     @property
     def row_index(self) -> int:
-        """Whose rows of the batch this rank has."""
+        """Number of the data coordinate whose rows of the batch this rank has."""
         return self.mesh.index(*self.row_axes)
 
     @property
@@ -187,14 +187,14 @@ def _leave(process: Process) -> None:
 
 
 def has_zero(parallel: Mapping[str, object] | ParallelSpec) -> bool:
-    """Whether a spec, parsed or not, has the entry ``zero``."""
+    """Return whether a spec, parsed or not, has the entry ``zero``."""
     if isinstance(parallel, ParallelSpec):
         return parallel.zero is not None
     return isinstance(parallel, Mapping) and parallel.get("zero") is not None
 
 
 def require_runnable(spec: ParallelSpec) -> None:
-    """Whether the engine can run a spec.
+    """Check that the engine can run a spec.
 
     Raises:
         SpecError: that names the distribution which is not installed.

@@ -1,4 +1,4 @@
-"""Where a spec puts a model's state before anything has run: by sizes alone."""
+"""Placement of a model's state before anything has run: by sizes alone."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class Sizes:
 
     @classmethod
     def of(cls, regime: Regime, *, elements: int, ranks: int) -> Sizes:
-        """Of so many elements, each with the bytes that a regime says."""
+        """Return the sizes of so many elements, each with the bytes that a regime says."""
         return cls(
             elements=elements, ranks=ranks, parameter=regime.parameter, state=regime.state,
             gradient=regime.gradient,
@@ -68,7 +68,7 @@ class Sizes:
 def first_homes(
     spec: ZeroSpec, device: torch.device, sizes: Sizes, *, ranks_per_host: int, everyone: Group
 ) -> PlacementRule:
-    """Where a spec puts a model's state; placement ``auto`` looks again when it has seen a step. All ranks must call.
+    """Return where a spec puts a model's state; placement ``auto`` decides again after a step. All ranks must call.
 
     Args:
         spec: the entry.
@@ -139,7 +139,7 @@ def _beyond_host(spec: ZeroSpec, sizes: Sizes, optimizer: float, room: float) ->
 
 
 def _by_size(spec: ZeroSpec, budget: float, sizes: Sizes, room: float) -> Shares:
-    """What does not fit on the device goes to the host, from the model's end on, and what does not fit there to disk.
+    """Place what does not fit on the device on the host, from the model's end on, and what does not fit there on disk.
 
     ``budget`` and ``room``: this rank's bytes of the device and of the host.
     """

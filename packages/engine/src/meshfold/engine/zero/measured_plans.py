@@ -69,7 +69,7 @@ class MeasuredPlans:
         self._regime, self._accumulation = regime, accumulation
 
     def problem(self, watcher: Watcher, flying: InFlight | None) -> tuple[Workload, Machine]:
-        """What a step does and what this machine can, the same on all ranks of a stage, which must all call.
+        """Return a step's workload and this machine's rates, the same on all ranks of a stage, which must all call.
 
         Args:
             watcher: has traces of some steps.
@@ -153,7 +153,7 @@ class MeasuredPlans:
         return recost(made, workload, _slowest(machine, [entry for _, entry, _ in told]))
 
     def _has_room_for_copies(self, made: Plan) -> bool:
-        """Whether the host has memory for second copies of what a plan has there, which it could do without.
+        """Return whether the host has memory for second copies of what a plan has there, which it could do without.
 
         Within a limit that a person gave there is, as the plan is within it. Of what a control group or the system has left,
         as much again stays free: for the copies of a checkpoint that is written beside the training, and for others. All
@@ -170,7 +170,7 @@ class MeasuredPlans:
 
     @property
     def _wants_host(self) -> bool:
-        """Whether anything lives on the host, or may come to."""
+        """Return whether anything lives on the host, or may come to."""
         homes = self._gemini.homes.values()
         away = any(home.parameters != "device" or home.state != "device" for home in homes)
         return away or self._spec.placement == "auto"

@@ -1,4 +1,4 @@
-"""What the entry ``zero`` asks for: bytes of an element, limits, and the plan of where chunks live."""
+"""Settings of the entry ``zero``: bytes of an element, limits, and the plan of where chunks live."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ def plan_for(spec: ZeroSpec, workload: Workload, rates: Rates, limits: Limits) -
 
 
 def limits_of(spec: ZeroSpec) -> Limits:
-    """What a plan may use, as far as the spec says; of a disk the free space of the folder, if it is there."""
+    """Return the limits of a plan, as far as the spec says; of a disk the free space of the folder, if it is there."""
     disk: int | None = 0
     if spec.offload_path is not None:
         folder = Path(spec.offload_path)

@@ -1,4 +1,4 @@
-"""Whether any rank's device is about to run out of memory: said by all ranks to all, before one does.
+"""Memory pressure: ranks tell each other that a device is about to run out of memory, before one does.
 
 A rank that runs out in a forward leaves the others waiting in a collective, which cannot be undone. So after every step
 each says how it stands. The answer is looked at a step later, when it has long been there: nobody waits for it.
@@ -23,7 +23,7 @@ class Pressure:
         self._there: torch.cuda.Event | None = None
 
     def found(self, *, peak_bytes: int, most_bytes: int) -> bool:
-        """Whether some rank was short of memory in the step before the last. All ranks must call.
+        """Return whether some rank was short of memory in the step before the last. All ranks must call.
 
         Args:
             peak_bytes: the most that tensors took of this rank's device in the last step.
@@ -45,13 +45,13 @@ class Pressure:
         return said is not None and bool(int(said))
 
     def forget(self) -> None:
-        """What was said so far is of another plan."""
+        """Forget what was said so far: it is of another plan."""
         self._said = self._there = None
         self._retries = retries(self._world.device)
 
 
 def retries(device: torch.device) -> int:
-    """How often the allocator had to give back what it held before it found memory; each is a near end."""
+    """Return how often the allocator had to give back what it held before it found memory; each is a near end."""
     if device.type != "cuda":
         return 0
     return int(torch.cuda.memory_stats(device).get("num_alloc_retries", 0))

@@ -1,4 +1,4 @@
-"""What this process has of its host's memory."""
+"""Memory of this process and its host."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ PROCESS_BYTES = 5 * 2**28
 
 
 def resident_bytes() -> int:
-    """What this process has of the host's memory; 0 where the system does not say."""
+    """Return the host memory that this process uses; 0 where the system does not say."""
     try:
         pages = int(Path("/proc/self/statm").read_text().split()[1])
     except OSError:
@@ -23,7 +23,7 @@ def resident_bytes() -> int:
 
 
 def free_host_bytes() -> int:
-    """What the system says can be had of the host's memory now; 0 where it does not say.
+    """Return the host memory that is available now; 0 where the system does not say.
 
     No more than that: the memory of some virtual machines grows as it is touched.
     """
@@ -36,5 +36,5 @@ def free_host_bytes() -> int:
 
 
 def ranks_per_host(world: World) -> int:
-    """How many ranks share this host's memory."""
+    """Return how many ranks share this host's memory."""
     return min(world.mesh.world_size, torch.cuda.device_count() or world.mesh.world_size)

@@ -16,7 +16,7 @@ from meshfold.zero_gemini.trace import ChunkUse, Trace, workload_of
 
 @dataclass(frozen=True, kw_only=True)
 class InFlight:
-    """What a schedule lets a rank hold.
+    """Micro-batches that a schedule lets a rank hold.
 
     Attributes:
         live: pairs of stage and micro-batch, at most.
@@ -44,7 +44,7 @@ def workload_of_stages(
     host_base_bytes: int,
     reshards: bool = True,
 ) -> Workload:
-    """What an optimizer step of one rank does.
+    """Return the workload of one rank's optimizer step.
 
     Args:
         trace: of F of its stages on one micro-batch, in order, and of their backwards.

@@ -328,7 +328,7 @@ class ZeroStates:
         return None if self._world.pipelined else self.gemini.noted_parts()
 
     def _cut(self, parameter: Tensor) -> ShardRule:
-        """Of what lies like a parameter: this rank's run of it."""
+        """Return this rank's run of a tensor that lies like a parameter."""
         gemini, meta = self.gemini, metadata_on(parameter, self._world.mesh)
         shape = meta.placement.local_shape(self._world.mesh)
         run, dtype, over = gemini.kept(parameter), gemini.true_dtype(parameter), gemini.axes_over(parameter)
@@ -384,7 +384,7 @@ class ZeroStates:
             group.update(optimizer_state.settings_of(saved))
 
     def _title(self, name: str) -> str:
-        """What a parameter is called in the whole model."""
+        """Return a parameter's name in the whole model."""
         return self._whole_names.get(uncompiled_name(name), uncompiled_name(name))
 
     def _made(self) -> torch.optim.Optimizer:
@@ -405,6 +405,6 @@ def _first_norm(model: nn.Module) -> str:
 
 
 def _is_adam(make: Factory, precision: Precision) -> bool:
-    """Whether our kernels will carry an optimizer out, which step on each chunk by itself."""
+    """Return whether our kernels carry an optimizer out, which step on each chunk by itself."""
     made = make([nn.Parameter(torch.empty(1))])
     return optimizer_kind(made, {(precision.dtype, precision.master_dtype)}) == "adam"

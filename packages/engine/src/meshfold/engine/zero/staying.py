@@ -1,4 +1,4 @@
-"""How much of the device gathered parameters may keep from one use to the next, and from micro-batch to micro-batch."""
+"""Device memory that gathered parameters may keep from one use to the next, and from micro-batch to micro-batch."""
 
 from __future__ import annotations
 
