@@ -34,18 +34,18 @@ class Analysis:
 
     Attributes:
         modules: all of them by full name, parents first.
-        roles: the verdict on each.
-        vocabulary: words in the head, or else in the token table.
+        roles: of each module.
+        vocabulary: words in the head, or in the token table of a model without one.
         flat: the model's own code works on ``m h``.
         heads: of each attention module that is split.
         lists: the lists of blocks.
         begins: the residual stream begins inside of the model, at an embedding, patches or a stem.
-        by_sequences: whole sequences are what splits the stream's tokens.
-        only_blocks: the stream is split by tokens within sequences, so only round the lists of blocks, and whole outside,
-            where the model's own code looks at batch and length.
+        by_sequences: the stream's tokens are split by whole sequences.
+        only_blocks: tokens are split within sequences, in the lists of blocks alone. Outside the stream is whole: the model's
+            own code reads batch and length there.
         outer: the mode outside of the blocks.
-        boundaries: where the stream is split and joined: round lists of blocks, or round the model (None).
-        stand_ins: attention whose code takes its width off its input, with the width of this rank's heads; found by
+        boundaries: of lists of blocks, or of the model (None): there the stream is split and gathered.
+        stand_ins: attention whose code takes its width from its input, with the width of this rank's heads; found by
             :meth:`check`.
     """
 
@@ -366,7 +366,7 @@ class Analysis:
         elif is_linear(module):
             writes_output = usual_role(name, module, self.model, size) == "row"
             on_heads, role = writes_output or features(module)[0] != size, "'row'"
-        else:  # beside norms and MLP it may well be given the stream
+        else:  # in a module with norms and MLP it may read the stream
             on_heads, role = self._only_attention(attention), "none"
         if on_heads:
             raise LayoutError(

@@ -1,8 +1,8 @@
 """Trial of attention's own code on some of its heads, before anything is changed.
 
-No weights are needed. A twin of the module gets stand-ins for its projections, which return a few given numbers, and one
-for the layer that writes its output, which keeps what it is given. What a rank's share of the projections leads to must
-be that rank's share of what all of them lead to.
+No weights are needed. A twin of the module gets stand-ins: for its projections, which return given numbers, and for the layer
+that writes the output, which keeps its input. That input must be, with a rank's share of the projections, the rank's share of
+the input with all of them.
 """
 
 from __future__ import annotations
@@ -95,9 +95,9 @@ class AttentionTrial:
     ) -> None:
         """Args:
         tables: full names of the module's tables of biases, a column a head, which are split with the heads.
-        biases_split: biases that the module is given come from such a table.
-        input_width: of what the module will be given here; None: as wide as what its projections read.
-        stand_in: that has a shape and no values, and nothing but the projections may read it.
+        biases_split: the module's biases come from such a table.
+        input_width: of the module's input on a rank; None: the width that its projections read.
+        stand_in: the input has a shape and no values; only the projections may read it.
         """
         self.input_width, self.stand_in = input_width, stand_in
         self.tables = [table.rpartition(".")[2] for table in tables]

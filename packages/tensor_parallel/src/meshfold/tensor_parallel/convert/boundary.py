@@ -22,10 +22,10 @@ from meshfold.tensor_parallel.modes import Mode
 class Boundary(StreamAdapter):
     """Split of a whole tensor ``b s h`` into the residual stream, and its inverse.
 
-    Inside, tokens are flattened to ``m h`` where a split by the batch alone would not do (``flatten``).
+    With ``flatten``, tokens inside are flat, ``m h``: a split by the batch alone is not enough.
 
     Attributes:
-        name: of the list of blocks that it is round; empty if it is round the model.
+        name: of its list of blocks; empty for a boundary of the whole model.
         inside: the first of the blocks has been called, and the last has not returned.
     """
 

@@ -1,12 +1,11 @@
 """Inputs and outputs of a split model: batches are padded to what the mode can split, outputs come out whole.
 
-- A batch that the mode cannot split is filled up with rows that count for nothing (labels −100), and rows of the
-  output that belong to them are cut off.
-- Logits stay split when the model computes its own loss; what comes out is put together when somebody reads it
-  (:mod:`meshfold.tensor_parallel.convert.lazy_outputs`). They come out whole when it does not.
-- The residual stream comes out whole of a model that has no head.
-- A model whose modules say ``attended_rows = True`` gets its positions whole, and these modules, which make masks and rotary
-  tables of them, the rows that attention has.
+- A batch that the mode cannot split is padded with rows whose labels are ignored (−100); their rows of the output are cut off.
+- Logits stay split when the model computes its own loss, and are gathered when they are read
+  (:mod:`meshfold.tensor_parallel.convert.lazy_outputs`). Otherwise they come out whole.
+- The residual stream of a model without a head comes out whole.
+- A model whose modules have ``attended_rows = True`` gets its positions whole. These modules, which make masks and rotary
+  tables of them, get the rows that attention has.
 """
 
 from __future__ import annotations
@@ -62,10 +61,10 @@ def padding_for_decoding(model: nn.Module) -> Iterator[None]:
 
 
 class ModelAdapter(StreamAdapter):
-    """Hooks before and after a model's forward.
+    """Adapter of a whole model: hooks before and after its forward.
 
     Attributes:
-        for_decoding: batches are filled up as if each row had one token.
+        for_decoding: pad batches as if each row had one token.
     """
 
     def __init__(
@@ -84,13 +83,13 @@ class ModelAdapter(StreamAdapter):
         batch: BatchShape,
     ) -> None:
         """Args:
-        outer: the mode outside of the blocks, where that is another.
+        outer: the mode outside of the blocks.
         by_tokens: the residual stream and the logits may be split within sequences.
         heads: the layers that make logits, whole ones if no loss is computed inside.
         loss: the model has a loss that takes split logits.
         hidden: size of a residual stream that comes out split; 0 if it does not come out.
-        whole: a module that stays whole, for all rows, and takes masks or positions; empty if there is none.
-        ignored: label, to the model's loss, of what does not count.
+        whole: name of a module that stays whole and takes masks or positions of all rows; empty without one.
+        ignored: the label that the model's loss ignores.
         batch: what the layers know of a forward, set before each.
         """
         self.model, self.mesh, self.mode = model, mesh, mode

@@ -1,10 +1,10 @@
 """Attention with other tokens than the stream, in 3D and where tokens are split within sequences.
 
-Its code reads batch and length off its input, so that is gathered in front of the module, once for all of its linear
-layers, and has the batch and length that they will give.
+Attention's code reads batch and length from its input. So the input is gathered in front of the module, once for all of its
+linear layers, and gets the batch and length of their outputs.
 
-Code that takes its width off its input as well (``b, t, d = x.shape`` and ``y.reshape(b, t, d)``) gets a stand-in as wide as
-this rank's heads, which has a shape and no values; its linear layers read what was gathered.
+Code that takes its width from its input as well (``b, t, d = x.shape`` and ``y.reshape(b, t, d)``) gets a stand-in as wide as
+this rank's heads, with a shape and no values; its linear layers read the gathered input.
 """
 
 from __future__ import annotations
@@ -40,11 +40,11 @@ class Region(StreamAdapter):
         stand_in: int = 0,
     ) -> None:
         """Args:
-        columns: the layers that read it; from now on they take it gathered.
+        columns: the layers that read it; from now on they take the gathered input.
         rows: the layers that write the module's output.
         boundary: of a stream that is flattened, if the module wants its batch and sequence dims.
         batch: of the forward that runs.
-        stand_in: width of what the module is given in the input's place; 0: it is given what was gathered.
+        stand_in: width of a stand-in that the module gets; 0: it gets the gathered input.
         """
         first = columns[0]
         self._batch, self._row_blocks = batch, first.mesh.size(*first.mode.layout("residual")["m"])

@@ -263,7 +263,7 @@ def _linear_role(name: str, leaf: str, module: nn.Module, model: nn.Module, hidd
     if reads == writes == hidden and leaf == "dense":
         if parent in _ROW_PARENTS:
             return "row"
-        # A pooler, or the transform before a head: one for the whole model, and small beside it.
+        # A pooler, or the transform before a head: one for the whole model, and small.
         return "" if any(part.isdigit() for part in name.split(".")) else "replicate"
     return ""
 

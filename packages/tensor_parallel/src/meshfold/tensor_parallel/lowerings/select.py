@@ -21,11 +21,11 @@ from meshfold.tensor_parallel.cost import Cost, CostEntry
 from meshfold.tensor_parallel.lowerings.common import Lowering, brick
 from meshfold.tensor_parallel.lowerings.gather import Gather
 from meshfold.tensor_parallel.lowerings.ring import Ring
-from meshfold.tensor_parallel.lowerings.summa import Stream
+from meshfold.tensor_parallel.lowerings.summa import Summa
 from meshfold.tensor_parallel.plan import MatmulPlan, Phase
 from meshfold.tensor_parallel.plan import plan as parse
 
-WAYS: dict[str, Lowering] = {"gather": Gather(), "stream": Stream(), "ring": Ring()}
+WAYS: dict[str, Lowering] = {"gather": Gather(), "stream": Summa(), "ring": Ring()}
 """The lowerings there are to choose from; of equals the first is taken."""
 
 _PHASES: tuple[Phase, ...] = ("forward", "dx", "dw")

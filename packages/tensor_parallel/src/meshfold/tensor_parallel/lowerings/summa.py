@@ -90,7 +90,7 @@ class Panels:
         panels[:, :, start : start + length] = piece.view(block.shape[0], -1, length)
 
 
-class Stream:
+class Summa:
     """Broadcasts of one panel of k at a time, accumulated."""
 
     def refuses(self, plan: MatmulPlan) -> str:
