@@ -30,7 +30,7 @@ from meshfold.zero_gemini.optimizer import kernel_runs as runs
 from meshfold.zero_gemini.optimizer.cpu_executor import Worker
 from meshfold.zero_gemini.optimizer.trial_steps import Trials
 from meshfold.zero_gemini.planner import SPECULATIVE_STEP, SPLIT_STEP, Machine, MiB, Plan, Workload
-from meshfold.zero_gemini.trace import PhaseSeconds
+from meshfold.zero_gemini.profiler import PhaseSeconds
 
 STEPS = 5
 

@@ -22,7 +22,7 @@ from meshfold.planner import Estimate, estimate, find_machine
 from meshfold.zero_gemini import MemoryPlanError
 from meshfold.zero_gemini.planner import MiB, Plan
 from meshfold.zero_gemini.planner.memory import layer_bytes
-from meshfold.zero_gemini.trace import LiveBytes, StepTracer, Trace, WallClock
+from meshfold.zero_gemini.profiler import LiveBytes, StepTracer, Trace, WallClock
 
 STEPS, LAYERS = 6, 4
 Trained = tuple[list[float], dict[str, Tensor]]

@@ -15,9 +15,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from meshfold.zero_gemini.disk import DiskStore, Pending, aligned_empty, bench
-from meshfold.zero_gemini.disk.layout import FileLayout
 from meshfold.zero_gemini.errors import DiskError
+from meshfold.zero_gemini.nvme import DiskStore, Pending, aligned_empty, bench
+from meshfold.zero_gemini.nvme.layout import FileLayout
 
 PAGE = 4096
 DTYPES = [torch.uint8, torch.bool, torch.bfloat16, torch.float16, torch.float32, torch.int64, torch.complex64]

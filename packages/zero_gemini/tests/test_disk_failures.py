@@ -17,11 +17,11 @@ from typing import Any
 import pytest
 import torch
 
-from meshfold.zero_gemini.disk import DiskStore, aligned_empty
-from meshfold.zero_gemini.disk.folder import block_path
-from meshfold.zero_gemini.disk.layout import FileLayout, Header
-from meshfold.zero_gemini.disk.leftovers import sweep
 from meshfold.zero_gemini.errors import DiskError
+from meshfold.zero_gemini.nvme import DiskStore, aligned_empty
+from meshfold.zero_gemini.nvme.folder import block_path
+from meshfold.zero_gemini.nvme.layout import FileLayout, Header
+from meshfold.zero_gemini.nvme.leftovers import sweep
 
 PAGE = 4096
 SIZES = {"first": 3 * PAGE + 7, "second": PAGE}
@@ -91,7 +91,7 @@ def test_a_limit_on_the_size_of_files(tmp_path: Path) -> None:
     """The system itself refuses the reservation: RLIMIT_FSIZE of a process of its own."""
     script = f"""
         import errno, resource
-        from meshfold.zero_gemini.disk import DiskStore
+        from meshfold.zero_gemini.nvme import DiskStore
         from meshfold.zero_gemini.errors import DiskError
         resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, 1 << 20))
         DiskStore({str(tmp_path)!r}, 0, {{"small": 1 << 19}}).close()
@@ -261,7 +261,7 @@ def test_a_forked_child_can_neither_use_nor_remove_the_store(tmp_path: Path) -> 
 
 WRITER = """
     import sys, torch
-    from meshfold.zero_gemini.disk import DiskStore
+    from meshfold.zero_gemini.nvme import DiskStore
     store = DiskStore(sys.argv[1], 0, {"a": 1 << 23, "b": 1 << 23}, in_flight=4, chunk_bytes=1 << 16)
     turn = 0
     while True:

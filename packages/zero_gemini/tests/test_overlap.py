@@ -23,9 +23,9 @@ from meshfold.zero_gemini.optimizer.cpu_executor import Worker
 from meshfold.zero_gemini.planner import REGIMES, Workload, cpu
 from meshfold.zero_gemini.planner.options import HOST_STREAMED
 from meshfold.zero_gemini.planner.seconds import seconds_table
+from meshfold.zero_gemini.profiler import LiveBytes, StepTracer, Trace, workload_of
 from meshfold.zero_gemini.runtime.module_hooks import Runtime
 from meshfold.zero_gemini.runtime.units import Unit
-from meshfold.zero_gemini.trace import LiveBytes, StepTracer, Trace, workload_of
 
 sys.path.append(str(Path(__file__).parent))
 from hand_clock import HandClock

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from meshfold.zero_gemini.memory.host_waits import Waiting
-from meshfold.zero_gemini.trace import PhaseClock, PhaseSeconds
+from meshfold.zero_gemini.profiler import PhaseClock, PhaseSeconds
 
 sys.path.append(str(Path(__file__).parent))
 from hand_clock import HandClock

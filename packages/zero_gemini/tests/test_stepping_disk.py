@@ -25,9 +25,9 @@ from meshfold.mesh import Mesh
 from meshfold.zero_gemini.chunks.chunk import Chunk
 from meshfold.zero_gemini.chunks.layout import Item, lay_out
 from meshfold.zero_gemini.chunks.placement import Home
-from meshfold.zero_gemini.disk import DiskStore
 from meshfold.zero_gemini.errors import DiskError, MemoryPlanError, OutOfBudget
 from meshfold.zero_gemini.memory.arenas import Memory
+from meshfold.zero_gemini.nvme import DiskStore
 from meshfold.zero_gemini.optimizer import AdamStepper, DiskSettings
 from meshfold.zero_gemini.optimizer import kernel_runs as runs_module
 from meshfold.zero_gemini.optimizer.adam_state import Held
@@ -265,7 +265,7 @@ def test_what_killed_processes_left_goes_with_a_word_and_nothing_else(tmp_path: 
     """Of other ranks too: the next run may have fewer."""
     script = """
         import os, sys
-        from meshfold.zero_gemini.disk import DiskStore
+        from meshfold.zero_gemini.nvme import DiskStore
         stores = [DiskStore(sys.argv[1], rank, {"a": 1 << 20}) for rank in (3, 7)]
         os._exit(1)
     """

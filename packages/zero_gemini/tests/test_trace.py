@@ -13,10 +13,10 @@ from torch.utils.checkpoint import checkpoint
 
 from meshfold.mesh.errors import SpecError
 from meshfold.zero_gemini.memory.arena import Arena
+from meshfold.zero_gemini.profiler import LiveBytes, OperatorClock, StepTracer, Trace, WallClock
 from meshfold.zero_gemini.runtime.module_hooks import Runtime
 from meshfold.zero_gemini.runtime.open_calls import OpenCalls
 from meshfold.zero_gemini.runtime.units import Unit, find_units
-from meshfold.zero_gemini.trace import LiveBytes, OperatorClock, StepTracer, Trace, WallClock
 
 WIDTH, ROWS = 32, 8
 

@@ -28,7 +28,7 @@ from meshfold.zero_gemini.planner import (
     static,
 )
 from meshfold.zero_gemini.planner.memory import gather_windows, gpu_kinds, layer_bytes
-from meshfold.zero_gemini.trace import ChunkUse, Trace, TracedLayer, TracedMoment, chunk_uses, workload_of
+from meshfold.zero_gemini.profiler import ChunkUse, Trace, TracedLayer, TracedMoment, chunk_uses, workload_of
 
 sys.path.append(str(Path(__file__).parent))
 from planner_cases import EMULATED

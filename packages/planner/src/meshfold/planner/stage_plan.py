@@ -26,7 +26,7 @@ from meshfold.planner.zero_estimate import (
 from meshfold.zero_gemini import MemoryPlanError, slot_alignment
 from meshfold.zero_gemini.planner import Limits, Plan, Regime
 from meshfold.zero_gemini.planner import Machine as Rates
-from meshfold.zero_gemini.trace import ChunkUse, Trace, chunk_uses
+from meshfold.zero_gemini.profiler import ChunkUse, Trace, chunk_uses
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -24,7 +24,7 @@ from meshfold.zero_gemini.planner import (
     gather_windows,
     timeline,
 )
-from meshfold.zero_gemini.trace import LiveBytes, OperatorClock, StepTracer, Trace, chunk_uses, workload_of
+from meshfold.zero_gemini.profiler import LiveBytes, OperatorClock, StepTracer, Trace, chunk_uses, workload_of
 
 if TYPE_CHECKING:
     from meshfold.engine import Engine

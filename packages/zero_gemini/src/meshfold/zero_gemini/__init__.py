@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from meshfold.zero_gemini import moved
 from meshfold.zero_gemini.chunks.backward_role import BackwardRole
 from meshfold.zero_gemini.chunks.chunk import Chunk
 from meshfold.zero_gemini.chunks.chunk_size import ChunkSearch, search_chunk_size
@@ -14,6 +15,8 @@ from meshfold.zero_gemini.memory.arenas import Memory, MemoryTier
 from meshfold.zero_gemini.optimizer import Entry
 from meshfold.zero_gemini.optimizers import CPUAdam, HybridAdam
 from meshfold.zero_gemini.sharded_init import ShardedInit
+
+moved.install()
 
 __all__ = [
     "BackwardRole",

@@ -26,7 +26,7 @@ from meshfold.tensor_parallel.convert import recompute_contexts
 if TYPE_CHECKING:
     from meshfold.engine.model.pipelined_model import PipelinedModel
     from meshfold.engine.sequence.split import SplitSequence
-    from meshfold.zero_gemini.trace import LayerWatch
+    from meshfold.zero_gemini.profiler import LayerWatch
 
 WAYS = ("blocks", "auto")
 _COMPILED = "_compiled_call_impl"

@@ -35,7 +35,7 @@ from meshfold.zero_gemini.planner import (
     evaluate_placement,
     recost,
 )
-from meshfold.zero_gemini.trace import PhaseSeconds, workload_of
+from meshfold.zero_gemini.profiler import PhaseSeconds, workload_of
 
 MARGIN = 0.03
 """Share of the device's limit that is left to the allocator's gaps."""

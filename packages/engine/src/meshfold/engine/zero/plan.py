@@ -11,7 +11,7 @@ from meshfold.engine.zero.homes import gradient_dtype
 from meshfold.mesh import SpecError
 from meshfold.mesh.spec import ZeroSpec
 from meshfold.zero_gemini import MemoryPlanError
-from meshfold.zero_gemini.disk import free_bytes
+from meshfold.zero_gemini.nvme import free_bytes
 from meshfold.zero_gemini.planner import (
     REGIMES,
     Limits,

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from meshfold.zero_gemini.planner import Regime, Workload
-from meshfold.zero_gemini.trace import ChunkUse, Trace, workload_of
+from meshfold.zero_gemini.profiler import ChunkUse, Trace, workload_of
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,7 +52,7 @@ def workload_of_stages(
         flying: what the schedule lets it hold.
         accumulation: micro-steps of an optimizer step.
         name, regime, tokens, stage, data_ranks, ranks_per_host, host_base_bytes, reshards: as
-            :func:`meshfold.zero_gemini.trace.workload_of` takes them.
+            :func:`meshfold.zero_gemini.profiler.workload_of` takes them.
     """
     made = workload_of(
         trace, chunks, name=name, regime=regime, tokens=tokens, stage=stage,

@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_leaves
 from meshfold.engine.model.recompute import RecomputedBlocks
 from meshfold.zero_gemini import Gemini
 from meshfold.zero_gemini.optimizer import StepKind, StepTiming
-from meshfold.zero_gemini.trace import (
+from meshfold.zero_gemini.profiler import (
     CudaBytes,
     CudaClock,
     LiveBytes,

@@ -16,9 +16,9 @@ from torch import Tensor
 
 from meshfold.kernels import AdamSettings, AdamState, adam_step, adam_update_parameters
 from meshfold.mesh import Group, all_gather
-from meshfold.zero_gemini.disk import bench, free_bytes
 from meshfold.zero_gemini.memory.arenas import Memory
 from meshfold.zero_gemini.memory.copies import stream_of, synchronize
+from meshfold.zero_gemini.nvme import bench, free_bytes
 from meshfold.zero_gemini.optimizer.cpu_executor import threads_for_steps
 from meshfold.zero_gemini.optimizer.gpu_streaming import PASSAGE_BYTES, HostState, Passage
 from meshfold.zero_gemini.optimizer.state_planes import Plane, planes_of, state_of

@@ -20,12 +20,12 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import count
 
-from meshfold.zero_gemini.disk import DiskStore
-from meshfold.zero_gemini.disk.folder import block_path, is_others
-from meshfold.zero_gemini.disk.leftovers import sweep
-from meshfold.zero_gemini.disk.memory import ALIGN, round_up
 from meshfold.zero_gemini.errors import DiskError, MemoryPlanError
 from meshfold.zero_gemini.memory.arenas import Memory
+from meshfold.zero_gemini.nvme import DiskStore
+from meshfold.zero_gemini.nvme.folder import block_path, is_others
+from meshfold.zero_gemini.nvme.leftovers import sweep
+from meshfold.zero_gemini.nvme.memory import ALIGN, round_up
 from meshfold.zero_gemini.optimizer.disk_buffers import Piece, Ring
 from meshfold.zero_gemini.optimizer.state_planes import BLOCK_ELEMS, Plane, lie
 

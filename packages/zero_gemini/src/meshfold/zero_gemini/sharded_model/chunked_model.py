@@ -26,6 +26,8 @@ from meshfold.zero_gemini.optimizer import AdamStepper, DiskSettings, Stepper
 from meshfold.zero_gemini.optimizer.early_steps import EarlySteps
 from meshfold.zero_gemini.optimizer.speculative_steps import TrialSteps
 from meshfold.zero_gemini.optimizer.step_timing import StepKind, StepTiming
+from meshfold.zero_gemini.profiler.chunks import Named, uses_of
+from meshfold.zero_gemini.profiler.workload import ChunkUse, light_units
 from meshfold.zero_gemini.rank_errors import Faults
 from meshfold.zero_gemini.runtime.module_hooks import Runtime
 from meshfold.zero_gemini.runtime.open_calls import OpenCalls
@@ -42,8 +44,6 @@ from meshfold.zero_gemini.sharded_model.contents import Contents
 from meshfold.zero_gemini.sharded_model.moves import Residents
 from meshfold.zero_gemini.sharded_model.parameter_values import ParameterValues
 from meshfold.zero_gemini.sharded_model.reducer import GradientFlow
-from meshfold.zero_gemini.trace.chunks import Named, uses_of
-from meshfold.zero_gemini.trace.workload import ChunkUse, light_units
 
 
 class HeldModel(ParameterValues):

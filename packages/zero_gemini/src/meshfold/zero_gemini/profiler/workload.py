@@ -11,7 +11,7 @@ from meshfold.mesh import SpecError
 from meshfold.zero_gemini.planner.options import SPLIT_STEP
 from meshfold.zero_gemini.planner.workload import ChunkCost, Layer, Regime, Workload
 from meshfold.zero_gemini.prefetch import light_ones
-from meshfold.zero_gemini.trace.moments import Trace, TracedLayer, TracedMoment
+from meshfold.zero_gemini.profiler.moments import Trace, TracedLayer, TracedMoment
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from meshfold.zero_gemini.memory.host_waits import Waiting
-from meshfold.zero_gemini.trace.clocks import Clock
+from meshfold.zero_gemini.profiler.clocks import Clock
 
 
 @dataclass(frozen=True, slots=True)

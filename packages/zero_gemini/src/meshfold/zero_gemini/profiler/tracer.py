@@ -20,12 +20,12 @@ import torch
 from torch import Tensor, nn
 
 from meshfold.mesh import SpecError
+from meshfold.zero_gemini.profiler.clocks import Clock
+from meshfold.zero_gemini.profiler.layers import LayerWatch
+from meshfold.zero_gemini.profiler.live import MemoryProbe
+from meshfold.zero_gemini.profiler.moments import Trace, TracedMoment
 from meshfold.zero_gemini.runtime.gradient_arrival import watch_inputs, watch_output
 from meshfold.zero_gemini.runtime.units import Unit, find_units
-from meshfold.zero_gemini.trace.clocks import Clock
-from meshfold.zero_gemini.trace.layers import LayerWatch
-from meshfold.zero_gemini.trace.live import MemoryProbe
-from meshfold.zero_gemini.trace.moments import Trace, TracedMoment
 
 
 class StepTracer:

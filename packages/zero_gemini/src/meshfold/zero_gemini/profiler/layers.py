@@ -16,8 +16,8 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._pytree import tree_iter
 
-from meshfold.zero_gemini.trace.clocks import Clock
-from meshfold.zero_gemini.trace.moments import TracedLayer
+from meshfold.zero_gemini.profiler.clocks import Clock
+from meshfold.zero_gemini.profiler.moments import TracedLayer
 
 
 class LayerWatch:

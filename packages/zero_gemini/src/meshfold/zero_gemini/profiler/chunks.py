@@ -13,8 +13,8 @@ from meshfold.mesh import Mesh
 from meshfold.zero_gemini.chunks.groups import lay_out_members
 from meshfold.zero_gemini.chunks.layout import ChunkSpec
 from meshfold.zero_gemini.chunks.parameter_table import Known, known_of, members_of
+from meshfold.zero_gemini.profiler.workload import ChunkUse
 from meshfold.zero_gemini.runtime.units import Unit, find_units
-from meshfold.zero_gemini.trace.workload import ChunkUse
 
 
 class Named(NamedTuple):

@@ -1,0 +1,31 @@
+"""Import paths of version 0.1 give the modules of today."""
+
+from __future__ import annotations
+
+import sys
+from importlib import import_module
+
+import pytest
+
+from meshfold.zero_gemini.moved import MOVED, install
+from meshfold.zero_gemini.optimizer import dispatch, optimizer_kind
+
+
+@pytest.mark.parametrize("old", sorted(MOVED))
+def test_an_old_path_is_the_module_of_today(old: str) -> None:
+    install()
+    with pytest.warns(DeprecationWarning, match=f"{old} is now {MOVED[old]}: change the import"):
+        found = import_module(old)
+    assert found is import_module(MOVED[old])
+    assert found.__spec__ is not None and found.__spec__.name == found.__name__ == MOVED[old]
+    del sys.modules[old]
+
+
+def test_modules_of_a_moved_folder_and_renamed_functions_keep_their_old_names() -> None:
+    with pytest.warns(DeprecationWarning, match="profiler"):
+        found = import_module("meshfold.zero_gemini.trace.tracer")
+    assert found is import_module("meshfold.zero_gemini.profiler.tracer")
+    for old in ("meshfold.zero_gemini.trace.tracer", "meshfold.zero_gemini.trace"):
+        del sys.modules[old]
+    with pytest.warns(DeprecationWarning, match="optimizer_kind"):
+        assert dispatch.kind_of is optimizer_kind
