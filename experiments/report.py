@@ -11,6 +11,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from experiments.toml_tables import check_names, read_tables
+
 BEGIN, END = "<!-- results: made by run.py -->", "<!-- end of results -->"
 NONE = "–"
 MARKS = """Marks: **P** in the paper's own text, **A** in its abstract, **S** in a third party's account of the paper, **D** derived
@@ -27,30 +29,35 @@ class Case:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Claim:
-    """A claim, its cases, and how far off they may be.
+class ClaimText:
+    """A table of an experiment's claims.toml.
 
     Attributes:
         name: short, for the verdict.
         claim: what is compared.
         mark: provenance of the published numbers.
-        cases: published and ours.
         tolerance: how far ours may be off.
         relative: whether that is a share of the published number, or a difference.
         one_sided: ours may be below the published number by any amount: an upper bound was published.
-        because: how the two relate.
-        expected: False where it is known not to hold, and ``because`` says why.
+        because: how the two relate. ``{names}`` are filled in from the numbers.
+        expected: False where the claim is known not to hold; ``because`` gives the reason.
     """
 
     name: str
     claim: str
     mark: str
-    cases: Sequence[Case] = field(repr=False)
     tolerance: float
     relative: bool = False
     one_sided: bool = False
     because: str
     expected: bool = True
+
+
+@dataclass(frozen=True, kw_only=True)
+class Claim(ClaimText):
+    """A claim and its cases."""
+
+    cases: Sequence[Case] = field(repr=False)
 
     def off(self, case: Case) -> float:
         """How far ours is off in a case, never negative."""
@@ -88,6 +95,31 @@ class Claim:
         if self.holds:
             return "exact" if self.worst < 1e-9 else f"within {self.distance}"
         return f"**not reproduced**, off by up to {self.distance}"
+
+
+Cases = dict[str, Sequence[Case]]
+"""Cases of each claim, by the claim's table in claims.toml."""
+
+
+def read_claims(folder: Path, cases: Cases, **numbers: float) -> list[Claim]:
+    """Read an experiment's claims.toml and give each claim its cases, in the file's order.
+
+    Args:
+        folder: the experiment's.
+        cases: for each table of the file.
+        numbers: values for the ``{names}`` in ``because``.
+
+    Raises:
+        TableError: if the file does not fit its schema, or its tables are not those of ``cases``.
+    """
+    path = folder / "claims.toml"
+    texts = read_tables(path, ClaimText)
+    check_names(path, set(texts), set(cases))
+    made = []
+    for name, text in texts.items():
+        values = {**vars(text), "because": text.because.format_map(numbers)}
+        made.append(Claim(**values, cases=cases[name]))
+    return made
 
 
 def verdict(claims: Sequence[Claim]) -> str:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from experiments.gpipe.simulated import FITTED, UNEVEN
-from experiments.report import MARKS, NONE, Case, Claim, claims_table, markdown, verdict
+from experiments.report import MARKS, NONE, Case, Cases, Claim, claims_table, markdown, read_claims, verdict
 
 Row = Mapping[str, Any]
 PAGE = """<!-- made from simulated.json by run.py; edit neither -->
@@ -48,90 +49,24 @@ def claims(found: Mapping[str, Any]) -> list[Claim]:
         for k in (4, 8)
     ]
     heavier = "a heavier stage"
-    return [
-        Claim(
-            name="idle share (K − 1) / (M + K − 1)",
-            claim="A share (K − 1) / (M + K − 1) of the time is idle",
-            mark="P",
-            cases=[
-                Case(
-                    f"K {one['K']}, M {one['M']}",
-                    (one["K"] - 1) / (one["M"] + one["K"] - 1),
-                    one["simulated"],
-                )
-                for one in found["bubbles"]
-            ],
-            tolerance=1e-6,
-            because="Stages alike and messages for nothing, on 2 to 16 ranks with 1 to 64 micro-batches.",
-        ),
-        Claim(
-            name="Transformer-48 at M = 32",
-            claim="Table 2, Transformer-48, M = 32: 1.8, 3.4, 6.3 times the throughput of K = 2, M = 1",
-            mark="P",
-            cases=cases(rows, "T2", "Transformer-48", (32,)),
-            tolerance=0.1,
-            relative=True,
-            because="Ours is always above: the clock has no messages and no work beside the stages.",
-        ),
-        Claim(
-            name="its growth from K = 2 to 4 and 8",
-            claim="Table 2, Transformer-48, M = 32: from K = 2 to 4 and 8",
-            mark="D",
-            cases=ratios,
-            tolerance=0.05,
-            relative=True,
-            because="Two printed digits allow 1.81 to 1.97 and 3.38 to 3.63.",
-        ),
-        Claim(
-            name="Transformer-24 over PCIe",
-            claim="Table 3, Transformer-24 on P100s without fast links, M = 32: 1.8, 3.3 times K = 2",
-            mark="P",
-            cases=cases(rows, "T3", "Transformer-24", (32,)),
-            tolerance=0.05,
-            relative=True,
-            because="Without any time for messages: what PCIe costs is within this.",
-        ),
-        Claim(
-            name="AmoebaNet-D over PCIe",
-            claim="Table 3, AmoebaNet-D, M = 32: 1.7, 2.7 times K = 2",
-            mark="P",
-            cases=cases(rows, "T3", UNEVEN, (32,), heavier),
-            tolerance=0.12,
-            relative=True,
-            because="With the heaviest stage that table 2 implies; with equal stages it would be 1.89 and 3.38.",
-        ),
-        Claim(
-            name="AmoebaNet-D at M = 4",
-            claim="Table 2, AmoebaNet-D, M = 4: 1.07, 1.26, 1.72",
-            mark="P",
-            cases=cases(rows, "T2", UNEVEN, (4,), heavier),
-            tolerance=0.1,
-            relative=True,
-            because="One heavy stage, fitted at M = 32, is not all: times of the layers were not published.",
-            expected=False,
-        ),
-        Claim(
-            name="Transformer-48 at M = 4",
-            claim="Table 2, Transformer-48, M = 4: 1.7, 3.2, 4.8",
-            mark="P",
-            cases=cases(rows, "T2", "Transformer-48", (4,)),
-            tolerance=0.1,
-            relative=True,
-            because="""Four micro-batches cannot be at more than four places at once, and 4.8 is more than 4: time per sample was \
-not the same for all M (batch sizes were fitted to the memory).""",
-            expected=False,
-        ),
-        Claim(
-            name="all models at M = 1",
-            claim="Table 2, M = 1: 1.07 and 1.30 (Transformer-48), 1.13 and 1.38 (AmoebaNet-D)",
-            mark="P",
-            cases=[*cases(rows, "T2", "Transformer-48", (1,)), *cases(rows, "T2", UNEVEN, (1,))],
-            tolerance=0.05,
-            relative=True,
-            because="One micro-batch is at one place at a time, so more ranks cannot help: it is larger batches in more memory.",
-            expected=False,
-        ),
-    ]
+    own: Cases = {
+        "idle_share": [
+            Case(
+                f"K {one['K']}, M {one['M']}",
+                (one["K"] - 1) / (one["M"] + one["K"] - 1),
+                one["simulated"],
+            )
+            for one in found["bubbles"]
+        ],
+        "transformer_48_at_m_32": cases(rows, "T2", "Transformer-48", (32,)),
+        "transformer_48_growth": ratios,
+        "transformer_24_over_pcie": cases(rows, "T3", "Transformer-24", (32,)),
+        "amoebanet_d_over_pcie": cases(rows, "T3", UNEVEN, (32,), heavier),
+        "amoebanet_d_at_m_4": cases(rows, "T2", UNEVEN, (4,), heavier),
+        "transformer_48_at_m_4": cases(rows, "T2", "Transformer-48", (4,)),
+        "all_models_at_m_1": [*cases(rows, "T2", "Transformer-48", (1,)), *cases(rows, "T2", UNEVEN, (1,))],
+    }
+    return read_claims(Path(__file__).parent, own)
 
 
 def named(row: Row, table: str, model: str, m: int) -> bool:

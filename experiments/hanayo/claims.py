@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
-from experiments.report import MARKS, Case, Claim, claims_table, markdown, verdict
+from experiments.report import MARKS, Case, Cases, Claim, claims_table, markdown, read_claims, verdict
 
 PAGE = """<!-- made from simulated.json by run.py; edit neither -->
 
@@ -57,62 +58,15 @@ def claims(found: Mapping[str, Any]) -> list[Claim]:
         for row in found["free messages"]
         for w in (2, 4)
     ]
-    return [
-        Claim(
-            name="at most the formula",
-            claim="Idle share (2P − 2) / (3PW + P − 1) at m = P, as an upper bound",
-            mark="S",
-            cases=cases(formula, (1, 2, 4)),
-            tolerance=0.003,
-            one_sided=True,
-            because="Ours is below with one and two waves, and with four above by no more than this.",
-        ),
-        Claim(
-            name="the formula itself",
-            claim="Idle share (2P − 2) / (3PW + P − 1) at m = P, as an equality",
-            mark="S",
-            cases=cases(formula, (1, 2, 4)),
-            tolerance=0.003,
-            because="""It cannot be idle over all time: 3PW of work and 2P − 2 of idleness are 3PW + 2P − 2. Either it is \
-another share, or the note copied it wrongly; the paper was not at hand.""",
-            expected=False,
-        ),
-        Claim(
-            name="idle over all time, one wave",
-            claim="(2P − 2) / (3PW + 2P − 2): the formula's idle time over all time, one wave",
-            mark="D",
-            cases=cases(over_all, (1,)),
-            tolerance=1e-6,
-            because="With one wave ours idles exactly as long as the formula's numerator says.",
-        ),
-        Claim(
-            name="idle over all time, two and four waves",
-            claim="The same, two and four waves",
-            mark="D",
-            cases=cases(over_all, (2, 4)),
-            tolerance=0.025,
-            because="The order is found by list scheduling, which loses a little with more waves; exact for two ranks.",
-        ),
-        Claim(
-            name="more waves idle less",
-            claim="Twice the waves, less idle time",
-            mark="A",
-            cases=fewer,
-            tolerance=0.0,
-            one_sided=True,
-            because="With free messages on 2 to 32 ranks; not so where they cost, see the table.",
-        ),
-        Claim(
-            name="30.4 % over the state of the art",
-            claim="Up to 30.4 % more throughput than the state of the art (Chimera)",
-            mark="A",
-            cases=(),
-            tolerance=0.0,
-            because="""Measured on four clusters; neither their times nor any of the tables could be found, so there is \
-nothing to put in.""",
-            expected=False,
-        ),
-    ]
+    own: Cases = {
+        "at_most_the_formula": cases(formula, (1, 2, 4)),
+        "the_formula_itself": cases(formula, (1, 2, 4)),
+        "idle_over_all_time_one_wave": cases(over_all, (1,)),
+        "idle_over_all_time_two_and_four_waves": cases(over_all, (2, 4)),
+        "more_waves_idle_less": fewer,
+        "throughput_over_chimera": (),
+    }
+    return read_claims(Path(__file__).parent, own)
 
 
 def page(found: Mapping[str, Any], made: Sequence[Claim]) -> str:

@@ -5,25 +5,26 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from experiments.report import Case, Claim, read_csv
+from experiments.report import Case, Cases, Claim, read_claims, read_csv
 from experiments.sequence_parallelism.claims_table4 import memory, sizes, throughput
 from experiments.sequence_parallelism.counting import RING, RING_SELF, TENSOR
 from experiments.sequence_parallelism.plan import FOLDER
 
 Row = Mapping[str, Any]
-EXACT = 1e-9
 
 
 def claims(found: Mapping[str, Any]) -> list[Claim]:
     """Every claim with its cases."""
-    return [
-        *_volumes(found),
-        *_blocks(found),
-        *memory(found),
-        *throughput(found),
-        *sizes(found),
-        *_runs(found),
-    ]
+    ranks, batch, _ = found["clock"]["fitted"]
+    cases: Cases = {
+        **_volumes(found),
+        **_blocks(found),
+        **memory(found),
+        **throughput(found),
+        **sizes(found),
+        **_runs(found),
+    }
+    return read_claims(FOLDER, cases, bandwidth=found["clock"]["bandwidth"] / 1e9, ranks=ranks, batch=batch)
 
 
 def formulas() -> dict[str, str]:
@@ -37,7 +38,7 @@ def value(formula: str, row: Row) -> float:
     return float(eval(formula, {"__builtins__": {}}, {**names, "A": row["H"] // row["Z"]}))
 
 
-def _volumes(found: Mapping[str, Any]) -> list[Claim]:
+def _volumes(found: Mapping[str, Any]) -> Cases:
     printed = formulas()
     rows: list[Row] = found["volumes"]
 
@@ -50,58 +51,28 @@ def _volumes(found: Mapping[str, Any]) -> list[Claim]:
         ]
 
     sums = {(row["model"], row["N"], row["scheme"]): row["forward"] + row["backward"] for row in rows}
-    return [
-        Claim(
-            name="what ring self-attention sends",
-            claim="Ring self-attention sends 2(N−1)·BZ(L/N)A elements forward and 6(N−1)·BZ(L/N)A backward, a layer and rank",
-            mark="P",
-            cases=cases(RING_SELF, "rsa"),
-            tolerance=EXACT,
-            because="""Counted: keys and values go round once forward; backward both again, and dK and dV of the whole sequence \
-are summed by ring all-reduce. The MLP sends nothing.""",
-        ),
-        Claim(
-            name="what tensor parallelism sends",
-            claim="Megatron's layer sends 4(N−1)·BZ(L/N)A each way",
-            mark="P",
-            cases=cases(TENSOR, "tp"),
-            tolerance=EXACT,
-            because="Counted: two ring all-reduces of the residual stream each way.",
-        ),
-        Claim(
-            name="the same in sum",
-            claim="In sum a layer of both sends the same, 8(N−1)·BZ(L/N)A",
-            mark="P",
-            cases=[
-                Case(f"{model}, N {n}", 1.0, sums[model, n, RING_SELF] / sums[model, n, TENSOR])
-                for model, n, scheme in sums
-                if scheme == TENSOR and (model, n, RING_SELF) in sums
-            ],
-            tolerance=EXACT,
-            because="""Counted. In neither sum: gradients of parameters, which sequence parallelism has to add up over its ranks \
-once a step, 2(N−1)/N · 12H² a layer.""",
-        ),
-        Claim(
-            name="our ring sends (6N − 4) in place of 8(N − 1)",
-            claim="Our ring sends 2(N−1)·BZ(L/N)A forward and (4N−2)·BZ(L/N)A backward",
-            mark="ours",
-            cases=[
-                Case(
-                    f"{row['model']}, N {row['N']}, {phase}",
-                    times * row["B"] * row["L"] / row["N"] * row["H"],
-                    row[phase],
-                )
-                for row in rows
-                if row["scheme"] == RING
-                for phase, times in (("forward", 2 * row["N"] - 2), ("backward", 4 * row["N"] - 2))
-            ],
-            tolerance=EXACT,
-            because="Counted: dK and dV travel with their block and arrive after N hops, in place of two all-reduces.",
-        ),
-    ]
+    return {
+        "ring_self_attention_volume": cases(RING_SELF, "rsa"),
+        "tensor_parallel_volume": cases(TENSOR, "tp"),
+        "equal_volume": [
+            Case(f"{model}, N {n}", 1.0, sums[model, n, RING_SELF] / sums[model, n, TENSOR])
+            for model, n, scheme in sums
+            if scheme == TENSOR and (model, n, RING_SELF) in sums
+        ],
+        "our_ring_volume": [
+            Case(
+                f"{row['model']}, N {row['N']}, {phase}",
+                times * row["B"] * row["L"] / row["N"] * row["H"],
+                row[phase],
+            )
+            for row in rows
+            if row["scheme"] == RING
+            for phase, times in (("forward", 2 * row["N"] - 2), ("backward", 4 * row["N"] - 2))
+        ],
+    }
 
 
-def _blocks(found: Mapping[str, Any]) -> list[Claim]:
+def _blocks(found: Mapping[str, Any]) -> Cases:
     printed = formulas()
     scheme_of = {TENSOR: "tp", RING_SELF: "sp"}
     blocks = {(row["N"], row["B"], row["scheme"]): row for row in found["blocks"]}
@@ -114,88 +85,44 @@ def _blocks(found: Mapping[str, Any]) -> list[Claim]:
                 crossings.append(
                     Case(f"{part}, N {n}, BL {tokens}", float(tokens > bound), float(sp[part] < tp[part]))
                 )
-    return [
-        Claim(
-            name="memory formulas of MLP and attention",
-            claim="Elements of weights, their gradients and moments, and of what the blocks put out: four formulas",
-            mark="P",
-            cases=[
-                Case(f"{part}, {name}, N {n}, B {batch}", value(printed[f"{part}-{name}"], row), row[part])
-                for (n, batch, scheme), row in blocks.items()
-                for name in [scheme_of[scheme]]
-                for part in ("mlp", "attention")
-            ],
-            tolerance=EXACT,
-            because="Counted from the local tensors of a layer: 4 for each weight, outputs of the linear layers, and scores.",
-        ),
-        Claim(
-            name="where sequence parallelism needs less",
-            claim="Sequence parallelism needs less memory than tensor parallelism where BL > 32H (MLP), BL > 16AZ (attention)",
-            mark="P",
-            cases=crossings,
-            tolerance=EXACT,
-            because="Counted with tokens below, between and above both bounds.",
-        ),
-    ]
+    return {
+        "memory_formulas": [
+            Case(f"{part}, {name}, N {n}, B {batch}", value(printed[f"{part}-{name}"], row), row[part])
+            for (n, batch, scheme), row in blocks.items()
+            for name in [scheme_of[scheme]]
+            for part in ("mlp", "attention")
+        ],
+        "memory_crossover": crossings,
+    }
 
 
-def _runs(found: Mapping[str, Any]) -> list[Claim]:
+def _runs(found: Mapping[str, Any]) -> Cases:
     rows: list[Row] = found["runs"]
     rings = [row for row in rows if row["scheme"] != TENSOR]
     theirs: Sequence[Row] = read_csv(FOLDER / "published_gradients.csv")
     four = next(row for row in rows if row["scheme"] == RING_SELF and row["N"] == 4)
-    return [
-        Claim(
-            name="output and gradients of one process",
-            claim="Layers on 2 and 4 CPU ranks have the output and input gradient of one process, in float64",
-            mark="ours",
-            cases=[
-                Case(f"{row['scheme']}, N {row['N']}, {what}", 0.0, row[f"{what} error"])
-                for row in rows
-                for what in ("output", "gradient")
-            ],
-            tolerance=EXACT,
-            because="Run over gloo: tensor parallelism, ring self-attention, our ring; dropout off.",
-        ),
-        Claim(
-            name="dQ, dK and dV whole",
-            claim="dQ, dK and dV of both rings are 1 times those of one process",
-            mark="ours",
-            cases=[
-                Case(f"{row['scheme']}, N {row['N']}, {name}", 1.0, row[f"{name} ratio"])
-                for row in rings
-                for name in ("dQ", "dK", "dV")
-            ],
-            tolerance=EXACT,
-            because="The same runs; projections of a rank's gradient on the wanted one.",
-        ),
-        Claim(
-            name="counts on ranks that are there",
-            claim="What ranks with values send and keep equals the counts on simulated ranks",
-            mark="ours",
-            cases=[
-                Case(f"{row['scheme']}, N {row['N']}, {what}", row[f"planned {what}"], row[what])
-                for row in rows
-                for what in ("sent", "kept")
-            ],
-            tolerance=EXACT,
-            because="The same layers with dropout on, recorded in the runs, byte by byte.",
-        ),
-        Claim(
-            name="Colossal-AI's gradients",
-            claim="Gradients of Colossal-AI's ring operators on 4 ranks, in those of one process",
-            mark="run",
-            cases=[
-                Case(
-                    f"{row['operator']}, {row['gradient']}",
-                    float(row["ratio"]),
-                    four[f"{row['gradient']} ratio"],
-                )
-                for row in theirs
-            ],
-            tolerance=EXACT,
-            because="""Theirs divide dQ, dK and dV by the number of ranks, within the tolerance of their tests. Ours must not; \
-memory and time are the same.""",
-            expected=False,
-        ),
-    ]
+    return {
+        "output_and_gradients_of_one_process": [
+            Case(f"{row['scheme']}, N {row['N']}, {what}", 0.0, row[f"{what} error"])
+            for row in rows
+            for what in ("output", "gradient")
+        ],
+        "ring_gradients": [
+            Case(f"{row['scheme']}, N {row['N']}, {name}", 1.0, row[f"{name} ratio"])
+            for row in rings
+            for name in ("dQ", "dK", "dV")
+        ],
+        "counts_on_real_ranks": [
+            Case(f"{row['scheme']}, N {row['N']}, {what}", row[f"planned {what}"], row[what])
+            for row in rows
+            for what in ("sent", "kept")
+        ],
+        "colossalai_gradients": [
+            Case(
+                f"{row['operator']}, {row['gradient']}",
+                float(row["ratio"]),
+                four[f"{row['gradient']} ratio"],
+            )
+            for row in theirs
+        ],
+    }

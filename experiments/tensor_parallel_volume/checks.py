@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import tomllib
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from fractions import Fraction
@@ -13,29 +12,39 @@ from experiments.tensor_parallel_volume import closed_forms, isoefficiency
 from experiments.tensor_parallel_volume.config import side
 from experiments.tensor_parallel_volume.published import published
 from experiments.tensor_parallel_volume.records import Record, Results
+from experiments.toml_tables import check_names, read_tables
 
 TEXTS = Path(__file__).with_name("checks.toml")
 Case = tuple[str, bool]  # what it is, whether the relation holds
 
 
 @dataclass(frozen=True, kw_only=True)
-class Check:
-    """A claim beside its counts.
+class CheckText:
+    """A table of checks.toml.
 
     Attributes:
-        name: of its text.
         claim: what is compared.
         sources: ids of published.csv; none for a check of ours against ours.
-        verdict: said where every case holds.
-        because: the relation that was tested, in a sentence.
-        cases: each with whether the relation held: exactly, unless the verdict is "direction only".
+        verdict: the result where every case holds.
+        because: the relation that was tested, in a sentence. ``{names}`` are filled in from the counts.
     """
 
-    name: str
     claim: str
     sources: tuple[str, ...]
     verdict: str
     because: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Check(CheckText):
+    """A claim beside its counts.
+
+    Attributes:
+        name: of its table.
+        cases: each with whether the relation held: exactly, unless the verdict is "direction only".
+    """
+
+    name: str
     cases: tuple[Case, ...]
 
     @property
@@ -61,15 +70,12 @@ def checks(results: Results) -> list[Check]:
     cases = {**_documentation(results), **_layers(results), **_tesseract(results), **_growth(results)}
     cases["closed_forms"] = _cases(results.find(what="linear"), lambda r: _is_closed_form(results, r))
     numbers = _numbers(results)
-    with TEXTS.open("rb") as file:
-        texts = tomllib.load(file)
+    texts = read_tables(TEXTS, CheckText)
+    check_names(TEXTS, set(texts), set(cases))
     return [
         Check(
             name=name,
-            claim=text["claim"],
-            sources=tuple(text["sources"]),
-            verdict=text["verdict"],
-            because=text["because"].format_map(numbers),
+            **{**vars(text), "because": text.because.format_map(numbers)},
             cases=cases[name],
         )
         for name, text in texts.items()
