@@ -139,20 +139,20 @@ def nf4(dtype: torch.dtype) -> Called:
 
 X, V = (2, ROWS, WIDTH), (WIDTH,)
 KERNELS = (
-    Case("kernels.norms.whole._Norm", "rms", 1, of_shapes(lambda x, w: K.rms_norm(x, w), X, V)),
-    Case("kernels.norms.whole._Norm", "rms of rows, no weight", 1, of_shapes(lambda x: K.rms_norm(x, None), (ROWS, WIDTH))),
-    Case("kernels.norms.whole._Norm", "layer", 1, of_shapes(lambda x, w, b: K.layer_norm(x, w, b), X, V, V)),
-    Case("kernels.norms.whole._AddNorm", "rms", 1, of_shapes(lambda x, r, w: K.add_rms_norm(x, r, w), X, X, V)),
-    Case("kernels.norms.whole._AddNorm", "layer", 1, of_shapes(lambda x, r, w, b: K.add_layer_norm(x, r, w, b), X, X, V, V)),
+    Case("kernels.norms._Norm", "rms", 1, of_shapes(lambda x, w: K.rms_norm(x, w), X, V)),
+    Case("kernels.norms._Norm", "rms of rows, no weight", 1, of_shapes(lambda x: K.rms_norm(x, None), (ROWS, WIDTH))),
+    Case("kernels.norms._Norm", "layer", 1, of_shapes(lambda x, w, b: K.layer_norm(x, w, b), X, V, V)),
+    Case("kernels.norms._AddNorm", "rms", 1, of_shapes(lambda x, r, w: K.add_rms_norm(x, r, w), X, X, V)),
+    Case("kernels.norms._AddNorm", "layer", 1, of_shapes(lambda x, r, w, b: K.add_layer_norm(x, r, w, b), X, X, V, V)),
     Case("kernels.rotary._Rotary", "", 1, rotary),
     Case("kernels.nf4._Multiply", "", 1, nf4),
-    Case("kernels.losses.whole._CrossEntropy", "", 1,
+    Case("kernels.cross_entropy._CrossEntropy", "", 1,
          of_shapes(lambda x: K.cross_entropy(x, LABELS, -100, 0.1, 1e-2), (ROWS, WORDS))),
-    Case("kernels.activations.gated._Fused", "", 1, of_shapes(lambda x: K.swiglu(x), X)),
-    Case("kernels.activations.gated._Separate", "", 1, of_shapes(lambda gate, up: K.swiglu2(gate, up), X, X)),
-    Case("kernels.activations.gelu._BiasGelu", "", 1, of_shapes(lambda x, b: K.bias_gelu(x, b), X, V)),
-    Case("kernels.activations.gelu._BiasGelu", "no bias", 1, of_shapes(lambda x: K.bias_gelu(x, None, "tanh"), X)),
-    Case("kernels.masks._Dropout", "", 1, of_shapes(lambda x: K.dropout(x, 0.5, 3, 4), X)),
+    Case("kernels.activations._Fused", "", 1, of_shapes(lambda x: K.swiglu(x), X)),
+    Case("kernels.activations._Separate", "", 1, of_shapes(lambda gate, up: K.swiglu2(gate, up), X, X)),
+    Case("kernels.activations._BiasGelu", "", 1, of_shapes(lambda x, b: K.bias_gelu(x, b), X, V)),
+    Case("kernels.activations._BiasGelu", "no bias", 1, of_shapes(lambda x: K.bias_gelu(x, None, "tanh"), X)),
+    Case("kernels.dropout._Dropout", "", 1, of_shapes(lambda x: K.dropout(x, 0.5, 3, 4), X)),
 )  # fmt: skip
 
 # -- mesh -----------------------------------------------------------------------------------------------------------

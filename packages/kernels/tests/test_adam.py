@@ -220,7 +220,7 @@ def test_bytes_a_parameter(kind: str, size: float) -> None:
 def test_threads_are_torchs(monkeypatch: pytest.MonkeyPatch) -> None:
     import numba
 
-    from meshfold.kernels.threads import torch_threads
+    from meshfold.kernels._numba import torch_threads
 
     before = numba.get_num_threads()
     monkeypatch.setattr(torch, "get_num_threads", lambda: 1)

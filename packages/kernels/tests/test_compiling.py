@@ -11,7 +11,7 @@ pytest.importorskip("numba")
 
 KERNEL = """
 from numba import njit
-from meshfold.kernels.compiling import one_process_compiles
+from meshfold.kernels._numba import one_process_compiles
 
 @one_process_compiles
 @njit(cache=True)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import ast
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -47,7 +49,7 @@ def test_import_is_light() -> None:
 
 def test_automatic_choice(monkeypatch: pytest.MonkeyPatch) -> None:
     assert dispatch.implementation("norms", "cpu", F32) == "reference"
-    assert dispatch.implementation("masks", "cpu", F32) == "numba"
+    assert dispatch.implementation("dropout", "cpu", F32) == "numba"
     monkeypatch.setattr(dispatch, "_installed", lambda package: True)
     assert dispatch.implementation("norms", "cuda", F32) == "triton"
     assert dispatch.implementation("norms", "cuda", torch.bfloat16) == "triton"
@@ -55,14 +57,14 @@ def test_automatic_choice(monkeypatch: pytest.MonkeyPatch) -> None:
     assert dispatch.implementation("norms", "meta", F32) == "reference"
     monkeypatch.setattr(dispatch, "_installed", lambda package: False)
     assert dispatch.implementation("norms", "cuda", F32) == "reference"
-    assert dispatch.implementation("masks", "cpu", F32) == "reference"
+    assert dispatch.implementation("dropout", "cpu", F32) == "reference"
 
 
 def test_use_lasts_as_a_call_and_ends_as_a_block() -> None:
     with K.use("reference"):
-        assert dispatch.implementation("masks", "cpu", F32) == "reference"
+        assert dispatch.implementation("dropout", "cpu", F32) == "reference"
         with K.use("numba"):
-            assert dispatch.implementation("masks", "cpu", F32) == "numba"
+            assert dispatch.implementation("dropout", "cpu", F32) == "numba"
             assert dispatch.implementation("norms", "cpu", F32) == "reference"  # it has no numba twin
         assert dispatch.choice() == "reference"
         K.use("numba")
@@ -72,7 +74,7 @@ def test_use_lasts_as_a_call_and_ends_as_a_block() -> None:
 
 def test_the_environment_chooses(unset: None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(dispatch.ENVIRONMENT, "reference")
-    assert dispatch.implementation("masks", "cpu", F32) == "reference"
+    assert dispatch.implementation("dropout", "cpu", F32) == "reference"
     monkeypatch.setattr(dispatch, "_choice", None)
     monkeypatch.setenv(dispatch.ENVIRONMENT, "cuda")
     with pytest.raises(ValueError, match="MESHFOLD_KERNELS is 'cuda'; it must be one of 'auto', 'reference'"):
@@ -90,20 +92,20 @@ def test_a_choice_that_cannot_be_is_an_error() -> None:
         with K.use("triton"), pytest.raises(K.KernelError, match="'triton' was chosen, but"):
             K.rms_norm(torch.ones(2, 2), None)
     with K.use("numba"), pytest.raises(K.KernelError, match="numba kernels run on the CPU, not on cuda"):
-        dispatch.implementation("masks", "cuda", F32)
+        dispatch.implementation("dropout", "cuda", F32)
 
 
 def test_backward_runs_where_forward_ran(monkeypatch: pytest.MonkeyPatch) -> None:
-    from meshfold.kernels.masks import numba_kernels
+    from meshfold.kernels import dropout_numba
 
     calls = []
-    plain = numba_kernels.dropout
+    plain = dropout_numba.drop
 
     def counted(*arguments: object) -> torch.Tensor:
         calls.append(1)
         return plain(*arguments)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(numba_kernels, "dropout", counted)
+    monkeypatch.setattr(dropout_numba, "drop", counted)
     x = torch.ones(4, 4, requires_grad=True)
     with K.use("numba"):
         y = K.dropout(x, 0.5, 1, 2)
@@ -128,33 +130,57 @@ def test_available_says_what_there_is() -> None:
         assert row.implementations["reference"] == "ok" and row.cpu in ("reference", "numba")
         for name in row.kernels.replace(" and their pieces", "").replace(" and its pieces", "").split(", "):
             assert callable(getattr(K, name)), name
-    assert rows["masks"].implementations["numba"] == "ok"
+    assert rows["dropout"].implementations["numba"] == "ok"
     assert set(rows["norms"].implementations) == {"reference", "triton"}
     if not torch.cuda.is_available():
         assert rows["norms"].implementations["triton"] in ("no CUDA device", "triton is not installed")
         assert rows["norms"].cuda == ""
 
 
-def test_every_family_has_the_twins_that_the_table_says() -> None:
-    """Each twin defines every function of the family's interface (Triton itself need not be there for the check)."""
-    import ast
-    from pathlib import Path
+def functions(module: str) -> dict[str, str]:
+    """Return the functions of a module and their signatures, read from its source: Triton need not be there."""
+    path = Path(dispatch.__file__).parents[2].joinpath(*module.split(".")).with_suffix(".py")
+    found = [node for node in ast.parse(path.read_text()).body if isinstance(node, ast.FunctionDef)]
+    return {
+        node.name: f"({ast.unparse(node.args)}) -> {ast.unparse(node.returns or ast.Constant(None))}"
+        for node in found
+    }
 
+
+def given_to_dispatch() -> dict[str, set[str]]:
+    """Return the functions that each family gives to ``dispatch.twin`` and ``dispatch.piece``."""
+    found: dict[str, set[str]] = {}
     root = Path(dispatch.__file__).parent
+    for path in root.rglob("*.py"):
+        family = path.relative_to(root).with_suffix("").parts[0]
+        for node in ast.walk(ast.parse(path.read_text())):
+            match node:
+                case ast.Call(
+                    func=ast.Attribute(value=ast.Name("dispatch"), attr="twin" | "piece"),
+                    args=[ast.Name(name), *_],
+                ):
+                    found.setdefault(family, set()).add(name)
+    return found
 
-    def functions(file: Path) -> set[str]:
-        return {node.name for node in ast.parse(file.read_text()).body if isinstance(node, ast.FunctionDef)}
 
-    for family, (_, twins) in dispatch.FAMILIES.items():
-        tree = ast.parse((root / family / "interface.py").read_text())
-        wanted = {
-            method.name
-            for node in tree.body
-            if isinstance(node, ast.ClassDef)
-            for method in node.body
-            if isinstance(method, ast.FunctionDef)
-        }
-        files = {file.stem.removesuffix("_kernels") for file in (root / family).glob("*_kernels.py")}
-        assert wanted and files == set(twins), family
-        for file in ("reference.py", *(f"{twin}_kernels.py" for twin in twins)):
-            assert wanted <= functions(root / family / file), f"{family}/{file}"
+def test_implementations_have_the_signatures_of_the_reference() -> None:
+    """The reference states a signature once; what stands in for it has the same, argument by argument."""
+    given = given_to_dispatch()
+    assert set(given) == set(dispatch.FAMILIES)
+    for family, (_, implementations) in dispatch.FAMILIES.items():
+        reference = functions(dispatch.reference_of(family))
+        for name in implementations:
+            there = functions(dispatch.beside(family, name))
+            for function in given[family]:
+                assert there.get(function) == reference[function], (
+                    f"{function} of {dispatch.beside(family, name)}"
+                )
+
+
+def test_no_implementation_is_left_out_of_the_table() -> None:
+    root = Path(dispatch.__file__).parent
+    files = {path for kind in ("triton", "numba") for path in root.rglob(f"*[a-z]_{kind}.py")}
+    known = [
+        dispatch.beside(family, name) for family, (_, names) in dispatch.FAMILIES.items() for name in names
+    ]
+    assert files == {root.parents[1].joinpath(*module.split(".")).with_suffix(".py") for module in known}

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from meshfold.kernels import AdamSettings, WholeState, adam_step
-from meshfold.kernels.threads import torch_threads
+from meshfold.kernels._numba import torch_threads
 
 numba = pytest.importorskip("numba")
 

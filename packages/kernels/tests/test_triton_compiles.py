@@ -64,7 +64,9 @@ class Compiler:
             assert (
                 not re.search(r"(div|sqrt)\.(approx|full)", made.asm["ptx"]) and ".ftz" not in made.asm["ptx"]
             )
-        self.compiled.add(f"{kernel.fn.__module__.split('.')[-2]}.{kernel.fn.__name__}")
+        self.compiled.add(
+            f"{kernel.fn.__module__.split('.')[2].removesuffix('_triton')}.{kernel.fn.__name__}"
+        )
 
 
 @pytest.fixture
@@ -73,7 +75,7 @@ def compiler(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Compil
     made = Compiler()
     for family, (_, twins) in dispatch.FAMILIES.items():
         if "triton" in twins:
-            module = importlib.import_module(f"meshfold.kernels.{family}.triton_kernels")
+            module = importlib.import_module(dispatch.beside(family, "triton"))
             monkeypatch.setattr(module, "launch", made.launch)
     monkeypatch.setattr(dispatch, "_obstacle", lambda *arguments: "")
     with K.use("triton"):
@@ -131,7 +133,7 @@ def test_all_kernels_compile(compiler: Compiler) -> None:
     assert compiler.compiled == {
         "norms._normalise", "norms._row_sums", "norms._gradient_sums", "norms._gradients",
         "activations._gated", "activations._gated_gradients", "activations._gelu", "activations._gelu_gradients",
-        "rotary._rotate", "attention._merge", "losses._sums", "losses._gradient", "masks._dropout",
-        "adam._elementwise", "adam._quantized", "adam._split", "adam._join", "gradients._pass",
-        "gradients._write",
+        "rotary._rotate", "merge_attention._merge", "cross_entropy._sums", "cross_entropy._gradient", "dropout._dropout",
+        "adam._elementwise", "adam._quantized", "float_bits._split", "float_bits._join", "grad_pass._pass",
+        "grad_pass._write",
     }  # fmt: skip

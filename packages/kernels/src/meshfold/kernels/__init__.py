@@ -23,22 +23,22 @@ from meshfold.kernels.adam import (
     join_master,
     split_master,
 )
-from meshfold.kernels.attention import merge_attention_
-from meshfold.kernels.dispatch import Availability, KernelError, available, use
-from meshfold.kernels.gradients import (
-    largest_magnitude,
-    sum_of_magnitudes,
-    sum_of_squares,
-    write_gradient,
-)
-from meshfold.kernels.losses import (
+from meshfold.kernels.cross_entropy import (
     cross_entropy,
     cross_entropy_backward,
     local_max,
     loss_per_row,
     sum_exp_and_target,
 )
-from meshfold.kernels.masks import dropout
+from meshfold.kernels.dispatch import Availability, KernelError, available, use
+from meshfold.kernels.dropout import dropout
+from meshfold.kernels.grad_pass import (
+    largest_magnitude,
+    sum_of_magnitudes,
+    sum_of_squares,
+    write_gradient,
+)
+from meshfold.kernels.merge_attention import merge_attention_
 from meshfold.kernels.nf4 import NF4_BLOCK, Nf4Linear, pack_nf4, unpack_nf4
 from meshfold.kernels.norms import (
     add_layer_norm,

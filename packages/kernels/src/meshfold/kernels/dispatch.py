@@ -1,10 +1,10 @@
-"""Where a kernel comes from: the one place that decides between the torch reference, Triton and numba.
+"""Choice of a kernel's implementation: the one place that decides between the torch reference, Triton and numba.
 
-Every family of kernels is a folder with up to three twins, modules that define the same functions:
+Every family of kernels is a module, or the folder ``adam``. The functions that have other implementations are the reference:
 
-- ``reference.py``: plain torch operations; runs everywhere, in every dtype, and is what the others are tested against.
-- ``triton_kernels.py``: Triton, for CUDA tensors in float32, bfloat16 and float16.
-- ``numba_kernels.py``: numba, for CPU tensors, where torch operations are slow.
+- ``norms.py``: formulas, public functions, autograd, and the reference in plain torch, which runs everywhere, in every dtype.
+- ``norms_triton.py``: functions of the same names in Triton, for CUDA tensors in float32, bfloat16 and float16.
+- ``norms_numba.py``, where torch operations are slow: the same in numba, for CPU tensors.
 
 ``"auto"`` takes Triton on a GPU, numba on a CPU where the family has it, and the reference otherwise. Inside
 torch.compile it is always the reference: Inductor turns it into Triton itself and fuses it with its neighbours.
@@ -17,7 +17,7 @@ import functools
 import importlib
 import importlib.util
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from types import TracebackType
@@ -29,19 +29,20 @@ from torch import Tensor
 ENVIRONMENT = "MESHFOLD_KERNELS"
 CHOICES = ("auto", "reference", "triton", "numba")
 
-# Each family: the public functions it serves and the twins it has beside the reference.
+# Each family: the public functions it serves and the implementations it has beside the reference.
 FAMILIES: Mapping[str, tuple[str, tuple[str, ...]]] = {
     "norms": ("rms_norm, layer_norm, add_rms_norm, add_layer_norm and their pieces", ("triton",)),
     "activations": ("swiglu, swiglu2, bias_gelu", ("triton",)),
     "rotary": ("apply_rotary", ("triton",)),
-    "attention": ("merge_attention_", ("triton",)),
-    "losses": ("cross_entropy and its pieces", ("triton",)),
-    "masks": ("dropout", ("triton", "numba")),
+    "merge_attention": ("merge_attention_", ("triton",)),
+    "cross_entropy": ("cross_entropy and its pieces", ("triton",)),
+    "dropout": ("dropout", ("triton", "numba")),
+    "float_bits": ("split_master, join_master", ("triton", "numba")),
     "adam": (
-        "adam_step, adam_update_parameters, adam_update_moments, split_master, join_master",
+        "adam_step, adam_update_parameters, adam_update_moments",
         ("triton", "numba"),
     ),
-    "gradients": (
+    "grad_pass": (
         "write_gradient, sum_of_squares, sum_of_magnitudes, largest_magnitude",
         ("triton", "numba"),
     ),
@@ -49,7 +50,7 @@ FAMILIES: Mapping[str, tuple[str, tuple[str, ...]]] = {
 
 _TRITON_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
-T = TypeVar("T")
+F = TypeVar("F", bound=Callable[..., object])
 
 
 class KernelError(RuntimeError):
@@ -61,7 +62,7 @@ class Availability:
     """One row of :func:`available`.
 
     Attributes:
-        family: the folder of kernels.
+        family: the module of kernels.
         kernels: the public functions it serves.
         implementations: each that was written, to ``"ok"``, or to the reason why it cannot be used here.
         cpu: what a float32 tensor on the CPU gets under the present choice; "" if it would be refused.
@@ -131,7 +132,7 @@ def _installed(package: str) -> bool:
 
 
 def _triton_interprets() -> bool:
-    """Whether Triton runs kernels in its interpreter, on the CPU: slow, for tests."""
+    """Return True if Triton runs kernels in its interpreter, on the CPU: slow, for tests."""
     return bool(importlib.import_module("triton").knobs.runtime.interpret)
 
 
@@ -173,22 +174,41 @@ def implementation(family: str, device: str, dtype: torch.dtype) -> str:
     return chosen
 
 
-def twin(family: str, reference: T, x: Tensor) -> T:
-    """The module that runs ``family`` on ``x``: ``reference`` itself or the twin that stands in for it."""
+def twin(reference: F, x: Tensor) -> F:
+    """Return the function that computes ``reference`` on ``x``: itself, or the one of its name in a module beside its own.
+
+    Modules beside ``norms.py`` are ``norms_triton.py`` and ``norms_numba.py``; their functions have the reference's signature.
+    """
     # A subclass (a fake tensor, a DTensor, a functional one) has no memory of its own that a kernel could be given.
     if torch.compiler.is_compiling() or type(x) not in (Tensor, torch.nn.Parameter):
         return reference
-    name = implementation(family, x.device.type, x.dtype)
-    return reference if name == "reference" else cast(T, _load(family, name))
+    name = implementation(_family(reference), x.device.type, x.dtype)
+    if name == "reference":
+        return reference
+    return cast(F, getattr(_load(beside(_family(reference), name)), reference.__name__))
+
+
+def reference_of(family: str) -> str:
+    """Return the module that holds a family's reference."""
+    return f"meshfold.kernels.{'adam.update' if family == 'adam' else family}"
+
+
+def beside(family: str, implementation: str) -> str:
+    """Return the module that holds a family's implementation in Triton or numba: ``...norms_triton``."""
+    return f"{reference_of(family)}_{implementation}"
+
+
+def _family(reference: Callable[..., object]) -> str:
+    return reference.__module__.split(".")[2]
 
 
 @functools.cache
-def _load(family: str, name: str) -> object:
-    return importlib.import_module(f"meshfold.kernels.{family}.{name}_kernels")
+def _load(module: str) -> object:
+    return importlib.import_module(module)
 
 
-def piece(family: str, reference: T, x: Tensor, *others: Tensor | None) -> T:
-    """:func:`twin` for the pieces of a kernel, which have no backward of their own.
+def piece(reference: F, x: Tensor, *others: Tensor | None) -> F:
+    """Return :func:`twin` for a piece of a kernel, which has no backward of its own.
 
     Raises:
         KernelError: if autograd would have to go through the piece, where it would silently lose gradients.
@@ -197,14 +217,14 @@ def piece(family: str, reference: T, x: Tensor, *others: Tensor | None) -> T:
         return reference
     if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (x, *others)):
         raise KernelError(
-            f"a piece of {family!r} was called on a tensor that requires a gradient, and pieces have no backward: "
+            f"a piece of {_family(reference)!r} was called on a tensor that requires a gradient, and pieces have no backward: "
             "call it inside a torch.autograd.Function or under torch.no_grad(), or use the whole kernel"
         )
-    return twin(family, reference, x)
+    return twin(reference, x)
 
 
 def available() -> tuple[Availability, ...]:
-    """What is there, family by family, for ``meshfold doctor``. Imports neither numba nor Triton unless asked for."""
+    """Return what can be used, family by family, for ``meshfold doctor``. Imports neither numba nor Triton unless asked for."""
     cuda_seen = torch.cuda.is_available()
 
     def state(name: str) -> str:

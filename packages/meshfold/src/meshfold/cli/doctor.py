@@ -168,11 +168,11 @@ def _text(found: dict[str, Any]) -> str:
     ] or ["  no GPU that torch can use: work goes to the CPU"]
     if seen["gpus"]:
         lines.append(f"  CUDA {seen['cuda']}, NCCL {seen['nccl']}")
-    lines += ["", "kernels         on the CPU   on a GPU   elsewhere"]
+    lines += ["", "kernels            on the CPU   on a GPU   elsewhere"]
     for row in found["kernels"]:
         reasons = [f"no {name}: {text}" for name, text in row["implementations"].items() if text != "ok"]
         lines.append(
-            f"  {row['family']:<14}{row['cpu'] or '–':<13}{row['cuda'] or '–':<11}{'; '.join(reasons)}".rstrip()
+            f"  {row['family']:<17}{row['cpu'] or '–':<13}{row['cuda'] or '–':<11}{'; '.join(reasons)}".rstrip()
         )
     for test in found.get("collectives", []):
         how = (

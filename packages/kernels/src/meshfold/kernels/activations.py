@@ -1,0 +1,165 @@
+"""Activations fused with their neighbours: SwiGLU and bias + GELU.
+
+    swiglu      y = silu(gate) * up,  silu(v) = v * sigmoid(v)
+    bias_gelu   y = gelu(x + bias),   exact (erf) or the tanh approximation
+
+Computed in float32 (float64 for float64), rounded once at the output. The backward recomputes from the inputs and
+keeps nothing else. Sources: Shazeer, "GLU Variants Improve Transformer", 2020; Hendrycks and Gimpel, "Gaussian
+Error Linear Units", 2016.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from meshfold.kernels import dispatch
+from meshfold.kernels.inputs import as_rows, check_alike, check_vector, compute_dtype
+
+
+def swiglu(gate_up: Tensor) -> Tensor:
+    """silu(gate) * up of a fused projection: ``... (2 f) -> ... f``, gate in the first half, up in the second.
+
+    The backward writes the gradient of both halves into one tensor.
+
+    Raises:
+        ValueError: if the last dim is odd.
+    """
+    if gate_up.shape[-1] % 2:
+        raise ValueError(
+            f"swiglu takes [gate | up] side by side, so an even last dim; the shape is {list(gate_up.shape)}"
+        )
+    if torch.compiler.is_compiling():
+        return gated(*gate_up.chunk(2, -1))
+    y: Tensor = _Fused.apply(gate_up)
+    return y
+
+
+def swiglu2(gate: Tensor, up: Tensor) -> Tensor:
+    """silu(gate) * up of two tensors: ``... f, ... f -> ... f``, in the dtype of ``gate``.
+
+    Raises:
+        ValueError: if the shapes differ.
+    """
+    check_alike("gate and up", gate, up)
+    if torch.compiler.is_compiling():
+        return gated(gate, up)
+    y: Tensor = _Separate.apply(gate, up)
+    return y
+
+
+class _Fused(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, gate_up: Tensor) -> Tensor:
+        ctx.save_for_backward(gate_up)
+        gate, up = as_rows(gate_up).chunk(2, 1)
+        ctx.gradients = dispatch.twin(gated_gradients, gate_up)
+        y = dispatch.twin(gated, gate_up)(gate, up)
+        return y.reshape(*gate_up.shape[:-1], gate.shape[1])
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, dy: Tensor) -> Any:
+        (gate_up,) = ctx.saved_tensors
+        rows = as_rows(gate_up)
+        gradient = torch.empty(rows.shape, dtype=rows.dtype, device=rows.device)
+        ctx.gradients(as_rows(dy), *rows.chunk(2, 1), *gradient.chunk(2, 1))
+        return gradient.view(gate_up.shape)
+
+
+class _Separate(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, gate: Tensor, up: Tensor) -> Tensor:
+        ctx.save_for_backward(gate, up)
+        ctx.gradients = dispatch.twin(gated_gradients, gate)
+        y = dispatch.twin(gated, gate)(as_rows(gate), as_rows(up))
+        return y.reshape(gate.shape)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, dy: Tensor) -> Any:
+        gate, up = ctx.saved_tensors
+        rows, others = as_rows(gate), as_rows(up)
+        dgate = torch.empty(rows.shape, dtype=rows.dtype, device=rows.device)
+        dup = torch.empty(others.shape, dtype=others.dtype, device=others.device)
+        ctx.gradients(as_rows(dy), rows, others, dgate, dup)
+        return dgate.view(gate.shape), dup.view(up.shape)
+
+
+def bias_gelu(x: Tensor, bias: Tensor | None = None, approximate: str = "none") -> Tensor:
+    """gelu(x + bias): ``... n, n -> ... n``, in the dtype of ``x``.
+
+    Args:
+        x: rows of n elements.
+        bias: [n], or None for a plain GELU.
+        approximate: ``"none"`` for the exact GELU (erf), ``"tanh"`` for its approximation; torch's words.
+
+    Raises:
+        ValueError: for another word, or if ``bias`` is not [n].
+    """
+    if approximate not in ("none", "tanh"):
+        raise ValueError(f"approximate is {approximate!r}; it must be 'none' (exact) or 'tanh'")
+    check_vector("bias", bias, x.shape[-1])
+    tanh = approximate == "tanh"
+    if torch.compiler.is_compiling():
+        return gelu(x, bias, tanh)
+    y: Tensor = _BiasGelu.apply(x, bias, tanh)
+    return y
+
+
+class _BiasGelu(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, bias: Tensor | None, tanh: bool) -> Tensor:
+        ctx.gradients = dispatch.twin(gelu_gradients, x)
+        ctx.tanh = tanh
+        ctx.save_for_backward(x, bias)
+        y = dispatch.twin(gelu, x)(as_rows(x), bias, tanh)
+        return y.reshape(x.shape)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, dy: Tensor) -> Any:
+        x, bias = ctx.saved_tensors
+        dx, dbias = ctx.gradients(as_rows(dy), as_rows(x), bias, ctx.tanh)
+        return dx.reshape(x.shape), None if bias is None else dbias.to(bias.dtype), None
+
+
+# The reference, in plain torch: defines every result, and what Triton and numba are given in its place.
+
+
+def gated(gate: Tensor, up: Tensor) -> Tensor:
+    """``m f, m f -> m f``: silu(gate) * up in the dtype of gate; differentiable."""
+    dtype = compute_dtype(gate)
+    return (F.silu(gate.to(dtype)) * up.to(dtype)).to(gate.dtype)
+
+
+def gated_gradients(dy: Tensor, gate: Tensor, up: Tensor, dgate: Tensor, dup: Tensor) -> None:
+    """Write the gradients of gate and up into dgate and dup, whose rows may be part of wider ones."""
+    dtype = compute_dtype(gate)
+    dy, gate = dy.to(dtype), gate.to(dtype)
+    dup.copy_(F.silu(gate).mul_(dy))
+    dgate.copy_(torch.ops.aten.silu_backward(dy * up.to(dtype), gate))
+
+
+def gelu(x: Tensor, bias: Tensor | None, tanh: bool) -> Tensor:
+    """``m n, n -> m n``: gelu(x + bias) in the dtype of x; differentiable."""
+    return F.gelu(_biased(x, bias), approximate=_mode(tanh)).to(x.dtype)
+
+
+def gelu_gradients(dy: Tensor, x: Tensor, bias: Tensor | None, tanh: bool) -> tuple[Tensor, Tensor | None]:
+    """Return dx in the dtype of x and dbias ``n`` in float32 (float64); None without a bias."""
+    biased = _biased(x, bias)
+    dx = torch.ops.aten.gelu_backward(dy.to(biased.dtype), biased, approximate=_mode(tanh))
+    return dx.to(x.dtype), None if bias is None else dx.sum(0)
+
+
+def _biased(x: Tensor, bias: Tensor | None) -> Tensor:
+    wide = x.to(compute_dtype(x))
+    return wide if bias is None else wide + bias.to(wide.dtype)
+
+
+def _mode(tanh: bool) -> str:
+    return "tanh" if tanh else "none"

@@ -1,0 +1,158 @@
+"""Activations in Triton: one read of every input, one write of every output."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from meshfold.kernels import activations as plain
+from meshfold.kernels._triton import launch, programs, tile
+
+_WIDEST_BLOCK = 1024
+
+
+@triton.jit
+def _block(rows, columns, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    """This program's rows (int64) and columns of a 2-D grid, and which of them exist."""
+    row = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)[:, None]
+    column = (tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS))[None, :]
+    return row, column, (row < rows) & (column < columns)
+
+
+@triton.jit(do_not_specialize=["rows"])
+def _gated(
+    gate, up, y, rows, columns, gate_stride, up_stride, ROWS: tl.constexpr, COLUMNS: tl.constexpr
+):  # fmt: skip
+    row, column, mask = _block(rows, columns, ROWS, COLUMNS)
+    g = tl.load(gate + row * gate_stride + column, mask=mask).to(tl.float32)
+    u = tl.load(up + row * up_stride + column, mask=mask).to(tl.float32)
+    value = g * tl.sigmoid(g) * u
+    tl.store(y + row * columns + column, value.to(y.dtype.element_ty), mask=mask)
+
+
+@triton.jit(do_not_specialize=["rows"])
+def _gated_gradients(
+    dy, gate, up, dgate, dup, rows, columns, dy_stride, gate_stride, up_stride, dgate_stride, dup_stride,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    row, column, mask = _block(rows, columns, ROWS, COLUMNS)
+    d = tl.load(dy + row * dy_stride + column, mask=mask).to(tl.float32)
+    g = tl.load(gate + row * gate_stride + column, mask=mask).to(tl.float32)
+    u = tl.load(up + row * up_stride + column, mask=mask).to(tl.float32)
+    share = tl.sigmoid(g)
+    silu = g * share
+    to_gate = d * u * (share + silu * (1.0 - share))
+    tl.store(dgate + row * dgate_stride + column, to_gate.to(dgate.dtype.element_ty), mask=mask)
+    tl.store(dup + row * dup_stride + column, (d * silu).to(dup.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def _gelu_value(v, TANH: tl.constexpr):
+    if TANH:
+        # 0.5 (1 + tanh(z)) = sigmoid(2 z): no cancellation for large negative z.
+        return v * tl.sigmoid(1.5957691216057308 * v * (1.0 + 0.044715 * v * v))
+    return 0.5 * v * (1.0 + tl.erf(v * 0.7071067811865476))
+
+
+@triton.jit
+def _gelu_slope(v, TANH: tl.constexpr):
+    if TANH:
+        share = tl.sigmoid(1.5957691216057308 * v * (1.0 + 0.044715 * v * v))
+        return share + v * share * (1.0 - share) * 1.5957691216057308 * (1.0 + 0.134145 * v * v)
+    return 0.5 * (1.0 + tl.erf(v * 0.7071067811865476)) + v * tl.exp(-0.5 * v * v) * 0.3989422804014327
+
+
+@triton.jit(do_not_specialize=["rows"])
+def _gelu(
+    x, bias, y, rows, columns, x_stride,
+    TANH: tl.constexpr, HAS_BIAS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    row, column, mask = _block(rows, columns, ROWS, COLUMNS)
+    v = tl.load(x + row * x_stride + column, mask=mask, other=0.0).to(tl.float32)
+    if HAS_BIAS:
+        v += tl.load(bias + column, mask=column < columns, other=0.0).to(tl.float32)
+    tl.store(y + row * columns + column, _gelu_value(v, TANH).to(y.dtype.element_ty), mask=mask)
+
+
+@triton.jit(do_not_specialize=["rows"])
+def _gelu_gradients(
+    dy, x, bias, dx, dbias, rows, columns, dy_stride, x_stride,
+    TANH: tl.constexpr, HAS_BIAS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    """Each program takes one block of columns and goes down every so many blocks of rows, adding up dbias."""
+    column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+    in_columns = column < columns
+    total = tl.zeros((COLUMNS,), dtype=tl.float32)
+    if HAS_BIAS:
+        shift = tl.load(bias + column, mask=in_columns, other=0.0).to(tl.float32)[None, :]
+    for block in range(tl.program_id(0), tl.cdiv(rows, ROWS), tl.num_programs(0)):
+        row = (block * ROWS + tl.arange(0, ROWS)).to(tl.int64)[:, None]
+        mask = (row < rows) & in_columns[None, :]
+        d = tl.load(dy + row * dy_stride + column[None, :], mask=mask, other=0.0).to(tl.float32)
+        v = tl.load(x + row * x_stride + column[None, :], mask=mask, other=0.0).to(tl.float32)
+        if HAS_BIAS:
+            v += shift
+        value = d * _gelu_slope(v, TANH)
+        if HAS_BIAS:
+            total += tl.sum(value, axis=0)
+        tl.store(dx + row * columns + column[None, :], value.to(dx.dtype.element_ty), mask=mask)
+    if HAS_BIAS:
+        tl.store(dbias + tl.program_id(0).to(tl.int64) * columns + column, total, mask=in_columns)
+
+
+def gated(gate: Tensor, up: Tensor) -> Tensor:
+    if up.dtype is torch.float64:
+        return plain.gated(gate, up)
+    rows, columns = gate.shape
+    y = torch.empty((rows, columns), dtype=gate.dtype, device=gate.device)
+    high, wide, warps = tile(columns, widest=_WIDEST_BLOCK)
+    launch(
+        _gated, (triton.cdiv(rows, high), triton.cdiv(columns, wide)), gate,
+        gate, up, y, rows, columns, gate.stride(0), up.stride(0), ROWS=high, COLUMNS=wide, num_warps=warps,
+    )  # fmt: skip
+    return y
+
+
+def gated_gradients(dy: Tensor, gate: Tensor, up: Tensor, dgate: Tensor, dup: Tensor) -> None:
+    if up.dtype is torch.float64:
+        return plain.gated_gradients(dy, gate, up, dgate, dup)
+    rows, columns = gate.shape
+    high, wide, warps = tile(columns, widest=_WIDEST_BLOCK)
+    launch(
+        _gated_gradients, (triton.cdiv(rows, high), triton.cdiv(columns, wide)), gate,
+        dy, gate, up, dgate, dup, rows, columns,
+        dy.stride(0), gate.stride(0), up.stride(0), dgate.stride(0), dup.stride(0),
+        ROWS=high, COLUMNS=wide, num_warps=warps,
+    )  # fmt: skip
+
+
+def gelu(x: Tensor, bias: Tensor | None, tanh: bool) -> Tensor:
+    rows, columns = x.shape
+    y = torch.empty((rows, columns), dtype=x.dtype, device=x.device)
+    high, wide, warps = tile(columns, widest=_WIDEST_BLOCK)
+    launch(
+        _gelu, (triton.cdiv(rows, high), triton.cdiv(columns, wide)), x,
+        x, x if bias is None else bias, y, rows, columns, x.stride(0),
+        TANH=tanh, HAS_BIAS=bias is not None, ROWS=high, COLUMNS=wide, num_warps=warps,
+    )  # fmt: skip
+    return y
+
+
+def gelu_gradients(dy: Tensor, x: Tensor, bias: Tensor | None, tanh: bool) -> tuple[Tensor, Tensor | None]:
+    rows, columns = x.shape
+    dx = torch.empty((rows, columns), dtype=x.dtype, device=x.device)
+    high, wide, warps = tile(columns, widest=256)
+    across = triton.cdiv(columns, wide)
+    down = triton.cdiv(rows, high)
+    if bias is not None:
+        down = min(down, max(1, programs(down * across, x, 8) // max(across, 1)))
+    dbias = None if bias is None else torch.empty((down, columns), dtype=torch.float32, device=x.device)
+    launch(
+        _gelu_gradients, (down, across), x,
+        dy, x, x if bias is None else bias, dx, x if dbias is None else dbias,
+        rows, columns, dy.stride(0), x.stride(0),
+        TANH=tanh, HAS_BIAS=bias is not None, ROWS=high, COLUMNS=wide, num_warps=warps,
+    )  # fmt: skip
+    return dx, None if dbias is None else dbias.sum(0)

@@ -1,0 +1,79 @@
+"""Inputs of kernels: checked, as rows, and the precision to compute in."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+GRADIENTS = (torch.float32, torch.bfloat16, torch.float16)
+
+
+def compute_dtype(x: Tensor) -> torch.dtype:
+    """Return the dtype that a kernel computes in: float64 for float64, else float32, rounded once at the output.
+
+    Raises:
+        TypeError: for a tensor that is not of floating point.
+    """
+    if x.dtype is torch.float64:
+        return torch.float64
+    if not x.dtype.is_floating_point:
+        raise TypeError(f"kernels take floating-point tensors; this one is {x.dtype}: convert it first")
+    return torch.float32
+
+
+def as_rows(x: Tensor) -> Tensor:
+    """``... c -> (...) c`` with neighbouring columns side by side in memory: a view where that is possible."""
+    if x.ndim == 0:
+        raise ValueError("kernels work on rows; a tensor without dims has none: give it at least one dim")
+    rows = x if x.ndim == 2 else x.reshape(x.shape[:-1].numel(), x.shape[-1])
+    return rows if rows.stride(1) == 1 or rows.shape[1] <= 1 else rows.contiguous()
+
+
+def check_vector(name: str, vector: Tensor | None, size: int) -> None:
+    """Raise ValueError unless ``vector`` is None or has shape ``[size]``."""
+    if vector is not None and vector.shape != (size,):
+        raise ValueError(
+            f"{name} has shape {list(vector.shape)}, but the rows are {size} elements wide: give it shape [{size}]"
+        )
+
+
+def check_alike(name: str, x: Tensor, y: Tensor) -> None:
+    """Raise ValueError unless both have the same shape."""
+    if x.shape != y.shape:
+        raise ValueError(f"{name} must have equal shapes, got {list(x.shape)} and {list(y.shape)}")
+
+
+def check_flat(
+    name: str, x: Tensor, dtypes: Sequence[torch.dtype], like: Tensor | None = None, size: int | None = None
+) -> None:
+    """Raise unless ``x`` is flat, contiguous, of one of ``dtypes``, and as long as and on the device of ``like``.
+
+    Raises:
+        TypeError: for a wrong dtype.
+        ValueError: for anything else.
+    """
+    if x.dtype not in dtypes:
+        known = " or ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
+        raise TypeError(
+            f"{name} is {str(x.dtype).removeprefix('torch.')}, it must be {known}: convert it first"
+        )
+    if x.ndim != 1 or not x.is_contiguous():
+        raise ValueError(
+            f"{name} has shape {list(x.shape)} and strides {list(x.stride())}; it must be flat and contiguous: "
+            "give it as .view(-1), or as a slice of a flat buffer"
+        )
+    if like is None:
+        return
+    wanted = like.numel() if size is None else size
+    if x.numel() != wanted:
+        raise ValueError(f"{name} has {x.numel()} elements where {wanted} belong: cut it to the same shard")
+    if x.device != like.device:
+        raise ValueError(f"{name} is on {x.device}, the others on {like.device}: move it there")
+
+
+def check_start(start: int) -> None:
+    """Raise ValueError for a negative offset."""
+    if start < 0:
+        raise ValueError(f"start is {start}; it is the global number of the shard's first element, 0 or more")

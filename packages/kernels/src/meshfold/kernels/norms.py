@@ -1,0 +1,439 @@
+"""RMSNorm and LayerNorm over rows: whole, with the residual add fused in, and in pieces for rows that are split.
+
+    RMSNorm    y = x * rstd * w,               rstd = 1 / sqrt(mean(x**2) + eps)
+    LayerNorm  y = (x - mean) * rstd * w + b,  rstd = 1 / sqrt(mean((x - mean)**2) + eps)
+
+Everything is computed in float32 (float64 for float64) and rounded once, at the output. Sources: Zhang and Sennrich,
+"Root Mean Square Layer Normalization", 2019; Ba, Kiros and Hinton, "Layer Normalization", 2016.
+
+**Split rows.** Where the hidden dim is split over mesh axes, each rank holds some columns of every row and the
+statistics need an all-reduce (sum) in between. ``hidden`` is the global width::
+
+    RMSNorm    square = all_reduce(rms_norm_stats(x));               rstd = rsqrt(square / hidden + eps)
+               y = rms_norm_apply(x, weight, rstd)
+    backward   sums = all_reduce(rms_norm_backward_stats(dy, x, weight, rstd))
+               dx, dweight = rms_norm_backward_apply(dy, x, weight, rstd, sums, hidden)
+
+    LayerNorm  mean = all_reduce(layer_norm_sum(x)) / hidden
+               rstd = rsqrt(all_reduce(layer_norm_centred_sum(x, mean)) / hidden + eps)
+               y = layer_norm_apply(x, weight, bias, mean, rstd)
+    backward   sums = all_reduce(layer_norm_backward_stats(dy, x, weight, mean, rstd))
+               dx, dweight, dbias = layer_norm_backward_apply(dy, x, weight, mean, rstd, sums, hidden)
+
+Pieces have no backward of their own: they are made for a torch.autograd.Function. Their weight gradients are sums
+over the local rows in float32, so that a sum over ranks still comes before the one rounding.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from meshfold.kernels import dispatch
+from meshfold.kernels.inputs import as_rows, check_alike, check_vector, compute_dtype
+
+
+def rms_norm(x: Tensor, weight: Tensor | None, eps: float = 1e-6) -> Tensor:
+    """RMSNorm of every row: ``... h, h -> ... h``.
+
+    Args:
+        x: rows of h elements.
+        weight: [h], in any floating dtype, or None.
+        eps: added to the mean square.
+
+    Returns:
+        The shape and dtype of ``x``.
+
+    Raises:
+        ValueError: if ``weight`` is not [h].
+    """
+    check_vector("weight", weight, x.shape[-1])
+    if torch.compiler.is_compiling():
+        return _plain_rms_norm(x, weight, eps)
+    y: Tensor = _Norm.apply(x, weight, None, eps, False)
+    return y
+
+
+def layer_norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float = 1e-5) -> Tensor:
+    """LayerNorm of every row: ``... h, h, h -> ... h``.
+
+    Args:
+        x: rows of h elements.
+        weight: [h] or None.
+        bias: [h] or None.
+        eps: added to the variance.
+
+    Returns:
+        The shape and dtype of ``x``.
+
+    Raises:
+        ValueError: if ``weight`` or ``bias`` is not [h].
+    """
+    check_vector("weight", weight, x.shape[-1])
+    check_vector("bias", bias, x.shape[-1])
+    if torch.compiler.is_compiling():
+        return _plain_layer_norm(x, weight, bias, eps)
+    y: Tensor = _Norm.apply(x, weight, bias, eps, True)
+    return y
+
+
+def add_rms_norm(
+    x: Tensor, residual: Tensor, weight: Tensor | None, eps: float = 1e-6
+) -> tuple[Tensor, Tensor]:
+    """Residual add and RMSNorm in one pass: ``... h, ... h, h -> (... h, ... h)``.
+
+    Args:
+        x: a block's output, rows of h elements.
+        residual: the residual stream, of the same shape; may be wider than ``x`` (float32 beside bfloat16).
+        weight: [h] or None.
+        eps: added to the mean square.
+
+    Returns:
+        (y, new_residual): new_residual is x + residual, rounded to the residual's dtype; y is the RMSNorm of
+        new_residual as rounded, in the dtype of ``x``: the same as the two steps one after the other.
+
+    Raises:
+        ValueError: if the shapes do not fit.
+    """
+    check_alike("x and residual", x, residual)
+    check_vector("weight", weight, x.shape[-1])
+    if torch.compiler.is_compiling():
+        summed = _add(x, residual)
+        return _plain_rms_norm(summed, weight, eps, x.dtype), summed
+    y, summed = _AddNorm.apply(x, residual, weight, None, eps, False)
+    return y, summed
+
+
+def add_layer_norm(
+    x: Tensor, residual: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float = 1e-5
+) -> tuple[Tensor, Tensor]:
+    """Residual add and LayerNorm in one pass; like :func:`add_rms_norm` otherwise."""
+    check_alike("x and residual", x, residual)
+    check_vector("weight", weight, x.shape[-1])
+    check_vector("bias", bias, x.shape[-1])
+    if torch.compiler.is_compiling():
+        summed = _add(x, residual)
+        return _plain_layer_norm(summed, weight, bias, eps, x.dtype), summed
+    y, summed = _AddNorm.apply(x, residual, weight, bias, eps, True)
+    return y, summed
+
+
+class _Norm(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, centred: bool
+    ) -> Tensor:
+        ctx.gradients = dispatch.twin(gradients, x)
+        rows = as_rows(x)
+        y, _, mean, rstd = dispatch.twin(whole, x)(rows, None, weight, bias, eps, centred)
+        ctx.save_for_backward(x, weight, mean, rstd)
+        ctx.bias_dtype = None if bias is None else bias.dtype
+        return y.reshape(x.shape)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, dy: Tensor) -> Any:
+        dx, dweight, dbias = _backward(ctx, dy, None)
+        return dx, dweight, dbias, None, None
+
+
+class _AddNorm(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        residual: Tensor,
+        weight: Tensor | None,
+        bias: Tensor | None,
+        eps: float,
+        centred: bool,
+    ) -> tuple[Tensor, Tensor]:
+        ctx.gradients = dispatch.twin(gradients, x)
+        y, summed, mean, rstd = dispatch.twin(whole, x)(
+            as_rows(x), as_rows(residual), weight, bias, eps, centred
+        )
+        y, summed = y.reshape(x.shape), summed.reshape(x.shape)
+        ctx.save_for_backward(summed, weight, mean, rstd)
+        ctx.bias_dtype = None if bias is None else bias.dtype
+        ctx.x_dtype = x.dtype
+        ctx.set_materialize_grads(False)
+        return y, summed
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, dy: Tensor | None, dsummed: Tensor | None) -> Any:
+        if dy is None:
+            dx = dsummed
+            dweight = dbias = None
+        else:
+            dx, dweight, dbias = _backward(ctx, dy, dsummed)
+        return None if dx is None else dx.to(ctx.x_dtype), dx, dweight, dbias, None, None
+
+
+def _backward(ctx: Any, dy: Tensor, added: Tensor | None) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    x, weight, mean, rstd = ctx.saved_tensors
+    dx, dweight, dbias = ctx.gradients(
+        as_rows(dy),
+        as_rows(x),
+        weight,
+        mean,
+        rstd,
+        None,
+        x.shape[-1],
+        None if added is None else as_rows(added),
+        ctx.bias_dtype is not None,
+    )
+    return (
+        dx.reshape(x.shape),
+        None if dweight is None else dweight.to(weight.dtype),
+        None if dbias is None else dbias.to(ctx.bias_dtype),
+    )
+
+
+def rms_norm_stats(x: Tensor) -> Tensor:
+    """Return the sum of squares of every row's local columns: ``... h -> ...``, float32 (float64 for float64)."""
+    run = dispatch.piece(row_sums, x)
+    return run(as_rows(x), None, True).reshape(x.shape[:-1])
+
+
+def rms_norm_apply(x: Tensor, weight: Tensor | None, rstd: Tensor) -> Tensor:
+    """x * rstd * weight: ``... h, h, ... -> ... h`` in the dtype of ``x``; ``rstd`` is float32 (float64)."""
+    check_vector("weight", weight, x.shape[-1])
+    run = dispatch.piece(normalise, x, weight, rstd)
+    return run(as_rows(x), weight, None, None, rstd.reshape(-1)).reshape(x.shape)
+
+
+def rms_norm_backward_stats(dy: Tensor, x: Tensor, weight: Tensor | None, rstd: Tensor) -> Tensor:
+    """Return the sum of dy * weight * x * rstd over every row's local columns: ``... h -> ...``, float32 (float64)."""
+    run = dispatch.piece(gradient_sums, x, dy, weight, rstd)
+    return run(as_rows(dy), as_rows(x), weight, None, rstd.reshape(-1)).reshape(x.shape[:-1])
+
+
+def rms_norm_backward_apply(
+    dy: Tensor, x: Tensor, weight: Tensor | None, rstd: Tensor, sums: Tensor, hidden: int
+) -> tuple[Tensor, Tensor | None]:
+    """dx and dweight, once the sums are global.
+
+    With n = x * rstd:  dx = rstd * (dy * weight - n * sums / hidden),  dweight = sum over rows of dy * n.
+
+    Args:
+        dy, x: ``... h``.
+        weight: [h] or None.
+        rstd: ``...``, float32 (float64).
+        sums: ``...``: :func:`rms_norm_backward_stats`, added up over the ranks that share a row.
+        hidden: global width of a row, in elements.
+
+    Returns:
+        dx in the dtype of ``x``; dweight [h] over the local rows, float32 (float64), None without a weight.
+    """
+    run = dispatch.piece(gradients, x, dy, weight, rstd, sums)
+    dx, dweight, _ = run(
+        as_rows(dy), as_rows(x), weight, None, rstd.reshape(-1), sums.reshape(1, -1), hidden, None, False
+    )
+    return dx.reshape(x.shape), dweight
+
+
+def layer_norm_sum(x: Tensor) -> Tensor:
+    """Return the sum of every row's local columns: ``... h -> ...``, float32 (float64 for float64)."""
+    run = dispatch.piece(row_sums, x)
+    return run(as_rows(x), None, False).reshape(x.shape[:-1])
+
+
+def layer_norm_centred_sum(x: Tensor, mean: Tensor) -> Tensor:
+    """Return the sum of (x - mean)**2 over every row's local columns: ``... h, ... -> ...``.
+
+    A second pass, because E[x**2] - E[x]**2 loses all its digits where the mean is large beside the deviation.
+    """
+    run = dispatch.piece(row_sums, x, mean)
+    return run(as_rows(x), mean.reshape(-1), True).reshape(x.shape[:-1])
+
+
+def layer_norm_apply(
+    x: Tensor, weight: Tensor | None, bias: Tensor | None, mean: Tensor, rstd: Tensor
+) -> Tensor:
+    """(x - mean) * rstd * weight + bias: ``... h, h, h, ..., ... -> ... h`` in the dtype of ``x``."""
+    check_vector("weight", weight, x.shape[-1])
+    check_vector("bias", bias, x.shape[-1])
+    run = dispatch.piece(normalise, x, weight, bias, mean, rstd)
+    return run(as_rows(x), weight, bias, mean.reshape(-1), rstd.reshape(-1)).reshape(x.shape)
+
+
+def layer_norm_backward_stats(
+    dy: Tensor, x: Tensor, weight: Tensor | None, mean: Tensor, rstd: Tensor
+) -> Tensor:
+    """Return the sums of dy * weight and of dy * weight * (x - mean) * rstd: ``... h -> 2 ...``, for one all-reduce."""
+    run = dispatch.piece(gradient_sums, x, dy, weight, mean, rstd)
+    sums = run(as_rows(dy), as_rows(x), weight, mean.reshape(-1), rstd.reshape(-1))
+    return sums.reshape(2, *x.shape[:-1])
+
+
+def layer_norm_backward_apply(
+    dy: Tensor,
+    x: Tensor,
+    weight: Tensor | None,
+    mean: Tensor,
+    rstd: Tensor,
+    sums: Tensor,
+    hidden: int,
+    with_bias: bool = True,
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """dx, dweight and dbias, once the sums are global.
+
+    With n = (x - mean) * rstd:  dx = rstd * (dy * weight - (sums[0] + n * sums[1]) / hidden),
+    dweight = sum over rows of dy * n,  dbias = sum over rows of dy.
+
+    Args:
+        dy, x: ``... h``.
+        weight: [h] or None.
+        mean, rstd: ``...``, float32 (float64).
+        sums: ``2 ...``: :func:`layer_norm_backward_stats`, added up over the ranks that share a row.
+        hidden: global width of a row, in elements.
+        with_bias: also return dbias.
+
+    Returns:
+        dx in the dtype of ``x``; dweight and dbias [h] over the local rows, float32 (float64), or None.
+    """
+    run = dispatch.piece(gradients, x, dy, weight, mean, rstd, sums)
+    dx, dweight, dbias = run(
+        as_rows(dy),
+        as_rows(x),
+        weight,
+        mean.reshape(-1),
+        rstd.reshape(-1),
+        sums.reshape(2, -1),
+        hidden,
+        None,
+        with_bias,
+    )
+    return dx.reshape(x.shape), dweight, dbias
+
+
+# The reference, in plain torch: defines every result, and what Triton and numba are given in its place.
+# One set of functions serves both norms: RMSNorm is LayerNorm with a mean of zero (``mean=None``). ``m`` rows of ``h`` columns
+# side by side; statistics, sums and weight gradients are float32 (float64 for float64 rows).
+
+
+def _plain_rms_norm(x: Tensor, weight: Tensor | None, eps: float, dtype: torch.dtype | None = None) -> Tensor:
+    """``... h``: x / sqrt(mean(x**2) + eps) * weight, differentiable, in ``dtype`` (that of x)."""
+    wide = x.to(compute_dtype(x))
+    y = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
+    return _affine(y, weight, None).to(dtype or x.dtype)
+
+
+def _plain_layer_norm(
+    x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, dtype: torch.dtype | None = None
+) -> Tensor:
+    """``... h``: (x - mean) / sqrt(variance + eps) * weight + bias, differentiable, in ``dtype`` (that of x)."""
+    wide = x.to(compute_dtype(x))
+    centred = wide - wide.mean(-1, keepdim=True)
+    y = centred * torch.rsqrt(centred.square().mean(-1, keepdim=True) + eps)
+    return _affine(y, weight, bias).to(dtype or x.dtype)
+
+
+def _affine(y: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
+    if weight is not None:
+        y = y * weight.to(y.dtype)
+    return y if bias is None else y + bias.to(y.dtype)
+
+
+def _centred(x: Tensor, mean: Tensor | None) -> Tensor:
+    wide = x.to(compute_dtype(x))
+    return wide if mean is None else wide - mean.unsqueeze(-1)
+
+
+def row_sums(x: Tensor, mean: Tensor | None, square: bool) -> Tensor:
+    """``m h -> m``: sum of x, or of (x - mean)**2 when ``square``."""
+    centred = _centred(x, mean)
+    return torch.linalg.vecdot(centred, centred) if square else centred.sum(-1)
+
+
+def _add(x: Tensor, residual: Tensor) -> Tensor:
+    """x + residual, rounded once to the dtype of the residual."""
+    dtype = compute_dtype(residual)
+    return (x.to(dtype) + residual.to(dtype)).to(residual.dtype)
+
+
+def normalise(
+    x: Tensor, weight: Tensor | None, bias: Tensor | None, mean: Tensor | None, rstd: Tensor
+) -> Tensor:
+    """``m h, h, h, m, m -> m h``: (x - mean) * rstd * weight + bias."""
+    return _affine(_centred(x, mean) * rstd.unsqueeze(-1), weight, bias).to(x.dtype)
+
+
+def gradient_sums(dy: Tensor, x: Tensor, weight: Tensor | None, mean: Tensor | None, rstd: Tensor) -> Tensor:
+    """``m h -> 2 m`` (sum of dy*w, sum of dy*w*xhat), or ``1 m`` (the second alone) when ``mean`` is None."""
+    normed = _centred(x, mean) * rstd.unsqueeze(-1)
+    scaled = _affine(dy.to(normed.dtype), weight, None)
+    along = torch.linalg.vecdot(scaled, normed)
+    return along.unsqueeze(0) if mean is None else torch.stack((scaled.sum(-1), along))
+
+
+def gradients(
+    dy: Tensor,
+    x: Tensor,
+    weight: Tensor | None,
+    mean: Tensor | None,
+    rstd: Tensor,
+    sums: Tensor | None,
+    hidden: int,
+    added: Tensor | None,
+    with_bias: bool,
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """Return dx (plus ``added``), dweight and dbias. With ``sums`` None the rows are whole, and their sums are found here.
+
+    The dtype of dx is that of x; dweight is None without a weight, dbias without ``with_bias``.
+    """
+    # torch finds no gradient for a bias that stands alone.
+    as_torch = mean is not None and sums is None and (weight is not None or not with_bias)
+    if as_torch and mean is not None and _native(x, dy, weight, mean):
+        dx, dweight, dbias = _native_gradients(dy, x, weight, mean, rstd, with_bias)
+        return dx if added is None else dx + added, dweight, dbias
+    rstd = rstd.unsqueeze(-1)
+    normed = _centred(x, mean) * rstd
+    wide = dy.to(normed.dtype)
+    scaled = _affine(wide, weight, None)
+    if sums is None:
+        along = torch.linalg.vecdot(scaled, normed)
+        sums = along.unsqueeze(0) if mean is None else torch.stack((scaled.sum(-1), along))
+    towards = normed * (sums[-1] / hidden).unsqueeze(-1)
+    if mean is not None:
+        towards = towards + (sums[0] / hidden).unsqueeze(-1)
+    dx = (scaled - towards) * rstd
+    if added is not None:
+        dx = dx + added.to(dx.dtype)
+    dweight = None if weight is None else (wide * normed).sum(0)
+    return dx.to(x.dtype), dweight, wide.sum(0) if with_bias else None
+
+
+def whole(
+    x: Tensor, residual: Tensor | None, weight: Tensor | None, bias: Tensor | None, eps: float, centred: bool
+) -> tuple[Tensor, Tensor, Tensor | None, Tensor]:
+    """Return y in the dtype of x, x + residual (or x), the mean and rstd of whole rows."""
+    summed = x if residual is None else _add(x, residual)
+    hidden = x.shape[-1]
+    if centred and _native(summed, x, weight, bias):
+        y, means, rstd = torch.native_layer_norm(summed, (hidden,), weight, bias, eps)
+        return y, summed, means.flatten(), rstd.flatten()
+    mean = row_sums(summed, None, False) / hidden if centred else None
+    rstd = torch.rsqrt(row_sums(summed, mean, True) / hidden + eps)
+    y = _affine(_centred(summed, mean) * rstd.unsqueeze(-1), weight, bias)
+    return y.to(x.dtype), summed, mean, rstd
+
+
+def _native(x: Tensor, *others: Tensor | None) -> bool:
+    """Return True if torch's own LayerNorm computes the same: one precision, nothing to round on the way."""
+    return x.dtype in (torch.float32, torch.float64) and all(t is None or t.dtype is x.dtype for t in others)
+
+
+def _native_gradients(
+    dy: Tensor, x: Tensor, weight: Tensor | None, mean: Tensor, rstd: Tensor, with_bias: bool
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    shape = (*x.shape[:-1], 1)
+    wanted = [True, weight is not None, with_bias]
+    # torch only asks if a bias exists, so the weight can stand for it.
+    dx, dweight, dbias = torch.ops.aten.native_layer_norm_backward(
+        dy, x, (x.shape[-1],), mean.view(shape), rstd.view(shape), weight, weight, wanted
+    )
+    return dx, dweight if wanted[1] else None, dbias if with_bias else None

@@ -1,0 +1,277 @@
+"""Norms in Triton: each row is read once per pass and held in registers, a few short rows to a program."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from meshfold.kernels import norms as plain
+from meshfold.kernels._triton import launch, programs, tile
+
+# Wider rows than this do not fit a block; no model has them, and the reference takes them.
+_WIDEST = 65536
+
+
+@triton.jit
+def _load_rows(base, row, stride, column, mask):
+    return tl.load(base + row.to(tl.int64)[:, None] * stride + column[None, :], mask=mask, other=0.0).to(
+        tl.float32
+    )
+
+
+@triton.jit
+def _store_rows(base, row, stride, column, mask, value):
+    tl.store(
+        base + row.to(tl.int64)[:, None] * stride + column[None, :],
+        value.to(base.dtype.element_ty),
+        mask=mask,
+    )
+
+
+@triton.jit(do_not_specialize=["rows", "eps"])
+def _normalise(
+    x, residual, weight, bias, y, summed, mean, rstd,
+    rows, hidden, eps, x_stride, residual_stride, summed_stride,
+    STATS_GIVEN: tl.constexpr, CENTRED: tl.constexpr, HAS_RESIDUAL: tl.constexpr,
+    HAS_WEIGHT: tl.constexpr, HAS_BIAS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    """y = (v - mean) * rstd * weight + bias with v = x + residual; finds mean and rstd unless they are given."""
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    column = tl.arange(0, COLUMNS)
+    in_rows = row < rows
+    in_columns = column < hidden
+    mask = in_rows[:, None] & in_columns[None, :]
+    value = _load_rows(x, row, x_stride, column, mask)
+    if HAS_RESIDUAL:
+        value += _load_rows(residual, row, residual_stride, column, mask)
+        # Normalise what the residual stream will hold, so that fused and unfused agree.
+        value = value.to(summed.dtype.element_ty)
+        _store_rows(summed, row, summed_stride, column, mask, value)
+        value = value.to(tl.float32)
+    if CENTRED:
+        if STATS_GIVEN:
+            middle = tl.load(mean + row, mask=in_rows, other=0.0)
+        else:
+            middle = tl.sum(value, axis=1) / hidden
+            tl.store(mean + row, middle, mask=in_rows)
+        value = tl.where(mask, value - middle[:, None], 0.0)
+    if STATS_GIVEN:
+        scale = tl.load(rstd + row, mask=in_rows, other=0.0)
+    else:
+        scale = 1.0 / tl.sqrt(tl.sum(value * value, axis=1) / hidden + eps)
+        tl.store(rstd + row, scale, mask=in_rows)
+    value *= scale[:, None]
+    if HAS_WEIGHT:
+        value *= tl.load(weight + column, mask=in_columns, other=0.0).to(tl.float32)[None, :]
+    if HAS_BIAS:
+        value += tl.load(bias + column, mask=in_columns, other=0.0).to(tl.float32)[None, :]
+    _store_rows(y, row, hidden, column, mask, value)
+
+
+@triton.jit(do_not_specialize=["rows"])
+def _row_sums(
+    x, mean, sums, rows, hidden, x_stride,
+    SQUARE: tl.constexpr, CENTRED: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    column = tl.arange(0, COLUMNS)
+    in_rows = row < rows
+    mask = in_rows[:, None] & (column < hidden)[None, :]
+    value = _load_rows(x, row, x_stride, column, mask)
+    if CENTRED:
+        value = tl.where(mask, value - tl.load(mean + row, mask=in_rows, other=0.0)[:, None], 0.0)
+    if SQUARE:
+        value *= value
+    tl.store(sums + row, tl.sum(value, axis=1), mask=in_rows)
+
+
+@triton.jit(do_not_specialize=["rows"])
+def _gradient_sums(
+    dy, x, weight, mean, rstd, sums, rows, hidden, dy_stride, x_stride,
+    CENTRED: tl.constexpr, HAS_WEIGHT: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    column = tl.arange(0, COLUMNS)
+    in_rows = row < rows
+    in_columns = column < hidden
+    mask = in_rows[:, None] & in_columns[None, :]
+    normed = _load_rows(x, row, x_stride, column, mask)
+    scaled = _load_rows(dy, row, dy_stride, column, mask)
+    if HAS_WEIGHT:
+        scaled *= tl.load(weight + column, mask=in_columns, other=0.0).to(tl.float32)[None, :]
+    if CENTRED:
+        normed -= tl.load(mean + row, mask=in_rows, other=0.0)[:, None]
+        tl.store(sums + row, tl.sum(scaled, axis=1), mask=in_rows)
+        sums += rows
+    normed *= tl.load(rstd + row, mask=in_rows, other=0.0)[:, None]
+    tl.store(sums + row, tl.sum(scaled * normed, axis=1), mask=in_rows)
+
+
+@triton.jit(do_not_specialize=["rows", "width"])
+def _gradients(
+    dy, x, weight, mean, rstd, sums, added, dx, dweight, dbias,
+    rows, hidden, width, dy_stride, x_stride, added_stride,
+    SUMS_GIVEN: tl.constexpr, CENTRED: tl.constexpr, HAS_ADDED: tl.constexpr,
+    HAS_WEIGHT: tl.constexpr, HAS_BIAS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    """dx row by row; every program adds up dweight and dbias over its own rows and stores one partial sum of each.
+
+    ``hidden`` is the number of local columns, ``width`` of the columns that the statistics run over.
+    """
+    column = tl.arange(0, COLUMNS)
+    in_columns = column < hidden
+    weight_sum = tl.zeros((COLUMNS,), dtype=tl.float32)
+    bias_sum = tl.zeros((COLUMNS,), dtype=tl.float32)
+    if HAS_WEIGHT:
+        gain = tl.load(weight + column, mask=in_columns, other=0.0).to(tl.float32)[None, :]
+    for block in range(tl.program_id(0), tl.cdiv(rows, ROWS), tl.num_programs(0)):
+        row = block * ROWS + tl.arange(0, ROWS)
+        in_rows = row < rows
+        mask = in_rows[:, None] & in_columns[None, :]
+        normed = _load_rows(x, row, x_stride, column, mask)
+        wide = _load_rows(dy, row, dy_stride, column, mask)
+        scale = tl.load(rstd + row, mask=in_rows, other=0.0)[:, None]
+        if CENTRED:
+            normed -= tl.load(mean + row, mask=in_rows, other=0.0)[:, None]
+        normed *= scale
+        if HAS_WEIGHT:
+            weight_sum += tl.sum(wide * normed, axis=0)
+            scaled = wide * gain
+        else:
+            scaled = wide
+        if HAS_BIAS:
+            bias_sum += tl.sum(wide, axis=0)
+        if SUMS_GIVEN:
+            if CENTRED:
+                total = tl.load(sums + row, mask=in_rows, other=0.0)
+                along = tl.load(sums + rows + row, mask=in_rows, other=0.0)
+            else:
+                along = tl.load(sums + row, mask=in_rows, other=0.0)
+        else:
+            along = tl.sum(scaled * normed, axis=1)
+            if CENTRED:
+                total = tl.sum(scaled, axis=1)
+        towards = normed * (along / width)[:, None]
+        if CENTRED:
+            towards += (total / width)[:, None]
+        value = (scaled - towards) * scale
+        if HAS_ADDED:
+            value += _load_rows(added, row, added_stride, column, mask)
+        _store_rows(dx, row, hidden, column, mask, value)
+    partial = tl.program_id(0).to(tl.int64) * hidden + column
+    if HAS_WEIGHT:
+        tl.store(dweight + partial, weight_sum, mask=in_columns)
+    if HAS_BIAS:
+        tl.store(dbias + partial, bias_sum, mask=in_columns)
+
+
+def row_sums(x: Tensor, mean: Tensor | None, square: bool) -> Tensor:
+    if x.shape[1] > _WIDEST:
+        return plain.row_sums(x, mean, square)
+    rows, hidden = x.shape
+    sums = torch.empty(rows, dtype=torch.float32, device=x.device)
+    high, wide, warps = tile(hidden)
+    launch(
+        _row_sums, (triton.cdiv(rows, high),), x,
+        x, sums if mean is None else mean, sums, rows, hidden, x.stride(0),
+        SQUARE=square, CENTRED=mean is not None, ROWS=high, COLUMNS=wide, num_warps=warps,
+    )  # fmt: skip
+    return sums
+
+
+def normalise(
+    x: Tensor, weight: Tensor | None, bias: Tensor | None, mean: Tensor | None, rstd: Tensor
+) -> Tensor:
+    if x.shape[1] > _WIDEST:
+        return plain.normalise(x, weight, bias, mean, rstd)
+    y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    _run_normalise(x, None, weight, bias, y, x, mean, rstd, 0.0, given=True)
+    return y
+
+
+def whole(
+    x: Tensor, residual: Tensor | None, weight: Tensor | None, bias: Tensor | None, eps: float, centred: bool
+) -> tuple[Tensor, Tensor, Tensor | None, Tensor]:
+    if x.shape[1] > _WIDEST or (residual is not None and residual.dtype is torch.float64):
+        return plain.whole(x, residual, weight, bias, eps, centred)
+    y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    summed = x if residual is None else torch.empty(x.shape, dtype=residual.dtype, device=x.device)
+    rstd = torch.empty(x.shape[0], dtype=torch.float32, device=x.device)
+    mean = torch.empty_like(rstd) if centred else None
+    _run_normalise(x, residual, weight, bias, y, summed, mean, rstd, eps, given=False)
+    return y, summed, mean, rstd
+
+
+def _run_normalise(
+    x: Tensor,
+    residual: Tensor | None,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    y: Tensor,
+    summed: Tensor,
+    mean: Tensor | None,
+    rstd: Tensor,
+    eps: float,
+    given: bool,
+) -> None:
+    rows, hidden = x.shape
+    other = x if residual is None else residual
+    high, wide, warps = tile(hidden)
+    # An argument that a kernel does not use still has to be some pointer.
+    launch(
+        _normalise, (triton.cdiv(rows, high),), x,
+        x, other, x if weight is None else weight, x if bias is None else bias, y, summed,
+        rstd if mean is None else mean, rstd,
+        rows, hidden, eps, x.stride(0), other.stride(0), summed.stride(0),
+        STATS_GIVEN=given, CENTRED=mean is not None, HAS_RESIDUAL=residual is not None,
+        HAS_WEIGHT=weight is not None, HAS_BIAS=bias is not None,
+        ROWS=high, COLUMNS=wide, num_warps=warps,
+    )  # fmt: skip
+
+
+def gradient_sums(dy: Tensor, x: Tensor, weight: Tensor | None, mean: Tensor | None, rstd: Tensor) -> Tensor:
+    rows, hidden = x.shape
+    if hidden > _WIDEST:
+        return plain.gradient_sums(dy, x, weight, mean, rstd)
+    sums = torch.empty((1 if mean is None else 2, rows), dtype=torch.float32, device=x.device)
+    high, wide, warps = tile(hidden)
+    launch(
+        _gradient_sums, (triton.cdiv(rows, high),), x,
+        dy, x, x if weight is None else weight, rstd if mean is None else mean, rstd, sums,
+        rows, hidden, dy.stride(0), x.stride(0),
+        CENTRED=mean is not None, HAS_WEIGHT=weight is not None, ROWS=high, COLUMNS=wide, num_warps=warps,
+    )  # fmt: skip
+    return sums
+
+
+def gradients(
+    dy: Tensor,
+    x: Tensor,
+    weight: Tensor | None,
+    mean: Tensor | None,
+    rstd: Tensor,
+    sums: Tensor | None,
+    hidden: int,
+    added: Tensor | None,
+    with_bias: bool,
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    rows, columns = x.shape
+    if columns > _WIDEST or x.dtype is torch.float64:
+        return plain.gradients(dy, x, weight, mean, rstd, sums, hidden, added, with_bias)
+    dx = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    high, wide, warps = tile(columns)
+    count = programs(triton.cdiv(rows, high), x)
+    dweight = None if weight is None else torch.empty((count, columns), dtype=torch.float32, device=x.device)
+    dbias = torch.empty((count, columns), dtype=torch.float32, device=x.device) if with_bias else None
+    launch(
+        _gradients, (count,), x,
+        dy, x, x if weight is None else weight, rstd if mean is None else mean, rstd,
+        rstd if sums is None else sums, x if added is None else added, dx,
+        rstd if dweight is None else dweight, rstd if dbias is None else dbias,
+        rows, columns, hidden, dy.stride(0), x.stride(0), x.stride(0) if added is None else added.stride(0),
+        SUMS_GIVEN=sums is not None, CENTRED=mean is not None, HAS_ADDED=added is not None,
+        HAS_WEIGHT=weight is not None, HAS_BIAS=with_bias, ROWS=high, COLUMNS=wide, num_warps=warps,
+    )  # fmt: skip
+    return dx, None if dweight is None else dweight.sum(0), None if dbias is None else dbias.sum(0)
