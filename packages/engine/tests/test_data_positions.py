@@ -9,7 +9,7 @@ import pytest
 from torch import Tensor
 
 from meshfold.engine import ShardedLoader
-from meshfold.engine.batches.positions import DataPositions
+from meshfold.engine.batches.loader import DataPositions
 
 
 def loader() -> ShardedLoader:

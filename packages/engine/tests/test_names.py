@@ -14,7 +14,7 @@ from torch import nn
 
 from meshfold.engine import Engine
 from meshfold.engine.checkpoints.checkpoint import Checkpoint
-from meshfold.engine.checkpoints.plain_names import with_plain_names
+from meshfold.engine.checkpoints.model_state import with_plain_names
 from meshfold.mesh.parameters.parameter_meta import uncompiled_name
 from meshfold.mesh.testing import run_on_ranks
 from meshfold.models import GPT, GPTConfig

@@ -15,8 +15,7 @@ from torch import Tensor, nn
 from meshfold.engine.assembly.arguments import Arguments
 from meshfold.engine.assembly.build import build
 from meshfold.engine.batches.cut import shard_batch
-from meshfold.engine.batches.loader import ShardedLoader
-from meshfold.engine.batches.positions import DataPositions
+from meshfold.engine.batches.loader import DataPositions, ShardedLoader
 from meshfold.engine.checkpoints.background_save import BackgroundSave
 from meshfold.engine.checkpoints.saving import Saver
 from meshfold.engine.integrations import integration

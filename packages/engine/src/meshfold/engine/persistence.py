@@ -15,8 +15,7 @@ from meshfold.checkpoint import CheckpointError
 from meshfold.checkpoint.folder import EXTRA_STATE_FILE, SCHEDULER_FILE
 from meshfold.checkpoint.state import FORMAT_SHARDED, split_extra_state
 from meshfold.engine.checkpoints.checkpoint import MODEL_FILE, OPTIMIZER_FILE, Checkpoint, write_checkpoint
-from meshfold.engine.checkpoints.model_description import describe_model
-from meshfold.engine.checkpoints.plain_names import with_plain_names
+from meshfold.engine.checkpoints.model_state import describe_model, with_plain_names
 from meshfold.engine.states.optimizer_state import check_shapes
 from meshfold.engine.states.replicated import Source, Sources
 from meshfold.engine.world.distributed_errors import fail_together

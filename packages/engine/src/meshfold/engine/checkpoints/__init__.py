@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 from meshfold.engine.checkpoints.checkpoint import MODEL_FILE, Checkpoint, write_checkpoint
-from meshfold.engine.checkpoints.model_description import describe_model
-from meshfold.engine.checkpoints.model_state import ModelState
-from meshfold.engine.checkpoints.plain_names import with_plain_names
+from meshfold.engine.checkpoints.model_state import ModelState, describe_model, with_plain_names
 
 __all__ = ["MODEL_FILE", "Checkpoint", "ModelState", "describe_model", "with_plain_names", "write_checkpoint"]

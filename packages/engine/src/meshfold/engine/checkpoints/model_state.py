@@ -5,9 +5,10 @@ And that of its optimizer, by the names of the whole model's parameters.
 
 from __future__ import annotations
 
+import json
 import warnings
 from collections.abc import Collection, Iterable, Mapping
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -20,12 +21,12 @@ from meshfold.checkpoint.state import (
     modules_with_extra_state,
     restore_extra_state,
 )
-from meshfold.engine.checkpoints.plain_names import with_plain_names
 from meshfold.engine.states.replicated import Source, Sources, States
 from meshfold.engine.world.distributed_errors import fail_together
 from meshfold.engine.world.world import World
 from meshfold.mesh import broadcast
 from meshfold.mesh.collectives import all_gather_object
+from meshfold.mesh.parameters import uncompiled_name
 
 
 class ModelState:
@@ -236,3 +237,30 @@ def _check_shape(name: str, whole: Tensor, wanted: tuple[int, ...]) -> None:
 def _some(names: list[str]) -> str:
     shown = ", ".join(map(repr, names[:3]))
     return shown if len(names) <= 3 else f"{shown} and {len(names) - 3} more"
+
+
+T = TypeVar("T")
+
+
+def with_plain_names(found: Mapping[str, T]) -> dict[str, T]:
+    """The same under plain names; of what has one twice, the first."""
+    named: dict[str, T] = {}
+    for name, value in found.items():
+        named.setdefault(uncompiled_name(name), value)
+    return named
+
+
+def describe_model(model: Any) -> dict[str, Any] | None:
+    """Return the configuration of a model; None for a model whose configuration cannot be written.
+
+    A configuration can say it itself, in a method ``checkpoint_description()``; those of transformers are written as JSON.
+    """
+    config: Any = getattr(model, "config", None)
+    if hasattr(config, "checkpoint_description"):
+        own: dict[str, Any] = config.checkpoint_description()
+        return own
+    if hasattr(config, "to_json_string"):
+        found = json.loads(config.to_json_string(use_diff=True))
+        found["architectures"] = found.get("architectures") or [type(model).__name__]
+        return {"kind": "hf", "config": found}
+    return None
