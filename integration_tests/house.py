@@ -40,7 +40,8 @@ QUESTIONING = (
     "engine/zero",
     "mesh/tracking",
     "models",
-    "zero_gemini",
+    "zero_gemini/chunks",
+    "zero_gemini/runtime",
 )
 QUESTIONS = ("How", "Of", "What", "Where", "Whether", "Which", "Who", "Whom", "Whose")
 APPLICATION = "meshfold"

@@ -1,4 +1,4 @@
-"""What can go wrong with the memory of a model."""
+"""Errors of a model's memory."""
 
 from __future__ import annotations
 

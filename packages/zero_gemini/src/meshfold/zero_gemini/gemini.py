@@ -223,12 +223,12 @@ class Gemini(HeldModel):
 
     @property
     def is_half_stepped(self) -> bool:
-        """Whether some chunks have made the step that is under way, and others may not have."""
+        """Return whether some chunks have made the step that is under way, and others may not have."""
         return self._early is not None and self._early.is_half
 
     @property
     def takes(self) -> bool:
-        """Whether gradients count that come now; those that come while it is False are dropped."""
+        """Return whether gradients that come now are used; they are dropped otherwise."""
         return self._flow.takes
 
     @takes.setter
@@ -285,7 +285,7 @@ class Gemini(HeldModel):
 
     @property
     def staying_bytes(self) -> int:
-        """Of gathered chunks that nobody computes with, and that wait on the device for their next use in the step.
+        """Limit, in bytes, of gathered chunks that are not in use and wait on the device for their next use in the step.
 
         All ranks that share chunks must set the same, between steps. Whoever does lets them go before the optimizer steps,
         by :meth:`rest`.

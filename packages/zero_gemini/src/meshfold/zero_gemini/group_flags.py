@@ -37,7 +37,7 @@ class Flags:
             self._there = stream.record_event()
 
     def read(self) -> list[bool]:
-        """What the group says."""
+        """Return the group's answers."""
         if self._there is not None:
             self._there.synchronize()
             self._there = None

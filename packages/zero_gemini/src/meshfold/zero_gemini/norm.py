@@ -21,7 +21,7 @@ _FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 
 
 def holders_of(meta: ParameterMeta, shape: torch.Size, mesh: Mesh) -> int | Tensor:
-    """How many ranks hold the same element of a shard: a number, or one for each element of the flat parameter."""
+    """Return the number of ranks that hold each element of a shard: one number, or one per element of the flat parameter."""
     apart = mesh.size(*meta.sum_axes)
     counts = [
         (piece, holders // apart)
@@ -54,7 +54,7 @@ def power_sum(gradient: Tensor, holders: int | Tensor, norm_type: float) -> Tens
 
 
 def combine(sums: Iterable[Tensor], norm_type: float, device: torch.device) -> Tensor:
-    """Of all sums of one rank: their sum, or the largest for infinity."""
+    """Return the sum of one rank's power sums, or the largest for infinity."""
     gathered = [one.to(device) for one in sums]
     if not gathered:
         return torch.zeros((), dtype=torch.float64, device=device)

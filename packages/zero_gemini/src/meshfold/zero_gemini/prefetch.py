@@ -1,4 +1,4 @@
-"""How far ahead of its use a unit is gathered: while others compute that take long enough to hide it.
+"""Rule for how far ahead of its use a unit is gathered: behind units that compute long enough to hide it.
 
 A final norm is over before anything could be gathered beside it. So what counts as a unit to gather behind is one that has
 something to compute; *light* ones are passed over, and gathered with the next one that is not.
@@ -16,7 +16,7 @@ _LIGHT = 64
 
 
 def light_ones(elems: Mapping[Name, int]) -> frozenset[Name]:
-    """Which units are light.
+    """Return the names of the light units.
 
     Args:
         elems: of the parameters of each.
@@ -26,7 +26,7 @@ def light_ones(elems: Mapping[Name, int]) -> frozenset[Name]:
 
 
 def reach(coming: Iterable[bool], prefetch: int) -> int:
-    """How many of the units that come are gathered now.
+    """Return how many of the coming units are gathered now.
 
     Args:
         coming: of each, in order, whether it is light.

@@ -1,4 +1,4 @@
-"""What fails on one rank of several, told to all of them before any waits for it for ever.
+"""Errors of one rank, reported to all ranks before any of them waits for it for ever.
 
 A rank whose disk fails while the others compute cannot just raise: they are in a collective with it, or will be in the
 next. So it *keeps* what went wrong, goes on through the same collectives with NaN in place of what it has lost, and all
@@ -33,7 +33,7 @@ _KINDS: dict[str, type[MeshfoldError]] = {
 
 
 class Faults:
-    """What went wrong on this rank, and what all ranks were told. A rank that is alone raises at once.
+    """Errors of this rank, and those reported to all ranks. A single rank raises at once.
 
     An error that all raise names the rank and the cause. It is of the cause's class if that is one of this package's, else
     :class:`~meshfold.zero_gemini.errors.RankError`; on the rank itself it has the cause as ``__cause__``.
@@ -63,7 +63,7 @@ class Faults:
 
     @property
     def told(self) -> bool:
-        """Whether everybody knows that something went wrong."""
+        """Return whether an error has been reported to all ranks."""
         return self._told is not None or (self._everyone is None and self._mine is not None)
 
     def check(self) -> None:
@@ -85,7 +85,7 @@ class Faults:
 
     @contextmanager
     def together(self) -> Iterator[None]:
-        """What raises inside on one rank raises on all behind it, once. All must come; no collectives inside."""
+        """Context manager: raise an error of one rank on all ranks at the end. All must enter; no collectives inside."""
         error: Exception | None = None
         try:
             yield

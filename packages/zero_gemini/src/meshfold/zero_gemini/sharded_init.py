@@ -73,7 +73,7 @@ class ShardedInit:
 
 
 def sharded_values(model: nn.Module, device: torch.device) -> ParameterInit | None:
-    """What makes the parameters of a model that was built under :class:`ShardedInit`; None for another model.
+    """Return the initializer of the parameters of a model built under :class:`ShardedInit`; None for another model.
 
     Its buffers are made here and now.
 

@@ -9,7 +9,7 @@ from meshfold.zero_gemini.optimizer.step_timing import StepKind, StepTiming
 from meshfold.zero_gemini.planner import Machine, Regime
 
 ENOUGH_ELEMS = 2**24
-"""Of what was stepped: fewer say more of what a call costs than of the memory."""
+"""Least number of stepped elements that shows a memory rate; fewer show the cost of a call instead."""
 
 
 def with_observed_rates(

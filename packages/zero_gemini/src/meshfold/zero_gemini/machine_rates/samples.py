@@ -35,7 +35,7 @@ _ADAM = AdamSettings(lr=0.0, beta1=0.9, beta2=0.999, eps=1e-8, weight_decay=0.0,
 _STRETCH_S, _STRETCHES = 0.15, 5
 _STEADY_S, _MOST_S = 0.15, 1.5
 WORTH_IT = 1.05
-"""How much faster the cores and the device must be than the cores alone for state to pass through the device."""
+"""Least speed-up of cores and device over cores alone for which state passes through the device."""
 UNLIMITED_BYTES = 2**60
 """Stands for the size of a memory that has no limit, in bytes."""
 

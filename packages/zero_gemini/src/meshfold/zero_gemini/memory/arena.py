@@ -52,7 +52,7 @@ class Block:
 
     @property
     def freed(self) -> bool:
-        """Whether its memory was given back."""
+        """Return whether its memory was given back."""
         return self._tensor is None
 
     def empty(self) -> None:
@@ -165,7 +165,7 @@ class Arena:
         return -(-numel * dtype.itemsize // self._round_bytes) * self._round_bytes
 
     def fits(self, numel: int, dtype: torch.dtype) -> bool:
-        """Whether the budget still allows a block of ``numel`` elements."""
+        """Return whether the budget still allows a block of ``numel`` elements."""
         free = self.free_bytes
         return free is None or self.nbytes(numel, dtype) <= free
 

@@ -38,7 +38,7 @@ class Memory:
         self.waiting = Waiting()
 
     def arena(self, place: MemoryTier) -> Arena:
-        """Where what belongs to a place is held."""
+        """Return the arena of a memory tier."""
         return self.compute if place == "device" else self.home
 
     def allocate(self, elements: int, dtype: torch.dtype, place: MemoryTier, purpose: str) -> Block:

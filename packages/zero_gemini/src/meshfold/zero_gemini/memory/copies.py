@@ -53,7 +53,7 @@ class Arrival:
             self.event.synchronize()
 
     def is_over(self) -> bool:
-        """Whether the stream has come there."""
+        """Return whether the stream has reached the mark."""
         return self.event is None or self.event.query()
 
 

@@ -1,4 +1,4 @@
-"""Where the host stands still in the middle of a step, told to whoever watches.
+"""Waits of the host in the middle of a step, reported to a watcher.
 
 Hooks of a backward wait for the optimizer's work of the step before, or for a place for a gradient. A device that is given
 nothing meanwhile runs out of work: the time from one place of the step to the next is then no time of compute.

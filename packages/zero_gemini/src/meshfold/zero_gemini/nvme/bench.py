@@ -1,4 +1,4 @@
-"""How fast blocks reach a folder's disk and come back: the planner's disk rate."""
+"""Benchmark of a folder's disk: the write and read rates that the planner uses."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What can be said before training: is the folder there, may it be written, does the file fit, is it ours alone."""
+"""Checks of an offload folder before training: it exists, is writable, has space, and its file is not used by others."""
 
 from __future__ import annotations
 
@@ -109,7 +109,7 @@ def claim(path: Path, notes: list[str]) -> int:
 
 
 def is_others(error: DiskError, path: Path) -> bool:
-    """Whether a file could not be had since it is another store's, or another user's."""
+    """Return whether a file could not be opened because another store or user has it."""
     return error.errno == errno.EAGAIN or (error.errno in (errno.EACCES, errno.EPERM) and path.exists())
 
 
@@ -213,7 +213,7 @@ def _cannot_open(path: Path, error: OSError) -> DiskError:
 
 
 def is_still(path: Path, control: int) -> bool:
-    """Whether `path` names the open file, and not one that came later."""
+    """Return whether `path` names the open file, and not one that came later."""
     try:
         return os.path.samestat(os.stat(path, follow_symlinks=False), os.fstat(control))
     except FileNotFoundError:

@@ -1,4 +1,4 @@
-"""What lies where in a block file, and the header that marks a file as ours. Pure: nothing here does I/O.
+"""Layout of a block file, and the header that marks a file as ours. No I/O here.
 
     0        header page: magic, version, process, checksum (one sector)
     4096     one page to try direct I/O on
@@ -60,7 +60,7 @@ class Header:
 
 @dataclass(frozen=True, kw_only=True)
 class BlockPlace:
-    """Where a block lies: offset and length in bytes, and the length of each of its pieces but the last."""
+    """Location of a block: offset and length in bytes, and the length of each of its pieces but the last."""
 
     name: str
     offset: int

@@ -41,7 +41,7 @@ def sweep(folder: str | os.PathLike[str]) -> list[str]:
 
 
 def _left_behind(path: Path, control: int) -> str:
-    """What to say of a file that nobody wants any more, which is locked then; nothing of any other.
+    """Lock a file that no process uses any more and return a note about it; empty for any other file.
 
     Raises:
         OSError: if somebody uses it.

@@ -1,4 +1,4 @@
-"""Which request runs when: one after the other on each block, as many blocks and pieces at once as there are threads."""
+"""Queues of disk requests: in order on each block, as many blocks and pieces at once as there are threads."""
 
 from __future__ import annotations
 

@@ -32,7 +32,7 @@ class Pending:
         self._request = request
 
     def done(self) -> bool:
-        """Whether `wait` would return, or raise, at once."""
+        """Return whether `wait` would return, or raise, at once."""
         return self._request.finished.is_set()
 
     def wait(self) -> None:

@@ -79,7 +79,7 @@ class DiskStore:
 
     @property
     def direct(self) -> bool:
-        """Whether blocks bypass the page cache."""
+        """Return whether blocks bypass the page cache."""
         return self._file.direct
 
     @property

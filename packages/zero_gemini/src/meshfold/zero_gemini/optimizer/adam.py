@@ -49,7 +49,7 @@ _FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 
 
 def suits(optimizer: torch.optim.Optimizer, dtype: torch.dtype, true_dtype: torch.dtype) -> bool:
-    """Whether our Adam computes what a torch optimizer would: Adam or AdamW without extras, in float32 throughout."""
+    """Return whether our Adam computes what a torch optimizer would: Adam or AdamW without extras, in float32 throughout."""
     return (
         type(optimizer) in (torch.optim.Adam, torch.optim.AdamW)
         and dtype in _FLOATS
@@ -294,7 +294,7 @@ class AdamStepper(AdamValues):
         )  # fmt: skip
 
     def _count(self, chunk: Chunk, used: set[str]) -> None:
-        """Of what is used, this step is made."""
+        """Count this step for the parameters that are used."""
         for part in chunk.slices:
             self._steps[part.name] += part.name in used
 

@@ -1,4 +1,4 @@
-"""What our Adam keeps of parameters, read and written by their names: true weights, moments, numbers of steps."""
+"""Adam's state by parameter name, read and written: master weights, moments, step counts."""
 
 from __future__ import annotations
 
@@ -111,7 +111,7 @@ class AdamValues(ABC):
         return held.noted().parts(*self._range(name), key)
 
     def noted(self) -> NotedAdam | None:
-        """Where everything lies: good until the next step or move. None if some of it is on a disk."""
+        """Return where everything lies, valid until the next step or move; None if some of it is on a disk."""
         self._wait()
         if any(held.place == "disk" for held in self._held.values()):
             return None
@@ -133,7 +133,7 @@ class AdamValues(ABC):
                     getattr(state, key).copy_(part)
 
     def _idle(self, name: str) -> Held:
-        """What is held of a parameter's chunk, with nobody at work on it."""
+        """Wait for work on a parameter's chunk and return its state."""
         self._wait()
         return self._held[self._chunks[name]]
 

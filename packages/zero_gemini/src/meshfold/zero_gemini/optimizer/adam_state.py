@@ -1,4 +1,4 @@
-"""What Adam keeps of one chunk, wherever it is: weights, and the planes beside them in memory or on disk."""
+"""Adam's state of one chunk: weights, and the planes beside them in memory or on disk."""
 
 from __future__ import annotations
 
@@ -140,7 +140,7 @@ class Held:
     # -- pieces -------------------------------------------------------------------------------------------------
 
     def noted(self) -> NotedChunk:
-        """Where it lies; the planes only of state in memory."""
+        """Return where the state lies; planes only if they are in memory."""
         planes = {
             plane.name: (plane, self._blocks[plane.name].tensor)
             for plane in self.planes
@@ -149,7 +149,7 @@ class Held:
         return NotedChunk(dtype=self.chunk.dtype, weights=self.weights.tensor, planes=planes)
 
     def pieces_of(self, spans: Sequence[tuple[int, int]]) -> list[Piece]:
-        """What of some runs of elements is on disk, in order."""
+        """Return the parts of some runs of elements that are on disk, in order."""
         return [
             piece
             for piece in self._pieces

@@ -58,7 +58,7 @@ class Worker:
 
     @property
     def failed(self) -> bool:
-        """Whether somebody was told that a step failed."""
+        """Return whether a failed step has been reported."""
         return self._failure is not None
 
     def submit(self, steps: dict[Chunk, Halves], backward: list[Chunk], then: Work | None = None) -> None:
@@ -85,7 +85,7 @@ class Worker:
             self._rest.append(pool.submit(then))
 
     def is_done(self, chunk: Chunk) -> bool:
-        """Whether to wait for the chunk's parameters takes no time."""
+        """Return whether the chunk's parameters are ready, so that a wait returns at once."""
         future = self._parameters.get(chunk)
         if future is None:
             return True
@@ -193,7 +193,7 @@ class _Deal:
 
 
 def threads_for_steps(there: int) -> int:
-    """How many of a process's threads step.
+    """Return how many of a process's threads run optimizer steps.
 
     The thread that launches the device's work keeps a core for itself, and autograd's another where there are many: with
     14 of 16 cores the kernels are 8 % faster than with 15.

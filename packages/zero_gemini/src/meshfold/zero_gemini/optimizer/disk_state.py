@@ -34,7 +34,7 @@ Slot = tuple[DiskStore, str]
 
 @dataclass(frozen=True, kw_only=True)
 class DiskSettings:
-    """Where and how optimizer state lies on disk.
+    """Settings of optimizer state on disk.
 
     Attributes:
         folder: an existing folder, best on a local NVMe disk.
@@ -81,7 +81,7 @@ class DiskPlanes:
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """What a person should know: no direct I/O, what a killed process left and was removed."""
+        """Return notes for the user: no direct I/O, files of a killed process that were removed."""
         return tuple(self._notes)
 
     @property

@@ -91,7 +91,7 @@ class EarlySteps:
         self.is_half = False
 
     def forget(self) -> None:
-        """Of a backward that was broken off before anything was stepped."""
+        """Forget a backward that was broken off before any step."""
         self._waiting.clear()
 
     def check(self) -> None:

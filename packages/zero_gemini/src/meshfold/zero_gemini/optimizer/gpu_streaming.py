@@ -25,7 +25,7 @@ SLOT_BYTES = 32 * 2**20
 SLOTS = 6
 _UP_AT_A_TIME = 2  # pieces that are queued to go up: what computation waits for comes right behind them
 PASSAGE_BYTES = SLOTS * SLOT_BYTES
-"""What the pieces that are on the device at a time take of it."""
+"""Device memory of the pieces that are there at a time."""
 _ALIGN_ELEMS = 2**14  # of pieces: blocks of 8-bit moments share a scale
 
 StepPiece = Callable[[int, AdamState, Tensor, int], None]
@@ -49,7 +49,7 @@ class _Streams:
 
 @dataclass(frozen=True, kw_only=True)
 class HostState:
-    """What is to be stepped, all of it flat in the host's memory.
+    """State that is to be stepped, flat in the host's memory.
 
     Attributes:
         weights: of the shard, in the dtype that the model computes in.

@@ -1,4 +1,4 @@
-"""What a way of stepping can do for the chunks it was given."""
+"""Interface of a stepper: the operations on the chunks that it was given."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ class Stepper(Protocol):
         """This rank's elements of a parameter as a parameter of the optimizer; None if it has none."""
 
     def true_dtype(self, chunk: Chunk) -> torch.dtype:
-        """Of the chunk's true weights."""
+        """Return the dtype of the chunk's master weights."""
 
     def fill(self, name: str, block: Tensor) -> None:
         """Take a parameter's true values, of its shape."""

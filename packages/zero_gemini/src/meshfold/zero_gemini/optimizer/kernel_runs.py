@@ -36,7 +36,7 @@ class Run:
 
     @property
     def in_halves(self) -> bool:
-        """Whether parameters can be written before moments."""
+        """Return whether parameters can be written before moments."""
         return self.settings.adamw_mode or not self.settings.weight_decay
 
 
@@ -127,12 +127,12 @@ class ChunkStep:
 
     @property
     def is_of_all(self) -> bool:
-        """Whether the runs are all of the shard: nothing is left as it was."""
+        """Return whether the runs are all of the shard: nothing is left as it was."""
         ends = [0, *(run.end for run in self.runs)]
         return ends[:-1] == [run.begin for run in self.runs] and ends[-1] == self.gradient.numel() > 0
 
     def does_as(self, other: ChunkStep) -> bool:
-        """Whether another step of the same chunk would change the same elements to the same bits."""
+        """Return whether another step of the same chunk would change the same elements to the same bits."""
         return self.runs == other.runs and float(self.factor) == float(other.factor)
 
     def on_trial(self, ready: Work, wanted: Callable[[], bool], passage: Passage | None = None) -> Halves:
@@ -188,7 +188,7 @@ class ChunkStep:
 
 
 def settings_of(optimizer: torch.optim.Optimizer, group: Mapping[str, Any]) -> AdamSettings:
-    """What one of an optimizer's groups says."""
+    """Return the settings of one of an optimizer's groups."""
     beta1, beta2 = group["betas"]
     return AdamSettings(
         lr=float(group["lr"]),

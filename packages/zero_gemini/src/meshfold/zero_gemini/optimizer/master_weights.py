@@ -30,7 +30,7 @@ class Weights:
 
     @property
     def are_shard(self) -> bool:
-        """Whether they are the chunk's shard."""
+        """Return whether the master weights are the chunk's shard itself."""
         return self._own is None
 
     @torch.no_grad()

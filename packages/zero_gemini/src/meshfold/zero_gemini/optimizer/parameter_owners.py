@@ -30,7 +30,7 @@ class Owners:
         self._loads: dict[tuple[int, ...], list[int]] = {}
 
     def choose(self, chunk: Chunk) -> dict[str, int]:
-        """Of each of its parameters: the owner's index in the chunk's group."""
+        """Return, for each of its parameters, the owner's index in the chunk's group."""
         loads = self._loads.setdefault(chunk.group.ranks, [0] * chunk.group.size)
         chosen = {}
         has_of = {slot.name: chunk.lengths(slot.name) for slot in chunk.spec.slots}
@@ -136,7 +136,7 @@ class Round:
                     place.copy_(piece)
 
     def _exchange(self, sends: Sequence[Sequence[Tensor]], dtype: torch.dtype) -> list[list[Tensor]]:
-        """What every rank has sent to this one, each in a list of one tensor that is eaten up from the front."""
+        """Return what every rank has sent to this one, each in a list of one tensor that is consumed from the front."""
         if not self.padded:
             return [[] for _ in sends]
         device = self.chunks[0].device

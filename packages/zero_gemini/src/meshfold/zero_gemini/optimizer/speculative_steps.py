@@ -47,7 +47,7 @@ class TrialSteps:
 
     @property
     def are_made(self) -> bool:
-        """Whether the coming step is one to be made on trial."""
+        """Return whether the coming step is made speculatively."""
         return self._on and self.alike >= SPECULATE_AFTER_STEPS
 
     def begin(self) -> None:

@@ -38,12 +38,12 @@ class Plane(NamedTuple):
 
     @property
     def is_of_moments(self) -> bool:
-        """Whether the first half of a step leaves it as it was."""
+        """Return whether the first half of a step leaves it as it was."""
         return self.name.removesuffix(_SCALE) in MOMENTS
 
 
 def planes_of(dtype: torch.dtype, regime: str) -> tuple[Plane, ...]:
-    """What is kept beside the weights of a model that computes in ``dtype``."""
+    """Return the planes that are kept beside the weights of a model that computes in ``dtype``."""
     wide = (Plane("exp_avg", torch.float32), Plane("exp_avg_sq", torch.float32))
     if dtype == torch.float32:
         return wide
@@ -75,7 +75,7 @@ def views(buffer: Tensor, planes: tuple[Plane, ...], elements: int) -> dict[str,
 
 
 def state_of(weights: Tensor, planes: Mapping[str, Tensor]) -> AdamState:
-    """What the kernels take, of weights and the planes beside them."""
+    """Return the state that the kernels take, from weights and the planes beside them."""
     if weights.dtype == torch.float32:
         return WholeState(parameter=weights, **planes)
     if weights.dtype == torch.float16:

@@ -1,4 +1,4 @@
-"""Where Adam's state lies at a moment, for whoever copies it later: its tensors, and what makes values of them."""
+"""Snapshot of where Adam's state lies, to be copied later: its tensors, and the functions that turn them into values."""
 
 from __future__ import annotations
 

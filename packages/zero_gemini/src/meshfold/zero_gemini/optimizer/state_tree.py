@@ -1,4 +1,4 @@
-"""What an optimizer keeps of one parameter: flat, every tensor and number under a name, and back, to the bit.
+"""Optimizer state of one parameter as a flat table of named tensors and numbers, and back, bit for bit.
 
 Optimizers that need whole matrices keep lists of them, and numbers of Python beside tensors. A name says how to come
 back: ``gram[0]`` is the first of a list, ``moments(1)`` the second of a tuple, ``sizes.rows`` an entry of a dict;

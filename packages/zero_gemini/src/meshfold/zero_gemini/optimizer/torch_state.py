@@ -27,7 +27,7 @@ class CountedState:
         self._blocks: dict[int, Block] = {}  # by identity of the tensor
 
     def missing(self, places: Mapping[Chunk, MemoryTier]) -> Iterator[tuple[Tensor, Arena]]:
-        """What would have to be accounted for, and in which arena, were chunks in these places."""
+        """Yield the tensors to account for, with the arena of each, if chunks had these placements."""
         for chunk, place in places.items():
             arena = chunk.memory.arena(place)
             for value in self._tensors_of(chunk):

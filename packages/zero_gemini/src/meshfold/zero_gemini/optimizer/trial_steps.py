@@ -53,7 +53,7 @@ class Trials:
         self._worker.submit({chunk: step.on_trial(ready, trial.is_wanted, passage)}, [])
 
     def keep(self, steps: Mapping[Chunk, ChunkStep]) -> set[Chunk]:
-        """Which of the chunks need no more than to land, as the step that is to be made is the one on trial; drops all others."""
+        """Return the chunks whose speculative step is the step to make; drop those of all others."""
         kept = {
             chunk: trial
             for chunk, trial in self._open.items()

@@ -181,7 +181,7 @@ class WholeStepper:
                 self.optimizer.state[self._weights[name]].update(moved[name])
 
     def owns(self, name: str) -> bool:
-        """Whether this rank has the whole of a parameter."""
+        """Return whether this rank has the whole of a parameter."""
         return self._owners[name] == self._chunks[name].group.index
 
     def stretch(self, name: str) -> nn.Parameter | None:

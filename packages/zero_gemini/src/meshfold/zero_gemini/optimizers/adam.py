@@ -29,7 +29,7 @@ _LONG_AFTER = 2**40
 
 
 class FlatAdam(torch.optim.Optimizer):
-    """What :class:`HybridAdam` and :class:`CPUAdam` share. Settings may differ between groups."""
+    """Base class of :class:`HybridAdam` and :class:`CPUAdam`. Settings may differ between groups."""
 
     # torch.amp.GradScaler then sets `grad_scale` and `found_inf` here in place of two more passes over gradients.
     _step_supports_amp_scaling = True
@@ -275,7 +275,7 @@ class CPUAdam(FlatAdam):
 
 
 class _Scale:
-    """What gradients count times, on every device that asks."""
+    """Factor on gradients, cached on every device that asks."""
 
     def __init__(self, divisor: float | Tensor | None) -> None:
         self._divisor = divisor
@@ -292,7 +292,7 @@ class _Scale:
 
 
 def _product(a: float | Tensor | None, b: float | Tensor | None) -> float | Tensor | None:
-    """Of two divisors, where None is 1.
+    """Return the product of two divisors, where None is 1.
 
     Raises:
         ValueError: for a number that is not positive.

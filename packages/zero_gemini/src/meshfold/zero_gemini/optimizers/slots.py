@@ -1,4 +1,4 @@
-"""What the optimizers keep of one parameter, as ``state[parameter]`` has it, and as the kernels want it.
+"""State of one parameter, as ``state[parameter]`` has it and as the kernels take it.
 
 ========= ====== =============================================================================== ==========
 parameter regime kept beside it                                                                  bytes each

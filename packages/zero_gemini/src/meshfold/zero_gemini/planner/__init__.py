@@ -1,4 +1,4 @@
-"""What lives where for a whole step: GPU, host or disk, planned before it runs.
+"""Plans of where parameters and state live for a whole step (GPU, host or disk), made before it runs.
 
 >>> def chunk(i):
 ...     uses = dict(forward=(i, i), backward=(7 - i, 7 - i), forward_seconds=0.05, backward_seconds=0.1)

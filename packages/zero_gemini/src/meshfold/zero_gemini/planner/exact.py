@@ -19,11 +19,11 @@ from meshfold.zero_gemini.planner.options import Choice, Floats, Ints
 from meshfold.zero_gemini.planner.problem import Problem
 
 BLOCK = 1024
-"""How many partial choices are looked at together."""
+"""Number of partial choices that are looked at together."""
 ITERATIONS = 120
 """Steps towards the best prices."""
 ROUNDS, CLIMB = 2, 12
-"""How often, and with how many steps, prices are bettered for every block."""
+"""Rounds, and steps a round, in which prices are improved for every block."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -136,7 +136,7 @@ class _Prices:
             self.weights, self.prices = like.weights, like.prices
 
     def priced(self) -> Floats:
-        """What every option of every open item costs; item option."""
+        """Return the cost of every option of every open item; item option."""
         cost: Floats = self.time @ self.weights + self.memory @ self.prices
         return cost
 

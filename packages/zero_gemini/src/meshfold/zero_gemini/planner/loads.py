@@ -1,4 +1,4 @@
-"""What every option of every chunk puts on every resource: bytes and seconds, before anything is said of what overlaps."""
+"""Load of every option of every chunk on every resource: bytes and seconds, before any overlap."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ TAIL = "tail"
 
 
 class Loads:
-    """What every option of every chunk puts on every resource; arrays are: chunk option."""
+    """Load of every option of every chunk on every resource; arrays are: chunk option."""
 
     def __init__(self, workload: Workload, machine: Machine, strategy: str) -> None:
         chunks, regime = workload.chunks, workload.regime
@@ -77,7 +77,7 @@ class Loads:
         return cores / (cores + min(machine.passage / passed, most)), machine.beside_passage
 
     def out_of_place(self) -> tuple[Floats, Floats]:
-        """Of steps into a second copy: the seconds that cores and device need together, and the elements that are the device's;
+        """Return, for speculative steps, the seconds that cores and device need together, and the elements that are the device's;
         chunk option."""
         machine, regime = self.machine, self.regime
         cores = (machine.beside_passage if machine.passage else machine.host_memory) / regime.out_of_place
@@ -116,7 +116,7 @@ class Loads:
 
 
 def _loads(chunk: ChunkCost, workload: Workload) -> tuple[int, int]:
-    """How often a streamed chunk is loaded in the forward, or ahead of it, and in the backward."""
+    """Return how often a streamed chunk is loaded in the forward, or ahead of it, and in the backward."""
     turn = workload.ready_from(workload.forward_moments)
     found = gather_windows(chunk, workload)
     forward = sum(first < turn or first == 0 for first, _ in found)

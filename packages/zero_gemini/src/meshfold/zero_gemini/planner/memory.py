@@ -112,7 +112,7 @@ def home_bytes(workload: Workload, strategy: str) -> tuple[Floats, Floats]:
 
 
 def held_at_home(workload: Workload) -> bool:
-    """Whether gradients of what the host steps wait there: for the norm, or for those of later micro-steps."""
+    """Return whether gradients wait on the host: for the norm, or for those of later micro-steps."""
     return workload.clipping or (workload.accumulation > 1 and workload.stage > 1)
 
 

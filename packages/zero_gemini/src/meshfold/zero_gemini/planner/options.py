@@ -1,4 +1,4 @@
-"""What can be chosen: for a chunk one of five options, for a layer kept or not, for the step a clipping strategy.
+"""Options of a plan: one of five for a chunk, kept or not for a layer, a clipping strategy for the step.
 
 The parameter plane is half of the split master, so the device that steps a chunk has it. That leaves five options: state
 on the GPU with its parameters, or state on the host or on disk, each with parameters resident on the GPU or streamed.
@@ -37,7 +37,7 @@ STRATEGIES = {
 
 GPU_ONLY, WITH_HOST, WITH_DISK = "gpu", "host", "disk"
 MODES = {GPU_ONLY: (0,), WITH_HOST: (0, 1, 2), WITH_DISK: (0, 1, 2, 3, 4)}
-"""Which options a mode allows. What a mode costs at all (rings, blocks in flight) is charged whole."""
+"""Options that a mode allows. A mode's fixed cost (rings, blocks in flight) is charged whole."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

@@ -1,4 +1,4 @@
-"""How fast a machine is, and how much it holds: the numbers a plan is made from.
+"""Rates and capacities of a machine: the numbers a plan is made from.
 
 >>> from dataclasses import replace
 >>> small = replace(H200, name="H200, 40 GiB of it", gpu_bytes=40 * GiB)

@@ -1,4 +1,4 @@
-"""What is said when nothing fits: the least that would, which limit is too low, and what to change."""
+"""Error text for when nothing fits: the least memory that would do, the limit that is too low, and what to change."""
 
 from __future__ import annotations
 

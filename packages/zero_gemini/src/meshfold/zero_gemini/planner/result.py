@@ -26,7 +26,7 @@ from meshfold.zero_gemini.planner.workload import Limits, Workload
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ChunkPlan:
-    """Where one chunk lives between its uses."""
+    """Placement of one chunk between its uses."""
 
     name: str
     state: str
@@ -40,7 +40,7 @@ class ChunkPlan:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LayerPlan:
-    """Whether the activations of one layer are kept or recomputed."""
+    """Choice for one layer: its activations are kept or recomputed."""
 
     name: str
     kept: bool
@@ -58,7 +58,7 @@ class Term:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Plan:
-    """What :func:`meshfold.zero_gemini.planner.policies.plan` decides. ``print(plan)`` is a table."""
+    """Result of :func:`meshfold.zero_gemini.planner.policies.plan`. ``print(plan)`` is a table."""
 
     workload: Workload
     machine: Machine

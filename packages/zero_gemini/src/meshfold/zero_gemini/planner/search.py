@@ -32,7 +32,7 @@ class Best:
 
 
 def small(case: Case) -> bool:
-    """Whether the best choice is searched for and proved."""
+    """Return whether the best choice is searched for and proved."""
     return len(case.workload.chunks) <= EXACT_CHUNKS and len(case.workload.layers) <= EXACT_LAYERS
 
 

@@ -142,7 +142,7 @@ def _beside(
     memory: float = 0.0,
     through: tuple[Floats, Floats] | tuple[float, float] = (0.0, 0.0),
 ) -> None:
-    """What goes on beside a backward: copies both ways, the host's step and what of it is on disk; bytes, chunk option.
+    """Return the work beside a backward: copies both ways, the host's step and its part on disk; bytes, chunk option.
 
     ``memory``: bytes/s of the host's meanwhile; 0: as ever. ``through``: what goes up and down for the device's share of
     the step, whose host memory is in ``step``.

@@ -11,7 +11,7 @@ from meshfold.zero_gemini.planner.result import Plan
 
 
 def table(plan: Plan) -> str:
-    """What lives where, runs of equal chunks in one row; bytes against limits; every term of the step, ``<`` binds."""
+    """Format a plan as a table: placements (equal chunks in one row), bytes and limits, terms of the step; ``<`` binds."""
     workload = plan.workload
     head = (
         f"{workload.name} on {plan.machine.name}: {workload.elems / 1e9:.3g} G elements a rank, {workload.tokens} tokens, "

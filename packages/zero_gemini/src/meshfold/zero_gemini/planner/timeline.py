@@ -17,7 +17,7 @@ from meshfold.zero_gemini.planner.result import Plan, options_of
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Moment:
-    """What is on the GPU at one moment."""
+    """GPU memory in use at one timestep."""
 
     moment: int
     phase: str

@@ -1,4 +1,4 @@
-"""What one training step does: chunks in order of use, layers whose activations may be kept, memory at every moment.
+"""Work of one training step: chunks in order of use, layers whose activations may be kept, memory at every timestep.
 
 A *moment* is a place in the recorded order of operations: ``0 … forward_moments-1`` in the forward, the rest in the
 backward. A trace on the device or on meta writes a Workload.

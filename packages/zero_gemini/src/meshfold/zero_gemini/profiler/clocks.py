@@ -1,4 +1,4 @@
-"""How long compute takes: by the operators that were called, by a GPU's events, or by the clock on the wall."""
+"""Clocks of compute: by the operators that were called, by a GPU's events, or by wall time."""
 
 from __future__ import annotations
 

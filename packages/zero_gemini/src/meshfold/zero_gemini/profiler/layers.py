@@ -1,4 +1,4 @@
-"""What keeping a layer's activations would cost, seen where they are recomputed: the bytes that autograd saves, and seconds.
+"""Cost of keeping a layer's activations, measured where they are recomputed: bytes that autograd saves, and seconds.
 
 Whoever recomputes layers tells: ``with watch.forward(name)`` round each first forward, ``with watch.again(...)`` round
 each that is repeated in a backward.
@@ -70,7 +70,7 @@ class LayerWatch:
             seen.marks.append((begin, self._clock.mark()))
 
     def layers(self) -> tuple[TracedLayer, ...]:
-        """What was seen, in order of first use. A layer that no backward came to has nothing to keep."""
+        """Return the traced layers in order of first use. A layer that no backward came to has nothing to keep."""
         return tuple(
             TracedLayer(
                 name=name,

@@ -1,4 +1,4 @@
-"""What is alive besides model data: counted operator by operator anywhere, or read off the allocator of a GPU."""
+"""Probes of live bytes besides model data: counted operator by operator, or read from a GPU's allocator."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ class LiveBytes(TorchDispatchMode):
 
 
 class CudaBytes:
-    """What the caching allocator handed out, less model data.
+    """Bytes that the caching allocator handed out, less model data.
 
     It begins the allocator's count of the peak anew at every moment: ``torch.cuda.max_memory_allocated`` means nothing
     to others meanwhile.

@@ -1,4 +1,4 @@
-"""What a trace says: moments in the order in which they happened."""
+"""Trace of a micro-step: timesteps in the order in which they happened."""
 
 from __future__ import annotations
 
@@ -56,12 +56,12 @@ class Trace:
 
     @property
     def forward_moments(self) -> int:
-        """How many of them are in the forward."""
+        """Number of timesteps in the forward."""
         return sum(not moment.backward for moment in self.moments)
 
     @property
     def seconds(self) -> float:
-        """Of compute, all together."""
+        """Seconds of compute, in total."""
         return sum(moment.seconds for moment in self.moments)
 
     @property

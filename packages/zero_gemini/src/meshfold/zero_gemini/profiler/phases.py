@@ -18,7 +18,7 @@ from meshfold.zero_gemini.profiler.clocks import Clock
 
 @dataclass(frozen=True, slots=True)
 class PhaseSeconds:
-    """Of compute, without what was waited for.
+    """Seconds of compute, waits left out.
 
     Attributes:
         forward: of the forward of one micro-step.
@@ -63,7 +63,7 @@ class PhaseClock:
             self._waiting.watch = None
 
     def take(self) -> PhaseSeconds | None:
-        """What was seen, once; None unless all three were called."""
+        """Return the measured seconds, once; None unless all three were called."""
         marks, self._marks = self._marks, []
         if len(marks) < 3:
             return None

@@ -103,7 +103,7 @@ class StepTracer:
             self._seen[-1].stalls.append((begin, self._clock.mark()))
 
     def trace(self) -> Trace:
-        """What was seen.
+        """Return the trace.
 
         Raises:
             SpecError: if no backward was run.
@@ -159,7 +159,7 @@ class StepTracer:
         return after
 
     def _is_repeated(self, unit: Unit) -> bool:
-        """Whether a forward that ends is one that activation checkpointing repeats in the unit's own backward."""
+        """Return whether a forward that ends is one that activation checkpointing repeats in the unit's own backward."""
         seen = self._inside.get(unit)
         return seen is not None and not seen.by_forward
 

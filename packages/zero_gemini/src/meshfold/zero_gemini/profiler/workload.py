@@ -45,7 +45,7 @@ def workload_of(
     clipping: bool = True,
     whole_gradients: bool = False,
 ) -> Workload:
-    """What one optimizer step of our executor does.
+    """Return the workload of one optimizer step.
 
     A chunk is on the device in every moment in which a unit that uses it is inside. A unit's seconds are shared out to
     its chunks by elements; those of units without chunks go to the unit before. A chunk that was never used has its

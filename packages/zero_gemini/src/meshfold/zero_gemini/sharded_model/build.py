@@ -1,4 +1,4 @@
-"""What Gemini is made of: a model's parameters, how they are laid out, and what steps on them."""
+"""Construction of Gemini's parts: a model's parameters, their layout, and their stepper."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def take_parameters(
     dtype: torch.dtype | None,
     other: Mapping[Tensor, torch.dtype],
 ) -> tuple[dict[str, Known], dict[str, Tensor]]:
-    """What is known of a model's parameters, and their first values, by name; those on meta are real ones then.
+    """Return what is known of a model's parameters, and their first values, by name; parameters on meta become real.
 
     Args:
         model: its parameters on meta are replaced, without elements yet.
@@ -59,7 +59,7 @@ def lay_out_known(
 
 @dataclass(frozen=True, kw_only=True)
 class MadeStepper:
-    """What steps on shards.
+    """Stepper of shards, with its settings.
 
     Attributes:
         stepper: it.
@@ -82,7 +82,7 @@ def make_stepper(
     disk: DiskSettings | None,
     faults: Faults,
 ) -> MadeStepper:
-    """Of the optimizer that is made of parameters of the whole ones' shapes, without memory.
+    """Return the stepper of an optimizer that is made from stand-in parameters: full shapes, no memory.
 
     Raises:
         MemoryPlanError: for a regime that is not this optimizer's, or one that cannot be carried out on chunks.

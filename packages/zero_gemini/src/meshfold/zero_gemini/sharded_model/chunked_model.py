@@ -232,12 +232,12 @@ class HeldModel(ParameterValues):
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """What a person should know of this rank's files: no direct I/O, what a killed process left and was removed."""
+        """Return notes on this rank's files: no direct I/O, files of a killed process that were removed."""
         disk = self._stepper.disk if isinstance(self._stepper, AdamStepper) else None
         return () if disk is None else disk.notes
 
     def take_step_timings(self) -> dict[StepKind, StepTiming]:
-        """How fast Adam stepped chunks on the host since the last call; nothing of other optimizers."""
+        """Return Adam's step timings on the host since the last call; empty for other optimizers."""
         return self._stepper.paces.take() if isinstance(self._stepper, AdamStepper) else {}
 
     def _steps_in_background(self, chunk: Chunk) -> bool:
@@ -275,7 +275,7 @@ class HeldModel(ParameterValues):
 
     @property
     def homes(self) -> dict[Chunk, Home]:
-        """Where each chunk lives."""
+        """Placement of each chunk."""
         return dict(self._residents.homes)
 
     def uses(self) -> list[ChunkUse]:

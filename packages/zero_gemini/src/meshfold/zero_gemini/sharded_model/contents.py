@@ -1,4 +1,4 @@
-"""What a model's chunks hold, parameter by parameter: true weights and optimizer state, read whole and written."""
+"""Contents of a model's chunks by parameter: master weights and optimizer state, read whole and written."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class Contents:
         self._stepper, self._device, self._faults = stepper, device, faults
 
     def _stepper_of(self, name: str) -> Stepper | None:
-        """What keeps a parameter's true weights, if it is not the chunk itself."""
+        """Return the stepper that keeps a parameter's master weights; None if the chunk itself does."""
         return self._stepper if self._chunk_of[name] in self._trained else None
 
     # -- true weights -------------------------------------------------------------------------------------------
@@ -71,7 +71,7 @@ class Contents:
         return self._joined(name, stretch)
 
     def kept(self, name: str) -> range:
-        """Which elements of a parameter's block, flat, this rank keeps of its true value and of what lies like it."""
+        """Return the flat elements of a parameter that this rank keeps, of its master weights and of state laid out like them."""
         stepper, chunk = self._stepper_of(name), self._chunk_of[name]
         if isinstance(stepper, WholeStepper):
             return range(self._shapes[name].numel() if stepper.owns(name) else 0)
@@ -86,7 +86,7 @@ class Contents:
         return self._parts(name, key, self._stepper)
 
     def noted(self) -> Callable[[str, str | None], StoredValue] | None:
-        """What :meth:`parts` says now, to be asked later, in any thread, until the next step or move; None if that cannot be."""
+        """Return a snapshot of :meth:`parts` for any thread, valid until the next step or move; None if there is none."""
         adam = self._stepper.noted() if isinstance(self._stepper, AdamStepper) else None
         return None if adam is None else lambda name, key: self._parts(name, key, adam)
 
@@ -100,14 +100,14 @@ class Contents:
         return StoredValue((chunk.shard[begin:end],))
 
     def true_dtype(self, name: str) -> torch.dtype:
-        """Of a parameter's true value."""
+        """Return the dtype of a parameter's master weights."""
         stepper, chunk = self._stepper_of(name), self._chunk_of[name]
         return chunk.dtype if stepper is None else stepper.true_dtype(chunk)
 
     # -- the optimizer's state ----------------------------------------------------------------------------------
 
     def state_entries(self) -> dict[str, dict[str, Entry]]:
-        """What tensors the optimizer has, by parameter name and key. All ranks of the chunks' groups must call."""
+        """Return the entries of the optimizer's tensors, by parameter name and key. All ranks of the chunks' groups must call."""
         found: dict[str, dict[str, Entry]] = {}
         if self._stepper is None:
             return found
@@ -147,7 +147,7 @@ class Contents:
         self._stepper.write(name, key, self._chunk_of[name].cut(name, value) if like else value)
 
     def _attempted(self, read: Callable[[], Tensor], length: int, dtype: torch.dtype) -> Tensor:
-        """What is read on this rank alone; something of its length if that fails: the others are in the collective."""
+        """Read on this rank alone; on failure return a tensor of the same length, as the others are in the collective."""
         found: list[Tensor] = []
         if not self._faults.keep(lambda: found.append(read())):
             found = [torch.full((length,), torch.nan if dtype.is_floating_point else 0, dtype=dtype)]

@@ -1,4 +1,4 @@
-"""Where each chunk lives, and how it moves: chosen before there are chunks, changed between steps on all ranks or on none."""
+"""Placement of chunks, and their moves: chosen before chunks exist, changed between steps on all ranks or on none."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class Residents:
         self.homes: dict[Chunk, Home] = {}
 
     def choose(self, homes: PlacementRule, specs: Sequence[ChunkSpec], kinds: Sequence[Kind]) -> list[Home]:
-        """Where chunks will live; there is room on disk for those that go there."""
+        """Return the placements of chunks, with room reserved on disk for state that goes there."""
         found = [self._at_home(home) for home in homes([spec.shard_elems for spec in specs])]
         self._reserve(
             (kind.dtype, spec.shard_elems)
@@ -97,7 +97,7 @@ class Residents:
         return on
 
     def _at_home(self, home: Home) -> Home:
-        """What a home means under this stage: 1 and 2 keep parameters on the device."""
+        """Return the placement under this stage: stages 1 and 2 keep parameters on the device."""
         return home if self._stage == 3 else replace(home, parameters="device")
 
     def _reserve(self, shards: Iterable[tuple[torch.dtype, int]]) -> None:
@@ -106,7 +106,7 @@ class Residents:
                 self._stepper.reserve(shards)
 
     def _as_move(self, chunk: Chunk, home: Home) -> Move[tuple[Chunk, Home]]:
-        """What it is to the two memories that a chunk changes homes; of the state that torch's optimizers keep, about."""
+        """Return the bytes that a chunk's move adds to both memories; of torch optimizers' state, an estimate."""
         elements, width, was = chunk.shard.numel(), chunk.dtype.itemsize, self.homes[chunk]
         state = 0.0
         if chunk in self._gradients:

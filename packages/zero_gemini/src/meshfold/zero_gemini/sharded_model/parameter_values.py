@@ -1,4 +1,4 @@
-"""What a model in chunks holds, asked for by its parameters: true weights and optimizer state, read and written between steps."""
+"""Values of a model in chunks by parameter: master weights and optimizer state, read and written between steps."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class ParameterValues(ABC):
         """Let every step that was only promised be done."""
 
     def holds(self, parameter: Tensor) -> bool:
-        """Whether a tensor is one of the parameters that lie in chunks."""
+        """Return whether a tensor is one of the parameters that lie in chunks."""
         return parameter in self._names
 
     def read(self, parameter: Tensor) -> Tensor:
@@ -57,7 +57,7 @@ class ParameterValues(ABC):
         self._faults.agree()
 
     def true_dtype(self, parameter: Tensor) -> torch.dtype:
-        """Of a parameter's true value."""
+        """Return the dtype of a parameter's master weights."""
         return self._contents.true_dtype(self._name_of(parameter))
 
     def write(self, parameter: Tensor, block: Tensor) -> None:
@@ -66,7 +66,7 @@ class ParameterValues(ABC):
         self._faults.keep(partial(self._contents.fill, self._name_of(parameter), block))
 
     def state_entries(self) -> dict[str, dict[str, Entry]]:
-        """What tensors the optimizer has, by parameter name and key. All ranks of the chunks' groups must call."""
+        """Return the entries of the optimizer's tensors, by parameter name and key. All ranks of the chunks' groups must call."""
         self.flush()
         return self._contents.state_entries()
 
@@ -75,7 +75,7 @@ class ParameterValues(ABC):
         return self._contents.read_state(name, key, entry)
 
     def kept(self, parameter: Tensor) -> range:
-        """Which elements this rank alone of its chunk's group keeps: of its block over the tensor axes, row by row."""
+        """Return the elements of its block that only this rank of the chunk's group keeps, row by row."""
         return self._contents.kept(self._name_of(parameter))
 
     def parts(self, parameter: Tensor, key: str | None = None) -> StoredValue:
@@ -103,7 +103,7 @@ class ParameterValues(ABC):
         return self._chunk_of[self._name_of(parameter)].group.axes
 
     def is_on_disk(self, parameter: Tensor, key: str | None = None) -> bool:
-        """Whether some of a parameter's true value, or of one of the optimizer's tensors of it, lives on disk."""
+        """Return whether some of a parameter's true value, or of one of the optimizer's tensors of it, lives on disk."""
         chunk = self._chunk_of[self._name_of(parameter)]
         if chunk not in self._gradients or self._residents.homes[chunk].state != "disk":
             return False

@@ -74,7 +74,7 @@ class GradientFlow:
 
     @property
     def was_broken_off(self) -> bool:
-        """Whether a backward began and did not end."""
+        """Return whether a backward began and did not end."""
         return self._in_backward
 
     def expect(self, kind: BackwardRole) -> None:
@@ -88,7 +88,7 @@ class GradientFlow:
 
     @property
     def _trying(self) -> TrialSteps | None:
-        """What steps chunks on trial in the backward that runs, or comes; None: nothing does."""
+        """Speculative steps of the backward that runs or comes next; None if it makes none."""
         is_on = self.kind == "last" and self._trials is not None and self._trials.are_made
         return self._trials if is_on else None
 
@@ -131,7 +131,7 @@ class GradientFlow:
             self._collect_first()
 
     def _ends(self, place: int, gradient: ChunkGradient) -> bool:
-        """Whether to end the oldest reduction. The chunks of a compiled block are ready all at once: to end the first of
+        """Return whether to end the oldest reduction. The chunks of a compiled block are ready all at once: to end the first of
         them for the last would be to wait for it."""
         if not gradient.is_pending or place < self._runtime.place or len(self._under_way) > _MOST_UNDER_WAY:
             return True
@@ -161,7 +161,7 @@ class GradientFlow:
 
     @property
     def came(self) -> bool:
-        """Whether the backward has come to a parameter."""
+        """Return whether the backward has come to a parameter."""
         return self._came
 
     def end(self) -> None:
@@ -189,7 +189,7 @@ class GradientFlow:
 
     @property
     def steps_early(self) -> bool:
-        """Whether chunks are stepped in the backward that ran last."""
+        """Return whether chunks are stepped in the backward that ran last."""
         return self.kind == "final"
 
     def complete(self) -> None:
