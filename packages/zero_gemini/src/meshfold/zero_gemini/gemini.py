@@ -254,12 +254,12 @@ class Gemini(HeldModel):
     # -- between steps -----------------------------------------------------------------------------------------
 
     def publish(self) -> None:
-        """Show the true weights to the model. All ranks must call; they raise what any could not write."""
+        """Show the master weights to the model. All ranks must call; they raise what any could not write."""
         self._faults.agree()
         self._publish(promised=True)
 
     def _publish(self, *, promised: bool) -> None:
-        """Show the true weights of all chunks; but for ``promised``, not of those whose step is to come."""
+        """Show the master weights of all chunks; but for ``promised``, not of those whose step is to come."""
         shown = [chunk for chunk in self.chunks if promised or not chunk.step_is_pending]
         for chunk in shown:
             if self._stepper is not None and chunk in self._gradients:

@@ -3,7 +3,7 @@
 What is kept of a parameter, in bytes with the one the model computes with:
 
 ========= ========= ================================================================== =====
-model     regime    true weights and moments                                           bytes
+model     regime    master weights and moments                                           bytes
 ========= ========= ================================================================== =====
 float32   A         the parameter; float32                                             12
 bfloat16  A         split master (bfloat16 and int16, exact); float32                  12

@@ -108,7 +108,7 @@ class Held:
         elif yes and self.second is None and self.place == "host":
             planes, weights = self._memory("host", zeros=False), self.weights.tensor
             try:
-                block = self.chunk.memory.allocate(weights.numel(), weights.dtype, "host", "true weights")
+                block = self.chunk.memory.allocate(weights.numel(), weights.dtype, "host", "master weights")
             except BaseException:
                 _freed(planes)
                 raise

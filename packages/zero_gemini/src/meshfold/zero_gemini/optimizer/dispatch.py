@@ -37,7 +37,7 @@ def optimizer_kind(
 
     Args:
         optimizer: with its groups; it is not changed and does not step.
-        dtypes: of the chunks, (the model's, that of true weights).
+        dtypes: of the chunks, (the model's, that of master weights).
 
     Raises:
         MemoryPlanError: for one that cannot be carried out on chunks.
@@ -102,7 +102,7 @@ def _of_ours(optimizer: FlatAdam, pairs: Sequence[tuple[torch.dtype, torch.dtype
     for dtype, true in pairs:
         if true != torch.float32:
             raise MemoryPlanError(
-                f"{type(optimizer).__name__} keeps true weights in float32, and this model (in {dtype}) has them in {true}: use "
+                f"{type(optimizer).__name__} keeps master weights in float32, and this model (in {dtype}) has them in {true}: use "
                 "torch.optim.AdamW, or precision='bf16', 'fp16' or 'fp32'"
             )
     if all(group["bias_correction"] for group in optimizer.param_groups):

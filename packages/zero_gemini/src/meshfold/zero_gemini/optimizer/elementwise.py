@@ -1,4 +1,4 @@
-"""Any elementwise optimizer of torch: it steps on stretches of the true weights, one a parameter."""
+"""Any elementwise optimizer of torch: it steps on stretches of the master weights, one a parameter."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class GeneralStepper:
     ) -> None:
         """Args:
         optimizer: its groups will be given stretches.
-        dtype: of the true weights; None: as the model computes.
+        dtype: of the master weights; None: as the model computes.
         with_state: it makes its state as soon as it is made, as Adagrad does.
         """
         self.optimizer, self._dtype = optimizer, dtype

@@ -26,7 +26,7 @@ class Entry(NamedTuple):
 
 
 class Stepper(Protocol):
-    """Keeps the true weights and the optimizer's state of chunks, and steps.
+    """Keeps the master weights and the optimizer's state of chunks, and steps.
 
     Attributes:
         optimizer: has the groups and their settings; its parameters are stretches of this rank's shards.
@@ -43,7 +43,7 @@ class Stepper(Protocol):
         """
 
     def adopt(self, chunk: Chunk, place: MemoryTier) -> None:
-        """Take charge of a chunk; state and true weights live on ``place``.
+        """Take charge of a chunk; state and master weights live on ``place``.
 
         Raises:
             OutOfBudget: if there is not as much memory.
@@ -51,7 +51,7 @@ class Stepper(Protocol):
         """
 
     def move(self, chunk: Chunk, home: Home) -> None:
-        """Let a chunk, its true weights and its state live elsewhere from now on, with the same bits.
+        """Let a chunk, its master weights and its state live elsewhere from now on, with the same bits.
 
         Between steps, after ``finish``; all ranks must call. On an error everything is where it was.
 
@@ -73,7 +73,7 @@ class Stepper(Protocol):
         """This rank's elements of a parameter's true values, flat."""
 
     def publish(self, chunk: Chunk) -> None:
-        """Start showing the true weights to the model."""
+        """Start showing the master weights to the model."""
 
     def step(self, gradients: Mapping[Chunk, Tensor], scale: float | Tensor, used: set[str]) -> None:
         """Step on every chunk.

@@ -1,4 +1,4 @@
-"""The true weights that a chunk's optimizer changes: the chunk's shard itself where it can be, else a plane of their own."""
+"""The master weights that a chunk's optimizer changes: the chunk's shard itself where it can be, else a plane of their own."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from meshfold.zero_gemini.memory.arenas import MemoryTier
 
 
 class Weights:
-    """One plane of true weights. They are the shard itself if that is of their dtype and where they live.
+    """One plane of master weights. They are the shard itself if that is of their dtype and where they live.
 
     Attributes:
         chunk: whose.
@@ -92,7 +92,7 @@ class Weights:
                 self._own = None
             return chunk.shard
         if own is None or own.arena is not chunk.memory.arena(self.place):
-            block = chunk.memory.allocate(chunk.shard.numel(), self.dtype, self.place, "true weights")
+            block = chunk.memory.allocate(chunk.shard.numel(), self.dtype, self.place, "master weights")
             block.tensor.copy_(chunk.shard if own is None else own.tensor)
             if own is not None:
                 own.free()

@@ -30,7 +30,7 @@ class NotedChunk:
     planes: Mapping[str, tuple[Plane, Tensor]]
 
     def parts(self, begin: int, end: int, key: str | None) -> StoredValue:
-        """The elements from ``begin`` up to ``end`` of one of the moments, or for None of the true weights: views."""
+        """The elements from ``begin`` up to ``end`` of one of the moments, or for None of the master weights: views."""
         if key is None and self.dtype == torch.float32:
             return StoredValue((self.weights[begin:end],))
         planes = self._cut(begin, end, ("parameter", "lo") if key is None else (key, f"{key}_scale"))
@@ -70,7 +70,7 @@ class NotedAdam:
 
 
 def _master(planes: Sequence[Tensor]) -> Tensor:
-    """True weights of their two planes."""
+    """Master weights of their two planes."""
     return join_master(*planes)
 
 

@@ -2,8 +2,8 @@
 
 A step takes gradients from shards to owners, lets torch's own optimizer step there on whole parameters, and takes the
 new weights back to shards: see :mod:`meshfold.zero_gemini.optimizer.parameter_owners` for what travels. With N ranks each keeps
-1/N of the true weights and of the optimizer's state, to a parameter or two; while it steps, it also holds 1/N of the
-gradient in the true weights' dtype. Every matrix is stepped as one process would step it, to the bit.
+1/N of the master weights and of the optimizer's state, to a parameter or two; while it steps, it also holds 1/N of the
+gradient in the master weights' dtype. Every matrix is stepped as one process would step it, to the bit.
 
 Nothing of this is done beside the computation, and state stays in memory.
 """
@@ -46,7 +46,7 @@ class WholeStepper:
     ) -> None:
         """Args:
         optimizer: its groups will be given the parameters that this rank owns.
-        dtype: of the true weights; None: as the model computes.
+        dtype: of the master weights; None: as the model computes.
         metas: where each trained parameter lies.
         shapes: of each, on this rank.
         with_state: it makes its state as soon as it is made.

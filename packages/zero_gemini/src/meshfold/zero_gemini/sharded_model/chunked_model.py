@@ -79,7 +79,7 @@ class HeldModel(ParameterValues):
         homes: says where each chunk lives, from the elements of their shards; stages 1 and 2 keep parameters on the device.
         dtype: in which the model computes; None keeps each parameter's.
         other_dtypes: parameters that it has in another dtype.
-        master_dtype: of the true weights; None: as the model computes.
+        master_dtype: of the master weights; None: as the model computes.
         gradient_dtype: in which gradients are summed over micro-steps and ranks; None: ``master_dtype``.
         make_optimizer: makes an elementwise torch optimizer of parameters. Adam and AdamW are carried out by our kernels.
         regime: what Adam keeps of a bfloat16 model, see :mod:`meshfold.zero_gemini.optimizer.adam`.

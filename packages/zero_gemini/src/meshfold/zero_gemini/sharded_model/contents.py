@@ -35,7 +35,7 @@ class Contents:
         chunk_of: the chunk that a parameter lies in; may grow later, as ``trained`` may.
         shapes: of this rank's blocks over the tensor axes, in order of registration.
         trained: chunks that the stepper has.
-        stepper: keeps true weights and state.
+        stepper: keeps master weights and state.
         device: where blocks are put together.
         faults: keeps what could not be read on this rank; the others have what this one reads as NaN (0 of integers).
         """
@@ -46,7 +46,7 @@ class Contents:
         """Return the stepper that keeps a parameter's master weights; None if the chunk itself does."""
         return self._stepper if self._chunk_of[name] in self._trained else None
 
-    # -- true weights -------------------------------------------------------------------------------------------
+    # -- master weights -------------------------------------------------------------------------------------------
 
     def fill(self, name: str, block: Tensor) -> None:
         """Take a parameter's true value: this rank keeps its share of it."""
