@@ -19,7 +19,7 @@ from meshfold.cli import COMMANDS, main
 from meshfold.cli.failure import Failure
 from meshfold.cli.parallel import read_parallel
 from meshfold.cli.train_arguments import configure, settings_of, words_of
-from meshfold.train.metrics_file import read_metrics
+from meshfold.train.metrics import read_metrics
 
 Run = Callable[..., subprocess.CompletedProcess[str]]
 TRAIN = ["train", "--data", "t", "--out", "x"]

@@ -14,7 +14,7 @@ from meshfold.huggingface import open_model
 from meshfold.mesh import ParallelSpec, SpecError
 from meshfold.mesh.testing import run_on_ranks
 from meshfold.planner import estimate
-from meshfold.train.metrics_file import read_metrics
+from meshfold.train.metrics import read_metrics
 from meshfold.train.model_choice import choose_model
 
 transformers: Any = pytest.importorskip("transformers", reason="needs meshfold[hf]")

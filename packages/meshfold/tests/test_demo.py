@@ -10,7 +10,7 @@ import pytest
 
 from meshfold.cli import main
 from meshfold.train import demo, demo_files, plots
-from meshfold.train.metrics_file import MetricsFile, read_metrics
+from meshfold.train.metrics import MetricsFile, read_metrics
 
 
 @pytest.mark.parametrize(

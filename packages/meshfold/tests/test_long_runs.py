@@ -21,10 +21,9 @@ from meshfold.engine.nodes import crossing, warn_of_crossing
 from meshfold.mesh import Environment, LaunchError, Mesh, SpecError
 from meshfold.mesh.processes.elastic import launch_node
 from meshfold.models import build
-from meshfold.train.metrics_file import read_metrics
+from meshfold.train.metrics import check_trackers, read_metrics
 from meshfold.train.model_flops import flops_per_token
 from meshfold.train.progress import Lines, line
-from meshfold.train.trackers import check_trackers
 
 SMALL = [
     "--model",

@@ -13,7 +13,7 @@ from meshfold.cli import main, train
 from meshfold.mesh import SpecError
 from meshfold.train.folder_in_use import LOCK
 from meshfold.train.kept_settings import kept
-from meshfold.train.metrics_file import read_metrics
+from meshfold.train.metrics import read_metrics
 
 TINY = [
     "--model", "gpt-tiny", "--set", "hidden=16", "layers=1", "heads=2", "--seq-len", "16", "--batch-size", "4", "--no-plan",

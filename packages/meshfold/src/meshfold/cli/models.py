@@ -100,7 +100,7 @@ def byte_size(text: str) -> int:
         return parse_bytes(text)
     except ValueError as error:
         raise argparse.ArgumentTypeError(
-            f"{text!r} {str(error).removesuffix('.')}: write 24GiB, or 5GB"
+            f"{text!r} {str(error).removesuffix('.')}: write 24GiB, 5GB or another amount of memory"
         ) from None
 
 

@@ -87,8 +87,8 @@ def start(
     from meshfold.engine.world import require_runnable
     from meshfold.mesh import ParallelSpec
     from meshfold.mesh.processes import launch
+    from meshfold.train.metrics import check_trackers
     from meshfold.train.progress import make_progress
-    from meshfold.train.trackers import check_trackers
 
     progress = make_progress(settings.last_step, show=True, as_json=as_json)
     settings = _settled(settings, ranks, progress)

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from meshfold.train.loop import open_inputs, train
-from meshfold.train.metrics_file import read_metrics
+from meshfold.train.metrics import read_metrics
 from meshfold.train.plots import can_plot, plot_loss
 from meshfold.train.progress import Silent
 from meshfold.train.settings import TrainSettings

@@ -34,14 +34,13 @@ from meshfold.mesh.watchdog import report_errors
 from meshfold.train.folder_in_use import hold_folder
 from meshfold.train.kept_checkpoints import KeptCheckpoints
 from meshfold.train.kept_settings import keep
-from meshfold.train.metrics_file import MetricsFile, read_metrics
+from meshfold.train.metrics import MetricsFile, open_trackers, read_metrics
 from meshfold.train.model_choice import ModelChoice, check_name, choose_model
 from meshfold.train.model_flops import flops_per_token, peak_flops
 from meshfold.train.plots import can_plot, plot_loss
 from meshfold.train.progress import Progress
 from meshfold.train.schedule import go_on, lr_schedule
 from meshfold.train.settings import TrainSettings
-from meshfold.train.trackers import open_trackers
 
 
 @dataclass(frozen=True, kw_only=True)

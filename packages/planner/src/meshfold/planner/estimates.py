@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from typing import TYPE_CHECKING
+
+from torch import Tensor
 
 from meshfold.mesh import Entry, Mesh, ParallelSpec
 from meshfold.planner.machines import Machine
@@ -13,6 +15,10 @@ from meshfold.planner.machines import Machine
 if TYPE_CHECKING:
     from meshfold.planner.pipeline_estimate import PipelineEstimate
     from meshfold.zero_gemini.planner import Plan
+
+
+MOMENTS = {"adamw": 2, "adam": 2, "sgd": 0}
+"""Numbers that an optimizer keeps for an element, each as wide as the master weight."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,8 +46,30 @@ class Memory:
 
     @property
     def total(self) -> int:
-        """All that is on the device, as if all were alive at once; under ``zero`` it is, at the fullest moment."""
+        """Bytes on the device, as if all were alive at once; under ``zero`` they are, at the fullest moment."""
         return self.parameters + self.masters + self.gradients + self.optimizer + self.activations
+
+    @classmethod
+    def without_zero(
+        cls, parameters: Sequence[Tensor], masters: Sequence[Tensor], optimizer: str, activations: int = 0
+    ) -> Memory:
+        """Return what a rank holds that has all of its weights, gradients and optimizer state.
+
+        Args:
+            parameters: of the model on this rank.
+            masters: the master weights; a parameter in the master precision is its own.
+            optimizer: a key of :data:`MOMENTS`.
+            activations: bytes of them.
+        """
+        own = {id(master) for master in masters}
+        size = sum(master.nbytes for master in masters)
+        return cls(
+            parameters=sum(parameter.nbytes for parameter in parameters),
+            masters=size - sum(parameter.nbytes for parameter in parameters if id(parameter) in own),
+            gradients=size,
+            optimizer=size * MOMENTS[optimizer],
+            activations=activations,
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -112,7 +140,7 @@ class Estimate:
 
 @dataclass(frozen=True, kw_only=True)
 class Times:
-    """Seconds of an optimizer step at least: computing and moving at full rate, nothing else."""
+    """Least seconds of an optimizer step: compute and communication at full rate, nothing else."""
 
     compute: float
     tensor: float
@@ -120,12 +148,12 @@ class Times:
 
     @property
     def apart(self) -> float:
-        """One after the other."""
+        """Seconds without overlap."""
         return self.compute + self.tensor + self.data
 
     @property
     def overlapped(self) -> float:
-        """With the gradients' traffic hidden behind the rest, as far as it goes."""
+        """Seconds with gradient traffic overlapped with the rest."""
         return max(self.compute + self.tensor, self.data)
 
 
@@ -140,7 +168,7 @@ def step_times(found: Estimate, machine: Machine, precision: str) -> Times:
 
 
 def summarize_traffic(entries: list[Entry], outer: tuple[str, ...]) -> Iterator[Traffic]:
-    """Equal collectives together, in the order in which the first of them came; ``outer`` are the data axes."""
+    """Yield equal collectives as one, in order of their first calls; ``outer`` are the data axes."""
     found: dict[tuple[str, str, tuple[str, ...], int], list[Fraction]] = {}
     for entry in entries:
         # Buckets are sent in the middle of backward; they alone are summed over the data axes there.

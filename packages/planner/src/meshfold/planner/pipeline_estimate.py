@@ -1,7 +1,7 @@
-"""A spec with ``pipeline``, measured without running: every rank's stages on one micro-batch, the schedule on a clock.
+"""Estimates of a spec with ``pipeline``: every rank's stages on one micro-batch, and the simulated schedule.
 
-Each rank of the pipeline is set up in turn, on tensors without values among ranks that are not there, and runs F, B and W of
-its stages once. The simulator, which knows the order, says how long a step is, and how much each rank keeps at a time.
+Each rank of the pipeline is set up in turn, on meta tensors with simulated ranks, and runs F, B and W of its stages once. The
+simulator orders them and returns the time of a step and what each rank keeps.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from itertools import pairwise
 from typing import TYPE_CHECKING
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from meshfold.engine.assembly import Assembled, assemble
 from meshfold.engine.batches import Shares, prepare_batch, shard_batch
@@ -27,9 +27,8 @@ from meshfold.mesh.model_io import DryRun, labels_are_shifted
 from meshfold.mesh.processes import start_fake
 from meshfold.pipeline import Costs, Simulation, simulate_costs
 from meshfold.pipeline.runtime import Microbatch
-from meshfold.planner.estimates import Estimate, Memory, summarize_traffic
+from meshfold.planner.estimates import MOMENTS, Estimate, Memory, summarize_traffic
 from meshfold.planner.machines import Machine
-from meshfold.planner.planner import STATES, tensor_bytes
 from meshfold.planner.stage_costs import StageCosts, held_at_most, stage_costs
 
 if TYPE_CHECKING:
@@ -40,7 +39,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class PipelineEstimate:
-    """A schedule, with what its stages take.
+    """A schedule and the costs of its stages.
 
     Attributes:
         stages: what each takes for one micro-batch, in order.
@@ -116,7 +115,7 @@ def estimate_pipeline(
     machine: Machine,
     name: str,
 ) -> Estimate:
-    """As :func:`meshfold.planner.planner.estimate`, of a spec with ``pipeline``.
+    """Estimate a spec with ``pipeline``; see :func:`meshfold.planner.estimate`.
 
     Args:
         whole: the estimate of the same model without ``pipeline`` and ``zero``: names, shapes, roles of submodules.
@@ -172,7 +171,7 @@ def estimate_pipeline(
 
 
 def _seen(asked: _Asked, rank: int) -> _Rank:
-    """Set up a rank of the world, and run its stages once."""
+    """Set up a rank of the world, run its stages once and return what was measured."""
     with (
         start_fake(asked.spec.world_size, rank),
         DryRun() as stand_in,
@@ -196,7 +195,7 @@ def _seen(asked: _Asked, rank: int) -> _Rank:
                 problem = stage_problem(
                     built.model, world, asked.spec.zero, asked.precision, lambda: stages.pipeline.rehearse(works[0]), stand_in,
                     machine=asked.machine, tokens=asked.batch_size * asked.seq_len // world.data_size,
-                    accumulation=asked.accumulate, moments=STATES[asked.optimizer],
+                    accumulation=asked.accumulate, moments=MOMENTS[asked.optimizer],
                     blocks=blocks if asked.recompute == "auto" else None, name=asked.name,
                 )  # fmt: skip
                 problem = replace(problem, recomputed=asked.recompute == "blocks")
@@ -223,7 +222,10 @@ def _seen(asked: _Asked, rank: int) -> _Rank:
                     states.finish(1.0)
                     log.phase = "norm"
                     states.norm()
-            memory, step = _held(parameters, [*states.targets.values()], asked.optimizer), log.entries
+            memory, step = (
+                Memory.without_zero(parameters, [*states.targets.values()], asked.optimizer),
+                log.entries,
+            )
         return _Rank(
             pipeline=stages.pipeline,
             stages=costs,
@@ -281,7 +283,7 @@ def _stage_entries(one: _Rank, mesh: Mesh) -> list[Entry]:
 
 
 def _simulated(one: _Rank, stages: Sequence[StageCosts], asked: _Asked, mesh: Mesh) -> Simulation:
-    """The schedule of a micro-step on a clock; ``auto`` looks for its order with these costs."""
+    """Simulate the schedule of a micro-step; ``auto`` searches for its order with these costs."""
     machine, home = asked.machine, one.pipeline.home
     seconds = [stage.seconds(machine, mesh, asked.precision.name) for stage in stages]
     forward, backward, weight = ([one[i] for one in seconds] for i in range(3))
@@ -300,18 +302,6 @@ def _simulated(one: _Rank, stages: Sequence[StageCosts], asked: _Asked, mesh: Me
     if asked.spec.pipeline is not None and asked.spec.pipeline.schedule == "auto":
         one.pipeline.replan(costs)
     return simulate_costs(one.pipeline.program(one.microbatches).schedule, costs)
-
-
-def _held(parameters: Sequence[Tensor], targets: Sequence[Tensor], optimizer: str) -> Memory:
-    """Without ``zero``: all but the activations."""
-    true, own = sum(map(tensor_bytes, targets)), {id(target) for target in targets}
-    return Memory(
-        parameters=sum(map(tensor_bytes, parameters)),
-        masters=true - sum(tensor_bytes(p) for p in parameters if id(p) in own),
-        gradients=true,
-        optimizer=true * STATES[optimizer],
-        activations=0,
-    )
 
 
 def _cast(built: Assembled, precision: Precision) -> None:

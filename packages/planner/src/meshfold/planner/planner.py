@@ -1,8 +1,7 @@
 """Estimates of a spec before anything runs: the engine itself, on the meta device with simulated ranks.
 
-Nothing is computed from a formula that the real run does not follow: the model is built, split and stepped as in
-training, on tensors without values; collectives are recorded as they would be handed to torch.distributed, and
-matmuls counted as they are called. Seen from rank 0, whose blocks are never smaller than another's.
+The model is built, split and stepped as in training, on meta tensors. Collectives are recorded as they would be passed to
+torch.distributed, and matmuls are counted as they are called. Rank 0 is measured: no rank has larger shards.
 """
 
 from __future__ import annotations
@@ -25,15 +24,12 @@ from meshfold.engine.states import PlainStates
 from meshfold.mesh import Entry, Log, ParallelSpec, SpecError, all_reduce, record
 from meshfold.mesh.model_io import DryRun, saved_for_backward
 from meshfold.mesh.processes import start_fake
-from meshfold.planner.estimates import Estimate, Memory, summarize_traffic
+from meshfold.planner.estimates import MOMENTS, Estimate, Memory, summarize_traffic
 from meshfold.planner.machines import MACHINES, Machine
 from meshfold.tensor_parallel import Report
 
 if TYPE_CHECKING:
     from meshfold.planner.zero_estimate import ZeroEstimate
-
-# Bytes of optimizer state for a true weight of 4 bytes (8 in fp64 are twice that).
-STATES = {"adamw": 2, "adam": 2, "sgd": 0}
 
 
 def estimate(
@@ -54,21 +50,21 @@ def estimate(
     """Measure a causal language model under a spec.
 
     Args:
-        build: makes the model in the plain way; it is never allocated.
-        spec: with its world size; no process may be running.
+        build: makes the model as for one device; it is never allocated.
+        spec: with a world size; no process group may be running.
         batch_size: sequences of a global batch.
         seq_len: tokens of a sequence.
         precision: as the engine takes it.
         optimizer: adamw, adam or sgd.
         accumulate: micro-steps of an optimizer step.
         rules: as the engine takes them.
-        recompute: the same.
-        clip: whether gradients are clipped by their norm, for which all of them are held.
-        machine: what ``zero`` plans for; nodes of H200s by default.
-        name: of the model, for people.
+        recompute: as the engine takes it.
+        clip: clip gradients by their norm, so all of them are held at once.
+        machine: the machine that ``zero`` plans for; nodes of H200s by default.
+        name: of the model, for messages.
 
     Raises:
-        SpecError: for all that the engine refuses, and for a batch that ``accumulate`` does not divide.
+        SpecError: for whatever the engine refuses, and for a batch that ``accumulate`` does not divide.
     """
     if batch_size % accumulate:
         raise SpecError(f"{accumulate} micro-steps do not divide the global batch of {batch_size} sequences")
@@ -117,7 +113,7 @@ def estimate(
                 machine=machine or MACHINES["h200x8"],
                 tokens=batch_size * seq_len // engine.world.data_size,
                 accumulation=accumulate,
-                moments=STATES[optimizer],
+                moments=MOMENTS[optimizer],
                 name=name,
                 blocks=engine.recomputed_blocks if recompute == "auto" else None,
                 recomputed=recompute == "blocks",
@@ -155,7 +151,7 @@ def plan_memory(
     """Return the bytes that a rank holds in training, without running anything; of a pipeline, of the rank that holds most.
 
     Args:
-        build: makes the model, a causal language model, in the plain way; it is never allocated.
+        build: makes a causal language model as for one device; it is never allocated.
         parallel: the spec.
         batch_size: sequences of a global batch.
         seq_len: tokens of a sequence.
@@ -164,7 +160,7 @@ def plan_memory(
             :func:`estimate` takes.
 
     Raises:
-        SpecError: for all that the engine refuses.
+        SpecError: for whatever the engine refuses.
     """
     spec = parallel if isinstance(parallel, ParallelSpec) else ParallelSpec.parse(parallel, world_size)
     spec = spec.with_world_size(world_size or spec.world_size)
@@ -174,7 +170,7 @@ def plan_memory(
 def _plain_steps(
     engine: Engine, rows: Any, accumulate: int, stand_in: DryRun, optimizer: str
 ) -> tuple[list[Entry], int, Memory]:
-    """Collectives and operations of an optimizer step without ``zero``, and what is held."""
+    """Return the collectives and operations of an optimizer step without ``zero``, and the memory."""
     states = engine.states
     assert isinstance(states, PlainStates)  # without zero
     parameters = list(engine.model.parameters())
@@ -193,15 +189,7 @@ def _plain_steps(
             log.entries = found.entries * number
             flops += number * (counter.get_total_flops() + stand_in.attention_flops)
             activations = max(activations, saved.bytes)
-    true = sum(map(tensor_bytes, targets))
-    own = {id(target) for target in targets}
-    memory = Memory(
-        parameters=sum(map(tensor_bytes, parameters)),
-        masters=true - sum(tensor_bytes(p) for p in parameters if id(p) in own),
-        gradients=true,
-        optimizer=true * STATES[optimizer],
-        activations=activations,
-    )
+    memory = Memory.without_zero(parameters, targets, optimizer, activations)
     return [*earlier.entries, *last.entries], flops, memory
 
 
@@ -217,7 +205,7 @@ def _micro_step(engine: Engine, rows: Any, log: Log, *, last: bool) -> None:
 
 
 def _forward_backward(engine: Engine, rows: Any, log: Log, around: AbstractContextManager[None]) -> None:
-    """A micro-step's collectives, into the log; ``around`` its backward."""
+    """Run a micro-step and record its collectives in the log; ``around`` is the context of its backward."""
     work, shares = engine.runner.prepare(rows)
 
     def backward(part: Tensor) -> None:
@@ -231,12 +219,7 @@ def _forward_backward(engine: Engine, rows: Any, log: Log, around: AbstractConte
 
 
 def _in_a_line(report: Report) -> str:
-    """``mode 2d: 1 embedding, 4 column, ...``."""
+    """Return a report as one line: ``mode 2d places 1 embedding, 4 column, ...``."""
     roles = Counter(placed.role for placed in report.placed)
     counts = ", ".join(f"{count} {role.replace('_', ' ')}" for role, count in roles.items())
     return f"mode {report.mode} places {counts}"
-
-
-def tensor_bytes(tensor: Tensor) -> int:
-    """Return the bytes of a tensor's elements."""
-    return tensor.numel() * tensor.element_size()

@@ -10,22 +10,21 @@ from torch import nn
 from meshfold.engine.model import RecomputedBlocks
 from meshfold.engine.precision import Precision, other_dtypes
 from meshfold.engine.world import World
-from meshfold.engine.zero import PROCESS_BYTES, InFlight, limits_of, plan_for, regime_of, workload_of_stages
+from meshfold.engine.zero import PROCESS_BYTES, InFlight, regime_of, workload_of_stages
 from meshfold.mesh import Entry, record
 from meshfold.mesh.model_io import DryRun
 from meshfold.mesh.spec import ZeroSpec
 from meshfold.planner.estimates import Memory
 from meshfold.planner.machines import Machine
 from meshfold.planner.zero_estimate import (
-    PLENTY,
     chunk_entries,
-    memory_of,
+    fit,
     trace_without_values,
     with_collectives,
 )
-from meshfold.zero_gemini import MemoryPlanError, slot_alignment
-from meshfold.zero_gemini.planner import Limits, Plan, Regime
+from meshfold.zero_gemini import slot_alignment
 from meshfold.zero_gemini.planner import Machine as Rates
+from meshfold.zero_gemini.planner import Plan, Regime
 from meshfold.zero_gemini.profiler import ChunkUse, Trace, chunk_uses
 
 
@@ -70,19 +69,11 @@ class StageProblem:
             reshards=self.spec.reshard_after_forward,
         )  # fmt: skip
         workload = replace(workload, recomputed=self.recomputed)
-        found, refusal = None, ""
-        try:
-            found = plan_for(self.spec, workload, self.rates, limits_of(self.spec))
-        except MemoryPlanError as error:
-            refusal = str(error)
-        roomy = replace(self.rates, gpu_bytes=PLENTY, host_bytes=PLENTY, disk_bytes=PLENTY)
-        shown = found or plan_for(
-            replace(self.spec, placement="cuda", offload_path=None), workload, roomy, Limits()
-        )
+        found, refusal, memory = fit(self.spec, workload, self.rates)
         return Solved(
             plan=found,
             refusal=refusal,
-            memory=memory_of(shown),
+            memory=memory,
             entries=chunk_entries(workload, self.world.outer_axes, self.world.mesh),
         )
 

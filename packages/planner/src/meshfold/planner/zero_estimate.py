@@ -24,6 +24,7 @@ from meshfold.zero_gemini.planner import (
     gather_windows,
     timeline,
 )
+from meshfold.zero_gemini.planner import Machine as Rates
 from meshfold.zero_gemini.profiler import LiveBytes, OperatorClock, StepTracer, Trace, chunk_uses, workload_of
 
 if TYPE_CHECKING:
@@ -115,26 +116,34 @@ def estimate_zero(
     )
     workload = replace(workload, recomputed=recomputed)
     rates = machine.rates(precision.name, mesh=world.mesh, axes=world.outer_axes, ranks=local)
-    found, refusal = None, ""
-    try:
-        found = plan_for(spec, workload, rates, limits_of(spec))
-    except MemoryPlanError as error:
-        refusal = str(error)
+    found, refusal, memory = fit(spec, workload, rates)
     if found is not None and blocks is not None:
         blocks.keep([layer.name for layer in found.layers if layer.kept])
         _, flops, log = traced()  # what is kept is not computed, and its collectives are not made, once more
-    roomy = replace(rates, gpu_bytes=PLENTY, host_bytes=PLENTY, disk_bytes=PLENTY)
     return ZeroEstimate(
         entries=[*log.entries * accumulation, *chunk_entries(workload, world.outer_axes, world.mesh)],
         flops=flops * accumulation,
-        memory=memory_of(found or plan_for(replace(spec, placement="cuda"), workload, roomy, Limits())),
+        memory=memory,
         workload=workload,
         plan=found,
         refusal=refusal,
     )
 
 
-PLENTY = 2**60
+def fit(spec: ZeroSpec, workload: Workload, rates: Rates) -> tuple[Plan | None, str, Memory]:
+    """Plan a workload within a spec's limits.
+
+    Returns:
+        The plan, or None and the reason; the plan's memory, or that of everything on a device without limits.
+    """
+    try:
+        found = plan_for(spec, workload, rates, limits_of(spec))
+    except MemoryPlanError as error:
+        plenty = 2**60
+        roomy = replace(rates, gpu_bytes=plenty, host_bytes=plenty, disk_bytes=plenty)
+        anywhere = plan_for(replace(spec, placement="cuda", offload_path=None), workload, roomy, Limits())
+        return None, str(error), memory_of(anywhere)
+    return found, "", memory_of(found)
 
 
 def trace_without_values(
@@ -155,7 +164,7 @@ def trace_without_values(
         precision: of the model.
         blocks: whose recomputing is watched.
     """
-    base = sum(map(_bytes, model.buffers())) + WORKSPACE_BYTES
+    base = sum(buffer.nbytes for buffer in model.buffers()) + WORKSPACE_BYTES
     clock = OperatorClock(flops=MATMULS * machine.flops[precision.name], bytes_per_second=machine.memory_rate)
     handles = [
         parameter.register_post_accumulate_grad_hook(_let_go)
@@ -179,10 +188,6 @@ def trace_without_values(
 
 def _let_go(parameter: Tensor) -> None:
     parameter.grad = None
-
-
-def _bytes(tensor: Tensor) -> int:
-    return tensor.numel() * tensor.element_size()
 
 
 def with_collectives(trace: Trace, log: Log, mesh: Mesh, machine: Machine) -> Trace:

@@ -1,4 +1,4 @@
-"""Trackers that also get a run's metrics: TensorBoard or Weights & Biases, if installed and asked for."""
+"""Metrics of a run: ``metrics.jsonl``, a line of JSON for each step, and trackers such as TensorBoard and Weights & Biases."""
 
 from __future__ import annotations
 
@@ -9,21 +9,68 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
+from meshfold.checkpoint.files import write_atomically
 from meshfold.mesh import SpecError, did_you_mean
 
 
-class Tracker(Protocol):
-    """Takes the numbers of steps."""
+class MetricsFile:
+    """Collects rows, and on the rank that writes appends each to the file at once."""
 
-    def add(self, step: int, numbers: Mapping[str, Any]) -> None:
-        """Those of an optimizer step, or of an evaluation after it."""
+    def __init__(self, path: Path, *, keep: int = 0, write: bool = True) -> None:
+        """Args:
+        path: the file.
+        keep: rows of later steps than this are dropped from a file that is there: that run went on elsewhere.
+        write: whether to write.
+        """
+        self._path, self._write = path, write
+        self.trackers: list[Tracker] = []
+        self.rows = [row for row in read_metrics(path) if row["step"] <= keep] if keep else []
+        if write:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            # A process that dies here leaves the rows that were there.
+            text = "".join(json.dumps(row) + "\n" for row in self.rows)
+            write_atomically(path, lambda part: part.write_text(text, encoding="utf-8"))
+
+    def add(self, **row: Any) -> None:
+        """Add a row."""
+        self.rows.append(row)
+        if self._write:
+            with self._path.open("a", encoding="utf-8") as file:
+                file.write(json.dumps(row) + "\n")
+        for tracker in self.trackers:
+            tracker.add(row["step"], {name: value for name, value in row.items() if name != "step"})
 
     def close(self) -> None:
-        """The run is over."""
+        """End the run."""
+        for tracker in self.trackers:
+            tracker.close()
+
+
+def read_metrics(path: Path) -> list[dict[str, Any]]:
+    """Return the rows of a file; none without a file. A last line that a killed run cut in two is left out."""
+    if not path.exists():
+        return []
+    rows = []
+    for text in path.read_text(encoding="utf-8").splitlines():
+        try:
+            rows.append(json.loads(text))
+        except ValueError:
+            break
+    return rows
+
+
+class Tracker(Protocol):
+    """Protocol of what also gets the metrics."""
+
+    def add(self, step: int, numbers: Mapping[str, Any]) -> None:
+        """Add the numbers of an optimizer step, or of an evaluation after it."""
+
+    def close(self) -> None:
+        """End the run."""
 
 
 class TensorBoard:
-    """Into the folder ``tensorboard``; what a run that went on from an earlier step had written behind it is not shown."""
+    """Tracker that writes to the folder ``tensorboard``; steps after the one that a run resumes from are hidden."""
 
     def __init__(self, out: Path, settings: Mapping[str, Any], first: int) -> None:
         from torch.utils.tensorboard import SummaryWriter
@@ -42,7 +89,7 @@ class TensorBoard:
 
 
 class WandB:
-    """A run of the project ``meshfold``, or of ``WANDB_PROJECT``; one that goes on is the same run there."""
+    """Tracker of Weights & Biases, in the project ``meshfold`` or ``WANDB_PROJECT``; a resumed run stays one run."""
 
     def __init__(self, out: Path, settings: Mapping[str, Any], first: int) -> None:
         wandb: Any = importlib.import_module("wandb")
@@ -88,7 +135,7 @@ def check_trackers(names: Sequence[str]) -> None:
 def open_trackers(
     names: Sequence[str], out: Path, settings: Mapping[str, Any], *, first: int
 ) -> list[Tracker]:
-    """Those asked for; one rank calls.
+    """Return the trackers asked for; one rank calls.
 
     Args:
         names: see :func:`check_trackers`.
