@@ -10,6 +10,7 @@ from meshfold.mesh import LayoutError, Mesh, Placement, metadata
 from meshfold.mesh.tracking import watch
 from meshfold.tensor_parallel.convert.analysis import Analysis
 from meshfold.tensor_parallel.convert.build import LayerBuilder, keep_hooks, keep_ties, meta_twin
+from meshfold.tensor_parallel.convert.checks import check_analysis
 from meshfold.tensor_parallel.convert.functional_dropout import (
     DropoutPart,
     FunctionalDropout,
@@ -157,7 +158,7 @@ class _Conversion:
 
     def run(self) -> Report:
         """Check, then change."""
-        self.analysis.check()
+        check_analysis(self.analysis)
         if left_out := layers_left_out(self.model):
             raise LayoutError(
                 f"{', '.join(left_out)}: layerdrop would skip different layers on each rank; set it to 0"
