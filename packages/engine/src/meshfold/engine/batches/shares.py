@@ -51,17 +51,17 @@ class Shares:
         sizes: list[list[int]] = self._pending.wait()[:, 1:].tolist()
         return sizes
 
-    @property
+    @cached_property
     def first_row(self) -> int:
         """Rows of the coordinates before."""
         return sum(rows for rows, _ in self._sizes[: self.part])
 
-    @property
+    @cached_property
     def first_token(self) -> int:
         """Tokens of the coordinates before."""
         return sum(tokens for _, tokens in self._sizes[: self.part])
 
-    @property
+    @cached_property
     def rows(self) -> int:
         """Rows of the global batch."""
         return sum(rows for rows, _ in self._sizes)
