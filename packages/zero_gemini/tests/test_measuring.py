@@ -23,7 +23,7 @@ from meshfold.zero_gemini.memory.arenas import Memory
 from meshfold.zero_gemini.memory.pinned import PAGE_BYTES, page_locked
 from meshfold.zero_gemini.optimizer import AdamStepper
 from meshfold.zero_gemini.optimizer import step_timing as paces
-from meshfold.zero_gemini.optimizer.gpu_streaming import Passage
+from meshfold.zero_gemini.optimizer.gpu_streaming import GpuStreaming
 from meshfold.zero_gemini.optimizer.step_timing import StepKind, StepTimer, StepTiming
 from meshfold.zero_gemini.planner import H200, REGIMES, Machine
 from meshfold.zero_gemini.planner.options import HOST_STREAMED, SPLIT_STEP, Choice
@@ -141,7 +141,7 @@ def test_steps_on_the_host_are_clocked_by_what_they_do(through: bool) -> None:
     stepper = small.stepper
     assert isinstance(stepper, AdamStepper)
     if through:
-        stepper.pass_through(Passage(memory=small.memory, slot_bytes=2**20, slots=2))
+        stepper.pass_through(GpuStreaming(memory=small.memory, slot_bytes=2**20, slots=2))
     for _ in range(3):
         small.step("".join(SHAPES))
     small.stepper.finish()

@@ -20,7 +20,7 @@ from meshfold.zero_gemini.memory.arenas import Memory
 from meshfold.zero_gemini.memory.copies import stream_of, synchronize
 from meshfold.zero_gemini.nvme import bench, free_bytes
 from meshfold.zero_gemini.optimizer.cpu_executor import threads_for_steps
-from meshfold.zero_gemini.optimizer.gpu_streaming import PASSAGE_BYTES, HostState, Passage
+from meshfold.zero_gemini.optimizer.gpu_streaming import STREAMING_BYTES, GpuStreaming, HostState
 from meshfold.zero_gemini.optimizer.state_planes import Plane, planes_of, state_of
 from meshfold.zero_gemini.planner import H200, REGIMES, GiB, Machine, MiB, Regime
 from meshfold.zero_gemini.rank_errors import Faults
@@ -122,7 +122,7 @@ def _rates_of(device: torch.device, regime: Regime) -> Machine:
     through, cores = _together(device, regime)
     gained = through / regime.step + (cores - cores_alone) / regime.first_pass  # elements a second
     if gained > (WORTH_IT - 1) * cores_alone / regime.first_pass:
-        machine = replace(machine, passage=through, beside_passage=cores, passage_bytes=PASSAGE_BYTES)
+        machine = replace(machine, passage=through, beside_passage=cores, passage_bytes=STREAMING_BYTES)
     return replace(machine, gpu_memory=_gpu_memory(device), h2d=up, d2h=down, pcie_both=both)
 
 
@@ -155,7 +155,7 @@ class _Sample:
         adam_update_parameters(state, self.gradient, _ADAM, step=1, grad_scale=1.0, start=0, seed=0)
         return round(self._regime.first_pass * self.elements)
 
-    def through(self, passage: Passage) -> Callable[[], None]:
+    def through(self, passage: GpuStreaming) -> Callable[[], None]:
         """A step, by the device, and as many parameters behind it. Counts in ``passed`` as it goes."""
 
         def piece(_: int, state: AdamState, gradient: Tensor, begin: int) -> None:
@@ -221,7 +221,7 @@ def _together(device: torch.device, regime: Regime) -> tuple[float, float]:
     """
     memory = Memory(device)
     mine, other = _Sample(memory, regime), _Sample(memory, regime)
-    passage = Passage(memory=memory)
+    passage = GpuStreaming(memory=memory)
     other.through(passage)()  # once before, so that no kernel is made while the clock runs
     stop = threading.Event()
 

@@ -36,7 +36,7 @@ from meshfold.zero_gemini.optimizer.adam_state import Held
 from meshfold.zero_gemini.optimizer.cpu_executor import Halves, Worker
 from meshfold.zero_gemini.optimizer.disk_buffers import Piece
 from meshfold.zero_gemini.optimizer.disk_state import DiskPlanes, DiskSettings
-from meshfold.zero_gemini.optimizer.gpu_streaming import Passage
+from meshfold.zero_gemini.optimizer.gpu_streaming import GpuStreaming
 from meshfold.zero_gemini.optimizer.kernel_runs import ChunkStep, Run, settings_of
 from meshfold.zero_gemini.optimizer.state_planes import planes_of
 from meshfold.zero_gemini.optimizer.step_timing import StepTimer
@@ -94,7 +94,7 @@ class AdamStepper(AdamValues):
         self._trials = Trials(self._worker)
         self._groups: dict[Tensor, Any] = {}
         self._coming: list[Piece] = []
-        self._passage: Passage | None = None
+        self._passage: GpuStreaming | None = None
         self.faults, self.paces = faults or Faults(), StepTimer()
 
     def reserve(self, shards: Iterable[tuple[torch.dtype, int]]) -> None:
@@ -129,7 +129,7 @@ class AdamStepper(AdamValues):
             self._chunks[part.name] = chunk
             self._steps[part.name] = 0
 
-    def pass_through(self, passage: Passage | None) -> None:
+    def pass_through(self, passage: GpuStreaming | None) -> None:
         """Let the device step some of the host's chunks, whichever it is ready for before the cores are; None: none.
 
         Not before it was :meth:`finish`-ed.

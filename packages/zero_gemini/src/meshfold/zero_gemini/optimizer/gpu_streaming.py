@@ -24,7 +24,7 @@ from meshfold.zero_gemini.optimizer.state_planes import Plane, cut, lie, state_o
 SLOT_BYTES = 32 * 2**20
 SLOTS = 6
 _UP_AT_A_TIME = 2  # pieces that are queued to go up: what computation waits for comes right behind them
-PASSAGE_BYTES = SLOTS * SLOT_BYTES
+STREAMING_BYTES = SLOTS * SLOT_BYTES
 """Device memory of the pieces that are there at a time."""
 _ALIGN_ELEMS = 2**14  # of pieces: blocks of 8-bit moments share a scale
 
@@ -69,7 +69,7 @@ class HostState:
 
 
 @dataclass(kw_only=True, eq=False)
-class Passage:
+class GpuStreaming:
     """Some places on the device through which state passes. One thread at a time may use it.
 
     Attributes:

@@ -14,7 +14,7 @@ from meshfold.kernels import AdamSettings, AdamState, adam_step, adam_update_mom
 from meshfold.zero_gemini.memory.copies import Arrival
 from meshfold.zero_gemini.optimizer.adam_state import Held
 from meshfold.zero_gemini.optimizer.cpu_executor import Halves, Work
-from meshfold.zero_gemini.optimizer.gpu_streaming import Passage
+from meshfold.zero_gemini.optimizer.gpu_streaming import GpuStreaming
 from meshfold.zero_gemini.optimizer.step_timing import StepKind, StepTimer
 
 
@@ -102,7 +102,7 @@ class ChunkStep:
 
         return Halves(work)
 
-    def halves(self, between: Work, passage: Passage | None = None) -> Halves:
+    def halves(self, between: Work, passage: GpuStreaming | None = None) -> Halves:
         """In two where that can be; what is on disk is read and written once, so in one.
 
         Args:
@@ -135,7 +135,9 @@ class ChunkStep:
         """Return whether another step of the same chunk would change the same elements to the same bits."""
         return self.runs == other.runs and float(self.factor) == float(other.factor)
 
-    def on_trial(self, ready: Work, wanted: Callable[[], bool], passage: Passage | None = None) -> Halves:
+    def on_trial(
+        self, ready: Work, wanted: Callable[[], bool], passage: GpuStreaming | None = None
+    ) -> Halves:
         """All of it into the second copy of the state, which may become the first; nothing may be left as it was.
 
         Args:
@@ -156,7 +158,7 @@ class ChunkStep:
                         start=self.first + run.begin, seed=self.seed, before=before,
                     )  # fmt: skip
 
-        def through(passage: Passage) -> Arrival:
+        def through(passage: GpuStreaming) -> Arrival:
             if not wanted():
                 return Arrival()
             ready()
@@ -165,7 +167,7 @@ class ChunkStep:
         return Halves(work, on_device=None if passage is None else partial(through, passage))
 
     @torch.no_grad()
-    def _on_device(self, passage: Passage, *, on_trial: bool = False) -> Arrival:
+    def _on_device(self, passage: GpuStreaming, *, on_trial: bool = False) -> Arrival:
         """All of it, or its first half, by the device: started, and what waits for the end. On trial: into the second copy."""
         first = passage.halves and not on_trial and all(run.in_halves for run in self.runs)
         kernel = adam_update_parameters if first else adam_step

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from meshfold.zero_gemini.chunks.chunk import Chunk
 from meshfold.zero_gemini.optimizer.cpu_executor import Worker
-from meshfold.zero_gemini.optimizer.gpu_streaming import Passage
+from meshfold.zero_gemini.optimizer.gpu_streaming import GpuStreaming
 from meshfold.zero_gemini.optimizer.kernel_runs import ChunkStep
 
 
@@ -39,7 +39,7 @@ class Trials:
         return self._open.keys()
 
     def begin(
-        self, chunk: Chunk, step: ChunkStep, ready: Callable[[], None], passage: Passage | None
+        self, chunk: Chunk, step: ChunkStep, ready: Callable[[], None], passage: GpuStreaming | None
     ) -> None:
         """Make a step of a chunk that has a second copy, and no step that is open or kept.
 

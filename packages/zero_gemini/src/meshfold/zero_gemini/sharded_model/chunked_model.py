@@ -289,8 +289,8 @@ class HeldModel(ParameterValues):
     def pass_through(self, on: bool, *, halves: bool = False) -> bool:
         """Let the device step a part of the host's chunks, whose state passes through it: whether it does from now on.
 
-        It takes :data:`~meshfold.zero_gemini.optimizer.gpu_streaming.PASSAGE_BYTES` of the device, and changes no bit. Nothing but
-        Adam is stepped so.
+        It takes :data:`~meshfold.zero_gemini.optimizer.gpu_streaming.STREAMING_BYTES` of the device, and changes no bit. Only
+        Adam is stepped like this.
 
         Args:
             on: or not.

@@ -17,7 +17,7 @@ from meshfold.zero_gemini.errors import OutOfBudget
 from meshfold.zero_gemini.memory.arenas import Memory, MemoryTier
 from meshfold.zero_gemini.memory.copies import synchronize
 from meshfold.zero_gemini.optimizer import AdamStepper, Stepper
-from meshfold.zero_gemini.optimizer.gpu_streaming import Passage
+from meshfold.zero_gemini.optimizer.gpu_streaming import GpuStreaming
 from meshfold.zero_gemini.optimizer.state_planes import planes_of
 from meshfold.zero_gemini.rank_errors import Faults
 
@@ -91,7 +91,7 @@ class Residents:
         self._stepper.pass_through(None)
         if on:
             try:
-                self._stepper.pass_through(Passage(memory=self._memory, halves=halves))
+                self._stepper.pass_through(GpuStreaming(memory=self._memory, halves=halves))
             except OutOfBudget:
                 return False
         return on

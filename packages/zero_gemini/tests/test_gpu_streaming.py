@@ -22,7 +22,7 @@ from meshfold.zero_gemini.errors import OutOfBudget
 from meshfold.zero_gemini.memory.arenas import Memory
 from meshfold.zero_gemini.optimizer import AdamStepper
 from meshfold.zero_gemini.optimizer.cpu_executor import Halves, _Deal
-from meshfold.zero_gemini.optimizer.gpu_streaming import HostState, Passage
+from meshfold.zero_gemini.optimizer.gpu_streaming import GpuStreaming, HostState
 from meshfold.zero_gemini.optimizer.state_planes import planes_of
 
 HOST = Home(parameters="host", state="host")
@@ -41,7 +41,7 @@ def trained(
     if through:
         stepper = small.stepper
         assert isinstance(stepper, AdamStepper)
-        passage = Passage(memory=small.memory, halves=halves, slot_bytes=4 * SLOT_BYTES, slots=2)
+        passage = GpuStreaming(memory=small.memory, halves=halves, slot_bytes=4 * SLOT_BYTES, slots=2)
         stepper.pass_through(passage)
     for used in ("abcdefg", "acg", "bdef", "abcdefg"):
         small.step(used)
@@ -118,7 +118,7 @@ def test_moments_stay_where_only_parameters_are_written(regime: str) -> None:
         weights=torch.zeros(2**14, dtype=torch.bfloat16), planes=planes, tensors=tensors,
         gradient=torch.zeros(2**14),
     )  # fmt: skip
-    passage = Passage(memory=Memory(torch.device("cpu")), slot_bytes=SLOT_BYTES, slots=1)
+    passage = GpuStreaming(memory=Memory(torch.device("cpu")), slot_bytes=SLOT_BYTES, slots=1)
 
     def piece(index: int, state: Any, gradient: torch.Tensor, begin: int) -> None:
         for tensor in vars(state).values():
@@ -140,7 +140,7 @@ def test_pieces_cover_every_element_of_the_runs_once(elements: int, regime: str)
         tensors={plane.name: torch.zeros(plane.numel(elements), dtype=plane.dtype) for plane in planes},
         gradient=torch.arange(elements, dtype=torch.float32),
     )
-    passage = Passage(memory=Memory(torch.device("cpu")), slot_bytes=2 * SLOT_BYTES, slots=3)
+    passage = GpuStreaming(memory=Memory(torch.device("cpu")), slot_bytes=2 * SLOT_BYTES, slots=3)
     seen = []
 
     def piece(index: int, state: object, gradient: torch.Tensor, begin: int) -> None:
@@ -161,10 +161,10 @@ def test_pieces_cover_every_element_of_the_runs_once(elements: int, regime: str)
 
 def test_its_memory_is_the_devices_and_goes_back() -> None:
     memory = Memory(torch.device("cpu"), device_bytes=3 * SLOT_BYTES)
-    passage = Passage(memory=memory, slot_bytes=SLOT_BYTES, slots=3)
+    passage = GpuStreaming(memory=memory, slot_bytes=SLOT_BYTES, slots=3)
     assert memory.compute.used_bytes == 3 * SLOT_BYTES
     passage.close()
     assert memory.compute.used_bytes == 0
     with pytest.raises(OutOfBudget, match="state passing through"):
-        Passage(memory=memory, slot_bytes=SLOT_BYTES, slots=4)
+        GpuStreaming(memory=memory, slot_bytes=SLOT_BYTES, slots=4)
     assert memory.compute.used_bytes == 0
