@@ -28,7 +28,7 @@ from meshfold.zero_gemini.machine_rates import samples as measuring
 from meshfold.zero_gemini.optimizer import StepKind, StepTiming
 from meshfold.zero_gemini.optimizer import kernel_runs as runs
 from meshfold.zero_gemini.optimizer.cpu_executor import Worker
-from meshfold.zero_gemini.optimizer.trial_steps import Trials
+from meshfold.zero_gemini.optimizer.speculative_updates import SpeculativeUpdates
 from meshfold.zero_gemini.planner import SPECULATIVE_STEP, SPLIT_STEP, Machine, MiB, Plan, Workload
 from meshfold.zero_gemini.profiler import PhaseSeconds
 
@@ -188,13 +188,13 @@ def expecting(*strategies: str) -> Any:
 
 def kept_trials(into: list[int]) -> Any:
     """Notes of how many chunks each step was made on trial."""
-    keep = Trials.keep
+    keep = SpeculativeUpdates.keep
 
-    def kept(self: Trials, steps: Any) -> set[Chunk]:
+    def kept(self: SpeculativeUpdates, steps: Any) -> set[Chunk]:
         into.append(len(found := keep(self, steps)))
         return found
 
-    return mock.patch.object(Trials, "keep", kept)
+    return mock.patch.object(SpeculativeUpdates, "keep", kept)
 
 
 def test_steps_that_count_alike_are_made_on_trial() -> None:

@@ -38,9 +38,9 @@ from meshfold.zero_gemini.optimizer.disk_buffers import Piece
 from meshfold.zero_gemini.optimizer.disk_state import DiskPlanes, DiskSettings
 from meshfold.zero_gemini.optimizer.gpu_streaming import GpuStreaming
 from meshfold.zero_gemini.optimizer.kernel_runs import ChunkStep, Run, settings_of
+from meshfold.zero_gemini.optimizer.speculative_updates import SpeculativeUpdates
 from meshfold.zero_gemini.optimizer.state_planes import planes_of
 from meshfold.zero_gemini.optimizer.step_timing import StepTimer
-from meshfold.zero_gemini.optimizer.trial_steps import Trials
 from meshfold.zero_gemini.rank_errors import Faults
 
 REGIMES = ("A", "B", "C")
@@ -91,7 +91,7 @@ class AdamStepper(AdamValues):
         self._steps: dict[str, int] = {}
         self._chunks: dict[str, Chunk] = {}
         self._worker = Worker()
-        self._trials = Trials(self._worker)
+        self._trials = SpeculativeUpdates(self._worker)
         self._groups: dict[Tensor, Any] = {}
         self._coming: list[Piece] = []
         self._passage: GpuStreaming | None = None

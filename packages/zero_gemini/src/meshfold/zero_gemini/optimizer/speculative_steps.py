@@ -19,7 +19,7 @@ SPECULATE_AFTER_STEPS = 2
 """Steps in a row with the same gradient scale after which the next step is made speculatively."""
 
 
-class TrialSteps:
+class SpeculativeSteps:
     """Decides when to step on trial.
 
     Attributes:

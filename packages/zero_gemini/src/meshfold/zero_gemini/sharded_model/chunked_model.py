@@ -24,7 +24,7 @@ from meshfold.zero_gemini.memory.arenas import Memory
 from meshfold.zero_gemini.norm import combine, power_sum
 from meshfold.zero_gemini.optimizer import AdamStepper, DiskSettings, Stepper
 from meshfold.zero_gemini.optimizer.early_steps import EarlySteps
-from meshfold.zero_gemini.optimizer.speculative_steps import TrialSteps
+from meshfold.zero_gemini.optimizer.speculative_steps import SpeculativeSteps
 from meshfold.zero_gemini.optimizer.step_timing import StepKind, StepTiming
 from meshfold.zero_gemini.profiler.chunks import Named, uses_of
 from meshfold.zero_gemini.profiler.workload import ChunkUse, light_units
@@ -152,7 +152,7 @@ class HeldModel(ParameterValues):
         calls = OpenCalls({unit: self._chunks_of_unit(unit) for unit in self._units})
         adam = self._stepper if isinstance(self._stepper, AdamStepper) else None
         self._early = None if adam is None else EarlySteps(adam, calls, memory)
-        self._trials = None if adam is None else TrialSteps(adam)
+        self._trials = None if adam is None else SpeculativeSteps(adam)
         self._runtime = Runtime(
             model, calls, prefetch=prefetch, before_evaluation=self.flush,
             light=frozenset(unit for unit in self._units if unit.name in light),

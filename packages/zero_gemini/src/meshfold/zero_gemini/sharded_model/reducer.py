@@ -21,7 +21,7 @@ from meshfold.zero_gemini.errors import ChunkError
 from meshfold.zero_gemini.group_flags import Flags
 from meshfold.zero_gemini.norm import total_norm
 from meshfold.zero_gemini.optimizer.early_steps import EarlySteps
-from meshfold.zero_gemini.optimizer.speculative_steps import TrialSteps
+from meshfold.zero_gemini.optimizer.speculative_steps import SpeculativeSteps
 from meshfold.zero_gemini.runtime.module_hooks import Runtime
 from meshfold.zero_gemini.runtime.open_calls import OpenCalls
 
@@ -43,7 +43,7 @@ class GradientFlow:
         runtime: Runtime,
         calls: OpenCalls,
         early: EarlySteps | None,
-        trials: TrialSteps | None,
+        trials: SpeculativeSteps | None,
     ) -> None:
         """Args:
         gradients: of every chunk that is trained, in order of registration.
@@ -87,7 +87,7 @@ class GradientFlow:
             trials.begin()
 
     @property
-    def _trying(self) -> TrialSteps | None:
+    def _trying(self) -> SpeculativeSteps | None:
         """Speculative steps of the backward that runs or comes next; None if it makes none."""
         is_on = self.kind == "last" and self._trials is not None and self._trials.are_made
         return self._trials if is_on else None

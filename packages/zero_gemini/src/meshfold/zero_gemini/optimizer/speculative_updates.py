@@ -12,7 +12,7 @@ from meshfold.zero_gemini.optimizer.kernel_runs import ChunkStep
 
 
 @dataclass(eq=False)
-class _Trial:
+class _SpeculativeUpdate:
     """A step that may not count; what is no longer wanted is not begun."""
 
     step: ChunkStep
@@ -22,7 +22,7 @@ class _Trial:
         return self.wanted
 
 
-class Trials:
+class SpeculativeUpdates:
     """The steps on trial of one optimizer, each in turn open, then kept or dropped, and if kept landed."""
 
     def __init__(self, worker: Worker) -> None:
@@ -30,8 +30,8 @@ class Trials:
         worker: makes them.
         """
         self._worker = worker
-        self._open: dict[Chunk, _Trial] = {}
-        self._kept: dict[Chunk, _Trial] = {}
+        self._open: dict[Chunk, _SpeculativeUpdate] = {}
+        self._kept: dict[Chunk, _SpeculativeUpdate] = {}
 
     @property
     def open(self) -> Collection[Chunk]:
@@ -49,7 +49,7 @@ class Trials:
             ready: returns when the gradient is there.
             passage: through which the device may step it.
         """
-        self._open[chunk] = trial = _Trial(step)
+        self._open[chunk] = trial = _SpeculativeUpdate(step)
         self._worker.submit({chunk: step.on_trial(ready, trial.is_wanted, passage)}, [])
 
     def keep(self, steps: Mapping[Chunk, ChunkStep]) -> set[Chunk]:

@@ -22,7 +22,7 @@ from meshfold.mesh.testing import run_on_ranks
 from meshfold.zero_gemini import Gemini, Home, Memory
 from meshfold.zero_gemini.chunks.backward_role import BackwardRole
 from meshfold.zero_gemini.chunks.chunk import Chunk
-from meshfold.zero_gemini.optimizer.trial_steps import Trials
+from meshfold.zero_gemini.optimizer.speculative_updates import SpeculativeUpdates
 
 HOMES = {
     "streamed": [Home(parameters="host", state="host")],
@@ -46,21 +46,21 @@ class Seen:
         self.steps: list[tuple[int, int]] = []
 
     def __enter__(self) -> Seen:
-        begin, keep, seen = Trials.begin, Trials.keep, self
+        begin, keep, seen = SpeculativeUpdates.begin, SpeculativeUpdates.keep, self
 
-        def count_begun(self: Trials, *arguments: Any) -> None:
+        def count_begun(self: SpeculativeUpdates, *arguments: Any) -> None:
             seen.begun += 1
             begin(self, *arguments)
 
-        def count_kept(self: Trials, steps: Any) -> set[Chunk]:
+        def count_kept(self: SpeculativeUpdates, steps: Any) -> set[Chunk]:
             kept = keep(self, steps)
             seen.steps.append((seen.begun, len(kept)))
             seen.begun = 0
             return kept
 
         self._patches = [
-            mock.patch.object(Trials, "begin", count_begun),
-            mock.patch.object(Trials, "keep", count_kept),
+            mock.patch.object(SpeculativeUpdates, "begin", count_begun),
+            mock.patch.object(SpeculativeUpdates, "keep", count_kept),
         ]
         for patch in self._patches:
             patch.start()
