@@ -45,10 +45,10 @@ from meshfold.zero_gemini.chunks.chunk import Chunk
 from meshfold.zero_gemini.chunks.placement import Home
 from meshfold.zero_gemini.errors import ChunkError
 from meshfold.zero_gemini.norm import power_sum, total_norm
-from meshfold.zero_gemini.sharded_model.chunked_model import HeldModel
+from meshfold.zero_gemini.sharded_model.chunked_model import ChunkedModel
 
 
-class Gemini(HeldModel):
+class Gemini(ChunkedModel):
     """Holds a model in chunks and trains it.
 
     Attributes:

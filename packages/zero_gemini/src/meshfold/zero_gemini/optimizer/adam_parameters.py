@@ -14,7 +14,7 @@ from meshfold.zero_gemini.chunks.chunk import Chunk
 from meshfold.zero_gemini.optimizer.adam_state import Held
 from meshfold.zero_gemini.optimizer.interface import Entry
 from meshfold.zero_gemini.optimizer.state_planes import MOMENTS
-from meshfold.zero_gemini.optimizer.state_snapshot import NotedAdam
+from meshfold.zero_gemini.optimizer.state_snapshot import AdamSnapshot
 
 
 class AdamValues(ABC):
@@ -108,15 +108,15 @@ class AdamValues(ABC):
             return StoredValue((self.read(name, key),))
         if held.place == "disk":
             return StoredValue((self.true(name) if key is None else self.read(name, key),))
-        return held.noted().parts(*self._range(name), key)
+        return held.snapshot().parts(*self._range(name), key)
 
-    def noted(self) -> NotedAdam | None:
+    def snapshot(self) -> AdamSnapshot | None:
         """Return where everything lies, valid until the next step or move; None if some of it is on a disk."""
         self._wait()
         if any(held.place == "disk" for held in self._held.values()):
             return None
-        chunks = {chunk: held.noted() for chunk, held in self._held.items()}
-        return NotedAdam(chunks=chunks, chunk_of=self._chunks, steps=dict(self._steps))
+        chunks = {chunk: held.snapshot() for chunk, held in self._held.items()}
+        return AdamSnapshot(chunks=chunks, chunk_of=self._chunks, steps=dict(self._steps))
 
     @torch.no_grad()
     def write(self, name: str, key: str, value: Tensor) -> None:

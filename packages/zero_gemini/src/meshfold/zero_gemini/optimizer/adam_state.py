@@ -20,7 +20,7 @@ from meshfold.zero_gemini.optimizer.gpu_streaming import HostState
 from meshfold.zero_gemini.optimizer.master_weights import Weights
 from meshfold.zero_gemini.optimizer.shadow_state import SecondCopy
 from meshfold.zero_gemini.optimizer.state_planes import cut, planes_of, state_of
-from meshfold.zero_gemini.optimizer.state_snapshot import NotedChunk
+from meshfold.zero_gemini.optimizer.state_snapshot import ChunkSnapshot
 
 
 class Held:
@@ -139,14 +139,14 @@ class Held:
 
     # -- pieces -------------------------------------------------------------------------------------------------
 
-    def noted(self) -> NotedChunk:
+    def snapshot(self) -> ChunkSnapshot:
         """Return where the state lies; planes only if they are in memory."""
         planes = {
             plane.name: (plane, self._blocks[plane.name].tensor)
             for plane in self.planes
             if plane.name in self._blocks
         }
-        return NotedChunk(dtype=self.chunk.dtype, weights=self.weights.tensor, planes=planes)
+        return ChunkSnapshot(dtype=self.chunk.dtype, weights=self.weights.tensor, planes=planes)
 
     def pieces_of(self, spans: Sequence[tuple[int, int]]) -> list[Piece]:
         """Return the parts of some runs of elements that are on disk, in order."""

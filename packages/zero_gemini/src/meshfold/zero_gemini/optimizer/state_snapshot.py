@@ -16,7 +16,7 @@ from meshfold.zero_gemini.optimizer.state_planes import Plane
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class NotedChunk:
+class ChunkSnapshot:
     """The state of a chunk that is in memory.
 
     Attributes:
@@ -48,7 +48,7 @@ class NotedChunk:
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class NotedAdam:
+class AdamSnapshot:
     """The state of all chunks, none of it on a disk.
 
     Attributes:
@@ -57,7 +57,7 @@ class NotedAdam:
         steps: of each parameter.
     """
 
-    chunks: Mapping[Chunk, NotedChunk]
+    chunks: Mapping[Chunk, ChunkSnapshot]
     chunk_of: Mapping[str, Chunk]
     steps: Mapping[str, int]
 

@@ -46,7 +46,7 @@ from meshfold.zero_gemini.sharded_model.parameter_values import ParameterValues
 from meshfold.zero_gemini.sharded_model.reducer import GradientFlow
 
 
-class HeldModel(ParameterValues):
+class ChunkedModel(ParameterValues):
     """See :class:`meshfold.zero_gemini.gemini.Gemini`."""
 
     def __init__(

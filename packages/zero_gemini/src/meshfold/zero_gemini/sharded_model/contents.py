@@ -14,7 +14,7 @@ from meshfold.mesh.collectives import all_gather_object
 from meshfold.mesh.parameters import StoredValue
 from meshfold.zero_gemini.chunks.chunk import Chunk
 from meshfold.zero_gemini.optimizer import AdamStepper, Entry, Stepper
-from meshfold.zero_gemini.optimizer.state_snapshot import NotedAdam
+from meshfold.zero_gemini.optimizer.state_snapshot import AdamSnapshot
 from meshfold.zero_gemini.optimizer.whole_parameter import WholeStepper
 from meshfold.zero_gemini.rank_errors import Faults
 
@@ -85,12 +85,12 @@ class Contents:
         """
         return self._parts(name, key, self._stepper)
 
-    def noted(self) -> Callable[[str, str | None], StoredValue] | None:
+    def snapshot(self) -> Callable[[str, str | None], StoredValue] | None:
         """Return a snapshot of :meth:`parts` for any thread, valid until the next step or move; None if there is none."""
-        adam = self._stepper.noted() if isinstance(self._stepper, AdamStepper) else None
+        adam = self._stepper.snapshot() if isinstance(self._stepper, AdamStepper) else None
         return None if adam is None else lambda name, key: self._parts(name, key, adam)
 
-    def _parts(self, name: str, key: str | None, state: Stepper | NotedAdam | None) -> StoredValue:
+    def _parts(self, name: str, key: str | None, state: Stepper | AdamSnapshot | None) -> StoredValue:
         if not self.kept(name):
             return StoredValue(())
         if state is not None and self._stepper_of(name) is not None:

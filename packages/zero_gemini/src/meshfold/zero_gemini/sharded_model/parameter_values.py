@@ -95,7 +95,7 @@ class ParameterValues(ABC):
         None where that cannot be: of state on a disk, and of other optimizers than Adam. All ranks must call.
         """
         self.flush()
-        found = self._contents.noted()
+        found = self._contents.snapshot()
         return None if found is None else lambda parameter, key: found(self._name_of(parameter), key)
 
     def axes_over(self, parameter: Tensor) -> tuple[str, ...]:
