@@ -224,3 +224,21 @@ def test_a_page_that_hangs_ends(tmp_path: Path, run_script: RunScript) -> None:
 def test_a_wrong_mark_is_an_error(page: str, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         blocks(page)
+
+
+def test_architecture_names_files_and_functions_that_exist() -> None:
+    text = (ROOT / "docs" / "architecture.md").read_text()
+    _, _, text = text.partition("\n## A training step")
+    names = "|".join(source.name for package in PACKAGES for source in package.sources)
+    paths = set(re.findall(rf"`((?:{names})/[\w/]*(?:\.py)?)`", text))
+    assert len(paths) > 20
+    for path in paths:
+        assert [*ROOT.glob(f"packages/*/src/meshfold/{path}")], f"docs/architecture.md: {path} does not exist"
+    for path in re.findall(r"`((?:packages|integration_tests|benchmarks|experiments)/[\w./]*)`", text):
+        assert (ROOT / path).exists(), f"docs/architecture.md: {path} does not exist"
+    places = re.findall(r"`([\w.]+)` (?:and `\w+` )?in `([\w/]+\.py)`", text)
+    assert len(places) > 10
+    for symbol, path in places:
+        source = next(ROOT.glob(f"packages/*/src/meshfold/{path}")).read_text()
+        for name in symbol.split("."):
+            assert re.search(rf"\b(?:def|class) {name}\b|^{name}\b", source, re.M), f"{path} has no {name}"
