@@ -39,7 +39,6 @@ CIRCLES: dict[str, set[str]] = {}
 QUESTIONING = (
     "engine/zero",
     "mesh/tracking",
-    "models",
     "zero_gemini/chunks",
     "zero_gemini/runtime",
 )

@@ -1,8 +1,8 @@
 """Two families of decoders, GPT and Llama-like, as plain PyTorch modules that know nothing of parallelism.
 
-They keep one promise to whoever shards them: ``flat_tokens = True`` says that the residual stream is ``m h``, with m
-the tokens of all sequences one behind the other, so that any split of m is a split of rows. And one to whoever generates
-text: ``caches_keys = True`` says that only their :class:`~meshfold.models.attention.Attention` mixes tokens, one in
+To code that shards them, ``flat_tokens = True`` says that the residual stream is ``m h``, with m
+the tokens of all sequences one behind the other, so that any split of m is a split of rows. To code that generates
+text, ``caches_keys = True`` says that only their :class:`~meshfold.models.attention.Attention` mixes tokens, one in
 each of ``blocks``, and that ``position_ids`` tells them where tokens stand whose past it has kept.
 """
 
@@ -12,8 +12,7 @@ from meshfold.models.config import DecoderConfig, GPTConfig, LlamaConfig
 from meshfold.models.generate import generate
 from meshfold.models.gpt import GPT
 from meshfold.models.llama import Llama
-from meshfold.models.loss import CausalLMLoss
-from meshfold.models.output import CausalLMOutput
+from meshfold.models.loss import CausalLMLoss, CausalLMOutput
 from meshfold.models.presets import PRESETS, build, preset
 
 __all__ = [

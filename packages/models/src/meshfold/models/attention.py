@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 def fused(linear: nn.Linear, parts: Sequence[int]) -> nn.Linear:
-    """Note on a linear layer what its output is made of, so that a split gives every rank its share of each part."""
+    """Record the parts of a linear layer's output, so that a split gives every rank its share of each part."""
     linear.__dict__["parts"] = tuple(parts)
     return linear
 
@@ -25,7 +25,7 @@ def fused(linear: nn.Linear, parts: Sequence[int]) -> nn.Linear:
 class Rotary(nn.Module):
     """Tables of cosines and sines for rotary positions (Su et al., arXiv 2104.09864), recomputed for each batch.
 
-    ``attended_rows = True`` tells whoever shards a model to give it the positions of the rows that attention has.
+    ``attended_rows = True`` tells code that shards a model to give it the positions of the rows that attention has.
     """
 
     attended_rows = True
@@ -51,7 +51,7 @@ class Rotary(nn.Module):
 class Attention(nn.Module):
     """``m h -> m h``: each sequence attends to its own past, or to what a mask leaves of it.
 
-    ``n_heads`` and ``n_kv_heads`` are the heads of this module's own projection; who shards it sets them to the
+    ``n_heads`` and ``n_kv_heads`` are the heads of this module's own projection; code that shards it sets them to the
     local numbers. While text is generated ``kv_cache`` has the keys and values of earlier tokens.
     """
 

@@ -1,7 +1,7 @@
-"""Keys and values that generation keeps: a further token is then a forward of that token alone.
+"""Cache of keys and values for generation: each further token is a forward of that token alone.
 
-Each attention layer keeps those of its own heads and rows, of as many tokens as may still be seen: all, or a window. So every
-tensor mode, every stage of a pipeline and every ZeRO stage has its part of the cache where its attention is.
+Each attention layer caches its own heads and rows, for the tokens that may still be seen: all, or a window. So the cache is
+sharded as attention is, in every tensor mode, pipeline stage and ZeRO stage.
 """
 
 from __future__ import annotations
@@ -42,18 +42,18 @@ class KeyValueCache:
 
     @property
     def bytes(self) -> int:
-        """Held now."""
+        """Bytes that are allocated now."""
         return sum(rows.bytes for rows in self._parts)
 
     def rewind(self) -> None:
-        """Before each forward of the model."""
+        """Start again at the first micro-batch. Call it before each forward of the model."""
         self._turn = 0
 
     def add(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
         """Keep those of new tokens, ``b s kv_heads d`` each: a whole prompt first, then one token at a time.
 
         Returns:
-            Of all tokens that the last one may see, ``b s kv_heads d`` each, in whatever order; of a prompt, those given.
+            Keys and values of all tokens that the last one may see, ``b s kv_heads d`` each, in any order; a prompt's own.
 
         Raises:
             SpecError: for several tokens after the first call.
@@ -100,7 +100,7 @@ class _Rows:
         return k, v
 
     def _room(self, filled: int, like: Tensor) -> Tensor:
-        """Tensors for so many tokens: twice as long as before where there is no room, so that copies add up to few."""
+        """Return tensors with room for ``filled`` tokens; they double in length when full, so copies are few."""
         before = self._kept
         has = 0 if before is None else before.shape[3]
         if before is not None and filled <= has:
@@ -122,8 +122,8 @@ def keeping_keys(model: Any, tokens: int) -> Iterator[Callable[[Tensor], Any]]:
         tokens: of the longest row to come.
 
     Yields:
-        What to call in place of the model, with ids ``b s`` that grow by a token each time: its output is that of the new tokens.
-        The model itself, which computes all tokens anew, where it cannot keep them: see :func:`can_keep`.
+        A callable that takes ids ``b s``, one token longer each time, and returns the output of the new tokens; the model itself,
+        which computes all tokens again, if it cannot keep keys: see :func:`can_keep`.
     """
     whole = model if isinstance(model, nn.Module) else model.module
     if not _agreed(model, can_keep(whole)):
@@ -157,10 +157,10 @@ def keeping_keys(model: Any, tokens: int) -> Iterator[Callable[[Tensor], Any]]:
 
 
 def can_keep(model: nn.Module) -> bool:
-    """Whether keys and values can be kept for a model, or for the blocks of it that are here.
+    """Return True if keys and values can be kept for a model, or for those of its blocks that this rank has.
 
-    It says so (``caches_keys = True``: attention is all that mixes tokens, and is :class:`Attention`), it takes positions, its
-    blocks have kept that attention, and this has whole sequences: not where ranks share them, each with some of the tokens.
+    The model says so (``caches_keys = True``: only attention mixes tokens, and it is :class:`Attention`), takes positions, has that
+    attention in each block, and gets whole sequences, not token shards.
     """
     model = getattr(model, "_orig_mod", model)  # what torch.compile has wrapped
     if not getattr(model, "caches_keys", False):
@@ -175,12 +175,12 @@ def can_keep(model: nn.Module) -> bool:
 
 
 def _layers(model: nn.Module) -> list[Attention]:
-    """Attention that adds to its cache; not that of a subclass with a forward of its own."""
+    """Return the attention layers that can cache; a subclass with its own forward cannot."""
     return [m for m in model.modules() if isinstance(m, Attention) and type(m).forward is Attention.forward]
 
 
 def _agreed(model: Any, here: bool) -> bool:
-    """Whether all stages can."""
+    """Return True if all stages can keep keys."""
     if isinstance(model, nn.Module):
         return here
     mine = torch.tensor(int(here), device=model.device)
@@ -189,8 +189,8 @@ def _agreed(model: Any, here: bool) -> bool:
 
 @contextmanager
 def _uncompiled() -> Iterator[None]:
-    """What was compiled runs as it was written: every new length would be compiled anew, and training has other graphs."""
-    # Who has not imported dynamo, which takes its time, has compiled nothing.
+    """Context manager: compiled modules run uncompiled, as each new length would be compiled anew."""
+    # Without dynamo nothing was compiled, and its import takes long.
     eager = torch.compiler.set_stance("force_eager") if "torch._dynamo" in sys.modules else nullcontext()
     with eager:
         yield

@@ -1,4 +1,4 @@
-"""The shapes of the models: checked settings, and what can be counted from them alone."""
+"""Configurations of the models: checked settings, and the counts that follow from them."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from meshfold.mesh import SpecError
 
 @dataclass(frozen=True, kw_only=True)
 class DecoderConfig:
-    """What GPT and Llama have in common.
+    """Settings that GPT and Llama share.
 
     Attributes:
         vocab_size: words.

@@ -10,8 +10,7 @@ from meshfold.mesh.model_io import check_position_ids, ignore_document_starts
 from meshfold.models.attention import Attention
 from meshfold.models.config import GPTConfig
 from meshfold.models.initialize import initialize
-from meshfold.models.loss import CausalLMLoss
-from meshfold.models.output import CausalLMOutput
+from meshfold.models.loss import CausalLMLoss, CausalLMOutput
 from meshfold.models.visible import CausalMask
 
 

@@ -1,6 +1,8 @@
-"""The loss of a causal language model: each position predicts the next token."""
+"""Output of a causal language model, and its loss: each position predicts the next token."""
 
 from __future__ import annotations
+
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
@@ -10,15 +12,29 @@ from meshfold.mesh import SpecError
 from meshfold.mesh.model_io import IGNORE_INDEX
 
 
+@dataclass(frozen=True, kw_only=True)
+class CausalLMOutput:
+    """The result of one forward.
+
+    Attributes:
+        loss: mean over the labels that count, a scalar; None when no labels were given.
+        logits: ``b s v`` when no labels were given; with labels the head's output as it stands, ``m v``. A sharded model
+            puts them together when they are read (:mod:`meshfold.mesh.model_io.lazy_tensor`).
+    """
+
+    loss: Tensor | None
+    logits: Tensor
+
+
 class CausalLMLoss(nn.Module):
     """Cross entropy with the next token of the same sequence, in float32 at least.
 
     Shapes:
         logits ``m v``, labels ``b s`` with m = b·s -> scalar
 
-    ``causal_lm_loss`` tells whoever shards a model that this module may be replaced by a vocab-parallel one with the
-    same forward. With ``shifts = False`` labels come shifted already, as where the tokens of a sequence are dealt to ranks.
-    Computed by ``torch.nn.functional.cross_entropy``: the reference that the sharded losses meet.
+    ``causal_lm_loss`` tells code that shards a model that a vocab-parallel module with the same forward may replace this one.
+    With ``shifts = False`` labels are shifted already, as for sequences in token shards. Computed by
+    ``torch.nn.functional.cross_entropy``: the reference for the sharded losses.
     """
 
     causal_lm_loss = True

@@ -38,7 +38,7 @@ PRESETS: dict[str, GPTConfig | LlamaConfig] = {
 
 
 def preset(name: str, **changes: Any) -> GPTConfig | LlamaConfig:
-    """The named configuration, with some fields changed: ``preset("gpt-tiny", layers=4)``.
+    """Return the named configuration, with some fields changed: ``preset("gpt-tiny", layers=4)``.
 
     Raises:
         SpecError: for an unknown name or field, or sizes that do not fit together.
@@ -57,7 +57,7 @@ def preset(name: str, **changes: Any) -> GPTConfig | LlamaConfig:
 
 
 def build(config: DecoderConfig | str, **changes: Any) -> GPT | Llama:
-    """The model of a configuration, or of a preset's name with some fields changed.
+    """Return the model of a configuration, or of a preset's name, with some fields changed.
 
     Raises:
         SpecError: for an unknown name or field.

@@ -1,4 +1,4 @@
-"""What a token sees: itself and those before it, of its own document, within a window."""
+"""Causal masks: a token sees itself and earlier tokens of its own document, within a window."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from meshfold.mesh.model_io import document_starts
 class CausalMask(nn.Module):
     """Masks for attention over whole rows: ``s s``, or ``b 1 s s`` with positions; what is added to the scores.
 
-    To whoever shards a model it makes two promises. ``attended_rows = True``: of the positions it is given, the rows that
-    attention has are enough, and should be all. ``makes_masks = False`` lets it make none: for who splits sequences, and keeps
-    attention to documents and to ``window`` in another way.
+    Two attributes tell code that shards a model: ``attended_rows = True``, to give it the positions of exactly the rows that
+    attention has; ``makes_masks``, that can be set to False where sequences are sharded, and documents and ``window`` are kept
+    in another way.
     """
 
     attended_rows = True
