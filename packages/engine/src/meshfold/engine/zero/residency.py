@@ -1,10 +1,10 @@
-"""Where a model's state lives, planned: the first steps are watched, then chunks move to where a step is fastest.
+"""Placement of a model's state, planned: the first steps are traced, then chunks move to where a step is fastest.
 
 With ``recompute="auto"`` the same plan says which blocks keep their activations.
 
-Two optimizer steps are watched, the first of which also pays for what a process does once. What was seen, with the
+Two optimizer steps are traced, the first of which also pays for what a process does once. What was seen, with the
 rates of this machine, gives the planner its problem; the plan is carried out between two steps, by moving chunks and by a
-switch at every block, which changes no bit of the training.
+switch at every block, which changes no bit of the training. :class:`Phase` says how it goes on.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import time
 import warnings
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
+from enum import Enum
 from statistics import median
 
 import torch
@@ -64,12 +65,41 @@ class Measured:
     host_steps: Mapping[str, float]
 
 
+class Phase(Enum):
+    """Phase of the planning."""
+
+    OFF = "off"
+    """Nothing is planned: there is nothing to decide, or no plan fits and all that can be left the device."""
+    TRACING = "tracing"
+    """Steps are traced; no plan yet."""
+    TRIAL = "trial"
+    """The first steps under a plan are timed, and then the plan is corrected by them."""
+    CORRECTED = "corrected"
+    """The plan was corrected. It is made again once gradients have counted the same for long."""
+    STEADY_TRIAL = "steady trial"
+    """As ``TRIAL``, under a plan whose steps do not wait for the norm."""
+    STEADY = "steady"
+    """The plan stays, unless memory runs short."""
+
+
+_TRANSITIONS: dict[Phase, frozenset[Phase]] = {
+    Phase.OFF: frozenset(),
+    Phase.TRACING: frozenset({Phase.OFF, Phase.TRIAL, Phase.STEADY}),
+    Phase.TRIAL: frozenset({Phase.CORRECTED}),
+    Phase.CORRECTED: frozenset({Phase.STEADY_TRIAL, Phase.STEADY}),
+    Phase.STEADY_TRIAL: frozenset({Phase.STEADY}),
+    Phase.STEADY: frozenset(),
+}
+"""Legal transitions. A plan with ``placement`` other than ``"auto"`` is steady at once."""
+
+
 class Residency:
-    """Watches, plans, and moves.
+    """Controller that traces steps, plans, and moves chunks.
 
     Attributes:
-        plan: what was decided; None until it is.
-        moves: how often it was carried out, or room was made without one.
+        phase: of the planning.
+        plan: the plan that was made; None until then.
+        moves: number of times that a plan was carried out, or room was made without one.
     """
 
     def __init__(
@@ -85,10 +115,10 @@ class Residency:
         recomputes: bool = False,
     ) -> None:
         """Args:
-        model: what is trained.
+        model: the model that is trained.
         gemini: holds it.
         spec: the entry ``zero``.
-        world: where it lies.
+        world: its ranks and devices.
         regime: bytes an element takes.
         accumulation: micro-steps of an optimizer step.
         blocks: those whose activations the plan may keep; all recompute until there is one.
@@ -102,13 +132,14 @@ class Residency:
         self._took: list[float] = []  # seconds of the steps under the plan
         self._paces: dict[StepKind, StepTiming] = {}  # of the host's optimizer in them, from the third on
         self._peak_gpu = self._peak_host = 0
-        self._corrected, self._steady, self._shrunk = False, False, 0.0
+        self._shrunk = 0.0
         self._in_flight: InFlight | None = None
         self.plan: Plan | None = None
         self.moves = 0
         # On a CPU without a limit there is nothing to decide, but for what to keep.
         cuda, limited = world.device.type == "cuda", spec.gpu_memory_limit is not None or blocks is not None
-        self._wanted = cuda or (limited and world.device.type != "meta")
+        is_wanted = cuda or (limited and world.device.type != "meta")
+        self.phase = Phase.TRACING if is_wanted else Phase.OFF
         if cuda and spec.gpu_memory_limit is not None:
             limit_allocator(world.device, spec.gpu_memory_limit)
 
@@ -117,7 +148,7 @@ class Residency:
         self._watcher.let_go()
         if not self._begun:
             self._begun = time.perf_counter()
-            if self._wanted and self.plan is not None and self._world.device.type == "cuda":
+            if self.plan is not None and self._world.device.type == "cuda":
                 torch.cuda.reset_peak_memory_stats(self._world.device)
         if self._world.pipelined:
             return
@@ -130,21 +161,29 @@ class Residency:
         """Between a forward and its backward."""
         self._watcher.turn()
 
+    def _to(self, phase: Phase) -> None:
+        if phase not in _TRANSITIONS[self.phase]:
+            raise RuntimeError(f"residency: illegal transition from {self.phase.value!r} to {phase.value!r}")
+        self.phase = phase
+
+    @property
+    def _is_on_trial(self) -> bool:
+        return self.phase is Phase.TRIAL or self.phase is Phase.STEADY_TRIAL
+
     @property
     def _is_timing(self) -> bool:
-        """Whether this step is one of those that say how long a plan's steps take."""
-        auto = self._wanted and self._spec.placement == "auto"
-        return auto and not self._corrected and self._is_settled
+        """True if this step is one of those that say how long a plan's steps take."""
+        return self._is_on_trial and self._is_settled
 
     @property
     def _is_settled(self) -> bool:
-        """Whether the plan's first two steps, which say little of it, are over."""
+        """True if the plan's first two steps, which say little of it, are over."""
         return len(self._took) >= CORRECTED_AFTER - 2
 
     @property
     def is_watching(self) -> bool:
-        """Whether a plan is still to be made of what the next step shows."""
-        return self._wanted and self.plan is None
+        """True if a plan is still to be made of what the next step shows."""
+        return self.phase is Phase.TRACING
 
     def rehearse(self, rehearse: Callable[[], None], *, live: int, stages: int, microbatches: int) -> None:
         """Of a pipeline, before a step: watch this rank's stages by themselves; all of those that have them must call.
@@ -165,12 +204,12 @@ class Residency:
         self._watcher.end()
 
     def stepped(self) -> None:
-        """After each optimizer step: plan if enough was seen, or note how long it took."""
+        """Plan if enough was seen, or note how long the step took. Call it after each optimizer step."""
         took, self._begun = time.perf_counter() - self._begun, 0.0
-        if not self._wanted:
+        if self.phase is Phase.OFF:
             return
         self._watcher.step_over()
-        if self.plan is None:
+        if self.phase is Phase.TRACING:
             if len(self._watcher.traces) >= WATCHED_STEPS:
                 self._decide()
             return
@@ -184,19 +223,19 @@ class Residency:
         self._peak_gpu, self._peak_host = max(self._peak_gpu, peak), max(self._peak_host, resident_bytes())
         if auto and self._world.mesh.world_size > 1 and self._is_short(peak):
             self._shrink()
-        elif auto and not self._corrected and len(self._took) == CORRECTED_AFTER:
+        elif self._is_on_trial and len(self._took) == CORRECTED_AFTER:
             self._correct()
-        elif auto and self._corrected and not self._steady and self._gemini.steps_alike >= STEADY:
+        elif self.phase is Phase.CORRECTED and self._gemini.steps_alike >= STEADY:
             self._expect_alike()
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """What a person should know of this rank's state on disk; the first rank's are warnings too."""
+        """Notes for the user on this rank's state on disk; the first rank's are warnings too."""
         return self._gemini.notes
 
     @property
     def measured(self) -> Measured | None:
-        """What came of the plan; None until two steps were made under it: the first still follows a step before it."""
+        """Measurements of the plan; None until two steps were made under it: the first still follows a step before it."""
         if len(self._took) < 2:
             return None
         steps: dict[str, float] = {
@@ -207,7 +246,7 @@ class Residency:
         )  # fmt: skip
 
     def can_relieve(self, error: BaseException) -> bool:
-        """Whether a micro-step raised for want of memory, and some can be made.
+        """Return True if a micro-step ran out of memory, and some can be freed.
 
         Of several ranks one may have run out while the others wait for it: then the error stays one.
         """
@@ -221,7 +260,7 @@ class Residency:
         return False
 
     def _remedy(self) -> str:
-        """What to change when a micro-step does not fit."""
+        """Return what to change when a micro-step does not fit."""
         if self._on_device():
             return (
                 "The device has not enough memory: give zero=dict(placement='auto', gpu_memory_limit=...) a lower limit, so that "
@@ -256,7 +295,7 @@ class Residency:
         )
 
     def _is_short(self, peak: int) -> bool:
-        """Whether a rank came to the end of its memory a little ago. All ranks must call."""
+        """Return True if a rank came to the end of its memory a little ago. All ranks must call."""
         plan = self.plan
         assert plan is not None  # steps are counted from the plan on
         most = plan.limits.gpu_bytes or UNLIMITED_BYTES
@@ -275,7 +314,7 @@ class Residency:
             )
 
     def _replanned(self) -> bool:
-        """Whether there is a plan, and another one that takes less of the device."""
+        """Carry out a plan that takes less of the device. Return True if there was a plan, and such a one."""
         if self.plan is None:
             return False
         try:
@@ -312,12 +351,13 @@ class Residency:
             refusal = error
         self._raise_together(refusal)
         if plan is not None:
+            self._to(Phase.TRIAL if self._spec.placement == "auto" else Phase.STEADY)
             self._carry_out(plan)
         elif refusal is not None:
             self._make_do(refusal)
 
     def _raise_together(self, refusal: MemoryPlanError | None) -> None:
-        """Of a pipeline: a stage that cannot go on stops all of them. All ranks must call."""
+        """Raise a stage's refusal on all stages of a pipeline. All ranks must call."""
         world = self._world
         if not world.pipelined or self._can_make_do:
             return
@@ -359,7 +399,7 @@ class Residency:
 
     def _correct(self) -> None:
         """Plan once more by what the first steps under the plan showed. Chunks move only where that is faster."""
-        self._corrected = True
+        self._to(Phase.CORRECTED if self.phase is Phase.TRIAL else Phase.STEADY)
         plan = self.plan
         assert plan is not None  # steps are counted from the plan on
         seen = self._plans.seen(plan, peak=self._peak_gpu, paces=self._paces, compute=self._watcher.compute)
@@ -372,25 +412,25 @@ class Residency:
 
     def _expect_alike(self) -> None:
         """Plan once more, now that gradients have counted the same for long: steps need not wait for the norm."""
-        self._steady = True
-        plan = self.plan
+        plan, found = self.plan, None
         assert plan is not None  # steps are counted from the plan on
-        if plan.workload.strategies != (SPLIT_STEP,) or self._world.pipelined:
+        if plan.workload.strategies == (SPLIT_STEP,) and not self._world.pipelined:
+            found = self._plans.plan(expecting_alike(plan.workload), plan.machine, shrunk=self._shrunk)
+        if found is None or found.seconds >= WORTH_MOVING * plan.seconds:
+            self._to(Phase.STEADY)
             return
-        found = self._plans.plan(expecting_alike(plan.workload), plan.machine, shrunk=self._shrunk)
-        if found.seconds < WORTH_MOVING * plan.seconds:
-            self._corrected = False  # such steps have rates of their own
-            self._carry_out(found)
+        self._to(Phase.STEADY_TRIAL)  # such steps have rates of their own
+        self._carry_out(found)
 
     @property
     def _can_make_do(self) -> bool:
         return self._world.device.type == "cuda" and self._spec.placement == "auto"
 
     def _make_do(self, error: MemoryPlanError) -> None:
-        """No plan fits. A GPU shows soon enough whether it really does not: plans leave some room to the unforeseen."""
+        """Move all that can be off the device when no plan fits. A GPU soon shows if it really does not: plans leave some room."""
         if not self._can_make_do:
             raise error
-        self._wanted = False
+        self._to(Phase.OFF)
         self.moves += 1
         away: MemoryTier = "host" if self._spec.offload_path is None else "disk"
         try:
