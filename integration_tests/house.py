@@ -31,17 +31,7 @@ SIBLINGS: dict[str, set[str]] = {
     "colossalai": _INTEGRATION,
     "meshfold": {*_INTEGRATION, "models", "planner", "huggingface"},
 }
-# Where siblings still reach behind public folders: a package, or a part of one. Take a line out when the test says so.
-OPEN_BORDERS = ("meshfold.mesh.tracking",)
-# Folders that import each other, by package. Take one out when the test says so.
-CIRCLES: dict[str, set[str]] = {}
-# Packages, and parts of them, with docstrings that open with a word of QUESTIONS. Take one out when the test says so.
-QUESTIONING = (
-    "engine/zero",
-    "mesh/tracking",
-    "zero_gemini/chunks",
-    "zero_gemini/runtime",
-)
+# Words that no docstring opens with.
 QUESTIONS = ("How", "Of", "What", "Where", "Whether", "Which", "Who", "Whom", "Whose")
 APPLICATION = "meshfold"
 """The package that stands above all others, and has no module of its own name."""

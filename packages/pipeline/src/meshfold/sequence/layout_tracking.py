@@ -11,9 +11,17 @@ from typing import Any
 from torch import Tensor, nn
 
 from meshfold.mesh import Mesh
-from meshfold.mesh.tracking import tracker, untracked
-from meshfold.mesh.tracking.dims import Dim, Factor, Split, is_split, is_unknown, whole_dims
-from meshfold.mesh.tracking.follow import Tracker
+from meshfold.mesh.tracking import (
+    Dim,
+    Factor,
+    Split,
+    Tracker,
+    is_split,
+    is_unknown,
+    tracker,
+    untracked,
+    whole_dims,
+)
 
 
 class ShardedSequenceLayout:

@@ -49,7 +49,7 @@ SHRINK = 0.04
 
 @dataclass(frozen=True, kw_only=True)
 class Measured:
-    """What came of a plan.
+    """Measured result of a plan.
 
     Attributes:
         seconds: of an optimizer step, from its first micro-step to its end: the median.
@@ -186,7 +186,7 @@ class Residency:
         return self.phase is Phase.TRACING
 
     def rehearse(self, rehearse: Callable[[], None], *, live: int, stages: int, microbatches: int) -> None:
-        """Of a pipeline, before a step: watch this rank's stages by themselves; all of those that have them must call.
+        """Watch this rank's stages of a pipeline by themselves, before a step; all ranks of the pipeline must call.
 
         Args:
             rehearse: forward and backward of a micro-batch through the stages, whose gradients nobody takes.

@@ -22,7 +22,7 @@ _parts: list[object] = []
 
 
 def tracker() -> Tracker | None:
-    """Of the forward under way; None where it is not looked at."""
+    """Return the tracker of the running forward; None if it is not tracked."""
     return _active[-1] if _active else None
 
 
@@ -62,18 +62,18 @@ def unwatched() -> Any:
 
 
 def is_watched() -> bool:
-    """Whether forwards are looked at."""
+    """Return whether forwards are tracked."""
     return None not in _parts  # a part that runs in an unwatched forward is not looked at either
 
 
 def part() -> object:
-    """Of the model that runs; None if all of it does."""
+    """Return the part of the model that runs; None if all of it does."""
     return _parts[-1] if _parts else None
 
 
 @dataclass(frozen=True)
 class Lies:
-    """How a tensor lies.
+    """Layout of a tensor.
 
     Attributes:
         dims: which of its dims are split.
@@ -85,7 +85,7 @@ class Lies:
 
 
 def lies(tensor: Tensor) -> Lies | None:
-    """How a tensor lies; None where the forward is not looked at."""
+    """Return a tensor's layout; None if the forward is not tracked."""
     found = tracker()
     if found is None:
         return None

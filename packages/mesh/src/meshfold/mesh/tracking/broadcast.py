@@ -58,7 +58,7 @@ def _dim(call: Call, operands: list[tuple[Tensor, Dims]], place: int, size: int)
 
 
 def _open(call: Call, wide: list[tuple[Tensor, Dim]], place: int, size: int) -> Dim:
-    """Of dims that are whole, or of which nothing is known, what tells of them all."""
+    """Return the layout that dims have in common if none is split: whole, or unknown."""
     unknown = next((dim for _, dim in wide if is_unknown(dim)), None)
     known = [x for x, dim in wide if not is_open(dim) and not call.is_alike(x, place)]
     if (

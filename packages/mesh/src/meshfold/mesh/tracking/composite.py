@@ -44,7 +44,7 @@ def followed(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], dims_of: 
 
 
 def _summed(what: str, several: Sequence[tuple[Dim, int]]) -> None:
-    """What is summed over must be whole; of one that is whole as many elements as of another: that is whole too."""
+    """Check that the dims summed over are whole; one with as many elements as a whole one is whole too."""
     known = any(is_whole(dim) and size_of(dim) > 1 for dim, _ in several)
     for dim, number in several:
         if is_split(dim) or (is_open(dim) and not known):
@@ -52,7 +52,7 @@ def _summed(what: str, several: Sequence[tuple[Dim, int]]) -> None:
 
 
 def _aligned(several: Sequence[tuple[Dim, int]]) -> Dim:
-    """What operands make of a dim that all of them have, or are spread along."""
+    """Return the layout of a dim that all operands have, or are broadcast along."""
     split = common(dim for dim, _ in several if is_split(dim))
     size = max(size_of(dim) for dim, _ in several)
     for dim, number in several:
@@ -282,7 +282,7 @@ def check_slices(dims: Dims, index: Any, is_local: Callable[[Any], bool]) -> Non
 
 
 def _takes(item: Any) -> int:
-    """How many dims an index goes by."""
+    """Return how many dims an index takes."""
     if item is None or item is Ellipsis or isinstance(item, bool):
         return 0
     return item.dim() if isinstance(item, Tensor) and item.dtype is torch.bool else 1

@@ -17,7 +17,7 @@ class MixesError(Exception):
 
 @dataclass(frozen=True)
 class Split:
-    """How a factor is split.
+    """Split of a factor.
 
     Attributes:
         axes: mesh axes, major first.
@@ -34,7 +34,7 @@ class Split:
 
     @property
     def is_open(self) -> bool:
-        """Whether a factor may be whole or a piece."""
+        """Return whether a factor may be whole or a piece."""
         return self.kind in ("alike", "unknown")
 
 
@@ -98,7 +98,7 @@ def axes_in(dims: Dims) -> set[str]:
 
 
 def leads(dim: Dim, axes: tuple[str, ...]) -> bool:
-    """Whether a dim is split over these axes before anything else, so that ranks' pieces lie one behind the other."""
+    """Return whether a dim is split over these axes first, so that ranks' pieces lie one behind the other."""
     split = dim[0].split
     return not axes or (split is not None and split.axes[: len(axes)] == axes and not dim[0].parts)
 
@@ -114,17 +114,17 @@ def unknown_dims(shape: Iterable[int]) -> Dims:
 
 
 def is_split(dim: Dim) -> bool:
-    """Whether a rank has a piece of the dim."""
+    """Return whether a rank has a piece of the dim."""
     return any(factor.split is not None and not factor.split.is_open for factor in dim)
 
 
 def is_open(dim: Dim) -> bool:
-    """Whether the dim may be whole or a piece, and only what it is brought together with tells."""
+    """Return whether the dim may be whole or a piece; only what it is combined with tells."""
     return not is_split(dim) and any(factor.split is not None for factor in dim)
 
 
 def is_unknown(dim: Dim) -> bool:
-    """Whether nothing is known of the dim."""
+    """Return whether nothing is known of the dim."""
     return not is_split(dim) and any(
         factor.split is not None and factor.split.kind == "unknown" for factor in dim
     )
@@ -136,7 +136,7 @@ def is_counted(dim: Dim) -> bool:
 
 
 def is_whole(dim: Dim) -> bool:
-    """Whether every rank has all of the dim: nothing else may be mixed."""
+    """Return whether every rank has all of the dim; only such dims may be mixed."""
     return all(factor.split is None for factor in dim)
 
 
@@ -159,7 +159,7 @@ def _has_open(dim: Dim) -> bool:
 
 
 def any_split(dims: Dims) -> bool:
-    """Whether a rank has a piece of the tensor."""
+    """Return whether a rank has a piece of the tensor."""
     return any(map(is_split, dims))
 
 
@@ -191,7 +191,7 @@ def _takes_up(factor: Factor) -> bool:
 
 
 def chosen_by(dims: Dims) -> Dims:
-    """What lies as an index does, and is none."""
+    """Return dims laid out as those of an index, for a tensor that is none."""
     return tuple(
         tuple(
             replace(f, split=replace(f.split, kind="chosen"))
@@ -226,7 +226,7 @@ def regroup(
     inferred: int | None = None,
     counted: Sequence[tuple[str, ...]] | None = None,
 ) -> Dims:
-    """What ``view`` makes of a layout.
+    """Return the layout after ``view``.
 
     Args:
         dims: before.
@@ -360,7 +360,7 @@ class _Regrouping:
 
 
 def _is_one(factor: Factor) -> bool:
-    """Whether a rank's block may be one element of a larger kind: one head, one row."""
+    """Return whether a rank's block may be one element of a larger kind: one head, one row."""
     return not factor.parts and factor.grain in (0, factor.size)
 
 

@@ -101,7 +101,7 @@ class Tracker(TorchDispatchMode):
         return self._off > 0
 
     def dims(self, tensor: Tensor) -> Dims:
-        """How a tensor lies."""
+        """Return the layout of a tensor."""
         return self.records.dims(tensor)
 
     def mark(self, tensor: Tensor, dims: Dims) -> None:
@@ -251,7 +251,7 @@ class Tracker(TorchDispatchMode):
             )
 
     def _pass_on(self, func: Any, operands: list[Tensor], out: Any) -> None:
-        """What is made of weights, of a batch or by chance varies as they do."""
+        """Mark what is computed from weights, a batch or random numbers as varying like them."""
         if torch.Tag.nondeterministic_seeded in func.tags or any(map(self.records.varies, operands)):
             self.records.vary(tensors_in(out))
 

@@ -99,7 +99,7 @@ class Looking:
         self._ended(module)
 
     def _ended(self, module: nn.Module) -> bool:
-        """Whether it was one that may exchange."""
+        """Note that a module's forward ended; return whether it was one that may communicate."""
         if module in self._inside:
             del self._inside[len(self._inside) - 1 - self._inside[::-1].index(module) :]
         if not self._exchanging or self._exchanging[-1][0] is not module:
@@ -128,7 +128,7 @@ class Looking:
 
 
 def _objects(model: nn.Module) -> Iterator[Any]:
-    """What modules keep beside parameters, buffers, submodules and tensors: caches, for one."""
+    """Yield what modules keep beside parameters, buffers, submodules and tensors, such as caches."""
     for module in model.modules():
         for value in module.__dict__.values():
             if not type(value).__module__.startswith(_PLAIN) or type(value).__module__.startswith(_MODELS):
@@ -136,7 +136,7 @@ def _objects(model: nn.Module) -> Iterator[Any]:
 
 
 def _is_cache(value: Any) -> bool:
-    """Whether an object keeps what attention has made of earlier tokens."""
+    """Return whether an object is a cache of keys and values."""
     return type(value).__module__.startswith(("transformers.", _MODELS))
 
 

@@ -49,7 +49,7 @@ _NAMES = ("dim", "dims", "axis", "dim0", "dim1", "start_dim")
 
 
 def from_the_front(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
-    """Which dim a call counts from the front; empty if it counts none so."""
+    """Return which dim a call counts from the front; empty if none."""
     if name == "getitem":
         return _indexed(args[1])
     if name not in _DIMS:

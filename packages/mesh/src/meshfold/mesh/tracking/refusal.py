@@ -18,7 +18,7 @@ _MESHFOLD, _MODELS = "meshfold.", "meshfold.models"
 
 
 def refusal(name: str, why: str, tensors: Sequence[Tensor], module: str, remedy: str) -> LayoutError:
-    """What the user is told.
+    """Return the error that the user gets.
 
     Args:
         name: of the operation.

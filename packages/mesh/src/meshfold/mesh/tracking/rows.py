@@ -1,4 +1,4 @@
-"""Which dim of every tensor is the batch, while a forward is looked at: what is drawn for an element goes by its row.
+"""Tracking of the batch dim of every tensor in a forward: a random number for an element depends on its row.
 
 A batch may be a part of a larger one, as that of a data coordinate is, or a micro-batch. Unlike a dim that the mesh splits its
 rows may be mixed, as a norm's statistics do, so nothing is refused here: of what keeps no rows apart it is unknown where they are.
@@ -88,7 +88,7 @@ class Rows:
                 self.put(tensor, ((Factor(rows, ROWS),), *whole_dims(tensor.shape[1:])))
 
     def dims(self, tensor: Tensor) -> Dims:
-        """Where a tensor has its rows."""
+        """Return the layout of a tensor's rows."""
         return self._records.dims(tensor)
 
     def put(self, tensor: Tensor, dims: Dims) -> None:
@@ -131,7 +131,7 @@ class Rows:
     # -- operations -----------------------------------------------------------------------------------------------------
 
     def _spread(self, rule: Rule) -> Rule:
-        """What is spread over as many elements as there are rows has them there."""
+        """Return a rule that also marks a dim with as many elements as there are rows as the batch dim."""
 
         def found(call: Call) -> list[Dims]:
             dims = rule(call)[0]

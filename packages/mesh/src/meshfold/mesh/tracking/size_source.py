@@ -109,7 +109,7 @@ def _is_float(node: ast.AST) -> bool:
 
 
 def _counts(node: ast.AST, names: set[str]) -> bool:
-    """Whether an expression is a number computed of names."""
+    """Return whether an expression is a number computed from names."""
     if isinstance(node, ast.Name):
         return node.id in names
     if isinstance(node, ast.BinOp):

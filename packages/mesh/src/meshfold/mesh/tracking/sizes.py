@@ -288,7 +288,7 @@ class OpenSizes(TorchFunctionMode):
 
 
 def _asked_by_the_model(up: int) -> bool:
-    """Whether the line so many frames up is outside of known libraries."""
+    """Return whether the line that many frames up is outside known libraries."""
     return _asking(up + 1) is not None
 
 
@@ -303,7 +303,7 @@ def _asking(up: int) -> FrameType | None:
 
 
 def _is_between(frame: FrameType) -> bool:
-    """Whether it is one that torch puts round the code of modes."""
+    """Return whether it is a frame that torch puts around the code of modes."""
     return str(frame.f_globals.get("__name__", "")) in (
         "torch._compile",
         "torch._dynamo.eval_frame",

@@ -246,5 +246,5 @@ RULES: dict[str, Rule] = {
 
 
 def check_shape(dims: Dims, out: Any) -> bool:
-    """Whether a layout is of a result's shape."""
+    """Return whether a layout has a result's shape."""
     return isinstance(out, Tensor) and shape_of(dims) == tuple(out.shape)

@@ -23,13 +23,13 @@ _WATCH = "_meshfold_watch"
 
 
 class Watched(Protocol):
-    """What a way of splitting a model knows of it."""
+    """Knowledge that a way of splitting a model has of it."""
 
     def begin(self, tracker: Tracker, model: nn.Module, given: Mapping[str, Any]) -> None:
         """A forward begins that is looked at, with these arguments by name or number."""
 
     def takes(self, module: nn.Module) -> bool:
-        """Whether a module's own code may exchange between ranks, so that it is not looked at."""
+        """Return whether a module's own code may communicate between ranks, so that it is not tracked."""
 
     def given(
         self, tracker: Tracker, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]
@@ -47,7 +47,7 @@ class Watched(Protocol):
         """Say how the results of such a module lie, before its own hooks run."""
 
     def remedy(self, name: str, axes: tuple[str, ...]) -> str:
-        """What to write in place of code that mixes pieces over these axes, in a module of this name; empty if others know."""
+        """Return what to write instead of code that mixes pieces over these axes, in a module of this name; empty if unknown."""
 
 
 def watch(model: nn.Module, watched: Watched) -> Callable[[], None]:
@@ -131,7 +131,7 @@ class Watch:
 
 
 def _has_no_values(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
-    """Whether it is a plan's forward, which computes nothing."""
+    """Return whether it is a plan's forward, which computes nothing."""
     return any(isinstance(value, Tensor) and value.is_meta for value in (*args, *kwargs.values()))
 
 

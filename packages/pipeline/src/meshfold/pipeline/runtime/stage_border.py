@@ -15,8 +15,7 @@ import torch
 from torch import Tensor
 
 from meshfold.mesh import LayoutError
-from meshfold.mesh.tracking import Lies, lies
-from meshfold.mesh.tracking.dims import Dims, axes_of, is_open
+from meshfold.mesh.tracking import Dims, Lies, axes_of, is_open, lies
 
 
 class _Enter(torch.autograd.Function):

@@ -12,10 +12,12 @@ from typing import Any
 from torch import Tensor, nn
 
 from meshfold.mesh import Mesh, metadata
-from meshfold.mesh.tracking.dims import (
+from meshfold.mesh.tracking import (
     ALIKE,
+    EXCHANGED,
     Dims,
     Factor,
+    Tracker,
     axes_in,
     axes_of,
     block,
@@ -26,8 +28,6 @@ from meshfold.mesh.tracking.dims import (
     size_of,
     whole_dims,
 )
-from meshfold.mesh.tracking.follow import Tracker
-from meshfold.mesh.tracking.rows import EXCHANGED
 from meshfold.tensor_parallel.convert.boundary import Boundary
 from meshfold.tensor_parallel.convert.stream_layout import (
     Axes,

@@ -12,8 +12,7 @@ from torch.nn import functional as F
 from meshfold.mesh import LayoutError, Mesh
 from meshfold.mesh.collectives import take_block
 from meshfold.mesh.model_io import ShardedOutput, lazy_gather
-from meshfold.mesh.tracking import tracker
-from meshfold.mesh.tracking.dims import axes_of, is_unknown
+from meshfold.mesh.tracking import axes_of, is_unknown, tracker
 from meshfold.tensor_parallel.convert.stream_layout import spanning_axes
 from meshfold.tensor_parallel.layers.base import OnMesh
 from meshfold.tensor_parallel.layers.linear import Linear

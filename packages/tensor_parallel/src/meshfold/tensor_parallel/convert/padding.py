@@ -23,8 +23,7 @@ from torch.utils._pytree import tree_leaves
 from meshfold.mesh import LayoutError, Mesh
 from meshfold.mesh.collectives import bind_collect, take_block
 from meshfold.mesh.model_io import IGNORE_INDEX, LABEL_NAMES, map_tensors
-from meshfold.mesh.tracking import tracker, untracked
-from meshfold.mesh.tracking.dims import block
+from meshfold.mesh.tracking import block, tracker, untracked
 from meshfold.tensor_parallel.convert.lazy_outputs import LazyOutputs
 from meshfold.tensor_parallel.convert.stream_layout import check_stream, joined_rows
 from meshfold.tensor_parallel.layers.base import BatchShape, StreamAdapter

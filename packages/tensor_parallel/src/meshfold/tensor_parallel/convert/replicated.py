@@ -16,8 +16,7 @@ from torch.utils._pytree import tree_leaves
 
 from meshfold.mesh import Mesh, ParameterMeta, Placement, annotate
 from meshfold.mesh.collectives import bind_collect, bind_take
-from meshfold.mesh.tracking import tracker, untracked
-from meshfold.mesh.tracking.dims import is_open
+from meshfold.mesh.tracking import is_open, tracker, untracked
 from meshfold.tensor_parallel.convert.boundary import Boundary
 from meshfold.tensor_parallel.convert.stream_dims import DimFinder, StreamDims
 from meshfold.tensor_parallel.convert.stream_layout import (

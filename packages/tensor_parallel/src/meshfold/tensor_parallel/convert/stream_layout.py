@@ -7,13 +7,13 @@ from typing import NoReturn
 from torch import Tensor
 
 from meshfold.mesh import Mesh
-from meshfold.mesh.tracking import tracker
-from meshfold.mesh.tracking.dims import (
+from meshfold.mesh.tracking import (
     ALIKE,
     Dim,
     Dims,
     Factor,
     Split,
+    Tracker,
     axes_in,
     axes_of,
     block,
@@ -22,10 +22,10 @@ from meshfold.mesh.tracking.dims import (
     is_whole,
     leads,
     normal,
+    tracker,
     whole,
     whole_dims,
 )
-from meshfold.mesh.tracking.follow import Tracker
 
 Axes = tuple[str, ...]
 

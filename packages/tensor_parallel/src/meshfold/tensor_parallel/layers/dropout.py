@@ -14,8 +14,7 @@ from meshfold import kernels
 from meshfold.mesh import Mesh
 from meshfold.mesh.parameters import uncompiled_name
 from meshfold.mesh.random import next_dropout_draw
-from meshfold.mesh.tracking import tracker
-from meshfold.mesh.tracking.follow import Tracker
+from meshfold.mesh.tracking import Tracker, tracker
 from meshfold.tensor_parallel.layers.base import BatchShape, ShardedLayer
 from meshfold.tensor_parallel.layers.compiled_dropout import code_of, draw
 from meshfold.tensor_parallel.layers.element_positions import (

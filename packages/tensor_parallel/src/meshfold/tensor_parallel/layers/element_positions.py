@@ -16,8 +16,7 @@ from torch import Tensor
 
 from meshfold.mesh import LayoutError, Mesh, MeshfoldError
 from meshfold.mesh.random import TokenShards
-from meshfold.mesh.tracking.dims import Dim, Dims, Factor, Split, is_unknown
-from meshfold.mesh.tracking.rows import EXCHANGED, ROWS, TURNED
+from meshfold.mesh.tracking import EXCHANGED, ROWS, TURNED, Dim, Dims, Factor, Split, is_unknown
 from meshfold.tensor_parallel.layers.base import BatchShape
 from meshfold.tensor_parallel.layers.compiled_dropout import dealt_numbers
 

@@ -1,4 +1,4 @@
-"""How large a chunk should be: the size that wastes least.
+"""Search for the chunk size that wastes the least memory.
 
 Only the tail of a full chunk depends on its size: an item that no longer fits leaves it empty. That is counted for
 every candidate, without building a layout.
@@ -30,7 +30,7 @@ STEP_ELEMS = 64 * 2**10
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChunkSearch:
-    """What was found.
+    """Result of a chunk size search.
 
     Attributes:
         chunk_elems: the size that wastes least, the largest of equals (fewest collectives).

@@ -1,4 +1,4 @@
-"""Which parameter lies where in which chunk: arithmetic on numbers of elements, no tensor is touched.
+"""Positions of parameters in chunks: arithmetic on element counts; no tensor is touched.
 
 A *chunk* is a flat run of elements of one group. With N shards, rank r keeps elements ``[r·S, (r+1)·S)`` of it,
 ``S = size / N``, and an all-gather of the shards is the chunk. Parameters lie in it in their order of use, so what
@@ -64,7 +64,7 @@ class ShardSlice(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class ChunkSpec:
-    """What lies in a chunk.
+    """Contents of one chunk.
 
     Attributes:
         index: its place in the layout.
@@ -154,7 +154,7 @@ class ChunkLayout:
         return self._place(name)[1]
 
     def shard_slices(self, chunk: ChunkSpec | int, rank: int) -> list[ShardSlice]:
-        """What lies in the shard of ``rank``, in order: ``(name, start in the parameter, start in the shard, length)``.
+        """Return what lies in the shard of ``rank``, in order: ``(name, start in the parameter, start in the shard, length)``.
 
         A parameter may lie across shards: over all ranks its slices are the whole of it, each element once.
 

@@ -1,4 +1,4 @@
-"""What is known of a model's parameters for good, wherever their elements are."""
+"""Facts about a model's parameters that never change, wherever their elements are."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from meshfold.zero_gemini.norm import holders_of
 
 @dataclass(frozen=True)
 class Kind:
-    """What the parameters of a chunk have in common."""
+    """Properties that all parameters of a chunk share."""
 
     dtype: torch.dtype
     trained: bool
@@ -26,7 +26,7 @@ class Kind:
 
 @dataclass(frozen=True, kw_only=True)
 class Known:
-    """What is known of a parameter for good: its tensor comes and goes."""
+    """Facts about a parameter that never change; its tensor comes and goes."""
 
     parameter: nn.Parameter
     meta: ParameterMeta
@@ -41,7 +41,7 @@ def known_of(
     dtype: torch.dtype | None,
     other: Mapping[Tensor, torch.dtype] = MappingProxyType({}),
 ) -> dict[str, Known]:
-    """What is known of a model's parameters, by name, in order of registration.
+    """Return the facts about a model's parameters, by name, in order of registration.
 
     Args:
         model: on any device; its parameters carry their metadata.

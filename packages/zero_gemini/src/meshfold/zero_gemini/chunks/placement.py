@@ -1,4 +1,4 @@
-"""Where the parts of chunks live between their uses, and simple rules that say so."""
+"""Placement of chunks' parts between their uses, and simple rules that choose it."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from meshfold.zero_gemini.memory.arenas import MemoryTier
 
 @dataclass(frozen=True, kw_only=True)
 class Home:
-    """Where one chunk lives.
+    """Placement of one chunk.
 
     Attributes:
         parameters: where the shard that the model computes with is.

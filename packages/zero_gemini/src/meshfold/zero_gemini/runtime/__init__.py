@@ -1,1 +1,1 @@
-"""What happens while the model runs: gathering ahead of use, releasing behind it."""
+"""Gathering of chunks ahead of their use, and release after it, while the model runs."""

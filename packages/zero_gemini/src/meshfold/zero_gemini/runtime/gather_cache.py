@@ -1,4 +1,4 @@
-"""Which gathered chunks stay between two uses, where some memory is over.
+"""Cache of gathered chunks: those that stay between two uses, where memory is left.
 
 A step of many micro-batches comes to each chunk many times. What stays gathered until its next use need not be gathered
 for it; what is used again last goes first (Belady 1966), which is known from the step before. All ranks that share the

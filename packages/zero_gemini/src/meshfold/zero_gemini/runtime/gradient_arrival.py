@@ -25,7 +25,7 @@ def watch_output(output: Any, begin: Callable[[Tensor], None]) -> None:
 
 
 def watch_inputs(args: Any, kwargs: Any, say: Callable[[], None]) -> Any:
-    """What a module was given, for a forward hook to return: ``say`` is called when backward has come to its inputs.
+    """Return a module's arguments for a forward hook to return; ``say`` is called when backward reaches its inputs.
 
     None if gradients are off, or nothing that was given wants one.
     """
