@@ -189,6 +189,7 @@ class QuantizedState:
 
 
 AdamState = WholeState | SplitState | QuantizedState
+"""State of Adam for one flat parameter: in float32, in two 16-bit halves, or quantised to 8 bits."""
 
 
 def zeros(like: Tensor, dtype: torch.dtype, size: int | None = None) -> Tensor:
