@@ -314,6 +314,12 @@ class _Conversion:
             "": self.model,
             **{name: m for blocks in self.analysis.lists for name, m in blocks.members.items()},
         }
+        # Stages of a pipeline may be cut between the members of a dict: calls are numbered in each by itself.
+        dicts = [name for name, m in self.model.named_modules() if isinstance(m, nn.ModuleDict)]
+        for name in dicts:
+            if not any(front and f"{name}.".startswith(f"{front}.") for front in parts):
+                members = self.analysis.modules[name].named_children()
+                parts.update({f"{name}.{key}" if name else key: member for key, member in members})
         whole = {name: self.analysis.modules[name] for role in WHOLE for name in self.roles.named(role)}
         for name, module in {**parts, **whole}.items():
             part = self.builder.dropout(
