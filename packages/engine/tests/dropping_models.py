@@ -63,6 +63,26 @@ class Merged(Attention):
         return x + z
 
 
+class ByHand(nn.Module):
+    """Attention of one head, written by hand: of one row, batch and heads are dims of one element."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.q_proj, self.k_proj = nn.Linear(HIDDEN, HIDDEN), nn.Linear(HIDDEN, HIDDEN)
+        self.v_proj, self.o_proj = nn.Linear(HIDDEN, HIDDEN), nn.Linear(HIDDEN, HIDDEN)
+        self.behind, self.dropout, self.num_heads = nn.Dropout(0.5), 0.5, 1
+
+    def forward(self, x: Tensor) -> Tensor:
+        b, s, _ = x.shape
+        q, k, v = (
+            f(x).view(b, s, self.num_heads, -1).transpose(1, 2)
+            for f in (self.q_proj, self.k_proj, self.v_proj)
+        )
+        y = (q @ k.transpose(-1, -2)).softmax(-1) @ v
+        z: Tensor = self.behind(self.o_proj(y.transpose(1, 2).reshape(b, s, HIDDEN)))
+        return x + F.dropout(z, self.dropout, self.training)
+
+
 class Model(nn.Module):
     """Ids ``b s`` to logits ``b s words``."""
 
@@ -84,6 +104,19 @@ class Model(nn.Module):
     def forward(self, ids: Tensor) -> Tensor:
         y: Tensor = self.head(self.norm(self.middle(self.embed(ids))))
         return y
+
+
+class Named(Model):
+    """Blocks in a dict."""
+
+    def __init__(self, *blocks: nn.Module) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleDict({f"step_{number}": block for number, block in enumerate(blocks)})
+
+    def run(self, x: Tensor) -> Tensor:
+        for block in self.blocks.values():
+            x = block(x)
+        return x
 
 
 class Turned(Model):
@@ -156,5 +189,7 @@ MODELS = {
     "kept": lambda: Kept(Mlp(), Mlp()),
     "repeated": lambda: Repeated(Mlp(), Mlp()),
     "reentrant": lambda: Reentrant(Mlp(), Mlp()),
+    "by hand": lambda: Model(ByHand(), Mlp(), ByHand(), Mlp()),
+    "named": lambda: Named(ByHand(), ByHand()),
     "chosen": lambda: Chosen(Mlp(), Mlp()),
 }

@@ -23,7 +23,9 @@ SHAPES = ((8, 4), (4, 6))
 State = dict[str, Tensor]
 
 
-def train(name: str, parallel: dict[str, Any]) -> tuple[list[float], State]:
+def train(
+    name: str, parallel: dict[str, Any], shapes: tuple[tuple[int, int], ...] = SHAPES
+) -> tuple[list[float], State]:
     """Losses and weights of two steps, each as large as its gradient."""
     torch.manual_seed(0)
     engine = Engine(
@@ -31,23 +33,33 @@ def train(name: str, parallel: dict[str, Any]) -> tuple[list[float], State]:
         loss_fn=lambda output, batch: F.cross_entropy(output.flatten(0, 1), batch[1].flatten()),
     )  # fmt: skip
     generator, losses = torch.Generator().manual_seed(1), []
-    for shape in SHAPES:
+    for shape in shapes:
         ids, targets = (torch.randint(0, WORDS, shape, generator=generator) for _ in range(2))
         losses.append(engine.train_step(engine.shard_batch((ids, targets))))
     return losses, engine.full_state_dict()
 
 
-def compare(wanted: dict[str, tuple[list[float], State]], specs: list[dict[str, Any]]) -> None:
+def compare(
+    wanted: dict[str, tuple[list[float], State]],
+    specs: list[dict[str, Any]],
+    shapes: tuple[tuple[int, int], ...] = SHAPES,
+) -> None:
     for name, (losses, state) in wanted.items():
         for parallel in specs:
-            found, after = train(name, parallel)
+            found, after = train(name, parallel, shapes)
             assert found == pytest.approx(losses, rel=1e-12), (name, parallel)
             for key, value in state.items():
                 assert torch.allclose(after[key], value, rtol=0, atol=1e-12), (name, parallel, key)
 
 
-def alone(*names: str) -> dict[str, tuple[list[float], State]]:
-    return {name: train(name, {}) for name in names}
+def alone(*names: str, shapes: tuple[tuple[int, int], ...] = SHAPES) -> dict[str, tuple[list[float], State]]:
+    return {name: train(name, {}, shapes) for name in names}
+
+
+def test_a_rank_with_one_row_and_blocks_in_a_dict_drop_what_one_process_drops() -> None:
+    shapes = ((3, 4), (3, 6))
+    run_on_ranks(2, compare, alone("by hand", shapes=shapes), [dict(data=2)], shapes)
+    run_on_ranks(2, compare, alone("named"), [dict(data=2), dict(pipeline=dict(size=2, microbatches=2))])
 
 
 def test_sequence_first_streams_drop_what_one_process_drops() -> None:

@@ -99,6 +99,10 @@ def test_tables_that_look_at_the_whole_batch_are_refused_where_it_is_split() -> 
         engine_of(Model(scale_grad_by_freq=True), dict(pipeline=2))
     ids = IDS.clamp(min=1)  # a look at shapes reads row 0, and no batch does
     compare(Model(max_norm=1.0), dict(pipeline=2), (ids, ids))
+    tied = Model(max_norm=1.0)
+    tied.head.weight = tied.embed.weight
+    with pytest.raises(SpecError, match="another layer shares its weight"):
+        engine_of(tied, dict(pipeline=2))
 
 
 def test_one_process_trains_such_tables_as_torch_does() -> None:

@@ -41,6 +41,7 @@ def refuse_layers(model: nn.Module, world: World, precision: Precision) -> None:
             )
         if isinstance(module, nn.Embedding | nn.EmbeddingBag):
             _refuse_table(name or "the model", module, world, precision)
+            _refuse_tied_table(name or "the model", module, model, world)
 
 
 def _refuse_table(
@@ -65,6 +66,19 @@ def _refuse_table(
         raise SpecError(
             f"{name}: nn.{kind}(scale_grad_by_freq=True) divides gradients by how often a word stands in the batch, and under "
             f"{written} a rank counts the words of its own part of the batch alone: leave scale_grad_by_freq out"
+        )
+
+
+def _refuse_tied_table(
+    name: str, table: nn.Embedding | nn.EmbeddingBag, model: nn.Module, world: World
+) -> None:
+    """Raise a SpecError for a table of which another stage reads a copy that a forward does not rescale."""
+    holders = sum(p is table.weight for module in model.modules() for p in module._parameters.values())
+    if table.max_norm is not None and world.pipelined and holders > 1:
+        raise SpecError(
+            f"{name}: nn.{type(table).__name__}(max_norm={table.max_norm}) rescales the rows that a forward reads, and another "
+            f"layer shares its weight; under {world.spec.written or world.spec} that layer would compute with rows that are not "
+            "rescaled yet. Leave max_norm out, or do not share the weight"
         )
 
 

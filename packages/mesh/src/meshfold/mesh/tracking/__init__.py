@@ -6,6 +6,7 @@ See :mod:`meshfold.mesh.tracking.follow`.
 from meshfold.mesh.tracking.active import Lies, lies, part_of_model, say, tracker, untracked, unwatched
 from meshfold.mesh.tracking.dims import (
     ALIKE,
+    ROWS,
     Dim,
     Dims,
     Factor,
@@ -24,7 +25,7 @@ from meshfold.mesh.tracking.dims import (
     whole_dims,
 )
 from meshfold.mesh.tracking.follow import Tracker
-from meshfold.mesh.tracking.rows import EXCHANGED, ROWS, TURNED
+from meshfold.mesh.tracking.rows import EXCHANGED, TURNED
 from meshfold.mesh.tracking.watch import Watched, watch
 
 __all__ = [

@@ -39,6 +39,8 @@ class Split:
 
 
 UNKNOWN, ALIKE = Split((), "unknown"), Split((), "alike")
+ROWS = Split(("rows",))
+"""Of a factor that has rows, and maybe what each of them has, one behind the other."""
 
 
 @dataclass(frozen=True)
@@ -291,7 +293,8 @@ class _Regrouping:
         if (into := self._written(factor)) is not None:
             pass
         elif self._sizes[self._at] == 1 and not self._made[self._at]:
-            into = self._at + self._spare()
+            # Rows of the batch come first, as where a product of matrices takes batch and heads apart again.
+            into = self._at + (0 if factor.split == ROWS else self._spare())
         elif after == len(self._sizes):
             into = self._at
         elif self._sizes[after] == 1:

@@ -16,6 +16,7 @@ from torch import Tensor
 from meshfold.mesh.tracking import indexing
 from meshfold.mesh.tracking.call import Call, bound, tensors_in, written
 from meshfold.mesh.tracking.dims import (
+    ROWS,
     UNKNOWN,
     Dim,
     Dims,
@@ -32,8 +33,6 @@ from meshfold.mesh.tracking.dims import (
 )
 from meshfold.mesh.tracking.records import Records
 
-ROWS = Split(("rows",))
-"""Of a factor that has rows, and maybe what each of them has, one behind the other."""
 TURNED = Split(("rows",), "dealt")
 """Of a dim of tokens, each of which has all rows behind it, of which a rank may have a block."""
 EXCHANGED = Split(("tokens",), "unknown")
