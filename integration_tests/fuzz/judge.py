@@ -183,7 +183,7 @@ def _misses_itself(
 def compare(
     case: Case, found: list[Trained], wanted: Trained, half: int, tolerance: float | None = None
 ) -> str:
-    """What differs between the ranks' training and the plain loop; empty: nothing.
+    """Return what differs between the ranks' training and the plain loop; empty: nothing.
 
     Args:
         case: what was trained.

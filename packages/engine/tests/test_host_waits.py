@@ -66,7 +66,7 @@ class Copies(TorchFunctionMode):
 
 
 def waits(engine: Engine, batch: Any) -> list[str]:
-    """What the host waits for in the fourth step."""
+    """Return what the host waits for in the fourth step."""
     mine = engine.shard_batch(batch)
     for _ in range(3):
         engine.run_step(mine)

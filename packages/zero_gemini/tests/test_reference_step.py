@@ -33,7 +33,7 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 @dataclass
 class Seen:
-    """Of a training: losses of micro-steps, norms of steps, which steps were left out, and master weights at the end."""
+    """Record of a training: losses of micro-steps, norms of steps, which steps were left out, and master weights at the end."""
 
     losses: list[Tensor]
     norms: list[Tensor]

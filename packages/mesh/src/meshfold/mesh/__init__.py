@@ -32,6 +32,7 @@ from meshfold.mesh.initialization.api import (
 )
 from meshfold.mesh.layout import Layout
 from meshfold.mesh.mesh import Mesh
+from meshfold.mesh.moved import redirect_imports
 from meshfold.mesh.parameters.grad_norm import clip_gradient_values, clip_gradients, gradient_norm
 from meshfold.mesh.parameters.parameter_meta import ParameterMeta, annotate, metadata
 from meshfold.mesh.placement import Part, Placement, Rectangle
@@ -90,6 +91,7 @@ __all__ = [
     "receive",
     "record",
     "record_initialization",
+    "redirect_imports",
     "reduce_scatter",
     "retrace_initialization",
     "send",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import warnings
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from importlib import import_module
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
@@ -32,19 +32,24 @@ MOVED = {
 """Old name of a module of meshfold.mesh: its path today."""
 
 
-class _Moved(MetaPathFinder, Loader):
-    """Finds modules under their old paths. A module under two paths is one module."""
+class _OldPaths(MetaPathFinder, Loader):
+    """Import hook that finds modules under their old paths. Both paths give the same module object."""
+
+    def __init__(self, moved: Mapping[str, str]) -> None:
+        self.moved = moved
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        return ModuleSpec(fullname, self) if fullname.removeprefix("meshfold.mesh.") in MOVED else None
+        return None if self._today(fullname) is None else ModuleSpec(fullname, self)
 
     def create_module(self, spec: ModuleSpec) -> ModuleType:
-        new = f"meshfold.mesh.{MOVED[spec.name.removeprefix('meshfold.mesh.')]}"
+        new = self._today(spec.name)
+        if new is None:
+            raise ImportError(f"{spec.name!r} has not moved", name=spec.name)
         warnings.warn(f"{spec.name} is now {new}: change the import", DeprecationWarning, stacklevel=2)
         module = import_module(new)
-        spec.loader_state = module.__spec__  # which the import would replace by this one
+        spec.loader_state = module.__spec__  # the import would replace it by the old path's
         return module
 
     def exec_module(self, module: ModuleType) -> None:
@@ -52,8 +57,25 @@ class _Moved(MetaPathFinder, Loader):
         if old is not None:
             module.__spec__ = old.loader_state
 
+    def _today(self, name: str) -> str | None:
+        """Return today's path of the module that was at ``name``; None if it has not moved."""
+        for old, new in self.moved.items():
+            if name == old or name.startswith(f"{old}."):
+                return new + name[len(old) :]
+        return None
+
+
+def redirect_imports(moved: Mapping[str, str]) -> None:
+    """Let imports find modules under their old paths, with a DeprecationWarning that names the path of today.
+
+    Args:
+        moved: old path of a module or folder to its path today. Modules in a moved folder have moved with it.
+    """
+    if not any(isinstance(finder, _OldPaths) and finder.moved == moved for finder in sys.meta_path):
+        # In front: the finder of files would make a second module of a submodule's old path.
+        sys.meta_path.insert(0, _OldPaths(moved))
+
 
 def install() -> None:
-    """Let imports find the old paths."""
-    if not any(isinstance(finder, _Moved) for finder in sys.meta_path):
-        sys.meta_path.append(_Moved())
+    """Let imports find the old paths of meshfold.mesh."""
+    redirect_imports({f"meshfold.mesh.{old}": f"meshfold.mesh.{new}" for old, new in MOVED.items()})

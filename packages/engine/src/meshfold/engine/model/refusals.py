@@ -73,8 +73,10 @@ def _refuse_tied_table(
     name: str, table: nn.Embedding | nn.EmbeddingBag, model: nn.Module, world: World
 ) -> None:
     """Raise a SpecError for a table of which another stage reads a copy that a forward does not rescale."""
+    if table.max_norm is None or not world.pipelined:
+        return
     holders = sum(p is table.weight for module in model.modules() for p in module._parameters.values())
-    if table.max_norm is not None and world.pipelined and holders > 1:
+    if holders > 1:
         raise SpecError(
             f"{name}: nn.{type(table).__name__}(max_norm={table.max_norm}) rescales the rows that a forward reads, and another "
             f"layer shares its weight; under {world.spec.written or world.spec} that layer would compute with rows that are not "

@@ -40,7 +40,7 @@ class Split:
 
 UNKNOWN, ALIKE = Split((), "unknown"), Split((), "alike")
 ROWS = Split(("rows",))
-"""Of a factor that has rows, and maybe what each of them has, one behind the other."""
+"""Split of a factor that holds rows, and maybe what each of them has, one behind the other."""
 
 
 @dataclass(frozen=True)
