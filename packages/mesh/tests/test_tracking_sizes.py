@@ -114,6 +114,27 @@ SLICES: dict[str, Code] = {
     "none": lambda x: x[:, None, :6].sum(1),
 }  # fmt: skip
 
+ROWS, TOKENS, FEATURES = (torch.arange(1.0, 1 + n, dtype=torch.float64) for n in (4, 6, 8))
+POSITIONS = TOKENS.view(1, 6, 1)
+CUTS: dict[str, Code] = {
+    "positions": lambda x: x + POSITIONS[:, : x.shape[1]],
+    "positions of a plane": lambda x: x + POSITIONS[0, : x.shape[1]],
+    "positions behind none": lambda x: x + TOKENS[None, : x.shape[1], None],
+    "features": lambda x: x * FEATURES[: x.shape[2]],
+    "features behind dots": lambda x: x * FEATURES.view(1, 8)[..., : x.shape[-1]],
+    "rows": lambda x: x + ROWS.view(4, 1, 1)[: x.shape[0]],
+    "last": lambda x: x + POSITIONS[:, -x.shape[1] :],
+    "narrow": lambda x: x + POSITIONS.narrow(1, 0, x.shape[1]),
+    "narrow by name": lambda x: x + FEATURES.narrow(dim=-1, start=0, length=x.shape[2]),
+    "split": lambda x: x + POSITIONS.split(x.shape[1], 1)[0],
+    "summed": lambda x: x + POSITIONS[:, : x.shape[1]].sum(1, keepdim=True),
+    "first of them": lambda x: x + POSITIONS[:, : x.shape[1]][:, 0:1],
+    "squeezed": lambda x: x + POSITIONS[:, : x.shape[1]].squeeze(0),
+    "places": lambda x: x + POSITIONS[0, torch.arange(x.shape[1])],
+    "all but one": lambda x: x + POSITIONS[:, : x.shape[1] - 1].sum(1, keepdim=True),
+}  # fmt: skip
+"""Whole tensors cut to as many elements as a piece has."""
+
 
 def weight(size: int) -> Tensor:
     return torch.ones(3, 8, dtype=torch.float64) if size else torch.empty(0)
@@ -144,8 +165,8 @@ def looked_at(code: Code, x: Tensor, number: int) -> tuple[Tensor, Dims]:
 @pytest.mark.parametrize("number", range(3))
 @pytest.mark.parametrize(
     "table",
-    [SIZES, VIEWS, PRODUCTS, SLICES, OPERATIONS],
-    ids=["sizes", "views", "products", "slices", "rest"],
+    [SIZES, VIEWS, PRODUCTS, SLICES, CUTS, OPERATIONS],
+    ids=["sizes", "views", "products", "slices", "cuts", "rest"],
 )
 def test_what_passes_is_a_piece_of_the_whole(table: dict[str, Code], number: int, single: bool) -> None:
     generator = torch.Generator().manual_seed(0)

@@ -40,6 +40,7 @@ def _dim(call: Call, operands: list[tuple[Tensor, Dims]], place: int, size: int)
         return _open(call, [(x, dim) for x, dim in here if size_of(dim) == size], place, size)
     found = split[0]
     if len(split) > 1:
+        _check_counted(here, place, split)
         raise MixesError(
             f"brings together tensors whose dim {place} is split in two ways, over {_axes(split[0])} and over {_axes(split[1])}"
         )
@@ -55,6 +56,21 @@ def _dim(call: Call, operands: list[tuple[Tensor, Dims]], place: int, size: int)
                 f"is split over {_axes(found)}"
             )
     return found
+
+
+def _check_counted(here: list[tuple[Tensor, Dim]], place: int, split: list[Dim]) -> None:
+    """Refuse what each rank counts by itself, such as positions from 0, beside a piece."""
+    dealt = next((dim for dim in split if not _is_counted(dim)), None)
+    counted = next((x for x, dim in here if is_split(dim) and _is_counted(dim)), None)
+    if dealt is not None and counted is not None:
+        raise MixesError(
+            f"brings a piece together with a tensor {list(counted.shape)} that is the same on every rank; dim {place} of the piece "
+            f"is split over {_axes(dealt)}"
+        )
+
+
+def _is_counted(dim: Dim) -> bool:
+    return any(factor.split is not None and factor.split.kind == "counted" for factor in dim)
 
 
 def _open(call: Call, wide: list[tuple[Tensor, Dim]], place: int, size: int) -> Dim:

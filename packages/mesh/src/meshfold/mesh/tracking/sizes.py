@@ -7,6 +7,7 @@ as in ``x.sum(1) / x.shape[1]``, they would be those of the whole.
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterator
 from types import FrameType
 from typing import Any, NoReturn
 
@@ -110,6 +111,8 @@ class OpenSizes(TorchFunctionMode):
             tracker.records.name(one_out)
         if sizes and isinstance(out, Tensor):
             self._made(name, args, kwargs, out)
+        if sizes:
+            self._cut(name, args, kwargs, out)
         return out
 
     def _check_random(
@@ -220,6 +223,27 @@ class OpenSizes(TorchFunctionMode):
             check_gradients(tracker, name, [args[0]], [tuple(dims)], out)
             tracker.records.name(out, tuple(dims))
 
+    def _cut(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
+        """Say where a whole tensor was cut to as many elements as a rank has: which those are, each rank counts by itself."""
+        if name not in ("getitem", "narrow", "split"):
+            return
+        x: Tensor = args[0]
+        if name == "getitem":
+            cuts = list(_sliced(x.dim(), args[1]))
+        else:
+            given = {**dict(zip(_SLICES[name], args[1:], strict=False)), **kwargs}
+            number = given.get("dim", 0) % x.dim()
+            cuts = [(number, number, given.get("length", given.get("split_size")))]
+        tracker = self._tracker
+        for one in tensors_in(out):
+            dims = list(tracker.dims(one))
+            for before, after, index in cuts:
+                axes = tuple(dict.fromkeys(axis for size in in_(index) for axis in size.axes))
+                if axes and is_whole(tracker.dims(x)[before]) and one.shape[after] < x.shape[before]:
+                    dims[after] = (Factor(one.shape[after], Split(axes, "counted")),)
+            if any(map(is_split, dims)):
+                tracker.mark(one, tuple(dims))
+
     def _check_places(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         first = args[0][0] if isinstance(args[0], list | tuple) and args[0] else args[0]
         if not isinstance(first, Tensor) or first.dim() != 2:
@@ -285,6 +309,25 @@ class OpenSizes(TorchFunctionMode):
 
     def _local(self, size: int, dim: Dim, what: str) -> int:
         return made(size, axes_of(dim), dim, lambda: self._refuse_size(dim, what))
+
+
+def _sliced(rank: int, index: Any) -> Iterator[tuple[int, int, Any]]:
+    """Yield each slice of an index as (dim of the tensor, dim of the result, slice); nothing if tensors index it too."""
+    items = list(index) if isinstance(index, tuple) else [index]
+    if any(isinstance(item, Tensor | list) for item in items):
+        return
+    named = sum(item is not None and item is not Ellipsis for item in items)
+    before = after = 0
+    for item in items:
+        if item is Ellipsis:
+            before, after = before + rank - named, after + rank - named
+        elif item is None:
+            after += 1
+        elif isinstance(item, slice):
+            yield before, after, item
+            before, after = before + 1, after + 1
+        else:
+            before += 1
 
 
 def _asked_by_the_model(up: int) -> bool:
