@@ -14,7 +14,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import meshfold.colossalai as colossalai
-from meshfold.colossalai.accelerator import get_accelerator
 from meshfold.colossalai.booster import Booster
 from meshfold.colossalai.booster.plugin import (  # type: ignore[import-not-found]
     GeminiPlugin,
@@ -35,6 +34,7 @@ from meshfold.colossalai.nn.lr_scheduler import (  # type: ignore[import-not-fou
     LinearWarmupLR,
 )
 from meshfold.colossalai.nn.optimizer import HybridAdam  # type: ignore[import-not-found]
+from meshfold.colossalai.script_tools import get_accelerator
 from meshfold.colossalai.utils import get_current_device  # type: ignore[import-not-found]
 from meshfold.mesh.testing import ranks
 from meshfold.models import GPT, GPTConfig, Llama, LlamaConfig
@@ -415,7 +415,7 @@ def test_legacy_initialize(pipeline: int, tmp_path: Path) -> None:
     config = tmp_path / "config.py"
     if dist.get_rank() == 0:
         config.write_text(
-            "from meshfold.colossalai.amp import AMP_TYPE\n"
+            "from meshfold.colossalai.settings import AMP_TYPE\n"
             f"BATCH_SIZE = 8\nNUM_EPOCHS = 2\nNUM_MICRO_BATCHES = 2\nclip_grad_norm = 1.0\n"
             f"parallel = dict(pipeline={pipeline}, tensor=dict(size=1, mode=None))\n"
             + ("" if pipeline > 1 else "fp16 = dict(mode=AMP_TYPE.NAIVE, initial_scale=32)\n")

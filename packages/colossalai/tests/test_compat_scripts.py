@@ -35,9 +35,9 @@ from meshfold.colossalai import (
     is_using_ddp,
     is_using_pp,
 )
-from meshfold.colossalai.mesh_views import StageManager
-from meshfold.colossalai.replacements import FAMILIES
+from meshfold.colossalai.context import StageManager
 from meshfold.colossalai.settings import settings_of
+from meshfold.colossalai.submodules import FAMILIES
 from meshfold.engine import initialize
 from meshfold.mesh import Mesh, SpecError
 from meshfold.mesh.testing import ranks

@@ -31,8 +31,8 @@ from meshfold.colossalai import (
 from meshfold.colossalai.arguments import ROOTS, Argument, translate
 from meshfold.colossalai.context import AXES, ParallelContext
 from meshfold.colossalai.deepspeed import TABLE as DEEPSPEED
-from meshfold.colossalai.replacements import ELSEWHERE
 from meshfold.colossalai.settings import settings_of
+from meshfold.colossalai.submodules import ELSEWHERE
 from meshfold.engine import Engine, initialize
 from meshfold.mesh import Mesh, ParallelSpec, SpecError
 from meshfold.mesh.testing import fake_world, ranks

@@ -13,15 +13,12 @@ from typing import TYPE_CHECKING
 from meshfold.colossalai.submodules import install, names_for
 
 if TYPE_CHECKING:
-    from meshfold.colossalai.accelerator import Accelerator, get_accelerator
-    from meshfold.colossalai.adams import CPUAdam, HybridAdam
-    from meshfold.colossalai.amp import AMP_TYPE
     from meshfold.colossalai.arguments import MigrationNote
     from meshfold.colossalai.booster import Booster
-    from meshfold.colossalai.config import Config
     from meshfold.colossalai.context import (
         ParallelContext,
         ParallelMode,
+        ProcessGroupMesh,
         global_context,
         gpc,
         launch,
@@ -29,7 +26,6 @@ if TYPE_CHECKING:
         launch_from_slurm,
         launch_from_torch,
     )
-    from meshfold.colossalai.coordinator import DistCoordinator
     from meshfold.colossalai.deepspeed import from_deepspeed
     from meshfold.colossalai.init_contexts import (
         BucketTensorShardStrategy,
@@ -38,8 +34,9 @@ if TYPE_CHECKING:
         TensorShardStrategy,
         ZeroInitContext,
     )
+    from meshfold.colossalai.loaders import get_dataloader
     from meshfold.colossalai.make_engine import initialize
-    from meshfold.colossalai.mesh_views import ProcessGroupMesh
+    from meshfold.colossalai.optimizers import CPUAdam, HybridAdam
     from meshfold.colossalai.plugins import (
         DPPluginBase,
         GeminiPlugin,
@@ -49,18 +46,21 @@ if TYPE_CHECKING:
         TorchDDPPlugin,
         TorchFSDPPlugin,
     )
-    from meshfold.colossalai.sampling import get_dataloader
+    from meshfold.colossalai.schedulers import CosineAnnealingWarmupLR, LinearWarmupLR
     from meshfold.colossalai.script_tools import (
+        Accelerator,
+        DistCoordinator,
         DistributedLogger,
         disable_existing_loggers,
+        get_accelerator,
         get_current_device,
         get_default_parser,
         get_dist_logger,
         is_using_ddp,
         is_using_pp,
     )
+    from meshfold.colossalai.settings import AMP_TYPE, Config
     from meshfold.colossalai.training import TrainingEngine
-    from meshfold.colossalai.warm_ups import CosineAnnealingWarmupLR, LinearWarmupLR
 
 __all__ = [
     "AMP_TYPE",
@@ -108,52 +108,66 @@ __all__ = [
     "launch_from_torch",
 ]
 
-_HERE = "meshfold.colossalai."
-_HOMES = {
-    "Accelerator": f"{_HERE}accelerator",
-    "get_accelerator": f"{_HERE}accelerator",
-    "global_context": f"{_HERE}context",
-    "ParallelContext": f"{_HERE}context",
-    "DPPluginBase": f"{_HERE}plugins",
-    "Plugin": f"{_HERE}plugins",
-    "ProcessGroupMesh": f"{_HERE}mesh_views",
-    "AMP_TYPE": f"{_HERE}amp",
-    "Booster": f"{_HERE}booster",
-    "BucketTensorShardStrategy": f"{_HERE}init_contexts",
-    "CPUAdam": f"{_HERE}adams",
-    "ColoInitContext": f"{_HERE}init_contexts",
-    "Config": f"{_HERE}config",
-    "CosineAnnealingWarmupLR": f"{_HERE}warm_ups",
-    "DistCoordinator": f"{_HERE}coordinator",
-    "DistributedLogger": f"{_HERE}script_tools",
-    "GeminiPlugin": f"{_HERE}plugins",
-    "HybridAdam": f"{_HERE}adams",
-    "HybridParallelPlugin": f"{_HERE}plugins",
-    "LazyInitContext": f"{_HERE}init_contexts",
-    "LinearWarmupLR": f"{_HERE}warm_ups",
-    "LowLevelZeroPlugin": f"{_HERE}plugins",
-    "MigrationNote": f"{_HERE}arguments",
-    "ParallelMode": f"{_HERE}context",
-    "TensorShardStrategy": f"{_HERE}init_contexts",
-    "TorchDDPPlugin": f"{_HERE}plugins",
-    "TorchFSDPPlugin": f"{_HERE}plugins",
-    "TrainingEngine": f"{_HERE}training",
-    "ZeroInitContext": f"{_HERE}init_contexts",
-    "disable_existing_loggers": f"{_HERE}script_tools",
-    "from_deepspeed": f"{_HERE}deepspeed",
-    "get_current_device": f"{_HERE}script_tools",
-    "get_dataloader": f"{_HERE}sampling",
-    "get_default_parser": f"{_HERE}script_tools",
-    "get_dist_logger": f"{_HERE}script_tools",
-    "gpc": f"{_HERE}context",
-    "initialize": f"{_HERE}make_engine",
-    "is_using_ddp": f"{_HERE}script_tools",
-    "is_using_pp": f"{_HERE}script_tools",
-    "launch": f"{_HERE}context",
-    "launch_from_openmpi": f"{_HERE}context",
-    "launch_from_slurm": f"{_HERE}context",
-    "launch_from_torch": f"{_HERE}context",
+_MODULES = {
+    "arguments": ("MigrationNote",),
+    "booster": ("Booster",),
+    "context": (
+        "ParallelContext",
+        "ParallelMode",
+        "ProcessGroupMesh",
+        "global_context",
+        "gpc",
+        "launch",
+        "launch_from_openmpi",
+        "launch_from_slurm",
+        "launch_from_torch",
+    ),
+    "deepspeed": ("from_deepspeed",),
+    "init_contexts": (
+        "BucketTensorShardStrategy",
+        "ColoInitContext",
+        "LazyInitContext",
+        "TensorShardStrategy",
+        "ZeroInitContext",
+    ),
+    "loaders": ("get_dataloader",),
+    "make_engine": ("initialize",),
+    "optimizers": (
+        "CPUAdam",
+        "HybridAdam",
+    ),
+    "plugins": (
+        "DPPluginBase",
+        "GeminiPlugin",
+        "HybridParallelPlugin",
+        "LowLevelZeroPlugin",
+        "Plugin",
+        "TorchDDPPlugin",
+        "TorchFSDPPlugin",
+    ),
+    "schedulers": (
+        "CosineAnnealingWarmupLR",
+        "LinearWarmupLR",
+    ),
+    "script_tools": (
+        "Accelerator",
+        "DistCoordinator",
+        "DistributedLogger",
+        "disable_existing_loggers",
+        "get_accelerator",
+        "get_current_device",
+        "get_default_parser",
+        "get_dist_logger",
+        "is_using_ddp",
+        "is_using_pp",
+    ),
+    "settings": (
+        "AMP_TYPE",
+        "Config",
+    ),
+    "training": ("TrainingEngine",),
 }
+_HOMES = {name: f"{__name__}.{module}" for module, names in _MODULES.items() for name in names}
 
 
 __version__ = "0.5.0"

@@ -14,12 +14,11 @@ from torch import Tensor, nn
 from meshfold.colossalai import files
 from meshfold.colossalai.arguments import check_names
 from meshfold.colossalai.boosted import BoostedModel, BoostedOptimizer
-from meshfold.colossalai.config import Config
 from meshfold.colossalai.context import gpc
 from meshfold.colossalai.loaders import shard_loader
 from meshfold.colossalai.make_engine import make_engine
 from meshfold.colossalai.plugins import Plugin, TorchDDPPlugin
-from meshfold.colossalai.settings import Settings
+from meshfold.colossalai.settings import Config, Settings
 from meshfold.colossalai.submodules import find
 from meshfold.colossalai.tables import PRECISIONS
 from meshfold.colossalai.training import Criterion

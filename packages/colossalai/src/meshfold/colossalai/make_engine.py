@@ -9,12 +9,11 @@ from typing import Any
 from torch import Tensor, nn
 
 from meshfold.colossalai.arguments import Translation
-from meshfold.colossalai.config import Config
 from meshfold.colossalai.context import gpc
 from meshfold.colossalai.loaders import example_of, shard_loader
 from meshfold.colossalai.optimizers import follow, take_over
 from meshfold.colossalai.schedulers import check, hand_over
-from meshfold.colossalai.settings import Settings, settings_of
+from meshfold.colossalai.settings import Config, Settings, settings_of
 from meshfold.colossalai.training import TrainingEngine
 from meshfold.mesh import Mesh, SpecError
 from meshfold.mesh.parameters import metadata_on

@@ -1,4 +1,4 @@
-"""Taking over an optimizer that the script made of a whole model's parameters.
+"""Optimizers under Colossal-AI's names, and how the engine takes over one made of a whole model's parameters.
 
 The engine replaces parameters by shards, so the optimizer is made again from these: its class, its groups, their settings.
 Groups are told by the parameters' names. The script's object then shows the groups of the new one, so a scheduler that was
@@ -14,10 +14,14 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor, nn
 
+from meshfold import zero_gemini
+from meshfold.colossalai.arguments import Translation
+from meshfold.colossalai.tables import LOSS_SCALE
 from meshfold.engine import Engine
 from meshfold.engine.optimizers import Factory
 from meshfold.mesh import SpecError
 from meshfold.mesh.parameters import uncompiled_name
+from meshfold.zero_gemini.optimizers import FlatAdam
 
 _NOT_SETTINGS = ("params", "param_names")
 
@@ -157,3 +161,48 @@ def follow(old: object, engine: Engine, instead: str) -> None:
     vars(old).pop("step", None)  # a schedule has put a wrapper there
     # A script may hold it in many places, as in a schedule: it stays the same object.
     old.__class__ = type(name, (type(old),), members)
+
+
+class _Taking(FlatAdam):
+    """Takes the arguments in the order that they have there, and others that nobody looked at there, as ``initial_scale``."""
+
+    def __init__(
+        self,
+        model_params: Any,
+        lr: float = 1e-3,
+        bias_correction: bool = True,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0.0,
+        adamw_mode: bool = True,
+        nvme_offload_fraction: float = 0.0,
+        nvme_offload_dir: str | None = None,
+        **others: Any,
+    ) -> None:
+        ours = {name: others.pop(name) for name in ("regime", "seed") if name in others}
+        super().__init__(
+            model_params,
+            lr,
+            betas,
+            eps,
+            weight_decay,
+            bias_correction=bias_correction,
+            adamw_mode=adamw_mode,
+            nvme_offload_fraction=nvme_offload_fraction,
+            nvme_offload_dir=nvme_offload_dir,
+            **ours,
+        )
+        words = [
+            f"{name}={value!r} does nothing"
+            + (": the plugin or the config says the loss scale" if name in LOSS_SCALE else "")
+            for name, value in others.items()
+        ]
+        Translation(words=words).say(type(self).__name__)
+
+
+class HybridAdam(_Taking, zero_gemini.HybridAdam):
+    """See :class:`meshfold.zero_gemini.HybridAdam`."""
+
+
+class CPUAdam(_Taking, zero_gemini.CPUAdam):
+    """See :class:`meshfold.zero_gemini.CPUAdam`."""

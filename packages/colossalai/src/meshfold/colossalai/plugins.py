@@ -10,8 +10,8 @@ from torch.utils.data import DataLoader
 
 from meshfold.colossalai import tables
 from meshfold.colossalai.arguments import Table, Translation, bind, translate
-from meshfold.colossalai.mesh_views import AXES, ProcessGroupMesh, StageManager, axes_of, group_of
-from meshfold.colossalai.sampling import shared_loader
+from meshfold.colossalai.context import AXES_OF_SHORT_NAMES, ProcessGroupMesh, StageManager, axes_of, group_of
+from meshfold.colossalai.loaders import shared_loader
 from meshfold.colossalai.settings import Settings, engine_settings
 from meshfold.engine.world import World, join_world
 from meshfold.mesh import ParallelSpec, SpecError
@@ -68,7 +68,7 @@ class Plugin:
         if name in type(self).table and "_given" in vars(self):
             return self._given.get(name, type(self).table[name].default)
         short, _, what = name.rpartition("_")
-        if short in AXES and what in ("group", "size", "rank"):
+        if short in AXES_OF_SHORT_NAMES and what in ("group", "size", "rank"):
             mesh = self._world().mesh
             axes = axes_of(mesh, short)
             return (

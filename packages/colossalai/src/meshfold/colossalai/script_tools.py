@@ -1,18 +1,21 @@
-"""Small helpers that scripts for Colossal-AI begin with: the parser of the command line, the logger, the device."""
+"""Helpers that scripts for Colossal-AI begin with: parser, logger, device, accelerator and coordinator."""
 
 from __future__ import annotations
 
 import argparse
+import functools
 import logging
 import os
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any, TypeVar
 
 import torch
 
 from meshfold.colossalai.context import ParallelMode, gpc
 from meshfold.engine.world import join_world
-from meshfold.mesh import Environment, SpecError, did_you_mean
+from meshfold.mesh import Environment, SpecError, barrier, did_you_mean
 
 _LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR")
 
@@ -154,3 +157,157 @@ def _checked(level: str) -> str:
             f"level={level!r}: it is one of {', '.join(_LEVELS)}.{did_you_mean(str(level), _LEVELS)}"
         )
     return level
+
+
+T = TypeVar("T")
+
+
+class DistCoordinator:
+    """This process among all.
+
+    Attributes:
+        rank: its number.
+        world_size: how many there are.
+        local_rank: its number on this machine.
+    """
+
+    def __init__(self) -> None:
+        self._world = join_world({}, None)
+        self.rank, self.world_size = self._world.mesh.rank, self._world.mesh.world_size
+        self.local_rank = Environment.detect().local_rank
+
+    def is_master(self) -> bool:
+        """Tell whether this process is the first."""
+        return self.rank == 0
+
+    def is_node_master(self) -> bool:
+        """Tell whether this process is the first on its machine."""
+        return self.local_rank == 0
+
+    def is_last_process(self) -> bool:
+        """Tell whether this process is the last."""
+        return self.rank == self.world_size - 1
+
+    def print_on_master(self, text: object) -> None:
+        """Print on the first one alone."""
+        if self.is_master():
+            print(text)
+
+    def print_on_node_master(self, text: object) -> None:
+        """Print on the first of each machine."""
+        if self.is_node_master():
+            print(text)
+
+    def block_all(self) -> None:
+        """Wait for all the others."""
+        if self.world_size > 1:
+            barrier(self._world.everyone)
+
+    @contextmanager
+    def priority_execution(self, executor_rank: int = 0) -> Iterator[None]:
+        """One process goes through it, then all the others: it downloads or unpacks what all read."""
+        mine = self.rank == executor_rank
+        if not mine:
+            self.block_all()
+        try:
+            yield
+        finally:
+            if mine:
+                self.block_all()
+
+    def on_master_only(self) -> Callable[[Callable[..., T]], Callable[..., T | None]]:
+        """A decorator: the function runs on the first process alone, and gives None on the others."""
+
+        def decorate(function: Callable[..., T]) -> Callable[..., T | None]:
+            @functools.wraps(function)
+            def wrapper(*args: Any, **kwargs: Any) -> T | None:
+                return function(*args, **kwargs) if self.is_master() else None
+
+            return wrapper
+
+        return decorate
+
+
+class Accelerator:
+    """This rank's GPU, or the CPU.
+
+    Attributes:
+        name: ``"cuda"`` or ``"cpu"``.
+        communication_backend: of torch.distributed.
+    """
+
+    def __init__(self) -> None:
+        self.name = get_current_device().type
+        self.communication_backend = "gloo" if self.name == "cpu" else "nccl"
+
+    def get_current_device(self) -> torch.device:
+        """This rank's."""
+        return get_current_device()
+
+    def current_device(self) -> int | str:
+        """Its number, or ``"cpu"``."""
+        index = get_current_device().index
+        return "cpu" if index is None else index
+
+    def set_device(self, device: Any = None) -> None:
+        """Nothing: each rank has its own device."""
+
+    def set_to_device(self, models: Any) -> Any:
+        """A model, or several, on this rank's device."""
+        if isinstance(models, list):
+            return [model.to(get_current_device()) for model in models]
+        return models.to(get_current_device())
+
+    def is_available(self) -> bool:
+        """Tell whether the device exists."""
+        return self.name == "cpu" or torch.cuda.is_available()
+
+    def device_count(self) -> int:
+        """Return the number of devices on this machine."""
+        return 1 if self.name == "cpu" else torch.cuda.device_count()
+
+    def synchronize(self, device: Any = None) -> None:
+        """Wait for its work."""
+        if self.name != "cpu":
+            torch.cuda.synchronize(device)
+
+    def empty_cache(self) -> None:
+        """Give memory that nothing uses back."""
+        if self.name != "cpu":
+            torch.cuda.empty_cache()
+
+    def manual_seed(self, seed: int) -> None:
+        """Seed torch's random numbers of this process."""
+        torch.manual_seed(seed)
+
+    manual_seed_all = manual_seed
+
+    def memory_allocated(self, device: Any = None) -> int:
+        """Bytes in tensors on the device; 0 on the CPU."""
+        return 0 if self.name == "cpu" else torch.cuda.memory_allocated(device)
+
+    def max_memory_allocated(self, device: Any = None) -> int:
+        """The most that they were; 0 on the CPU."""
+        return 0 if self.name == "cpu" else torch.cuda.max_memory_allocated(device)
+
+    def reset_peak_memory_stats(self, device: Any = None) -> None:
+        """The most is counted from here on."""
+        if self.name != "cpu":
+            torch.cuda.reset_peak_memory_stats(device)
+
+    def __getattr__(self, name: str) -> Any:
+        """All else of torch.cuda.
+
+        Raises:
+            AttributeError: on the CPU, and for what torch.cuda does not have: with what to write.
+        """
+        if name.startswith("_") or self.name == "cpu" or not hasattr(torch.cuda, name):
+            raise AttributeError(
+                f"get_accelerator() has no {name!r} on {self.name}: ask torch, or torch.cuda"
+            )
+        return getattr(torch.cuda, name)
+
+
+def get_accelerator() -> Accelerator:
+    """Return the device type that this rank computes on."""
+    return Accelerator()

@@ -1,14 +1,15 @@
 """Submodules of Colossal-AI by their paths: ``from meshfold.colossalai.nn.optimizer import HybridAdam``.
 
 All names are in :mod:`meshfold.colossalai` itself. A script in which ``colossalai`` was replaced by ``meshfold.colossalai``
-asks for them under longer paths; each such path is an empty module that hands every name on. A name that is nowhere says what
-to write.
+asks for them under longer paths; each such path is an empty module that hands every name on. The error for a name
+that does not exist here says what to write instead.
 """
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from fnmatch import fnmatchcase
 from functools import partial
 from importlib import import_module
 from importlib.abc import Loader, MetaPathFinder
@@ -17,7 +18,6 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from meshfold.colossalai.replacements import instead_of
 from meshfold.mesh import did_you_mean
 
 HERE = "meshfold.colossalai"
@@ -112,3 +112,98 @@ def install(homes: dict[str, str]) -> None:
     """Let their paths be imported; once."""
     if not any(isinstance(finder, _Paths) for finder in sys.meta_path):
         sys.meta_path.append(_Paths(homes))  # after those that find files
+
+
+ELSEWHERE: Mapping[str, str] = {
+    "build_cifar": "torchvision.datasets.CIFAR10(...), and get_dataloader(dataset, batch_size=...)",
+    "ColoParameter": "torch.nn.Parameter",
+    "ComputePattern": "parallel=dict(tensor=4)",
+    "ComputeSpec": "parallel=dict(tensor=4)",
+    "convert_to_apex_amp": "precision='fp16' of the config or of Engine",
+    "convert_to_naive_amp": "precision='fp16' of the config or of Engine",
+    "convert_to_torch_amp": "precision='fp16' of the config or of Engine",
+    "free_port": "meshfold run, which finds one",
+    "gemini_zero_dpp": "zero=dict(stage=3)",
+    "GeminiAdamOptimizer": "zero=dict(stage=3) with HybridAdam",
+    "get_current_rank": "gpc.get_global_rank()",
+    "MOE_CONTEXT": "nothing: leave it out",
+    "move_to_cuda": "nothing: the engine brings batches to its device",
+    "parallelize": "parallelize(model, mesh, '1d') of meshfold.tensor_parallel",
+    "PipelineStageManager": "plugin.stage_manager",
+    "print_rank_0": "get_dist_logger().info(message, ranks=[0]), or coordinator.print_on_master(message)",
+    "report_memory_usage": "get_accelerator().max_memory_allocated()",
+    "ReplicaSpec": "a layout of meshfold.mesh, as in Layout.parse('m k')",
+    "ShardingSpec": "a layout of meshfold.mesh, as in Layout.parse('m:row k:col')",
+    "sync_model_param": "nothing: the weights of the first rank are always taken",
+    "sync_cuda": "get_accelerator().synchronize()",
+    "Timer": "time.perf_counter(); meshfold train writes the times of steps to metrics.jsonl",
+    "Accuracy": "a count of your own over engine(...) after engine.eval()",
+    "Adafactor": "torch.optim.Adafactor with zero=dict(stage=1)",
+    "build_pipeline_model": "parallel=dict(pipeline=2), which cuts the whole model",
+    "CAME": "torch.optim.Adafactor with zero=dict(stage=1), or any optimizer that steps elementwise",
+    "ChunkManager": "zero=dict(stage=3)",
+    "clip_grad_norm_fp32": "clip_grad_norm=1.0 of the config or of Engine",
+    "colo_set_process_memory_fraction": "zero=dict(gpu_memory_limit='40GiB')",
+    "ColoTensor": "a layout of meshfold.mesh, as in Layout.parse('m:row k:col')",
+    "convert_to_amp": "precision='fp16' of the config or of Engine",
+    "CrossEntropyLoss": "torch.nn.CrossEntropyLoss",
+    "DataParallelSampler": "get_dataloader(dataset, batch_size=...)",
+    "DeviceMesh": "Mesh(dict(data=2, tensor=4)) of meshfold.mesh",
+    "DistributedLamb": "a class of torch.optim, or zero=dict(stage=1) for those that look at whole matrices",
+    "FusedAdam": "optimizer=dict(name='adamw', lr=...), or HybridAdam",
+    "FusedLAMB": "a class of torch.optim, or zero=dict(stage=1) for those that look at whole matrices",
+    "FusedSGD": "torch.optim.SGD",
+    "GeminiDDP": "zero=dict(stage=3)",
+    "hooks": "a loop over engine.train_step(batch), with what the hooks did in it",
+    "InterleavedPipelineSchedule": "pipeline=dict(size=2, schedule='interleaved', chunks=2)",
+    "Lamb": "a class of torch.optim, or zero=dict(stage=1) for those that look at whole matrices",
+    "Lars": "a class of torch.optim, or zero=dict(stage=1) for those that look at whole matrices",
+    "load_checkpoint": "engine.load(folder)",
+    "LoRAConfig": "peft.LoraConfig and peft.get_peft_model(model, lora_config), before the optimizer is made",
+    "MoeHybridParallelPlugin": "HybridParallelPlugin, which shards the experts' matrices: there is no expert parallelism",
+    "MultiTimer": "time.perf_counter(); meshfold train writes the times of steps to metrics.jsonl",
+    "partition_batch": "engine.shard_batch(global_batch)",
+    "PipelinableContext": "parallel=dict(pipeline=2), which cuts the whole model",
+    "PipelineSchedule": "pipeline=dict(size=2, microbatches=8)",
+    "Policy": "rules={'*.mix': 'column'} of Engine, where names and shapes do not tell",
+    "ProcessGroup": "Mesh(dict(data=2, tensor=4)) of meshfold.mesh",
+    "save_checkpoint": "engine.save(folder)",
+    "seed": "the code inside alone: dropout follows the elements of the global batch, on every rank",
+    "set_seed": "seed=0 in the config, or Engine(..., seed=0)",
+    "ShardConfig": "parallel=dict(tensor=4)",
+    "ShardedModelV2": "zero=dict(stage=3)",
+    "ShardedOptimizerV2": "zero=dict(stage=3)",
+    "ShardFormer": "parallelize(model, mesh, '1d') of meshfold.tensor_parallel",
+    "ShardSpec": "a layout of meshfold.mesh, as in Layout.parse('m:row k:col')",
+    "split_batch_2d": "engine.shard_batch(global_batch)",
+    "Trainer": "a loop over engine.train_step(batch); or Lightning's Trainer",
+    "zero_model_wrapper": "zero=dict(stage=3)",
+    "zero_optim_wrapper": "zero=dict(stage=3)",
+    "ZeroDDP": "zero=dict(stage=3)",
+    "ZeroOptimizer": "zero=dict(stage=3)",
+}
+
+FAMILIES: Mapping[str, str] = {
+    "vit_*": "a model of torchvision or timm, or meshfold.models",
+    "gpt*_*": "transformers.GPT2LMHeadModel, or meshfold.models",
+    "*CheckpointIO": "booster.save_model(model, folder, shard=True) and its like, or engine.save(folder)",
+    "*Policy": "rules={'*.mix': 'column'} of Engine, where names and shapes do not tell",
+    "*MixedPrecision": "Booster(mixed_precision='bf16'), or a plugin's precision='bf16'",
+    "VocabParallelCrossEntropyLoss*": "cross_entropy of meshfold.tensor_parallel, or torch.nn.CrossEntropyLoss",
+    "*Embedding*": "torch.nn.Embedding, or Embedding(..., mesh=mesh) of meshfold.tensor_parallel",
+    "*Linear*": "torch.nn.Linear, or Linear(..., mesh=mesh, mode='2d') of meshfold.tensor_parallel",
+    "*LayerNorm*": "torch.nn.LayerNorm, or LayerNorm(..., mesh=mesh) of meshfold.tensor_parallel",
+    "*Classifier*": "torch.nn.Linear",
+    "*Dropout*": "torch.nn.Dropout",
+    "*LR": "the class of this name in torch.optim.lr_scheduler, or a LambdaLR",
+    "*Hook": "a loop over engine.train_step(batch), with what the hook did in it",
+    "*Schedule": "parallel=dict(pipeline=dict(size=2, schedule='1f1b'))",
+}
+"""Names that there are many of, by patterns; the first that fits says what to write."""
+
+
+def instead_of(name: str) -> str | None:
+    """Return what to write for a name of Colossal-AI that is not here; None for an unknown name."""
+    if name in ELSEWHERE:
+        return ELSEWHERE[name]
+    return next((word for pattern, word in FAMILIES.items() if fnmatchcase(name, pattern)), None)
