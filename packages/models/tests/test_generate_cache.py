@@ -16,7 +16,7 @@ from meshfold.mesh import SpecError
 from meshfold.mesh.testing import run_on_ranks
 from meshfold.models import GPT, GPTConfig, Llama, LlamaConfig, generate
 from meshfold.models.attention import Attention
-from meshfold.models.cache import SPARE, KeyValueCache
+from meshfold.models.generate import SPARE, KeyValueCache
 
 VOCABULARY, LONGEST, WINDOW = 37, 20, 4
 SIZES: dict[str, Any] = dict(

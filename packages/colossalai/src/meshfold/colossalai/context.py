@@ -1,4 +1,4 @@
-"""Views of one mesh for scripts: ``gpc``, ``ParallelMode``, ``ProcessGroupMesh``, process groups. Nothing in Meshfold reads them."""
+"""Views of one mesh for scripts: ``gpc``, ``ParallelMode``, ``ProcessGroupMesh`` and process groups. Only scripts read them."""
 
 from __future__ import annotations
 

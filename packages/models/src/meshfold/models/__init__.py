@@ -8,6 +8,7 @@ each of ``blocks``, and that ``position_ids`` tells them where tokens stand whos
 
 from __future__ import annotations
 
+from meshfold.mesh import redirect_imports
 from meshfold.models.config import DecoderConfig, GPTConfig, LlamaConfig
 from meshfold.models.generate import generate
 from meshfold.models.gpt import GPT
@@ -28,3 +29,5 @@ __all__ = [
     "generate",
     "preset",
 ]
+
+redirect_imports({"meshfold.models.visible": "meshfold.models.attention"})

@@ -1,18 +1,26 @@
-"""Text from a trained model, token by token."""
+"""Text generation, token by token, with a cache of keys and values.
+
+Each attention layer caches its own heads and rows, for the tokens that may still be seen: all, or a window. So the cache is
+sharded as attention is, in every tensor mode, pipeline stage and ZeRO stage.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import ExitStack
+import inspect
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from meshfold.mesh import SpecError
+from meshfold.mesh import SpecError, all_reduce
 from meshfold.mesh.model_io import eval_mode
 from meshfold.mesh.spec import argument_checks as settings
-from meshfold.models.cache import keeping_keys
+from meshfold.mesh.tracking import unwatched
+from meshfold.models.attention import Attention, CausalMask
+from meshfold.tensor_parallel.convert import padding_for_decoding
 
 
 @torch.no_grad()
@@ -106,3 +114,178 @@ def _draw(logits: Tensor, temperature: float, top_k: int | None, generator: torc
         least = logits.topk(top_k, -1).values[:, -1:]
         logits = logits.masked_fill(logits < least, float("-inf"))
     return torch.multinomial(torch.softmax(logits / temperature, -1), 1, generator=generator)
+
+
+SPARE = 64
+"""tokens for which there is room behind a prompt"""
+
+
+class KeyValueCache:
+    """Keys and values of one attention layer, ``b kv_heads s d`` each; local rows and heads.
+
+    A model that runs in micro-batches calls its layers once for each, in the same order every time: call by call they find their
+    own tensors again.
+    """
+
+    def __init__(self, most: int) -> None:
+        """Args:
+        most: tokens that a later one may see, itself included.
+        """
+        self._most = most
+        self._parts: list[_Rows] = []
+        self._turn = 0
+
+    @property
+    def bytes(self) -> int:
+        """Bytes that are allocated now."""
+        return sum(rows.bytes for rows in self._parts)
+
+    def rewind(self) -> None:
+        """Start again at the first micro-batch. Call it before each forward of the model."""
+        self._turn = 0
+
+    def add(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+        """Keep those of new tokens, ``b s kv_heads d`` each: a whole prompt first, then one token at a time.
+
+        Returns:
+            Keys and values of all tokens that the last one may see, ``b s kv_heads d`` each, in any order; a prompt's own.
+
+        Raises:
+            SpecError: for several tokens after the first call.
+        """
+        if self._turn == len(self._parts):
+            self._parts.append(_Rows(self._most))
+        rows = self._parts[self._turn]
+        self._turn += 1
+        return rows.add(keys, values)
+
+
+class _Rows:
+    """The part of a cache that belongs to some rows of the batch.
+
+    Token t lies at ``t % most``: under a window a new token takes the place of the one that has just left it. One query sees all
+    that is kept, and rotary positions are in the keys, so their order says nothing.
+    """
+
+    def __init__(self, most: int) -> None:
+        self._most, self._seen = most, 0
+        self._kept: Tensor | None = None  # 2 b kv_heads s d
+
+    @property
+    def bytes(self) -> int:
+        return 0 if self._kept is None else self._kept.nbytes
+
+    def add(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+        new, first = keys.shape[1], self._seen
+        if first and new > 1:
+            raise SpecError(
+                f"{new} tokens for a cache that has {first}: after a prompt they come one at a time"
+            )
+        self._seen += new
+        filled, place = min(self._seen, self._most), first % self._most
+        kept = self._kept = self._room(filled, keys)
+        for into, tensor in zip(kept, (keys, values), strict=True):
+            last = tensor.transpose(1, 2)[:, :, -self._most :]
+            if new > self._most:
+                last = last.roll(new % self._most, dims=2)
+            into[:, :, place : place + last.shape[2]] = last
+        if not first:
+            return keys, values
+        k, v = kept[:, :, :, :filled].transpose(2, 3)
+        return k, v
+
+    def _room(self, filled: int, like: Tensor) -> Tensor:
+        """Return tensors with room for ``filled`` tokens; they double in length when full, so copies are few."""
+        before = self._kept
+        has = 0 if before is None else before.shape[3]
+        if before is not None and filled <= has:
+            return before
+        b, _, kv_heads, d = like.shape
+        length = min(self._most, max(2 * has, filled + SPARE))
+        room = like.new_empty(2, b, kv_heads, length, d)
+        if before is not None:
+            room[:, :, :, :has] = before
+        return room
+
+
+@contextmanager
+def keeping_keys(model: Any, tokens: int) -> Iterator[Callable[[Tensor], Any]]:
+    """Inside, a model's attention keeps keys and values; all ranks that run the model must come.
+
+    Args:
+        model: a module, or a pipeline of its stages.
+        tokens: of the longest row to come.
+
+    Yields:
+        A callable that takes ids ``b s``, one token longer each time, and returns the output of the new tokens; the model itself,
+        which computes all tokens again, if it cannot keep keys: see :func:`can_keep`.
+    """
+    whole = model if isinstance(model, nn.Module) else model.module
+    if not _agreed(model, can_keep(whole)):
+        yield model
+        return
+    window = min(
+        (m.window for m in whole.modules() if isinstance(m, CausalMask) and m.window), default=tokens
+    )
+    caches, known = [], 0
+    for layer in _layers(whole):
+        layer.kv_cache = KeyValueCache(min(window, tokens))
+        caches.append(layer.kv_cache)
+
+    def call(ids: Tensor) -> Any:
+        nonlocal known
+        for cache in caches:
+            cache.rewind()
+        before, known = known, ids.shape[1]
+        if not before:
+            return model(ids)
+        positions = torch.arange(before, known, device=ids.device).expand(ids.shape[0], -1)
+        with unwatched():  # one token a row: its code is that of the prompt, and sizes of 1 tell nothing
+            return model(ids[:, before:], position_ids=positions)
+
+    try:
+        with padding_for_decoding(whole), _uncompiled():
+            yield call
+    finally:
+        for layer in _layers(whole):
+            layer.kv_cache = None
+
+
+def can_keep(model: nn.Module) -> bool:
+    """Return True if keys and values can be kept for a model, or for those of its blocks that this rank has.
+
+    The model says so (``caches_keys = True``: only attention mixes tokens, and it is :class:`Attention`), takes positions, has that
+    attention in each block, and gets whole sequences, not token shards.
+    """
+    model = getattr(model, "_orig_mod", model)  # what torch.compile has wrapped
+    if not getattr(model, "caches_keys", False):
+        return False
+    blocks: Any = model.blocks
+    here = [
+        block for block in blocks if next(block.children(), None) is not None
+    ]  # not those of other stages
+    shared = any(not getattr(module, "makes_masks", True) for module in model.modules())
+    takes_positions = "position_ids" in inspect.signature(model.forward).parameters
+    return takes_positions and not shared and len(_layers(model)) == len(here)
+
+
+def _layers(model: nn.Module) -> list[Attention]:
+    """Return the attention layers that can cache; a subclass with its own forward cannot."""
+    return [m for m in model.modules() if isinstance(m, Attention) and type(m).forward is Attention.forward]
+
+
+def _agreed(model: Any, here: bool) -> bool:
+    """Return True if all stages can keep keys."""
+    if isinstance(model, nn.Module):
+        return here
+    mine = torch.tensor(int(here), device=model.device)
+    return bool(all_reduce(mine, model.mesh.group(model.axis), "min"))
+
+
+@contextmanager
+def _uncompiled() -> Iterator[None]:
+    """Context manager: compiled modules run uncompiled, as each new length would be compiled anew."""
+    # Without dynamo nothing was compiled, and its import takes long.
+    eager = torch.compiler.set_stance("force_eager") if "torch._dynamo" in sys.modules else nullcontext()
+    with eager:
+        yield

@@ -2,16 +2,37 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from meshfold.mesh.model_io import check_position_ids, ignore_document_starts
-from meshfold.models.attention import Attention
+from meshfold.models.attention import Attention, CausalMask
 from meshfold.models.config import GPTConfig
-from meshfold.models.initialize import initialize
 from meshfold.models.loss import CausalLMLoss, CausalLMOutput
-from meshfold.models.visible import CausalMask
+
+INIT_STD = 0.02
+
+
+def initialize(model: nn.Module, residual_projections: tuple[str, ...], layers: int) -> None:
+    """Draw normal weights of std 0.02 and zero the biases; scale projections into the residual stream by 1/√(2 layers).
+
+    Operations are in place, so that their recording can be replayed on shards.
+
+    Source: Radford et al., "Language Models are Unsupervised Multitask Learners", 2019, section 2.3.
+
+    Args:
+        residual_projections: last parts of the names of those projections.
+        layers: blocks, each of which adds to the stream twice.
+    """
+    for name, module in model.named_modules():
+        if isinstance(module, nn.Linear | nn.Embedding):
+            scale = 1 / math.sqrt(2 * layers) if name.rsplit(".", 1)[-1] in residual_projections else 1.0
+            nn.init.normal_(module.weight, std=INIT_STD * scale)
+        if isinstance(module, nn.Linear) and module.bias is not None:
+            nn.init.zeros_(module.bias)
 
 
 class MLP(nn.Module):

@@ -6,11 +6,10 @@ from torch import Tensor, nn
 
 from meshfold.kernels import swiglu
 from meshfold.mesh.model_io import check_position_ids, ignore_document_starts
-from meshfold.models.attention import Attention, Rotary, fused
+from meshfold.models.attention import Attention, CausalMask, Rotary, fused
 from meshfold.models.config import LlamaConfig
-from meshfold.models.initialize import initialize
+from meshfold.models.gpt import initialize
 from meshfold.models.loss import CausalLMLoss, CausalLMOutput
-from meshfold.models.visible import CausalMask
 
 
 class GatedMLP(nn.Module):
