@@ -20,7 +20,7 @@ from meshfold.mesh.parameters.grad_norm import (
     gradient_shards,
     max_over_ranks,
 )
-from meshfold.mesh.parameters.optimizer_probe import OptimizerProbeError, probe_optimizer
+from meshfold.mesh.parameters.optimizer_probe import OptimizerProbeError, number_keys, probe_optimizer
 from meshfold.mesh.parameters.parameter_meta import (
     ParameterMeta,
     annotate,
@@ -56,6 +56,7 @@ __all__ = [
     "max_over_ranks",
     "metadata",
     "metadata_on",
+    "number_keys",
     "probe_optimizer",
     "trainable_parameters",
     "uncompiled_name",

@@ -71,6 +71,32 @@ def probe_optimizer(optimizer: torch.optim.Optimizer, group: Mapping[str, Any]) 
     return "elements"
 
 
+def number_keys(optimizer: torch.optim.Optimizer) -> frozenset[str]:
+    """Return the keys of an optimizer's state that hold one number a parameter, such as ``step``.
+
+    It is tried out on a parameter of two elements, in a twin with the same settings. A scalar parameter's moments have
+    the shape of a number as well, so that their shape does not tell.
+
+    Raises:
+        OptimizerProbeError: if it cannot step on such a parameter.
+    """
+    pair = torch.ones(2, dtype=torch.float64)
+    found: set[str] = set()
+    try:
+        with torch.random.fork_rng(devices=[]):
+            for group in optimizer.param_groups:
+                _, (state,) = _run(optimizer, group, [pair], [[pair]])
+                found |= {
+                    key for key, value in state.items() if isinstance(value, Tensor) and not value.dim()
+                }
+    except Exception as error:
+        raise OptimizerProbeError(
+            f"{type(optimizer).__name__} could not be tried out on a parameter of two elements ({type(error).__name__}: {error}), "
+            "which shows what the saved state of a scalar parameter is: give that parameter the shape (1,)"
+        ) from error
+    return frozenset(found)
+
+
 def _run(
     optimizer: torch.optim.Optimizer,
     group: Mapping[str, Any],

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping
 import torch
 from torch import Tensor, nn
 
-from meshfold.mesh.parameters import StoredValue
+from meshfold.mesh.parameters import StoredValue, number_keys
 from meshfold.zero_gemini.chunks.chunk import Chunk
 from meshfold.zero_gemini.chunks.placement import Home
 from meshfold.zero_gemini.errors import MemoryPlanError
@@ -37,6 +37,7 @@ class GeneralStepper:
         self._weights: dict[Chunk, Weights] = {}
         self._chunks: dict[str, Chunk] = {}
         self._counted: dict[nn.Parameter, dict[str, Block]] = {}
+        self._number_keys: frozenset[str] = frozenset()
 
     def reserve(self, shards: Iterable[tuple[torch.dtype, int]]) -> None:
         if any(True for _ in shards):
@@ -149,6 +150,8 @@ class GeneralStepper:
         self.optimizer.state.clear()
         self._count()
         self.begin()
+        if any(one.numel() == 1 for weights in self._weights.values() for one in weights.stretches.values()):
+            self._number_keys = number_keys(self.optimizer)
 
     def close(self) -> None:
         """Give all memory back."""
@@ -177,6 +180,8 @@ class GeneralStepper:
         stretch = self._weights[self._chunks[name]].stretches[name]
         # torch counts steps on the CPU, whatever the device; other numbers are where the parameter is.
         home = torch.device("cpu") if key == "step" else stretch.device
+        if not value.dim() and stretch.numel() == 1 and key not in self._number_keys:
+            value = value.reshape(1)  # a moment of a scalar parameter: its stretch is flat
         self.optimizer.state[stretch][key] = value.to(home, copy=True)
         self._count_one(self._weights[self._chunks[name]], stretch)
 
