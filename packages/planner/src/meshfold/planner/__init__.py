@@ -8,7 +8,6 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from meshfold.planner.advice import explain_misfit, fits, suggest_change
     from meshfold.planner.estimates import Estimate, Memory, Times, Traffic, step_times
     from meshfold.planner.machines import (
         MACHINES,
@@ -18,7 +17,7 @@ if TYPE_CHECKING:
         find_machine,
         unlimited_machine,
     )
-    from meshfold.planner.planner import estimate, plan_memory
+    from meshfold.planner.planner import estimate, explain_misfit, fits, plan_memory, suggest_change
 
 __all__ = [
     "MACHINES",
@@ -40,10 +39,9 @@ __all__ = [
 ]
 
 _MODULES = {
-    "advice": ("fits", "explain_misfit", "suggest_change"),
     "estimates": ("Estimate", "Memory", "Times", "Traffic", "step_times"),
     "machines": ("MACHINES", "PEAK_TFLOPS", "Host", "Machine", "find_machine", "unlimited_machine"),
-    "planner": ("estimate", "plan_memory"),
+    "planner": ("estimate", "explain_misfit", "fits", "plan_memory", "suggest_change"),
 }
 _HOMES = {name: module for module, names in _MODULES.items() for name in names}
 

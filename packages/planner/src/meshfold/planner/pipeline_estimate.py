@@ -33,7 +33,7 @@ from meshfold.planner.stage_costs import StageCosts, held_at_most, stage_costs
 
 if TYPE_CHECKING:
     from meshfold.pipeline import Pipeline
-    from meshfold.planner.stage_plan import StageProblem
+    from meshfold.planner.zero_estimate import StageProblem
     from meshfold.zero_gemini.planner import Plan
 
 
@@ -187,7 +187,7 @@ def _seen(asked: _Asked, rank: int) -> _Rank:
         built.model.train()
         stages.pipeline.partition.set_absent_dtype(asked.precision.dtype)
         if asked.spec.zero is not None:
-            from meshfold.planner.stage_plan import stage_problem
+            from meshfold.planner.zero_estimate import stage_problem
 
             _cast(built, asked.precision)
             with dropout_stream(0, 0):

@@ -1,35 +1,39 @@
-"""Measure a step under ``zero`` on meta tensors, and say what the plan for it holds and moves."""
+"""Estimates of ``zero``: a step, or a rank's pipeline stages, traced on meta tensors, and the plan for their state."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from torch import Tensor, nn
 
+from meshfold.engine.model import RecomputedBlocks
 from meshfold.engine.precision import Precision, other_dtypes
-from meshfold.engine.zero import PROCESS_BYTES, limits_of, plan_for, regime_of
+from meshfold.engine.world import World
+from meshfold.engine.zero import PROCESS_BYTES, InFlight, limits_of, plan_for, regime_of, workload_of_stages
 from meshfold.mesh import Entry, Log, Mesh, record
 from meshfold.mesh.model_io import DryRun
 from meshfold.mesh.spec import ZeroSpec
 from meshfold.planner.estimates import Memory
 from meshfold.planner.machines import Machine
 from meshfold.zero_gemini import MemoryPlanError, slot_alignment
-from meshfold.zero_gemini.planner import (
-    Limits,
-    Plan,
-    Workload,
-    gather_windows,
-    timeline,
-)
+from meshfold.zero_gemini.planner import Limits, Plan, Regime, Workload, gather_windows, timeline
 from meshfold.zero_gemini.planner import Machine as Rates
-from meshfold.zero_gemini.profiler import LiveBytes, OperatorClock, StepTracer, Trace, chunk_uses, workload_of
+from meshfold.zero_gemini.profiler import (
+    ChunkUse,
+    LiveBytes,
+    OperatorClock,
+    StepTracer,
+    Trace,
+    chunk_uses,
+    workload_of,
+)
 
 if TYPE_CHECKING:
     from meshfold.engine import Engine
-    from meshfold.engine.model import RecomputedBlocks
+
 
 WORKSPACE_BYTES = 66 * 2**20
 """What cuBLAS keeps of a GPU as long as it is used: two workspaces of 32 MiB and a little (measured on an H200)."""
@@ -241,4 +245,111 @@ def memory_of(found: Plan) -> Memory:
         activations=kinds["non-model"] + kinds["kept activations"],
         host=found.peak_host_bytes,
         disk=found.peak_disk_bytes,
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Solved:
+    """A rank's plan, or why there is none; what it holds, and the collectives on its chunks in an optimizer step."""
+
+    plan: Plan | None
+    refusal: str
+    memory: Memory
+    entries: list[Entry]
+
+
+@dataclass(frozen=True, kw_only=True)
+class StageProblem:
+    """A rank's stages, seen without values; what is still to be known is how many micro-batches they hold at once."""
+
+    trace: Trace
+    chunks: Sequence[ChunkUse]
+    spec: ZeroSpec
+    world: World
+    regime: Regime
+    rates: Rates
+    tokens: int
+    accumulation: int
+    ranks_per_host: int
+    name: str
+    recomputed: bool = False
+
+    def solved(self, live: int, stages: int, microbatches: int) -> Solved:
+        """The plan.
+
+        Args:
+            live: pairs of stage and micro-batch that the rank holds at most.
+            stages: of the rank.
+            microbatches: of a micro-step.
+        """
+        workload = workload_of_stages(
+            self.trace, self.chunks, InFlight(live=live, stages=stages, microbatches=microbatches),
+            accumulation=self.accumulation, name=self.name, regime=self.regime, tokens=self.tokens, stage=self.spec.stage,
+            data_ranks=self.world.data_size, ranks_per_host=self.ranks_per_host, host_base_bytes=PROCESS_BYTES,
+            reshards=self.spec.reshard_after_forward,
+        )  # fmt: skip
+        workload = replace(workload, recomputed=self.recomputed)
+        found, refusal, memory = fit(self.spec, workload, self.rates)
+        return Solved(
+            plan=found,
+            refusal=refusal,
+            memory=memory,
+            entries=chunk_entries(workload, self.world.outer_axes, self.world.mesh),
+        )
+
+
+def stage_problem(
+    model: nn.Module,
+    world: World,
+    spec: ZeroSpec,
+    precision: Precision,
+    rehearse: Callable[[], None],
+    stand_in: DryRun,
+    *,
+    machine: Machine,
+    tokens: int,
+    accumulation: int,
+    moments: int,
+    blocks: RecomputedBlocks | None,
+    name: str,
+) -> StageProblem:
+    """Trace a rank's stages on one micro-batch.
+
+    Args:
+        model: what the rank has of it, on the meta device.
+        world: where it lies.
+        spec: the entry ``zero``.
+        precision: of the model.
+        rehearse: F and backward of the stages.
+        stand_in: under which it runs.
+        machine: what to plan for.
+        tokens: of this rank in an optimizer step.
+        accumulation: micro-steps of an optimizer step.
+        moments: numbers that the optimizer keeps for an element.
+        blocks: those whose activations the plan may keep.
+        name: of the model.
+    """
+    local = min(machine.devices, world.mesh.world_size)
+    with record() as log:
+        trace, _ = trace_without_values(model, rehearse, stand_in, machine, precision, blocks)
+    chunks = chunk_uses(
+        model,
+        world.mesh,
+        dtype=precision.dtype,
+        other_dtypes=other_dtypes(model, precision),
+        slot_align_elems=slot_alignment(spec.regime),
+    )
+    return StageProblem(
+        trace=with_collectives(trace, log, world.mesh, machine),
+        chunks=chunks,
+        spec=spec,
+        world=world,
+        regime=regime_of(
+            spec, precision, accumulation=max(2, accumulation), ranks=world.data_size, moments=moments
+        ),
+        rates=machine.rates(precision.name, mesh=world.mesh, axes=world.outer_axes, ranks=local),
+        tokens=tokens,
+        accumulation=accumulation,
+        ranks_per_host=local,
+        name=name,
     )
