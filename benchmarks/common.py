@@ -127,7 +127,7 @@ def check_out(path: Path) -> None:
     """
     import os
 
-    from meshfold.cli.failure import Failure
+    from meshfold.cli.arguments import Failure
 
     if path.is_dir():
         raise Failure(f"--out {path} is a folder: name a file in it, such as {path / 'result.json'}")

@@ -76,7 +76,7 @@ def _names(args: argparse.Namespace) -> list[str]:
     Raises:
         Failure: for one that is not there.
     """
-    from meshfold.cli.failure import Failure
+    from meshfold.cli.arguments import Failure
 
     names = [f"{mode}{suffix}" for mode in MODES for suffix in ("", " compiled")] + [*LOWERED, *PEERS]
     asked = (

@@ -12,7 +12,7 @@ from benchmarks import reports
 from benchmarks.common import median
 from benchmarks.specs.contestants import PEERS
 from meshfold.models import build, preset
-from meshfold.train.model_flops import flops_per_token, peak_of_gpu
+from meshfold.train.metrics import flops_per_token, peak_of_gpu
 
 AIMED_AT = 4
 """ranks that the bars are for"""

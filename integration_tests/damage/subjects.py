@@ -35,7 +35,7 @@ from meshfold.huggingface.adapter import Adapter
 from meshfold.huggingface.folder_config import read_raw_config
 from meshfold.huggingface.folder_writer import FolderWriter
 from meshfold.mesh import SpecError
-from meshfold.train.kept_settings import keep, kept
+from meshfold.train import run_folder
 from meshfold.train.settings import TrainSettings
 
 Contents = dict[str, Any]
@@ -343,12 +343,14 @@ def read_records(folder: Path) -> Contents:
 
 def write_settings(folder: Path, seed: int) -> None:
     """What a run's folder remembers."""
-    keep(TrainSettings(data="text.txt", out=str(folder), seed=seed, parallel={"data": 2}), 2)
+    run_folder.write_settings(
+        TrainSettings(data="text.txt", out=str(folder), seed=seed, parallel={"data": 2}), 2
+    )
 
 
 def read_settings(folder: Path) -> Contents:
     """The settings; none at all are as good as refused."""
-    found = kept(str(folder))
+    found = run_folder.read_settings(str(folder))
     if not found:
         raise SpecError("there are none")
     return found

@@ -16,8 +16,7 @@ from typing import Any
 import pytest
 
 from meshfold.cli import COMMANDS, main
-from meshfold.cli.failure import Failure
-from meshfold.cli.parallel import read_parallel
+from meshfold.cli.arguments import Failure, read_parallel
 from meshfold.cli.train_arguments import configure, settings_of, words_of
 from meshfold.train.metrics import read_metrics
 

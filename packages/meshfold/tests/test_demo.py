@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from meshfold.cli import main
-from meshfold.train import demo, demo_files, plots
+from meshfold.train import demo, plots
 from meshfold.train.metrics import MetricsFile, read_metrics
 
 
@@ -47,15 +47,15 @@ def some_output(folder: Path) -> None:
 
 def test_a_new_demo_clears_what_an_old_one_left_and_nothing_else(tmp_path: Path) -> None:
     some_output(tmp_path)
-    assert {path.relative_to(tmp_path).as_posix() for path in demo_files.of_others(tmp_path)} == {*OUTPUT}
-    demo_files.sign(tmp_path)
-    assert demo_files.of_others(tmp_path) == []
+    assert {path.relative_to(tmp_path).as_posix() for path in demo.foreign_files(tmp_path)} == {*OUTPUT}
+    demo.list_files(tmp_path)
+    assert demo.foreign_files(tmp_path) == []
     for out in (tmp_path, tmp_path / "not there"):
-        demo_files.clear(out)
-        assert demo_files.of_others(out) == []
+        demo.remove_files(out)
+        assert demo.foreign_files(out) == []
     assert files(tmp_path) == {"tokens/a.npy", "mine.txt", ".demo.json"}
     assert not (tmp_path / "checkpoint").exists() and not (tmp_path / "serial").exists()
-    demo_files.sign(tmp_path / "not there")
+    demo.list_files(tmp_path / "not there")
     assert not (tmp_path / "not there").exists()
 
 
@@ -77,7 +77,7 @@ def test_a_demo_removes_nothing_that_is_not_a_demos(
     some_output(out)
     weights = out / "checkpoint" / "model.safetensors"
     if what != "no list":
-        demo_files.sign(out)
+        demo.list_files(out)
     if what == "another file":
         (out / "checkpoint" / "thesis.tex").touch()
     elif what == "trained on":  # in as many bytes, at the same time
@@ -95,7 +95,7 @@ def test_a_demo_removes_nothing_that_is_not_a_demos(
     said = capfd.readouterr().err
     assert f"--out {str(out)!r}: {out}/checkpoint" in said and "choose another --out, or move it away" in said
     assert files(tmp_path) == before
-    demo_files.clear(out)  # nor where nobody has looked first
+    demo.remove_files(out)  # nor where nobody has looked first
     assert theirs in files(tmp_path)
 
 
@@ -130,7 +130,7 @@ def test_a_short_demo(tmp_path: Path, warm_python: str) -> None:
     words = ["demo", "--steps", "3", "--serial-steps", "2", "--sample-tokens", "4"]
     (tmp_path / "demo").mkdir()
     (tmp_path / "demo" / "sample.txt").write_text("of the demo before")
-    demo_files.sign(tmp_path / "demo")
+    demo.list_files(tmp_path / "demo")
     found = subprocess.run(
         [warm_python, "-m", "meshfold.cli", *words],
         cwd=tmp_path,
@@ -152,7 +152,7 @@ def test_a_short_demo(tmp_path: Path, warm_python: str) -> None:
     }
     assert (len(losses[""]), len(losses["serial"])) == (3, 2)
     assert losses["serial"] == pytest.approx(losses[""][:2], abs=1e-4)
-    assert demo_files.of_others(out) == []  # so that the next may begin
+    assert demo.foreign_files(out) == []  # so that the next may begin
     largest = max(abs(a - b) for a, b in zip(losses[""], losses["serial"], strict=False))
     assert f"largest difference in these 2 steps {largest:.1e}" in found.stdout
 

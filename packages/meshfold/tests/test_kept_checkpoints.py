@@ -11,7 +11,7 @@ from meshfold.cli import main
 from meshfold.engine import Engine
 from meshfold.engine.checkpoints.checkpoint import Checkpoint
 from meshfold.models import build
-from meshfold.train.kept_checkpoints import KeptCheckpoints
+from meshfold.train.run_folder import KeptCheckpoints
 
 
 def test_the_command_keeps_the_newest_few(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:

@@ -21,8 +21,7 @@ from meshfold.engine.nodes import crossing, warn_of_crossing
 from meshfold.mesh import Environment, LaunchError, Mesh, SpecError
 from meshfold.mesh.processes.elastic import launch_node
 from meshfold.models import build
-from meshfold.train.metrics import check_trackers, read_metrics
-from meshfold.train.model_flops import flops_per_token
+from meshfold.train.metrics import check_trackers, flops_per_token, read_metrics
 from meshfold.train.progress import Lines, line
 
 SMALL = [
@@ -397,6 +396,6 @@ def test_a_tracker_that_is_not_there(name: str, message: str, monkeypatch: pytes
 
 
 def test_no_peak_is_known_of_a_cpu() -> None:
-    from meshfold.train.model_flops import peak_flops
+    from meshfold.train.metrics import peak_flops
 
     assert peak_flops(torch.device("cpu"), "fp32") is None

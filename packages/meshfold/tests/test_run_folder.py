@@ -11,9 +11,8 @@ import pytest
 from meshfold.checkpoint.folder import hold_lock
 from meshfold.cli import main, train
 from meshfold.mesh import SpecError
-from meshfold.train.folder_in_use import LOCK
-from meshfold.train.kept_settings import kept
 from meshfold.train.metrics import read_metrics
+from meshfold.train.run_folder import LOCK, read_settings
 
 TINY = [
     "--model", "gpt-tiny", "--set", "hidden=16", "layers=1", "heads=2", "--seq-len", "16", "--batch-size", "4", "--no-plan",
@@ -65,7 +64,7 @@ def test_a_run_that_finished_meanwhile_is_not_overwritten(
     monkeypatch.setattr(train, "check_folder", lambda settings, progress: None)
     assert main([*words, "--seed", "3"]) == 1
     assert "--out 'run': another run has finished there since: run/checkpoint" in capsys.readouterr().err
-    assert losses() == before and kept("run")["seed"] == 0
+    assert losses() == before and read_settings("run")["seed"] == 0
 
 
 @pytest.mark.usefixtures("text")
@@ -125,21 +124,21 @@ def test_a_folder_that_does_not_say_what_to_read(capsys: pytest.CaptureFixture[s
 def test_kept_settings_of_another_kind_are_refused(wrong: dict[str, Any], tmp_path: Path) -> None:
     (tmp_path / "settings.json").write_text(json.dumps(dict(lr=1, hf=None) | wrong))
     with pytest.raises(SpecError, match=f"settings.json has {next(iter(wrong))}="):
-        kept(str(tmp_path))
+        read_settings(str(tmp_path))
 
 
 def test_what_is_no_object_of_settings_is_refused(tmp_path: Path) -> None:
-    assert kept(str(tmp_path)) == {}
+    assert read_settings(str(tmp_path)) == {}
     for text in ("[1]", "{", "[" * 100_000, ""):
         (tmp_path / "settings.json").write_text(text)
         with pytest.raises(
             SpecError, match=r"cannot read .*settings.json: .*type the options of the run again"
         ):
-            kept(str(tmp_path))
+            read_settings(str(tmp_path))
     (tmp_path / "settings.json").write_text('{"lr": 1, "checksum": "0"}')
     with pytest.raises(
         SpecError, match=r"settings.json is damaged or was changed by hand: .*remove its entry \"checksum\""
     ):
-        kept(str(tmp_path))
+        read_settings(str(tmp_path))
     (tmp_path / "settings.json").write_text('{"parallel": {"tensor": {"grid": [2, 1]}}, "lr": 1}')
-    assert kept(str(tmp_path)) == dict(parallel=dict(tensor=dict(grid=(2, 1))), lr=1)
+    assert read_settings(str(tmp_path)) == dict(parallel=dict(tensor=dict(grid=(2, 1))), lr=1)

@@ -15,7 +15,7 @@ import sys
 from collections.abc import Iterable, Sequence
 from typing import NoReturn
 
-from meshfold.cli.failure import Failure, sentence_of
+from meshfold.cli.arguments import Failure, sentence_of
 from meshfold.engine import precision_name
 
 COMMANDS = {

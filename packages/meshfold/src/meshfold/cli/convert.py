@@ -16,8 +16,7 @@ import argparse
 import json
 from pathlib import Path
 
-from meshfold.cli.failure import Failure
-from meshfold.cli.models import byte_size, read_changes
+from meshfold.cli.arguments import Failure, byte_size, read_changes
 
 
 def configure(parser: argparse.ArgumentParser) -> None:

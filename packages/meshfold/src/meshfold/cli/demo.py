@@ -11,9 +11,8 @@ import argparse
 from pathlib import Path
 
 from meshfold.cli import train
-from meshfold.cli.failure import Failure
-from meshfold.cli.models import positive
-from meshfold.cli.run_folder import check_out
+from meshfold.cli.arguments import Failure, positive
+from meshfold.cli.train import check_out
 from meshfold.cli.train_arguments import words_of
 
 
@@ -34,15 +33,14 @@ def run(arguments: argparse.Namespace) -> int:
     check_out(arguments.out)
     import torch
 
-    from meshfold.train.demo import compare_with_serial, scene, settings
-    from meshfold.train.demo_files import clear, sign
+    from meshfold.train.demo import compare_with_serial, list_files, remove_files, scene, settings
 
     out = Path(arguments.out)
     _check_free(out)
     here = scene(torch.cuda.device_count())
     chosen = settings(here, arguments.out, steps=arguments.steps, sample_tokens=arguments.sample_tokens)
     print(f"Meshfold's demo: {here.why}.\n")
-    clear(out)
+    remove_files(out)
     try:
         code = train.start(chosen, words_of(chosen))
         if code:
@@ -51,16 +49,16 @@ def run(arguments: argparse.Namespace) -> int:
         print(f"the first {serial_steps} steps again, with the serial model on one process ...", flush=True)
         print(compare_with_serial(chosen, serial_steps))
     finally:  # also of one that is broken off
-        sign(out)
+        list_files(out)
     print(f"\nAll of it is in {arguments.out}/: checkpoint/, metrics.jsonl, loss.png and sample.txt.")
     return 0
 
 
 def _check_free(out: Path) -> None:
     """Check that the demo's folder holds nothing but files of an earlier demo."""
-    from meshfold.train.demo_files import of_others
+    from meshfold.train.demo import foreign_files
 
-    found = of_others(out)
+    found = foreign_files(out)
     if found:
         more = f" and {len(found) - 1} more" if len(found) > 1 else ""
         raise Failure(

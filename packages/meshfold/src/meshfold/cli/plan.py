@@ -20,9 +20,17 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from meshfold.cli.failure import Failure
-from meshfold.cli.models import add_model, byte_size, positive, read_changes, read_model, read_rules
-from meshfold.cli.parallel import add_parallel, read_parallel
+from meshfold.cli.arguments import (
+    Failure,
+    add_model,
+    add_parallel,
+    byte_size,
+    positive,
+    read_changes,
+    read_model,
+    read_parallel,
+    read_rules,
+)
 from meshfold.cli.train_arguments import RECOMPUTE
 
 if TYPE_CHECKING:

@@ -9,9 +9,14 @@ Experiments are in the repository's folder experiments/; what follows the name g
 from __future__ import annotations
 
 import argparse
+import ast
+import importlib.util
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
 
-from meshfold.cli.failure import Failure
-from meshfold.cli.repository import find_folder, listing, programs, run_program
+from meshfold.cli.arguments import Failure
 
 FOLDER = "experiments"
 
@@ -41,3 +46,100 @@ def run(arguments: argparse.Namespace, folder: str = FOLDER) -> int:
         raise Failure(f"say which one; there are: {', '.join(programs(place)) or 'none'}")
     name, *rest = arguments.name
     return run_program(place, name, rest)
+
+
+def find_folder(name: str) -> Path:
+    """The repository's folder of that name, looked for from here upwards, then from the place of an editable install.
+
+    Raises:
+        Failure: if this is no repository of Meshfold.
+    """
+    here = Path.cwd()
+    for start in (here, *here.parents, *Path(__file__).resolve().parents):
+        if (start / name).is_dir() and (start / "packages" / "engine").is_dir():
+            return start / name
+    raise Failure(
+        f"there is no folder {name!r} of Meshfold's repository here: it is part of the sources, not of the installed "
+        "distributions; run this in a clone"
+    )
+
+
+def programs(folder: Path) -> dict[str, Path]:
+    """Name, with dashes, to file: ``<name>.py``, or ``run.py`` or ``__init__.py`` of a folder, with a ``main``."""
+    found: dict[str, Path] = {}
+    for entry in sorted(folder.iterdir()):
+        candidates = (
+            [entry / "run.py", entry / "__main__.py", entry / "__init__.py"] if entry.is_dir() else [entry]
+        )
+        for file in candidates:
+            if file.suffix == ".py" and file.is_file() and _has_main(file):
+                found[entry.stem.replace("_", "-")] = file
+                break
+    return found
+
+
+def first_line(file: Path) -> str:
+    """The first line of a file's docstring, without running it."""
+    text = ast.get_docstring(ast.parse(file.read_text(encoding="utf-8"))) or ""
+    return text.partition("\n")[0].replace("``", "")
+
+
+def listing(folder: Path) -> str:
+    """A line for each program."""
+    found = programs(folder)
+    width = max(map(len, found), default=0)
+    lines = {
+        name: first_line(file).removeprefix(f"meshfold reproduce {name}: ") for name, file in found.items()
+    }
+    return "\n".join(f"{name:<{width}}  {line[:1].upper()}{line[1:]}" for name, line in lines.items())
+
+
+def run_program(folder: Path, name: str, argv: Sequence[str]) -> int:
+    """Import a program and call its ``main(argv)``.
+
+    Raises:
+        Failure: if there is none of that name.
+    """
+    found = programs(folder)
+    file = found.get(name.replace("_", "-"))
+    if file is None:
+        import difflib
+
+        close = difflib.get_close_matches(name, found, n=1)
+        hint = f" Did you mean {close[0]!r}?" if close else ""
+        known = f"There are: {', '.join(found)}" if found else f"{folder} holds none"
+        raise Failure(f"there is no {name!r} in {folder.name}.{hint} {known}")
+    main: Callable[[Sequence[str]], Any] = _import(folder, file).main
+    return int(main(list(argv)) or 0)
+
+
+def _has_main(file: Path) -> bool:
+    tree = ast.parse(file.read_text(encoding="utf-8"))
+    defined = {node.name for node in tree.body if isinstance(node, ast.FunctionDef)}
+    imported = {
+        alias.asname or alias.name
+        for node in tree.body
+        if isinstance(node, ast.ImportFrom)
+        for alias in node.names
+    }
+    return "main" in defined | imported
+
+
+def _import(folder: Path, file: Path) -> Any:
+    """The module, under the name that ``import experiments.some.run`` in the repository's root would give it."""
+    root = folder.parent
+    if str(root) not in sys.path:
+        sys.path.insert(0, str(root))
+    parts = file.relative_to(root).with_suffix("").parts
+    is_package = parts[-1] == "__init__"
+    name = ".".join(parts[:-1] if is_package else parts)
+    if name in sys.modules:
+        return sys.modules[name]
+    spec = importlib.util.spec_from_file_location(
+        name, file, submodule_search_locations=[str(file.parent)] if is_package else None
+    )
+    if spec is None or spec.loader is None:
+        raise Failure(f"{file} cannot be imported")
+    module = sys.modules[name] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module

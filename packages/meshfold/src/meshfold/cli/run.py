@@ -22,8 +22,7 @@ import traceback
 from contextlib import suppress
 from pathlib import Path
 
-from meshfold.cli.failure import Failure
-from meshfold.cli.models import natural, whole
+from meshfold.cli.arguments import Failure, natural, whole
 
 
 def configure(parser: argparse.ArgumentParser) -> None:

@@ -13,15 +13,16 @@ step that is made, with a checkpoint and exit code 75. So does a first Ctrl-C, w
 from __future__ import annotations
 
 import argparse
+import os
 import signal
 import sys
 import threading
 from dataclasses import replace
+from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
-from meshfold.cli.failure import Failure
-from meshfold.cli.run_folder import check_checkpoint, check_folder
+from meshfold.cli.arguments import Failure
 from meshfold.cli.train_arguments import configure, settings_of
 from meshfold.mesh.processes import STOPPED_CODE
 
@@ -33,6 +34,7 @@ if TYPE_CHECKING:
     from meshfold.train.settings import TrainSettings
 
 __all__ = ["configure", "run", "start"]
+
 
 _STOP_S = 3600.0  # for the last step and its checkpoint; whoever asked may kill earlier, or ask twice
 
@@ -283,4 +285,87 @@ def _show_plan(
             refusal = found.refusal.removesuffix(".")
             raise Failure(
                 f"it does not fit: {refusal}. --no-plan trains all the same, until memory runs out", 1
+            )
+
+
+def check_folder(settings: TrainSettings, progress: Progress) -> None:
+    """Check that the folder can be written to, is in nobody's use, and has a checkpoint exactly if the run goes on from one.
+
+    Raises:
+        Failure: if it is not so.
+        InUseError: if another run is writing there.
+    """
+    from meshfold.engine.checkpoints import Checkpoint
+    from meshfold.engine.optimizers import OPTIMIZERS
+    from meshfold.train.run_folder import check_free, describe_changes, read_settings
+
+    check_out(settings.out)
+    check_free(settings.out)
+    there = settings.checkpoints.there()
+    if settings.resume:
+        path = must_go_on(settings.out)
+        found = Checkpoint(path)
+        for damaged in settings.checkpoints.damaged():
+            progress.say(f"warning: {damaged} is not complete, and is passed over")
+        trained_with = str(found.state.get("optimizer", {}).get("class")).lower()
+        if trained_with in OPTIMIZERS and trained_with != settings.optimizer:
+            raise Failure(
+                f"--optimizer {settings.optimizer}: {path} holds the state of {trained_with}; type "
+                f"--optimizer {trained_with}, or start anew in another --out"
+            )
+        for sentence in describe_changes(settings, read_settings(settings.out)):
+            progress.say(sentence)
+    elif there:
+        raise Failure(f"{there[0]} is there already: go on from it with --resume, or choose another --out")
+
+
+def must_go_on(out: str) -> Path:
+    """Return the checkpoint that a run goes on from.
+
+    Raises:
+        Failure: if there is none.
+        CheckpointError: if there are some, and none is complete.
+    """
+    from meshfold.train.run_folder import KeptCheckpoints
+
+    path = KeptCheckpoints(out, keep=1).to_go_on_from()
+    if path is None:
+        raise Failure(
+            f"--resume: there is no checkpoint in {out!r} to go on from; leave --resume out to start anew"
+        )
+    return path
+
+
+def check_out(out: str) -> None:
+    """Check that the folder is one that can be written to, or could be made.
+
+    Raises:
+        Failure: if it is none.
+    """
+    path = Path(out).absolute()
+    there = next(folder for folder in (path, *path.parents) if folder.exists())
+    if not there.is_dir():
+        what = "is a file" if there == path else f"cannot be made: {there} is a file"
+        raise Failure(f"--out {out!r} {what}; give a folder to write to")
+    if not os.access(there, os.W_OK | os.X_OK):
+        what = "cannot be written to" if there == path else f"cannot be made: {there} cannot be written to"
+        raise Failure(f"--out {out!r} {what}; give another folder")
+
+
+def check_checkpoint(settings: TrainSettings, shapes: dict[str, tuple[int, ...]]) -> None:
+    """Check that the checkpoint to go on from is of this model.
+
+    Raises:
+        Failure: if it is not.
+    """
+    from meshfold.engine.checkpoints import Checkpoint
+
+    path = must_go_on(settings.out)
+    kept = {name: tuple(tensor.shape) for name, tensor in Checkpoint(path).model.items()}
+    for name in sorted(kept.keys() | shapes.keys()):
+        here, there = shapes.get(name, "nothing of that name"), kept.get(name, "nothing of that name")
+        if here != there:
+            raise Failure(
+                f"{path} is of another model: {name!r} is {there} there and {here} here; give the "
+                "--model, --set and --tokenizer that it was trained with"
             )

@@ -5,18 +5,19 @@ from __future__ import annotations
 import argparse
 from typing import TYPE_CHECKING
 
-from meshfold.cli.failure import Failure
-from meshfold.cli.models import (
+from meshfold.cli.arguments import (
+    Failure,
     add_model,
+    add_parallel,
     natural,
     positive,
     rate,
     read_changes,
     read_model,
+    read_parallel,
     read_rules,
     several,
 )
-from meshfold.cli.parallel import add_parallel, read_parallel
 
 if TYPE_CHECKING:
     from meshfold.train.settings import TrainSettings
@@ -156,7 +157,7 @@ def settings_of(arguments: argparse.Namespace) -> TrainSettings:
     words = vars(arguments)
     from dataclasses import fields
 
-    from meshfold.train.kept_settings import kept
+    from meshfold.train.run_folder import read_settings
     from meshfold.train.settings import TrainSettings
 
     names = (field.name for field in fields(TrainSettings))
@@ -164,14 +165,14 @@ def settings_of(arguments: argparse.Namespace) -> TrainSettings:
     readers = {"parallel": read_parallel, "changes": read_changes, "rules": read_rules}
     typed.update({name: read(typed[name]) for name, read in readers.items() if name in typed})
     typed.update({name: tuple(typed[name]) for name in ("extensions", "exclude", "track") if name in typed})
-    given = kept(words["out"]) if words["resume"] else {}
+    given = read_settings(words["out"]) if words["resume"] else {}
     if typed.keys() & {"model", "hf"}:  # another model takes nothing of the one before
         given = {name: value for name, value in given.items() if name not in ("model", "hf", "changes")}
     given.update(typed)
     if "data" not in given:
         missing = "the following arguments are required: --data. See meshfold train --help"
         if words["resume"] is True:
-            from meshfold.cli.run_folder import must_go_on
+            from meshfold.cli.train import must_go_on
 
             must_go_on(words["out"])
             missing = f"--resume: no settings.json in {words['out']!r} says what the run reads: type --data and the rest again"
@@ -183,7 +184,7 @@ def words_of(settings: TrainSettings) -> list[str]:
     """The arguments that :func:`settings_of` makes these settings of (objects in the spec cannot be written so)."""
     from dataclasses import fields
 
-    from meshfold.train.kept_settings import option_of
+    from meshfold.train.run_folder import option_of
 
     words: list[str] = []
     for field in fields(settings):

@@ -2,15 +2,21 @@
 
 The text is the source of Python's standard library, which every machine has, as bytes. With 8 GPUs each rank has one;
 with 4 to 7 the tensor part runs alone on 4 of them; with fewer 8 processes share the CPU.
+
+When a demo ends it lists its files with sizes and times. The next demo in that folder removes these files and nothing else: a
+file that is not listed, or has changed since, belongs to somebody, for example to a run that resumed from the checkpoint.
 """
 
 from __future__ import annotations
 
+import json
 import sysconfig
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from meshfold.checkpoint.files import write_atomically
 from meshfold.train.loop import open_inputs, train
 from meshfold.train.metrics import read_metrics
 from meshfold.train.plots import can_plot, plot_loss
@@ -132,3 +138,67 @@ def compare_with_serial(parallel: TrainSettings, steps: int) -> Comparison:
         parallel=tuple(split[step] for step in common),
         serial=tuple(serial[step] for step in common),
     )
+
+
+FILE_LIST = ".demo.json"
+WRITTEN = ("checkpoint", "serial", "metrics.jsonl", "settings.json", "loss.png", "sample.txt")
+"""Files and folders that a demo writes, except the tokens, which the next demo reuses"""
+
+
+def list_files(out: Path) -> None:
+    """List the files of the demo that ends, which were not there when it began."""
+    if not out.is_dir():
+        return
+    listed = {_name(path, out): _seen(path) for path in _there(out) if not _is_folder(path)}
+    write_atomically(out / FILE_LIST, lambda part: part.write_text(json.dumps(listed, indent=1)))
+
+
+def foreign_files(out: Path) -> list[Path]:
+    """Return the files in a demo's folder that no demo wrote, or that changed since."""
+    listed = _listed(out)
+    return [
+        path for path in _there(out) if not _is_folder(path) and listed.get(_name(path, out)) != _seen(path)
+    ]
+
+
+def remove_files(out: Path) -> None:
+    """Remove the files that an earlier demo listed, and folders that this leaves empty."""
+    listed = _listed(out)
+    for path in reversed([*_there(out)]):  # what is in a folder comes before it
+        if not _is_folder(path):
+            if listed.get(_name(path, out)) == _seen(path):
+                path.unlink()
+        elif not any(path.iterdir()):
+            path.rmdir()
+
+
+def _listed(out: Path) -> dict[str, list[int]]:
+    try:
+        found = json.loads((out / FILE_LIST).read_text())
+    except (OSError, ValueError):
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def _there(out: Path) -> Iterator[Path]:
+    """Yield all files and folders where a demo writes, each folder before its contents."""
+    for name in WRITTEN:
+        path = out / name
+        if path.is_symlink() or path.exists():
+            yield path
+        if _is_folder(path):
+            yield from path.rglob("*")
+
+
+def _is_folder(path: Path) -> bool:
+    return path.is_dir() and not path.is_symlink()
+
+
+def _name(path: Path, out: Path) -> str:
+    return path.relative_to(out).as_posix()
+
+
+def _seen(path: Path) -> list[int]:
+    """Return size, time and inode, which change when a file is written again."""
+    status = path.lstat()
+    return [status.st_size, status.st_mtime_ns, status.st_ino]

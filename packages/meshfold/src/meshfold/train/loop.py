@@ -31,14 +31,11 @@ from meshfold.engine.long_runs import GracefulStop
 from meshfold.mesh import SpecError
 from meshfold.mesh.spec import format_value
 from meshfold.mesh.watchdog import report_errors
-from meshfold.train.folder_in_use import hold_folder
-from meshfold.train.kept_checkpoints import KeptCheckpoints
-from meshfold.train.kept_settings import keep
-from meshfold.train.metrics import MetricsFile, open_trackers, read_metrics
+from meshfold.train.metrics import MetricsFile, flops_per_token, open_trackers, peak_flops, read_metrics
 from meshfold.train.model_choice import ModelChoice, check_name, choose_model
-from meshfold.train.model_flops import flops_per_token, peak_flops
 from meshfold.train.plots import can_plot, plot_loss
 from meshfold.train.progress import Progress
+from meshfold.train.run_folder import KeptCheckpoints, hold_folder, write_settings
 from meshfold.train.schedule import go_on, lr_schedule
 from meshfold.train.settings import TrainSettings
 
@@ -154,7 +151,7 @@ def _train(
         first = engine.steps + engine.skipped_steps
         progress.say(f"going on from step {first} of {path}")
     if engine.mesh.rank == 0 and first < settings.last_step:
-        keep(settings, engine.mesh.size("data"))
+        write_settings(settings, engine.mesh.size("data"))
     metrics = MetricsFile(settings.metrics, keep=first, write=engine.mesh.rank == 0)
     if engine.mesh.rank == 0:
         metrics.trackers = open_trackers(settings.track, Path(settings.out), asdict(settings), first=first)

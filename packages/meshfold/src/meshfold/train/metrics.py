@@ -1,16 +1,21 @@
-"""Metrics of a run: ``metrics.jsonl``, a line of JSON for each step, and trackers such as TensorBoard and Weights & Biases."""
+"""Metrics of a run: ``metrics.jsonl`` with a JSON object a step, trackers (TensorBoard, Weights & Biases), FLOPs for MFU."""
 
 from __future__ import annotations
 
 import importlib
 import importlib.util
 import json
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
+import torch
+from torch import nn
+
 from meshfold.checkpoint.files import write_atomically
 from meshfold.mesh import SpecError, did_you_mean
+from meshfold.planner import PEAK_TFLOPS
 
 
 class MetricsFile:
@@ -150,3 +155,48 @@ def open_trackers(
 def _named() -> bool:
     wandb: Any = importlib.import_module("wandb")
     return bool(getattr(wandb.setup().settings, "project", None))
+
+
+def flops_per_token(build: Callable[[], nn.Module], seq_len: int) -> float:
+    """Return the operations for one token of a sequence, forward and backward: ``6 N + 12 L h s``.
+
+    N counts parameters that multiply (all but tables that are only looked up); L attention layers of width h (all heads
+    together) run over s tokens, or over ``window`` if that is shorter. The causal mask is not subtracted, and recomputation
+    is not counted. Source: Chowdhery et al., "PaLM", arXiv 2204.02311, appendix B.
+
+    Args:
+        build: makes the model; it is run without allocating.
+        seq_len: tokens of a sequence.
+    """
+    with torch.device("meta"):
+        model = build()
+    parameters = {id(p): p.numel() for p in model.parameters()}
+    multiplies = {
+        id(m.weight) for m in model.modules() if not isinstance(m, nn.Embedding) and hasattr(m, "weight")
+    }
+    for module in model.modules():
+        if isinstance(module, nn.Embedding) and id(module.weight) not in multiplies:
+            parameters.pop(id(module.weight), None)
+    config = getattr(model, "config", None)
+    layers = _first(config, "layers", "num_hidden_layers", "n_layer")
+    width = _first(config, "heads", "num_attention_heads", "n_head") * _first(config, "head_dim")
+    width = width or _first(config, "hidden", "hidden_size", "n_embd")
+    seen = min(seq_len, getattr(config, "window", None) or seq_len)
+    return 6.0 * sum(parameters.values()) + 12.0 * layers * width * seen
+
+
+def peak_flops(device: torch.device, precision: str) -> float | None:
+    """Return the data sheet's operations a second of this rank's device, or None if the table has no such device."""
+    return peak_of_gpu(torch.cuda.get_device_name(device), precision) if device.type == "cuda" else None
+
+
+def peak_of_gpu(name: str, precision: str) -> float | None:
+    """Return the data sheet's operations a second of a GPU, by the name that torch gives it; None if unknown."""
+    found = next((peaks for key, peaks in PEAK_TFLOPS.items() if re.search(rf"\b{key}\b", name)), None)
+    return None if found is None else found[precision] * 1e12
+
+
+def _first(config: object, *names: str) -> int:
+    """Return the first of these integers that a configuration has, or 0."""
+    values = (getattr(config, name, None) for name in names)
+    return next((value for value in values if isinstance(value, int)), 0)

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from meshfold.train.kept_checkpoints import KeptCheckpoints
+    from meshfold.train.run_folder import KeptCheckpoints
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -108,7 +108,7 @@ class TrainSettings:
     @property
     def checkpoints(self) -> KeptCheckpoints:
         """The folder of checkpoints."""
-        from meshfold.train.kept_checkpoints import KeptCheckpoints
+        from meshfold.train.run_folder import KeptCheckpoints
 
         return KeptCheckpoints(self.out, self.keep)
 

@@ -1,0 +1,281 @@
+"""Arguments that several commands share: model, spec, sizes; and :class:`Failure`, which commands raise.
+
+``--parallel`` takes a spec in four forms:
+
+================================================ =======================================
+``dict(data=2, tensor=dict(mode="2d", size=4))`` as in Python
+``data=2, tensor=dict(mode="2d", size=4)``       without the outer dict
+``data=2 tensor.mode=2d tensor.size=4``          without quotes and brackets
+``spec.py``                                      a Python file with ``parallel = dict(...)``
+================================================ =======================================
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import os
+import re
+import runpy
+import sys
+from pathlib import Path
+from typing import Any
+
+
+class Failure(Exception):
+    """A sentence for the person who typed the command, and the code to exit with."""
+
+    def __init__(self, sentence: str, code: int = 2) -> None:
+        super().__init__(sentence)
+        self.code = code
+
+
+def sentence_of(error: Exception) -> Failure | None:
+    """An error that was raised on purpose, or by the system, as a sentence; None for one that is a bug."""
+    if isinstance(error, Failure):
+        return error
+    errors = sys.modules.get("meshfold.mesh.errors")  # not imported for this alone: it brings torch
+    if errors is not None and isinstance(error, errors.MeshfoldError):
+        return Failure(str(error), 1)
+    if isinstance(error, OSError) and error.strerror and error.filename:
+        return Failure(f"{error.filename}: {error.strerror}", 1)
+    torch = sys.modules.get("torch")
+    if torch is not None and isinstance(error, torch.OutOfMemoryError):
+        advice = (
+            "use a smaller --batch-size or --seq-len, --accumulate more, or split the model over more ranks"
+        )
+        return Failure(f"the GPU's memory is full: {advice}", 1)
+    return None
+
+
+def add_model(parser: argparse._ActionsContainer) -> None:
+    """``--model``, ``--hf``, ``--set`` and ``--rule``."""
+    which = parser.add_mutually_exclusive_group()
+    which.add_argument(
+        "--model",
+        metavar="NAME",
+        help="a preset: gpt-tiny, llama-small, gpt2, ... (default: gpt-tiny), or a folder as for --hf",
+    )
+    which.add_argument(
+        "--hf",
+        metavar="FOLDER",
+        help="a local folder of a Hugging Face causal LM: config.json, and weights or none",
+    )
+    parser.add_argument(
+        "--set", nargs="+", default=[], metavar="KEY=VALUE", dest="changes",
+        help="change the preset: layers=4 hidden=128 heads=4",
+    )  # fmt: skip
+    parser.add_argument(
+        "--rule", action="append", default=[], metavar="PATTERN=ROLE", dest="rules",
+        help="role of matching submodules in tensor parallelism, once for each: '*.self_attn=replicate'",
+    )  # fmt: skip
+
+
+def read_model(arguments: argparse.Namespace) -> None:
+    """Let ``--model FOLDER`` be ``--hf FOLDER``: what has a separator in it, or a configuration, is no name of ours."""
+    name = getattr(arguments, "model", None)
+    if name is not None and (os.sep in name or os.path.isfile(os.path.join(name, "config.json"))):
+        arguments.model, arguments.hf = None, name
+
+
+def read_changes(words: list[str]) -> dict[str, Any]:
+    """The dict that ``--set`` stands for.
+
+    Raises:
+        Failure: for a word that is not ``key=value``.
+    """
+    found: dict[str, Any] = {}
+    for word in words:
+        key, equals, value = word.partition("=")
+        if not (equals and key and value):
+            raise Failure(f"--set {word!r}: write key=value, such as --set layers=4 hidden=128")
+        try:
+            found[key] = ast.literal_eval(value.capitalize() if value in ("true", "false", "none") else value)
+        except (SyntaxError, ValueError):
+            raise Failure(f"--set {word!r}: {value!r} is neither a number nor true or false") from None
+    return found
+
+
+def read_rules(words: list[str]) -> dict[str, str]:
+    """The rules, role by pattern, that ``--rule`` stands for; whether the model has such submodules is not looked at.
+
+    Raises:
+        Failure: for a word that is not ``pattern=role``, a role that there is not, and a pattern with two roles.
+    """
+    if not words:
+        return {}
+    from meshfold.mesh import did_you_mean
+    from meshfold.tensor_parallel.convert import ROLES
+
+    found: dict[str, str] = {}
+    for word in words:
+        pattern, equals, role = (part.strip() for part in word.rpartition("="))
+        if not (equals and pattern and role):
+            raise Failure(f"--rule {word!r}: write pattern=role, such as --rule '*.self_attn=replicate'")
+        if role not in ROLES:
+            raise Failure(
+                f"--rule {word!r}: {role!r} is not a role.{did_you_mean(role, ROLES)} Roles are {', '.join(ROLES)}"
+            )
+        if found.get(pattern, role) != role:
+            raise Failure(f"--rule {word!r}: another rule says that {pattern!r} is {found[pattern]!r}")
+        found[pattern] = role
+    return found
+
+
+def positive(text: str) -> int:
+    """An argument that is a whole number from 1 up."""
+    number = whole(text)
+    if number < 1:
+        raise argparse.ArgumentTypeError(f"{text} is not a whole number from 1 up")
+    return number
+
+
+def byte_size(text: str) -> int:
+    """An argument that is an amount of memory, in bytes."""
+    from meshfold.mesh.spec import parse_bytes
+
+    try:
+        return parse_bytes(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(
+            f"{text!r} {str(error).removesuffix('.')}: write 24GiB, 5GB or another amount of memory"
+        ) from None
+
+
+def several(text: str) -> int:
+    """An argument that is a whole number from 2 up."""
+    number = whole(text)
+    if number < 2:
+        raise argparse.ArgumentTypeError(f"{text} is not a whole number from 2 up")
+    return number
+
+
+def natural(text: str) -> int:
+    """An argument that is a whole number from 0 up."""
+    number = whole(text)
+    if number < 0:
+        raise argparse.ArgumentTypeError(f"{text} is not a whole number from 0 up")
+    return number
+
+
+def rate(text: str) -> float:
+    """An argument that is a number from 0 up."""
+    try:
+        number = float(text)
+    except ValueError:
+        number = -1.0
+    if not 0 <= number < float("inf"):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number from 0 up")
+    return number
+
+
+def whole(text: str) -> int:
+    """An argument that is a whole number."""
+    try:
+        return int(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number") from None
+
+
+_WAYS = (
+    'write --parallel "dict(data=2, tensor=4)", --parallel data=2 tensor.mode=2d tensor.size=4, or a .py file'
+)
+_ITEM = re.compile(r"([A-Za-z_]\w*(?:\.[A-Za-z_]\w*)*)=([^=]+)")
+
+
+def add_parallel(parser: argparse._ActionsContainer) -> None:
+    """The argument ``--parallel``."""
+    parser.add_argument(
+        "--parallel",
+        nargs="+",
+        default=["dict()"],
+        metavar="SPEC",
+        help="how to split the work: \"dict(data=2, tensor=dict(mode='2d', size=4))\", or data=2 tensor.mode=2d "
+        "tensor.size=4, or a Python file with parallel = dict(...) (default: one rank)",
+    )
+
+
+def read_parallel(words: list[str]) -> dict[str, Any]:
+    """The dict that the words of ``--parallel`` stand for; whether it is a good spec is not looked at.
+
+    Raises:
+        Failure: for text that is none of the four forms.
+    """
+    text = " ".join(words).strip()
+    if text.endswith(".py"):
+        return _from_file(Path(text))
+    for source in (text, f"dict({text})", f"dict({','.join(words)})"):
+        try:
+            value = _literal(ast.parse(source, mode="eval").body)
+        except (SyntaxError, ValueError):
+            continue
+        if isinstance(value, dict):
+            return value
+    if "(" in text or "{" in text:
+        closed = all(text.count(a) == text.count(b) for a, b in ("()", "{}", "[]"))
+        why = "names within brackets need quotes, as in mode='2d'" if closed else "its brackets do not match"
+        raise Failure(f"--parallel {text!r} is not a spec: {why}; {_WAYS}")
+    found: dict[str, Any] = {}
+    for word in re.split(r"[\s,]+", text):
+        item = _ITEM.fullmatch(word)
+        if item is None:
+            raise Failure(f"--parallel {text!r} is not a spec: {_WAYS}")
+        *path, last = item[1].split(".")
+        inner = found
+        for key in path:
+            inner = inner.setdefault(key, {})
+            if not isinstance(inner, dict):
+                raise Failure(f"--parallel {text!r}: {key!r} is both a value and a group of values")
+        if last in inner:
+            raise Failure(f"--parallel {text!r} says {item[1]!r} twice")
+        inner[last] = _word(item[2])
+    return found
+
+
+def _from_file(path: Path) -> dict[str, Any]:
+    if not path.is_file():
+        raise Failure(f"--parallel {str(path)!r}: there is no such file")
+    try:
+        names = runpy.run_path(str(path))
+    except Exception as error:
+        raise Failure(
+            f"--parallel {str(path)!r}: running it raised {type(error).__name__}: {error}"
+        ) from error
+    if not isinstance(names.get("parallel"), dict):
+        raise Failure(f"--parallel {str(path)!r}: the file must say parallel = dict(...)")
+    found: dict[str, Any] = names["parallel"]
+    return found
+
+
+def _literal(node: ast.expr) -> Any:
+    """The value of an expression made of literals and ``dict(key=...)`` alone; ValueError for any other."""
+    if isinstance(node, ast.Dict) and None not in node.keys:
+        pairs = [
+            (ast.literal_eval(key), _literal(value))
+            for key, value in zip(node.keys, node.values, strict=True)
+            if key
+        ]
+    elif (
+        isinstance(node, ast.Call)
+        and isinstance(node.func, ast.Name)
+        and node.func.id == "dict"
+        and not node.args
+    ):
+        pairs = [(word.arg, _literal(word.value)) for word in node.keywords]
+        if None in dict(pairs):
+            raise ValueError("dict(**...)")
+    else:
+        return ast.literal_eval(node)
+    if len(dict(pairs)) < len(pairs):
+        raise Failure(f"--parallel {ast.unparse(node)!r} says a key twice")
+    return dict(pairs)
+
+
+def _word(text: str) -> Any:
+    """``4`` is an int, ``2x4`` a grid, ``true`` a bool; whatever is nothing of this kind is a string: ``2d``."""
+    if re.fullmatch(r"\d+(x\d+)+", text):
+        return tuple(int(size) for size in text.split("x"))
+    try:
+        return ast.literal_eval(text.capitalize() if text in ("true", "false", "none") else text)
+    except (SyntaxError, ValueError):
+        return text
