@@ -180,3 +180,18 @@ def test_attention_to_something_else_than_the_dealt_tokens_is_refused() -> None:
         pytest.raises(LayoutError, match="dim 2 is not that of the tokens"),
     ):
         model(torch.zeros(2, 2, dtype=torch.int64))
+
+
+@ranks(2)
+def test_attention_of_one_head_without_a_dim_for_it_is_told_what_to_write() -> None:
+    class Single(Model):
+        def forward(self, tokens: Tensor) -> Tensor:
+            x = self.embed(tokens)
+            return self.head(F.scaled_dot_product_attention(x, x, x))
+
+    mesh, model = Mesh({"seq": 2}), Single(torch.tanh)
+    with (
+        sequence_parallel(model, mesh, "ring"),
+        pytest.raises(LayoutError, match=r"for one head query\.unsqueeze\(1\)"),
+    ):
+        model(torch.zeros(2, 2, dtype=torch.int64))

@@ -68,11 +68,14 @@ class AttentionMode(TorchFunctionMode):
     ) -> Tensor:
         if query.dim() != 4:
             raise LayoutError(
-                f"attention over a split sequence wants queries [b, heads, s, d], and the model's are {list(query.shape)}"
+                f"attention over a split sequence wants queries [b, heads, s, d], and the model's are {list(query.shape)}: give "
+                "scaled_dot_product_attention four dims, for one head query.unsqueeze(1), key.unsqueeze(1) and value.unsqueeze(1), "
+                "and take .squeeze(1) of what it returns"
             )
         if not enable_gqa and query.shape[1] != key.shape[1]:
             raise LayoutError(
-                f"the model has {query.shape[1]} heads of queries and {key.shape[1]} of keys, and does not say enable_gqa=True"
+                f"the model has {query.shape[1]} heads of queries and {key.shape[1]} of keys: call "
+                "scaled_dot_product_attention(..., enable_gqa=True), or repeat the keys and values for each head of queries"
             )
         out = self._settings().attend(
             query, key, value, masked=attn_mask is not None, causal=is_causal, window=None, scale=scale,
