@@ -72,11 +72,11 @@ def read_raw_config(folder: Path) -> dict[str, Any]:
         raise CheckpointError(f"cannot read {path}: {error}") from error
 
 
-def require_config(folder: str | os.PathLike[str]) -> None:
-    """Raise a SpecError if a folder is not there or has no ``config.json``."""
+def require_config(folder: str | os.PathLike[str], given: str = "") -> None:
+    """Raise a SpecError if a folder does not exist or has no ``config.json``; ``given`` is what the user wrote."""
     path = Path(folder)
     if not (path / "config.json").is_file():
         what = "the folder has no config.json" if path.is_dir() else "there is no such folder"
         raise SpecError(
-            f"--hf {str(folder)!r}: {what}; give a local folder of a Hugging Face model, nothing is downloaded"
+            f"{given or f'--hf {str(folder)!r}'}: {what}; give a local folder of a Hugging Face model, nothing is downloaded"
         )

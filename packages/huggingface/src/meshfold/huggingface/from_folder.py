@@ -22,7 +22,7 @@ from meshfold.checkpoint import CheckpointError
 from meshfold.checkpoint.tensors import has_weights, open_weights, verify_checksums
 from meshfold.engine.model import Loaded, SourceValues, WeightSource
 from meshfold.huggingface.adapter import NF4, Adapter, pack_linears, unpacked_twins
-from meshfold.huggingface.folder_config import read_config
+from meshfold.huggingface.folder_config import read_config, require_config
 from meshfold.huggingface.weight_names import Matched, match
 from meshfold.kernels import pack_nf4
 from meshfold.mesh import ParallelSpec, SpecError, did_you_mean, metadata
@@ -231,11 +231,7 @@ def pretrained(
         SpecError: if the folder has no configuration, no weights, or damaged ones, or transformers lacks the class.
     """
     path, shown = Path(folder), str(folder)
-    if not (path / "config.json").is_file():
-        what = "the folder has no config.json" if path.is_dir() else "there is no such folder"
-        raise SpecError(
-            f"pretrained({shown!r}): {what}; give a local folder of a Hugging Face model, nothing is downloaded"
-        )
+    require_config(folder, f"pretrained({shown!r})")
     if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
         raise SpecError(f"pretrained(dtype={dtype!r}): a floating dtype of torch, such as torch.float32")
     if quantize not in (None, NF4):

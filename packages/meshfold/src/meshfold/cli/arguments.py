@@ -137,8 +137,9 @@ def byte_size(text: str) -> int:
     try:
         return parse_bytes(text)
     except ValueError as error:
+        number = re.match(r"\d+(?:\.\d+)?", text)
         raise argparse.ArgumentTypeError(
-            f"{text!r} {str(error).removesuffix('.')}: write 24GiB, 5GB or another amount of memory"
+            f"{text!r} {str(error).removesuffix('.')}: write {number[0] if number else 24}GiB, 5GB or another amount of memory"
         ) from None
 
 
@@ -165,7 +166,7 @@ def rate(text: str) -> float:
     except ValueError:
         number = -1.0
     if not 0 <= number < float("inf"):
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number from 0 up")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number from 0 up, such as 0.1 or 3e-4")
     return number
 
 

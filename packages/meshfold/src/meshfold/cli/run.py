@@ -96,7 +96,9 @@ def run(arguments: argparse.Namespace) -> int:
     _check_file(program)
     ranks = torch.cuda.device_count() if arguments.ranks is None else arguments.ranks
     if arguments.ranks is None and ranks == 0:
-        raise Failure("this machine has no GPU to tell how many ranks to start: say it with --ranks N")
+        raise Failure(
+            "this machine has no GPU to tell how many ranks to start: write --ranks 2 or another number"
+        )
     if arguments.nodes is not None or arguments.rendezvous is not None or arguments.restarts:
         return _with_others(arguments, program, ranks)
     return launch(

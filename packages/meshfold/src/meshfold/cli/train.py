@@ -18,6 +18,7 @@ import signal
 import sys
 import threading
 from dataclasses import replace
+from itertools import count
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any
@@ -316,7 +317,10 @@ def check_folder(settings: TrainSettings, progress: Progress) -> None:
         for sentence in describe_changes(settings, read_settings(settings.out)):
             progress.say(sentence)
     elif there:
-        raise Failure(f"{there[0]} is there already: go on from it with --resume, or choose another --out")
+        free = next(name for name in (f"{settings.out}{n}" for n in count(2)) if not os.path.exists(name))
+        raise Failure(
+            f"{there[0]} is there already: go on from it with --resume, or start a new run with --out {free}"
+        )
 
 
 def must_go_on(out: str) -> Path:
@@ -331,7 +335,7 @@ def must_go_on(out: str) -> Path:
     path = KeptCheckpoints(out, keep=1).to_go_on_from()
     if path is None:
         raise Failure(
-            f"--resume: there is no checkpoint in {out!r} to go on from; leave --resume out to start anew"
+            f"--resume: there is no checkpoint in {out!r} to go on from; leave --resume out to start a new run"
         )
     return path
 
@@ -366,6 +370,6 @@ def check_checkpoint(settings: TrainSettings, shapes: dict[str, tuple[int, ...]]
         here, there = shapes.get(name, "nothing of that name"), kept.get(name, "nothing of that name")
         if here != there:
             raise Failure(
-                f"{path} is of another model: {name!r} is {there} there and {here} here; give the "
-                "--model, --set and --tokenizer that it was trained with"
+                f"{path} is of another model: {name!r} is {there} there and {here} here; leave "
+                "--model, --set and --tokenizer out, which takes those of the run, or start a new run in another --out"
             )

@@ -19,7 +19,7 @@ import numpy.typing as npt
 from meshfold.checkpoint.files import parse_json_object, write_atomically
 from meshfold.data.records import Part, find_records, texts_of
 from meshfold.data.tokenizers import Tokenizer
-from meshfold.mesh import SpecError
+from meshfold.mesh import SpecError, did_you_mean
 from meshfold.mesh.random import key_of
 from meshfold.mesh.spec import format_bytes
 
@@ -87,7 +87,11 @@ def open_corpus(
     if not 0 <= validation < 1:
         raise SpecError(f"a validation share of {validation}: from 0 up and below 1")
     if not source.exists():
-        raise SpecError(f"there is no file or folder {str(path)!r} to train on")
+        beside = [str(entry) for entry in source.parent.glob("*")] if source.parent.is_dir() else []
+        raise SpecError(
+            f"there is no file or folder {str(path)!r} to train on (looked for {source.absolute()})."
+            f"{did_you_mean(str(source), beside)} Give another path: --data PATH"
+        )
     if source.is_file() and source.suffix in TOKEN_FILES:
         tokens, notes = _token_file(source, token_dtype)
         return Corpus(tokens=tokens, train_tokens=len(tokens) - int(validation * len(tokens)), notes=notes)

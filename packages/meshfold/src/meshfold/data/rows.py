@@ -39,10 +39,12 @@ class Batches:
         self.windows = (corpus.train_tokens - seq_len + 1) // seq_len
         if self.windows < batch_size:
             tokens, least = corpus.train_tokens, (batch_size + 1) * seq_len - 1
+            most = (tokens + 1) // seq_len - 1
+            change = f"a --batch-size of {most} at most" if most > 0 else "a shorter --seq-len"
             raise SpecError(
                 f"{tokens} token{' is' if tokens == 1 else 's are'} too few to train on, for a batch of {batch_size} "
-                f"window{'' if batch_size == 1 else 's'} of {seq_len}: it takes {least} at least; use more text, a "
-                "smaller --batch-size or a shorter --seq-len"
+                f"window{'' if batch_size == 1 else 's'} of {seq_len}: it takes {least} at least; use more text, "
+                f"or {change}"
             )
         self._order = lru_cache(maxsize=2)(self._order_of)
 

@@ -58,9 +58,11 @@ def open_inputs(settings: TrainSettings, progress: Progress) -> Inputs:
         SpecError: if one of them cannot be used, or they do not fit.
     """
     if settings.batch_size % settings.accumulate:
+        more = -(-settings.batch_size // settings.accumulate) * settings.accumulate
         raise SpecError(
             f"accumulate={settings.accumulate} does not divide batch_size={settings.batch_size}, the sequences of one "
-            "optimizer step: each micro-step has the same number"
+            f"optimizer step: each micro-step has the same number. Write --batch-size {more} or --accumulate "
+            f"{math.gcd(settings.batch_size, settings.accumulate)}"
         )
     if settings.hf is not None:
         from meshfold.huggingface import require_config

@@ -66,9 +66,11 @@ class DecoderConfig:
             if isinstance(value, bool) or not isinstance(value, int) or value < 1:
                 raise SpecError(f"{type(self).__name__}({name}={value!r}): a whole number from 1 up")
         if self.head_dim is None and self.hidden % self.heads:
+            hidden = -(-self.hidden // self.heads) * self.heads
+            heads = max(n for n in range(1, min(self.heads, self.hidden) + 1) if self.hidden % n == 0)
             raise SpecError(
                 f"{type(self).__name__}(hidden={self.hidden}, heads={self.heads}): {self.heads} heads do not divide "
-                f"{self.hidden}; use a multiple of {self.heads}, or give head_dim"
+                f"{self.hidden}; write heads={heads}, hidden={hidden}, or head_dim={hidden // self.heads}"
             )
         if self.heads % self.n_kv_heads:
             raise SpecError(
