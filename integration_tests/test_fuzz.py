@@ -186,10 +186,6 @@ def test_the_committed_result_has_no_finding() -> None:
     found = json.loads(RESULTS.read_text())
     assert found["findings"] == []
     kinds = found["kinds"]
-    assert found["cases"] == sum(kinds.values()) and kinds.keys() <= {
-        "equal",
-        "refused",
-        "invalid",
-        "rounding",
-    }
-    assert kinds.get("invalid", 0) + kinds.get("rounding", 0) <= 0.01 * found["cases"]
+    assert found["cases"] == kinds["equal"] + kinds["refused"] >= 5000
+    assert kinds["invalid"] <= 0.01 * found["cases"]
+    assert "/integration_tests/" not in RESULTS.read_text()

@@ -19,6 +19,7 @@ from meshfold.mesh.testing import close_pools, run_on_ranks
 from meshfold.mesh.testing.pool import RankFailure
 
 TIMEOUT_S = 150.0
+ROOT = Path(__file__).resolve().parents[2]
 TOLERANCE = 1e-9  # of a tensor's largest element, in float64
 FAMILY_TOLERANCE = 2e-5  # models of transformers make losses and some norms in float32
 
@@ -108,7 +109,8 @@ def _half(case: Case, folder: str, half: int, ranks: int, wanted: Trained, timeo
 
 
 def _line(text: str) -> str:
-    return " ".join(text.split())[:400]
+    """A text in one line, with paths from the checkout's root: what is kept says nothing of a machine."""
+    return " ".join(text.split()).replace(f"{ROOT}/", "")[:400]
 
 
 def _refusal(case: Case, half: int, ranks: int, refused: list[Refused], wanted: Trained) -> Verdict:
