@@ -71,7 +71,7 @@ class Booster:
         dataloader: Any = None,
         lr_scheduler: Any = None,
     ) -> tuple[BoostedModel, BoostedOptimizer | None, Any, Any, Any]:
-        """The same five, ready to train under the plugin's spec.
+        """Return model, optimizer, criterion, dataloader and scheduler, ready to train under the plugin's spec.
 
         Args:
             model: whole, or built under ``LazyInitContext``.

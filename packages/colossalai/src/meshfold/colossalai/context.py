@@ -156,7 +156,7 @@ class ParallelContext:
 
 
 gpc = global_context = ParallelContext()
-"""For scripts that ask it. Code of your own asks ``engine.mesh``."""
+"""The context that scripts ask. Code of your own asks ``engine.mesh``."""
 
 _NOTHING = dict.fromkeys(
     ("rank", "world_size", "host", "port", "local_rank"),

@@ -69,13 +69,13 @@ class LazyInitContext(ShardedInit):
 
 
 class ZeroInitContext(LazyInitContext):
-    """The same under its older name: ``ZeroInitContext(target_device=..., shard_strategy=..., shard_param=True)``."""
+    """Older name of the context: ``ZeroInitContext(target_device=..., shard_strategy=..., shard_param=True)``."""
 
     _table: ClassVar[Table] = ZERO
 
 
 class ColoInitContext(LazyInitContext):
-    """The same under its second name: ``ColoInitContext(device=...)``."""
+    """Second name of the context: ``ColoInitContext(device=...)``."""
 
     _table: ClassVar[Table] = COLO
 

@@ -165,7 +165,7 @@ class Plugin:
 
 
 class DPPluginBase(Plugin):
-    """Those of which every rank runs the whole model."""
+    """Base of plugins under which every rank runs the whole model."""
 
 
 class TorchDDPPlugin(DPPluginBase):

@@ -112,7 +112,7 @@ class _WarmUp(LRScheduler):
 
 
 class CosineAnnealingWarmupLR(_WarmUp):
-    """In a line up to the rate of the group, then down half a cosine to ``eta_min``."""
+    """Linear warm-up to the rate of the group, then down half a cosine to ``eta_min``."""
 
     def __init__(
         self,
@@ -143,7 +143,7 @@ class CosineAnnealingWarmupLR(_WarmUp):
 
 
 class LinearWarmupLR(_WarmUp):
-    """In a line up to the rate of the group, then in a line down to 0, where it stays."""
+    """Linear warm-up to the rate of the group, then linear decay to 0."""
 
     def _before(self, base: float) -> float:
         return base * (self.last_epoch + 1) / (self.warmup_steps + 1)

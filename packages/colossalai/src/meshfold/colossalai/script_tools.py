@@ -205,7 +205,7 @@ class DistCoordinator:
 
     @contextmanager
     def priority_execution(self, executor_rank: int = 0) -> Iterator[None]:
-        """One process goes through it, then all the others: it downloads or unpacks what all read."""
+        """Context manager: one process runs the block, then the others, for example to download what all read."""
         mine = self.rank == executor_rank
         if not mine:
             self.block_all()
@@ -296,7 +296,7 @@ class Accelerator:
             torch.cuda.reset_peak_memory_stats(device)
 
     def __getattr__(self, name: str) -> Any:
-        """All else of torch.cuda.
+        """Return any other name of torch.cuda.
 
         Raises:
             AttributeError: on the CPU, and for what torch.cuda does not have: with what to write.

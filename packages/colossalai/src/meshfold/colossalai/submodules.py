@@ -39,20 +39,20 @@ PARTS = frozenset({
     "testing", "timer", "torch_amp", "torch_ddp_plugin", "torch_fsdp_plugin", "trainer", "utils", "vanilla",
     "wrapped_layers", "wrapper", "zero",
 })  # fmt: skip
-"""What the paths there consist of."""
+"""Words that the module paths of Colossal-AI consist of"""
 
 
 def find(name: str, module: str, homes: dict[str, str]) -> Any:
-    """A name of theirs, asked of one of their modules.
+    """Return a name that a script imports from a module of Colossal-AI.
 
     Args:
         name: asked for.
         module: full name of the module.
-        homes: where the names are that there are.
+        homes: name to the module that defines it here.
 
     Raises:
-        AttributeError: for a name of Python's own.
-        ImportError: for every other name that there is not: with what to write.
+        AttributeError: for a name such as ``__wrapped__`` that Python itself asks for.
+        ImportError: for any other unknown name, with what to write.
     """
     if name.startswith("__"):
         raise AttributeError(f"module {module!r} has no attribute {name!r}")
@@ -70,7 +70,7 @@ def find(name: str, module: str, homes: dict[str, str]) -> Any:
 
 
 class _Paths(MetaPathFinder, Loader):
-    """Makes the modules."""
+    """Finder and loader of these modules."""
 
     def __init__(self, homes: dict[str, str]) -> None:
         self._homes = homes
@@ -78,10 +78,10 @@ class _Paths(MetaPathFinder, Loader):
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        """One of their modules that is not one of ours.
+        """Return the spec of a module path of Colossal-AI that is no module of ours.
 
         Raises:
-            ModuleNotFoundError: for a path that they did not have either.
+            ModuleNotFoundError: for a path that Colossal-AI does not have either.
         """
         if not fullname.startswith(f"{HERE}."):
             return None
@@ -95,16 +95,16 @@ class _Paths(MetaPathFinder, Loader):
         )
 
     def create_module(self, spec: ModuleSpec) -> ModuleType | None:
-        """As Python makes them."""
+        """Let Python make the module."""
         return None
 
     def exec_module(self, module: ModuleType) -> None:
-        """Names come when they are asked for."""
+        """Look names up when they are asked for."""
         module.__getattr__ = names_for(module.__name__, self._homes)  # type: ignore[method-assign]
 
 
 def names_for(module: str, homes: dict[str, str]) -> Callable[[str], Any]:
-    """The ``__getattr__`` of a module."""
+    """Return the ``__getattr__`` of a module."""
     return partial(find, module=module, homes=homes)
 
 

@@ -239,7 +239,7 @@ def pack_linears(model: nn.Module) -> list[str]:
 
 
 def unpacked_twins(model: nn.Module) -> dict[Tensor, Tensor]:
-    """From each packed weight of a model to a tensor without values of the shape that it stands for."""
+    """Map each packed weight of a model to a meta tensor of its unpacked shape."""
     return {
         module.weight: torch.empty(module.out_features, module.in_features, device="meta")
         for module in model.modules()

@@ -47,7 +47,7 @@ class Row:
     transposed: bool = False
 
     def leave(self, given: Mapping[str, Tensor]) -> Step:
-        """From ours to theirs."""
+        """Convert our tensors to Hugging Face's."""
         whole = given[self.ours]
         sizes = self.parts or (whole.shape[0],)
         if sum(sizes) != whole.shape[0]:
@@ -66,7 +66,7 @@ class Row:
         return Step(sources=(self.ours,), results=results, make=make)
 
     def enter(self, given: Mapping[str, Tensor]) -> Step:
-        """From theirs to ours."""
+        """Convert Hugging Face's tensors to ours."""
         shapes = [tuple(given[name].shape)[:: -1 if self.transposed else 1] for name in self.theirs]
         shape = (sum(shape[0] for shape in shapes), *shapes[0][1:])
 

@@ -31,7 +31,7 @@ from meshfold.checkpoint.tensors import SAFETENSORS_NAME, TensorInfo, TensorWrit
 from meshfold.huggingface.folder_config import read_raw_config
 
 SHARD_BYTES = 5 * 10**9
-"""Of a file of weights, about: as transformers does it."""
+"""Approximate largest size of a file of weights, as in transformers"""
 
 _WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".h5", ".msgpack", ".onnx", ".gguf", ".index.json")
 

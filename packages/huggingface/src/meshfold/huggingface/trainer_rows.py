@@ -61,7 +61,7 @@ class Rows(Dataset[Any]):
         return Uncounted(self._dataset[~number]) if number < 0 else self._dataset[number]
 
     def __getitems__(self, numbers: list[int]) -> list[Any]:
-        """All of a batch at once, where the dataset can."""
+        """Return the rows of a batch at once, where the dataset supports it."""
         if numbers[0] < 0 or not hasattr(self._dataset, "__getitems__"):
             return [self[number] for number in numbers]
         rows: list[Any] = self._dataset.__getitems__(numbers)

@@ -42,7 +42,7 @@ class Recipe:
         return self.convert({source: files[source] for source, _ in self.sources}, model)[name]
 
     def convert(self, given: Mapping[str, Tensor], model: nn.Module) -> dict[str, Tensor]:
-        """All tensors that the conversion makes, by their names in the model."""
+        """Return all tensors that the conversion makes, by their names in the model."""
         converter = copy.deepcopy(self.converter)
         for source, pattern in self.sources:
             converter.add_tensor(self.first, source, pattern, given[source])

@@ -18,6 +18,7 @@ import os
 import re
 import runpy
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +32,7 @@ class Failure(Exception):
 
 
 def sentence_of(error: Exception) -> Failure | None:
-    """An error that was raised on purpose, or by the system, as a sentence; None for one that is a bug."""
+    """Return an intended or system error as a sentence, or None for a bug."""
     if isinstance(error, Failure):
         return error
     errors = sys.modules.get("meshfold.mesh.errors")  # not imported for this alone: it brings torch
@@ -49,7 +50,7 @@ def sentence_of(error: Exception) -> Failure | None:
 
 
 def add_model(parser: argparse._ActionsContainer) -> None:
-    """``--model``, ``--hf``, ``--set`` and ``--rule``."""
+    """Add ``--model``, ``--hf``, ``--set`` and ``--rule``."""
     which = parser.add_mutually_exclusive_group()
     which.add_argument(
         "--model",
@@ -72,14 +73,14 @@ def add_model(parser: argparse._ActionsContainer) -> None:
 
 
 def read_model(arguments: argparse.Namespace) -> None:
-    """Let ``--model FOLDER`` be ``--hf FOLDER``: what has a separator in it, or a configuration, is no name of ours."""
+    """Treat ``--model FOLDER`` as ``--hf FOLDER`` if the value has a separator or is a folder with a config.json."""
     name = getattr(arguments, "model", None)
     if name is not None and (os.sep in name or os.path.isfile(os.path.join(name, "config.json"))):
         arguments.model, arguments.hf = None, name
 
 
 def read_changes(words: list[str]) -> dict[str, Any]:
-    """The dict that ``--set`` stands for.
+    """Return the dict that ``--set`` stands for.
 
     Raises:
         Failure: for a word that is not ``key=value``.
@@ -97,10 +98,10 @@ def read_changes(words: list[str]) -> dict[str, Any]:
 
 
 def read_rules(words: list[str]) -> dict[str, str]:
-    """The rules, role by pattern, that ``--rule`` stands for; whether the model has such submodules is not looked at.
+    """Return the rules of ``--rule``, role by pattern, without checking that the model has such submodules.
 
     Raises:
-        Failure: for a word that is not ``pattern=role``, a role that there is not, and a pattern with two roles.
+        Failure: for a word that is not ``pattern=role``, an unknown role, and a pattern with two roles.
     """
     if not words:
         return {}
@@ -122,16 +123,8 @@ def read_rules(words: list[str]) -> dict[str, str]:
     return found
 
 
-def positive(text: str) -> int:
-    """An argument that is a whole number from 1 up."""
-    number = whole(text)
-    if number < 1:
-        raise argparse.ArgumentTypeError(f"{text} is not a whole number from 1 up")
-    return number
-
-
 def byte_size(text: str) -> int:
-    """An argument that is an amount of memory, in bytes."""
+    """Parse an amount of memory, in bytes."""
     from meshfold.mesh.spec import parse_bytes
 
     try:
@@ -143,24 +136,8 @@ def byte_size(text: str) -> int:
         ) from None
 
 
-def several(text: str) -> int:
-    """An argument that is a whole number from 2 up."""
-    number = whole(text)
-    if number < 2:
-        raise argparse.ArgumentTypeError(f"{text} is not a whole number from 2 up")
-    return number
-
-
-def natural(text: str) -> int:
-    """An argument that is a whole number from 0 up."""
-    number = whole(text)
-    if number < 0:
-        raise argparse.ArgumentTypeError(f"{text} is not a whole number from 0 up")
-    return number
-
-
 def rate(text: str) -> float:
-    """An argument that is a number from 0 up."""
+    """Parse a number from 0 up."""
     try:
         number = float(text)
     except ValueError:
@@ -171,11 +148,26 @@ def rate(text: str) -> float:
 
 
 def whole(text: str) -> int:
-    """An argument that is a whole number."""
+    """Parse a whole number."""
     try:
         return int(text)
     except ValueError:
         raise argparse.ArgumentTypeError(f"{text!r} is not a whole number") from None
+
+
+def _whole_from(least: int) -> Callable[[str], int]:
+    """Return a parser of whole numbers from ``least`` up."""
+
+    def parse(text: str) -> int:
+        number = whole(text)
+        if number < least:
+            raise argparse.ArgumentTypeError(f"{text} is not a whole number from {least} up")
+        return number
+
+    return parse
+
+
+natural, positive, several = map(_whole_from, range(3))
 
 
 _WAYS = (
@@ -185,7 +177,7 @@ _ITEM = re.compile(r"([A-Za-z_]\w*(?:\.[A-Za-z_]\w*)*)=([^=]+)")
 
 
 def add_parallel(parser: argparse._ActionsContainer) -> None:
-    """The argument ``--parallel``."""
+    """Add the argument ``--parallel``."""
     parser.add_argument(
         "--parallel",
         nargs="+",
@@ -197,7 +189,7 @@ def add_parallel(parser: argparse._ActionsContainer) -> None:
 
 
 def read_parallel(words: list[str]) -> dict[str, Any]:
-    """The dict that the words of ``--parallel`` stand for; whether it is a good spec is not looked at.
+    """Return the dict that the words of ``--parallel`` stand for, without checking the spec.
 
     Raises:
         Failure: for text that is none of the four forms.
@@ -249,7 +241,7 @@ def _from_file(path: Path) -> dict[str, Any]:
 
 
 def _literal(node: ast.expr) -> Any:
-    """The value of an expression made of literals and ``dict(key=...)`` alone; ValueError for any other."""
+    """Return the value of an expression of literals and ``dict(key=...)``; raise ValueError for any other."""
     if isinstance(node, ast.Dict) and None not in node.keys:
         pairs = [
             (ast.literal_eval(key), _literal(value))
@@ -273,7 +265,7 @@ def _literal(node: ast.expr) -> Any:
 
 
 def _word(text: str) -> Any:
-    """``4`` is an int, ``2x4`` a grid, ``true`` a bool; whatever is nothing of this kind is a string: ``2d``."""
+    """Return the value of a word: int ``4``, grid ``2x4``, bool ``true``, else a string such as ``2d``."""
     if re.fullmatch(r"\d+(x\d+)+", text):
         return tuple(int(size) for size in text.split("x"))
     try:

@@ -20,7 +20,7 @@ from meshfold.cli.arguments import Failure, byte_size, read_changes
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
-    """The arguments of ``meshfold convert``."""
+    """Add the arguments of ``meshfold convert``."""
     parser.usage = "meshfold convert SOURCE TARGET [options]"
     parser.add_argument(
         "source", metavar="SOURCE", help="a checkpoint, or a Hugging Face folder (safetensors or .bin)"

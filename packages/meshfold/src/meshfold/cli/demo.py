@@ -17,7 +17,7 @@ from meshfold.cli.train_arguments import words_of
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
-    """The arguments of ``meshfold demo``."""
+    """Add the arguments of ``meshfold demo``."""
     parser.add_argument("--out", default="demo", metavar="DIR", help="folder to write to (demo)")
     parser.add_argument("--steps", type=positive, default=250, metavar="N", help="optimizer steps (250)")
     parser.add_argument(

@@ -44,7 +44,7 @@ REQUIRED = ("meshfold", "meshfold-mesh", "meshfold-kernels", "meshfold-tensor-pa
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
-    """The arguments of ``meshfold doctor``."""
+    """Add the arguments of ``meshfold doctor``."""
     parser.add_argument(
         "--no-test", action="store_true", help="leave out the self-test of collectives, which starts ranks"
     )

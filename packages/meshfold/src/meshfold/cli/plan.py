@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
-    """The arguments of ``meshfold plan``."""
+    """Add the arguments of ``meshfold plan``."""
     add_parallel(parser)
     parser.add_argument(
         "--ranks", type=positive, metavar="N", help="world size (default: the product of the spec)"
@@ -187,7 +187,7 @@ def _show(found: Estimate, took: Times, machine: Machine, *, report: bool) -> No
 
 
 def _answer(found: Estimate, took: Times, machine: Machine) -> dict[str, Any]:
-    """The same in plain numbers."""
+    """Return the plan as numbers that JSON can hold."""
     from meshfold.planner import fits
 
     answer = {

@@ -22,7 +22,7 @@ FOLDER = "experiments"
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
-    """The arguments of ``meshfold reproduce`` and ``meshfold bench``."""
+    """Add the arguments of ``meshfold reproduce`` and ``meshfold bench``."""
     parser.usage = f"{parser.prog} NAME ... | --list"
     parser.add_argument("--list", action="store_true", help="list the experiments")
     parser.add_argument("--json", action="store_true", help="with --list: names as JSON")
@@ -49,10 +49,10 @@ def run(arguments: argparse.Namespace, folder: str = FOLDER) -> int:
 
 
 def find_folder(name: str) -> Path:
-    """The repository's folder of that name, looked for from here upwards, then from the place of an editable install.
+    """Return the repository's folder of that name, searched from the working folder upwards, then from an editable install.
 
     Raises:
-        Failure: if this is no repository of Meshfold.
+        Failure: outside of a clone of Meshfold.
     """
     here = Path.cwd()
     for start in (here, *here.parents, *Path(__file__).resolve().parents):
@@ -65,7 +65,7 @@ def find_folder(name: str) -> Path:
 
 
 def programs(folder: Path) -> dict[str, Path]:
-    """Name, with dashes, to file: ``<name>.py``, or ``run.py`` or ``__init__.py`` of a folder, with a ``main``."""
+    """Map names, with dashes, to files: ``<name>.py``, or ``run.py`` or ``__init__.py`` of a folder, with a ``main``."""
     found: dict[str, Path] = {}
     for entry in sorted(folder.iterdir()):
         candidates = (
@@ -79,13 +79,13 @@ def programs(folder: Path) -> dict[str, Path]:
 
 
 def first_line(file: Path) -> str:
-    """The first line of a file's docstring, without running it."""
+    """Return the first line of a file's docstring, without running the file."""
     text = ast.get_docstring(ast.parse(file.read_text(encoding="utf-8"))) or ""
     return text.partition("\n")[0].replace("``", "")
 
 
 def listing(folder: Path) -> str:
-    """A line for each program."""
+    """Return a line for each program."""
     found = programs(folder)
     width = max(map(len, found), default=0)
     lines = {
@@ -98,7 +98,7 @@ def run_program(folder: Path, name: str, argv: Sequence[str]) -> int:
     """Import a program and call its ``main(argv)``.
 
     Raises:
-        Failure: if there is none of that name.
+        Failure: if no program has that name.
     """
     found = programs(folder)
     file = found.get(name.replace("_", "-"))
@@ -126,7 +126,7 @@ def _has_main(file: Path) -> bool:
 
 
 def _import(folder: Path, file: Path) -> Any:
-    """The module, under the name that ``import experiments.some.run`` in the repository's root would give it."""
+    """Import the module under the name that ``import experiments.some.run`` in the repository's root would give it."""
     root = folder.parent
     if str(root) not in sys.path:
         sys.path.insert(0, str(root))

@@ -26,7 +26,7 @@ from meshfold.cli.arguments import Failure, natural, whole
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
-    """The arguments of ``meshfold run``."""
+    """Add the arguments of ``meshfold run``."""
     parser.usage = "meshfold run [--ranks N] [options] (script.py | -m MODULE) ..."
     parser.add_argument(
         "--ranks", type=whole, metavar="N", help="how many processes (default: one for each GPU)"

@@ -27,7 +27,7 @@ RECOMPUTE = "activations in backward: of every block, or of those that the plan 
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
-    """The arguments of ``meshfold train``."""
+    """Add the arguments of ``meshfold train``."""
     parser.usage = (
         "meshfold train --data PATH --out DIR [options]\n       meshfold train --resume --out DIR [options]"
     )

@@ -1,4 +1,4 @@
-"""From a folder or a file to one row of token ids.
+"""Corpora: a folder or a file as one row of token ids.
 
 Text is tokenised once, into a cache that all ranks map into memory.
 """

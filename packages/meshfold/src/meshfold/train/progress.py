@@ -92,7 +92,7 @@ class Lines:
             self.say(line(step, self._steps, numbers) + left)
 
     def close(self) -> None:
-        """Nothing is left open."""
+        """Do nothing: no line is left open."""
 
 
 class JsonLines:
@@ -107,7 +107,7 @@ class JsonLines:
         print(json.dumps({"step": step, **numbers}), flush=True)
 
     def close(self) -> None:
-        """Nothing is left open."""
+        """Do nothing: no line is left open."""
 
 
 class Bar:

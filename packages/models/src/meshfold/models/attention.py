@@ -117,7 +117,7 @@ class CausalMask(nn.Module):
         self.window = window
 
     def forward(self, position_ids: Tensor | None, like: Tensor, length: int) -> Tensor | None:
-        """One mask for all layers; None where a token sees all before it, or is alone.
+        """Return one mask for all layers, or None where a token sees all before it or is alone.
 
         Args:
             position_ids: ``b s`` or ``1 s``, begin anew at each document; None: each row is one.

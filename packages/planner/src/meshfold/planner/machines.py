@@ -84,7 +84,7 @@ class Machine:
         axes: tuple[str, ...],
         ranks: int,
     ) -> Rates:
-        """One rank's share of a node: rates divided by the ranks on it; memory of the host and its disk whole, for all.
+        """Return one rank's share of a node: rates divided by the ranks on it; memory of the host and its disk whole, for all.
 
         Args:
             precision: of the model.
@@ -245,7 +245,7 @@ MACHINES: dict[str, Machine] = {
 
 
 def find_machine(name: str) -> Machine:
-    """A machine by name.
+    """Return the machine of a name.
 
     Raises:
         SpecError: for an unknown name.
@@ -258,7 +258,7 @@ def find_machine(name: str) -> Machine:
 
 
 def unlimited_machine() -> Machine:
-    """A machine without an end of memory: for what a spec holds, where nobody asks what it would fit in."""
+    """Return a machine with unlimited memory, to estimate what a spec holds without asking whether it fits."""
     known, plenty = MACHINES["h200x8"], 2.0**60
     host = replace(known.host, memory=plenty, disk=plenty)
     return replace(known, name="a machine with enough memory", memory=plenty, host=host)

@@ -87,7 +87,7 @@ class _Asked:
 
 @dataclass(frozen=True, kw_only=True)
 class _Rank:
-    """One rank as measured: its stages, and its other collectives of a micro-step and of an optimizer step."""
+    """Measurements of one rank: its stages, and its other collectives of a micro-step and of an optimizer step."""
 
     pipeline: Pipeline
     stages: list[StageCosts]

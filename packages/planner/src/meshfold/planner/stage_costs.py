@@ -22,7 +22,7 @@ _KEY = 0
 
 @dataclass(frozen=True, kw_only=True)
 class StageCosts:
-    """A stage and a micro-batch.
+    """Costs of one stage for one micro-batch.
 
     Attributes:
         number: of the stage, counted over the whole model.
@@ -115,7 +115,7 @@ def _costs_of(pipeline: Pipeline, stage: Stage, work: Microbatch, log: Log, stan
 
 
 def held_at_most(actions: Sequence[Action], stages: Sequence[StageCosts]) -> int:
-    """Bytes that a rank's list of actions keeps for backward at most between two of them.
+    """Return the most bytes that a rank keeps for backward between two of its actions.
 
     Args:
         actions: the rank's.

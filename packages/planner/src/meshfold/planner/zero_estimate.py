@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
 
 WORKSPACE_BYTES = 66 * 2**20
-"""What cuBLAS keeps of a GPU as long as it is used: two workspaces of 32 MiB and a little (measured on an H200)."""
+"""Memory that cuBLAS keeps while it is used: two workspaces of 32 MiB and a little (measured on an H200)."""
 MATMULS = 0.86
 """Share of one large matmul's rate that those of a model reach, one after the other (measured: OPT-6.7B on an H200)."""
 ATTENTION = 0.55
@@ -195,7 +195,7 @@ def _let_go(parameter: Tensor) -> None:
 
 
 def with_collectives(trace: Trace, log: Log, mesh: Mesh, machine: Machine) -> Trace:
-    """With the seconds of what was sent over tensor axes, shared out to the moments of its half like their compute."""
+    """Return the trace with the seconds of collectives over tensor axes, divided among the moments of a half like compute."""
     moments, layers = list(trace.moments), list(trace.layers)
     for phase in ("forward", "backward"):
         sent = [entry for entry in log.entries if entry.phase == phase and entry.group_size > 1]
@@ -250,7 +250,7 @@ def memory_of(found: Plan) -> Memory:
 
 @dataclass(frozen=True, kw_only=True)
 class Solved:
-    """A rank's plan, or why there is none; what it holds, and the collectives on its chunks in an optimizer step."""
+    """A rank's plan or the reason for its refusal, its memory, and the collectives on its chunks in an optimizer step."""
 
     plan: Plan | None
     refusal: str
@@ -260,7 +260,7 @@ class Solved:
 
 @dataclass(frozen=True, kw_only=True)
 class StageProblem:
-    """A rank's stages, seen without values; what is still to be known is how many micro-batches they hold at once."""
+    """A rank's stages traced on meta tensors; only the number of micro-batches held at once is still open."""
 
     trace: Trace
     chunks: Sequence[ChunkUse]
@@ -275,7 +275,7 @@ class StageProblem:
     recomputed: bool = False
 
     def solved(self, live: int, stages: int, microbatches: int) -> Solved:
-        """The plan.
+        """Return the plan for a number of micro-batches in flight.
 
         Args:
             live: pairs of stage and micro-batch that the rank holds at most.

@@ -60,7 +60,7 @@ def pipeline_time_table(
 
 
 def pipeline_numbers(found: PipelineEstimate) -> dict[str, Any]:
-    """The same in plain numbers."""
+    """Return a pipeline's plan as numbers that JSON can hold."""
     simulation = found.simulation
     return {
         "schedule": simulation.schedule.name,

@@ -13,7 +13,7 @@ _MOST = 8  # rows, columns and blocks shown before the dots
 
 
 def mesh_picture(axes: Mapping[str, int]) -> str:
-    """Ranks by their places: the last axis across, the one before it down, the others block by block.
+    """Draw ranks by their coordinates: the last axis across, the one before it down, the others block by block.
 
     >>> print(mesh_picture(dict(data=2, row=2, col=2)))
     data 0          data 1
@@ -82,7 +82,7 @@ def _beside(blocks: list[list[str]]) -> str:
 
 
 def _some(count: int) -> list[int | None]:
-    """All numbers below ``count``, or the first and the last of many with None between them."""
+    """Return all numbers below ``count``, or the first and last of many with None between them."""
     return list(range(count)) if count <= _MOST else [*range(_MOST - 2), None, count - 1]
 
 
