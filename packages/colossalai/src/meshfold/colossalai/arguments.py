@@ -49,7 +49,7 @@ class Translation:
     words: list[str] = field(default_factory=list)
 
     def under(self, root: str) -> dict[str, Any]:
-        """The settings whose paths begin so: ``{"placement": "cpu"}`` under ``"zero"``."""
+        """Return the settings whose paths begin so: ``{"placement": "cpu"}`` under ``"zero"``."""
         return {
             path.removeprefix(f"{root}."): value
             for path, value in self.settings.items()
@@ -140,7 +140,7 @@ def one_of(known: Mapping[Any, Any]) -> Callable[[Any], Any]:
 
 
 def unless(nothing: Any) -> Callable[[Any], Any]:
-    """The value itself; None where it is what says "nothing" there, as a largest norm of 0 does."""
+    """Return the value itself; None where it is what says "nothing" there, as a largest norm of 0 does."""
 
     def by(value: Any) -> Any:
         return None if _same(value, nothing) else value

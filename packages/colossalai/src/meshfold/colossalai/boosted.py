@@ -27,7 +27,7 @@ class BoostedModel(nn.Module):
         self.module = engine.model
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """The model's output: to be trained on after ``train()``, without gradients after ``eval()``."""
+        """Return the model's output: to be trained on after ``train()``, without gradients after ``eval()``."""
         return self.engine(*args, **kwargs)
 
     def train(self, mode: bool = True) -> BoostedModel:
@@ -41,7 +41,7 @@ class BoostedModel(nn.Module):
         return self.module
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """The whole model's, with the names of a single process, on every rank; all ranks must call."""
+        """Return the whole model's state under the names of a single process, on every rank; all ranks must call."""
         return dict(self.engine.full_state_dict())
 
     def load_state_dict(
@@ -76,7 +76,7 @@ class BoostedOptimizer:
         return self.engine.optimizer
 
     def unwrap(self) -> torch.optim.Optimizer:
-        """The engine's own."""
+        """Return the engine's own."""
         return self.optim
 
     @property
@@ -110,7 +110,7 @@ class BoostedOptimizer:
         self.engine.backward(loss, retain_graph=retain_graph)
 
     def get_grad_norm(self) -> float | None:
-        """The norm of the whole model's gradient in the last step, before clipping."""
+        """Return the norm of the whole model's gradient in the last step, before clipping."""
         return None if self.engine.last is None else self.engine.last.grad_norm
 
     def clip_grad_by_norm(

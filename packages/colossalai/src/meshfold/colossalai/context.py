@@ -100,7 +100,7 @@ class ParallelContext:
         return self.mesh.size(*self._axes(mode))
 
     def get_ranks_in_group(self, mode: ParallelMode) -> list[int]:
-        """The global ranks of its group."""
+        """Return the global ranks of its group."""
         rank = self.mesh.rank
         return next(ranks for ranks in self.mesh.groups(*self._axes(mode)) if rank in ranks)
 

@@ -116,7 +116,7 @@ def from_deepspeed(config: Mapping[str, Any] | str | os.PathLike[str], *, say: b
 
 
 def _read(file: object) -> Mapping[str, Any]:
-    """The entries of a JSON file."""
+    """Return the entries of a JSON file."""
     if not isinstance(file, str | os.PathLike):
         raise SpecError(f"from_deepspeed({file!r}): a dict, or the path of a JSON file")
     try:

@@ -40,7 +40,7 @@ class ShardedBatches:
 
 
 def shard_loader(loader: Any, engine: Engine, name: str) -> Any:
-    """A script's loader, each data coordinate's rows of it.
+    """Return a script's loader, each data coordinate's rows of it.
 
     The batches of a plain loader are global ones, as in the script of one process. It is made again, so that each rank
     reads its own rows only, shuffles as the others do, and goes on where a checkpoint stopped. One with a distributed

@@ -31,7 +31,7 @@ def initialize(
     ophooks: object = None,
     verbose: bool = True,
 ) -> tuple[TrainingEngine, Any, Any, Any]:
-    """An engine of what a script for Colossal-AI has made.
+    """Return an engine of what a script for Colossal-AI has made.
 
     >>> engine, train_dataloader, test_dataloader, lr_scheduler = initialize(                 # doctest: +SKIP
     ...     model, optimizer, criterion, train_dataloader, test_dataloader, lr_scheduler, config="config.py"
@@ -85,7 +85,7 @@ def make_engine(
     what: str,
     dataloader: Any = None,
 ) -> tuple[TrainingEngine, Any]:
-    """The engine, and the schedule of its optimizer.
+    """Return the engine, and the schedule of its optimizer.
 
     Args:
         what: the name of the plugin that says the settings, or ``initialize``.

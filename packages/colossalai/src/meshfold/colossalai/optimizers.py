@@ -54,7 +54,7 @@ def take_over(optimizer: object, model: nn.Module) -> object:
 
 
 def _groups(optimizer: torch.optim.Optimizer, model: nn.Module) -> dict[str, int]:
-    """The number of the group of each parameter, under each of its names."""
+    """Return the number of the group of each parameter, under each of its names."""
     names: dict[Tensor, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         names.setdefault(parameter, []).append(uncompiled_name(name))

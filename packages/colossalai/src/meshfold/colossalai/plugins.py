@@ -91,7 +91,7 @@ class Plugin:
         return StageManager(self._world().mesh)
 
     def settings(self, *, rows: int | None = None, sampler: object = None) -> Settings:
-        """The spec, and the arguments of the engine.
+        """Return the spec, and the arguments of the engine.
 
         Args:
             rows: of a batch of the script's loader, if it has one and no loader was prepared here.
@@ -160,7 +160,7 @@ class Plugin:
         """Raise for what must be known by now."""
 
     def _parallel(self, found: Translation) -> dict[str, Any]:
-        """The spec."""
+        """Return the spec."""
         return {}
 
 
@@ -221,7 +221,7 @@ class HybridParallelPlugin(Plugin):
         return parallel
 
     def _stages(self, entry: dict[str, Any], microbatch_rows: int | None) -> dict[str, Any]:
-        """The entry ``pipeline``."""
+        """Return the entry ``pipeline``."""
         chunks = entry.pop("chunks", 1)
         if entry.get("schedule") == "interleaved":
             if chunks == 1:
@@ -259,7 +259,7 @@ def _with_zero(parallel: dict[str, Any], found: Translation) -> dict[str, Any]:
 
 
 def _tensor_and_sequence(where: str, found: Translation) -> dict[str, Any]:
-    """The entries ``tensor`` and ``sequence`` of their five arguments."""
+    """Return the entries ``tensor`` and ``sequence`` of their five arguments."""
     size, aside = found.under("tensor").get("size", 1), found.under("aside")
     parallel: dict[str, Any] = {} if size == 1 else {"tensor": {"size": size}}
     mode, ranks = aside.get("sequence_mode"), aside.get("sequence_size")

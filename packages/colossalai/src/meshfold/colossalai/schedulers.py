@@ -29,7 +29,7 @@ def check(scheduler: Any, old: object) -> None:
 
 
 def hand_over(scheduler: Any, new: torch.optim.Optimizer | None) -> Any:
-    """The scheduler, and those inside it, of the engine's optimizer from now on; or what a function makes of that.
+    """Return the scheduler, and those inside it, of the engine's optimizer from now on; or what a function makes of that.
 
     Args:
         scheduler: checked. It has its settings and its place in its schedule; base rates are in the groups, which the new
@@ -47,7 +47,7 @@ def hand_over(scheduler: Any, new: torch.optim.Optimizer | None) -> Any:
 
 
 def _all(scheduler: Any) -> Iterator[Any]:
-    """A scheduler and those that it is made of (SequentialLR, ChainedScheduler, a warm-up with one after it)."""
+    """Return a scheduler and those that it is made of (SequentialLR, ChainedScheduler, a warm-up with one after it)."""
     yield scheduler
     for value in vars(scheduler).values():
         for inner in value if isinstance(value, list | tuple) else [value]:
@@ -94,7 +94,7 @@ class _WarmUp(LRScheduler):
         super().__init__(optimizer, last_epoch)
 
     def get_lr(self) -> list[float | torch.Tensor]:
-        """A rate a group."""
+        """Return a rate a group."""
         done = self.last_epoch - self.warmup_steps
         bases = [float(base) for base in self.base_lrs]
         if done < 0:
@@ -103,11 +103,11 @@ class _WarmUp(LRScheduler):
         return [self._after(base, share) for base in bases]
 
     def _before(self, base: float) -> float:
-        """The rate of a step of the warm-up."""
+        """Return the rate of a step of the warm-up."""
         raise NotImplementedError
 
     def _after(self, base: float, share: float) -> float:
-        """The rate when ``share`` of the steps after the warm-up are done."""
+        """Return the rate when ``share`` of the steps after the warm-up are done."""
         raise NotImplementedError
 
 

@@ -21,7 +21,7 @@ _LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR")
 
 
 def get_default_parser() -> argparse.ArgumentParser:
-    """A parser with ``--config`` and what their launchers passed, which does nothing here; the script adds its own."""
+    """Return a parser with ``--config`` and what their launchers passed, which does nothing here; the script adds its own."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--config", help="Python file with the settings")
     for name in ("host", "port", "world_size", "rank", "local_rank", "backend"):
@@ -143,7 +143,7 @@ class DistributedLogger:
 
 
 def get_dist_logger(name: str = "meshfold") -> DistributedLogger:
-    """A logger whose messages may be of some ranks alone."""
+    """Return a logger whose messages may be of some ranks alone."""
     return DistributedLogger(name)
 
 
@@ -216,7 +216,7 @@ class DistCoordinator:
                 self.block_all()
 
     def on_master_only(self) -> Callable[[Callable[..., T]], Callable[..., T | None]]:
-        """A decorator: the function runs on the first process alone, and gives None on the others."""
+        """Return a decorator: the function runs on the first process alone, and gives None on the others."""
 
         def decorate(function: Callable[..., T]) -> Callable[..., T | None]:
             @functools.wraps(function)
@@ -253,7 +253,7 @@ class Accelerator:
         """Nothing: each rank has its own device."""
 
     def set_to_device(self, models: Any) -> Any:
-        """A model, or several, on this rank's device."""
+        """Return a model, or several, on this rank's device."""
         if isinstance(models, list):
             return [model.to(get_current_device()) for model in models]
         return models.to(get_current_device())
@@ -287,7 +287,7 @@ class Accelerator:
         return 0 if self.name == "cpu" else torch.cuda.memory_allocated(device)
 
     def max_memory_allocated(self, device: Any = None) -> int:
-        """The most that they were; 0 on the CPU."""
+        """Return the most that they were; 0 on the CPU."""
         return 0 if self.name == "cpu" else torch.cuda.max_memory_allocated(device)
 
     def reset_peak_memory_stats(self, device: Any = None) -> None:

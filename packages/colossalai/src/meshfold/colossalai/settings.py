@@ -85,7 +85,7 @@ def _known(config: Config) -> dict[str, Any]:
 
 
 def _parallel(value: Any) -> dict[str, Any]:
-    """The spec, where their grammar differs from ours."""
+    """Return the spec, where their grammar differs from ours."""
     if value is None:
         return {}
     if not isinstance(value, Mapping):
@@ -114,7 +114,7 @@ def _parallel(value: Any) -> dict[str, Any]:
 
 
 def _zero(value: Any, found: Translation) -> dict[str, Any]:
-    """The entry ``zero``: ours as it is; theirs by its tables. Without a precision theirs means fp16."""
+    """Return the entry ``zero``: ours as it is; theirs by its tables. Without a precision theirs means fp16."""
     if not isinstance(value, Mapping):
         raise SpecError(f"config: zero={value!r}: a dict, such as dict(stage=3, placement='auto')")
     if not any(name in value for name in tables.ZERO_CONFIGS):

@@ -171,7 +171,7 @@ HYBRID: Table = {
 
 
 def _dtype_name(value: Any) -> str:
-    """The precision of a ``MixedPrecision`` of torch.
+    """Return the precision of a ``MixedPrecision`` of torch.
 
     Raises:
         ValueError: for anything else, and for another dtype.

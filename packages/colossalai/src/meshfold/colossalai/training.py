@@ -120,7 +120,7 @@ class TrainingEngine(Engine):
         return self.train(False)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """The model's output, whole on every rank; after :meth:`eval` without gradients."""
+        """Return the model's output, whole on every rank; after :meth:`eval` without gradients."""
         if self.training and torch.is_grad_enabled() and self.optimizer is not None:
             return super().__call__(*args, **kwargs)
         work = self.runner.forward.inputs(args, kwargs)
@@ -129,7 +129,7 @@ class TrainingEngine(Engine):
             return runs(*work.args, **work.kwargs)
 
     def output_of(self, batch: Any) -> Any:
-        """The model's output on a batch as :meth:`execute_schedule` takes it, whole on every rank, without gradients."""
+        """Return the model's output on a batch as :meth:`execute_schedule` takes it, whole on every rank, without gradients."""
         return self.predict(batch)
 
     def backward(self, loss: Tensor, *, retain_graph: bool = False) -> None:
@@ -197,7 +197,7 @@ class TrainingEngine(Engine):
         return output, label, loss if return_loss else None
 
     def _through(self, batch: Any, *, forward_only: bool) -> Tensor:
-        """A batch through the stages; the optimizer does not step."""
+        """Run a batch through the stages; the optimizer does not step."""
         if forward_only:
             return torch.tensor(self.eval_step(batch), dtype=torch.float64, device=self.device)
         loss = self._run(batch)

@@ -114,7 +114,7 @@ class Adapter:
         return names, wanted
 
     def files(self) -> Mapping[str, Tensor]:
-        """The tensors of the folder, by their names there; none of a new adapter.
+        """Return the tensors of the folder, by their names there; none of a new adapter.
 
         Raises:
             SpecError: if they are damaged.
@@ -129,7 +129,7 @@ class Adapter:
         return found
 
     def values(self, model: nn.Module) -> Mapping[str, Tensor]:
-        """The trained values by their names in the model; none of a new adapter.
+        """Return the trained values by their names in the model; none of a new adapter.
 
         Raises:
             SpecError: if the folder lacks some, or has others.

@@ -43,7 +43,7 @@ class HuggingFaceModel:
         return None if found is None else int(found)
 
     def build(self) -> nn.Module:
-        """The model with fresh weights; hand this function to the engine, which never allocates the whole."""
+        """Return the model with fresh weights; hand this function to the engine, which never allocates the whole."""
         from transformers import AutoModelForCausalLM
 
         model: nn.Module = AutoModelForCausalLM.from_config(
@@ -52,7 +52,7 @@ class HuggingFaceModel:
         return model
 
     def load(self) -> Pretrained:
-        """The model with the folder's weights, which an engine reads straight into place.
+        """Return the model with the folder's weights, which an engine reads straight into place.
 
         Raises:
             SpecError: if they are damaged.

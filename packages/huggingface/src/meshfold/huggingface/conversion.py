@@ -240,12 +240,12 @@ def _write_checkpoint(
 
 
 def _value(value: Tensor) -> Tensor:
-    """A tensor that torch can take in a list too."""
+    """Return a tensor that torch can take in a list too."""
     return value.read() if isinstance(value, StoredTensor) else value
 
 
 def _state(state: dict[str, Any] | None) -> dict[str, Any]:
-    """The state of a run that has only its model: counters as they were, or of one that begins."""
+    """Return the state of a run that has only its model: counters as they were, or of one that begins."""
     fresh: dict[str, Any] = {
         "spec": "{}", "precision": None, "seed": 0, "step": 0, "micro_step": 0, "skipped_steps": 0,
         "scaler": {}, "data": {},

@@ -79,7 +79,7 @@ class Row:
 
 
 def rows_of(config: DecoderConfig) -> list[Row]:
-    """The table of a model, the head last."""
+    """Return the table of a model, the head last."""
     body = _gpt(config) if isinstance(config, GPTConfig) else _llama(config)
     return [*body, Row(ours=_HEAD, theirs=("lm_head.weight",))]
 
@@ -131,7 +131,7 @@ def unchanged(given: Mapping[str, Tensor]) -> list[Step]:
 
 
 def leave(given: Mapping[str, Tensor], config: DecoderConfig) -> list[Step]:
-    """The steps from a state of ours to one of Hugging Face's; a tied head is left out, as transformers does."""
+    """Return the steps from a state of ours to one of Hugging Face's; a tied head is left out, as transformers does."""
     rows = [row for row in rows_of(config) if row.ours != _HEAD]
     names = set(given)
     if config.tie:  # either name will do
@@ -144,7 +144,7 @@ def leave(given: Mapping[str, Tensor], config: DecoderConfig) -> list[Step]:
 
 
 def enter(given: Mapping[str, Tensor], config: DecoderConfig) -> list[Step]:
-    """The steps from a state of Hugging Face's to one of ours; of a tied pair either will do."""
+    """Return the steps from a state of Hugging Face's to one of ours; of a tied pair either will do."""
     given = {_full(name, config): value for name, value in given.items() if not _is_table(name)}
     rows = [row for row in rows_of(config) if row.ours != _HEAD]
     names = set(given)
@@ -189,7 +189,7 @@ def _check(wanted: Iterable[str], given: Mapping[str, Tensor], names: set[str]) 
 
 
 def own_config(described: Mapping[str, Any]) -> DecoderConfig:
-    """The configuration of ours that a checkpoint has kept."""
+    """Return the configuration of ours that a checkpoint has kept."""
     try:
         return OWN[described["kind"]](**described["config"])
     except (KeyError, TypeError, SpecError) as error:
@@ -197,7 +197,7 @@ def own_config(described: Mapping[str, Any]) -> DecoderConfig:
 
 
 def theirs_of(config: DecoderConfig) -> dict[str, Any]:
-    """The ``config.json`` of a model of ours.
+    """Return the ``config.json`` of a model of ours.
 
     Raises:
         CheckpointError: where transformers' model would compute something else.
@@ -250,7 +250,7 @@ def theirs_of(config: DecoderConfig) -> dict[str, Any]:
 
 
 def ours_of(theirs: Mapping[str, Any]) -> DecoderConfig:
-    """The configuration of ours that computes what a ``config.json`` says.
+    """Return the configuration of ours that computes what a ``config.json`` says.
 
     Raises:
         CheckpointError: if none does.

@@ -157,7 +157,7 @@ class FolderWriter:
         return f"{stem}-{number + 1:05}-of-{len(self._shards):05}.{ending}"
 
     def _described(self) -> dict[str, Any]:
-        """The configuration, with the dtype that most elements have."""
+        """Return the configuration, with the dtype that most elements have."""
         found = dict(self._config or {})
         elements: dict[torch.dtype, int] = {}
         for described in self._announced.values():

@@ -59,7 +59,7 @@ class Pretrained(WeightSource):
         self._files = _open(folder)
 
     def __call__(self) -> nn.Module:
-        """The model with fresh weights."""
+        """Return the model with fresh weights."""
         if hasattr(self.model_class, "from_config"):
             model: nn.Module = self.model_class.from_config(
                 self.config, dtype=self._dtype, trust_remote_code=False
@@ -208,7 +208,7 @@ def pretrained(
     verify: bool = True,
     **changes: Any,
 ) -> Pretrained:
-    """The model of a local Hugging Face folder, to be given to an :class:`Engine` as its model.
+    """Return the model of a local Hugging Face folder, to be given to an :class:`Engine` as its model.
 
     Weights are read from ``model.safetensors`` or ``pytorch_model.bin``, single or in shards with an index, when the engine is
     made. What the folder lacks (the head of a task it was not trained for) is made anew, the same for the same seed under every
@@ -277,7 +277,7 @@ def _open(folder: Path) -> Mapping[str, Tensor]:
 
 
 def _class_of(shown: str, config: Any, asked: str | type | None) -> Any:
-    """The class that makes the model."""
+    """Return the class that makes the model."""
     import transformers
 
     if isinstance(asked, type):

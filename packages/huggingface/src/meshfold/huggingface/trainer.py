@@ -131,7 +131,7 @@ class EngineTrainer(Trainer):  # type: ignore[misc]  # transformers is not typed
     def get_batch_samples(
         self, epoch_iterator: Iterator[Any], num_batches: int, device: torch.device
     ) -> tuple[list[Any], None]:
-        """The batches of a step, and their weights in it: as the Trainer's, but of targets over all data coordinates."""
+        """Return the batches of a step, and their weights in it: as the Trainer's, but of targets over all data coordinates."""
         batches = list(islice(epoch_iterator, num_batches))
         more = self._counts_all_labels(batches)
         weighed = more or (self.model_accepts_loss_kwargs and len(batches) > 1)
@@ -216,7 +216,7 @@ class EngineTrainer(Trainer):  # type: ignore[misc]  # transformers is not typed
         )
 
     def _used(self, dataset: Any, named: str) -> tuple[Any, Callable[[list[Any]], Any]]:
-        """The dataset, and what collates its rows, without columns that the model does not take."""
+        """Return the dataset, and what collates its rows, without columns that the model does not take."""
         if dataset is None:
             raise SpecError(f"there is no data: give EngineTrainer(..., {named}=...)")
         if not hasattr(dataset, "__len__") or not hasattr(dataset, "__getitem__"):
@@ -231,7 +231,7 @@ class EngineTrainer(Trainer):  # type: ignore[misc]  # transformers is not typed
         return dataset, self._get_collator_with_removed_columns(self.data_collator, description=named)
 
     def _loading(self) -> dict[str, Any]:
-        """The arguments' options of torch's loader."""
+        """Return the arguments' options of torch's loader."""
         names = ("num_workers", "pin_memory", "persistent_workers", "prefetch_factor")
         options = {name: getattr(self.args, f"dataloader_{name}") for name in names}
         return {**options, "pin_memory": options["pin_memory"] and self.engine.device.type == "cuda"}

@@ -66,7 +66,7 @@ class Predictions:
         return dict(denumpify_detensorize(compute(given)))
 
     def _output(self, fields: Mapping[str, Any]) -> Any:
-        """The predictions in the model's output, as the Trainer takes them out of it."""
+        """Return the predictions in the model's output, as the Trainer takes them out of it."""
         output = self._engine.predict(dict(fields))
         if isinstance(output, Mapping):
             parts = tuple(value for name, value in output.items() if name not in self._left_out)
@@ -76,7 +76,7 @@ class Predictions:
         return parts[0] if len(parts) == 1 else parts
 
     def _of_all(self, values: Any) -> Any:
-        """A batch's tensors of all data coordinates, in the order of the rows."""
+        """Return a batch's tensors of all data coordinates, in the order of the rows."""
         world = self._engine.world
         whole = min(self._batch_rows, self._rows - self._number * self._batch_rows)
         counts = [len(row_range(whole, index, world.row_size)) for index in range(world.row_size)]
@@ -95,7 +95,7 @@ class Predictions:
 
 
 def _padded(parts: Sequence[Tensor]) -> list[Tensor]:
-    """The same, of one size in every dim but the first."""
+    """Return the same, of one size in every dim but the first."""
     sizes = [max(part.shape[dim] for part in parts) for dim in range(1, parts[0].dim())]
     padded = []
     for part in parts:

@@ -36,7 +36,7 @@ class Recipe:
     first: str = ""
 
     def make(self, name: str, files: Mapping[str, Tensor], model: nn.Module) -> Tensor:
-        """The tensor; in memory only if several make it."""
+        """Return the tensor; in memory only if several make it."""
         if self.converter is None:
             return files[self.sources[0][0]]
         return self.convert({source: files[source] for source, _ in self.sources}, model)[name]
@@ -137,7 +137,7 @@ def match(model: Any, files: Mapping[str, Tensor], wanted: Mapping[str, Tensor] 
 
 
 def _tied(wanted: Mapping[str, Tensor]) -> Iterable[list[str]]:
-    """The names of each tensor that has several."""
+    """Return the names of each tensor that has several."""
     names: dict[Tensor, list[str]] = {}
     for name, tensor in wanted.items():
         names.setdefault(tensor, []).append(name)
@@ -185,7 +185,7 @@ def _natural(key: str) -> tuple[tuple[int, int, str], ...]:
 
 
 def to_files(model: Any, given: Mapping[str, Tensor]) -> list[Step]:
-    """The steps from what a model of transformers has in memory to what its folder has.
+    """Return the steps from what a model of transformers has in memory to what its folder has.
 
     Names stay as they are where transformers has no other ones, is too old to say, or makes one tensor of several, which
     it reads under either name.
@@ -224,7 +224,7 @@ def _step(model: Any, name: str, value: Tensor, revert: Any) -> Step:
 
 
 def model_of(config: Mapping[str, Any]) -> Any:
-    """The model that a ``config.json`` describes, without values; None if it cannot be made here."""
+    """Return the model that a ``config.json`` describes, without values; None if it cannot be made here."""
     try:
         import transformers
 

@@ -85,7 +85,7 @@ def machine() -> dict[str, Any]:
 
 
 def version(package: str) -> str | None:
-    """The installed version of a package, None without it."""
+    """Return the installed version of a package, None without it."""
     from importlib import metadata
 
     try:
@@ -95,7 +95,7 @@ def version(package: str) -> str | None:
 
 
 def distribution(name: str, module: str) -> str | None:
-    """A distribution's version; "from source" where its module can be imported all the same; None without it."""
+    """Return a distribution's version; "from source" where its module can be imported all the same; None without it."""
     from meshfold.mesh.spec import is_importable
 
     if not is_importable(module):
@@ -104,7 +104,7 @@ def distribution(name: str, module: str) -> str | None:
 
 
 def devices() -> dict[str, Any]:
-    """The GPUs that torch sees, and the versions of CUDA and NCCL."""
+    """Return the GPUs that torch sees, and the versions of CUDA and NCCL."""
     import torch
 
     gpus = [torch.cuda.get_device_properties(index) for index in range(torch.cuda.device_count())]
@@ -120,7 +120,7 @@ def devices() -> dict[str, Any]:
 
 
 def kernels() -> list[dict[str, Any]]:
-    """The kernels with their implementations, and what a tensor gets."""
+    """Return the kernels with their implementations, and what a tensor gets."""
     from meshfold.kernels import available
 
     return [

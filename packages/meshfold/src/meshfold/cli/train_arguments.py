@@ -181,7 +181,7 @@ def settings_of(arguments: argparse.Namespace) -> TrainSettings:
 
 
 def words_of(settings: TrainSettings) -> list[str]:
-    """The arguments that :func:`settings_of` makes these settings of (objects in the spec cannot be written so)."""
+    """Return the arguments that :func:`settings_of` makes these settings of (objects in the spec cannot be written so)."""
     from dataclasses import fields
 
     from meshfold.train.run_folder import option_of

@@ -62,7 +62,7 @@ def open_corpus(
     text_column: str | None = None,
     say: Callable[[str], None] = lambda text: None,
 ) -> Corpus:
-    """The tokens of a folder or a file.
+    """Return the tokens of a folder or a file.
 
     Of a folder every text file is a document, hidden ones left out; whole documents are set aside for validation,
     chosen by a hash of their names. Of one file the end is set aside.
@@ -108,7 +108,7 @@ def open_corpus(
 
 
 def largest_id(corpus: Corpus) -> int:
-    """The largest token id, looked for in the whole corpus, in pieces."""
+    """Return the largest token id, looked for in the whole corpus, in pieces."""
     piece = 1 << 24
     return max(
         int(corpus.tokens[start : start + piece].max()) for start in range(0, len(corpus.tokens), piece)
@@ -116,7 +116,7 @@ def largest_id(corpus: Corpus) -> int:
 
 
 def _token_file(path: Path, dtype: str) -> tuple[Tokens, tuple[str, ...]]:
-    """The token ids of a file in one row, and what is to be said of them."""
+    """Return the token ids of a file in one row, and what is to be said of them."""
     notes: tuple[str, ...] = ()
     if path.suffix == ".npy":
         try:
@@ -151,7 +151,7 @@ def _token_file(path: Path, dtype: str) -> tuple[Tokens, tuple[str, ...]]:
 
 
 def _documents(source: Path, extensions: tuple[str, ...], exclude: tuple[str, ...]) -> tuple[list[Path], int]:
-    """The text files, in an order that does not depend on the file system, and how many others there were."""
+    """Return the text files, in an order that does not depend on the file system, and how many others there were."""
     if source.is_file():
         return ([source], 0) if _is_text(source) else ([], 1)
     found: list[Path] = []
@@ -243,7 +243,7 @@ def _records(
     max_bytes: int | None,
     say: Callable[[str], None],
 ) -> Corpus:
-    """The tokens of records, read from the cache or written to it."""
+    """Return the tokens of records, read from the cache or written to it."""
     stamps = [
         (str(f), f.stat().st_size, f.stat().st_mtime_ns, part.aside) for part in parts for f in part.files
     ]
@@ -300,7 +300,7 @@ def _kept(file: Path) -> tuple[Tokens, dict[str, int]] | None:
 def _encode_records(
     part: Part, tokenizer: Tokenizer, column: str | None, max_bytes: int | None
 ) -> tuple[Tokens, int]:
-    """The tokens of some records, and how many these were: an end behind each, save where they are lines of a text."""
+    """Return the tokens of some records, and how many these were: an end behind each, save where they are lines of a text."""
     dtype = np.uint16 if tokenizer.vocab_size <= 1 << 16 else np.uint32
     end: Tokens = np.full(1, tokenizer.end, dtype)
     pieces: list[Tokens] = []
@@ -333,7 +333,7 @@ def _encode_records(
 
 
 def _encode(order: list[Path], tokenizer: Tokenizer, total: int, validation: float) -> tuple[Tokens, int]:
-    """The tokens of all documents, and how many are to train on."""
+    """Return the tokens of all documents, and how many are to train on."""
     dtype = np.uint16 if tokenizer.vocab_size <= 1 << 16 else np.uint32
     end: Tokens = np.full(1, tokenizer.end, dtype)
     pieces: list[Tokens] = []

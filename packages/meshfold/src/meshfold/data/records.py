@@ -37,7 +37,7 @@ class Part:
 
 
 def find_records(source: Path) -> list[Part]:
-    """The records at a path; none if that is something else.
+    """Return the records at a path; none if that is something else.
 
     Raises:
         SpecError: for a folder of several splits without one to train on.
@@ -85,7 +85,7 @@ def _saved(folder: Path, aside: bool | None) -> Part:
 
 
 def texts_of(part: Part, column: str | None) -> Iterator[str]:
-    """The text of each record, one after the other, however many there are.
+    """Return the text of each record, one after the other, however many there are.
 
     Args:
         column: the field that holds it; by default ``text``, or the only one of strings.
@@ -170,7 +170,7 @@ def _of_table(path: Path, table: Any, column: str | None) -> Iterator[str]:
 
 
 def _column(path: Path, strings: list[str], asked: str | None) -> str:
-    """The field with the text."""
+    """Return the field with the text."""
     if asked is not None and asked in strings:
         return asked
     if asked is None and ("text" in strings or len(strings) == 1):

@@ -66,7 +66,7 @@ class Batches:
             yield _tensor([self._corpus.tokens[start : start + self.seq_len] for start in mine])
 
     def _order_of(self, epoch: int) -> tuple[int, npt.NDArray[np.int64]]:
-        """The offset of an epoch's first window, and the order of its windows."""
+        """Return the offset of an epoch's first window, and the order of its windows."""
         draw = np.random.default_rng(key_of(f"windows/{self.seed}/{epoch}"))
         return int(draw.integers(self.seq_len)), draw.permutation(self.windows)
 

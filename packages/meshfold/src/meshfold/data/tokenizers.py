@@ -51,10 +51,10 @@ class Tokenizer(Protocol):
     end: int
 
     def encode(self, text: str) -> Ids:
-        """The ids of a text, without specials."""
+        """Return the ids of a text, without specials."""
 
     def decode(self, ids: Sequence[int]) -> str:
-        """The text of ids, specials left out."""
+        """Return the text of ids, specials left out."""
 
 
 class ByteTokenizer:
@@ -65,11 +65,11 @@ class ByteTokenizer:
     end = 256
 
     def encode(self, text: str) -> Ids:
-        """The bytes of a text."""
+        """Return the bytes of a text."""
         return np.frombuffer(text.encode(), dtype=np.uint8).astype(np.uint32)
 
     def decode(self, ids: Sequence[int]) -> str:
-        """The text; bytes that are no UTF-8 become a replacement character."""
+        """Return the text; bytes that are no UTF-8 become a replacement character."""
         return bytes(i for i in ids if i < 256).decode(errors="replace")
 
 
@@ -134,13 +134,13 @@ class HuggingFaceTokenizer:
         self.end: int = int(end)
 
     def encode(self, text: str) -> Ids:
-        """The ids of a text."""
+        """Return the ids of a text."""
         return np.asarray(
             self._tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"], dtype=np.uint32
         )
 
     def decode(self, ids: Sequence[int]) -> str:
-        """The text of ids."""
+        """Return the text of ids."""
         return str(self._tokenizer.decode(list(ids), skip_special_tokens=True))
 
 
@@ -154,7 +154,7 @@ def load_tokenizer(name: str) -> Tokenizer:
 
 
 def tokenizer_of_model(folder: str) -> tuple[Tokenizer, str]:
-    """The tokenizer in a model's folder, or bytes where it has none; then also a sentence that says so, else "".
+    """Return the tokenizer in a model's folder, or bytes where it has none; then also a sentence that says so, else "".
 
     Raises:
         SpecError: if there is one that cannot be used.

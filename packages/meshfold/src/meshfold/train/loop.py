@@ -99,7 +99,7 @@ def open_inputs(settings: TrainSettings, progress: Progress) -> Inputs:
 
 
 def _tokenizer(settings: TrainSettings, is_text: bool) -> tuple[Tokenizer | None, str]:
-    """The one asked for, else the Hugging Face model's own, else bytes; token ids need none. And what to say of it."""
+    """Return the tokenizer asked for, else the Hugging Face model's own, else bytes; none for token ids; and a note on it."""
     if settings.tokenizer is not None:
         return load_tokenizer(settings.tokenizer), ""
     if not is_text:
@@ -241,13 +241,13 @@ def _prune(checkpoints: KeptCheckpoints, progress: Progress) -> None:
 
 
 def optimizer_of(settings: TrainSettings) -> dict[str, Any]:
-    """The optimizer as the engine takes it."""
+    """Return the optimizer as the engine takes it."""
     chosen: dict[str, Any] = dict(name=settings.optimizer, lr=settings.lr, weight_decay=settings.weight_decay)
     return {**chosen, "no_decay": "norms_and_biases"}
 
 
 def measured(engine: Engine, loss: float, settings: TrainSettings, seconds: float) -> dict[str, Any]:
-    """The numbers of an optimizer step."""
+    """Return the numbers of an optimizer step."""
     last = engine.last
     assert last is not None
     return dict(
@@ -270,7 +270,7 @@ def flops_of(inputs: Inputs, settings: TrainSettings) -> float:
 
 
 def memory_bytes(device: torch.device) -> int:
-    """The most memory that this rank has had so far: the GPU's, as torch counts it, or the process's."""
+    """Return the most memory that this rank has had so far: the GPU's, as torch counts it, or the process's."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     import resource
@@ -281,7 +281,7 @@ def memory_bytes(device: torch.device) -> int:
 
 
 def evaluate(engine: Engine, inputs: Inputs, settings: TrainSettings) -> float | None:
-    """The mean loss over a fixed part of what was set aside; None if that is less than a sequence."""
+    """Return the mean loss over a fixed part of what was set aside; None if that is less than a sequence."""
     total, rows = 0.0, 0
     for batch in inputs.batches.validation(settings.eval_batches):
         for part in batch.split(settings.batch_size // settings.accumulate):

@@ -69,7 +69,7 @@ def check_name(name: str | None, changes: Mapping[str, Any]) -> None:
 
 
 def longest(name: str | None, folder: str | None, changes: Mapping[str, Any]) -> int:
-    """The most tokens of a sequence that a model has positions for; 2048 where it does not say.
+    """Return the most tokens of a sequence that a model has positions for; 2048 where it does not say.
 
     Raises:
         SpecError: if there is no such model.

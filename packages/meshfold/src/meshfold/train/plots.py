@@ -52,7 +52,7 @@ def plot_loss(path: Path, curves: Mapping[str, Curve], title: str) -> None:
 
 
 def _smooth(values: Sequence[float], weight: float = 0.9) -> list[float]:
-    """A running mean that forgets, without its bias towards the start (Kingma and Ba, arXiv 1412.6980, section 3)."""
+    """Return a running mean that forgets, without its bias towards the start (Kingma and Ba, arXiv 1412.6980, section 3)."""
     found, mean = [], 0.0
     for count, value in enumerate(values, 1):
         mean = weight * mean + (1 - weight) * value

@@ -14,7 +14,7 @@ _LAST = 0.1  # of the highest rate, where a schedule falls
 
 
 def factor(schedule: str, step: int, *, warmup: int, steps: int) -> float:
-    """The factor of the optimizer step with number ``step``, from 0."""
+    """Return the factor of the optimizer step with number ``step``, from 0."""
     if step < warmup:
         return (step + 1) / warmup
     way = min(1.0, (step - warmup) / max(1, steps - warmup))

@@ -61,7 +61,7 @@ class CausalLMLoss(nn.Module):
         self.ignore_index, self.label_smoothing, self.z_loss = ignore_index, label_smoothing, z_loss
 
     def forward(self, logits: Tensor, labels: Tensor) -> Tensor:
-        """The mean over the labels that count; 0 where none does."""
+        """Return the mean over the labels that count; 0 where none does."""
         wide = logits if logits.dtype == torch.float64 else logits.float()
         shifted = F.pad(labels[:, 1:], (0, 1), value=self.ignore_index) if self.shifts else labels
         targets = shifted.reshape(-1)

@@ -73,7 +73,7 @@ class Machine:
         return self.inside if len(nodes) == 1 else self.between
 
     def slowest(self, mesh: Mesh, axes: tuple[str, ...]) -> float:
-        """The bandwidth of the group along the axes that has it worst; other ranks wait for that one."""
+        """Return the bandwidth of the group along the axes that has it worst; other ranks wait for that one."""
         return min(self.bandwidth(tuple(ranks)) for ranks in mesh.groups(*axes))
 
     def rates(
@@ -132,7 +132,7 @@ def _gpu(
     host: Host,
     source: str,
 ) -> Machine:
-    """A node of GPUs: peaks in TFLOP/s and the share of them that matmuls reach, memory in TB/s, links in GB/s."""
+    """Return a node of GPUs: peaks in TFLOP/s and the share of them that matmuls reach, memory in TB/s, links in GB/s."""
     return Machine(
         name=name,
         devices=devices,
@@ -156,7 +156,7 @@ def _host(
     disk_tb: float,
     disk: tuple[float, float],
 ) -> Host:
-    """A host: PCIe (up, down, both), memory and disk (read, write) in GB/s."""
+    """Return a host: PCIe (up, down, both), memory and disk (read, write) in GB/s."""
     up, down, both = (1e9 * rate for rate in pcie)
     return Host(
         memory=memory_gib * 2**30, cores=cores, up=up, down=down, both=both, bandwidth=bandwidth * 1e9, disk=disk_tb * 1e12,
@@ -192,7 +192,7 @@ _HOSTS = {
 
 
 def _slice(name: str) -> Host:
-    """An eighth of a node of eight: what one of its GPUs is rented with."""
+    """Return an eighth of a node of eight: what one of its GPUs is rented with."""
     host = _HOSTS[name]
     eighth = {
         key: getattr(host, key) / 8 for key in ("memory", "bandwidth", "disk", "disk_read", "disk_write")

@@ -158,7 +158,7 @@ def trace_without_values(
     precision: Precision,
     blocks: RecomputedBlocks | None = None,
 ) -> tuple[Trace, int]:
-    """A trace of a model on the meta device with a machine's rates, and the operations that were counted.
+    """Return a trace of a model on the meta device with a machine's rates, and the operations that were counted.
 
     Args:
         model: on the meta device.
@@ -213,7 +213,7 @@ def with_collectives(trace: Trace, log: Log, mesh: Mesh, machine: Machine) -> Tr
 
 
 def chunk_entries(workload: Workload, axes: tuple[str, ...], mesh: Mesh) -> list[Entry]:
-    """The collectives on chunks in an optimizer step."""
+    """Return the collectives on chunks in an optimizer step."""
     ranks, entries = workload.data_ranks, []
     if ranks == 1:
         return []

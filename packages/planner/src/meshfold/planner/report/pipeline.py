@@ -97,7 +97,7 @@ def pipeline_numbers(found: PipelineEstimate) -> dict[str, Any]:
 
 
 def schedule_trace(simulation: Simulation) -> dict[str, Any]:
-    """A schedule on a clock for chrome://tracing or Perfetto: a row for every rank, times in microseconds."""
+    """Return a schedule on a clock for chrome://tracing or Perfetto: a row for every rank, times in microseconds."""
     name: dict[str, Any] = {
         "ph": "M",
         "pid": 0,

@@ -41,7 +41,7 @@ def _block(
     across: str,
     columns: int,
 ) -> list[str]:
-    """The lines of one grid of ranks; None is the block that stands for those left out."""
+    """Return the lines of one grid of ranks; None is the block that stands for those left out."""
     if number is None:
         return ["..."]
     places, rest = [], number
@@ -159,7 +159,7 @@ def machine_line(machine: Machine, nodes: int) -> str:
 
 
 def total_row(least: float, most: float, tokens: int) -> str:
-    """The row of a whole step: seconds from least to most, and tokens a second; one number where both read alike."""
+    """Return the row of a whole step: seconds from least to most, and tokens a second; one number where both read alike."""
     slow, fast = f"{tokens / most:,.0f}", f"{tokens / least:,.0f}"
     row = f"{'together':<17}{format_seconds(least):>12}  "
     if slow == fast:
