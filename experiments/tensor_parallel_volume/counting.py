@@ -19,7 +19,7 @@ from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 from experiments.tensor_parallel_volume.config import ITEMSIZE, Sizes, ranks
 from experiments.tensor_parallel_volume.records import Calls, Record
 from meshfold.mesh import Entry, Log, Mesh, moved_bytes, record
-from meshfold.mesh.recording.traffic import Kind
+from meshfold.mesh.recording.comm_log import Kind
 from meshfold.mesh.testing import fake_world
 from meshfold.models import GPT, GPTConfig
 from meshfold.tensor_parallel import MODES, Cost, MatmulPlan, Mode, matmul, matmul_cost, parallelize, plan

@@ -1,4 +1,4 @@
-"""The recorder: every collective once, with the bytes of the table in ``meshfold.mesh.recording.traffic``."""
+"""The recorder: every collective once, with the bytes of the table in ``meshfold.mesh.recording.comm_log``."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from meshfold.mesh import (
     shift,
 )
 from meshfold.mesh.collectives import primitives
-from meshfold.mesh.recording.traffic import KINDS
+from meshfold.mesh.recording.comm_log import KINDS
 from meshfold.mesh.testing import fake_world
 
 

@@ -20,7 +20,7 @@ from meshfold.mesh import CollectiveError, Mesh, all_reduce, record
 from meshfold.mesh.collectives.primitives import gather_blocks, take_block
 from meshfold.mesh.model_io.lazy_tensor import LazyTensor, ShardedOutput, lazy_gather, local_shard
 from meshfold.mesh.testing import close_pools, ranks, run_on_ranks
-from meshfold.mesh.watchdog import diagnosis, shared
+from meshfold.mesh.watchdog import diagnosis, monitor
 
 ROWS, COLUMNS = 3, 8
 TARGETS = torch.tensor([1, 5, 7])
@@ -237,7 +237,7 @@ def test_pieces_may_be_of_pieces() -> None:
 
 def one_reads_alone(then: str) -> tuple[str, float]:
     diagnosis._BEAT_S = 0.2  # of this pool's ranks, which end with the test
-    shared.watch(100.0)
+    monitor.watch(100.0)
     mesh = Mesh(dict(tensor=2))
     group = mesh.group("tensor")
     first, second = of(values(), mesh), lazy_gather(torch.ones(ROWS, 4), pieces(mesh, "others"))
@@ -254,7 +254,7 @@ def one_reads_alone(then: str) -> tuple[str, float]:
         elif then == "another":
             second.argmax(-1)
         elif then == "its end":
-            shared._running[1]._end()  # type: ignore[index]  # what runs when Python ends
+            monitor._running[1]._end()  # type: ignore[index]  # what runs when Python ends
             time.sleep(4)
     except CollectiveError as error:
         return str(error), time.monotonic() - began
@@ -287,7 +287,7 @@ def test_a_rank_that_reads_alone_is_told_so_within_seconds(then: str) -> None:
 @ranks(2)
 def test_a_rank_that_comes_late_is_waited_for() -> None:
     mesh = Mesh(dict(tensor=2))
-    with_watch = shared.watch(100.0)
+    with_watch = monitor.watch(100.0)
     try:
         for late in (0.0, 1.5, 0.0):  # a rank looks round after a second
             found = of(values(), mesh)

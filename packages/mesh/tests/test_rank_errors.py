@@ -12,7 +12,7 @@ import torch
 
 from meshfold.mesh import CollectiveError, Group, Mesh, all_reduce, barrier, receive
 from meshfold.mesh.testing import close_pools, ranks, run_on_ranks
-from meshfold.mesh.watchdog import diagnosis, shared
+from meshfold.mesh.watchdog import diagnosis, monitor
 from meshfold.mesh.watchdog.rank_errors import ErrorLocation, Failure, report_errors
 
 BEAT_S = 0.1
@@ -45,7 +45,7 @@ def caught(*, fails: bool) -> None:
 @contextmanager
 def watched(beat_s: float = BEAT_S) -> Iterator[Group]:
     usual, diagnosis._BEAT_S = diagnosis._BEAT_S, beat_s
-    watch = shared.watch(60.0)
+    watch = monitor.watch(60.0)
     try:
         yield Mesh(dict(pipe=4)).group("pipe")
     finally:
@@ -56,7 +56,7 @@ def watched(beat_s: float = BEAT_S) -> Iterator[Group]:
 def heard_of(rank: int) -> Failure:
     """Wait until that rank has failed once more than this one."""
     while True:
-        for found in shared._running[1]._failures.elsewhere():  # type: ignore[index]
+        for found in monitor._running[1]._failures.elsewhere():  # type: ignore[index]
             if found.rank == rank:
                 return found
         time.sleep(BEAT_S)
@@ -64,7 +64,7 @@ def heard_of(rank: int) -> Failure:
 
 def one_fails(how: str) -> tuple[str, float]:
     diagnosis._BEAT_S = BEAT_S  # of this pool's ranks, which end with the test
-    shared.watch(60.0)
+    monitor.watch(60.0)
     group = Mesh(dict(pipe=4)).group("pipe")
     barrier(group)
     if how == "after errors of their own":
@@ -79,10 +79,10 @@ def one_fails(how: str) -> tuple[str, float]:
                     step(fails=True)
                 except Trouble as error:
                     sys.last_value = error
-                shared._running[1]._end()  # type: ignore[index]
+                monitor._running[1]._end()  # type: ignore[index]
             elif how == "at the end of its program":
                 sys.last_value = Trouble(WRONG)
-                shared._running[1]._end()  # type: ignore[index]  # what runs when Python ends
+                monitor._running[1]._end()  # type: ignore[index]  # what runs when Python ends
             else:
                 step(fails=True)
         elif how == "one that the others survive":
@@ -151,7 +151,7 @@ def test_an_error_after_which_a_rank_goes_on_is_taken_back() -> None:
     ) as group:  # the others give it two beats, in which a busy machine must let it come
         caught(fails=group.index == 1)
         barrier(group)
-        failures = shared._running[1]._failures  # type: ignore[index]
+        failures = monitor._running[1]._failures  # type: ignore[index]
         assert not failures.stands  # rank 1 has taken it back, and did not wait for a beat
         barrier(group)
         assert failures.elsewhere() == []

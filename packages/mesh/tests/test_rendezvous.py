@@ -21,7 +21,7 @@ from meshfold.mesh.errors import LaunchError
 from meshfold.mesh.processes import groups
 from meshfold.mesh.processes.rendezvous import Address, meet
 from meshfold.mesh.testing import close_pools, run_on_ranks
-from meshfold.mesh.watchdog import diagnosis, shared
+from meshfold.mesh.watchdog import diagnosis, monitor
 from meshfold.mesh.watchdog.rank_errors import report_errors
 
 LONG = timedelta(seconds=300)
@@ -94,7 +94,7 @@ def fail() -> None:
 def one_fails_while_others_make_a_group(watched: bool) -> tuple[str, float]:
     diagnosis._BEAT_S = 0.1  # of this pool's ranks, which end with the test
     if watched:
-        shared.watch(300.0)
+        monitor.watch(300.0)
     mesh = Mesh(dict(pipe=4))
     barrier(mesh.group("pipe"))
     began = time.monotonic()

@@ -16,8 +16,7 @@ from meshfold.mesh.processes.environment import watchdog_settings
 from meshfold.mesh.recording import flight_recorder
 from meshfold.mesh.recording.flight_recorder import Call, FlightRecorder
 from meshfold.mesh.testing import close_pools, fake_world, ranks, run_on_ranks
-from meshfold.mesh.watchdog.monitor import GpuProgress
-from meshfold.mesh.watchdog.shared import watch
+from meshfold.mesh.watchdog.monitor import GpuProgress, watch
 
 LIMIT_S = 1.0
 

@@ -41,8 +41,7 @@ from meshfold.mesh.processes.launcher import launch
 from meshfold.mesh.processes.process_group import Process, is_started, start
 from meshfold.mesh.random.dropout import checkpoint_contexts, current_dropout_stream, dropout_stream
 from meshfold.mesh.random.numbers import key_of
-from meshfold.mesh.recording.comm_log import Entry, Log, record
-from meshfold.mesh.recording.traffic import moved_bytes
+from meshfold.mesh.recording.comm_log import Entry, Log, moved_bytes, record
 from meshfold.mesh.spec import ParallelSpec
 
 moved.install()

@@ -50,7 +50,7 @@ class Machine:
         memory_rate: bytes a second of a device's memory, reads and writes together.
         host: beside them.
         flops: floating point operations a second of a large matmul, by precision.
-        inside: bytes a second that a device sends inside its node, by the ring count of ``meshfold.mesh.recording.traffic``.
+        inside: bytes a second that a device sends inside its node, by the ring count of ``meshfold.mesh.recording.comm_log``.
         between: the same between nodes.
         latency: seconds a collective takes however small it is.
         source: where the numbers come from.

@@ -21,7 +21,7 @@ class CostEntry:
         operand: the tensor that moves.
         axes: mesh axes, in mesh order, those of size 1 left out.
         group_size: ranks that take part.
-        block_bytes: bytes of the block (see :mod:`meshfold.mesh.recording.traffic`).
+        block_bytes: bytes of the block (see :mod:`meshfold.mesh.recording.comm_log`).
     """
 
     phase: str

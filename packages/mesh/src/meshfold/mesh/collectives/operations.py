@@ -24,8 +24,8 @@ from meshfold.mesh.collectives.copies import wide_contiguous, wide_reshape
 from meshfold.mesh.errors import CollectiveError
 from meshfold.mesh.group import Group
 from meshfold.mesh.recording import comm_log, flight_recorder
+from meshfold.mesh.recording.comm_log import Kind
 from meshfold.mesh.recording.flight_recorder import Call
-from meshfold.mesh.recording.traffic import Kind
 
 _ops = torch.ops._c10d_functional
 _c10d: Any = dist.distributed_c10d  # its private parts have no exported types

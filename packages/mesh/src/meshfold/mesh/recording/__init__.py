@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from meshfold.mesh.recording.comm_log import Entry, Log, record
+from meshfold.mesh.recording.comm_log import KINDS, Entry, Kind, Log, moved_bytes, record
 from meshfold.mesh.recording.flight_recorder import at_step
-from meshfold.mesh.recording.traffic import KINDS, Kind, moved_bytes
 
 __all__ = [
     "KINDS",

@@ -8,6 +8,21 @@
 
 Bytes are counted from the tensors of each call and never from a plan, so that a plan can be checked against them.
 Inside a compiled graph a call is recorded when it is traced, not each time it runs.
+
+Bytes are those that one rank sends by the ring algorithm, the unit of every table, plan and record in Meshfold. With ``g`` ranks
+and a block of ``B`` bytes:
+
+=============== ===================== =====================================
+kind            bytes a rank moves    the block
+=============== ===================== =====================================
+all_gather      (g−1)/g · B           the gathered tensor
+reduce_scatter  (g−1)/g · B           the tensor before it is scattered
+all_reduce      2 (g−1)/g · B         the tensor
+all_to_all      (g−1)/g · B           the local tensor
+broadcast       B                     the tensor
+shift           B                     the local tensor, sent to a neighbour
+send            B                     the tensor; noted by the sender alone
+=============== ===================== =====================================
 """
 
 from __future__ import annotations
@@ -17,8 +32,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from fractions import Fraction
-
-from meshfold.mesh.recording.traffic import Kind, moved_bytes
+from typing import Literal
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,7 +43,7 @@ class Entry:
         kind: what it was.
         axes: the mesh axes it ran over.
         group_size: ranks that took part.
-        block_bytes: bytes of the block (see :mod:`meshfold.mesh.recording.traffic`).
+        block_bytes: bytes of the block (see :mod:`meshfold.mesh.recording.comm_log`).
         phase: the log's phase when it was issued.
     """
 
@@ -102,3 +116,31 @@ def note(kind: Kind, axes: tuple[str, ...], group_size: int, block_bytes: int) -
     """Tell the active recordings of a collective; called by :mod:`meshfold.mesh.collectives.operations` alone."""
     for log in _active:
         log.entries.append(Entry(kind, axes, group_size, block_bytes, log.phase))
+
+
+Kind = Literal["all_gather", "reduce_scatter", "all_reduce", "all_to_all", "broadcast", "shift", "send"]
+KINDS: tuple[Kind, ...] = (
+    "all_gather",
+    "reduce_scatter",
+    "all_reduce",
+    "all_to_all",
+    "broadcast",
+    "shift",
+    "send",
+)
+
+
+def moved_bytes(kind: Kind, block_bytes: int | Fraction, group_size: int) -> Fraction:
+    """Bytes one rank sends in a collective; exact, so that plans and records can be compared with ``==``.
+
+    Args:
+        kind: one of :data:`KINDS`.
+        block_bytes: the size of the block that the table above names, in bytes.
+        group_size: the number of ranks that take part.
+    """
+    if group_size == 1:
+        return Fraction(0)
+    if kind in ("broadcast", "shift", "send"):
+        return Fraction(block_bytes)
+    share = Fraction(group_size - 1, group_size) * block_bytes
+    return 2 * share if kind == "all_reduce" else share

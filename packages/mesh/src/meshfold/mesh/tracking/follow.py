@@ -2,18 +2,26 @@
 
 Layers that are split say how their results lie (:meth:`Tracker.mark`); every operation of torch between them hands that on
 by a rule, or by a trial where there is none. Within :func:`untracked` nothing is looked at: that is where ranks exchange.
+
+Gradients are checked as well. Backward gives each rank the gradient of its own piece, and a tensor that is the same on all ranks
+needs the sum of these. Layers that are split sum what they must; a model's own code does not.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+import linecache
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from pathlib import Path
+from types import FrameType
 from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from meshfold.mesh.errors import LayoutError
 from meshfold.mesh.tracking import along, indexing, products, views
 from meshfold.mesh.tracking.broadcast import alike, pointwise
 from meshfold.mesh.tracking.call import Call, bound, tensors_in, written
@@ -24,16 +32,15 @@ from meshfold.mesh.tracking.dims import (
     MixesError,
     Split,
     any_split,
+    axes_in,
     axes_of,
     is_split,
     is_whole,
     unknown_dims,
     whole,
 )
-from meshfold.mesh.tracking.partial import check_gradients
 from meshfold.mesh.tracking.probing import probed
 from meshfold.mesh.tracking.records import Records
-from meshfold.mesh.tracking.refusal import refusal, user_line
 from meshfold.mesh.tracking.rows import Rows
 
 _LIKE = (
@@ -258,3 +265,82 @@ class Tracker(TorchDispatchMode):
 
 def _listed(out: Any) -> list[Any]:
     return list(out) if isinstance(out, list | tuple) else [out]
+
+
+_TORCH = str(Path(torch.__file__).parent)
+_MESHFOLD, _MODELS = "meshfold.", "meshfold.models"
+
+
+def refusal(name: str, why: str, tensors: Sequence[Tensor], module: str, remedy: str) -> LayoutError:
+    """Return the error that the user gets.
+
+    Args:
+        name: of the operation.
+        why: it cannot be carried out on a rank's piece.
+        tensors: its operands.
+        module: full name of the module whose forward runs, and its class.
+        remedy: what to write instead.
+    """
+    shapes = " and ".join(str(list(x.shape)) for x in tensors[:3] if x.dim())
+    of = f" of {shapes} on each rank" if shapes else ""
+    where = f"{module}: " if module else ""
+    return LayoutError(
+        f"{where}{_line()}: {name.strip('_')}{of} {why}. Each rank would compute it on its own piece alone, "
+        f"which is something else than the model says. {remedy}"
+    )
+
+
+def _line() -> str:
+    """The innermost line outside of torch and of this project, as it is written."""
+    file, number = user_line()
+    if not file:
+        return "an operation"
+    source = linecache.getline(file, number).strip()
+    return f"{file}, line {number}: `{source}`" if source else f"{file}, line {number}"
+
+
+def user_line() -> tuple[str, int]:
+    """Its file and number; an empty name if there is none."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        file, module = frame.f_code.co_filename, str(frame.f_globals.get("__name__", ""))
+        ours = module.startswith(_MESHFOLD) and not module.startswith(_MODELS)
+        if not ours and not file.startswith((_TORCH, "<")):
+            return file, frame.f_lineno
+        frame = frame.f_back
+    return "", 0
+
+
+def check_gradients(
+    found: Tracker, name: str, operands: Sequence[Tensor], results: Sequence[Dims], out: Any
+) -> None:
+    """See that all operands that want a gradient get what they count on: the whole of it, or a part of what is summed.
+
+    Args:
+        found: the tracker, in whose records operands lie as before the call.
+        name: of the operation.
+        operands: its tensors.
+        results: how its results lie; empty: as tensors that are whole.
+        out: these results.
+
+    Raises:
+        LayoutError: for an operand that would get a part and is whole.
+    """
+    wanting = [x for x in operands if x.requires_grad] if torch.is_grad_enabled() else []
+    made = [x for x in tensors_in(out) if x.is_floating_point() or x.is_complex()]
+    if not wanting or not made:
+        return
+    dealt = () if found.dealt is None else found.dealt.axes  # of these all parameters are summed over
+    summed = frozenset[str]().union(*map(found.records.summed, wanting))
+    axes = {axis for dims in results for axis in axes_in(dims)} - {*dealt}
+    for x in wanting:
+        if missing := sorted((axes | summed) - axes_in(found.dims(x)) - found.records.summed(x)):
+            found.refuse(
+                name,
+                f"brings a tensor {list(x.shape)} that is the same on every rank, and is trained or was made of what is, together "
+                f"with one that differs along {', '.join(missing)}: each rank would have a part of its gradient",
+                *operands,
+                axes=tuple(missing),
+            )
+    if summed - axes:
+        found.records.sum_over(made, summed - axes)

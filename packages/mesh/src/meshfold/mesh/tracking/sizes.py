@@ -29,11 +29,9 @@ from meshfold.mesh.tracking.dims import (
     is_whole,
     normal,
 )
-from meshfold.mesh.tracking.follow import Tracker
+from meshfold.mesh.tracking.follow import Tracker, check_gradients
 from meshfold.mesh.tracking.local_size import LocalSize, dim_of, dims_of, in_, made, sizes_given
-from meshfold.mesh.tracking.partial import check_gradients
-from meshfold.mesh.tracking.places import from_the_front
-from meshfold.mesh.tracking.size_source import counts_from_front, meets_float
+from meshfold.mesh.tracking.size_source import counts_from_front, from_the_front, meets_float
 
 _LIBRARIES = ("meshfold", "torch", "transformers", "einops", "numba", "triton", "peft")
 """Whose code is given plain sizes."""

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from meshfold.mesh.watchdog.monitor import Watch, watch, watchdog_limit
 from meshfold.mesh.watchdog.rank_errors import report_errors
-from meshfold.mesh.watchdog.shared import Watch, watch, watchdog_limit
 
 __all__ = [
     "Watch",
