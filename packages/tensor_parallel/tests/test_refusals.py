@@ -10,6 +10,7 @@ import pytest
 import torch
 from tensor_parallel_models import HIDDEN, Attention, Block, Classic, Flat, GatedMLP, ViT, mlp
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from meshfold.mesh import LayoutError, Mesh, Part
 from meshfold.mesh.testing import fake_world
@@ -88,6 +89,24 @@ class Swapped(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         q, k, v = self.qkv(x).unflatten(-1, (self.num_heads, 3, -1)).transpose(1, 2).unbind(3)
         return self.out_proj(((q @ k.transpose(-1, -2)).softmax(-1) @ v).transpose(1, 2).flatten(2))
+
+
+class Headless(nn.Module):
+    """It takes queries, keys and values at places of the whole projection: a rank's share has no values, so no heads of them."""
+
+    def __init__(self, heads: int = 4) -> None:
+        super().__init__()
+        self.num_heads = heads
+        self.qkv, self.out_proj = nn.Linear(HIDDEN, 3 * HIDDEN), nn.Linear(HIDDEN, HIDDEN)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (
+            part.unflatten(-1, (-1, 4)).transpose(1, 2)
+            if part.numel()
+            else x.new_zeros(len(x), 0, x.shape[1], 4)
+            for part in (self.qkv(x)[..., i * HIDDEN : (i + 1) * HIDDEN] for i in range(3))
+        )
+        return self.out_proj(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2))
 
 
 class Biased(Attention):
@@ -304,6 +323,9 @@ REFUSALS: dict[str, Refusal] = {
     ),
     "an odd order of a fused projection": Refusal(
         lambda: Model(attn=Swapped()), ("Swapped's own code computes something else", "another order", "'attn': 'replicate'")
+    ),
+    "no heads on a rank": Refusal(
+        lambda: Model(attn=Headless()), ("attn: attention that cannot be split by heads", "has no heads", "'attn': 'replicate'")
     ),
     "biases of all heads": Refusal(
         lambda: Model(blocks=nn.ModuleList([Model(attn=Biased())])),

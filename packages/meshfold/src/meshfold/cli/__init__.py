@@ -79,7 +79,8 @@ def _run(name: str, arguments: list[str]) -> int:
         failure = sentence_of(error)
         if failure is None:
             raise  # ours to mend: show where it is
-        if hasattr(parsed, "rules") and "'replicate'" in str(failure) and "--rule " not in str(failure):
+        takes_rules = "--rule" in parser._option_string_actions
+        if takes_rules and "'replicate'" in str(failure) and "--rule " not in str(failure):
             failure = Failure(f"{failure}. Rules are typed so: --rule 'NAME OR PATTERN=ROLE'", failure.code)
         # One of many processes: any of them may be the one that fails first, so each says which it is.
         return _fail(parser.prog if parsed.rank is None else f"{parser.prog}: rank {parsed.rank}", failure)

@@ -18,6 +18,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.overrides import TorchFunctionMode
 
 from meshfold.mesh import Mesh, Part, Placement
 from meshfold.tensor_parallel.convert.heads import Heads
@@ -44,6 +46,17 @@ class _Reached(Exception):
     def __init__(self, given: Tensor) -> None:
         super().__init__()
         self.given = given
+
+
+class _RefusesNoHeads(TorchFunctionMode):
+    """Raises where a model's code attends without a head: torch 2.11 divides by their number and ends the process."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is F.scaled_dot_product_attention:
+            for x in (*args, *(kwargs or {}).values()):
+                if isinstance(x, Tensor) and x.dim() > 3 and x.shape[1] == 0:
+                    raise ValueError(f"attention of shape {list(x.shape)} has no heads")
+        return func(*args, **(kwargs or {}))
 
 
 class _Gives(nn.Module):
@@ -234,7 +247,7 @@ class AttentionTrial:
                     weight: Any = twin.get_submodule(table).weight
                     weight.data = self._share(weight.data, (), rank)
             forward: Callable[..., Any] = type(self.module).forward
-            with torch.no_grad():
+            with torch.no_grad(), _RefusesNoHeads():
                 found = forward(twin, x, **arguments)
         except _Reached as reached:
             return reached.given
