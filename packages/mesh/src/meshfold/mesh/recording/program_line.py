@@ -2,49 +2,87 @@
 
 from __future__ import annotations
 
+import faulthandler
 import os
+import re
 import sys
+import tempfile
 import threading
 import traceback
-from pathlib import Path
+from collections.abc import Iterable
 from types import FrameType
 
-_LIBRARY = os.path.dirname(os.__file__) + os.sep
+_PYTHON = os.path.dirname(os.__file__) + os.sep
+_THREAD = re.compile(r"(?:Current thread|Thread) 0x([0-9a-f]+)")
+_FRAME = re.compile(r'  File "(.*)", line (\S+) in (.*)')
+
+#: A file, a line in it and the function there.
+Location = tuple[str, int | str, str]
 
 
 def own_line() -> str:
     """Return the line of the user's program that this thread is in: ``train.py:31 in load``."""
-    return _line(sys._getframe(1))
+    return _described(_locations(traceback.walk_stack(sys._getframe(1))))
 
 
 def main_line() -> str:
     """Return the line of the user's program that the main thread is in."""
-    frame = sys._current_frames().get(threading.main_thread().ident or 0)
-    return "its end" if frame is None else _line(frame)
+    main = threading.main_thread()
+    if threading.current_thread() is main:
+        return own_line()
+    try:
+        found = _stack(main.ident or 0)
+    except OSError:  # no file can be written
+        found = None
+    if found is None:
+        return "an unknown line"
+    return _described(found) if found else "its end"
 
 
 def raised_at(error: BaseException) -> str:
     """Return the line of the user's program that raised an error."""
-    places = list(traceback.walk_tb(error.__traceback__))
-    users = [place for place in places if _is_users(place[0])]
-    return _described(*(users or places)[-1]) if places else main_line()
+    found = _locations(traceback.walk_tb(error.__traceback__))[::-1]
+    return _described(found) if found else main_line()
 
 
-def _line(innermost: FrameType) -> str:
-    """Return the innermost line that is not torch's, ours or Python's own; the innermost if there is no other."""
-    frame: FrameType | None = innermost
-    while frame is not None:
-        if _is_users(frame):
-            return _described(frame, frame.f_lineno)
-        frame = frame.f_back
-    return _described(innermost, innermost.f_lineno)
+def _stack(thread: int) -> list[Location] | None:
+    """Return a thread's innermost 100 locations, innermost first; None for one that is not among the newest 100 threads.
+
+    Python writes them in one call. Frames of a running thread are not safe to walk from here: they may be freed
+    between two steps.
+    """
+    with tempfile.TemporaryFile() as file:
+        faulthandler.dump_traceback(file)
+        file.seek(0)
+        text = file.read().decode(errors="replace")
+    found: list[Location] | None = None
+    for line in text.splitlines():
+        if header := _THREAD.match(line):
+            if found is not None:
+                break
+            if int(header[1], 16) == thread:
+                found = []
+        elif found is not None and (frame := _FRAME.fullmatch(line)):
+            found.append((frame[1], frame[2], frame[3]))
+    return found
 
 
-def _is_users(frame: FrameType) -> bool:
-    file, package = frame.f_code.co_filename, frame.f_globals.get("__name__", "").partition(".")[0]
-    own = file.startswith(_LIBRARY) and "site-packages" not in file
-    return package not in ("torch", "meshfold") and not own and not file.startswith("<")
+def _locations(frames: Iterable[tuple[FrameType, int]]) -> list[Location]:
+    return [(frame.f_code.co_filename, line, frame.f_code.co_name) for frame, line in frames]
 
 
-def _described(frame: FrameType, line: int) -> str:
-    return f"{Path(frame.f_code.co_filename).name}:{line} in {frame.f_code.co_name}"
+def _described(locations: list[Location]) -> str:
+    """Return the first location that is not torch's, ours or Python's own; the first if there is no other."""
+    ours = tuple(
+        folder + os.sep
+        for package in ("torch", "meshfold")
+        for folder in getattr(sys.modules.get(package), "__path__", ())
+    )
+    users = (
+        location
+        for location in locations
+        if not location[0].startswith(("<", *ours))
+        and (not location[0].startswith(_PYTHON) or "site-packages" in location[0])
+    )
+    file, line, function = next(users, locations[0])
+    return f"{os.path.basename(file)}:{line} in {function}"
