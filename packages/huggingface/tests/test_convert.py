@@ -213,7 +213,7 @@ def test_what_cannot_be_converted_says_why(tmp_path: Path, capsys: pytest.Captur
     assert "'much' is not an amount of memory: write 24GiB" in capsys.readouterr().err
     with pytest.raises(SystemExit, match="2"):
         main(["convert", there, new, "--shard-size", "5"])
-    assert "'5' has no unit: write 24GiB" in capsys.readouterr().err
+    assert "'5' has no unit: write 5GiB" in capsys.readouterr().err
     config = source / "config.json"
     text = config.read_text()
     ours = (there, new, "--to", "checkpoint", "--names", "meshfold")

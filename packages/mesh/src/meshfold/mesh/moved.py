@@ -25,7 +25,7 @@ MOVED = {
     "recorder": "recording.comm_log",
     "shown_gradient": "parameters.shown_gradient",
     "targets": "model_io.labels",
-    "traffic": "recording.traffic",
+    "traffic": "recording.comm_log",
     "when_read": "model_io.lazy_tensor",
     "without_values": "model_io.dry_run",
 }
