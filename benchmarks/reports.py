@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from benchmarks.common import ratios
+from experiments.toml_tables import TableError, check_names, read_tables
 
 OURS, PEER = "#2266bb", "#888888"
 """colours"""
+BARS = Path(__file__).parent / "bars"
+"""Aims of each benchmark, one TOML file each."""
 
 
 def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
@@ -43,10 +47,69 @@ def met(yes: bool) -> str:
     return "met" if yes else "**not met**"
 
 
-def bar(what: str, value: float, least: float, *, judged: bool = True) -> str:
-    """A line: a ratio and whether it reached what was aimed at; the ratio alone where the aim is not for this machine."""
-    found = f"- {what}: {value:.3f}"
-    return f"{found} (bar {least:g}): {met(value >= least)}" if judged else found
+@dataclass(frozen=True, kw_only=True)
+class Bar:
+    """Aim of a benchmark: a table of a file in ``bars/``.
+
+    Attributes:
+        what: what is judged. ``{names}`` are filled in by the report.
+        least: the smallest value that meets it.
+        most: the largest value that meets it.
+        ranks: the number of ranks it is for; 0: any.
+    """
+
+    what: str
+    least: float = -math.inf
+    most: float = math.inf
+    ranks: int = 0
+
+    def met(self, value: float) -> bool:
+        """Return whether a value meets the aim."""
+        return self.least <= value <= self.most
+
+    def judged(self, ranks: int) -> bool:
+        """Return whether the aim is for this number of ranks."""
+        return self.ranks in (0, ranks)
+
+    def line(self, value: float, ranks: int, **names: object) -> str:
+        """Return a line: a ratio and the verdict on it, or the ratio alone where the aim is for other ranks."""
+        found = f"- {self.what.format(**names)}: {value:.3f}"
+        return f"{found} (bar {self.least:g}): {met(self.met(value))}" if self.judged(ranks) else found
+
+
+def read_bars(benchmark: str, names: Collection[str]) -> dict[str, Bar]:
+    """Read the aims of a benchmark.
+
+    Args:
+        benchmark: name of the file in ``bars/``.
+        names: the tables that the report computes values for.
+
+    Raises:
+        TableError: if the file is wrong, or has other tables.
+    """
+    path = BARS / f"{benchmark}.toml"
+    found = read_tables(path, Bar)
+    check_names(path, set(found), set(names))
+    return found
+
+
+def check_known(benchmark: str, name: str, key: str, values: Iterable[str], known: Collection[str]) -> None:
+    """Check that the values of a key in a table of bars exist.
+
+    Raises:
+        TableError: with the names that do, for one that does not.
+    """
+    for value in values:
+        if value not in known:
+            raise TableError(
+                f"benchmarks/bars/{benchmark}.toml, [{name}], {key}: {value!r} does not exist: use one of {', '.join(known)}"
+            )
+
+
+def not_judged(bars: Mapping[str, Bar], ranks: int) -> list[str]:
+    """Return a line that names the ranks that a benchmark's bars are for; no line where they are for these ranks."""
+    wanted = {bar.ranks for bar in bars.values() if not bar.judged(ranks)}
+    return [f"- the bars are for {one} ranks and are not judged on {ranks}" for one in sorted(wanted)]
 
 
 def panels(rows: int, columns: int, size: tuple[float, float], **settings: Any) -> tuple[Any, Any]:

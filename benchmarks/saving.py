@@ -29,12 +29,12 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # so that this fil
 import torch
 
 from benchmarks.common import machine, median, synchronize
+from benchmarks.reports import read_bars
 from meshfold.engine import Engine
 from meshfold.models import build
 
 WAYS = ("no save", "at once", "asynchronous")
-BAR = 0.05
-"""The most that an asynchronous save may cost, as a share of the step it falls in."""
+BAR = read_bars("saving", ("step_share",))["step_share"]
 
 
 def main(argv: list[str]) -> int:
@@ -150,14 +150,14 @@ def table(result: dict[str, Any]) -> str:
         f"the {window - 1} after it {rest * 1e3:,.1f} ms"
     )
     one, all_ = (result[key]["asynchronous"] for key in ("share_of_its_step", "share_of_its_window"))
-    if one < BAR:
-        lines.append(f"below {BAR:.0%} of the step it falls in")
+    if BAR.met(one):
+        lines.append(f"below {BAR.most:.0%} of {BAR.what}")
     elif result["copied_seconds"] < step:
-        lines.append(f"ABOVE {BAR:.0%} of the step it falls in, in which it was copied")
+        lines.append(f"ABOVE {BAR.most:.0%} of {BAR.what}, in which it was copied")
     else:
-        verdict = "below" if all_ < BAR else "ABOVE"
+        verdict = "below" if BAR.met(all_) else "ABOVE"
         lines.append(
-            f"the copies take longer than a step: spread over {window} steps it is {verdict} {BAR:.0%}"
+            f"the copies take longer than a step: spread over {window} steps it is {verdict} {BAR.most:.0%}"
         )
     return "\n".join(lines)
 

@@ -11,7 +11,8 @@ import pytest
 from benchmarks import reports
 from benchmarks.power import PowerLog, parse
 from benchmarks.zero_offload import verdict
-from benchmarks.zero_offload.cases import CASES
+from benchmarks.zero_offload.cases import CASES, read_bars
+from experiments.toml_tables import TableError
 from meshfold.cli import main
 
 SMALL = ["--ranks", "2", "--layers", "1", "--hidden", "32", "--heads", "4", "--kv-heads", "2", "--ffn", "48", "--batch", "2",
@@ -139,6 +140,65 @@ def test_runs_of_different_calls_are_never_compared() -> None:
     found = {"ours": ours, "DeepSpeed ZeRO-3 offload": [run_of(9.0, "b")]}
     (bar, *_) = verdict.bars(case, found)
     assert "4.50 against DeepSpeed ZeRO-3 offload" in bar and bar.endswith("met")
+
+
+@pytest.mark.parametrize(
+    ("area", "module"),
+    [
+        ("attention", "attention.report"),
+        ("cpu_adam", "cpu_adam"),
+        ("longest_sequence", "longest_sequence.run"),
+        ("pipeline", "pipeline.report"),
+        ("specs", "specs.report"),
+        ("zero_offload", "zero_offload.report"),
+    ],
+)
+def test_committed_tables_and_verdicts_are_what_the_bars_give(
+    area: str, module: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    results = Path(reports.__file__).parent / "results"
+    lines: list[str] = []
+    monkeypatch.setattr(reports, "save", lambda figure, text, path: lines.extend(text))
+    import_module(f"benchmarks.{module}").report(results / f"{area}.json")
+    assert "\n".join(lines) + "\n" == (results / f"{area}.md").read_text()
+
+
+def test_a_bar_is_judged_on_its_own_number_of_ranks() -> None:
+    bar = reports.Bar(what="ours ({best}) against theirs", least=1.2, ranks=4)
+    assert bar.line(1.25, 4, best="a") == "- ours (a) against theirs: 1.250 (bar 1.2): met"
+    assert bar.line(1.1, 4, best="a") == "- ours (a) against theirs: 1.100 (bar 1.2): **not met**"
+    assert bar.line(1.1, 2, best="a") == "- ours (a) against theirs: 1.100"
+    assert reports.not_judged({"x": bar}, 2) == ["- the bars are for 4 ranks and are not judged on 2"]
+    assert reports.not_judged({"x": bar, "y": reports.Bar(what="")}, 4) == []
+
+
+def test_a_bar_names_only_cases_and_contestants_that_exist(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    committed = (reports.BARS / "zero_offload.toml").read_text()
+    monkeypatch.setattr(reports, "BARS", tmp_path)
+    file = tmp_path / "zero_offload.toml"
+    for right, wrong, error in (
+        (
+            'than = ["plain torch"]',
+            'than = ["plain"]',
+            r"\[speed_without_limit\], than: 'plain' does not exist: use",
+        ),
+        (
+            'cases = ["13B"]',
+            'cases = ["14B"]',
+            r"\[tflops_13b\], cases: '14B' does not exist: use one of 6.7B, ",
+        ),
+        (
+            'kind = "tflops"',
+            'kind = "flops"',
+            r"\[tflops_13b\], kind: 'flops' does not exist: use one of faster, ",
+        ),
+        ("[predicted_seconds]", "[predicted_time]", r"has no table \[predicted_seconds\]: add it"),
+    ):
+        file.write_text(committed.replace(right, wrong, 1))
+        with pytest.raises(TableError, match=error):
+            read_bars()
 
 
 def test_power_is_averaged_over_the_timed_steps() -> None:

@@ -11,8 +11,7 @@ from benchmarks import reports
 from benchmarks.common import median, ratios
 
 DEFAULT = "torch default"
-AIMED_AT = 4
-"""ranks that the bars are for"""
+BARS = reports.read_bars("attention", ("default", "same_kernel", "zigzag"))
 
 
 def described(result: dict[str, Any]) -> str:
@@ -59,35 +58,25 @@ def _table(result: dict[str, Any], case: dict[str, Any]) -> list[str]:
 
 
 def bars(case: dict[str, Any], kernels: Sequence[str], ranks: int) -> list[str]:
-    """What was aimed at, and whether it was reached: aims are for four ranks, elsewhere there are only the ratios."""
+    """Return a line for each aim: the ratio and the verdict, or the ratio alone where the aim is for other ranks."""
     times = case["milliseconds"]
     ours = [name for name in times if not name.startswith("torch")]
-    judged = ranks == AIMED_AT
-    found = [] if judged else [f"- the bars are for {AIMED_AT} ranks and are not judged on {ranks}"]
+    found = reports.not_judged(BARS, ranks)
 
-    def add(what: str, one: str, other: str, least: float) -> None:
-        found.append(reports.bar(what, ratios(times[one], times[other])[0], least, judged=judged))
+    def add(bar: str, one: str, other: str, kernel: str = "") -> None:
+        value = ratios(times[one], times[other])[0]
+        found.append(BARS[bar].line(value, ranks, best=one, kernel=kernel))
 
     if ours and DEFAULT in times:
         best = min(ours, key=lambda name: median(times[name]))
-        add(f"our best ({best}) against torch's default", best, DEFAULT, 1.3)
+        add("default", best, DEFAULT)
     for kernel in kernels:
         same = [name for name in ours if name.endswith(f" {kernel}")]
         if same and f"torch {kernel}" in times:
             best = min(same, key=lambda name: median(times[name]))
-            add(
-                f"our best with {kernel} ({best}) against torch's with {kernel}",
-                best,
-                f"torch {kernel}",
-                1.05,
-            )
+            add("same_kernel", best, f"torch {kernel}", kernel)
         if f"ring {kernel}" in times and f"ring contiguous {kernel}" in times:
-            add(
-                f"zigzag against the contiguous split, {kernel}",
-                f"ring {kernel}",
-                f"ring contiguous {kernel}",
-                1.5,
-            )
+            add("zigzag", f"ring {kernel}", f"ring contiguous {kernel}", kernel)
     return found
 
 

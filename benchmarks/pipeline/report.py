@@ -10,8 +10,7 @@ from benchmarks import reports
 from benchmarks.common import median, ratios
 from benchmarks.pipeline.contestants import LIKE, OURS, PEERS
 
-AIMED_AT = 4
-"""ranks that the bars are for"""
+BARS = reports.read_bars("pipeline", ("same_schedule", "torch_1f1b", "torch_best", "bubble_points"))
 BEHIND = (
     "ms",
     "TFLOP/s a rank",
@@ -78,32 +77,31 @@ def _row(case: dict[str, Any], name: str, peers: list[str]) -> list[str]:
 
 
 def bars(case: dict[str, Any], ranks: int) -> list[str]:
-    """What was aimed at, and whether it was reached: aims are for four ranks, elsewhere there are only the ratios."""
+    """Return a line for each aim: the value and the verdict, or the value alone where the aim is for other ranks."""
     times = case["milliseconds"]
-    judged = ranks == AIMED_AT
-    found = [] if judged else [f"- the bars are for {AIMED_AT} ranks and are not judged on {ranks}"]
+    found = reports.not_judged(BARS, ranks)
 
     def faster(one: str, other: str) -> float:
         return ratios(times[one], times[other])[0]
 
     for ours, peer in LIKE.items():
         if ours in times and peer in times:
-            found.append(reports.bar(f"{ours} against {peer}", faster(ours, peer), 1.0, judged=judged))
+            found.append(BARS["same_schedule"].line(faster(ours, peer), ranks, ours=ours, peer=peer))
         one, other = f"{ours} compiled", f"{peer} compiled"
         if one in times and other in times:
             found.append(f"- {one} against {other}: {faster(one, other):.3f} (no bar)")
     best = _best(times, OURS)
     rival = _best(times, [peer for peer in PEERS if peer != "torch 1f1b"])
     if best and "torch 1f1b" in times:
-        what = f"our best ({best}) against torch 1f1b"
-        found.append(reports.bar(what, faster(best, "torch 1f1b"), 1.2, judged=judged))
+        found.append(BARS["torch_1f1b"].line(faster(best, "torch 1f1b"), ranks, best=best))
     if best and rival:
-        what = f"our best ({best}) against torch's best ({rival})"
-        found.append(reports.bar(what, faster(best, rival), 1.03, judged=judged))
+        found.append(BARS["torch_best"].line(faster(best, rival), ranks, best=best, rival=rival))
     for name, bubble in case["bubbles"].items():
         off = 100 * abs(bubble["measured"] - bubble["simulated"])
-        what = f"- bubble of {name}: {off:.1f} points from the simulator's"
-        found.append(f"{what} (bar 3): {reports.met(off <= 3)}" if judged else what)
+        points = BARS["bubble_points"]
+        what = f"- {points.what.format(name=name)}: {off:.1f} points from the simulator's"
+        verdict = f" (bar {points.most:g}): {reports.met(points.met(off))}"
+        found.append(what + verdict if points.judged(ranks) else what)
     for name in times:
         plain = name.removesuffix(" compiled")
         if plain != name and plain in times:

@@ -14,10 +14,7 @@ from benchmarks.specs.contestants import PEERS
 from meshfold.models import build, preset
 from meshfold.train.metrics import flops_per_token, peak_of_gpu
 
-AIMED_AT = 4
-"""ranks that the bars are for"""
-APART = 0.02
-"""curves are on top of one another if no loss is further from the mean of all, relative to it"""
+BARS = reports.read_bars("specs", ("fsdp2", "curves"))
 HEAD = (
     "contestant",
     "FSDP2 compiled ÷ this",
@@ -109,28 +106,27 @@ def _rows(result: dict[str, Any]) -> Iterator[list[str]]:
 
 
 def bars(result: dict[str, Any]) -> list[str]:
-    """What was aimed at, and whether it was reached: aims are for four ranks, elsewhere there are only the ratios."""
-    judged = result["settings"]["ranks"] == AIMED_AT
+    """Return a line for each aim: the value and the verdict, or the value alone where the aim is for other ranks."""
+    ranks = result["settings"]["ranks"]
     found = []
     times = {name: median(values) for name in result["contestants"] if (values := _seconds(result, name))}
     ours = [name for name in times if name not in PEERS]
     rivals = [name for name in times if name in PEERS and "compiled" in name]
     if ours and rivals:
         best, rival = min(ours, key=times.__getitem__), min(rivals, key=times.__getitem__)
-        what = f"our best spec ({best}) against the faster FSDP2 compiled ({rival})"
-        value = _ratio(result, best, rival)
+        value, names = _ratio(result, best, rival), {"best": best, "rival": rival}
         found.append(
-            f"- {what}: not measured in one call"
+            f"- {BARS['fsdp2'].what.format(**names)}: not measured in one call"
             if value is None
-            else reports.bar(what, value, 1.0, judged=judged)
+            else BARS["fsdp2"].line(value, ranks, **names)
         )
     distances = _distances(result)
     if len(distances) > 1:
         furthest = max(distances, key=distances.__getitem__)
-        off = distances[furthest]
+        off, bar = distances[furthest], BARS["curves"]
+        what = bar.what.format(number=len(distances), steps=result["settings"]["steps"])
         found.append(
-            f"- {len(distances)} loss curves of {result['settings']['steps']} steps on top of one another: the furthest "
-            f"({furthest}) is off by {off:.2%} (bar {APART:.0%}): {reports.met(off <= APART)}"
+            f"- {what}: the furthest ({furthest}) is off by {off:.2%} (bar {bar.most:.0%}): {reports.met(bar.met(off))}"
         )
     return found
 
@@ -153,7 +149,7 @@ def report(path: Path) -> int:
     left.xaxis.get_major_locator().set_params(integer=True)
     left.set_ylabel("loss, nats a token")
     distances = _distances(result)
-    if distances and max(distances.values()) <= APART:
+    if distances and BARS["curves"].met(max(distances.values())):
         left.set_title(
             f"{len(distances)} loss curves, at most {max(distances.values()):.1%} apart", fontsize=10
         )

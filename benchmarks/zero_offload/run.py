@@ -22,7 +22,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # so that this file runs on its own
 
 from benchmarks.common import check_out, machine, new_call, write
-from benchmarks.zero_offload import process
+from benchmarks.zero_offload import process, verdict
 from benchmarks.zero_offload.cases import CASES, CONTESTANTS, OURS, Case, chosen
 from benchmarks.zero_offload.decoder import SHAPES
 from benchmarks.zero_offload.job import GIB, Job
@@ -40,7 +40,10 @@ def main(argv: Sequence[str]) -> int:
         return 0
     if options.list:
         for case in CASES.values():
-            print(f"{case.name:<22} {case.about}: {', '.join(case.contestants)}")
+            batch = "rows found by search" if case.search else f"{case.rows} × {case.seq_len} tokens a step"
+            print(f"{case.name:<22} {case.about}; {batch}: {', '.join(case.contestants)}")
+            for bar in verdict.bars_of(case):
+                print(f"{'':<22} - {verdict.described(bar)}")
         return 0
     if options.prepare:
         return prepare()
@@ -156,7 +159,11 @@ def _changed(case: Case, options: argparse.Namespace) -> Case:
 
 def _run(case: Case, options: argparse.Namespace, result: dict[str, Any], call: str) -> None:
     kept = result["cases"].setdefault(case.name, {"rows": {}})
-    kept["settings"] = {**dataclasses.asdict(case), "layers": options.layers or SHAPES[case.model][0]}
+    kept["settings"] = {
+        **dataclasses.asdict(case),
+        "bars": [dataclasses.asdict(bar) for bar in verdict.bars_of(case)],
+        "layers": options.layers or SHAPES[case.model][0],
+    }
     for number in range(options.rounds):
         for name in case.contestants:
             print(f"{case.name}, {name}, round {number + 1} ...", flush=True)

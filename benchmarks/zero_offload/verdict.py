@@ -6,7 +6,7 @@ from typing import Any
 
 from benchmarks.common import median
 from benchmarks.reports import met
-from benchmarks.zero_offload.cases import CASES, MINE, Bar, Case
+from benchmarks.zero_offload.cases import BARS, CASES, MINE, Bar, Case
 from benchmarks.zero_offload.job import GIB
 
 Runs = list[dict[str, Any]]
@@ -67,15 +67,22 @@ def _per_sample(run: dict[str, Any]) -> float:
     return median(seconds(run)) / float(run["rows"])
 
 
+def bars_of(case: Case) -> list[Bar]:
+    """Return the bars of a case, without those of our predictions."""
+    return [bar for bar in BARS.values() if case.name in bar.cases]
+
+
 def bars(case: Case, found: dict[str, Runs]) -> list[str]:
-    """A line for each bar of a case, and for what ours said of itself beforehand."""
+    """Return a line for each bar of a case, and for each of our predictions."""
+    own = bars_of(case)
     ours = next((found[name] for name in MINE if name in found and all_seconds(found[name])), None)
     if ours is None:
-        return [f"- {_text(bar)}: not measured" for bar in case.bars]
-    return [f"- {_text(bar)}: {_judged(bar, ours, found)}" for bar in case.bars] + _predictions(ours)
+        return [f"- {described(bar)}: not measured" for bar in own]
+    return [f"- {described(bar)}: {_judged(bar, ours, found)}" for bar in own] + _predictions(ours)
 
 
-def _text(bar: Bar) -> str:
+def described(bar: Bar) -> str:
+    """Return a bar in words."""
     when = f", clip factor {bar.factor} in every timed step" if bar.factor else ""
     return {
         "faster": f"at least {bar.value:.3g} times as fast as the fastest of {', '.join(bar.than)}{when}",
@@ -124,11 +131,11 @@ def _predictions(ours: Runs) -> list[str]:
     last = next(run for run in reversed(ours) if seconds(run))
     said = last.get("predicted") or {}
     lines = []
-    for key, measured, bar in (
-        ("seconds", median(all_seconds(ours)), 0.15),
-        ("peak_gpu_bytes", peak(ours, "gpu_peak_bytes") * GIB, 0.05),
+    for key, measured in (
+        ("seconds", median(all_seconds(ours))),
+        ("peak_gpu_bytes", peak(ours, "gpu_peak_bytes") * GIB),
     ):
-        value = said.get(key)
+        value, bar = said.get(key), BARS[f"predicted_{key}"].value
         if value is not None and measured:
             off = value / measured - 1
             lines.append(f"- predicted {key} within {bar:.0%}: {off:+.1%}, {met(abs(off) <= bar)}")
