@@ -16,6 +16,7 @@ from docs.site.navigation import (
     ROOT,
     Entry,
     file_of,
+    is_narrow,
     navigation,
     outside,
     place_of,
@@ -78,6 +79,11 @@ def test_links_are_moved_as_the_pages_are() -> None:
     assert with_links("README.md", "![a](pictures/mesh.svg)") == "![a](pictures/mesh.svg)"
     assert with_links("modes/2d.md", "[a](../../packages) `[b](c)`") == "a `[b](c)`"
     assert with_links("modes/2d.md", "[a](https://arxiv.org) [b](#c)") == "[a](https://arxiv.org) [b](#c)"
+
+
+def test_the_picture_of_packages_fits_a_phone() -> None:
+    assert is_narrow("packages.svg") and is_narrow("matmul.svg")
+    assert not is_narrow("mesh.svg") and not is_narrow("dropout.png") and not is_narrow("unknown.svg")
 
 
 def test_every_public_package_has_a_reference() -> None:

@@ -26,8 +26,12 @@ CONTENTS = {
     "huggingface": "models, folders\nTrainer, LoRA",
     "lightning": "a strategy",
     "colossalai": "names of\nColossal-AI",
-    "meshfold": "the command meshfold: train, plan, run, bench, reproduce, convert, doctor",
+    "meshfold": "the command meshfold: train, plan, run,\nbench, reproduce, convert, doctor",
 }
+
+
+BESIDE = 2
+"""Boxes beside each other."""
 
 
 @cache
@@ -57,35 +61,39 @@ def description() -> str:
 
 
 def draw() -> Figure:
-    """Draw one box for each package; a package imports only packages in rows below it."""
+    """Draw one box for each package; a package imports only packages in rows below it.
+
+    The picture is as wide as a phone. So a row of many packages stands on several lines, which are close to each other.
+    """
     from matplotlib.figure import Figure
 
-    rows = levels()
-    figure = Figure(figsize=(9.0, 0.2 + 1.15 * len(rows)), layout="constrained")
+    boxes, top = [], 0.0
+    for names in levels():
+        for first in range(0, len(names), BESIDE):
+            line = names[first : first + BESIDE]
+            boxes += [(name, number / len(line), top, 1 / len(line)) for number, name in enumerate(line)]
+            top += 0.9
+        top += 0.2
+    figure = Figure(figsize=(4.9, 0.9 * top), layout="constrained")
     axes = figure.add_subplot()
-    widest = 3.0
-    for row, names in enumerate(rows):
-        width = widest / len(names)
-        for place, name in enumerate(names):
-            left, bottom = place * width, float(row)
-            axes.add_patch(
-                FancyBboxPatch(
-                    (left + 0.03, bottom + 0.08),
-                    width - 0.06,
-                    0.84,
-                    boxstyle="round,pad=0,rounding_size=0.05",
-                    facecolor="#e8eef7",
-                    edgecolor="#345",
-                    linewidth=1.0,
-                )
+    for name, left, bottom, width in boxes:
+        axes.add_patch(
+            FancyBboxPatch(
+                (left + 0.01, bottom),
+                width - 0.02,
+                0.84,
+                boxstyle="round,pad=0,rounding_size=0.02",
+                mutation_aspect=5,  # a unit across is about five times as long as a unit up
+                facecolor="#e8eef7",
+                edgecolor="#345",
+                linewidth=1.0,
             )
-            middle = left + width / 2
-            axes.text(
-                middle, bottom + 0.76, name, ha="center", va="center", weight="bold", size=10, color="#123"
-            )
-            axes.text(middle, bottom + 0.38, CONTENTS[name], ha="center", va="center", size=7.5, color="#234")
-    axes.set_xlim(0, widest)
-    axes.set_ylim(0, len(rows))
+        )
+        middle = left + width / 2
+        axes.text(middle, bottom + 0.7, name, ha="center", va="center", weight="bold", size=10, color="#123")
+        axes.text(middle, bottom + 0.33, CONTENTS[name], ha="center", va="center", size=8.5, color="#234")
+    axes.set_xlim(0, 1)
+    axes.set_ylim(-0.05, top - 0.2)
     axes.set_axis_off()
     return figure
 

@@ -16,6 +16,7 @@ from docs.site.navigation import (
     Entry,
     file_of,
     front_page,
+    is_narrow,
     navigation,
     outside,
     reference,
@@ -55,12 +56,14 @@ def on_page_markdown(markdown: str, page: Any, config: Any, files: Any) -> str:
 
 
 def on_page_content(html: str, page: Any, config: Any, files: Any) -> str:
-    """Put each picture that stands by itself into a box that scrolls where the screen is narrow."""
+    """Put each picture that stands by itself into a box that scrolls where the picture is wider than a phone."""
     return re.sub(r"<p>(<img [^>]*?)\s*/?></p>", _figure, html)
 
 
 def _figure(picture: re.Match[str]) -> str:
-    return f'<div class="figure">{picture[1]} class="wide"></div>'
+    source = re.search(r'src="(?:[^"]*/)?([^"/]+)"', picture[1])
+    box = "figure" if source is not None and is_narrow(source[1]) else "figure wide"
+    return f'<div class="{box}">{picture[1]}></div>'
 
 
 def _entry(entry: Entry) -> Any:

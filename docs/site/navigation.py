@@ -38,6 +38,9 @@ REFERENCE = (
 )
 """Public packages, under ``meshfold``."""
 
+PHONE = 360
+"""The widest picture that a phone shows whole, in the picture's own units."""
+
 _LINK = re.compile(r"(?P<image>!?)\[(?P<text>[^\]]*)\]\((?P<target>[^)\s]+)\)")
 _SECTION = re.compile(r"^## (.+)$", re.MULTILINE)
 _CODE = re.compile(r"(```.*?```|`[^`\n]*`)", re.DOTALL)
@@ -236,3 +239,12 @@ def _targets(text: str) -> list[str]:
         for match in _LINK.finditer(_CODE.sub("", text))
         if match["target"][0] != "#"
     ]
+
+
+def is_narrow(picture: str) -> bool:
+    """Return whether a picture of ``docs/pictures`` fits a phone without being shrunk."""
+    path = ROOT / "docs" / "pictures" / picture
+    if path.suffix != ".svg" or not path.is_file():
+        return False
+    found = re.search(r'viewBox="0 0 ([\d.]+) ', path.read_text(encoding="utf-8"))
+    return found is not None and float(found[1]) <= PHONE
