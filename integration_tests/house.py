@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import re
 import tomllib
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -33,6 +34,25 @@ SIBLINGS: dict[str, set[str]] = {
 }
 # Words that no docstring opens with.
 QUESTIONS = ("How", "Of", "What", "Where", "Whether", "Which", "Who", "Whom", "Whose")
+# Words that no identifier is or contains, and what to write instead (docs/glossary.md has the terms).
+BANNED = {
+    "connected": "what connects it: wrapped, registered",
+    "dear": "expensive",
+    "foretell": "predict",
+    "foretold": "predicted",
+    "ghosts": "absent_parameters",
+    "handed_over": "what was passed on, and to whom",
+    "held_model": "chunked_parameters, or what holds the model",
+    "politely": "what it avoids: without_raising, if_possible",
+    "residence": "placement",
+    "talk": "exchange, messages",
+    "tape": "init_trace",
+    "told_to_all": "broadcast",
+    "true_weight": "master_weight",
+    "true_weights": "master_weights",
+    "untouched": "what it is: unused, unchanged",
+    "whereabouts": "rank_status, location",
+}
 APPLICATION = "meshfold"
 """The package that stands above all others, and has no module of its own name."""
 
@@ -116,3 +136,71 @@ PACKAGES = [Package(name) for name in SIBLINGS]
 # Which package brings a name under ``meshfold``.
 OWNERS = {source.name: package.name for package in PACKAGES for source in package.sources}
 DISTRIBUTIONS = {package.distribution: package for package in PACKAGES}
+
+
+def imports(source: str, module: str, *, is_package: bool) -> Iterator[tuple[int, str]]:
+    """Yield every dotted name that a module's source imports, wherever it does so, with its line.
+
+    ``from a import b`` yields ``a`` and ``a.b``; relative imports are resolved; ``import_module("a")`` counts.
+    """
+    for node in ast.walk(ast.parse(source)):
+        match node:
+            case ast.Import():
+                yield from ((node.lineno, alias.name) for alias in node.names)
+            case ast.ImportFrom():
+                base = node.module or ""
+                if node.level:
+                    here = module.split(".") if is_package else module.split(".")[:-1]
+                    above = here[: len(here) - node.level + 1]
+                    base = ".".join([*above, *([base] if base else [])])
+                yield node.lineno, base
+                yield from ((node.lineno, f"{base}.{alias.name}") for alias in node.names)
+            case ast.Call(
+                func=ast.Name(id=called) | ast.Attribute(attr=called),
+                args=[ast.Constant(value=str(name)), *_],
+            ):
+                if called in {"import_module", "__import__"}:
+                    yield node.lineno, name
+
+
+def imports_of(path: Path, package: Package) -> list[tuple[int, str]]:
+    """Return what a module of a package imports, with lines."""
+    parts = path.relative_to(package.folder / "src").with_suffix("").parts
+    is_package = parts[-1] == "__init__"
+    module = ".".join(parts[:-1] if is_package else parts)
+    return list(imports(path.read_text(), module, is_package=is_package))
+
+
+def owner(name: str) -> str:
+    """Return the package that brings ``meshfold.name``."""
+    part = name.split(".")[1]
+    return OWNERS.get(part, part)
+
+
+def questions(source: str) -> Iterator[tuple[int, str]]:
+    """Yield the line and the opening of each docstring that opens as a question does."""
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+            text = ast.get_docstring(node) or ""
+            if re.match(rf"({'|'.join(QUESTIONS)})\b", text):
+                yield getattr(node, "lineno", 1), text.splitlines()[0]
+
+
+def identifiers(source: str) -> Iterator[tuple[int, str]]:
+    """Yield the line and the name of everything that a source names: definitions, variables, arguments, attributes, imports."""
+    for node in ast.walk(ast.parse(source)):
+        match node:
+            case ast.Name(id=name) | ast.Attribute(attr=name) | ast.arg(arg=name):
+                yield node.lineno, name
+            case ast.FunctionDef(name=name) | ast.AsyncFunctionDef(name=name) | ast.ClassDef(name=name):
+                yield node.lineno, name
+            case ast.keyword(arg=str(name)):
+                yield node.lineno, name
+            case ast.alias(name=name, asname=other):
+                yield from ((node.lineno, part) for part in (*name.split("."), other) if part)
+
+
+def replaced(name: str) -> str | None:
+    """Return the banned word in an identifier: it is made of words, in snake_case or CamelCase. None without one."""
+    words = re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", name).lower().strip("_")
+    return next((word for word in BANNED if f"_{word}_" in f"_{words}_"), None)

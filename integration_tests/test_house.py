@@ -10,21 +10,25 @@ import subprocess
 import sys
 import tomllib
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 from packaging.requirements import Requirement
 
 from integration_tests.house import (
     APPLICATION,
+    BANNED,
     DISTRIBUTIONS,
-    OWNERS,
     PACKAGES,
-    QUESTIONS,
     ROOT,
     SIBLINGS,
     Package,
     bare,
+    identifiers,
+    imports,
+    imports_of,
+    owner,
+    questions,
+    replaced,
 )
 from meshfold.mesh import ParallelSpec
 from meshfold.mesh.spec.installed import Need, why_missing
@@ -35,38 +39,6 @@ DISTRIBUTED = ("collectives/operations.py", "processes/", "testing/")
 each_package = pytest.mark.parametrize("package", PACKAGES, ids=lambda package: package.name)
 
 
-def imports(source: str, module: str, *, is_package: bool) -> Iterator[tuple[int, str]]:
-    """Every dotted name that a module's source imports, wherever it does so, with its line.
-
-    ``from a import b`` yields ``a`` and ``a.b``; relative imports are resolved; ``import_module("a")`` counts.
-    """
-    for node in ast.walk(ast.parse(source)):
-        match node:
-            case ast.Import():
-                yield from ((node.lineno, alias.name) for alias in node.names)
-            case ast.ImportFrom():
-                base = node.module or ""
-                if node.level:
-                    here = module.split(".") if is_package else module.split(".")[:-1]
-                    above = here[: len(here) - node.level + 1]
-                    base = ".".join([*above, *([base] if base else [])])
-                yield node.lineno, base
-                yield from ((node.lineno, f"{base}.{alias.name}") for alias in node.names)
-            case ast.Call(
-                func=ast.Name(id=called) | ast.Attribute(attr=called),
-                args=[ast.Constant(value=str(name)), *_],
-            ):
-                if called in {"import_module", "__import__"}:
-                    yield node.lineno, name
-
-
-def imports_of(path: Path, package: Package) -> list[tuple[int, str]]:
-    parts = path.relative_to(package.folder / "src").with_suffix("").parts
-    is_package = parts[-1] == "__init__"
-    module = ".".join(parts[:-1] if is_package else parts)
-    return list(imports(path.read_text(), module, is_package=is_package))
-
-
 def breaches(package: str, found: list[tuple[int, str]]) -> list[tuple[int, str]]:
     """The imports that the import rule forbids to a package."""
     allowed = SIBLINGS[package] | {package}
@@ -75,12 +47,6 @@ def breaches(package: str, found: list[tuple[int, str]]) -> list[tuple[int, str]
         for line, name in found
         if name.split(".")[0] == "meshfold" and len(name.split(".")) > 1 and owner(name) not in allowed
     ]
-
-
-def owner(name: str) -> str:
-    """The package that brings ``meshfold.name``."""
-    part = name.split(".")[1]
-    return OWNERS.get(part, part)
 
 
 @pytest.mark.parametrize(
@@ -294,15 +260,6 @@ def test_imports_are_declared(package: Package) -> None:
     assert siblings <= declared
 
 
-def questions(source: str) -> Iterator[tuple[int, str]]:
-    """Yield the line and the opening of each docstring that opens as a question does."""
-    for node in ast.walk(ast.parse(source)):
-        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
-            text = ast.get_docstring(node) or ""
-            if re.match(rf"({'|'.join(QUESTIONS)})\b", text):
-                yield getattr(node, "lineno", 1), text.splitlines()[0]
-
-
 def test_docstrings_open_with_a_verb_or_a_noun() -> None:
     """Functions: an imperative verb. Classes and modules: a noun. No docstring opens as a question does."""
     broken = [
@@ -312,6 +269,49 @@ def test_docstrings_open_with_a_verb_or_a_noun() -> None:
         for line, opening in questions(path.read_text())
     ]
     assert not broken, "write what it does or is, instead of a question:\n" + "\n".join(broken)
+
+
+def test_the_rule_of_words_sees_every_identifier() -> None:
+    source = """import a.talk
+def f(tape, *, x=1):
+    return f(x.held_model, dear=tape)
+class HeldModel: ...
+untouched = 1"""
+    found = [(line, replaced(name)) for line, name in identifiers(source) if replaced(name)]
+    assert sorted(found) == [
+        (1, "talk"),
+        (2, "tape"),
+        (3, "dear"),
+        (3, "held_model"),
+        (3, "tape"),
+        (4, "held_model"),
+        (5, "untouched"),
+    ]
+    for fine in ("absent_parameters", "ModeAroundModules", "talker", "endear", "master_weights"):
+        assert replaced(fine) is None
+
+
+def test_identifiers_use_the_words_of_the_glossary() -> None:
+    """Words that were replaced do not return, in names of files or in them."""
+    broken = [
+        f"{path.relative_to(ROOT)}:{line}: {name}: write {BANNED[word]} instead of {word}"
+        for package in PACKAGES
+        for path in package.modules
+        for line, name in [(1, path.stem), *identifiers(path.read_text(encoding="utf-8"))]
+        if (word := replaced(name))
+    ]
+    assert not broken, "\n".join(broken)
+
+
+def test_the_glossary_has_each_term_once() -> None:
+    text = (ROOT / "docs" / "glossary.md").read_text(encoding="utf-8")
+    terms = [term.strip() for term in re.findall(r"^\| ([^|]+) \|", text, flags=re.MULTILINE)]
+    terms = [term for term in terms if term != "term"]
+    twice = {term for term in terms if terms.count(term) > 1}
+    assert len(terms) > 50 and not twice, twice
+    # a word with two meanings says in brackets of what it is, in each of its rows
+    bare_terms = {term.partition(" (")[0]: term for term in terms if " (" in term}
+    assert not set(bare_terms) & set(terms)
 
 
 def test_meshfold_is_a_namespace() -> None:
