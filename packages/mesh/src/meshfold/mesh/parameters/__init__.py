@@ -23,6 +23,7 @@ from meshfold.mesh.parameters.grad_norm import (
 from meshfold.mesh.parameters.optimizer_probe import OptimizerProbeError, number_keys, probe_optimizer
 from meshfold.mesh.parameters.parameter_meta import (
     ParameterMeta,
+    StoredValue,
     annotate,
     copy_parameter_hooks,
     metadata,
@@ -31,7 +32,6 @@ from meshfold.mesh.parameters.parameter_meta import (
     uncompiled_name,
 )
 from meshfold.mesh.parameters.shown_gradient import ShownGradient
-from meshfold.mesh.parameters.stored_value import StoredValue
 
 __all__ = [
     "DefersWeightGrad",

@@ -1,4 +1,4 @@
-"""Metadata, names and hooks of parameters: the data that crosses the borders between packages.
+"""Metadata, names, hooks and stored values of parameters: the data that crosses the borders between packages.
 
 Gradient reduction asks which axes a gradient has still to be summed over, clipping asks which axes to sum squares
 over, a checkpoint asks for the rectangles of the global tensor, the optimizer asks for none of it. No part needs
@@ -7,8 +7,9 @@ to know a tensor-parallel mode.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from torch import Tensor, nn
 
@@ -89,3 +90,29 @@ def uncompiled_name(name: str) -> str:
     'blocks.0.up.weight'
     """
     return ".".join(part for part in name.split(".") if part != _WRAPPED) if _WRAPPED in name else name
+
+
+def _single(tensors: Sequence[Tensor]) -> Tensor:
+    (tensor,) = tensors
+    return tensor
+
+
+class StoredValue(NamedTuple):
+    """The tensors that a value is kept in, none of them copied: they change when the value does.
+
+    Attributes:
+        tensors: on any device.
+        whole: makes the value of them, or of copies of them on another device.
+    """
+
+    tensors: tuple[Tensor, ...]
+    whole: Callable[[Sequence[Tensor]], Tensor] = _single
+
+    @property
+    def is_plain(self) -> bool:
+        """True if the value is the one tensor, so that a view of it is kept in a view of that."""
+        return self.whole is _single
+
+    def made(self) -> Tensor:
+        """Return the value as it is now."""
+        return self.whole(self.tensors)

@@ -12,8 +12,18 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Protocol, cast
 
-from meshfold.mesh.spec.entry import Entry, format_value, join_choices, kind, meant
-from meshfold.mesh.spec.factors import balanced, divisors, is_power, powers_near, root
+from meshfold.mesh.spec.entry import (
+    Entry,
+    balanced,
+    divisors,
+    format_value,
+    is_power,
+    join_choices,
+    kind,
+    meant,
+    powers_near,
+    root,
+)
 
 # Axes of the built-in modes, outermost first.
 MODES: dict[str, tuple[str, ...]] = {

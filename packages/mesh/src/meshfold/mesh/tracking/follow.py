@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from meshfold.mesh.errors import LayoutError
-from meshfold.mesh.tracking import along, indexing, products, views
+from meshfold.mesh.tracking import indexing, mixing, views
 from meshfold.mesh.tracking.broadcast import alike, pointwise
 from meshfold.mesh.tracking.call import Call, bound, tensors_in, written
 from meshfold.mesh.tracking.dims import (
@@ -49,8 +49,7 @@ _LIKE = (
 )
 _RULES: dict[str, Callable[[Call], list[Dims]]] = {
     **views.RULES,
-    **along.RULES,
-    **products.RULES,
+    **mixing.RULES,
     **indexing.RULES,
     **dict.fromkeys(_LIKE.split(), alike),
     **dict.fromkeys(("_to_copy", "where", "lerp", "addcmul", "addcdiv", "dropout"), pointwise),

@@ -34,9 +34,8 @@ from meshfold.mesh.recording import flight_recorder
 from meshfold.mesh.recording.flight_recorder import Call, FlightRecorder
 from meshfold.mesh.recording.program_line import main_line
 from meshfold.mesh.watchdog.consistency import CallComparison
-from meshfold.mesh.watchdog.diagnosis import DEFAULT_LIMIT_S, Diagnosis
+from meshfold.mesh.watchdog.diagnosis import DEFAULT_LIMIT_S, Diagnosis, oldest, waited_for, waiting_of
 from meshfold.mesh.watchdog.rank_errors import RankErrors
-from meshfold.mesh.watchdog.rank_status import oldest, waited_for, waiting_of
 
 STUCK_CODE = 124
 """The exit code of a process that the watchdog has ended, as that of timeout(1)"""
