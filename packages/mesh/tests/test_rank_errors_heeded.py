@@ -8,7 +8,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from meshfold.mesh.mesh import Group
+from meshfold.mesh.group import Group
 from meshfold.mesh.recording.flight_recorder import Call, FlightRecorder
 from meshfold.mesh.watchdog.rank_errors import _REMEMBERED, RankErrors
 

@@ -286,7 +286,7 @@ def watch(limit_s: float, *, compare: bool = False) -> Watch:
         store = process_group.own_store()
         if store is None:
             return Watch(None)
-        _running = (key, Watchdog(*process_group.place(), store, process_group.own_store()))
+        _running = (key, Watchdog(*process_group.rank_and_world_size(), store, process_group.own_store()))
     dog = _running[1]
     dog.users += 1
     dog.set_limit(limit_s or DEFAULT_LIMIT_S, compare)
