@@ -55,7 +55,7 @@ class Call:
         return tuple(self.number(v, rank) for v in (value if isinstance(value, list | tuple) else [value]))
 
 
-def bound(function: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+def bind_arguments(function: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
     """Arguments by the names of an operation's schema."""
     found: dict[str, Any] = {}
     for place, argument in enumerate(function._schema.arguments):
@@ -77,7 +77,7 @@ def tensors_in(value: Any) -> Iterator[Tensor]:
             yield from tensors_in(item)
 
 
-def written(function: Any, given: Mapping[str, Any]) -> list[Tensor]:
+def written_tensors(function: Any, given: Mapping[str, Any]) -> list[Tensor]:
     """The arguments that an operation writes to."""
     return [
         value

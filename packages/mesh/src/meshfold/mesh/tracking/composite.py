@@ -19,12 +19,12 @@ from meshfold.mesh.tracking.dims import (
     Factor,
     MixesError,
     axes_of,
-    common,
+    check_axes_once,
+    distinct_splits,
     is_open,
     is_split,
     is_whole,
     normal,
-    once,
     regroup,
     size_of,
     whole,
@@ -53,7 +53,7 @@ def _summed(what: str, several: Sequence[tuple[Dim, int]]) -> None:
 
 def _aligned(several: Sequence[tuple[Dim, int]]) -> Dim:
     """Return the layout of a dim that all operands have, or are broadcast along."""
-    split = common(dim for dim, _ in several if is_split(dim))
+    split = distinct_splits(dim for dim, _ in several if is_split(dim))
     size = max(size_of(dim) for dim, _ in several)
     for dim, number in several:
         other = not is_split(dim) and not is_open(dim) and size_of(dim) > 1
@@ -77,7 +77,7 @@ def _product(a: Dims, b: Dims, summed: int | None = None) -> Dims:
     for back in range(batch + 2, 2, -1):
         here = [(dims[-back], len(dims) - back) for dims in (a, b) if len(dims) >= back]
         lead.append(_aligned(here))
-    return once((*lead, a[-2], b[-1]))
+    return check_axes_once((*lead, a[-2], b[-1]))
 
 
 def _matmul(dims_of: Layout, input: Any, other: Any, **rest: Any) -> Any:
@@ -145,7 +145,7 @@ def _einsum(dims_of: Layout, *given: Any) -> Any:
         for name, several in where.items():
             if name not in made:
                 _summed("sums products over", several)
-        return once(tuple(_aligned(where[name]) for name in made))
+        return check_axes_once(tuple(_aligned(where[name]) for name in made))
 
     return list(operands), found
 
@@ -239,7 +239,7 @@ def _attention(
             if len(masked) >= back and is_split(masked[-back]):
                 here.append((masked[-back], len(masked) - back))
             lead.append(_aligned(here))
-        return once((*lead, q[-2], v[-1]))
+        return check_axes_once((*lead, q[-2], v[-1]))
 
     return [query, key, value, *([] if attn_mask is None else [attn_mask])], found
 

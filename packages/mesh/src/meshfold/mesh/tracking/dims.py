@@ -21,7 +21,7 @@ class Split:
 
     Attributes:
         axes: mesh axes, major first.
-        kind: ``"block"``: a contiguous block of the whole, ``"dealt"``: tokens in any order, ``"chosen"``: some of a rank's own
+        kind: ``"block"``: a contiguous block of the whole, ``"tokens"``: tokens in any order, ``"chosen"``: some of a rank's own
             elements, ``"places"``: where ``nonzero`` has found these, ``"moved"``: tokens of other ranks too, until they are
             brought back, ``"alike"``: all elements are the same, so that they are a piece of as many more, ``"unknown"``: may be
             anything, as a tensor that an earlier forward has left, ``"counted"``: numbers that every rank counts by itself.
@@ -29,7 +29,7 @@ class Split:
     """
 
     axes: tuple[str, ...]
-    kind: Literal["block", "dealt", "chosen", "places", "moved", "alike", "unknown", "counted"] = "block"
+    kind: Literal["block", "tokens", "chosen", "places", "moved", "alike", "unknown", "counted"] = "block"
     choice: int = 0
 
     @property
@@ -99,7 +99,7 @@ def axes_in(dims: Dims) -> set[str]:
     return {axis for dim in dims for axis in axes_of(dim)}
 
 
-def leads(dim: Dim, axes: tuple[str, ...]) -> bool:
+def is_split_first(dim: Dim, axes: tuple[str, ...]) -> bool:
     """Return whether a dim is split over these axes first, so that ranks' pieces lie one behind the other."""
     split = dim[0].split
     return not axes or (split is not None and split.axes[: len(axes)] == axes and not dim[0].parts)
@@ -142,7 +142,7 @@ def is_whole(dim: Dim) -> bool:
     return all(factor.split is None for factor in dim)
 
 
-def common(several: Iterable[Dim]) -> list[Dim]:
+def distinct_splits(several: Iterable[Dim]) -> list[Dim]:
     """The different ways in which a dim is split, where what is open of one may be as in another."""
     found: list[Dim] = []
     for dim in sorted(several, key=_has_open):
@@ -205,7 +205,7 @@ def chosen_by(dims: Dims) -> Dims:
     )
 
 
-def once(dims: Dims) -> Dims:
+def check_axes_once(dims: Dims) -> Dims:
     """The dims themselves.
 
     Raises:

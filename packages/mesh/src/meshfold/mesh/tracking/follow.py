@@ -24,7 +24,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from meshfold.mesh.errors import LayoutError
 from meshfold.mesh.tracking import indexing, mixing, views
 from meshfold.mesh.tracking.broadcast import alike, pointwise
-from meshfold.mesh.tracking.call import Call, bound, tensors_in, written
+from meshfold.mesh.tracking.call import Call, bind_arguments, tensors_in, written_tensors
 from meshfold.mesh.tracking.dims import (
     ALIKE,
     Dims,
@@ -39,7 +39,7 @@ from meshfold.mesh.tracking.dims import (
     unknown_dims,
     whole,
 )
-from meshfold.mesh.tracking.probing import probed
+from meshfold.mesh.tracking.probing import try_on_pieces
 from meshfold.mesh.tracking.records import Records
 from meshfold.mesh.tracking.rows import Rows
 
@@ -75,8 +75,8 @@ class Tracker(TorchDispatchMode):
     Attributes:
         module: names the module whose forward runs, for messages.
         remedy: what to write instead, from the axes.
-        dealt: how sequences are dealt to ranks; None if they are not.
-        dealt_length: tokens of a sequence that a rank has.
+        token_split: how the tokens of a sequence are split over ranks; None if they are not.
+        local_tokens: tokens of a sequence that a rank has.
         moved: the dims that tokens had before layers moved them to other ranks, by the number of the move less 1.
         flat: the stream has its tokens in one dim, where the model's code believes in two.
         random_axes: those along which ranks have the same data, or parts of it, and need not draw the same random numbers.
@@ -91,8 +91,8 @@ class Tracker(TorchDispatchMode):
         self.records, self.rows = Records(), Rows(_RULES)
         self.module: Callable[[], str] = str
         self.remedy: Callable[[tuple[str, ...]], str] = lambda axes: ""
-        self.dealt: Split | None = None
-        self.dealt_length = 0
+        self.token_split: Split | None = None
+        self.local_tokens = 0
         self.inferred: int | None = None
         self.asked: list[int] | None = None
         self.flat = False
@@ -178,7 +178,7 @@ class Tracker(TorchDispatchMode):
 
     def _followed(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         name = func._schema.name.rpartition("::")[2]
-        given = bound(func, args, kwargs)
+        given = bind_arguments(func, args, kwargs)
         operands = [x for value in given.values() for x in tensors_in(value)]
         known = [self.records.dims(x) for x in operands]
         if all(is_whole(dim) for dims in known for dim in dims):
@@ -188,7 +188,7 @@ class Tracker(TorchDispatchMode):
             if name == "embedding":
                 self._looked_up(given["indices"], out)
             return out
-        into = written(func, given)
+        into = written_tensors(func, given)
         if into and name.endswith("_") and not name.endswith("__"):
             name = name[:-1]
         layouts: dict[int, Dims] = {id(x): dims for x, dims in zip(operands, known, strict=True)}
@@ -226,7 +226,7 @@ class Tracker(TorchDispatchMode):
     def _found(self, call: Call, operands: list[Tensor]) -> list[Dims]:
         rule = _RULES.get(call.name)
         if rule is None:
-            rule = pointwise if torch.Tag.pointwise in call.function.tags else probed
+            rule = pointwise if torch.Tag.pointwise in call.function.tags else try_on_pieces
         try:
             return rule(call)
         except MixesError as error:
@@ -329,9 +329,10 @@ def check_gradients(
     made = [x for x in tensors_in(out) if x.is_floating_point() or x.is_complex()]
     if not wanting or not made:
         return
-    dealt = () if found.dealt is None else found.dealt.axes  # of these all parameters are summed over
+    # All parameters are summed over the axes of the tokens.
+    token_axes = () if found.token_split is None else found.token_split.axes
     summed = frozenset[str]().union(*map(found.records.summed, wanting))
-    axes = {axis for dims in results for axis in axes_in(dims)} - {*dealt}
+    axes = {axis for dims in results for axis in axes_in(dims)} - {*token_axes}
     for x in wanting:
         if missing := sorted((axes | summed) - axes_in(found.dims(x)) - found.records.summed(x)):
             found.refuse(

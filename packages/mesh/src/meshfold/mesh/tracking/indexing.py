@@ -8,7 +8,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from meshfold.mesh.tracking.broadcast import together
+from meshfold.mesh.tracking.broadcast import broadcast_dims
 from meshfold.mesh.tracking.call import Call, at_dim
 from meshfold.mesh.tracking.dims import (
     Dim,
@@ -17,11 +17,11 @@ from meshfold.mesh.tracking.dims import (
     MixesError,
     Split,
     axes_of,
+    check_axes_once,
     chosen_by,
-    common,
+    distinct_splits,
     is_split,
     is_whole,
-    once,
     unknown,
     whole,
 )
@@ -51,7 +51,7 @@ def _masks(call: Call) -> list[Dims]:
     x, (mask, *others) = call.given["self"], call.given["indices"]
     if others or mask.dim() != x.dim():
         raise MixesError("chooses elements of a piece by a mask of some dims")
-    dims = together(call, [(x, call.dims_of(x)), (mask, call.dims_of(mask))], tuple(x.shape))
+    dims = broadcast_dims(call, [(x, call.dims_of(x)), (mask, call.dims_of(mask))], tuple(x.shape))
     axes = tuple(axis for dim in dims for axis in axes_of(dim))
     return [((Factor(call.out.shape[0], Split(axes, "chosen", next(_choices))),),)]
 
@@ -72,10 +72,10 @@ def _index(call: Call) -> list[Dims]:
     apart = at != list(range(at[0], at[0] + len(at)))
     first = 0 if apart else at[0]
     shape = tuple(call.out.shape[first : first + rank])
-    joined = together(call, looked, shape)
+    joined = broadcast_dims(call, looked, shape)
     joined = chosen_by(joined)
     kept = [dim for place, dim in enumerate(dims) if place not in at]
-    return [once((*kept[:first], *joined, *kept[first:]))]
+    return [check_axes_once((*kept[:first], *joined, *kept[first:]))]
 
 
 def _index_put(call: Call) -> list[Dims]:
@@ -129,7 +129,7 @@ def _along(call: Call) -> list[Dims]:
     if call.name.startswith("scatter"):
         made = [dims[number] if place == number else dim for place, dim in enumerate(rest)]
         return [tuple(made)]
-    return [once(tuple(rest))]
+    return [check_axes_once(tuple(rest))]
 
 
 def _index_select(call: Call) -> list[Dims]:
@@ -141,7 +141,7 @@ def _index_select(call: Call) -> list[Dims]:
         if own is None or not set(axes_of(dims[number])) <= set(own.axes):
             raise at_dim("takes some of its elements by their places: those of", number, dims[number])
     dims[number] = chosen_by(index)[0] if index else whole(1)
-    return [once(tuple(dims))]
+    return [check_axes_once(tuple(dims))]
 
 
 def _index_add(call: Call) -> list[Dims]:
@@ -166,7 +166,7 @@ def _index_add(call: Call) -> list[Dims]:
 
 def _masked_select(call: Call) -> list[Dims]:
     x, mask = call.given["self"], call.given["mask"]
-    dims = together(call, [(x, call.dims_of(x)), (mask, call.dims_of(mask))], tuple(x.shape))
+    dims = broadcast_dims(call, [(x, call.dims_of(x)), (mask, call.dims_of(mask))], tuple(x.shape))
     axes = tuple(axis for dim in dims for axis in axes_of(dim))
     return [((Factor(call.out.shape[0], Split(axes, "chosen", next(_choices))),),)]
 
@@ -179,13 +179,13 @@ def _loss(call: Call) -> list[Dims]:
         raise at_dim("looks classes up in a piece of", classes, dims[classes])
     rows = tuple(dim for place, dim in enumerate(dims) if place != classes)
     alike = len(rows) == len(target) and all(
-        len(common(pair)) == 1 for pair in zip(rows, target, strict=True)
+        len(distinct_splits(pair)) == 1 for pair in zip(rows, target, strict=True)
     )
     if not alike:
         raise MixesError("brings a piece together with labels that are no such piece")
     if int(call.given.get("reduction", 1)):
         for place, dim in enumerate(rows):
-            if any(f.split is not None and f.split.kind != "dealt" for f in dim):
+            if any(f.split is not None and f.split.kind != "tokens" for f in dim):
                 raise at_dim("reduces over", place, dim)
         return [() for _ in call.out]
     return [target, ()]

@@ -74,7 +74,7 @@ class LocalSize(int):
         return self._computed(int.__rmod__, other)
 
     def __neg__(self) -> Any:
-        return made(-int(self), self.axes, None, self.refuse)
+        return local_size(-int(self), self.axes, None, self.refuse)
 
     def __reduce__(self) -> Any:
         return int, (int.__int__(self),)
@@ -88,7 +88,7 @@ class LocalSize(int):
         if not isinstance(other, int):
             return self._refuse(other)
         axes = other.axes if isinstance(other, LocalSize) else ()
-        return made(operation(self, other), tuple(dict.fromkeys((*self.axes, *axes))), dim, self.refuse)
+        return local_size(operation(self, other), tuple(dict.fromkeys((*self.axes, *axes))), dim, self.refuse)
 
     def _times(self, other: Any, *, first: bool = False) -> Dim | None:
         """The dim that a view has which puts two together."""
@@ -105,7 +105,7 @@ class LocalSize(int):
         return len(grains) == 1 and number > 0 and number in grains
 
 
-def made(
+def local_size(
     value: int, axes: tuple[str, ...], dim: Dim | None, refuse: Callable[[], NoReturn]
 ) -> LocalSize | int:
     """A number of a rank's elements; a plain one without axes."""
@@ -136,15 +136,15 @@ def dims_of(sizes: Sequence[int]) -> Dims:
     )
 
 
-def in_(value: Any) -> Iterator[LocalSize]:
+def local_sizes_in(value: Any) -> Iterator[LocalSize]:
     """All such numbers in an argument."""
     if isinstance(value, LocalSize):
         yield value
     elif isinstance(value, list | tuple):
         for item in value:
-            yield from in_(item)
+            yield from local_sizes_in(item)
     elif isinstance(value, slice):
-        yield from in_((value.start, value.stop, value.step))
+        yield from local_sizes_in((value.start, value.stop, value.step))
 
 
 def sizes_given(name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> list[int] | None:

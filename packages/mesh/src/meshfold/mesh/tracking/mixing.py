@@ -9,19 +9,19 @@ from collections.abc import Callable
 
 from torch import Tensor
 
-from meshfold.mesh.tracking.broadcast import together
+from meshfold.mesh.tracking.broadcast import broadcast_dims
 from meshfold.mesh.tracking.call import Call, at_dim, keep_out
 from meshfold.mesh.tracking.dims import (
     Dim,
     Dims,
     axes_of,
-    common,
+    check_axes_once,
     cut,
+    distinct_splits,
     is_counted,
     is_open,
     is_split,
     is_whole,
-    once,
     shape_of,
     size_of,
     whole,
@@ -146,14 +146,14 @@ def _multiplied(call: Call, a: Dims, b: Dims, batch: int) -> Dims:
     rows: list[Dim] = list(a[batch:-1])
     columns: list[Dim] = list(b[batch + 1 :])
     ahead = _batch(call, a[:batch], b[:batch])
-    return once((*ahead, *rows, *columns))
+    return check_axes_once((*ahead, *rows, *columns))
 
 
 def _batch(call: Call, *several: Dims) -> Dims:
     """Dims that all operands have, one by one."""
     made = []
     for place, dims in enumerate(zip(*several, strict=True)):
-        split = common(d for d in dims if is_split(d))
+        split = distinct_splits(d for d in dims if is_split(d))
         if len(split) > 1 or (split and any(not is_split(d) and not _free(d) for d in dims)):
             raise at_dim("brings a piece together with what is no such piece, along", place, split[0])
         made.append(split[0] if split else dims[0])
@@ -174,7 +174,7 @@ def _matmul(call: Call) -> list[Dims]:
     if call.name.startswith(("add", "badd")):
         shape = tuple(call.out.shape)
         product = call.out.new_empty(shape, device="meta")
-        made = together(call, [(product, made), (given["self"], call.dims("self"))], shape)
+        made = broadcast_dims(call, [(product, made), (given["self"], call.dims("self"))], shape)
     return [made]
 
 
@@ -207,7 +207,7 @@ def _attention(call: Call) -> list[Dims]:
 def _embedding(call: Call) -> list[Dims]:
     table = call.dims("weight")
     keep_out(table, (0,), "looks rows up in a piece of")
-    return [once((*call.dims("indices"), *table[1:]))]
+    return [check_axes_once((*call.dims("indices"), *table[1:]))]
 
 
 def _convolution(call: Call) -> list[Dims]:

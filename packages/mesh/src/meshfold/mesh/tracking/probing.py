@@ -14,7 +14,7 @@ from meshfold.mesh.tracking.dims import (
     Factor,
     MixesError,
     Split,
-    once,
+    check_axes_once,
     whole_dims,
 )
 
@@ -22,7 +22,7 @@ _MOST = 1 << 24
 """Elements of all operands up to which an operation is tried."""
 
 
-def probed(call: Call) -> list[Dims]:
+def try_on_pieces(call: Call) -> list[Dims]:
     """The layouts of the results: split where the results of pieces are the pieces of the result.
 
     Raises:
@@ -38,7 +38,7 @@ def probed(call: Call) -> list[Dims]:
                 if made[place][number] != (Factor(size),):
                     raise _mixes(call, split, "it joins two split dims in one")
                 made[place][number] = (Factor(size, split),)
-    return [once(tuple(dims)) for dims in made]
+    return [check_axes_once(tuple(dims)) for dims in made]
 
 
 def _mixes(call: Call, split: Split, why: str) -> MixesError:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from meshfold.mesh.tracking import indexing
-from meshfold.mesh.tracking.call import Call, bound, tensors_in, written
+from meshfold.mesh.tracking.call import Call, bind_arguments, tensors_in, written_tensors
 from meshfold.mesh.tracking.dims import (
     ROWS,
     UNKNOWN,
@@ -33,9 +33,9 @@ from meshfold.mesh.tracking.dims import (
 )
 from meshfold.mesh.tracking.records import Records
 
-TURNED = Split(("rows",), "dealt")
+ROWS_INNERMOST = Split(("rows",), "tokens")
 """Of a dim of tokens, each of which has all rows behind it, of which a rank may have a block."""
-EXCHANGED = Split(("tokens",), "unknown")
+TOKENS_EXCHANGED = Split(("tokens",), "unknown")
 """Of a tensor whose rows nobody knows, since ranks have exchanged tokens along a dim that is not the batch's."""
 
 Rule = Callable[[Call], list[Dims]]
@@ -111,7 +111,7 @@ class Rows:
         if not self.follows or made.dim() == of.dim():
             return self.keep(made, of)
         places = [place for place, dim in enumerate(dims) if is_split(dim)]
-        split = {0: ROWS, len(dims) - 2: TURNED}.get(places[0]) if len(places) == 1 else None
+        split = {0: ROWS, len(dims) - 2: ROWS_INNERMOST}.get(places[0]) if len(places) == 1 else None
         if split is None and (places or any(map(is_unknown, dims))):
             return self.lose(made)
         self.put(made, ((Factor(size, split),), *whole_dims(made.shape[1:])))
@@ -154,7 +154,7 @@ class Rows:
         """
         if not self.follows:
             return None
-        name, given = function._schema.name.rpartition("::")[2], bound(function, args, kwargs)
+        name, given = function._schema.name.rpartition("::")[2], bind_arguments(function, args, kwargs)
         operands = [x for value in given.values() for x in tensors_in(value)]
         dims = {id(x): self.dims(x) for x in operands}
         known = (x for x in operands if any(is_split(dim) or is_unknown(dim) for dim in dims[id(x)]))
@@ -165,7 +165,7 @@ class Rows:
 
     def after(self, call: _Before, out: Any) -> None:
         """To be called with what the operation has returned."""
-        into = written(call.function, call.given)
+        into = written_tensors(call.function, call.given)
         results = into or [
             x for x in (out if isinstance(out, list | tuple) else [out]) if isinstance(x, Tensor)
         ]
@@ -223,7 +223,7 @@ def _resized(dim: Dim, size: int) -> Dim:
     if len(dim) == 1:
         return (Factor(size, dim[0].split),)
     turned = len(dim) == 2 and dim[1].split == ROWS
-    return (Factor(size, TURNED),) if turned else unknown(size)
+    return (Factor(size, ROWS_INNERMOST),) if turned else unknown(size)
 
 
 def _pointwise(call: Call) -> list[Dims]:

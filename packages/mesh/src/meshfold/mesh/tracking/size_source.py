@@ -183,7 +183,7 @@ _DIMS: dict[str, tuple[int, ...]] = {
 _NAMES = ("dim", "dims", "axis", "dim0", "dim1", "start_dim")
 
 
-def from_the_front(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
+def dim_from_front(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
     """Return which dim a call counts from the front; empty if none."""
     if name == "getitem":
         return _indexed(args[1])

@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
-from meshfold.mesh.tracking.broadcast import together
+from meshfold.mesh.tracking.broadcast import broadcast_dims
 from meshfold.mesh.tracking.call import Call, at_dim, tensors_in
 from meshfold.mesh.tracking.dims import (
     Dim,
@@ -159,7 +159,7 @@ def _cat(call: Call) -> list[Dims]:
     if piece is not None and len(given) > 1:
         raise at_dim("puts pieces one behind the other along", number, piece)
     made = list(
-        together(call, operands, tuple(1 if i == number else n for i, n in enumerate(call.out.shape)))
+        broadcast_dims(call, operands, tuple(1 if i == number else n for i, n in enumerate(call.out.shape)))
     )
     made[number] = joined[0] if len(given) == 1 else whole(call.out.shape[number])
     return [tuple(made)]
@@ -195,7 +195,7 @@ def _copy(call: Call) -> list[Dims]:
     operands = [(source, call.dims_of(source))]
     if any(map(is_split, known)):
         operands.append((into, known))
-    return [together(call, operands, tuple(into.shape))]
+    return [broadcast_dims(call, operands, tuple(into.shape))]
 
 
 def _diagonal(call: Call) -> list[Dims]:

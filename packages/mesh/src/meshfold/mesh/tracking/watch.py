@@ -16,29 +16,29 @@ from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
 from meshfold.mesh.parameters.parameter_meta import uncompiled_name
-from meshfold.mesh.tracking.active import activated, is_watched, part
+from meshfold.mesh.tracking.active import activated, is_tracking_on, part
 from meshfold.mesh.tracking.dims import Dims, unknown, unknown_dims, whole, whole_dims
 from meshfold.mesh.tracking.follow import Tracker
 from meshfold.mesh.tracking.sizes import OpenSizes
 
-_WATCH = "_meshfold_watch"
+_TRACKING = "_meshfold_watch"
 
 
-class Watched(Protocol):
+class TrackingHooks(Protocol):
     """Knowledge that a way of splitting a model has of it."""
 
     def begin(self, tracker: Tracker, model: nn.Module, given: Mapping[str, Any]) -> None:
         """A forward begins that is looked at, with these arguments by name or number."""
 
-    def takes(self, module: nn.Module) -> bool:
+    def communicates(self, module: nn.Module) -> bool:
         """Return whether a module's own code may communicate between ranks, so that it is not tracked."""
 
-    def given(
+    def check_arguments(
         self, tracker: Tracker, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]
     ) -> None:
         """Refuse arguments that such a module cannot take, before it runs."""
 
-    def returned(
+    def mark_results(
         self,
         tracker: Tracker,
         module: nn.Module,
@@ -52,42 +52,42 @@ class Watched(Protocol):
         """Return what to write instead of code that mixes pieces over these axes, in a module of this name; empty if unknown."""
 
 
-def watch(model: nn.Module, watched: Watched) -> Callable[[], None]:
+def track_forwards(model: nn.Module, hooks: TrackingHooks) -> Callable[[], None]:
     """Look at the first forward of each kind from now on.
 
     Returns:
         A function that undoes it.
     """
-    found: Watch | None = model.__dict__.get(_WATCH)
+    found: ForwardTracking | None = model.__dict__.get(_TRACKING)
     if found is None:
-        found = model.__dict__[_WATCH] = Watch()
+        found = model.__dict__[_TRACKING] = ForwardTracking()
         found.attach(model)
-    found.watched.append(watched)
+    found.hooks.append(hooks)
     found.seen.clear()
 
     def undo() -> None:
-        if watched in found.watched:
-            found.watched.remove(watched)
-            if not found.watched:
+        if hooks in found.hooks:
+            found.hooks.remove(hooks)
+            if not found.hooks:
                 found.remove()
-                model.__dict__.pop(_WATCH, None)
+                model.__dict__.pop(_TRACKING, None)
 
     return undo
 
 
-class Watch:
+class ForwardTracking:
     """The hooks before and after a model's forward.
 
     Attributes:
-        watched: who knows how the model is split.
+        hooks: of who knows how the model is split.
         seen: the kinds of call that have been looked at.
     """
 
     def __init__(self) -> None:
-        self.watched: list[Watched] = []
+        self.hooks: list[TrackingHooks] = []
         self.seen: set[object] = set()
         self._handles: list[Any] = []
-        self._looking: ExitStack | None = None
+        self._tracked: ExitStack | None = None
         self._kind: object = None
 
     def attach(self, model: nn.Module) -> None:
@@ -113,19 +113,23 @@ class Watch:
             tuple(map(_kind, args)),
             tuple((name, _kind(value)) for name, value in kwargs.items()),
         )
-        if kind in self.seen or self._looking is not None or not is_watched() or _has_no_values(args, kwargs):
+        if (
+            kind in self.seen
+            or self._tracked is not None
+            or not is_tracking_on()
+            or _has_no_values(args, kwargs)
+        ):
             return
-
         self._kind = kind
         given = {**{str(i): value for i, value in enumerate(args)}, **kwargs}
-        self._looking = ExitStack()
-        self._looking.enter_context(Looking(model, tuple(self.watched), given))
+        self._tracked = ExitStack()
+        self._tracked.enter_context(TrackedForward(model, tuple(self.hooks), given))
 
     def _after(self, model: nn.Module, args: Any, output: Any) -> None:
-        if self._looking is None or torch.compiler.is_compiling():
+        if self._tracked is None or torch.compiler.is_compiling():
             return
-        looking, self._looking = self._looking, None
-        looking.close()
+        tracked, self._tracked = self._tracked, None
+        tracked.close()
         error = sys.exc_info()[1]
         if error is None or getattr(error, "ends_forward", False):
             self.seen.add(self._kind)
@@ -150,11 +154,11 @@ _PLAIN, _MODELS = ("builtins", "torch", "collections", "meshfold."), "meshfold.m
 """Of whose classes what modules keep is no cache; our own models have one."""
 
 
-class Looking:
+class TrackedForward:
     """The context of a forward that is looked at."""
 
-    def __init__(self, model: nn.Module, watched: Sequence[Watched], given: Mapping[str, Any]) -> None:
-        self._model, self._watched, self._given = model, watched, given
+    def __init__(self, model: nn.Module, hooks: Sequence[TrackingHooks], given: Mapping[str, Any]) -> None:
+        self._model, self._hooks, self._given = model, hooks, given
         self._tracker = Tracker()
         self._names = {id(module): uncompiled_name(name) for name, module in model.named_modules()}
         self._inside: list[nn.Module] = []
@@ -183,12 +187,12 @@ class Looking:
             ):
                 stack.callback(handle.remove)
             for module in self._model.modules():
-                if any(watched.takes(module) for watched in self._watched):
+                if any(hooks.communicates(module) for hooks in self._hooks):
                     # The last hook of the module, which sees what the others have made of its arguments.
                     handle = module.register_forward_pre_hook(self._given_to, with_kwargs=True)
                     stack.callback(handle.remove)
-            for watched in self._watched:
-                watched.begin(tracker, self._model, self._given)
+            for hooks in self._hooks:
+                hooks.begin(tracker, self._model, self._given)
             self._open = stack.pop_all()
         return self
 
@@ -197,15 +201,15 @@ class Looking:
 
     def _enter(self, module: nn.Module, args: Any) -> None:
         self._inside.append(module)
-        if not self._exchanging and any(watched.takes(module) for watched in self._watched):
+        if not self._exchanging and any(hooks.communicates(module) for hooks in self._hooks):
             context = self._tracker.untracked()
             context.__enter__()
             self._exchanging.append((module, context))
 
     def _given_to(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        for watched in self._watched:
-            if watched.takes(module):
-                watched.given(self._tracker, module, args, kwargs)
+        for hooks in self._hooks:
+            if hooks.communicates(module):
+                hooks.check_arguments(self._tracker, module, args, kwargs)
                 return
 
     def _leave(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
@@ -215,9 +219,9 @@ class Looking:
         first = output[0] if isinstance(output, tuple) and output else output
         if given is not None and isinstance(first, Tensor):
             self._tracker.rows.keep(first, given)
-        for watched in self._watched:
-            if watched.takes(module):
-                watched.returned(self._tracker, module, args, kwargs, output)
+        for hooks in self._hooks:
+            if hooks.communicates(module):
+                hooks.mark_results(self._tracker, module, args, kwargs, output)
                 return
 
     def _left(self, module: nn.Module, args: Any, output: Any) -> None:
@@ -249,7 +253,7 @@ class Looking:
 
     def _remedy(self, axes: tuple[str, ...]) -> str:
         name = next((self._names[id(m)] for m in reversed(self._own()) if id(m) in self._names), "")
-        found = (watched.remedy(name, axes) for watched in self._watched)
+        found = (hooks.remedy(name, axes) for hooks in self._hooks)
         return next((text for text in found if text), "")
 
 
