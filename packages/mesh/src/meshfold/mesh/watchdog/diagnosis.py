@@ -66,7 +66,7 @@ class RankStatus:
     @classmethod
     def of(cls, flight: FlightRecorder, beat: int, host: str, *, ended: bool) -> RankStatus:
         """Return this rank's status."""
-        longest = oldest(flight)
+        longest = longest_waiting(flight)
         return cls(
             beat=beat,
             host=host,
@@ -76,15 +76,15 @@ class RankStatus:
             ended=ended,
             counts=dict(flight.counts),
             last=str(flight.last[-1]) if flight.last else "",
-            waiting=None if longest is None else waiting_of(longest),
+            waiting=None if longest is None else waiting_call(longest),
         )
 
-    def written(self) -> str:
+    def to_json(self) -> str:
         """Return it as JSON."""
         return json.dumps(asdict(self))
 
     @classmethod
-    def read(cls, text: str | bytes) -> RankStatus:
+    def from_json(cls, text: str | bytes) -> RankStatus:
         """Inverse of :meth:`written`."""
         words: dict[str, Any] = json.loads(text)
         if words["waiting"] is not None:
@@ -93,19 +93,19 @@ class RankStatus:
         return cls(**words)
 
 
-def oldest(flight: FlightRecorder) -> Call | None:
+def longest_waiting(flight: FlightRecorder) -> Call | None:
     """Return the call that has been waited for longest."""
     waiting = [call for call in list(flight.waiting.values()) if call.since is not None]
     return min(waiting, key=lambda call: call.since or 0.0, default=None)
 
 
-def waiting_of(call: Call) -> Waiting:
+def waiting_call(call: Call) -> Waiting:
     """Return a call as others see it; of a message, the other side."""
     ranks = call.group.ranks if call.peer is None else (call.peer,)
     return Waiting(channel=call.channel, number=call.number, ranks=ranks, text=str(call))
 
 
-def behind(waiting: Waiting, states: dict[int, RankStatus], me: int) -> list[int]:
+def ranks_behind(waiting: Waiting, states: dict[int, RankStatus], me: int) -> list[int]:
     """Return the ranks that have not made a call that is waited for."""
     return [
         rank
@@ -114,17 +114,17 @@ def behind(waiting: Waiting, states: dict[int, RankStatus], me: int) -> list[int
     ]
 
 
-def waited_for(waiting: Waiting, states: dict[int, RankStatus], me: int) -> list[int]:
+def awaited_ranks(waiting: Waiting, states: dict[int, RankStatus], me: int) -> list[int]:
     """Return the ranks that a call waits for, then those that these wait for, and so on: whoever waits is no cause."""
-    found = behind(waiting, states, me)
+    found = ranks_behind(waiting, states, me)
     for rank in found:  # grows
         state = states.get(rank)
         if state is not None and state.waiting is not None:
-            found += [one for one in behind(state.waiting, states, me) if one not in found]
+            found += [one for one in ranks_behind(state.waiting, states, me) if one not in found]
     return found
 
 
-def told(rank: int, state: RankStatus | None, how: str, states: dict[int, RankStatus]) -> str:
+def describe_rank(rank: int, state: RankStatus | None, how: str, states: dict[int, RankStatus]) -> str:
     """Return a line about a rank. ``how``: see :func:`process_state`, or ``silent``."""
     if state is None:
         return f"  rank {rank}: it has never been heard of: it has not come as far as its first collective"
@@ -142,7 +142,7 @@ def told(rank: int, state: RankStatus | None, how: str, states: dict[int, RankSt
     if state.ended:
         return f"  rank {rank}: {', '.join(parts)}"
     if state.waiting is not None and how in ("runs", ""):
-        for_whom = behind(state.waiting, states, rank)
+        for_whom = ranks_behind(state.waiting, states, rank)
         who = f", for rank{'s'[: len(for_whom) > 1]} {shortened(tuple(for_whom))}" if for_whom else ""
         parts.append(f"it waits in {state.waiting.text}{who}")
     else:
@@ -193,7 +193,7 @@ class Diagnosis:
         self._beat += 1
         state = RankStatus.of(self._flight, self._beat, self._host, ended=self.ended)
         with self._lock:
-            self._store.set(f"{_KEY}{self.rank}", state.written())
+            self._store.set(f"{_KEY}{self.rank}", state.to_json())
 
     def read(self) -> dict[int, RankStatus]:
         """Return all ranks' states, as they were told last."""
@@ -203,7 +203,8 @@ class Diagnosis:
                 keys = [key for key in keys if self._store.check([key])]
             found = self._store.multi_get(keys)
         return {
-            int(key.removeprefix(_KEY)): RankStatus.read(text) for key, text in zip(keys, found, strict=True)
+            int(key.removeprefix(_KEY)): RankStatus.from_json(text)
+            for key, text in zip(keys, found, strict=True)
         }
 
     def what(self, call: Call, error: Exception | None) -> str:
@@ -218,13 +219,13 @@ class Diagnosis:
         """Why a call does not end: what the first rank found that looked."""
         with suppress(RuntimeError):
             self.publish()
-        failures = self._failures.elsewhere()
+        failures = self._failures.from_other_ranks()
         if failures:
-            awaited = waited_for(waiting_of(call), self.read(), self.rank)
+            awaited = awaited_ranks(waiting_call(call), self.read(), self.rank)
             cause = next((one for one in failures if one.rank in awaited), failures[0])
-            return cause.told(self.rank, call)
-        states, how = self._look(waiting_of(call))
-        text = f"{self.what(call, error)}\n{self._who(waiting_of(call), states, how)}"
+            return cause.message_for(self.rank, call)
+        states, how = self._fresh_states(waiting_call(call))
+        text = f"{self.what(call, error)}\n{self._explain(waiting_call(call), states, how)}"
         with self._lock:
             agreed: bytes = self._store.compare_set(_VERDICT, "", text)
         first = agreed.decode()
@@ -233,11 +234,11 @@ class Diagnosis:
     def stays_away(self, call: Call) -> str | None:
         """Why a meeting will not come about: a line for each rank that it waits for; None if all may still come."""
         states = self.read()
-        causes = waited_for(waiting_of(call), states, self.rank)
+        causes = awaited_ranks(waiting_call(call), states, self.rank)
         if not any(rank in states and self._is_past(states[rank]) for rank in causes):
             return None
         how = {rank: process_state(state, self._host) for rank, state in states.items()}
-        return "\n".join(told(rank, states.get(rank), how.get(rank, ""), states) for rank in causes)
+        return "\n".join(describe_rank(rank, states.get(rank), how.get(rank, ""), states) for rank in causes)
 
     def agreed(self) -> str | None:
         """Return the verdict, if some rank has come to one."""
@@ -261,13 +262,13 @@ class Diagnosis:
         ahead = (name for name, count in mine.items() if state.counts.get(name, 0) > count)
         return state.ended or any(">" not in name for name in ahead)
 
-    def _who(self, waiting: Waiting, states: dict[int, RankStatus], how: dict[int, str]) -> str:
-        missing = behind(waiting, states, self.rank)
-        causes = waited_for(waiting, states, self.rank)
-        lines = [told(rank, states.get(rank), how.get(rank, ""), states) for rank in causes]
+    def _explain(self, waiting: Waiting, states: dict[int, RankStatus], how: dict[int, str]) -> str:
+        missing = ranks_behind(waiting, states, self.rank)
+        causes = awaited_ranks(waiting, states, self.rank)
+        lines = [describe_rank(rank, states.get(rank), how.get(rank, ""), states) for rank in causes]
         seen = {self.rank, *causes}
         lines += [
-            told(rank, states[rank], found, states)
+            describe_rank(rank, states[rank], found, states)
             for rank, found in sorted(how.items())
             if rank not in seen and found in ("gone", "stopped", "silent")
         ]
@@ -282,7 +283,7 @@ class Diagnosis:
             )
         return "\n".join([head, *lines]) + advice
 
-    def _look(self, waiting: Waiting) -> tuple[dict[int, RankStatus], dict[int, str]]:
+    def _fresh_states(self, waiting: Waiting) -> tuple[dict[int, RankStatus], dict[int, str]]:
         """Return all ranks' states, once those that matter are fresh, and the states of their processes."""
         first = self.read()
         deadline = time.monotonic() + 2.5 * self.interval_s
