@@ -28,7 +28,6 @@ from meshfold.mesh.parameters.parameter_meta import (
     copy_parameter_hooks,
     metadata,
     metadata_on,
-    trainable_parameters,
     uncompiled_name,
 )
 from meshfold.mesh.parameters.shown_gradient import ShownGradient
@@ -58,6 +57,5 @@ __all__ = [
     "metadata_on",
     "number_keys",
     "probe_optimizer",
-    "trainable_parameters",
     "uncompiled_name",
 ]

@@ -7,11 +7,11 @@ to know a tensor-parallel mode.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from torch import Tensor, nn
+from torch import Tensor
 
 from meshfold.mesh.mesh import Mesh
 from meshfold.mesh.placement import Placement
@@ -55,13 +55,6 @@ def metadata_on(parameter: Tensor, mesh: Mesh) -> ParameterMeta:
         return found
     shape = tuple(parameter.shape)
     return ParameterMeta(mesh=mesh, placement=Placement(shape=shape, axes=((),) * len(shape)))
-
-
-def trainable_parameters(module: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
-    """Named parameters that want a gradient, each tensor once."""
-    for name, parameter in module.named_parameters():
-        if parameter.requires_grad:
-            yield name, parameter
 
 
 def copy_parameter_hooks(before: Tensor, now: Tensor) -> None:

@@ -154,17 +154,16 @@ class ParallelSpec:
 
     def missing_distributions(self) -> tuple[str, ...]:
         """Return the ``required_distributions`` whose modules cannot be imported here."""
-        return tuple(
-            dict.fromkeys(need.distribution for need in self._needs() if not is_importable(need.module))
-        )
+        return tuple(dict.fromkeys(need.distribution for need in self._missing()))
 
     def require_installed(self) -> None:
-        """Raises a SpecError that names what is missing and what to do about it; nothing if all is there."""
-        missing = [need for need in self._needs() if not is_importable(need.module)]
-        if not missing:
-            return
-        written = self.written or f"parallel={format_value(self.to_dict())}"
-        raise SpecError(f"{written}: {why_missing(missing)}")
+        """Raise a SpecError that names what is missing and what to do about it; nothing if all is there."""
+        if missing := self._missing():
+            written = self.written or f"parallel={format_value(self.to_dict())}"
+            raise SpecError(f"{written}: {why_missing(missing)}")
+
+    def _missing(self) -> list[Need]:
+        return [need for need in self._needs() if not is_importable(need.module)]
 
 
 def _belongs(key: str, value: object) -> str:

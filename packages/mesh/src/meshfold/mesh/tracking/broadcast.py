@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor, nn
 
-from meshfold.mesh.tracking.call import Call
+from meshfold.mesh.tracking.call import Call, as_list
 from meshfold.mesh.tracking.dims import (
     Dim,
     Dims,
@@ -102,14 +102,12 @@ def pointwise(call: Call) -> list[Dims]:
     """The layouts of the results of an operation element by element."""
     read = (lambda dims: dims) if call.name in _COPIES else chosen_by
     operands = [(x, read(call.dims_of(x))) for x in call.tensors]
-    outs = call.out if isinstance(call.out, list | tuple) else [call.out]
     return [
-        broadcast_dims(call, operands, tuple(out.shape)) if isinstance(out, Tensor) else () for out in outs
+        broadcast_dims(call, operands, tuple(out.shape)) if isinstance(out, Tensor) else ()
+        for out in as_list(call.out)
     ]
 
 
 def alike(call: Call) -> list[Dims]:
     """The layouts of results that lie as the first operand does."""
-    first = call.tensors[0]
-    outs = call.out if isinstance(call.out, list | tuple) else [call.out]
-    return [call.dims_of(first) if isinstance(out, Tensor) else () for out in outs]
+    return [call.first if isinstance(out, Tensor) else () for out in as_list(call.out)]

@@ -36,6 +36,11 @@ class Call:
     asked: Sequence[int] | None = None
 
     @property
+    def first(self) -> Dims:
+        """The layout of the first tensor among the arguments."""
+        return self.dims_of(self.tensors[0])
+
+    @property
     def tensors(self) -> list[Tensor]:
         """All that are arguments."""
         return [leaf for value in self.given.values() for leaf in tensors_in(value)]
@@ -53,6 +58,10 @@ class Call:
         if value is None or value == []:
             return tuple(range(rank))
         return tuple(self.number(v, rank) for v in (value if isinstance(value, list | tuple) else [value]))
+
+
+Rule = Callable[[Call], list[Dims]]
+"""From a call to the layouts of its results"""
 
 
 def bind_arguments(function: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
@@ -77,6 +86,11 @@ def tensors_in(value: Any) -> Iterator[Tensor]:
             yield from tensors_in(item)
 
 
+def as_list(out: Any) -> list[Any]:
+    """Return the results of an operation as a list."""
+    return list(out) if isinstance(out, list | tuple) else [out]
+
+
 def written_tensors(function: Any, given: Mapping[str, Any]) -> list[Tensor]:
     """The arguments that an operation writes to."""
     return [
@@ -88,11 +102,17 @@ def written_tensors(function: Any, given: Mapping[str, Any]) -> list[Tensor]:
     ]
 
 
-def keep_out(dims: Dims, numbers: tuple[int, ...], what: str) -> None:
+def require_whole(dims: Dims, numbers: tuple[int, ...], what: str) -> None:
     """Raise a MixesError if one of these dims is split, or may be."""
     for number in numbers:
         if number < len(dims) and not is_whole(dims[number]):
             raise at_dim(what, number, dims[number])
+
+
+def require_whole_attention(queries: Dims, keys: Dims, values: Dims) -> None:
+    """Raise a MixesError if the tokens or the elements of a head are split, or may be: ``.. s d``."""
+    for what, dims in (("queries", queries), ("keys", keys), ("values", values)):
+        require_whole(dims, (len(dims) - 2, len(dims) - 1), f"attends with pieces of {what}:")
 
 
 def at_dim(what: str, number: int, dim: Dim) -> MixesError:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from meshfold.mesh.tracking.call import at_dim
+from meshfold.mesh.tracking.call import at_dim, require_whole_attention
 from meshfold.mesh.tracking.dims import (
     Dim,
     Dims,
@@ -216,10 +216,7 @@ def _attention(
 
     def found() -> Dims:
         q, k, v = dims_of(query), dims_of(key), dims_of(value)
-        for what, dims in (("queries", q), ("keys", k), ("values", v)):
-            for number in (len(dims) - 2, len(dims) - 1):
-                if not is_whole(dims[number]):
-                    raise at_dim(f"attends with pieces of {what}:", number, dims[number])
+        require_whole_attention(q, k, v)
         masked = () if attn_mask is None else dims_of(attn_mask)
         for number in range(max(0, len(masked) - 2), len(masked)):
             if is_split(masked[number]):

@@ -24,7 +24,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from meshfold.mesh.errors import LayoutError
 from meshfold.mesh.tracking import indexing, mixing, views
 from meshfold.mesh.tracking.broadcast import alike, pointwise
-from meshfold.mesh.tracking.call import Call, bind_arguments, tensors_in, written_tensors
+from meshfold.mesh.tracking.call import Call, Rule, as_list, bind_arguments, tensors_in, written_tensors
 from meshfold.mesh.tracking.dims import (
     ALIKE,
     Dims,
@@ -47,7 +47,7 @@ _LIKE = (
     "empty_like zeros_like ones_like full_like rand_like randn_like randint_like bernoulli fill zero alias detach "
     "lift_fresh native_dropout _fused_dropout normal uniform exponential random set_data"
 )
-_RULES: dict[str, Callable[[Call], list[Dims]]] = {
+_RULES: dict[str, Rule] = {
     **views.RULES,
     **mixing.RULES,
     **indexing.RULES,
@@ -218,7 +218,7 @@ class Tracker(TorchDispatchMode):
             return out
         found = self._found(Call(**call, out=out, dims_of=dims_of), operands)
         check_gradients(self, name, operands, found, out)
-        for x, dims in zip(_listed(out), found, strict=False):
+        for x, dims in zip(as_list(out), found, strict=False):
             if isinstance(x, Tensor) and len(dims) == x.dim():
                 self.records.put(x, dims)
         return out
@@ -231,7 +231,7 @@ class Tracker(TorchDispatchMode):
             return rule(call)
         except MixesError as error:
             if user_line()[0].endswith(self.overlooked or ("?",)):
-                return [unknown_dims(x.shape) if isinstance(x, Tensor) else () for x in _listed(call.out)]
+                return [unknown_dims(x.shape) if isinstance(x, Tensor) else () for x in as_list(call.out)]
             split = [x for x in operands if any_split(call.dims_of(x))]
             axes = dict.fromkeys(
                 a
@@ -260,10 +260,6 @@ class Tracker(TorchDispatchMode):
         """Mark what is computed from weights, a batch or random numbers as varying like them."""
         if torch.Tag.nondeterministic_seeded in func.tags or any(map(self.records.varies, operands)):
             self.records.vary(tensors_in(out))
-
-
-def _listed(out: Any) -> list[Any]:
-    return list(out) if isinstance(out, list | tuple) else [out]
 
 
 _TORCH = str(Path(torch.__file__).parent)

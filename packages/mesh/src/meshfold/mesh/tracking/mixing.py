@@ -5,12 +5,12 @@ They need whole dims: along a split dim they would see a rank's piece alone.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from typing import Any
 
 from torch import Tensor
 
 from meshfold.mesh.tracking.broadcast import broadcast_dims
-from meshfold.mesh.tracking.call import Call, at_dim, keep_out
+from meshfold.mesh.tracking.call import Call, Rule, as_list, at_dim, require_whole, require_whole_attention
 from meshfold.mesh.tracking.dims import (
     Dim,
     Dims,
@@ -27,60 +27,54 @@ from meshfold.mesh.tracking.dims import (
     whole,
 )
 
-Rule = Callable[[Call], list[Dims]]
-
-
-def _outs(call: Call) -> list[Tensor]:
-    return list(call.out) if isinstance(call.out, list | tuple) else [call.out]
-
 
 def reduced(call: Call) -> list[Dims]:
     """Over some dims, or over all."""
-    dims = call.dims_of(call.tensors[0])
-    given = call.given
-    said = given["dim"] if "dim" in given else given.get("dims")
-    numbers = call.numbers(said, len(dims))
-    what = "reduces over"
-    keep_out(dims, numbers, what)
-    kept = bool(given.get("keepdim", False))
-    made = tuple(whole(1) if place in numbers else dim for place, dim in enumerate(dims))
-    if not kept:
+    dims = call.first
+    numbers = call.numbers(_dims_given(call), len(dims))
+    require_whole(dims, numbers, "reduces over")
+    if call.given.get("keepdim", False):
+        made = tuple(whole(1) if place in numbers else dim for place, dim in enumerate(dims))
+    else:
         made = tuple(dim for place, dim in enumerate(dims) if place not in numbers)
-    return [made for _ in _outs(call)]
+    return [made for _ in as_list(call.out)]
+
+
+def _dims_given(call: Call) -> Any:
+    return call.given["dim"] if "dim" in call.given else call.given.get("dims")
 
 
 def along(call: Call) -> list[Dims]:
     """Along one dim or several, which stay."""
-    dims = list(call.dims_of(call.tensors[0]))
-    given = call.given
-    said = given["dim"] if "dim" in given else given.get("dims")
-    if call.name in ("sort", "argsort", "topk") and said is None:
-        said = -1
-    numbers = call.numbers(said, len(dims))
-    keep_out(tuple(dims), numbers, "works along")
+    dims = list(call.first)
+    given = _dims_given(call)
+    if call.name in ("sort", "argsort", "topk") and given is None:
+        given = -1
+    numbers = call.numbers(given, len(dims))
+    require_whole(tuple(dims), numbers, "works along")
     for number in numbers:
-        dims[number] = whole(_outs(call)[0].shape[number]) if dims else dims[number]
-    return [tuple(dims) for _ in _outs(call)]
+        dims[number] = whole(as_list(call.out)[0].shape[number]) if dims else dims[number]
+    return [tuple(dims) for _ in as_list(call.out)]
 
 
 def _matrix(call: Call) -> list[Dims]:
-    dims = call.dims_of(call.tensors[0])
+    dims = call.first
     if not all(is_whole(dim) or is_counted(dim) for dim in dims[-2:]):
-        keep_out(dims, (len(dims) - 2, len(dims) - 1), "tells places apart along")
+        require_whole(dims, (len(dims) - 2, len(dims) - 1), "tells places apart along")
     return [dims]
 
 
 def _normed(call: Call) -> list[Dims]:
     """A norm over the last dims: its result lies as the input, its statistics have one number a row."""
-    dims = call.dims_of(call.tensors[0])
+    dims = call.first
     count = len(call.given["normalized_shape"])
-    keep_out(dims, tuple(range(len(dims) - count, len(dims))), "normalises over")
+    require_whole(dims, tuple(range(len(dims) - count, len(dims))), "normalises over")
     rows = (*dims[: len(dims) - count], *(whole(1) for _ in range(count)))
-    return [dims if place == 0 else rows for place, _ in enumerate(_outs(call))]
+    return [dims if place == 0 else rows for place, _ in enumerate(as_list(call.out))]
 
 
 def _glu(call: Call) -> list[Dims]:
-    dims = list(call.dims_of(call.tensors[0]))
+    dims = list(call.first)
     number = call.number(call.given["dim"], len(dims))
     half = size_of(dims[number]) // 2
     if not is_whole(dims[number]):
@@ -93,28 +87,28 @@ def _glu(call: Call) -> list[Dims]:
 
 def _grouped(call: Call) -> list[Dims]:
     """Norms with statistics of their own, and pooling, which leaves batch and channels alone."""
-    dims = call.dims_of(call.tensors[0])
+    dims = call.first
     rank = len(dims)
     if "batch_norm" in call.name:
-        keep_out(dims, tuple(range(rank)), "gathers statistics over")
+        require_whole(dims, tuple(range(rank)), "gathers statistics over")
     first = 1 if "norm" in call.name else rank - 1 if call.name.endswith("1d") else rank - 2
-    keep_out(dims, tuple(range(first, rank)), "mixes neighbours along")
+    require_whole(dims, tuple(range(first, rank)), "mixes neighbours along")
     found = []
-    for out in _outs(call):
+    for out in as_list(call.out):
         sizes = tuple(out.shape)
         found.append(
             tuple(dims[i] if i < first and i < len(sizes) else whole(n) for i, n in enumerate(sizes))
         )
     return [
         made if shape_of(made) == tuple(out.shape) else ()
-        for made, out in zip(found, _outs(call), strict=True)
+        for made, out in zip(found, as_list(call.out), strict=True)
     ]
 
 
 def _looked_up(call: Call) -> list[Dims]:
     """``searchsorted`` and its like look rows up in a whole sorted tensor."""
     sorted_dims = call.dims_of(call.given["sorted_sequence" if call.name == "searchsorted" else "boundaries"])
-    keep_out(sorted_dims, tuple(range(len(sorted_dims))), "looks up in")
+    require_whole(sorted_dims, tuple(range(len(sorted_dims))), "looks up in")
     return [call.dims_of(call.given["self"])]
 
 
@@ -181,10 +175,7 @@ def _matmul(call: Call) -> list[Dims]:
 def _attention(call: Call) -> list[Dims]:
     """``b heads s d``; the log-sum-exp and what else comes out lie as far as their shapes tell."""
     q, k, v = (call.dims(name) for name in ("query", "key", "value"))
-    for what, dims in (("queries", q), ("keys", k), ("values", v)):
-        for number in (len(dims) - 2, len(dims) - 1):
-            if not is_whole(dims[number]):
-                raise at_dim(f"attends with pieces of {what}:", number, dims[number])
+    require_whole_attention(q, k, v)
     # Fewer heads of keys and values serve several of queries each.
     k, v = (
         tuple(
@@ -206,13 +197,13 @@ def _attention(call: Call) -> list[Dims]:
 
 def _embedding(call: Call) -> list[Dims]:
     table = call.dims("weight")
-    keep_out(table, (0,), "looks rows up in a piece of")
+    require_whole(table, (0,), "looks rows up in a piece of")
     return [check_axes_once((*call.dims("indices"), *table[1:]))]
 
 
 def _convolution(call: Call) -> list[Dims]:
     dims = call.dims("input")
-    keep_out(dims, tuple(range(1, len(dims))), "mixes neighbours along")
+    require_whole(dims, tuple(range(1, len(dims))), "mixes neighbours along")
     return [(dims[0], *(whole(n) for n in call.out.shape[1:]))]
 
 

@@ -6,7 +6,7 @@ rows may be mixed, as a norm's statistics do, so nothing is refused here: of wha
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from meshfold.mesh.tracking import indexing
-from meshfold.mesh.tracking.call import Call, bind_arguments, tensors_in, written_tensors
+from meshfold.mesh.tracking.call import Call, Rule, as_list, bind_arguments, tensors_in, written_tensors
 from meshfold.mesh.tracking.dims import (
     ROWS,
     UNKNOWN,
@@ -38,7 +38,6 @@ ROWS_INNERMOST = Split(("rows",), "tokens")
 TOKENS_EXCHANGED = Split(("tokens",), "unknown")
 """Of a tensor whose rows nobody knows, since ranks have exchanged tokens along a dim that is not the batch's."""
 
-Rule = Callable[[Call], list[Dims]]
 _MIXING = frozenset(
     (
         *("sum", "mean", "amax", "amin", "max", "min", "prod", "any", "all", "logsumexp"),
@@ -166,9 +165,7 @@ class Rows:
     def after(self, call: _Before, out: Any) -> None:
         """To be called with what the operation has returned."""
         into = written_tensors(call.function, call.given)
-        results = into or [
-            x for x in (out if isinstance(out, list | tuple) else [out]) if isinstance(x, Tensor)
-        ]
+        results = into or [x for x in as_list(out) if isinstance(x, Tensor)]
         if call.apart:
             exchanged = call.given if call.function.namespace == "c10d" else {}
             received = [x for value in exchanged.values() for x in tensors_in(value)]
@@ -229,8 +226,9 @@ def _resized(dim: Dim, size: int) -> Dim:
 def _pointwise(call: Call) -> list[Dims]:
     """Rows where an operand has them, of several that with most dims."""
     operands = sorted((call.dims_of(x) for x in call.tensors), key=len, reverse=True)
-    outs = call.out if isinstance(call.out, list | tuple) else [call.out]
-    return [_together(operands, tuple(out.shape)) if isinstance(out, Tensor) else () for out in outs]
+    return [
+        _together(operands, tuple(out.shape)) if isinstance(out, Tensor) else () for out in as_list(call.out)
+    ]
 
 
 def _together(operands: list[Dims], shape: tuple[int, ...]) -> Dims:
