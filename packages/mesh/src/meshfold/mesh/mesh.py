@@ -98,7 +98,7 @@ class Mesh:
         return world.rank
 
     def coordinates(self, rank: int | None = None) -> dict[str, int]:
-        """Axis name to coordinate, of a rank (by default this process)."""
+        """Return axis name to coordinate of a rank (by default this process)."""
         rest = self.rank if rank is None else rank
         found: dict[str, int] = {}
         for name in reversed(self.axes):
@@ -240,7 +240,7 @@ class Mesh:
         )
 
     def _candidates(self, at: Mapping[str, int], axes: tuple[str, ...]) -> list[int]:
-        """Ranks that agree with ``at`` on every axis not touched by ``axes``, ascending."""
+        """Return ranks that agree with ``at`` on every axis not touched by ``axes``, ascending."""
         touched = {axis.split("/")[0].split("%")[0] for axis in axes}
         ranks = [0]
         for name, size in self.axes.items():
@@ -252,7 +252,7 @@ class Mesh:
         return list(self.axes).index(axis.split("/")[0].split("%")[0])
 
     def _factor(self, axis: str) -> tuple[str, int, int]:
-        """(base axis, size, divisor): coordinate along the token = (coordinate // divisor) % size."""
+        """Return (base axis, size, divisor): coordinate along the token = (coordinate // divisor) % size."""
         factor = _FACTOR.fullmatch(axis)
         if factor is None:
             return axis, self.axes.get(axis, 1), 1

@@ -136,7 +136,7 @@ def _blocks_of_all(x: Tensor, group: Group) -> Tensor:
 
 
 def all_gather_into(out: Tensor, x: Tensor, group: Group) -> Pending:
-    """:func:`all_gather` along dim 0 into memory that is there already: ``[n, ..] -> [g·n, ..]``.
+    """Gather along dim 0 as :func:`all_gather` does, into memory that is given: ``[n, ..] -> [g·n, ..]``.
 
     Args:
         out: contiguous; written when the result has been waited for.
@@ -190,8 +190,9 @@ def reduce_scatter(x: Tensor, group: Group, dim: int = 0, *, async_op: bool = Fa
 
 
 def reduce_scatter_inside(x: Tensor, group: Group) -> Pending:
-    """:func:`reduce_scatter` along dim 0 for a tensor that is not needed afterwards: where the back end can (NCCL), the
-    result is this rank's block of ``x`` itself, which is overwritten, and no memory is taken for it.
+    """Reduce and scatter a tensor along dim 0 that is not needed afterwards, without memory for the result where possible.
+
+    Where the back end can (NCCL), the result is this rank's block of ``x`` itself, which is overwritten.
 
     Args:
         x: contiguous, dim 0 a multiple of the group's size.

@@ -315,5 +315,5 @@ def _named_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 
 def _plain_tensors(module: nn.Module) -> list[tuple[str, Tensor]]:
-    """Tensors that a module keeps as ordinary attributes."""
+    """Return tensors that a module keeps as ordinary attributes."""
     return [(name, value) for name, value in vars(module).items() if isinstance(value, Tensor)]

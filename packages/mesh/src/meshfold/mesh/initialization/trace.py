@@ -242,7 +242,7 @@ class Recorder(TorchDispatchMode):
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        """No: to keep the compiler out of a mode, torch imports it, which takes most of a second."""
+        """Return False: to keep the compiler out of a mode, torch imports it, which takes most of a second."""
         return False
 
     def __torch_dispatch__(
@@ -411,7 +411,7 @@ def _tensors(values: Sequence[Any]) -> list[Tensor]:
 
 
 def _changed(change: Callable[[Tensor], Any], value: Any) -> Any:
-    """Arguments with every tensor changed; as torch's ``tree_map_only``, which takes longer than most operators here."""
+    """Return arguments with every tensor changed; as torch's ``tree_map_only``, which takes longer than most operators here."""
     if isinstance(value, Tensor):
         return change(value)
     if isinstance(value, (list, tuple)):

@@ -70,7 +70,7 @@ class _Attention(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        """Gradients of the three inputs."""
+        """Return gradients of the three inputs."""
         q, k, v, *_ = ctx.saved_tensors
         # Five matmuls, the scores again among them.
         ctx.count(_pairs(q, k) * (3 * q.shape[-1] + 2 * v.shape[-1]))
@@ -78,7 +78,7 @@ class _Attention(torch.autograd.Function):
 
 
 def _pairs(q: Tensor, k: Tensor) -> int:
-    """Operations of a matmul over all pairs of rows, for each element of the dim that it sums over or makes."""
+    """Return operations of a matmul over all pairs of rows, for each element of the dim that it sums over or makes."""
     return 2 * q.shape[:-1].numel() * k.shape[-2]
 
 

@@ -114,7 +114,7 @@ class ShownNorm(_Shown):
         return self.owner.norm(self.places, self.norm_type).to(self.device, self.dtype)
 
     def each(self) -> Tensor:
-        """Each gradient's norm."""
+        """Return each gradient's norm."""
         norms = [self.owner.norm([place], self.norm_type) for place in self.places]
         return torch.stack(norms).reshape(self.shape).to(self.device, self.dtype)
 

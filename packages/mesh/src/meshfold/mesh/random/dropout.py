@@ -40,7 +40,7 @@ class TokenShards:
         return self.index.shape[0]
 
     def numbers(self, tokens: Tensor) -> Tensor:
-        """Numbers among whole sequences, of tokens that are numbered among this rank's parts of them; int64."""
+        """Return numbers among whole sequences, of tokens that are numbered among this rank's parts of them; int64."""
         index = self.index.to(tokens.device)
         return tokens // self.local * self.length + index[tokens % self.local]
 

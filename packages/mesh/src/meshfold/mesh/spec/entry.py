@@ -182,7 +182,7 @@ def powers_near(number: int, degree: int) -> tuple[int, ...]:
 
 
 def divisors(number: int) -> list[int]:
-    """Divisors in rising order; beyond 16 million (4096 squared) only those with a small partner."""
+    """Return divisors in rising order; beyond 16 million (4096 squared) only those with a small partner."""
     small = [d for d in range(1, min(math.isqrt(number), _TRIED_DIVISORS) + 1) if number % d == 0]
     return sorted({*small, *(number // d for d in small)})
 

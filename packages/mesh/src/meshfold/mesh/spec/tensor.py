@@ -232,7 +232,7 @@ def _grid(
 def _equal(
     entry: Entry, name: str, free: tuple[str, ...], size: int | None, depth: int, fields: Mapping[str, object]
 ) -> tuple[int, ...]:
-    """Equal axes from size alone."""
+    """Return equal axes from size alone."""
     degree = len(free)
     if size is None:
         grid = "" if degree == 1 else f" or grid={(2,) * degree}"
@@ -258,5 +258,5 @@ def _equal(
 
 
 def _depths(size: int, degree: int) -> list[int]:
-    """Depths that leave a square (a cube, ...) of ``size``; at least ``size`` itself."""
+    """Return depths that leave a square (a cube, ...) of ``size``; at least ``size`` itself."""
     return [d for d in divisors(size) if is_power(size // d, degree)]

@@ -27,7 +27,7 @@ def tracker() -> Tracker | None:
 
 
 def untracked(*, rows: bool = False) -> Any:
-    """A context in which ranks may exchange: operations are not looked at.
+    """Return a context in which ranks may exchange: operations are not tracked.
 
     Args:
         rows: they do not, and the rows of the batch are followed all the same.
@@ -37,7 +37,7 @@ def untracked(*, rows: bool = False) -> Any:
 
 @contextmanager
 def activated(found: Tracker) -> Iterator[None]:
-    """Inside, a tracker is the active one."""
+    """Context manager: make a tracker the active one."""
     _active.append(found)
     try:
         with found:
@@ -48,7 +48,7 @@ def activated(found: Tracker) -> Iterator[None]:
 
 @contextmanager
 def part_of_model(part: object) -> Iterator[None]:
-    """Inside, a forward runs this part of the model alone: another part has other code."""
+    """Context manager: a forward runs this part of the model alone; another part has other code."""
     _parts.append(part)
     try:
         yield
@@ -57,7 +57,7 @@ def part_of_model(part: object) -> Iterator[None]:
 
 
 def without_tracking() -> Any:
-    """A context in which no forward is looked at."""
+    """Return a context in which no forward is tracked."""
     return part_of_model(None)
 
 

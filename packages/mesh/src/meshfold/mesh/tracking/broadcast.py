@@ -25,7 +25,7 @@ _COPIES = ("clone", "_to_copy", "detach", "alias", "lift_fresh", "contiguous")
 
 
 def broadcast_dims(call: Call, operands: list[tuple[Tensor, Dims]], shape: tuple[int, ...]) -> Dims:
-    """The layout of what operands, broadcast to a shape, make element by element.
+    """Return the layout of what operands, broadcast to a shape, make element by element.
 
     Raises:
         MixesError: where a piece meets something that is no piece.
@@ -99,7 +99,7 @@ def _axes(dim: Dim) -> str:
 
 
 def pointwise(call: Call) -> list[Dims]:
-    """The layouts of the results of an operation element by element."""
+    """Return the layouts of the results of an operation element by element."""
     read = (lambda dims: dims) if call.name in _COPIES else chosen_by
     operands = [(x, read(call.dims_of(x))) for x in call.tensors]
     return [
@@ -109,5 +109,5 @@ def pointwise(call: Call) -> list[Dims]:
 
 
 def alike(call: Call) -> list[Dims]:
-    """The layouts of results that lie as the first operand does."""
+    """Return the layouts of results that lie as the first operand does."""
     return [call.first if isinstance(out, Tensor) else () for out in as_list(call.out)]

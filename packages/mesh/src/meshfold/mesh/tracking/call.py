@@ -46,15 +46,15 @@ class Call:
         return [leaf for value in self.given.values() for leaf in tensors_in(value)]
 
     def dims(self, name: str) -> Dims:
-        """The layout of an argument."""
+        """Return the layout of an argument."""
         return self.dims_of(self.given[name])
 
     def number(self, value: Any, rank: int) -> int:
-        """A dim's number, from 0 up."""
+        """Return a dim's number, from 0 up."""
         return int(value) % max(rank, 1)
 
     def numbers(self, value: Any, rank: int) -> tuple[int, ...]:
-        """Numbers of dims; all for None or an empty list."""
+        """Return numbers of dims; all for None or an empty list."""
         if value is None or value == []:
             return tuple(range(rank))
         return tuple(self.number(v, rank) for v in (value if isinstance(value, list | tuple) else [value]))
@@ -65,7 +65,7 @@ Rule = Callable[[Call], list[Dims]]
 
 
 def bind_arguments(function: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    """Arguments by the names of an operation's schema."""
+    """Return the arguments by the names of an operation's schema."""
     found: dict[str, Any] = {}
     for place, argument in enumerate(function._schema.arguments):
         if place < len(args):
@@ -78,7 +78,7 @@ def bind_arguments(function: Any, args: tuple[Any, ...], kwargs: Mapping[str, An
 
 
 def tensors_in(value: Any) -> Iterator[Tensor]:
-    """The tensors of an argument or a result."""
+    """Return the tensors of an argument or a result."""
     if isinstance(value, Tensor):
         yield value
     elif isinstance(value, list | tuple):
@@ -92,7 +92,7 @@ def as_list(out: Any) -> list[Any]:
 
 
 def written_tensors(function: Any, given: Mapping[str, Any]) -> list[Tensor]:
-    """The arguments that an operation writes to."""
+    """Return the arguments that an operation writes to."""
     return [
         value
         for a in function._schema.arguments
@@ -116,7 +116,7 @@ def require_whole_attention(queries: Dims, keys: Dims, values: Dims) -> None:
 
 
 def at_dim(what: str, number: int, dim: Dim) -> MixesError:
-    """The error of an operation that mixes a dim."""
+    """Return the error of an operation that mixes a dim."""
     how = (
         f"which is split over {', '.join(axes_of(dim))}"
         if is_split(dim)

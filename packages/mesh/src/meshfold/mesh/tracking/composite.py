@@ -35,7 +35,7 @@ Followed = tuple[list[Tensor], Callable[[], Dims]]
 
 
 def followed(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], dims_of: Layout) -> Followed | None:
-    """The operands of such a call, and a function that returns the layout of its result; None for other calls."""
+    """Return the operands of such a call, and a function that returns the layout of its result; None for other calls."""
     rule = _RULES.get(func)
     found: Followed | None = None if rule is None else rule(dims_of, *args, **kwargs)
     if found is None or all(is_whole(dim) for x in found[0] for dim in dims_of(x)):
@@ -151,7 +151,7 @@ def _einsum(dims_of: Layout, *given: Any) -> Any:
 
 
 def _letters(term: str, rank: int) -> list[str]:
-    """The names of an operand's dims; those of an ellipsis are counted from the end."""
+    """Return the names of an operand's dims; those of an ellipsis are counted from the end."""
     before, dots, behind = term.partition("...")
     count = rank - len(before) - len(behind) if dots else 0
     return [*before, *(f".{back}" for back in range(count, 0, -1)), *behind]
@@ -286,7 +286,7 @@ def _takes(item: Any) -> int:
 
 
 def check_length(dims: Dims, number: int, start: int, length: int) -> None:
-    """The same of ``narrow`` and of a ``split`` into one part."""
+    """Refuse a ``narrow``, or a ``split`` into one part, as :func:`check_slices` does."""
     if is_split(dims[number]) and start == 0 and length >= size_of(dims[number]):
         raise at_dim("takes some of its elements by their places: those of", number, dims[number])
 

@@ -120,7 +120,7 @@ class Tracker(TorchDispatchMode):
 
     @contextmanager
     def untracked(self, *, rows: bool = False) -> Iterator[None]:
-        """Inside, operations are not looked at; with ``rows`` the batch's rows are followed all the same."""
+        """Context manager: operations are not tracked; with ``rows`` the batch's rows are followed all the same."""
         self._off += 1
         self._apart += not rows
         try:
@@ -131,7 +131,7 @@ class Tracker(TorchDispatchMode):
 
     @contextmanager
     def asking(self, sizes: list[int] | None) -> Iterator[None]:
-        """Inside, a view asks for these sizes, as the model's code writes them."""
+        """Context manager: a view asks for these sizes, as the model's code writes them."""
         before, self.asked = self.asked, sizes
         try:
             yield
@@ -245,7 +245,7 @@ class Tracker(TorchDispatchMode):
             raise refusal(call.name, str(error), operands, self.module(), self.remedy(tuple(axes))) from None
 
     def _looked_up(self, ids: Tensor, out: Tensor) -> None:
-        """Rows of a table for ids that are all alike along a dim are a piece of as many more."""
+        """Mark rows of a table for ids that are all alike along a dim: they are a piece of as many more."""
         alike = [self.records.is_alike(ids, place) for place in range(ids.dim())]
         if any(alike):
             self.records.put(
@@ -286,7 +286,7 @@ def refusal(name: str, why: str, tensors: Sequence[Tensor], module: str, remedy:
 
 
 def _line() -> str:
-    """The innermost line outside of torch and of this project, as it is written."""
+    """Return the innermost line outside of torch and of this project, as it is written."""
     file, number = user_line()
     if not file:
         return "an operation"
@@ -295,7 +295,7 @@ def _line() -> str:
 
 
 def user_line() -> tuple[str, int]:
-    """Its file and number; an empty name if there is none."""
+    """Return the file and number of that line; an empty name if there is none."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         file, module = frame.f_code.co_filename, str(frame.f_globals.get("__name__", ""))

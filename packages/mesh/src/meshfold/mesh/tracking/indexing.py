@@ -32,7 +32,7 @@ _choices = itertools.count(1)
 
 
 def _chosen_of(dims: Dims) -> Split | None:
-    """The split of places that ``nonzero`` has found among a rank's own."""
+    """Return the split of places that ``nonzero`` has found among a rank's own."""
     for dim in dims:
         for factor in dim:
             if factor.split is not None and factor.split.kind == "places":
@@ -91,7 +91,7 @@ def _index(call: Call) -> list[Dims]:
 
 
 def _index_put(call: Call) -> list[Dims]:
-    """Writes into places of the first argument."""
+    """Write into places of the first argument."""
     x, indices = call.given["self"], call.given["indices"]
     dims = call.dims_of(x)
     values = call.given["values"]
@@ -108,7 +108,7 @@ def _index_put(call: Call) -> list[Dims]:
 
 
 def _written(call: Call, dims: Dims, values: Tensor) -> Dims:
-    """The layout of what was written into: where the values are split it must be too."""
+    """Return the layout of what was written into: where the values are split it must be too."""
     axes = {axis for dim in call.dims_of(values) for axis in axes_of(dim)}
     have = {axis for dim in dims for axis in axes_of(dim)}
     if axes - have and any(is_split(d) for d in call.dims_of(values)):
@@ -172,7 +172,7 @@ def _index_add(call: Call) -> list[Dims]:
 
 
 def _loss(call: Call) -> list[Dims]:
-    """A loss of dealt tokens by labels that are dealt as they are: the caller weighs each rank's mean by its labels."""
+    """Compute a loss of split tokens by labels that are split alike: the caller weighs each rank's mean by its labels."""
     dims, target = call.dims("self"), call.dims("target")
     classes = 1 if len(dims) > 1 else 0
     require_whole(dims, (classes,), "looks classes up in a piece of")

@@ -29,7 +29,7 @@ from meshfold.mesh.tracking.dims import (
 
 
 def reduced(call: Call) -> list[Dims]:
-    """Over some dims, or over all."""
+    """Reduce over some dims, or over all."""
     dims = call.first
     numbers = call.numbers(_dims_given(call), len(dims))
     require_whole(dims, numbers, "reduces over")
@@ -45,7 +45,7 @@ def _dims_given(call: Call) -> Any:
 
 
 def along(call: Call) -> list[Dims]:
-    """Along one dim or several, which stay."""
+    """Work along one dim or several, which stay."""
     dims = list(call.first)
     given = _dims_given(call)
     if call.name in ("sort", "argsort", "topk") and given is None:
@@ -65,7 +65,7 @@ def _matrix(call: Call) -> list[Dims]:
 
 
 def _normed(call: Call) -> list[Dims]:
-    """A norm over the last dims: its result lies as the input, its statistics have one number a row."""
+    """Normalise over the last dims: the result lies as the input, the statistics have one number a row."""
     dims = call.first
     count = len(call.given["normalized_shape"])
     require_whole(dims, tuple(range(len(dims) - count, len(dims))), "normalises over")
@@ -86,7 +86,7 @@ def _glu(call: Call) -> list[Dims]:
 
 
 def _grouped(call: Call) -> list[Dims]:
-    """Norms with statistics of their own, and pooling, which leaves batch and channels alone."""
+    """Normalise with statistics of their own, or pool, which leaves batch and channels alone."""
     dims = call.first
     rank = len(dims)
     if "batch_norm" in call.name:
@@ -144,7 +144,7 @@ def _multiplied(call: Call, a: Dims, b: Dims, batch: int) -> Dims:
 
 
 def _batch(call: Call, *several: Dims) -> Dims:
-    """Dims that all operands have, one by one."""
+    """Return dims that all operands have, one by one."""
     made = []
     for place, dims in enumerate(zip(*several, strict=True)):
         split = distinct_splits(d for d in dims if is_split(d))

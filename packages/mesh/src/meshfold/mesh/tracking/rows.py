@@ -79,7 +79,7 @@ class Rows:
         self._rules = {**rules, **dict.fromkeys(alike, _pointwise), **spread}
 
     def begin(self, tensors: Iterable[Tensor], rows: int) -> None:
-        """Those of these tensors that have so many elements in their first dim have a batch there."""
+        """Mark those of these tensors that have so many elements in their first dim: a batch is there."""
         self.follows = True
         for tensor in tensors:
             if tensor.dim() and tensor.shape[0] == rows:
@@ -105,7 +105,7 @@ class Rows:
             self.put(made, _placed(self.dims(of), tuple(made.shape), fewer=True))
 
     def flattened(self, made: Tensor, of: Tensor) -> None:
-        """:meth:`keep` where all dims but the last were made one, of which a rank may have a block."""
+        """Do as :meth:`keep` where all dims but the last were made one, of which a rank may have a block."""
         dims, size = self.dims(of), made.shape[0]
         if not self.follows or made.dim() == of.dim():
             return self.keep(made, of)
@@ -116,7 +116,7 @@ class Rows:
         self.put(made, ((Factor(size, split),), *whole_dims(made.shape[1:])))
 
     def unflattened(self, made: Tensor, of: Tensor) -> None:
-        """The way back."""
+        """Inverse of :meth:`flattened`."""
         dims, shape = self.dims(of), tuple(made.shape)
         if not self.follows or made.dim() == of.dim():
             return self.keep(made, of)
@@ -146,7 +146,7 @@ class Rows:
     def before(
         self, function: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], apart: bool
     ) -> _Before | None:
-        """To be called before an operation; None if it has nothing of a batch.
+        """Note a call before it is carried out; None if it has nothing of a batch.
 
         Args:
             apart: ranks may exchange in it, so that its results are said by others.
@@ -163,7 +163,7 @@ class Rows:
         return _Before(function=function, name=name, given=given, dims=dims, first=first, apart=apart)
 
     def after(self, call: _Before, out: Any) -> None:
-        """To be called with what the operation has returned."""
+        """Mark what a call that was noted has returned."""
         into = written_tensors(call.function, call.given)
         results = into or [x for x in as_list(out) if isinstance(x, Tensor)]
         if call.apart:
@@ -201,7 +201,7 @@ class Rows:
 
 
 def _placed(dims: Dims, shape: tuple[int, ...], *, fewer: bool) -> Dims:
-    """Rows in the same dim of another shape; ``fewer``: or only those of this rank."""
+    """Return rows in the same dim of another shape; ``fewer``: or only those of this rank."""
     if why := _why_unknown(dims):
         return tuple((Factor(n, why),) for n in shape)
     made = [whole(n) for n in shape]
@@ -224,7 +224,7 @@ def _resized(dim: Dim, size: int) -> Dim:
 
 
 def _pointwise(call: Call) -> list[Dims]:
-    """Rows where an operand has them, of several that with most dims."""
+    """Return rows where an operand has them, of several that with most dims."""
     operands = sorted((call.dims_of(x) for x in call.tensors), key=len, reverse=True)
     return [
         _together(operands, tuple(out.shape)) if isinstance(out, Tensor) else () for out in as_list(call.out)
@@ -243,12 +243,12 @@ def _together(operands: list[Dims], shape: tuple[int, ...]) -> Dims:
 
 
 def _why_unknown(dims: Dims) -> Split | None:
-    """The mark of dims of which it is unknown where they have rows."""
+    """Return the mark of dims of which it is unknown where they have rows."""
     return next((factor.split for dim in dims if is_unknown(dim) for factor in dim if factor.split), None)
 
 
 def _joined(call: Call) -> Dims | None:
-    """Several batches one behind the other, all of them alike."""
+    """Return the rows of several batches one behind the other, all of them alike; None for other calls."""
     if call.name != "cat":
         return None
     several = {call.dims_of(x) for x in call.given["tensors"]}

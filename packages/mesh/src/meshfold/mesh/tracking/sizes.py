@@ -160,13 +160,13 @@ class OpenSizes(TorchFunctionMode):
             self._tracker.refuse(name, str(error), x, axes=axes)
 
     def _view_sizes(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[int] | None:
-        """The sizes that a view of the model's own code asks for, as they are written; other code has read plain numbers."""
+        """Return the sizes that a view of the model's own code asks for, as they are written; other code has read plain numbers."""
         if name not in ("view", "reshape") or not _asked_by_the_model(3):
             return None
         return sizes_given("", args, kwargs)
 
     def _refuse_failed(self, name: str, args: Any, kwargs: dict[str, Any], error: Exception) -> None:
-        """An operation that fails on a piece is refused with its line, since in one process it may not fail."""
+        """Refuse an operation that fails on a piece, with its line: in one process it may not fail."""
         if isinstance(error, MeshfoldError | torch.OutOfMemoryError | torch._C._DistError):
             return
         if "modified inplace" in str(error):  # of a view, whatever its size: torch says what to change
@@ -341,7 +341,7 @@ def _asked_by_the_model(up: int) -> bool:
 
 
 def _asking(up: int) -> FrameType | None:
-    """The frame so many up; None if it is in a known library."""
+    """Return the frame so many up; None if it is in a known library."""
     frame: FrameType | None = sys._getframe(up)
     while frame is not None and (frame.f_code.co_name == "__torch_function__" or _is_between(frame)):
         frame = frame.f_back  # of another mode, which hands on what it does not answer

@@ -83,7 +83,7 @@ def _select(call: Call) -> list[Dims]:
 
 
 def _chosen(dims: Sequence[Dim], number: int, start: int, stop: int, *, keep: bool) -> Dims:
-    """A layout with elements of one dim; without the dim if that has one element and is not kept."""
+    """Return a layout with elements of one dim; without the dim if that has one element and is not kept."""
     made = list(dims)
     try:
         made[number] = cut(dims[number], start, stop)
@@ -177,7 +177,7 @@ def _repeat(call: Call) -> list[Dims]:
 
 
 def _copy(call: Call) -> list[Dims]:
-    """Writes into its first argument, which may be empty memory as yet."""
+    """Copy into the first argument, which may be empty memory as yet."""
     into, source = call.given["self"], call.given["src"]
     known = call.dims_of(into)
     operands = [(source, call.dims_of(source))]

@@ -1,4 +1,4 @@
-"""When a forward is looked at: the first of each kind of call. All others run without any of this.
+"""Tracked forwards: the first of each kind of call. All others run without any of this.
 
 Calls are of one kind if the same arguments are given, of the same dtypes and numbers of dims, in the same state (training or
 not, with gradients or not).
@@ -25,10 +25,10 @@ _TRACKING = "_meshfold_watch"
 
 
 class TrackingHooks(Protocol):
-    """Knowledge that a way of splitting a model has of it."""
+    """Callbacks by which a way of splitting a model tells the tracker what it has split."""
 
     def begin(self, tracker: Tracker, model: nn.Module, given: Mapping[str, Any]) -> None:
-        """A forward begins that is looked at, with these arguments by name or number."""
+        """Begin a forward that is tracked, with these arguments by name or number."""
 
     def communicates(self, module: nn.Module) -> bool:
         """Return whether a module's own code may communicate between ranks, so that it is not tracked."""
@@ -46,14 +46,14 @@ class TrackingHooks(Protocol):
         kwargs: Mapping[str, Any],
         output: Any,
     ) -> None:
-        """Say how the results of such a module lie, before its own hooks run."""
+        """Mark the layouts of such a module's results, before its own hooks run."""
 
     def remedy(self, name: str, axes: tuple[str, ...]) -> str:
         """Return what to write instead of code that mixes pieces over these axes, in a module of this name; empty if unknown."""
 
 
 def track_forwards(model: nn.Module, hooks: TrackingHooks) -> Callable[[], None]:
-    """Look at the first forward of each kind from now on.
+    """Track the first forward of each kind from now on.
 
     Returns:
         A function that undoes it.
@@ -79,8 +79,8 @@ class ForwardTracking:
     """The hooks before and after a model's forward.
 
     Attributes:
-        hooks: of who knows how the model is split.
-        seen: the kinds of call that have been looked at.
+        hooks: the callbacks of each way in which the model is split.
+        seen: the kinds of call that have been tracked.
     """
 
     def __init__(self) -> None:
@@ -149,13 +149,13 @@ def _kind(value: Any) -> object:
 
 
 _DEEP = 6
-"""How deep tensors are looked for in arguments that are none, such as caches."""
+"""Levels of nesting to which tensors are looked for in other arguments, such as caches"""
 _PLAIN, _MODELS = ("builtins", "torch", "collections", "meshfold."), "meshfold.models"
 """Of whose classes what modules keep is no cache; our own models have one."""
 
 
 class TrackedForward:
-    """The context of a forward that is looked at."""
+    """Context of one tracked forward, from its first hook to its last."""
 
     def __init__(self, model: nn.Module, hooks: Sequence[TrackingHooks], given: Mapping[str, Any]) -> None:
         self._model, self._hooks, self._given = model, hooks, given
@@ -225,7 +225,7 @@ class TrackedForward:
                 return
 
     def _left(self, module: nn.Module, args: Any, output: Any) -> None:
-        """A module's forward has ended, if only by an exception that the model's code may catch."""
+        """Note that a module's forward has ended, if only by an exception that the model's code may catch."""
         self._ended(module)
 
     def _ended(self, module: nn.Module) -> bool:
@@ -239,14 +239,14 @@ class TrackedForward:
         return True
 
     def _where(self) -> str:
-        """The module whose forward runs."""
+        """Return the module whose forward runs."""
         for module in reversed(self._own()):
             if id(module) in self._names:
                 return f"{self._names[id(module)] or '(root)'} ({type(module).__name__})"
         return ""
 
     def _own(self) -> list[nn.Module]:
-        """The modules whose forwards run, up to one of ours: the code that has called it is the model's."""
+        """Return the modules whose forwards run, up to one of ours: the code that has called it is the model's."""
         if not self._exchanging:
             return self._inside
         return self._inside[: self._inside.index(self._exchanging[0][0])]
@@ -271,7 +271,7 @@ def _is_cache(value: Any) -> bool:
 
 
 def _cached(tensor: Tensor) -> Dims:
-    """Keys or values, ``.. b heads s d``: any rows and heads, of each all tokens."""
+    """Return the layout of keys or values, ``.. b heads s d``: any rows and heads, of each all tokens."""
     if tensor.dim() < 4:
         return unknown_dims(tensor.shape)
     *more, rows, heads, tokens, size = tensor.shape
@@ -279,7 +279,7 @@ def _cached(tensor: Tensor) -> Dims:
 
 
 def _kept_in(value: Any, deep: int, seen: set[int]) -> list[Tensor]:
-    """The tensors in an argument that is none itself."""
+    """Return the tensors in an argument that is none itself."""
     if (
         isinstance(value, Tensor)
         or value is None

@@ -216,7 +216,7 @@ class Diagnosis:
         return f"{call}{step}, number {call.number} over these ranks, {how}{reason}"
 
     def verdict(self, call: Call, error: Exception | None) -> str:
-        """Why a call does not end: what the first rank found that looked."""
+        """Return why a call does not end, as the first rank found that looked."""
         with suppress(RuntimeError):
             self.publish()
         failures = self._failures.from_other_ranks()
@@ -232,7 +232,7 @@ class Diagnosis:
         return text if first == text else f"{first}\n(Rank {self.rank} was in {call}.)"
 
     def stays_away(self, call: Call) -> str | None:
-        """Why a meeting will not come about: a line for each rank that it waits for; None if all may still come."""
+        """Return why a meeting will not come about: a line for each rank that it waits for; None if all may still come."""
         states = self.read()
         causes = awaited_ranks(waiting_call(call), states, self.rank)
         if not any(rank in states and self._is_past(states[rank]) for rank in causes):
