@@ -23,7 +23,7 @@ MOVED = {
     "primitives": "collectives.primitives",
     "process_group": "processes.process_group",
     "recorder": "recording.comm_log",
-    "shown_gradient": "parameters.shown_gradient",
+    "shown_gradient": "parameters.gradient_proxy",
     "targets": "model_io.labels",
     "traffic": "recording.comm_log",
     "when_read": "model_io.lazy_tensor",

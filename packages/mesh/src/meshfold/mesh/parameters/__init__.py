@@ -20,6 +20,7 @@ from meshfold.mesh.parameters.grad_norm import (
     gradient_shards,
     max_over_ranks,
 )
+from meshfold.mesh.parameters.gradient_proxy import GradientProxy
 from meshfold.mesh.parameters.optimizer_probe import OptimizerProbeError, number_keys, probe_optimizer
 from meshfold.mesh.parameters.parameter_meta import (
     ParameterMeta,
@@ -30,14 +31,13 @@ from meshfold.mesh.parameters.parameter_meta import (
     metadata_on,
     uncompiled_name,
 )
-from meshfold.mesh.parameters.shown_gradient import ShownGradient
 
 __all__ = [
     "DefersWeightGrad",
+    "GradientProxy",
     "MatmulOperands",
     "OptimizerProbeError",
     "ParameterMeta",
-    "ShownGradient",
     "StoredValue",
     "WeightGradQueue",
     "WeightGradSite",
