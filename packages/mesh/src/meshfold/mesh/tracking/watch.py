@@ -151,7 +151,7 @@ def _kind(value: Any) -> object:
 _DEEP = 6
 """Levels of nesting to which tensors are looked for in other arguments, such as caches"""
 _PLAIN, _MODELS = ("builtins", "torch", "collections", "meshfold."), "meshfold.models"
-"""Of whose classes what modules keep is no cache; our own models have one."""
+"""Packages whose objects in modules are no caches; our own models have caches."""
 
 
 class TrackedForward:
