@@ -31,7 +31,7 @@ from integration_tests.house import (
     replaced,
 )
 from meshfold.mesh import ParallelSpec
-from meshfold.mesh.spec.installed import Need, why_missing
+from meshfold.mesh.spec.parallel import Need, why_missing
 
 # Files of meshfold.mesh that may import torch.distributed: communication, process groups, and the pool of test ranks.
 DISTRIBUTED = ("collectives/operations.py", "processes/", "testing/")

@@ -98,7 +98,7 @@ def test_a_model_whose_attention_is_refused_is_as_it_was() -> None:
 def one_is_refused(make: Callable[..., Engine]) -> tuple[str, float]:
     """What a rank ends with where the last one's scheduler is wrong."""
     diagnosis._BEAT_S = 0.1  # of this pool's ranks, which end after the test
-    rank, _ = process_group.place()
+    rank, _ = process_group.rank_and_world_size()
     scheduler = absent if rank == 1 else None
     began = time.monotonic()
     try:

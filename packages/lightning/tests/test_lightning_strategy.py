@@ -340,9 +340,9 @@ def test_a_later_trainer_finds_processes_that_it_has_not_started() -> None:
     from lightning.fabric.plugins.environments import LightningEnvironment
 
     from meshfold.engine.world import join_world
-    from meshfold.mesh.processes import Environment, groups
+    from meshfold.mesh.processes import Environment, running_world
 
-    here = groups.running_world()
+    here = running_world()
     assert here is not None
     place = Environment(
         rank=here.rank, world_size=2, local_rank=here.rank, local_world_size=2, source="torchrun"

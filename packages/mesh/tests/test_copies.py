@@ -10,8 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from meshfold.mesh.collectives import copies
-from meshfold.mesh.collectives.copies import wide_contiguous, wide_reshape
+from meshfold.mesh.collectives.operations import WIDE, wide_contiguous, wide_reshape
 
 DTYPES = (torch.bfloat16, torch.float32, torch.float64, torch.int8, torch.int64, torch.bool)
 
@@ -58,7 +57,7 @@ def test_runs_of_features_go_in_wide_elements(monkeypatch: pytest.MonkeyPatch) -
     wide_contiguous(x[..., :4].movedim(1, 0))  # 8 bytes
     wide_contiguous(x.movedim(2, 0))  # features apart
     wide_contiguous(x)
-    assert seen == [copies.WIDE, torch.bfloat16, torch.bfloat16, torch.bfloat16]
+    assert seen == [WIDE, torch.bfloat16, torch.bfloat16, torch.bfloat16]
 
 
 def test_what_can_be_a_view_is_one() -> None:

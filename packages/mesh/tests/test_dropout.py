@@ -155,8 +155,8 @@ def test_tokens_that_are_dealt_have_the_numbers_of_whole_sequences() -> None:
     assert dealt.numbers(torch.arange(6)).tolist() == [0, 4, 4, 5, 9, 9]
     set_token_shards(dealt)  # without a stream there is nobody to tell
     with dropout_stream(0, 0):
-        assert current_dropout_stream().dealt is None
+        assert current_dropout_stream().token_shards is None
         set_token_shards(dealt)
         _, again = checkpoint_contexts()
     with again:
-        assert current_dropout_stream().dealt is dealt
+        assert current_dropout_stream().token_shards is dealt

@@ -254,7 +254,7 @@ def one_reads_alone(then: str) -> tuple[str, float]:
         elif then == "another":
             second.argmax(-1)
         elif then == "its end":
-            monitor._running[1]._end()  # type: ignore[index]  # what runs when Python ends
+            monitor._running[1]._at_exit()  # type: ignore[index]  # what runs when Python ends
             time.sleep(4)
     except CollectiveError as error:
         return str(error), time.monotonic() - began

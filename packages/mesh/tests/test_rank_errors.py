@@ -56,7 +56,7 @@ def watched(beat_s: float = BEAT_S) -> Iterator[Group]:
 def heard_of(rank: int) -> Failure:
     """Wait until that rank has failed once more than this one."""
     while True:
-        for found in monitor._running[1]._failures.elsewhere():  # type: ignore[index]
+        for found in monitor._running[1]._failures.from_other_ranks():  # type: ignore[index]
             if found.rank == rank:
                 return found
         time.sleep(BEAT_S)
@@ -79,10 +79,10 @@ def one_fails(how: str) -> tuple[str, float]:
                     step(fails=True)
                 except Trouble as error:
                     sys.last_value = error
-                monitor._running[1]._end()  # type: ignore[index]
+                monitor._running[1]._at_exit()  # type: ignore[index]
             elif how == "at the end of its program":
                 sys.last_value = Trouble(WRONG)
-                monitor._running[1]._end()  # type: ignore[index]  # what runs when Python ends
+                monitor._running[1]._at_exit()  # type: ignore[index]  # what runs when Python ends
             else:
                 step(fails=True)
         elif how == "one that the others survive":
@@ -152,9 +152,9 @@ def test_an_error_after_which_a_rank_goes_on_is_taken_back() -> None:
         caught(fails=group.index == 1)
         barrier(group)
         failures = monitor._running[1]._failures  # type: ignore[index]
-        assert not failures.stands  # rank 1 has taken it back, and did not wait for a beat
+        assert not failures.has_failed  # rank 1 has taken it back, and did not wait for a beat
         barrier(group)
-        assert failures.elsewhere() == []
+        assert failures.from_other_ranks() == []
         if group.index == 1:
             time.sleep(3 * SLOW_BEAT_S)
         assert all_reduce(torch.ones(1), group).item() == 4.0
@@ -183,8 +183,8 @@ def test_a_failure_says_where_and_no_more_than_its_end() -> None:
     except Trouble as error:
         place = ErrorLocation(kind="Trouble", step=7, counts=(("all", 3), ("row", 1)))
         found = Failure.of(error, 2, place, order=5)
-    assert found == Failure.read(found.written())
+    assert found == Failure.from_json(found.to_json())
     assert found.error.startswith("Trouble: xxx") and found.traceback.startswith("...\n")
     assert len(found.traceback) == 20_004
-    assert "(Rank 0 was in a call.)" in found.told(0, "a call")  # type: ignore[arg-type]
-    assert found.told(0, "a call").startswith("rank 2 failed in step 7, so the others end: ")  # type: ignore[arg-type]
+    assert "(Rank 0 was in a call.)" in found.message_for(0, "a call")  # type: ignore[arg-type]
+    assert found.message_for(0, "a call").startswith("rank 2 failed in step 7, so the others end: ")  # type: ignore[arg-type]

@@ -8,7 +8,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from meshfold.mesh.mesh import Group
+from meshfold.mesh.group import Group
 from meshfold.mesh.recording.flight_recorder import Call, FlightRecorder
 from meshfold.mesh.watchdog.rank_errors import _REMEMBERED, RankErrors
 
@@ -69,18 +69,18 @@ class Rank:
 
     def fails(self, error: Exception | None = None, *, final: bool = False) -> Exception:
         error = error or ValueError("wrong")
-        self.failures.tell(error, final=final)
+        self.failures.report(error, final=final)
         return error
 
     def hears(self) -> list[int]:
         """Whose errors it heeds, the first one first."""
-        return [found.rank for found in self.failures.elsewhere()]
+        return [found.rank for found in self.failures.from_other_ranks()]
 
     # -- a watcher has these
 
     def announce(self, call: Call) -> None: ...
     def before(self, call: Call) -> None: ...
-    def tell(self, error: BaseException) -> None: ...
+    def report(self, error: BaseException) -> None: ...
     def ended(self, call: Call) -> None: ...
     def failed(self, call: Call, error: RuntimeError) -> Exception:
         return error
@@ -153,7 +153,7 @@ def test_as_many_as_one_has_had_are_not_heeded_however_many(three: Three) -> Non
     for _ in range(2 * _REMEMBERED):  # places that are forgotten one day
         one.calls()
         one.fails()
-    assert len(one.failures._had) == _REMEMBERED
+    assert len(one.failures._seen) == _REMEMBERED
 
 
 def test_an_error_that_ended_its_program_is_heeded_whoever_has_had_it(three: Three) -> None:
@@ -166,7 +166,7 @@ def test_an_error_that_ended_its_program_is_heeded_whoever_has_had_it(three: Thr
     other.fails(error, final=True)
     assert one.hears() == [1]
     other.calls()
-    other.failures.renew()  # it goes on nowhere
+    other.failures.withdraw()  # it goes on nowhere
     assert one.hears() == [1]
 
 
@@ -186,7 +186,7 @@ def test_the_first_error_comes_first(three: Three) -> None:
     other.fails(KeyError("a consequence"))
     assert one.hears() == [2, 1]
     third.calls()
-    third.failures.renew()
+    third.failures.withdraw()
     assert one.hears() == [1]
     third.fails(KeyError("another"))
     assert one.hears() == [1, 2]
@@ -196,16 +196,16 @@ def test_who_goes_on_takes_its_error_back(three: Three) -> None:
     one, other, _ = three
     other.fails()
     other.calls(comes_to_its_end=False)  # cleaning up, perhaps
-    other.failures.renew()
-    assert one.hears() == [1] and other.failures.stands
+    other.failures.withdraw()
+    assert one.hears() == [1] and other.failures.has_failed
     other.flight.waiting.clear()
     other.calls(comes_to_its_end=False)  # the one before has ended
-    other.failures.renew()
-    assert one.hears() == [] and not other.failures.stands
+    other.failures.withdraw()
+    assert one.hears() == [] and not other.failures.has_failed
     other.fails()
     for _ in range(20):  # more than are remembered
         other.calls()
-    other.failures.renew()
+    other.failures.withdraw()
     assert one.hears() == []
 
 
@@ -218,18 +218,18 @@ def test_how_long_an_error_stands_is_counted_from_its_beginning(
     monkeypatch.setattr(module.time, "monotonic", lambda: now[0])
     one, other, third = three
     other.fails()
-    assert one.failures.lasting(2.0) == []
+    assert one.failures.standing_for(2.0) == []
     now[0] += 1.5
     third.fails()
-    assert one.failures.lasting(2.0) == []
+    assert one.failures.standing_for(2.0) == []
     now[0] += 1.0
-    assert [found.rank for found in one.failures.lasting(2.0)] == [1]
+    assert [found.rank for found in one.failures.standing_for(2.0)] == [1]
     other.fails()  # a new one
     now[0] += 1.0
-    assert [found.rank for found in one.failures.lasting(2.0)] == [2]
+    assert [found.rank for found in one.failures.standing_for(2.0)] == [2]
 
 
 def test_where_nobody_fails_the_store_is_asked_once(three: Three, store: Memory) -> None:
-    assert three[0].failures.lasting(2.0) == [] and store.asked == 1
-    three[1].failures.renew()
+    assert three[0].failures.standing_for(2.0) == [] and store.asked == 1
+    three[1].failures.withdraw()
     assert store.asked == 1

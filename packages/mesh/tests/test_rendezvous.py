@@ -18,7 +18,7 @@ from torch._C._distributed_c10d import HashStore
 
 from meshfold.mesh import CollectiveError, Mesh, barrier
 from meshfold.mesh.errors import LaunchError
-from meshfold.mesh.processes import groups
+from meshfold.mesh.processes import create_group
 from meshfold.mesh.processes.rendezvous import Address, meet
 from meshfold.mesh.testing import close_pools, run_on_ranks
 from meshfold.mesh.watchdog import diagnosis, monitor
@@ -102,7 +102,7 @@ def one_fails_while_others_make_a_group(watched: bool) -> tuple[str, float]:
         if mesh.rank == 3 and watched:
             fail()
         if mesh.rank != 3:
-            groups.create_group((0, 1, 2, 3), "of the test")
+            create_group((0, 1, 2, 3), "of the test")
     except (CollectiveError, Trouble) as error:
         return f"{type(error).__name__}: {error}", time.monotonic() - began
     return "no error", time.monotonic() - began

@@ -12,7 +12,7 @@ from torch.nn import functional as F
 from meshfold.mesh.tracking.active import activated
 from meshfold.mesh.tracking.dims import Factor, is_split, is_unknown
 from meshfold.mesh.tracking.follow import Tracker
-from meshfold.mesh.tracking.rows import ROWS, TURNED
+from meshfold.mesh.tracking.rows import ROWS, ROWS_INNERMOST
 
 N = 4
 
@@ -83,7 +83,7 @@ def test_where_ranks_exchange_the_rows_are_said() -> None:
         tracker.rows.keep(z, y)
         assert tracker.rows.dims(z)[1] == (Factor(N, ROWS),)
         tracker.rows.flattened(flat, y)
-        assert tracker.rows.dims(flat)[0] == (Factor(2 * N, TURNED),)
+        assert tracker.rows.dims(flat)[0] == (Factor(2 * N, ROWS_INNERMOST),)
         tracker.rows.unflattened(x.clone(), flat)
         back = torch.empty(2, N, N)
         tracker.rows.unflattened(back, flat)

@@ -18,8 +18,8 @@ from hypothesis import strategies as st
 
 import meshfold.mesh.spec
 from meshfold.mesh.spec import ParallelSpec, PipelineSpec, SequenceSpec, SpecError, TensorSpec, ZeroSpec
-from meshfold.mesh.spec.factors import balanced, divisors, is_power, powers_near, root
-from meshfold.mesh.spec.installed import is_importable
+from meshfold.mesh.spec.entry import balanced, divisors, is_power, powers_near, root
+from meshfold.mesh.spec.parallel import is_importable
 
 
 @dataclasses.dataclass(frozen=True)

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from meshfold.mesh import LayoutError
-from meshfold.mesh.tracking import part_of_model, unwatched, watch
-from meshfold.mesh.tracking.active import activated, is_watched
+from meshfold.mesh.tracking import part_of_model, track_forwards, without_tracking
+from meshfold.mesh.tracking.active import activated, is_tracking_on
 from meshfold.mesh.tracking.dims import (
     UNKNOWN,
     Dims,
@@ -178,7 +178,7 @@ def test_what_is_right_is_not_refused(name: str) -> None:
             code(x.double() if name == "conv" else x)
 
 
-P, T = Split(("p",)), Split(("t",), "dealt")
+P, T = Split(("p",)), Split(("t",), "tokens")
 
 
 def test_views_of_rows_and_heads() -> None:
@@ -245,7 +245,7 @@ def test_only_what_is_alike_in_every_forward_is_taken_for_a_piece() -> None:
             return x * made
 
     model = Filled()
-    watch(model, Halves())
+    track_forwards(model, Halves())
     for fill in ("number", "row"):
         model(torch.randn(4, 3), fill, torch.ones(4, 3))
     for fill in ("batch", "places", "chance"):
@@ -259,13 +259,13 @@ class Halves:
     def begin(self, found: Tracker, model: nn.Module, given: Any) -> None:
         found.mark(given["0"], (block(4, ("p",)), *whole_dims(given["0"].shape[1:])))
 
-    def takes(self, module: nn.Module) -> bool:
+    def communicates(self, module: nn.Module) -> bool:
         return False
 
-    def given(self, *_: Any) -> None:
+    def check_arguments(self, *_: Any) -> None:
         raise AssertionError
 
-    def returned(self, *_: Any) -> None:
+    def mark_results(self, *_: Any) -> None:
         raise AssertionError
 
     def remedy(self, name: str, axes: tuple[str, ...]) -> str:
@@ -287,7 +287,7 @@ def test_a_watched_model_is_looked_at_once_for_each_kind_of_call() -> None:
             return found
 
     model, x = Outer(), torch.randn(4, 3)
-    undo = watch(model, Halves())
+    undo = track_forwards(model, Halves())
     seen: list[bool] = []
     model.inner.register_forward_pre_hook(
         lambda *_: seen.append(bool(torch.utils._python_dispatch._len_torch_dispatch_stack()))
@@ -313,7 +313,7 @@ def test_an_exception_of_the_models_own_ends_the_looking() -> None:
             raise ValueError("mine")
 
     model = Failing()
-    watch(model, Halves())
+    track_forwards(model, Halves())
     for _ in range(2):
         with pytest.raises(ValueError, match="mine"):
             model(torch.randn(4, 3))
@@ -321,9 +321,9 @@ def test_an_exception_of_the_models_own_ends_the_looking() -> None:
 
 
 def test_a_part_of_an_unwatched_forward_is_not_watched() -> None:
-    with unwatched():
+    with without_tracking():
         with part_of_model("stage 0"):
-            assert not is_watched()
-        assert not is_watched()
+            assert not is_tracking_on()
+        assert not is_tracking_on()
     with part_of_model("stage 0"):
-        assert is_watched()
+        assert is_tracking_on()

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from meshfold.mesh import CollectiveError, LaunchError, Mesh, all_gather, all_reduce, receive, send
-from meshfold.mesh.mesh import Group
+from meshfold.mesh.group import Group
 from meshfold.mesh.processes.environment import watchdog_settings
 from meshfold.mesh.recording import flight_recorder
 from meshfold.mesh.recording.flight_recorder import Call, FlightRecorder

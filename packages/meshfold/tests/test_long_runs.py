@@ -19,7 +19,7 @@ from meshfold.cli import main
 from meshfold.engine.long_runs.resuming import resize_data_axis
 from meshfold.engine.nodes import crossing, warn_of_crossing
 from meshfold.mesh import Environment, LaunchError, Mesh, SpecError
-from meshfold.mesh.processes.elastic import launch_node
+from meshfold.mesh.processes.launcher import launch_node
 from meshfold.models import build
 from meshfold.train.metrics import check_trackers, flops_per_token, read_metrics
 from meshfold.train.progress import Lines, line

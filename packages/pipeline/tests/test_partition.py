@@ -209,7 +209,7 @@ def test_batches_in_parts() -> None:
 def test_a_micro_batch_drops_what_its_rows_and_tokens_drop_in_the_whole_batch() -> None:
     work = split(torch.arange(32).view(4, 8), 2)[1]
     dealt = TokenShards(length=16, index=torch.arange(8))
-    with dropout_stream(1, 2, first_row=3, first_token=24, dealt=dealt), dropout_of(work):
+    with dropout_stream(1, 2, first_row=3, first_token=24, token_shards=dealt), dropout_of(work):
         now = current_dropout_stream()
         assert (now.seed, now.step, now.first_row, now.first_token) == (1, 2, 5, 40)
-        assert now.dealt is dealt
+        assert now.token_shards is dealt

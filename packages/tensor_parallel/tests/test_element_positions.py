@@ -12,7 +12,7 @@ from meshfold.mesh import Mesh, MeshfoldError, dropout_stream
 from meshfold.mesh.random.dropout import TokenShards
 from meshfold.mesh.testing import fake_world
 from meshfold.mesh.tracking.dims import Dims, Factor, Split, block, whole
-from meshfold.mesh.tracking.rows import ROWS, TURNED
+from meshfold.mesh.tracking.rows import ROWS, ROWS_INNERMOST
 from meshfold.tensor_parallel.layers.base import BatchShape
 from meshfold.tensor_parallel.layers.dropout import Dropout
 from meshfold.tensor_parallel.layers.element_positions import (
@@ -28,7 +28,7 @@ S, ALL, FIRST, HERE, HEADS, WIDTH = 6, 10, 4, 4, 2, 3  # rows 4 to 7 of 10 are t
 MESH = Mesh(dict(row=2, tensor=2, seq=2), rank=7)  # the second of each
 DEALT = TokenShards(length=S, index=torch.tensor([1, 3, 5]))
 MINE, TOKENS = slice(FIRST, FIRST + HERE), [1, 3, 5]
-ROW, COLUMN, SEQ = ("row",), ("tensor",), Split(("seq",), "dealt")
+ROW, COLUMN, SEQ = ("row",), ("tensor",), Split(("seq",), "tokens")
 
 Case = tuple[Callable[[Tensor], Tensor], Dims, tuple[tuple[Factor, ...], ...]]
 
@@ -48,7 +48,7 @@ CASES: dict[str, Case] = {
     ),
     "s·b h, a block of both": (
         lambda w: w.transpose(0, 1)[:, MINE].reshape(-1, WIDTH)[12:], (block(12, ROW), whole(WIDTH)),
-        ((Factor(12, TURNED),), whole(WIDTH)),
+        ((Factor(12, ROWS_INNERMOST),), whole(WIDTH)),
     ),
     "s·b h": (
         lambda w: w.transpose(0, 1)[:, MINE].reshape(-1, WIDTH), (whole(24), whole(WIDTH)),

@@ -36,9 +36,9 @@ class CollectiveError(MeshfoldError, RuntimeError):
 def did_you_mean(word: str, known: Iterable[str]) -> str:
     """Return the known name most like ``word`` as a question to append to a message, or ``""`` if none is close.
 
-    >>> nearest("pipelin", ["data", "pipeline"])
+    >>> did_you_mean("pipelin", ["data", "pipeline"])
     " Did you mean 'pipeline'?"
-    >>> nearest("zzz", ["data", "pipeline"])
+    >>> did_you_mean("zzz", ["data", "pipeline"])
     ''
     """
     names = list(known)

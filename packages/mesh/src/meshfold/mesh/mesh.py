@@ -85,9 +85,9 @@ class Mesh:
         """This process's rank in the mesh."""
         if self._given_rank is not None:
             return self._given_rank
-        from meshfold.mesh.processes import groups
+        from meshfold.mesh.processes import process_group
 
-        world = groups.running_world()
+        world = process_group.running_world()
         if world is None:
             return 0
         if world.size != self.world_size:
@@ -98,7 +98,7 @@ class Mesh:
         return world.rank
 
     def coordinates(self, rank: int | None = None) -> dict[str, int]:
-        """Axis name to coordinate, of a rank (by default this process)."""
+        """Return axis name to coordinate of a rank (by default this process)."""
         rest = self.rank if rank is None else rank
         found: dict[str, int] = {}
         for name in reversed(self.axes):
@@ -155,15 +155,15 @@ class Mesh:
 
         All of its ranks must call.
         """
-        from meshfold.mesh.processes import groups
+        from meshfold.mesh.processes import process_group
 
         group = self.group(*axes)
         if group.size == 1:
             return group
         handle = self.once(
-            ("channel", purpose, group.ranks), lambda: groups.create_group(group.ranks, purpose)
+            ("channel", purpose, group.ranks), lambda: process_group.create_group(group.ranks, purpose)
         )
-        return replace(group, name=groups.group_name(handle))
+        return replace(group, name=process_group.group_name(handle))
 
     def numbers(self, *axes: str) -> tuple[int, ...]:
         """Return the index over the axes, in the order given, of each rank of this process's group, which has mesh order."""
@@ -176,10 +176,10 @@ class Mesh:
 
     def prepare(self, *axes: str) -> None:
         """Make the group along the axes now, if processes are running: before a forward is traced, not in it."""
-        from meshfold.mesh.processes import groups
+        from meshfold.mesh.processes import process_group
 
         self.size(*axes)
-        if groups.running_world() is not None and not self._closed:
+        if process_group.running_world() is not None and not self._closed:
             self.index(*axes)
             self.numbers(*axes)
 
@@ -216,7 +216,7 @@ class Mesh:
                 )
 
     def _make_group(self, axes: tuple[str, ...]) -> Group:
-        from meshfold.mesh.processes import groups
+        from meshfold.mesh.processes import process_group
 
         spanned = self.spanned(*axes)
         coordinates = self.coordinates()
@@ -231,16 +231,16 @@ class Mesh:
         if self._closed:
             raise MeshfoldError(f"{self} is closed: make a new Mesh")
         if ranks not in self._handles:
-            self._handles[ranks] = groups.create_group(ranks)
+            self._handles[ranks] = process_group.create_group(ranks)
         return Group(
             axes=spanned,
             ranks=ranks,
             index=ranks.index(self.rank),
-            name=groups.group_name(self._handles[ranks]),
+            name=process_group.group_name(self._handles[ranks]),
         )
 
     def _candidates(self, at: Mapping[str, int], axes: tuple[str, ...]) -> list[int]:
-        """Ranks that agree with ``at`` on every axis not touched by ``axes``, ascending."""
+        """Return ranks that agree with ``at`` on every axis not touched by ``axes``, ascending."""
         touched = {axis.split("/")[0].split("%")[0] for axis in axes}
         ranks = [0]
         for name, size in self.axes.items():
@@ -252,7 +252,7 @@ class Mesh:
         return list(self.axes).index(axis.split("/")[0].split("%")[0])
 
     def _factor(self, axis: str) -> tuple[str, int, int]:
-        """(base axis, size, divisor): coordinate along the token = (coordinate // divisor) % size."""
+        """Return (base axis, size, divisor): coordinate along the token = (coordinate // divisor) % size."""
         factor = _FACTOR.fullmatch(axis)
         if factor is None:
             return axis, self.axes.get(axis, 1), 1

@@ -80,7 +80,7 @@ class Placement:
         return tuple(sum(n for _, n in self.segments(mesh, dim, rank)) for dim in range(len(self.shape)))
 
     def segments(self, mesh: Mesh, dim: int, rank: int | None = None) -> list[tuple[int, int]]:
-        """(global start, length) of what a rank holds along a dim; a start or end beyond the shape is padding."""
+        """Return (global start, length) of what a rank holds along a dim; a start or end beyond the shape is padding."""
         return self._block(dim, mesh.index(*self.axes[dim], rank=rank), mesh.size(*self.axes[dim]))
 
     def coordinates(self, mesh: Mesh, dim: int, rank: int | None = None) -> Tensor:
@@ -153,7 +153,7 @@ class Placement:
         return found
 
     def _length(self, dim: int, blocks: int) -> int:
-        """Elements of a block along a dim, padding included."""
+        """Return elements of a block along a dim, padding included."""
         multiple = math.lcm(blocks, self.multiple.get(dim, 1))
         return math.ceil(self.shape[dim] / multiple) * multiple // blocks
 

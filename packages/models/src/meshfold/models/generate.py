@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from meshfold.mesh import SpecError, all_reduce
 from meshfold.mesh.model_io import eval_mode
 from meshfold.mesh.spec import argument_checks as settings
-from meshfold.mesh.tracking import unwatched
+from meshfold.mesh.tracking import without_tracking
 from meshfold.models.attention import Attention, CausalMask
 from meshfold.tensor_parallel.convert import padding_for_decoding
 
@@ -240,7 +240,7 @@ def keeping_keys(model: Any, tokens: int) -> Iterator[Callable[[Tensor], Any]]:
         if not before:
             return model(ids)
         positions = torch.arange(before, known, device=ids.device).expand(ids.shape[0], -1)
-        with unwatched():  # one token a row: its code is that of the prompt, and sizes of 1 tell nothing
+        with without_tracking():  # a row's one token runs the prompt's code, and sizes of 1 tell nothing
             return model(ids[:, before:], position_ids=positions)
 
     try:

@@ -25,10 +25,10 @@ from meshfold.mesh.tracking import (
 
 
 class ShardedSequenceLayout:
-    """The layout that a model with sharded sequences reports to :func:`meshfold.mesh.tracking.watch`."""
+    """The layout that a model with sharded sequences reports to :func:`meshfold.mesh.tracking.track_forwards`."""
 
     def __init__(self, mesh: Mesh, axes: tuple[str, ...]) -> None:
-        self._split = Split(tuple(axis for axis in axes if mesh.size(axis) > 1), "dealt")
+        self._split = Split(tuple(axis for axis in axes if mesh.size(axis) > 1), "tokens")
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ShardedSequenceLayout:
         return self
@@ -37,12 +37,12 @@ class ShardedSequenceLayout:
         """Begin a forward: tokens are not sharded yet, and code for masks and caches is overlooked since neither is used."""
         found.overlooked = ("transformers/masking_utils.py", "transformers/cache_utils.py")
 
-    def dealt(self, given: Iterable[Any], local: int) -> None:
+    def mark_arguments(self, given: Iterable[Any], local: int) -> None:
         """Mark the model's arguments, which have this many tokens of this rank each."""
         found = tracker()
         if found is None or not self._split.axes:
             return
-        found.dealt, found.dealt_length = self._split, local
+        found.token_split, found.local_tokens = self._split, local
         found.random_axes = (*found.random_axes, *self._split.axes)
         for value in given:
             if isinstance(value, Tensor) and value.dim() >= 2 and value.shape[1] == local:
@@ -57,16 +57,16 @@ class ShardedSequenceLayout:
             shape = tuple(made.shape)
             found.mark(made, (*whole_dims(shape[:-1]), (Factor(shape[-1], self._split),)))
 
-    def takes(self, module: nn.Module) -> bool:
+    def communicates(self, module: nn.Module) -> bool:
         """Return whether a module is a loss that knows that its labels are sharded."""
         return bool(getattr(module, "causal_lm_loss", False))
 
-    def given(
+    def check_arguments(
         self, found: Tracker, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]
     ) -> None:
         """Do nothing: a loss takes what this rank has."""
 
-    def returned(
+    def mark_results(
         self, found: Tracker, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], output: Any
     ) -> None:
         """Do nothing: a loss of this rank's tokens is weighed with those of the others."""
@@ -84,31 +84,34 @@ class ShardedSequenceLayout:
 def track_attention(q: Tensor, k: Tensor, v: Tensor, attend: Callable[[], Tensor]) -> Tensor:
     """Check that attention over ranks sees the sharded tokens, and mark its output: ``b heads s d`` -> ``b s heads d``."""
     found = tracker()
-    if found is None or found.dealt is None:
+    if found is None or found.token_split is None:
         return attend()
-    lies = [found.dims(x) for x in (q, k, v)]
-    for what, x, dims in zip(("queries", "keys", "values"), (q, k, v), lies, strict=True):
+    layouts = [found.dims(x) for x in (q, k, v)]
+    for what, x, dims in zip(("queries", "keys", "values"), (q, k, v), layouts, strict=True):
         if any(map(is_unknown, dims)):
             continue
-        if not _is_dealt(dims[2], found.dealt):
+        if not _has_tokens(dims[2], found.token_split):
             found.refuse(
                 "scaled_dot_product_attention",
                 f"is given {what} whose dim 2 is not that of the tokens that were dealt to ranks",
                 x,
-                axes=found.dealt.axes,
+                axes=found.token_split.axes,
             )
         if is_split(dims[3]):
             found.refuse(
-                "scaled_dot_product_attention", f"attends with pieces of {what}", x, axes=found.dealt.axes
+                "scaled_dot_product_attention",
+                f"attends with pieces of {what}",
+                x,
+                axes=found.token_split.axes,
             )
     with untracked():
         out = attend()
-    dims = lies[0]
-    tokens = (Factor(out.shape[1], found.dealt),) if is_unknown(dims[2]) else dims[2]
+    dims = layouts[0]
+    tokens = (Factor(out.shape[1], found.token_split),) if is_unknown(dims[2]) else dims[2]
     found.mark(out, (dims[0], tokens, dims[1], *whole_dims(out.shape[3:])))
     found.rows.keep(out, q)
     return out
 
 
-def _is_dealt(dim: Dim, dealt: Split) -> bool:
-    return len(dim) == 1 and dim[0].split is not None and set(dealt.axes) <= set(dim[0].split.axes)
+def _has_tokens(dim: Dim, token_split: Split) -> bool:
+    return len(dim) == 1 and dim[0].split is not None and set(token_split.axes) <= set(dim[0].split.axes)

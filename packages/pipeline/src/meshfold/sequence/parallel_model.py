@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from meshfold.mesh import LayoutError, Mesh
-from meshfold.mesh.tracking import untracked, watch
+from meshfold.mesh.tracking import track_forwards, untracked
 from meshfold.sequence import hugging_face
 from meshfold.sequence.attention_call import AttentionSettings, Documents, documents_by_row
 from meshfold.sequence.dropout import DrawDropout
@@ -41,7 +41,7 @@ class SequenceParallel:
         self._swaps = theirs != [model]
         with ExitStack() as refused:  # a model that is not taken is left as it was
             refused.callback(self.remove)
-            self._changes.append(_Undo(watch(model, self._tracked)))
+            self._changes.append(_Undo(track_forwards(model, self._tracked)))
             self._changes.append(model.register_forward_pre_hook(self._begin, with_kwargs=True))
             self._changes.append(model.register_forward_hook(self._end))
             for part in theirs:
@@ -95,7 +95,7 @@ class SequenceParallel:
                 "the loss of its logits by loss_share(logits, targets, mesh, mode)"
             )
         self._local, self._calls = tokens.shape[1], 0
-        self._tracked.dealt(given.values(), self._local)
+        self._tracked.mark_arguments(given.values(), self._local)
         if not self._takes_positions or given.get("position_ids") is not None:
             return None
         return args, {**kwargs, "position_ids": self._positions(tokens.device)}

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from meshfold.engine.errors import TrainingError
 from meshfold.engine.precision.precision import Masters
 from meshfold.mesh import Group, Mesh, Pending, all_reduce, metadata
-from meshfold.mesh.parameters import ShownGradient
+from meshfold.mesh.parameters import GradientProxy
 
 BUCKET_BYTES = 25 * 2**20
 _ALIGN = 16  # elements: gradients begin where vector instructions like it
@@ -220,7 +220,7 @@ class GradientReducer:
 
         def arrive(parameter: Tensor) -> None:
             me = reducer()
-            if isinstance(parameter.grad, ShownGradient):
+            if isinstance(parameter.grad, GradientProxy):
                 return  # a backward of somebody else, while the gradient here is shown
             if me is not None and parameter.grad is not None:
                 if me._listening:

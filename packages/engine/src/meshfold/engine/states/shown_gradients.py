@@ -1,7 +1,7 @@
 """Stand-ins in ``parameter.grad`` of a trained model, so that torch's own clipping works on gradients in shards.
 
 Gradients wait in buckets and chunks, where ``parameter.grad`` is None: ``torch.nn.utils.clip_grad_norm_`` would find nothing to
-clip, return 0.0 and say nothing. A :class:`meshfold.mesh.parameters.ShownGradient` stands there instead, except while a
+clip, return 0.0 and say nothing. A :class:`meshfold.mesh.parameters.GradientProxy` stands there instead, except while a
 backward runs.
 """
 
@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from meshfold.engine.errors import TrainingError
 from meshfold.engine.states.replicated import States
-from meshfold.mesh.parameters import ShownGradient
+from meshfold.mesh.parameters import GradientProxy
 
 
 class ShownGradients:
@@ -45,7 +45,7 @@ class ShownGradients:
         self._factors: list[
             tuple[Tensor | float, set[int]]
         ] = []  # what gradients are still to be multiplied with
-        self._made: dict[int, ShownGradient] = {}  # by place; the same ones stand there in every step
+        self._made: dict[int, GradientProxy] = {}  # by place; the same ones stand there in every step
         self._visible = False
         self._finalizer = finalize(self, _hide, list(states.trained))
 
@@ -71,7 +71,7 @@ class ShownGradients:
     def cover(self) -> None:
         """Show all, also where a complete gradient is: that of this rank's shard alone."""
         for place, parameter in enumerate(self._states.trained):
-            if parameter.grad is not None and not isinstance(parameter.grad, ShownGradient):
+            if parameter.grad is not None and not isinstance(parameter.grad, GradientProxy):
                 self._covered[place], parameter.grad = parameter.grad, None
         self.show()
 
@@ -84,7 +84,7 @@ class ShownGradients:
         if not self._visible:
             return
         for parameter in self._states.trained:
-            if parameter.grad is not None and not isinstance(parameter.grad, ShownGradient):
+            if parameter.grad is not None and not isinstance(parameter.grad, GradientProxy):
                 raise TrainingError(
                     f"parameter.grad of a parameter of shape {tuple(parameter.shape)} was assigned before step(), which would not "
                     "see it: change it in place, as in parameter.grad.mul_(0.5)"
@@ -159,14 +159,14 @@ class ShownGradients:
             )
         return gradient
 
-    def _stand_in(self, place: int, parameter: nn.Parameter) -> ShownGradient:
+    def _stand_in(self, place: int, parameter: nn.Parameter) -> GradientProxy:
         made = self._made.get(place)
         if made is None or (made.shape, made.dtype, made.device) != (
             parameter.shape,
             parameter.dtype,
             parameter.device,
         ):
-            made = self._made[place] = ShownGradient.of(self, place, parameter)
+            made = self._made[place] = GradientProxy.of(self, place, parameter)
         return made
 
     # -- within -----------------------------------------------------------------------------------------------------
@@ -194,5 +194,5 @@ def _call(method: WeakMethod[Callable[[], bool]]) -> bool:
 
 def _hide(parameters: Iterable[nn.Parameter]) -> None:
     for parameter in parameters:
-        if isinstance(parameter.grad, ShownGradient):
+        if isinstance(parameter.grad, GradientProxy):
             parameter.grad = None

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from meshfold.mesh.collectives.copies import wide_contiguous, wide_reshape
 from meshfold.mesh.collectives.operations import (
     Pending,
     Transfer,
@@ -18,6 +17,8 @@ from meshfold.mesh.collectives.operations import (
     reduce_scatter_inside,
     send,
     shift,
+    wide_contiguous,
+    wide_reshape,
 )
 from meshfold.mesh.collectives.primitives import (
     Primitive,

@@ -33,14 +33,14 @@ Primitive = Callable[[Tensor], Tensor]
 
 
 def gather_blocks(x: Tensor, mesh: Mesh, dim: int, axes: Axes) -> Tensor:
-    """All-gather along ``dim`` over ``axes``, the minor axis first. Not differentiable."""
+    """Gather along ``dim`` over ``axes``, the minor axis first. Not differentiable."""
     for axis in reversed(axes):
         x = operations.all_gather(x, mesh.group(axis), dim)
     return x
 
 
 def scatter_sums(x: Tensor, mesh: Mesh, dim: int, axes: Axes) -> Tensor:
-    """Reduce-scatter along ``dim`` over ``axes``, the major axis first. Not differentiable."""
+    """Reduce and scatter along ``dim`` over ``axes``, the major axis first. Not differentiable."""
     for axis in axes:
         x = operations.reduce_scatter(x, mesh.group(axis), dim)
     return x
@@ -65,7 +65,7 @@ def take_block(x: Tensor, mesh: Mesh, dim: int, axes: Axes) -> Tensor:
 
 
 def exchange_blocks(x: Tensor, mesh: Mesh, split_dim: int, concat_dim: int, axes: Axes) -> Tensor:
-    """All-to-all over ``axes``, blocks numbered by them, the major axis first. Not differentiable."""
+    """Exchange blocks all-to-all over ``axes``, numbered by them, the major axis first. Not differentiable."""
     group, numbers = mesh.group(*axes), mesh.numbers(*axes)
     if numbers == tuple(range(group.size)):
         return operations.all_to_all(x, group, split_dim, concat_dim)
@@ -121,7 +121,7 @@ def _bind(
 
 
 def bind_enter(mesh: Mesh, axes: Axes) -> Primitive:
-    """Identity; backward all-reduces the gradient over ``axes``."""
+    """Return the identity; its backward all-reduces the gradient over ``axes``."""
     return _bind(
         mesh,
         ("enter",),
@@ -133,7 +133,7 @@ def bind_enter(mesh: Mesh, axes: Axes) -> Primitive:
 
 
 def bind_leave(mesh: Mesh, axes: Axes) -> Primitive:
-    """All-reduce over ``axes``; backward is the identity."""
+    """Return an all-reduce over ``axes``; its backward is the identity."""
     return _bind(
         mesh,
         ("leave",),
@@ -169,7 +169,7 @@ def bind_take(mesh: Mesh, dim: int, axes: Axes) -> Primitive:
 
 
 def bind_collect(mesh: Mesh, dim: int, axes: Axes) -> Primitive:
-    """All-gather for a use that is the same on every rank; backward keeps this rank's block of the gradient."""
+    """Return an all-gather for a use that is the same on every rank; its backward keeps this rank's block of the gradient."""
     return _bind(
         mesh,
         ("collect", dim),
@@ -193,17 +193,17 @@ def bind_exchange(mesh: Mesh, split_dim: int, concat_dim: int, axes: Axes) -> Pr
 
 
 def gather(x: Tensor, mesh: Mesh, dim: int, axes: Axes) -> Tensor:
-    """:func:`bind_gather`, at once."""
+    """Apply :func:`bind_gather` at once."""
     return bind_gather(mesh, dim, axes)(x)
 
 
 def collect(x: Tensor, mesh: Mesh, dim: int, axes: Axes) -> Tensor:
-    """:func:`bind_collect`, at once."""
+    """Apply :func:`bind_collect` at once."""
     return bind_collect(mesh, dim, axes)(x)
 
 
 def exchange(x: Tensor, mesh: Mesh, split_dim: int, concat_dim: int, axes: Axes) -> Tensor:
-    """:func:`bind_exchange`, at once."""
+    """Apply :func:`bind_exchange` at once."""
     return bind_exchange(mesh, split_dim, concat_dim, axes)(x)
 
 
@@ -220,7 +220,7 @@ def traceable_result(y: Tensor) -> Tensor:
 
 
 def non_view_result(y: Tensor, x: Tensor) -> Tensor:
-    """:func:`traceable_result`, and no view: autograd forbids in-place changes of a view that a Function returns.
+    """Return :func:`traceable_result`, never a view: autograd forbids in-place changes of a view that a Function returns.
 
     So ``nn.ReLU(inplace=True)`` and ``y += x`` work behind a sharded layer as behind torch's own.
 

@@ -252,7 +252,7 @@ def _zero_padding_(block: Tensor, coordinates: Sequence[Tensor], size: Sequence[
 
 
 def _grid(places: Sequence[slice | Tensor], shape: Sequence[int], device: torch.device) -> tuple[Tensor, ...]:
-    """Index tensors that select an outer product, of positions or of everything, from a tensor of this shape."""
+    """Return index tensors that select an outer product, of positions or of everything, from a tensor of this shape."""
     along = [
         torch.arange(n)[at] if isinstance(at, slice) else at for at, n in zip(places, shape, strict=True)
     ]

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from meshfold.mesh.model_io.dry_run import DryRun, saved_for_backward
-from meshfold.mesh.model_io.forward import eval_mode, map_tensors
+from meshfold.mesh.model_io.dry_run import DryRun, eval_mode, map_tensors, saved_for_backward
 from meshfold.mesh.model_io.labels import (
     IGNORE_INDEX,
     LABEL_NAMES,

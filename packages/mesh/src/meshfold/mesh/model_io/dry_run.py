@@ -1,13 +1,13 @@
-"""Runs of a model's code on the meta device, with counts of what it would keep and compute."""
+"""Runs of a model's forward: on the meta device, counted; in eval mode; with the tensors of its output changed."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, ClassVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.overrides import TorchFunctionMode
@@ -70,7 +70,7 @@ class _Attention(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        """Gradients of the three inputs."""
+        """Return gradients of the three inputs."""
         q, k, v, *_ = ctx.saved_tensors
         # Five matmuls, the scores again among them.
         ctx.count(_pairs(q, k) * (3 * q.shape[-1] + 2 * v.shape[-1]))
@@ -78,7 +78,7 @@ class _Attention(torch.autograd.Function):
 
 
 def _pairs(q: Tensor, k: Tensor) -> int:
-    """Operations of a matmul over all pairs of rows, for each element of the dim that it sums over or makes."""
+    """Return operations of a matmul over all pairs of rows, for each element of the dim that it sums over or makes."""
     return 2 * q.shape[:-1].numel() * k.shape[-2]
 
 
@@ -166,3 +166,51 @@ class DryRun(TorchFunctionMode):
         self.attention_flops += flops
         if self.on_attention is not None:
             self.on_attention(flops)
+
+
+def map_tensors(
+    output: Any, change: Callable[[str, Tensor], Tensor], *, deep: bool = False, name: str = "output"
+) -> Any:
+    """Return a model's output with its tensors changed: a tensor, a tuple or list, a mapping or an object with attributes.
+
+    Args:
+        output: a mapping or an object is changed in place.
+        change: makes the new tensor from a name such as ``output.logits`` or ``output[1]`` and the tensor.
+        deep: those in tuples and lists inside too.
+        name: of the output.
+    """
+    if isinstance(output, Tensor):
+        return change(name, output)
+
+    def inner(place: str, value: Any) -> Any:
+        if isinstance(value, Tensor) or (deep and isinstance(value, tuple | list)):
+            return map_tensors(value, change, deep=deep, name=place)
+        return value
+
+    if isinstance(output, tuple) and hasattr(output, "_fields"):
+        return type(output)(
+            *(inner(f"{name}.{field}", value) for field, value in zip(output._fields, output, strict=True))
+        )
+    if isinstance(output, tuple | list):
+        return type(output)(inner(f"{name}[{place}]", value) for place, value in enumerate(output))
+    if isinstance(output, Mapping):
+        for key, value in output.items():
+            if (made := inner(f"{name}.{key}", value)) is not value:
+                output[key] = made  # type: ignore[index]
+    else:
+        for key, value in getattr(output, "__dict__", {}).items():
+            if (made := inner(f"{name}.{key}", value)) is not value:
+                object.__setattr__(output, key, made)  # it may be a frozen dataclass
+    return output
+
+
+@contextmanager
+def eval_mode(model: nn.Module) -> Iterator[None]:
+    """Context manager: put the model in eval mode, then give each module the mode back that it had."""
+    training = {module: module.training for module in model.modules()}
+    model.eval()
+    try:
+        yield
+    finally:
+        for module, was in training.items():
+            module.training = was

@@ -83,5 +83,5 @@ def document_starts(position_ids: Tensor) -> Tensor:
 
 
 def ignore_document_starts(labels: Tensor, position_ids: Tensor) -> Tensor:
-    """Labels ``b s``, not shifted, that leave out each document's first token: none before it should predict it."""
+    """Return labels ``b s``, not shifted, that leave out each document's first token: none before it should predict it."""
     return labels.masked_fill(document_starts(position_ids), IGNORE_INDEX)

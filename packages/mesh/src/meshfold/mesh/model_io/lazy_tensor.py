@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
-from meshfold.mesh.collectives.copies import wide_contiguous
+from meshfold.mesh.collectives.operations import wide_contiguous
 from meshfold.mesh.errors import CollectiveError, LaunchError
 from meshfold.mesh.mesh import Mesh
 from meshfold.mesh.processes import process_group
@@ -223,7 +223,7 @@ def meet_to_read(what: str, ranks: tuple[int, ...]) -> None:
     before, name = _times.get((what, ranks), 0), f"{what}/{'-'.join(map(str, ranks))}"
     try:
         with flight_recorder.meeting(
-            f"a meeting to read {what}", ranks, process_group.place()[0], name
+            f"a meeting to read {what}", ranks, process_group.rank_and_world_size()[0], name
         ) as call:
             process_group.meet_members(
                 ranks, f"{name}/{before + 1}", lambda: _look(call), f"{name}/{before}" if before else ""

@@ -20,25 +20,24 @@ from meshfold.mesh.parameters.grad_norm import (
     gradient_shards,
     max_over_ranks,
 )
+from meshfold.mesh.parameters.gradient_proxy import GradientProxy
 from meshfold.mesh.parameters.optimizer_probe import OptimizerProbeError, number_keys, probe_optimizer
 from meshfold.mesh.parameters.parameter_meta import (
     ParameterMeta,
+    StoredValue,
     annotate,
     copy_parameter_hooks,
     metadata,
     metadata_on,
-    trainable_parameters,
     uncompiled_name,
 )
-from meshfold.mesh.parameters.shown_gradient import ShownGradient
-from meshfold.mesh.parameters.stored_value import StoredValue
 
 __all__ = [
     "DefersWeightGrad",
+    "GradientProxy",
     "MatmulOperands",
     "OptimizerProbeError",
     "ParameterMeta",
-    "ShownGradient",
     "StoredValue",
     "WeightGradQueue",
     "WeightGradSite",
@@ -58,6 +57,5 @@ __all__ = [
     "metadata_on",
     "number_keys",
     "probe_optimizer",
-    "trainable_parameters",
     "uncompiled_name",
 ]

@@ -1,4 +1,4 @@
-"""Metadata, names and hooks of parameters: the data that crosses the borders between packages.
+"""Metadata, names, hooks and stored values of parameters: the data that crosses the borders between packages.
 
 Gradient reduction asks which axes a gradient has still to be summed over, clipping asks which axes to sum squares
 over, a checkpoint asks for the rectangles of the global tensor, the optimizer asks for none of it. No part needs
@@ -7,10 +7,11 @@ to know a tensor-parallel mode.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
-from torch import Tensor, nn
+from torch import Tensor
 
 from meshfold.mesh.mesh import Mesh
 from meshfold.mesh.placement import Placement
@@ -56,13 +57,6 @@ def metadata_on(parameter: Tensor, mesh: Mesh) -> ParameterMeta:
     return ParameterMeta(mesh=mesh, placement=Placement(shape=shape, axes=((),) * len(shape)))
 
 
-def trainable_parameters(module: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
-    """Named parameters that want a gradient, each tensor once."""
-    for name, parameter in module.named_parameters():
-        if parameter.requires_grad:
-            yield name, parameter
-
-
 def copy_parameter_hooks(before: Tensor, now: Tensor) -> None:
     """Register on the parameter ``now`` what was registered on the one it stands for.
 
@@ -89,3 +83,29 @@ def uncompiled_name(name: str) -> str:
     'blocks.0.up.weight'
     """
     return ".".join(part for part in name.split(".") if part != _WRAPPED) if _WRAPPED in name else name
+
+
+def _single(tensors: Sequence[Tensor]) -> Tensor:
+    (tensor,) = tensors
+    return tensor
+
+
+class StoredValue(NamedTuple):
+    """The tensors that a value is kept in, none of them copied: they change when the value does.
+
+    Attributes:
+        tensors: on any device.
+        whole: makes the value of them, or of copies of them on another device.
+    """
+
+    tensors: tuple[Tensor, ...]
+    whole: Callable[[Sequence[Tensor]], Tensor] = _single
+
+    @property
+    def is_plain(self) -> bool:
+        """True if the value is the one tensor, so that a view of it is kept in a view of that."""
+        return self.whole is _single
+
+    def made(self) -> Tensor:
+        """Return the value as it is now."""
+        return self.whole(self.tensors)

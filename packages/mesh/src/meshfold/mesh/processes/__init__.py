@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 from meshfold.mesh.processes._bootstrap import STOPPED_CODE, refusal_sentence, run_program
-from meshfold.mesh.processes.elastic import launch_node
 from meshfold.mesh.processes.environment import Environment, watchdog_settings
-from meshfold.mesh.processes.groups import RunningWorld, create_group, group_name, running_world
-from meshfold.mesh.processes.launcher import launch
+from meshfold.mesh.processes.launcher import launch, launch_node
 from meshfold.mesh.processes.process_group import (
     DEFAULT_TIMEOUT,
     Process,
+    RunningWorld,
+    create_group,
     ended_ranks,
     group_count,
+    group_name,
     is_started,
+    running_world,
     start,
     start_fake,
 )

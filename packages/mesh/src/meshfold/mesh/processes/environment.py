@@ -214,7 +214,7 @@ def _expand_name(name: str, nodelist: str) -> list[str]:
 
 
 def _tasks_here(found: Mapping[str, str], world_size: int, nodes: int) -> int:
-    """Tasks on this node: Slurm writes ``4(x2),3``, the tasks of each node in order."""
+    """Return the tasks on this node: Slurm writes ``4(x2),3``, the tasks of each node in order."""
     name = "SLURM_STEP_TASKS_PER_NODE" if "SLURM_STEP_TASKS_PER_NODE" in found else "SLURM_TASKS_PER_NODE"
     if name not in found:
         return -(-world_size // nodes)

@@ -1,11 +1,8 @@
-"""Start and end this process's part in the job: the one place that calls ``init_process_group``."""
+"""This process's part in the job, and its process groups: the one module that starts, makes and ends them."""
 
 from __future__ import annotations
 
 import contextlib
-import itertools
-import os
-import socket
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
@@ -16,17 +13,20 @@ import torch
 import torch.distributed as dist
 
 from meshfold.mesh.errors import LaunchError
-from meshfold.mesh.processes.environment import Environment, store_is_served
-from meshfold.mesh.processes.rendezvous import Address, leave, meet
+from meshfold.mesh.processes.environment import Environment
+from meshfold.mesh.processes.rendezvous import Address, leave, meet, open_store, store_of_this_start
 from meshfold.mesh.recording import flight_recorder
 
 DEFAULT_TIMEOUT = timedelta(minutes=30)
 _LEAVE_TIMEOUT = timedelta(seconds=10)
 _NEVER_SENT = 0x5EED  # the tag of no message
-_starts = itertools.count()  # all ranks start equally often
 _limit: timedelta | None = None  # of all groups, where a watchdog has set one
 _addresses: dict[int, Address] = {}  # of the ranks of this world
 _broken_off: Any = None  # the world whose collectives are to fail at once
+# Groups by their ranks, kept for the next mesh that wants the same ones: a group is named after its ranks, whichever
+# other groups a rank has made, and the store keeps the addresses under that name. They go with their world.
+_made: dict[tuple[tuple[int, ...], str], Any] = {}
+_made_in: Any = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -109,11 +109,11 @@ def start(
     environment = Environment.detect() if environment is None else environment
     if is_started():
         return _running(environment, backend, device)
-    place = None if device is None else torch.device(device)
+    chosen = None if device is None else torch.device(device)
     if backend is None:
-        gpu_wanted = place is None or place.type == "cuda"
+        gpu_wanted = chosen is None or chosen.type == "cuda"
         backend = "nccl" if gpu_wanted and _gpu_for_each(environment) else "gloo"
-    place = _settle(place, backend, environment)
+    chosen = _settle(chosen, backend, environment)
     if store is None and environment.world_size == 1:
         from torch._C._distributed_c10d import HashStore
 
@@ -125,7 +125,9 @@ def start(
     # No device_id: it makes every later new_group split the world's communicator, which *all* ranks have to join
     # at the same moment; a pipeline stage that makes a group only it needs would wait for ever.
     try:
-        own = _own_part(_meeting_place(environment, wait) if store is None else store, environment.attempt)
+        own = store_of_this_start(
+            open_store(environment, wait) if store is None else store, environment.attempt
+        )
         if backend != "fake" and environment.world_size > 1:
             meet(own, "world", environment.rank, range(environment.world_size), wait, _addresses)
         dist.init_process_group(
@@ -140,7 +142,7 @@ def start(
     return Process(
         rank=environment.rank,
         world_size=environment.world_size,
-        device=place,
+        device=chosen,
         backend=backend,
         environment=environment,
         _hooks=(hook, sys.excepthook),
@@ -164,6 +166,52 @@ def start_fake(world_size: int, rank: int = 0) -> Process:
         )
     environment = Environment(rank=rank, world_size=world_size, local_rank=rank, local_world_size=world_size)
     return start(environment, backend="fake", device="cpu", store=FakeStore())
+
+
+@dataclass(frozen=True, slots=True)
+class RunningWorld:
+    """This process's place among all processes."""
+
+    rank: int
+    size: int
+
+
+def running_world() -> RunningWorld | None:
+    """Return the running world, or None without a process group."""
+    return RunningWorld(rank=dist.get_rank(), size=dist.get_world_size()) if is_started() else None
+
+
+def create_group(ranks: tuple[int, ...], purpose: str = "") -> Any:
+    """Return a process group of the ranks; each of them must call, the others need not.
+
+    Args:
+        ranks: global ranks, ascending.
+        purpose: another purpose makes another group of the same ranks, whose messages do not wait for each other's.
+
+    Raises:
+        LaunchError: without running processes.
+    """
+    global _made_in
+    here = running_world()
+    if here is None:
+        raise LaunchError(
+            f"ranks {ranks} are to communicate, but no process group is running: start the script with "
+            f"'meshfold run --ranks N script.py' or torchrun, and call meshfold.mesh.start() first"
+        )
+    if _made_in is not dist.group.WORLD:
+        _made.clear()
+        _made_in = dist.group.WORLD
+    if len(ranks) == here.size and not purpose:
+        return dist.group.WORLD
+    if (ranks, purpose) not in _made:
+        name = " ".join(filter(None, ("mesh", "-".join(map(str, ranks)), purpose)))
+        _made[ranks, purpose] = new_group(ranks, name)
+    return _made[ranks, purpose]
+
+
+def group_name(handle: Any) -> str:
+    """Return the name under which the functional collectives find the group."""
+    return str(handle.group_name)
 
 
 def new_group(ranks: Sequence[int], name: str) -> Any:
@@ -229,26 +277,6 @@ def _call_limit() -> timedelta:
     return _limit or dist.distributed_c10d._get_default_timeout(dist.Backend(dist.get_backend()))
 
 
-def serve_store(listener: int) -> Any:
-    """Serve the store in which processes meet, from this process, on a socket that listens already.
-
-    Args:
-        listener: the socket's descriptor, which the store takes over.
-    """
-    from torch._C._distributed_c10d import TCPStore
-
-    with socket.socket(fileno=os.dup(listener)) as bound:
-        host, port = bound.getsockname()[:2]
-    return TCPStore(host, port, is_master=True, wait_for_workers=False, master_listen_fd=listener)
-
-
-def join_store(host: str, port: int) -> Any:
-    """Return the store that another process serves."""
-    from torch._C._distributed_c10d import TCPStore
-
-    return TCPStore(host, port, is_master=False, wait_for_workers=False)
-
-
 def own_store() -> Any:
     """Return a connection of its own to the store in which all processes met; None alone, and in a simulated world."""
     if not is_started() or dist.get_world_size() == 1 or dist.get_backend() == dist.Backend.FAKE:
@@ -293,7 +321,7 @@ def break_off() -> None:
             never.wait(timedelta(milliseconds=1))
 
 
-def place() -> tuple[int, int]:
+def rank_and_world_size() -> tuple[int, int]:
     """Return this process's rank, and how many take part."""
     return dist.get_rank(), dist.get_world_size()
 
@@ -354,18 +382,18 @@ def _gpu_for_each(environment: Environment) -> bool:
     return torch.cuda.is_available() and torch.cuda.device_count() >= environment.local_world_size
 
 
-def _settle(place: torch.device | None, backend: str, environment: Environment) -> torch.device:
+def _settle(device: torch.device | None, backend: str, environment: Environment) -> torch.device:
     """Return the device with its index, made this process's current one if it is a GPU; raise if it is not there."""
-    if place is None:
-        place = torch.device("cuda" if "nccl" in backend else "cpu")
-    if place.type != "cuda":
+    if device is None:
+        device = torch.device("cuda" if "nccl" in backend else "cpu")
+    if device.type != "cuda":
         if backend == "nccl":
             raise LaunchError(
-                f"backend 'nccl' needs a GPU, not device {str(place)!r}: leave device out, or use 'gloo'"
+                f"backend 'nccl' needs a GPU, not device {str(device)!r}: leave device out, or use 'gloo'"
             )
-        return place
+        return device
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    index = environment.local_rank if place.index is None else place.index
+    index = environment.local_rank if device.index is None else device.index
     if index >= count:
         remedy = f"start at most {count} ranks on it, or use" if count else "use"
         raise LaunchError(
@@ -374,25 +402,3 @@ def _settle(place: torch.device | None, backend: str, environment: Environment) 
         )
     torch.cuda.set_device(index)
     return torch.device("cuda", index)
-
-
-def _meeting_place(environment: Environment, timeout: timedelta) -> Any:
-    """Return the store at the environment's address; rank 0 serves it unless the launcher does. Nobody is waited for."""
-    from torch._C._distributed_c10d import TCPStore
-
-    return TCPStore(
-        environment.master_addr,
-        environment.master_port,
-        is_master=environment.rank == 0 and not store_is_served(),
-        timeout=timeout,
-        wait_for_workers=False,
-        multi_tenant=True,
-    )
-
-
-def _own_part(store: Any, attempt: int) -> Any:
-    """Return a part of the store for this start: a second one would find the addresses of the first, which are dead."""
-    from torch._C._distributed_c10d import PrefixStore
-
-    again = f" of attempt {attempt}" if attempt else ""
-    return PrefixStore(f"meshfold start {next(_starts)}{again}", store)

@@ -168,7 +168,7 @@ class Signals:
 def watch(
     job: list[Rank], signals: Signals, *, calm: int = 0, seconds: float | None = None
 ) -> Failure | None:
-    """Until all ranks have ended well (None), one has failed (the first that did), or a signal came (None).
+    """Wait until all ranks have ended well (None), one has failed (the first that did), or a signal came (None).
 
     Args:
         job: the ranks.
@@ -233,7 +233,7 @@ def report(job: list[Rank], failure: Failure) -> None:
 
 
 def _lines(stream: IO[bytes]) -> Iterator[str]:
-    """Lines as they come; a progress bar's carriage return ends one too."""
+    """Yield lines as they come; a progress bar's carriage return ends one too."""
     rest = b""
     while chunk := os.read(stream.fileno(), 65536):
         *whole, rest = (rest + chunk).replace(b"\r\n", b"\n").replace(b"\r", b"\n").split(b"\n")

@@ -1,4 +1,4 @@
-"""Meeting in the store: ranks that are about to connect to each other first wait until all of them have come.
+"""The store in which processes meet. Ranks that are about to connect to each other first wait there until all have come.
 
 torch waits for a rank that never comes in C++, for half an hour and without a name. Here a rank leaves its address under a key
 of the meeting and waits for the others' keys. Once a second it looks whether one that is missing can still come: a process of
@@ -7,6 +7,7 @@ this machine that is gone cannot, and neither can one that has failed (:mod:`mes
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import os
@@ -20,10 +21,12 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any, Protocol
 
+from meshfold.mesh.processes.environment import Environment, store_is_served
 from meshfold.mesh.recording.flight_recorder import shortened
 
 _LOOK_S = 1.0
 _FIRST_PAUSE_S = 0.0005
+_starts = itertools.count()  # all ranks start equally often
 
 
 class HasProcess(Protocol):
@@ -161,3 +164,45 @@ def _check_alive(ranks: Sequence[int], known: dict[int, Address], own: Address) 
 
 def _named(ranks: Sequence[int]) -> str:
     return f"rank{'s'[: len(ranks) > 1]} {shortened(tuple(ranks))}"
+
+
+def serve_store(listener: int) -> Any:
+    """Serve the store in which processes meet, from this process, on a socket that listens already.
+
+    Args:
+        listener: the socket's descriptor, which the store takes over.
+    """
+    from torch._C._distributed_c10d import TCPStore
+
+    with socket.socket(fileno=os.dup(listener)) as bound:
+        host, port = bound.getsockname()[:2]
+    return TCPStore(host, port, is_master=True, wait_for_workers=False, master_listen_fd=listener)
+
+
+def join_store(host: str, port: int) -> Any:
+    """Return the store that another process serves."""
+    from torch._C._distributed_c10d import TCPStore
+
+    return TCPStore(host, port, is_master=False, wait_for_workers=False)
+
+
+def open_store(environment: Environment, timeout: timedelta) -> Any:
+    """Return the store at the environment's address; rank 0 serves it unless the launcher does. Nobody is waited for."""
+    from torch._C._distributed_c10d import TCPStore
+
+    return TCPStore(
+        environment.master_addr,
+        environment.master_port,
+        is_master=environment.rank == 0 and not store_is_served(),
+        timeout=timeout,
+        wait_for_workers=False,
+        multi_tenant=True,
+    )
+
+
+def store_of_this_start(store: Any, attempt: int) -> Any:
+    """Return a part of the store for this start: a second one would find the addresses of the first, which are dead."""
+    from torch._C._distributed_c10d import PrefixStore
+
+    again = f" of attempt {attempt}" if attempt else ""
+    return PrefixStore(f"meshfold start {next(_starts)}{again}", store)

@@ -40,7 +40,7 @@ class TokenShards:
         return self.index.shape[0]
 
     def numbers(self, tokens: Tensor) -> Tensor:
-        """Numbers among whole sequences, of tokens that are numbered among this rank's parts of them; int64."""
+        """Return numbers among whole sequences, of tokens that are numbered among this rank's parts of them; int64."""
         index = self.index.to(tokens.device)
         return tokens // self.local * self.length + index[tokens % self.local]
 
@@ -52,7 +52,7 @@ class Draw:
     Attributes:
         key: with the seed, says what falls.
         call: how many calls of the name there were before it.
-        seed, first_row, first_token, rows, dealt: those of the stream.
+        seed, first_row, first_token, rows, token_shards: those of the stream.
     """
 
     key: int
@@ -61,7 +61,7 @@ class Draw:
     first_row: int
     first_token: int
     rows: int
-    dealt: TokenShards | None
+    token_shards: TokenShards | None
 
 
 class BatchRows(Protocol):
@@ -105,7 +105,7 @@ class DropoutStream:
         seed: the seed that goes with every key.
         step: which forward this is, counted over the whole run (micro-batches and accumulation steps included).
         batch: which rows of the global batch this forward is given.
-        dealt: which tokens of each sequence it is given; None: all of them.
+        token_shards: which tokens of each sequence it is given; None: all of them.
         repeats: a forward is repeated with it.
     """
 
@@ -116,12 +116,12 @@ class DropoutStream:
         calls: Mapping[str, int] | None = None,
         *,
         batch: BatchRows,
-        dealt: TokenShards | None = None,
+        token_shards: TokenShards | None = None,
     ) -> None:
         self.seed = seed
         self.step = step
         self.batch = batch
-        self.dealt = dealt
+        self.token_shards = token_shards
         self.repeats = False
         self._calls = Counter(calls or {})
         self._calls_elsewhere = 0
@@ -161,12 +161,14 @@ class DropoutStream:
             call += self._calls_elsewhere
         return Draw(
             key=key_of(f"dropout/{self.step}/{name}/{call}"), call=call, seed=self.seed, first_row=self.first_row,
-            first_token=self.first_token, rows=self.rows, dealt=self.dealt,
+            first_token=self.first_token, rows=self.rows, token_shards=self.token_shards,
         )  # fmt: skip
 
     def copy(self) -> DropoutStream:
         """Return a stream that continues from here on its own."""
-        made = DropoutStream(self.seed, self.step, self._calls, batch=self.batch, dealt=self.dealt)
+        made = DropoutStream(
+            self.seed, self.step, self._calls, batch=self.batch, token_shards=self.token_shards
+        )
         made._calls_elsewhere, made._named = self._calls_elsewhere, {*self._named}
         return made
 
@@ -224,7 +226,7 @@ def dropout_stream(
     first_token: int = 0,
     rows: int = 0,
     batch: BatchRows | None = None,
-    dealt: TokenShards | None = None,
+    token_shards: TokenShards | None = None,
 ) -> AbstractContextManager[DropoutStream]:
     """Draw the keys of one forward, from the first call on. Streams nest: the inner one counts on its own.
 
@@ -237,10 +239,10 @@ def dropout_stream(
         rows: sequences of the global batch, which tell where those of a model that takes tokens first lie; 0: as many as this
             forward is given.
         batch: these three, where they are not known before something asks for them.
-        dealt: which tokens of each sequence this forward is given; None: all of them.
+        token_shards: which tokens of each sequence this forward is given; None: all of them.
     """
     known = KnownRows(first_row=first_row, first_token=first_token, rows=rows)
-    return _Use(DropoutStream(seed, step, batch=batch or known, dealt=dealt))
+    return _Use(DropoutStream(seed, step, batch=batch or known, token_shards=token_shards))
 
 
 def current_dropout_stream() -> DropoutStream:
@@ -264,11 +266,11 @@ def after_calls_elsewhere(calls: int) -> AbstractContextManager[None]:
     return nullcontext() if stream is None or not calls else stream.after_calls_elsewhere(calls)
 
 
-def set_token_shards(dealt: TokenShards | None) -> None:
+def set_token_shards(token_shards: TokenShards | None) -> None:
     """Say of the current stream, if there is one, which tokens of each sequence its forward is given."""
     stream = _current.get()
     if stream is not None:
-        stream.dealt = dealt
+        stream.token_shards = token_shards
 
 
 def next_dropout_draw(name: str = "") -> Draw:

@@ -55,7 +55,7 @@ def stream_state(seed: int, key: int) -> int:
 
 
 def random_bits(seed: int, key: int, index: Tensor) -> Tensor:
-    """64 random bits an element.
+    """Return 64 random bits an element.
 
     Shapes:
         index: ... (int64, flat global element index)  ->  ... (int64)
@@ -64,7 +64,7 @@ def random_bits(seed: int, key: int, index: Tensor) -> Tensor:
 
 
 def uniform(seed: int, key: int, index: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
-    """Uniform numbers in [0, 1): 53 random bits in float64, 24 in float32 (rounded from there to narrower dtypes).
+    """Return uniform numbers in [0, 1): 53 random bits in float64, 24 in float32 (rounded from there to narrower dtypes).
 
     Shapes:
         index: ... (int64, flat global element index)  ->  ... (dtype)
@@ -73,7 +73,7 @@ def uniform(seed: int, key: int, index: Tensor, dtype: torch.dtype = torch.float
 
 
 def normal(seed: int, key: int, index: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
-    """Standard normal numbers: computed in float64, then rounded to the dtype.
+    """Return standard normal numbers: computed in float64, then rounded to the dtype.
 
     Shapes:
         index: ... (int64, flat global element index)  ->  ... (dtype)
@@ -231,7 +231,7 @@ def _check(
 
 
 def _windows(shape: Sequence[int], limit: int) -> Iterator[tuple[slice, ...]]:
-    """Slices tiling a shape in blocks of at most ``limit`` elements: ranges of one dim, indices of those before it."""
+    """Return slices tiling a shape in blocks of at most ``limit`` elements: ranges of one dim, indices of those before it."""
     if math.prod(shape) == 0:
         return
     dim, inner = len(shape), 1  # inner: elements in one index of dim
@@ -254,7 +254,7 @@ def _windows(shape: Sequence[int], limit: int) -> Iterator[tuple[slice, ...]]:
 
 
 def _uniform(counter: Tensor, seed: int, key: int, dtype: torch.dtype) -> Tensor:
-    """Uniform numbers from index * G, which is left as it is."""
+    """Return uniform numbers from index * G, which is left as it is."""
     bits = _mix_(_counter(counter, seed, key))
     if dtype == torch.float64:
         return _shift(bits, 11).to(dtype).mul_(2.0**-53)
@@ -262,7 +262,7 @@ def _uniform(counter: Tensor, seed: int, key: int, dtype: torch.dtype) -> Tensor
 
 
 def _normal(counter: Tensor, seed: int, key: int) -> Tensor:
-    """Standard normal numbers in float64 from index * G, by Box and Muller's transform.
+    """Return standard normal numbers in float64 from index * G, by Box and Muller's transform.
 
     sqrt(-2 log u) cos(2 pi v), where cos(2 pi v) for v in [0, 1) is distributed as sin(2 pi y) for y in [-1/4, 1/4).
     """
@@ -296,7 +296,7 @@ def _counter(counter: Tensor, seed: int, key: int) -> Tensor:
 
 
 def _mix_(z: Tensor) -> Tensor:
-    """splitmix64 without its first addition, in place."""
+    """Apply splitmix64 without its first addition, in place."""
     z.bitwise_xor_(_shift(z, 30)).mul_(_signed(_M1))
     z.bitwise_xor_(_shift(z, 27)).mul_(_signed(_M2))
     return z.bitwise_xor_(_shift(z, 31))

@@ -77,7 +77,7 @@ class Log:
         return Counter((entry.kind, entry.axes, entry.bytes) for entry in chosen)
 
     def bytes_by(self, *fields: str) -> dict[tuple[object, ...], Fraction]:
-        """Bytes summed by the fields named, such as ``bytes_by("kind", "axes")``."""
+        """Return bytes summed by the fields named, such as ``bytes_by("kind", "axes")``."""
         total: dict[tuple[object, ...], Fraction] = {}
         for entry in self.entries:
             key = tuple(getattr(entry, name) for name in fields)
@@ -131,7 +131,7 @@ KINDS: tuple[Kind, ...] = (
 
 
 def moved_bytes(kind: Kind, block_bytes: int | Fraction, group_size: int) -> Fraction:
-    """Bytes one rank sends in a collective; exact, so that plans and records can be compared with ``==``.
+    """Return bytes one rank sends in a collective; exact, so that plans and records can be compared with ``==``.
 
     Args:
         kind: one of :data:`KINDS`.

@@ -43,7 +43,7 @@ class Watcher(Protocol):
     def failed(self, call: Call, error: RuntimeError) -> Exception:
         """Return what to raise for a call that failed."""
 
-    def tell(self, error: BaseException) -> None:
+    def report(self, error: BaseException) -> None:
         """Report an error of this rank to the others."""
 
 

@@ -1,12 +1,14 @@
 """One entry of a spec as the user wrote it, and the checks that every entry shares.
 
 A check either returns a value of the promised type or raises a SpecError that quotes the whole entry
-(``tensor=dict(mode='2d', size=6)``), says what is wrong, and says what to write instead.
+(``tensor=dict(mode='2d', size=6)``), says what is wrong, and says what to write instead. The arithmetic
+at the end finds sizes that would work.
 """
 
 from __future__ import annotations
 
 import keyword
+import math
 import operator
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -149,3 +151,45 @@ def meant(value: object) -> int | None:
     else:
         number = operator.index(value) if isinstance(value, SupportsIndex) and value is not True else 0
     return number if 1 <= number < 2**63 else None
+
+
+_TRIED_DIVISORS = 4096  # messages need a few small factors; a size of 10**18 must not hang the parser
+
+
+def root(number: int, degree: int) -> int:
+    """Return the largest whole r with ``r ** degree <= number``, exactly, for number >= 0 and degree >= 1."""
+    if degree == 1:
+        return number
+    if degree == 2:
+        return math.isqrt(number)
+    low, high = 0, 1 << (number.bit_length() // degree + 1)
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if middle**degree <= number else (low, middle)
+    return low
+
+
+def is_power(number: int, degree: int) -> bool:
+    """Tell whether ``number`` is a whole number to the power ``degree``: a square, a cube, ..."""
+    base: int = root(number, degree)
+    return math.prod([base] * degree) == number
+
+
+def powers_near(number: int, degree: int) -> tuple[int, ...]:
+    """Return the perfect powers just below (if any) and just above a number that is not one itself."""
+    below = root(number, degree)
+    return tuple(base**degree for base in (below, below + 1) if base >= 1)
+
+
+def divisors(number: int) -> list[int]:
+    """Return divisors in rising order; beyond 16 million (4096 squared) only those with a small partner."""
+    small = [d for d in range(1, min(math.isqrt(number), _TRIED_DIVISORS) + 1) if number % d == 0]
+    return sorted({*small, *(number // d for d in small)})
+
+
+def balanced(number: int, parts: int) -> tuple[int, ...]:
+    """Return ``number`` as ``parts`` factors as equal as its divisors allow: 12 as (3, 4) or (2, 2, 3)."""
+    if parts == 1:
+        return (number,)
+    first = max(d for d in divisors(number) if d <= root(number, parts))
+    return (first, *balanced(number // first, parts - 1))

@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
+import importlib.util
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from typing import NamedTuple
 
 from meshfold.mesh.errors import SpecError
-from meshfold.mesh.spec.describe import table
-from meshfold.mesh.spec.entry import Entry, format_value, join_choices, kind, suggest
-from meshfold.mesh.spec.factors import divisors
-from meshfold.mesh.spec.installed import Need, is_importable, why_missing
+from meshfold.mesh.spec.entry import Entry, divisors, format_value, join_choices, kind, suggest
 from meshfold.mesh.spec.pipeline import KEYS as PIPELINE_KEYS
 from meshfold.mesh.spec.pipeline import PipelineSpec
 from meshfold.mesh.spec.sequence import KEYS as SEQUENCE_KEYS
 from meshfold.mesh.spec.sequence import SequenceSpec
 from meshfold.mesh.spec.tensor import KEYS as TENSOR_KEYS
 from meshfold.mesh.spec.tensor import TensorSpec
+from meshfold.mesh.spec.text import format_table
 from meshfold.mesh.spec.zero import KEYS as ZERO_KEYS
 from meshfold.mesh.spec.zero import ZeroSpec
 
@@ -133,7 +134,7 @@ class ParallelSpec:
 
     def describe(self) -> str:
         """Return the spec as a table of several lines: each dimension with its ranks, its axes and how it works."""
-        return table(self)
+        return _table(self)
 
     def _needs(self) -> list[Need]:
         needs = []
@@ -153,17 +154,16 @@ class ParallelSpec:
 
     def missing_distributions(self) -> tuple[str, ...]:
         """Return the ``required_distributions`` whose modules cannot be imported here."""
-        return tuple(
-            dict.fromkeys(need.distribution for need in self._needs() if not is_importable(need.module))
-        )
+        return tuple(dict.fromkeys(need.distribution for need in self._missing()))
 
     def require_installed(self) -> None:
-        """Raises a SpecError that names what is missing and what to do about it; nothing if all is there."""
-        missing = [need for need in self._needs() if not is_importable(need.module)]
-        if not missing:
-            return
-        written = self.written or f"parallel={format_value(self.to_dict())}"
-        raise SpecError(f"{written}: {why_missing(missing)}")
+        """Raise a SpecError that names what is missing and what to do about it; nothing if all is there."""
+        if missing := self._missing():
+            written = self.written or f"parallel={format_value(self.to_dict())}"
+            raise SpecError(f"{written}: {why_missing(missing)}")
+
+    def _missing(self) -> list[Need]:
+        return [need for need in self._needs() if not is_importable(need.module)]
 
 
 def _belongs(key: str, value: object) -> str:
@@ -178,3 +178,76 @@ def _belongs(key: str, value: object) -> str:
 
 def _data(value: object) -> int:
     return Entry(name="data", value=value).count("data", value, 2)
+
+
+def _table(spec: ParallelSpec) -> str:
+    """Return one line for each dimension: name, ranks, axes, how; last the world size and the order of ranks."""
+    rows = [("dimension", "ranks", "axes", "how")]
+
+    def add(dimension: str, axes: dict[str, int], how: str) -> None:
+        sizes = " ".join(f"{name}={size}" for name, size in axes.items())
+        rows.append((dimension, str(math.prod(axes.values())), sizes, how))
+
+    entries = (spec.pipeline, spec.sequence, spec.tensor, spec.zero)
+    shown = [axis for axis in spec.axes if axis != "data" or spec.data != 1 or not any(entries)]
+    if "data" in shown:
+        how = "1 until the world size is known" if spec.data is None else "each its own part of the batch"
+        add("data", {"data": spec.axes["data"]}, how)
+    if spec.pipeline is not None:
+        counts = {key: getattr(spec.pipeline, key) for key in ("microbatches", "chunks", "waves")}
+        given = [f"{key} {count}" for key, count in counts.items() if count is not None]
+        add("pipeline", spec.pipeline.axes, ", ".join([spec.pipeline.schedule_name, *given]))
+    if spec.sequence is not None:
+        over = " over the axis tensor" if spec.sequence.mode == "megatron" else ""
+        add("sequence", spec.sequence.axes, spec.sequence.mode_name + over)
+    if spec.tensor is not None:
+        overlap = "" if spec.tensor.overlap is None else f", overlap {spec.tensor.overlap}"
+        add("tensor", spec.tensor.axes, spec.tensor.mode_name + overlap)
+    if spec.zero is not None:
+        rows.append(("zero", "", "", _zero_settings(spec.zero)))
+    order = f"rank order {' > '.join(shown)}, the last varies fastest" if shown else "one rank"
+    rows.append(("world", str(spec.world_size), "", order))
+    return "\n".join(format_table(rows, "<><"))
+
+
+def _zero_settings(zero: ZeroSpec) -> str:
+    parts = [f"stage {zero.stage}", f"placement {zero.placement}", f"regime {zero.regime}"]
+    parts += [] if zero.reshard_after_forward else ["gathered from forward to backward"]
+    parts += [] if zero.offload_path is None else [f"offload to {zero.offload_path}"]
+    limits = ((zero.gpu_memory_limit, "GPU"), (zero.host_memory_limit, "host"))
+    parts += [f"{where} at most {limit / 2**30:.3g} GiB" for limit, where in limits if limit is not None]
+    shares = ((zero.offload_optim_frac, "optimizer state"), (zero.offload_param_frac, "parameters"))
+    parts += [f"{share:.0%} of {what} on the host" for share, what in shares if share is not None]
+    return ", ".join(parts)
+
+
+class Need(NamedTuple):
+    """A distribution that an entry of a spec needs, and the module by which its presence is told."""
+
+    entry: str
+    distribution: str
+    module: str
+
+
+def is_importable(module: str) -> bool:
+    """Tell whether ``module`` could be imported, without importing it. A folder without code does not count."""
+    try:
+        found = importlib.util.find_spec(module)
+    except (ImportError, ValueError):  # its parent is missing or no package
+        return False
+    return found is not None and found.origin is not None
+
+
+def why_missing(needs: Sequence[Need]) -> str:
+    """Return what a spec asks for that is not installed, and what to do about it."""
+    entries: dict[str, list[str]] = {}
+    for need in needs:
+        entries.setdefault(need.distribution, []).append(need.entry)
+    wants = (
+        f"{join_choices(names, 'and')} {'need' if names[1:] else 'needs'} {d}" for d, names in entries.items()
+    )
+    folders = " ".join(f"./packages/{d.removeprefix('meshfold-').replace('-', '_')}" for d in entries)
+    return (
+        f"{join_choices(wants, 'and')}, which this installation does not have. In a clone of Meshfold's repository, run: "
+        f"pip install {folders}."
+    )

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from meshfold.mesh.spec.entry import Entry, format_value, join_choices, meant
-from meshfold.mesh.spec.factors import divisors
+from meshfold.mesh.spec.entry import Entry, divisors, format_value, join_choices, meant
 
 MODES = ("ring", "ulysses", "ring_ulysses", "megatron")
 KEYS = ("mode", "size", "ulysses")

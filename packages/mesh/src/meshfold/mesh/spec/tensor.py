@@ -12,8 +12,18 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Protocol, cast
 
-from meshfold.mesh.spec.entry import Entry, format_value, join_choices, kind, meant
-from meshfold.mesh.spec.factors import balanced, divisors, is_power, powers_near, root
+from meshfold.mesh.spec.entry import (
+    Entry,
+    balanced,
+    divisors,
+    format_value,
+    is_power,
+    join_choices,
+    kind,
+    meant,
+    powers_near,
+    root,
+)
 
 # Axes of the built-in modes, outermost first.
 MODES: dict[str, tuple[str, ...]] = {
@@ -222,7 +232,7 @@ def _grid(
 def _equal(
     entry: Entry, name: str, free: tuple[str, ...], size: int | None, depth: int, fields: Mapping[str, object]
 ) -> tuple[int, ...]:
-    """Equal axes from size alone."""
+    """Return equal axes from size alone."""
     degree = len(free)
     if size is None:
         grid = "" if degree == 1 else f" or grid={(2,) * degree}"
@@ -248,5 +258,5 @@ def _equal(
 
 
 def _depths(size: int, degree: int) -> list[int]:
-    """Depths that leave a square (a cube, ...) of ``size``; at least ``size`` itself."""
+    """Return depths that leave a square (a cube, ...) of ``size``; at least ``size`` itself."""
     return [d for d in divisors(size) if is_power(size // d, degree)]

@@ -92,7 +92,7 @@ def _reshards(entry: Entry, stage: int, placement: str, fields: Mapping[str, obj
 
 
 def _fractions(entry: Entry, placement: str, fields: Mapping[str, object]) -> dict[str, float]:
-    """Both fractions under placement static, 0 where not given; none under the others."""
+    """Return both fractions under placement static, 0 where not given; none under the others."""
     found = dict.fromkeys(_FRACTIONS, 0.0) if placement == "static" else {}
     for key in _FRACTIONS:
         if key not in fields:

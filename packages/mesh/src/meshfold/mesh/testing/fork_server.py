@@ -190,7 +190,7 @@ def _answer(
 
 
 def _kill(pids: list[int], children: dict[int, int | None]) -> dict[int, int]:
-    """Reap; those that had ended already tell how, the others are killed with all of their session."""
+    """Return how each child ended; those that still run are killed with all of their session."""
     ended: dict[int, int] = {}
     deadline = time.monotonic() + 0.05  # a rank whose socket just closed may still be ending
     for pid in pids:

@@ -116,7 +116,7 @@ class Pool:
         return codes
 
     def _collect(self, what: str, timeout_s: float, starts: list[int]) -> list[Answer]:
-        """One answer from every rank, or the failure that came first."""
+        """Return one answer from every rank, or the failure that came first."""
         answers: dict[int, Answer] = {}
         dead: list[int] = []
         rank_of = {id(connection): rank for rank, connection in enumerate(self._connections)}

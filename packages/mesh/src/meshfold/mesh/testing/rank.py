@@ -23,7 +23,7 @@ from typing import Any
 
 import torch
 
-from meshfold.mesh.processes import process_group
+from meshfold.mesh.processes import process_group, rendezvous
 from meshfold.mesh.processes.environment import Environment
 from meshfold.mesh.testing.fork_server import worth_preloading
 
@@ -97,9 +97,9 @@ def serve(
     os.environ.update(environment.variables())
     os.environ["GLOO_SOCKET_IFNAME"] = "lo" if sys.platform.startswith("linux") else "lo0"
     if listener is None:
-        store = process_group.join_store("127.0.0.1", port)
+        store = rendezvous.join_store("127.0.0.1", port)
     else:
-        store = process_group.serve_store(listener)
+        store = rendezvous.serve_store(listener)
     process_group.start(environment, backend="gloo", device="cpu", store=store)
     had, modules = set(worth_preloading()), len(sys.modules)
     with Connection(connection) as parent:

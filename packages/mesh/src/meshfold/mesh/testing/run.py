@@ -115,7 +115,7 @@ def _unpicklable(function: Callable[..., Any], args: tuple[Any, ...], kwargs: di
 
 @contextmanager
 def fake_world(n: int, rank: int = 0) -> Iterator[Process]:
-    """Be one of ``n`` simulated ranks. Collectives return at once with meaningless values.
+    """Context manager: be one of ``n`` simulated ranks. Collectives return at once with meaningless values.
 
     Raises:
         LaunchError: if a process group is already running in this process.

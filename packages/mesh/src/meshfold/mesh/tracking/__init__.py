@@ -3,7 +3,15 @@
 See :mod:`meshfold.mesh.tracking.follow`.
 """
 
-from meshfold.mesh.tracking.active import Lies, lies, part_of_model, say, tracker, untracked, unwatched
+from meshfold.mesh.tracking.active import (
+    TrackedLayout,
+    part_of_model,
+    set_tracked_layout,
+    tracked_layout,
+    tracker,
+    untracked,
+    without_tracking,
+)
 from meshfold.mesh.tracking.dims import (
     ALIKE,
     ROWS,
@@ -16,47 +24,47 @@ from meshfold.mesh.tracking.dims import (
     block,
     is_open,
     is_split,
+    is_split_first,
     is_unknown,
     is_whole,
-    leads,
     normal,
     size_of,
     whole,
     whole_dims,
 )
 from meshfold.mesh.tracking.follow import Tracker
-from meshfold.mesh.tracking.rows import EXCHANGED, TURNED
-from meshfold.mesh.tracking.watch import Watched, watch
+from meshfold.mesh.tracking.rows import ROWS_INNERMOST, TOKENS_EXCHANGED
+from meshfold.mesh.tracking.watch import TrackingHooks, track_forwards
 
 __all__ = [
     "ALIKE",
-    "EXCHANGED",
     "ROWS",
-    "TURNED",
+    "ROWS_INNERMOST",
+    "TOKENS_EXCHANGED",
     "Dim",
     "Dims",
     "Factor",
-    "Lies",
     "Split",
+    "TrackedLayout",
     "Tracker",
-    "Watched",
+    "TrackingHooks",
     "axes_in",
     "axes_of",
     "block",
     "is_open",
     "is_split",
+    "is_split_first",
     "is_unknown",
     "is_whole",
-    "leads",
-    "lies",
     "normal",
     "part_of_model",
-    "say",
+    "set_tracked_layout",
     "size_of",
+    "track_forwards",
+    "tracked_layout",
     "tracker",
     "untracked",
-    "unwatched",
-    "watch",
     "whole",
     "whole_dims",
+    "without_tracking",
 ]

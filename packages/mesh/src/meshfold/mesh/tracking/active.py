@@ -1,6 +1,6 @@
 """The tracker of the forward under way: layers and hooks that exchange between ranks ask for it.
 
-Who runs parts of a model says which (:func:`part_of_model`), and which forwards compute nothing (:func:`unwatched`).
+Who runs parts of a model says which (:func:`part_of_model`), and which forwards compute nothing (:func:`without_tracking`).
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def tracker() -> Tracker | None:
 
 
 def untracked(*, rows: bool = False) -> Any:
-    """A context in which ranks may exchange: operations are not looked at.
+    """Return a context in which ranks may exchange: operations are not tracked.
 
     Args:
         rows: they do not, and the rows of the batch are followed all the same.
@@ -37,7 +37,7 @@ def untracked(*, rows: bool = False) -> Any:
 
 @contextmanager
 def activated(found: Tracker) -> Iterator[None]:
-    """Inside, a tracker is the active one."""
+    """Context manager: make a tracker the active one."""
     _active.append(found)
     try:
         with found:
@@ -48,7 +48,7 @@ def activated(found: Tracker) -> Iterator[None]:
 
 @contextmanager
 def part_of_model(part: object) -> Iterator[None]:
-    """Inside, a forward runs this part of the model alone: another part has other code."""
+    """Context manager: a forward runs this part of the model alone; another part has other code."""
     _parts.append(part)
     try:
         yield
@@ -56,14 +56,14 @@ def part_of_model(part: object) -> Iterator[None]:
         _parts.pop()
 
 
-def unwatched() -> Any:
-    """A context in which no forward is looked at."""
+def without_tracking() -> Any:
+    """Return a context in which no forward is tracked."""
     return part_of_model(None)
 
 
-def is_watched() -> bool:
+def is_tracking_on() -> bool:
     """Return whether forwards are tracked."""
-    return None not in _parts  # a part that runs in an unwatched forward is not looked at either
+    return None not in _parts  # a part that runs in an untracked forward is not tracked either
 
 
 def part() -> object:
@@ -72,7 +72,7 @@ def part() -> object:
 
 
 @dataclass(frozen=True)
-class Lies:
+class TrackedLayout:
     """Layout of a tensor.
 
     Attributes:
@@ -84,15 +84,15 @@ class Lies:
     rows: Dims | None
 
 
-def lies(tensor: Tensor) -> Lies | None:
+def tracked_layout(tensor: Tensor) -> TrackedLayout | None:
     """Return a tensor's layout; None if the forward is not tracked."""
     found = tracker()
     if found is None:
         return None
-    return Lies(found.dims(tensor), found.rows.dims(tensor) if found.rows.follows else None)
+    return TrackedLayout(found.dims(tensor), found.rows.dims(tensor) if found.rows.follows else None)
 
 
-def say(tensor: Tensor, known: Lies | None) -> None:
+def set_tracked_layout(tensor: Tensor, known: TrackedLayout | None) -> None:
     """Say how a tensor lies that has come from elsewhere; None: nothing is known of that."""
     found = tracker()
     if found is None:

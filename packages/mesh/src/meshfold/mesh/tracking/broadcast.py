@@ -4,18 +4,18 @@ from __future__ import annotations
 
 from torch import Tensor, nn
 
-from meshfold.mesh.tracking.call import Call
+from meshfold.mesh.tracking.call import Call, as_list
 from meshfold.mesh.tracking.dims import (
     Dim,
     Dims,
     MixesError,
     axes_of,
+    check_axes_once,
     chosen_by,
-    common,
+    distinct_splits,
     is_open,
     is_split,
     is_unknown,
-    once,
     size_of,
     whole,
 )
@@ -24,18 +24,20 @@ _COPIES = ("clone", "_to_copy", "detach", "alias", "lift_fresh", "contiguous")
 """Whose results say the same as their operand."""
 
 
-def together(call: Call, operands: list[tuple[Tensor, Dims]], shape: tuple[int, ...]) -> Dims:
-    """The layout of what operands, broadcast to a shape, make element by element.
+def broadcast_dims(call: Call, operands: list[tuple[Tensor, Dims]], shape: tuple[int, ...]) -> Dims:
+    """Return the layout of what operands, broadcast to a shape, make element by element.
 
     Raises:
         MixesError: where a piece meets something that is no piece.
     """
-    return once(tuple(_dim(call, operands, place - len(shape), size) for place, size in enumerate(shape)))
+    return check_axes_once(
+        tuple(_dim(call, operands, place - len(shape), size) for place, size in enumerate(shape))
+    )
 
 
 def _dim(call: Call, operands: list[tuple[Tensor, Dims]], place: int, size: int) -> Dim:
     here = [(x, dims[place]) for x, dims in operands if len(dims) >= -place]
-    split = common(dim for _, dim in here if is_split(dim))
+    split = distinct_splits(dim for _, dim in here if is_split(dim))
     if not split:
         return _open(call, [(x, dim) for x, dim in here if size_of(dim) == size], place, size)
     found = split[0]
@@ -97,15 +99,15 @@ def _axes(dim: Dim) -> str:
 
 
 def pointwise(call: Call) -> list[Dims]:
-    """The layouts of the results of an operation element by element."""
+    """Return the layouts of the results of an operation element by element."""
     read = (lambda dims: dims) if call.name in _COPIES else chosen_by
     operands = [(x, read(call.dims_of(x))) for x in call.tensors]
-    outs = call.out if isinstance(call.out, list | tuple) else [call.out]
-    return [together(call, operands, tuple(out.shape)) if isinstance(out, Tensor) else () for out in outs]
+    return [
+        broadcast_dims(call, operands, tuple(out.shape)) if isinstance(out, Tensor) else ()
+        for out in as_list(call.out)
+    ]
 
 
 def alike(call: Call) -> list[Dims]:
-    """The layouts of results that lie as the first operand does."""
-    first = call.tensors[0]
-    outs = call.out if isinstance(call.out, list | tuple) else [call.out]
-    return [call.dims_of(first) if isinstance(out, Tensor) else () for out in outs]
+    """Return the layouts of results that lie as the first operand does."""
+    return [call.first if isinstance(out, Tensor) else () for out in as_list(call.out)]

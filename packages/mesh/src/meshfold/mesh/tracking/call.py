@@ -36,27 +36,36 @@ class Call:
     asked: Sequence[int] | None = None
 
     @property
+    def first(self) -> Dims:
+        """The layout of the first tensor among the arguments."""
+        return self.dims_of(self.tensors[0])
+
+    @property
     def tensors(self) -> list[Tensor]:
         """All that are arguments."""
         return [leaf for value in self.given.values() for leaf in tensors_in(value)]
 
     def dims(self, name: str) -> Dims:
-        """The layout of an argument."""
+        """Return the layout of an argument."""
         return self.dims_of(self.given[name])
 
     def number(self, value: Any, rank: int) -> int:
-        """A dim's number, from 0 up."""
+        """Return a dim's number, from 0 up."""
         return int(value) % max(rank, 1)
 
     def numbers(self, value: Any, rank: int) -> tuple[int, ...]:
-        """Numbers of dims; all for None or an empty list."""
+        """Return numbers of dims; all for None or an empty list."""
         if value is None or value == []:
             return tuple(range(rank))
         return tuple(self.number(v, rank) for v in (value if isinstance(value, list | tuple) else [value]))
 
 
-def bound(function: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    """Arguments by the names of an operation's schema."""
+Rule = Callable[[Call], list[Dims]]
+"""From a call to the layouts of its results"""
+
+
+def bind_arguments(function: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the arguments by the names of an operation's schema."""
     found: dict[str, Any] = {}
     for place, argument in enumerate(function._schema.arguments):
         if place < len(args):
@@ -69,7 +78,7 @@ def bound(function: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> di
 
 
 def tensors_in(value: Any) -> Iterator[Tensor]:
-    """The tensors of an argument or a result."""
+    """Return the tensors of an argument or a result."""
     if isinstance(value, Tensor):
         yield value
     elif isinstance(value, list | tuple):
@@ -77,8 +86,13 @@ def tensors_in(value: Any) -> Iterator[Tensor]:
             yield from tensors_in(item)
 
 
-def written(function: Any, given: Mapping[str, Any]) -> list[Tensor]:
-    """The arguments that an operation writes to."""
+def as_list(out: Any) -> list[Any]:
+    """Return the results of an operation as a list."""
+    return list(out) if isinstance(out, list | tuple) else [out]
+
+
+def written_tensors(function: Any, given: Mapping[str, Any]) -> list[Tensor]:
+    """Return the arguments that an operation writes to."""
     return [
         value
         for a in function._schema.arguments
@@ -88,15 +102,21 @@ def written(function: Any, given: Mapping[str, Any]) -> list[Tensor]:
     ]
 
 
-def keep_out(dims: Dims, numbers: tuple[int, ...], what: str) -> None:
+def require_whole(dims: Dims, numbers: tuple[int, ...], what: str) -> None:
     """Raise a MixesError if one of these dims is split, or may be."""
     for number in numbers:
         if number < len(dims) and not is_whole(dims[number]):
             raise at_dim(what, number, dims[number])
 
 
+def require_whole_attention(queries: Dims, keys: Dims, values: Dims) -> None:
+    """Raise a MixesError if the tokens or the elements of a head are split, or may be: ``.. s d``."""
+    for what, dims in (("queries", queries), ("keys", keys), ("values", values)):
+        require_whole(dims, (len(dims) - 2, len(dims) - 1), f"attends with pieces of {what}:")
+
+
 def at_dim(what: str, number: int, dim: Dim) -> MixesError:
-    """The error of an operation that mixes a dim."""
+    """Return the error of an operation that mixes a dim."""
     how = (
         f"which is split over {', '.join(axes_of(dim))}"
         if is_split(dim)

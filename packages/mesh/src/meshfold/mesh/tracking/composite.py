@@ -12,19 +12,19 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from meshfold.mesh.tracking.call import at_dim
+from meshfold.mesh.tracking.call import at_dim, require_whole_attention
 from meshfold.mesh.tracking.dims import (
     Dim,
     Dims,
     Factor,
     MixesError,
     axes_of,
-    common,
+    check_axes_once,
+    distinct_splits,
     is_open,
     is_split,
     is_whole,
     normal,
-    once,
     regroup,
     size_of,
     whole,
@@ -35,7 +35,7 @@ Followed = tuple[list[Tensor], Callable[[], Dims]]
 
 
 def followed(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], dims_of: Layout) -> Followed | None:
-    """The operands of such a call, and a function that returns the layout of its result; None for other calls."""
+    """Return the operands of such a call, and a function that returns the layout of its result; None for other calls."""
     rule = _RULES.get(func)
     found: Followed | None = None if rule is None else rule(dims_of, *args, **kwargs)
     if found is None or all(is_whole(dim) for x in found[0] for dim in dims_of(x)):
@@ -53,7 +53,7 @@ def _summed(what: str, several: Sequence[tuple[Dim, int]]) -> None:
 
 def _aligned(several: Sequence[tuple[Dim, int]]) -> Dim:
     """Return the layout of a dim that all operands have, or are broadcast along."""
-    split = common(dim for dim, _ in several if is_split(dim))
+    split = distinct_splits(dim for dim, _ in several if is_split(dim))
     size = max(size_of(dim) for dim, _ in several)
     for dim, number in several:
         other = not is_split(dim) and not is_open(dim) and size_of(dim) > 1
@@ -77,7 +77,7 @@ def _product(a: Dims, b: Dims, summed: int | None = None) -> Dims:
     for back in range(batch + 2, 2, -1):
         here = [(dims[-back], len(dims) - back) for dims in (a, b) if len(dims) >= back]
         lead.append(_aligned(here))
-    return once((*lead, a[-2], b[-1]))
+    return check_axes_once((*lead, a[-2], b[-1]))
 
 
 def _matmul(dims_of: Layout, input: Any, other: Any, **rest: Any) -> Any:
@@ -145,13 +145,13 @@ def _einsum(dims_of: Layout, *given: Any) -> Any:
         for name, several in where.items():
             if name not in made:
                 _summed("sums products over", several)
-        return once(tuple(_aligned(where[name]) for name in made))
+        return check_axes_once(tuple(_aligned(where[name]) for name in made))
 
     return list(operands), found
 
 
 def _letters(term: str, rank: int) -> list[str]:
-    """The names of an operand's dims; those of an ellipsis are counted from the end."""
+    """Return the names of an operand's dims; those of an ellipsis are counted from the end."""
     before, dots, behind = term.partition("...")
     count = rank - len(before) - len(behind) if dots else 0
     return [*before, *(f".{back}" for back in range(count, 0, -1)), *behind]
@@ -216,10 +216,7 @@ def _attention(
 
     def found() -> Dims:
         q, k, v = dims_of(query), dims_of(key), dims_of(value)
-        for what, dims in (("queries", q), ("keys", k), ("values", v)):
-            for number in (len(dims) - 2, len(dims) - 1):
-                if not is_whole(dims[number]):
-                    raise at_dim(f"attends with pieces of {what}:", number, dims[number])
+        require_whole_attention(q, k, v)
         masked = () if attn_mask is None else dims_of(attn_mask)
         for number in range(max(0, len(masked) - 2), len(masked)):
             if is_split(masked[number]):
@@ -239,7 +236,7 @@ def _attention(
             if len(masked) >= back and is_split(masked[-back]):
                 here.append((masked[-back], len(masked) - back))
             lead.append(_aligned(here))
-        return once((*lead, q[-2], v[-1]))
+        return check_axes_once((*lead, q[-2], v[-1]))
 
     return [query, key, value, *([] if attn_mask is None else [attn_mask])], found
 
@@ -289,7 +286,7 @@ def _takes(item: Any) -> int:
 
 
 def check_length(dims: Dims, number: int, start: int, length: int) -> None:
-    """The same of ``narrow`` and of a ``split`` into one part."""
+    """Refuse a ``narrow``, or a ``split`` into one part, as :func:`check_slices` does."""
     if is_split(dims[number]) and start == 0 and length >= size_of(dims[number]):
         raise at_dim("takes some of its elements by their places: those of", number, dims[number])
 

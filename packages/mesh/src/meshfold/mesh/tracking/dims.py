@@ -21,7 +21,7 @@ class Split:
 
     Attributes:
         axes: mesh axes, major first.
-        kind: ``"block"``: a contiguous block of the whole, ``"dealt"``: tokens in any order, ``"chosen"``: some of a rank's own
+        kind: ``"block"``: a contiguous block of the whole, ``"tokens"``: tokens in any order, ``"chosen"``: some of a rank's own
             elements, ``"places"``: where ``nonzero`` has found these, ``"moved"``: tokens of other ranks too, until they are
             brought back, ``"alike"``: all elements are the same, so that they are a piece of as many more, ``"unknown"``: may be
             anything, as a tensor that an earlier forward has left, ``"counted"``: numbers that every rank counts by itself.
@@ -29,7 +29,7 @@ class Split:
     """
 
     axes: tuple[str, ...]
-    kind: Literal["block", "dealt", "chosen", "places", "moved", "alike", "unknown", "counted"] = "block"
+    kind: Literal["block", "tokens", "chosen", "places", "moved", "alike", "unknown", "counted"] = "block"
     choice: int = 0
 
     @property
@@ -65,24 +65,24 @@ Dims = tuple[Dim, ...]
 
 
 def whole(size: int) -> Dim:
-    """A dim that is whole on every rank."""
+    """Return a dim that is whole on every rank."""
     return (Factor(size),)
 
 
 def whole_dims(shape: Iterable[int]) -> Dims:
-    """The layout of a tensor that is whole on every rank."""
+    """Return the layout of a tensor that is whole on every rank."""
     return tuple(whole(size) for size in shape)
 
 
 def block(size: int, axes: Sequence[str], parts: tuple[int, ...] = (), grain: int = 0) -> Dim:
-    """A dim of which a rank has one block; whole without axes."""
+    """Return a dim of which a rank has one block; whole without axes."""
     if not axes:
         return whole(size)
     return (Factor(size, Split(tuple(axes)), parts if len(parts) > 1 else (), grain),)
 
 
 def size_of(dim: Dim) -> int:
-    """Local size."""
+    """Return the local size."""
     found = 1
     for factor in dim:
         found *= factor.size
@@ -90,28 +90,28 @@ def size_of(dim: Dim) -> int:
 
 
 def axes_of(dim: Dim) -> tuple[str, ...]:
-    """The axes that split a dim."""
+    """Return the axes that split a dim."""
     return tuple(axis for factor in dim if factor.split is not None for axis in factor.split.axes)
 
 
 def axes_in(dims: Dims) -> set[str]:
-    """The axes that split any of these dims."""
+    """Return the axes that split any of these dims."""
     return {axis for dim in dims for axis in axes_of(dim)}
 
 
-def leads(dim: Dim, axes: tuple[str, ...]) -> bool:
+def is_split_first(dim: Dim, axes: tuple[str, ...]) -> bool:
     """Return whether a dim is split over these axes first, so that ranks' pieces lie one behind the other."""
     split = dim[0].split
     return not axes or (split is not None and split.axes[: len(axes)] == axes and not dim[0].parts)
 
 
 def unknown(size: int) -> Dim:
-    """A dim that may be whole, or a piece."""
+    """Return a dim that may be whole, or a piece."""
     return (Factor(size, UNKNOWN),)
 
 
 def unknown_dims(shape: Iterable[int]) -> Dims:
-    """The layout of a tensor of which nothing is known."""
+    """Return the layout of a tensor of which nothing is known."""
     return tuple(unknown(size) for size in shape)
 
 
@@ -142,8 +142,8 @@ def is_whole(dim: Dim) -> bool:
     return all(factor.split is None for factor in dim)
 
 
-def common(several: Iterable[Dim]) -> list[Dim]:
-    """The different ways in which a dim is split, where what is open of one may be as in another."""
+def distinct_splits(several: Iterable[Dim]) -> list[Dim]:
+    """Return the different ways in which a dim is split, where what is open of one may be as in another."""
     found: list[Dim] = []
     for dim in sorted(several, key=_has_open):
         if not any(dim == other or _may_be(dim, other) for other in found):
@@ -166,12 +166,12 @@ def any_split(dims: Dims) -> bool:
 
 
 def shape_of(dims: Dims) -> tuple[int, ...]:
-    """The local shape."""
+    """Return the local shape."""
     return tuple(map(size_of, dims))
 
 
 def normal(factors: Iterable[Factor]) -> Dim:
-    """The same dim with as few factors as will do: what follows a block is a part of its elements."""
+    """Return the same dim with as few factors as will do: what follows a block is a part of its elements."""
     found: list[Factor] = []
     for factor in factors:
         if factor.size == 1 and factor.split is None:
@@ -205,8 +205,8 @@ def chosen_by(dims: Dims) -> Dims:
     )
 
 
-def once(dims: Dims) -> Dims:
-    """The dims themselves.
+def check_axes_once(dims: Dims) -> Dims:
+    """Return the dims themselves.
 
     Raises:
         MixesError: if an axis splits two of them: a rank would have the pairs of its own pieces alone.
@@ -267,7 +267,7 @@ class _Regrouping:
         self._at, self._wants = 0, self._sizes[0] if sizes else 1
 
     def _add(self, factor: Factor) -> None:
-        """Whole factors side by side are one."""
+        """Add a factor; whole ones side by side are one."""
         last = self._rest[-1] if self._rest else None
         if last is not None and last.split is None and factor.split is None:
             self._rest[-1] = Factor(last.size * factor.size)
@@ -284,7 +284,7 @@ class _Regrouping:
         return tuple(normal(made) if made else whole(1) for made in self._made)
 
     def _place_single(self, factor: Factor) -> None:
-        """A rank has one element of the dim, so the sizes do not tell where it goes."""
+        """Place a dim of which a rank has one element: the sizes do not tell where it goes."""
         if self._wants > 1 or not self._sizes:
             if self._sizes:
                 self._made[self._at].append(factor)
@@ -310,7 +310,7 @@ class _Regrouping:
         self._made[self._at].append(factor)
 
     def _written(self, factor: Factor) -> int | None:
-        """The dim into which a single goes as the model's code writes the sizes; None where these do not tell."""
+        """Return the dim into which a single goes as the model's code writes the sizes; None where these do not tell."""
         first = self._at if self._made[self._at] or self._sizes[self._at] == 1 else self._at + 1
         beyond = next(
             (i for i in range(self._at + 1, len(self._sizes)) if self._sizes[i] != 1), len(self._sizes) - 1
@@ -328,7 +328,7 @@ class _Regrouping:
         return self._inferred if self._inferred in places and is_row else None
 
     def _spare(self) -> int:
-        """By how many more the dims of one element are that come next than the factors that may go there."""
+        """Return how many more dims of one element come next than factors that may go there."""
         dims = next((i for i, n in enumerate(self._sizes[self._at :]) if n != 1), len(self._sizes) - self._at)
         factors = next((i for i, f in enumerate(self._rest) if f.size != 1), len(self._rest))
         return max(0, dims - factors - 1)
@@ -368,7 +368,7 @@ def _is_one(factor: Factor) -> bool:
 
 
 def _apart(factor: Factor, major: int, inferred: bool) -> tuple[Factor, Factor]:
-    """The factor as ``major`` times the rest; ``inferred``: however many there are."""
+    """Return the factor as ``major`` times the rest; ``inferred``: however many there are."""
     minor = factor.size // major
     split = factor.split
     if split is None or split.is_open:
@@ -392,7 +392,7 @@ def _apart(factor: Factor, major: int, inferred: bool) -> tuple[Factor, Factor]:
 
 
 def cut(dim: Dim, start: int, stop: int, step: int = 1) -> Dim:
-    """Elements ``start`` to ``stop`` of a dim.
+    """Return elements ``start`` to ``stop`` of a dim.
 
     Raises:
         MixesError: unless these are all, or the outputs of a fused layer.

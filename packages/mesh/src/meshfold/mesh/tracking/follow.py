@@ -22,9 +22,9 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from meshfold.mesh.errors import LayoutError
-from meshfold.mesh.tracking import along, indexing, products, views
+from meshfold.mesh.tracking import indexing, mixing, views
 from meshfold.mesh.tracking.broadcast import alike, pointwise
-from meshfold.mesh.tracking.call import Call, bound, tensors_in, written
+from meshfold.mesh.tracking.call import Call, Rule, as_list, bind_arguments, tensors_in, written_tensors
 from meshfold.mesh.tracking.dims import (
     ALIKE,
     Dims,
@@ -39,7 +39,7 @@ from meshfold.mesh.tracking.dims import (
     unknown_dims,
     whole,
 )
-from meshfold.mesh.tracking.probing import probed
+from meshfold.mesh.tracking.probing import try_on_pieces
 from meshfold.mesh.tracking.records import Records
 from meshfold.mesh.tracking.rows import Rows
 
@@ -47,10 +47,9 @@ _LIKE = (
     "empty_like zeros_like ones_like full_like rand_like randn_like randint_like bernoulli fill zero alias detach "
     "lift_fresh native_dropout _fused_dropout normal uniform exponential random set_data"
 )
-_RULES: dict[str, Callable[[Call], list[Dims]]] = {
+_RULES: dict[str, Rule] = {
     **views.RULES,
-    **along.RULES,
-    **products.RULES,
+    **mixing.RULES,
     **indexing.RULES,
     **dict.fromkeys(_LIKE.split(), alike),
     **dict.fromkeys(("_to_copy", "where", "lerp", "addcmul", "addcdiv", "dropout"), pointwise),
@@ -76,8 +75,8 @@ class Tracker(TorchDispatchMode):
     Attributes:
         module: names the module whose forward runs, for messages.
         remedy: what to write instead, from the axes.
-        dealt: how sequences are dealt to ranks; None if they are not.
-        dealt_length: tokens of a sequence that a rank has.
+        token_split: how the tokens of a sequence are split over ranks; None if they are not.
+        local_tokens: tokens of a sequence that a rank has.
         moved: the dims that tokens had before layers moved them to other ranks, by the number of the move less 1.
         flat: the stream has its tokens in one dim, where the model's code believes in two.
         random_axes: those along which ranks have the same data, or parts of it, and need not draw the same random numbers.
@@ -92,8 +91,8 @@ class Tracker(TorchDispatchMode):
         self.records, self.rows = Records(), Rows(_RULES)
         self.module: Callable[[], str] = str
         self.remedy: Callable[[tuple[str, ...]], str] = lambda axes: ""
-        self.dealt: Split | None = None
-        self.dealt_length = 0
+        self.token_split: Split | None = None
+        self.local_tokens = 0
         self.inferred: int | None = None
         self.asked: list[int] | None = None
         self.flat = False
@@ -121,7 +120,7 @@ class Tracker(TorchDispatchMode):
 
     @contextmanager
     def untracked(self, *, rows: bool = False) -> Iterator[None]:
-        """Inside, operations are not looked at; with ``rows`` the batch's rows are followed all the same."""
+        """Context manager: operations are not tracked; with ``rows`` the batch's rows are followed all the same."""
         self._off += 1
         self._apart += not rows
         try:
@@ -132,7 +131,7 @@ class Tracker(TorchDispatchMode):
 
     @contextmanager
     def asking(self, sizes: list[int] | None) -> Iterator[None]:
-        """Inside, a view asks for these sizes, as the model's code writes them."""
+        """Context manager: a view asks for these sizes, as the model's code writes them."""
         before, self.asked = self.asked, sizes
         try:
             yield
@@ -179,7 +178,7 @@ class Tracker(TorchDispatchMode):
 
     def _followed(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         name = func._schema.name.rpartition("::")[2]
-        given = bound(func, args, kwargs)
+        given = bind_arguments(func, args, kwargs)
         operands = [x for value in given.values() for x in tensors_in(value)]
         known = [self.records.dims(x) for x in operands]
         if all(is_whole(dim) for dims in known for dim in dims):
@@ -189,7 +188,7 @@ class Tracker(TorchDispatchMode):
             if name == "embedding":
                 self._looked_up(given["indices"], out)
             return out
-        into = written(func, given)
+        into = written_tensors(func, given)
         if into and name.endswith("_") and not name.endswith("__"):
             name = name[:-1]
         layouts: dict[int, Dims] = {id(x): dims for x, dims in zip(operands, known, strict=True)}
@@ -219,7 +218,7 @@ class Tracker(TorchDispatchMode):
             return out
         found = self._found(Call(**call, out=out, dims_of=dims_of), operands)
         check_gradients(self, name, operands, found, out)
-        for x, dims in zip(_listed(out), found, strict=False):
+        for x, dims in zip(as_list(out), found, strict=False):
             if isinstance(x, Tensor) and len(dims) == x.dim():
                 self.records.put(x, dims)
         return out
@@ -227,12 +226,12 @@ class Tracker(TorchDispatchMode):
     def _found(self, call: Call, operands: list[Tensor]) -> list[Dims]:
         rule = _RULES.get(call.name)
         if rule is None:
-            rule = pointwise if torch.Tag.pointwise in call.function.tags else probed
+            rule = pointwise if torch.Tag.pointwise in call.function.tags else try_on_pieces
         try:
             return rule(call)
         except MixesError as error:
             if user_line()[0].endswith(self.overlooked or ("?",)):
-                return [unknown_dims(x.shape) if isinstance(x, Tensor) else () for x in _listed(call.out)]
+                return [unknown_dims(x.shape) if isinstance(x, Tensor) else () for x in as_list(call.out)]
             split = [x for x in operands if any_split(call.dims_of(x))]
             axes = dict.fromkeys(
                 a
@@ -246,7 +245,7 @@ class Tracker(TorchDispatchMode):
             raise refusal(call.name, str(error), operands, self.module(), self.remedy(tuple(axes))) from None
 
     def _looked_up(self, ids: Tensor, out: Tensor) -> None:
-        """Rows of a table for ids that are all alike along a dim are a piece of as many more."""
+        """Mark rows of a table for ids that are all alike along a dim: they are a piece of as many more."""
         alike = [self.records.is_alike(ids, place) for place in range(ids.dim())]
         if any(alike):
             self.records.put(
@@ -261,10 +260,6 @@ class Tracker(TorchDispatchMode):
         """Mark what is computed from weights, a batch or random numbers as varying like them."""
         if torch.Tag.nondeterministic_seeded in func.tags or any(map(self.records.varies, operands)):
             self.records.vary(tensors_in(out))
-
-
-def _listed(out: Any) -> list[Any]:
-    return list(out) if isinstance(out, list | tuple) else [out]
 
 
 _TORCH = str(Path(torch.__file__).parent)
@@ -291,7 +286,7 @@ def refusal(name: str, why: str, tensors: Sequence[Tensor], module: str, remedy:
 
 
 def _line() -> str:
-    """The innermost line outside of torch and of this project, as it is written."""
+    """Return the innermost line outside of torch and of this project, as it is written."""
     file, number = user_line()
     if not file:
         return "an operation"
@@ -300,7 +295,7 @@ def _line() -> str:
 
 
 def user_line() -> tuple[str, int]:
-    """Its file and number; an empty name if there is none."""
+    """Return the file and number of that line; an empty name if there is none."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         file, module = frame.f_code.co_filename, str(frame.f_globals.get("__name__", ""))
@@ -330,9 +325,10 @@ def check_gradients(
     made = [x for x in tensors_in(out) if x.is_floating_point() or x.is_complex()]
     if not wanting or not made:
         return
-    dealt = () if found.dealt is None else found.dealt.axes  # of these all parameters are summed over
+    # All parameters are summed over the axes of the tokens.
+    token_axes = () if found.token_split is None else found.token_split.axes
     summed = frozenset[str]().union(*map(found.records.summed, wanting))
-    axes = {axis for dims in results for axis in axes_in(dims)} - {*dealt}
+    axes = {axis for dims in results for axis in axes_in(dims)} - {*token_axes}
     for x in wanting:
         if missing := sorted((axes | summed) - axes_in(found.dims(x)) - found.records.summed(x)):
             found.refuse(

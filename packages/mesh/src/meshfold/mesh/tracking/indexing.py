@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
+from typing import Literal
 
 import torch
 from torch import Tensor
 
-from meshfold.mesh.tracking.broadcast import together
-from meshfold.mesh.tracking.call import Call, at_dim
+from meshfold.mesh.tracking.broadcast import broadcast_dims
+from meshfold.mesh.tracking.call import Call, Rule, at_dim, require_whole
 from meshfold.mesh.tracking.dims import (
     Dim,
     Dims,
@@ -17,20 +17,22 @@ from meshfold.mesh.tracking.dims import (
     MixesError,
     Split,
     axes_of,
+    check_axes_once,
     chosen_by,
-    common,
+    distinct_splits,
     is_split,
     is_whole,
-    once,
     unknown,
     whole,
 )
 
-Rule = Callable[[Call], list[Dims]]
+_TAKES = "takes some of its elements by their places: those of"
+_BOOLS = (torch.bool, torch.uint8)
+_choices = itertools.count(1)
 
 
 def _chosen_of(dims: Dims) -> Split | None:
-    """The split of places that ``nonzero`` has found among a rank's own."""
+    """Return the split of places that ``nonzero`` has found among a rank's own."""
     for dim in dims:
         for factor in dim:
             if factor.split is not None and factor.split.kind == "places":
@@ -38,48 +40,58 @@ def _chosen_of(dims: Dims) -> Split | None:
     return None
 
 
+def _has_places_of(index: Dims, dim: Dim) -> bool:
+    """Return whether an index has places that ``nonzero`` has found among this rank's own elements of a dim."""
+    own = _chosen_of(index)
+    return own is not None and set(axes_of(dim)) <= set(own.axes)
+
+
+def _chosen(dims: Dims, kind: Literal["places", "chosen"], count: int) -> Dim:
+    """Return the dim of so many elements that were chosen from a tensor, by an operation of its own."""
+    axes = tuple(axis for dim in dims for axis in axes_of(dim))
+    return (Factor(count, Split(axes, kind, next(_choices))),)
+
+
 def _nonzero(call: Call) -> list[Dims]:
     """``n dims``: places of this rank's own elements."""
-    dims = call.dims_of(call.tensors[0])
-    axes = tuple(axis for dim in dims for axis in axes_of(dim))
     rows, columns = call.out.shape
-    return [((Factor(rows, Split(axes, "places", next(_choices))),), whole(columns))]
+    return [(_chosen(call.first, "places", rows), whole(columns))]
 
 
-def _masks(call: Call) -> list[Dims]:
-    """``x[mask]``: an index of bools is as many indices of places."""
-    x, (mask, *others) = call.given["self"], call.given["indices"]
-    if others or mask.dim() != x.dim():
-        raise MixesError("chooses elements of a piece by a mask of some dims")
-    dims = together(call, [(x, call.dims_of(x)), (mask, call.dims_of(mask))], tuple(x.shape))
-    axes = tuple(axis for dim in dims for axis in axes_of(dim))
-    return [((Factor(call.out.shape[0], Split(axes, "chosen", next(_choices))),),)]
+def _masked(call: Call, x: Tensor, mask: Tensor) -> list[Dims]:
+    dims = broadcast_dims(call, [(x, call.dims_of(x)), (mask, call.dims_of(mask))], tuple(x.shape))
+    return [(_chosen(dims, "chosen", call.out.shape[0]),)]
+
+
+def _masked_select(call: Call) -> list[Dims]:
+    return _masked(call, call.given["self"], call.given["mask"])
 
 
 def _index(call: Call) -> list[Dims]:
     x, indices = call.given["self"], call.given["indices"]
     dims = call.dims_of(x)
     if any(i is not None and i.dtype in _BOOLS for i in indices):
-        return _masks(call)
+        mask, *others = indices
+        if others or mask.dim() != x.dim():
+            raise MixesError("chooses elements of a piece by a mask of some dims")
+        return _masked(call, x, mask)
     at = [place for place, index in enumerate(indices) if index is not None]
     looked = [(indices[place], call.dims_of(indices[place])) for place in at]
     for (_, found), place in zip(looked, at, strict=True):
-        if not is_whole(dims[place]):
-            own = _chosen_of(found)
-            if own is None or not set(axes_of(dims[place])) <= set(own.axes):
-                raise at_dim("takes some of its elements by their places: those of", place, dims[place])
+        if not is_whole(dims[place]) and not _has_places_of(found, dims[place]):
+            raise at_dim(_TAKES, place, dims[place])
     rank = max(i.dim() for i, _ in looked)
     apart = at != list(range(at[0], at[0] + len(at)))
     first = 0 if apart else at[0]
     shape = tuple(call.out.shape[first : first + rank])
-    joined = together(call, looked, shape)
+    joined = broadcast_dims(call, looked, shape)
     joined = chosen_by(joined)
     kept = [dim for place, dim in enumerate(dims) if place not in at]
-    return [once((*kept[:first], *joined, *kept[first:]))]
+    return [check_axes_once((*kept[:first], *joined, *kept[first:]))]
 
 
 def _index_put(call: Call) -> list[Dims]:
-    """Writes into places of the first argument."""
+    """Write into places of the first argument."""
     x, indices = call.given["self"], call.given["indices"]
     dims = call.dims_of(x)
     values = call.given["values"]
@@ -88,8 +100,7 @@ def _index_put(call: Call) -> list[Dims]:
             continue
         if index.dtype in _BOOLS and index.dim() == 1 and call.dims_of(index)[0] == dims[place]:
             continue
-        own = _chosen_of(call.dims_of(index))
-        if own is None or not set(axes_of(dims[place])) <= set(own.axes):
+        if not _has_places_of(call.dims_of(index), dims[place]):
             if index.dtype in _BOOLS and index.dim() == x.dim() and call.dims_of(index) == dims:
                 return [dims]
             raise at_dim("writes to places of a piece of", place, dims[place])
@@ -97,7 +108,7 @@ def _index_put(call: Call) -> list[Dims]:
 
 
 def _written(call: Call, dims: Dims, values: Tensor) -> Dims:
-    """The layout of what was written into: where the values are split it must be too."""
+    """Return the layout of what was written into: where the values are split it must be too."""
     axes = {axis for dim in call.dims_of(values) for axis in axes_of(dim)}
     have = {axis for dim in dims for axis in axes_of(dim)}
     if axes - have and any(is_split(d) for d in call.dims_of(values)):
@@ -110,8 +121,7 @@ def _along(call: Call) -> list[Dims]:
     x = call.given["self"]
     dims = list(call.dims_of(x))
     number = call.number(call.given["dim"], len(dims))
-    if dims and not is_whole(dims[number]):
-        raise at_dim("takes some of its elements by their places: those of", number, dims[number])
+    require_whole(tuple(dims), (number,), _TAKES)
     index = call.given["index"]
     found = list(call.dims_of(index))
     rest: list[Dim] = []
@@ -129,19 +139,17 @@ def _along(call: Call) -> list[Dims]:
     if call.name.startswith("scatter"):
         made = [dims[number] if place == number else dim for place, dim in enumerate(rest)]
         return [tuple(made)]
-    return [once(tuple(rest))]
+    return [check_axes_once(tuple(rest))]
 
 
 def _index_select(call: Call) -> list[Dims]:
     dims = list(call.dims("self"))
     number = call.number(call.given["dim"], len(dims))
     index = call.dims("index")
-    if not is_whole(dims[number]):
-        own = _chosen_of(index)
-        if own is None or not set(axes_of(dims[number])) <= set(own.axes):
-            raise at_dim("takes some of its elements by their places: those of", number, dims[number])
+    if not is_whole(dims[number]) and not _has_places_of(index, dims[number]):
+        raise at_dim(_TAKES, number, dims[number])
     dims[number] = chosen_by(index)[0] if index else whole(1)
-    return [once(tuple(dims))]
+    return [check_axes_once(tuple(dims))]
 
 
 def _index_add(call: Call) -> list[Dims]:
@@ -150,11 +158,10 @@ def _index_add(call: Call) -> list[Dims]:
     number = call.number(call.given["dim"], len(dims))
     index = call.dims("index")
     source = call.dims("source")
-    own = _chosen_of(index)
     if not is_whole(dims[number]):
-        if own is None or not set(axes_of(dims[number])) <= set(own.axes):
+        if not _has_places_of(index, dims[number]):
             raise at_dim("writes to places of a piece of", number, dims[number])
-    elif own is not None:  # into empty memory, as many rows as this rank has
+    elif _chosen_of(index) is not None:  # into empty memory, as many rows as this rank has
         raise MixesError("writes pieces of a split tensor into one that is the same on every rank")
     elif index and not is_whole(index[0]):
         raise at_dim("writes to places that are counted on every rank by itself, along", number, index[0])
@@ -164,35 +171,24 @@ def _index_add(call: Call) -> list[Dims]:
     return [tuple(dims)]
 
 
-def _masked_select(call: Call) -> list[Dims]:
-    x, mask = call.given["self"], call.given["mask"]
-    dims = together(call, [(x, call.dims_of(x)), (mask, call.dims_of(mask))], tuple(x.shape))
-    axes = tuple(axis for dim in dims for axis in axes_of(dim))
-    return [((Factor(call.out.shape[0], Split(axes, "chosen", next(_choices))),),)]
-
-
 def _loss(call: Call) -> list[Dims]:
-    """A loss of dealt tokens by labels that are dealt as they are: the caller weighs each rank's mean by its labels."""
+    """Compute a loss of split tokens by labels that are split alike: the caller weighs each rank's mean by its labels."""
     dims, target = call.dims("self"), call.dims("target")
     classes = 1 if len(dims) > 1 else 0
-    if not is_whole(dims[classes]):
-        raise at_dim("looks classes up in a piece of", classes, dims[classes])
+    require_whole(dims, (classes,), "looks classes up in a piece of")
     rows = tuple(dim for place, dim in enumerate(dims) if place != classes)
     alike = len(rows) == len(target) and all(
-        len(common(pair)) == 1 for pair in zip(rows, target, strict=True)
+        len(distinct_splits(pair)) == 1 for pair in zip(rows, target, strict=True)
     )
     if not alike:
         raise MixesError("brings a piece together with labels that are no such piece")
     if int(call.given.get("reduction", 1)):
         for place, dim in enumerate(rows):
-            if any(f.split is not None and f.split.kind != "dealt" for f in dim):
+            if any(f.split is not None and f.split.kind != "tokens" for f in dim):
                 raise at_dim("reduces over", place, dim)
         return [() for _ in call.out]
     return [target, ()]
 
-
-_BOOLS = (torch.bool, torch.uint8)
-_choices = itertools.count(1)
 
 RULES: dict[str, Rule] = {
     "nonzero": _nonzero,

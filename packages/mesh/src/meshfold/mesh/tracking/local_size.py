@@ -74,7 +74,7 @@ class LocalSize(int):
         return self._computed(int.__rmod__, other)
 
     def __neg__(self) -> Any:
-        return made(-int(self), self.axes, None, self.refuse)
+        return local_size(-int(self), self.axes, None, self.refuse)
 
     def __reduce__(self) -> Any:
         return int, (int.__int__(self),)
@@ -88,10 +88,10 @@ class LocalSize(int):
         if not isinstance(other, int):
             return self._refuse(other)
         axes = other.axes if isinstance(other, LocalSize) else ()
-        return made(operation(self, other), tuple(dict.fromkeys((*self.axes, *axes))), dim, self.refuse)
+        return local_size(operation(self, other), tuple(dict.fromkeys((*self.axes, *axes))), dim, self.refuse)
 
     def _times(self, other: Any, *, first: bool = False) -> Dim | None:
-        """The dim that a view has which puts two together."""
+        """Return the dim that a view has which puts two together."""
         if self.dim is None or not isinstance(other, int) or isinstance(other, bool) or other < 1:
             return None
         theirs = other.dim if isinstance(other, LocalSize) else (Factor(int(other)),)
@@ -105,10 +105,10 @@ class LocalSize(int):
         return len(grains) == 1 and number > 0 and number in grains
 
 
-def made(
+def local_size(
     value: int, axes: tuple[str, ...], dim: Dim | None, refuse: Callable[[], NoReturn]
 ) -> LocalSize | int:
-    """A number of a rank's elements; a plain one without axes."""
+    """Return a number of a rank's elements; a plain one without axes."""
     if not axes:
         return value
     found = LocalSize(value)
@@ -117,7 +117,7 @@ def made(
 
 
 def dim_of(size: int) -> Dim:
-    """The dim of a new tensor that has so many elements: a piece as that is of which this is the size."""
+    """Return the dim of a new tensor that has so many elements: a piece as that is of which this is the size."""
     if not isinstance(size, LocalSize):
         return (Factor(int(size)),)
     if size.dim is not None and size_of(size.dim) == size and axes_of(size.dim):
@@ -126,7 +126,7 @@ def dim_of(size: int) -> Dim:
 
 
 def dims_of(sizes: Sequence[int]) -> Dims:
-    """The layout of a new tensor; of one as many elements in each of two dims as a rank has of one, no dim is a piece."""
+    """Return the layout of a new tensor; of one as many elements in each of two dims as a rank has of one, no dim is a piece."""
     dims = tuple(map(dim_of, sizes))
     axes = [axis for dim in dims for axis in axes_of(dim)]
     if len(axes) == len(set(axes)):
@@ -136,19 +136,19 @@ def dims_of(sizes: Sequence[int]) -> Dims:
     )
 
 
-def in_(value: Any) -> Iterator[LocalSize]:
-    """All such numbers in an argument."""
+def local_sizes_in(value: Any) -> Iterator[LocalSize]:
+    """Yield all such numbers in an argument."""
     if isinstance(value, LocalSize):
         yield value
     elif isinstance(value, list | tuple):
         for item in value:
-            yield from in_(item)
+            yield from local_sizes_in(item)
     elif isinstance(value, slice):
-        yield from in_((value.start, value.stop, value.step))
+        yield from local_sizes_in((value.start, value.stop, value.step))
 
 
 def sizes_given(name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> list[int] | None:
-    """The shape that a call of torch asks for, as written; None if it asks for none."""
+    """Return the shape that a call of torch asks for, as written; None if it asks for none."""
     if "size" in kwargs or "shape" in kwargs:
         given: Any = kwargs.get("size", kwargs.get("shape"))
         return list(given) if isinstance(given, list | tuple) else None

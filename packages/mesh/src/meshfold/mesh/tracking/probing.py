@@ -14,7 +14,7 @@ from meshfold.mesh.tracking.dims import (
     Factor,
     MixesError,
     Split,
-    once,
+    check_axes_once,
     whole_dims,
 )
 
@@ -22,8 +22,8 @@ _MOST = 1 << 24
 """Elements of all operands up to which an operation is tried."""
 
 
-def probed(call: Call) -> list[Dims]:
-    """The layouts of the results: split where the results of pieces are the pieces of the result.
+def try_on_pieces(call: Call) -> list[Dims]:
+    """Return the layouts of the results: split where the results of pieces are the pieces of the result.
 
     Raises:
         MixesError: if they are not, or the operation cannot be tried.
@@ -38,7 +38,7 @@ def probed(call: Call) -> list[Dims]:
                 if made[place][number] != (Factor(size),):
                     raise _mixes(call, split, "it joins two split dims in one")
                 made[place][number] = (Factor(size, split),)
-    return [once(tuple(dims)) for dims in made]
+    return [check_axes_once(tuple(dims)) for dims in made]
 
 
 def _mixes(call: Call, split: Split, why: str) -> MixesError:
@@ -50,7 +50,7 @@ def _how(split: Split) -> str:
 
 
 def _along(call: Call, split: Split, outs: list[Tensor]) -> list[int | None]:
-    """For each result the dim along which it is split if operands are split so; None for one that is the same."""
+    """Return for each result the dim along which it is split if operands are split so; None for one that is the same."""
     if sum(x.numel() for x in call.tensors) > _MOST or any(x.is_meta for x in call.tensors):
         raise MixesError(f"works on a dim that {_how(split)}, and no rule says what it makes of that")
     first, second, both = ({}, {}, {})  # type: tuple[dict[str, Any], dict[str, Any], dict[str, Any]]
@@ -73,7 +73,7 @@ def _along(call: Call, split: Split, outs: list[Tensor]) -> list[int | None]:
 
 
 def _written_along(call: Call, split: Split) -> int | None:
-    """The dim along which memory that nobody has marked is a piece, since a piece is written into it in place.
+    """Return the dim along which memory that nobody has marked is a piece, since a piece is written into it in place.
 
     One process has the whole there, which it could not write into memory of a rank's size.
     """
@@ -102,7 +102,7 @@ def _run(call: Call, given: dict[str, Any]) -> list[Tensor]:
 
 
 def _pieces(call: Call, split: Split, value: Any) -> tuple[Any, Any, Any]:
-    """An argument of two ranks, and of one that has both pieces."""
+    """Return an argument of two ranks, and of one that has both pieces."""
     if isinstance(value, Tensor):
         numbers = [n for n, dim in enumerate(call.dims_of(value)) if any(f.split == split for f in dim)]
         if not numbers:
@@ -118,7 +118,7 @@ def _pieces(call: Call, split: Split, value: Any) -> tuple[Any, Any, Any]:
 
 
 def _random(like: Tensor, seed: int) -> Tensor:
-    """Random numbers, the same on all ranks; integers from the least to the greatest that a tensor has, but never all alike."""
+    """Return random numbers, the same on all ranks; integers in the range that a tensor has, but never all alike."""
     generator, shape = torch.Generator().manual_seed(seed), tuple(like.shape)
     if like.is_floating_point():
         made = torch.rand(shape, generator=generator, dtype=torch.float64) + 0.1

@@ -38,7 +38,7 @@ class Records:
         self.placed: Callable[[Tensor], Dims | None] | None = None
 
     def dims(self, tensor: Tensor) -> Dims:
-        """The layout of a tensor."""
+        """Return the layout of a tensor."""
         memory = self._memory.get(_storage(tensor))
         if self.placed is not None and isinstance(tensor, nn.Parameter):
             found = self.placed(tensor)
@@ -113,7 +113,7 @@ class Records:
             self._at(tensor).summed = frozenset(axes)
 
     def summed(self, tensor: Tensor) -> frozenset[str]:
-        """The axes over which parts of its gradient are summed by who made it."""
+        """Return the axes over which parts of its gradient are summed by who made it."""
         memory = self._memory.get(_storage(tensor))
         return frozenset() if memory is None else memory.summed
 

@@ -6,7 +6,7 @@ rows may be mixed, as a norm's statistics do, so nothing is refused here: of wha
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from meshfold.mesh.tracking import indexing
-from meshfold.mesh.tracking.call import Call, bound, tensors_in, written
+from meshfold.mesh.tracking.call import Call, Rule, as_list, bind_arguments, tensors_in, written_tensors
 from meshfold.mesh.tracking.dims import (
     ROWS,
     UNKNOWN,
@@ -33,12 +33,11 @@ from meshfold.mesh.tracking.dims import (
 )
 from meshfold.mesh.tracking.records import Records
 
-TURNED = Split(("rows",), "dealt")
+ROWS_INNERMOST = Split(("rows",), "tokens")
 """Of a dim of tokens, each of which has all rows behind it, of which a rank may have a block."""
-EXCHANGED = Split(("tokens",), "unknown")
+TOKENS_EXCHANGED = Split(("tokens",), "unknown")
 """Of a tensor whose rows nobody knows, since ranks have exchanged tokens along a dim that is not the batch's."""
 
-Rule = Callable[[Call], list[Dims]]
 _MIXING = frozenset(
     (
         *("sum", "mean", "amax", "amin", "max", "min", "prod", "any", "all", "logsumexp"),
@@ -80,7 +79,7 @@ class Rows:
         self._rules = {**rules, **dict.fromkeys(alike, _pointwise), **spread}
 
     def begin(self, tensors: Iterable[Tensor], rows: int) -> None:
-        """Those of these tensors that have so many elements in their first dim have a batch there."""
+        """Mark those of these tensors that have so many elements in their first dim: a batch is there."""
         self.follows = True
         for tensor in tensors:
             if tensor.dim() and tensor.shape[0] == rows:
@@ -106,18 +105,18 @@ class Rows:
             self.put(made, _placed(self.dims(of), tuple(made.shape), fewer=True))
 
     def flattened(self, made: Tensor, of: Tensor) -> None:
-        """:meth:`keep` where all dims but the last were made one, of which a rank may have a block."""
+        """Do as :meth:`keep` where all dims but the last were made one, of which a rank may have a block."""
         dims, size = self.dims(of), made.shape[0]
         if not self.follows or made.dim() == of.dim():
             return self.keep(made, of)
         places = [place for place, dim in enumerate(dims) if is_split(dim)]
-        split = {0: ROWS, len(dims) - 2: TURNED}.get(places[0]) if len(places) == 1 else None
+        split = {0: ROWS, len(dims) - 2: ROWS_INNERMOST}.get(places[0]) if len(places) == 1 else None
         if split is None and (places or any(map(is_unknown, dims))):
             return self.lose(made)
         self.put(made, ((Factor(size, split),), *whole_dims(made.shape[1:])))
 
     def unflattened(self, made: Tensor, of: Tensor) -> None:
-        """The way back."""
+        """Inverse of :meth:`flattened`."""
         dims, shape = self.dims(of), tuple(made.shape)
         if not self.follows or made.dim() == of.dim():
             return self.keep(made, of)
@@ -147,14 +146,14 @@ class Rows:
     def before(
         self, function: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], apart: bool
     ) -> _Before | None:
-        """To be called before an operation; None if it has nothing of a batch.
+        """Note a call before it is carried out; None if it has nothing of a batch.
 
         Args:
             apart: ranks may exchange in it, so that its results are said by others.
         """
         if not self.follows:
             return None
-        name, given = function._schema.name.rpartition("::")[2], bound(function, args, kwargs)
+        name, given = function._schema.name.rpartition("::")[2], bind_arguments(function, args, kwargs)
         operands = [x for value in given.values() for x in tensors_in(value)]
         dims = {id(x): self.dims(x) for x in operands}
         known = (x for x in operands if any(is_split(dim) or is_unknown(dim) for dim in dims[id(x)]))
@@ -164,11 +163,9 @@ class Rows:
         return _Before(function=function, name=name, given=given, dims=dims, first=first, apart=apart)
 
     def after(self, call: _Before, out: Any) -> None:
-        """To be called with what the operation has returned."""
-        into = written(call.function, call.given)
-        results = into or [
-            x for x in (out if isinstance(out, list | tuple) else [out]) if isinstance(x, Tensor)
-        ]
+        """Mark what a call that was noted has returned."""
+        into = written_tensors(call.function, call.given)
+        results = into or [x for x in as_list(out) if isinstance(x, Tensor)]
         if call.apart:
             exchanged = call.given if call.function.namespace == "c10d" else {}
             received = [x for value in exchanged.values() for x in tensors_in(value)]
@@ -204,7 +201,7 @@ class Rows:
 
 
 def _placed(dims: Dims, shape: tuple[int, ...], *, fewer: bool) -> Dims:
-    """Rows in the same dim of another shape; ``fewer``: or only those of this rank."""
+    """Return rows in the same dim of another shape; ``fewer``: or only those of this rank."""
     if why := _why_unknown(dims):
         return tuple((Factor(n, why),) for n in shape)
     made = [whole(n) for n in shape]
@@ -223,14 +220,15 @@ def _resized(dim: Dim, size: int) -> Dim:
     if len(dim) == 1:
         return (Factor(size, dim[0].split),)
     turned = len(dim) == 2 and dim[1].split == ROWS
-    return (Factor(size, TURNED),) if turned else unknown(size)
+    return (Factor(size, ROWS_INNERMOST),) if turned else unknown(size)
 
 
 def _pointwise(call: Call) -> list[Dims]:
-    """Rows where an operand has them, of several that with most dims."""
+    """Return rows where an operand has them, of several that with most dims."""
     operands = sorted((call.dims_of(x) for x in call.tensors), key=len, reverse=True)
-    outs = call.out if isinstance(call.out, list | tuple) else [call.out]
-    return [_together(operands, tuple(out.shape)) if isinstance(out, Tensor) else () for out in outs]
+    return [
+        _together(operands, tuple(out.shape)) if isinstance(out, Tensor) else () for out in as_list(call.out)
+    ]
 
 
 def _together(operands: list[Dims], shape: tuple[int, ...]) -> Dims:
@@ -245,12 +243,12 @@ def _together(operands: list[Dims], shape: tuple[int, ...]) -> Dims:
 
 
 def _why_unknown(dims: Dims) -> Split | None:
-    """The mark of dims of which it is unknown where they have rows."""
+    """Return the mark of dims of which it is unknown where they have rows."""
     return next((factor.split for dim in dims if is_unknown(dim) for factor in dim if factor.split), None)
 
 
 def _joined(call: Call) -> Dims | None:
-    """Several batches one behind the other, all of them alike."""
+    """Return the rows of several batches one behind the other, all of them alike; None for other calls."""
     if call.name != "cat":
         return None
     several = {call.dims_of(x) for x in call.given["tensors"]}

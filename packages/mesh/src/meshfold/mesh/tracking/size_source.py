@@ -72,7 +72,7 @@ def counts_from_front(frame: FrameType, rank: int) -> bool:
 def _read(
     node: ast.AST, above: dict[ast.AST, ast.AST], places: set[int], rank: int
 ) -> tuple[list[ast.AST], set[str]]:
-    """The expressions that are one of the sizes, and names that stand for one."""
+    """Return the expressions that are one of the sizes, and names that stand for one."""
     over = above.get(node)
     if isinstance(node, ast.Call):
         assert isinstance(node.func, ast.Attribute)
@@ -129,7 +129,7 @@ def _counts(node: ast.AST, names: set[str]) -> bool:
 
 @functools.lru_cache(maxsize=64)
 def _parsed(file: str) -> tuple[dict[_Span, ast.AST], dict[ast.AST, ast.AST]]:
-    """The nodes of a file that read a shape, by where they are written, and what each node is a part of."""
+    """Return the nodes of a file that read a shape, by where they are written, and what each node is a part of."""
     try:
         tree = ast.parse("".join(linecache.getlines(file)))
     except SyntaxError:
@@ -183,7 +183,7 @@ _DIMS: dict[str, tuple[int, ...]] = {
 _NAMES = ("dim", "dims", "axis", "dim0", "dim1", "start_dim")
 
 
-def from_the_front(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
+def dim_from_front(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
     """Return which dim a call counts from the front; empty if none."""
     if name == "getitem":
         return _indexed(args[1])

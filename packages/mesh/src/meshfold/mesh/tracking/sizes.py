@@ -30,8 +30,15 @@ from meshfold.mesh.tracking.dims import (
     normal,
 )
 from meshfold.mesh.tracking.follow import Tracker, check_gradients
-from meshfold.mesh.tracking.local_size import LocalSize, dim_of, dims_of, in_, made, sizes_given
-from meshfold.mesh.tracking.size_source import counts_from_front, from_the_front, meets_float
+from meshfold.mesh.tracking.local_size import (
+    LocalSize,
+    dim_of,
+    dims_of,
+    local_size,
+    local_sizes_in,
+    sizes_given,
+)
+from meshfold.mesh.tracking.size_source import counts_from_front, dim_from_front, meets_float
 
 _LIBRARIES = ("meshfold", "torch", "transformers", "einops", "numba", "triton", "peft")
 """Whose code is given plain sizes."""
@@ -86,7 +93,7 @@ class OpenSizes(TorchFunctionMode):
         if tracker.is_off:
             return func(*args, **kwargs)
         name = str(getattr(func, "__name__", "")).strip("_")
-        sizes = [*in_(args), *in_(tuple(kwargs.values()))]
+        sizes = [*local_sizes_in(args), *local_sizes_in(tuple(kwargs.values()))]
         if sizes:
             self._check_values(name, args, kwargs, sizes)
         if tracker.flat and args and _asked_by_the_model(2):
@@ -153,20 +160,20 @@ class OpenSizes(TorchFunctionMode):
             self._tracker.refuse(name, str(error), x, axes=axes)
 
     def _view_sizes(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[int] | None:
-        """The sizes that a view of the model's own code asks for, as they are written; other code has read plain numbers."""
+        """Return the sizes that a view of the model's own code asks for, as they are written; other code has read plain numbers."""
         if name not in ("view", "reshape") or not _asked_by_the_model(3):
             return None
         return sizes_given("", args, kwargs)
 
     def _refuse_failed(self, name: str, args: Any, kwargs: dict[str, Any], error: Exception) -> None:
-        """An operation that fails on a piece is refused with its line, since in one process it may not fail."""
+        """Refuse an operation that fails on a piece, with its line: in one process it may not fail."""
         if isinstance(error, MeshfoldError | torch.OutOfMemoryError | torch._C._DistError):
             return
         if "modified inplace" in str(error):  # of a view, whatever its size: torch says what to change
             return
         given = [*tensors_in(args), *tensors_in(tuple(kwargs.values()))]
         pieces = [x for x in given if not all(map(is_whole, self._tracker.dims(x)))]
-        local = [*in_(args), *in_(tuple(kwargs.values()))]
+        local = [*local_sizes_in(args), *local_sizes_in(tuple(kwargs.values()))]
         if not pieces and not local:
             return
         found = [axes_of(dim) for x in pieces for dim in self._tracker.dims(x)] + [
@@ -188,12 +195,12 @@ class OpenSizes(TorchFunctionMode):
         """Refuse a number of a rank's elements among the values that a function computes with."""
         values: list[LocalSize] = []
         if name == "setitem":
-            values = [*in_(args[2:])]
+            values = [*local_sizes_in(args[2:])]
         elif name in ("full", "new_full"):
-            values = [*in_(args[-1:] if not isinstance(args[-1], list | tuple) else ())]
-            values += in_(kwargs.get("fill_value"))
+            values = [*local_sizes_in(args[-1:] if not isinstance(args[-1], list | tuple) else ())]
+            values += local_sizes_in(kwargs.get("fill_value"))
         elif name == "pad":
-            values = [*in_(args[3:]), *in_(kwargs.get("value"))]
+            values = [*local_sizes_in(args[3:]), *local_sizes_in(kwargs.get("value"))]
         elif name not in _TAKE_SIZES:
             values = sizes
         if values:
@@ -203,7 +210,7 @@ class OpenSizes(TorchFunctionMode):
         """Say how a new tensor lies that was made in local sizes."""
         tracker, rank = self._tracker, out.dim()
         if name == "arange":
-            found = [*in_(args), *in_(tuple(kwargs.values()))]
+            found = [*local_sizes_in(args), *local_sizes_in(tuple(kwargs.values()))]
             axes = tuple(dict.fromkeys(axis for size in found for axis in size.axes))
             tracker.mark(out, ((Factor(out.shape[0], Split(axes, "counted")),),))
         elif name in _NEW:
@@ -236,7 +243,7 @@ class OpenSizes(TorchFunctionMode):
         for one in tensors_in(out):
             dims = list(tracker.dims(one))
             for before, after, index in cuts:
-                axes = tuple(dict.fromkeys(axis for size in in_(index) for axis in size.axes))
+                axes = tuple(dict.fromkeys(axis for size in local_sizes_in(index) for axis in size.axes))
                 if axes and is_whole(tracker.dims(x)[before]) and one.shape[after] < x.shape[before]:
                     dims[after] = (Factor(one.shape[after], Split(axes, "counted")),)
             if any(map(is_split, dims)):
@@ -246,7 +253,7 @@ class OpenSizes(TorchFunctionMode):
         first = args[0][0] if isinstance(args[0], list | tuple) and args[0] else args[0]
         if not isinstance(first, Tensor) or first.dim() != 2:
             return
-        if is_split(self._tracker.dims(first)[0]) and (number := from_the_front(name, args, kwargs)):
+        if is_split(self._tracker.dims(first)[0]) and (number := dim_from_front(name, args, kwargs)):
             self._refuse_place(first, name, f"dim {number}")
 
     def _refuse_place(self, x: Tensor, name: str, what: str) -> NoReturn:
@@ -306,7 +313,7 @@ class OpenSizes(TorchFunctionMode):
         self._tracker.refuse("size", f"computes with {what}, of which a rank has a piece, {over}", axes=axes)
 
     def _local(self, size: int, dim: Dim, what: str) -> int:
-        return made(size, axes_of(dim), dim, lambda: self._refuse_size(dim, what))
+        return local_size(size, axes_of(dim), dim, lambda: self._refuse_size(dim, what))
 
 
 def _sliced(rank: int, index: Any) -> Iterator[tuple[int, int, Any]]:
@@ -334,7 +341,7 @@ def _asked_by_the_model(up: int) -> bool:
 
 
 def _asking(up: int) -> FrameType | None:
-    """The frame so many up; None if it is in a known library."""
+    """Return the frame so many up; None if it is in a known library."""
     frame: FrameType | None = sys._getframe(up)
     while frame is not None and (frame.f_code.co_name == "__torch_function__" or _is_between(frame)):
         frame = frame.f_back  # of another mode, which hands on what it does not answer

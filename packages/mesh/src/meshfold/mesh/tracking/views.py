@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 from torch import Tensor
 
-from meshfold.mesh.tracking.broadcast import together
-from meshfold.mesh.tracking.call import Call, at_dim, tensors_in
+from meshfold.mesh.tracking.broadcast import broadcast_dims
+from meshfold.mesh.tracking.call import Call, Rule, at_dim, require_whole, tensors_in
 from meshfold.mesh.tracking.dims import (
     Dim,
     Dims,
@@ -18,16 +17,9 @@ from meshfold.mesh.tracking.dims import (
     is_whole,
     normal,
     regroup,
-    shape_of,
     size_of,
     whole,
 )
-
-Rule = Callable[[Call], list[Dims]]
-
-
-def _first(call: Call) -> Dims:
-    return call.dims_of(call.tensors[0])
 
 
 def _view(call: Call) -> list[Dims]:
@@ -39,25 +31,22 @@ def _view(call: Call) -> list[Dims]:
     axes = [getattr(size, "axes", ()) for size in call.asked or ()]
     if call.asked is not None and inferred is None and -1 in call.asked and len(axes) == len(sizes):
         inferred = list(call.asked).index(-1)
-    return [regroup(_first(call), sizes, inferred, axes if len(axes) == len(sizes) else None)]
+    return [regroup(call.first, sizes, inferred, axes if len(axes) == len(sizes) else None)]
 
 
 def _expand(call: Call) -> list[Dims]:
-    dims, sizes = _first(call), tuple(call.out.shape)
+    dims, sizes = call.first, tuple(call.out.shape)
     new = len(sizes) - len(dims)
     made = [whole(size) for size in sizes[:new]]
     for place, (dim, size) in enumerate(zip(dims, sizes[new:], strict=True)):
-        if size_of(dim) == size:
-            made.append(dim)
-        elif not is_whole(dim):
-            raise at_dim("repeats a piece along", place, dim)
-        else:
-            made.append(whole(size))
+        if size_of(dim) != size:
+            require_whole(dims, (place,), "repeats a piece along")
+        made.append(dim if size_of(dim) == size else whole(size))
     return [tuple(made)]
 
 
 def _permute(call: Call) -> list[Dims]:
-    dims = _first(call)
+    dims = call.first
     if call.name == "t":
         order = tuple(reversed(range(len(dims))))
     elif call.name == "transpose":
@@ -72,29 +61,29 @@ def _permute(call: Call) -> list[Dims]:
 
 
 def _unsqueeze(call: Call) -> list[Dims]:
-    dims = list(_first(call))
+    dims = list(call.first)
     dims.insert(call.number(call.given["dim"], len(dims) + 1), whole(1))
     return [tuple(dims)]
 
 
 def _squeeze(call: Call) -> list[Dims]:
-    dims = _first(call)
+    dims = call.first
     numbers = call.numbers(call.given.get("dim"), len(dims))
     for number in numbers:
-        if size_of(dims[number]) == 1 and not is_whole(dims[number]):
-            raise at_dim("drops a piece of", number, dims[number])
+        if size_of(dims[number]) == 1:
+            require_whole(dims, (number,), "drops a piece of")
     return [tuple(d for place, d in enumerate(dims) if not (place in numbers and size_of(d) == 1))]
 
 
 def _select(call: Call) -> list[Dims]:
-    dims = list(_first(call))
+    dims = list(call.first)
     number = call.number(call.given["dim"], len(dims))
     index = call.number(call.given["index"], size_of(dims[number]))
     return [_chosen(dims, number, index, index + 1, keep=False)]
 
 
 def _chosen(dims: Sequence[Dim], number: int, start: int, stop: int, *, keep: bool) -> Dims:
-    """A layout with elements of one dim; without the dim if that has one element and is not kept."""
+    """Return a layout with elements of one dim; without the dim if that has one element and is not kept."""
     made = list(dims)
     try:
         made[number] = cut(dims[number], start, stop)
@@ -111,7 +100,7 @@ def _chosen(dims: Sequence[Dim], number: int, start: int, stop: int, *, keep: bo
 
 
 def _slice(call: Call) -> list[Dims]:
-    dims = list(_first(call))
+    dims = list(call.first)
     number = call.number(call.given.get("dim", 0), len(dims))
     size = size_of(dims[number])
     start, stop, step = (call.given.get(name) for name in ("start", "end", "step"))
@@ -124,7 +113,7 @@ def _slice(call: Call) -> list[Dims]:
 
 
 def _split(call: Call) -> list[Dims]:
-    dims = _first(call)
+    dims = call.first
     number = call.number(call.given.get("dim", 0), len(dims))
     found, start = [], 0
     for out in tensors_in(call.out):
@@ -135,7 +124,7 @@ def _split(call: Call) -> list[Dims]:
 
 
 def _unbind(call: Call) -> list[Dims]:
-    dims = _first(call)
+    dims = call.first
     number = call.number(call.given.get("dim", 0), len(dims))
     size = size_of(dims[number])
     return [_chosen(dims, number, place, place + 1, keep=False) for place in range(size)]
@@ -159,60 +148,57 @@ def _cat(call: Call) -> list[Dims]:
     if piece is not None and len(given) > 1:
         raise at_dim("puts pieces one behind the other along", number, piece)
     made = list(
-        together(call, operands, tuple(1 if i == number else n for i, n in enumerate(call.out.shape)))
+        broadcast_dims(call, operands, tuple(1 if i == number else n for i, n in enumerate(call.out.shape)))
     )
     made[number] = joined[0] if len(given) == 1 else whole(call.out.shape[number])
     return [tuple(made)]
 
 
 def _pad(call: Call) -> list[Dims]:
-    dims = list(_first(call))
+    dims = list(call.first)
     amounts = call.given["pad"]
     for back in range(len(amounts) // 2):
         if amounts[2 * back] or amounts[2 * back + 1]:
             number = len(dims) - 1 - back
-            if not is_whole(dims[number]):
-                raise at_dim("fills up a piece of", number, dims[number])
+            require_whole(tuple(dims), (number,), "fills up a piece of")
             dims[number] = whole(call.out.shape[number])
     return [tuple(dims)]
 
 
 def _repeat(call: Call) -> list[Dims]:
-    dims, repeats = _first(call), call.given["repeats"]
+    dims, repeats = call.first, call.given["repeats"]
     new = len(repeats) - len(dims)
     made = [whole(n) for n in repeats[:new]]
     for place, (dim, n) in enumerate(zip(dims, repeats[new:], strict=True)):
-        if n != 1 and not is_whole(dim):
-            raise at_dim("repeats a piece along", place, dim)
+        if n != 1:
+            require_whole(dims, (place,), "repeats a piece along")
         made.append(dim if n == 1 else whole(size_of(dim) * n))
     return [tuple(made)]
 
 
 def _copy(call: Call) -> list[Dims]:
-    """Writes into its first argument, which may be empty memory as yet."""
+    """Copy into the first argument, which may be empty memory as yet."""
     into, source = call.given["self"], call.given["src"]
     known = call.dims_of(into)
     operands = [(source, call.dims_of(source))]
     if any(map(is_split, known)):
         operands.append((into, known))
-    return [together(call, operands, tuple(into.shape))]
+    return [broadcast_dims(call, operands, tuple(into.shape))]
 
 
 def _diagonal(call: Call) -> list[Dims]:
-    dims = list(_first(call))
+    dims = list(call.first)
     pair = sorted({call.number(call.given[name], len(dims)) for name in ("dim1", "dim2")}, reverse=True)
+    require_whole(call.first, tuple(pair), "takes the diagonal of")
     for number in pair:
-        if not is_whole(dims[number]):
-            raise at_dim("takes the diagonal of", number, dims[number])
         del dims[number]
     return [(*dims, whole(call.out.shape[-1]))]
 
 
 def _unfold(call: Call) -> list[Dims]:
-    dims = list(_first(call))
+    dims = list(call.first)
     number = call.number(call.given["dimension"], len(dims))
-    if not is_whole(dims[number]):
-        raise at_dim("takes windows along", number, dims[number])
+    require_whole(call.first, (number,), "takes windows along")
     dims[number] = whole(call.out.shape[number])
     return [(*dims, whole(call.out.shape[-1]))]
 
@@ -243,8 +229,3 @@ RULES: dict[str, Rule] = {
     "unfold": _unfold,
     "as_strided": _as_strided,
 }
-
-
-def check_shape(dims: Dims, out: Any) -> bool:
-    """Return whether a layout has a result's shape."""
-    return isinstance(out, Tensor) and shape_of(dims) == tuple(out.shape)

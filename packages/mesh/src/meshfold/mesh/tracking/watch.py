@@ -1,4 +1,4 @@
-"""When a forward is looked at: the first of each kind of call. All others run without any of this.
+"""Tracked forwards: the first of each kind of call. All others run without any of this.
 
 Calls are of one kind if the same arguments are given, of the same dtypes and numbers of dims, in the same state (training or
 not, with gradients or not).
@@ -7,36 +7,38 @@ not, with gradients or not).
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol, Self
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
-from meshfold.mesh.tracking.active import is_watched, part
+from meshfold.mesh.parameters.parameter_meta import uncompiled_name
+from meshfold.mesh.tracking.active import activated, is_tracking_on, part
+from meshfold.mesh.tracking.dims import Dims, unknown, unknown_dims, whole, whole_dims
+from meshfold.mesh.tracking.follow import Tracker
+from meshfold.mesh.tracking.sizes import OpenSizes
 
-if TYPE_CHECKING:
-    from meshfold.mesh.tracking.follow import Tracker
-
-_WATCH = "_meshfold_watch"
+_TRACKING = "_meshfold_watch"
 
 
-class Watched(Protocol):
-    """Knowledge that a way of splitting a model has of it."""
+class TrackingHooks(Protocol):
+    """Callbacks by which a way of splitting a model tells the tracker what it has split."""
 
     def begin(self, tracker: Tracker, model: nn.Module, given: Mapping[str, Any]) -> None:
-        """A forward begins that is looked at, with these arguments by name or number."""
+        """Begin a forward that is tracked, with these arguments by name or number."""
 
-    def takes(self, module: nn.Module) -> bool:
+    def communicates(self, module: nn.Module) -> bool:
         """Return whether a module's own code may communicate between ranks, so that it is not tracked."""
 
-    def given(
+    def check_arguments(
         self, tracker: Tracker, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]
     ) -> None:
         """Refuse arguments that such a module cannot take, before it runs."""
 
-    def returned(
+    def mark_results(
         self,
         tracker: Tracker,
         module: nn.Module,
@@ -44,48 +46,48 @@ class Watched(Protocol):
         kwargs: Mapping[str, Any],
         output: Any,
     ) -> None:
-        """Say how the results of such a module lie, before its own hooks run."""
+        """Mark the layouts of such a module's results, before its own hooks run."""
 
     def remedy(self, name: str, axes: tuple[str, ...]) -> str:
         """Return what to write instead of code that mixes pieces over these axes, in a module of this name; empty if unknown."""
 
 
-def watch(model: nn.Module, watched: Watched) -> Callable[[], None]:
-    """Look at the first forward of each kind from now on.
+def track_forwards(model: nn.Module, hooks: TrackingHooks) -> Callable[[], None]:
+    """Track the first forward of each kind from now on.
 
     Returns:
         A function that undoes it.
     """
-    found: Watch | None = model.__dict__.get(_WATCH)
+    found: ForwardTracking | None = model.__dict__.get(_TRACKING)
     if found is None:
-        found = model.__dict__[_WATCH] = Watch()
+        found = model.__dict__[_TRACKING] = ForwardTracking()
         found.attach(model)
-    found.watched.append(watched)
+    found.hooks.append(hooks)
     found.seen.clear()
 
     def undo() -> None:
-        if watched in found.watched:
-            found.watched.remove(watched)
-            if not found.watched:
+        if hooks in found.hooks:
+            found.hooks.remove(hooks)
+            if not found.hooks:
                 found.remove()
-                model.__dict__.pop(_WATCH, None)
+                model.__dict__.pop(_TRACKING, None)
 
     return undo
 
 
-class Watch:
+class ForwardTracking:
     """The hooks before and after a model's forward.
 
     Attributes:
-        watched: who knows how the model is split.
-        seen: the kinds of call that have been looked at.
+        hooks: the callbacks of each way in which the model is split.
+        seen: the kinds of call that have been tracked.
     """
 
     def __init__(self) -> None:
-        self.watched: list[Watched] = []
+        self.hooks: list[TrackingHooks] = []
         self.seen: set[object] = set()
         self._handles: list[Any] = []
-        self._looking: ExitStack | None = None
+        self._tracked: ExitStack | None = None
         self._kind: object = None
 
     def attach(self, model: nn.Module) -> None:
@@ -111,20 +113,23 @@ class Watch:
             tuple(map(_kind, args)),
             tuple((name, _kind(value)) for name, value in kwargs.items()),
         )
-        if kind in self.seen or self._looking is not None or not is_watched() or _has_no_values(args, kwargs):
+        if (
+            kind in self.seen
+            or self._tracked is not None
+            or not is_tracking_on()
+            or _has_no_values(args, kwargs)
+        ):
             return
-        from meshfold.mesh.tracking.looking import Looking
-
         self._kind = kind
         given = {**{str(i): value for i, value in enumerate(args)}, **kwargs}
-        self._looking = ExitStack()
-        self._looking.enter_context(Looking(model, tuple(self.watched), given))
+        self._tracked = ExitStack()
+        self._tracked.enter_context(TrackedForward(model, tuple(self.hooks), given))
 
     def _after(self, model: nn.Module, args: Any, output: Any) -> None:
-        if self._looking is None or torch.compiler.is_compiling():
+        if self._tracked is None or torch.compiler.is_compiling():
             return
-        looking, self._looking = self._looking, None
-        looking.close()
+        tracked, self._tracked = self._tracked, None
+        tracked.close()
         error = sys.exc_info()[1]
         if error is None or getattr(error, "ends_forward", False):
             self.seen.add(self._kind)
@@ -141,3 +146,159 @@ def _kind(value: Any) -> object:
     if value is None or isinstance(value, bool | str):
         return value
     return type(value)
+
+
+_DEEP = 6
+"""Levels of nesting to which tensors are looked for in other arguments, such as caches"""
+_PLAIN, _MODELS = ("builtins", "torch", "collections", "meshfold."), "meshfold.models"
+"""Packages whose objects in modules are no caches; our own models have caches."""
+
+
+class TrackedForward:
+    """Context of one tracked forward, from its first hook to its last."""
+
+    def __init__(self, model: nn.Module, hooks: Sequence[TrackingHooks], given: Mapping[str, Any]) -> None:
+        self._model, self._hooks, self._given = model, hooks, given
+        self._tracker = Tracker()
+        self._names = {id(module): uncompiled_name(name) for name, module in model.named_modules()}
+        self._inside: list[nn.Module] = []
+        self._exchanging: list[tuple[nn.Module, Any]] = []
+        self._open = ExitStack()
+
+    def __enter__(self) -> Self:
+        tracker = self._tracker
+        tracker.module, tracker.remedy = self._where, self._remedy
+        # What belongs to a stage on another rank is a parameter of its own kind, which nobody may look at.
+        tracker.records.vary(p for p in self._model.parameters() if type(p) is nn.Parameter)
+        for value in self._given.values():
+            tracker.records.vary(_tensors(value, _DEEP, set()))
+        for value in (*self._given.values(), *_objects(self._model)):
+            for tensor in _kept_in(value, _DEEP, set()):
+                tracker.mark(tensor, _cached(tensor) if _is_cache(value) else unknown_dims(tensor.shape))
+        with ExitStack() as stack:
+            if "torch._dynamo" in sys.modules:
+                stack.enter_context(torch.compiler.set_stance("force_eager"))
+            stack.enter_context(activated(tracker))
+            stack.enter_context(OpenSizes(tracker))
+            for handle in (
+                register_module_forward_pre_hook(self._enter),
+                register_module_forward_hook(self._leave, with_kwargs=True),
+                register_module_forward_hook(self._left, always_call=True),
+            ):
+                stack.callback(handle.remove)
+            for module in self._model.modules():
+                if any(hooks.communicates(module) for hooks in self._hooks):
+                    # The last hook of the module, which sees what the others have made of its arguments.
+                    handle = module.register_forward_pre_hook(self._given_to, with_kwargs=True)
+                    stack.callback(handle.remove)
+            for hooks in self._hooks:
+                hooks.begin(tracker, self._model, self._given)
+            self._open = stack.pop_all()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._open.close()
+
+    def _enter(self, module: nn.Module, args: Any) -> None:
+        self._inside.append(module)
+        if not self._exchanging and any(hooks.communicates(module) for hooks in self._hooks):
+            context = self._tracker.untracked()
+            context.__enter__()
+            self._exchanging.append((module, context))
+
+    def _given_to(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        for hooks in self._hooks:
+            if hooks.communicates(module):
+                hooks.check_arguments(self._tracker, module, args, kwargs)
+                return
+
+    def _leave(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+        if not self._ended(module):
+            return
+        given = next((x for x in (*args, *kwargs.values()) if isinstance(x, Tensor)), None)
+        first = output[0] if isinstance(output, tuple) and output else output
+        if given is not None and isinstance(first, Tensor):
+            self._tracker.rows.keep(first, given)
+        for hooks in self._hooks:
+            if hooks.communicates(module):
+                hooks.mark_results(self._tracker, module, args, kwargs, output)
+                return
+
+    def _left(self, module: nn.Module, args: Any, output: Any) -> None:
+        """Note that a module's forward has ended, if only by an exception that the model's code may catch."""
+        self._ended(module)
+
+    def _ended(self, module: nn.Module) -> bool:
+        """Note that a module's forward ended; return whether it was one that may communicate."""
+        if module in self._inside:
+            del self._inside[len(self._inside) - 1 - self._inside[::-1].index(module) :]
+        if not self._exchanging or self._exchanging[-1][0] is not module:
+            return False
+        _, context = self._exchanging.pop()
+        context.__exit__(None, None, None)
+        return True
+
+    def _where(self) -> str:
+        """Return the module whose forward runs."""
+        for module in reversed(self._own()):
+            if id(module) in self._names:
+                return f"{self._names[id(module)] or '(root)'} ({type(module).__name__})"
+        return ""
+
+    def _own(self) -> list[nn.Module]:
+        """Return the modules whose forwards run, up to one of ours: the code that has called it is the model's."""
+        if not self._exchanging:
+            return self._inside
+        return self._inside[: self._inside.index(self._exchanging[0][0])]
+
+    def _remedy(self, axes: tuple[str, ...]) -> str:
+        name = next((self._names[id(m)] for m in reversed(self._own()) if id(m) in self._names), "")
+        found = (hooks.remedy(name, axes) for hooks in self._hooks)
+        return next((text for text in found if text), "")
+
+
+def _objects(model: nn.Module) -> Iterator[Any]:
+    """Yield what modules keep beside parameters, buffers, submodules and tensors, such as caches."""
+    for module in model.modules():
+        for value in module.__dict__.values():
+            if not type(value).__module__.startswith(_PLAIN) or type(value).__module__.startswith(_MODELS):
+                yield value
+
+
+def _is_cache(value: Any) -> bool:
+    """Return whether an object is a cache of keys and values."""
+    return type(value).__module__.startswith(("transformers.", _MODELS))
+
+
+def _cached(tensor: Tensor) -> Dims:
+    """Return the layout of keys or values, ``.. b heads s d``: any rows and heads, of each all tokens."""
+    if tensor.dim() < 4:
+        return unknown_dims(tensor.shape)
+    *more, rows, heads, tokens, size = tensor.shape
+    return (*whole_dims(more), unknown(rows), unknown(heads), whole(tokens), whole(size))
+
+
+def _kept_in(value: Any, deep: int, seen: set[int]) -> list[Tensor]:
+    """Return the tensors in an argument that is none itself."""
+    if (
+        isinstance(value, Tensor)
+        or value is None
+        or isinstance(value, int | float | str | bytes | type | nn.Module)
+    ):
+        return []
+    return _tensors(value, deep, seen)
+
+
+def _tensors(value: Any, deep: int, seen: set[int]) -> list[Tensor]:
+    if type(value) is Tensor:
+        return [value]
+    if deep == 0 or id(value) in seen or isinstance(value, Tensor | nn.Module):
+        return []
+    seen.add(id(value))
+    if isinstance(value, Mapping):
+        inner: list[Any] = list(value.values())
+    elif isinstance(value, list | tuple):
+        inner = list(value)
+    else:
+        inner = list(getattr(value, "__dict__", {}).values())
+    return [tensor for item in inner for tensor in _tensors(item, deep - 1, seen)]

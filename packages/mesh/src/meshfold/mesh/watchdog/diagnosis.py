@@ -1,35 +1,156 @@
 """The diagnosis of a call that does not end, from what ranks tell each other through the store.
 
-Once a second each rank leaves where it is (`rank_status.py`). When a call does not end, a rank compares: those
-that have made fewer calls over that group have not arrived. The first rank to look writes down what it found, its verdict, and
+Once a second each rank leaves its :class:`RankStatus` there. When a call does not end, a rank compares: those that have
+made fewer calls over that group have not arrived. The first rank to look writes down what it found, its verdict, and
 the others end with that.
 """
 
 from __future__ import annotations
 
+import json
+import os
 import re
 import socket
 import threading
 import time
 from contextlib import suppress
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from meshfold.mesh.processes.rendezvous import process_state
-from meshfold.mesh.recording.flight_recorder import Call, FlightRecorder
+from meshfold.mesh.recording.flight_recorder import Call, FlightRecorder, shortened
+from meshfold.mesh.recording.program_line import main_line
 from meshfold.mesh.watchdog.rank_errors import RankErrors
-from meshfold.mesh.watchdog.rank_status import (
-    RankStatus,
-    Waiting,
-    behind,
-    told,
-    waited_for,
-    waiting_of,
-)
 
 DEFAULT_LIMIT_S = 600.0
 
 _BEAT_S = 1.0
 _KEY, _VERDICT = "meshfold watch/", "meshfold watch/verdict"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Waiting:
+    """A call that a rank waits for."""
+
+    channel: str
+    number: int
+    ranks: tuple[int, ...]
+    text: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RankStatus:
+    """Status that a rank reports.
+
+    Attributes:
+        beat: grows with every message, so that one who reads twice sees whether the rank lives.
+        host, pid: of its process.
+        step: the optimizer step it is in.
+        line: of the user's program, in the main thread.
+        ended: whether the program has come to its end.
+        counts: calls so far, by channel.
+        last: its last call.
+        waiting: the call that it has waited for longest.
+    """
+
+    beat: int
+    host: str
+    pid: int
+    step: int | None
+    line: str
+    ended: bool
+    counts: dict[str, int] = field(default_factory=dict)
+    last: str = ""
+    waiting: Waiting | None = None
+
+    @classmethod
+    def of(cls, flight: FlightRecorder, beat: int, host: str, *, ended: bool) -> RankStatus:
+        """Return this rank's status."""
+        longest = longest_waiting(flight)
+        return cls(
+            beat=beat,
+            host=host,
+            pid=os.getpid(),
+            step=flight.step,
+            line=main_line(),
+            ended=ended,
+            counts=dict(flight.counts),
+            last=str(flight.last[-1]) if flight.last else "",
+            waiting=None if longest is None else waiting_call(longest),
+        )
+
+    def to_json(self) -> str:
+        """Return it as JSON."""
+        return json.dumps(asdict(self))
+
+    @classmethod
+    def from_json(cls, text: str | bytes) -> RankStatus:
+        """Inverse of :meth:`written`."""
+        words: dict[str, Any] = json.loads(text)
+        if words["waiting"] is not None:
+            words["waiting"]["ranks"] = tuple(words["waiting"]["ranks"])
+            words["waiting"] = Waiting(**words["waiting"])
+        return cls(**words)
+
+
+def longest_waiting(flight: FlightRecorder) -> Call | None:
+    """Return the call that has been waited for longest."""
+    waiting = [call for call in list(flight.waiting.values()) if call.since is not None]
+    return min(waiting, key=lambda call: call.since or 0.0, default=None)
+
+
+def waiting_call(call: Call) -> Waiting:
+    """Return a call as others see it; of a message, the other side."""
+    ranks = call.group.ranks if call.peer is None else (call.peer,)
+    return Waiting(channel=call.channel, number=call.number, ranks=ranks, text=str(call))
+
+
+def ranks_behind(waiting: Waiting, states: dict[int, RankStatus], me: int) -> list[int]:
+    """Return the ranks that have not made a call that is waited for."""
+    return [
+        rank
+        for rank in waiting.ranks
+        if rank != me and (rank not in states or states[rank].counts.get(waiting.channel, 0) < waiting.number)
+    ]
+
+
+def awaited_ranks(waiting: Waiting, states: dict[int, RankStatus], me: int) -> list[int]:
+    """Return the ranks that a call waits for, then those that these wait for, and so on: whoever waits is no cause."""
+    found = ranks_behind(waiting, states, me)
+    for rank in found:  # grows
+        state = states.get(rank)
+        if state is not None and state.waiting is not None:
+            found += [one for one in ranks_behind(state.waiting, states, me) if one not in found]
+    return found
+
+
+def describe_rank(rank: int, state: RankStatus | None, how: str, states: dict[int, RankStatus]) -> str:
+    """Return a line about a rank. ``how``: see :func:`process_state`, or ``silent``."""
+    if state is None:
+        return f"  rank {rank}: it has never been heard of: it has not come as far as its first collective"
+    where = f"process {state.pid} on {state.host}"
+    what = {
+        "gone": f"{where} is gone",
+        "stopped": f"{where} is stopped (by SIGSTOP or a debugger)",
+        "silent": f"{where} gives no sign of life",
+    }.get(how, f"{where} runs")
+    parts = [what]
+    if state.ended and how != "gone":
+        parts.append("its program has ended")
+    if state.step is not None:
+        parts.append(f"in step {state.step}")
+    if state.ended:
+        return f"  rank {rank}: {', '.join(parts)}"
+    if state.waiting is not None and how in ("runs", ""):
+        for_whom = ranks_behind(state.waiting, states, rank)
+        who = f", for rank{'s'[: len(for_whom) > 1]} {shortened(tuple(for_whom))}" if for_whom else ""
+        parts.append(f"it waits in {state.waiting.text}{who}")
+    else:
+        when = "" if how in ("runs", "") else "when last heard of "
+        parts.append(f"{when}at {state.line}")
+        if state.last:
+            parts.append(f"its last collective {'was' if not when else 'then was'} {state.last}")
+    return f"  rank {rank}: {', '.join(parts)}"
 
 
 class Diagnosis:
@@ -72,7 +193,7 @@ class Diagnosis:
         self._beat += 1
         state = RankStatus.of(self._flight, self._beat, self._host, ended=self.ended)
         with self._lock:
-            self._store.set(f"{_KEY}{self.rank}", state.written())
+            self._store.set(f"{_KEY}{self.rank}", state.to_json())
 
     def read(self) -> dict[int, RankStatus]:
         """Return all ranks' states, as they were told last."""
@@ -82,7 +203,8 @@ class Diagnosis:
                 keys = [key for key in keys if self._store.check([key])]
             found = self._store.multi_get(keys)
         return {
-            int(key.removeprefix(_KEY)): RankStatus.read(text) for key, text in zip(keys, found, strict=True)
+            int(key.removeprefix(_KEY)): RankStatus.from_json(text)
+            for key, text in zip(keys, found, strict=True)
         }
 
     def what(self, call: Call, error: Exception | None) -> str:
@@ -94,29 +216,29 @@ class Diagnosis:
         return f"{call}{step}, number {call.number} over these ranks, {how}{reason}"
 
     def verdict(self, call: Call, error: Exception | None) -> str:
-        """Why a call does not end: what the first rank found that looked."""
+        """Return why a call does not end, as the first rank found that looked."""
         with suppress(RuntimeError):
             self.publish()
-        failures = self._failures.elsewhere()
+        failures = self._failures.from_other_ranks()
         if failures:
-            awaited = waited_for(waiting_of(call), self.read(), self.rank)
+            awaited = awaited_ranks(waiting_call(call), self.read(), self.rank)
             cause = next((one for one in failures if one.rank in awaited), failures[0])
-            return cause.told(self.rank, call)
-        states, how = self._look(waiting_of(call))
-        text = f"{self.what(call, error)}\n{self._who(waiting_of(call), states, how)}"
+            return cause.message_for(self.rank, call)
+        states, how = self._fresh_states(waiting_call(call))
+        text = f"{self.what(call, error)}\n{self._explain(waiting_call(call), states, how)}"
         with self._lock:
             agreed: bytes = self._store.compare_set(_VERDICT, "", text)
         first = agreed.decode()
         return text if first == text else f"{first}\n(Rank {self.rank} was in {call}.)"
 
     def stays_away(self, call: Call) -> str | None:
-        """Why a meeting will not come about: a line for each rank that it waits for; None if all may still come."""
+        """Return why a meeting will not come about: a line for each rank that it waits for; None if all may still come."""
         states = self.read()
-        causes = waited_for(waiting_of(call), states, self.rank)
+        causes = awaited_ranks(waiting_call(call), states, self.rank)
         if not any(rank in states and self._is_past(states[rank]) for rank in causes):
             return None
         how = {rank: process_state(state, self._host) for rank, state in states.items()}
-        return "\n".join(told(rank, states.get(rank), how.get(rank, ""), states) for rank in causes)
+        return "\n".join(describe_rank(rank, states.get(rank), how.get(rank, ""), states) for rank in causes)
 
     def agreed(self) -> str | None:
         """Return the verdict, if some rank has come to one."""
@@ -140,13 +262,13 @@ class Diagnosis:
         ahead = (name for name, count in mine.items() if state.counts.get(name, 0) > count)
         return state.ended or any(">" not in name for name in ahead)
 
-    def _who(self, waiting: Waiting, states: dict[int, RankStatus], how: dict[int, str]) -> str:
-        missing = behind(waiting, states, self.rank)
-        causes = waited_for(waiting, states, self.rank)
-        lines = [told(rank, states.get(rank), how.get(rank, ""), states) for rank in causes]
+    def _explain(self, waiting: Waiting, states: dict[int, RankStatus], how: dict[int, str]) -> str:
+        missing = ranks_behind(waiting, states, self.rank)
+        causes = awaited_ranks(waiting, states, self.rank)
+        lines = [describe_rank(rank, states.get(rank), how.get(rank, ""), states) for rank in causes]
         seen = {self.rank, *causes}
         lines += [
-            told(rank, states[rank], found, states)
+            describe_rank(rank, states[rank], found, states)
             for rank, found in sorted(how.items())
             if rank not in seen and found in ("gone", "stopped", "silent")
         ]
@@ -161,7 +283,7 @@ class Diagnosis:
             )
         return "\n".join([head, *lines]) + advice
 
-    def _look(self, waiting: Waiting) -> tuple[dict[int, RankStatus], dict[int, str]]:
+    def _fresh_states(self, waiting: Waiting) -> tuple[dict[int, RankStatus], dict[int, str]]:
         """Return all ranks' states, once those that matter are fresh, and the states of their processes."""
         first = self.read()
         deadline = time.monotonic() + 2.5 * self.interval_s

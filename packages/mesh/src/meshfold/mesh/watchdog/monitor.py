@@ -34,9 +34,14 @@ from meshfold.mesh.recording import flight_recorder
 from meshfold.mesh.recording.flight_recorder import Call, FlightRecorder
 from meshfold.mesh.recording.program_line import main_line
 from meshfold.mesh.watchdog.consistency import CallComparison
-from meshfold.mesh.watchdog.diagnosis import DEFAULT_LIMIT_S, Diagnosis
+from meshfold.mesh.watchdog.diagnosis import (
+    DEFAULT_LIMIT_S,
+    Diagnosis,
+    awaited_ranks,
+    longest_waiting,
+    waiting_call,
+)
 from meshfold.mesh.watchdog.rank_errors import RankErrors
-from meshfold.mesh.watchdog.rank_status import oldest, waited_for, waiting_of
 
 STUCK_CODE = 124
 """The exit code of a process that the watchdog has ended, as that of timeout(1)"""
@@ -63,18 +68,18 @@ class Watchdog:
         lock = threading.Lock()
         self._checks, self._agreement = checks, CallComparison(checks, rank)
         self._failures = RankErrors(rank, store, lock, self.flight)
-        self._inquiry = Diagnosis(rank, world_size, store, lock, self.flight, self._failures)
+        self._diagnosis = Diagnosis(rank, world_size, store, lock, self.flight, self._failures)
         self._progress = GpuProgress(self.flight)
         self.comparing = False
         self._raising = False
-        self._condemned: float | None = None
-        self._inquiry.publish()
+        self._end_at: float | None = None
+        self._diagnosis.publish()
         threading.Thread(target=self._run, name="meshfold watchdog", daemon=True).start()
-        atexit.register(self._end)
+        atexit.register(self._at_exit)
 
     def set_limit(self, limit_s: float, compare: bool) -> None:
         """Set the limit from now on; the process groups follow."""
-        self._inquiry.limit_s, self.comparing = limit_s, compare
+        self._diagnosis.limit_s, self.comparing = limit_s, compare
         flight_recorder.limit = timedelta(seconds=limit_s)
         self._checks.set_timeout(flight_recorder.limit)
         process_group.limit_groups(flight_recorder.limit)
@@ -109,13 +114,13 @@ class Watchdog:
 
     def stays_away(self, call: Call) -> str | None:
         """Return a line about a rank that is known not to come to a meeting; None if all may still do."""
-        return self._inquiry.stays_away(call)
+        return self._diagnosis.stays_away(call)
 
     def ended(self, call: Call) -> None:
         """Take this rank's error back, if it had one and has gone on: here, where no thread can be late for it."""
-        if self._failures.stands:
+        if self._failures.has_failed:
             with suppress(RuntimeError):  # the store may be gone
-                self._failures.renew()
+                self._failures.withdraw()
 
     def failed(self, call: Call, error: RuntimeError) -> CollectiveError:
         """Return what to raise for a call that did not come to its end."""
@@ -127,75 +132,75 @@ class Watchdog:
 
         def ask() -> None:
             with suppress(RuntimeError):  # the store is gone; said below
-                found.append(self._inquiry.verdict(call, error))
+                found.append(self._diagnosis.verdict(call, error))
 
         thread = threading.Thread(target=ask, daemon=True)
         thread.start()
-        thread.join(_STORE_LIMIT.total_seconds() + 5 * self._inquiry.interval_s)
+        thread.join(_STORE_LIMIT.total_seconds() + 5 * self._diagnosis.interval_s)
         self.flight.waiting.pop(id(call), None)
         if found:
             return CollectiveError(found[0])
         return CollectiveError(
-            f"{self._inquiry.what(call, error)}\nNothing can be said of the other ranks: the store in which they met does not "
+            f"{self._diagnosis.what(call, error)}\nNothing can be said of the other ranks: the store in which they met does not "
             "answer. The process that serves it is stopped or gone: rank 0, or the launcher's"
         )
 
-    def tell(self, error: BaseException) -> None:
+    def report(self, error: BaseException) -> None:
         """Report an error of this rank's own; not one that it was told by others."""
         if not self._raising:
-            self._failures.tell(error)
+            self._failures.report(error)
 
     # -- the thread ------------------------------------------------------------------------------------------------
 
     def _run(self) -> None:
-        while not self._inquiry.ended:
-            time.sleep(self._inquiry.interval_s)
+        while not self._diagnosis.ended:
+            time.sleep(self._diagnosis.interval_s)
             if not self.users:
                 continue
             with suppress(RuntimeError):  # the store may be gone: then every rank's next collective fails
-                self._inquiry.publish()
-                self._heed()
-                self._wait_no_longer()
+                self._diagnosis.publish()
+                self._follow_verdict()
+                self._stop_waiting_for_failed()
             if not self._raising and (stuck := self._stuck()) is not None:
                 with suppress(RuntimeError):
-                    self._give_up(self._inquiry.verdict(stuck, None))
-                self._give_up(self._inquiry.what(stuck, None))
+                    self._give_up(self._diagnosis.verdict(stuck, None))
+                self._give_up(self._diagnosis.what(stuck, None))
 
-    def _heed(self) -> None:
+    def _follow_verdict(self) -> None:
         """End this process some time after others have ended theirs."""
-        text = self._inquiry.agreed()
-        if text is None or self._raising or self._failures.stands:
+        text = self._diagnosis.agreed()
+        if text is None or self._raising or self._failures.has_failed:
             return
         now = time.monotonic()
-        if self._condemned is None:
-            self._condemned = now + _GRACE_S
-        if now >= self._condemned:
+        if self._end_at is None:
+            self._end_at = now + _GRACE_S
+        if now >= self._end_at:
             self._give_up(f"{text}\n(Rank {self.rank} was at {main_line()}.)")
 
-    def _wait_no_longer(self) -> None:
+    def _stop_waiting_for_failed(self) -> None:
         """End what this rank waits in, if that is for one that has failed and does not go on."""
         # A rank that catches its error and goes on has the time to say so.
-        long = 2 * self._inquiry.interval_s
-        failures = self._failures.lasting(long)
+        long = 2 * self._diagnosis.interval_s
+        failures = self._failures.standing_for(long)
         if not failures or self._raising:
             return
         now = time.monotonic()
-        call = oldest(self.flight) or self._progress.held_up_by(long)
+        call = longest_waiting(self.flight) or self._progress.held_up_by(long)
         if call is None or now - (call.since or now) < long:
             return
-        awaited = waited_for(waiting_of(call), self._inquiry.read(), self.rank)
+        awaited = awaited_ranks(waiting_call(call), self._diagnosis.read(), self.rank)
         failure = next((one for one in failures if one.rank in awaited), None)
         if failure is None:
             return
         if call.event is None:
             process_group.break_off()
         else:
-            self._give_up(failure.told(self.rank, call), FAILED_CODE)
+            self._give_up(failure.message_for(self.rank, call), FAILED_CODE)
 
     def _stuck(self) -> Call | None:
         """Return a call that should have ended long ago, or behind which the GPU has not come further."""
-        limit, now = self._inquiry.limit_s, time.monotonic()
-        call = oldest(self.flight)
+        limit, now = self._diagnosis.limit_s, time.monotonic()
+        call = longest_waiting(self.flight)
         if call is not None and call.since is not None and now - call.since > limit + _GRACE_S:
             return call
         self._progress.look()
@@ -206,13 +211,13 @@ class Watchdog:
         sys.stderr.flush()
         os._exit(code)
 
-    def _end(self) -> None:
-        self._inquiry.ended = True
+    def _at_exit(self) -> None:
+        self._diagnosis.ended = True
         with suppress(Exception):  # the store may have ended first
             failed = getattr(sys, "last_value", None)  # what the program ends with
             if isinstance(failed, Exception) and not self._raising:
-                self._failures.tell(failed, final=True)
-            self._inquiry.publish()
+                self._failures.report(failed, final=True)
+            self._diagnosis.publish()
 
 
 class GpuProgress:
@@ -256,16 +261,16 @@ def watchdog_limit(watchdog: float | None) -> float:
 class Watch:
     """Handle of a running watchdog; :meth:`close` ends it."""
 
-    def __init__(self, dog: Watchdog | None) -> None:
-        self._dog = dog
+    def __init__(self, watchdog: Watchdog | None) -> None:
+        self._watchdog = watchdog
 
     def close(self) -> None:
         """End it, unless others use it. May be called twice."""
-        dog, self._dog = self._dog, None
-        if dog is None:
+        watchdog, self._watchdog = self._watchdog, None
+        if watchdog is None:
             return
-        dog.users -= 1
-        if dog.users == 0 and flight_recorder.active is dog.flight:
+        watchdog.users -= 1
+        if watchdog.users == 0 and flight_recorder.active is watchdog.flight:
             flight_recorder.active = flight_recorder.limit = None
             process_group.limit_groups(None)
 
@@ -287,9 +292,9 @@ def watch(limit_s: float, *, compare: bool = False) -> Watch:
         store = process_group.own_store()
         if store is None:
             return Watch(None)
-        _running = (key, Watchdog(*process_group.place(), store, process_group.own_store()))
-    dog = _running[1]
-    dog.users += 1
-    dog.set_limit(limit_s or DEFAULT_LIMIT_S, compare)
-    flight_recorder.active = dog.flight
-    return Watch(dog)
+        _running = (key, Watchdog(*process_group.rank_and_world_size(), store, process_group.own_store()))
+    watchdog = _running[1]
+    watchdog.users += 1
+    watchdog.set_limit(limit_s or DEFAULT_LIMIT_S, compare)
+    flight_recorder.active = watchdog.flight
+    return Watch(watchdog)

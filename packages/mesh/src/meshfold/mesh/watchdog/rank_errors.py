@@ -34,7 +34,7 @@ _WHO = "meshfold watch/failed"  # the ranks that ever had an error
 _ORDER = "meshfold watch/failures"  # how many errors all of them had
 _REMEMBERED = 64  # places at which this rank had errors
 _LONGEST = 20_000  # characters of a traceback
-_TOLD = "_meshfold_told"
+_REPORTED = "_meshfold_reported"
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -61,13 +61,13 @@ class ErrorLocation:
         return cls(kind=kind, step=recorder.step, counts=tuple(recorder.counts.items()))
 
     @classmethod
-    def read(cls, words: dict[str, Any]) -> ErrorLocation:
+    def from_json(cls, words: dict[str, Any]) -> ErrorLocation:
         """Return the location from its JSON."""
         return cls(
             kind=words["kind"], step=words["step"], counts=tuple((name, n) for name, n in words["counts"])
         )
 
-    def is_that_of(self, other: ErrorLocation, shared: Iterable[str]) -> bool:
+    def matches(self, other: ErrorLocation, shared: Iterable[str]) -> bool:
         """Tell whether it is another rank's location too; ``shared``: the channels over which both ranks call."""
         mine, theirs = dict(self.counts), dict(other.counts)
         return (self.kind, self.step) == (other.kind, other.step) and all(
@@ -82,7 +82,7 @@ class Failure:
     Attributes:
         rank: whose.
         order: its place among the errors of all ranks, from 1.
-        place: where it was raised.
+        location: where it was raised.
         number: how many of its kind its rank has had at that place, from 1.
         final: it has ended its rank's program.
         line: of the user's program that called the library.
@@ -92,7 +92,7 @@ class Failure:
 
     rank: int
     order: int
-    place: ErrorLocation
+    location: ErrorLocation
     number: int
     final: bool
     line: str
@@ -104,7 +104,7 @@ class Failure:
         cls,
         error: BaseException,
         rank: int,
-        place: ErrorLocation,
+        location: ErrorLocation,
         *,
         order: int = 1,
         number: int = 1,
@@ -120,22 +120,22 @@ class Failure:
         words = f"{type(error).__name__}: {error}".removesuffix(": ")
         line = raised_at(error) if final else main_line()
         return cls(
-            rank=rank, order=order, place=place, number=number, final=final, line=line, error=words, traceback=text
+            rank=rank, order=order, location=location, number=number, final=final, line=line, error=words, traceback=text
         )  # fmt: skip
 
-    def written(self) -> str:
+    def to_json(self) -> str:
         """Return it as JSON."""
         return json.dumps(asdict(self))
 
     @classmethod
-    def read(cls, text: str | bytes) -> Failure:
+    def from_json(cls, text: str | bytes) -> Failure:
         """Inverse of :meth:`written`."""
         words: dict[str, Any] = json.loads(text)
-        return cls(**{**words, "place": ErrorLocation.read(words["place"])})
+        return cls(**{**words, "location": ErrorLocation.from_json(words["location"])})
 
-    def told(self, rank: int, call: Call) -> str:
+    def message_for(self, rank: int, call: Call) -> str:
         """Return the message of another rank that was waiting."""
-        step = "" if self.place.step is None else f" in step {self.place.step}"
+        step = "" if self.location.step is None else f" in step {self.location.step}"
         return (
             f"rank {self.rank} failed{step}, so the others end: {self.error}\n"
             f"On rank {self.rank}, at {self.line}:\n{self.traceback}(Rank {rank} was in {call}.)"
@@ -153,34 +153,34 @@ class RankErrors:
         """
         self._rank, self._store, self._lock, self._flight = rank, store, lock, recorder
         self._key = f"{_KEY}{rank}"
-        self._had: dict[ErrorLocation, int] = {}  # how many errors where, of the newest places
+        self._seen: dict[ErrorLocation, int] = {}  # how many errors where, of the newest places
         self._own: tuple[Failure, Call | None] | None = None  # and the last call before it
         self._since: dict[tuple[int, int], float] = {}  # by rank and order
 
-    def tell(self, error: BaseException, *, final: bool = False) -> None:
+    def report(self, error: BaseException, *, final: bool = False) -> None:
         """Let the others know of an error that leaves the library, once; and once more if it is ``final``."""
-        if getattr(error, _TOLD, False) and not final:
+        if getattr(error, _REPORTED, False) and not final:
             return
         with suppress(AttributeError):  # an exception class with slots
-            setattr(error, _TOLD, True)
-        place, last = ErrorLocation.of(error, self._flight), self._last()
-        number = self._had[place] = self._had.pop(place, 0) + 1
-        if len(self._had) > _REMEMBERED:
-            del self._had[next(iter(self._had))]
-        failure = Failure.of(error, self._rank, place, number=number, final=final)
+            setattr(error, _REPORTED, True)
+        location, last = ErrorLocation.of(error, self._flight), self._last()
+        number = self._seen[location] = self._seen.pop(location, 0) + 1
+        if len(self._seen) > _REMEMBERED:
+            del self._seen[next(iter(self._seen))]
+        failure = Failure.of(error, self._rank, location, number=number, final=final)
         self._own = failure, last
         with suppress(RuntimeError):  # without a store the others' connections break
             with self._lock:
                 failure = replace(failure, order=self._store.add(_ORDER, 1))
             self._own = failure, last
-            self._say(failure)
+            self._publish(failure)
 
     @property
-    def stands(self) -> bool:
+    def has_failed(self) -> bool:
         """True if this rank has failed and not gone on."""
         return self._own is not None
 
-    def renew(self) -> None:
+    def withdraw(self) -> None:
         """Take this rank's error back, if it has gone on."""
         own = self._own
         if own is None or own[0].final:
@@ -191,11 +191,11 @@ class RankErrors:
         if not any(call.since is not None and id(call) not in self._flight.waiting for call in later):
             return
         with self._lock:
-            self._store.compare_set(self._key, failure.written(), "")  # not one that was told since
+            self._store.compare_set(self._key, failure.to_json(), "")  # not one that was told since
         if self._own is own:
             self._own = None
 
-    def elsewhere(self) -> list[Failure]:
+    def from_other_ranks(self) -> list[Failure]:
         """Return the errors of other ranks that this one has not had, the first one first.
 
         Where no rank has ever failed this asks the store one question.
@@ -206,25 +206,25 @@ class RankErrors:
             ranks = json.loads(self._store.get(_WHO))
             keys = [f"{_KEY}{rank}" for rank in ranks if rank != self._rank]
             held = self._store.multi_get(keys) if keys else []
-        found = [Failure.read(text) for text in held if text]
-        return sorted((one for one in found if self._heeds(one)), key=lambda one: one.order)
+        found = [Failure.from_json(text) for text in held if text]
+        return sorted((one for one in found if self._concerns(one)), key=lambda one: one.order)
 
-    def lasting(self, seconds: float) -> list[Failure]:
+    def standing_for(self, seconds: float) -> list[Failure]:
         """Return the same of those that have stood for so long; to be polled."""
-        found, now = self.elsewhere(), time.monotonic()
+        found, now = self.from_other_ranks(), time.monotonic()
         self._since = {(one.rank, one.order): self._since.get((one.rank, one.order), now) for one in found}
         return [one for one in found if now - self._since[one.rank, one.order] >= seconds]
 
-    def _heeds(self, failure: Failure) -> bool:
+    def _concerns(self, failure: Failure) -> bool:
         shared = [channel for channel, ranks in list(self._flight.members.items()) if failure.rank in ranks]
-        had = list(self._had.items())
-        alike = [number for place, number in had if place.is_that_of(failure.place, shared)]
+        had = list(self._seen.items())
+        alike = [number for location, number in had if location.matches(failure.location, shared)]
         return failure.final or failure.number > max(alike, default=0)
 
-    def _say(self, failure: Failure) -> None:
+    def _publish(self, failure: Failure) -> None:
         """Write it down, then that this rank is one that has failed."""
         with self._lock:
-            self._store.set(self._key, failure.written())
+            self._store.set(self._key, failure.to_json())
             wanted, held = [self._rank], ""
             while True:
                 now = self._store.compare_set(_WHO, held, json.dumps(wanted)).decode()
@@ -249,7 +249,7 @@ def report_errors(function: Callable[P, R]) -> Callable[P, R]:
             return function(*args, **kwargs)
         except Exception as error:
             if flight_recorder.active is not None:
-                flight_recorder.active.watcher.tell(error)
+                flight_recorder.active.watcher.report(error)
             raise
 
     return called

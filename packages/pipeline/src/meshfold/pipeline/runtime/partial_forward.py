@@ -29,7 +29,7 @@ from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_unflat
 
 from meshfold.mesh import LayoutError
 from meshfold.mesh.random import after_calls_elsewhere
-from meshfold.mesh.tracking import part_of_model, say, tracker, untracked, unwatched
+from meshfold.mesh.tracking import part_of_model, set_tracked_layout, tracker, untracked, without_tracking
 from meshfold.pipeline.errors import ChainError
 from meshfold.pipeline.runtime.block_outputs import OutputForm, OutputForms
 from meshfold.pipeline.runtime.placeholders import AbsentBlock, TensorPlaceholder, sign
@@ -258,7 +258,7 @@ class PartialForward:
         run = _Run(plan=TransferPlan(), stop=stop, looking=True, keep=keep)
         seen = ObservedForward(plan=run.plan, calls=run.calls, entering=run.entering, crossings=run.crossings)
         frozen = [weight for weight in weights if not weight.requires_grad]
-        with self._running(run), unwatched(), torch.enable_grad():
+        with self._running(run), without_tracking(), torch.enable_grad():
             for weight in frozen:
                 weight.requires_grad_(True)
             try:
@@ -327,7 +327,7 @@ class PartialForward:
             for leaf, tensor in zip(travels.values(), run.received, strict=True):
                 run.inputs.append(inject(leaf, tensor, run.grad))
             for place, how in known.items():
-                say(travels[place], how)
+                set_tracked_layout(travels[place], how)
         if run.began is None:
             run.began = layouts_of(_travels(slots, args, kwargs))
         with after_calls_elsewhere(run.elsewhere[self._first_place(index)]):

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten
 
 from meshfold.mesh import LayoutError
-from meshfold.mesh.tracking import lies, say
+from meshfold.mesh.tracking import set_tracked_layout, tracked_layout
 
 
 class AbsentBlock(nn.Module):
@@ -42,7 +42,7 @@ class TensorPlaceholder:
 
     def __init__(self, tensor: Tensor) -> None:
         self.shape, self.dtype, self.device = tensor.shape, tensor.dtype, tensor.device
-        self.lies = lies(tensor)
+        self.tracked_layout = tracked_layout(tensor)
 
     def make(self, tracked: bool) -> Tensor:
         """NaN, so that a mistake shows; where it is only looked at, zeros that require a gradient."""
@@ -51,7 +51,7 @@ class TensorPlaceholder:
         else:
             value = float("nan") if self.dtype.is_floating_point else 0
             made = torch.full(self.shape, value, dtype=self.dtype, device=self.device)
-        say(made, self.lies)
+        set_tracked_layout(made, self.tracked_layout)
         return made
 
 

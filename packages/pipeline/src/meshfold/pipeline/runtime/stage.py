@@ -197,7 +197,7 @@ def dropout_of(work: Microbatch) -> AbstractContextManager[object]:
         first_row=stream.first_row + work.first_row,
         first_token=stream.first_token + work.first_token,
         rows=stream.rows or work.rows,
-        dealt=stream.dealt,
+        token_shards=stream.token_shards,
     )
 
 

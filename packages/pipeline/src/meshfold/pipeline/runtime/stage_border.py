@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from meshfold.mesh import LayoutError
-from meshfold.mesh.tracking import Dims, Lies, axes_of, is_open, lies
+from meshfold.mesh.tracking import Dims, TrackedLayout, axes_of, is_open, tracked_layout
 
 
 class _Enter(torch.autograd.Function):
@@ -62,13 +62,13 @@ def same_storage(given: Tensor) -> Tensor:
     return made
 
 
-Layouts = dict[int, Lies]
+Layouts = dict[int, TrackedLayout]
 """By place among the arguments of a block; empty where the forward is not looked at."""
 
 
 def layouts_of(leaves: Mapping[int, Tensor]) -> Layouts:
     """Return the tracked layouts of a block's arguments."""
-    return {place: known for place, leaf in leaves.items() if (known := lies(leaf)) is not None}
+    return {place: known for place, leaf in leaves.items() if (known := tracked_layout(leaf)) is not None}
 
 
 def check_handed_on(block: int, began: Layouts, leaves: Mapping[int, Tensor]) -> None:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from meshfold.mesh import Mesh, metadata
 from meshfold.mesh.tracking import (
     ALIKE,
-    EXCHANGED,
+    TOKENS_EXCHANGED,
     Dims,
     Factor,
     Tracker,
@@ -23,8 +23,8 @@ from meshfold.mesh.tracking import (
     block,
     is_open,
     is_split,
+    is_split_first,
     is_unknown,
-    leads,
     size_of,
     whole_dims,
 )
@@ -50,7 +50,7 @@ from meshfold.tensor_parallel.modes import Mode
 
 
 class LayerTracking(OnMesh):
-    """Answers of a split model to :func:`meshfold.mesh.tracking.watch`."""
+    """Answers of a split model to :func:`meshfold.mesh.tracking.track_forwards`."""
 
     def __init__(self, mesh: Mesh, mode: Mode, kept: Sequence[str], boundaries: Sequence[Boundary]) -> None:
         """Args:
@@ -62,7 +62,7 @@ class LayerTracking(OnMesh):
     def begin(self, found: Tracker, model: nn.Module, given: Mapping[str, Any]) -> None:
         """Mark the model's inputs: whole on every tensor axis."""
         # They ask whether all of a mask is ones, so as to leave it out: each rank may do so for its own rows.
-        layers = [module for module in model.modules() if self.takes(module)]
+        layers = [module for module in model.modules() if self.communicates(module)]
         # Code of other modules may compute with pieces of their own parameters, where hooks sum what it returns.
         ours = {id(p) for layer in layers for p in layer.parameters(recurse=False)}
         found.records.placed = lambda parameter: self._placed(parameter) if id(parameter) in ours else None
@@ -89,13 +89,13 @@ class LayerTracking(OnMesh):
             made.append(block(size, mine, parts, grain=-1))
         return tuple(made)
 
-    def takes(self, module: nn.Module) -> bool:
+    def communicates(self, module: nn.Module) -> bool:
         """Return True if a module is a sharded layer."""
         return isinstance(module, ShardedLayer) or (
             isinstance(module, OnMesh) and isinstance(module, nn.Module)
         )
 
-    def given(
+    def check_arguments(
         self, found: Tracker, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]
     ) -> None:
         """Refuse a tensor that does not lie as a layer reads it."""
@@ -117,7 +117,7 @@ class LayerTracking(OnMesh):
             logits = module.mode.layout("logits")
             check_stream(found, module.mesh, given, logits["m"], logits["v"], type(module).__name__)
 
-    def returned(
+    def mark_results(
         self, found: Tracker, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], output: Any
     ) -> None:
         """Mark the layout of a layer's result."""
@@ -209,7 +209,7 @@ class LayerTracking(OnMesh):
         (reads, _), (writes, _) = _between(layer)
         turned = given.dim() > 2 and not is_split(found.rows.dims(given)[0])
         if turned and spanning_axes(self.mesh, reads) != spanning_axes(self.mesh, writes):
-            found.rows.lose(out, EXCHANGED)
+            found.rows.lose(out, TOKENS_EXCHANGED)
 
     def _positions(
         self, found: Tracker, table: PositionEmbedding, ids: Tensor, dims: Dims, shape: tuple[int, ...]
@@ -232,7 +232,9 @@ class LayerTracking(OnMesh):
     def _check(self, found: Tracker, layer: nn.Module, given: Tensor, dims: Dims, columns: Axes) -> None:
         """Refuse an input whose last dim does not lie as the layer reads it."""
         wanted = spanning_axes(self.mesh, columns)
-        if not dims or (leads(dims[-1], wanted) and axes_of(dims[-1]) == wanted and not is_open(dims[-1])):
+        if not dims or (
+            is_split_first(dims[-1], wanted) and axes_of(dims[-1]) == wanted and not is_open(dims[-1])
+        ):
             return
         want = ", ".join(wanted) or "nothing"
         found.refuse(

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from torch import nn
 
 from meshfold.mesh import LayoutError, Mesh, Placement, metadata
-from meshfold.mesh.tracking import watch
+from meshfold.mesh.tracking import track_forwards
 from meshfold.tensor_parallel.convert.analysis import Analysis
 from meshfold.tensor_parallel.convert.build import LayerBuilder, keep_hooks, keep_ties, meta_twin
 from meshfold.tensor_parallel.convert.checks import check_analysis
@@ -174,7 +174,9 @@ class _Conversion:
         self._adapt_model()
         calls = self._catch_dropout()
         boundaries = [boundary for _, boundary in self.analysis.boundaries]
-        watch(self.model, LayerTracking(self.mesh, self.mode, self.roles.named("replicate"), boundaries))
+        track_forwards(
+            self.model, LayerTracking(self.mesh, self.mode, self.roles.named("replicate"), boundaries)
+        )
         Recomputation(boundaries, calls).attach(self.model)
         self.report.local_parameters = sum(p.numel() for p in self.model.parameters())
         return self.report

@@ -15,7 +15,7 @@ from typing import Any
 from torch import Size, Tensor, nn
 
 from meshfold.mesh import LayoutError
-from meshfold.mesh.tracking import say, tracker, untracked
+from meshfold.mesh.tracking import set_tracked_layout, tracker, untracked
 from meshfold.tensor_parallel.convert.boundary import Boundary
 from meshfold.tensor_parallel.layers.autocast import lowered
 from meshfold.tensor_parallel.layers.base import BatchShape, StreamAdapter
@@ -127,7 +127,7 @@ class Region(StreamAdapter):
                 )
         with untracked():
             entered = self.gather(x)
-        say(entered, None)  # its code reads the shape, and hands it to the layers
+        set_tracked_layout(entered, None)  # its code reads the shape, and hands it to the layers
         if (found := tracker()) is not None:
             found.rows.unflattened(entered, x)
         kwargs = {key: _for_rows(value, entered.shape[0]) for key, value in kwargs.items()}

@@ -18,9 +18,9 @@ from meshfold.mesh.tracking import (
     axes_of,
     block,
     is_split,
+    is_split_first,
     is_unknown,
     is_whole,
-    leads,
     normal,
     tracker,
     whole,
@@ -42,15 +42,15 @@ def token_dim(found: Tracker, mesh: Mesh, size: int, axes: Axes, before: Dims | 
         before: of what they were made, which tells whether they are dealt; None: they are if any are.
     """
     axes = spanning_axes(mesh, axes)
-    dealt = found.dealt
+    dealt = found.token_split
     if dealt is None or (
         before is not None and not any(set(dealt.axes) & set(axes_of(dim)) for dim in before)
     ):
         return block(size, axes)
-    length = found.dealt_length
+    length = found.local_tokens
     if size % length == 0:
         return normal((*block(size // length, axes), Factor(length, dealt)))
-    return (Factor(size, Split((*axes, *dealt.axes), "dealt")),)
+    return (Factor(size, Split((*axes, *dealt.axes), "tokens")),)
 
 
 def output_rows(
@@ -69,7 +69,7 @@ def output_rows(
     if (number := moved_by(lead)) is not None:
         return brought_back(found.moved[number - 1], lead)
     inside = axes_in(lead[1:]) & {*reads, *writes}
-    if inside or (lead and not leads(lead[0], reads)):
+    if inside or (lead and not is_split_first(lead[0], reads)):
         found.moved.append(lead)
         return tuple(
             (Factor(n, Split(() if place else writes, "moved", len(found.moved))),)
@@ -99,9 +99,9 @@ def brought_back(before: Dims, lead: Dims) -> Dims:
 
 def inner_rows(found: Tracker, shape: tuple[int, ...]) -> Dims:
     """Return the dims of tokens behind the first, of which the sequence may be dealt."""
-    dealt = found.dealt
+    dealt = found.token_split
     return tuple(
-        (Factor(n, dealt),) if dealt is not None and place == 0 and n == found.dealt_length else whole(n)
+        (Factor(n, dealt),) if dealt is not None and place == 0 and n == found.local_tokens else whole(n)
         for place, n in enumerate(shape)
     )
 
@@ -205,13 +205,13 @@ def _refuse_whole(found: Tracker, x: Tensor, number: int, axes: Axes, what: str,
 def check_stream(found: Tracker, mesh: Mesh, x: Tensor, axes: Axes, columns: Axes, what: str) -> None:
     """Refuse what is taken for the stream, or what a head made of it, and does not lie so: rows in front, columns at the end."""
     dims = found.dims(x)
-    dealt = () if found.dealt is None else found.dealt.axes
+    dealt = () if found.token_split is None else found.token_split.axes
     for place, wanted in ((0, spanning_axes(mesh, axes)), (len(dims) - 1, spanning_axes(mesh, columns))):
         have = tuple(axis for axis in axes_of(dims[place]) if axis not in dealt)
         turn = "" if place else ": turn it, rows first"
-        if (have == wanted and leads(dims[place], wanted) and not is_unknown(dims[place])) or dims[place][
-            0
-        ].split == ALIKE:
+        if (have == wanted and is_split_first(dims[place], wanted) and not is_unknown(dims[place])) or dims[
+            place
+        ][0].split == ALIKE:
             continue
         found.refuse(
             what,

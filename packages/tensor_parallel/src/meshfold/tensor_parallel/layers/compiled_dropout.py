@@ -68,7 +68,7 @@ def _operation() -> Any:
 
     @torch.library.custom_op("meshfold::dealt_numbers", mutates_args=())
     def numbers_now(tokens: Tensor, size: int, rows: bool) -> Tensor:
-        found, whole = dealt_numbers(tokens, size, current_dropout_stream().dealt, rows=rows)
+        found, whole = dealt_numbers(tokens, size, current_dropout_stream().token_shards, rows=rows)
         return torch.cat([torch.tensor([whole], device=tokens.device), found.flatten()])
 
     @numbers_now.register_fake

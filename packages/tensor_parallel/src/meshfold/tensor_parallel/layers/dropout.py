@@ -117,7 +117,7 @@ class Dropout(ShardedLayer):
             seed, key, first_row, first_token, rows = draw(x, self._code)
             return seed, key, GlobalBatch(first_row, first_token, rows, self._batch, None), -1
         made = next_dropout_draw(self.name)
-        batch = GlobalBatch(made.first_row, made.first_token, made.rows, self._batch, made.dealt)
+        batch = GlobalBatch(made.first_row, made.first_token, made.rows, self._batch, made.token_shards)
         return made.seed, made.key, batch, made.call
 
     def _dropped(
@@ -143,7 +143,7 @@ class Dropout(ShardedLayer):
 
     def _look(self, found: Tracker, x: Tensor, call: int, batch: GlobalBatch) -> None:
         """Remember the positions of a tensor's elements, for this call in later forwards."""
-        dealt = () if found.dealt is None else found.dealt.axes
+        dealt = () if found.token_split is None else found.token_split.axes
         place = followed_positions(
             x, found.dims(x), found.rows.dims(x), self._guessed(x, batch), batch, self.mesh, dealt, self.name
         )

@@ -16,7 +16,16 @@ from torch import Tensor
 
 from meshfold.mesh import LayoutError, Mesh, MeshfoldError
 from meshfold.mesh.random import TokenShards
-from meshfold.mesh.tracking import EXCHANGED, ROWS, TURNED, Dim, Dims, Factor, Split, is_unknown
+from meshfold.mesh.tracking import (
+    ROWS,
+    ROWS_INNERMOST,
+    TOKENS_EXCHANGED,
+    Dim,
+    Dims,
+    Factor,
+    Split,
+    is_unknown,
+)
 from meshfold.tensor_parallel.layers.base import BatchShape
 from meshfold.tensor_parallel.layers.compiled_dropout import dealt_numbers
 
@@ -85,7 +94,7 @@ def followed_positions(
     Raises:
         LayoutError: if the batch is a part of a larger one, and nothing tells where the tensor has its rows.
     """
-    if any(factor.split == EXCHANGED for dim in rows for factor in dim):
+    if any(factor.split == TOKENS_EXCHANGED for dim in rows for factor in dim):
         raise _exchanged(x, name)
     is_part = batch.rows not in (0, batch.here.given)
     tokens = tuple(axis for runs in guess for run in runs if run.rows for axis in run.axes)
@@ -133,7 +142,7 @@ def _guessed(
         has_rows, flat = any(f.split for f in dim), guess[place][0].rows == "tokens"
         here = batch.dealt is not None and dealt and (flat or (not has_rows and size == batch.dealt.local))
         axes = guess[place][0].axes if place == len(guess) - 1 else tokens if has_rows else ()
-        split = Split((*axes, *dealt), "dealt") if here else Split(axes) if axes else None
+        split = Split((*axes, *dealt), "tokens") if here else Split(axes) if axes else None
         made.append((Factor(size, split),))
     return tuple(made)
 
@@ -168,19 +177,19 @@ def _taken(factors: list[Factor], size: int) -> Factor | None:
     first = factors.pop(0)
     if first.size == size:
         return first
-    if first.size % size or first.parts or (first.split is not None and first.split.kind == "dealt"):
+    if first.size % size or first.parts or (first.split is not None and first.split.kind == "tokens"):
         return None
     factors.insert(0, Factor(first.size // size))
     return Factor(size, first.split)
 
 
 def _run(real: Factor, rows: Factor, dealt: tuple[str, ...], here: int, mesh: Mesh) -> Run | None:
-    if real.parts or (real.split is not None and real.split.kind not in ("block", "dealt")):
+    if real.parts or (real.split is not None and real.split.kind not in ("block", "tokens")):
         return None
-    is_dealt = real.split is not None and real.split.kind == "dealt"
+    is_dealt = real.split is not None and real.split.kind == "tokens"
     axes = () if real.split is None else real.split.axes
     axes = tuple(axis for axis in axes if not (is_dealt and axis in dealt))
-    kind = "" if rows.split is None else "turned" if rows.split == TURNED else "rows"
+    kind = "" if rows.split is None else "turned" if rows.split == ROWS_INNERMOST else "rows"
     size = max(real.size, rows.size)
     every = size * mesh.size(*axes)
     if kind == "rows" and every % here:

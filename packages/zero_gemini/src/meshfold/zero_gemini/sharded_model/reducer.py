@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from meshfold.mesh import Group
-from meshfold.mesh.parameters import ShownGradient, after_gradients
+from meshfold.mesh.parameters import GradientProxy, after_gradients
 from meshfold.zero_gemini.chunks.backward_role import BackwardRole
 from meshfold.zero_gemini.chunks.chunk import Chunk
 from meshfold.zero_gemini.chunks.gradient import ChunkGradient
@@ -96,7 +96,7 @@ class GradientFlow:
 
     def _arrival(self, gradient: ChunkGradient, place: int) -> Callable[[Tensor], None]:
         def arrive(parameter: Tensor) -> None:
-            if isinstance(parameter.grad, ShownGradient):
+            if isinstance(parameter.grad, GradientProxy):
                 return  # a backward of somebody else, while the gradient here is shown
             found, parameter.grad = parameter.grad, None  # whatever happens: what stayed would be added to
             if self.takes and found is not None:

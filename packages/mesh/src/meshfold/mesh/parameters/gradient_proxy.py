@@ -1,6 +1,6 @@
 """``parameter.grad`` where the gradient is somewhere else: in buckets, in chunks, in shards on several ranks.
 
-A :class:`ShownGradient` has a gradient's shape and no memory. torch's own functions that read ``parameter.grad`` work on it
+A :class:`GradientProxy` has a gradient's shape and no memory. torch's own functions that read ``parameter.grad`` work on it
 and reach the gradient through its :class:`GradientOwner`::
 
     torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)   # the norm over all shards, which is also returned
@@ -27,7 +27,7 @@ _aten = torch.ops.aten
 
 
 class GradientOwner(Protocol):
-    """Has the gradients that are shown, each under its place. The methods raise if there are none now."""
+    """Object that has the gradients, each under its place. The methods raise if there are none now."""
 
     def norm(self, places: Sequence[int], norm_type: float) -> Tensor:
         """Return the norm of these gradients over the whole model. All ranks must call."""
@@ -45,12 +45,12 @@ class GradientOwner(Protocol):
         """Return this rank's block of a gradient, for all other operations; raises where it has no such block."""
 
 
-class _Shown(Tensor):
+class _Proxy(Tensor):
     """A tensor without memory; operations on it go to :func:`_run`. It keeps no owner alive."""
 
     _of: ref[GradientOwner]
     places: tuple[int, ...]
-    """Of the gradients that it stands for."""
+    """Places of the gradients that it stands for"""
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
@@ -73,23 +73,23 @@ class _Shown(Tensor):
         return owner
 
 
-class ShownGradient(_Shown):
+class GradientProxy(_Proxy):
     """Stands for a parameter's gradient that its owner has."""
 
     @staticmethod
-    def of(owner: GradientOwner, place: int, like: Tensor, **other: Any) -> ShownGradient:
+    def of(owner: GradientOwner, place: int, like: Tensor, **other: Any) -> GradientProxy:
         """Return one of a parameter's shape, dtype and device; ``other``: another dtype or device."""
         options = {"dtype": like.dtype, "device": like.device, **other}
-        made = torch.Tensor._make_wrapper_subclass(ShownGradient, like.shape, **options)
+        made = torch.Tensor._make_wrapper_subclass(GradientProxy, like.shape, **options)
         made._of, made.places = ref(owner), (place,)
         return made
 
     def __repr__(self, *, tensor_contents: object = None) -> str:  # type: ignore[override]
-        return f"ShownGradient(shape={tuple(self.shape)}, dtype={self.dtype})"
+        return f"GradientProxy(shape={tuple(self.shape)}, dtype={self.dtype})"
 
 
-class ShownNorm(_Shown):
-    """Norms of shown gradients, one an element, that were not computed yet: torch asks for the norm of all of them next.
+class NormProxy(_Proxy):
+    """Norms of such gradients, one an element, that were not computed yet: torch asks for the norm of all of them next.
 
     So one collective gives the norm over parameters, ranks and the stages of a pipeline, which have other parameters.
     """
@@ -98,11 +98,11 @@ class ShownNorm(_Shown):
 
     @staticmethod
     def of(
-        like: _Shown, places: Sequence[int], norm_type: float, shape: Sequence[int], **other: Any
-    ) -> ShownNorm:
+        like: _Proxy, places: Sequence[int], norm_type: float, shape: Sequence[int], **other: Any
+    ) -> NormProxy:
         """Return one of the dtype and device of a gradient or another norm; ``other``: another dtype or device."""
         options = {"dtype": like.dtype, "device": like.device, **other}
-        made = torch.Tensor._make_wrapper_subclass(ShownNorm, shape, **options)
+        made = torch.Tensor._make_wrapper_subclass(NormProxy, shape, **options)
         made._of, made.places, made.norm_type = like._of, tuple(places), norm_type
         return made
 
@@ -114,43 +114,43 @@ class ShownNorm(_Shown):
         return self.owner.norm(self.places, self.norm_type).to(self.device, self.dtype)
 
     def each(self) -> Tensor:
-        """Each gradient's norm."""
+        """Return each gradient's norm."""
         norms = [self.owner.norm([place], self.norm_type) for place in self.places]
         return torch.stack(norms).reshape(self.shape).to(self.device, self.dtype)
 
 
 def _run(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Carry an operation out on what is shown.
+    """Carry an operation out on what proxies stand for.
 
     Raises:
         Exception: the owner's, for one that it cannot carry out.
     """
     first = args[0] if args else None
     many = isinstance(first, list | tuple)
-    shown: list[Any] = [*first] if isinstance(first, list | tuple) else [first]
-    if shown and all(isinstance(one, ShownGradient) for one in shown):
-        return _of_gradients(func, shown, args, kwargs, many=many)
-    if shown and all(isinstance(one, ShownNorm) for one in shown):
-        found = _of_norms(func, shown, args, kwargs)
+    proxies: list[Any] = [*first] if isinstance(first, list | tuple) else [first]
+    if proxies and all(isinstance(one, GradientProxy) for one in proxies):
+        return _of_gradients(func, proxies, args, kwargs, many=many)
+    if proxies and all(isinstance(one, NormProxy) for one in proxies):
+        found = _of_norms(func, proxies, args, kwargs)
         if found is not None:
             return found
     return _on_blocks(func, args, kwargs)
 
 
 def _of_norms(
-    func: Any, shown: Sequence[ShownNorm], args: tuple[Any, ...], kwargs: dict[str, Any]
+    func: Any, proxies: Sequence[NormProxy], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Tensor | None:
     """Do what needs no norm of each gradient; return None for all else."""
-    first, norm_type = shown[0], shown[0].norm_type
+    first, norm_type = proxies[0], proxies[0].norm_type
     if func in _SAME:
         return first
     if func is _aten._to_copy.default:
-        return ShownNorm.of(first, first.places, norm_type, first.shape, **_moved(kwargs))
+        return NormProxy.of(first, first.places, norm_type, first.shape, **_moved(kwargs))
     if func is _aten.stack.default and all(
-        one.dim() == 0 and one._of is first._of and one.norm_type == norm_type for one in shown
+        one.dim() == 0 and one._of is first._of and one.norm_type == norm_type for one in proxies
     ):
-        places = [place for one in shown for place in one.places]
-        return ShownNorm.of(first, places, norm_type, (len(shown),))
+        places = [place for one in proxies for place in one.places]
+        return NormProxy.of(first, places, norm_type, (len(proxies),))
     asks_norm = func is _aten.linalg_vector_norm.default and _is_over_all(args, kwargs)
     if asks_norm and _norm_type(args, kwargs) == norm_type:
         return first.over_all()
@@ -158,14 +158,14 @@ def _of_norms(
 
 
 def _of_gradients(
-    func: Any, shown: list[ShownGradient], args: tuple[Any, ...], kwargs: dict[str, Any], *, many: bool
+    func: Any, proxies: list[GradientProxy], args: tuple[Any, ...], kwargs: dict[str, Any], *, many: bool
 ) -> Any:
     """Carry an operation out on gradients; ``many``: it is one of torch's for lists."""
-    first, owner, places = shown[0], shown[0].owner, [one.places[0] for one in shown]
+    first, owner, places = proxies[0], proxies[0].owner, [one.places[0] for one in proxies]
     given: Any = args[1] if len(args) > 1 else None
     if func in _NORM and (many or _is_over_all(args, kwargs)):
         wide = torch.promote_types(first.dtype, torch.float32)  # as gradients are summed
-        norms = [ShownNorm.of(one, one.places, _norm_type(args, kwargs), (), dtype=wide) for one in shown]
+        norms = [NormProxy.of(one, one.places, _norm_type(args, kwargs), (), dtype=wide) for one in proxies]
         return norms if many else norms[0]
     if func in (*_MULTIPLY, *_DIVIDE) and _is_number(given):
         owner.multiply(places, 1.0 / given if func in _DIVIDE else given)
@@ -178,9 +178,9 @@ def _of_gradients(
     elif func in _ZERO:
         owner.clear()
     elif func is _aten._to_copy.default:  # of a module that is brought elsewhere, with its gradients
-        return ShownGradient.of(owner, places[0], first, **_moved(kwargs))
+        return GradientProxy.of(owner, places[0], first, **_moved(kwargs))
     elif func is _aten.add_.Tensor and torch._C._current_graph_task_id() != -1:
-        pass  # a backward that is not the owner's comes through the parameter: it has no part in what is shown
+        pass  # a backward that is not the owner's comes through the parameter: it has no part in this gradient
     elif func not in _SAME:
         return _on_blocks(func, args, kwargs)
     return None if many else first
@@ -191,7 +191,7 @@ def _on_blocks(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     first = args[0] if args else None
     args, kwargs = tree_map(lambda one: _computed(one, func), (args, kwargs))
     found = func(*args, **kwargs)
-    return first if func._schema.name.endswith("_") and isinstance(first, _Shown) else found
+    return first if func._schema.name.endswith("_") and isinstance(first, _Proxy) else found
 
 
 _MULTIPLY = (
@@ -208,7 +208,7 @@ _ZERO = (_aten.zero_.default, _aten._foreach_zero_.default)
 
 
 def _is_number(value: Any) -> bool:
-    return not isinstance(value, _Shown | list | tuple) and (
+    return not isinstance(value, _Proxy | list | tuple) and (
         not isinstance(value, Tensor) or value.dim() == 0
     )
 
@@ -232,9 +232,9 @@ def _moved(kwargs: dict[str, Any]) -> dict[str, Any]:
 
 
 def _computed(value: Any, func: Any) -> Any:
-    """Return the value in place of what stands for it."""
-    if isinstance(value, ShownNorm):
+    """Return the value that a proxy stands for; any other value as it is."""
+    if isinstance(value, NormProxy):
         return value.each()
-    if isinstance(value, ShownGradient):
+    if isinstance(value, GradientProxy):
         return value.owner.local(value.places[0], str(func))
     return value
