@@ -18,10 +18,9 @@ from torch import Tensor, nn
 
 from meshfold.mesh import Mesh, broadcast
 from meshfold.mesh.model_io import eval_mode
-from meshfold.pipeline.runtime.batches import NO_REPLICAS, Batches, Replicas
 from meshfold.pipeline.runtime.executor import Channels, Executor, Peaks
 from meshfold.pipeline.runtime.gradients import CompleteGradients, TiedGradients, pairs
-from meshfold.pipeline.runtime.microbatch import Microbatch
+from meshfold.pipeline.runtime.microbatch import NO_REPLICAS, Batches, Microbatch, Replicas
 from meshfold.pipeline.runtime.outputs import Output, share
 from meshfold.pipeline.runtime.partial_forward import TransferPlan
 from meshfold.pipeline.runtime.partition import Partition, PartitionConfig

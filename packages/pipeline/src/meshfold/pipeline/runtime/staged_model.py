@@ -12,9 +12,8 @@ from torch import Tensor, nn
 
 from meshfold.mesh import Mesh, SpecError, build_on_meta, materialize, retrace_initialization
 from meshfold.mesh.initialization import find_value_source, shard_coordinates
-from meshfold.pipeline.runtime.batches import Replicas
 from meshfold.pipeline.runtime.deferred_linear import defer_weight_gradients
-from meshfold.pipeline.runtime.microbatch import Microbatch
+from meshfold.pipeline.runtime.microbatch import Microbatch, Replicas
 from meshfold.pipeline.runtime.partial_forward import TransferPlan
 from meshfold.pipeline.runtime.partition import Partition, PartitionConfig, partition_model
 from meshfold.pipeline.runtime.placeholders import agree_on_dtypes, signature
