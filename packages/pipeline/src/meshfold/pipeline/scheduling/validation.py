@@ -12,7 +12,7 @@ from typing import NoReturn
 from meshfold.pipeline.errors import ScheduleError
 from meshfold.pipeline.scheduling.actions import Action, Op, Schedule
 from meshfold.pipeline.scheduling.costs import Costs
-from meshfold.pipeline.scheduling.replay import Replay, peak_activations, source_of
+from meshfold.pipeline.scheduling.simulation import Replay, peak_activations, source_of
 
 
 def check(
