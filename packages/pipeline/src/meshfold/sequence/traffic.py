@@ -9,10 +9,9 @@ import torch
 from meshfold.mesh import Mesh
 from meshfold.mesh.recording import moved_bytes
 from meshfold.sequence.kernels import accumulating
-from meshfold.sequence.mask import Mask
 from meshfold.sequence.modes import sequence_mode, sequence_sharding
 from meshfold.sequence.sharding import check_documents
-from meshfold.sequence.tiling import steps
+from meshfold.sequence.tiling import Mask, steps
 from meshfold.sequence.ulysses import kv_head_repeats
 
 
