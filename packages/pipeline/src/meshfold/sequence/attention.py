@@ -13,10 +13,9 @@ from torch.nn import functional as F
 from meshfold.mesh import LayoutError, Mesh
 from meshfold.sequence.dropout import RingDropout, WeightDropout
 from meshfold.sequence.kernels import choose
-from meshfold.sequence.modes import sequence_mode, sequence_sharding
 from meshfold.sequence.ring import Round, ring_attention
 from meshfold.sequence.ring_self_attention import RingSelfSettings, ring_self_attention
-from meshfold.sequence.sharding import SequenceSharding, check_documents
+from meshfold.sequence.sharding import SequenceSharding, check_documents, sequence_mode, sequence_sharding
 from meshfold.sequence.tiling import Mask, steps
 from meshfold.sequence.ulysses import to_heads, to_sequence
 

@@ -18,7 +18,7 @@ from meshfold.sequence.attention_call import AttentionSettings, Documents, docum
 from meshfold.sequence.dropout import DrawDropout
 from meshfold.sequence.function_mode import AttentionMode, ModeAroundModules
 from meshfold.sequence.layout_tracking import ShardedSequenceLayout
-from meshfold.sequence.modes import sequence_mode
+from meshfold.sequence.sharding import sequence_mode
 from meshfold.sequence.token_shards import positions
 
 

@@ -9,8 +9,7 @@ import torch
 from meshfold.mesh import Mesh
 from meshfold.mesh.recording import moved_bytes
 from meshfold.sequence.kernels import accumulating
-from meshfold.sequence.modes import sequence_mode, sequence_sharding
-from meshfold.sequence.sharding import check_documents
+from meshfold.sequence.sharding import check_documents, sequence_mode, sequence_sharding
 from meshfold.sequence.tiling import Mask, steps
 from meshfold.sequence.ulysses import kv_head_repeats
 
