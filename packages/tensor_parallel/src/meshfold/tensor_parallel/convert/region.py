@@ -17,8 +17,7 @@ from torch import Size, Tensor, nn
 from meshfold.mesh import LayoutError
 from meshfold.mesh.tracking import say, tracker, untracked
 from meshfold.tensor_parallel.convert.boundary import Boundary
-from meshfold.tensor_parallel.layers.autocast import lowered
-from meshfold.tensor_parallel.layers.base import BatchShape, StreamAdapter
+from meshfold.tensor_parallel.layers.base import BatchShape, StreamAdapter, lowered
 from meshfold.tensor_parallel.layers.linear import Linear, flattened, fold, unfolded
 from meshfold.tensor_parallel.matmul import bind_enter_operand, lead_shape
 

@@ -7,8 +7,7 @@ from typing import Any
 import torch
 from torch import Size, Tensor, nn
 
-from meshfold.tensor_parallel.layers.autocast import lowered
-from meshfold.tensor_parallel.layers.base import OnMesh
+from meshfold.tensor_parallel.layers.base import OnMesh, lowered
 from meshfold.tensor_parallel.layers.linear import Linear
 from meshfold.tensor_parallel.matmul import bind_enter_operand
 from meshfold.tensor_parallel.plan import MatmulPlan

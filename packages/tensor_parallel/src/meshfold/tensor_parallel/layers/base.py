@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, NoReturn, Self, SupportsIndex
 
@@ -120,3 +121,25 @@ def shard_parameter(
     block = nn.Parameter(local, requires_grad=parameter.requires_grad)
     annotate(block, ParameterMeta(mesh=mesh, placement=placement))
     return block
+
+
+def casts(x: Tensor) -> bool:
+    """Return True if operations on a tensor are cast now."""
+    return not x.is_meta and torch.is_autocast_enabled(x.device.type)
+
+
+def lowered(x: Tensor) -> Tensor:
+    """Return ``x`` as a matmul takes it: in autocast's dtype, where autocast is on."""
+    if not casts(x) or x.dtype == torch.float64:
+        return x
+    return x.to(torch.get_autocast_dtype(x.device.type))
+
+
+def left_alone(x: Tensor) -> AbstractContextManager[object]:
+    """Context manager: nothing inside is cast."""
+    return torch.autocast(x.device.type, enabled=False) if casts(x) else nullcontext()
+
+
+def widened(x: Tensor) -> Tensor:
+    """Return ``x`` as a layer norm takes it: on a GPU autocast has it compute, and return, float32."""
+    return x.float() if x.is_cuda and casts(x) and x.dtype != torch.float64 else x

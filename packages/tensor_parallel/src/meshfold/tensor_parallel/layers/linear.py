@@ -29,8 +29,7 @@ from torch import Tensor, nn
 from meshfold.mesh import Layout, LayoutError, Mesh, ParameterMeta, Part, Placement, metadata
 from meshfold.mesh.collectives import Primitive, bind_collect, bind_enter, bind_take
 from meshfold.mesh.parameters import MatmulOperands, WeightGradSite, accumulate_grad
-from meshfold.tensor_parallel.layers.autocast import casts, lowered
-from meshfold.tensor_parallel.layers.base import BatchShape, ShardedLayer, shard_parameter
+from meshfold.tensor_parallel.layers.base import BatchShape, ShardedLayer, casts, lowered, shard_parameter
 from meshfold.tensor_parallel.lowerings.gather import turns_weight
 from meshfold.tensor_parallel.matmul import (
     bind_deferred_matmul,

@@ -18,8 +18,7 @@ from meshfold import kernels
 from meshfold.mesh import LayoutError, Mesh, collectives
 from meshfold.mesh.collectives import bind_leave, take_block
 from meshfold.tensor_parallel.layers import vocabulary
-from meshfold.tensor_parallel.layers.autocast import left_alone
-from meshfold.tensor_parallel.layers.base import OnMesh
+from meshfold.tensor_parallel.layers.base import OnMesh, left_alone
 from meshfold.tensor_parallel.layers.vocabulary import checked
 from meshfold.tensor_parallel.modes import Mode, find_mode, vocabulary_multiple
 

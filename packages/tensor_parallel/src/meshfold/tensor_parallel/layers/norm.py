@@ -16,8 +16,7 @@ from torch import Tensor, nn
 from meshfold import kernels
 from meshfold.mesh import Mesh, Placement, collectives
 from meshfold.mesh.collectives import bind_enter, traceable_result
-from meshfold.tensor_parallel.layers.autocast import left_alone, widened
-from meshfold.tensor_parallel.layers.base import ShardedLayer, shard_parameter
+from meshfold.tensor_parallel.layers.base import ShardedLayer, left_alone, shard_parameter, widened
 from meshfold.tensor_parallel.modes import Mode, find_mode, split_evenly
 from meshfold.tensor_parallel.module_kinds import eps_for, norm_eps, norm_kind, norm_size
 

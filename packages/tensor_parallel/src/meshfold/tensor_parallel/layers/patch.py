@@ -6,8 +6,7 @@ from torch import Tensor, nn
 
 from meshfold.mesh import LayoutError, Mesh, Placement
 from meshfold.mesh.collectives import Primitive, bind_enter, bind_take
-from meshfold.tensor_parallel.layers.autocast import lowered
-from meshfold.tensor_parallel.layers.base import ShardedLayer, shard_parameter
+from meshfold.tensor_parallel.layers.base import ShardedLayer, lowered, shard_parameter
 from meshfold.tensor_parallel.layers.linear import stem_plan
 from meshfold.tensor_parallel.matmul import Product, bind_matmul
 from meshfold.tensor_parallel.modes import Mode, split_evenly
