@@ -18,13 +18,12 @@ from meshfold.tensor_parallel.convert.analysis import Analysis
 from meshfold.tensor_parallel.convert.replicated import Replicated, StreamSource
 from meshfold.tensor_parallel.layers.base import BatchShape
 from meshfold.tensor_parallel.layers.dropout import Dropout
-from meshfold.tensor_parallel.layers.embedding import Embedding, HeadBias, PositionEmbedding
+from meshfold.tensor_parallel.layers.embedding import Embedding, HeadBias, PatchEmbedding, PositionEmbedding
 from meshfold.tensor_parallel.layers.experts import Experts, experts_of
 from meshfold.tensor_parallel.layers.linear import Linear
 from meshfold.tensor_parallel.layers.loss import CausalLMLoss
 from meshfold.tensor_parallel.layers.multihead import SplitMultiheadAttention, why_torchs, why_whole
 from meshfold.tensor_parallel.layers.norm import HeadNorm, LayerNorm, RMSNorm
-from meshfold.tensor_parallel.layers.patch import PatchEmbedding
 from meshfold.tensor_parallel.lowerings import LOWERINGS, find_lowering
 from meshfold.tensor_parallel.modes import Mode
 from meshfold.tensor_parallel.module_kinds import features, is_conv1d, norm_eps, norm_kind
