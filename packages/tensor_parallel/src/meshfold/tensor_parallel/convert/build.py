@@ -16,13 +16,13 @@ from meshfold.mesh import Mesh, Part
 from meshfold.mesh.parameters import copy_parameter_hooks
 from meshfold.tensor_parallel.convert.analysis import Analysis
 from meshfold.tensor_parallel.convert.replicated import Replicated, StreamSource
+from meshfold.tensor_parallel.layers.attention import SplitMultiheadAttention, why_torchs, why_whole
 from meshfold.tensor_parallel.layers.base import BatchShape
 from meshfold.tensor_parallel.layers.dropout import Dropout
 from meshfold.tensor_parallel.layers.embedding import Embedding, HeadBias, PatchEmbedding, PositionEmbedding
 from meshfold.tensor_parallel.layers.experts import Experts, experts_of
 from meshfold.tensor_parallel.layers.linear import Linear
 from meshfold.tensor_parallel.layers.loss import CausalLMLoss
-from meshfold.tensor_parallel.layers.multihead import SplitMultiheadAttention, why_torchs, why_whole
 from meshfold.tensor_parallel.layers.norm import HeadNorm, LayerNorm, RMSNorm
 from meshfold.tensor_parallel.lowerings import LOWERINGS, find_lowering
 from meshfold.tensor_parallel.modes import Mode

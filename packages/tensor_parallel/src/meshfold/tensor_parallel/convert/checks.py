@@ -18,7 +18,7 @@ from meshfold.tensor_parallel.convert.roles import (
     offered_rules,
     usual_role,
 )
-from meshfold.tensor_parallel.layers.multihead import why_torchs
+from meshfold.tensor_parallel.layers.attention import why_torchs
 from meshfold.tensor_parallel.module_kinds import check_norm, features, is_linear, norm_kind, norm_size
 
 
