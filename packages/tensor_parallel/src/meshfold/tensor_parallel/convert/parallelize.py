@@ -25,11 +25,10 @@ from meshfold.tensor_parallel.convert.huggingface import (
 from meshfold.tensor_parallel.convert.layer_tracking import LayerTracking
 from meshfold.tensor_parallel.convert.lora import Adapters, has_adapters
 from meshfold.tensor_parallel.convert.padding import ModelAdapter
-from meshfold.tensor_parallel.convert.region import Region
+from meshfold.tensor_parallel.convert.region import Region, SharedInput
 from meshfold.tensor_parallel.convert.replicated import takes_rows
 from meshfold.tensor_parallel.convert.report import Report, placed
 from meshfold.tensor_parallel.convert.roles import WHOLE
-from meshfold.tensor_parallel.convert.shared_input import SharedInput
 from meshfold.tensor_parallel.layers.base import ShardedLayer
 from meshfold.tensor_parallel.layers.linear import Linear
 from meshfold.tensor_parallel.layers.loss import CausalLMLoss
