@@ -1,4 +1,7 @@
-"""One call of a model's attention, carried out over the ranks."""
+"""Attention calls of a model, carried out over the ranks, and the function mode that catches them.
+
+The mode also answers where a model counts out positions itself.
+"""
 
 from __future__ import annotations
 

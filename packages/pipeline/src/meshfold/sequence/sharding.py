@@ -1,4 +1,4 @@
-"""Shardings of a sequence over ranks: pure functions of its length and the sizes of the axes.
+"""Shardings of a sequence over ranks, and the table of modes: over which axes the ring and the all-to-all run.
 
 Contiguous: rank r of P has piece r of P. Zigzag: the sequence is cut into 2 P pieces and rank r has pieces r and
 2 P - 1 - r, an early one and a late one, so that causal attention costs every rank the same. On ``ring`` × ``ulysses``

@@ -1,4 +1,4 @@
-"""The update of Adam: hyperparameters, the numbers of one step, and the reference in plain torch, to which all others are held.
+"""Adam's step, in one call or two halves: hyperparameters, and the reference in plain torch to which all others are held.
 
 Everything is flat and contiguous, checked before, and updated in place. ``grad_scale`` multiplies the gradient first: a float
 that float32 holds, or a float32 tensor of one element. ``noise`` is the state of the stream of random bits, ``start`` the global

@@ -1,4 +1,4 @@
-"""Placeholders in a rank's model for what other ranks hold or make: absent blocks, and tensors of the right shape."""
+"""Placeholders in a rank's model for what other ranks hold: blocks, tensors of the right shape, and parameters of one element."""
 
 from __future__ import annotations
 
@@ -103,7 +103,7 @@ class AbsentParameter(Tensor):
     def of(
         cls, parameter: Tensor, label: str, device: torch.device, used: Callable[[], bool]
     ) -> AbsentParameter:
-        """Make the stand-in for a parameter, real or meta."""
+        """Return the stand-in for a parameter, real or meta."""
         one = torch.full((), float("nan"), dtype=torch.float32).to(device, parameter.dtype)
         made = torch.Tensor._make_subclass(cls, one.expand(parameter.shape))
         made.label, made.used = label, used
@@ -123,17 +123,17 @@ class AbsentParameter(Tensor):
             return func(*plain[0], **plain[1])
 
 
-def _plain(ghost: AbsentParameter) -> Tensor:
-    if ghost.used():
+def _plain(absent: AbsentParameter) -> Tensor:
+    if absent.used():
         raise LayoutError(
-            f"{ghost.label!r} belongs to a stage on another rank, but is used by function behind the blocks: give it a "
+            f"{absent.label!r} belongs to a stage on another rank, but is used by function behind the blocks: give it a "
             f"module of its own there (an nn.Linear whose weight is the same parameter), so that both stages keep it"
         )
-    return ghost.as_subclass(Tensor)
+    return absent.as_subclass(Tensor)
 
 
 def agree_on_dtypes(parameters: Sequence[tuple[nn.Module, str]], group: Group, device: torch.device) -> None:
-    """Give every ghost the dtype that the parameter now has where it is kept; all ranks of the group call.
+    """Give every stand-in the dtype that the parameter now has where it is kept; all ranks of the group call.
 
     Args:
         parameters: (module, name in it) of all parameters of the model, in the same order on all ranks.

@@ -1,4 +1,4 @@
-"""A stage: a run of blocks of the model on one rank, and what each of its micro-batches holds.
+"""Stages: runs of blocks of the model on one rank, what each micro-batch holds in them, and how a model is cut into them.
 
 F keeps the graph, B gives it back and leaves x and dy of every linear layer, W makes their weight gradients: nothing is
 computed twice. What else has parameters (norms, tables) gets its gradient in B, exactly as in one backward.
