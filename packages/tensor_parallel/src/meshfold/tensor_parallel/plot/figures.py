@@ -89,7 +89,7 @@ def draw_mesh(mesh: Mesh, *axes: str | Sequence[str]) -> Figure:
         raise LayoutError("a mesh without axes is one rank: there is nothing to draw")
     for group in chosen:
         mesh.require(*group, what="draw_mesh")
-    figure: Figure = _paint("mesh").mesh_figure(mesh, chosen)
+    figure: Figure = _painters().mesh_figure(mesh, chosen)
     return figure
 
 
@@ -108,7 +108,7 @@ def draw_matmul(plan: MatmulPlan, mesh: Mesh, *, rank: int = 0) -> Figure:
     _check(mesh, rank)
     for layout in (plan.x, plan.w, plan.y):
         mesh.require(*layout.axes, what=f"the layout {str(layout)!r}")
-    figure: Figure = _paint("matmul").matmul_figure([("", plan)], mesh, rank)
+    figure: Figure = _painters().matmul_figure([("", plan)], mesh, rank)
     return figure
 
 
@@ -134,7 +134,7 @@ def draw_mode(
     if unknown or not matmuls:
         raise LayoutError(f"matmuls={tuple(matmuls)!r}: draw some of {', '.join(found.plans)}")
     chosen = [(_WEIGHTS[name], found.plans[name]) for name in matmuls]
-    figure: Figure = _paint("matmul").matmul_figure(
+    figure: Figure = _painters().matmul_figure(
         chosen, mesh, rank, title=f"mode {found.name} on {_sizes(mesh)}"
     )
     return figure
@@ -153,8 +153,8 @@ def _check(mesh: Mesh, rank: int = 0) -> None:
         raise MeshfoldError(f"rank {rank} is not in {mesh}: use 0 to {mesh.world_size - 1}")
 
 
-def _paint(what: str) -> ModuleType:
-    """Import a module that paints: matplotlib is imported when it is needed."""
+def _painters() -> ModuleType:
+    """Import the module that paints: matplotlib is imported when it is needed."""
     if importlib.util.find_spec("matplotlib") is None:
         raise MeshfoldError("pictures need matplotlib: pip install meshfold-tensor-parallel[plot]")
-    return importlib.import_module(f"meshfold.tensor_parallel.plot.{what}_figure")
+    return importlib.import_module("meshfold.tensor_parallel.plot.matmul_figure")
