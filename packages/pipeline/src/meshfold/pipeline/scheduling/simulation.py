@@ -10,7 +10,6 @@ from meshfold.pipeline.errors import ScheduleError
 from meshfold.pipeline.scheduling.actions import Action, Op, Schedule
 from meshfold.pipeline.scheduling.costs import Costs, Number, StageCosts
 
-
 Result = tuple[bool, int, int]
 """(made by a forward, stage, micro-batch): an output of a stage, or the gradient of its input"""
 Times = list[list[tuple[float, float]]]
