@@ -10,8 +10,8 @@ from torch import nn
 
 from meshfold.mesh import Mesh
 from meshfold.tensor_parallel.convert.boundary import Boundary
+from meshfold.tensor_parallel.convert.gathered_input import changes_tokens
 from meshfold.tensor_parallel.convert.heads import find_heads
-from meshfold.tensor_parallel.convert.region import changes_tokens
 from meshfold.tensor_parallel.convert.roles import WHOLE, classify
 from meshfold.tensor_parallel.modes import Mode, outside_blocks
 from meshfold.tensor_parallel.module_kinds import features

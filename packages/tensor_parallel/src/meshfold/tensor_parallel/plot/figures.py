@@ -157,4 +157,4 @@ def _painters() -> ModuleType:
     """Import the module that paints: matplotlib is imported when it is needed."""
     if importlib.util.find_spec("matplotlib") is None:
         raise MeshfoldError("pictures need matplotlib: pip install meshfold-tensor-parallel[plot]")
-    return importlib.import_module("meshfold.tensor_parallel.plot.matmul_figure")
+    return importlib.import_module("meshfold.tensor_parallel.plot.painters")

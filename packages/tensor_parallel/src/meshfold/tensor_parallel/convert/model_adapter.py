@@ -2,7 +2,7 @@
 
 - A batch that the mode cannot split is padded with rows whose labels are ignored (−100); their rows of the output are cut off.
 - Logits stay split when the model computes its own loss, and are gathered when they are read
-  (:mod:`meshfold.tensor_parallel.convert.padding`). Otherwise they come out whole.
+  (:mod:`meshfold.tensor_parallel.convert.model_adapter`). Otherwise they come out whole.
 - The residual stream of a model without a head comes out whole.
 - A model whose modules have ``attended_rows = True`` gets its positions whole. These modules, which make masks and rotary
   tables of them, get the rows that attention has.
